@@ -1,0 +1,96 @@
+# Everything from a fresh clone. `make demo` and `make test` set up their own .venv; a second call is quick.
+#   PYTHON=python3.12    the interpreter of the virtual environment
+#   TORCH=torch==2.13.0  the torch to build against
+#   JOBS=2               compile jobs
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+JOBS ?= $(shell nproc)
+VENV ?= .venv
+BUILD ?= build/dev
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+STAMPS := $(VENV)/.stamps
+CMAKE := $(VENV)/bin/cmake
+export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+CPP_FILES = $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh tests/csrc/*.cpp tests/csrc/*.h)
+PY_PATHS := torchtitan_ext tests examples benchmarks
+
+.PHONY: help demo build test test-cpp test-python soak lint format clean
+
+help:  ## Say what there is
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+demo: build  ## Train on 2 x 2, save, resume on other meshes, compare bit for bit
+	$(PY) examples/train_llama_2d.py
+
+build: $(STAMPS)/package  ## Compile what changed and put it into .venv
+	@$(CMAKE) --build $(BUILD) --target extension
+	@$(CMAKE) --install $(BUILD) --component python \
+	  --prefix "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("platlib"))')" >/dev/null
+
+test: test-cpp test-python  ## All tests: C++ through ctest, then pytest
+
+test-cpp: $(STAMPS)/gtest $(STAMPS)/package
+	$(CMAKE) -S . -B $(BUILD) -DTTE_BUILD_TESTS=ON >/dev/null
+	$(CMAKE) --build $(BUILD) --target core_tests
+	$(VENV)/bin/ctest --test-dir $(BUILD) --output-on-failure
+
+test-python: build $(STAMPS)/test
+	$(VENV)/bin/pytest
+
+soak: build $(STAMPS)/test  ## The property tests and fuzzers with many more cases (minutes to hours: TTE_SOAK=factor)
+	TTE_SOAK=$${TTE_SOAK:-20} $(VENV)/bin/pytest -m "not needs_cuda" --timeout 7200
+
+lint: $(STAMPS)/lint  ## Formatters in checking mode, ruff, mypy
+	$(VENV)/bin/clang-format --dry-run --Werror $(CPP_FILES)
+	$(VENV)/bin/ruff format --check $(PY_PATHS)
+	$(VENV)/bin/ruff check $(PY_PATHS)
+	$(VENV)/bin/mypy
+
+format: $(STAMPS)/lint  ## Let the formatters decide
+	$(VENV)/bin/clang-format -i $(CPP_FILES)
+	$(VENV)/bin/ruff format $(PY_PATHS)
+	$(VENV)/bin/ruff check --fix $(PY_PATHS)
+
+clean:  ## Remove the environment and what was built
+	rm -rf $(VENV) build
+
+# ---- set-up, each step once ----
+$(PY):
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and alone: with the package's dependencies left to the resolver another torch could be chosen.
+$(STAMPS)/torch: | $(PY)
+	@echo "Installing $(TORCH) into $(VENV) ..."
+	$(PIP) "$(TORCH)" numpy
+	@mkdir -p $(STAMPS) && touch $@
+
+# cmake and ninja of the environment, so that the build directory outlives pip's temporary one.
+$(STAMPS)/package: pyproject.toml $(STAMPS)/torch
+	@echo "Compiling the package ..."
+	$(PIP) "scikit-build-core>=0.11" "pybind11>=3.0" "cmake>=3.26" ninja
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(PIP) --no-deps --no-build-isolation -Cbuild-dir=$(BUILD) --editable .
+	@touch $@
+
+$(STAMPS)/test: pyproject.toml $(STAMPS)/torch
+	$(PIP) "pytest>=8" pytest-timeout "hypothesis>=6.100"
+	@touch $@
+
+$(STAMPS)/lint: pyproject.toml $(STAMPS)/torch $(STAMPS)/test
+	$(PIP) ruff==0.17.6 mypy==2.4.1 clang-format==23.1.5
+	@touch $@
+
+# GoogleTest is a Debian package: no wheel of it exists.
+$(STAMPS)/gtest: | $(PY)
+	@mkdir -p $(STAMPS)
+	@if echo '#include <gtest/gtest.h>' | $${CXX:-c++} -E -x c++ - >/dev/null 2>&1; then touch $@; \
+	elif command -v apt-get >/dev/null && { [ "$$(id -u)" = 0 ] || sudo -n true 2>/dev/null; }; then \
+	  sudo=$$([ "$$(id -u)" = 0 ] || echo "sudo -n"); \
+	  $$sudo apt-get update -qq && $$sudo apt-get install -y -qq libgtest-dev >/dev/null && touch $@; \
+	else echo "The C++ tests need GoogleTest: install it (Debian: apt-get install libgtest-dev) and call make again." >&2; exit 1; fi
