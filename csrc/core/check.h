@@ -1,0 +1,43 @@
+// Checks on arguments. A failed check is an std::invalid_argument (a ValueError in Python); sizes that overflow int64
+// are an std::overflow_error. Both leave every argument unchanged.
+#pragma once
+
+#include <cstdint>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+namespace torchtitan_ext::core {
+
+template <typename... Parts>
+std::string concat(const Parts&... parts) {
+  std::ostringstream out;
+  (out << ... << parts);
+  return out.str();
+}
+
+// `where` names the function as the caller knows it; the rest says what is wrong, what was expected and what to do.
+#define TTE_CHECK(condition, where, ...)                                                                       \
+  do {                                                                                                         \
+    if (!(condition)) {                                                                                        \
+      throw std::invalid_argument(::torchtitan_ext::core::concat(where, ": ", __VA_ARGS__));                   \
+    }                                                                                                          \
+  } while (false)
+
+inline int64_t checked_mul(int64_t left, int64_t right) {
+  int64_t product = 0;
+  if (__builtin_mul_overflow(left, right, &product)) {
+    throw std::overflow_error(concat("size product overflows int64: ", left, " * ", right));
+  }
+  return product;
+}
+
+inline int64_t checked_add(int64_t left, int64_t right) {
+  int64_t sum = 0;
+  if (__builtin_add_overflow(left, right, &sum)) {
+    throw std::overflow_error(concat("size sum overflows int64: ", left, " + ", right));
+  }
+  return sum;
+}
+
+}  // namespace torchtitan_ext::core

@@ -1,0 +1,13 @@
+#include "core/chunk.h"
+
+#include "core/check.h"
+
+namespace torchtitan_ext::core {
+
+int64_t num_elements(std::span<const int64_t> sizes) {
+  int64_t product = 1;
+  for (const int64_t size : sizes) product = checked_mul(product, size);
+  return product;
+}
+
+}  // namespace torchtitan_ext::core
