@@ -36,7 +36,7 @@ class Step:
 
 def index_tensor(shape: Sequence[int]) -> torch.Tensor:
     """int64, of the given shape: every element is its own position in the flattened tensor."""
-    return torch.arange(math.prod(shape)).view(*shape)
+    return torch.arange(math.prod(shape)).view(tuple(shape))
 
 
 def chunk(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
@@ -75,7 +75,7 @@ def dtensor_steps(placements: Sequence[Placement]) -> list[Step]:
 
 
 def fsdp_steps(placements: Sequence[Placement], fsdp_axis: int) -> list[Step]:
-    """What `fully_shard` really builds: all other axes first, as DTensor reads them, then one plain chunk of its own."""
+    """What `fully_shard` really builds: the other axes first, as DTensor reads them, then one plain chunk."""
     others = [step for step in dtensor_steps(placements) if step.axis != fsdp_axis]
     own = placements[fsdp_axis]
     return others if isinstance(own, Replicate) else [*others, Step(fsdp_axis, own.dim)]
@@ -111,7 +111,7 @@ def assemble(
         flat[index.flatten()] = shard.flatten()
         is_covered[index.flatten()] = True
     assert bool(is_covered.all()), f"elements {(~is_covered).nonzero().flatten().tolist()[:10]} are on no rank"
-    return flat.view(*shape)
+    return flat.view(tuple(shape))
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
