@@ -20,7 +20,7 @@ int64_t product_of_counts(std::span<const Loop> loops) {
   return product;
 }
 
-Extent extent_of(int64_t offset, int64_t run_bytes, std::span<const Loop> loops, int64_t Loop::*stride) {
+Extent extent_of(int64_t offset, int64_t run_bytes, std::span<const Loop> loops, int64_t Loop::* stride) {
   Extent extent{offset, checked_add(offset, run_bytes)};
   for (const Loop& loop : loops) extent.end = checked_add(extent.end, checked_mul(loop.count - 1, loop.*stride));
   return extent;
@@ -30,8 +30,8 @@ Extent join(const Extent& left, const Extent& right) {
   return {std::min(left.begin, right.begin), std::max(left.end, right.end)};
 }
 
-// From dims to the shortest equivalent nest: dims of size 1 vanish, the destination is walked in order of its memory, the
-// contiguous inner dims become the run, and loops of which one continues the other become one.
+// From dims to the shortest equivalent nest: dims of size 1 vanish, the destination is walked in order of its memory,
+// the contiguous inner dims become the run, and loops of which one continues the other become one.
 BoxDims simplify(std::span<const int64_t> sizes, const BoxSide& src, const BoxSide& dst, int64_t item_bytes) {
   BoxDims box;
   for (size_t dim = 0; dim < sizes.size(); ++dim) {
@@ -225,9 +225,8 @@ BoxPair find_overlap(std::span<const std::span<const int64_t>> offsets,
       sweep_dim = dim;
     }
   }
-  std::stable_sort(order.begin(), order.end(), [&](int64_t left, int64_t right) {
-    return offsets[left][sweep_dim] < offsets[right][sweep_dim];
-  });
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int64_t left, int64_t right) { return offsets[left][sweep_dim] < offsets[right][sweep_dim]; });
 
   std::vector<int64_t> open;
   for (const int64_t box : order) {

@@ -1,14 +1,16 @@
 // Runs: what is left of a copy between two strided boxes once everything contiguous has been joined.
 //
-// A run is one contiguous copy. A box copy is a loop nest around a run: with source strides s and destination strides d,
+// A run is one contiguous copy. A box copy is a loop nest around a run: with source strides s and destination strides
+// d,
 //
-//     for i in [0, count_0): for j in [0, count_1): ...  copy(dst + i * d_0 + j * d_1 + ..., src + i * s_0 + ..., run_bytes)
+//     for i in [0, count_0): for j in [0, count_1): ...  copy(dst + i * d_0 + j * d_1 + ..., src + i * s_0 + ...,
+//     run_bytes)
 //
 // The nest is kept, not its runs: 128 MiB in runs of 256 B are half a million copies and one nest.
 //
-// Example: columns [2, 4) of a 3 x 8 float32 tensor into a contiguous 3 x 2 shard. The rows are contiguous on the destination's
-// side only, so one nest is left: run_bytes 8, one loop {count 3, src_stride 32, dst_stride 8}, source offset 8. Rows [1, 3)
-// instead are contiguous on both sides: run_bytes 64 and no loop.
+// Example: columns [2, 4) of a 3 x 8 float32 tensor into a contiguous 3 x 2 shard. The rows are contiguous on the
+// destination's side only, so one nest is left: run_bytes 8, one loop {count 3, src_stride 32, dst_stride 8}, source
+// offset 8. Rows [1, 3) instead are contiguous on both sides: run_bytes 64 and no loop.
 #pragma once
 
 #include <cstdint>
@@ -36,9 +38,9 @@ struct Loop {
   bool operator==(const Loop&) const = default;
 };
 
-// `num_runs` is the product of the counts of its loops (1 without loops), which are `loops()[first_loop, first_loop + num_loops)` of
-// the RunList that holds it, outermost first. Of loops with positive strides the outermost has the largest destination
-// stride, so the destination is written in order.
+// `num_runs` is the product of the counts of its loops (1 without loops), which are `loops()[first_loop, first_loop +
+// num_loops)` of the RunList that holds it, outermost first. Of loops with positive strides the outermost has the
+// largest destination stride, so the destination is written in order.
 struct RunNest {
   int64_t src_bytes = 0;
   int64_t dst_bytes = 0;
@@ -59,13 +61,13 @@ using Extent = Interval;
 
 class RunList {
  public:
-  // Adds the copy of a box of `sizes` elements of `item_bytes` each. Joins it with what was added before where both sides go on
-  // where the last nest stops, or where it repeats the last nest at a constant distance. A box with a size 0 adds nothing.
-  // Strides are not negative. Throws std::overflow_error, before anything is added.
+  // Adds the copy of a box of `sizes` elements of `item_bytes` each. Joins it with what was added before where both
+  // sides go on where the last nest stops, or where it repeats the last nest at a constant distance. A box with a size
+  // 0 adds nothing. Strides are not negative. Throws std::overflow_error, before anything is added.
   void append_box(std::span<const int64_t> sizes, const BoxSide& src, const BoxSide& dst, int64_t item_bytes);
 
-  // What is added from here on is not joined with what is there: another pair of tensors begins, and a chance neighbourhood
-  // of their addresses would make loops that help nobody.
+  // What is added from here on is not joined with what is there: another pair of tensors begins, and a chance
+  // neighbourhood of their addresses would make loops that help nobody.
   void start_pair() { joinable_from_ = nests_.size(); }
 
   void reserve(size_t num_nests) { nests_.reserve(num_nests); }
@@ -94,16 +96,18 @@ class RunList {
   size_t joinable_from_ = 0;
 };
 
-// True where two different indices of a tensor of these sizes and strides may share memory. Exact for strides that come from
-// slicing and permuting a contiguous tensor; others (of as_strided) are called overlapping unless they are surely not.
+// True where two different indices of a tensor of these sizes and strides may share memory. Exact for strides that come
+// from slicing and permuting a contiguous tensor; others (of as_strided) are called overlapping unless they are surely
+// not.
 bool may_overlap_itself(std::span<const int64_t> sizes, std::span<const int64_t> strides);
 
-// The positions of two boxes that share an element, or {-1, -1}. `num_boxes` x `num_dims` offsets and sizes are read from
-// `offsets(box)[dim]`; near-linear where one dim tells the boxes apart, as in every shard.
+// The positions of two boxes that share an element, or {-1, -1}. `num_boxes` x `num_dims` offsets and sizes are read
+// from `offsets(box)[dim]`; near-linear where one dim tells the boxes apart, as in every shard.
 struct BoxPair {
   int64_t first = -1;
   int64_t second = -1;
 };
-BoxPair find_overlap(std::span<const std::span<const int64_t>> offsets, std::span<const std::span<const int64_t>> sizes);
+BoxPair find_overlap(std::span<const std::span<const int64_t>> offsets,
+                     std::span<const std::span<const int64_t>> sizes);
 
 }  // namespace torchtitan_ext::core

@@ -1,0 +1,14 @@
+// Stands in for copy_runs_cuda.cu in a build without nvcc.
+#include <stdexcept>
+
+#include "ops/copy_runs.h"
+
+namespace torchtitan_ext::ops {
+
+void copy_runs_cuda(const core::RunList&, uintptr_t, uintptr_t, int32_t) {
+  throw std::runtime_error(
+      "torchtitan_ext: a CUDA tensor was given, but this build has no CUDA kernels; install it again with nvcc on "
+      "PATH");
+}
+
+}  // namespace torchtitan_ext::ops

@@ -1,0 +1,320 @@
+"""The operators: against indexing, under autograd, opcheck and torch.compile, and every refusal."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from torchtitan_ext import ops
+from torchtitan_ext.layout import Chunk, LocalShard
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.needs_cuda)]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.float64,
+    torch.bool,
+    torch.uint8,
+    torch.uint16,
+    torch.int64,
+    torch.complex64,
+    torch.complex128,
+]
+
+# Rows [1, 3) and row 5 of columns [2, 4): two chunks of a 6 x 8 tensor.
+TWO_CHUNKS = LocalShard((3, 2), (Chunk((1, 2), (2, 2), (0, 0)), Chunk((5, 2), (1, 2), (2, 0))))
+WHOLE = LocalShard((6, 8), (Chunk((0, 0), (6, 8), (0, 0)),))
+
+
+def box(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor: NaNs compare equal to themselves, and every dtype can be compared."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> Tensor:
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, device=device).bool()
+    count = torch.Size(shape).numel() * dtype.itemsize
+    return torch.randint(0, 256, (count,), dtype=torch.uint8, device=device).view(dtype).reshape(shape)
+
+
+def reference_pack(src: Tensor, shard: LocalShard) -> Tensor:
+    local = torch.zeros(shard.sizes, dtype=src.dtype, device=src.device)
+    for chunk in shard.chunks:
+        local[box(chunk.local_offsets, chunk.sizes)] = src[box(chunk.offsets, chunk.sizes)]
+    return local
+
+
+@st.composite
+def shards(draw: st.DrawFn) -> tuple[tuple[int, ...], LocalShard]:
+    """A global shape and a shard of it: some intervals of one dim, the whole of the others or a part of it."""
+    num_dims = draw(st.integers(0, 4))
+    shape = tuple(draw(st.integers(1, 7)) for _ in range(num_dims))
+    if num_dims == 0:
+        return shape, LocalShard((), (Chunk((), (), ()),))
+    dim = draw(st.integers(0, num_dims - 1))
+    cuts = sorted(draw(st.sets(st.integers(0, shape[dim]), max_size=6)))
+    intervals = [(begin, end) for begin, end in zip(cuts[::2], cuts[1::2], strict=False)]
+    other = [(lambda low: (low, draw(st.integers(low + 1, size))))(draw(st.integers(0, size - 1))) for size in shape]
+    sizes = [end - begin for begin, end in other]
+    sizes[dim] = sum(end - begin for begin, end in intervals)
+    chunks, local = [], 0
+    for begin, end in intervals:
+        offsets = [low for low, _ in other]
+        offsets[dim] = begin
+        chunk_sizes = list(sizes)
+        chunk_sizes[dim] = end - begin
+        local_offsets = [0] * num_dims
+        local_offsets[dim] = local
+        chunks.append(Chunk(tuple(offsets), tuple(chunk_sizes), tuple(local_offsets)))
+        local += end - begin
+    return shape, LocalShard(tuple(sizes), tuple(chunks))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_pack_and_unpack_every_dtype(dtype: torch.dtype, device: str) -> None:
+    src = random_tensor((6, 8), dtype, device)
+    local = ops.pack_shard(src, TWO_CHUNKS)
+    assert local.is_contiguous() and local.dtype == dtype and local.device == src.device
+    assert torch.equal(bits(local), bits(reference_pack(src, TWO_CHUNKS)))
+    dst = torch.zeros_like(src)
+    ops.unpack_shard_(dst, local, TWO_CHUNKS)
+    assert torch.equal(bits(ops.pack_shard(dst, TWO_CHUNKS)), bits(local))
+    dst[box((1, 2), (2, 2))] = 0
+    dst[box((5, 2), (1, 2))] = 0
+    assert not bits(dst).any()  # nothing outside the chunks was written
+
+
+@given(shards(), st.sampled_from([torch.int16, torch.float32, torch.complex128, torch.uint8]), st.randoms())
+def test_pack_and_unpack_match_indexing(
+    case: tuple[tuple[int, ...], LocalShard], dtype: torch.dtype, random: object
+) -> None:
+    shape, shard = case
+    order = list(range(len(shape)))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    inverse = [order.index(dim) for dim in range(len(shape))]
+    src = random_tensor(tuple(shape[dim] for dim in order), dtype).permute(inverse)
+    assert src.shape == shape
+    local = ops.pack_shard(src, shard)
+    assert torch.equal(bits(local), bits(reference_pack(src, shard)))
+
+    dst = random_tensor(tuple(shape[dim] for dim in order), dtype).permute(inverse)
+    expected = dst.clone()
+    for chunk in shard.chunks:
+        expected[box(chunk.offsets, chunk.sizes)] = local[box(chunk.local_offsets, chunk.sizes)]
+    assert torch.equal(bits(ops.unpack_shard(dst, local, shard)), bits(expected))
+    ops.unpack_shard_(dst, local.transpose(0, -1).contiguous().transpose(0, -1) if shape else local, shard)
+    assert torch.equal(bits(dst), bits(expected))
+
+
+def test_pack_from_a_box_of_the_global_tensor() -> None:
+    whole = torch.arange(48.0).reshape(6, 8)
+    part = whole[1:6, 2:5]
+    assert torch.equal(ops.pack_shard(part, TWO_CHUNKS, src_offsets=(1, 2)), ops.pack_shard(whole, TWO_CHUNKS))
+    dst = torch.zeros(5, 3)
+    ops.unpack_shard_(dst, ops.pack_shard(whole, TWO_CHUNKS), TWO_CHUNKS, dst_offsets=(1, 2))
+    assert torch.equal(dst[0:2, 0:2], whole[1:3, 2:4]) and torch.equal(dst[4, 0:2], whole[5, 2:4])
+
+
+def test_expanded_source_conjugate_and_empty() -> None:
+    assert torch.equal(ops.pack_shard(torch.arange(8.0).expand(6, 8), TWO_CHUNKS), torch.tensor([[2.0, 3.0]] * 3))
+    source = torch.randn(6, 8, dtype=torch.complex64)
+    assert torch.equal(ops.pack_shard(source.conj(), TWO_CHUNKS), reference_pack(source.conj(), TWO_CHUNKS))
+    assert torch.equal(ops.pack_shard(source.conj().imag, TWO_CHUNKS), reference_pack(source.conj().imag, TWO_CHUNKS))
+    dst = torch.zeros(6, 8, dtype=torch.complex64)
+    ops.unpack_shard_(dst, ops.pack_shard(source, TWO_CHUNKS).conj(), TWO_CHUNKS)
+    assert torch.equal(ops.pack_shard(dst, TWO_CHUNKS), reference_pack(source.conj(), TWO_CHUNKS))
+    with pytest.raises(ValueError, match="lazily conjugated or negated view"):
+        ops.unpack_shard_(dst.conj(), ops.pack_shard(source, TWO_CHUNKS), TWO_CHUNKS)
+    empty = LocalShard((0, 8), ())
+    assert ops.pack_shard(torch.randn(6, 8), empty).shape == (0, 8)
+    ops.unpack_shard_(dst, torch.empty(0, 8, dtype=torch.complex64), empty)
+    assert ops.pack_shard(torch.tensor(3.0), LocalShard((), (Chunk((), (), ()),))) == 3.0
+
+
+# Beyond kGrainBytes several threads share the work, beyond kStreamingBytes stores go past the cache.
+@pytest.mark.parametrize("columns", [slice(0, 4096), slice(64, 128), slice(3, 4), slice(1, 4000)], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_large_copies(columns: slice, transposed: bool) -> None:
+    src = torch.randint(0, 2**31, (3001, 4096), dtype=torch.int32)
+    if transposed:
+        src = src.t().contiguous().t()
+    width = columns.stop - columns.start
+    shard = LocalShard(
+        (3000, width),
+        (
+            Chunk((0, columns.start), (1500, width), (0, 0)),
+            Chunk((1501, columns.start), (1500, width), (1500, 0)),
+        ),
+    )
+    local = ops.pack_shard(src, shard)
+    assert torch.equal(local, torch.cat([src[:1500, columns], src[1501:, columns]]))
+    dst = torch.zeros_like(src)
+    ops.unpack_shard_(dst, local, shard)
+    expected = torch.zeros_like(src)
+    expected[:1500, columns] = src[:1500, columns]
+    expected[1501:, columns] = src[1501:, columns]
+    assert torch.equal(dst, expected)
+
+
+# ---- autograd, versions, compile ----
+
+
+def test_gradients() -> None:
+    src = torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
+    local = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda s: ops.pack_shard(s, TWO_CHUNKS), src)
+    assert torch.autograd.gradgradcheck(lambda s: ops.pack_shard(s, TWO_CHUNKS), src)
+    assert torch.autograd.gradcheck(lambda d, s: ops.unpack_shard(d, s, TWO_CHUNKS), (src, local))
+    assert torch.autograd.gradgradcheck(lambda d, s: ops.unpack_shard(d, s, TWO_CHUNKS), (src, local))
+
+
+def test_in_place_bumps_the_version() -> None:
+    dst = torch.randn(6, 8)
+    weight = torch.randn(6, 8, requires_grad=True)
+    loss = (weight * dst).sum()  # saves dst for backward
+    version = dst._version
+    ops.unpack_shard_(dst, torch.zeros(3, 2), TWO_CHUNKS)
+    assert dst._version == version + 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_in_place_refuses_what_requires_grad() -> None:
+    local = torch.zeros(3, 2)
+    parameter = torch.nn.Parameter(torch.ones(6, 8))
+    with pytest.raises(RuntimeError, match="unpack_shard_ is not differentiable"):
+        ops.unpack_shard_(parameter, local, TWO_CHUNKS)
+    with pytest.raises(RuntimeError, match="unpack_shard_ is not differentiable"):
+        ops.unpack_shard_(torch.ones(6, 8), local.clone().requires_grad_(), TWO_CHUNKS)
+    with torch.no_grad():
+        ops.unpack_shard_(parameter, local, TWO_CHUNKS)
+    assert parameter.sum() == 42
+    with torch.inference_mode():
+        ops.unpack_shard_(torch.ones(6, 8), local, TWO_CHUNKS)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_opcheck(requires_grad: bool) -> None:
+    raw = torch.ops.torchtitan_ext
+    table = [1, 2, 2, 2, 0, 0, 5, 2, 1, 2, 2, 0]
+    src = torch.randn(6, 8, requires_grad=requires_grad)
+    local = torch.randn(3, 2, requires_grad=requires_grad)
+    torch.library.opcheck(raw.pack_shard.default, (src, [0, 0], [3, 2], table))
+    torch.library.opcheck(raw.unpack_shard.default, (src, [0, 0], local, table))
+    torch.library.opcheck(raw.unpack_shard_.default, (src.detach(), [0, 0], local.detach(), table))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile(backend: str) -> None:
+    def step(src: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
+        local = ops.pack_shard(src * 2, TWO_CHUNKS)
+        buffer = buffer + 1
+        ops.unpack_shard_(buffer, torch.full((3, 2), 7.0), TWO_CHUNKS)
+        return (local * weight).sum() + ops.unpack_shard(src, weight, TWO_CHUNKS).square().sum() + buffer.sum()
+
+    results = []
+    for function in (step, torch.compile(step, fullgraph=True, backend=backend)):
+        torch.manual_seed(0)
+        src = torch.randn(6, 8, requires_grad=True)
+        weight = torch.randn(3, 2, requires_grad=True)
+        value = function(src, weight, torch.zeros(6, 8))
+        value.backward()
+        results.append((value.detach(), src.grad, weight.grad))
+    torch.testing.assert_close(results[0], results[1])
+
+
+# ---- refusals ----
+
+
+def bad_shard(offsets: tuple[int, ...], sizes: tuple[int, ...], local: tuple[int, ...]) -> LocalShard:
+    return LocalShard((3, 2), (Chunk(offsets, sizes, local),))
+
+
+@pytest.mark.parametrize(
+    ("shard", "message"),
+    [
+        (bad_shard((1, 7), (3, 2), (0, 0)), r"chunk 0 is \[7, 9\) of dim 1, but the larger tensor holds \[0, 8\)"),
+        (bad_shard((-1, 0), (3, 2), (0, 0)), r"chunk 0 is \[-1, 2\) of dim 0"),
+        (bad_shard((0, 0), (3, 2), (1, 0)), r"chunk 0 covers \[1, 4\) of dim 0 of the shard, which has 3 elements"),
+        (bad_shard((0, 0), (2, 2), (0, 0)), "the chunks cover 4 of the shard's 6 elements"),
+        (bad_shard((0, 0), (0, 2), (0, 0)), "chunk 0 has size 0 in dim 0, expected at least 1"),
+        (bad_shard((0,), (3,), (0,)), r"the table of chunks has 3 integers, expected a multiple of 3 \* 2"),
+        (LocalShard((3,), ()), "the shard has 1 dims, expected 2"),
+        (LocalShard((-3, 2), ()), "the shard has a negative size -3"),
+        (
+            LocalShard((3, 2), (Chunk((0, 0), (2, 2), (0, 0)), Chunk((3, 0), (2, 2), (1, 0)))),
+            "chunks 0 and 1 overlap in the shard",
+        ),
+    ],
+)
+def test_bad_shards_are_refused(shard: LocalShard, message: str) -> None:
+    with pytest.raises(ValueError, match="pack_shard: .*" + message):
+        ops.pack_shard(torch.randn(6, 8), shard)
+
+
+def test_overflow_is_refused() -> None:
+    huge = 2**62
+    with pytest.raises((ValueError, OverflowError)):
+        ops.pack_shard(torch.randn(6, 8), LocalShard((huge, huge), ()))
+    with pytest.raises(OverflowError, match="overflows int64"):
+        ops.pack_shard(torch.randn(6, 8), TWO_CHUNKS, src_offsets=(2**63 - 2, 0))
+
+
+def test_bad_destinations_are_refused_and_unchanged() -> None:
+    local = torch.ones(3, 2)
+    overlapping = LocalShard((4, 2), (Chunk((0, 0), (2, 2), (0, 0)), Chunk((1, 0), (2, 2), (2, 0))))
+    dst = torch.zeros(6, 8)
+    with pytest.raises(ValueError, match="chunks 0 and 1 overlap in the larger tensor"):
+        ops.unpack_shard_(dst, torch.ones(4, 2), overlapping)
+    with pytest.raises(ValueError, match="several of its elements share memory"):
+        ops.unpack_shard_(torch.zeros(8).expand(6, 8), local, TWO_CHUNKS)
+    with pytest.raises(ValueError, match="source and destination share memory"):
+        ops.unpack_shard_(dst, dst[1:4, 2:4], TWO_CHUNKS)
+    with pytest.raises(ValueError, match="different dtypes"):
+        ops.unpack_shard_(dst, local.double(), TWO_CHUNKS)
+    with pytest.raises(ValueError, match=r"shape \(2, 2\), expected the shard's \(3, 2\)"):
+        ops.unpack_shard_(dst, local[:2], TWO_CHUNKS)
+    with pytest.raises(ValueError, match="dst_offsets has 1 dims, expected 2"):
+        ops.unpack_shard_(dst, local, TWO_CHUNKS, dst_offsets=(0,))
+    assert not dst.any()
+
+
+def test_bad_tensors_are_refused() -> None:
+    src = torch.randn(6, 8)
+    with pytest.raises(ValueError, match="src is sparse"):
+        ops.pack_shard(src.to_sparse(), TWO_CHUNKS)
+    with pytest.raises(ValueError, match="src is sparse"):
+        ops.pack_shard(src.to_mkldnn(), TWO_CHUNKS)
+    with pytest.raises(ValueError, match="src is quantized"):
+        ops.pack_shard(torch.quantize_per_tensor(src, 1.0, 0, torch.qint8), TWO_CHUNKS)
+    with pytest.raises(ValueError, match="got a list, expected a tensor"):
+        ops.pack_shard([1.0], TWO_CHUNKS)  # type: ignore[arg-type]
+    freed = src.clone()
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="src spans 192 bytes of storage, which has 0; was it freed or resized?"):
+        ops.pack_shard(freed, TWO_CHUNKS)
+    assert ops.pack_shard(src.to("meta"), TWO_CHUNKS).shape == (3, 2)
+
+
+def test_dtensors_are_refused(tmp_path: object) -> None:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        dtensor = DTensor.from_local(torch.randn(6, 8), DeviceMesh("cpu", [0]), [Replicate()])
+        with pytest.raises(ValueError, match="got a DTensor, expected a rank's own tensor; pass its .to_local"):
+            ops.pack_shard(dtensor, TWO_CHUNKS)
+    finally:
+        torch.distributed.destroy_process_group()
