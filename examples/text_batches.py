@@ -1,0 +1,18 @@
+"""Batches of real text, as a function of the step alone, so that every mesh trains on the same ones."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+NUM_ROWS, ROW_BYTES = 8, 64  # of one batch, all ranks together
+ROOT = Path(__file__).parents[1]
+TEXTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "LICENSE"])
+
+
+def read_batch(step: int) -> Tensor:
+    """Bytes of the texts of this repository as int64 tokens, shaped (NUM_ROWS, ROW_BYTES + 1)."""
+    text = b"".join(path.read_bytes() for path in TEXTS)
+    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    starts = torch.randint(len(tokens) - ROW_BYTES, (NUM_ROWS,), generator=torch.Generator().manual_seed(step))
+    return torch.stack([tokens[start : start + ROW_BYTES + 1] for start in starts.tolist()])
