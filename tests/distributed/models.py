@@ -5,6 +5,7 @@ oracle's index tensors, for what no model builder makes. `shard_index` says of a
 elements of the global tensor this rank must hold.
 """
 
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from reference import Step, dtensor_steps, fsdp_steps, index_tensor, same_bits, shard_steps
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -96,7 +98,7 @@ LAYOUTS = [
 
 def refused_by_fsdp(layout: Layout, sizes: Sizes) -> bool:
     """FSDP2 shards uneven dims along dim 0 only."""
-    return layout.fsdp_dim != 0 and sizes is UNEVEN
+    return layout.fsdp_dim != 0 and sizes == UNEVEN
 
 
 def build_mesh(layout: Layout) -> DeviceMesh:
@@ -323,3 +325,50 @@ def build_handmade(layout: HandMade, truth: Mapping[str, torch.Tensor]) -> dict[
         "cpu", layout.mesh_shape, mesh_dim_names=tuple(f"axis{i}" for i in range(len(layout.mesh_shape)))
     )
     return {name: distribute_by_index(whole, mesh, layout) for name, whole in truth.items()}
+
+
+def whole_grad(name: str, shape: torch.Size, step: int) -> torch.Tensor:
+    """The unsharded gradient of a parameter at a step: made up, so that it is the same on every mesh to the bit."""
+    return random_whole(tuple(shape), torch.float32, zlib.crc32(name.encode()) + step)
+
+
+def build_optimizer(model: nn.Module, lr: float, **options: Any) -> torch.optim.AdamW:
+    """`foreach` is off unless asked for: it cannot mix parameters of a 2D mesh with those of its "dp" axis."""
+    return torch.optim.AdamW(model.parameters(), lr=lr, **{"foreach": False, **options})
+
+
+def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = 2) -> None:
+    """Real optimizer steps on made-up gradients, sharded by the oracle."""
+    for step in range(num_steps):
+        for name, param in model.named_parameters():
+            grad = whole_grad(name, param.shape, step).flatten()[shard_index(param)]
+            if isinstance(param, DTensor):
+                grad = DTensor.from_local(
+                    grad,
+                    param.device_mesh,
+                    param.placements,
+                    run_check=False,
+                    shape=param.shape,
+                    stride=param.stride(),
+                )
+            param.grad = grad
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state of a training job, as torchtitan and PyTorch's recipes save it."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state}
+
+
+def trained(model: nn.Module, **options: Any) -> dict[str, Any]:
+    """The state of a model after a few steps of AdamW."""
+    optimizer = build_optimizer(model, lr=0.01, **options)
+    take_steps(model, optimizer)
+    return training_state(model, optimizer)
+
+
+def training_truth(sizes: Sizes) -> dict[str, Any]:
+    """The same by dotted names, unsharded, in this process alone."""
+    return dict(leaves(trained(build_whole(sizes))))
