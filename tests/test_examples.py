@@ -1,0 +1,54 @@
+"""Runs every example as a user does. The long one runs once; its output serves several tests."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLE_SECONDS = 300  # Far more than the minute it takes alone: a machine that is busy is no failure.
+
+
+def run_example(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(EXAMPLES / name), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=EXAMPLE_SECONDS)
+
+
+def test_every_example_has_a_test() -> None:
+    commands = {path.name for path in EXAMPLES.glob("*.py") if 'if __name__ == "__main__"' in path.read_text()}
+    assert commands == {"train_llama_2d.py"}
+
+
+@pytest.mark.slow
+class TestTrainLlama2d:
+    @pytest.fixture(scope="class")
+    def finished(self) -> subprocess.CompletedProcess[str]:
+        return run_example("train_llama_2d.py")
+
+    def test_succeeds(self, finished: subprocess.CompletedProcess[str]) -> None:
+        assert finished.returncode == 0, finished.stdout + finished.stderr
+
+    def test_says_nothing_alarming(self, finished: subprocess.CompletedProcess[str]) -> None:
+        assert "Warning" not in finished.stderr
+        assert "Traceback" not in finished.stderr
+
+    @pytest.mark.parametrize(
+        "mesh", ["dp 2 x tp 2", "dp 4 x tp 2", "dp_replicate 2 x dp_shard 2 x tp 2", "one process"]
+    )
+    def test_all_tensors_are_bit_equal_and_the_loss_goes_on(
+        self, finished: subprocess.CompletedProcess[str], mesh: str
+    ) -> None:
+        # 30 parameters, and for each of them step, exp_avg and exp_avg_sq.
+        row = re.search(rf"^{mesh} +120 of 120  ((?:\d\.\d{{4}} )+) (\d)e([+-]\d\d)$", finished.stdout, re.MULTILINE)
+        assert row is not None, finished.stdout
+        assert len(row.group(1).split()) == 6
+        assert float(f"{row.group(2)}e{row.group(3)}") < 1e-5
+
+
+@pytest.mark.slow
+def test_stock_planners_cannot_resume_on_another_data_parallel_size() -> None:
+    finished = run_example("train_llama_2d.py", "--planner", "stock")
+    assert finished.returncode == 1, finished.stdout + finished.stderr
+    assert re.search(r"^dp 4 x tp 2 +0 of 120  \w+Error: ", finished.stdout, re.MULTILINE), finished.stdout
