@@ -1,0 +1,25 @@
+"""State that survives a change of cluster: exact distributed checkpoints, resharding and replica sync for PyTorch."""
+
+from torchtitan_ext import errors, ops
+from torchtitan_ext.checkpoint import async_save, load, save
+from torchtitan_ext.full_tensor import distribute_tensor, full_tensor, get_full_state_dict, set_full_state_dict
+from torchtitan_ext.layout import ShardOrder
+from torchtitan_ext.load_planner import LoadPlanner
+from torchtitan_ext.save_planner import SavePlanner
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LoadPlanner",
+    "SavePlanner",
+    "ShardOrder",
+    "async_save",
+    "distribute_tensor",
+    "errors",
+    "full_tensor",
+    "get_full_state_dict",
+    "load",
+    "ops",
+    "save",
+    "set_full_state_dict",
+]

@@ -1,0 +1,163 @@
+"""The errors of the package: ordinary exceptions that survive pickling with their fields.
+
+A refusal lists every problem at once, grouped by kind, and is the same on every rank. Through ``tte.save`` and
+``tte.load`` it reaches the caller as it is; stock ``dcp.save`` and ``dcp.load`` wrap it in ``CheckpointException``
+(a BaseException), whose text then ends with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+ProblemKind = Literal[
+    "partial_placement",
+    "unknown_placement",
+    "layout_in_doubt",
+    "layout_matches_nothing",
+    "incomplete_cover",
+    "unsupported_tensor",
+    "ranks_disagree",
+    "replicas_differ",
+    "missing_key",
+    "wrong_shape",
+    "wrong_dtype",
+    "wrong_type",
+    "unclaimed_keys",
+    "broken_checkpoint",
+]
+
+# A report stays readable for a model of ten thousand tensors.
+_MAX_LINES_PER_KIND = 10
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One reason why a state is refused: what kind, which key, and a sentence with both values and what to do."""
+
+    kind: ProblemKind
+    fqn: str
+    detail: str
+
+    def __str__(self) -> str:
+        return self.detail if self.fqn in self.detail else f"{self.fqn}: {self.detail}"
+
+
+class TorchtitanExtError(Exception):
+    """Base of all errors of the package."""
+
+
+class StateRefusedError(TorchtitanExtError, RuntimeError, ValueError):
+    """A state dict is refused as a whole: nothing was written, and no target was changed.
+
+    Args:
+        operation: What was refused, for example ``"save"``.
+        problems: Every problem found, over all ranks.
+    """
+
+    def __init__(self, operation: str, problems: tuple[Problem, ...]) -> None:
+        super().__init__(operation, problems)
+        self.operation = operation
+        self.problems = problems
+
+    def __str__(self) -> str:
+        grouped: dict[ProblemKind, list[Problem]] = {}
+        for problem in self.problems:
+            grouped.setdefault(problem.kind, []).append(problem)
+        lines = [f"{self.operation} refused, nothing was changed; {len(self.problems)} problem(s):"]
+        for kind, members in grouped.items():
+            lines.append(f"{_HEADINGS[kind]} ({len(members)}):")
+            lines += [f"  {problem}" for problem in members[:_MAX_LINES_PER_KIND]]
+            if len(members) > _MAX_LINES_PER_KIND:
+                lines.append(f"  ... and {len(members) - _MAX_LINES_PER_KIND} more")
+        return "\n".join(lines)
+
+
+class LayoutError(StateRefusedError):
+    """A tensor's layout cannot be described exactly: Partial, in doubt, or at odds with the local tensors."""
+
+
+class ReplicaMismatchError(StateRefusedError):
+    """Ranks that should hold the same value, shape or dtype do not."""
+
+
+class MissingStateError(StateRefusedError):
+    """The checkpoint lacks keys that the state dict asks for."""
+
+
+class ReshardError(StateRefusedError):
+    """The checkpoint cannot become the state that the targets ask for."""
+
+
+class CheckpointReadError(TorchtitanExtError, RuntimeError):
+    """A value of the checkpoint could not be read back after loading had begun; targets may be part-written."""
+
+    def __init__(self, fqn: str, reason: str) -> None:
+        super().__init__(fqn, reason)
+        self.fqn = fqn
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"load: cannot read {self.fqn}: {self.reason}"
+
+
+class CheckpointFailedError(TorchtitanExtError, RuntimeError):
+    """Ranks failed while planning, writing or reading, for reasons outside this package (a full disk, a lost file).
+
+    Args:
+        operation: What failed, for example ``"save"``.
+        failures: What each failed rank raised, as text.
+    """
+
+    def __init__(self, operation: str, failures: dict[int, str]) -> None:
+        super().__init__(operation, failures)
+        self.operation = operation
+        self.failures = failures
+
+    def __str__(self) -> str:
+        ranks = "; ".join(f"rank {rank}: {failure}" for rank, failure in self.failures.items())
+        return f"{self.operation} failed on {len(self.failures)} rank(s): {ranks}"
+
+
+_HEADINGS: dict[ProblemKind, str] = {
+    "partial_placement": "Partial tensors cannot be checkpointed",
+    "unknown_placement": "Placements this package does not know",
+    "layout_in_doubt": "Layouts in doubt",
+    "layout_matches_nothing": "Local tensors that fit no reading of their placements",
+    "incomplete_cover": "Tensors that the ranks do not hold exactly once",
+    "unsupported_tensor": "Tensors that cannot be written",
+    "ranks_disagree": "Ranks disagree",
+    "replicas_differ": "Replicas differ",
+    "missing_key": "Missing key in checkpoint",
+    "wrong_shape": "Size mismatch",
+    "wrong_dtype": "Dtype mismatch",
+    "wrong_type": "Type mismatch",
+    "unclaimed_keys": "Per-rank entries that no rank asks for",
+    "broken_checkpoint": "Checkpoint metadata is broken",
+}
+
+_ERROR_OF_KIND: dict[ProblemKind, type[StateRefusedError]] = {
+    "partial_placement": LayoutError,
+    "unknown_placement": LayoutError,
+    "layout_in_doubt": LayoutError,
+    "layout_matches_nothing": LayoutError,
+    "incomplete_cover": LayoutError,
+    "unsupported_tensor": LayoutError,
+    "ranks_disagree": ReplicaMismatchError,
+    "replicas_differ": ReplicaMismatchError,
+    "missing_key": MissingStateError,
+    "wrong_shape": ReshardError,
+    "wrong_dtype": ReshardError,
+    "wrong_type": ReshardError,
+    "unclaimed_keys": ReshardError,
+    "broken_checkpoint": ReshardError,
+}
+
+
+def refusal(operation: str, problems: Iterable[Problem]) -> StateRefusedError:
+    """The error for these problems: the class they share, or ``StateRefusedError`` where they are of several."""
+    unique = tuple(dict.fromkeys(problems))
+    classes = {_ERROR_OF_KIND[problem.kind] for problem in unique}
+    error_class = classes.pop() if len(classes) == 1 else StateRefusedError
+    return error_class(operation, unique)

@@ -1,0 +1,337 @@
+"""A drop-in planner for ``dcp.load`` that reshards any layout, or refuses before a target is changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import fnmatch
+import io
+import pickle
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlanner as StockLoadPlanner
+from torch.distributed.checkpoint.utils import find_state_dict_object
+
+from torchtitan_ext import _core
+from torchtitan_ext.agreement import Agreement, HeldShard, TensorAgreement, agree, check_cover
+from torchtitan_ext.cast import CastPolicy, cast_problem
+from torchtitan_ext.errors import CheckpointReadError, Problem, refusal
+from torchtitan_ext.key_table import Box, BoxesEntry, KeyEntry, KeyTable, ObjectEntry, TensorEntry, describe_state
+from torchtitan_ext.layout import (
+    LayoutRules,
+    ShardOrder,
+    canonical_fqn,
+    local_tensor,
+    local_view,
+    num_elements,
+    shard_of,
+)
+from torchtitan_ext.state_dict import FlatStateDict, Path, flatten_state_dict, materialize_meta, set_value
+
+# A component such as dp_rank_7 or rank_7: an entry that each rank keeps for itself. Not layers.7.
+_PER_RANK = re.compile(r"(?:^|\.)(?:[^.]*_)?rank_?\d+(?=\.|$)")
+
+
+@dataclass(frozen=True)
+class ReadDecision:
+    """What the coordinator tells one rank: which of its ``candidate_steps`` is true, where it is not the first."""
+
+    choices: Mapping[str, int]
+
+
+class LoadPlanner(StockLoadPlanner):
+    """Drop-in for ``DefaultLoadPlanner``: pass it as ``planner=`` to ``dcp.load``.
+
+    DCP calls, in this order:
+
+    1. ``set_up_planner`` and 2. ``create_local_plan`` on every rank,
+    3. ``create_global_plan`` on the coordinator,
+    4. ``finish_plan`` on every rank,
+    5. ``load_bytes``, or ``resolve_tensor`` and ``commit_tensor``, on every rank, once per item it reads.
+
+    Everything that can be refused is refused in 3, in one report over all ranks; targets, meta tensors included, change
+    from step 4 on.
+
+    Args:
+        flatten_state_dict: As in stock: nested containers become flat keys.
+        flatten_sharded_tensors: As in stock.
+        allow_partial_load: Targets that the checkpoint lacks are left as they are. At least one must be there.
+        layouts: Sharding orders that the targets' placements cannot express, by canonical fqn or glob.
+        cast: Dtype changes: ``"exact"`` allows those that keep every value, ``"allow"`` those that keep the kind of
+            number (float32 -> bfloat16), ``"forbid"`` none.
+        allow_unclaimed: Globs of per-rank entries (keys with a component like ``dp_rank_7``) of which some ranks'
+            may stay unread.
+        weights_only: Read non-tensor values without running code from the checkpoint. ``False`` trusts it, as stock
+            does.
+
+    Raises:
+        StateRefusedError: (a subclass; inside DCP's ``CheckpointException``) from step 3, the same on every rank.
+        CheckpointReadError: A value could not be read back; tensors may have been written by then.
+    """
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        allow_partial_load: bool = False,
+        *,
+        layouts: Mapping[str, ShardOrder] | None = None,
+        cast: CastPolicy = "exact",
+        allow_unclaimed: Collection[str] = (),
+        weights_only: bool = True,
+    ) -> None:
+        if cast not in ("exact", "allow", "forbid"):
+            raise ValueError(f"LoadPlanner: got cast={cast!r}, expected 'exact', 'allow' or 'forbid'")
+        if isinstance(allow_unclaimed, str):
+            raise ValueError(f"LoadPlanner: got allow_unclaimed={allow_unclaimed!r}, expected a list of globs")
+        self.flatten_state_dict = flatten_state_dict
+        self.flatten_sharded_tensors = flatten_sharded_tensors
+        self.allow_partial_load = allow_partial_load
+        self.original_state_dict: dict[str, Any] = {}
+        self.mappings: dict[str, Any] = {}
+        self._rules = LayoutRules(layouts)
+        self._cast = cast
+        self._allow_unclaimed = tuple(allow_unclaimed)
+        self._weights_only = weights_only
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        if metadata is None:
+            raise ValueError(
+                "LoadPlanner: got no metadata; the checkpoint has no .metadata file, or it is not finished"
+            )
+        self.original_state_dict = state_dict
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+        if self.flatten_state_dict:
+            opaque = {
+                fqn for fqn, saved in metadata.state_dict_metadata.items() if isinstance(saved, BytesStorageMetadata)
+            }
+            self._flat = flatten_state_dict(state_dict, opaque=opaque)
+        else:
+            paths: dict[str, Path] = {fqn: (fqn,) for fqn in state_dict}
+            self._flat = FlatStateDict(values=dict(state_dict), paths=paths, stock_paths=paths)
+        if self.flatten_sharded_tensors and any(
+            isinstance(value, ShardedTensor) for value in self._flat.values.values()
+        ):
+            self._flat.values = _flatten_sharded_tensors(self._flat.values)
+        self.mappings = self._flat.stock_paths
+        self.state_dict = self._flat.values
+
+    def create_local_plan(self) -> LoadPlan:
+        table = describe_state(self.state_dict, {}, self._rules)
+        problems = list(table.problems)
+        wanted: dict[str, KeyEntry] = {}
+        missing: list[str] = []
+        for fqn, entry in table.entries.items():
+            saved = self.metadata.state_dict_metadata.get(fqn)
+            if saved is None:
+                missing.append(fqn)
+                continue
+            problem = self._misfit(fqn, entry, saved)
+            if problem is None:
+                wanted[fqn] = entry
+            else:
+                problems.append(problem)
+        if not self.allow_partial_load:
+            problems += _missing_problems(missing, self.metadata)
+        elif missing and not wanted:
+            problems.append(_nothing_matches(missing, self.metadata))
+        self._table = KeyTable(entries=wanted, problems=tuple(problems))
+        return LoadPlan([], planner_data=self._table)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        tables: list[KeyTable] = [plan.planner_data for plan in global_plan]
+        agreement = agree(tables, every_rank_reports=False)
+        problems = list(agreement.problems)
+        problems += self._cover_problems(tables, agreement)
+        problems += self._unclaimed_problems(tables)
+        if problems:
+            raise refusal("load", problems)
+        plans = []
+        for rank, plan in enumerate(global_plan):
+            choices = {
+                fqn: agreed.choices[rank]
+                for fqn, agreed in agreement.keys.items()
+                if isinstance(agreed, TensorAgreement) and agreed.choices.get(rank)
+            }
+            plans.append(dataclasses.replace(plan, planner_data=ReadDecision(choices)))
+        return plans
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        decision: ReadDecision = central_plan.planner_data
+        materialize_meta(self.original_state_dict, self._flat)
+        items: list[ReadItem] = []
+        for fqn, entry in self._table.entries.items():
+            if isinstance(entry, ObjectEntry):
+                zero = torch.Size((0,))
+                index = MetadataIndex(fqn)
+                items.append(ReadItem(LoadItemType.BYTE_IO, index, zero, index, zero, zero))
+            else:
+                items += self._tensor_items(fqn, entry, decision.choices.get(fqn, 0))
+        return dataclasses.replace(central_plan, items=items)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        fqn = read_item.dest_index.fqn
+        try:
+            loaded = torch.load(value, map_location="cpu", weights_only=self._weights_only)
+        except pickle.UnpicklingError as error:
+            raise CheckpointReadError(
+                fqn,
+                f"it is not plain data ({str(error).splitlines()[0]}); allow its classes with "
+                "torch.serialization.add_safe_globals, or pass weights_only=False if you trust the checkpoint",
+            ) from None
+        self.state_dict[fqn] = loaded
+        set_value(self.original_state_dict, self._flat.paths[fqn], loaded)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        return self.transform_tensor(read_item, self.lookup_tensor(read_item.dest_index))
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Nothing to do: ``resolve_tensor`` gave a view of the target."""
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """The local tensor that an index leads to. For subclasses, as in stock."""
+        if isinstance(self._table.entries[index.fqn], BoxesEntry):
+            return find_state_dict_object(self.state_dict, index)
+        return local_tensor(self.state_dict[index.fqn])
+
+    def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
+        """The box of the local tensor that an item fills. For subclasses, as in stock."""
+        return local_view(tensor, read_item.dest_offsets, read_item.lengths)
+
+    def _misfit(self, fqn: str, entry: KeyEntry, saved: TensorStorageMetadata | BytesStorageMetadata) -> Problem | None:
+        is_object = isinstance(entry, ObjectEntry)
+        if is_object != isinstance(saved, BytesStorageMetadata):
+            kinds = ("a tensor", "a non-tensor value")
+            return Problem(
+                "wrong_type",
+                fqn,
+                f"the checkpoint has {kinds[not is_object]}, the target is {kinds[is_object]}; "
+                "put a target of the saved kind there, or leave the key out",
+            )
+        if isinstance(entry, ObjectEntry) or isinstance(saved, BytesStorageMetadata):
+            return None
+        shape = entry.global_shape if isinstance(entry, BoxesEntry) else entry.report.global_shape
+        if tuple(saved.size) != tuple(shape):
+            return Problem(
+                "wrong_shape",
+                fqn,
+                f"Size mismatch between saved {saved.size} and current: {torch.Size(shape)} for {fqn}; "
+                "build the model with the saved size, or leave the key out",
+            )
+        return cast_problem(fqn, saved.properties.dtype, entry.dtype, self._cast)
+
+    def _cover_problems(self, tables: Sequence[KeyTable], agreement: Agreement) -> list[Problem]:
+        problems = []
+        for fqn, agreed in agreement.keys.items():
+            saved = self.metadata.state_dict_metadata[fqn]
+            if not isinstance(agreed, TensorAgreement) or not isinstance(saved, TensorStorageMetadata):
+                continue
+            shards = [HeldShard((), (box,)) for box in _boxes_of(saved)]
+            problem = check_cover(fqn, agreed.global_shape, shards, "broken_checkpoint")
+            # A checkpoint of use_collectives=False has metadata per rank: all that this rank wants must be there.
+            if problem is not None and not (len(tables) == 1 and self._is_covered_for(agreed, saved)):
+                problems.append(problem)
+        return problems
+
+    def _is_covered_for(self, agreed: TensorAgreement, saved: TensorStorageMetadata) -> bool:
+        wanted = [box for replica in agreed.replicas for held in replica for box in held.boxes]
+        found = _core.find_overlaps([(*box, (0,) * len(box[0])) for box in wanted], _boxes_of(saved))
+        return sum(num_elements(sizes) for *_, sizes in found) == sum(num_elements(sizes) for _, sizes in wanted)
+
+    def _unclaimed_problems(self, tables: Sequence[KeyTable]) -> list[Problem]:
+        wanted = {fqn for table in tables for fqn in table.entries}
+        families: dict[str, list[str]] = {}
+        for fqn, saved in self.metadata.state_dict_metadata.items():
+            if isinstance(saved, BytesStorageMetadata) and _PER_RANK.search(fqn):
+                families.setdefault(_family(fqn), []).append(fqn)
+        problems = []
+        for family, members in families.items():
+            unclaimed = [
+                fqn
+                for fqn in members
+                if fqn not in wanted and not any(fnmatch.fnmatchcase(fqn, glob) for glob in self._allow_unclaimed)
+            ]
+            if unclaimed and len(unclaimed) < len(members) and any(fqn in wanted for fqn in members):
+                problems.append(
+                    Problem(
+                        "unclaimed_keys",
+                        family,
+                        f"the checkpoint has {len(members)} of these, the {len(tables)} rank(s) of this load ask for "
+                        f"{sum(fqn in wanted for fqn in members)}; {unclaimed[0]} would be dropped; load on as many "
+                        f"ranks as saved, or pass LoadPlanner(allow_unclaimed=[{family!r}])",
+                    )
+                )
+        return problems
+
+    def _tensor_items(self, fqn: str, entry: TensorEntry | BoxesEntry, choice: int) -> list[ReadItem]:
+        saved = self.metadata.state_dict_metadata[fqn]
+        assert isinstance(saved, TensorStorageMetadata)
+        if isinstance(entry, BoxesEntry):
+            # Each box is a tensor of its own: its elements begin at 0.
+            chunks = [(offsets, sizes, (0,) * len(offsets)) for offsets, sizes in entry.boxes]
+        else:
+            chunks = list(shard_of(entry.report, choice).chunks)
+        boxes = _boxes_of(saved)
+        return [
+            ReadItem(
+                type=LoadItemType.TENSOR,
+                dest_index=MetadataIndex(fqn, chunks[wanted][0], wanted),
+                dest_offsets=torch.Size(local_offsets),
+                storage_index=MetadataIndex(fqn, boxes[position][0], position),
+                storage_offsets=torch.Size(saved_offsets),
+                lengths=torch.Size(sizes),
+            )
+            for wanted, position, saved_offsets, local_offsets, sizes in _core.find_overlaps(chunks, boxes)
+        ]
+
+
+def _boxes_of(saved: TensorStorageMetadata) -> list[Box]:
+    return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in saved.chunks]
+
+
+def _family(fqn: str) -> str:
+    return _PER_RANK.sub(lambda match: re.sub(r"\d+$", "*", match.group()), fqn)
+
+
+def _missing_problems(missing: Sequence[str], metadata: Metadata) -> list[Problem]:
+    saved = list(metadata.state_dict_metadata)
+    by_canonical = {canonical_fqn(fqn, strip_module=True): fqn for fqn in saved}
+    problems = []
+    for position, fqn in enumerate(missing):
+        hint = ""
+        # Nearest names cost a pass over all keys, and the report shows ten lines.
+        if position < 10:
+            same = by_canonical.get(canonical_fqn(fqn, strip_module=True))
+            near = difflib.get_close_matches(fqn, saved, n=1, cutoff=0.8)
+            if same is not None:
+                hint = f" It has {same}, which differs only by prefix: strip the wrapper's prefix on one side."
+            elif near:
+                hint = f" Nearest: {near[0]}."
+        problems.append(Problem("missing_key", fqn, f"Missing key in checkpoint state_dict: {fqn}.{hint}"))
+    return problems
+
+
+def _nothing_matches(missing: Sequence[str], metadata: Metadata) -> Problem:
+    example = next(iter(metadata.state_dict_metadata), "nothing")
+    return Problem(
+        "missing_key",
+        missing[0],
+        f"Missing key in checkpoint state_dict: {missing[0]}. allow_partial_load found none of the {len(missing)} "
+        f"wanted keys; the checkpoint has {example} and others: check the prefixes",
+    )
