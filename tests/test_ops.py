@@ -169,6 +169,88 @@ def test_large_copies(columns: slice, transposed: bool) -> None:
     assert torch.equal(dst, expected)
 
 
+# ---- many shards, flat buffers ----
+
+
+MANY = [TWO_CHUNKS, WHOLE, LocalShard((), (Chunk((), (), ()),)), LocalShard((0, 8), ())]
+
+
+def many_tensors(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [torch.randn(6, 8).to(dtype), torch.randn(8, 6).to(dtype).t(), torch.randn(()).to(dtype), torch.ones(6, 8)]
+
+
+def test_many_shards_in_one_call() -> None:
+    src = many_tensors(torch.bfloat16)
+    shards = ops.pack_shards(src, MANY)
+    for tensor, shard, local in zip(src, MANY, shards, strict=True):
+        assert torch.equal(local, ops.pack_shard(tensor, shard)) and local.dtype == tensor.dtype
+    dst = [torch.zeros_like(tensor) for tensor in src]
+    versions = [tensor._version for tensor in dst]
+    ops.unpack_shards_(dst, shards, MANY)
+    for tensor, shard, local, version in zip(dst, MANY, shards, versions, strict=True):
+        assert torch.equal(ops.pack_shard(tensor, shard), local)
+        assert tensor._version == version + 1
+    boxed = ops.pack_shards([src[0][1:, 2:]], [TWO_CHUNKS], src_offsets=[(1, 2)])
+    assert torch.equal(boxed[0], shards[0])
+    assert ops.pack_shards([], []) == []
+    ops.unpack_shards_([], [], [])
+
+
+@pytest.mark.parametrize("alignment", [1, 16, 64, 4096])
+def test_flatten_mixed_tensors(alignment: int) -> None:
+    tensors = [
+        torch.randn(3, 5),
+        torch.randn(7, 4).t(),
+        torch.randn(2, 3, dtype=torch.complex128),
+        torch.tensor(True),
+        torch.empty(0, 4),
+        torch.arange(5, dtype=torch.int8).expand(3, 5),
+        torch.randn(11).to(torch.float8_e4m3fn),
+        torch.randn(4, 6)[1:3, 2:5],
+    ]
+    offsets = ops.flat_offsets(tensors, alignment=alignment)
+    flat = ops.flatten_tensors(tensors, alignment=alignment)
+    assert flat.dtype == torch.uint8 and flat.shape == (offsets[-1],)
+    expected = torch.zeros(offsets[-1], dtype=torch.uint8)
+    for tensor, offset in zip(tensors, offsets, strict=False):
+        assert offset % alignment == 0
+        expected[offset : offset + tensor.nbytes] = bits(tensor)
+    assert torch.equal(flat, expected)
+
+    out = torch.full((offsets[-1] + 3,), 9, dtype=torch.uint8)
+    ops.flatten_into_(tensors, out, alignment=alignment)
+    assert torch.equal(out[:-3], expected) and out[-3:].eq(9).all()
+
+    restored = [torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
+    restored[0] = torch.zeros(5, 3).t()
+    ops.unflatten_tensors_(restored, flat, alignment=alignment)
+    for tensor, copy in zip(tensors, restored, strict=True):
+        assert torch.equal(bits(tensor), bits(copy))
+    if alignment >= 16:
+        for tensor, view in zip(tensors, ops.flat_views(flat, tensors, alignment=alignment), strict=True):
+            assert view.shape == tensor.shape and torch.equal(bits(tensor), bits(view))
+            assert view.numel() == 0 or view.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+
+
+def test_flatten_of_one_dtype_is_the_concatenation() -> None:
+    tensors = [torch.randn(3, 5), torch.randn(4).expand(2, 4), torch.tensor(2.0)]
+    flat = ops.flatten_tensors(tensors, alignment=4, dtype=torch.float32)
+    assert torch.equal(flat, torch.cat([tensor.reshape(-1) for tensor in tensors]))
+    assert ops.flatten_tensors([], dtype=torch.int8).shape == (0,)
+    ops.unflatten_tensors_([], flat)
+    ops.flatten_into_([], flat)
+    assert not ops.flatten_tensors([torch.nn.Parameter(torch.ones(3))]).requires_grad  # bytes have no gradient
+
+
+def test_flatten_many_large_tensors() -> None:
+    tensors = [torch.randint(0, 255, (70_001,), dtype=torch.uint8) for _ in range(200)]
+    flat = ops.flatten_tensors(tensors, alignment=1)
+    assert torch.equal(flat, torch.cat(tensors))
+    restored = [torch.zeros_like(tensor) for tensor in tensors]
+    ops.unflatten_tensors_(restored, flat, alignment=1)
+    assert all(torch.equal(tensor, copy) for tensor, copy in zip(tensors, restored, strict=True))
+
+
 # ---- autograd, versions, compile ----
 
 
@@ -179,6 +261,37 @@ def test_gradients() -> None:
     assert torch.autograd.gradgradcheck(lambda s: ops.pack_shard(s, TWO_CHUNKS), src)
     assert torch.autograd.gradcheck(lambda d, s: ops.unpack_shard(d, s, TWO_CHUNKS), (src, local))
     assert torch.autograd.gradgradcheck(lambda d, s: ops.unpack_shard(d, s, TWO_CHUNKS), (src, local))
+
+
+def test_gradients_of_lists() -> None:
+    first = torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
+    second = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    shards = [TWO_CHUNKS, LocalShard((5, 1), (Chunk((0, 2), (5, 1), (0, 0)),))]
+
+    def flatten(*tensors: Tensor) -> Tensor:
+        return ops.flatten_tensors(list(tensors), alignment=64, dtype=torch.float64)
+
+    def pack(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(ops.pack_shards(list(tensors), shards))
+
+    for function in (flatten, pack):
+        assert torch.autograd.gradcheck(function, (first, second))
+        assert torch.autograd.gradgradcheck(function, (first, second))
+
+
+def test_in_place_list_ops_bump_versions() -> None:
+    raw = torch.ops.torchtitan_ext
+    tensors, out = [torch.ones(3), torch.ones(2)], torch.zeros(20)
+    ops.flatten_into_(tensors, out, alignment=4)
+    raw.flatten_into_(tensors, 4, out)
+    assert out._version == 2 and tensors[0]._version == 0
+    ops.unflatten_tensors_(tensors, out, alignment=4)
+    raw.unflatten_tensors_(tensors, out, 4)
+    assert [tensor._version for tensor in tensors] == [2, 2]
+    with pytest.raises(RuntimeError, match="unflatten_tensors_ is not differentiable"):
+        ops.unflatten_tensors_([torch.nn.Parameter(torch.ones(3))], out)
+    with pytest.raises(RuntimeError, match="unflatten_tensors_ is not differentiable"):
+        raw.unflatten_tensors_([torch.nn.Parameter(torch.ones(3))], out, 4)
 
 
 def test_in_place_bumps_the_version() -> None:
@@ -215,6 +328,14 @@ def test_opcheck(requires_grad: bool) -> None:
     torch.library.opcheck(raw.pack_shard.default, (src, [0, 0], [3, 2], table))
     torch.library.opcheck(raw.unpack_shard.default, (src, [0, 0], local, table))
     torch.library.opcheck(raw.unpack_shard_.default, (src.detach(), [0, 0], local.detach(), table))
+    torch.library.opcheck(raw.pack_shards.default, ([src, src[:4]], [2, 0, 0, 3, 2, *table, 1, 0, 0, 2, 2, *table[:6]]))
+    tensors = [src, local]
+    torch.library.opcheck(raw.flatten_tensors.default, (tensors, 4, torch.float32))
+    torch.library.opcheck(raw.flatten_tensors.default, (tensors, 64, torch.uint8))
+    plain = [tensor.detach() for tensor in tensors]
+    torch.library.opcheck(raw.flatten_into_.default, (plain, 4, torch.zeros(60)))
+    torch.library.opcheck(raw.unflatten_tensors_.default, (plain, torch.zeros(60), 4))
+    torch.library.opcheck(raw.unpack_shards_.default, ([src.detach()], [local.detach()], [2, 0, 0, 3, 2, *table]))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -234,6 +355,29 @@ def test_compile(backend: str) -> None:
         value.backward()
         results.append((value.detach(), src.grad, weight.grad))
     torch.testing.assert_close(results[0], results[1])
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile_flat_buffers_with_dynamic_shapes(backend: str) -> None:
+    def step(first: Tensor, second: Tensor) -> Tensor:
+        flat = ops.flatten_tensors([first * 2, second.t()], alignment=16, dtype=torch.float32)
+        out = torch.zeros(flat.numel() + 4)
+        ops.flatten_into_([flat.detach(), second.detach()[:1, :1]], out, alignment=4)
+        restored = [torch.zeros_like(first), torch.zeros_like(second.t())]
+        ops.unflatten_tensors_(restored, flat.detach(), alignment=16)
+        return flat.square().sum() + out.sum() + restored[0].sum() + restored[1].square().sum()
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend, dynamic=True)
+    for rows in (3, 5, 8):
+        results = []
+        for function in (step, compiled):
+            torch.manual_seed(0)
+            first = torch.randn(rows, 5, requires_grad=True)
+            second = torch.randn(4, rows + 1, requires_grad=True)
+            value = function(first, second)
+            value.backward()
+            results.append((value.detach(), first.grad, second.grad))
+        torch.testing.assert_close(results[0], results[1])
 
 
 # ---- refusals ----
@@ -292,6 +436,51 @@ def test_bad_destinations_are_refused_and_unchanged() -> None:
     assert not dst.any()
 
 
+def test_bad_lists_are_refused_and_nothing_is_written() -> None:
+    tensors, out = [torch.ones(3), torch.ones(4)], torch.zeros(8)
+    with pytest.raises(ValueError, match="flatten_into_: out has 24 bytes, the tensors need 28"):
+        ops.flatten_into_(tensors, out[:6], alignment=4)
+    with pytest.raises(ValueError, match="alignment is 3, expected a power of two"):
+        ops.flatten_into_(tensors, out, alignment=3)
+    with pytest.raises(ValueError, match=r"out is neither uint8 nor of the dtype of tensors\[0\]"):
+        ops.flatten_into_(tensors, out.double(), alignment=4)
+    with pytest.raises(ValueError, match="out has 2 dims, expected a contiguous tensor of 1"):
+        ops.flatten_into_(tensors, out.view(2, 4), alignment=4)
+    with pytest.raises(ValueError, match="source and destination share memory"):
+        ops.flatten_into_([out[5:], torch.ones(4)], out, alignment=4)
+    with pytest.raises(ValueError, match="alignment 1 does not fit|neither uint8"):
+        ops.flatten_tensors([torch.ones(3), torch.ones(3, dtype=torch.uint8)], alignment=1, dtype=torch.float32)
+    assert not out.any()
+    with pytest.raises(ValueError, match=r"tensors\[0\] and tensors\[1\] share memory and would both be written"):
+        ops.unflatten_tensors_([out[:4], out[3:]], torch.ones(9), alignment=4)
+    matrix = torch.zeros(4, 4)  # interleaved columns do not share memory
+    ops.unflatten_tensors_([matrix[:, :2], matrix[:, 2:]], torch.arange(16.0), alignment=4)
+    assert torch.equal(matrix[:, :2].reshape(-1), torch.arange(8.0))
+    with pytest.raises(ValueError, match="the buffer has 4 bytes, needs 28"):
+        ops.flat_views(torch.zeros(1), tensors, alignment=4)
+    with pytest.raises(ValueError, match="got 2 tensors and 1 shards"):
+        ops.pack_shards(tensors, [TWO_CHUNKS])
+    with pytest.raises(ValueError, match=r"dst\[0\] and dst\[1\] share memory"):
+        ops.unpack_shards_([matrix, matrix], [torch.ones(0, 4)] * 2, [LocalShard((0, 4), ())] * 2)
+    with pytest.raises(ValueError, match="got a NoneType as tensors, expected a tensor"):
+        ops.flatten_tensors([None])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ([], "the table ends too early: 0 integers are left, expected 1"),
+        ([-1, 0, 0, 3, 2], "the table says -1 chunks"),
+        ([2**62, 0, 0, 3, 2], "the table says 4611686018427387904 chunks and has 4 more integers"),
+        ([1, 0, 0, 3, 2, 0, 0], "the table ends too early: 2 integers are left, expected 6"),
+        ([0, 0, 0, 0, 2, 7], "the table has 1 integers behind the last tensor's"),
+    ],
+)
+def test_bad_tables_are_refused(tables: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        torch.ops.torchtitan_ext.pack_shards([torch.randn(6, 8)], tables)
+
+
 def test_bad_tensors_are_refused() -> None:
     src = torch.randn(6, 8)
     with pytest.raises(ValueError, match="src is sparse"):
@@ -300,7 +489,7 @@ def test_bad_tensors_are_refused() -> None:
         ops.pack_shard(src.to_mkldnn(), TWO_CHUNKS)
     with pytest.raises(ValueError, match="src is quantized"):
         ops.pack_shard(torch.quantize_per_tensor(src, 1.0, 0, torch.qint8), TWO_CHUNKS)
-    with pytest.raises(ValueError, match="got a list, expected a tensor"):
+    with pytest.raises(ValueError, match="got a list as src, expected a tensor"):
         ops.pack_shard([1.0], TWO_CHUNKS)  # type: ignore[arg-type]
     freed = src.clone()
     freed.untyped_storage().resize_(0)
@@ -314,7 +503,7 @@ def test_dtensors_are_refused(tmp_path: object) -> None:
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         dtensor = DTensor.from_local(torch.randn(6, 8), DeviceMesh("cpu", [0]), [Replicate()])
-        with pytest.raises(ValueError, match="got a DTensor, expected a rank's own tensor; pass its .to_local"):
+        with pytest.raises(ValueError, match="got a DTensor as src; pass the rank"):
             ops.pack_shard(dtensor, TWO_CHUNKS)
     finally:
         torch.distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The operators of the package, typed: strided shards to and from contiguous buffers.
+"""The operators of the package, typed: strided shards and lists of tensors, to and from contiguous buffers.
 
 The kernels are ``torch.ops.torchtitan_ext.*`` (schemas: ``csrc/ops/library.cpp``); this is the only module that names
 them. Here stand the wrappers, and beside each the fake kernel and the autograd formula, which LibTorch's stable ABI
@@ -22,6 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_ext import _core
 
+DEFAULT_ALIGNMENT = 64
+"""Bytes. A cache line: no two tensors of a flat buffer share one, and a view of any dtype fits."""
+
 
 class ChunkLike(Protocol):
     """A box of a global tensor, as ``layout.Chunk``."""
@@ -43,6 +46,9 @@ class ShardLike(Protocol):
     def chunks(self) -> Sequence[ChunkLike]: ...
 
 
+# ---- shards ----
+
+
 def pack_shard(src: Tensor, shard: ShardLike, *, src_offsets: Sequence[int] | None = None) -> Tensor:
     """Copies one rank's shard out of a larger tensor.
 
@@ -57,8 +63,8 @@ def pack_shard(src: Tensor, shard: ShardLike, *, src_offsets: Sequence[int] | No
     Raises:
         ValueError: A chunk reaches out of ``src`` or of the shard, or the chunks do not tile the shard.
     """
-    _check_plain("pack_shard", src)
-    return _ops.pack_shard(src, _origin(src, src_offsets), shard.sizes, _chunk_table(shard))
+    origin = [0] * len(shard.sizes) if src_offsets is None else src_offsets
+    return _call("pack_shard", (src, origin, shard.sizes, _chunk_table(shard)))
 
 
 def unpack_shard_(dst: Tensor, local: Tensor, shard: ShardLike, *, dst_offsets: Sequence[int] | None = None) -> None:
@@ -75,20 +81,40 @@ def unpack_shard_(dst: Tensor, local: Tensor, shard: ShardLike, *, dst_offsets: 
         ValueError: A chunk reaches out of ``dst``, chunks overlap, elements of ``dst`` share memory with each other
             or with ``local``, or dtype, device or shape do not agree. ``dst`` is unchanged then.
     """
-    _check_plain("unpack_shard_", dst, local)
-    _check_sizes("unpack_shard_", local, shard)
-    _ops.unpack_shard_(dst, _origin(dst, dst_offsets), local, _chunk_table(shard))
+    _check_shape("unpack_shard_", local, shard)
+    origin = [0] * len(shard.sizes) if dst_offsets is None else dst_offsets
+    _call_in_place("unpack_shard_", (dst, origin, local, _chunk_table(shard)), written=dst)
 
 
 def unpack_shard(dst: Tensor, local: Tensor, shard: ShardLike, *, dst_offsets: Sequence[int] | None = None) -> Tensor:
     """As ``unpack_shard_``, into a contiguous copy of ``dst``. Differentiable in both tensors."""
-    _check_plain("unpack_shard", dst, local)
-    _check_sizes("unpack_shard", local, shard)
-    return _ops.unpack_shard(dst, _origin(dst, dst_offsets), local, _chunk_table(shard))
+    _check_shape("unpack_shard", local, shard)
+    origin = [0] * len(shard.sizes) if dst_offsets is None else dst_offsets
+    return _call("unpack_shard", (dst, origin, local, _chunk_table(shard)))
 
 
-def _origin(tensor: Tensor, offsets: Sequence[int] | None) -> Sequence[int]:
-    return (0,) * tensor.dim() if offsets is None else offsets
+def pack_shards(
+    src: Sequence[Tensor], shards: Sequence[ShardLike], *, src_offsets: Sequence[Sequence[int]] | None = None
+) -> list[Tensor]:
+    """``pack_shard`` of many tensors, of any dtypes on one device, in one call. Differentiable."""
+    return _call("pack_shards", (list(src), _tables("pack_shards", src, shards, src_offsets))) if src else []
+
+
+def unpack_shards_(
+    dst: Sequence[Tensor],
+    locals: Sequence[Tensor],
+    shards: Sequence[ShardLike],
+    *,
+    dst_offsets: Sequence[Sequence[int]] | None = None,
+) -> None:
+    """``unpack_shard_`` of many tensors in one call. No two of ``dst`` may share memory."""
+    tables = _tables("unpack_shards_", dst, shards, dst_offsets)
+    if len(dst) != len(locals):
+        raise ValueError(f"unpack_shards_: got {len(dst)} tensors and {len(locals)} local tensors")
+    for local, shard in zip(locals, shards, strict=True):
+        _check_shape("unpack_shards_", local, shard)
+    if dst:
+        _call_in_place("unpack_shards_", (list(dst), list(locals), tables), written=list(dst))
 
 
 def _chunk_table(shard: ShardLike) -> list[int]:
@@ -100,19 +126,161 @@ def _chunk_table(shard: ShardLike) -> list[int]:
     return table
 
 
-def _check_plain(where: str, *tensors: Tensor) -> None:
-    for tensor in tensors:
-        if not isinstance(tensor, Tensor):
-            raise ValueError(f"{where}: got a {type(tensor).__name__}, expected a tensor")
-        if isinstance(tensor, DTensor):
-            raise ValueError(f"{where}: got a DTensor, expected a rank's own tensor; pass its .to_local()")
+def _tables(
+    name: str, tensors: Sequence[Tensor], shards: Sequence[ShardLike], offsets: Sequence[Sequence[int]] | None
+) -> list[int]:
+    if len(tensors) != len(shards) or (offsets is not None and len(offsets) != len(shards)):
+        raise ValueError(f"{name}: got {len(tensors)} tensors and {len(shards)} shards, expected one of each for each")
+    table: list[int] = []
+    for position, shard in enumerate(shards):
+        table.append(len(shard.chunks))
+        table += [0] * len(shard.sizes) if offsets is None else offsets[position]
+        table += shard.sizes
+        table += _chunk_table(shard)
+    return table
 
 
-def _check_sizes(where: str, local: Tensor, shard: ShardLike) -> None:
-    if tuple(local.shape) != tuple(shard.sizes):
+def _check_shape(name: str, local: Tensor, shard: ShardLike) -> None:
+    if isinstance(local, Tensor) and tuple(local.shape) != tuple(shard.sizes):
         raise ValueError(
-            f"{where}: got a local tensor of shape {tuple(local.shape)}, expected the shard's {tuple(shard.sizes)}"
+            f"{name}: got a local tensor of shape {tuple(local.shape)}, expected the shard's {tuple(shard.sizes)}"
         )
+
+
+# ---- flat buffers ----
+
+
+def flat_offsets(tensors: Sequence[Tensor], *, alignment: int = DEFAULT_ALIGNMENT) -> list[int]:
+    """Where each tensor begins in their flat buffer, in bytes, and behind the last one the size of the buffer."""
+    offsets, end = [], 0
+    for tensor in tensors:
+        offsets.append((end + alignment - 1) // alignment * alignment)
+        end = offsets[-1] + tensor.numel() * tensor.element_size()
+    return [*offsets, end]
+
+
+def flatten_tensors(
+    tensors: Sequence[Tensor], *, alignment: int = DEFAULT_ALIGNMENT, dtype: torch.dtype = torch.uint8
+) -> Tensor:
+    """Copies tensors into one new flat buffer, one behind the other, with zeros where alignment leaves gaps.
+
+    Args:
+        tensors: On one device; any shapes and strides.
+        alignment: Each tensor begins at a multiple of it; a power of two, in bytes.
+        dtype: ``torch.uint8`` for the bytes of tensors of any dtypes: not differentiable. Or the dtype
+            that all tensors have: differentiable, and with an alignment of one element the concatenation.
+
+    Returns:
+        A 1-d tensor of ``dtype``; ``flat_offsets`` says what lies where, ``flat_views`` gives it shape again.
+    """
+    if not tensors:
+        return torch.empty(0, dtype=dtype)
+    return _call("flatten_tensors", (list(tensors), alignment, dtype))
+
+
+def flatten_into_(tensors: Sequence[Tensor], out: Tensor, *, alignment: int = DEFAULT_ALIGNMENT) -> None:
+    """As ``flatten_tensors``, into the beginning of an existing buffer; what lies behind the last tensor is unchanged.
+
+    Args:
+        tensors: On one device; any shapes and strides. They may not share memory with ``out``.
+        out: 1-d, contiguous, uint8 or the dtype of all tensors, at least as long as needed.
+        alignment: In bytes.
+    """
+    if tensors:
+        _call_in_place("flatten_into_", (list(tensors), alignment, out), written=out)
+
+
+def unflatten_tensors_(tensors: Sequence[Tensor], flat: Tensor, *, alignment: int = DEFAULT_ALIGNMENT) -> None:
+    """Fills tensors, in place, from the beginning of a buffer that ``flatten_tensors`` made of tensors like them.
+
+    Args:
+        tensors: The destinations, of any strides. No two of them may share memory.
+        flat: 1-d, contiguous, uint8 or the dtype of all tensors.
+        alignment: That of the buffer, in bytes.
+    """
+    if tensors:
+        _call_in_place("unflatten_tensors_", (list(tensors), flat, alignment), written=list(tensors))
+
+
+def flat_views(flat: Tensor, like: Sequence[Tensor], *, alignment: int = DEFAULT_ALIGNMENT) -> list[Tensor]:
+    """The tensors of a flat buffer as contiguous views into it, with the shapes and dtypes of ``like``."""
+    offsets = flat_offsets(like, alignment=alignment)
+    if offsets[-1] > flat.numel() * flat.element_size():
+        raise ValueError(f"flat_views: the buffer has {flat.numel() * flat.element_size()} bytes, needs {offsets[-1]}")
+    views = []
+    for tensor, offset in zip(like, offsets, strict=False):
+        begin = offset // flat.element_size()
+        end = begin + tensor.numel() * tensor.element_size() // flat.element_size()
+        part = flat[begin:end]
+        views.append((part if flat.dtype == tensor.dtype else part.view(tensor.dtype)).view(tensor.shape))
+    return views
+
+
+# ---- calling ----
+
+
+def _call(name: str, args: tuple[Any, ...]) -> Any:
+    """Calls a functional op, past its Python autograd kernel (5 us) where nothing requires grad."""
+    op = getattr(_ops, name)
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and _requires_grad(args)):
+        return op(*args)
+    try:
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
+    except RuntimeError as error:
+        raise _explained(name, args, error) from None
+
+
+def _call_in_place(name: str, args: tuple[Any, ...], *, written: Tensor | list[Tensor]) -> None:
+    """Calls an in-place op and bumps the versions here: as a kernel of the dispatcher that costs 4 us more."""
+    op = getattr(_ops, name)
+    if torch.compiler.is_compiling():
+        op(*args)
+        return
+    _refuse_gradients(name, args)
+    try:
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            op(*args)
+    except RuntimeError as error:
+        raise _explained(name, args, error) from None
+    torch.autograd.graph.increment_version(written)
+
+
+def _refuse_gradients(name: str, args: Sequence[Any]) -> None:
+    if torch.is_grad_enabled() and _requires_grad(args):
+        raise RuntimeError(
+            f"{name} is not differentiable: an argument requires grad; call it under torch.no_grad(), "
+            "or use the form without the final underscore"
+        )
+
+
+def _requires_grad(args: Sequence[Any]) -> bool:
+    for arg in args:
+        if isinstance(arg, Tensor):
+            if arg.requires_grad:
+                return True
+        elif isinstance(arg, list) and arg and isinstance(arg[0], Tensor):
+            if any(tensor.requires_grad for tensor in arg if isinstance(tensor, Tensor)):
+                return True
+    return False
+
+
+def _explained(name: str, args: tuple[Any, ...], error: RuntimeError) -> Exception:
+    """The error of a call that failed, in one sentence. Looked for only now, so that good calls do not pay for it."""
+    schema = getattr(_ops, name).default._schema
+    for argument, value in zip(schema.arguments, args, strict=True):
+        kind = str(argument.type)
+        values = value if "List" in kind and isinstance(value, (list, tuple)) else [value]
+        for item in values:
+            if "Tensor" in kind and not isinstance(item, Tensor):
+                return ValueError(f"{name}: got a {type(item).__name__} as {argument.name}, expected a tensor")
+            if isinstance(item, DTensor):
+                return ValueError(f"{name}: got a DTensor as {argument.name}; pass the rank's own tensor, .to_local()")
+            if isinstance(item, Tensor) and argument.is_write and (item.is_conj() or item.is_neg()):
+                return ValueError(f"{name}: {argument.name} is a lazily conjugated or negated view; pass what it views")
+            if "int" in kind and (not isinstance(item, int) or not -(2**63) <= item < 2**63):
+                return ValueError(f"{name}: got {item!r} in {argument.name}, expected an int64")
+    return error
 
 
 # ---- the library, fake kernels, autograd ----
@@ -140,27 +308,11 @@ def _bump_version_of(name: str, argument: int) -> None:
     op = getattr(_ops, name).default
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any) -> None:
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors(args)):
-            raise RuntimeError(
-                f"{name} is not differentiable: an argument requires grad; call it under torch.no_grad(), "
-                "or use the form without the final underscore"
-            )
-        if any(tensor.is_conj() or tensor.is_neg() for tensor in _tensors(args[argument : argument + 1])):
-            raise ValueError(f"{name}: got a lazily conjugated or negated view to write into; pass the tensor it views")
+        _refuse_gradients(name, args)
         op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
         torch.autograd.graph.increment_version(args[argument])
 
     _library.impl(name, kernel, "ADInplaceOrView", with_keyset=True)
-
-
-def _tensors(args: Sequence[Any]) -> list[Tensor]:
-    tensors = []
-    for arg in args:
-        if isinstance(arg, Tensor):
-            tensors.append(arg)
-        elif isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], Tensor):
-            tensors += arg
-    return tensors
 
 
 @torch.library.register_fake("torchtitan_ext::pack_shard")
@@ -174,11 +326,15 @@ def _setup_pack_shard(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 
 
 def _backward_pack_shard(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    zeros = grad.new_zeros(ctx.src_sizes)
-    if torch.is_grad_enabled():  # create_graph
-        return _ops.unpack_shard(zeros, ctx.src_offsets, grad, ctx.chunks), None, None, None
-    _ops.unpack_shard_(zeros, ctx.src_offsets, grad, ctx.chunks)
-    return zeros, None, None, None
+    return _unpacked_into_zeros(grad, ctx.src_sizes, ctx.src_offsets, ctx.chunks), None, None, None
+
+
+def _unpacked_into_zeros(grad: Tensor, sizes: Sequence[int], offsets: Sequence[int], chunks: Sequence[int]) -> Tensor:
+    zeros = grad.new_zeros(sizes)
+    if torch.is_grad_enabled():  # create_graph: the in-place form is not differentiable
+        return _ops.unpack_shard(zeros, offsets, grad, chunks)
+    _ops.unpack_shard_(zeros, offsets, grad, chunks)
+    return zeros
 
 
 torch.library.register_autograd("torchtitan_ext::pack_shard", _backward_pack_shard, setup_context=_setup_pack_shard)
@@ -211,3 +367,79 @@ def _backward_unpack_shard(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 torch.library.register_autograd(
     "torchtitan_ext::unpack_shard", _backward_unpack_shard, setup_context=_setup_unpack_shard
 )
+
+
+def _entries(src: Sequence[Tensor], tables: Sequence[int]) -> list[tuple[list[int], list[int], list[int]]]:
+    """(offsets of the box, shard sizes, chunks) of each tensor of ``tables``; ``ops.h`` has the format."""
+    entries, rest = [], list(tables)
+    for tensor in src:
+        num_dims = tensor.dim()
+        ends = [1 + num_dims, 1 + 2 * num_dims, 1 + 2 * num_dims + 3 * num_dims * rest[0]]
+        entries.append((rest[1 : ends[0]], rest[ends[0] : ends[1]], rest[ends[1] : ends[2]]))
+        rest = rest[ends[2] :]
+    return entries
+
+
+@torch.library.register_fake("torchtitan_ext::pack_shards")
+def _(src: Sequence[Tensor], tables: Sequence[int]) -> list[Tensor]:
+    return [tensor.new_empty(sizes) for tensor, (_, sizes, _) in zip(src, _entries(src, tables), strict=True)]
+
+
+def _setup_pack_shards(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    src, tables = inputs
+    ctx.src_sizes = [tensor.shape for tensor in src]
+    ctx.entries = _entries(src, tables)
+
+
+def _backward_pack_shards(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[list[Tensor | None], None]:
+    result: list[Tensor | None] = []
+    for grad, sizes, (offsets, _, chunks) in zip(grads, ctx.src_sizes, ctx.entries, strict=True):
+        result.append(None if grad is None else _unpacked_into_zeros(grad, sizes, offsets, chunks))
+    return result, None
+
+
+torch.library.register_autograd("torchtitan_ext::pack_shards", _backward_pack_shards, setup_context=_setup_pack_shards)
+
+
+@torch.library.register_fake("torchtitan_ext::unpack_shards_")
+def _(dst: Sequence[Tensor], shards: Sequence[Tensor], tables: Sequence[int]) -> None:
+    return None
+
+
+_bump_version_of("unpack_shards_", 0)
+
+
+@torch.library.register_fake("torchtitan_ext::flatten_tensors")
+def _(tensors: Sequence[Tensor], alignment: int, dtype: torch.dtype) -> Tensor:
+    num_bytes = flat_offsets(tensors, alignment=alignment)[-1]
+    return tensors[0].new_empty(num_bytes // dtype.itemsize, dtype=dtype)
+
+
+def _setup_flatten_tensors(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    tensors, ctx.alignment, _ = inputs
+    ctx.like = [torch.empty_like(tensor, device="meta") for tensor in tensors]
+
+
+def _backward_flatten_tensors(ctx: Any, grad: Tensor) -> tuple[list[Tensor], None, None]:
+    return flat_views(grad.contiguous(), ctx.like, alignment=ctx.alignment), None, None
+
+
+torch.library.register_autograd(
+    "torchtitan_ext::flatten_tensors", _backward_flatten_tensors, setup_context=_setup_flatten_tensors
+)
+
+
+@torch.library.register_fake("torchtitan_ext::flatten_into_")
+def _(tensors: Sequence[Tensor], alignment: int, out: Tensor) -> None:
+    return None
+
+
+_bump_version_of("flatten_into_", 2)
+
+
+@torch.library.register_fake("torchtitan_ext::unflatten_tensors_")
+def _(tensors: Sequence[Tensor], flat: Tensor, alignment: int) -> None:
+    return None
+
+
+_bump_version_of("unflatten_tensors_", 0)

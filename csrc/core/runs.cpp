@@ -35,7 +35,9 @@ Extent join(const Extent& left, const Extent& right) {
 BoxDims simplify(std::span<const int64_t> sizes, const BoxSide& src, const BoxSide& dst, int64_t item_bytes) {
   BoxDims box;
   for (size_t dim = 0; dim < sizes.size(); ++dim) {
-    if (sizes[dim] != 1) box.loops.push_back({sizes[dim], src.strides_bytes[dim], dst.strides_bytes[dim]});
+    if (sizes[dim] == 1) continue;
+    box.loops.push_back(
+        {sizes[dim], checked_mul(src.strides[dim], item_bytes), checked_mul(dst.strides[dim], item_bytes)});
   }
   const auto outer_first = [](const Loop& left, const Loop& right) {
     return left.dst_stride_bytes > right.dst_stride_bytes;
@@ -73,15 +75,16 @@ void RunList::append_box(std::span<const int64_t> sizes, const BoxSide& src, con
   for (const int64_t size : sizes) {
     if (size == 0) return;
   }
-  // The same tensors come thousands at a time as one contiguous row of bytes: no loop is made for them.
-  if (sizes.size() == 1 && src.strides_bytes[0] == item_bytes && dst.strides_bytes[0] == item_bytes) {
-    join_or_push(src.offset_bytes, dst.offset_bytes, checked_mul(sizes[0], item_bytes), {});
-    return;
-  }
   const BoxDims box = simplify(sizes, src, dst, item_bytes);
   extent_of(src.offset_bytes, box.run_bytes, box.loops, &Loop::src_stride_bytes);  // for their overflow checks
   extent_of(dst.offset_bytes, box.run_bytes, box.loops, &Loop::dst_stride_bytes);
   join_or_push(src.offset_bytes, dst.offset_bytes, box.run_bytes, box.loops);
+}
+
+void RunList::append_bytes(int64_t src_bytes, int64_t dst_bytes, int64_t num_bytes) {
+  checked_add(src_bytes, num_bytes);
+  checked_add(dst_bytes, num_bytes);
+  if (num_bytes != 0) join_or_push(src_bytes, dst_bytes, num_bytes, {});
 }
 
 void RunList::join_or_push(int64_t src_bytes, int64_t dst_bytes, int64_t run_bytes, std::span<const Loop> loops) {
@@ -186,21 +189,6 @@ std::vector<Run> RunList::enumerate() const {
     }
   }
   return runs;
-}
-
-bool may_overlap_itself(std::span<const int64_t> sizes, std::span<const int64_t> strides) {
-  std::vector<std::pair<int64_t, int64_t>> dims;  // stride, size
-  for (size_t dim = 0; dim < sizes.size(); ++dim) {
-    if (sizes[dim] == 0) return false;
-    if (sizes[dim] > 1) dims.emplace_back(strides[dim], sizes[dim]);
-  }
-  std::sort(dims.begin(), dims.end());
-  int64_t reach = 0;  // largest offset of the dims so far: the next one must step over it
-  for (const auto& [stride, size] : dims) {
-    if (stride <= reach) return true;
-    reach = checked_add(reach, checked_mul(stride, size - 1));
-  }
-  return false;
 }
 
 BoxPair find_overlap(std::span<const std::span<const int64_t>> offsets,

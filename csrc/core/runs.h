@@ -50,10 +50,10 @@ struct RunNest {
   int64_t num_loops = 0;
 };
 
-// One side of a box copy: where its first element lies, in bytes, and the strides of its dims, in bytes.
+// One side of a box copy: where its first element lies, in bytes, and the strides of its dims, in elements.
 struct BoxSide {
   int64_t offset_bytes = 0;
-  std::span<const int64_t> strides_bytes;
+  std::span<const int64_t> strides;
 };
 
 // Bytes between the first and one past the last byte that a list touches on one side.
@@ -65,6 +65,9 @@ class RunList {
   // sides go on where the last nest stops, or where it repeats the last nest at a constant distance. A box with a size
   // 0 adds nothing. Strides are not negative. Throws std::overflow_error, before anything is added.
   void append_box(std::span<const int64_t> sizes, const BoxSide& src, const BoxSide& dst, int64_t item_bytes);
+
+  // Adds one contiguous copy, joined in the same way.
+  void append_bytes(int64_t src_bytes, int64_t dst_bytes, int64_t num_bytes);
 
   // What is added from here on is not joined with what is there: another pair of tensors begins, and a chance
   // neighbourhood of their addresses would make loops that help nobody.
@@ -95,11 +98,6 @@ class RunList {
   std::vector<Loop> loops_;  // of all nests, in their order; those of the last nest stand last
   size_t joinable_from_ = 0;
 };
-
-// True where two different indices of a tensor of these sizes and strides may share memory. Exact for strides that come
-// from slicing and permuting a contiguous tensor; others (of as_strided) are called overlapping unless they are surely
-// not.
-bool may_overlap_itself(std::span<const int64_t> sizes, std::span<const int64_t> strides);
 
 // The positions of two boxes that share an element, or {-1, -1}. `num_boxes` x `num_dims` offsets and sizes are read
 // from `offsets(box)[dim]`; near-linear where one dim tells the boxes apart, as in every shard.

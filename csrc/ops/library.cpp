@@ -10,6 +10,11 @@ STABLE_TORCH_LIBRARY(torchtitan_ext, library) {
   library.def("pack_shard(Tensor src, int[] src_offsets, int[] shard_sizes, int[] chunks) -> Tensor");
   library.def("unpack_shard(Tensor dst, int[] dst_offsets, Tensor shard, int[] chunks) -> Tensor");
   library.def("unpack_shard_(Tensor(a!) dst, int[] dst_offsets, Tensor shard, int[] chunks) -> ()");
+  library.def("pack_shards(Tensor[] src, int[] tables) -> Tensor[]");
+  library.def("unpack_shards_(Tensor(a!)[] dst, Tensor[] shards, int[] tables) -> ()");
+  library.def("flatten_tensors(Tensor[] tensors, int alignment, ScalarType dtype) -> Tensor");
+  library.def("flatten_into_(Tensor[] tensors, int alignment, Tensor(a!) out) -> ()");
+  library.def("unflatten_tensors_(Tensor(a!)[] tensors, Tensor flat, int alignment) -> ()");
 }
 
 // The kernels choose the device themselves, from the tensors: the same function stands under both keys. It stands under
@@ -19,6 +24,11 @@ static void register_kernels(torch::stable::detail::StableLibrary& library) {
   library.impl("pack_shard", TORCH_BOX(&ops::pack_shard));
   library.impl("unpack_shard", TORCH_BOX(&ops::unpack_shard));
   library.impl("unpack_shard_", TORCH_BOX(&ops::unpack_shard_));
+  library.impl("pack_shards", TORCH_BOX(&ops::pack_shards));
+  library.impl("unpack_shards_", TORCH_BOX(&ops::unpack_shards_));
+  library.impl("flatten_tensors", TORCH_BOX(&ops::flatten_tensors));
+  library.impl("flatten_into_", TORCH_BOX(&ops::flatten_into_));
+  library.impl("unflatten_tensors_", TORCH_BOX(&ops::unflatten_tensors_));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(torchtitan_ext, CPU, library) { register_kernels(library); }

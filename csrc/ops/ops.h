@@ -1,20 +1,25 @@
 // The kernels behind the schemas of library.cpp, which run on CPU and CUDA tensors alike: they check, make runs and
 // hand them to copy_runs. Every argument is checked before the first byte moves; bad ones are std::invalid_argument
-// (ValueError) and sizes beyond int64 std::overflow_error.
+// (ValueError) and sizes beyond int64 std::overflow_error. No op waits for the device.
 //
 // A shard travels as integers: its sizes, and a table of its chunks with `offsets | sizes | local_offsets` for each (3
 // * num_dims integers). The one chunk of a 0-d shard has none, so its table is empty.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
 
 #include <cstdint>
 #include <vector>
 
 namespace torchtitan_ext::ops {
 
+using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Ints = std::vector<int64_t>;
+using Tensors = std::vector<Tensor>;
+
+// ---- pack.cpp ----
 
 // Copies the chunks out of `src`, which holds the box at `src_offsets` of the global tensor, any strides, into a new
 // contiguous tensor of `shard_sizes`. The chunks must tile the shard.
@@ -26,5 +31,25 @@ void unpack_shard_(const Tensor& dst, const Ints& dst_offsets, const Tensor& sha
 
 // The same into a contiguous copy of `dst`.
 Tensor unpack_shard(const Tensor& dst, const Ints& dst_offsets, const Tensor& shard, const Ints& chunks);
+
+// Many tensors in one call. `tables` has for each of them
+// `num_chunks | offsets of the box | shard_sizes | offsets, sizes, local_offsets of each chunk`. All on one device.
+Tensors pack_shards(const Tensors& src, const Ints& tables);
+void unpack_shards_(const Tensors& dst, const Tensors& shards, const Ints& tables);
+
+// ---- flatten.cpp ----
+//
+// A flat buffer holds the bytes of tensors one behind the other, each contiguous in row-major order and beginning at a
+// multiple of `alignment` bytes; what lies between them is zero. It ends with the last tensor. All tensors on one
+// device.
+
+// A new 1-d buffer of `dtype`: Byte for tensors of any dtypes, or the dtype that all of them have.
+Tensor flatten_tensors(const Tensors& tensors, int64_t alignment, ScalarType dtype);
+
+// The same into the beginning of `out` (1-d, contiguous, long enough, of such a dtype); what lies behind is unchanged.
+void flatten_into_(const Tensors& tensors, int64_t alignment, const Tensor& out);
+
+// The inverse: fills the tensors, any strides, from the beginning of such a buffer. They must not share memory.
+void unflatten_tensors_(const Tensors& tensors, const Tensor& flat, int64_t alignment);
 
 }  // namespace torchtitan_ext::ops

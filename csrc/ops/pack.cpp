@@ -1,5 +1,6 @@
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <span>
 
 #include "core/check.h"
@@ -81,70 +82,105 @@ void check_num_dims(size_t num_dims, size_t expected, const char* where, const c
   TTE_CHECK(num_dims == expected, where, name, " has ", num_dims, " dims, expected ", expected);
 }
 
-int64_t offset_bytes(std::span<const int64_t> offsets, std::span<const int64_t> origin,
-                     std::span<const int64_t> strides_bytes) {
+int64_t offset_bytes(std::span<const int64_t> offsets, std::span<const int64_t> origin, const TensorView& view) {
   int64_t sum = 0;
   for (size_t dim = 0; dim < offsets.size(); ++dim) {
     const int64_t offset = origin.empty() ? offsets[dim] : offsets[dim] - origin[dim];
-    sum = checked_add(sum, checked_mul(offset, strides_bytes[dim]));
+    sum = checked_add(sum, checked_mul(offset, view.strides[dim]));
   }
-  return sum;
+  return checked_mul(sum, view.item_bytes);
 }
 
-// The chunks' copies between the box at `box_offsets` and the shard; offsets of the runs are addresses.
 enum class Direction { kPack, kUnpack };
 
-RunList make_runs(std::span<const ChunkView> chunks, const TensorView& box, std::span<const int64_t> box_offsets,
-                  const TensorView& shard, Direction direction) {
-  RunList runs;
-  runs.reserve(chunks.size());
+// The chunks' copies between the box at `box_offsets` and the shard; offsets of the runs are addresses.
+void append_chunks(RunList& runs, std::span<const ChunkView> chunks, const TensorView& box,
+                   std::span<const int64_t> box_offsets, const TensorView& shard, Direction direction) {
+  runs.start_pair();
   for (const ChunkView& chunk : chunks) {
-    const core::BoxSide box_side{
-        static_cast<int64_t>(box.address) + offset_bytes(chunk.offsets, box_offsets, box.strides_bytes),
-        box.strides_bytes};
-    const core::BoxSide shard_side{
-        static_cast<int64_t>(shard.address) + offset_bytes(chunk.local_offsets, {}, shard.strides_bytes),
-        shard.strides_bytes};
+    core::BoxSide box_side = box.side();
+    core::BoxSide shard_side = shard.side();
+    box_side.offset_bytes += offset_bytes(chunk.offsets, box_offsets, box);
+    shard_side.offset_bytes += offset_bytes(chunk.local_offsets, {}, shard);
     if (direction == Direction::kPack) {
       runs.append_box(chunk.sizes, box_side, shard_side, shard.item_bytes);
     } else {
       runs.append_box(chunk.sizes, shard_side, box_side, shard.item_bytes);
     }
   }
-  return runs;
 }
 
-void unpack_into(const Tensor& dst, const Ints& dst_offsets, const Tensor& shard, const Ints& chunks,
-                 const char* where) {
-  const TensorView box = view_of(dst, Access::kWrite, where, "dst");
-  const TensorView shard_view = view_of(shard, Access::kRead, where, "the shard");
-  check_same_kind(box, shard_view, where, "dst", "the shard");
-  check_num_dims(dst_offsets.size(), box.sizes.size(), where, "dst_offsets");
-  check_num_dims(shard_view.sizes.size(), box.sizes.size(), where, "the shard");
-  const std::vector<ChunkView> views = read_chunks(chunks, box.sizes.size(), where);
-  check_chunks(views, shard_view.sizes, dst_offsets, box.sizes, where);
-  check_disjoint(views, &ChunkView::offsets, where, "larger tensor");
+std::vector<ChunkView> checked_chunks(std::span<const int64_t> table, const TensorView& box,
+                                      std::span<const int64_t> box_offsets, std::span<const int64_t> shard_sizes,
+                                      const char* where, const char* offsets_name) {
+  check_num_dims(shard_sizes.size(), box.sizes.size(), where, "the shard");
+  check_num_dims(box_offsets.size(), box.sizes.size(), where, offsets_name);
+  check_sizes(shard_sizes, where, "the shard");
+  std::vector<ChunkView> chunks = read_chunks(table, box.sizes.size(), where);
+  check_chunks(chunks, shard_sizes, box_offsets, box.sizes, where);
+  return chunks;
+}
 
-  const RunList runs = make_runs(views, box, dst_offsets, shard_view, Direction::kUnpack);
-  check_no_overlap(runs, where);
+void unpack_into(const Tensor& dst, const Ints& dst_offsets, const Tensor& shard, const Ints& table,
+                 const char* where) {
+  const TensorView box = view_of(dst, Access::kWrite, {where, "dst"});
+  const TensorView shard_view = view_of(shard, Access::kRead, {where, "the shard"});
+  check_same_dtype(box, shard_view, {where, "dst"}, {where, "the shard"});
+  check_same_device(box, shard_view, {where, "dst"}, {where, "the shard"});
+  const std::vector<ChunkView> chunks = checked_chunks(table, box, dst_offsets, shard_view.sizes, where, "dst_offsets");
+  check_disjoint(chunks, &ChunkView::offsets, where, "larger tensor");
+  check_separate({&box, 1}, {&shard_view, 1}, where);
+  RunList runs;
+  append_chunks(runs, chunks, box, dst_offsets, shard_view, Direction::kUnpack);
   copy_runs_on(box, runs);
 }
+
+// Reads the parts of `tables` that belong to one tensor after the other; ops.h has the format.
+class TableReader {
+ public:
+  TableReader(std::span<const int64_t> tables, const char* where) : rest_(tables), where_(where) {}
+
+  struct Entry {
+    std::span<const int64_t> box_offsets, shard_sizes, chunks;
+  };
+
+  Entry next(size_t num_dims) {
+    const int64_t num_chunks = take(1)[0];
+    TTE_CHECK(num_chunks >= 0 && num_chunks <= static_cast<int64_t>(rest_.size() + 1), where_, "the table says ",
+              num_chunks, " chunks and has ", rest_.size(), " more integers");
+    const std::span<const int64_t> box_offsets = take(num_dims);
+    const std::span<const int64_t> shard_sizes = take(num_dims);
+    return {box_offsets, shard_sizes, take(3 * num_dims * static_cast<size_t>(num_chunks))};
+  }
+
+  void finish() const {
+    TTE_CHECK(rest_.empty(), where_, "the table has ", rest_.size(), " integers behind the last tensor's");
+  }
+
+ private:
+  std::span<const int64_t> take(size_t count) {
+    TTE_CHECK(count <= rest_.size(), where_, "the table ends too early: ", rest_.size(),
+              " integers are left, expected ", count);
+    const std::span<const int64_t> taken = rest_.first(count);
+    rest_ = rest_.subspan(count);
+    return taken;
+  }
+
+  std::span<const int64_t> rest_;
+  const char* where_;
+};
 
 }  // namespace
 
 Tensor pack_shard(const Tensor& src, const Ints& src_offsets, const Ints& shard_sizes, const Ints& chunks) {
   const char* where = "pack_shard";
-  const TensorView box = view_of(src, Access::kRead, where, "src");
-  check_num_dims(src_offsets.size(), box.sizes.size(), where, "src_offsets");
-  check_num_dims(shard_sizes.size(), box.sizes.size(), where, "the shard");
-  check_sizes(shard_sizes, where, "the shard");
-  // Empty shards have no chunks; a 0-d tensor has no size that could be 0.
-  const std::vector<ChunkView> views = read_chunks(chunks, box.sizes.size(), where);
-  check_chunks(views, shard_sizes, src_offsets, box.sizes, where);
-
-  Tensor shard = torch::stable::new_empty(src, shard_sizes);
-  const TensorView shard_view = view_of(shard, Access::kWrite, where, "the result");
-  copy_runs_on(shard_view, make_runs(views, box, src_offsets, shard_view, Direction::kPack));
+  const TensorView box = view_of(src, Access::kRead, {where, "src"});
+  const std::vector<ChunkView> views = checked_chunks(chunks, box, src_offsets, shard_sizes, where, "src_offsets");
+  Tensor shard = empty_on(box, shard_sizes, box.dtype);
+  const TensorView shard_view = view_of(shard, Access::kWrite, {where, "the result"});
+  RunList runs;
+  append_chunks(runs, views, box, src_offsets, shard_view, Direction::kPack);
+  copy_runs_on(box, runs);
   return shard;
 }
 
@@ -153,12 +189,73 @@ void unpack_shard_(const Tensor& dst, const Ints& dst_offsets, const Tensor& sha
 }
 
 Tensor unpack_shard(const Tensor& dst, const Ints& dst_offsets, const Tensor& shard, const Ints& chunks) {
-  const char* where = "unpack_shard";
-  const TensorView dst_view = view_of(dst, Access::kRead, where, "dst");
-  Tensor result = torch::stable::new_empty(dst, dst_view.sizes);
+  const TensorView view = view_of(dst, Access::kRead, {"unpack_shard", "dst"});
+  Tensor result = empty_on(view, view.sizes, view.dtype);
   torch::stable::copy_(result, dst);
-  unpack_into(result, dst_offsets, shard, chunks, where);
+  unpack_into(result, dst_offsets, shard, chunks, "unpack_shard");
   return result;
+}
+
+Tensors pack_shards(const Tensors& src, const Ints& tables) {
+  const char* where = "pack_shards";
+  TTE_CHECK(!src.empty(), where, "got no tensors, expected at least one");
+  TableReader reader(tables, where);
+  struct Part {
+    TensorView box;
+    TableReader::Entry entry;
+    std::vector<ChunkView> chunks;
+  };
+  std::vector<Part> parts;
+  for (size_t index = 0; index < src.size(); ++index) {
+    const Subject subject{where, "src", static_cast<int64_t>(index)};
+    const TensorView box = view_of(src[index], Access::kRead, subject);
+    const TableReader::Entry entry = reader.next(box.sizes.size());
+    parts.push_back(
+        {box, entry, checked_chunks(entry.chunks, box, entry.box_offsets, entry.shard_sizes, where, "src_offsets")});
+    check_same_device(parts[0].box, box, {where, "src", 0}, subject);
+  }
+  reader.finish();
+
+  Tensors shards;
+  RunList runs;
+  for (const Part& part : parts) {
+    shards.push_back(empty_on(part.box, part.entry.shard_sizes, part.box.dtype));
+    const TensorView shard = view_of(shards.back(), Access::kWrite, {where, "the result"});
+    append_chunks(runs, part.chunks, part.box, part.entry.box_offsets, shard, Direction::kPack);
+  }
+  copy_runs_on(parts[0].box, runs);
+  return shards;
+}
+
+void unpack_shards_(const Tensors& dst, const Tensors& shards, const Ints& tables) {
+  const char* where = "unpack_shards_";
+  TTE_CHECK(!dst.empty(), where, "got no tensors, expected at least one");
+  TTE_CHECK(dst.size() == shards.size(), where, "got ", dst.size(), " tensors and ", shards.size(), " shards");
+  TableReader reader(tables, where);
+  std::vector<TensorView> boxes, shard_views;
+  RunList runs;
+  for (size_t index = 0; index < dst.size(); ++index) {
+    const Subject dst_is{where, "dst", static_cast<int64_t>(index)};
+    const Subject shard_is{where, "shards", static_cast<int64_t>(index)};
+    const TensorView box = view_of(dst[index], Access::kWrite, dst_is);
+    const TensorView shard = view_of(shards[index], Access::kRead, shard_is);
+    check_same_dtype(box, shard, dst_is, shard_is);
+    check_same_device(box, shard, dst_is, shard_is);
+    const TableReader::Entry entry = reader.next(box.sizes.size());
+    TTE_CHECK(std::ranges::equal(entry.shard_sizes, shard.sizes), where, shard_is.text(),
+              " has another shape than the table says");
+    const std::vector<ChunkView> chunks =
+        checked_chunks(entry.chunks, box, entry.box_offsets, entry.shard_sizes, where, "dst_offsets");
+    check_disjoint(chunks, &ChunkView::offsets, where, "larger tensor");
+    append_chunks(runs, chunks, box, entry.box_offsets, shard, Direction::kUnpack);
+    boxes.push_back(box);
+    shard_views.push_back(shard);
+    check_same_device(boxes[0], box, {where, "dst", 0}, dst_is);
+  }
+  reader.finish();
+  check_separate(boxes, where, "dst");
+  check_separate(boxes, shard_views, where);
+  copy_runs_on(boxes[0], runs);
 }
 
 }  // namespace torchtitan_ext::ops

@@ -1,5 +1,9 @@
 #include "ops/tensor_view.h"
 
+#include <algorithm>
+#include <utility>
+#include <vector>
+
 #include "core/check.h"
 #include "ops/copy_runs.h"
 
@@ -8,6 +12,10 @@ namespace {
 
 using core::checked_add;
 using core::checked_mul;
+
+// The message is made of the subject only when the check fails.
+#define TTE_CHECK_SUBJECT(condition, subject, ...) \
+  TTE_CHECK(condition, (subject).op, (subject).text(), " ", __VA_ARGS__)
 
 void parallel_for(int64_t begin, int64_t end, int64_t grain, RangeBody body, void* context) {
   TORCH_ERROR_CODE_CHECK(torch_parallel_for(begin, end, grain, body, context));
@@ -22,66 +30,123 @@ bool is_quantized(int32_t dtype) {
 
 }  // namespace
 
-TensorView view_of(const Tensor& tensor, Access access, std::string_view where, std::string_view name) {
+std::string Subject::text() const { return position < 0 ? std::string(name) : core::concat(name, "[", position, "]"); }
+
+TensorView view_of(const Tensor& tensor, Access access, const Subject& subject) {
+  const AtenTensorHandle handle = tensor.get();
   int32_t layout = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
-  TTE_CHECK(layout == aoti_torch_layout_strided(), where, name, " is sparse; convert it with .to_dense() first");
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(handle, &layout));
+  TTE_CHECK_SUBJECT(layout == aoti_torch_layout_strided(), subject, "is sparse; convert it with .to_dense() first");
 
   TensorView view;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &view.dtype));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &view.device_type));
-  TTE_CHECK(!is_quantized(view.dtype), where, name,
-            " is quantized: its bytes mean nothing without scale and zero point");
-  TTE_CHECK(view.device_type == aoti_torch_device_type_cpu() || view.device_type == aoti_torch_device_type_cuda(),
-            where, name, " is neither on a CPU nor on a CUDA device");
-  view.device_index = tensor.get_device_index();
-  view.item_bytes = static_cast<int64_t>(aoti_torch_dtype_element_size(view.dtype));
-  const auto sizes = tensor.sizes();
-  const auto strides = tensor.strides();
-  view.sizes.assign(sizes.begin(), sizes.end());
-  view.num_elements = core::num_elements(view.sizes);
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle, &view.dtype));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(handle, &view.device_type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(handle, &view.device_index));
+  TTE_CHECK_SUBJECT(!is_quantized(view.dtype), subject,
+                    "is quantized: its bytes mean nothing without scale and zero point");
+  TTE_CHECK_SUBJECT(
+      view.device_type == aoti_torch_device_type_cpu() || view.device_type == aoti_torch_device_type_cuda(), subject,
+      "is neither on a CPU nor on a CUDA device");
 
-  int64_t span = 1;  // elements from the first to one past the last
-  view.strides_bytes.reserve(strides.size());
-  for (size_t dim = 0; dim < strides.size(); ++dim) {
-    view.strides_bytes.push_back(checked_mul(strides[dim], view.item_bytes));
-    if (view.num_elements != 0) span = checked_add(span, checked_mul(view.sizes[dim] - 1, strides[dim]));
-  }
+  int64_t num_dims = 0;
+  int64_t* sizes = nullptr;
+  int64_t* strides = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle, &num_dims));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle, &sizes));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(handle, &strides));
+  view.sizes = {sizes, static_cast<size_t>(num_dims)};
+  view.strides = {strides, static_cast<size_t>(num_dims)};
+  view.item_bytes = static_cast<int64_t>(aoti_torch_dtype_element_size(view.dtype));
+  view.num_elements = core::num_elements(view.sizes);
+  view.contiguous = tensor.is_contiguous();
   if (view.num_elements == 0) return view;
 
+  const int64_t span_bytes = core::extent_of(core::Memory{0, view.sizes, view.strides, view.item_bytes}).end;
+  const int64_t needed_bytes = checked_add(checked_mul(tensor.storage_offset(), view.item_bytes), span_bytes);
   int64_t storage_bytes = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &storage_bytes));
-  const int64_t needed_bytes = checked_mul(checked_add(tensor.storage_offset(), span), view.item_bytes);
-  TTE_CHECK(needed_bytes <= storage_bytes, where, name, " spans ", needed_bytes, " bytes of storage, which has ",
-            storage_bytes, "; was it freed or resized?");
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(handle, &storage_bytes));
+  TTE_CHECK_SUBJECT(needed_bytes <= storage_bytes, subject, "spans ", needed_bytes, " bytes of storage, which has ",
+                    storage_bytes, "; was it freed or resized?");
+  // The const form leaves a copy-on-write storage shared.
   const void* data = access == Access::kWrite ? tensor.mutable_data_ptr() : tensor.const_data_ptr();
-  TTE_CHECK(data != nullptr, where, name, " has no memory; was its storage freed?");
+  TTE_CHECK_SUBJECT(data != nullptr, subject, "has no memory; was its storage freed?");
   view.address = reinterpret_cast<uintptr_t>(data);
-  if (access == Access::kWrite) {
-    TTE_CHECK(!core::may_overlap_itself(view.sizes, view.strides_bytes), where, name,
-              " cannot be written: several of its elements share memory; clone() it first");
+  if (access == Access::kWrite && !view.contiguous) {
+    TTE_CHECK_SUBJECT(!core::may_overlap_itself(view.sizes, view.strides), subject,
+                      "cannot be written: several of its elements share memory; clone() it first");
   }
   return view;
 }
 
-void check_same_kind(const TensorView& left, const TensorView& right, std::string_view where,
-                     std::string_view left_name, std::string_view right_name) {
-  TTE_CHECK(left.dtype == right.dtype, where, left_name, " and ", right_name, " have different dtypes");
-  TTE_CHECK(left.device_type == right.device_type && left.device_index == right.device_index, where, left_name, " and ",
-            right_name, " are on different devices");
+Tensor empty_on(const TensorView& like, std::span<const int64_t> sizes, int32_t dtype) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t stride = 1;
+  for (size_t dim = sizes.size(); dim-- > 0;) {
+    strides[dim] = stride;
+    stride = checked_mul(stride, std::max<int64_t>(sizes[dim], 1));
+  }
+  checked_mul(stride, static_cast<int64_t>(aoti_torch_dtype_element_size(dtype)));
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+                                                  dtype, like.device_type, like.device_index, &handle));
+  return Tensor(handle);
 }
 
-void check_no_overlap(const core::RunList& runs, std::string_view where) {
-  const core::Extent src = runs.src_extent();
-  const core::Extent dst = runs.dst_extent();
-  TTE_CHECK(src.end <= dst.begin || dst.end <= src.begin, where,
-            "source and destination share memory; clone() one of them first");
+void check_same_dtype(const TensorView& left, const TensorView& right, const Subject& left_is,
+                      const Subject& right_is) {
+  TTE_CHECK(left.dtype == right.dtype, left_is.op, left_is.text(), " and ", right_is.text(), " have different dtypes");
 }
 
-void copy_runs_on(const TensorView& device_of, const core::RunList& runs) {
+void check_same_device(const TensorView& left, const TensorView& right, const Subject& left_is,
+                       const Subject& right_is) {
+  TTE_CHECK(left.device_type == right.device_type && left.device_index == right.device_index, left_is.op,
+            left_is.text(), " and ", right_is.text(), " are on different devices");
+}
+
+void check_separate(std::span<const TensorView> written, std::string_view op, std::string_view name) {
+  if (written.size() < 2) return;
+  std::vector<core::Memory> memories;
+  memories.reserve(written.size());
+  for (const TensorView& view : written) memories.push_back(view.memory());
+  const core::BoxPair pair = core::find_shared_memory(memories);
+  TTE_CHECK(pair.first < 0, op, name, "[", pair.first, "] and ", name, "[", pair.second,
+            "] share memory and would both be written");
+}
+
+void check_separate(std::span<const TensorView> written, std::span<const TensorView> read, std::string_view op) {
+  // Extents first: sorted, with the farthest end so far beside each, so that every read tensor finds those that it
+  // meets.
+  std::vector<std::pair<core::Extent, size_t>> extents;
+  for (size_t index = 0; index < written.size(); ++index) {
+    const core::Extent extent = core::extent_of(written[index].memory());
+    if (extent.length() > 0) extents.emplace_back(extent, index);
+  }
+  const auto begins_first = [](const auto& left, const auto& right) { return left.first.begin < right.first.begin; };
+  if (!std::is_sorted(extents.begin(), extents.end(), begins_first)) {
+    std::sort(extents.begin(), extents.end(), begins_first);
+  }
+  std::vector<int64_t> farthest_end;
+  for (const auto& [extent, index] : extents) {
+    farthest_end.push_back(std::max(extent.end, farthest_end.empty() ? 0 : farthest_end.back()));
+  }
+  for (const TensorView& view : read) {
+    const core::Extent extent = core::extent_of(view.memory());
+    if (extent.length() == 0) continue;
+    const auto past = std::partition_point(extents.begin(), extents.end(),
+                                           [&](const auto& entry) { return entry.first.begin < extent.end; });
+    for (size_t at = past - extents.begin(); at-- > 0 && farthest_end[at] > extent.begin;) {
+      if (extents[at].first.end <= extent.begin) continue;
+      const core::Memory both[] = {view.memory(), written[extents[at].second].memory()};
+      TTE_CHECK(core::find_shared_memory(both).first < 0, op,
+                "source and destination share memory; clone() one of them first");
+    }
+  }
+}
+
+void copy_runs_on(const TensorView& on, const core::RunList& runs) {
   if (runs.nests().empty()) return;
-  if (device_of.device_type == aoti_torch_device_type_cuda()) {
-    copy_runs_cuda(runs, 0, 0, device_of.device_index);
+  if (on.device_type == aoti_torch_device_type_cuda()) {
+    copy_runs_cuda(runs, 0, 0, on.device_index);
   } else {
     copy_runs_cpu(runs, 0, 0, parallel_for);
   }

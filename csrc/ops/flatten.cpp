@@ -1,0 +1,167 @@
+#include <algorithm>
+#include <span>
+
+#include "core/check.h"
+#include "ops/ops.h"
+#include "ops/tensor_view.h"
+
+namespace torchtitan_ext::ops {
+namespace {
+
+using core::RunList;
+
+constexpr int64_t kMaxAlignment = int64_t{1} << 20;  // a disk block or a huge page; more is a mistake
+
+struct FlatLayout {
+  std::vector<int64_t> offsets_bytes;
+  int64_t num_bytes = 0;
+  int64_t largest_gap_bytes = 0;
+};
+
+void check_alignment(int64_t alignment, const char* op) {
+  TTE_CHECK(alignment >= 1 && alignment <= kMaxAlignment && (alignment & (alignment - 1)) == 0, op, "alignment is ",
+            alignment, ", expected a power of two of at most ", kMaxAlignment, " bytes");
+}
+
+std::vector<TensorView> views_of(const Tensors& tensors, Access access, const char* op) {
+  TTE_CHECK(!tensors.empty(), op, "got no tensors, expected at least one");
+  std::vector<TensorView> views;
+  views.reserve(tensors.size());
+  for (size_t index = 0; index < tensors.size(); ++index) {
+    const Subject subject{op, "tensors", static_cast<int64_t>(index)};
+    views.push_back(view_of(tensors[index], access, subject));
+    check_same_device(views[0], views[index], {op, "tensors", 0}, subject);
+  }
+  return views;
+}
+
+FlatLayout lay_out(std::span<const TensorView> views, int64_t alignment) {
+  FlatLayout layout;
+  layout.offsets_bytes.reserve(views.size());
+  for (const TensorView& view : views) {
+    const int64_t gap = -layout.num_bytes & (alignment - 1);
+    layout.largest_gap_bytes = std::max(layout.largest_gap_bytes, gap);
+    layout.offsets_bytes.push_back(core::checked_add(layout.num_bytes, gap));
+    layout.num_bytes = core::checked_add(layout.offsets_bytes.back(), view.num_bytes());
+  }
+  return layout;
+}
+
+void check_buffer(const TensorView& buffer, std::span<const TensorView> views, int64_t num_bytes, const char* op,
+                  const char* name) {
+  check_same_device(buffer, views[0], {op, name}, {op, "tensors", 0});
+  TTE_CHECK(buffer.sizes.size() == 1 && buffer.contiguous, op, name, " has ", buffer.sizes.size(),
+            " dims, expected a contiguous tensor of 1");
+  if (buffer.dtype != aoti_torch_dtype_uint8()) {
+    for (size_t index = 0; index < views.size(); ++index) {
+      TTE_CHECK(views[index].dtype == buffer.dtype, op, name, " is neither uint8 nor of the dtype of tensors[", index,
+                "]");
+    }
+  }
+  TTE_CHECK(buffer.num_bytes() >= num_bytes, op, name, " has ", buffer.num_bytes(), " bytes, the tensors need ",
+            num_bytes);
+}
+
+// Strides of a contiguous tensor of these sizes, for the side of the buffer.
+std::span<const int64_t> contiguous_strides(std::span<const int64_t> sizes, std::vector<int64_t>& strides) {
+  strides.resize(sizes.size());
+  int64_t stride = 1;
+  for (size_t dim = sizes.size(); dim-- > 0;) {
+    strides[dim] = stride;
+    stride *= sizes[dim];
+  }
+  return strides;
+}
+
+void flatten_views(std::span<const TensorView> views, const FlatLayout& layout, const TensorView& out) {
+  // The gaps are runs too, from a few zeros: one code path for every device, and no pass over the whole buffer.
+  Tensor zeros;
+  int64_t zeros_address = 0;
+  if (layout.largest_gap_bytes > 0) {
+    const int64_t sizes[] = {layout.largest_gap_bytes};
+    zeros = empty_on(out, sizes, aoti_torch_dtype_uint8());
+    TORCH_ERROR_CODE_CHECK(aoti_torch_zero_(zeros.get()));
+    zeros_address = reinterpret_cast<int64_t>(zeros.const_data_ptr());
+  }
+  RunList runs;
+  runs.reserve(views.size());
+  std::vector<int64_t> strides;
+  const int64_t base = static_cast<int64_t>(out.address);
+  int64_t end = 0;
+  for (size_t index = 0; index < views.size(); ++index) {
+    const TensorView& view = views[index];
+    const int64_t offset = layout.offsets_bytes[index];
+    if (offset > end) {
+      runs.start_pair();
+      runs.append_bytes(zeros_address, base + end, offset - end);
+    }
+    runs.start_pair();
+    if (view.contiguous) {
+      runs.append_bytes(static_cast<int64_t>(view.address), base + offset, view.num_bytes());
+    } else {
+      runs.append_box(view.sizes, view.side(), {base + offset, contiguous_strides(view.sizes, strides)},
+                      view.item_bytes);
+    }
+    end = offset + view.num_bytes();
+  }
+  copy_runs_on(out, runs);
+}
+
+}  // namespace
+
+Tensor flatten_tensors(const Tensors& tensors, int64_t alignment, ScalarType dtype) {
+  const char* op = "flatten_tensors";
+  check_alignment(alignment, op);
+  const std::vector<TensorView> views = views_of(tensors, Access::kRead, op);
+  const FlatLayout layout = lay_out(views, alignment);
+  const int32_t out_dtype = static_cast<int32_t>(dtype);
+  const int64_t item_bytes = static_cast<int64_t>(aoti_torch_dtype_element_size(out_dtype));
+  TTE_CHECK(layout.num_bytes % item_bytes == 0 && (alignment % item_bytes == 0 || item_bytes % alignment == 0), op,
+            "alignment ", alignment, " does not fit a buffer of items of ", item_bytes, " bytes");
+  const int64_t sizes[] = {layout.num_bytes / item_bytes};
+  Tensor out = empty_on(views[0], sizes, out_dtype);
+  const TensorView out_view = view_of(out, Access::kWrite, {op, "the result"});
+  check_buffer(out_view, views, layout.num_bytes, op, "the result");
+  flatten_views(views, layout, out_view);
+  return out;
+}
+
+void flatten_into_(const Tensors& tensors, int64_t alignment, const Tensor& out) {
+  const char* op = "flatten_into_";
+  check_alignment(alignment, op);
+  const std::vector<TensorView> views = views_of(tensors, Access::kRead, op);
+  const FlatLayout layout = lay_out(views, alignment);
+  const TensorView out_view = view_of(out, Access::kWrite, {op, "out"});
+  check_buffer(out_view, views, layout.num_bytes, op, "out");
+  check_separate({&out_view, 1}, views, op);
+  flatten_views(views, layout, out_view);
+}
+
+void unflatten_tensors_(const Tensors& tensors, const Tensor& flat, int64_t alignment) {
+  const char* op = "unflatten_tensors_";
+  check_alignment(alignment, op);
+  const std::vector<TensorView> views = views_of(tensors, Access::kWrite, op);
+  const FlatLayout layout = lay_out(views, alignment);
+  const TensorView flat_view = view_of(flat, Access::kRead, {op, "flat"});
+  check_buffer(flat_view, views, layout.num_bytes, op, "flat");
+  check_separate(views, op, "tensors");
+  check_separate(views, {&flat_view, 1}, op);
+
+  RunList runs;
+  runs.reserve(views.size());
+  std::vector<int64_t> strides;
+  const int64_t base = static_cast<int64_t>(flat_view.address);
+  for (size_t index = 0; index < views.size(); ++index) {
+    const TensorView& view = views[index];
+    runs.start_pair();
+    if (view.contiguous) {
+      runs.append_bytes(base + layout.offsets_bytes[index], static_cast<int64_t>(view.address), view.num_bytes());
+    } else {
+      runs.append_box(view.sizes, {base + layout.offsets_bytes[index], contiguous_strides(view.sizes, strides)},
+                      view.side(), view.item_bytes);
+    }
+  }
+  copy_runs_on(flat_view, runs);
+}
+
+}  // namespace torchtitan_ext::ops
