@@ -111,7 +111,7 @@ def digest_values(values: Mapping[str, Any], table: KeyTable, *, hash_replicas: 
     for fqn, entry in table.entries.items():
         if isinstance(entry, ObjectEntry):
             digests[fqn] = digest_value(values[fqn])
-        elif isinstance(entry, TensorEntry) and is_replicated(entry.report):
+        elif isinstance(entry, TensorEntry) and is_replicated(entry.report) and not local_tensor(values[fqn]).is_meta:
             if hash_replicas or local_bytes(entry) <= SMALL_TENSOR_BYTES:
                 digests[fqn] = digest_tensor(values[fqn])
     return digests
