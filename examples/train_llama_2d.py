@@ -64,7 +64,11 @@ def main() -> int:
     save_planner, load_planner = PLANNERS[parser.parse_args().planner]
     with tempfile.TemporaryDirectory() as folder:
         saved = run(train_and_save, SAVED_AXES, f"{folder}/checkpoint", save_planner)
-        resumed = [run(resume, axes, f"{folder}/checkpoint", load_planner) for axes in OTHER_AXES]
+        resumed: list[Outcome] = []
+        for axes in OTHER_AXES:
+            resumed.append(run(resume, axes, f"{folder}/checkpoint", load_planner))
+            if resumed[-1].refusal:
+                break
     print_table(saved, resumed)
     return 0 if all(went_on_as_before(saved, outcome) for outcome in resumed) else 1
 

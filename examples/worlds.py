@@ -10,8 +10,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# Imported once, in the server that the ranks are forked from: it takes each of them seconds.
-PRELOADED = ["torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
+# Imported once, in the server that the ranks are forked from: it takes seconds (DTensor imports torch._dynamo later).
+PRELOADED = [
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+]
 
 
 def run_world(function: Callable[..., object], *args: object, world_size: int) -> object:
