@@ -46,10 +46,24 @@ _PER_RANK = re.compile(r"(?:^|\.)(?:[^.]*_)?rank_?\d+(?=\.|$)")
 
 
 @dataclass(frozen=True)
+class ReadRequest:
+    """What a rank asks for, and which metadata it read: ranks have one each after ``use_collectives=False``."""
+
+    table: KeyTable
+    metadata_name: str
+
+
+@dataclass(frozen=True)
 class ReadDecision:
-    """What the coordinator tells one rank: which of its ``candidate_steps`` is true, where it is not the first."""
+    """What the coordinator tells one rank.
+
+    Attributes:
+        choices: Which of its ``candidate_steps`` is true, where it is not the first.
+        is_cover_checked: Whether the coordinator's metadata is the rank's own, so that its check of the cover holds.
+    """
 
     choices: Mapping[str, int]
+    is_cover_checked: bool
 
 
 class LoadPlanner(StockLoadPlanner):
@@ -152,13 +166,16 @@ class LoadPlanner(StockLoadPlanner):
         elif missing and not wanted:
             problems.append(_nothing_matches(missing, self.metadata))
         self._table = KeyTable(entries=wanted, problems=tuple(problems))
-        return LoadPlan([], planner_data=self._table)
+        return LoadPlan([], planner_data=ReadRequest(self._table, _metadata_name(self.metadata)))
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        tables: list[KeyTable] = [plan.planner_data for plan in global_plan]
+        requests: list[ReadRequest] = [plan.planner_data for plan in global_plan]
+        tables = [request.table for request in requests]
         agreement = agree(tables, every_rank_reports=False)
         problems = list(agreement.problems)
-        problems += self._cover_problems(tables, agreement)
+        is_cover_checked = len({request.metadata_name for request in requests}) == 1
+        if is_cover_checked:
+            problems += self._cover_problems(tables, agreement)
         problems += self._unclaimed_problems(tables)
         if problems:
             raise refusal("load", problems)
@@ -169,20 +186,26 @@ class LoadPlanner(StockLoadPlanner):
                 for fqn, agreed in agreement.keys.items()
                 if isinstance(agreed, TensorAgreement) and agreed.choices.get(rank)
             }
-            plans.append(dataclasses.replace(plan, planner_data=ReadDecision(choices)))
+            plans.append(dataclasses.replace(plan, planner_data=ReadDecision(choices, is_cover_checked)))
         return plans
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
         decision: ReadDecision = central_plan.planner_data
-        materialize_meta(self.original_state_dict, self._flat)
         items: list[ReadItem] = []
+        problems: list[Problem] = []
         for fqn, entry in self._table.entries.items():
             if isinstance(entry, ObjectEntry):
                 zero = torch.Size((0,))
                 index = MetadataIndex(fqn)
                 items.append(ReadItem(LoadItemType.BYTE_IO, index, zero, index, zero, zero))
             else:
-                items += self._tensor_items(fqn, entry, decision.choices.get(fqn, 0))
+                tensor_items = self._tensor_items(fqn, entry, decision.choices.get(fqn, 0))
+                if not decision.is_cover_checked:
+                    problems += _unread_problems(fqn, entry, tensor_items)
+                items += tensor_items
+        if problems:
+            raise refusal("load", problems)
+        materialize_meta(self.original_state_dict, self._flat)
         return dataclasses.replace(central_plan, items=items)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -303,6 +326,21 @@ class LoadPlanner(StockLoadPlanner):
 
 def _boxes_of(saved: TensorStorageMetadata) -> list[Box]:
     return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in saved.chunks]
+
+
+def _metadata_name(metadata: Metadata) -> str:
+    """Equal for ranks that read the same metadata; its first file tells those apart that a rank wrote for itself."""
+    return f"{len(metadata.state_dict_metadata)} keys, {next(iter((metadata.storage_data or {}).values()), None)}"
+
+
+def _unread_problems(fqn: str, entry: TensorEntry | BoxesEntry, items: Sequence[ReadItem]) -> list[Problem]:
+    """Says where the items do not fill what this rank holds."""
+    sizes = [entry.report.local_sizes] if isinstance(entry, TensorEntry) else [sizes for _, sizes in entry.boxes]
+    wanted, found = sum(map(num_elements, sizes)), sum(num_elements(item.lengths) for item in items)
+    if wanted == found:
+        return []
+    detail = f"this rank holds {wanted} elements, the metadata that it saved for itself has {found} of them"
+    return [Problem("broken_checkpoint", fqn, f"{detail}; load on the mesh of the save")]
 
 
 def _family(fqn: str) -> str:

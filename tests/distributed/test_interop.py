@@ -240,9 +240,23 @@ def load_without_collectives(rank: int, world_size: int, path: Path) -> list[str
     return differences(state, handmade_truth(), list(layout.steps))
 
 
-@pytest.mark.xfail(strict=True, reason="dcp.load plans together, but each rank read metadata of its own")
 def test_save_without_collectives_writes_each_rank_alone(run_world, tmp_path: Path) -> None:
     run_world(4, save_without_collectives, tmp_path)
     # Each rank has metadata of its own.
     assert {path.name for path in tmp_path.glob("*.metadata")} == {f"__{rank}.metadata" for rank in range(4)}
     assert run_world(4, load_without_collectives, tmp_path) == [[]] * 4
+
+
+def load_from_other_ranks(rank: int, world_size: int, path: Path) -> tuple[str, bool]:
+    state = build_handmade(HANDMADE_BY_NAME["shard1_shard0"], handmade_truth([]))
+    poison(state)
+    before = {name: tensor.to_local().clone() for name, tensor in state.items()}
+    with pytest.raises(tte.errors.ReshardError) as caught:
+        tte.load(state, path)
+    return str(caught.value), all(torch.equal(before[name], state[name].to_local()) for name in state)
+
+
+def test_a_save_without_collectives_does_not_load_on_another_mesh(run_world, tmp_path: Path) -> None:
+    run_world(4, save_without_collectives, tmp_path)
+    for text, _ in run_world(4, load_from_other_ranks, tmp_path):
+        assert "the metadata that it saved for itself" in text and "load on the mesh of the save" in text
