@@ -68,7 +68,9 @@ def time_one_rank(layout: Layout, num_repeats: int) -> tuple[float, float]:
     for coordinate in [(0, 0), (dp // 3, tp // 2), (dp - 1, tp - 1)]:
         check_same_question(layout, coordinate)
         run_ours = functools.partial(shard_of_rank, layout, coordinate, "nested")
-        run_stock = functools.partial(stock_shape_and_offset, layout.shape, layout.mesh_shape, coordinate, placements)
+        run_stock = functools.partial(
+            stock_shape_and_offset, layout.shape, layout.mesh_shape, list(coordinate), placements
+        )
         ours.append(measure_seconds(run_ours, num_repeats=num_repeats, num_calls=100))
         stock.append(measure_seconds(run_stock, num_repeats=num_repeats))
     return statistics.mean(ours), statistics.mean(stock)
@@ -78,7 +80,7 @@ def check_same_question(layout: Layout, coordinate: Shape) -> None:
     """Ours, read from left to right as stock reads, must have stock's local shape and first offset."""
     shard = shard_of_rank(layout, coordinate, "left_to_right")
     placements = stock_placements(layout.placements)
-    sizes, offsets = stock_shape_and_offset(layout.shape, layout.mesh_shape, coordinate, placements)
+    sizes, offsets = stock_shape_and_offset(layout.shape, layout.mesh_shape, list(coordinate), placements)
     if shard.sizes != sizes or (shard.chunks and shard.chunks[0].offsets != offsets):
         raise SystemExit(f"bench_layout: {layout} at {coordinate}: got {shard}, stock has {sizes} at {offsets}")
 

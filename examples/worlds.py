@@ -5,10 +5,13 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+Result = TypeVar("Result")
 
 # Imported once, in the server that the ranks are forked from: it takes seconds (DTensor imports torch._dynamo later).
 PRELOADED = [
@@ -19,7 +22,7 @@ PRELOADED = [
 ]
 
 
-def run_world(function: Callable[..., object], *args: object, world_size: int) -> object:
+def run_world(function: Callable[..., Result], *args: object, world_size: int) -> Result:
     """Calls `function(*args)` on every rank of a new world and returns what it returned on rank 0.
 
     `function` must be importable and its arguments and result picklable. A world of one has no process group.
@@ -28,7 +31,8 @@ def run_world(function: Callable[..., object], *args: object, world_size: int) -
     multiprocessing.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(run_rank, (world_size, folder, function, args), nprocs=world_size, start_method="forkserver")
-        return torch.load(Path(folder, "result"), weights_only=False)
+        result: Result = torch.load(Path(folder, "result"), weights_only=False)
+        return result
 
 
 def run_rank(
