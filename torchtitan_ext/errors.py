@@ -41,7 +41,9 @@ class Problem:
     detail: str
 
     def __str__(self) -> str:
-        return self.detail if self.fqn in self.detail else f"{self.fqn}: {self.detail}"
+        # Sentences of stock DCP name the key at their end. A key such as "w" is in many sentences that do not name it.
+        is_named = any(f" {self.fqn}{mark}" in self.detail for mark in ".;")
+        return self.detail if is_named else f"{self.fqn}: {self.detail}"
 
 
 class TorchtitanExtError(Exception):

@@ -66,6 +66,9 @@ logger = logging.getLogger(__name__)
 _MAX_CACHED_STRUCTURES = 4
 _CACHE_PREFIX = "torchtitan_ext:"
 
+# A report shows ten lines of a kind.
+_MAX_NAMED_KEYS = 10
+
 
 @dataclass(frozen=True)
 class CachedTable:
@@ -84,11 +87,13 @@ class WriteDecision:
         choices: Which of its ``candidate_steps`` is true, where it is not the first.
         writes: Keys it writes, each with the boxes and the position of the first in the metadata's chunk list.
         token: The name of this plan in the coordinator's cache.
+        several_boxes: The first keys of which some rank writes more than one box.
     """
 
     choices: Mapping[str, int]
     writes: Sequence[tuple[str, int, tuple[Box, ...]]]
     token: str
+    several_boxes: Sequence[str]
 
 
 class SavePlanner(StockSavePlanner):
@@ -101,8 +106,8 @@ class SavePlanner(StockSavePlanner):
     4. ``finish_plan`` on every rank,
     5. ``resolve_data`` on every rank, once per item it writes.
 
-    Layouts are decided in 3, over the reports of all ranks that travel in ``planner_data``; no other communication takes
-    place. With ``use_collectives=False`` step 3 sees its own rank only and checks what that rank holds.
+    Layouts are decided in 3, over the reports of all ranks that travel in ``planner_data``; no other communication
+    takes place. With ``use_collectives=False`` step 3 sees its own rank only and checks what that rank holds.
 
     Args:
         flatten_state_dict: As in stock: nested containers become flat keys.
@@ -208,6 +213,7 @@ class SavePlanner(StockSavePlanner):
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         if new_plan.usable:
             decision: WriteDecision = new_plan.planner_data
+            _check_storage_takes(decision, new_plan.storage_data)
             self.plan = dataclasses.replace(new_plan, items=self._write_items(decision))
             if self._enable_plan_caching:
                 _remember(StockSavePlanner._cached_save_plan, self._cached_plans_key, new_plan)
@@ -310,7 +316,8 @@ class SavePlanner(StockSavePlanner):
                     if choice:
                         choices[rank][fqn] = choice
         paths = {fqn: path for table in reversed(tables) for fqn, path in table.stock_paths.items()}
-        decisions = [WriteDecision(c, w, token) for c, w in zip(choices, writes, strict=True)]
+        several_boxes = list(dict.fromkeys(fqn for fqn, _, held in shards if len(held.boxes) > 1))[:_MAX_NAMED_KEYS]
+        decisions = [WriteDecision(c, w, token, several_boxes) for c, w in zip(choices, writes, strict=True)]
         return decisions, Metadata(metadata, planner_data=paths if self.flatten_state_dict else None)
 
     def _write_items(self, decision: WriteDecision) -> list[WriteItem]:
@@ -343,6 +350,21 @@ class SavePlanner(StockSavePlanner):
             if fqn in written and isinstance(entry, TensorEntry)
             for chunk in shard_of(entry.report, choices.get(fqn, 0)).chunks
         }
+
+
+def _check_storage_takes(decision: WriteDecision, storage_data: Any) -> None:
+    """Refuses several boxes of a key for a HuggingFaceStorageWriter, which marks its plans with these entries.
+
+    A safetensors file has one tensor per key: that writer would keep a rank's last box and drop the others.
+    """
+    if not isinstance(storage_data, dict) or not {"shard_index", "fqn_to_index_mapping"} & storage_data.keys():
+        return
+    if decision.several_boxes:
+        detail = (
+            "a rank holds several boxes of it, and safetensors files keep one per key; save with FileSystemWriter, "
+            "or redistribute it to plain Shard placements first"
+        )
+        raise refusal("save", [Problem("unsupported_tensor", fqn, detail) for fqn in decision.several_boxes])
 
 
 def _meta_problems(values: Mapping[str, Any], table: KeyTable) -> list[Problem]:

@@ -213,18 +213,33 @@ def load_from_storage(rank: int, world_size: int, layout: HandMade, kind: str, p
 
 @pytest.mark.parametrize("source", ["strided_nested", "shard1_shard0", "strided_1d"])
 @pytest.mark.parametrize("kind", ["one_file_per_rank", "one_file_per_item", "two_threads", "fsspec", "hugging_face"])
-def test_stock_storage(run_world, tmp_path: Path, request, kind: str, source: str) -> None:
+def test_stock_storage(run_world, tmp_path: Path, kind: str, source: str) -> None:
     if kind == "hugging_face":
         pytest.importorskip("safetensors")
         if source == "strided_1d":
-            # A safetensors file has one tensor per key: stock's writer keeps the last box of a rank and drops the rest.
-            request.applymarker(pytest.mark.xfail(strict=True, reason="written, but only part of it"))
+            pytest.skip("a safetensors file keeps one box per key: see the refusal below")
     layout = HANDMADE_BY_NAME[source]
     run_world(layout.world_size, save_to_storage, layout, kind, tmp_path)
     for name in ["strided_nested", "shard0_strided"]:
         target = HANDMADE_BY_NAME[name]
         answers = run_world(target.world_size, load_from_storage, target, kind, tmp_path)
         assert (name, answers) == (name, [[]] * target.world_size)
+
+
+def save_to_hugging_face(rank: int, world_size: int, path: Path) -> str:
+    state = build_handmade(HANDMADE_BY_NAME["strided_1d"], {"w": torch.arange(12.0), "v": torch.arange(12.0)})
+    writer, _ = storage("hugging_face", path)
+    with pytest.raises(tte.errors.LayoutError) as caught:
+        tte.save(state, storage_writer=writer)
+    return str(caught.value)
+
+
+def test_hugging_face_storage_refuses_several_boxes(run_world, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    texts = run_world(2, save_to_hugging_face, tmp_path)
+    assert texts[0] == texts[1]
+    assert "w: a rank holds several boxes" in texts[0] and "v: a rank holds several boxes" in texts[0]
+    assert list(tmp_path.rglob("*.safetensors")) == []
 
 
 def save_without_collectives(rank: int, world_size: int, path: Path) -> None:
@@ -247,16 +262,14 @@ def test_save_without_collectives_writes_each_rank_alone(run_world, tmp_path: Pa
     assert run_world(4, load_without_collectives, tmp_path) == [[]] * 4
 
 
-def load_from_other_ranks(rank: int, world_size: int, path: Path) -> tuple[str, bool]:
+def load_on_another_mesh(rank: int, world_size: int, path: Path) -> str:
     state = build_handmade(HANDMADE_BY_NAME["shard1_shard0"], handmade_truth([]))
-    poison(state)
-    before = {name: tensor.to_local().clone() for name, tensor in state.items()}
     with pytest.raises(tte.errors.ReshardError) as caught:
         tte.load(state, path)
-    return str(caught.value), all(torch.equal(before[name], state[name].to_local()) for name in state)
+    return str(caught.value)
 
 
 def test_a_save_without_collectives_does_not_load_on_another_mesh(run_world, tmp_path: Path) -> None:
     run_world(4, save_without_collectives, tmp_path)
-    for text, _ in run_world(4, load_from_other_ranks, tmp_path):
+    for text in run_world(4, load_on_another_mesh, tmp_path):
         assert "the metadata that it saved for itself" in text and "load on the mesh of the save" in text
