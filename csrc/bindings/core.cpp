@@ -17,11 +17,11 @@ using namespace torchtitan_ext::core;  // NOLINT: this file only translates that
 
 namespace {
 
-using StepTuple = std::tuple<int64_t, int64_t, int64_t>;       // axis, dim, split_factor
-using PlacementTuple = std::tuple<int64_t, int64_t>;           // dim or -1, split_factor
-using BoxTuple = std::tuple<Sizes, Sizes>;                     // offsets, sizes
-using ChunkTuple = std::tuple<Sizes, Sizes, Sizes>;            // offsets, sizes, local_offsets
-using ObservationTuple = std::tuple<Sizes, Sizes>;             // coordinate, local_sizes
+using StepTuple = std::tuple<int64_t, int64_t, int64_t>;  // axis, dim, split_factor
+using PlacementTuple = std::tuple<int64_t, int64_t>;      // dim or -1, split_factor
+using BoxTuple = std::tuple<Sizes, Sizes>;                // offsets, sizes
+using ChunkTuple = std::tuple<Sizes, Sizes, Sizes>;       // offsets, sizes, local_offsets
+using ObservationTuple = std::tuple<Sizes, Sizes>;        // coordinate, local_sizes
 
 std::vector<ShardStep> to_steps(const std::vector<StepTuple>& tuples) {
   std::vector<ShardStep> steps;
@@ -54,14 +54,13 @@ py::tuple to_tuple(const Shard& shard) {
 py::list read_placements_py(const std::vector<PlacementTuple>& tuples, const Sizes& mesh_shape,
                             const std::string& reading) {
   if (reading != "left_to_right" && reading != "nested") {
-    throw std::invalid_argument("read_placements: reading is '" + reading +
-                                "', expected 'left_to_right' or 'nested'");
+    throw std::invalid_argument("read_placements: reading is '" + reading + "', expected 'left_to_right' or 'nested'");
   }
   std::vector<Placement> placements;
   for (const auto& [dim, split_factor] : tuples) placements.push_back({dim, split_factor});
   py::list steps;
-  for (const ShardStep& step : read_placements(placements, mesh_shape,
-                                               reading == "nested" ? Reading::kNested : Reading::kLeftToRight)) {
+  for (const ShardStep& step :
+       read_placements(placements, mesh_shape, reading == "nested" ? Reading::kNested : Reading::kLeftToRight)) {
     steps.append(py::make_tuple(step.axis, step.dim, step.split_factor));
   }
   return steps;
@@ -92,7 +91,7 @@ py::tuple resolve_steps_py(const Sizes& global_shape, const Sizes& mesh_shape,
   }
   const char* const outcome = resolution.outcome == Resolution::Outcome::kDecided   ? "decided"
                               : resolution.outcome == Resolution::Outcome::kInDoubt ? "in_doubt"
-                                                                                     : "no_match";
+                                                                                    : "no_match";
   return py::make_tuple(outcome, resolution.first, resolution.second, to_tuple(resolution.coordinate));
 }
 
@@ -105,7 +104,7 @@ py::object find_cover_defect_py(const Sizes& global_shape, const std::vector<Box
   if (!defect) return py::none();
   const char* const kind = defect->kind == CoverDefect::Kind::kGap       ? "gap"
                            : defect->kind == CoverDefect::Kind::kOverlap ? "overlap"
-                                                                          : "out_of_bounds";
+                                                                         : "out_of_bounds";
   return py::make_tuple(kind, to_tuple(defect->element), py::cast(defect->chunks));
 }
 

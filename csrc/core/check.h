@@ -17,11 +17,11 @@ std::string concat(const Parts&... parts) {
 }
 
 // `where` names the function as the caller knows it; the rest says what is wrong, what was expected and what to do.
-#define TTE_CHECK(condition, where, ...)                                                                       \
-  do {                                                                                                         \
-    if (!(condition)) {                                                                                        \
-      throw std::invalid_argument(::torchtitan_ext::core::concat(where, ": ", __VA_ARGS__));                   \
-    }                                                                                                          \
+#define TTE_CHECK(condition, where, ...)                                                     \
+  do {                                                                                       \
+    if (!(condition)) {                                                                      \
+      throw std::invalid_argument(::torchtitan_ext::core::concat(where, ": ", __VA_ARGS__)); \
+    }                                                                                        \
   } while (false)
 
 inline int64_t checked_mul(int64_t left, int64_t right) {

@@ -25,7 +25,8 @@ bool holds(const Chunk& chunk, std::span<const int64_t> element) {
   return true;
 }
 
-// Signed corners of boxes in the dims that matter, kept flat: corner i has coordinates [i * num_dims, ...) and signs[i].
+// Signed corners of boxes in the dims that matter, kept flat: corner i has coordinates [i * num_dims, ...) and
+// signs[i].
 class SignedCorners {
  public:
   explicit SignedCorners(std::vector<size_t> dims) : dims_(std::move(dims)) {}

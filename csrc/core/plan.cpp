@@ -49,8 +49,8 @@ std::vector<Overlap> find_overlaps(std::span<const Chunk> wanted, std::span<cons
   const size_t num_dims = saved[0].offsets.size();
   for (const auto side : {wanted, saved}) {
     for (const Chunk& chunk : side) {
-      TTE_CHECK(chunk.offsets.size() == num_dims && chunk.sizes.size() == num_dims, "find_overlaps",
-                "a chunk has ", chunk.offsets.size(), " dims, expected ", num_dims);
+      TTE_CHECK(chunk.offsets.size() == num_dims && chunk.sizes.size() == num_dims, "find_overlaps", "a chunk has ",
+                chunk.offsets.size(), " dims, expected ", num_dims);
     }
   }
   const size_t dim = num_dims == 0 ? 0 : sweep_dim(saved);
@@ -103,9 +103,8 @@ std::vector<int64_t> assign_writers(std::span<const ReplicatedShard> shards, int
       TTE_CHECK(0 <= rank && rank < num_ranks, "assign_writers", "rank ", rank, " of shard ", index, " is outside [0, ",
                 num_ranks, ")");
     }
-    const int64_t writer = *std::min_element(shard.ranks.begin(), shard.ranks.end(), [&](int64_t a, int64_t b) {
-      return load_bytes[a] < load_bytes[b];
-    });
+    const int64_t writer = *std::min_element(shard.ranks.begin(), shard.ranks.end(),
+                                             [&](int64_t a, int64_t b) { return load_bytes[a] < load_bytes[b]; });
     load_bytes[writer] = checked_add(load_bytes[writer], shard.num_bytes);
     writers[index] = writer;
   }

@@ -101,8 +101,8 @@ Shard shard_from_intervals(const std::vector<std::vector<Interval>>& held) {
   size_t num_chunks = 1;
   for (const auto& intervals : held) {
     shard.sizes.push_back(total_length(intervals));
-    num_chunks = static_cast<size_t>(
-        checked_mul(static_cast<int64_t>(num_chunks), static_cast<int64_t>(intervals.size())));
+    num_chunks =
+        static_cast<size_t>(checked_mul(static_cast<int64_t>(num_chunks), static_cast<int64_t>(intervals.size())));
   }
   shard.chunks.reserve(num_chunks);
   const size_t num_dims = held.size();
