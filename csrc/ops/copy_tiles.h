@@ -1,0 +1,259 @@
+// How the CUDA form of copy_runs divides its work: tables that travel as kernel arguments, and what one thread of one
+// block does with them. Plain C++, so that the tests run every block and thread on a CPU; copy_runs_cuda.cu only
+// launches.
+//
+// A launch takes a table of entries and one block per tile. The tiles of all entries are numbered through; a block
+// finds its entry by binary search in `first_tile`. Tables of up to 32 KiB are kernel arguments: nothing is allocated,
+// copied or waited for, and 5,000 tensors are 5 launches.
+//
+// Two kinds of entries:
+//   span: one contiguous copy, any alignment. A tile is 16 KiB of it, aligned at the destination: neighbouring threads
+//   move
+//         neighbouring 16-byte words (shorter ones where source and destination are aligned differently); the few bytes
+//         before the first and behind the last whole word are moved one by one.
+//   nest: a loop nest of short runs. All of its words are numbered through in the order of the destination, and
+//   neighbouring
+//         threads move neighbouring words: writes are coalesced, reads as far as the runs are long. The word is the
+//         largest power of two of up to 16 bytes that divides addresses, strides and run.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "core/runs.h"
+
+#if defined(__CUDACC__)
+#define TTE_HOST_DEVICE __host__ __device__ inline
+#define TTE_UNROLL _Pragma("unroll")
+#else
+#define TTE_HOST_DEVICE inline
+#define TTE_UNROLL
+#endif
+
+namespace torchtitan_ext::ops {
+
+constexpr uint32_t kTileThreads = 128;
+// Loads of one thread in flight: 8 x 16 B x 2,048 threads of an SM cover the latency of its memory.
+constexpr uint32_t kTileUnroll = 8;
+constexpr uint32_t kSpanTileBytes = 16 * kTileThreads * kTileUnroll;
+constexpr uint32_t kNestTileWords = kTileThreads * kTileUnroll;
+constexpr uint32_t kMaxNestLoops = 5;
+// A nest is cut into entries of at most so many words: the index of a word stays within 31 bits, as FastDivisor needs.
+constexpr int64_t kMaxNestWords = int64_t{1} << 30;
+// A nest of longer runs is better off as spans, which do not divide per word.
+constexpr int64_t kMaxNestRunBytes = int64_t{32} << 10;
+
+// The words may alias anything: they stand for bytes of tensors of any dtype.
+struct __attribute__((aligned(16), may_alias)) Word16 {
+  uint64_t low, high;
+};
+typedef uint64_t __attribute__((may_alias)) Word8;
+typedef uint32_t __attribute__((may_alias)) Word4;
+typedef uint16_t __attribute__((may_alias)) Word2;
+typedef uint8_t Word1;
+
+// Division by a constant of n < 2^31: n / divisor == (n * multiplier) >> (32 + shift), the method of Granlund and
+// Montgomery (https://doi.org/10.1145/178243.178249).
+struct FastDivisor {
+  uint32_t divisor = 1;
+  uint32_t multiplier = 0;
+  uint32_t shift = 0;
+
+  FastDivisor() = default;
+  explicit FastDivisor(uint32_t by) : divisor(by) {
+    if (by == 1) return;
+    uint32_t log2 = 0;
+    while ((uint64_t{1} << log2) < by) ++log2;
+    multiplier = static_cast<uint32_t>(((uint64_t{1} << (31 + log2)) + by - 1) / by);
+    shift = log2 - 1;
+  }
+
+  TTE_HOST_DEVICE uint32_t divide(uint32_t number) const {
+    if (divisor == 1) return number;
+    return static_cast<uint32_t>((static_cast<uint64_t>(number) * multiplier) >> 32) >> shift;
+  }
+};
+
+struct SpanEntry {
+  uint64_t src = 0;
+  uint64_t dst = 0;
+  uint64_t num_bytes = 0;
+};
+
+struct NestEntry {
+  uint64_t src = 0;
+  uint64_t dst = 0;
+  uint32_t num_words = 0;
+  uint32_t num_loops = 0;
+  FastDivisor words_per_run;
+  FastDivisor counts[kMaxNestLoops];
+  int64_t src_strides[kMaxNestLoops] = {};
+  int64_t dst_strides[kMaxNestLoops] = {};
+};
+
+TTE_HOST_DEVICE uint64_t unaligned_head_bytes(const SpanEntry& entry) {
+  const uint64_t head = (16 - (entry.dst & 15)) & 15;
+  return head < entry.num_bytes ? head : entry.num_bytes;
+}
+
+TTE_HOST_DEVICE uint32_t num_tiles(const SpanEntry& entry) {
+  const uint64_t body = entry.num_bytes - unaligned_head_bytes(entry);
+  return body == 0 ? 1 : static_cast<uint32_t>((body + kSpanTileBytes - 1) / kSpanTileBytes);
+}
+
+TTE_HOST_DEVICE uint32_t num_tiles(const NestEntry& entry) {
+  return (entry.num_words + kNestTileWords - 1) / kNestTileWords;
+}
+
+// `first_tile[count]` is the number of tiles of the whole table.
+template <typename Entry, uint32_t kCapacity>
+struct Table {
+  uint32_t count = 0;
+  uint32_t first_tile[kCapacity + 1] = {};
+  Entry entries[kCapacity];
+
+  TTE_HOST_DEVICE uint32_t entry_of(uint32_t tile) const {
+    uint32_t low = 0;
+    uint32_t high = count;
+    while (high - low > 1) {
+      const uint32_t middle = (low + high) / 2;
+      if (first_tile[middle] <= tile) {
+        low = middle;
+      } else {
+        high = middle;
+      }
+    }
+    return low;
+  }
+};
+
+// Small tables for single calls, since a launch copies its arguments; large ones, just below the limit of 32,764 bytes,
+// for lists.
+template <uint32_t kCapacity>
+using SpanTable = Table<SpanEntry, kCapacity>;
+template <uint32_t kCapacity>
+using NestTable = Table<NestEntry, kCapacity>;
+constexpr uint32_t kSmallCapacity = 16;
+constexpr uint32_t kSpanCapacity = 1160;
+constexpr uint32_t kNestCapacity = 172;
+static_assert(sizeof(SpanTable<kSpanCapacity>) <= 32764 && sizeof(NestTable<kNestCapacity>) <= 32764);
+
+template <typename Word>
+TTE_HOST_DEVICE void copy_span_words(uint64_t dst, uint64_t src, uint32_t num_bytes, uint32_t thread) {
+  Word* to = reinterpret_cast<Word*>(dst);
+  const Word* from = reinterpret_cast<const Word*>(src);
+  const uint32_t num_words = num_bytes / sizeof(Word);
+  for (uint32_t first = thread; first < num_words; first += kTileThreads * kTileUnroll) {
+    Word words[kTileUnroll];
+    TTE_UNROLL
+    for (uint32_t step = 0; step < kTileUnroll; ++step) {
+      const uint32_t index = first + step * kTileThreads;
+      if (index < num_words) words[step] = from[index];
+    }
+    TTE_UNROLL
+    for (uint32_t step = 0; step < kTileUnroll; ++step) {
+      const uint32_t index = first + step * kTileThreads;
+      if (index < num_words) to[index] = words[step];
+    }
+  }
+}
+
+template <typename SomeTable>
+TTE_HOST_DEVICE void copy_span_tile(const SomeTable& table, uint32_t tile, uint32_t thread) {
+  const uint32_t position = table.entry_of(tile);
+  const SpanEntry& entry = table.entries[position];
+  const uint64_t head = unaligned_head_bytes(entry);
+  const uint64_t begin = head + static_cast<uint64_t>(tile - table.first_tile[position]) * kSpanTileBytes;
+  const uint64_t left = entry.num_bytes - begin;
+  const uint32_t num_bytes = static_cast<uint32_t>(left < kSpanTileBytes ? left : kSpanTileBytes);
+  const uint32_t body = num_bytes & ~uint32_t{15};
+  const uint64_t dst = entry.dst + begin;
+  const uint64_t src = entry.src + begin;
+
+  if (begin == head && thread < head) {
+    reinterpret_cast<Word1*>(entry.dst)[thread] = reinterpret_cast<const Word1*>(entry.src)[thread];
+  }
+  if (thread < num_bytes - body) {
+    reinterpret_cast<Word1*>(dst)[body + thread] = reinterpret_cast<const Word1*>(src)[body + thread];
+  }
+  if ((src & 15) == 0) {
+    copy_span_words<Word16>(dst, src, body, thread);
+  } else if ((src & 7) == 0) {
+    copy_span_words<Word8>(dst, src, body, thread);
+  } else if ((src & 3) == 0) {
+    copy_span_words<Word4>(dst, src, body, thread);
+  } else if ((src & 1) == 0) {
+    copy_span_words<Word2>(dst, src, body, thread);
+  } else {
+    copy_span_words<Word1>(dst, src, body, thread);
+  }
+}
+
+template <typename Word, typename SomeTable>
+TTE_HOST_DEVICE void copy_nest_tile(const SomeTable& table, uint32_t tile, uint32_t thread) {
+  const uint32_t position = table.entry_of(tile);
+  const NestEntry& entry = table.entries[position];
+  const uint32_t first = (tile - table.first_tile[position]) * kNestTileWords + thread;
+  Word words[kTileUnroll];
+  uint64_t places[kTileUnroll];
+  TTE_UNROLL
+  for (uint32_t step = 0; step < kTileUnroll; ++step) {
+    const uint32_t index = first + step * kTileThreads;
+    if (index >= entry.num_words) continue;
+    uint32_t rest = entry.words_per_run.divide(index);
+    const uint64_t inside = static_cast<uint64_t>(index - rest * entry.words_per_run.divisor) * sizeof(Word);
+    uint64_t src = entry.src + inside;
+    uint64_t dst = entry.dst + inside;
+    for (uint32_t loop = entry.num_loops; loop-- > 0;) {
+      const uint32_t outer = entry.counts[loop].divide(rest);
+      const int64_t at = rest - outer * entry.counts[loop].divisor;
+      src += at * entry.src_strides[loop];
+      dst += at * entry.dst_strides[loop];
+      rest = outer;
+    }
+    places[step] = dst;
+    words[step] = *reinterpret_cast<const Word*>(src);
+  }
+  TTE_UNROLL
+  for (uint32_t step = 0; step < kTileUnroll; ++step) {
+    if (first + step * kTileThreads < entry.num_words) *reinterpret_cast<Word*>(places[step]) = words[step];
+  }
+}
+
+// What a list of runs, whose offsets count from `src` and `dst`, comes to. `nests[i]` has words of 1 << i bytes.
+struct CopyTiles {
+  std::vector<SpanEntry> spans;
+  std::array<std::vector<NestEntry>, 5> nests;
+};
+
+CopyTiles make_copy_tiles(const core::RunList& runs, uint64_t src, uint64_t dst);
+
+// Calls launch(table) for tables that hold all entries, small ones where they suffice.
+template <uint32_t kCapacity, typename Entry, typename Launch>
+void for_each_table(const std::vector<Entry>& entries, const Launch& launch) {
+  const auto fill = [&](auto& table, size_t first, size_t count) {
+    table.count = static_cast<uint32_t>(count);
+    uint32_t tile = 0;
+    for (size_t index = 0; index < count; ++index) {
+      table.entries[index] = entries[first + index];
+      table.first_tile[index] = tile;
+      tile += num_tiles(table.entries[index]);
+    }
+    table.first_tile[count] = tile;
+    launch(table);
+  };
+  for (size_t first = 0; first < entries.size(); first += kCapacity) {
+    const size_t count = std::min<size_t>(entries.size() - first, kCapacity);
+    if (count <= kSmallCapacity) {
+      Table<Entry, kSmallCapacity> table;
+      fill(table, first, count);
+    } else {
+      Table<Entry, kCapacity> table;
+      fill(table, first, count);
+    }
+  }
+}
+
+}  // namespace torchtitan_ext::ops

@@ -1,0 +1,170 @@
+// The CUDA kernels' work, block by block and thread by thread on a CPU, and the CPU kernel, against copying byte by
+// byte.
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "ops/copy_runs.h"
+#include "ops/copy_tiles.h"
+
+namespace torchtitan_ext::ops {
+namespace {
+
+using core::RunList;
+using core::Sizes;
+using Bytes = std::vector<uint8_t>;
+
+template <typename Word>
+void run_nests(const std::vector<NestEntry>& entries) {
+  for_each_table<kNestCapacity>(entries, [](const auto& table) {
+    for (uint32_t tile = 0; tile < table.first_tile[table.count]; ++tile) {
+      for (uint32_t thread = 0; thread < kTileThreads; ++thread) copy_nest_tile<Word>(table, tile, thread);
+    }
+  });
+}
+
+void run_tiles(const RunList& runs, uintptr_t src, uintptr_t dst) {
+  const CopyTiles tiles = make_copy_tiles(runs, src, dst);
+  for_each_table<kSpanCapacity>(tiles.spans, [](const auto& table) {
+    for (uint32_t tile = 0; tile < table.first_tile[table.count]; ++tile) {
+      for (uint32_t thread = 0; thread < kTileThreads; ++thread) copy_span_tile(table, tile, thread);
+    }
+  });
+  run_nests<Word1>(tiles.nests[0]);
+  run_nests<Word2>(tiles.nests[1]);
+  run_nests<Word4>(tiles.nests[2]);
+  run_nests<Word8>(tiles.nests[3]);
+  run_nests<Word16>(tiles.nests[4]);
+}
+
+// Many short ranges, to cut runs where threads would.
+void parallel_for(int64_t begin, int64_t end, int64_t, RangeBody body, void* context) {
+  const int64_t step = std::max<int64_t>((end - begin) / 7, 1);
+  for (int64_t first = begin; first < end; first += step) body(first, std::min(first + step, end), context);
+}
+
+Bytes expected(const RunList& runs, const Bytes& src, size_t size) {
+  Bytes dst(size, 0xee);
+  for (const core::Run& run : runs.enumerate()) {
+    std::memcpy(dst.data() + run.dst_bytes, src.data() + run.src_bytes, run.num_bytes);
+  }
+  return dst;
+}
+
+void check(const RunList& runs, int64_t src_shift, int64_t dst_shift) {
+  const size_t src_size = runs.src_extent().end + src_shift;
+  const size_t dst_size = runs.dst_extent().end + dst_shift;
+  Bytes src(src_size);
+  std::mt19937 random(1);
+  for (uint8_t& byte : src) byte = static_cast<uint8_t>(random());
+  const Bytes shifted(src.begin() + src_shift, src.end());
+  const Bytes result = expected(runs, shifted, dst_size - dst_shift);
+  for (const bool tiles : {true, false}) {
+    Bytes dst(dst_size, 0xee);
+    const uintptr_t from = reinterpret_cast<uintptr_t>(src.data()) + src_shift;
+    const uintptr_t to = reinterpret_cast<uintptr_t>(dst.data()) + dst_shift;
+    if (tiles) {
+      run_tiles(runs, from, to);
+    } else {
+      copy_runs_cpu(runs, from, to, parallel_for);
+    }
+    ASSERT_EQ(Bytes(dst.begin() + dst_shift, dst.end()), result) << (tiles ? "tiles" : "CPU kernel");
+    ASSERT_EQ(Bytes(dst.begin(), dst.begin() + dst_shift), Bytes(dst_shift, 0xee));
+  }
+}
+
+TEST(CopyTiles, FastDivisor) {
+  std::mt19937 random(3);
+  for (int round = 0; round < 200000; ++round) {
+    const uint32_t divisor = (random() >> (random() % 31)) | 1u;
+    const uint32_t by = std::max(divisor & 0x7fffffffu, 1u) + (random() & 1);
+    const uint32_t number = (random() >> (random() % 31)) & 0x7fffffffu;
+    ASSERT_EQ(FastDivisor(by).divide(number), number / by) << number << " / " << by;
+  }
+  ASSERT_EQ(FastDivisor(0x40000000u).divide(0x7fffffffu), 1u);
+}
+
+TEST(CopyTiles, SpansOfEverySizeAndAlignment) {
+  for (const int64_t size : {1, 15, 16, 17, 1000, 16383, 16384, 16385, 40000, 600000}) {
+    for (const int64_t src_shift : {0, 1, 2, 4, 8}) {
+      for (const int64_t dst_shift : {0, 1, 6}) {
+        RunList runs;
+        runs.append_bytes(0, 0, size);
+        check(runs, src_shift, dst_shift);
+      }
+    }
+  }
+}
+
+TEST(CopyTiles, MoreSpansThanOneTableTakes) {
+  RunList runs;
+  int64_t src = 0, dst = 0;
+  for (int64_t index = 0; index < 3000; ++index) {
+    runs.start_pair();
+    runs.append_bytes(src, dst, 8 + index % 37);
+    src += 64 + index % 5;
+    dst += 8 + index % 37;
+  }
+  check(runs, 0, 0);
+}
+
+TEST(CopyTiles, RandomNests) {
+  std::mt19937 random(11);
+  const auto draw = [&](int64_t low, int64_t high) {
+    return std::uniform_int_distribution<int64_t>(low, high)(random);
+  };
+  for (int round = 0; round < 600; ++round) {
+    const int64_t num_dims = draw(1, 7);
+    const int64_t item_bytes = int64_t{1} << draw(0, 4);
+    Sizes sizes(num_dims), src_strides(num_dims), dst_strides(num_dims);
+    int64_t src_stride = 1, dst_stride = 1;
+    for (int64_t dim = num_dims; dim-- > 0;) {
+      sizes[dim] = draw(1, num_dims > 4 ? 4 : 12);
+      src_strides[dim] = src_stride;
+      dst_strides[dim] = dst_stride;
+      src_stride *= sizes[dim] + draw(0, 2);
+      dst_stride *= sizes[dim] + (draw(0, 2) == 0);
+    }
+    if (draw(0, 1)) {
+      const int64_t left = draw(0, num_dims - 1), right = draw(0, num_dims - 1);
+      std::swap(src_strides[left], src_strides[right]);
+      src_strides[left] *= 16;  // still apart
+    }
+    RunList runs;
+    runs.append_box(sizes, {0, src_strides}, {0, dst_strides}, item_bytes);
+    if (draw(0, 3) == 0) runs.append_box(sizes, {4, src_strides}, {runs.dst_extent().end, dst_strides}, item_bytes);
+    check(runs, draw(0, 1) * draw(0, 16), draw(0, 1) * draw(0, 16));
+  }
+}
+
+TEST(CopyTiles, LargeNestsUseSeveralTilesAndRanges) {
+  for (const int64_t row_bytes : {4, 12, 96, 256, 5000, 40000, 100000}) {
+    RunList runs;
+    const Sizes sizes{2000000 / row_bytes, row_bytes};
+    const Sizes src_strides{row_bytes + 24, 1}, dst_strides{row_bytes, 1};
+    runs.append_box(sizes, {8, src_strides}, {0, dst_strides}, 1);
+    check(runs, 0, 0);
+    RunList back;
+    back.append_box(sizes, {0, dst_strides}, {8, src_strides}, 1);
+    check(back, 0, 0);
+  }
+}
+
+TEST(CopyTiles, LongNestsAreCutIntoEntries) {
+  RunList runs;  // never copied: only how it is cut matters
+  const Sizes sizes{3, int64_t{1} << 29, 1}, src_strides{int64_t{1} << 40, 4, 1}, dst_strides{int64_t{1} << 30, 2, 1};
+  runs.append_box(sizes, {0, src_strides}, {0, dst_strides}, 1);
+  const CopyTiles tiles = make_copy_tiles(runs, 0, 0);
+  int64_t num_words = 0;
+  for (const NestEntry& entry : tiles.nests[0]) {
+    EXPECT_LE(entry.num_words, kMaxNestWords);
+    num_words += entry.num_words;
+  }
+  EXPECT_EQ(num_words, int64_t{3} << 29);
+  EXPECT_TRUE(tiles.spans.empty());
+}
+
+}  // namespace
+}  // namespace torchtitan_ext::ops
