@@ -11,6 +11,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
@@ -140,10 +141,13 @@ _WRAPPER_COMPONENTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fs
 
 
 def _rule_applies(pattern: str, fqn: str) -> bool:
-    forms = (pattern, f"*.{pattern}", f"state.{pattern}.*", f"*.state.{pattern}.*")
-    return any(
-        fnmatch.fnmatchcase(name, form) for name in (fqn, canonical_fqn(fqn, strip_module=True)) for form in forms
-    )
+    names = [fqn, canonical_fqn(fqn, strip_module=True)]
+    names += [match.group(1) for name in tuple(names) if (match := _OPTIMIZER_STATE.search(name))]
+    return any(fnmatch.fnmatchcase(name, form) for name in names for form in (pattern, f"*.{pattern}"))
+
+
+# state.<parameter fqn>.<exp_avg>, as get_optimizer_state_dict flattens it.
+_OPTIMIZER_STATE = re.compile(r"(?:^|\.)state\.(.+)\.[^.]+$")
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
