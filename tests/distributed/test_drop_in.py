@@ -1,0 +1,304 @@
+"""What users of the default planners rely on: their options, `Stateful`, views, other meshes, and who writes what."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from models import (
+    INTERLEAVED_QKV,
+    LAYOUTS,
+    UNEVEN,
+    build_handmade,
+    build_model,
+    build_whole,
+    differences,
+    distribute_by_index,
+    handmade_truth,
+    left_to_right,
+    poison,
+    random_whole,
+)
+from reference import Step, same_bits
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.two_tensor import TwoTensor
+
+import torchtitan_ext as tte
+
+BY_NAME = {layout.name: layout for layout in LAYOUTS}
+
+
+def assert_all_empty(answers: list[list[str]]) -> None:
+    assert answers == [[]] * len(answers)
+
+
+# Options of the default planners.
+
+
+def save_with_options(rank: int, world_size: int, options: dict[str, Any], path: Path) -> None:
+    state = build_model(BY_NAME["hsdp2x2_tp2"], UNEVEN).state_dict()
+    tte.save(state, path, planner=tte.SavePlanner(**options))
+
+
+def bytes_by_file(path: Path) -> Counter[str]:
+    metadata = FileSystemReader(path).read_metadata()
+    counts: Counter[str] = Counter()
+    for info in metadata.storage_data.values():
+        counts[info.relative_path] += info.length
+    return counts
+
+
+def test_replicas_are_written_once_and_balanced(run_world, tmp_path: Path) -> None:
+    run_world(8, save_with_options, {}, tmp_path / "balanced")
+    run_world(8, save_with_options, {"dedup_save_to_lowest_rank": True}, tmp_path / "lowest")
+    balanced, lowest = bytes_by_file(tmp_path / "balanced"), bytes_by_file(tmp_path / "lowest")
+    for path in [tmp_path / "balanced", tmp_path / "lowest"]:
+        target = build_whole(UNEVEN, seed=1).state_dict()
+        tte.load(target, path)
+        assert differences(target, build_whole(UNEVEN).state_dict()) == []
+        # Each chunk lies in one place.
+        places = [index.fqn for index in FileSystemReader(path).read_metadata().storage_data]
+        chunks = FileSystemReader(path).read_metadata().state_dict_metadata
+        assert Counter(places) == {fqn: len(entry.chunks) for fqn, entry in chunks.items()}
+    # Ranks 4 to 7 are replicas of 0 to 3.
+    assert {f"__{rank}_0.distcp" for rank in range(4)} >= set(lowest)
+    assert {f"__{rank}_0.distcp" for rank in range(8)} == set(balanced)
+    assert max(balanced.values()) < max(lowest.values())
+
+
+def flat_round_trip(rank: int, world_size: int, path: Path) -> list[str]:
+    truth = handmade_truth()
+    layout = left_to_right("", (2,), _StridedShard(0, split_factor=3))
+    state: dict[str, Any] = dict(build_handmade(layout, truth))
+    state["nested"] = {"kept": {"whole": [1, 2, 3]}}
+    tte.save(state, path, planner=tte.SavePlanner(flatten_state_dict=False))
+    tensors = {name: value for name, value in state.items() if name != "nested"}
+    poison(tensors)
+    target = {**tensors, "nested": None}
+    tte.load(target, path, planner=tte.LoadPlanner(flatten_state_dict=False))
+    assert target["nested"] == {"kept": {"whole": [1, 2, 3]}}
+    return differences(tensors, truth, list(layout.steps))
+
+
+def test_without_flattening(run_world, tmp_path: Path) -> None:
+    assert_all_empty(run_world(2, flat_round_trip, tmp_path))
+    assert "nested" in FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+
+
+class Counter7:
+    """A `Stateful` object with tensors and other values."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+        self.history = torch.full((3,), float(value))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "history": self.history}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.value = state_dict["value"]
+        self.history = state_dict["history"]
+
+
+def test_stateful_objects_stay_the_same_objects(tmp_path: Path) -> None:
+    tte.save({"app": Counter7(7), "plain": 1}, tmp_path)
+    counter = Counter7(0)
+    state = {"app": counter, "plain": 0}
+    tte.load(state, tmp_path)
+    assert state["app"] is counter and counter.value == 7 and torch.equal(counter.history, torch.full((3,), 7.0))
+    assert state["plain"] == 1
+
+
+def test_load_is_in_place(tmp_path: Path) -> None:
+    tte.save({"inner": {"weight": torch.arange(3.0), "step": 3}}, tmp_path)
+    weight = torch.zeros(3)
+    inner = {"weight": weight, "step": 0}
+    state = {"inner": inner}
+    tte.load(state, tmp_path)
+    assert state["inner"] is inner and inner["weight"] is weight
+    assert torch.equal(weight, torch.arange(3.0)) and inner["step"] == 3
+
+
+def test_an_empty_state_dict(tmp_path: Path) -> None:
+    tte.save({}, tmp_path)
+    tte.load({}, tmp_path)
+    assert FileSystemReader(tmp_path).read_metadata().state_dict_metadata == {}
+
+
+# Tensors that are not simply a block of memory.
+
+
+def views(rank: int, world_size: int, dtype: torch.dtype) -> tuple[dict[str, DTensor], dict[str, torch.Tensor]]:
+    """Shards that are views: of one flat buffer with an offset, transposed, with gaps between rows."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    whole = random_whole((9, 4), dtype, 0)
+    layout = left_to_right("", (world_size,), Shard(0))
+    local = distribute_by_index(whole, mesh, layout).to_local()
+    buffer = torch.zeros(3 + 2 * local.numel(), dtype=dtype)
+    offset = buffer[3 : 3 + local.numel()].view(local.shape).copy_(local)
+    transposed = local.t().contiguous().t()
+    gaps = torch.zeros(local.shape[0], 7, dtype=dtype)[:, 1:5].copy_(local)
+    states = {
+        name: DTensor.from_local(value, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+        for name, value in {"offset": offset, "transposed": transposed, "gaps": gaps}.items()
+    }
+    return states, dict.fromkeys(states, whole)
+
+
+def round_trip_views(rank: int, world_size: int, path: Path) -> list[str]:
+    lines = []
+    for dtype in [torch.float32, torch.bfloat16, torch.float8_e4m3fn]:
+        state, truth = views(rank, world_size, dtype)
+        tte.save(state, path / str(dtype))
+        poison(state)
+        tte.load(state, path / str(dtype))
+        lines += differences(state, truth)
+    return lines
+
+
+def test_local_tensors_that_are_views(run_world, tmp_path: Path) -> None:
+    assert_all_empty(run_world(4, round_trip_views, tmp_path))
+
+
+def test_tensor_subclasses_made_of_tensors(tmp_path: Path) -> None:
+    state = {"pair": TwoTensor(torch.arange(3.0), torch.arange(3.0) + 10), "parameter": nn.Parameter(torch.ones(2))}
+    tte.save(state, tmp_path)
+    target = {"pair": TwoTensor(torch.zeros(3), torch.zeros(3)), "parameter": nn.Parameter(torch.zeros(2))}
+    tte.load(target, tmp_path)
+    assert isinstance(target["pair"], TwoTensor) and isinstance(target["parameter"], nn.Parameter)
+    assert same_bits(target["pair"].a, state["pair"].a) and same_bits(target["pair"].b, state["pair"].b)
+    assert same_bits(target["parameter"], state["parameter"])
+
+
+# Meshes and layouts of other kinds.
+
+
+def permuted_round_trip(rank: int, world_size: int, path: Path) -> list[str]:
+    """Coordinates that do not follow the ranks, as a mesh laid out by topology has."""
+    whole = random_whole((11, 5), torch.float32, 0)
+    mesh = DeviceMesh("cpu", torch.tensor([[3, 1], [0, 2]]), mesh_dim_names=("dp", "tp"))
+    layout = left_to_right("", (2, 2), Shard(0), Shard(0))
+    state = {"weight": distribute_by_index(whole, mesh, layout)}
+    tte.save(state, path)
+    poison(state)
+    tte.load(state, path)
+    lines = differences(state, {"weight": whole}, list(layout.steps))
+    return lines + differences({"weight": tte.full_tensor(state["weight"])}, {"weight": whole})
+
+
+def test_a_mesh_of_permuted_ranks(run_world, tmp_path: Path) -> None:
+    assert_all_empty(run_world(4, permuted_round_trip, tmp_path))
+    target = {"weight": torch.zeros(11, 5)}
+    tte.load(target, tmp_path)
+    assert same_bits(target["weight"], random_whole((11, 5), torch.float32, 0))
+
+
+class FusedQkv(nn.Module):
+    """Attention's fused projection: q, k and v below each other, each sharded over "tp", then FSDP2."""
+
+    def __init__(self, mesh: DeviceMesh, whole: torch.Tensor) -> None:
+        super().__init__()
+        tp = mesh["tp"]
+        layout = left_to_right("", (tp.size(),), _StridedShard(0, split_factor=3))
+        self.wqkv = nn.Parameter(distribute_by_index(whole, tp, layout))
+        fully_shard(self, mesh=mesh["dp"])
+
+
+QKV_ORDER = {"wqkv": tte.ShardOrder((("tp", 0, 3), ("dp", 0, 1)))}
+QKV_STEPS = [Step(1, 0, 3), Step(0, 0)]
+
+
+def save_fused_qkv(rank: int, world_size: int, mesh_shape: tuple[int, int], rows: int, path: Path) -> list[str]:
+    whole = random_whole((rows, 2), torch.float32, 0)
+    model = FusedQkv(init_device_mesh("cpu", mesh_shape, mesh_dim_names=("dp", "tp")), whole)
+    assert model.wqkv.placements == INTERLEAVED_QKV.placements or mesh_shape != (2, 2)
+    tte.save(model.state_dict(), path, planner=tte.SavePlanner(layouts=QKV_ORDER))
+    return differences(model.state_dict(), {"wqkv": whole}, QKV_STEPS)
+
+
+def load_fused_qkv(rank: int, world_size: int, mesh_shape: tuple[int, int], rows: int, path: Path) -> list[str]:
+    whole = random_whole((rows, 2), torch.float32, 0)
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("dp", "tp"))
+    model = FusedQkv(mesh, torch.zeros_like(whole))
+    tte.load(model.state_dict(), path, planner=tte.LoadPlanner(layouts=QKV_ORDER))
+    lines = differences(model.state_dict(), {"wqkv": whole}, QKV_STEPS)
+    lines += differences(tte.get_full_state_dict(model, layouts=QKV_ORDER), {"wqkv": whole})
+    poison(model.state_dict())
+    tte.set_full_state_dict(model, {"wqkv": whole}, layouts=QKV_ORDER)
+    return lines + differences(model.state_dict(), {"wqkv": whole}, QKV_STEPS)
+
+
+@pytest.mark.parametrize("rows", [24, 36, 30])
+def test_interleaved_qkv_of_fsdp_itself(run_world, tmp_path: Path, rows: int) -> None:
+    for source in [(2, 2), (4, 2), (2, 4)]:
+        path = tmp_path / str(source)
+        assert_all_empty(run_world(source[0] * source[1], save_fused_qkv, source, rows, path))
+        for target in [(2, 2), (4, 2), (2, 4)]:
+            assert_all_empty(run_world(target[0] * target[1], load_fused_qkv, target, rows, path))
+        whole = {"wqkv": torch.zeros(rows, 2)}
+        tte.load(whole, path)
+        assert differences(whole, {"wqkv": random_whole((rows, 2), torch.float32, 0)}) == []
+
+
+def refuse_fused_qkv(rank: int, world_size: int, path: Path) -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = FusedQkv(mesh, random_whole((24, 2), torch.float32, 0))
+    with pytest.raises(tte.errors.LayoutError) as caught:
+        tte.save(model.state_dict(), path)
+    return str(caught.value)
+
+
+def test_interleaved_qkv_without_its_order_is_refused(run_world, tmp_path: Path) -> None:
+    texts = run_world(4, refuse_fused_qkv, tmp_path)
+    assert len(set(texts)) == 1 and "two ways" in texts[0] and "'wqkv'" in texts[0]
+    assert not (tmp_path / ".metadata").exists()
+
+
+def replicate_and_shard(rank: int, world_size: int, path: Path) -> list[str]:
+    """One tensor per placement on a 2 x 2 mesh, replicated ones among them, 0-d and empty included."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    cases = {
+        "scalar": (torch.tensor(2.5), [Replicate(), Replicate()]),
+        "empty": (torch.empty(0, 3), [Shard(0), Replicate()]),
+        "zero_dim": (torch.empty(3, 0), [Shard(0), Shard(1)]),
+        "half": (random_whole((5, 3), torch.float32, 1), [Replicate(), Shard(0)]),
+        "other_half": (random_whole((5, 3), torch.float32, 2), [Shard(1), Replicate()]),
+        "negative_dim": (random_whole((5, 3), torch.float32, 3), [Replicate(), Shard(-1)]),
+    }
+    state = {}
+    for name, (whole, placements) in cases.items():
+        placements = [Shard(p.dim + whole.ndim) if isinstance(p, Shard) and p.dim < 0 else p for p in placements]
+        state[name] = distribute_by_index(whole, mesh, left_to_right(name, (2, 2), *placements))
+    tte.save(state, path)
+    poison(state)
+    tte.load(state, path)
+    return differences(state, {name: whole for name, (whole, _) in cases.items()})
+
+
+def test_scalars_empty_tensors_and_mixed_placements(run_world, tmp_path: Path) -> None:
+    assert_all_empty(run_world(4, replicate_and_shard, tmp_path))
+
+
+def stock_and_ours_alike(rank: int, world_size: int, path: Path) -> None:
+    state = build_model(BY_NAME["fsdp4"], UNEVEN).state_dict()
+    dcp.save(state, checkpoint_id=path / "stock")
+    dcp.save(state, checkpoint_id=path / "ours", planner=tte.SavePlanner())
+
+
+def test_metadata_is_what_stock_would_write(run_world, tmp_path: Path) -> None:
+    run_world(4, stock_and_ours_alike, tmp_path)
+    stock, ours = (FileSystemReader(tmp_path / name).read_metadata() for name in ("stock", "ours"))
+    assert ours.planner_data == stock.planner_data
+    assert ours.state_dict_metadata.keys() == stock.state_dict_metadata.keys()
+    for fqn, entry in stock.state_dict_metadata.items():
+        assert ours.state_dict_metadata[fqn].size == entry.size
+        assert ours.state_dict_metadata[fqn].properties == entry.properties
+        boxes = {(chunk.offsets, chunk.sizes) for chunk in entry.chunks if chunk.sizes.numel() > 0}
+        assert {(chunk.offsets, chunk.sizes) for chunk in ours.state_dict_metadata[fqn].chunks} == boxes
