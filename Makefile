@@ -17,6 +17,8 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 STAMPS := $(VENV)/.stamps
 CMAKE := $(VENV)/bin/cmake
+# Two builds in one directory at once break each other.
+LOCK = flock $(BUILD)/.lock
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 CPP_FILES = $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh tests/csrc/*.cpp tests/csrc/*.h)
 PY_PATHS := torchtitan_ext tests examples benchmarks
@@ -30,15 +32,15 @@ demo: build  ## Train on 2 x 2, save, resume on other meshes, compare bit for bi
 	$(PY) examples/train_llama_2d.py
 
 build: $(STAMPS)/package  ## Compile what changed and put it into .venv
-	@$(CMAKE) --build $(BUILD) --target extension
-	@$(CMAKE) --install $(BUILD) --component python \
+	@$(LOCK) $(CMAKE) --build $(BUILD) --target extension
+	@$(LOCK) $(CMAKE) --install $(BUILD) --component python \
 	  --prefix "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("platlib"))')" >/dev/null
 
 test: test-cpp test-python  ## All tests: C++ through ctest, then pytest
 
 test-cpp: $(STAMPS)/gtest $(STAMPS)/package
-	$(CMAKE) -S . -B $(BUILD) -DTTE_BUILD_TESTS=ON >/dev/null
-	$(CMAKE) --build $(BUILD) --target core_tests
+	$(LOCK) $(CMAKE) -S . -B $(BUILD) -DTTE_BUILD_TESTS=ON >/dev/null
+	$(LOCK) $(CMAKE) --build $(BUILD) --target core_tests
 	$(VENV)/bin/ctest --test-dir $(BUILD) --output-on-failure
 
 test-python: build $(STAMPS)/test
@@ -71,8 +73,14 @@ $(STAMPS)/torch: | $(PY)
 	$(PIP) "$(TORCH)" numpy
 	@mkdir -p $(STAMPS) && touch $@
 
+# An editable install knows the modules that were there when it was made: a new file means a new install.
+MODULES := $(sort $(wildcard torchtitan_ext/*.py torchtitan_ext/*/*.py))
+$(STAMPS)/modules: FORCE | $(PY)
+	@mkdir -p $(STAMPS) && echo "$(MODULES)" | cmp -s - $@ || echo "$(MODULES)" > $@
+FORCE:
+
 # cmake and ninja of the environment, so that the build directory outlives pip's temporary one.
-$(STAMPS)/package: pyproject.toml $(STAMPS)/torch
+$(STAMPS)/package: pyproject.toml $(STAMPS)/torch $(STAMPS)/modules
 	@echo "Compiling the package ..."
 	$(PIP) "scikit-build-core>=0.11" "pybind11>=3.0" "cmake>=3.26" ninja
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(PIP) --no-deps --no-build-isolation -Cbuild-dir=$(BUILD) --editable .
