@@ -24,6 +24,7 @@ from models import (
     training_truth,
 )
 from torch.distributed.checkpoint import _async_process_executor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import torchtitan_ext as tte
@@ -114,3 +115,28 @@ def test_a_refusal_reaches_the_future(run_world, tmp_path: Path) -> None:
     assert first == second
     assert first[0] == "ReplicaMismatchError"
     assert "rank" in first[1]
+
+
+def refused_in_process(rank: int, world_size: int, path: Path) -> tuple[str, list[str]]:
+    """The error crosses a process border: it must pickle with its fields."""
+    try:
+        future = dcp.async_save(
+            {"rank": rank},
+            checkpoint_id=path,
+            planner=tte.SavePlanner(),
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+        )
+        error = future.exception(timeout=120)
+    finally:
+        end_process()
+    assert isinstance(error, CheckpointException)
+    causes = [cause for cause, _ in error.failures.values()]
+    assert all(isinstance(cause, tte.errors.ReplicaMismatchError) for cause in causes)
+    return str(error), [problem.fqn for cause in causes for problem in cause.problems]
+
+
+def test_a_refusal_comes_back_from_the_process(run_world, tmp_path: Path) -> None:
+    for text, fqns in run_world(2, refused_in_process, tmp_path):
+        assert fqns == ["rank"]
+        assert "Replicas differ" in text
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
