@@ -1,4 +1,4 @@
-"""The operators of the package, typed: strided shards and lists of tensors, to and from contiguous buffers.
+"""The operators of the package, typed: shards and lists of tensors, to and from contiguous buffers, and their hashes.
 
 The kernels are ``torch.ops.torchtitan_ext.*`` (schemas: ``csrc/ops/library.cpp``); this is the only module that names
 them. Here stand the wrappers, and beside each the fake kernel and the autograd formula, which LibTorch's stable ABI
@@ -216,6 +216,84 @@ def flat_views(flat: Tensor, like: Sequence[Tensor], *, alignment: int = DEFAULT
     return views
 
 
+# ---- broadcast ----
+
+DEFAULT_BUCKET_BYTES = 1 << 20
+"""PLACEHOLDER."""
+
+
+def broadcast_coalesced_(
+    tensors: Sequence[Tensor], group_name: str, *, src: int = 0, bucket_bytes: int = DEFAULT_BUCKET_BYTES
+) -> None:
+    """Fills tensors on every rank of a process group with the bits that one rank has, in place. Collective.
+
+    Large tensors travel from memory to memory; small ones, of whatever dtype, and those that are not contiguous share
+    kept buckets, of which at most three are in use. Only local checks are made: ranks that pass other sizes, another
+    order, source or bucket size hang or mix up values. ``torchtitan_ext.broadcast_tensors`` has ranks agree first.
+
+    Args:
+        tensors: On one device, of any shapes and strides, in the same order on every rank; those without elements
+            count for nothing. No two of them may share memory.
+        group_name: ``ProcessGroup.group_name``.
+        src: Rank of the source, counted in the group.
+        bucket_bytes: Largest message, and size of a bucket.
+
+    Raises:
+        ValueError: A tensor cannot be received into (sparse, expanded, meta, overlapping), or ``src`` is out of range.
+        RuntimeError: The transfer failed; tensors may be part-written.
+    """
+    if not tensors:
+        return
+    args = (list(tensors), group_name, src, bucket_bytes)
+    try:
+        _call_in_place("broadcast_coalesced_", args, written=list(tensors))
+    except NotImplementedError as error:
+        raise _without_broadcast() from error
+
+
+def check_broadcast(tensors: Sequence[Tensor]) -> tuple[int, int]:
+    """Makes the local checks of ``broadcast_coalesced_`` and digests what ranks must agree on: dtypes and shapes.
+
+    Raises:
+        ValueError: As ``broadcast_coalesced_``.
+    """
+    if not tensors:
+        return (0, 0)
+    try:
+        first, second = _call("check_broadcast", (list(tensors),))
+    except NotImplementedError as error:
+        raise _without_broadcast() from error
+    return (first, second)
+
+
+def _without_broadcast() -> ImportError:
+    return ImportError(
+        f"torchtitan_ext: this installation has no {_dist_path().name}: broadcasts are built for one minor version of "
+        f"torch, this is {torch.__version__}; install the package again beside this torch"
+    )
+
+
+# ---- fingerprints ----
+
+
+def fingerprint_shard(local: Tensor, shard: ShardLike, global_sizes: Sequence[int]) -> Tensor:
+    """Sums the hashes of a shard's elements, each keyed by its position in the global tensor.
+
+    The sums of disjoint shards add up, modulo 2^64, to that of the whole tensor, however it is cut; dtype and shape are
+    not in it. It finds accidents, not adversaries. ``fingerprint.fingerprint`` does this for a state dict over ranks.
+
+    Args:
+        local: The shard, of shape ``shard.sizes``, any dtype and strides.
+        shard: What the rank holds.
+        global_sizes: Shape of the global tensor.
+
+    Returns:
+        A 0-d int64 tensor on the device of ``local``; the device is not waited for.
+    """
+    _check_shape("fingerprint_shard", local, shard)
+    return _call("fingerprint_shard", (local, global_sizes, _chunk_table(shard)))
+
+
 # ---- calling ----
 
 
@@ -298,7 +376,14 @@ def _load_library() -> None:
         ) from error
 
 
+def _dist_path() -> Path:
+    major, minor = torch.__version__.split(".")[:2]
+    return Path(_core.__file__).with_name(f"_dist_{major}_{minor}.so")
+
+
 _load_library()
+if _dist_path().exists():
+    torch.ops.load_library(_dist_path())
 _ops = torch.ops.torchtitan_ext
 _library = torch.library.Library("torchtitan_ext", "IMPL")
 
@@ -443,3 +528,29 @@ def _(tensors: Sequence[Tensor], flat: Tensor, alignment: int) -> None:
 
 
 _bump_version_of("unflatten_tensors_", 0)
+
+
+@torch.library.register_fake("torchtitan_ext::broadcast_coalesced_")
+def _(tensors: Sequence[Tensor], group_name: str, src: int, bucket_bytes: int) -> None:
+    _refuse_meta("broadcast_coalesced_", tensors)
+
+
+@torch.library.register_fake("torchtitan_ext::check_broadcast")
+def _(tensors: Sequence[Tensor]) -> list[int]:
+    _refuse_meta("check_broadcast", tensors)
+    return [0, 0]
+
+
+def _refuse_meta(name: str, tensors: Sequence[Tensor]) -> None:
+    """Under tracing tensors are fake ones; a real meta tensor would be skipped without a word."""
+    for index, tensor in enumerate(tensors):
+        if type(tensor) is Tensor and tensor.is_meta:
+            raise ValueError(f"{name}: tensors[{index}] is on the meta device; give it memory with to_empty() first")
+
+
+_bump_version_of("broadcast_coalesced_", 0)
+
+
+@torch.library.register_fake("torchtitan_ext::fingerprint_shard")
+def _(shard: Tensor, global_sizes: Sequence[int], chunks: Sequence[int]) -> Tensor:
+    return shard.new_empty((), dtype=torch.int64)

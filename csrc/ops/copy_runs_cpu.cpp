@@ -1,10 +1,8 @@
 #include <algorithm>
-#include <array>
 #include <cstring>
-#include <span>
-#include <vector>
 
 #include "ops/copy_runs.h"
+#include "ops/run_ranges.h"
 
 #if defined(__SSE2__)
 #include <emmintrin.h>
@@ -15,7 +13,6 @@ namespace {
 
 using core::Loop;
 using core::RunList;
-using core::RunNest;
 
 // Below this a second thread costs more than it copies: waking one takes some 10 us, in which one core copies 100 KiB.
 constexpr int64_t kGrainBytes = int64_t{256} << 10;
@@ -24,8 +21,6 @@ constexpr int64_t kGrainBytes = int64_t{256} << 10;
 constexpr int64_t kStreamingBytes = int64_t{8} << 20;
 // Shorter runs are not worth the fence and the unaligned ends of streaming stores.
 constexpr int64_t kStreamingRunBytes = 128;
-// A run is cut between threads only where both parts stay long.
-constexpr int64_t kCutRunBytes = int64_t{64} << 10;
 constexpr int64_t kLineBytes = 64;
 
 char* pointer(uintptr_t address) { return reinterpret_cast<char*>(address); }
@@ -97,92 +92,29 @@ void copy_strided(char* dst, const char* src, const Loop& loop, int64_t run_byte
   }
 }
 
-// Copies runs [first, last) of a nest, counted in the order of its loops.
-void copy_nest(const RunNest& nest, std::span<const Loop> loops, uintptr_t src, uintptr_t dst, int64_t first,
-               int64_t last, bool streaming) {
-  streaming = streaming && nest.run_bytes >= kStreamingRunBytes;
-  src += nest.src_bytes;
-  dst += nest.dst_bytes;
-  if (loops.empty()) {
-    return copy_strided(pointer(dst), pointer(src), Loop{last - first, 0, 0}, nest.run_bytes, streaming);
-  }
-  const Loop& inner = loops.back();
-  while (first < last) {
-    // Where the inner loop stands, from the number of the run; a division per inner loop costs nothing beside the loop.
-    int64_t rest = first / inner.count;
-    const int64_t inner_index = first % inner.count;
-    uintptr_t from = src + inner_index * inner.src_stride_bytes;
-    uintptr_t to = dst + inner_index * inner.dst_stride_bytes;
-    for (size_t index = loops.size() - 1; index-- > 0;) {
-      const int64_t position = rest % loops[index].count;
-      rest /= loops[index].count;
-      from += position * loops[index].src_stride_bytes;
-      to += position * loops[index].dst_stride_bytes;
-    }
-    const int64_t count = std::min(inner.count - inner_index, last - first);
-    copy_strided(pointer(to), pointer(from), Loop{count, inner.src_stride_bytes, inner.dst_stride_bytes},
-                 nest.run_bytes, streaming);
-    first += count;
-  }
-}
-
-// Copies bytes [first, last) of one long run or of a nest of them, as if its runs lay one behind the other.
-void copy_nest_bytes(const RunNest& nest, std::span<const Loop> loops, uintptr_t src, uintptr_t dst, int64_t first,
-                     int64_t last, bool streaming) {
-  while (first < last) {
-    const int64_t run = first / nest.run_bytes;
-    const int64_t begin = first % nest.run_bytes;
-    const int64_t num_bytes = std::min(nest.run_bytes - begin, last - first);
-    const RunNest part{nest.src_bytes + begin, nest.dst_bytes + begin, num_bytes, nest.num_runs, 0, 0};
-    copy_nest(part, loops, src, dst, run, run + 1, streaming);
-    first += num_bytes;
-  }
-}
-
-struct Task {
-  const RunList& runs;
-  uintptr_t src;
-  uintptr_t dst;
-  std::vector<int64_t> first_byte;  // of each nest, when all their bytes are laid end to end
-  bool streaming;
-
-  void operator()(int64_t first, int64_t last) const {
-    const std::vector<RunNest>& nests = runs.nests();
-    size_t index = std::upper_bound(first_byte.begin(), first_byte.end(), first) - first_byte.begin() - 1;
-    for (; index < nests.size() && first_byte[index] < last; ++index) {
-      const RunNest& nest = nests[index];
-      const int64_t begin = std::max<int64_t>(first - first_byte[index], 0);
-      const int64_t end = std::min(last - first_byte[index], nest.run_bytes * nest.num_runs);
-      if (nest.run_bytes >= kCutRunBytes) {
-        copy_nest_bytes(nest, runs.loops_of(nest), src, dst, begin, end, streaming);
-      } else {
-        // A run belongs to the thread whose range holds its first byte.
-        const int64_t first_run = (begin + nest.run_bytes - 1) / nest.run_bytes;
-        const int64_t last_run = (end + nest.run_bytes - 1) / nest.run_bytes;
-        copy_nest(nest, runs.loops_of(nest), src, dst, first_run, last_run, streaming);
-      }
-    }
-    if (streaming) finish_streaming();
-  }
-};
-
 }  // namespace
 
 void copy_runs_cpu(const RunList& runs, uintptr_t src, uintptr_t dst, ParallelFor parallel_for) {
   const int64_t num_bytes = runs.num_bytes();
   if (num_bytes <= kGrainBytes) {
-    for (const RunNest& nest : runs.nests()) copy_nest(nest, runs.loops_of(nest), src, dst, 0, nest.num_runs, false);
+    RunRanges::visit_all(runs, [=](int64_t from, int64_t to, const Loop& loop, int64_t run_bytes) {
+      copy_strided(pointer(dst + to), pointer(src + from), loop, run_bytes, false);
+    });
     return;
   }
-  Task task{runs, src, dst, {}, num_bytes >= kStreamingBytes};
-  task.first_byte.reserve(runs.nests().size());
-  int64_t sum = 0;
-  for (const RunNest& nest : runs.nests()) {
-    task.first_byte.push_back(sum);
-    sum += nest.run_bytes * nest.num_runs;
-  }
+  struct Task {
+    RunRanges ranges;
+    uintptr_t src, dst;
+    bool streaming;
+  };
+  Task task{RunRanges(runs), src, dst, num_bytes >= kStreamingBytes};
   const auto body = [](int64_t first, int64_t last, void* context) {
-    (*static_cast<const Task*>(context))(first, last);
+    const Task& task = *static_cast<const Task*>(context);
+    task.ranges.visit(first, last, [&](int64_t from, int64_t to, const Loop& loop, int64_t run_bytes) {
+      copy_strided(pointer(task.dst + to), pointer(task.src + from), loop, run_bytes,
+                   task.streaming && run_bytes >= kStreamingRunBytes);
+    });
+    if (task.streaming) finish_streaming();
   };
   parallel_for(0, num_bytes, kGrainBytes, body, &task);
 }

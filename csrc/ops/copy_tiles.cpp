@@ -18,8 +18,9 @@ int word_log2(const RunNest& nest, std::span<const Loop> loops, uint64_t src, ui
   return std::countr_zero(all);
 }
 
-// Adds the nest, unrolling its outer loops until the rest is short enough for one entry.
-void add_nest(CopyTiles& tiles, int log2, int64_t run_bytes, std::span<const Loop> loops, uint64_t src, uint64_t dst) {
+// Adds the nest, cut into entries that are short enough and have few enough loops.
+void add_nest(std::vector<NestEntry>& entries, int log2, int64_t run_bytes, std::span<const Loop> loops, uint64_t src,
+              uint64_t dst) {
   int64_t num_words = run_bytes >> log2;
   for (const Loop& loop : loops) num_words *= loop.count;  // at most the bytes of the tensor
   if (loops.size() <= kMaxNestLoops && num_words <= kMaxNestWords) {
@@ -34,22 +35,29 @@ void add_nest(CopyTiles& tiles, int log2, int64_t run_bytes, std::span<const Loo
       entry.src_strides[index] = loops[index].src_stride_bytes;
       entry.dst_strides[index] = loops[index].dst_stride_bytes;
     }
-    tiles.nests[log2].push_back(entry);
+    entries.push_back(entry);
     return;
   }
-  if (loops.size() <= kMaxNestLoops && loops[0].count > 1) {  // too long: halve the outermost loop
-    std::vector<Loop> half(loops.begin(), loops.end());
-    half[0].count = loops[0].count / 2;
-    add_nest(tiles, log2, run_bytes, half, src, dst);
-    src += half[0].count * loops[0].src_stride_bytes;
-    dst += half[0].count * loops[0].dst_stride_bytes;
-    half[0].count = loops[0].count - half[0].count;
-    add_nest(tiles, log2, run_bytes, half, src, dst);
+  if (loops.empty()) {
+    const int64_t half = (num_words / 2) << log2;
+    add_nest(entries, log2, half, loops, src, dst);
+    add_nest(entries, log2, run_bytes - half, loops, src + half, dst + half);
     return;
   }
-  for (int64_t index = 0; index < loops[0].count; ++index) {
-    add_nest(tiles, log2, run_bytes, loops.subspan(1), src + index * loops[0].src_stride_bytes,
-             dst + index * loops[0].dst_stride_bytes);
+  const Loop& outer = loops[0];
+  if (loops.size() <= kMaxNestLoops && outer.count > 1) {
+    std::vector<Loop> part(loops.begin(), loops.end());
+    part[0].count = outer.count / 2;
+    add_nest(entries, log2, run_bytes, part, src, dst);
+    src += part[0].count * outer.src_stride_bytes;
+    dst += part[0].count * outer.dst_stride_bytes;
+    part[0].count = outer.count - part[0].count;
+    add_nest(entries, log2, run_bytes, part, src, dst);
+    return;
+  }
+  for (int64_t index = 0; index < outer.count; ++index) {
+    add_nest(entries, log2, run_bytes, loops.subspan(1), src + index * outer.src_stride_bytes,
+             dst + index * outer.dst_stride_bytes);
   }
 }
 
@@ -76,10 +84,20 @@ CopyTiles make_copy_tiles(const core::RunList& runs, uint64_t src, uint64_t dst)
     if (loops.empty() || nest.run_bytes > kMaxNestRunBytes) {
       add_spans(tiles, nest.run_bytes, loops, from, to);
     } else {
-      add_nest(tiles, word_log2(nest, loops, from, to), nest.run_bytes, loops, from, to);
+      const int log2 = word_log2(nest, loops, from, to);
+      add_nest(tiles.nests[log2], log2, nest.run_bytes, loops, from, to);
     }
   }
   return tiles;
+}
+
+std::vector<NestEntry> make_word_entries(const core::RunList& runs, int64_t word_bytes) {
+  std::vector<NestEntry> entries;
+  const int log2 = std::countr_zero(static_cast<uint64_t>(word_bytes));
+  for (const RunNest& nest : runs.nests()) {
+    add_nest(entries, log2, nest.run_bytes, runs.loops_of(nest), nest.src_bytes, nest.dst_bytes);
+  }
+  return entries;
 }
 
 }  // namespace torchtitan_ext::ops

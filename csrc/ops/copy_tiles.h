@@ -191,13 +191,12 @@ TTE_HOST_DEVICE void copy_span_tile(const SomeTable& table, uint32_t tile, uint3
   }
 }
 
-template <typename Word, typename SomeTable>
-TTE_HOST_DEVICE void copy_nest_tile(const SomeTable& table, uint32_t tile, uint32_t thread) {
+// Calls visit(src, dst, step) for the words of a tile that belong to a thread, `step` counting up from 0.
+template <typename Word, typename SomeTable, typename Visit>
+TTE_HOST_DEVICE void visit_nest_words(const SomeTable& table, uint32_t tile, uint32_t thread, const Visit& visit) {
   const uint32_t position = table.entry_of(tile);
   const NestEntry& entry = table.entries[position];
   const uint32_t first = (tile - table.first_tile[position]) * kNestTileWords + thread;
-  Word words[kTileUnroll];
-  uint64_t places[kTileUnroll];
   TTE_UNROLL
   for (uint32_t step = 0; step < kTileUnroll; ++step) {
     const uint32_t index = first + step * kTileThreads;
@@ -213,12 +212,24 @@ TTE_HOST_DEVICE void copy_nest_tile(const SomeTable& table, uint32_t tile, uint3
       dst += at * entry.dst_strides[loop];
       rest = outer;
     }
-    places[step] = dst;
-    words[step] = *reinterpret_cast<const Word*>(src);
+    visit(src, dst, step);
   }
+}
+
+// All words are read before the first is written, so that many reads are in flight.
+template <typename Word, typename SomeTable>
+TTE_HOST_DEVICE void copy_nest_tile(const SomeTable& table, uint32_t tile, uint32_t thread) {
+  Word words[kTileUnroll];
+  uint64_t places[kTileUnroll];
+  TTE_UNROLL
+  for (uint32_t step = 0; step < kTileUnroll; ++step) places[step] = 0;
+  visit_nest_words<Word>(table, tile, thread, [&](uint64_t src, uint64_t dst, uint32_t step) {
+    words[step] = *reinterpret_cast<const Word*>(src);
+    places[step] = dst;
+  });
   TTE_UNROLL
   for (uint32_t step = 0; step < kTileUnroll; ++step) {
-    if (first + step * kTileThreads < entry.num_words) *reinterpret_cast<Word*>(places[step]) = words[step];
+    if (places[step] != 0) *reinterpret_cast<Word*>(places[step]) = words[step];
   }
 }
 
@@ -229,6 +240,9 @@ struct CopyTiles {
 };
 
 CopyTiles make_copy_tiles(const core::RunList& runs, uint64_t src, uint64_t dst);
+
+// The same as words of one size only, for hashing: destinations may be any numbers. Sources are aligned to words.
+std::vector<NestEntry> make_word_entries(const core::RunList& runs, int64_t word_bytes);
 
 // Calls launch(table) for tables that hold all entries, small ones where they suffice.
 template <uint32_t kCapacity, typename Entry, typename Launch>

@@ -2,6 +2,7 @@
 #include <span>
 
 #include "core/check.h"
+#include "ops/chunk_table.h"
 #include "ops/ops.h"
 #include "ops/tensor_view.h"
 
@@ -62,17 +63,6 @@ void check_buffer(const TensorView& buffer, std::span<const TensorView> views, i
             num_bytes);
 }
 
-// Strides of a contiguous tensor of these sizes, for the side of the buffer.
-std::span<const int64_t> contiguous_strides(std::span<const int64_t> sizes, std::vector<int64_t>& strides) {
-  strides.resize(sizes.size());
-  int64_t stride = 1;
-  for (size_t dim = sizes.size(); dim-- > 0;) {
-    strides[dim] = stride;
-    stride *= sizes[dim];
-  }
-  return strides;
-}
-
 void flatten_views(std::span<const TensorView> views, const FlatLayout& layout, const TensorView& out) {
   // The gaps are runs too, from a few zeros: one code path for every device, and no pass over the whole buffer.
   Tensor zeros;
@@ -85,7 +75,6 @@ void flatten_views(std::span<const TensorView> views, const FlatLayout& layout, 
   }
   RunList runs;
   runs.reserve(views.size());
-  std::vector<int64_t> strides;
   const int64_t base = static_cast<int64_t>(out.address);
   int64_t end = 0;
   for (size_t index = 0; index < views.size(); ++index) {
@@ -99,8 +88,7 @@ void flatten_views(std::span<const TensorView> views, const FlatLayout& layout, 
     if (view.contiguous) {
       runs.append_bytes(static_cast<int64_t>(view.address), base + offset, view.num_bytes());
     } else {
-      runs.append_box(view.sizes, view.side(), {base + offset, contiguous_strides(view.sizes, strides)},
-                      view.item_bytes);
+      runs.append_box(view.sizes, view.side(), {base + offset, contiguous_strides(view.sizes)}, view.item_bytes);
     }
     end = offset + view.num_bytes();
   }
@@ -149,7 +137,6 @@ void unflatten_tensors_(const Tensors& tensors, const Tensor& flat, int64_t alig
 
   RunList runs;
   runs.reserve(views.size());
-  std::vector<int64_t> strides;
   const int64_t base = static_cast<int64_t>(flat_view.address);
   for (size_t index = 0; index < views.size(); ++index) {
     const TensorView& view = views[index];
@@ -157,8 +144,8 @@ void unflatten_tensors_(const Tensors& tensors, const Tensor& flat, int64_t alig
     if (view.contiguous) {
       runs.append_bytes(base + layout.offsets_bytes[index], static_cast<int64_t>(view.address), view.num_bytes());
     } else {
-      runs.append_box(view.sizes, {base + layout.offsets_bytes[index], contiguous_strides(view.sizes, strides)},
-                      view.side(), view.item_bytes);
+      runs.append_box(view.sizes, {base + layout.offsets_bytes[index], contiguous_strides(view.sizes)}, view.side(),
+                      view.item_bytes);
     }
   }
   copy_runs_on(flat_view, runs);

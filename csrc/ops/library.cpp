@@ -15,6 +15,10 @@ STABLE_TORCH_LIBRARY(torchtitan_ext, library) {
   library.def("flatten_tensors(Tensor[] tensors, int alignment, ScalarType dtype) -> Tensor");
   library.def("flatten_into_(Tensor[] tensors, int alignment, Tensor(a!) out) -> ()");
   library.def("unflatten_tensors_(Tensor(a!)[] tensors, Tensor flat, int alignment) -> ()");
+  // Kernels in csrc/dist, in a library of their own.
+  library.def("broadcast_coalesced_(Tensor(a!)[] tensors, str group_name, int src, int bucket_bytes) -> ()");
+  library.def("check_broadcast(Tensor[] tensors) -> int[]");
+  library.def("fingerprint_shard(Tensor shard, int[] global_sizes, int[] chunks) -> Tensor");
 }
 
 // The kernels choose the device themselves, from the tensors: the same function stands under both keys. It stands under
@@ -29,6 +33,7 @@ static void register_kernels(torch::stable::detail::StableLibrary& library) {
   library.impl("flatten_tensors", TORCH_BOX(&ops::flatten_tensors));
   library.impl("flatten_into_", TORCH_BOX(&ops::flatten_into_));
   library.impl("unflatten_tensors_", TORCH_BOX(&ops::unflatten_tensors_));
+  library.impl("fingerprint_shard", TORCH_BOX(&ops::fingerprint_shard));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(torchtitan_ext, CPU, library) { register_kernels(library); }

@@ -52,4 +52,10 @@ void flatten_into_(const Tensors& tensors, int64_t alignment, const Tensor& out)
 // The inverse: fills the tensors, any strides, from the beginning of such a buffer. They must not share memory.
 void unflatten_tensors_(const Tensors& tensors, const Tensor& flat, int64_t alignment);
 
+// ---- fingerprint.cpp ----
+
+// The sum, modulo 2^64, of the hashes of the shard's words at their places in the global tensor (element_hash.h): a 0-d
+// int64 tensor on the shard's device. Sums of disjoint chunks add up to that of the whole tensor.
+Tensor fingerprint_shard(const Tensor& shard, const Ints& global_sizes, const Ints& chunks);
+
 }  // namespace torchtitan_ext::ops

@@ -4,92 +4,14 @@
 #include <span>
 
 #include "core/check.h"
+#include "ops/chunk_table.h"
 #include "ops/ops.h"
 #include "ops/tensor_view.h"
 
 namespace torchtitan_ext::ops {
 namespace {
 
-using core::checked_add;
-using core::checked_mul;
 using core::RunList;
-
-// One chunk of the table, as views into it.
-struct ChunkView {
-  std::span<const int64_t> offsets;
-  std::span<const int64_t> sizes;
-  std::span<const int64_t> local_offsets;
-};
-
-std::vector<ChunkView> read_chunks(std::span<const int64_t> table, size_t num_dims, const char* where) {
-  if (num_dims == 0) {
-    TTE_CHECK(table.empty(), where, "a 0-d shard has an empty table of chunks, got ", table.size(), " integers");
-    return {ChunkView{}};
-  }
-  TTE_CHECK(table.size() % (3 * num_dims) == 0, where, "the table of chunks has ", table.size(),
-            " integers, expected a multiple of 3 * ", num_dims);
-  std::vector<ChunkView> chunks;
-  chunks.reserve(table.size() / (3 * num_dims));
-  for (; !table.empty(); table = table.subspan(3 * num_dims)) {
-    chunks.push_back(
-        {table.subspan(0, num_dims), table.subspan(num_dims, num_dims), table.subspan(2 * num_dims, num_dims)});
-  }
-  return chunks;
-}
-
-void check_disjoint(std::span<const ChunkView> chunks, std::span<const int64_t> ChunkView::* offsets, const char* where,
-                    const char* place) {
-  if (chunks.size() < 2) return;
-  std::vector<std::span<const int64_t>> all_offsets, all_sizes;
-  for (const ChunkView& chunk : chunks) {
-    all_offsets.push_back(chunk.*offsets);
-    all_sizes.push_back(chunk.sizes);
-  }
-  const core::BoxPair pair = core::find_overlap(all_offsets, all_sizes);
-  TTE_CHECK(pair.first < 0, where, "chunks ", pair.first, " and ", pair.second, " overlap in the ", place);
-}
-
-// Every chunk is a box inside the shard and inside the box at `box_offsets`, and the chunks tile the shard.
-void check_chunks(std::span<const ChunkView> chunks, std::span<const int64_t> shard_sizes,
-                  std::span<const int64_t> box_offsets, std::span<const int64_t> box_sizes, const char* where) {
-  int64_t covered = 0;
-  for (size_t index = 0; index < chunks.size(); ++index) {
-    const ChunkView& chunk = chunks[index];
-    for (size_t dim = 0; dim < shard_sizes.size(); ++dim) {
-      const int64_t offset = chunk.offsets[dim];
-      const int64_t size = chunk.sizes[dim];
-      const int64_t local = chunk.local_offsets[dim];
-      TTE_CHECK(size > 0, where, "chunk ", index, " has size ", size, " in dim ", dim, ", expected at least 1");
-      TTE_CHECK(local >= 0 && checked_add(local, size) <= shard_sizes[dim], where, "chunk ", index, " covers [", local,
-                ", ", local + size, ") of dim ", dim, " of the shard, which has ", shard_sizes[dim], " elements");
-      const int64_t box_end = checked_add(box_offsets[dim], box_sizes[dim]);
-      TTE_CHECK(offset >= box_offsets[dim] && checked_add(offset, size) <= box_end, where, "chunk ", index, " is [",
-                offset, ", ", offset + size, ") of dim ", dim, ", but the larger tensor holds [", box_offsets[dim],
-                ", ", box_end, ")");
-    }
-    covered = checked_add(covered, core::num_elements(chunk.sizes));
-  }
-  const int64_t expected = core::num_elements(shard_sizes);
-  check_disjoint(chunks, &ChunkView::local_offsets, where, "shard");
-  TTE_CHECK(covered == expected, where, "the chunks cover ", covered, " of the shard's ", expected, " elements");
-}
-
-void check_sizes(std::span<const int64_t> sizes, const char* where, const char* name) {
-  for (const int64_t size : sizes) TTE_CHECK(size >= 0, where, name, " has a negative size ", size);
-}
-
-void check_num_dims(size_t num_dims, size_t expected, const char* where, const char* name) {
-  TTE_CHECK(num_dims == expected, where, name, " has ", num_dims, " dims, expected ", expected);
-}
-
-int64_t offset_bytes(std::span<const int64_t> offsets, std::span<const int64_t> origin, const TensorView& view) {
-  int64_t sum = 0;
-  for (size_t dim = 0; dim < offsets.size(); ++dim) {
-    const int64_t offset = origin.empty() ? offsets[dim] : offsets[dim] - origin[dim];
-    sum = checked_add(sum, checked_mul(offset, view.strides[dim]));
-  }
-  return checked_mul(sum, view.item_bytes);
-}
 
 enum class Direction { kPack, kUnpack };
 
@@ -100,8 +22,8 @@ void append_chunks(RunList& runs, std::span<const ChunkView> chunks, const Tenso
   for (const ChunkView& chunk : chunks) {
     core::BoxSide box_side = box.side();
     core::BoxSide shard_side = shard.side();
-    box_side.offset_bytes += offset_bytes(chunk.offsets, box_offsets, box);
-    shard_side.offset_bytes += offset_bytes(chunk.local_offsets, {}, shard);
+    box_side.offset_bytes += offset_bytes(chunk.offsets, box_offsets, box.strides, box.item_bytes);
+    shard_side.offset_bytes += offset_bytes(chunk.local_offsets, {}, shard.strides, shard.item_bytes);
     if (direction == Direction::kPack) {
       runs.append_box(chunk.sizes, box_side, shard_side, shard.item_bytes);
     } else {
@@ -110,24 +32,14 @@ void append_chunks(RunList& runs, std::span<const ChunkView> chunks, const Tenso
   }
 }
 
-std::vector<ChunkView> checked_chunks(std::span<const int64_t> table, const TensorView& box,
-                                      std::span<const int64_t> box_offsets, std::span<const int64_t> shard_sizes,
-                                      const char* where, const char* offsets_name) {
-  check_num_dims(shard_sizes.size(), box.sizes.size(), where, "the shard");
-  check_num_dims(box_offsets.size(), box.sizes.size(), where, offsets_name);
-  check_sizes(shard_sizes, where, "the shard");
-  std::vector<ChunkView> chunks = read_chunks(table, box.sizes.size(), where);
-  check_chunks(chunks, shard_sizes, box_offsets, box.sizes, where);
-  return chunks;
-}
-
 void unpack_into(const Tensor& dst, const Ints& dst_offsets, const Tensor& shard, const Ints& table,
                  const char* where) {
   const TensorView box = view_of(dst, Access::kWrite, {where, "dst"});
   const TensorView shard_view = view_of(shard, Access::kRead, {where, "the shard"});
   check_same_dtype(box, shard_view, {where, "dst"}, {where, "the shard"});
   check_same_device(box, shard_view, {where, "dst"}, {where, "the shard"});
-  const std::vector<ChunkView> chunks = checked_chunks(table, box, dst_offsets, shard_view.sizes, where, "dst_offsets");
+  const std::vector<ChunkView> chunks =
+      checked_chunks(table, box.sizes, dst_offsets, shard_view.sizes, where, "dst_offsets");
   check_disjoint(chunks, &ChunkView::offsets, where, "larger tensor");
   check_separate({&box, 1}, {&shard_view, 1}, where);
   RunList runs;
@@ -175,7 +87,8 @@ class TableReader {
 Tensor pack_shard(const Tensor& src, const Ints& src_offsets, const Ints& shard_sizes, const Ints& chunks) {
   const char* where = "pack_shard";
   const TensorView box = view_of(src, Access::kRead, {where, "src"});
-  const std::vector<ChunkView> views = checked_chunks(chunks, box, src_offsets, shard_sizes, where, "src_offsets");
+  const std::vector<ChunkView> views =
+      checked_chunks(chunks, box.sizes, src_offsets, shard_sizes, where, "src_offsets");
   Tensor shard = empty_on(box, shard_sizes, box.dtype);
   const TensorView shard_view = view_of(shard, Access::kWrite, {where, "the result"});
   RunList runs;
@@ -211,7 +124,8 @@ Tensors pack_shards(const Tensors& src, const Ints& tables) {
     const TensorView box = view_of(src[index], Access::kRead, subject);
     const TableReader::Entry entry = reader.next(box.sizes.size());
     parts.push_back(
-        {box, entry, checked_chunks(entry.chunks, box, entry.box_offsets, entry.shard_sizes, where, "src_offsets")});
+        {box, entry,
+         checked_chunks(entry.chunks, box.sizes, entry.box_offsets, entry.shard_sizes, where, "src_offsets")});
     check_same_device(parts[0].box, box, {where, "src", 0}, subject);
   }
   reader.finish();
@@ -245,7 +159,7 @@ void unpack_shards_(const Tensors& dst, const Tensors& shards, const Ints& table
     TTE_CHECK(std::ranges::equal(entry.shard_sizes, shard.sizes), where, shard_is.text(),
               " has another shape than the table says");
     const std::vector<ChunkView> chunks =
-        checked_chunks(entry.chunks, box, entry.box_offsets, entry.shard_sizes, where, "dst_offsets");
+        checked_chunks(entry.chunks, box.sizes, entry.box_offsets, entry.shard_sizes, where, "dst_offsets");
     check_disjoint(chunks, &ChunkView::offsets, where, "larger tensor");
     append_chunks(runs, chunks, box, entry.box_offsets, shard, Direction::kUnpack);
     boxes.push_back(box);

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "core/check.h"
-#include "ops/copy_runs.h"
+#include "ops/chunk_table.h"
 
 namespace torchtitan_ext::ops {
 namespace {
@@ -16,10 +16,6 @@ using core::checked_mul;
 // The message is made of the subject only when the check fails.
 #define TTE_CHECK_SUBJECT(condition, subject, ...) \
   TTE_CHECK(condition, (subject).op, (subject).text(), " ", __VA_ARGS__)
-
-void parallel_for(int64_t begin, int64_t end, int64_t grain, RangeBody body, void* context) {
-  TORCH_ERROR_CODE_CHECK(torch_parallel_for(begin, end, grain, body, context));
-}
 
 bool is_quantized(int32_t dtype) {
   using torch::headeronly::ScalarType;
@@ -79,13 +75,8 @@ TensorView view_of(const Tensor& tensor, Access access, const Subject& subject) 
 }
 
 Tensor empty_on(const TensorView& like, std::span<const int64_t> sizes, int32_t dtype) {
-  std::vector<int64_t> strides(sizes.size());
-  int64_t stride = 1;
-  for (size_t dim = sizes.size(); dim-- > 0;) {
-    strides[dim] = stride;
-    stride = checked_mul(stride, std::max<int64_t>(sizes[dim], 1));
-  }
-  checked_mul(stride, static_cast<int64_t>(aoti_torch_dtype_element_size(dtype)));
+  const std::vector<int64_t> strides = contiguous_strides(sizes);
+  checked_mul(core::num_elements(sizes), static_cast<int64_t>(aoti_torch_dtype_element_size(dtype)));
   AtenTensorHandle handle = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
                                                   dtype, like.device_type, like.device_index, &handle));
@@ -141,6 +132,10 @@ void check_separate(std::span<const TensorView> written, std::span<const TensorV
                 "source and destination share memory; clone() one of them first");
     }
   }
+}
+
+void parallel_for(int64_t begin, int64_t end, int64_t grain, RangeBody body, void* context) {
+  TORCH_ERROR_CODE_CHECK(torch_parallel_for(begin, end, grain, body, context));
 }
 
 void copy_runs_on(const TensorView& on, const core::RunList& runs) {

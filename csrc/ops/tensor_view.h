@@ -11,6 +11,7 @@
 
 #include "core/aliasing.h"
 #include "core/runs.h"
+#include "ops/copy_runs.h"
 
 namespace torchtitan_ext::ops {
 
@@ -62,6 +63,9 @@ void check_same_device(const TensorView& left, const TensorView& right, const Su
 // read.
 void check_separate(std::span<const TensorView> written, std::string_view op, std::string_view name);
 void check_separate(std::span<const TensorView> written, std::span<const TensorView> read, std::string_view op);
+
+// torch's own, in the form that the CPU kernels take.
+void parallel_for(int64_t begin, int64_t end, int64_t grain, RangeBody body, void* context);
 
 // Copies on the device of `on`. Offsets of the runs are addresses.
 void copy_runs_on(const TensorView& on, const core::RunList& runs);

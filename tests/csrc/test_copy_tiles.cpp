@@ -8,6 +8,8 @@
 
 #include "ops/copy_runs.h"
 #include "ops/copy_tiles.h"
+#include "ops/element_hash.h"
+#include "ops/hash_runs.h"
 
 namespace torchtitan_ext::ops {
 namespace {
@@ -164,6 +166,49 @@ TEST(CopyTiles, LongNestsAreCutIntoEntries) {
   }
   EXPECT_EQ(num_words, int64_t{3} << 29);
   EXPECT_TRUE(tiles.spans.empty());
+}
+
+// Elements of a box whose position in the global tensor is their place in `dst`, on both kernels, against one by one.
+TEST(CopyTiles, HashesAgree) {
+  Bytes memory(1 << 20);
+  std::mt19937 random(5);
+  for (uint8_t& byte : memory) byte = static_cast<uint8_t>(random());
+  const int64_t base = reinterpret_cast<int64_t>(memory.data());
+  for (const int64_t word_bytes : {1, 2, 4, 8}) {
+    for (const int64_t columns : {1, 3, 100, 1000}) {
+      for (const int64_t pitch : {int64_t{0}, int64_t{2}}) {
+        const Sizes sizes{97, columns}, src_strides{columns + pitch, 1}, dst_strides{1000, 1};
+        RunList runs;
+        runs.append_box(sizes, {base, src_strides}, {8 * word_bytes, dst_strides}, word_bytes);
+        uint64_t expected = 0;
+        for (const core::Run& run : runs.enumerate()) {
+          for (int64_t at = 0; at < run.num_bytes; at += word_bytes) {
+            uint64_t word = 0;
+            std::memcpy(&word, reinterpret_cast<const char*>(run.src_bytes + at), word_bytes);
+            expected += hash_word(word, (run.dst_bytes + at) / word_bytes);
+          }
+        }
+        EXPECT_EQ(hash_runs_cpu(runs, word_bytes, parallel_for), expected);
+        uint64_t sum = 0;
+        const auto add_tiles = [&](const auto& table, auto word) {
+          for (uint32_t tile = 0; tile < table.first_tile[table.count]; ++tile) {
+            for (uint32_t thread = 0; thread < kTileThreads; ++thread) {
+              visit_nest_words<decltype(word)>(table, tile, thread, [&](uint64_t src, uint64_t dst, uint32_t) {
+                sum += hash_word(*reinterpret_cast<const decltype(word)*>(src), dst / sizeof(word));
+              });
+            }
+          }
+        };
+        for_each_table<kNestCapacity>(make_word_entries(runs, word_bytes), [&](const auto& table) {
+          if (word_bytes == 1) add_tiles(table, Word1{});
+          if (word_bytes == 2) add_tiles(table, Word2{});
+          if (word_bytes == 4) add_tiles(table, Word4{});
+          if (word_bytes == 8) add_tiles(table, Word8{});
+        });
+        EXPECT_EQ(sum, expected);
+      }
+    }
+  }
 }
 
 }  // namespace

@@ -1,0 +1,34 @@
+// Shards as they travel through a schema: tables of integers, read and checked.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace torchtitan_ext::ops {
+
+// One chunk of a table `offsets | sizes | local_offsets`, as views into it.
+struct ChunkView {
+  std::span<const int64_t> offsets;
+  std::span<const int64_t> sizes;
+  std::span<const int64_t> local_offsets;
+};
+
+// The chunks of a table. Throws std::invalid_argument unless every one of them is a box inside the shard and inside the
+// box at `box_offsets` of the global tensor, and they tile the shard. `op` and `offsets_name` are for messages.
+std::vector<ChunkView> checked_chunks(std::span<const int64_t> table, std::span<const int64_t> box_sizes,
+                                      std::span<const int64_t> box_offsets, std::span<const int64_t> shard_sizes,
+                                      const char* op, const char* offsets_name);
+
+// Throws std::invalid_argument where two chunks share an element at `offsets`, which are those in `place`.
+void check_disjoint(std::span<const ChunkView> chunks, std::span<const int64_t> ChunkView::* offsets, const char* op,
+                    const char* place);
+
+// Of an element at `offsets` (less `origin`, if one is given) in a tensor of these strides, in elements.
+int64_t offset_bytes(std::span<const int64_t> offsets, std::span<const int64_t> origin,
+                     std::span<const int64_t> strides, int64_t item_bytes);
+
+// Strides, in elements, of a contiguous tensor. Throws std::overflow_error where they do not fit.
+std::vector<int64_t> contiguous_strides(std::span<const int64_t> sizes);
+
+}  // namespace torchtitan_ext::ops

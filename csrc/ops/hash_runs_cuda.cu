@@ -1,0 +1,53 @@
+#include <cuda_runtime.h>
+#include <torch/csrc/stable/accelerator.h>
+
+#include "ops/copy_tiles.h"
+#include "ops/cuda_stream.h"
+#include "ops/element_hash.h"
+#include "ops/hash_runs.h"
+
+namespace torchtitan_ext::ops {
+namespace {
+
+// Grid: one block per tile of 1,024 words, as copy_nests, whose tables it uses: what is a destination there is a
+// position in the global tensor here. Neighbouring threads read neighbouring words. One atomic addition per block.
+template <typename Word, typename SomeTable>
+__global__ void __launch_bounds__(kTileThreads)
+    hash_nests(const __grid_constant__ SomeTable table, unsigned long long* result) {
+  unsigned long long sum = 0;
+  visit_nest_words<Word>(table, blockIdx.x, threadIdx.x, [&](uint64_t src, uint64_t dst, uint32_t) {
+    sum += hash_word(*reinterpret_cast<const Word*>(src), dst / sizeof(Word));
+  });
+  for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_down_sync(0xffffffffu, sum, distance);
+  __shared__ unsigned long long sums[kTileThreads / 32];
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    for (uint32_t warp = 1; warp < kTileThreads / 32; ++warp) sum += sums[warp];
+    atomicAdd(result, sum);
+  }
+}
+
+template <typename Word>
+void launch(const std::vector<NestEntry>& entries, uint64_t* result, cudaStream_t stream) {
+  for_each_table<kNestCapacity>(entries, [&](const auto& table) {
+    hash_nests<Word><<<table.first_tile[table.count], kTileThreads, 0, stream>>>(
+        table, reinterpret_cast<unsigned long long*>(result));
+    check_cuda(cudaGetLastError(), "hash_runs");
+  });
+}
+
+}  // namespace
+
+void hash_runs_cuda(const core::RunList& runs, int64_t word_bytes, uint64_t* result, int32_t device_index) {
+  const torch::stable::accelerator::DeviceGuard guard(device_index);
+  check_cuda(cudaSetDevice(device_index), "hash_runs");  // this runtime is not torch's
+  const cudaStream_t stream = current_stream(device_index);
+  const std::vector<NestEntry> entries = make_word_entries(runs, word_bytes);
+  if (word_bytes == 1) return launch<Word1>(entries, result, stream);
+  if (word_bytes == 2) return launch<Word2>(entries, result, stream);
+  if (word_bytes == 4) return launch<Word4>(entries, result, stream);
+  launch<Word8>(entries, result, stream);
+}
+
+}  // namespace torchtitan_ext::ops

@@ -1,0 +1,189 @@
+"""Fingerprints of state dicts: equal for equal bits, whatever the mesh and the layout.
+
+The digest of a tensor is a sum, modulo 2^64, over its elements of a hash of (bits, row-major position in the global
+tensor), see ``csrc/ops/element_hash.h``; dtype and global shape are mixed in. Each rank sums what it holds, and the
+sums add up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan_ext import ops
+from torchtitan_ext.errors import Problem, refusal
+from torchtitan_ext.layout import (
+    Describer,
+    LayoutRules,
+    ShardOrder,
+    ShardReport,
+    decide,
+    is_on_mesh,
+    local_tensor,
+    missing_ranks,
+    shard_of,
+)
+from torchtitan_ext.state_dict import flatten_state_dict
+from torchtitan_ext.value_digest import digest_value
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """The same on every rank.
+
+    Attributes:
+        total: Digest of the whole state, 32 hex digits.
+        values: Digest of each flat key, 16 hex digits.
+        differing: Keys of which not all replicas are equal; their digest is that of the first replica.
+    """
+
+    total: str
+    values: dict[str, str]
+    differing: tuple[str, ...]
+
+
+def fingerprint(
+    state_dict: Mapping[str, Any],
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    layouts: Mapping[str, ShardOrder] | None = None,
+) -> Fingerprint:
+    """Digests a state dict over all ranks, counting one replica of each tensor.
+
+    Equal states have equal fingerprints on every mesh and in one process. Unequal ones differ with a probability of
+    about 1 - 2^-64 per tensor: this finds accidents (a lost shard, a flipped bit, exchanged rows, a replica that
+    drifted), not an adversary, who can construct collisions.
+
+    Collective over ``process_group``, which must hold every mesh of the state dict; without a process group the state
+    is that of one process. Costs one pass over the tensors and two small exchanges; tensors stay on their device.
+
+    Args:
+        state_dict: Nested; DTensors, plain tensors (the lowest rank's counts) and other values (by
+            ``value_digest.digest_value``).
+        process_group: The ranks; the default group if left out.
+        layouts: Sharding orders that placements cannot express, by canonical fqn or glob.
+
+    Raises:
+        LayoutError: The layout of a tensor is in doubt, or not all ranks of its mesh take part.
+    """
+    flat = flatten_state_dict(state_dict)
+    describer = Describer(LayoutRules(layouts))
+    reports: dict[str, ShardReport] = {}
+    problems: list[Problem] = []
+    for fqn, value in flat.values.items():
+        if isinstance(value, Tensor) and is_on_mesh(value):
+            report = describer.describe(fqn, value)
+            if isinstance(report, Problem):
+                problems.append(report)
+            else:
+                reports[fqn] = report
+    choices = _decide_all(_gathered((reports, problems), process_group))
+    digests: dict[str, tuple[Any, str | int]] = {}
+    for fqn, value in flat.values.items():
+        if fqn in reports:
+            digests[fqn] = _tensor_digest(value, reports[fqn], choices[fqn, _kind(reports[fqn])])
+        elif not isinstance(value, Tensor):
+            digests[fqn] = (None, digest_value(value).hex())
+    return _combined(_gathered(_synchronized(digests), process_group))
+
+
+def _gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _kind(report: ShardReport) -> Any:
+    return (report.mesh, report.placements, report.order)
+
+
+def _decide_all(gathered: list[tuple[dict[str, ShardReport], list[Problem]]]) -> dict[tuple[str, Any], int]:
+    """Which reading of each tensor's placements is true: the same on every rank, from what all ranks say."""
+    problems = [problem for _, own in gathered for problem in own]
+    together: dict[tuple[str, Any], list[ShardReport]] = defaultdict(list)
+    for reports, _ in gathered:
+        for fqn, report in reports.items():
+            together[fqn, _kind(report)].append(report)
+    choices = {}
+    for (fqn, kind), members in together.items():
+        absent = missing_ranks(members)
+        if absent:
+            what = (
+                f"rank(s) {absent[:8]} of its mesh ({members[0].mesh}) take no part; pass a group that holds the mesh"
+            )
+            problems.append(Problem("incomplete_cover", fqn, what))
+            continue
+        choice = decide(fqn, members)
+        if isinstance(choice, Problem):
+            problems.append(choice)
+        else:
+            choices[fqn, kind] = choice
+    if problems:
+        raise refusal("fingerprint", problems)
+    return choices
+
+
+def _tensor_digest(value: Tensor, report: ShardReport, choice: int) -> tuple[Any, Any]:
+    """(which replica, (sum on the device, dtype, global shape)) of this rank's shard."""
+    local = local_tensor(value)
+    shard = shard_of(report, choice)
+    with torch.no_grad():
+        total = ops.fingerprint_shard(local.resolve_conj().resolve_neg(), shard, report.global_shape)
+    replica = tuple(index for index, (dim, _) in zip(report.coordinate, report.placements, strict=True) if dim < 0)
+    return (report.mesh, report.placements, replica), (total, str(local.dtype), tuple(report.global_shape))
+
+
+def _synchronized(digests: dict[str, Any]) -> dict[str, Any]:
+    """With the sums as ints: one transfer per device instead of one per tensor."""
+    sums = [(fqn, digest[0]) for fqn, (_, digest) in digests.items() if isinstance(digest, tuple)]
+    by_device: dict[torch.device, list[tuple[str, Tensor]]] = defaultdict(list)
+    for fqn, total in sums:
+        by_device[total.device].append((fqn, total))
+    numbers = {}
+    for members in by_device.values():
+        values = torch.stack([total for _, total in members]).tolist()
+        numbers.update(zip([fqn for fqn, _ in members], values, strict=True))
+    return {
+        fqn: (replica, (numbers[fqn], *digest[1:]) if isinstance(digest, tuple) else digest)
+        for fqn, (replica, digest) in digests.items()
+    }
+
+
+def _combined(gathered: list[dict[str, tuple[Any, Any]]]) -> Fingerprint:
+    replicas: dict[str, dict[Any, Any]] = defaultdict(dict)
+    for rank, digests in enumerate(gathered):
+        for fqn, (replica, digest) in digests.items():
+            of_key = replicas[fqn]
+            if isinstance(digest, str) or replica[0] is None:  # objects and plain tensors: each rank is a replica
+                of_key[rank] = digest
+            elif replica in of_key:
+                of_key[replica] = ((of_key[replica][0] + digest[0]), *digest[1:])
+            else:
+                of_key[replica] = digest
+    values, differing = {}, []
+    for fqn in sorted(replicas):
+        hexes = [_hex(digest) for digest in replicas[fqn].values()]
+        values[fqn] = hexes[0]
+        if any(other != hexes[0] for other in hexes):
+            differing.append(fqn)
+    total = hashlib.blake2b(digest_size=16)
+    for fqn, digest in values.items():
+        total.update(f"{len(fqn)}:{fqn}={digest};".encode())
+    return Fingerprint(total.hexdigest(), values, tuple(differing))
+
+
+def _hex(digest: Any) -> str:
+    if isinstance(digest, str):
+        return digest[:16]
+    total, dtype, shape = digest
+    text = f"{total % 2**64:016x}|{dtype}|{tuple(shape)}"
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
