@@ -16,6 +16,7 @@ from torchtitan_ext import _core
 from torchtitan_ext.errors import Problem
 from torchtitan_ext.key_table import Box, BoxesEntry, KeyEntry, KeyTable, ObjectEntry, TensorEntry
 from torchtitan_ext.layout import (
+    MeshLayout,
     ShardReport,
     decide,
     format_placements,
@@ -81,8 +82,9 @@ def agree(tables: Sequence[KeyTable], *, every_rank_reports: bool) -> Agreement:
         for fqn, entry in table.entries.items():
             by_key.setdefault(fqn, {})[rank] = entry
     keys: dict[str, TensorAgreement | ObjectAgreement] = {}
+    meshes = _MeshNumbers()
     for fqn, entries in by_key.items():
-        agreed = _agree_on_key(fqn, entries, every_rank_reports)
+        agreed = _agree_on_key(fqn, entries, every_rank_reports, meshes)
         if isinstance(agreed, Problem):
             problems.append(agreed)
         else:
@@ -129,8 +131,21 @@ def _replica_problem(
     )
 
 
+class _MeshNumbers:
+    """Numbers equal meshes alike. Comparing two meshes costs a pass over their ranks: once per table, not per key."""
+
+    def __init__(self) -> None:
+        self._by_mesh: dict[MeshLayout | None, int] = {}
+        self._by_identity: dict[int, int] = {}
+
+    def number(self, mesh: MeshLayout | None) -> int:
+        if id(mesh) not in self._by_identity:
+            self._by_identity[id(mesh)] = self._by_mesh.setdefault(mesh, len(self._by_mesh))
+        return self._by_identity[id(mesh)]
+
+
 def _agree_on_key(
-    fqn: str, entries: Mapping[int, KeyEntry], every_rank_reports: bool
+    fqn: str, entries: Mapping[int, KeyEntry], every_rank_reports: bool, meshes: _MeshNumbers
 ) -> TensorAgreement | ObjectAgreement | Problem:
     first_rank, first = next(iter(entries.items()))
     for rank, entry in entries.items():
@@ -147,7 +162,7 @@ def _agree_on_key(
     if isinstance(first, BoxesEntry):
         return _agree_on_boxes(fqn, first, {r: e for r, e in entries.items() if isinstance(e, BoxesEntry)})
     reports = {rank: entry.report for rank, entry in entries.items() if isinstance(entry, TensorEntry)}
-    return _agree_on_layouts(fqn, first, reports, every_rank_reports)
+    return _agree_on_layouts(fqn, first, reports, every_rank_reports, meshes)
 
 
 def _traits(entry: KeyEntry) -> tuple[str, str, str]:
@@ -172,12 +187,16 @@ def _agree_on_boxes(fqn: str, first: BoxesEntry, entries: Mapping[int, BoxesEntr
 
 
 def _agree_on_layouts(
-    fqn: str, first: TensorEntry, reports: Mapping[int, ShardReport], every_rank_reports: bool
+    fqn: str,
+    first: TensorEntry,
+    reports: Mapping[int, ShardReport],
+    every_rank_reports: bool,
+    meshes: _MeshNumbers,
 ) -> TensorAgreement | Problem:
     groups: dict[object, list[int]] = {}
     for rank, report in reports.items():
         alone = rank if report.mesh is None else None
-        groups.setdefault((report.mesh, report.placements, report.order, alone), []).append(rank)
+        groups.setdefault((meshes.number(report.mesh), report.placements, report.order, alone), []).append(rank)
     choices: dict[int, int] = {}
     replicas: list[tuple[HeldShard, ...]] = []
     for ranks in groups.values():
