@@ -2,6 +2,7 @@
 
 from torchtitan_ext import errors, ops
 from torchtitan_ext.checkpoint import async_save, load, save
+from torchtitan_ext.fingerprint import fingerprint
 from torchtitan_ext.full_tensor import distribute_tensor, full_tensor, get_full_state_dict, set_full_state_dict
 from torchtitan_ext.layout import ShardOrder
 from torchtitan_ext.load_planner import LoadPlanner
@@ -16,6 +17,7 @@ __all__ = [
     "async_save",
     "distribute_tensor",
     "errors",
+    "fingerprint",
     "full_tensor",
     "get_full_state_dict",
     "load",
