@@ -112,7 +112,8 @@ def digest_values(values: Mapping[str, Any], table: KeyTable, *, hash_replicas: 
         if isinstance(entry, ObjectEntry):
             digests[fqn] = digest_value(values[fqn])
         elif isinstance(entry, TensorEntry) and is_replicated(entry.report) and not local_tensor(values[fqn]).is_meta:
-            if hash_replicas or local_bytes(entry) <= SMALL_TENSOR_BYTES:
+            # Ranks that hold nothing of an empty tensor may hold it in different local shapes.
+            if local_bytes(entry) > 0 and (hash_replicas or local_bytes(entry) <= SMALL_TENSOR_BYTES):
                 digests[fqn] = digest_tensor(values[fqn])
     return digests
 
