@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from models import (
     INTERLEAVED_QKV,
@@ -23,7 +24,9 @@ from models import (
 )
 from reference import Step, same_bits
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -302,3 +305,56 @@ def test_metadata_is_what_stock_would_write(run_world, tmp_path: Path) -> None:
         assert ours.state_dict_metadata[fqn].properties == entry.properties
         boxes = {(chunk.offsets, chunk.sizes) for chunk in entry.chunks if chunk.sizes.numel() > 0}
         assert {(chunk.offsets, chunk.sizes) for chunk in ours.state_dict_metadata[fqn].chunks} == boxes
+
+
+def sharded_tensor_of(rank: int, world_size: int) -> Any:
+    """The kind of tensor that FSDP1 makes."""
+    whole = torch.arange(21.0).view(7, 3)
+    spec = ChunkShardingSpec(dim=0, placements=[f"rank:{other}/cpu" for other in range(world_size)])
+    tensor = sharded_tensor.empty(spec, 7, 3)
+    for shard in tensor.local_shards():
+        begin = shard.metadata.shard_offsets[0]
+        shard.tensor.copy_(whole[begin : begin + shard.metadata.shard_sizes[0]])
+    return tensor
+
+
+def round_trip_sharded_tensor(rank: int, world_size: int, path: Path) -> bool:
+    state = {"weight": sharded_tensor_of(rank, world_size)}
+    tte.save(state, path)
+    for shard in state["weight"].local_shards():
+        shard.tensor.fill_(-1)
+    tte.load(state, path)
+    truth = sharded_tensor_of(rank, world_size).local_shards()
+    return all(
+        same_bits(left.tensor, right.tensor) for left, right in zip(state["weight"].local_shards(), truth, strict=True)
+    )
+
+
+def test_sharded_tensors_of_old(run_world, tmp_path: Path) -> None:
+    assert run_world(3, round_trip_sharded_tensor, tmp_path) == [True] * 3
+    target = {"weight": torch.zeros(7, 3)}
+    tte.load(target, tmp_path)
+    assert same_bits(target["weight"], torch.arange(21.0).view(7, 3))
+
+
+class BrokenWriter(FileSystemWriter):
+    """Storage that fails on one rank."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise OSError("no space left on device")
+        return super().write_data(plan, planner)
+
+
+def save_to_broken_storage(rank: int, world_size: int, path: Path) -> str:
+    state = build_handmade(left_to_right("", (world_size,), Shard(0)), {"weight": torch.arange(12.0)})
+    with pytest.raises(tte.errors.CheckpointFailedError) as caught:
+        tte.save(state, storage_writer=BrokenWriter(path))
+    return str(caught.value)
+
+
+def test_a_storage_that_fails_on_one_rank_fails_on_all(run_world, tmp_path: Path) -> None:
+    texts = run_world(3, save_to_broken_storage, tmp_path)
+    assert len(set(texts)) == 1
+    assert "rank 1" in texts[0] and "no space left on device" in texts[0]
+    assert not (tmp_path / ".metadata").exists()
