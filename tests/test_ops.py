@@ -39,7 +39,8 @@ def box(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...]:
 
 def bits(tensor: Tensor) -> Tensor:
     """The bytes of a tensor: NaNs compare equal to themselves, and every dtype can be compared."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    values = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+    return values.view(tensor.shape).copy_(tensor.detach()).reshape(-1).view(torch.uint8)
 
 
 def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> Tensor:

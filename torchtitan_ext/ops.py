@@ -152,6 +152,8 @@ def _check_shape(name: str, local: Tensor, shard: ShardLike) -> None:
 
 def flat_offsets(tensors: Sequence[Tensor], *, alignment: int = DEFAULT_ALIGNMENT) -> list[int]:
     """Where each tensor begins in their flat buffer, in bytes, and behind the last one the size of the buffer."""
+    if not 0 < alignment <= 2**20 or alignment & (alignment - 1):
+        raise ValueError(f"flat buffer: alignment is {alignment}, expected a power of two of at most {2**20} bytes")
     offsets, end = [], 0
     for tensor in tensors:
         offsets.append((end + alignment - 1) // alignment * alignment)
@@ -218,7 +220,7 @@ def flat_views(flat: Tensor, like: Sequence[Tensor], *, alignment: int = DEFAULT
 
 # ---- broadcast ----
 
-DEFAULT_BUCKET_BYTES = 1 << 20
+DEFAULT_BUCKET_BYTES = 4 << 20
 """PLACEHOLDER."""
 
 
@@ -459,7 +461,9 @@ def _entries(src: Sequence[Tensor], tables: Sequence[int]) -> list[tuple[list[in
     entries, rest = [], list(tables)
     for tensor in src:
         num_dims = tensor.dim()
-        ends = [1 + num_dims, 1 + 2 * num_dims, 1 + 2 * num_dims + 3 * num_dims * rest[0]]
+        ends = [1 + num_dims, 1 + 2 * num_dims, 1 + 2 * num_dims + (3 * num_dims * rest[0] if rest else 0)]
+        if not rest or rest[0] < 0 or len(rest) < ends[-1]:
+            raise ValueError("pack_shards: the table ends too early")
         entries.append((rest[1 : ends[0]], rest[ends[0] : ends[1]], rest[ends[1] : ends[2]]))
         rest = rest[ends[2] :]
     return entries
