@@ -23,7 +23,7 @@ export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 CPP_FILES = $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh tests/csrc/*.cpp tests/csrc/*.h)
 PY_PATHS := torchtitan_ext tests examples benchmarks
 
-.PHONY: help demo build test test-cpp test-python soak lint format clean
+.PHONY: sanitize sanitize-asan sanitize-tsan help demo build test test-cpp test-python soak lint format clean
 
 help:  ## Say what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -48,6 +48,33 @@ test-python: build $(STAMPS)/test
 
 soak: build $(STAMPS)/test  ## The property tests and fuzzers with many more cases (minutes to hours: TTE_SOAK=factor)
 	TTE_SOAK=$${TTE_SOAK:-20} $(VENV)/bin/pytest -m "not needs_cuda" --timeout 7200
+
+# Python cannot run sanitized code from the editable install: each sanitizer has a small environment of its own beside its build,
+# which sees the packages of .venv and holds the package with sanitized libraries.
+SANITIZED_TESTS := tests/test_ops.py tests/test_ops_fuzz.py tests/test_fingerprint.py
+sanitize: $(STAMPS)/gtest $(STAMPS)/package $(STAMPS)/test  ## C++ tests, op tests and fuzz under ASan + UBSan, then under TSan
+	$(MAKE) sanitize-asan sanitize-tsan
+
+sanitize-asan: SANITIZERS := address,undefined
+sanitize-tsan: SANITIZERS := thread
+sanitize-asan sanitize-tsan: sanitize-%:
+	$(CMAKE) -S . -B build/$* -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo -DTTE_CUDA=OFF -DTTE_BUILD_TESTS=ON \
+	  -DTTE_SANITIZE=$(SANITIZERS) -DPython_EXECUTABLE="$(abspath $(PY))" \
+	  -Dpybind11_DIR="$$($(PY) -m pybind11 --cmakedir)" >/dev/null
+	$(CMAKE) --build build/$* --target extension core_tests
+	$(SANITIZER_ENV) $(VENV)/bin/ctest --test-dir build/$* --output-on-failure
+	$(PY) -m venv --without-pip --clear build/$*/venv
+	site="$$(build/$*/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')"; \
+	  $(PY) -c 'import sysconfig; print(sysconfig.get_path("platlib"))' > "$$site/packages.pth"; \
+	  $(CMAKE) --install build/$* --component python --prefix "$$site" >/dev/null; \
+	  cp -r torchtitan_ext/. "$$site/torchtitan_ext/"
+	$(SANITIZER_ENV) LD_PRELOAD="$$($${CXX:-c++} -print-file-name=lib$*.so)" \
+	  build/$*/venv/bin/python -m pytest -s -q -p no:cacheprovider --import-mode=importlib \
+	  -k "not compile and not opcheck and not mesh" $(SANITIZED_TESTS)
+
+# Leaks are Python's own at exit. OpenMP and torch are not instrumented: what they do among themselves is not ours to judge.
+SANITIZER_ENV = ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+  TSAN_OPTIONS=halt_on_error=1:ignore_noninstrumented_modules=1 setarch -R
 
 lint: $(STAMPS)/lint  ## Formatters in checking mode, ruff, mypy
 	$(VENV)/bin/clang-format --dry-run --Werror $(CPP_FILES)
