@@ -114,7 +114,7 @@ $(STAMPS)/package: pyproject.toml $(STAMPS)/torch $(STAMPS)/modules
 	@touch $@
 
 $(STAMPS)/test: pyproject.toml $(STAMPS)/torch
-	$(PIP) "pytest>=8" pytest-timeout "hypothesis>=6.100"
+	$(PIP) "pytest>=8" pytest-timeout "hypothesis>=6.100" safetensors
 	@touch $@
 
 $(STAMPS)/lint: pyproject.toml $(STAMPS)/torch $(STAMPS)/test
