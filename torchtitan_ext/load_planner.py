@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import fnmatch
 import io
-import pickle
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +38,7 @@ from torchtitan_ext.layout import (
     num_elements,
     shard_of,
 )
+from torchtitan_ext.plain_value import read_value
 from torchtitan_ext.state_dict import FlatStateDict, Path, flatten_state_dict, materialize_meta, set_value
 
 # A component such as dp_rank_7 or rank_7: an entry that each rank keeps for itself. Not layers.7.
@@ -116,6 +116,7 @@ class LoadPlanner(StockLoadPlanner):
         self.allow_partial_load = allow_partial_load
         self.original_state_dict: dict[str, Any] = {}
         self.mappings: dict[str, Any] = {}
+        self._flat = FlatStateDict()
         self._rules = LayoutRules(layouts)
         self._cast = cast
         self._allow_unclaimed = tuple(allow_unclaimed)
@@ -211,13 +212,9 @@ class LoadPlanner(StockLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         fqn = read_item.dest_index.fqn
         try:
-            loaded = torch.load(value, map_location="cpu", weights_only=self._weights_only)
-        except pickle.UnpicklingError as error:
-            raise CheckpointReadError(
-                fqn,
-                f"it is not plain data ({str(error).splitlines()[0]}); allow its classes with "
-                "torch.serialization.add_safe_globals, or pass weights_only=False if you trust the checkpoint",
-            ) from None
+            loaded = read_value(value, weights_only=self._weights_only)
+        except ValueError as error:
+            raise CheckpointReadError(fqn, str(error)) from None
         self.state_dict[fqn] = loaded
         set_value(self.original_state_dict, self._flat.paths[fqn], loaded)
 
