@@ -88,7 +88,7 @@ def set_value(state_dict: dict[str, Any], path: Path, value: Any) -> None:
 def materialize_meta(state_dict: dict[str, Any], flat: FlatStateDict) -> None:
     """Gives every meta tensor memory on its mesh's device (plain ones: the process group's), in place in both dicts."""
     for fqn, value in flat.values.items():
-        if isinstance(value, torch.Tensor) and value.is_meta and not isinstance(value, ShardedTensor):
+        if isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor) and value.is_meta:
             flat.values[fqn] = on_device(value, _load_device(value))
             set_value(state_dict, flat.paths[fqn], flat.values[fqn])
 
