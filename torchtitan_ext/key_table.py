@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchtitan_ext.errors import Problem
@@ -21,6 +20,7 @@ from torchtitan_ext.layout import (
     Describer,
     LayoutRules,
     ShardReport,
+    describes_itself,
     is_on_mesh,
     is_replicated,
     local_tensor,
@@ -127,14 +127,6 @@ def structure_digest(table: KeyTable) -> str:
     """Digest of everything in a table but values: keys, dtypes, shapes, meshes, placements, paths."""
     structure = replace(table, digests={})
     return hashlib.blake2b(repr(structure).encode(), digest_size=16).hexdigest()
-
-
-def describes_itself(value: Any) -> bool:
-    """Whether DCP's hooks, on the value or on a DTensor's local tensor, say which boxes a rank holds."""
-    if isinstance(value, ShardedTensor):
-        return True
-    holder = value._local_tensor if isinstance(value, DTensor) else value
-    return hasattr(holder, "__create_chunk_list__")
 
 
 def _has_boxes(value: Any) -> bool:

@@ -14,9 +14,10 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -181,6 +182,14 @@ def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def is_on_mesh(tensor: torch.Tensor) -> bool:
     """Whether this rank holds a part: false only for a DTensor whose mesh this rank is not on."""
     return not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None
+
+
+def describes_itself(value: Any) -> bool:
+    """Whether DCP's hooks, on the value or on a DTensor's local tensor, say which boxes a rank holds."""
+    if isinstance(value, ShardedTensor):
+        return True
+    holder = value._local_tensor if isinstance(value, DTensor) else value
+    return hasattr(holder, "__create_chunk_list__")
 
 
 class Describer:

@@ -1,0 +1,83 @@
+"""Every exception survives pickling with its fields, alone and inside DCP's wrapper, and its report stays readable."""
+
+import inspect
+import pickle
+
+import pytest
+from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
+
+from torchtitan_ext import errors
+from torchtitan_ext.errors import Problem, refusal
+
+PROBLEMS = (
+    Problem("missing_key", "model.weight", "Missing key in checkpoint state_dict: model.weight."),
+    Problem("wrong_shape", "w", "got (2,), expected (3,)"),
+)
+INSTANCES = [
+    *(
+        error_class("save", PROBLEMS)
+        for error_class in (
+            errors.StateRefusedError,
+            errors.LayoutError,
+            errors.ReplicaMismatchError,
+            errors.MissingStateError,
+            errors.ReshardError,
+        )
+    ),
+    errors.CheckpointReadError("trainer.step", "its bytes are damaged"),
+    errors.CheckpointFailedError("load", {3: "OSError: disk full", 5: "ValueError: no"}),
+    errors.TorchtitanExtError("general"),
+]
+
+
+def test_every_exception_class_is_tried_here() -> None:
+    classes = {member for _, member in inspect.getmembers(errors, inspect.isclass) if issubclass(member, Exception)}
+    assert classes == {type(instance) for instance in INSTANCES}
+
+
+@pytest.mark.parametrize("error", INSTANCES, ids=lambda error: type(error).__name__)
+def test_an_exception_survives_pickling(error: errors.TorchtitanExtError) -> None:
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error) and isinstance(again, Exception)
+    assert (str(again), again.args, vars(again)) == (str(error), error.args, vars(error))
+
+
+@pytest.mark.parametrize("error", INSTANCES, ids=lambda error: type(error).__name__)
+def test_an_exception_survives_inside_the_wrapper_of_dcp(error: errors.TorchtitanExtError) -> None:
+    wrapped = pickle.loads(pickle.dumps(CheckpointException("plan", {2: _wrap_exception(error)})))
+    inner = wrapped.failures[2][0]
+    assert type(inner) is type(error) and vars(inner) == vars(error)
+
+
+@pytest.mark.parametrize("base", [RuntimeError, ValueError])
+def test_a_refusal_is_what_stock_raised(base: type[Exception]) -> None:
+    with pytest.raises(base, match="Missing key in checkpoint"):
+        raise refusal("load", [PROBLEMS[0]])
+
+
+def test_problems_of_one_class_give_that_class_and_others_the_common_one() -> None:
+    assert type(refusal("load", [PROBLEMS[0]])) is errors.MissingStateError
+    assert type(refusal("load", [PROBLEMS[1]])) is errors.ReshardError
+    assert type(refusal("load", PROBLEMS)) is errors.StateRefusedError
+
+
+def test_a_problem_that_many_ranks_report_is_listed_once() -> None:
+    assert refusal("load", [PROBLEMS[0]] * 8).problems == PROBLEMS[:1]
+
+
+def test_the_report_groups_by_kind_and_shows_ten_lines_of_each() -> None:
+    many = [Problem("missing_key", f"layers.{index}", "the checkpoint lacks it") for index in range(25)]
+    lines = str(refusal("load", [*many, PROBLEMS[1]])).splitlines()
+    assert lines[0] == "load refused, nothing was changed; 26 problem(s):"
+    assert lines[1] == "Missing key in checkpoint (25):"
+    assert lines[2] == "  layers.0: the checkpoint lacks it"
+    assert lines[12:] == ["  ... and 15 more", "Size mismatch (1):", "  w: got (2,), expected (3,)"]
+
+
+def test_every_kind_of_problem_has_a_heading_and_a_class() -> None:
+    kinds = set(errors.ProblemKind.__args__)  # type: ignore[attr-defined]
+    assert kinds == set(errors._HEADINGS) == set(errors._ERROR_OF_KIND)
+
+
+def test_a_failure_names_its_ranks() -> None:
+    assert str(INSTANCES[-2]) == "load failed on 2 rank(s): rank 3: OSError: disk full; rank 5: ValueError: no"
