@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import (
     Step,
@@ -39,6 +39,7 @@ def test_missing_chunks_are_empty() -> None:
     assert rows((4,), (2,), dtensor_steps([Replicate()])) == [[0, 1, 2, 3], [0, 1, 2, 3]]
 
 
+@settings(deadline=None)
 @given(st.integers(0, 40), st.integers(1, 6), st.integers(1, 5), st.integers(0, 1))
 def test_one_step_is_what_strided_shard_does(size: int, axis_size: int, split_factor: int, dim: int) -> None:
     shape = (size, 2) if dim == 0 else (2, size)
@@ -48,6 +49,7 @@ def test_one_step_is_what_strided_shard_does(size: int, axis_size: int, split_fa
         assert torch.equal(shard_once(tensor, axis_size, index, dim, split_factor), stock[index])
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(0, 9), min_size=1, max_size=3),
     st.lists(st.integers(1, 4), min_size=1, max_size=3),
