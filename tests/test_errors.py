@@ -20,6 +20,7 @@ INSTANCES = [
             errors.StateRefusedError,
             errors.LayoutError,
             errors.ReplicaMismatchError,
+            errors.SyncMismatchError,
             errors.MissingStateError,
             errors.ReshardError,
         )

@@ -6,7 +6,9 @@ from torchtitan_ext.fingerprint import fingerprint
 from torchtitan_ext.full_tensor import distribute_tensor, full_tensor, get_full_state_dict, set_full_state_dict
 from torchtitan_ext.layout import ShardOrder
 from torchtitan_ext.load_planner import LoadPlanner
+from torchtitan_ext.replica_check import check_replicas
 from torchtitan_ext.save_planner import SavePlanner
+from torchtitan_ext.sync import broadcast_tensors, sync_module_states
 
 __version__ = "0.1.0"
 
@@ -15,6 +17,8 @@ __all__ = [
     "SavePlanner",
     "ShardOrder",
     "async_save",
+    "broadcast_tensors",
+    "check_replicas",
     "distribute_tensor",
     "errors",
     "fingerprint",
@@ -24,4 +28,5 @@ __all__ = [
     "ops",
     "save",
     "set_full_state_dict",
+    "sync_module_states",
 ]

@@ -26,6 +26,7 @@ ProblemKind = Literal[
     "wrong_type",
     "unclaimed_keys",
     "broken_checkpoint",
+    "cannot_sync",
 ]
 
 # A report stays readable for a model of ten thousand tensors.
@@ -67,13 +68,16 @@ class StateRefusedError(TorchtitanExtError, RuntimeError, ValueError):
         grouped: dict[ProblemKind, list[Problem]] = {}
         for problem in self.problems:
             grouped.setdefault(problem.kind, []).append(problem)
-        lines = [f"{self.operation} refused, nothing was changed; {len(self.problems)} problem(s):"]
+        lines = [f"{self._headline()}; {len(self.problems)} problem(s):"]
         for kind, members in grouped.items():
             lines.append(f"{_HEADINGS[kind]} ({len(members)}):")
             lines += [f"  {problem}" for problem in members[:_MAX_LINES_PER_KIND]]
             if len(members) > _MAX_LINES_PER_KIND:
                 lines.append(f"  ... and {len(members) - _MAX_LINES_PER_KIND} more")
         return "\n".join(lines)
+
+    def _headline(self) -> str:
+        return f"{self.operation} refused, nothing was changed"
 
 
 class LayoutError(StateRefusedError):
@@ -82,6 +86,18 @@ class LayoutError(StateRefusedError):
 
 class ReplicaMismatchError(StateRefusedError):
     """Ranks that should hold the same value, shape or dtype do not."""
+
+
+class SyncMismatchError(StateRefusedError):
+    """Ranks that sync, or check, replicas disagree on what these are, or a tensor cannot be synced, or replicas differ.
+
+    The same on every rank. Raised before any data moved, except where replicas are found to differ after a sync.
+    """
+
+    def _headline(self) -> str:
+        if all(problem.kind == "replicas_differ" for problem in self.problems):
+            return f"{self.operation}: replicas are not equal"
+        return super()._headline()
 
 
 class MissingStateError(StateRefusedError):
@@ -137,6 +153,7 @@ _HEADINGS: dict[ProblemKind, str] = {
     "wrong_type": "Type mismatch",
     "unclaimed_keys": "Per-rank entries that no rank asks for",
     "broken_checkpoint": "Checkpoint metadata is broken",
+    "cannot_sync": "Tensors that cannot be synced",
 }
 
 _ERROR_OF_KIND: dict[ProblemKind, type[StateRefusedError]] = {
@@ -154,6 +171,7 @@ _ERROR_OF_KIND: dict[ProblemKind, type[StateRefusedError]] = {
     "wrong_type": ReshardError,
     "unclaimed_keys": ReshardError,
     "broken_checkpoint": ReshardError,
+    "cannot_sync": SyncMismatchError,
 }
 
 

@@ -53,7 +53,7 @@ def broadcast_bytes(mesh: DeviceMesh, flat: torch.Tensor, src: int) -> None:
         flat: 1-D uint8, contiguous, of the same length on every rank, on the mesh's device.
     """
     for axis in range(mesh.ndim):
-        dist.broadcast(flat, src=_ranks_along(mesh, axis)[src], group=mesh.get_group(axis))
+        dist.broadcast(flat, src=ranks_along(mesh, axis)[src], group=mesh.get_group(axis))
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -61,7 +61,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _ranks_along(mesh: DeviceMesh, axis: int) -> list[int]:
+def ranks_along(mesh: DeviceMesh, axis: int) -> list[int]:
     """Global ranks on the line of the mesh through this rank along ``axis``, by coordinate."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "called on a rank outside the mesh, please report"
@@ -72,4 +72,4 @@ def _ranks_along(mesh: DeviceMesh, axis: int) -> list[int]:
 def _group_positions(mesh: DeviceMesh, axis: int) -> list[int]:
     """Per coordinate along ``axis`` the rank within the axis's group: groups sort their ranks, meshes need not."""
     members = dist.get_process_group_ranks(mesh.get_group(axis))
-    return [members.index(rank) for rank in _ranks_along(mesh, axis)]
+    return [members.index(rank) for rank in ranks_along(mesh, axis)]

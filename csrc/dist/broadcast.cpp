@@ -1,0 +1,261 @@
+// broadcast_coalesced_ over c10d. No stable form of process groups exists, so this file uses the full C++ API of torch
+// and is built per minor version of it. Contract: torchtitan_ext/ops.py.
+//
+// A flight is packed while up to kFlights - 1 others move. On every rank the same messages go in the same order: what
+// depends on one rank alone (is a tensor contiguous?) decides only between the tensor's own memory and a bucket.
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include <deque>
+#include <string>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <vector>
+
+#include "core/aliasing.h"
+#include "core/bucket.h"
+#include "ops/copy_runs.h"
+
+namespace torchtitan_ext::dist {
+namespace {
+
+using core::Flight;
+using core::Message;
+using core::RunList;
+using core::Schedule;
+using core::Segment;
+using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
+
+constexpr const char* kOp = "broadcast_coalesced_";
+// One is packed or unpacked, one moves, one waits so that the wire is never idle. It is also the bound on extra memory.
+constexpr size_t kFlights = 3;
+// Below this the two copies through a bucket cost less than a message.
+constexpr int64_t kDirectBytes = int64_t{64} << 10;
+
+int64_t address_of(const at::Tensor& tensor) { return reinterpret_cast<int64_t>(tensor.const_data_ptr()); }
+
+core::Memory memory_of(const at::Tensor& tensor) {
+  return {static_cast<uintptr_t>(address_of(tensor)), tensor.sizes(), tensor.strides(), tensor.element_size()};
+}
+
+// Refuses what cannot be received into, on the source too: the same call must fail on every rank.
+void check_tensors(at::TensorList tensors) {
+  std::vector<core::Memory> memories;
+  memories.reserve(tensors.size());
+  for (size_t index = 0; index < tensors.size(); ++index) {
+    const at::Tensor& tensor = tensors[index];
+    const auto where = [index] { return c10::str(kOp, ": tensors[", index, "] "); };
+    TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, where(), "is sparse; convert it with .to_dense() first");
+    TORCH_CHECK_VALUE(!tensor.is_quantized(), where(), "is quantized; dequantize it first");
+    TORCH_CHECK_VALUE(tensor.is_cpu() || tensor.is_cuda(), where(), "is neither on a CPU nor on a CUDA device but on ",
+                      tensor.device());
+    TORCH_CHECK_VALUE(tensor.device() == tensors[0].device(), where(), "is on ", tensor.device(), ", tensors[0] on ",
+                      tensors[0].device(), "; call once per device");
+    TORCH_CHECK_VALUE(!tensor.is_conj() && !tensor.is_neg(), where(),
+                      "is a lazily conjugated or negated view; pass what it views");
+    memories.push_back({0, tensor.sizes(), tensor.strides(), tensor.element_size()});
+    if (tensor.numel() == 0) continue;
+    const int64_t span_bytes = core::extent_of(memories.back()).end;
+    const int64_t begin_bytes = tensor.storage_offset() * tensor.element_size();
+    TORCH_CHECK_VALUE(begin_bytes + span_bytes <= static_cast<int64_t>(tensor.storage().nbytes()), where(),
+                      "spans more bytes than its storage has; was it freed or resized?");
+    // The form for writing: it gives a copy-on-write tensor memory of its own.
+    memories.back().address = reinterpret_cast<uintptr_t>(tensor.mutable_data_ptr());
+    TORCH_CHECK_VALUE(tensor.is_contiguous() || !core::may_overlap_itself(tensor.sizes(), tensor.strides()), where(),
+                      "cannot be received into: several of its elements share memory; clone() it first");
+  }
+  const core::BoxPair pair = core::find_shared_memory(memories);
+  TORCH_CHECK_VALUE(pair.first < 0, kOp, ": tensors[", pair.first, "] and tensors[", pair.second,
+                    "] share memory and would both be received into");
+}
+
+// Bytes [first, first + count) of a tensor's memory as 1-d uint8. It keeps the storage alive, and tells c10d its
+// device.
+at::Tensor bytes_of(const at::Tensor& tensor, int64_t first, int64_t count) {
+  at::Tensor bytes = at::empty({0}, tensor.options().dtype(at::kByte));
+  return bytes.set_(tensor.storage(), tensor.storage_offset() * tensor.element_size() + first, {count}, {1});
+}
+
+// The copies of a bucket are short, and the other cores are busy moving what is in flight.
+void on_this_thread(int64_t begin, int64_t end, int64_t, ops::RangeBody body, void* context) {
+  body(begin, end, context);
+}
+
+class Broadcast {
+ public:
+  Broadcast(at::TensorList tensors, c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t src, Schedule schedule)
+      : tensors_(tensors), group_(std::move(group)), src_(src), schedule_(std::move(schedule)) {
+    options_.rootRank = src;
+    options_.asyncOp = true;
+    coalesces_ = group_->getBackend(tensors[0].device().type())->supportsCoalescing();
+  }
+
+  void run() {
+    for (size_t index = 0; index < schedule_.flights.size(); ++index) {
+      if (in_flight_.size() == kFlights) finish_oldest();
+      start(index);
+    }
+    while (!in_flight_.empty()) finish_oldest();
+  }
+
+ private:
+  struct Started {
+    size_t flight;
+    Works works;
+  };
+
+  bool is_source() const { return group_->getRank() == src_; }
+  at::Tensor& bucket_of(size_t flight) { return buckets_[flight % kFlights]; }
+
+  std::span<const Segment> segments_of(const Message& message) const {
+    return std::span<const Segment>(schedule_.segments).subspan(message.first_segment, message.num_segments);
+  }
+
+  std::span<const Message> messages_of(size_t flight) const {
+    const Flight& messages = schedule_.flights[flight];
+    return std::span<const Message>(schedule_.messages).subspan(messages.first_message, messages.num_messages);
+  }
+
+  // Whether the message is a part of one tensor that can be sent from and received into where it lies.
+  bool is_direct(const Message& message) const {
+    return message.num_segments == 1 && tensors_[segments_of(message)[0].tensor].is_contiguous();
+  }
+
+  void start(size_t flight) {
+    std::vector<at::Tensor> buffers;
+    RunList packing;
+    for (const Message& message : messages_of(flight)) {
+      const Segment& first = segments_of(message)[0];
+      if (is_direct(message)) {
+        buffers.push_back(bytes_of(tensors_[first.tensor], first.first_byte, first.num_bytes));
+        continue;
+      }
+      make_bucket(flight);
+      if (is_source()) append_copies(packing, flight, message, true);
+      buffers.push_back(bytes_of(bucket_of(flight), message.flight_bytes, message.num_bytes));
+    }
+    copy(packing);
+    in_flight_.push_back({flight, send(buffers)});
+  }
+
+  Works send(std::vector<at::Tensor>& buffers) {
+    const c10::DeviceType device = tensors_[0].device().type();
+    Works works;
+    if (coalesces_) group_->startCoalescing(device);
+    for (at::Tensor& buffer : buffers) {
+      std::vector<at::Tensor> one = {buffer};
+      works.push_back(group_->broadcast(one, options_));
+    }
+    // The works inside a coalesced block are not waited for: the one of the block stands for them.
+    if (coalesces_) works = {group_->endCoalescing(device)};
+    return works;
+  }
+
+  void finish_oldest() {
+    const Started oldest = std::move(in_flight_.front());
+    in_flight_.pop_front();
+    for (const auto& work : oldest.works) {
+      if (work) work->wait();
+    }
+    if (is_source()) return;
+    RunList unpacking;
+    for (const Message& message : messages_of(oldest.flight)) {
+      if (!is_direct(message)) append_copies(unpacking, oldest.flight, message, false);
+    }
+    copy(unpacking);
+  }
+
+  // Buckets are as large as the largest flight, so each is allocated once.
+  void make_bucket(size_t flight) {
+    if (bucket_of(flight).defined()) return;
+    int64_t num_bytes = 0;
+    for (const Flight& any : schedule_.flights) num_bytes = std::max(num_bytes, any.num_bytes);
+    bucket_of(flight) = at::empty({num_bytes}, tensors_[0].options().dtype(at::kByte));
+  }
+
+  void append_copies(RunList& runs, size_t flight, const Message& message, bool to_bucket) {
+    const int64_t base = address_of(bucket_of(flight)) + message.flight_bytes;
+    runs.reserve(runs.nests().size() + message.num_segments);
+    for (const Segment& segment : segments_of(message)) {
+      const at::Tensor& tensor = tensors_[segment.tensor];
+      const int64_t in_bucket = base + segment.message_bytes;
+      runs.start_pair();
+      if (tensor.is_contiguous()) {
+        const int64_t in_tensor = address_of(tensor) + segment.first_byte;
+        runs.append_bytes(to_bucket ? in_tensor : in_bucket, to_bucket ? in_bucket : in_tensor, segment.num_bytes);
+      } else {
+        const int64_t item_bytes = tensor.element_size();
+        const int64_t first = segment.first_byte / item_bytes, last = first + segment.num_bytes / item_bytes;
+        core::append_range(runs, memory_of(tensor), in_bucket, first, last, to_bucket);
+      }
+    }
+  }
+
+  void copy(const RunList& runs) const {
+    if (runs.nests().empty()) return;
+    if (tensors_[0].is_cuda()) {
+      ops::copy_runs_cuda(runs, 0, 0, tensors_[0].device().index());
+    } else {
+      ops::copy_runs_cpu(runs, 0, 0, on_this_thread);
+    }
+  }
+
+  at::TensorList tensors_;
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  int64_t src_;
+  Schedule schedule_;
+  c10d::BroadcastOptions options_;
+  bool coalesces_ = false;
+  at::Tensor buckets_[kFlights];
+  std::deque<Started> in_flight_;
+};
+
+void broadcast_coalesced_(at::TensorList tensors, std::string group_name, int64_t src, int64_t bucket_bytes) {
+  const auto group = c10d::resolve_process_group(group_name);
+  TORCH_CHECK_VALUE(src >= 0 && src < group->getSize(), kOp, ": got src ", src, ", expected a rank of the group, 0 to ",
+                    group->getSize() - 1);
+  TORCH_CHECK_VALUE(bucket_bytes > 0, kOp, ": got bucket_bytes ", bucket_bytes, ", expected a positive number");
+  if (tensors.empty()) return;
+  check_tensors(tensors);
+  if (group->getSize() == 1) return;
+  std::vector<int64_t> tensor_bytes;
+  tensor_bytes.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) tensor_bytes.push_back(static_cast<int64_t>(tensor.nbytes()));
+  const int64_t whole_pieces = (bucket_bytes + core::kPieceBytes - 1) / core::kPieceBytes * core::kPieceBytes;
+  Schedule schedule = core::schedule_messages(tensor_bytes, whole_pieces, kDirectBytes);
+  Broadcast(tensors, group, src, std::move(schedule)).run();
+}
+
+std::vector<int64_t> check_broadcast(at::TensorList tensors) {
+  check_tensors(tensors);
+  // FNV-1a over whole words, twice with different starts: a slip must not go unseen, nobody is fooled on purpose.
+  uint64_t first = 0xcbf29ce484222325, second = 0x9e3779b97f4a7c15;
+  const auto add = [&](int64_t word) {
+    first = (first ^ static_cast<uint64_t>(word)) * 0x100000001b3;
+    first ^= first >> 29;
+    second = (second ^ static_cast<uint64_t>(word)) * 0xff51afd7ed558ccd;
+    second ^= second >> 32;
+  };
+  add(static_cast<int64_t>(tensors.size()));
+  for (const at::Tensor& tensor : tensors) {
+    add(static_cast<int64_t>(tensor.scalar_type()));
+    add(tensor.dim());
+    for (const int64_t size : tensor.sizes()) add(size);
+  }
+  return {static_cast<int64_t>(first), static_cast<int64_t>(second)};
+}
+
+void register_kernels(torch::Library& library) {
+  library.impl("broadcast_coalesced_", &broadcast_coalesced_);
+  library.impl("check_broadcast", &check_broadcast);
+}
+
+// Of sparse tensors too, to refuse them in one sentence.
+TORCH_LIBRARY_IMPL(torchtitan_ext, CPU, library) { register_kernels(library); }
+TORCH_LIBRARY_IMPL(torchtitan_ext, CUDA, library) { register_kernels(library); }
+TORCH_LIBRARY_IMPL(torchtitan_ext, SparseCPU, library) { register_kernels(library); }
+TORCH_LIBRARY_IMPL(torchtitan_ext, SparseCUDA, library) { register_kernels(library); }
+TORCH_LIBRARY_IMPL(torchtitan_ext, SparseCsrCPU, library) { register_kernels(library); }
+TORCH_LIBRARY_IMPL(torchtitan_ext, SparseCsrCUDA, library) { register_kernels(library); }
+
+}  // namespace
+}  // namespace torchtitan_ext::dist

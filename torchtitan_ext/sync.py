@@ -1,0 +1,190 @@
+"""Brings replicas to the bits of one source: lists of tensors, modules and state dicts, in place.
+
+Every function is collective, first has all ranks agree on what is synced, and raises the same ``SyncMismatchError`` on
+all of them before any data moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtitan_ext import ops
+from torchtitan_ext.errors import Problem, SyncMismatchError
+from torchtitan_ext.layout import local_tensor
+from torchtitan_ext.replica_check import compare_replicas
+from torchtitan_ext.replicas import (
+    Batch,
+    Buffers,
+    Replicas,
+    ReplicaTensor,
+    Source,
+    accelerator_of,
+    collect_replicas,
+    has_backend,
+    inner_tensors,
+    refusal_in_list,
+)
+from torchtitan_ext.sync_agreement import Options, agree
+
+
+def broadcast_tensors(
+    tensors: Sequence[Tensor],
+    *,
+    group: dist.ProcessGroup | None = None,
+    src: int = 0,
+    bucket_bytes: int = ops.DEFAULT_BUCKET_BYTES,
+    check: bool = True,
+) -> None:
+    """Fills tensors on every rank of a group with the bits of the source, in place. Collective over the group.
+
+    Args:
+        tensors: Plain tensors of any dtypes, devices, shapes and strides, in the same order on every rank. They are
+            written under ``no_grad``; their version counters are bumped.
+        group: The ranks; the default group if left out.
+        src: Rank of the source, counted in the group.
+        bucket_bytes: See ``ops.broadcast_coalesced_``.
+        check: Whether ranks first agree on all of this, in one small exchange. Without it ranks that disagree hang or
+            mix up values.
+
+    Raises:
+        SyncMismatchError: Ranks disagree, or a tensor cannot be received into. Nothing was changed.
+    """
+    if not dist.is_initialized():
+        raise ValueError("broadcast_tensors: there is no process group; call init_process_group first")
+    group = dist.group.WORLD if group is None else group
+    assert group is not None
+    ranks = tuple(dist.get_process_group_ranks(group))
+    found = _listed(tensors, group, ranks, src)
+    if check:
+        agree("broadcast_tensors", group, {"src": src, "bucket_bytes": bucket_bytes}, found)
+    elif found.problems:
+        raise SyncMismatchError("broadcast_tensors", tuple(found.problems))
+    _broadcast(found, bucket_bytes)
+
+
+def sync_module_states(
+    module: Source,
+    mesh: DeviceMesh | None = None,
+    *,
+    src: int = 0,
+    params: bool = True,
+    buffers: Buffers = "all",
+    ignore: Collection[str] = (),
+    verify: bool = False,
+    bucket_bytes: int = ops.DEFAULT_BUCKET_BYTES,
+) -> None:
+    """Gives every replica of a module's parameters and buffers the bits of the source, in place.
+
+    A DTensor is broadcast along the mesh axes on which it is replicated, and along no other; a plain buffer over the
+    whole mesh. A plain *parameter* is synced only where an explicit ``mesh`` says that it is a replica, and otherwise
+    refused by name. Call it after ``to_empty`` and ``init_weights``, after a load, or when a replica joins.
+
+    Collective over ``mesh``; without one over the default process group, where every rank passes what it holds (its
+    pipeline parts). FSDP2 modules are left resharded.
+
+    Args:
+        module: A module, a list of pipeline parts, or a nested state dict. Wrapped by torch.compile, activation
+            checkpointing or DDP alike; parameters may be frozen, offloaded to the CPU, tied, or fp8 wrappers.
+        mesh: Where plain tensors are replicated. It must hold the mesh of every DTensor.
+        src: Coordinate of the source on every axis that replicates.
+        params: Whether parameters are synced.
+        buffers: Which buffers are.
+        ignore: Canonical names or globs that are left alone.
+        verify: Whether to prove afterwards, by ``check_replicas``, that all replicas are equal.
+        bucket_bytes: See ``ops.broadcast_coalesced_``.
+
+    Raises:
+        SyncMismatchError: The same on every rank: ranks disagree or a tensor cannot be synced, nothing was changed; or
+            ``verify`` found replicas that differ.
+    """
+    options = {"src": src, "params": params, "buffers": buffers, "ignore": sorted(ignore), "verify": verify}
+    _sync("sync_module_states", module, mesh, src, {**options, "bucket_bytes": bucket_bytes})
+
+
+def sync_state_dict(
+    state_dict: Mapping[str, Any],
+    mesh: DeviceMesh | None = None,
+    *,
+    src: int = 0,
+    ignore: Collection[str] = (),
+    verify: bool = False,
+    bucket_bytes: int = ops.DEFAULT_BUCKET_BYTES,
+) -> None:
+    """``sync_module_states`` of the tensors of a nested state dict, for example ``optimizer.state_dict()``.
+
+    Plain tensors (an optimizer's ``step``) need an explicit ``mesh``. Values that are no tensors are left alone.
+    """
+    options = {"src": src, "ignore": sorted(ignore), "verify": verify, "bucket_bytes": bucket_bytes}
+    _sync("sync_state_dict", state_dict, mesh, src, options)
+
+
+def _sync(operation: str, source: Source, mesh: DeviceMesh | None, src: int, options: Options) -> None:
+    if mesh is not None and mesh.get_coordinate() is None:
+        return
+    found = collect_replicas(
+        source,
+        mesh,
+        src,
+        params=options.get("params", True),
+        buffers=options.get("buffers", "all"),
+        ignore=options["ignore"],
+    )
+    agree(operation, mesh, options, found)
+    _broadcast(found, options["bucket_bytes"])
+    if options["verify"]:
+        differences = compare_replicas(operation, mesh, options, found)
+        if differences:
+            raise SyncMismatchError(operation, tuple(Problem("replicas_differ", d.fqn, str(d)) for d in differences))
+
+
+def _listed(tensors: Sequence[Tensor], group: dist.ProcessGroup, ranks: tuple[int, ...], src: int) -> Replicas:
+    """The tensors of a list as replicas along one group, named by their position."""
+    found = Replicas()
+    if not isinstance(src, int) or not 0 <= src < len(ranks):
+        found.problems.append(
+            Problem("cannot_sync", "src", f"src is {src!r}, expected a rank of the group, 0 to {len(ranks) - 1}")
+        )
+        return found
+    for index, tensor in enumerate(tensors):
+        fqn = f"tensors[{index}]"
+        problem = refusal_in_list(fqn, tensor)
+        if problem is not None:
+            found.problems.append(problem)
+            continue
+        found.owners.append(tensor)
+        for inner_fqn, local in inner_tensors(fqn, local_tensor(tensor)):
+            batch = found.batches.setdefault((0, ranks, local.device.type), Batch(group, src))
+            batch.tensors.append(ReplicaTensor(inner_fqn, local, "", ranks, ()))
+    return found
+
+
+def _broadcast(found: Replicas, bucket_bytes: int) -> None:
+    with torch.no_grad():
+        for key, batch in sorted(found.batches.items()):
+            tensors = [tensor.local for tensor in batch.tensors]
+            if has_backend(batch.group, key[2]):
+                ops.broadcast_coalesced_(tensors, batch.group.group_name, src=batch.src, bucket_bytes=bucket_bytes)
+            else:
+                _broadcast_staged(tensors, batch, bucket_bytes, accelerator_of(batch.group))
+        # A DTensor, and a wrapper, counts versions apart from the tensors in it.
+        outer = [owner for owner in found.owners if type(owner) is not Tensor and not isinstance(owner, nn.Parameter)]
+        torch.autograd.graph.increment_version(outer)
+
+
+def _broadcast_staged(tensors: Sequence[Tensor], batch: Batch, bucket_bytes: int, device: torch.device) -> None:
+    """By way of a bucket on ``device``: CPU tensors (FSDP2's offload) in a group that knows the accelerator only."""
+    pending = [tensor for tensor in tensors if tensor.numel() > 0]
+    while pending:
+        offsets = ops.flat_offsets(pending)
+        # At least one tensor, however large it is.
+        count = max(1, sum(end <= bucket_bytes for end in offsets[1:]))
+        chunk, pending = pending[:count], pending[count:]
+        bucket = ops.flatten_tensors(chunk).to(device)
+        ops.broadcast_coalesced_([bucket], batch.group.group_name, src=batch.src, bucket_bytes=bucket_bytes)
+        ops.unflatten_tensors_(chunk, bucket.cpu())

@@ -1,0 +1,232 @@
+"""Ranks agree on what is synced before anything moves: one small exchange, and a second one only where they do not.
+
+Each rank sends a digest per batch (``replicas.Batch``) and one of its options. All ranks read the same records, so all
+come to the same verdict: the digests of a batch are equal and every member of its group sent one. If not, the full
+tables are exchanged, and every rank works out the same list of differences.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtitan_ext import ops
+from torchtitan_ext.errors import Problem, SyncMismatchError
+from torchtitan_ext.mesh_exchange import all_gather_values
+from torchtitan_ext.replicas import Batch, BatchKey, Replicas, ReplicaTensor
+
+T = TypeVar("T")
+Scope = DeviceMesh | dist.ProcessGroup | None
+"""The ranks that take part: those of a mesh, of a group, or all."""
+Options = Mapping[str, Any]
+Row = dict[str, str]
+"""What replicas of one tensor must agree on, by name."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a rank sends first. ``batches``: per digest of a key the size of the group, structure and content."""
+
+    is_refused: bool
+    options: bytes
+    batches: dict[bytes, tuple[int, bytes, bytes]]
+
+
+@dataclass(frozen=True)
+class Table:
+    """What a rank sends when records do not agree."""
+
+    options: dict[str, str]
+    problems: tuple[Problem, ...]
+    batches: dict[BatchKey, list[tuple[str, Row]]]
+
+
+def gather(scope: Scope, value: T) -> list[T]:
+    """The picklable values of all ranks of a scope. Collective."""
+    if isinstance(scope, DeviceMesh):
+        return all_gather_values(scope, value)
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    values: list[T] = [value] * dist.get_world_size(scope)
+    dist.all_gather_object(values, value, group=scope)
+    return values
+
+
+def scope_ranks(scope: Scope) -> list[int]:
+    """Global ranks of a scope, in the order of ``gather``."""
+    if isinstance(scope, DeviceMesh):
+        return [int(rank) for rank in scope.mesh.flatten().tolist()]
+    if not (dist.is_available() and dist.is_initialized()):
+        return [0]
+    return dist.get_process_group_ranks(dist.group.WORLD if scope is None else scope)
+
+
+def agree(
+    operation: str,
+    scope: Scope,
+    options: Options,
+    replicas: Replicas,
+    contents: Mapping[BatchKey, bytes] | None = None,
+) -> set[BatchKey]:
+    """Has all ranks of a scope agree on what they are about to do. Collective over the scope.
+
+    Args:
+        operation: For messages, and itself agreed on.
+        options: Arguments that must be the same everywhere.
+        replicas: Of this rank. Its problems are raised on every rank.
+        contents: Digest of the values of each batch; compared, but no reason to refuse.
+
+    Returns:
+        The batches, among this rank's, whose contents are not equal on all members; and, if contents differ between
+        other ranks only, an empty key, so that all ranks know of it.
+
+    Raises:
+        SyncMismatchError: The same on every rank.
+    """
+    batches, problems = replicas.batches, list(replicas.problems)
+    structures: dict[BatchKey, bytes] = {}
+    for key, batch in batches.items():
+        try:
+            structures[key] = _structure(batch)
+        except ValueError as error:
+            problems.append(_by_name(error, batch))
+    record = Record(
+        is_refused=bool(problems),
+        options=_digest([operation, *(f"{name}={value!r}" for name, value in options.items())]),
+        batches={
+            _digest([repr(key)]): (len(key[1]), structure, (contents or {}).get(key, b""))
+            for key, structure in structures.items()
+        },
+    )
+    records = gather(scope, record)
+    if not _is_agreed(records):
+        table = Table(
+            options={"operation": operation, **{name: repr(value) for name, value in options.items()}},
+            problems=tuple(problems),
+            batches={key: [_row(batch, tensor) for tensor in batch.tensors] for key, batch in batches.items()},
+        )
+        tables = dict(zip(scope_ranks(scope), gather(scope, table), strict=True))
+        raise SyncMismatchError(operation, tuple(dict.fromkeys(compare_tables(tables))))
+    return _differing_batches(records, batches)
+
+
+def _is_agreed(records: Sequence[Record]) -> bool:
+    if any(record.is_refused or record.options != records[0].options for record in records):
+        return False
+    counts: dict[bytes, int] = {}
+    first: dict[bytes, tuple[int, bytes]] = {}
+    for record in records:
+        for key, (size, structure, _) in record.batches.items():
+            counts[key] = counts.get(key, 0) + 1
+            if first.setdefault(key, (size, structure)) != (size, structure):
+                return False
+    return all(counts[key] == size for key, (size, _) in first.items())
+
+
+NO_BATCH: BatchKey = (-1, (), "")
+
+
+def _differing_batches(records: Sequence[Record], batches: Mapping[BatchKey, Batch]) -> set[BatchKey]:
+    contents: dict[bytes, set[bytes]] = {}
+    for record in records:
+        for key, (_, _, content) in record.batches.items():
+            contents.setdefault(key, set()).add(content)
+    differing = {key for key, found in contents.items() if len(found) > 1}
+    if not differing:
+        return set()
+    return {key for key in batches if _digest([repr(key)]) in differing} or {NO_BATCH}
+
+
+def _by_name(error: ValueError, batch: Batch) -> Problem:
+    """What ``check_broadcast`` said, with the names of the tensors for their positions."""
+    places = [int(index) for index in re.findall(r"tensors\[(\d+)\]", str(error))]
+    text = str(error).split(": ", 1)[-1]
+    for place in places:
+        text = text.replace(f"tensors[{place}]", batch.tensors[place].fqn, 1)
+    return Problem("cannot_sync", batch.tensors[places[0]].fqn if places else "", text)
+
+
+def _structure(batch: Batch) -> bytes:
+    shapes = ops.check_broadcast([tensor.local for tensor in batch.tensors])
+    names = [text for tensor in batch.tensors for text in (tensor.fqn, tensor.layout)]
+    return _digest([batch.group.group_name, str(batch.src), *map(str, shapes), *names])
+
+
+def _row(batch: Batch, tensor: ReplicaTensor) -> tuple[str, Row]:
+    return tensor.fqn, {
+        "shape": str(tuple(tensor.local.shape)),
+        "dtype": str(tensor.local.dtype),
+        "layout": tensor.layout or "a plain tensor",
+        "source": str(batch.src),
+    }
+
+
+def _digest(texts: Iterable[str]) -> bytes:
+    return hashlib.blake2b("\0".join(texts).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def compare_tables(tables: Mapping[int, Table]) -> list[Problem]:
+    """Everything in which ranks disagree: a pure function, the same on every rank.
+
+    Args:
+        tables: By global rank.
+    """
+    problems = [problem for table in tables.values() for problem in table.problems]
+    names = dict.fromkeys(name for table in tables.values() for name in table.options)
+    for name in names:
+        said = {rank: table.options.get(name, "nothing") for rank, table in tables.items()}
+        if len(set(said.values())) > 1:
+            problems.append(Problem("ranks_disagree", name, f"{name} is {_said(said)}"))
+    for key in sorted({key for table in tables.values() for key in table.batches}):
+        problems += _compare_batch(key, {rank: tables[rank].batches.get(key, []) for rank in key[1] if rank in tables})
+    return problems
+
+
+def _compare_batch(key: BatchKey, lists: Mapping[int, list[tuple[str, Row]]]) -> list[Problem]:
+    problems = []
+    outside = [rank for rank in key[1] if rank not in lists]
+    if outside:
+        problems.append(
+            Problem("ranks_disagree", "", f"{_ranks(outside)} of the group {_ranks(key[1])} take no part in this call")
+        )
+    rows = {rank: dict(entries) for rank, entries in lists.items()}
+    common = True
+    for fqn in dict.fromkeys(fqn for entries in lists.values() for fqn, _ in entries):
+        absent = [rank for rank in lists if fqn not in rows[rank]]
+        if absent:
+            common = False
+            present = [rank for rank in lists if fqn in rows[rank]]
+            what = f"{fqn} on {key[2]} is a replica on {_ranks(present)}, not on {_ranks(absent)} of the same group"
+            problems.append(Problem("ranks_disagree", fqn, what))
+            continue
+        for name in rows[next(iter(rows))][fqn]:
+            said = {rank: rows[rank][fqn][name] for rank in lists}
+            if len(set(said.values())) > 1:
+                problems.append(Problem("ranks_disagree", fqn, f"{fqn}: {name} is {_said(said)}"))
+    orders = {rank: tuple(fqn for fqn, _ in entries) for rank, entries in lists.items()}
+    if common and len(set(orders.values())) > 1:
+        first = next(iter(orders.values()))
+        other = next(rank for rank in orders if orders[rank] != first)
+        at, name = next((at, fqn) for at, fqn in enumerate(first) if orders[other][at : at + 1] != (fqn,))
+        what = f"{name} is at position {at} on rank {next(iter(orders))}, in other order on rank {other}"
+        problems.append(Problem("ranks_disagree", name, what))
+    return problems
+
+
+def _said(said: Mapping[int, str]) -> str:
+    """For example "(2, 3) on rank 0, (3, 2) on ranks 1, 2"."""
+    by_value: dict[str, list[int]] = {}
+    for rank, value in said.items():
+        by_value.setdefault(value, []).append(rank)
+    return ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items())
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
