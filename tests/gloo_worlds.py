@@ -219,7 +219,8 @@ def run_task(rank: int, world_size: int, store_path: str | None, task: bytes) ->
 def forget_meshes() -> None:
     """Empties DTensor's caches: they keep meshes, and a mesh of an earlier world equals the same mesh of this one."""
     _clear_sharding_prop_cache()
-    for cached in (entry for entry in gc.get_objects() if isinstance(entry, functools._lru_cache_wrapper)):
+    # Not isinstance: it looks through weak proxies, of which torch.compile leaves dead ones.
+    for cached in (entry for entry in gc.get_objects() if type(entry) is functools._lru_cache_wrapper):
         if str(getattr(cached, "__module__", "")).startswith("torch.distributed.tensor"):
             cached.cache_clear()
 

@@ -1,0 +1,194 @@
+"""`ops.broadcast_coalesced_` and `broadcast_tensors`: every dtype, shape and stride arrives bit for bit, in place."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import torchtitan_ext as tte
+from torchtitan_ext import ops, sync
+from torchtitan_ext.replicas import Batch
+
+DTYPES = [
+    *(torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64),
+    *(torch.int64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32),
+    *(torch.float64, torch.complex32, torch.complex64, torch.complex128),
+]
+BUCKETS = [64, 1000, 4096, ops.DEFAULT_BUCKET_BYTES]
+
+
+def random_bits(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """NaN payloads, -0.0 and denormals among them."""
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    count = torch.Size(shape).numel() * dtype.itemsize
+    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator).view(dtype).reshape(shape)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def build_tensors(seed: int) -> list[Tensor]:
+    """All dtypes in many shapes: empty, 0-d, odd, of strides, below and above the size that is sent directly."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = []
+    for dtype in DTYPES:
+        tensors += [random_bits(shape, dtype, generator) for shape in [(3, 5), (), (0, 4), (1,), (129,)]]
+        tensors.append(random_bits((7, 6), dtype, generator).t())
+        tensors.append(random_bits((6, 9), dtype, generator)[::2, 1:8:3])
+    tensors.append(random_bits((70_001,), torch.float32, generator))
+    tensors.append(random_bits((300, 200), torch.bfloat16, generator).t())
+    tensors.append(random_bits((40, 30, 50), torch.float64, generator).permute(2, 0, 1)[3:, :, 1:29])
+    tensors.append(random_bits((5_000_001,), torch.uint8, generator))
+    return tensors
+
+
+def broadcast_all(rank: int, world_size: int) -> list[str]:
+    wrong = []
+    for src in {0, world_size - 1}:
+        expected = [bits(tensor) for tensor in build_tensors(src)]
+        for bucket_bytes in BUCKETS:
+            # Buckets of one line make a message of every line: small tensors suffice there.
+            tensors = [tensor for tensor in build_tensors(rank) if tensor.nbytes < 100 * bucket_bytes]
+            wanted = [value for value in expected if value.numel() < 100 * bucket_bytes]
+            addresses = [tensor.data_ptr() for tensor in tensors]
+            versions = [tensor._version for tensor in tensors]
+            ops.broadcast_coalesced_(tensors, dist.group.WORLD.group_name, src=src, bucket_bytes=bucket_bytes)
+            assert [tensor.data_ptr() for tensor in tensors] == addresses
+            assert all(tensor._version > before for tensor, before in zip(tensors, versions, strict=True))
+            wrong += [
+                f"src {src}, bucket {bucket_bytes}, {tensor.dtype} {tuple(tensor.shape)}"
+                for tensor, value in zip(tensors, wanted, strict=True)
+                if not torch.equal(bits(tensor), value)
+            ]
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_bit_arrives(run_world, world_size: int) -> None:
+    assert run_world(world_size, broadcast_all) == [[]] * world_size
+
+
+def differently_strided(rank: int, world_size: int) -> bool:
+    """What is contiguous on one rank goes through a bucket on another: the messages are the same."""
+    tensors = build_tensors(rank)
+    if rank == 1:
+        tensors = [
+            torch.empty(tensor.shape[::-1], dtype=tensor.dtype).permute(list(range(tensor.dim()))[::-1])
+            for tensor in tensors
+        ]
+    ops.broadcast_coalesced_(tensors, dist.group.WORLD.group_name, bucket_bytes=100_000)
+    return all(torch.equal(bits(got), bits(want)) for got, want in zip(tensors, build_tensors(0), strict=True))
+
+
+def test_strides_may_differ_between_ranks(run_world) -> None:
+    assert run_world(3, differently_strided) == [True] * 3
+
+
+def in_a_subgroup(rank: int, world_size: int) -> list[float]:
+    group = dist.new_group([1, 3])
+    tensors = [torch.full((5,), float(rank)), torch.full((90_000,), float(rank))]
+    if rank in (1, 3):
+        tte.broadcast_tensors(tensors, group=group, src=1)
+    return [float(tensor[-1]) for tensor in tensors]
+
+
+def test_subgroup_and_source_counted_in_it(run_world) -> None:
+    assert run_world(4, in_a_subgroup) == [[0.0] * 2, [3.0] * 2, [2.0] * 2, [3.0] * 2]
+
+
+def compiled(rank: int, world_size: int) -> list[float]:
+    name = dist.group.WORLD.group_name
+    # The schema and the fake kernel; gradients are refused by design.
+    for utility in ("test_schema", "test_faketensor"):
+        torch.library.opcheck(
+            torch.ops.torchtitan_ext.broadcast_coalesced_.default,
+            ([torch.zeros(3), torch.zeros(70_000)], name, 0, 1 << 20),
+            test_utils=utility,
+        )
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(tensors: list[Tensor]) -> Tensor:
+        ops.broadcast_coalesced_(tensors, name)
+        return tensors[0] + tensors[1].sum()
+
+    tensors = [torch.full((3,), float(rank)), torch.full((2, 2), rank + 1.0)]
+    return [*step(tensors).tolist(), float(tensors[0][0]), float(tensors[1][0, 0])]
+
+
+def test_opcheck_and_compile(run_world) -> None:
+    assert run_world(2, compiled) == [[4.0, 4.0, 4.0, 0.0, 1.0]] * 2
+
+
+def overwritten(rank: int, world_size: int) -> str:
+    weight = torch.ones(3, requires_grad=True)
+    hidden = weight * 2
+    loss = (hidden * hidden).sum()
+    with torch.no_grad():
+        ops.broadcast_coalesced_([hidden.detach()], dist.group.WORLD.group_name)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    with pytest.raises(RuntimeError, match="not differentiable"):
+        ops.broadcast_coalesced_([weight], dist.group.WORLD.group_name)
+    return ""
+
+
+def test_autograd_notices(run_world) -> None:
+    run_world(2, overwritten)
+
+
+def refused(rank: int, world_size: int) -> None:
+    name = dist.group.WORLD.group_name
+    whole = torch.zeros(4, 4)
+    for tensors, text in [
+        ([torch.zeros(2, device="meta")], "meta"),
+        ([torch.zeros(2), torch.zeros(2, device="meta")], "meta"),
+        ([torch.eye(2).to_sparse()], "is sparse"),
+        ([torch.eye(2).to_sparse_csr()], "is sparse"),
+        ([torch.zeros(1).expand(3)], "several of its elements share memory"),
+        ([whole[:3], whole[2:]], "share memory and would both be received"),
+        ([torch.zeros(2, dtype=torch.complex64).conj()], "lazily conjugated"),
+        (["weights"], "expected a tensor"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            ops.broadcast_coalesced_(tensors, name)
+    with pytest.raises(ValueError, match="got src 2, expected a rank of the group, 0 to 1"):
+        ops.broadcast_coalesced_([torch.zeros(1)], name, src=2)
+    with pytest.raises(ValueError, match="got bucket_bytes 0"):
+        ops.broadcast_coalesced_([torch.zeros(1)], name, bucket_bytes=0)
+    with pytest.raises(RuntimeError, match="no such group"):
+        ops.broadcast_coalesced_([torch.zeros(1)], "no such group")
+    ops.broadcast_coalesced_([], name)
+    ops.broadcast_coalesced_([torch.zeros(0, 3)], name)
+
+
+def test_refusals_of_the_op(run_world) -> None:
+    run_world(2, refused)
+
+
+def staged(rank: int, world_size: int) -> bool:
+    """The way by an accelerator, with the CPU in its place."""
+    tensors = [tensor for tensor in build_tensors(rank) if tensor.nbytes < 1_000_000]
+    batch = Batch(dist.group.WORLD, 1)
+    sync._broadcast_staged(tensors, batch, 10_000, torch.device("cpu"))
+    wanted = [tensor for tensor in build_tensors(1) if tensor.nbytes < 1_000_000]
+    return all(torch.equal(bits(got), bits(want)) for got, want in zip(tensors, wanted, strict=True))
+
+
+def test_staging(run_world) -> None:
+    assert run_world(2, staged) == [True] * 2
+
+
+def without_check(rank: int, world_size: int) -> float:
+    tensor = torch.full((4,), float(rank))
+    with torch.inference_mode():
+        inference = torch.full((4,), float(rank))
+    tte.broadcast_tensors([tensor, inference], src=1, check=False)
+    with pytest.raises(tte.errors.SyncMismatchError, match="meta device"):
+        tte.broadcast_tensors([torch.zeros(1, device="meta")], check=False)
+    return float(tensor.sum() + inference.sum())
+
+
+def test_without_agreement_and_of_inference_tensors(run_world) -> None:
+    assert run_world(2, without_check) == [8.0] * 2
