@@ -72,10 +72,18 @@ _MAX_NAMED_KEYS = 10
 
 @dataclass(frozen=True)
 class CachedTable:
-    """What a rank sends instead of a table that the coordinator knows: its name there, and the values' digests."""
+    """What a rank sends instead of a table that the coordinator knows: its name there, and the values' digests.
+
+    Attributes:
+        structure: The digest of the table.
+        token: The plan of which the table was a part.
+        rank: The rank's position in that plan.
+        digests: Those of a table.
+    """
 
     structure: str
     token: str
+    rank: int
     digests: Mapping[str, bytes]
 
 
@@ -87,12 +95,14 @@ class WriteDecision:
         choices: Which of its ``candidate_steps`` is true, where it is not the first.
         writes: Keys it writes, each with the boxes and the position of the first in the metadata's chunk list.
         token: The name of this plan in the coordinator's cache.
+        rank: The rank's position in this plan.
         several_boxes: The first keys of which some rank writes more than one box.
     """
 
     choices: Mapping[str, int]
     writes: Sequence[tuple[str, int, tuple[Box, ...]]]
     token: str
+    rank: int
     several_boxes: Sequence[str]
 
 
@@ -115,7 +125,8 @@ class SavePlanner(StockSavePlanner):
         dedup_replicated_tensors: Deprecated and without effect, as in stock.
         dedup_save_to_lowest_rank: Replicated tensors are written by their lowest rank, not balanced by bytes.
         enable_plan_caching: As in stock: a state dict of unchanged structure sends a digest instead of its table. The
-            cache is process-wide; replicated values are compared all the same.
+            cache is process-wide, and a save without this option empties it; replicated values are compared all the
+            same.
         layouts: Sharding orders that placements cannot express, by canonical fqn or glob; applied to the parameter's
             optimizer state too.
         replicas: What to do when replicas differ. ``"error"`` refuses objects and replicated DTensors, and warns of
@@ -179,8 +190,10 @@ class SavePlanner(StockSavePlanner):
             self._cached_plans_key = f"{_CACHE_PREFIX}{type(self).__qualname__}:{structure}"
             cached = StockSavePlanner._cached_final_save_plan.get(self._cached_plans_key)
             if cached is not None:
-                data = CachedTable(structure, cached.planner_data.token, table.digests)
+                data = CachedTable(structure, cached.planner_data.token, cached.planner_data.rank, table.digests)
                 return SavePlan([], planner_data=data, usable=False)
+        else:
+            _forget(StockSavePlanner._cached_final_save_plan)
         self.plan = SavePlan([], planner_data=table)
         return self.plan
 
@@ -259,7 +272,7 @@ class SavePlanner(StockSavePlanner):
             data = plan.planner_data
             if isinstance(data, CachedTable):
                 known: list[KeyTable] | None = StockSavePlanner._cached_all_plans.get(data.token)  # type: ignore[assignment]
-                if known is None or rank >= len(known) or structure_digest(known[rank]) != data.structure:
+                if known is None or structure_digest(known[data.rank]) != data.structure:
                     raise StateRefusedError(
                         "save",
                         (
@@ -271,7 +284,7 @@ class SavePlanner(StockSavePlanner):
                             ),
                         ),
                     )
-                data = dataclasses.replace(known[rank], digests=data.digests)
+                data = dataclasses.replace(known[data.rank], digests=data.digests)
             tables.append(data)
         return tables
 
@@ -317,7 +330,9 @@ class SavePlanner(StockSavePlanner):
                         choices[rank][fqn] = choice
         paths = {fqn: path for table in reversed(tables) for fqn, path in table.stock_paths.items()}
         several_boxes = list(dict.fromkeys(fqn for fqn, _, held in shards if len(held.boxes) > 1))[:_MAX_NAMED_KEYS]
-        decisions = [WriteDecision(c, w, token, several_boxes) for c, w in zip(choices, writes, strict=True)]
+        decisions = [
+            WriteDecision(choices[rank], writes[rank], token, rank, several_boxes) for rank in range(len(tables))
+        ]
         return decisions, Metadata(metadata, planner_data=paths if self.flatten_state_dict else None)
 
     def _write_items(self, decision: WriteDecision) -> list[WriteItem]:
@@ -390,15 +405,23 @@ def _num_bytes(agreed: TensorAgreement | ObjectAgreement, held: HeldShard) -> in
 
 
 def _metadata_if_unchanged(plans: Sequence[SavePlan]) -> Metadata | None:
-    """The metadata of an earlier plan, where every rank refers to that plan."""
+    """The metadata of an earlier plan, where every rank refers to that plan, and its ranks are those of this save."""
     tokens = {None if plan.usable else plan.planner_data.token for plan in plans}
     token = tokens.pop()
-    return None if tokens or token is None else StockSavePlanner._cached_metadata.get(token)
+    if tokens or token is None:
+        return None
+    ranks = list(range(len(StockSavePlanner._cached_all_plans[token])))
+    return StockSavePlanner._cached_metadata[token] if [plan.planner_data.rank for plan in plans] == ranks else None
 
 
 def _remember(cache: dict[str, Any], key: str, value: Any) -> None:
     cache.pop(key, None)
     cache[key] = value
+    _forget(cache, keep=_MAX_CACHED_STRUCTURES)
+
+
+def _forget(cache: dict[str, Any], *, keep: int = 0) -> None:
+    """Drops our entries, all but the newest few."""
     ours = [known for known in cache if known.startswith(_CACHE_PREFIX)]
-    for known in ours[:-_MAX_CACHED_STRUCTURES]:
+    for known in ours[: len(ours) - keep]:
         del cache[known]

@@ -1,0 +1,142 @@
+"""Planners of several ranks driven by hand in one process, in the order in which DCP calls them; no process group."""
+
+import io
+import pickle
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from reference import Step, index_tensor, shard_steps
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, SavePlan, SavePlanner, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+import torchtitan_ext as tte
+
+
+@dataclass
+class Saved:
+    """What a save left behind: the metadata, the bytes or tensor of every written index, and who wrote it."""
+
+    metadata: Metadata
+    values: dict[MetadataIndex, torch.Tensor | bytes]
+    writers: dict[MetadataIndex, int]
+    plans: list[SavePlan]
+
+
+@dataclass
+class Processes:
+    """The plan caches of processes: what a planner leaves behind in one is not seen in another."""
+
+    caches: dict[int, dict[str, Any]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(dict)))
+
+    @contextmanager
+    def on(self, process: int) -> Iterator[None]:
+        names = [name for name in vars(SavePlanner) if name.startswith("_cached_")]
+        before = {name: getattr(SavePlanner, name) for name in names}
+        for name in names:
+            setattr(SavePlanner, name, self.caches[process][name])
+        try:
+            yield
+        finally:
+            for name, cache in before.items():
+                setattr(SavePlanner, name, cache)
+
+
+def mesh_at(rank: int, mesh_shape: Sequence[int], names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """The mesh of ranks 0, 1, ... as `rank` sees it."""
+    ranks = torch.arange(torch.Size(mesh_shape).numel()).view(*mesh_shape)
+    return DeviceMesh("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=rank)
+
+
+def shard_at(
+    rank: int, whole: torch.Tensor, mesh_shape: Sequence[int], placements: Sequence[Placement], steps: Sequence[Step]
+) -> DTensor:
+    """The DTensor of one simulated rank, cut by the oracle."""
+    mesh = mesh_at(rank, mesh_shape)
+    index = shard_steps(index_tensor(whole.shape), mesh_shape, tuple(mesh.get_coordinate() or ()), steps)
+    local = whole.flatten()[index.flatten()].view(index.shape)
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.contiguous().stride()
+    )
+
+
+def sent(value: Any) -> Any:
+    """What arrives on another rank."""
+    return pickle.loads(pickle.dumps(value))
+
+
+def save(
+    states: Sequence[dict[str, Any]],
+    make: Callable[[], tte.SavePlanner] = tte.SavePlanner,
+    *,
+    storage_data: Any = None,
+    processes: Processes | None = None,
+    group: Sequence[int] | None = None,
+) -> Saved:
+    """Saves one state per rank; the first rank coordinates.
+
+    Args:
+        storage_data: What a storage writer puts into the local plans.
+        processes: Those of an earlier save, to go on with their caches.
+        group: The processes that take part; all by default.
+    """
+    processes = Processes() if processes is None else processes
+    group = range(len(states)) if group is None else group
+    planners = [make() for _ in states]
+    plans = []
+    for rank, (planner, state) in enumerate(zip(planners, states, strict=True)):
+        with processes.on(group[rank]):
+            planner.set_up_planner(state, is_coordinator=rank == 0)
+            plan = planner.create_local_plan()
+        plans.append(sent(plan if storage_data is None else replace(plan, storage_data=storage_data)))
+    with processes.on(group[0]):
+        global_plans, metadata = planners[0].create_global_plan(plans)
+    values: dict[MetadataIndex, torch.Tensor | bytes] = {}
+    writers: dict[MetadataIndex, int] = {}
+    for rank, (planner, plan) in enumerate(zip(planners, global_plans, strict=True)):
+        with processes.on(group[rank]):
+            final = planner.finish_plan(sent(plan))
+        for item in final.items:
+            data = planner.resolve_data(item)
+            assert item.index not in values, f"{item.index} is written by ranks {writers[item.index]} and {rank}"
+            writers[item.index] = rank
+            if item.type == WriteItemType.BYTE_IO:
+                values[item.index] = data.getvalue()
+            else:
+                assert tuple(data.shape) == tuple(item.tensor_data.chunk.sizes)
+                values[item.index] = data.clone()
+    return Saved(sent(metadata), values, writers, plans)
+
+
+def load(
+    saved: Saved, states: Sequence[dict[str, Any]], make: Callable[[], tte.LoadPlanner] = tte.LoadPlanner
+) -> list[list[Any]]:
+    """Loads into one state per rank, in place, and returns the read items of each."""
+    planners = [make() for _ in states]
+    plans = []
+    for rank, (planner, state) in enumerate(zip(planners, states, strict=True)):
+        planner.set_up_planner(state, sent(saved.metadata), is_coordinator=rank == 0)
+        plans.append(sent(planner.create_local_plan()))
+    items = []
+    for planner, plan in zip(planners, planners[0].create_global_plan(plans), strict=True):
+        final = planner.finish_plan(sent(plan))
+        items.append(final.items)
+        for item in final.items:
+            source = saved.values[item.storage_index]
+            if item.type == LoadItemType.BYTE_IO:
+                assert isinstance(source, bytes)
+                planner.load_bytes(item, io.BytesIO(source))
+                continue
+            assert isinstance(source, torch.Tensor)
+            for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                source = source.narrow(dim, offset, length)
+            target = planner.resolve_tensor(item)
+            target.copy_(source)
+            planner.commit_tensor(item, target)
+    return items
