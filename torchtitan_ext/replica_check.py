@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_ext import ops
+from torchtitan_ext.errors import Problem
 from torchtitan_ext.layout import Chunk, LocalShard
-from torchtitan_ext.replicas import BatchKey, Buffers, Replicas, ReplicaTensor, Source, collect_replicas
+from torchtitan_ext.replicas import Buffers, Replicas, ReplicaTensor, Source, collect_replicas
 from torchtitan_ext.sync_agreement import Options, Scope, agree, gather, scope_ranks
 
 # What is sent per tensor to find the first difference: a digest per block, then one block.
@@ -45,12 +46,16 @@ class ReplicaDifference:
     first_index: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
+        return str(self.problem())
+
+    def problem(self) -> Problem:
+        """The difference as a line of a report."""
         sides = " | ".join(
             ", ".join(f"rank {rank} at {where}" for rank, where in zip(ranks, places, strict=True))
             for ranks, places in zip(self.ranks, self.coordinates, strict=True)
         )
         where = "" if self.first_index is None else f", first at {self.first_index} of the local tensor"
-        return f"{self.fqn}: equal bits within each of {sides}{where}"
+        return Problem("replicas_differ", self.fqn, f"equal bits within each of {sides}{where}")
 
 
 def check_replicas(
@@ -95,10 +100,9 @@ def compare_replicas(
         ).digest()
         for key, batch in found.batches.items()
     }
-    differing = agree(operation, scope, options, found, contents)
-    if not differing:
+    if agree(operation, scope, options, found, contents):
         return ()
-    differences = _name_differences(scope, found, differing, hashes)
+    differences = _name_differences(scope, found, hashes)
     return _located(scope, found, differences) if locate else differences
 
 
@@ -121,13 +125,10 @@ def hash_locals(tensors: Sequence[ReplicaTensor]) -> dict[int, bytes]:
         }
 
 
-def _name_differences(
-    scope: Scope, found: Replicas, differing: set[BatchKey], hashes: dict[int, bytes]
-) -> tuple[ReplicaDifference, ...]:
-    own: dict[tuple[str, Any], tuple[tuple[int, ...], bytes]] = {}
-    for key in differing & found.batches.keys():
-        for tensor in found.batches[key].tensors:
-            own[tensor.fqn, tensor.replica_set] = (tensor.coordinate, hashes.get(id(tensor), b""))
+def _name_differences(scope: Scope, found: Replicas, hashes: dict[int, bytes]) -> tuple[ReplicaDifference, ...]:
+    own = {
+        (tensor.fqn, tensor.replica_set): (tensor.coordinate, hashes.get(id(tensor), b"")) for tensor in found.tensors
+    }
     sides: dict[tuple[str, Any], dict[bytes, list[tuple[int, tuple[int, ...]]]]] = {}
     for rank, said in zip(scope_ranks(scope), gather(scope, own), strict=True):
         for where, (coordinate, value) in said.items():

@@ -88,7 +88,7 @@ def collect_replicas(
             raise ValueError(f'buffers is {buffers!r}, expected "all", "persistent" or "none"')
         return find_replicas(list_tensors(source, params=params, buffers=buffers, ignore=ignore), mesh, src)
     except Exception as error:
-        return Replicas(problems=[Problem("cannot_sync", "", f"{type(error).__name__}: {error}")])
+        return Replicas(problems=[Problem("cannot_sync", "arguments", f"{type(error).__name__}: {error}")])
 
 
 def list_tensors(source: Source, *, params: bool, buffers: Buffers, ignore: Collection[str]) -> list[NamedTensor]:
@@ -203,19 +203,19 @@ def _refusal(tensor: NamedTensor, mesh: DeviceMesh | None, home: DeviceMesh | No
             reason = f"holds {partial[0]!r}, values still to be reduced; redistribute it first"
         elif mesh is not None and not set(mesh.mesh.flatten().tolist()).issuperset(home.mesh.flatten().tolist()):
             reason = "lives on a mesh that reaches beyond the mesh passed; pass one that holds all ranks of the module"
-    elif home is None:
-        reason = "is a plain tensor, and no mesh says between which ranks it is replicated; pass mesh= or ignore it"
     elif mesh is None and tensor.kind != "buffer":
         reason = (
             f"is a plain {'parameter' if tensor.kind == 'param' else 'tensor'}: it may be a replica or this rank's own "
             "(a local expert, hand-made tensor parallelism); pass mesh= if its ranks must hold the same, or ignore it"
         )
+    elif home is None:
+        reason = "is a plain buffer, and no mesh says between which ranks it is replicated; pass mesh= or ignore it"
     if reason is None and home is not None:
         short = [axis for axis in _replicating_axes(value, home) if not 0 <= src < home.size(axis)]
         if short:
             reason = f"is replicated {home.size(short[0])} times along mesh axis {short[0]}, src is {src}"
     reason = reason or _unsyncable(local_tensor(value))
-    return None if reason is None else Problem("cannot_sync", tensor.fqn, f"{tensor.fqn} {reason}")
+    return None if reason is None else Problem("cannot_sync", tensor.fqn, reason)
 
 
 def _unsyncable(local: Tensor) -> str | None:
@@ -240,7 +240,7 @@ def refusal_in_list(fqn: str, value: Any) -> Problem | None:
         reason = "is a DTensor; pass its local tensor, or use sync_state_dict"
     else:
         reason = _unsyncable(local_tensor(value))
-    return None if reason is None else Problem("cannot_sync", fqn, f"{fqn} {reason}")
+    return None if reason is None else Problem("cannot_sync", fqn, reason)
 
 
 def inner_tensors(fqn: str, local: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -140,7 +140,7 @@ def _sync(operation: str, source: Source, mesh: DeviceMesh | None, src: int, opt
     if options["verify"]:
         differences = compare_replicas(operation, mesh, options, found)
         if differences:
-            raise SyncMismatchError(operation, tuple(Problem("replicas_differ", d.fqn, str(d)) for d in differences))
+            raise SyncMismatchError(operation, tuple(entry.problem() for entry in differences))
 
 
 def _listed(tensors: Sequence[Tensor], group: dist.ProcessGroup, ranks: tuple[int, ...], src: int) -> Replicas:
@@ -148,7 +148,7 @@ def _listed(tensors: Sequence[Tensor], group: dist.ProcessGroup, ranks: tuple[in
     found = Replicas()
     if not isinstance(src, int) or not 0 <= src < len(ranks):
         found.problems.append(
-            Problem("cannot_sync", "src", f"src is {src!r}, expected a rank of the group, 0 to {len(ranks) - 1}")
+            Problem("cannot_sync", "src", f"got {src!r}, expected a rank of the group, 0 to {len(ranks) - 1}")
         )
         return found
     for index, tensor in enumerate(tensors):

@@ -73,7 +73,7 @@ def agree(
     options: Options,
     replicas: Replicas,
     contents: Mapping[BatchKey, bytes] | None = None,
-) -> set[BatchKey]:
+) -> bool:
     """Has all ranks of a scope agree on what they are about to do. Collective over the scope.
 
     Args:
@@ -83,8 +83,7 @@ def agree(
         contents: Digest of the values of each batch; compared, but no reason to refuse.
 
     Returns:
-        The batches, among this rank's, whose contents are not equal on all members; and, if contents differ between
-        other ranks only, an empty key, so that all ranks know of it.
+        Whether the contents of every batch, on whatever ranks, are equal on all its members.
 
     Raises:
         SyncMismatchError: The same on every rank.
@@ -113,7 +112,7 @@ def agree(
         )
         tables = dict(zip(scope_ranks(scope), gather(scope, table), strict=True))
         raise SyncMismatchError(operation, tuple(dict.fromkeys(compare_tables(tables))))
-    return _differing_batches(records, batches)
+    return _is_equal(records)
 
 
 def _is_agreed(records: Sequence[Record]) -> bool:
@@ -129,18 +128,13 @@ def _is_agreed(records: Sequence[Record]) -> bool:
     return all(counts[key] == size for key, (size, _) in first.items())
 
 
-NO_BATCH: BatchKey = (-1, (), "")
-
-
-def _differing_batches(records: Sequence[Record], batches: Mapping[BatchKey, Batch]) -> set[BatchKey]:
-    contents: dict[bytes, set[bytes]] = {}
-    for record in records:
-        for key, (_, _, content) in record.batches.items():
-            contents.setdefault(key, set()).add(content)
-    differing = {key for key, found in contents.items() if len(found) > 1}
-    if not differing:
-        return set()
-    return {key for key in batches if _digest([repr(key)]) in differing} or {NO_BATCH}
+def _is_equal(records: Sequence[Record]) -> bool:
+    contents: dict[bytes, bytes] = {}
+    return all(
+        contents.setdefault(key, content) == content
+        for record in records
+        for key, (_, _, content) in record.batches.items()
+    )
 
 
 def _by_name(error: ValueError, batch: Batch) -> Problem:
@@ -149,7 +143,8 @@ def _by_name(error: ValueError, batch: Batch) -> Problem:
     text = str(error).split(": ", 1)[-1]
     for place in places:
         text = text.replace(f"tensors[{place}]", batch.tensors[place].fqn, 1)
-    return Problem("cannot_sync", batch.tensors[places[0]].fqn if places else "", text)
+    fqn = batch.tensors[places[0]].fqn if places else "arguments"
+    return Problem("cannot_sync", fqn, text.removeprefix(f"{fqn} ") if len(places) == 1 else text)
 
 
 def _structure(batch: Batch) -> bytes:
@@ -182,7 +177,7 @@ def compare_tables(tables: Mapping[int, Table]) -> list[Problem]:
     for name in names:
         said = {rank: table.options.get(name, "nothing") for rank, table in tables.items()}
         if len(set(said.values())) > 1:
-            problems.append(Problem("ranks_disagree", name, f"{name} is {_said(said)}"))
+            problems.append(Problem("ranks_disagree", name, f"is {_said(said)}"))
     for key in sorted({key for table in tables.values() for key in table.batches}):
         problems += _compare_batch(key, {rank: tables[rank].batches.get(key, []) for rank in key[1] if rank in tables})
     return problems
@@ -193,7 +188,9 @@ def _compare_batch(key: BatchKey, lists: Mapping[int, list[tuple[str, Row]]]) ->
     outside = [rank for rank in key[1] if rank not in lists]
     if outside:
         problems.append(
-            Problem("ranks_disagree", "", f"{_ranks(outside)} of the group {_ranks(key[1])} take no part in this call")
+            Problem(
+                "ranks_disagree", "group", f"{_ranks(outside)} of the group {_ranks(key[1])} take no part in this call"
+            )
         )
     rows = {rank: dict(entries) for rank, entries in lists.items()}
     common = True
@@ -202,19 +199,19 @@ def _compare_batch(key: BatchKey, lists: Mapping[int, list[tuple[str, Row]]]) ->
         if absent:
             common = False
             present = [rank for rank in lists if fqn in rows[rank]]
-            what = f"{fqn} on {key[2]} is a replica on {_ranks(present)}, not on {_ranks(absent)} of the same group"
+            what = f"is a replica on {key[2]} on {_ranks(present)}, not on {_ranks(absent)} of the same group"
             problems.append(Problem("ranks_disagree", fqn, what))
             continue
         for name in rows[next(iter(rows))][fqn]:
             said = {rank: rows[rank][fqn][name] for rank in lists}
             if len(set(said.values())) > 1:
-                problems.append(Problem("ranks_disagree", fqn, f"{fqn}: {name} is {_said(said)}"))
+                problems.append(Problem("ranks_disagree", fqn, f"{name} is {_said(said)}"))
     orders = {rank: tuple(fqn for fqn, _ in entries) for rank, entries in lists.items()}
     if common and len(set(orders.values())) > 1:
         first = next(iter(orders.values()))
         other = next(rank for rank in orders if orders[rank] != first)
         at, name = next((at, fqn) for at, fqn in enumerate(first) if orders[other][at : at + 1] != (fqn,))
-        what = f"{name} is at position {at} on rank {next(iter(orders))}, in other order on rank {other}"
+        what = f"is at position {at} on rank {next(iter(orders))}, in other order on rank {other}"
         problems.append(Problem("ranks_disagree", name, what))
     return problems
 
