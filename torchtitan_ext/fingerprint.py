@@ -148,7 +148,7 @@ def _synchronized(digests: dict[str, Any]) -> dict[str, Any]:
     by_device: dict[torch.device, list[tuple[str, Tensor]]] = defaultdict(list)
     for fqn, total in sums:
         by_device[total.device].append((fqn, total))
-    numbers = {}
+    numbers: dict[str, int] = {}
     for members in by_device.values():
         values = torch.stack([total for _, total in members]).tolist()
         numbers.update(zip([fqn for fqn, _ in members], values, strict=True))
