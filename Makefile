@@ -20,7 +20,7 @@ CMAKE := $(VENV)/bin/cmake
 # Two builds in one directory at once break each other.
 LOCK = flock $(BUILD)/.lock
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
-CPP_FILES = $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh tests/csrc/*.cpp tests/csrc/*.h)
+CPP_FILES = $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh tests/csrc/*.cpp tests/csrc/*.h benchmarks/*.cpp)
 PY_PATHS := torchtitan_ext tests examples benchmarks
 
 .PHONY: sanitize sanitize-asan sanitize-tsan help demo build test test-cpp test-python soak lint format clean
@@ -68,9 +68,10 @@ sanitize-asan sanitize-tsan: sanitize-%:
 	  $(PY) -c 'import sysconfig; print(sysconfig.get_path("platlib"))' > "$$site/packages.pth"; \
 	  $(CMAKE) --install build/$* --component python --prefix "$$site" >/dev/null; \
 	  cp -r torchtitan_ext/. "$$site/torchtitan_ext/"
-	$(SANITIZER_ENV) LD_PRELOAD="$$($${CXX:-c++} -print-file-name=lib$*.so)" \
-	  build/$*/venv/bin/python -m pytest -s -q -p no:cacheprovider --import-mode=importlib \
-	  -k "not compile and not opcheck and not mesh" $(SANITIZED_TESTS)
+	cd build/$* && $(SANITIZER_ENV) env \
+	  LD_PRELOAD="$$($${CXX:-c++} -print-file-name=lib$*.so) $$($${CXX:-c++} -print-file-name=libstdc++.so)" \
+	  venv/bin/python -m pytest -s -q -p no:cacheprovider -c ../../pyproject.toml --rootdir ../.. \
+	  -k "not compile and not opcheck and not mesh" $(addprefix ../../,$(SANITIZED_TESTS))
 
 # Leaks are Python's own at exit. OpenMP and torch are not instrumented: what they do among themselves is not ours to judge.
 SANITIZER_ENV = ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \

@@ -22,17 +22,27 @@ constexpr int64_t kStreamingBytes = int64_t{8} << 20;
 // Shorter runs are not worth the fence and the unaligned ends of streaming stores.
 constexpr int64_t kStreamingRunBytes = 128;
 constexpr int64_t kLineBytes = 64;
+// Measured: for runs of 256 B to 32 KiB 4 KiB ahead beat 0.5 to 2 KiB clearly (twice no prefetch) and 8 to 16 KiB
+// slightly.
+constexpr int64_t kPrefetchBytes = 4096;
 
 char* pointer(uintptr_t address) { return reinterpret_cast<char*>(address); }
 
 #if defined(__SSE2__)
-void copy_streaming(char* dst, const char* src, int64_t num_bytes) {
+// Copies `num_bytes` and prefetches what comes kPrefetchBytes later: the hardware stops at the end of a short run and
+// at the end of a page, and streaming stores leave it little time. What lies behind the run is that much of the run at
+// `ahead`. A prefetch of memory that is not there does nothing.
+void copy_streaming(char* dst, const char* src, int64_t num_bytes, uintptr_t ahead) {
   const int64_t head = std::min(num_bytes, static_cast<int64_t>(-reinterpret_cast<uintptr_t>(dst) & (kLineBytes - 1)));
   std::memcpy(dst, src, head);
+  const char* end = src + num_bytes;
   dst += head;
   src += head;
-  num_bytes -= head;
-  for (; num_bytes >= kLineBytes; num_bytes -= kLineBytes, dst += kLineBytes, src += kLineBytes) {
+  const uintptr_t source = reinterpret_cast<uintptr_t>(src);
+  const int64_t within = std::max<int64_t>(num_bytes - kPrefetchBytes, 0);  // up to there it is this run's own
+  for (int64_t done = 0; end - src >= kLineBytes; done += kLineBytes, dst += kLineBytes, src += kLineBytes) {
+    const uintptr_t place = done < within ? source + done + kPrefetchBytes : ahead + (done - within);
+    _mm_prefetch(reinterpret_cast<const char*>(place), _MM_HINT_T0);
     const __m128i* from = reinterpret_cast<const __m128i*>(src);
     __m128i* to = reinterpret_cast<__m128i*>(dst);
     const __m128i part0 = _mm_loadu_si128(from), part1 = _mm_loadu_si128(from + 1);
@@ -42,12 +52,12 @@ void copy_streaming(char* dst, const char* src, int64_t num_bytes) {
     _mm_stream_si128(to + 2, part2);
     _mm_stream_si128(to + 3, part3);
   }
-  std::memcpy(dst, src, num_bytes);
+  std::memcpy(dst, src, end - src);
 }
 
 void finish_streaming() { _mm_sfence(); }
 #else
-void copy_streaming(char* dst, const char* src, int64_t num_bytes) { std::memcpy(dst, src, num_bytes); }
+void copy_streaming(char* dst, const char* src, int64_t num_bytes, uintptr_t) { std::memcpy(dst, src, num_bytes); }
 
 void finish_streaming() {}
 #endif
@@ -81,14 +91,21 @@ void copy_strided(char* dst, const char* src, const Loop& loop, int64_t run_byte
     default:
       break;
   }
-  for (int64_t index = 0; index < loop.count; ++index) {
-    if (streaming) {
-      copy_streaming(dst, src, run_bytes);
-    } else {
+  if (!streaming) {
+    for (int64_t index = 0; index < loop.count; ++index) {
       std::memcpy(dst, src, run_bytes);
+      dst += loop.dst_stride_bytes;
+      src += loop.src_stride_bytes;
     }
-    dst += loop.dst_stride_bytes;
-    src += loop.src_stride_bytes;
+    return;
+  }
+  const int64_t runs_ahead = std::max<int64_t>(kPrefetchBytes / run_bytes, 1);
+  uintptr_t from = reinterpret_cast<uintptr_t>(src);
+  uintptr_t to = reinterpret_cast<uintptr_t>(dst);
+  for (int64_t index = 0; index < loop.count; ++index) {
+    copy_streaming(pointer(to), pointer(from), run_bytes, from + runs_ahead * loop.src_stride_bytes);
+    to += loop.dst_stride_bytes;
+    from += loop.src_stride_bytes;
   }
 }
 

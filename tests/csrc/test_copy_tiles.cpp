@@ -142,9 +142,10 @@ TEST(CopyTiles, RandomNests) {
 }
 
 TEST(CopyTiles, LargeNestsUseSeveralTilesAndRanges) {
-  for (const int64_t row_bytes : {4, 12, 96, 256, 5000, 40000, 100000}) {
+  for (const int64_t row_bytes : {4, 12, 96, 256, 5000, 40000, 100000, 300}) {
     RunList runs;
-    const Sizes sizes{2000000 / row_bytes, row_bytes};
+    const int64_t num_bytes = row_bytes == 300 ? 9000000 : 2000000;  // 9 MB are streamed
+    const Sizes sizes{num_bytes / row_bytes, row_bytes};
     const Sizes src_strides{row_bytes + 24, 1}, dst_strides{row_bytes, 1};
     runs.append_box(sizes, {8, src_strides}, {0, dst_strides}, 1);
     check(runs, 0, 0);
