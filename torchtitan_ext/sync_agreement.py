@@ -111,7 +111,8 @@ def agree(
             batches={key: [_row(batch, tensor) for tensor in batch.tensors] for key, batch in batches.items()},
         )
         tables = dict(zip(scope_ranks(scope), gather(scope, table), strict=True))
-        raise SyncMismatchError(operation, tuple(dict.fromkeys(compare_tables(tables))))
+        operations = dict.fromkeys(table.options["operation"] for table in tables.values())
+        raise SyncMismatchError(" and ".join(operations), tuple(dict.fromkeys(compare_tables(tables))))
     return _is_equal(records)
 
 
