@@ -7,14 +7,18 @@ import pytest
 
 import torchtitan_ext
 
-SOURCES = sorted(Path(torchtitan_ext.__file__).resolve().parent.glob("*.py"))
+PACKAGE = Path(torchtitan_ext.__file__).resolve().parent
+SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 # Each module may import those of the layers above its own. DESIGN: errors <- ops, layout <- state_dict <- planners <-
-# checkpoint.
+# checkpoint; elastic components know errors and plain values only, the planners ask for policies.
 LAYERS = [
     {"_core"},
     {"errors"},
     {"ops", "layout", "cast", "plain_value", "mesh_exchange"},
+    {"elastic.component"},
+    {"elastic.policy"},
+    {"elastic"},
     {"state_dict", "value_digest"},
     {"replicas"},
     {"sync_agreement"},
@@ -30,20 +34,26 @@ LAYERS = [
 LAYER_OF = {name: position for position, names in enumerate(LAYERS) for name in names}
 
 
+def name_of(source: Path) -> str:
+    """As in LAYERS: ``layout``, ``elastic.policy``; a package by its own name."""
+    name = ".".join(source.relative_to(PACKAGE).with_suffix("").parts)
+    return name.removesuffix(".__init__")
+
+
 def tree_of(source: Path) -> ast.Module:
     return ast.parse(source.read_text())
 
 
 def imported_modules(source: Path) -> set[str]:
-    """The modules of the package that a source imports, by their last name."""
+    """The modules of the package that a source imports, as in LAYERS."""
     names: set[str] = set()
     for node in ast.walk(tree_of(source)):
-        if isinstance(node, ast.ImportFrom) and node.module == "torchtitan_ext":
-            names |= {alias.name for alias in node.names if alias.name in LAYER_OF}
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchtitan_ext."):
-            names.add(str(node.module).split(".")[1])
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torchtitan_ext":
+            module = str(node.module).removeprefix("torchtitan_ext").removeprefix(".")
+            members = {f"{module}.{alias.name}".removeprefix(".") for alias in node.names} & set(LAYER_OF)
+            names |= members or ({module} if module else set())
         elif isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("torchtitan_ext.")}
+            names |= {alias.name.split(".", 1)[1] for alias in node.names if alias.name.startswith("torchtitan_ext.")}
     return names
 
 
@@ -51,27 +61,27 @@ def attributes(source: Path) -> set[str]:
     return {node.attr for node in ast.walk(tree_of(source)) if isinstance(node, ast.Attribute)}
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
+@pytest.mark.parametrize("source", SOURCES, ids=name_of)
 def test_imports_follow_the_layers(source: Path) -> None:
-    assert source.stem in LAYER_OF, "a new module: give it a place in LAYERS"
-    allowed = {name for name, layer in LAYER_OF.items() if layer < LAYER_OF[source.stem]}
+    assert name_of(source) in LAYER_OF, "a new module: give it a place in LAYERS"
+    allowed = {name for name, layer in LAYER_OF.items() if layer < LAYER_OF[name_of(source)]}
     assert imported_modules(source) <= allowed
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
+@pytest.mark.parametrize("source", SOURCES, ids=name_of)
 def test_private_attributes_of_dtensors_stay_in_layout(source: Path) -> None:
-    if source.stem != "layout":
+    if name_of(source) != "layout":
         assert not attributes(source) & {"_local_tensor", "_spec"}
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
+@pytest.mark.parametrize("source", SOURCES, ids=name_of)
 def test_only_ops_names_torch_ops(source: Path) -> None:
     names = {ast.unparse(node) for node in ast.walk(tree_of(source)) if isinstance(node, ast.Attribute)}
-    if source.stem != "ops":
+    if name_of(source) != "ops":
         assert "torch.ops" not in names
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
+@pytest.mark.parametrize("source", SOURCES, ids=name_of)
 def test_no_imports_inside_functions(source: Path) -> None:
     functions = (node for node in ast.walk(tree_of(source)) if isinstance(node, ast.FunctionDef))
     inner = [node for function in functions for node in ast.walk(function)]

@@ -27,6 +27,8 @@ ProblemKind = Literal[
     "unclaimed_keys",
     "broken_checkpoint",
     "cannot_sync",
+    "cannot_reshard",
+    "unexpected_key",
 ]
 
 # A report stays readable for a model of ten thousand tensors.
@@ -100,12 +102,59 @@ class SyncMismatchError(StateRefusedError):
         return super()._headline()
 
 
+class LostRankError(TorchtitanExtError, RuntimeError):
+    """A collective of a sync or check failed: a rank died, hangs, or raised something else before it took part.
+
+    Raised on the ranks that notice: at once next to a lost connection, on others when these neighbours give up, at the
+    latest after the timeout of the process group.
+
+    Args:
+        operation: What failed, for example ``"sync_module_states"``.
+        phase: What the ranks did meanwhile.
+        rank: The rank that raises.
+        silent: Ranks that did not answer a roll call of a few seconds: gone, or waiting for one that is.
+        reason: What the backend said.
+    """
+
+    def __init__(self, operation: str, phase: str, rank: int, silent: tuple[int, ...], reason: str) -> None:
+        super().__init__(operation, phase, rank, silent, reason)
+        self.operation = operation
+        self.phase = phase
+        self.rank = rank
+        self.silent = silent
+        self.reason = reason
+
+    def __str__(self) -> str:
+        silent = f"rank(s) {', '.join(map(str, self.silent))}" if self.silent else "no rank: all are alive"
+        return (
+            f"{self.operation} failed on rank {self.rank} while {self.phase}; without an answer to a roll call: {silent}; "
+            f"the backend says: {self.reason}"
+        )
+
+
 class MissingStateError(StateRefusedError):
     """The checkpoint lacks keys that the state dict asks for."""
 
 
 class ReshardError(StateRefusedError):
     """The checkpoint cannot become the state that the targets ask for."""
+
+
+class CannotReshardError(TorchtitanExtError, RuntimeError):
+    """A component cannot become what this world needs; raised by its ``reshard``, shown in the report of the load.
+
+    Args:
+        reason: Why, with the saved and the wanted values.
+        remedy: What the user can do.
+    """
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(reason, remedy)
+        self.reason = reason
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.reason}; {self.remedy}"
 
 
 class CheckpointReadError(TorchtitanExtError, RuntimeError):
@@ -154,6 +203,8 @@ _HEADINGS: dict[ProblemKind, str] = {
     "unclaimed_keys": "Per-rank entries that no rank asks for",
     "broken_checkpoint": "Checkpoint metadata is broken",
     "cannot_sync": "Tensors that cannot be synced",
+    "cannot_reshard": "Components that cannot cross to this world",
+    "unexpected_key": "Saved entries that nothing asks for",
 }
 
 _ERROR_OF_KIND: dict[ProblemKind, type[StateRefusedError]] = {
@@ -172,6 +223,8 @@ _ERROR_OF_KIND: dict[ProblemKind, type[StateRefusedError]] = {
     "unclaimed_keys": ReshardError,
     "broken_checkpoint": ReshardError,
     "cannot_sync": SyncMismatchError,
+    "cannot_reshard": ReshardError,
+    "unexpected_key": ReshardError,
 }
 
 

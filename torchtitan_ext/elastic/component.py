@@ -1,0 +1,90 @@
+"""What a stateful object must know to cross a change of world size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import singledispatch
+from typing import Any, Protocol, runtime_checkable
+
+from torchtitan_ext.errors import CannotReshardError
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks that save or load a checkpoint.
+
+    Attributes:
+        size: How many; 0 where a checkpoint does not say.
+        mesh: Size of each named mesh axis that its tensors lie on, for example ``{"dp_shard": 4, "tp": 2}``.
+    """
+
+    size: int
+    mesh: Mapping[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        if not self.size:
+            return "unknown"
+        axes = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
+        ranks = f"{self.size} rank{'s' if self.size > 1 else ''}"
+        return f"{ranks} ({axes})" if axes else ranks
+
+
+@dataclass(frozen=True)
+class Resharded:
+    """A component's state for this rank in the new world.
+
+    Attributes:
+        state: What the component's ``load_state_dict`` takes.
+        note: One short line for the report: what became of the saved state. The same on every rank.
+    """
+
+    state: dict[str, Any]
+    note: str
+
+
+@runtime_checkable
+class Reshardable(Protocol):
+    """A ``Stateful`` object that loads what another number of ranks saved.
+
+    A class that cannot get the method is taught with ``reshard_state.register``.
+    """
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+    def reshard(self, saved: Mapping[str, Any], old: World, new: World) -> Resharded:
+        """This rank's part of a saved state. Not collective; changes nothing.
+
+        Args:
+            saved: The ``state_dict()`` of all ranks that saved, merged by key.
+            old: The world that saved it, as far as the checkpoint says.
+            new: The world that loads it.
+
+        Raises:
+            CannotReshardError: With the reason and what to do instead.
+        """
+        ...
+
+
+@singledispatch
+def reshard_state(component: Any, saved: Mapping[str, Any], old: World, new: World) -> Resharded:
+    """Asks a component for its part of a saved state; see ``Reshardable.reshard``.
+
+    ``reshard_state.register(cls)(function)`` teaches it a class that has no such method; ``function`` takes the same
+    four arguments.
+    """
+    if isinstance(component, Reshardable):
+        return component.reshard(saved, old, new)
+    raise CannotReshardError(
+        f"{type(component).__name__} does not say how it reshards",
+        "give it a method reshard(saved, old, new), or register one with tte.elastic.reshard_state.register",
+    )
+
+
+def can_reshard(component: Any) -> bool:
+    """Whether ``reshard_state`` knows what to do with a component."""
+    return isinstance(component, Reshardable) or reshard_state.dispatch(type(component)) is not reshard_state.dispatch(
+        object
+    )
