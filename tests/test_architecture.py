@@ -19,7 +19,7 @@ LAYERS = [
     {"elastic.component"},
     {"elastic.policy"},
     {"elastic"},
-    {"state_dict", "value_digest"},
+    {"state_dict", "value_digest", "sync_scope"},
     {"replicas"},
     {"sync_agreement"},
     {"replica_check"},

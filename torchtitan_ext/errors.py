@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 ProblemKind = Literal[
     "partial_placement",
@@ -59,23 +59,29 @@ class StateRefusedError(TorchtitanExtError, RuntimeError, ValueError):
     Args:
         operation: What was refused, for example ``"save"``.
         problems: Every problem found, over all ranks.
+        report: What the operation would have done with each component, and what to pass to make it go, where a policy
+            asked for it (``torchtitan_ext.load_report.LoadReport``).
     """
 
-    def __init__(self, operation: str, problems: tuple[Problem, ...]) -> None:
-        super().__init__(operation, problems)
+    def __init__(self, operation: str, problems: tuple[Problem, ...], report: Any = None) -> None:
+        super().__init__(operation, problems, report)
         self.operation = operation
         self.problems = problems
+        self.report = report
 
     def __str__(self) -> str:
         grouped: dict[ProblemKind, list[Problem]] = {}
         for problem in self.problems:
             grouped.setdefault(problem.kind, []).append(problem)
         lines = [f"{self._headline()}; {len(self.problems)} problem(s):"]
+        lines += [] if self.report is None else [str(self.report)]
         for kind, members in grouped.items():
             lines.append(f"{_HEADINGS[kind]} ({len(members)}):")
             lines += [f"  {problem}" for problem in members[:_MAX_LINES_PER_KIND]]
             if len(members) > _MAX_LINES_PER_KIND:
                 lines.append(f"  ... and {len(members) - _MAX_LINES_PER_KIND} more")
+        if self.report is not None and self.report.remedy:
+            lines.append(f"To go on without these: policy={self.report.remedy}")
         return "\n".join(lines)
 
     def _headline(self) -> str:
@@ -125,9 +131,9 @@ class LostRankError(TorchtitanExtError, RuntimeError):
         self.reason = reason
 
     def __str__(self) -> str:
-        silent = f"rank(s) {', '.join(map(str, self.silent))}" if self.silent else "no rank: all are alive"
+        silent = f"rank(s) {', '.join(map(str, self.silent))} did not answer" if self.silent else "all ranks answered"
         return (
-            f"{self.operation} failed on rank {self.rank} while {self.phase}; without an answer to a roll call: {silent}; "
+            f"{self.operation} failed on rank {self.rank} while {self.phase}; {silent} a roll call; "
             f"the backend says: {self.reason}"
         )
 
@@ -175,16 +181,21 @@ class CheckpointFailedError(TorchtitanExtError, RuntimeError):
     Args:
         operation: What failed, for example ``"save"``.
         failures: What each failed rank raised, as text.
+        undefined: Components of the state dict that may be part-written: load them again, or start anew.
     """
 
-    def __init__(self, operation: str, failures: dict[int, str]) -> None:
-        super().__init__(operation, failures)
+    def __init__(self, operation: str, failures: dict[int, str], undefined: tuple[str, ...] = ()) -> None:
+        super().__init__(operation, failures, undefined)
         self.operation = operation
         self.failures = failures
+        self.undefined = undefined
 
     def __str__(self) -> str:
         ranks = "; ".join(f"rank {rank}: {failure}" for rank, failure in self.failures.items())
-        return f"{self.operation} failed on {len(self.failures)} rank(s): {ranks}"
+        text = f"{self.operation} failed on {len(self.failures)} rank(s): {ranks}"
+        if self.undefined:
+            text += f". Part-written, load again or start anew: {', '.join(self.undefined)}; all else is unchanged"
+        return text
 
 
 _HEADINGS: dict[ProblemKind, str] = {
@@ -228,9 +239,9 @@ _ERROR_OF_KIND: dict[ProblemKind, type[StateRefusedError]] = {
 }
 
 
-def refusal(operation: str, problems: Iterable[Problem]) -> StateRefusedError:
+def refusal(operation: str, problems: Iterable[Problem], report: Any = None) -> StateRefusedError:
     """The error for these problems: the class they share, or ``StateRefusedError`` where they are of several."""
     unique = tuple(dict.fromkeys(problems))
     classes = {_ERROR_OF_KIND[problem.kind] for problem in unique}
     error_class = classes.pop() if len(classes) == 1 else StateRefusedError
-    return error_class(operation, unique)
+    return error_class(operation, unique, report)

@@ -21,7 +21,8 @@ from torchtitan_ext import ops
 from torchtitan_ext.errors import Problem
 from torchtitan_ext.layout import Chunk, LocalShard
 from torchtitan_ext.replicas import Buffers, Replicas, ReplicaTensor, Source, collect_replicas
-from torchtitan_ext.sync_agreement import Options, Scope, agree, gather, scope_ranks
+from torchtitan_ext.sync_agreement import Options, agree
+from torchtitan_ext.sync_scope import Scope, gather, naming_lost_ranks, scope_ranks
 
 # What is sent per tensor to find the first difference: a digest per block, then one block.
 _BLOCK_BYTES = 64 * 1024
@@ -81,6 +82,7 @@ def check_replicas(
 
     Raises:
         SyncMismatchError: Ranks disagree on names, shapes or dtypes, or a tensor cannot be compared.
+        LostRankError: A rank is gone, or does not take part.
     """
     if mesh is not None and mesh.get_coordinate() is None:
         return ()
@@ -100,10 +102,11 @@ def compare_replicas(
         ).digest()
         for key, batch in found.batches.items()
     }
-    if agree(operation, scope, options, found, contents):
-        return ()
-    differences = _name_differences(scope, found, hashes)
-    return _located(scope, found, differences) if locate else differences
+    with naming_lost_ranks(operation, "replicas were compared", scope):
+        if agree(operation, scope, options, found, contents):
+            return ()
+        differences = _name_differences(scope, found, hashes)
+        return _located(scope, found, differences) if locate else differences
 
 
 def hash_locals(tensors: Sequence[ReplicaTensor]) -> dict[int, bytes]:

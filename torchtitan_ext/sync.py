@@ -31,6 +31,7 @@ from torchtitan_ext.replicas import (
     refusal_in_list,
 )
 from torchtitan_ext.sync_agreement import Options, agree
+from torchtitan_ext.sync_scope import Scope, naming_lost_ranks
 
 
 def broadcast_tensors(
@@ -54,6 +55,7 @@ def broadcast_tensors(
 
     Raises:
         SyncMismatchError: Ranks disagree, or a tensor cannot be received into. Nothing was changed.
+        LostRankError: A rank is gone, or does not take part. Says in which phase, and which ranks do not answer.
     """
     if not dist.is_initialized():
         raise ValueError("broadcast_tensors: there is no process group; call init_process_group first")
@@ -62,10 +64,10 @@ def broadcast_tensors(
     ranks = tuple(dist.get_process_group_ranks(group))
     found = _listed(tensors, group, ranks, src)
     if check:
-        agree("broadcast_tensors", group, {"src": src, "bucket_bytes": bucket_bytes}, found)
+        _agree("broadcast_tensors", group, {"src": src, "bucket_bytes": bucket_bytes}, found)
     elif found.problems:
         raise SyncMismatchError("broadcast_tensors", tuple(found.problems))
-    _broadcast(found, bucket_bytes)
+    _broadcast("broadcast_tensors", group, found, bucket_bytes)
 
 
 def sync_module_states(
@@ -102,6 +104,7 @@ def sync_module_states(
     Raises:
         SyncMismatchError: The same on every rank: ranks disagree or a tensor cannot be synced, nothing was changed; or
             ``verify`` found replicas that differ.
+        LostRankError: As ``broadcast_tensors``.
     """
     options = {"src": src, "params": params, "buffers": buffers, "ignore": sorted(ignore), "verify": verify}
     _sync("sync_module_states", module, mesh, src, {**options, "bucket_bytes": bucket_bytes})
@@ -135,8 +138,8 @@ def _sync(operation: str, source: Source, mesh: DeviceMesh | None, src: int, opt
         buffers=options.get("buffers", "all"),
         ignore=options["ignore"],
     )
-    agree(operation, mesh, options, found)
-    _broadcast(found, options["bucket_bytes"])
+    _agree(operation, mesh, options, found)
+    _broadcast(operation, mesh, found, options["bucket_bytes"])
     if options["verify"]:
         differences = compare_replicas(operation, mesh, options, found)
         if differences:
@@ -164,8 +167,14 @@ def _listed(tensors: Sequence[Tensor], group: dist.ProcessGroup, ranks: tuple[in
     return found
 
 
-def _broadcast(found: Replicas, bucket_bytes: int) -> None:
-    with torch.no_grad():
+def _agree(operation: str, scope: Scope, options: Options, found: Replicas) -> None:
+    with naming_lost_ranks(operation, "ranks agreed on what to sync; nothing was changed", scope):
+        agree(operation, scope, options, found)
+
+
+def _broadcast(operation: str, scope: Scope, found: Replicas, bucket_bytes: int) -> None:
+    lost = naming_lost_ranks(operation, "tensors were sent; some may be part-written", scope)
+    with lost, torch.no_grad():
         for key, batch in sorted(found.batches.items()):
             tensors = [tensor.local for tensor in batch.tensors]
             if has_backend(batch.group, key[2]):

@@ -11,19 +11,13 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
-
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from typing import Any
 
 from torchtitan_ext import ops
 from torchtitan_ext.errors import Problem, SyncMismatchError
-from torchtitan_ext.mesh_exchange import all_gather_values
 from torchtitan_ext.replicas import Batch, BatchKey, Replicas, ReplicaTensor
+from torchtitan_ext.sync_scope import Scope, gather, scope_ranks
 
-T = TypeVar("T")
-Scope = DeviceMesh | dist.ProcessGroup | None
-"""The ranks that take part: those of a mesh, of a group, or all."""
 Options = Mapping[str, Any]
 Row = dict[str, str]
 """What replicas of one tensor must agree on, by name."""
@@ -45,26 +39,6 @@ class Table:
     options: dict[str, str]
     problems: tuple[Problem, ...]
     batches: dict[BatchKey, list[tuple[str, Row]]]
-
-
-def gather(scope: Scope, value: T) -> list[T]:
-    """The picklable values of all ranks of a scope. Collective."""
-    if isinstance(scope, DeviceMesh):
-        return all_gather_values(scope, value)
-    if not (dist.is_available() and dist.is_initialized()):
-        return [value]
-    values: list[T] = [value] * dist.get_world_size(scope)
-    dist.all_gather_object(values, value, group=scope)
-    return values
-
-
-def scope_ranks(scope: Scope) -> list[int]:
-    """Global ranks of a scope, in the order of ``gather``."""
-    if isinstance(scope, DeviceMesh):
-        return [int(rank) for rank in scope.mesh.flatten().tolist()]
-    if not (dist.is_available() and dist.is_initialized()):
-        return [0]
-    return dist.get_process_group_ranks(dist.group.WORLD if scope is None else scope)
 
 
 def agree(
@@ -104,16 +78,16 @@ def agree(
         },
     )
     records = gather(scope, record)
-    if not _is_agreed(records):
-        table = Table(
-            options={"operation": operation, **{name: repr(value) for name, value in options.items()}},
-            problems=tuple(problems),
-            batches={key: [_row(batch, tensor) for tensor in batch.tensors] for key, batch in batches.items()},
-        )
-        tables = dict(zip(scope_ranks(scope), gather(scope, table), strict=True))
-        operations = dict.fromkeys(table.options["operation"] for table in tables.values())
-        raise SyncMismatchError(" and ".join(operations), tuple(dict.fromkeys(compare_tables(tables))))
-    return _is_equal(records)
+    if _is_agreed(records):
+        return _is_equal(records)
+    table = Table(
+        options={"operation": operation, **{name: repr(value) for name, value in options.items()}},
+        problems=tuple(problems),
+        batches={key: [_row(batch, tensor) for tensor in batch.tensors] for key, batch in batches.items()},
+    )
+    tables = dict(zip(scope_ranks(scope), gather(scope, table), strict=True))
+    operations = dict.fromkeys(table.options["operation"] for table in tables.values())
+    raise SyncMismatchError(" and ".join(operations), tuple(dict.fromkeys(compare_tables(tables))))
 
 
 def _is_agreed(records: Sequence[Record]) -> bool:

@@ -1,0 +1,70 @@
+"""A rank that dies or never comes: an error that says which and when, long before the timeout of the process group."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import torchtitan_ext as tte
+from torchtitan_ext.errors import LostRankError
+
+LOST_RANK = 1
+LONGEST_SECONDS = 20
+LARGE = 25_000_000
+# In the middle of a transfer gloo often says nothing (a plain dist.broadcast: in 10 of 12 trials), and the error comes
+# with the timeout of the process group, which is half an hour by default.
+TIMEOUT = timedelta(seconds=3)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lose(rank: int, world_size: int, folder: str, when: str) -> None:
+    """Survivors write down what they got: the world fails as a whole."""
+    tensors = [torch.zeros(LARGE if when == "sending" else 10)]
+    mesh = init_device_mesh("cpu", (world_size,))
+    group = dist.new_group(timeout=TIMEOUT) if when == "sending" else None
+    tte.broadcast_tensors(tensors, group=group)
+    if rank == LOST_RANK:
+        if when == "sending":
+            # From now on this rank does nothing but transfers: the timer ends it in one.
+            threading.Timer(0.05, die).start()
+        else:
+            die()
+    start = time.perf_counter()
+    with pytest.raises(LostRankError) as caught:
+        if when == "checking":
+            tte.check_replicas(nn.Linear(3, 3), mesh)
+        while when != "checking":
+            tte.broadcast_tensors(tensors, group=group, check=when == "agreeing")
+    assert time.perf_counter() - start < LONGEST_SECONDS
+    Path(folder, str(rank)).write_text(str(caught.value))
+
+
+PHASES = {
+    "agreeing": "broadcast_tensors failed on rank {} while ranks agreed on what to sync; nothing was changed; ",
+    "sending": "broadcast_tensors failed on rank {} while tensors were sent; some may be part-written; ",
+    "checking": "check_replicas failed on rank {} while replicas were compared; ",
+}
+
+
+@pytest.mark.parametrize("when", PHASES)
+def test_a_dead_rank_is_named_with_the_phase(run_world: Callable[..., Any], tmp_path: Path, when: str) -> None:
+    with pytest.raises(RuntimeError, match="the worker process died"):
+        run_world(3, lose, str(tmp_path), when)
+    texts = {int(path.name): path.read_text() for path in tmp_path.iterdir()}
+    assert texts.keys() == {0, 2}
+    for rank, text in texts.items():
+        assert text.startswith(PHASES[when].format(rank))
+        assert f"; rank(s) {LOST_RANK} did not answer a roll call; the backend says: " in text

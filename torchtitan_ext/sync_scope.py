@@ -1,0 +1,84 @@
+"""The ranks that take part in a sync: what they tell each other, and which of them is lost.
+
+A backend says at best "connection closed by peer". Where a phase of a sync fails, each rank that noticed answers a roll
+call in the store of the process groups, and the error names those that did not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtitan_ext.errors import LostRankError, TorchtitanExtError
+from torchtitan_ext.mesh_exchange import all_gather_values
+
+T = TypeVar("T")
+Scope = DeviceMesh | dist.ProcessGroup | None
+"""The ranks that take part: those of a mesh, of a group, or all."""
+
+# A lost connection is seen within milliseconds by its neighbours; by the others only once these give up.
+_ROLL_CALL_SECONDS = 5.0
+_POLL_SECONDS = 0.05
+
+
+def gather(scope: Scope, value: T) -> list[T]:
+    """The picklable values of all ranks of a scope. Collective."""
+    if isinstance(scope, DeviceMesh):
+        return all_gather_values(scope, value)
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    values: list[T] = [value] * dist.get_world_size(scope)
+    dist.all_gather_object(values, value, group=scope)
+    return values
+
+
+def scope_ranks(scope: Scope) -> list[int]:
+    """Global ranks of a scope, in the order of ``gather``."""
+    if isinstance(scope, DeviceMesh):
+        return [int(rank) for rank in scope.mesh.flatten().tolist()]
+    if not (dist.is_available() and dist.is_initialized()):
+        return [0]
+    return dist.get_process_group_ranks(dist.group.WORLD if scope is None else scope)
+
+
+@contextmanager
+def naming_lost_ranks(operation: str, phase: str, scope: Scope) -> Iterator[None]:
+    """Turns what a collective raises inside into a ``LostRankError``.
+
+    Args:
+        phase: What the ranks did, to follow "while".
+        scope: Those who are asked whether they are still there.
+    """
+    try:
+        yield
+    except TorchtitanExtError:
+        raise
+    except RuntimeError as error:
+        if not dist.is_initialized():
+            raise
+        raise LostRankError(operation, phase, dist.get_rank(), _silent_ranks(scope_ranks(scope)), str(error)) from error
+
+
+def _silent_ranks(ranks: Sequence[int]) -> tuple[int, ...]:
+    """The ranks that do not answer in time; all of them where the store is gone too, with the rank that serves it."""
+    own_rank = dist.get_rank()
+    silent = [rank for rank in ranks if rank != own_rank]
+    deadline = time.monotonic() + _ROLL_CALL_SECONDS
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(_answer_of(own_rank), "here")
+        while silent and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+            silent = [rank for rank in silent if not store.check([_answer_of(rank)])]
+    except RuntimeError:
+        pass
+    return tuple(silent)
+
+
+def _answer_of(rank: int) -> str:
+    return f"torchtitan_ext/roll_call/{rank}"
