@@ -28,6 +28,7 @@ LAYERS = [
     {"agreement"},
     {"save_planner", "load_planner"},
     {"full_tensor", "fingerprint", "flat_state_dict"},
+    {"staging"},
     {"checkpoint"},
     {"__init__"},
 ]

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torchtitan_ext.errors import CheckpointFailedError, TorchtitanExtError
 from torchtitan_ext.load_planner import LoadPlanner
 from torchtitan_ext.save_planner import SavePlanner
+from torchtitan_ext.staging import CpuStager
 
 
 def save(
@@ -96,7 +97,7 @@ def async_save(
     storage_writer: StorageWriter | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Future[Metadata]:
-    """Copies the state dict to the CPU, then saves it in a thread. Collective over ``process_group``.
+    """Copies the state dict to the CPU (``staging``), then saves it in a thread. Collective over ``process_group``.
 
     Returns:
         A future of the metadata; it raises what ``save`` raises. The caller may change the state dict at once.
@@ -108,6 +109,7 @@ def async_save(
             storage_writer=storage_writer,
             planner=SavePlanner() if planner is None else planner,
             process_group=process_group,
+            async_stager=CpuStager(),
         )
     upload: Future[Any] = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
     finished: Future[Metadata] = Future()

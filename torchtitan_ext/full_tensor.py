@@ -93,7 +93,7 @@ def distribute_tensor(
     if mesh.get_coordinate() is None:
         local = full.new_empty(0)
     else:
-        source = full.detach().contiguous()
+        source = _plain_memory(full.detach())
         if src_data_rank is not None:
             source = source.to(_mesh_device(mesh, source), copy=True)
             broadcast_bytes(mesh, as_bytes(source), src_data_rank)
@@ -218,7 +218,7 @@ def _decide_all(values: Mapping[str, torch.Tensor], rules: LayoutRules) -> tuple
 
 def _gather(value: torch.Tensor, report: ShardReport, choice: int) -> torch.Tensor:
     """The global tensor on every rank, new. Collective over the mesh of a DTensor."""
-    local = local_tensor(value)
+    local = _plain_memory(local_tensor(value))
     if not isinstance(value, DTensor):
         return local.clone()
     assert report.mesh is not None
@@ -231,12 +231,17 @@ def _gather(value: torch.Tensor, report: ShardReport, choice: int) -> torch.Tens
     itemsize = local.element_size()
     num_bytes = [num_elements(shard.sizes) * itemsize for shard in shards]
     flat = torch.zeros(max(num_bytes), dtype=torch.uint8, device=_mesh_device(value.device_mesh, local))
-    flat[: local.numel() * itemsize].copy_(as_bytes(local.contiguous()))
+    flat[: local.numel() * itemsize].copy_(as_bytes(local))
     rows = all_gather_bytes(value.device_mesh, flat, axes).to(local.device)
     for row, shard, shard_bytes in zip(rows, shards, num_bytes, strict=True):
         if shard.chunks:
             ops.unpack_shard_(full, row[:shard_bytes].view(local.dtype).view(shard.sizes), shard)
     return full
+
+
+def _plain_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, copied where its memory does not hold its elements one after another as they are."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def _report_at(report: ShardReport, axes: Sequence[int], position: Sequence[int]) -> ShardReport:
@@ -313,7 +318,7 @@ def _broadcast_from_rank0(full: torch.Tensor | None, shape: tuple[int, ...], dty
     device = dist.distributed_c10d._get_pg_default_device()
     if dist.get_rank() == 0:
         assert full is not None
-        sent = full.detach().to(device).contiguous()
+        sent = _plain_memory(full.detach().to(device))
     else:
         sent = torch.empty(shape, dtype=dtype, device=device)
     if sent.numel() > 0:

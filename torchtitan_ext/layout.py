@@ -8,6 +8,7 @@ both (``csrc/core/shard_layout.h`` has the definitions and a worked example).
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 import itertools
 import math
@@ -177,6 +178,29 @@ def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         local = torch.empty_like(tensor._local_tensor, device=device)
         return DTensor(local, tensor._spec, requires_grad=tensor.requires_grad)
     return torch.empty_like(tensor, device=device)
+
+
+def cpu_copy(tensor: torch.Tensor, known: dict[Any, tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """A copy in CPU memory of its own: contiguous, with conjugation and negation carried out. Not collective.
+
+    Args:
+        tensor: Of a DTensor the local tensor is copied, and of a subclass that consists of tensors each of these.
+        known: Originals and copies so far, by their memory: equal views of one memory share a copy. Holding the
+            originals keeps their memory from being another tensor's meanwhile.
+    """
+    if isinstance(tensor, DTensor):
+        return DTensor(cpu_copy(tensor._local_tensor, known), tensor._spec, requires_grad=tensor.requires_grad)
+    if tensor.is_meta or tensor.is_quantized or tensor.layout is not torch.strided or describes_itself(tensor):
+        return copy.deepcopy(tensor.detach())
+    if is_traceable_wrapper_subclass(tensor):
+        names, context = tensor.__tensor_flatten__()
+        inner = {name: cpu_copy(getattr(tensor, name), known) for name in names}
+        return type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
+    local = local_tensor(tensor)
+    memory = (local.device, local.data_ptr(), local.dtype, local.shape, local.stride(), local.is_conj(), local.is_neg())
+    if memory not in known or local.numel() == 0:
+        known[memory] = (local, torch.empty(local.shape, dtype=local.dtype, device="cpu").copy_(local))
+    return known[memory][1].detach().requires_grad_(tensor.requires_grad)
 
 
 def is_on_mesh(tensor: torch.Tensor) -> bool:

@@ -139,7 +139,7 @@ def test_an_empty_state_dict(tmp_path: Path) -> None:
 
 
 def views(rank: int, world_size: int, dtype: torch.dtype) -> tuple[dict[str, DTensor], dict[str, torch.Tensor]]:
-    """Shards that are views: of one flat buffer with an offset, transposed, with gaps between rows."""
+    """Shards that are views: of one flat buffer with an offset, transposed, with gaps between rows, lazily changed."""
     mesh = init_device_mesh("cpu", (world_size,))
     whole = random_whole((9, 4), dtype, 0)
     layout = left_to_right("", (world_size,), Shard(0))
@@ -148,26 +148,38 @@ def views(rank: int, world_size: int, dtype: torch.dtype) -> tuple[dict[str, DTe
     offset = buffer[3 : 3 + local.numel()].view(local.shape).copy_(local)
     transposed = local.t().contiguous().t()
     gaps = torch.zeros(local.shape[0], 7, dtype=dtype)[:, 1:5].copy_(local)
+    values = {"offset": offset, "transposed": transposed, "gaps": gaps}
+    truth = dict.fromkeys(values, whole)
+    if dtype.is_complex:
+        values |= {"conjugated": local.clone().conj(), "negated": torch._neg_view(local.clone())}
+        truth |= {"conjugated": whole.conj().resolve_conj(), "negated": torch._neg_view(whole).resolve_neg()}
     states = {
         name: DTensor.from_local(value, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
-        for name, value in {"offset": offset, "transposed": transposed, "gaps": gaps}.items()
+        for name, value in values.items()
     }
-    return states, dict.fromkeys(states, whole)
+    return states, truth
 
 
-def round_trip_views(rank: int, world_size: int, path: Path) -> list[str]:
+def round_trip_views(rank: int, world_size: int, is_async: bool, path: Path) -> list[str]:
     lines = []
-    for dtype in [torch.float32, torch.bfloat16, torch.float8_e4m3fn]:
+    for dtype in [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64]:
         state, truth = views(rank, world_size, dtype)
-        tte.save(state, path / str(dtype))
-        poison(state)
+        lines += differences({name: tte.full_tensor(value) for name, value in state.items()}, truth)
+        if is_async:
+            saved = tte.async_save(state, path / str(dtype))
+            poison(state)
+            saved.result()
+        else:
+            tte.save(state, path / str(dtype))
+            poison(state)
         tte.load(state, path / str(dtype))
         lines += differences(state, truth)
     return lines
 
 
-def test_local_tensors_that_are_views(run_world, tmp_path: Path) -> None:
-    assert_all_empty(run_world(4, round_trip_views, tmp_path))
+@pytest.mark.parametrize("is_async", [False, True])
+def test_local_tensors_that_are_views(run_world, tmp_path: Path, is_async: bool) -> None:
+    assert_all_empty(run_world(4, round_trip_views, is_async, tmp_path))
 
 
 def test_tensor_subclasses_made_of_tensors(tmp_path: Path) -> None:
