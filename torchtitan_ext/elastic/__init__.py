@@ -1,5 +1,20 @@
 """Components that cross a change of world size: policies, data loader, LR scheduler, RNG."""
 
 from torchtitan_ext.elastic.component import Reshardable, Resharded, World, reshard_state
+from torchtitan_ext.elastic.dataloader import ElasticDataLoader
+from torchtitan_ext.elastic.sampler import ElasticBatchSampler
+from torchtitan_ext.elastic.shards import TooFewShardsError
+from torchtitan_ext.elastic.streams import HuggingFaceStreams, Streams, StreamSource
 
-__all__ = ["Reshardable", "Resharded", "World", "reshard_state"]
+__all__ = [
+    "ElasticBatchSampler",
+    "ElasticDataLoader",
+    "HuggingFaceStreams",
+    "Reshardable",
+    "Resharded",
+    "StreamSource",
+    "Streams",
+    "TooFewShardsError",
+    "World",
+    "reshard_state",
+]

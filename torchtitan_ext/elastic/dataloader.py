@@ -1,0 +1,236 @@
+"""A data loader whose position crosses a change of the number of data-parallel ranks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, default_collate
+
+from torchtitan_ext.elastic.component import Resharded, World
+from torchtitan_ext.elastic.index_order import local_size
+from torchtitan_ext.elastic.sampler import ElasticBatchSampler, Last, LocalBatch, check_world
+from torchtitan_ext.elastic.stream_batches import StreamBatches
+from torchtitan_ext.elastic.streams import StreamSource
+
+
+class _Batches(Protocol):
+    """Local batches of one kind of data, and the position in it. Counts are of all ranks together."""
+
+    @property
+    def samples_seen(self) -> int: ...
+
+    @property
+    def dropped(self) -> int: ...
+
+    @property
+    def padded(self) -> int: ...
+
+    @property
+    def num_padding(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+    def reshard(self, saved: Mapping[str, Any], old: World, new: World) -> Resharded: ...
+
+
+class ElasticDataLoader:
+    """Local batches of this data-parallel rank, and a state that any other number of ranks can go on from.
+
+    ``iter`` goes on from the loader's position: after an epoch with the next one, after a ``break`` with the next
+    batch. No sample of an epoch is lost or served twice, whatever restarts happen in it, but for what ``last`` says;
+    that is counted (``dropped``, ``padded``) and in the state.
+
+    * Over a map-style data set (``__len__`` and ``__getitem__``; those of Hugging Face too) global batch b of an epoch
+      is the next samples of the epoch's order: the same set for any number of ranks. No communication.
+    * Over a ``StreamSource`` the ranks own its virtual shards and take samples from them in turn (see ``ShardReader``).
+      The set of samples of each global batch is the same for every ``dp_size`` that divides ``num_shards``: until the
+      first shard ends, or for ever where ``endless``. Where ``endless`` there is no communication; otherwise the ranks
+      agree on the end of the epoch by one all-reduce of a number per step, so that all call ``next`` equally often.
+
+    The state has one entry per virtual shard, ``shard_7_of_16``, and one that is equal on all ranks, ``loader``. Each
+    data-parallel rank saves those of its shards; tensor-parallel ranks save the same, which a checkpoint writes once.
+
+    Args:
+        data: A map-style data set or a ``StreamSource``.
+        batch_size: Samples of this rank in a step; or
+        global_batch_size: of all ranks together, which need not be a multiple of ``dp_size``. Exactly one of the two.
+            Either may differ from that of the job that saved.
+        dp_rank: Of this process among the data-parallel ranks.
+        dp_size: Number of data-parallel ranks.
+        shuffle: Map-style data: whether each epoch has its own random order. Streams order themselves.
+        seed: Of that order. A loaded state brings its own.
+        last: What becomes of the samples at the end of an epoch that do not fill a global batch. ``"drop"`` leaves them
+            out: over streams the epoch ends when the first rank cannot fill its batch. ``"pad"`` serves all of them:
+            a batch that is short is filled with repeats, at its end, and ``num_padding`` says how many; over streams,
+            ranks without samples get padding until all are through.
+        endless: Whether iteration goes on with the next epoch by itself, over streams each shard on its own.
+        group: The data-parallel process group, for streams that are not endless; the default group by default.
+        collate_fn: From a list of samples to a batch.
+        loader_options: Map-style data: more arguments of ``torch.utils.data.DataLoader``, such as ``num_workers``.
+
+    Raises:
+        ValueError: For arguments that do not fit each other.
+        TooFewShardsError: More ranks than virtual shards.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        *,
+        batch_size: int | None = None,
+        global_batch_size: int | None = None,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+        last: Last = "drop",
+        endless: bool = False,
+        group: dist.ProcessGroup | None = None,
+        collate_fn: Callable[[list[Any]], Any] = default_collate,
+        **loader_options: Any,
+    ) -> None:
+        if (batch_size is None) == (global_batch_size is None):
+            raise ValueError("ElasticDataLoader: give exactly one of batch_size (per rank) and global_batch_size")
+        if last not in ("drop", "pad"):
+            raise ValueError(f'ElasticDataLoader: last is {last!r}, expected "drop" or "pad"')
+        size = global_batch_size if global_batch_size is not None else (batch_size or 0) * dp_size
+        check_world(dp_rank, dp_size, size)
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
+        self.global_batch_size = size
+        self.batch_size = local_size(size, dp_rank=dp_rank, dp_size=dp_size)
+        self._batches: _Batches
+        if isinstance(data, StreamSource):
+            if loader_options:
+                raise ValueError(f"ElasticDataLoader: {', '.join(loader_options)} cannot be applied to streams")
+            self._batches = StreamBatches(
+                data,
+                global_batch_size=size,
+                dp_rank=dp_rank,
+                dp_size=dp_size,
+                last=last,
+                endless=endless,
+                group=group,
+                collate_fn=collate_fn,
+            )
+        elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+            sampler = ElasticBatchSampler(
+                data,
+                global_batch_size=size,
+                dp_rank=dp_rank,
+                dp_size=dp_size,
+                shuffle=shuffle,
+                seed=seed,
+                last=last,
+                endless=endless,
+            )
+            self._batches = _SampleBatches(data, sampler, {"collate_fn": collate_fn, **loader_options})
+        else:
+            raise ValueError(
+                f"ElasticDataLoader: {type(data).__name__} is neither a map-style data set (__len__ and __getitem__) "
+                "nor a source of streams; wrap what opens your streams in tte.elastic.Streams"
+            )
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
+
+    @property
+    def samples_seen(self) -> int:
+        """Samples that all ranks together have served so far, over all epochs, padding not counted."""
+        return self._batches.samples_seen
+
+    @property
+    def dropped(self) -> int:
+        """Samples that all ranks together have left out at the ends of epochs.
+
+        Over streams: those that were read for a last batch that could not be filled. What the shards of other ranks had
+        left at that moment is not read; each shard's entry in the state says where it was cut (``last_epoch``).
+        """
+        return self._batches.dropped
+
+    @property
+    def padded(self) -> int:
+        """Samples that all ranks together have served twice to fill batches at the ends of epochs."""
+        return self._batches.padded
+
+    @property
+    def num_padding(self) -> int:
+        """How many samples at the end of this rank's latest batch are padding."""
+        return self._batches.num_padding
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the latest batch. Call it on all ranks after the same step."""
+        return self._batches.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from the position of any number of ranks; takes the entries of all ranks or those of this one.
+
+        Raises:
+            CannotReshardError: The state is of other data or another number of shards; the loader is as it was.
+        """
+        self._batches.load_state_dict(state_dict)
+
+    def reshard(self, saved: Mapping[str, Any], old: World, new: World) -> Resharded:
+        """See ``Reshardable``. Adopts what torchtitan saved too, where ``data`` can: see ``TorchtitanTextStreams``."""
+        return self._batches.reshard(saved, old, new)
+
+
+class _SampleBatches:
+    """Batches of a map-style data set, read by PyTorch's own ``DataLoader``."""
+
+    def __init__(self, data: Any, sampler: ElasticBatchSampler, options: dict[str, Any]) -> None:
+        self._data = data
+        self._sampler = sampler
+        self._options = options
+        self.num_padding = 0
+        self.state_dict = sampler.state_dict
+        self.load_state_dict = sampler.load_state_dict
+        self.reshard = sampler.reshard
+
+    @property
+    def samples_seen(self) -> int:
+        return self._sampler.position.samples_seen
+
+    @property
+    def dropped(self) -> int:
+        return self._sampler.position.dropped
+
+    @property
+    def padded(self) -> int:
+        return self._sampler.position.padded
+
+    def __iter__(self) -> Iterator[Any]:
+        # Workers ask for batches ahead of the training loop: the position moves when a batch is served.
+        ahead: deque[LocalBatch] = deque()
+
+        def indices() -> Iterator[list[int]]:
+            for batch in self._sampler.batches():
+                ahead.append(batch)
+                yield batch.indices
+
+        # Its own generator, or each iterator would draw from the global one and a resumed run differ from another.
+        options = {"generator": torch.Generator(), **self._options}
+        for samples in DataLoader(self._data, batch_sampler=_Once(indices()), **options):
+            batch = ahead.popleft()
+            self._sampler.position = batch.position
+            self.num_padding = batch.num_padding
+            yield samples
+        self._sampler.end_epoch()
+
+
+class _Once:
+    """What ``DataLoader`` takes for a batch sampler: an iterable of lists of indices."""
+
+    def __init__(self, indices: Iterator[list[int]]) -> None:
+        self._indices = indices
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._indices

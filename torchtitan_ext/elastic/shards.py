@@ -1,0 +1,255 @@
+"""The virtual shards of one rank: which sample comes next, and what a checkpoint keeps of each shard.
+
+Rank r of W owns the shards v with v % W == r. It takes the next sample from the unfinished shard of its own that has
+given the fewest so far, ties to the lowest v. There is no pointer to keep, so any owner can go on, and where all
+counts are equal this is round robin. With V = 4 shards a, b, c, d and a global batch of 4:
+
+    W = 1   rank 0: a0 b0 c0 d0 | a1 b1 c1 d1
+    W = 2   rank 0: a0 c0 | a1 c1     rank 1: b0 d0 | b1 d1      the same sets in each global batch
+    W = 3   rank 0: a0 d0 | a1 d1     rank 1: b0 | b1            rank 2: c0 | c1
+"""
+
+from __future__ import annotations
+
+import copy
+import heapq
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from torchtitan_ext.elastic.streams import Stream, StreamSource, start_epoch
+from torchtitan_ext.errors import CannotReshardError, TorchtitanExtError
+
+# A packed shard may need several epochs of a few tokens until one sequence is full.
+_MAX_EMPTY_EPOCHS = 100
+
+
+class TooFewShardsError(TorchtitanExtError, ValueError):
+    """More data-parallel ranks than virtual shards: some ranks would have no data."""
+
+    def __init__(self, num_shards: int, dp_size: int) -> None:
+        super().__init__(num_shards, dp_size)
+        self.num_shards = num_shards
+        self.dp_size = dp_size
+
+    def __str__(self) -> str:
+        return (
+            f"data loader: {self.num_shards} virtual shards cannot feed {self.dp_size} data-parallel ranks, each of "
+            f"which needs one of its own; choose num_shards={self.dp_size} or a multiple, best one that all world "
+            "sizes to come divide"
+        )
+
+
+class EmptyShardError(TorchtitanExtError, RuntimeError):
+    """An endless loader met a shard without samples."""
+
+    def __init__(self, shard: int, num_shards: int) -> None:
+        super().__init__(shard, num_shards)
+        self.shard = shard
+        self.num_shards = num_shards
+
+    def __str__(self) -> str:
+        return (
+            f"data loader: virtual shard {self.shard} of {self.num_shards} gave no sample in {_MAX_EMPTY_EPOCHS} "
+            "epochs; choose a smaller num_shards, so that each has data"
+        )
+
+
+@dataclass(frozen=True)
+class EpochEnd:
+    """How a shard's last epoch ended; what the declared remainder of that epoch is.
+
+    Attributes:
+        epoch: Which one.
+        served: Samples of the shard that were served in it, padding not counted: the remainder begins here.
+        read_to_end: Whether the shard was finished. If so and nothing was dropped, there is no remainder.
+    """
+
+    epoch: int
+    served: int
+    read_to_end: bool
+
+
+@dataclass
+class ShardState:
+    """What a checkpoint keeps of a virtual shard.
+
+    Attributes:
+        epoch: The shard's current epoch.
+        taken: Samples served in it. What may be skipped to resume a stream that has no state.
+        total: Samples served over all epochs.
+        finished: Whether the epoch has no more samples.
+        last_epoch: How the epoch before ended.
+        stream: State of its stream; None where the stream is at the beginning of the epoch, or has no state.
+    """
+
+    epoch: int = 0
+    taken: int = 0
+    total: int = 0
+    finished: bool = False
+    last_epoch: EpochEnd | None = None
+    stream: Any = None
+
+
+def shard_key(shard: int, num_shards: int) -> str:
+    """The key of a shard's entry in the state of its owner: ``shard_7_of_16``."""
+    return f"shard_{shard}_of_{num_shards}"
+
+
+def to_entry(state: ShardState) -> tuple[dict[str, Any]]:
+    """A shard's entry. Checkpoints keep a tuple as one value, whatever the shape of what is in it."""
+    last_epoch = None if state.last_epoch is None else asdict(state.last_epoch)
+    shallow = {field_.name: getattr(state, field_.name) for field_ in fields(ShardState)}
+    return ({**shallow, "last_epoch": last_epoch},)
+
+
+def from_entry(key: str, saved: Mapping[str, Any]) -> ShardState:
+    """The state of a shard.
+
+    Raises:
+        CannotReshardError: The entry is missing or is not one of ours.
+    """
+    try:
+        (entry,) = saved[key]
+        last_epoch = entry["last_epoch"]
+        known = {field_.name: entry[field_.name] for field_ in fields(ShardState)}
+        return ShardState(**{**known, "last_epoch": None if last_epoch is None else EpochEnd(**last_epoch)})
+    except (KeyError, TypeError, ValueError) as error:
+        reason = "is missing" if key not in saved else f"is not a shard's ({error!r})"
+        raise CannotReshardError(
+            f"the checkpoint's entry {key} {reason}",
+            "load all data loader entries of one checkpoint, or reset the data loader",
+        ) from None
+
+
+@dataclass
+class _OpenShard:
+    """A shard of this rank while it is read."""
+
+    index: int
+    state: ShardState
+    stream: Iterable[Any] | None = None
+    samples: Iterator[Any] = field(default_factory=lambda: iter(()))
+
+
+class ShardReader:
+    """Reads the shards of one rank in turn. No communication.
+
+    Args:
+        source: Cuts the data into shards.
+        dp_rank: Of this process among the data-parallel ranks.
+        dp_size: Number of data-parallel ranks.
+        endless: Whether each shard goes on with its own next epoch when it ends.
+
+    Raises:
+        TooFewShardsError: There are more ranks than shards.
+    """
+
+    def __init__(self, source: StreamSource, *, dp_rank: int, dp_size: int, endless: bool) -> None:
+        if dp_size > source.num_shards:
+            raise TooFewShardsError(source.num_shards, dp_size)
+        self._source = source
+        self._endless = endless
+        self.own = range(dp_rank, source.num_shards, dp_size)
+        self._shards = {index: _OpenShard(index, ShardState()) for index in self.own}
+        self._turns: list[tuple[int, int]] = []
+        self._queue()
+
+    def states(self) -> dict[int, ShardState]:
+        """A copy of the state of each own shard."""
+        return {index: self._state_of(shard) for index, shard in self._shards.items()}
+
+    def load(self, states: Mapping[int, ShardState]) -> None:
+        """Goes on from these states of the own shards; streams are opened when they are needed."""
+        self._shards = {index: _OpenShard(index, copy.deepcopy(states[index])) for index in self.own}
+        self._queue()
+
+    def draw(self, size: int) -> list[Any]:
+        """The next samples of this rank, fewer where all its shards are finished. Counts them as served."""
+        samples: list[Any] = []
+        while self._turns and len(samples) < size:
+            _, index = heapq.heappop(self._turns)
+            shard = self._shards[index]
+            sample = self._next(shard)
+            if sample is not None:
+                samples.append(sample[0])
+                shard.state.taken += 1
+                shard.state.total += 1
+                heapq.heappush(self._turns, self._turn(shard))
+        return samples
+
+    def end_epoch(self, unserved: Mapping[int, int]) -> None:
+        """Goes to the next epoch with all shards.
+
+        Args:
+            unserved: How many samples of a shard were drawn last but not served.
+        """
+        for index, shard in self._shards.items():
+            shard.state.taken -= unserved.get(index, 0)
+            shard.state.total -= unserved.get(index, 0)
+            self._start_epoch(shard)
+        self._queue()
+
+    def taken(self) -> dict[int, int]:
+        """Samples that each own shard has served in its epoch."""
+        return {index: shard.state.taken for index, shard in self._shards.items()}
+
+    def first_sample(self) -> Any:
+        """A sample to pad with: the first one of this epoch of the first shard that has one, the own ones first."""
+        epoch = self._shards[self.own.start].state.epoch
+        for index in itertools.chain(self.own, range(self._source.num_shards)):
+            for sample in self._source.open_stream(index, epoch):
+                return sample
+        raise RuntimeError("data loader: no shard has a sample to pad with, but one was served; please report")
+
+    def _queue(self) -> None:
+        self._turns = [self._turn(shard) for shard in self._shards.values() if not shard.state.finished]
+        heapq.heapify(self._turns)
+
+    def _turn(self, shard: _OpenShard) -> tuple[int, int]:
+        # Endless shards are in different epochs: those of few samples would be read again and again by `taken`.
+        return (shard.state.total if self._endless else shard.state.taken, shard.index)
+
+    def _next(self, shard: _OpenShard) -> tuple[Any] | None:
+        """The next sample of a shard, None at the end of its epoch."""
+        if shard.stream is None:
+            self._open(shard)
+        for _ in range(_MAX_EMPTY_EPOCHS):
+            for sample in shard.samples:
+                return (sample,)
+            shard.state.finished = True
+            if not self._endless:
+                return None
+            self._start_epoch(shard)
+            if shard.stream is None:
+                self._open(shard)
+        raise EmptyShardError(shard.index, self._source.num_shards)
+
+    def _open(self, shard: _OpenShard) -> None:
+        shard.stream = self._source.open_stream(shard.index, shard.state.epoch)
+        if isinstance(shard.stream, Stream):
+            if shard.state.stream is not None:
+                shard.stream.load_state_dict(copy.deepcopy(shard.state.stream))
+            shard.samples = iter(shard.stream)
+        else:
+            shard.samples = itertools.islice(shard.stream, shard.state.taken, None)
+        shard.state.stream = None
+
+    def _start_epoch(self, shard: _OpenShard) -> None:
+        # What outlives an epoch is in the stream: one that was not opened since the load has it in its state.
+        if shard.stream is None and shard.state.stream is not None:
+            self._open(shard)
+        state = shard.state
+        ended = EpochEnd(state.epoch, state.taken, state.finished)
+        shard.state = ShardState(epoch=state.epoch + 1, total=state.total, last_epoch=ended)
+        if start_epoch(shard.stream, shard.state.epoch):
+            shard.samples = iter(shard.stream or ())
+        else:
+            shard.stream, shard.samples = None, iter(())
+
+    def _state_of(self, shard: _OpenShard) -> ShardState:
+        state = copy.deepcopy(shard.state)
+        if isinstance(shard.stream, Stream):
+            state.stream = copy.deepcopy(shard.stream.state_dict())
+        return state

@@ -1,0 +1,201 @@
+"""Batches over virtual shards: the ranks agree on the end of an epoch, count what they serve, and reshard."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+
+from torchtitan_ext.elastic.component import Resharded, World
+from torchtitan_ext.elastic.index_order import local_size
+from torchtitan_ext.elastic.sampler import Last, common_entry
+from torchtitan_ext.elastic.shards import ShardReader, ShardState, from_entry, shard_key, to_entry
+from torchtitan_ext.elastic.streams import StreamSource
+from torchtitan_ext.errors import CannotReshardError
+
+_KIND = "streams"
+
+
+@runtime_checkable
+class AdoptsStates(Protocol):
+    """A source that knows the data loader states of another library."""
+
+    def adopt(self, saved: Mapping[str, Any]) -> dict[str, Any] | None:
+        """These states as ``ElasticDataLoader`` would have saved them; None if they are none that the source knows.
+
+        Raises:
+            CannotReshardError: They are, but cannot be taken over.
+        """
+        ...
+
+
+@runtime_checkable
+class SplitsStates(Protocol):
+    """A source whose streams can be dealt into more; see ``StreamSource``."""
+
+    def split_state(self, state: Any, *, shard: int, num_shards: int, num_parts: int) -> list[Any]:
+        """The states of ``num_parts`` streams that together give what is left of one, exactly once, in every epoch.
+
+        Args:
+            state: Of the stream; None where it is at the beginning of an epoch.
+            shard: Which one it is,
+            num_shards: of how many that were saved.
+            num_parts: How many streams to make of it.
+
+        Raises:
+            CannotReshardError: This state cannot be split.
+        """
+        ...
+
+
+class StreamBatches:
+    """Local batches of the virtual shards that this rank owns; see ``ElasticDataLoader`` for the arguments."""
+
+    def __init__(
+        self,
+        source: StreamSource,
+        *,
+        global_batch_size: int,
+        dp_rank: int,
+        dp_size: int,
+        last: Last,
+        endless: bool,
+        group: dist.ProcessGroup | None,
+        collate_fn: Callable[[list[Any]], Any],
+    ) -> None:
+        self._reader = ShardReader(source, dp_rank=dp_rank, dp_size=dp_size, endless=endless)
+        self._source = source
+        self._global_batch_size = global_batch_size
+        self._dp_size = dp_size
+        self._batch_size = local_size(global_batch_size, dp_rank=dp_rank, dp_size=dp_size)
+        self._last = last
+        self._endless = endless
+        self._group = group
+        self._collate_fn = collate_fn
+        self.samples_seen = 0
+        self.dropped = 0
+        self.padded = 0
+        self.num_padding = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            before = self._reader.taken()
+            samples = self._reader.draw(self._batch_size)
+            served = self._global_batch_size if self._endless else self._sum_over_ranks(len(samples))
+            if served == 0 or (self._last == "drop" and served < self._global_batch_size):
+                self.dropped += served
+                self._reader.end_epoch({shard: n - before[shard] for shard, n in self._reader.taken().items()})
+                return
+            self.samples_seen += served
+            self.padded += self._global_batch_size - served
+            self.num_padding = self._batch_size - len(samples)
+            yield self._collate_fn(self._fill(samples))
+
+    def _fill(self, samples: list[Any]) -> list[Any]:
+        """Repeats the samples until they are a batch; without any, the first one of the epoch."""
+        if self.num_padding == 0:
+            return samples
+        repeated = samples or [self._reader.first_sample()]
+        return samples + [repeated[i % len(repeated)] for i in range(self.num_padding)]
+
+    def _sum_over_ranks(self, count: int) -> int:
+        if self._dp_size == 1:
+            return count
+        if not dist.is_initialized() or dist.get_world_size(self._group) != self._dp_size:
+            found = f"has {dist.get_world_size(self._group)} ranks" if dist.is_initialized() else "does not exist"
+            raise ValueError(
+                f"ElasticDataLoader: {self._dp_size} data-parallel ranks must agree on the end of an epoch, but the "
+                f"process group {found}; pass the data-parallel group as group=, or endless=True"
+            )
+        backend = dist.get_backend(self._group)
+        device = torch.device(torch.accelerator.current_accelerator() or "cpu") if "gloo" not in backend else "cpu"
+        total = torch.tensor([count], device=device)
+        dist.all_reduce(total, group=self._group)
+        return int(total.item())
+
+    def state_dict(self) -> dict[str, Any]:
+        common = {
+            "version": 1,
+            "kind": _KIND,
+            "num_shards": self._source.num_shards,
+            "dp_size": self._dp_size,
+            "global_batch_size": self._global_batch_size,
+            "samples_seen": self.samples_seen,
+            "dropped": self.dropped,
+            "padded": self.padded,
+        }
+        return {"loader": (common,), **self._entries(self._reader.states())}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        common, states = self._read(state_dict)
+        self._reader.load(states)
+        self.samples_seen = common["samples_seen"]
+        self.dropped = common["dropped"]
+        self.padded = common["padded"]
+        self.num_padding = 0
+
+    def reshard(self, saved: Mapping[str, Any], old: World, new: World) -> Resharded:
+        common, states = self._read(saved)
+        num_saved = common["num_shards"]
+        note = f"goes on after {common['samples_seen']} samples, "
+        if num_saved == self._source.num_shards:
+            note += f"{num_saved} virtual shards, "
+        else:
+            note += f"virtual shards {num_saved} -> {self._source.num_shards}, each dealt to "
+            note += f"{self._source.num_shards // num_saved}, "
+        note += f"data-parallel ranks {common['dp_size']} -> {self._dp_size}"
+        common = {**common, "num_shards": self._source.num_shards}
+        return Resharded({"loader": (common,), **self._entries(states)}, note)
+
+    def _entries(self, states: Mapping[int, ShardState]) -> dict[str, Any]:
+        return {shard_key(shard, self._source.num_shards): to_entry(state) for shard, state in states.items()}
+
+    def _read(self, saved: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[int, ShardState]]:
+        """The common entry and the states of the own shards, after a split where the loader has more shards."""
+        if isinstance(self._source, AdoptsStates):
+            saved = self._source.adopt(saved) or saved
+        common = common_entry(saved, _KIND)
+        num_saved: int = common["num_shards"]
+        num_parts, rest = divmod(self._source.num_shards, num_saved)
+        if rest or (num_parts > 1 and not isinstance(self._source, SplitsStates)):
+            reason = "these streams cannot be split" if num_parts and not rest else "shards cannot be merged"
+            raise CannotReshardError(
+                f"the checkpoint has {num_saved} virtual shards, this loader {self._source.num_shards}, and {reason}",
+                self._what_to_choose(num_saved),
+            )
+        parents = {
+            shard: from_entry(shard_key(shard, num_saved), saved)
+            for shard in range(num_saved)
+            if shard_key(shard, num_saved) in saved or shard in self._parents(num_saved)
+        }
+        epochs = sorted({state.epoch for state in parents.values()})
+        if not self._endless and len(epochs) > 1:
+            raise CannotReshardError(
+                f"the shards of the checkpoint are in epochs {epochs[0]} to {epochs[-1]}, and a loader that is not "
+                "endless has all shards in one",
+                "pass endless=True, or reset the data loader",
+            )
+        if num_parts == 1:
+            return common, {shard: parents[shard] for shard in self._reader.own}
+        split = {parent: self._split(parents[parent], parent, num_saved) for parent in self._parents(num_saved)}
+        return common, {shard: split[shard % num_saved][shard // num_saved] for shard in self._reader.own}
+
+    def _parents(self, num_saved: int) -> set[int]:
+        """The saved shards that the own ones come from: shard v of a loader from shard v % num_saved."""
+        return {shard % num_saved for shard in self._reader.own}
+
+    def _split(self, parent: ShardState, shard: int, num_saved: int) -> list[ShardState]:
+        num_parts = self._source.num_shards // num_saved
+        assert isinstance(self._source, SplitsStates)
+        streams = self._source.split_state(parent.stream, shard=shard, num_shards=num_saved, num_parts=num_parts)
+        return [ShardState(epoch=parent.epoch, finished=parent.finished, stream=stream) for stream in streams]
+
+    def _what_to_choose(self, num_saved: int) -> str:
+        if isinstance(self._source, SplitsStates):
+            return f"choose num_shards={math.lcm(num_saved, self._dp_size)}, or another multiple of {num_saved}"
+        if self._dp_size <= num_saved:
+            return f"choose num_shards={num_saved}"
+        return f"choose num_shards={num_saved} and at most {num_saved} data-parallel ranks, or reset the data loader"

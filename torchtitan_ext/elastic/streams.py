@@ -1,0 +1,118 @@
+"""Data that comes as streams: what a source of virtual shards is, and sources over what users have.
+
+A source cuts the data into ``num_shards`` virtual shards, once and for all, and opens any of them as a stream. Ranks
+own shards, and a restart on more or fewer ranks changes owners only; so ``num_shards`` should be a multiple of every
+world size to be used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class Stream(Protocol):
+    """Samples in a fixed order, and where in them a reader is: PyTorch's ``Stateful``, iterable.
+
+    After ``load_state_dict`` of a state that was taken after n samples, ``iter`` goes on with sample n.
+
+    An iterable without these two methods is a stream as well: to resume it, the loader reads and skips what was served.
+
+    A stream may have a method ``start_epoch(epoch) -> None``. It is called at the end of each epoch, in place of
+    opening a new stream, and ``iter`` then gives the samples of that epoch: for what outlives an epoch, such as
+    leftover tokens.
+    """
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+@runtime_checkable
+class StreamSource(Protocol):
+    """Data cut into virtual shards, each a stream.
+
+    A source may also have ``split_state`` (see ``SplitsStates``): then a checkpoint can be loaded with a multiple of
+    the number of shards that saved it; and ``adopt`` (see ``AdoptsStates``).
+
+    Attributes:
+        num_shards: The same on every rank and, but for such a split, in every job that goes on.
+    """
+
+    @property
+    def num_shards(self) -> int: ...
+
+    def open_stream(self, shard: int, epoch: int) -> Iterable[Any]:
+        """The samples of one shard in one epoch, from the beginning. Called on the rank that owns it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Any streams that a function opens; the function decides what each shard holds.
+
+    Example, with files as shards::
+
+        Streams(lambda shard, num_shards, epoch: JsonLines(files[shard::num_shards], seed=epoch), num_shards=16)
+
+    A ``torchdata.StatefulDataLoader(..., batch_size=None)`` is a stream too: its workers then read ahead for the shard.
+
+    Args:
+        open: From shard, number of shards and epoch to a ``Stream``, or to another iterable.
+        num_shards: How many virtual shards.
+    """
+
+    open: Callable[[int, int, int], Iterable[Any]]
+    num_shards: int
+
+    def open_stream(self, shard: int, epoch: int) -> Iterable[Any]:
+        return self.open(shard, self.num_shards, epoch)
+
+
+class HuggingFaceStreams:
+    """A streaming data set of Hugging Face ``datasets``, cut by its own ``split_dataset_by_node``.
+
+    Where the data set has a multiple of ``num_shards`` files, each shard reads its own; otherwise each reads all files
+    and keeps every ``num_shards``-th example. A data set that is not streamed needs no source: pass it to the loader.
+
+    Args:
+        dataset: A ``datasets.IterableDataset``.
+        num_shards: How many virtual shards.
+        resume: ``"state"`` goes on from the data set's own ``state_dict``; that loses the content of its shuffle
+            buffer, so that a data set that was shuffled is refused. ``"replay"`` reads again, and skips, what an epoch
+            has served: exact for any data set that gives the same examples twice, and slow late in an epoch.
+
+    Raises:
+        ValueError: The data set is shuffled and ``resume`` is not ``"replay"``.
+    """
+
+    def __init__(self, dataset: Any, *, num_shards: int, resume: Literal["state", "replay"] = "state") -> None:
+        # https://huggingface.co/docs/datasets/stream#save-a-dataset-checkpoint-and-resume-iteration
+        if resume == "state" and getattr(dataset, "_shuffling", None) is not None:
+            raise ValueError(
+                "HuggingFaceStreams: a streaming data set that is shuffled loses its shuffle buffer when it resumes "
+                'from its state; pass resume="replay", or leave the shuffling out'
+            )
+        self.num_shards = num_shards
+        self._dataset = dataset
+        self._resume = resume
+        self._split = importlib.import_module("datasets.distributed").split_dataset_by_node
+
+    def open_stream(self, shard: int, epoch: int) -> Iterable[Any]:
+        part = self._split(self._dataset, rank=shard, world_size=self.num_shards)
+        part.set_epoch(epoch)
+        # An iterator has no state_dict: it is resumed by skipping.
+        return part if self._resume == "state" else iter(part)
+
+
+def start_epoch(stream: Iterable[Any] | None, epoch: int) -> bool:
+    """Whether a stream goes on with an epoch itself; otherwise a new one must be opened."""
+    start = getattr(stream, "start_epoch", None)
+    if start is not None:
+        start(epoch)
+    return start is not None
