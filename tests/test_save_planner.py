@@ -17,6 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import torchtitan_ext as tte
 from torchtitan_ext.errors import LayoutError, ReplicaMismatchError, StateRefusedError
+from torchtitan_ext.load_report import WORLD_KEY
 
 
 class Boxes(torch.Tensor):
@@ -91,6 +92,7 @@ def test_objects_are_written_by_the_lowest_rank_that_has_them() -> None:
 
 def test_paths_of_all_ranks_are_recorded_as_stock_records_them() -> None:
     saved = save([{"a": {0: {"b": torch.zeros(1)}}}, {"c": [torch.zeros(1)]}])
+    assert saved.metadata.planner_data.pop(WORLD_KEY) == {"size": 2, "mesh": {}}
     assert saved.metadata.planner_data == {"a.0.b": ("a", "0", "b"), "c.0": ("c", 0)}
     unflattened = save([{"a": {"b": 1}}], lambda: tte.SavePlanner(flatten_state_dict=False))
     assert unflattened.metadata.planner_data is None and list(unflattened.metadata.state_dict_metadata) == ["a"]

@@ -1,6 +1,6 @@
 """State that survives a change of cluster: exact distributed checkpoints, resharding and replica sync for PyTorch."""
 
-from torchtitan_ext import errors, ops
+from torchtitan_ext import elastic, errors, ops
 from torchtitan_ext.checkpoint import async_save, load, save
 from torchtitan_ext.fingerprint import fingerprint
 from torchtitan_ext.full_tensor import distribute_tensor, full_tensor, get_full_state_dict, set_full_state_dict
@@ -20,6 +20,7 @@ __all__ = [
     "broadcast_tensors",
     "check_replicas",
     "distribute_tensor",
+    "elastic",
     "errors",
     "fingerprint",
     "full_tensor",

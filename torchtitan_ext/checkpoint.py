@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -15,8 +15,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-from torchtitan_ext.errors import CheckpointFailedError, TorchtitanExtError
+from torchtitan_ext.dcp_failure import own_error, own_errors
+from torchtitan_ext.elastic.load import load_components
+from torchtitan_ext.elastic.policy import ElasticPolicy, Source
 from torchtitan_ext.load_planner import LoadPlanner
+from torchtitan_ext.load_report import LoadReport
 from torchtitan_ext.save_planner import SavePlanner
 from torchtitan_ext.staging import CpuStager
 
@@ -44,7 +47,7 @@ def save(
         StateRefusedError: Nothing was written; the same on every rank, listing all problems.
         CheckpointFailedError: A rank failed while planning or writing; names the ranks and their errors.
     """
-    with _typed_errors("save"):
+    with own_errors("save"):
         return state_dict_saver.save(
             state_dict,
             checkpoint_id=path,
@@ -61,32 +64,59 @@ def load(
     *,
     planner: LoadPlanner | None = None,
     storage_reader: StorageReader | None = None,
+    policy: ElasticPolicy | None = None,
+    sources: Sequence[Source] = (),
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
-) -> None:
+) -> LoadReport | None:
     """Loads a checkpoint into a state dict of any layout, in place. Collective over ``process_group``.
+
+    With a policy, or sources, every component crosses to this world by its own rule, or all of it is refused in one
+    report before anything is changed; see ``tte.elastic.ElasticPolicy``.
 
     Args:
         state_dict: The targets; tensors are filled, other values replaced.
         path: Directory of the checkpoint (``checkpoint_id``).
         planner: A ``LoadPlanner`` with options other than the defaults.
         storage_reader: Any DCP storage reader; by default the stock file reader at ``path``.
+        policy: What to do with each component, and about missing and unexpected keys.
+        sources: Several checkpoints and which keys come from each, instead of ``path``.
         process_group: The ranks that take part; all by default.
         no_dist: Load into this process alone.
 
+    Returns:
+        With a policy or sources what was done, the same on every rank.
+
     Raises:
         StateRefusedError: No target was changed; the same on every rank, listing all problems.
-        CheckpointFailedError: A rank failed while reading; targets may be part-written.
+        CheckpointFailedError: A rank failed while reading; targets may be part-written, and it names them.
+        ValueError: Both ``path`` and ``sources``, or two policies.
     """
-    with _typed_errors("load"):
+    planner = LoadPlanner() if planner is None else planner
+    if sources and (path is not None or storage_reader is not None):
+        raise ValueError("load: got sources and a path or storage_reader, expected one of them")
+    given = planner.policy if isinstance(planner, LoadPlanner) else None
+    if policy is not None and given is not None:
+        raise ValueError("load: got a policy and a planner with a policy, expected one of them")
+    if policy is not None or given is not None or sources:
+        return load_components(
+            state_dict,
+            sources or [dataclasses.replace(planner.source, path=path, storage_reader=storage_reader)],
+            planner,
+            policy or given or ElasticPolicy(),
+            process_group=process_group,
+            no_dist=no_dist,
+        )
+    with own_errors("load"):
         state_dict_loader.load(
             state_dict,
             checkpoint_id=path,
             storage_reader=storage_reader,
-            planner=LoadPlanner() if planner is None else planner,
+            planner=planner,
             process_group=process_group,
             no_dist=no_dist,
         )
+    return None
 
 
 def async_save(
@@ -102,7 +132,7 @@ def async_save(
     Returns:
         A future of the metadata; it raises what ``save`` raises. The caller may change the state dict at once.
     """
-    with _typed_errors("save"):
+    with own_errors("save"):
         response = state_dict_saver.async_save(
             state_dict,
             checkpoint_id=path,
@@ -117,7 +147,7 @@ def async_save(
     def pass_on(done: Future[Metadata]) -> None:
         error = done.exception()
         if isinstance(error, CheckpointException):
-            finished.set_exception(_typed("save", error))
+            finished.set_exception(own_error("save", error))
         elif error is not None:
             finished.set_exception(error)
         else:
@@ -125,22 +155,3 @@ def async_save(
 
     upload.add_done_callback(pass_on)
     return finished
-
-
-@contextmanager
-def _typed_errors(operation: str) -> Iterator[None]:
-    try:
-        yield
-    except CheckpointException as error:
-        raise _typed(operation, error) from None
-
-
-def _typed(operation: str, error: CheckpointException) -> TorchtitanExtError:
-    """Our own error where a rank raised one, else one that names every rank that failed."""
-    failures = {rank: failure for rank, (failure, _) in error.failures.items()}
-    for failure in failures.values():
-        if isinstance(failure, TorchtitanExtError):
-            return failure
-    return CheckpointFailedError(
-        operation, {rank: f"{type(failure).__name__}: {failure}" for rank, failure in failures.items()}
-    )

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import fnmatch
 import io
-import re
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,30 +25,30 @@ from torch.distributed.checkpoint.utils import find_state_dict_object
 from torchtitan_ext import _core
 from torchtitan_ext.agreement import Agreement, HeldShard, TensorAgreement, agree, check_cover
 from torchtitan_ext.cast import CastPolicy, cast_problem
+from torchtitan_ext.elastic.policy import ElasticPolicy, Source
 from torchtitan_ext.errors import CheckpointReadError, Problem, refusal
 from torchtitan_ext.key_table import Box, BoxesEntry, KeyEntry, KeyTable, ObjectEntry, TensorEntry, describe_state
 from torchtitan_ext.layout import (
     LayoutRules,
     ShardOrder,
-    canonical_fqn,
     local_tensor,
     local_view,
     num_elements,
     shard_of,
 )
+from torchtitan_ext.load_report import (
+    ComponentPlan,
+    LoadReport,
+    ReadRequest,
+    build_report,
+    component_of,
+    missing_problems,
+    unclaimed_problems,
+)
 from torchtitan_ext.plain_value import read_value
 from torchtitan_ext.state_dict import FlatStateDict, Path, flatten_state_dict, materialize_meta, set_value
 
-# A component such as dp_rank_7 or rank_7: an entry that each rank keeps for itself. Not layers.7.
-_PER_RANK = re.compile(r"(?:^|\.)(?:[^.]*_)?rank_?\d+(?=\.|$)")
-
-
-@dataclass(frozen=True)
-class ReadRequest:
-    """What a rank asks for, and which metadata it read: ranks have one each after ``use_collectives=False``."""
-
-    table: KeyTable
-    metadata_name: str
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,10 +58,12 @@ class ReadDecision:
     Attributes:
         choices: Which of its ``candidate_steps`` is true, where it is not the first.
         is_cover_checked: Whether the coordinator's metadata is the rank's own, so that its check of the cover holds.
+        report: What the load does, where a policy asked for it.
     """
 
     choices: Mapping[str, int]
     is_cover_checked: bool
+    report: LoadReport | None
 
 
 class LoadPlanner(StockLoadPlanner):
@@ -90,6 +90,16 @@ class LoadPlanner(StockLoadPlanner):
             may stay unread.
         weights_only: Read non-tensor values without running code from the checkpoint. ``False`` trusts it, as stock
             does.
+        policy: What to do with each component, and with keys that are missing or unexpected. Without one, keys that
+            the checkpoint lacks are refused and those that nothing asks for ignored, as in stock. Objects that
+            reshard by a rule of their own need ``tte.load``: it reads what they saved before the plan is made.
+        source: Which keys come from this checkpoint, and under which names. All, under their own, by default.
+
+    Attributes:
+        is_reading: Whether the plan is made, so that targets may have been written.
+        report: What the load does, from step 4 on, on every rank; ``None`` without a policy.
+        earlier_sources: For ``tte.load``: keys that these select do not come from this checkpoint.
+        components: For ``tte.load``: what becomes of each component; some are not in the state dict given to DCP.
 
     Raises:
         StateRefusedError: (a subclass; inside DCP's ``CheckpointException``) from step 3, the same on every rank.
@@ -106,6 +116,8 @@ class LoadPlanner(StockLoadPlanner):
         cast: CastPolicy = "exact",
         allow_unclaimed: Collection[str] = (),
         weights_only: bool = True,
+        policy: ElasticPolicy | None = None,
+        source: Source | None = None,
     ) -> None:
         if cast not in ("exact", "allow", "forbid"):
             raise ValueError(f"LoadPlanner: got cast={cast!r}, expected 'exact', 'allow' or 'forbid'")
@@ -120,7 +132,13 @@ class LoadPlanner(StockLoadPlanner):
         self._rules = LayoutRules(layouts)
         self._cast = cast
         self._allow_unclaimed = tuple(allow_unclaimed)
-        self._weights_only = weights_only
+        self.weights_only = weights_only
+        self.policy = policy
+        self.source = Source() if source is None else source
+        self.earlier_sources: tuple[Source, ...] = ()
+        self.components: dict[str, ComponentPlan] = {}
+        self.report: LoadReport | None = None
+        self.is_reading = False
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -148,26 +166,41 @@ class LoadPlanner(StockLoadPlanner):
         self.state_dict = self._flat.values
 
     def create_local_plan(self) -> LoadPlan:
+        components = self.components or self._component_plans()
         table = describe_state(self.state_dict, {}, self._rules)
-        problems = list(table.problems)
+        problems: list[Problem] = []
         wanted: dict[str, KeyEntry] = {}
-        missing: list[str] = []
+        self._saved_names: dict[str, str] = {}
+        missing, left = [], []
         for fqn, entry in table.entries.items():
-            saved = self.metadata.state_dict_metadata.get(fqn)
+            if not self._is_loaded(fqn, entry, components):
+                left.append(fqn)
+                continue
+            saved_name = self.source.saved_name(fqn)
+            saved = self.metadata.state_dict_metadata.get(saved_name)
             if saved is None:
                 missing.append(fqn)
                 continue
             problem = self._misfit(fqn, entry, saved)
-            if problem is None:
-                wanted[fqn] = entry
-            else:
+            if problem is not None:
                 problems.append(problem)
-        if not self.allow_partial_load:
-            problems += _missing_problems(missing, self.metadata)
-        elif missing and not wanted:
+                continue
+            wanted[fqn] = entry
+            if saved_name != fqn:
+                self._saved_names[fqn] = saved_name
+        problems += [problem for problem in table.problems if problem.fqn not in left]
+        if self.allow_partial_load and missing and not wanted:
             problems.append(_nothing_matches(missing, self.metadata))
         self._table = KeyTable(entries=wanted, problems=tuple(problems))
-        return LoadPlan([], planner_data=ReadRequest(self._table, _metadata_name(self.metadata)))
+        request = ReadRequest(
+            self._table,
+            _metadata_name(self.metadata),
+            saved_names=self._saved_names,
+            missing=() if self.allow_partial_load else tuple(missing),
+            left=tuple(left),
+            components=components,
+        )
+        return LoadPlan([], planner_data=request)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         requests: list[ReadRequest] = [plan.planner_data for plan in global_plan]
@@ -176,10 +209,17 @@ class LoadPlanner(StockLoadPlanner):
         problems = list(agreement.problems)
         is_cover_checked = len({request.metadata_name for request in requests}) == 1
         if is_cover_checked:
-            problems += self._cover_problems(tables, agreement)
-        problems += self._unclaimed_problems(tables)
+            problems += self._cover_problems(requests, agreement)
+        problems += unclaimed_problems(requests, self.metadata, self._allow_unclaimed)
+        report = None
+        if self.policy is None:
+            absent = dict.fromkeys(fqn for request in requests for fqn in request.missing)
+            problems += missing_problems(list(absent), self.metadata)
+        else:
+            report = build_report(requests, self.metadata, self.policy, self.source, problems)
+            problems = list(report.problems)
         if problems:
-            raise refusal("load", problems)
+            raise refusal("load", problems, report)
         plans = []
         for rank, plan in enumerate(global_plan):
             choices = {
@@ -187,7 +227,7 @@ class LoadPlanner(StockLoadPlanner):
                 for fqn, agreed in agreement.keys.items()
                 if isinstance(agreed, TensorAgreement) and agreed.choices.get(rank)
             }
-            plans.append(dataclasses.replace(plan, planner_data=ReadDecision(choices, is_cover_checked)))
+            plans.append(dataclasses.replace(plan, planner_data=ReadDecision(choices, is_cover_checked, report)))
         return plans
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
@@ -197,8 +237,8 @@ class LoadPlanner(StockLoadPlanner):
         for fqn, entry in self._table.entries.items():
             if isinstance(entry, ObjectEntry):
                 zero = torch.Size((0,))
-                index = MetadataIndex(fqn)
-                items.append(ReadItem(LoadItemType.BYTE_IO, index, zero, index, zero, zero))
+                saved_index = MetadataIndex(self._saved_names.get(fqn, fqn))
+                items.append(ReadItem(LoadItemType.BYTE_IO, MetadataIndex(fqn), zero, saved_index, zero, zero))
             else:
                 tensor_items = self._tensor_items(fqn, entry, decision.choices.get(fqn, 0))
                 if not decision.is_cover_checked:
@@ -206,13 +246,18 @@ class LoadPlanner(StockLoadPlanner):
                 items += tensor_items
         if problems:
             raise refusal("load", problems)
+        self.is_reading = True
+        self.report = decision.report
+        if self.is_coordinator and self.report is not None and (self.report.missing or self.report.unexpected):
+            if self.policy is not None and self.policy.strict == "warn":
+                logger.warning("load: %s", self.report)
         materialize_meta(self.original_state_dict, self._flat)
         return dataclasses.replace(central_plan, items=items)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         fqn = read_item.dest_index.fqn
         try:
-            loaded = read_value(value, weights_only=self._weights_only)
+            loaded = read_value(value, weights_only=self.weights_only)
         except ValueError as error:
             raise CheckpointReadError(fqn, str(error)) from None
         self.state_dict[fqn] = loaded
@@ -256,16 +301,36 @@ class LoadPlanner(StockLoadPlanner):
             )
         return cast_problem(fqn, saved.properties.dtype, entry.dtype, self._cast)
 
-    def _cover_problems(self, tables: Sequence[KeyTable], agreement: Agreement) -> list[Problem]:
+    def _component_plans(self) -> dict[str, ComponentPlan]:
+        """Of the top-level keys; of none without a policy."""
+        if self.policy is None:
+            return {}
+        leaves = {fqn for fqn, value in self.original_state_dict.items() if isinstance(value, torch.Tensor)}
+        return {
+            str(name): ComponentPlan(self.policy.component_action(str(name)))
+            for name in self.original_state_dict
+            if name not in leaves
+        }
+
+    def _is_loaded(self, fqn: str, entry: KeyEntry, components: Mapping[str, ComponentPlan]) -> bool:
+        if not self.source.selects(fqn) or any(source.selects(fqn) for source in self.earlier_sources):
+            return False
+        if self.policy is None:
+            return True
+        component = component_of(fqn, components, is_tensor=not isinstance(entry, ObjectEntry))
+        return self.policy.key_action(fqn, component) not in ("omit", "reset")
+
+    def _cover_problems(self, requests: Sequence[ReadRequest], agreement: Agreement) -> list[Problem]:
         problems = []
+        saved_names = {fqn: name for request in requests for fqn, name in request.saved_names.items()}
         for fqn, agreed in agreement.keys.items():
-            saved = self.metadata.state_dict_metadata[fqn]
+            saved = self.metadata.state_dict_metadata[saved_names.get(fqn, fqn)]
             if not isinstance(agreed, TensorAgreement) or not isinstance(saved, TensorStorageMetadata):
                 continue
             shards = [HeldShard((), (box,)) for box in _boxes_of(saved)]
             problem = check_cover(fqn, agreed.global_shape, shards, "broken_checkpoint")
             # A checkpoint of use_collectives=False has metadata per rank: all that this rank wants must be there.
-            if problem is not None and not (len(tables) == 1 and self._is_covered_for(agreed, saved)):
+            if problem is not None and not (len(requests) == 1 and self._is_covered_for(agreed, saved)):
                 problems.append(problem)
         return problems
 
@@ -274,33 +339,9 @@ class LoadPlanner(StockLoadPlanner):
         found = _core.find_overlaps([(*box, (0,) * len(box[0])) for box in wanted], _boxes_of(saved))
         return sum(num_elements(sizes) for *_, sizes in found) == sum(num_elements(sizes) for _, sizes in wanted)
 
-    def _unclaimed_problems(self, tables: Sequence[KeyTable]) -> list[Problem]:
-        wanted = {fqn for table in tables for fqn in table.entries}
-        families: dict[str, list[str]] = {}
-        for fqn, saved in self.metadata.state_dict_metadata.items():
-            if isinstance(saved, BytesStorageMetadata) and _PER_RANK.search(fqn):
-                families.setdefault(_family(fqn), []).append(fqn)
-        problems = []
-        for family, members in families.items():
-            unclaimed = [
-                fqn
-                for fqn in members
-                if fqn not in wanted and not any(fnmatch.fnmatchcase(fqn, glob) for glob in self._allow_unclaimed)
-            ]
-            if unclaimed and len(unclaimed) < len(members) and any(fqn in wanted for fqn in members):
-                problems.append(
-                    Problem(
-                        "unclaimed_keys",
-                        family,
-                        f"the checkpoint has {len(members)} of these, the {len(tables)} rank(s) of this load ask for "
-                        f"{sum(fqn in wanted for fqn in members)}; {unclaimed[0]} would be dropped; load on as many "
-                        f"ranks as saved, or pass LoadPlanner(allow_unclaimed=[{family!r}])",
-                    )
-                )
-        return problems
-
     def _tensor_items(self, fqn: str, entry: TensorEntry | BoxesEntry, choice: int) -> list[ReadItem]:
-        saved = self.metadata.state_dict_metadata[fqn]
+        saved_name = self._saved_names.get(fqn, fqn)
+        saved = self.metadata.state_dict_metadata[saved_name]
         assert isinstance(saved, TensorStorageMetadata)
         if isinstance(entry, BoxesEntry):
             # Each box is a tensor of its own: its elements begin at 0.
@@ -313,7 +354,7 @@ class LoadPlanner(StockLoadPlanner):
                 type=LoadItemType.TENSOR,
                 dest_index=MetadataIndex(fqn, chunks[wanted][0], wanted),
                 dest_offsets=torch.Size(local_offsets),
-                storage_index=MetadataIndex(fqn, boxes[position][0], position),
+                storage_index=MetadataIndex(saved_name, boxes[position][0], position),
                 storage_offsets=torch.Size(saved_offsets),
                 lengths=torch.Size(sizes),
             )
@@ -338,28 +379,6 @@ def _unread_problems(fqn: str, entry: TensorEntry | BoxesEntry, items: Sequence[
         return []
     detail = f"this rank holds {wanted} elements, the metadata that it saved for itself has {found} of them"
     return [Problem("broken_checkpoint", fqn, f"{detail}; load on the mesh of the save")]
-
-
-def _family(fqn: str) -> str:
-    return _PER_RANK.sub(lambda match: re.sub(r"\d+$", "*", match.group()), fqn)
-
-
-def _missing_problems(missing: Sequence[str], metadata: Metadata) -> list[Problem]:
-    saved = list(metadata.state_dict_metadata)
-    by_canonical = {canonical_fqn(fqn, strip_module=True): fqn for fqn in saved}
-    problems = []
-    for position, fqn in enumerate(missing):
-        hint = ""
-        # Nearest names cost a pass over all keys, and the report shows ten lines.
-        if position < 10:
-            same = by_canonical.get(canonical_fqn(fqn, strip_module=True))
-            near = difflib.get_close_matches(fqn, saved, n=1, cutoff=0.8)
-            if same is not None:
-                hint = f" It has {same}, which differs only by prefix: strip the wrapper's prefix on one side."
-            elif near:
-                hint = f" Nearest: {near[0]}."
-        problems.append(Problem("missing_key", fqn, f"Missing key in checkpoint state_dict: {fqn}.{hint}"))
-    return problems
 
 
 def _nothing_matches(missing: Sequence[str], metadata: Metadata) -> Problem:

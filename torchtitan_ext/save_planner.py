@@ -57,6 +57,7 @@ from torchtitan_ext.layout import (
     num_elements,
     shard_of,
 )
+from torchtitan_ext.load_report import WORLD_KEY, world_record
 from torchtitan_ext.state_dict import flatten_state_dict
 
 logger = logging.getLogger(__name__)
@@ -199,7 +200,8 @@ class SavePlanner(StockSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         tables = self._tables_of(all_plans)
-        agreement = agree(tables, every_rank_reports=not self._plans_one_rank_only(all_plans))
+        every_rank_reports = not self._plans_one_rank_only(all_plans)
+        agreement = agree(tables, every_rank_reports=every_rank_reports)
         differing = differing_replicas(tables, agreement)
         fatal = [problem for problem in differing if self._is_fatal(agreement.keys[problem.fqn])]
         if agreement.problems or fatal:
@@ -214,6 +216,8 @@ class SavePlanner(StockSavePlanner):
             return self.global_plan, self.metadata
         token = f"{_CACHE_PREFIX}{uuid.uuid4().hex}"
         decisions, self.metadata = self._decide_writes(tables, agreement, {problem.fqn for problem in differing}, token)
+        if self.flatten_state_dict and every_rank_reports:
+            self.metadata.planner_data[WORLD_KEY] = world_record(tables)
         self.global_plan = [
             dataclasses.replace(plan, planner_data=decision, usable=True)
             for plan, decision in zip(all_plans, decisions, strict=True)

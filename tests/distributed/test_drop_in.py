@@ -34,6 +34,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.two_tensor import TwoTensor
 
 import torchtitan_ext as tte
+from torchtitan_ext.load_report import WORLD_KEY
 
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
 
@@ -310,6 +311,8 @@ def stock_and_ours_alike(rank: int, world_size: int, path: Path) -> None:
 def test_metadata_is_what_stock_would_write(run_world, tmp_path: Path) -> None:
     run_world(4, stock_and_ours_alike, tmp_path)
     stock, ours = (FileSystemReader(tmp_path / name).read_metadata() for name in ("stock", "ours"))
+    # Which world saved it is added; readers look paths up by key.
+    assert ours.planner_data.pop(WORLD_KEY)["size"] > 0
     assert ours.planner_data == stock.planner_data
     assert ours.state_dict_metadata.keys() == stock.state_dict_metadata.keys()
     for fqn, entry in stock.state_dict_metadata.items():

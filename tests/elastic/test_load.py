@@ -1,0 +1,380 @@
+"""`tte.load` by a policy: every component crosses a change of world size, or the one report says why not."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import torchtitan_ext as tte
+from torchtitan_ext.elastic import ElasticPolicy, Resharded, Source, World
+from torchtitan_ext.errors import CannotReshardError, CheckpointFailedError, StateRefusedError
+
+
+class Counters:
+    """Ten counters, dealt to the ranks; each rank saves its own."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.values = {index: 0 for index in range(10) if index % size == rank}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {f"counter_{index}": (value,) for index, value in self.values.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.values = {int(key.split("_")[1]): value for key, (value,) in state_dict.items()}
+
+    def reset(self) -> None:
+        self.values = dict.fromkeys(self.values, -1)
+
+
+class ElasticCounters(Counters):
+    def reshard(self, saved: Mapping[str, Any], old: World, new: World) -> Resharded:
+        if len(saved) != 10:
+            raise CannotReshardError(f"{len(saved)} counters were saved, expected 10", "save again")
+        mine = {f"counter_{index}": saved[f"counter_{index}"] for index in self.values}
+        return Resharded(mine, f"{len(saved)} counters dealt from {old.size} to {new.size} ranks")
+
+
+class PerRank:
+    """As torchtitan's data loader: one entry per rank, and no rule for another number of ranks."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.position = rank, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {f"dp_rank_{self.rank}": self.position}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.position = state_dict[f"dp_rank_{self.rank}"]
+
+
+def weights(world_size: int, value: float = 0.0) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+    whole = torch.arange(33.0).view(11, 3) + value
+    return {"w": distribute_tensor(whole, mesh, [Shard(0)]), "b": torch.arange(5.0) + value}
+
+
+def job(rank: int, world_size: int, value: float = 0.0) -> dict[str, Any]:
+    return {
+        "model": weights(world_size, value),
+        "optimizer": {"state": {name: {"exp_avg": tensor} for name, tensor in weights(world_size, value).items()}},
+        "counters": ElasticCounters(rank, world_size),
+        "train_state": {"step": int(value)},
+    }
+
+
+def save_job(rank: int, world_size: int, path: Path) -> None:
+    state = job(rank, world_size, 7.0)
+    state["counters"].values = {index: index * index for index in state["counters"].values}
+    tte.save(state, path)
+
+
+def load_job(rank: int, world_size: int, path: Path, by_planner: bool) -> str:
+    state = job(rank, world_size)
+    policy = ElasticPolicy()
+    if by_planner:
+        report = tte.load(state, path, planner=tte.LoadPlanner(policy=policy))
+    else:
+        report = tte.load(state, path, policy=policy)
+    assert torch.equal(state["model"]["w"].full_tensor(), torch.arange(33.0).view(11, 3) + 7)
+    assert torch.equal(state["optimizer"]["state"]["w"]["exp_avg"].full_tensor(), torch.arange(33.0).view(11, 3) + 7)
+    assert torch.equal(state["model"]["b"], torch.arange(5.0) + 7)
+    assert state["counters"].values == {index: index * index for index in range(10) if index % world_size == rank}
+    assert state["train_state"] == {"step": 7}
+    assert report is not None and not report.problems
+    return str(report)
+
+
+@pytest.mark.parametrize("by_planner", [False, True])
+def test_every_component_grows_and_shrinks(run_world, tmp_path: Path, by_planner: bool) -> None:
+    run_world(2, save_job, tmp_path)
+    for world_size in (1, 2, 3, 4):
+        (text, *others) = run_world(world_size, load_job, tmp_path, by_planner)
+        assert all(other == text for other in others)
+    assert text.splitlines() == [
+        "saved by 2 ranks (dp 2), loaded by 4 ranks (dp 4)",
+        "  model        reshard  2 entries",
+        "  optimizer    reshard  2 entries",
+        "  counters     reshard  10 counters dealt from 2 to 4 ranks",
+        "  train_state  keep     1 entry",
+    ]
+
+
+def refused(state: dict[str, Any], *args: Any, **kwargs: Any) -> StateRefusedError:
+    def frozen(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: frozen(member) for key, member in value.items()}
+        if isinstance(value, torch.Tensor):
+            return (value.to_local() if hasattr(value, "to_local") else value).tolist()
+        return vars(value).copy() if hasattr(value, "__dict__") else value
+
+    before = frozen(state)
+    with pytest.raises(StateRefusedError) as caught:
+        tte.load(state, *args, **kwargs)
+    assert frozen(state) == before, "a refused load changes nothing"
+    return caught.value
+
+
+def save_per_rank(rank: int, world_size: int, path: Path) -> None:
+    kept = {f"counter_{index}": (index,) for index in range(4)}
+    tte.save(
+        {"model": weights(world_size), "dataloader": PerRank(rank), "gone": 1, "old": {"x": 1}, "kept": kept}, path
+    )
+
+
+def everything_changed(rank: int, world_size: int) -> dict[str, Any]:
+    class Stubborn(ElasticCounters):
+        def reshard(self, saved: Mapping[str, Any], old: World, new: World) -> Resharded:
+            raise CannotReshardError(f"{len(saved)} counters cannot be dealt", "use another kind")
+
+    return {
+        "model": weights(world_size, 1.0) | {"new": torch.zeros(3), "more": torch.zeros(2)},
+        "dataloader": PerRank(rank),
+        "counters": ElasticCounters(rank, world_size),
+        "kept": Stubborn(rank, world_size),
+        "old": {"y": 2},
+    }
+
+
+def refuse_everything(rank: int, world_size: int, path: Path) -> str:
+    error = refused(everything_changed(rank, world_size), path, policy=ElasticPolicy())
+    # What the report recommends is what makes the load go.
+    state = everything_changed(rank, world_size)
+    report = tte.load(state, path, policy=eval(error.report.remedy))
+    assert report is not None and not report.problems
+    assert torch.equal(state["model"]["w"].full_tensor(), torch.arange(33.0).view(11, 3))
+    assert state["old"] == {"y": 2} and set(state["counters"].values.values()) == {-1}
+    return str(error)
+
+
+def test_one_report_lists_everything_that_stands_in_the_way(run_world, tmp_path: Path) -> None:
+    run_world(2, save_per_rank, tmp_path)
+    (text, *others) = run_world(4, refuse_everything, tmp_path)
+    assert all(other == text for other in others)
+    assert text.splitlines() == [
+        "load refused, nothing was changed; 7 problem(s):",
+        "saved by 2 ranks (dp 2), loaded by 4 ranks (dp 4)",
+        "  model       reshard  REFUSED, 2 entries, 2 missing",
+        "  dataloader  reshard  REFUSED, 2 entries, 2 missing",
+        "  counters    reshard  REFUSED, missing, left as is",
+        "  kept        reshard  REFUSED",
+        "  old         reshard  REFUSED, 1 missing, 1 unexpected",
+        "  missing: model.new, model.more, old.y, dataloader.dp_rank_2, dataloader.dp_rank_3",
+        "  unexpected: old.x",
+        "Missing key in checkpoint (5):",
+        "  Missing key in checkpoint state_dict: counters. The checkpoint has nothing of this component",
+        "  Missing key in checkpoint state_dict: model.new. Nearest: model.w.",
+        "  Missing key in checkpoint state_dict: model.more.",
+        "  Missing key in checkpoint state_dict: old.y. Nearest: old.x.",
+        "  Missing key in checkpoint state_dict: dataloader.dp_rank_2. It, and others up to dataloader.dp_rank_3, are "
+        "of ranks that the save did not have: the checkpoint has 2 of these, dataloader.dp_rank_0 and so on, and "
+        "nothing says how to divide them among other ranks: give the component a method reshard.",
+        "Components that cannot cross to this world (1):",
+        "  kept: 4 counters cannot be dealt; use another kind",
+        "Saved entries that nothing asks for (1):",
+        "  old.x: it is in the checkpoint and nothing asks for it; nearest that is asked for: old.y",
+        "To go on without these: policy=ElasticPolicy({'counters': 'reset', 'kept': 'reset', 'model.new': 'reset', "
+        "'model.more': 'reset', 'old.y': 'reset', 'dataloader': 'reset', 'old.x': 'omit'})",
+    ]
+
+
+def shrink(rank: int, world_size: int, path: Path) -> str:
+    error = refused({"dataloader": PerRank(rank)}, path, policy=ElasticPolicy(strict="ignore"))
+    state = {"dataloader": PerRank(rank)}
+    tte.load(state, path, policy=eval(error.report.remedy))
+    assert state["dataloader"].position == 0
+    return str(error)
+
+
+def test_positions_of_ranks_are_not_dropped_in_silence(run_world, tmp_path: Path) -> None:
+    run_world(2, save_per_rank, tmp_path)
+    (text,) = run_world(1, shrink, tmp_path)
+    assert "dataloader.dp_rank_*: the checkpoint has 2 of these, the 1 rank(s) of this load ask for 1" in text
+    assert "policy=ElasticPolicy({'dataloader': 'reset'}, strict='ignore')" in text
+
+
+def actions(rank: int, world_size: int, path: Path) -> dict[str, str]:
+    texts = {}
+    state = job(rank, world_size)
+    report = (
+        tte.load(
+            state,
+            path,
+            policy=ElasticPolicy({"optimizer": "omit", "counters": "reset", "model.b": "omit", "train_state": "error"}),
+        )
+        if world_size == 2
+        else None
+    )
+    if report is not None:
+        texts["same world"] = str(report)
+        assert set(state["counters"].values.values()) == {-1}
+        assert torch.equal(state["model"]["b"], torch.arange(5.0)) and state["train_state"] == {"step": 7}
+        assert torch.equal(state["optimizer"]["state"]["b"]["exp_avg"], torch.arange(5.0))
+    else:
+        texts["error"] = str(refused(state, path, policy=ElasticPolicy({"train_state": "error"})))
+        tte.load(state, path, policy=ElasticPolicy({"counters": "keep"}))
+        assert state["counters"].values == {index: index * index for index in range(10)}
+    return texts
+
+
+def test_what_each_action_does(run_world, tmp_path: Path) -> None:
+    run_world(2, save_job, tmp_path)
+    same = run_world(2, actions, tmp_path)[0]["same world"]
+    assert same.splitlines()[1:] == [
+        "  model        reshard  1 entry, 1 left as is",
+        "  optimizer    omit     left as is",
+        "  counters     reset    starts anew",
+        "  train_state  error    1 entry",
+    ]
+    other = run_world(1, actions, tmp_path)[0]
+    assert "train_state: its action is 'error', and it was saved by 2 ranks (dp 2), not by 1 rank" in other["error"]
+
+
+def save_two(rank: int, world_size: int, path: Path) -> None:
+    tte.save({"module": weights(world_size, 100.0), "head": torch.ones(4)}, path / "A")
+    tte.save({"model": weights(world_size, 200.0), "optimizer": {"lr": 0.5}, "step": 3}, path / "B")
+
+
+def load_two(rank: int, world_size: int, path: Path) -> str:
+    state = {"model": weights(world_size), "optimizer": {"lr": 0.1}, "step": 0, "adapters": {"w": torch.zeros(4)}}
+    sources = [
+        Source(
+            path / "A",
+            include=["model", "adapters"],
+            exclude=["*.b"],
+            rename={"model.*": "module.*", "adapters.w": "head"},
+        ),
+        Source(path / "B", include=["model.b", "step"]),
+    ]
+    report = tte.load(state, sources=sources)
+    assert torch.equal(state["model"]["w"].full_tensor(), torch.arange(33.0).view(11, 3) + 100)
+    assert torch.equal(state["model"]["b"], torch.arange(5.0) + 200)
+    assert torch.equal(state["adapters"]["w"], torch.ones(4))
+    assert state["optimizer"] == {"lr": 0.1} and state["step"] == 3
+
+    state["model"]["new"] = torch.zeros(2)
+    state["adapters"]["v"] = torch.zeros(1)
+    sources[1] = Source(path / "B", include=["model.b", "step", "adapters.v"])
+    sources[0] = Source(path / "A", include=["model", "adapters.w"], exclude=["*.b"], rename=sources[0].rename)
+    error = refused(state, sources=sources)
+    assert {problem.fqn for problem in error.problems} == {"model.new", "adapters.v"}
+    return str(report).replace(str(path), "")
+
+
+def test_several_sources_and_renames(run_world, tmp_path: Path) -> None:
+    run_world(2, save_two, tmp_path)
+    (text, *others) = run_world(2, load_two, tmp_path)
+    assert all(other == text for other in others)
+    assert text.splitlines() == [
+        "saved by 2 ranks (dp 2), loaded by 2 ranks (dp 2)",
+        "  model      reshard  1 entry, 1 left as is from /A; 1 entry, 1 left as is from /B",
+        "  optimizer  reshard  left as is",
+        "  step       reshard  1 entry from /B",
+        "  adapters   reshard  1 entry from /A",
+    ]
+
+
+def flat_model(rank: int, world_size: int, path: Path) -> None:
+    state = weights(world_size, 5.0) | {"layers.0.w": torch.ones(3), "train_state": {"step": 1}}
+    tte.save(state | {"layers.1.w": torch.ones(3)}, path)
+    error = refused({**state}, path, policy=ElasticPolicy())
+    assert [problem.fqn for problem in error.problems] == ["layers.1.w"]
+    assert error.report.remedy == "ElasticPolicy({'layers.1.w': 'omit'})"
+    assert tte.load({"train_state": {"step": 0}}, path, policy=ElasticPolicy()) is not None
+    report = tte.load(state, path, policy=ElasticPolicy(strict="warn"))
+    assert report is not None and report.unexpected == ("layers.1.w",)
+    assert {line.name: line.outcome for line in report.components}["model"] == "3 entries, 1 unexpected"
+
+
+def test_models_at_the_top_of_a_state_dict(run_world, tmp_path: Path) -> None:
+    run_world(2, flat_model, tmp_path)
+
+
+def optimizer_options(rank: int, world_size: int, path: Path) -> None:
+    def optimizer(*options: str, params: str = "wb") -> dict[str, Any]:
+        return {
+            "optimizer": {
+                "state": {name: {"exp_avg": torch.full((2,), float(len(options)))} for name in params},
+                "param_groups": {name: dict.fromkeys(options, 0.5) for name in params},
+            }
+        }
+
+    tte.save(optimizer("lr"), path)
+    state = optimizer("lr", "decoupled_weight_decay")
+    report = tte.load(state, path, policy=ElasticPolicy())
+    assert report is not None
+    assert [line.outcome for line in report.components] == ["4 entries, decoupled_weight_decay filled from this run"]
+    unfrozen = optimizer("lr", params="wbc")
+    error = refused(unfrozen, path, policy=ElasticPolicy())
+    assert error.report.remedy == (
+        "ElasticPolicy({'optimizer.state.c.exp_avg': 'reset', 'optimizer.param_groups.c.lr': 'reset'})"
+    )
+    frozen = refused(optimizer("lr", params="w"), path, policy=ElasticPolicy())
+    assert {problem.kind for problem in frozen.problems} == {"unexpected_key"}
+
+
+def test_optimizers_that_changed(run_world, tmp_path: Path) -> None:
+    run_world(1, optimizer_options, tmp_path)
+
+
+def fail_on_one_rank(rank: int, world_size: int, path: Path, phase: str) -> tuple[str, tuple[str, ...]]:
+    class Broken(ElasticCounters):
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            if phase == "apply" and rank == 1:
+                raise OSError("no room left")
+            super().load_state_dict(state_dict)
+
+    class BrokenPlanner(tte.LoadPlanner):
+        def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+            if phase == "read" and rank == 1:
+                raise OSError("bad sector")
+            return super().resolve_tensor(read_item)
+
+    state = job(rank, world_size)
+    state["counters"] = Broken(rank, world_size)
+    with pytest.raises(CheckpointFailedError) as caught:
+        tte.load(state, path, policy=ElasticPolicy(), planner=BrokenPlanner())
+    if phase == "read":
+        assert set(state["counters"].values.values()) == {0}, "components are untouched while tensors are read"
+    dist.barrier()
+    return str(caught.value), caught.value.undefined
+
+
+@pytest.mark.parametrize("phase", ["read", "apply"])
+def test_a_failed_load_says_what_is_undefined(run_world, tmp_path: Path, phase: str) -> None:
+    run_world(2, save_job, tmp_path)
+    (answer, *others) = run_world(2, fail_on_one_rank, tmp_path, phase)
+    assert all(other == answer for other in others)
+    text, undefined = answer
+    assert "rank 1: OSError: " in text and "Part-written" in text
+    assert set(undefined) >= {"model", "optimizer", "train_state"}
+    assert ("counters" in undefined) == (phase == "apply")
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointFailedError, match="No such file|metadata"):
+        tte.load({"step": 0}, tmp_path / "nowhere", policy=ElasticPolicy())
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: ElasticPolicy({"dataloader": "drop"}), "got 'drop' for dataloader, expected one of 'keep', 'reshard'"),
+        (lambda: ElasticPolicy(default="all"), "got 'all' for default"),
+        (lambda: ElasticPolicy(strict="yes"), "strict='yes', expected one of 'error', 'warn', 'ignore'"),
+        (lambda: Source("A", include="model"), "include='model', expected a list of globs"),
+        (lambda: Source("A", rename={"a.*": "b"}), r"rename of 'a.\*' to 'b': both need the same number"),
+        (lambda: tte.load({}, "A", sources=[Source("B")]), "got sources and a path"),
+        (
+            lambda: tte.load({}, "A", planner=tte.LoadPlanner(policy=ElasticPolicy()), policy=ElasticPolicy()),
+            "a policy",
+        ),
+    ],
+)
+def test_bad_arguments(make: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        make()

@@ -1,0 +1,255 @@
+"""Loads a state dict whose components cross to this world, each by its own rule, all or none.
+
+The order is what makes it so: what components have saved is read and asked first, which changes nothing; then the plan
+of all tensors is made, in which the refusals of all ranks come together; then tensors are read in place; and only then
+do components take their new state.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint._storage_utils import _storage_setup
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.checkpoint.utils import _DistWrapper
+from torch.distributed.tensor import DTensor
+
+from torchtitan_ext.dcp_failure import own_errors
+from torchtitan_ext.elastic.component import Resharded, World, can_reshard, reshard_state
+from torchtitan_ext.elastic.policy import ElasticPolicy, Source
+from torchtitan_ext.errors import CannotReshardError, Problem, StateRefusedError, refusal
+from torchtitan_ext.load_planner import LoadPlanner
+from torchtitan_ext.load_report import ComponentPlan, LoadReport, join_reports, saved_world
+from torchtitan_ext.state_dict import flatten_state_dict
+
+
+@dataclass
+class Opened:
+    """A source, its metadata, and the planner that reads from it."""
+
+    name: str
+    source: Source
+    reader: StorageReader
+    metadata: Metadata
+    planner: LoadPlanner
+
+
+@dataclass
+class Components:
+    """A state dict, cut by what becomes of each top-level entry.
+
+    Attributes:
+        values: Entries that the planners load, key by key; of ``Stateful`` objects what ``state_dict()`` gives.
+        resharded: The new state of objects that have a rule of their own.
+        to_reset: Objects that start anew.
+        plans: Per source what its report says of each entry that is not a tensor, in order.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    resharded: dict[str, Resharded] = field(default_factory=dict)
+    to_reset: list[str] = field(default_factory=list)
+    plans: list[dict[str, ComponentPlan]] = field(default_factory=list)
+
+
+class Rehearsal(LoadPlanner):
+    """Plans a load, refuses what it would refuse, and reads nothing."""
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        self.report = central_plan.planner_data.report
+        return LoadPlan([])
+
+
+def load_components(
+    state_dict: dict[str, Any],
+    sources: Sequence[Source],
+    planner: LoadPlanner,
+    policy: ElasticPolicy,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+) -> LoadReport:
+    """Loads a state dict by a policy, from one or several checkpoints. Collective over ``process_group``.
+
+    Args:
+        state_dict: By component; tensors are filled, ``Stateful`` objects take their new state, other values are
+            replaced.
+        sources: Where keys come from; the first that selects a key counts.
+        planner: With the options of the load; copied for each source.
+        policy: What to do with each component.
+
+    Returns:
+        What was done, the same on every rank.
+
+    Raises:
+        StateRefusedError: With the report; nothing was changed. The same on every rank.
+        CheckpointFailedError: A rank failed while reading, or while its components took their state; names the
+            components that are undefined now.
+    """
+    no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
+    group = _DistWrapper(process_group, not no_dist, 0)
+    opened: list[Opened] = []
+
+    def open_sources() -> None:
+        for source in sources:
+            opened.append(_open(source, [other.source for other in opened], planner, policy))
+
+    with own_errors("load"):
+        group.all_gather("metadata", open_sources)
+    components = _cut(state_dict, opened, policy, group.get_world_size() if group.use_dist else 1)
+    for one, plans in zip(opened, components.plans, strict=True):
+        one.planner.components = plans
+
+    def read(one: Opened, planner: LoadPlanner) -> None:
+        with own_errors("load", lambda: tuple(components.values) if planner.is_reading else ()):
+            state_dict_loader.load(
+                components.values,
+                storage_reader=one.reader,
+                planner=planner,
+                process_group=process_group,
+                no_dist=no_dist,
+            )
+
+    if len(opened) > 1:
+        _rehearse(opened, read)
+    for one in opened:
+        read(one, one.planner)
+    report = join_reports({one.name: one.planner.report for one in opened if one.planner.report is not None})
+
+    taken: list[str] = []
+
+    def take() -> None:
+        for name, component in state_dict.items():
+            taken.append(name)
+            if name in components.resharded:
+                component.load_state_dict(components.resharded[name].state)
+            elif name in components.to_reset:
+                component.reset()
+            elif name in components.values and isinstance(component, Stateful):
+                component.load_state_dict(components.values[name])
+            elif name in components.values:
+                state_dict[name] = components.values[name]
+
+    with own_errors("load", lambda: tuple(dict.fromkeys([*components.values, *taken]))):
+        group.all_gather("apply", take)
+    return report
+
+
+def read_saved(reader: StorageReader, metadata: Metadata, prefix: str, *, weights_only: bool) -> Any:
+    """Everything below a key of a checkpoint, nested as it was saved, tensors whole and on the CPU. Not collective."""
+    saved = {
+        fqn: entry
+        for fqn, entry in metadata.state_dict_metadata.items()
+        if fqn == prefix or fqn.startswith(f"{prefix}.")
+    }
+    values: dict[str, Any] = {
+        fqn: torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
+        for fqn, entry in saved.items()
+    }
+    planner = LoadPlanner(flatten_state_dict=False, weights_only=weights_only)
+    planner.set_up_planner(values, metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, True)
+    (plan,) = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
+    (plan,) = reader.prepare_global_plan([plan])
+    reader.read_data(planner.finish_plan(plan), planner).wait()
+    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    depth = len(paths[prefix]) - 1 if prefix in paths else prefix.count(".") + 1
+    relative = {fqn: tuple(paths.get(fqn, fqn.split(".")))[depth:] for fqn in saved}
+    return unflatten_state_dict(values, relative) if prefix not in saved else values[prefix]
+
+
+def _open(source: Source, earlier: Sequence[Source], planner: LoadPlanner, policy: ElasticPolicy) -> Opened:
+    reader = cast(StorageReader, _storage_setup(source.storage_reader, source.path, reader=True))
+    metadata = reader.read_metadata()
+    own = copy.copy(planner)
+    own.source, own.earlier_sources, own.policy = source, tuple(earlier), policy
+    return Opened(str(source.path or reader), source, reader, metadata, own)
+
+
+def _cut(state_dict: Mapping[str, Any], opened: Sequence[Opened], policy: ElasticPolicy, size: int) -> Components:
+    components = Components(plans=[{} for _ in opened])
+    carried = {}
+    for name, component in state_dict.items():
+        action = policy.component_action(name)
+        if not isinstance(component, torch.Tensor):
+            for plans in components.plans:
+                plans[name] = ComponentPlan(action)
+        if not isinstance(component, Stateful):
+            components.values[name] = component
+        elif action in ("reset", "omit"):
+            if action == "reset" and hasattr(component, "reset"):
+                components.to_reset.append(name)
+            plan = ComponentPlan(action, "starts anew" if action == "reset" else "left as is")
+            for plans in components.plans:
+                plans[name] = plan
+        elif action == "reshard" and can_reshard(component):
+            carried[name] = component
+        else:
+            components.values[name] = component.state_dict()
+    new = World(size, _mesh_axes(components.values))
+    for name, component in carried.items():
+        position = next((i for i, one in enumerate(opened) if one.source.selects(f"{name}.*")), None)
+        if position is None:
+            components.plans[0][name] = ComponentPlan("reshard", "left as is")
+            continue
+        plan, resharded = _ask(name, component, opened[position], new, policy)
+        components.plans[position][name] = plan
+        if resharded is not None:
+            components.resharded[name] = resharded
+    return components
+
+
+def _ask(
+    name: str, component: Any, opened: Opened, new: World, policy: ElasticPolicy
+) -> tuple[ComponentPlan, Resharded | None]:
+    """What a component makes of what it saved."""
+    prefix = opened.source.saved_prefix(name)
+    if not any(fqn == prefix or fqn.startswith(f"{prefix}.") for fqn in opened.metadata.state_dict_metadata):
+        detail = f"Missing key in checkpoint state_dict: {prefix}. The checkpoint has nothing of this component"
+        problem = Problem("missing_key", name, detail) if policy.strict == "error" else None
+        return ComponentPlan("reshard", "missing, left as is", problem), None
+    try:
+        saved = read_saved(opened.reader, opened.metadata, prefix, weights_only=opened.planner.weights_only)
+        resharded = reshard_state(component, saved, saved_world(opened.metadata), new)
+    except CannotReshardError as error:
+        return ComponentPlan("reshard", "", Problem("cannot_reshard", name, str(error)), prefix), None
+    except Exception as error:
+        detail = f"{type(component).__name__} cannot take what was saved ({type(error).__name__}: {error})"
+        return ComponentPlan("reshard", "", Problem("cannot_reshard", name, detail), prefix), None
+    return ComponentPlan("reshard", resharded.note, saved_prefix=prefix), resharded
+
+
+def _rehearse(opened: Sequence[Opened], read: Any) -> None:
+    """Refuses what any of several sources refuses, all of it together, before the first is read."""
+    reports: dict[str, LoadReport] = {}
+    problems: list[Problem] = []
+    for one in opened:
+        rehearsal = copy.copy(one.planner)
+        rehearsal.__class__ = Rehearsal
+        try:
+            read(one, rehearsal)
+        except StateRefusedError as error:
+            problems += error.problems
+            reports[one.name] = error.report
+    if problems:
+        raise refusal("load", problems, join_reports(reports))
+
+
+def _mesh_axes(values: Mapping[str, Any]) -> dict[str, int]:
+    meshes = {
+        tensor.device_mesh for tensor in flatten_state_dict(values).values.values() if isinstance(tensor, DTensor)
+    }
+    axes: dict[str, int] = {}
+    for mesh in sorted(meshes, key=lambda mesh: -mesh.ndim):
+        for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False):
+            axes.setdefault(name, size)
+    return axes

@@ -1,0 +1,148 @@
+"""What a load does with each component, and which saved entries it takes from where."""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from torch.distributed.checkpoint.storage import StorageReader
+
+Action = Literal["keep", "reshard", "reset", "omit", "error"]
+Strict = Literal["error", "warn", "ignore"]
+
+# What every component but these does: carried into the new world by its own rule, where it has one.
+DEFAULT_ACTION: Action = "reshard"
+# A step counter is the same number in any world; a class of the user's that calls itself reshardable is not asked.
+DEFAULT_ACTIONS: dict[str, Action] = {"train_state": "keep"}
+
+
+class ElasticPolicy:
+    """What a load does with each component of a state dict, by top-level key or glob of flat keys.
+
+    ``reshard``
+        Carry it into this world: tensors to this mesh, a ``Reshardable`` object by its own rule, anything else as it
+        was saved. What cannot cross is refused.
+    ``keep``
+        Load the saved values as they are; a ``reshard`` method is not asked.
+    ``reset``
+        Do not load it; it starts anew. A method ``reset()`` is called where there is one.
+    ``omit``
+        Do not load it, and do not report its keys as missing or unexpected; what is there stays.
+    ``error``
+        Load it as it was saved, and refuse to where the number of ranks differs.
+
+    Args:
+        actions: By component (``"dataloader"``) or by glob of flat keys (``"optimizer.state.*.exp_avg"``). A glob wins
+            over a component, an earlier glob over a later one.
+        default: For components not named. By default everything is carried over (``reshard``), and ``train_state``
+            kept.
+        strict: What to do about keys that the checkpoint lacks, and about keys of the components that are loaded that
+            nothing asks for: refuse, log a warning, or neither. Either way they are in the report, and targets of
+            missing keys stay as they are.
+
+    Raises:
+        ValueError: An action, or ``strict``, is none of these.
+    """
+
+    def __init__(
+        self,
+        actions: Mapping[str, Action] | None = None,
+        *,
+        default: Action | None = None,
+        strict: Strict = "error",
+    ) -> None:
+        self.actions: dict[str, Action] = dict(actions or {})
+        for name, action in {**self.actions, "default": default or DEFAULT_ACTION}.items():
+            if action not in get_args(Action):
+                raise ValueError(f"ElasticPolicy: got {action!r} for {name}, expected one of {_listed(Action)}")
+        if strict not in get_args(Strict):
+            raise ValueError(f"ElasticPolicy: got strict={strict!r}, expected one of {_listed(Strict)}")
+        self.default = default
+        self.strict: Strict = strict
+
+    def component_action(self, component: str) -> Action:
+        """What to do with a top-level entry of a state dict."""
+        return self.actions.get(component) or self.default or DEFAULT_ACTIONS.get(component, DEFAULT_ACTION)
+
+    def key_action(self, fqn: str, component: str) -> Action:
+        """What to do with one flat key of a component."""
+        for pattern, action in self.actions.items():
+            if pattern != component and fnmatch.fnmatchcase(fqn, pattern):
+                return action
+        return self.component_action(component)
+
+    def __repr__(self) -> str:
+        """The call that makes an equal policy."""
+        arguments = [repr(self.actions)] if self.actions else []
+        arguments += [f"default={self.default!r}"] if self.default is not None else []
+        arguments += [f"strict={self.strict!r}"] if self.strict != "error" else []
+        return f"ElasticPolicy({', '.join(arguments)})"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint, and which keys of the state dict are loaded from it under which names.
+
+    Attributes:
+        path: Its directory (``checkpoint_id``).
+        include: Components and globs of flat keys of the state dict that come from here.
+        exclude: Those that do not.
+        rename: Flat keys of the state dict to keys of the checkpoint, for example ``{"model.*": "module.*"}``. A ``*``
+            on the right stands for what the ``*`` on the left stands for, in order. The first match counts.
+        storage_reader: A DCP storage reader instead of stock's for files.
+
+    Raises:
+        ValueError: The two sides of a rename have different numbers of ``*``.
+    """
+
+    path: str | os.PathLike[str] | None = None
+    include: Sequence[str] = ("*",)
+    exclude: Sequence[str] = ()
+    rename: Mapping[str, str] = field(default_factory=dict)
+    storage_reader: StorageReader | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("include", "exclude"):
+            if isinstance(getattr(self, name), str):
+                raise ValueError(f"Source: got {name}={getattr(self, name)!r}, expected a list of globs")
+        for wanted, saved in self.rename.items():
+            if wanted.count("*") != saved.count("*"):
+                raise ValueError(f"Source: rename of {wanted!r} to {saved!r}: both need the same number of '*'")
+
+    def selects(self, fqn: str) -> bool:
+        """Whether a flat key of the state dict comes from here."""
+        return _matches(fqn, self.include) and not _matches(fqn, self.exclude)
+
+    def saved_name(self, fqn: str) -> str:
+        """What a flat key of the state dict is called in the checkpoint."""
+        return _renamed(fqn, self.rename.items())
+
+    def own_name(self, saved_fqn: str) -> str:
+        """What a flat key of the checkpoint is called in the state dict."""
+        return _renamed(saved_fqn, ((saved, wanted) for wanted, saved in self.rename.items()))
+
+    def saved_prefix(self, component: str) -> str:
+        """What a top-level key is called in the checkpoint."""
+        return self.saved_name(f"{component}.x").removesuffix(".x")
+
+
+def _renamed(fqn: str, patterns: Iterable[tuple[str, str]]) -> str:
+    for old, new in patterns:
+        found = re.fullmatch("(.*)".join(map(re.escape, old.split("*"))), fqn)
+        if found is not None:
+            pieces = new.split("*")
+            return "".join(itertools.chain(*zip(pieces, (*found.groups(), ""), strict=True)))
+    return fqn
+
+
+def _matches(fqn: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(fqn, glob) for pattern in patterns for glob in (pattern, f"{pattern}.*"))
+
+
+def _listed(choices: object) -> str:
+    return ", ".join(map(repr, get_args(choices)))
