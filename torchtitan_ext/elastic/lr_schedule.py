@@ -1,0 +1,369 @@
+"""Schedules of torch's LR schedulers away from their optimizer: copied, scaled to another batch size, played to a step.
+
+A copy stands on ``StandInOptimizer``, which holds the options of the parameter groups that schedulers read and write
+and no parameter. So what a schedule becomes is worked out without touching the running job.
+
+By samples: with b samples a step before and B now, step n becomes step n * b / B, and every length of the schedule is
+scaled alike; the learning rate is then that of a run that had B samples a step from its beginning, at the same number
+of samples. Example: ``StepLR(step_size=30)`` at step 45 with b = 32, B = 64 becomes ``step_size=15`` at step 22.5, that
+is 23, with one drop behind it in both. Lengths that torch compares with ``==`` or ``%`` are rounded to whole steps;
+those that enter a formula stay exact.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ConstantLR,
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    CyclicLR,
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    MultiplicativeLR,
+    MultiStepLR,
+    OneCycleLR,
+    PolynomialLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
+
+from torchtitan_ext.errors import CannotReshardError
+
+# Where the learning rate is a formula in the step: these need not be played step by step.
+_WITHOUT_MEMORY = (LambdaLR, CyclicLR, OneCycleLR)
+
+# Lengths in steps that torch compares with == or %.
+_WHOLE_LENGTHS: dict[type[LRScheduler], str] = {
+    StepLR: "step_size",
+    ConstantLR: "total_iters",
+    LinearLR: "total_iters",
+    PolynomialLR: "total_iters",
+}
+
+_KNOWN = (
+    *_WHOLE_LENGTHS,
+    *_WITHOUT_MEMORY,
+    ChainedScheduler,
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    ExponentialLR,
+    MultiplicativeLR,
+    MultiStepLR,
+    SequentialLR,
+)
+
+_LR_OPTIONS = ("lr", "initial_lr", "max_lr", "min_lr")
+_MOMENTUM_OPTIONS = ("max_momentum", "base_momentum", "momentum", "betas")
+
+# Attributes of schedulers that hold learning rates, one per parameter group or one for all.
+_LR_ATTRIBUTES = ("base_lrs", "max_lrs", "min_lrs", "eta_min", "default_min_lr", "_last_lr")
+_PER_GROUP_ATTRIBUTES = ("base_lrs", "max_lrs", "min_lrs", "base_momentums", "max_momentums", "lr_lambdas", "_last_lr")
+
+
+class StandInOptimizer:
+    """What a scheduler needs of an optimizer: options of parameter groups, without parameters."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.param_groups = [
+            {name: plain(group[name]) for name in (*_LR_OPTIONS, *_MOMENTUM_OPTIONS) if name in group}
+            for group in optimizer.param_groups
+        ]
+        self.defaults = optimizer.defaults
+        self._opt_called = True
+
+    def step(self) -> None:
+        """Nothing to do; schedulers look for the mark below and warn where they miss it."""
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+
+def copied(scheduler: LRScheduler, optimizer: StandInOptimizer | None = None) -> LRScheduler:
+    """A scheduler of the same class and state on a stand-in optimizer. Changes to it do not reach the original."""
+    stand_in = StandInOptimizer(scheduler.optimizer) if optimizer is None else optimizer
+    clone = copy.copy(scheduler)
+    for name, value in vars(scheduler).items():
+        setattr(clone, name, plain(value))
+    clone.optimizer = stand_in  # type: ignore[assignment]
+    if isinstance(clone, (ChainedScheduler, SequentialLR)):
+        clone._schedulers = [copied(child, stand_in) for child in _children(scheduler)]
+    if isinstance(clone, (LambdaLR, MultiplicativeLR)):
+        clone.lr_lambdas = list(map(_copied_function, clone.lr_lambdas))
+    if isinstance(clone, CyclicLR):
+        clone._scale_fn_custom = _copied_function(clone._scale_fn_custom)
+        clone._init_scale_fn()
+    return clone
+
+
+def described(scheduler: LRScheduler) -> dict[str, Any]:
+    """A scheduler as plain data: its class, its ``state_dict()``, and the group options that it works on."""
+    options = (*_LR_OPTIONS, *_MOMENTUM_OPTIONS) if _cycles_momentum(scheduler) else _LR_OPTIONS
+    return {
+        "type": type(scheduler).__name__,
+        "state": plain(scheduler.state_dict()),
+        "groups": [
+            {name: plain(group[name]) for name in options if name in group}
+            for group in scheduler.optimizer.param_groups
+        ],
+    }
+
+
+def restore(scheduler: LRScheduler, state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]] | None) -> None:
+    """Puts a described state into a scheduler and its optimizer's groups, in place.
+
+    Args:
+        scheduler: A live one or a copy, which the state fits.
+        state: As in ``described``, or as torch's ``state_dict()`` comes back from a checkpoint.
+        groups: As in ``described``; by default what the state itself says of learning rates.
+    """
+    # A newer torch has attributes that the saved state lacks. Copied, because torch pops from what it is given.
+    scheduler.load_state_dict({**scheduler.state_dict(), **plain(state)})
+    if groups is None:
+        last = getattr(scheduler, "_last_lr", None)
+        base = _base_lrs(scheduler)
+        for index, group in enumerate(scheduler.optimizer.param_groups):
+            if base is not None:
+                set_option(group, "initial_lr", base[index])
+            if last is not None:
+                set_option(group, "lr", last[index])
+    else:
+        restore_groups(scheduler.optimizer, groups)
+
+
+def restore_groups(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Puts saved options into the parameter groups of an optimizer, in place."""
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for name, value in saved.items():
+            set_option(group, name, value)
+
+
+def set_option(group: dict[str, Any], name: str, value: Any) -> None:
+    """Sets an option of a parameter group; a learning rate that is a tensor stays the same tensor, as graphs need."""
+    if isinstance(group.get(name), torch.Tensor):
+        group[name].fill_(value)
+    else:
+        group[name] = value
+
+
+def fits(saved: Mapping[str, Any], current: Mapping[str, Any]) -> bool:
+    """Whether a saved ``state_dict()`` is of the same kind of scheduler, over as many parameter groups."""
+    if _attributes(saved) != _attributes(current):
+        return False
+    for name in _PER_GROUP_ATTRIBUTES:
+        if isinstance(saved.get(name), list) and len(saved[name]) != len(current.get(name) or ()):
+            return False
+    saved_children, children = saved.get("_schedulers", []), current.get("_schedulers", [])
+    return len(saved_children) == len(children) and all(map(fits, saved_children, children))
+
+
+def step_of(state: Mapping[str, Any]) -> int | None:
+    """The step of a ``state_dict()``; a chain's is that of its members."""
+    if "last_epoch" in state:
+        return int(state["last_epoch"])
+    steps = [step_of(child) for child in state.get("_schedulers", ())]
+    return steps[0] if steps else None
+
+
+def move_to(scheduler: LRScheduler, step: int) -> None:
+    """Plays a copied scheduler from its beginning to a step, as an uninterrupted run would have.
+
+    Raises:
+        CannotReshardError: Its state depends on more than the step, or its schedule is shorter.
+    """
+    _check_known(scheduler, "its state depends on more than the step", "load a state that holds its own state_dict()")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for group in scheduler.optimizer.param_groups:
+            group["lr"] = group["initial_lr"]
+        _restart(scheduler)
+        try:
+            if isinstance(scheduler, _WITHOUT_MEMORY) and step > 0:
+                scheduler.last_epoch, scheduler._step_count = step - 1, step
+                scheduler.step()
+            else:
+                for _ in range(step):
+                    scheduler.step()
+        except ValueError as error:
+            raise CannotReshardError(
+                f"{type(scheduler).__name__} cannot stand at step {step} ({error})", "build it for more steps"
+            ) from None
+
+
+def scale_steps(scheduler: LRScheduler, old_batch: int, new_batch: int) -> list[str]:
+    """Scales the lengths of a copied schedule from steps of the old batch size to steps of the new one, in place.
+
+    Functions given by the user (``LambdaLR``, ``MultiplicativeLR``, ``CyclicLR``) count in the new run's steps.
+
+    Returns:
+        The lengths that had to be rounded, for the report.
+
+    Raises:
+        CannotReshardError: How the schedule scales is not known.
+    """
+    _check_known(
+        scheduler,
+        "how its schedule scales with the number of samples is not known",
+        "pass by_samples=False to keep its step",
+    )
+    rounded: list[str] = []
+
+    def whole(name: str, steps: int, *, at_least: int = 0) -> int:
+        scaled = max(at_least, (2 * steps * old_batch + new_batch) // (2 * new_batch))
+        if scaled * new_batch != steps * old_batch:
+            rounded.append(f"{name} {steps} -> {scaled}")
+        return scaled
+
+    def exact(steps: float) -> float:
+        scaled = steps * old_batch / new_batch
+        return int(scaled) if scaled == int(scaled) else scaled
+
+    if type(scheduler) in _WHOLE_LENGTHS:
+        name = _WHOLE_LENGTHS[type(scheduler)]
+        setattr(scheduler, name, whole(name, getattr(scheduler, name), at_least=1))
+    elif isinstance(scheduler, MultiStepLR):
+        milestones = sorted(scheduler.milestones.elements())
+        scheduler.milestones = Counter(whole("milestone", milestone) for milestone in milestones)
+    elif isinstance(scheduler, CosineAnnealingLR):
+        scheduler.T_max = exact(scheduler.T_max)  # type: ignore[assignment]
+    elif isinstance(scheduler, CosineAnnealingWarmRestarts):
+        scheduler.T_0 = exact(scheduler.T_0)  # type: ignore[assignment]
+    elif isinstance(scheduler, ExponentialLR):
+        scheduler.gamma **= new_batch / old_batch
+    elif isinstance(scheduler, OneCycleLR):
+        scheduler.total_steps = -(-scheduler.total_steps * old_batch // new_batch)
+        for phase in scheduler._schedule_phases:
+            phase["end_step"] = exact(phase["end_step"])
+    elif isinstance(scheduler, CyclicLR):
+        scheduler.total_size *= old_batch / new_batch  # type: ignore[assignment]
+        scheduler.gamma **= new_batch / old_batch
+        scheduler._init_scale_fn()
+    elif isinstance(scheduler, SequentialLR):
+        scheduler._milestones = [whole("milestone", milestone) for milestone in scheduler._milestones]
+    for child in _children(scheduler):
+        rounded += scale_steps(child, old_batch, new_batch)
+    return rounded
+
+
+def without_functions(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A ``state_dict()`` without the attributes of the user's function objects: those of the new run stay."""
+    kept = dict(state)
+    if "lr_lambdas" in kept:
+        kept["lr_lambdas"] = [None] * len(kept["lr_lambdas"])
+    if "_scale_fn_custom" in kept:
+        kept["_scale_fn_custom"] = None
+    if "_schedulers" in kept:
+        kept["_schedulers"] = [without_functions(child) for child in kept["_schedulers"]]
+    return kept
+
+
+def scale_lrs(scheduler: LRScheduler, factor: float) -> None:
+    """Multiplies every learning rate of a copied schedule, minima included: its whole curve scales. In place."""
+    for group in scheduler.optimizer.param_groups:
+        for name in _LR_OPTIONS:
+            if name in group:
+                group[name] *= factor
+    _scale_lr_attributes(scheduler, factor)
+
+
+def normalized(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A torch ``state_dict()`` as it was before a checkpoint's flat keys took its lists and ints apart."""
+    restored = {name: _with_lists(value) for name, value in state.items()}
+    if isinstance(state.get("milestones"), Mapping):
+        restored["milestones"] = Counter({int(step): int(count) for step, count in state["milestones"].items()})
+    if "_schedulers" in restored:
+        restored["_schedulers"] = [normalized(child) for child in restored["_schedulers"]]
+    return restored
+
+
+def plain(value: Any) -> Any:
+    """A value with new containers, and numbers in place of tensors, which DCP would take out of their tuple."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, Counter):
+        return Counter(value)
+    if isinstance(value, dict):
+        return {key: plain(member) for key, member in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(plain, value))
+    return value
+
+
+def _children(scheduler: LRScheduler) -> list[LRScheduler]:
+    """The members of a chain or sequence."""
+    return list(getattr(scheduler, "_schedulers", ()))
+
+
+def _copied_function(function: Any) -> Any:
+    return function if isinstance(function, types.FunctionType) else copy.copy(function)
+
+
+def _attributes(state: Mapping[str, Any]) -> set[str]:
+    """The attributes that tell kinds of schedulers apart. torch had ``verbose`` until 2.6."""
+    public = {name for name in state if not name.startswith("_")} - {"verbose"}
+    return public | ({"_schedulers", "_milestones"} & set(state))
+
+
+def _base_lrs(scheduler: LRScheduler) -> list[Any] | None:
+    children = _children(scheduler)
+    return _base_lrs(children[0]) if children else getattr(scheduler, "base_lrs", None)
+
+
+def _cycles_momentum(scheduler: LRScheduler) -> bool:
+    return getattr(scheduler, "cycle_momentum", False) or any(map(_cycles_momentum, _children(scheduler)))
+
+
+def _check_known(scheduler: LRScheduler, reason: str, remedy: str) -> None:
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise CannotReshardError("ReduceLROnPlateau follows the metrics it was given, not the step or samples", remedy)
+    if type(scheduler) not in _KNOWN:
+        raise CannotReshardError(f"{type(scheduler).__name__} is not one of torch's LR schedulers: {reason}", remedy)
+
+
+def _restart(scheduler: LRScheduler) -> None:
+    """Step 0, as the constructor leaves it."""
+    if isinstance(scheduler, CosineAnnealingWarmRestarts):
+        scheduler.T_cur, scheduler.T_i = -1, scheduler.T_0
+    children = _children(scheduler)
+    if not children:
+        scheduler.last_epoch = -1
+        scheduler._initial_step()
+        return
+    for child in children:
+        _restart(child)
+    if isinstance(scheduler, SequentialLR):
+        SequentialLR.__init__(scheduler, scheduler.optimizer, children, scheduler._milestones)
+    else:
+        ChainedScheduler.__init__(scheduler, children, scheduler.optimizer)  # type: ignore[arg-type]
+
+
+def _scale_lr_attributes(scheduler: LRScheduler, factor: float) -> None:
+    for name in _LR_ATTRIBUTES:
+        value = getattr(scheduler, name, None)
+        if isinstance(value, list):
+            setattr(scheduler, name, [lr * factor for lr in value])
+        elif value is not None:
+            setattr(scheduler, name, value * factor)
+    for child in _children(scheduler):
+        _scale_lr_attributes(child, factor)
+
+
+def _with_lists(value: Any) -> Any:
+    """Dicts whose keys are 0, 1, ... become lists again, at every depth."""
+    if isinstance(value, Mapping):
+        members = {key: _with_lists(member) for key, member in value.items()}
+        if members and {str(key) for key in members} == {str(index) for index in range(len(members))}:
+            return [members[key] for key in sorted(members, key=int)]
+        return members
+    return [_with_lists(member) for member in value] if isinstance(value, list) else value

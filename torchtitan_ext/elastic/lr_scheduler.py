@@ -1,0 +1,321 @@
+"""An LR scheduler that goes on where it was, or at the same number of samples when the global batch has changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from torchtitan_ext.elastic import lr_schedule
+from torchtitan_ext.elastic.component import Resharded, World, reshard_state
+from torchtitan_ext.errors import CannotReshardError
+
+LrRule = Literal["none", "linear", "sqrt"]
+
+
+class ElasticLRScheduler:
+    """One or several torch LR schedulers, saved with the global batch size they count in.
+
+    ``Stateful`` and ``Reshardable``. State: ``step`` (of the first scheduler), ``global_batch_size`` and
+    ``schedulers``, a tuple with one entry for each scheduler, which DCP keeps as one value: so the state of any number
+    of schedulers of any class loads back. An entry has the class name, torch's ``state_dict()`` and the learning rates
+    of the parameter groups. Ranks that save the same key must hold equal schedulers.
+
+    It also reads states that it did not write: ``{"last_epoch": n}`` (torchtitan's ``LRSchedulersContainer``), torch's
+    ``state_dict()`` of one scheduler, and lists or dicts of these. A scheduler that has no saved entry of its own kind
+    and number of parameter groups takes the step alone, and plays its own schedule up to it.
+
+    The learning rates it loaded stand until the first ``step``, also where the optimizer's state is loaded after it, as
+    ``dcp.load`` does (in alphabetical order).
+
+    Args:
+        schedulers: One torch scheduler or several; each steps once per optimizer step.
+        global_batch_size: Samples per step, over all ranks.
+        by_samples: When the saved global batch size is another one, go on at the same number of samples instead of at
+            the same step, and scale the schedule alike: see ``lr_schedule``. What the new run brings itself counts in
+            its own steps: functions (``LambdaLR``, ``MultiplicativeLR``), and the schedule where only a step was saved.
+        lr_rule: When the saved global batch size is another one, multiply all learning rates by the ratio of the batch
+            sizes ("linear", https://arxiv.org/abs/1706.02677) or by its square root ("sqrt",
+            https://arxiv.org/abs/1404.5997): the saved ones, or this run's where only a step was saved.
+        saved_global_batch_size: For states that do not say theirs.
+
+    Raises:
+        ValueError: A batch size below 1, no scheduler, or an unknown rule.
+
+    Example:
+        >>> scheduler = ElasticLRScheduler(CosineAnnealingLR(optimizer, 1000), global_batch_size=64, by_samples=True)
+        >>> tte.save({"lr_scheduler": scheduler}, path)
+    """
+
+    def __init__(
+        self,
+        schedulers: LRScheduler | Sequence[LRScheduler],
+        *,
+        global_batch_size: int,
+        by_samples: bool = False,
+        lr_rule: LrRule = "none",
+        saved_global_batch_size: int | None = None,
+    ) -> None:
+        self.schedulers = [schedulers] if isinstance(schedulers, LRScheduler) else list(schedulers)
+        if not self.schedulers:
+            raise ValueError("ElasticLRScheduler: got no scheduler, expected at least one")
+        if global_batch_size < 1 or (saved_global_batch_size is not None and saved_global_batch_size < 1):
+            raise ValueError(
+                f"ElasticLRScheduler: got global_batch_size={global_batch_size}, "
+                f"saved_global_batch_size={saved_global_batch_size}, expected at least 1"
+            )
+        if lr_rule not in ("none", "linear", "sqrt"):
+            raise ValueError(f"ElasticLRScheduler: got lr_rule={lr_rule!r}, expected 'none', 'linear' or 'sqrt'")
+        self.global_batch_size = global_batch_size
+        self._rules = _Rules(global_batch_size, by_samples, lr_rule, saved_global_batch_size)
+        self._loaded: list[dict[str, Any]] | None = None
+        for optimizer in {id(scheduler.optimizer): scheduler.optimizer for scheduler in self.schedulers}.values():
+            optimizer.register_load_state_dict_post_hook(self._keep_loaded_groups)
+
+    def __iter__(self) -> Iterator[LRScheduler]:
+        return iter(self.schedulers)
+
+    def __len__(self) -> int:
+        return len(self.schedulers)
+
+    @property
+    def last_epoch(self) -> int:
+        """The step of the first scheduler, by torch's name."""
+        return lr_schedule.step_of(self.schedulers[0].state_dict()) or 0
+
+    def step(self, metrics: float | None = None) -> None:
+        """Steps every scheduler, after the optimizer's step. On every rank, not collective.
+
+        Args:
+            metrics: What ``ReduceLROnPlateau`` looks at; must be given where there is one.
+        """
+        self._loaded = None
+        for scheduler in self.schedulers:
+            if isinstance(scheduler, ReduceLROnPlateau):
+                if metrics is None:
+                    raise ValueError("ElasticLRScheduler.step: got no metrics, ReduceLROnPlateau needs them")
+                scheduler.step(metrics)
+            else:
+                scheduler.step()
+
+    def get_last_lr(self) -> list[Any]:
+        """The learning rate of each parameter group, scheduler by scheduler."""
+        return [lr for scheduler in self.schedulers for lr in scheduler.get_last_lr()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, equal on ranks with equal schedulers. Not collective."""
+        return {
+            "step": self.last_epoch,
+            "global_batch_size": self.global_batch_size,
+            "schedulers": tuple(map(lr_schedule.described, self.schedulers)),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads any state that ``reshard`` takes, into the schedulers and the groups of their optimizers.
+
+        On every rank, not collective.
+
+        Raises:
+            CannotReshardError: As ``reshard``; nothing was changed.
+        """
+        entries, _ = _reshard(self.schedulers, state_dict, self._rules)
+        for scheduler, entry in zip(self.schedulers, entries, strict=True):
+            lr_schedule.restore(scheduler, entry["state"], entry["groups"])
+        self._loaded = entries
+
+    def reshard(self, saved: Mapping[str, Any], old: World, new: World) -> Resharded:
+        """The saved state for these schedulers and this global batch size; the same for every world. Changes nothing.
+
+        On every rank, not collective.
+
+        Raises:
+            CannotReshardError: The state is not one of an LR scheduler, or does not say what a rule asks for; or a
+                scheduler without an entry of its own cannot be brought to the shared step; or ``by_samples`` meets a
+                scheduler that does not count samples (``ReduceLROnPlateau``).
+        """
+        entries, note = _reshard(self.schedulers, saved, self._rules)
+        state = {
+            "step": lr_schedule.step_of(entries[0]["state"]) or 0,
+            "global_batch_size": self.global_batch_size,
+            "schedulers": tuple(entries),
+        }
+        return Resharded(state, note)
+
+    def _keep_loaded_groups(self, optimizer: Optimizer) -> None:
+        """Called when an optimizer has loaded its state, with the learning rates of the save."""
+        if self._loaded is None:
+            return
+        for scheduler, entry in zip(self.schedulers, self._loaded, strict=True):
+            if scheduler.optimizer is optimizer:
+                lr_schedule.restore_groups(optimizer, entry["groups"])
+
+
+@reshard_state.register(LRScheduler)
+def _reshard_torch_scheduler(component: LRScheduler, saved: Mapping[str, Any], old: World, new: World) -> Resharded:
+    """A plain torch scheduler keeps its step; as ever with torch, its optimizer's groups come with the optimizer."""
+    entries, note = _reshard([component], saved, _Rules())
+    return Resharded(entries[0]["state"], note)
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """What becomes of a state whose global batch size is another one."""
+
+    global_batch_size: int | None = None
+    by_samples: bool = False
+    lr_rule: LrRule = "none"
+    saved_global_batch_size: int | None = None
+
+
+@dataclass(frozen=True)
+class _SavedScheduler:
+    """What a checkpoint says of one scheduler.
+
+    Attributes:
+        step: Its step.
+        state: torch's ``state_dict()``; None where only the step was saved.
+        type: Class name, where it was saved.
+        groups: Options of the parameter groups, where they were saved.
+    """
+
+    step: int
+    state: dict[str, Any] | None = None
+    type: str | None = None
+    groups: list[dict[str, Any]] | None = None
+
+
+def _reshard(schedulers: Sequence[LRScheduler], saved: Any, rules: _Rules) -> tuple[list[dict[str, Any]], str]:
+    """Entries of ``state_dict()["schedulers"]`` for these schedulers, and the note of the report."""
+    found, saved_batch = _read(saved)
+    old_batch, new_batch = _batch_sizes(saved_batch, rules)
+    by_samples = rules.by_samples and old_batch != new_batch
+    entries: list[dict[str, Any]] = []
+    remarks: dict[str, None] = {}
+    for index, scheduler in enumerate(schedulers):
+        clone = lr_schedule.copied(scheduler)
+        own = found[index] if index < len(found) else None
+        step = _shared_step(index, found) if own is None else own.step
+        fits = own is not None and _fits(own, clone)
+        try:
+            if own is not None and own.state is not None and fits:
+                state = lr_schedule.without_functions(own.state) if by_samples else own.state
+                lr_schedule.restore(clone, state, own.groups)
+            else:
+                remarks[f"scheduler {index} took the step alone: {_why_step_alone(own, clone)}"] = None
+            if by_samples:
+                if fits:
+                    remarks |= dict.fromkeys(lr_schedule.scale_steps(clone, old_batch, new_batch))
+                step = (2 * step * old_batch + new_batch) // (2 * new_batch)
+            if rules.lr_rule != "none" and old_batch != new_batch:
+                lr_schedule.scale_lrs(clone, _lr_factor(rules.lr_rule, old_batch, new_batch))
+            if by_samples or not fits:
+                lr_schedule.move_to(clone, step)
+        except CannotReshardError as refusal:
+            raise CannotReshardError(f"LR scheduler {index}: {refusal.reason}", refusal.remedy) from None
+        entries.append(lr_schedule.described(clone))
+    if len(found) > len(schedulers):
+        remarks[f"{len(found) - len(schedulers)} saved scheduler(s) without a counterpart left out"] = None
+    step = lr_schedule.step_of(entries[0]["state"]) or 0
+    return entries, "; ".join([_headline(found[0].step, step, old_batch, new_batch, rules), *remarks])
+
+
+def _read(saved: Any) -> tuple[list[_SavedScheduler], int | None]:
+    """The schedulers of a saved state, whoever wrote it, and the global batch size where it says one."""
+    if isinstance(saved, Mapping) and {"step", "global_batch_size", "schedulers"} <= set(saved):
+        found = [
+            _SavedScheduler(
+                lr_schedule.step_of(entry["state"]) or 0, entry["state"], entry["type"], list(entry["groups"])
+            )
+            for entry in saved["schedulers"]
+        ]
+        return found, int(saved["global_batch_size"])
+    found = _read_torch(saved)
+    if not found:
+        keys = sorted(map(str, saved)) if isinstance(saved, Mapping) else type(saved).__name__
+        raise CannotReshardError(
+            f"the saved state is not that of an LR scheduler: got {keys}, expected last_epoch or torch's state_dict()",
+            'load this component with the policy "reset", or exclude it',
+        )
+    return found, None
+
+
+def _read_torch(saved: Any) -> list[_SavedScheduler]:
+    """``{"last_epoch": n}``, a ``state_dict()`` of torch, or containers of these."""
+    if isinstance(saved, Mapping):
+        state = lr_schedule.normalized(saved)
+        step = lr_schedule.step_of(state)
+        if step is not None:
+            return [_SavedScheduler(step, None if set(state) == {"last_epoch"} else state)]
+        by_number = all(str(key).isdigit() for key in saved)
+        members = [saved[key] for key in (sorted(saved, key=int) if by_number else saved)]
+    else:
+        members = list(saved) if isinstance(saved, (list, tuple)) else []
+    return [scheduler for member in members for scheduler in _read_torch(member)]
+
+
+def _batch_sizes(saved_batch: int | None, rules: _Rules) -> tuple[int, int]:
+    """Old and new; equal where nobody asks for them."""
+    if rules.global_batch_size is None:
+        return 1, 1
+    old = rules.saved_global_batch_size if saved_batch is None else saved_batch
+    if old is None:
+        if rules.by_samples or rules.lr_rule != "none":
+            asks = "by_samples" if rules.by_samples else f"lr_rule={rules.lr_rule!r}"
+            raise CannotReshardError(
+                f"the saved LR scheduler does not say its global batch size, which {asks} needs",
+                "pass ElasticLRScheduler(saved_global_batch_size=...)",
+            )
+        old = rules.global_batch_size
+    return old, rules.global_batch_size
+
+
+def _shared_step(index: int, found: Sequence[_SavedScheduler]) -> int:
+    if len({scheduler.step for scheduler in found}) > 1:
+        steps = ", ".join(f"scheduler {number}: {scheduler.step}" for number, scheduler in enumerate(found))
+        raise CannotReshardError(
+            f"LR scheduler {index} has no saved state, and the {len(found)} saved ones do not share a step ({steps})",
+            'build as many schedulers as were saved, or load this component with the policy "reset"',
+        )
+    return found[0].step
+
+
+def _fits(own: _SavedScheduler, clone: LRScheduler) -> bool:
+    if own.state is None or own.type not in (None, type(clone).__name__):
+        return False
+    if own.groups is not None and len(own.groups) != len(clone.optimizer.param_groups):
+        return False
+    return lr_schedule.fits(own.state, clone.state_dict())
+
+
+def _why_step_alone(own: _SavedScheduler | None, clone: LRScheduler) -> str:
+    if own is None:
+        return "it has no saved entry"
+    if own.state is None:
+        return "no more was saved"
+    saved = f"a {own.type}" if own.type else "a scheduler with other attributes"
+    groups = "" if own.groups is None else f" over {len(own.groups)} parameter group(s)"
+    return f"saved was {saved}{groups}, now {type(clone).__name__} over {len(clone.optimizer.param_groups)}"
+
+
+def _lr_factor(rule: LrRule, old_batch: int, new_batch: int) -> float:
+    ratio = new_batch / old_batch
+    return ratio if rule == "linear" else math.sqrt(ratio)
+
+
+def _headline(saved_step: int, step: int, old_batch: int, new_batch: int, rules: _Rules) -> str:
+    if old_batch == new_batch:
+        return f"step {step} kept"
+    batches = f"global batch {old_batch} -> {new_batch}"
+    if rules.by_samples:
+        samples = saved_step * old_batch
+        inexact = "" if step * new_batch == samples else f", nearest to {samples / new_batch:.2f}"
+        text = f"step {saved_step} -> {step}{inexact}, at {samples} samples ({batches})"
+    else:
+        text = f"step {step} kept ({batches}; by_samples=True goes by samples)"
+    if rules.lr_rule == "none":
+        return text
+    return f"{text}; learning rates x {_lr_factor(rules.lr_rule, old_batch, new_batch):.4g}"
