@@ -51,8 +51,8 @@ class ElasticDataLoader:
     * Over a map-style data set (``__len__`` and ``__getitem__``; those of Hugging Face too) global batch b of an epoch
       is the next samples of the epoch's order: the same set for any number of ranks. No communication.
     * Over a ``StreamSource`` the ranks own its virtual shards and take samples from them in turn (see ``ShardReader``).
-      The set of samples of each global batch is the same for every ``dp_size`` that divides ``num_shards``: until the
-      first shard ends, or for ever where ``endless``. Where ``endless`` there is no communication; otherwise the ranks
+      The set of samples of each global batch is the same for every ``dp_size`` that divides ``num_shards`` and the
+      global batch size: until the first shard ends, or for ever where ``endless``. Where ``endless`` there is no communication; otherwise the ranks
       agree on the end of the epoch by one all-reduce of a number per step, so that all call ``next`` equally often.
 
     The state has one entry per virtual shard, ``shard_7_of_16``, and one that is equal on all ranks, ``loader``. Each

@@ -1,0 +1,181 @@
+"""Map-style data: every sample of an epoch once, whatever the worlds and batch sizes that serve it."""
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated_loaders import SOAK, Ranks
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+
+from torchtitan_ext.elastic import ElasticBatchSampler, ElasticDataLoader
+from torchtitan_ext.elastic.index_order import index_order
+from torchtitan_ext.errors import CannotReshardError
+
+
+def loader_over(num_samples: int, **options: Any) -> Any:
+    def make(dp_rank: int, dp_size: int) -> ElasticDataLoader:
+        return ElasticDataLoader(range(num_samples), dp_rank=dp_rank, dp_size=dp_size, collate_fn=list, **options)
+
+    return make
+
+
+def epoch_of(ranks: Ranks) -> int:
+    return ranks.loaders[0].state_dict()["loader"][0]["epoch"]
+
+
+@settings(max_examples=800 * SOAK, deadline=None)
+@given(st.data())
+def test_every_sample_once_across_restarts(data: st.DataObject) -> None:
+    num_samples = data.draw(st.integers(8, 60), "samples")
+    last = data.draw(st.sampled_from(["drop", "pad"]), "last")
+    endless = data.draw(st.booleans(), "endless")
+    shuffle = data.draw(st.booleans(), "shuffle")
+    served: dict[int, list[int]] = defaultdict(list)
+    num_served = 0
+    saved = None
+    for _ in range(data.draw(st.integers(1, 5), "restarts")):
+        dp_size = data.draw(st.integers(1, 5), "ranks")
+        global_batch_size = data.draw(st.integers(dp_size, 8), "global batch")
+        ranks = Ranks(
+            loader_over(
+                num_samples, global_batch_size=global_batch_size, last=last, endless=endless, shuffle=shuffle, seed=3
+            ),
+            dp_size,
+            saved,
+            by_reshard=data.draw(st.booleans(), "by reshard"),
+        )
+        for _ in range(data.draw(st.integers(0, 12), "steps")):
+            batches = ranks.step()
+            if batches is None:
+                continue
+            sizes = [len(batch) for batch in batches]
+            assert sum(sizes) == global_batch_size and max(sizes) - min(sizes) <= 1
+            padding = [loader.num_padding for loader in ranks.loaders]
+            real = [batch[: len(batch) - num] for batch, num in zip(batches, padding, strict=True)]
+            served[epoch_of(ranks)] += [sample for batch in real for sample in batch]
+            num_served += global_batch_size
+        saved = ranks.state()
+
+    (position,) = saved["loader"]
+    num_real = sum(map(len, served.values()))
+    assert position["samples_seen"] == num_real and position["padded"] == num_served - num_real
+    assert num_real + position["dropped"] == position["epoch"] * num_samples + position["next_sample"]
+    for epoch, samples in served.items():
+        # No sample twice, and what is left of the order when the epoch ends is what was dropped.
+        order = list(index_order(num_samples, shuffle=shuffle, seed=3, epoch=epoch))
+        assert sorted(samples) == sorted(order[: len(samples)])
+    assert last == "drop" or position["dropped"] == 0
+
+
+@settings(max_examples=300 * SOAK, deadline=None)
+@given(st.integers(1, 8), st.integers(1, 8), st.integers(0, 5), st.integers(24, 50))
+def test_the_sets_of_global_batches_do_not_depend_on_the_ranks(
+    before: int, after: int, stop: int, num_samples: int
+) -> None:
+    def batches(ranks: Ranks, steps: int) -> list[set[int]]:
+        return [set().union(*(ranks.step() or [])) for _ in range(steps)]
+
+    make = loader_over(num_samples, global_batch_size=8, endless=True)
+    whole = batches(Ranks(make, 1), stop + 6)
+    first = Ranks(make, before)
+    assert batches(first, stop) == whole[:stop]
+    assert batches(Ranks(make, after, first.state()), 6) == whole[stop:]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_state_counts_what_was_served_not_what_workers_read_ahead(num_workers: int) -> None:
+    make = loader_over(40, global_batch_size=4, num_workers=num_workers)
+    loader = make(0, 2)
+    iterator = iter(loader)
+    first = [next(iterator) for _ in range(3)]
+    state = loader.state_dict()
+    rest = list(iterator)
+    assert len(first) + len(rest) == 10 and state["loader"][0]["next_sample"] == 12
+    again = make(0, 2)
+    again.load_state_dict(state)
+    assert list(again) == rest
+
+
+def test_with_one_world_it_is_the_distributed_sampler() -> None:
+    data = list(range(48))
+    for rank in range(4):
+        theirs = DistributedSampler(data, num_replicas=4, rank=rank, shuffle=True, seed=5)
+        theirs.set_epoch(1)
+        ours = ElasticBatchSampler(data, global_batch_size=12, dp_rank=rank, dp_size=4, seed=5)
+        assert len(ours) == 4 and len(list(ours)) == 4
+        assert list(ours) == list(BatchSampler(theirs, batch_size=3, drop_last=True))
+
+
+def test_it_is_a_batch_sampler() -> None:
+    data = torch.arange(10) * 10
+    sampler = ElasticBatchSampler(data, global_batch_size=4, dp_rank=1, dp_size=2, shuffle=False)
+    assert [batch.tolist() for batch in DataLoader(data, batch_sampler=sampler)] == [[10, 30], [50, 70]]
+    assert sampler.position.epoch == 1 and sampler.position.dropped == 2
+
+
+def test_iterating_leaves_the_global_generator_alone() -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    list(loader_over(20, batch_size=2)(0, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_default_collate_and_local_batch_size() -> None:
+    loader = ElasticDataLoader(torch.arange(12.0), batch_size=3, dp_rank=1, dp_size=2, shuffle=False)
+    assert loader.global_batch_size == 6
+    assert [batch.tolist() for batch in loader] == [[1, 3, 5], [7, 9, 11]]
+
+
+def test_a_loaded_state_brings_its_seed_and_says_what_changed() -> None:
+    ranks = Ranks(loader_over(20, global_batch_size=4, seed=7), 2)
+    ranks.step()
+    loader = loader_over(20, global_batch_size=5, seed=1)(0, 3)
+    resharded = loader.reshard(ranks.state(), None, None)
+    assert resharded.note == ("goes on at sample 4 of 20 of epoch 0, data-parallel ranks 2 -> 3, global batch 4 -> 5")
+    assert loader.state_dict()["loader"][0]["seed"] == 1
+    loader.load_state_dict(resharded.state)
+    assert loader.state_dict()["loader"][0]["seed"] == 7
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({}, "exactly one of batch_size .per rank. and global_batch_size"),
+        ({"batch_size": 2, "global_batch_size": 4}, "exactly one of"),
+        ({"batch_size": 0}, "leaves some of 1 data-parallel ranks without a sample; choose global_batch_size >= 1"),
+        ({"global_batch_size": 3, "dp_size": 4}, "a global batch of 3 leaves some of 4 data-parallel ranks"),
+        ({"batch_size": 1, "dp_rank": 2, "dp_size": 2}, "dp_rank is 2, expected 0 <= dp_rank < dp_size = 2"),
+        ({"batch_size": 11}, 'has 10 samples, less than one global batch of 11; .* or last="pad"'),
+        ({"batch_size": 1, "last": "keep"}, 'last is \'keep\', expected "drop" or "pad"'),
+    ],
+)
+def test_arguments_that_do_not_fit(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ElasticDataLoader(range(10), **options)
+
+
+def test_data_of_no_known_kind() -> None:
+    with pytest.raises(ValueError, match="generator is neither a map-style data set .* tte.elastic.Streams"):
+        ElasticDataLoader((i for i in range(3)), batch_size=1)
+
+
+def test_states_of_other_data_are_refused_and_change_nothing() -> None:
+    loader = loader_over(20, batch_size=2)(0, 1)
+    next(iter(loader))
+    before = loader.state_dict()
+    (entry,) = before["loader"]
+    refusals = [
+        ({"loader": ({**entry, "num_samples": 30},)}, "saved over 30 samples, this data set has 20"),
+        ({"loader": ({**entry, "kind": "streams"},)}, "saved over streams, this loader reads samples"),
+        ({"loader": ({**entry, "version": 2},)}, "has version 2, this package reads 1"),
+        ({"dp_rank_0": b"", "world_size": 1}, "none of ElasticDataLoader's .it has dp_rank_0, world_size, but no"),
+        ({}, "it has nothing, but no 'loader'"),
+    ]
+    for state, message in refusals:
+        for take in (loader.load_state_dict, lambda state: loader.reshard(state, None, None)):
+            with pytest.raises(CannotReshardError, match=message):
+                take(state)
+    assert loader.state_dict() == before
