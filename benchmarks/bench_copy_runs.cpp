@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstring>
 #include <functional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -35,26 +36,49 @@ std::pair<double, double> best_seconds(const std::function<void()>& left, const 
   return best;
 }
 
+using Bytes = std::vector<char>;
+
+void report(const char* separator, const std::string& name, const RunList& runs, Bytes& flat, const Bytes& reference,
+            int repeats) {
+  const auto [copy, memcpy_seconds] =
+      best_seconds([&] { torchtitan_ext::ops::copy_runs_cpu(runs, 0, 0, on_one_thread); },
+                   [&] { std::memcpy(flat.data(), reference.data(), flat.size()); }, repeats);
+  std::printf("%s\"%s\": {\"copy_runs_ms\": %.4f, \"memcpy_ms\": %.4f, \"ratio\": %.3f}", separator, name.c_str(),
+              copy * 1e3, memcpy_seconds * 1e3, memcpy_seconds / copy);
+}
+
+int64_t address(const Bytes& bytes) { return reinterpret_cast<int64_t>(bytes.data()); }
+
+void flatten(const char* separator, int64_t count, int64_t num_bytes, int repeats) {
+  const std::vector<Bytes> tensors(count, Bytes(num_bytes, 1));
+  Bytes flat(count * num_bytes, 2);
+  const Bytes reference(count * num_bytes, 3);
+  RunList runs;
+  for (int64_t index = 0; index < count; ++index) {
+    runs.start_pair();
+    runs.append_bytes(address(tensors[index]), address(flat) + index * num_bytes, num_bytes);
+  }
+  report(separator, "flatten " + std::to_string(count) + " x " + std::to_string(num_bytes) + " B", runs, flat,
+         reference, repeats);
+}
+
+// A column shard of a tensor four times as wide.
+void pack_columns(const char* separator, int64_t run_bytes, int64_t num_bytes, int repeats) {
+  const Bytes full(4 * num_bytes, 1), reference(num_bytes, 3);
+  Bytes out(num_bytes, 2);
+  const std::vector<int64_t> sizes{num_bytes / run_bytes, run_bytes}, wide{4 * run_bytes, 1}, narrow{run_bytes, 1};
+  RunList runs;
+  runs.append_box(sizes, {address(full) + run_bytes, wide}, {address(out), narrow}, 1);
+  report(separator, "pack columns, runs of " + std::to_string(run_bytes) + " B", runs, out, reference, repeats);
+}
+
 }  // namespace
 
 int main() {
   std::printf("{");
-  const std::pair<int64_t, int64_t> cases[] = {{5000, 1024}, {5000, 26844}, {300, 447392}};
-  for (const auto& [count, bytes] : cases) {
-    std::vector<std::vector<char>> tensors(count, std::vector<char>(bytes, 1));
-    std::vector<char> flat(count * bytes, 2), reference(count * bytes, 3);
-    RunList runs;
-    for (int64_t index = 0; index < count; ++index) {
-      runs.start_pair();
-      runs.append_bytes(reinterpret_cast<int64_t>(tensors[index].data()),
-                        reinterpret_cast<int64_t>(flat.data()) + index * bytes, bytes);
-    }
-    const auto [copy, memcpy_seconds] =
-        best_seconds([&] { torchtitan_ext::ops::copy_runs_cpu(runs, 0, 0, on_one_thread); },
-                     [&] { std::memcpy(flat.data(), reference.data(), flat.size()); }, bytes > 2000 ? 40 : 2000);
-    std::printf("%s\"%lld x %lld B\": {\"copy_runs_ms\": %.4f, \"memcpy_ms\": %.4f, \"ratio\": %.3f}",
-                count == 5000 && bytes == 1024 ? "" : ", ", static_cast<long long>(count),
-                static_cast<long long>(bytes), copy * 1e3, memcpy_seconds * 1e3, memcpy_seconds / copy);
-  }
+  flatten("", 5000, 1024, 2000);
+  flatten(", ", 5000, 26844, 40);
+  flatten(", ", 300, 447392, 40);
+  for (const int64_t run_bytes : {256, 1024, 4096, 16384}) pack_columns(", ", run_bytes, int64_t{128} << 20, 40);
   std::printf("}\n");
 }

@@ -88,13 +88,14 @@ void RunList::append_bytes(int64_t src_bytes, int64_t dst_bytes, int64_t num_byt
 }
 
 void RunList::join_or_push(int64_t src_bytes, int64_t dst_bytes, int64_t run_bytes, std::span<const Loop> loops) {
+  const int64_t num_runs = product_of_counts(loops);
+  num_bytes_ = checked_add(num_bytes_, checked_mul(run_bytes, num_runs));
   if (nests_.size() > joinable_from_) {
     RunNest& last = nests_.back();
     if (extend_run(last, src_bytes, dst_bytes, run_bytes, loops)) return;
     if (extend_loop(last, src_bytes, dst_bytes, run_bytes, loops)) return;
     if (repeat(last, src_bytes, dst_bytes, run_bytes, loops)) return;
   }
-  const int64_t num_runs = product_of_counts(loops);
   nests_.push_back({src_bytes, dst_bytes, run_bytes, num_runs, static_cast<int64_t>(loops_.size()),
                     static_cast<int64_t>(loops.size())});
   loops_.insert(loops_.end(), loops.begin(), loops.end());
@@ -147,12 +148,6 @@ bool RunList::repeat(RunNest& last, int64_t src_bytes, int64_t dst_bytes, int64_
   last.num_loops += 1;
   last.num_runs *= 2;
   return true;
-}
-
-int64_t RunList::num_bytes() const {
-  int64_t sum = 0;
-  for (const RunNest& nest : nests_) sum += nest.run_bytes * nest.num_runs;
-  return sum;
 }
 
 Extent RunList::src_extent() const {

@@ -81,7 +81,8 @@ class RunList {
     return std::span<const Loop>(loops_).subspan(nest.first_loop, nest.num_loops);
   }
 
-  int64_t num_bytes() const;
+  // Of all runs together.
+  int64_t num_bytes() const { return num_bytes_; }
   Extent src_extent() const;
   Extent dst_extent() const;
 
@@ -97,6 +98,7 @@ class RunList {
   std::vector<RunNest> nests_;
   std::vector<Loop> loops_;  // of all nests, in their order; those of the last nest stand last
   size_t joinable_from_ = 0;
+  int64_t num_bytes_ = 0;
 };
 
 // The positions of two boxes that share an element, or {-1, -1}. `num_boxes` x `num_dims` offsets and sizes are read

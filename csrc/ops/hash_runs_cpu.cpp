@@ -101,7 +101,7 @@ uint64_t hash_runs_cpu(const core::RunList& runs, int64_t word_bytes, ParallelFo
     });
     task.sum.fetch_add(sum, std::memory_order_relaxed);
   };
-  const int64_t num_bytes = task.ranges.num_bytes();
+  const int64_t num_bytes = runs.num_bytes();
   if (num_bytes <= kGrainBytes) {
     if (num_bytes > 0) body(0, num_bytes, &task);
   } else {

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <span>
-#include <vector>
 
 #include "core/runs.h"
 
@@ -19,28 +18,21 @@ constexpr int64_t kCutRunBytes = int64_t{64} << 10;
 // each, the first at `src` and `dst` (addresses, or whatever the offsets of the list count from).
 class RunRanges {
  public:
-  explicit RunRanges(const core::RunList& runs) : runs_(runs) {
-    first_byte_.reserve(runs.nests().size());
-    for (const core::RunNest& nest : runs.nests()) {
-      first_byte_.push_back(num_bytes_);
-      num_bytes_ += nest.run_bytes * nest.num_runs;
-    }
-  }
+  explicit RunRanges(const core::RunList& runs) : runs_(runs) {}
 
-  // Of all nests, as if their runs lay one behind the other.
-  int64_t num_bytes() const { return num_bytes_; }
-
-  // The runs that belong to bytes [first, last) of that order. Disjoint ranges that cover all bytes visit each byte
-  // once.
+  // The runs that belong to bytes [first, last) of the list, as if its runs lay one behind the other. Disjoint ranges
+  // that cover all bytes visit each byte once.
   template <typename Visit>
   void visit(int64_t first, int64_t last, const Visit& visit) const {
-    const std::vector<core::RunNest>& nests = runs_.nests();
-    size_t index = std::upper_bound(first_byte_.begin(), first_byte_.end(), first) - first_byte_.begin() - 1;
-    for (; index < nests.size() && first_byte_[index] < last; ++index) {
-      const core::RunNest& nest = nests[index];
+    int64_t first_byte = 0;  // of the nest; summed up anew for each range, since a table of the sums costs more
+    for (const core::RunNest& nest : runs_.nests()) {
+      if (first_byte >= last) return;
+      const int64_t num_bytes = nest.run_bytes * nest.num_runs;
+      const int64_t begin = std::max<int64_t>(first - first_byte, 0);
+      const int64_t end = std::min(last - first_byte, num_bytes);
+      first_byte += num_bytes;
+      if (begin >= end) continue;
       const std::span<const core::Loop> loops = runs_.loops_of(nest);
-      const int64_t begin = std::max<int64_t>(first - first_byte_[index], 0);
-      const int64_t end = std::min(last - first_byte_[index], nest.run_bytes * nest.num_runs);
       if (nest.run_bytes >= kCutRunBytes) {
         visit_bytes(nest, loops, cut(nest, begin), cut(nest, end), visit);
       } else {
@@ -103,8 +95,6 @@ class RunRanges {
   }
 
   const core::RunList& runs_;
-  std::vector<int64_t> first_byte_;
-  int64_t num_bytes_ = 0;
 };
 
 }  // namespace torchtitan_ext::ops

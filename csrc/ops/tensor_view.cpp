@@ -109,7 +109,7 @@ void check_separate(std::span<const TensorView> written, std::span<const TensorV
   // meets.
   std::vector<std::pair<core::Extent, size_t>> extents;
   for (size_t index = 0; index < written.size(); ++index) {
-    const core::Extent extent = core::extent_of(written[index].memory());
+    const core::Extent extent = written[index].extent();
     if (extent.length() > 0) extents.emplace_back(extent, index);
   }
   const auto begins_first = [](const auto& left, const auto& right) { return left.first.begin < right.first.begin; };
@@ -121,7 +121,7 @@ void check_separate(std::span<const TensorView> written, std::span<const TensorV
     farthest_end.push_back(std::max(extent.end, farthest_end.empty() ? 0 : farthest_end.back()));
   }
   for (const TensorView& view : read) {
-    const core::Extent extent = core::extent_of(view.memory());
+    const core::Extent extent = view.extent();
     if (extent.length() == 0) continue;
     const auto past = std::partition_point(extents.begin(), extents.end(),
                                            [&](const auto& entry) { return entry.first.begin < extent.end; });
