@@ -18,7 +18,14 @@ def run_example(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_every_example_has_a_test() -> None:
     commands = {path.name for path in EXAMPLES.glob("*.py") if 'if __name__ == "__main__"' in path.read_text()}
-    assert commands == {"train_llama_2d.py"}
+    assert commands == {"ops_in_compiled_code.py", "train_llama_2d.py"}
+
+
+def test_ops_in_compiled_code() -> None:
+    finished = run_example("ops_in_compiled_code.py")
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    losses = re.findall(r"^(?:plain PyTorch|shards, compiled) +((?:\d\.\d{4} ?){8})$", finished.stdout, re.MULTILINE)
+    assert len(losses) == 2 and all(row[:6] > row[-6:] for row in losses), finished.stdout
 
 
 @pytest.fixture(scope="module")
