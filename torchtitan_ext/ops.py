@@ -220,8 +220,9 @@ def flat_views(flat: Tensor, like: Sequence[Tensor], *, alignment: int = DEFAULT
 
 # ---- broadcast ----
 
-DEFAULT_BUCKET_BYTES = 4 << 20
-"""PLACEHOLDER."""
+DEFAULT_BUCKET_BYTES = 8 << 20
+"""Smaller messages cost more than they hide, larger ones no longer gain (benchmarks/bench_sync.py: 341 MB on 2 gloo
+processes take 1.6 times the limit with 2 MiB, 1.0 to 1.1 with 8 and 16); three of them are the extra memory."""
 
 
 def broadcast_coalesced_(

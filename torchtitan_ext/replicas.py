@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchtitan_ext.errors import Problem
-from torchtitan_ext.layout import canonical_fqn, is_on_mesh, local_tensor
+from torchtitan_ext.layout import canonical_fqn, local_tensor
 from torchtitan_ext.mesh_exchange import ranks_along
 from torchtitan_ext.state_dict import flatten_state_dict
 
@@ -152,13 +152,16 @@ def find_replicas(tensors: Sequence[NamedTensor], mesh: DeviceMesh | None, src: 
         src: Coordinate of the source on every axis that replicates.
     """
     found = Replicas()
+    views = _MeshViews()
     whole = mesh if mesh is not None else _widest_mesh(tensors)
+    scope = None if mesh is None else views.of(mesh)
     seen: set[Any] = set()
     for tensor in tensors:
-        if not is_on_mesh(tensor.value):
+        home_mesh = tensor.value.device_mesh if isinstance(tensor.value, DTensor) else whole
+        home = None if home_mesh is None else views.of(home_mesh)
+        if isinstance(tensor.value, DTensor) and home is not None and home.coordinate is None:
             continue
-        home = tensor.value.device_mesh if isinstance(tensor.value, DTensor) else whole
-        problem = _refusal(tensor, mesh, home, src)
+        problem = _refusal(tensor, scope, home, src)
         if problem is not None:
             found.problems.append(problem)
             continue
@@ -166,10 +169,41 @@ def find_replicas(tensors: Sequence[NamedTensor], mesh: DeviceMesh | None, src: 
         axes = _replicating_axes(tensor.value, home)
         num_known = len(found.tensors)
         for fqn, local in inner_tensors(tensor.fqn, local_tensor(tensor.value)):
-            _add(found, seen, fqn, local, tensor.value, home, axes, src)
+            _add(found, seen, ReplicaTensor(fqn, local, *_place(tensor.value, home, axes)), home, axes, src)
         if len(found.tensors) > num_known:
             found.owners.append(tensor.value)
     return found
+
+
+@dataclass(frozen=True)
+class _MeshView:
+    """A mesh in plain values: asking it for each of thousands of tensors takes longer than to send these.
+
+    Attributes:
+        coordinate: Of this rank; ``None`` where it is not on the mesh.
+        lines: Per axis the global ranks on the line through this rank, by coordinate.
+    """
+
+    mesh: DeviceMesh
+    ranks: tuple[int, ...]
+    coordinate: tuple[int, ...] | None
+    lines: tuple[tuple[int, ...], ...]
+
+
+class _MeshViews:
+    """The view of each mesh, made once."""
+
+    def __init__(self) -> None:
+        self._by_identity: dict[int, _MeshView] = {}
+
+    def of(self, mesh: DeviceMesh) -> _MeshView:
+        if id(mesh) not in self._by_identity:
+            coordinate = mesh.get_coordinate()
+            lines = () if coordinate is None else tuple(tuple(ranks_along(mesh, axis)) for axis in range(mesh.ndim))
+            self._by_identity[id(mesh)] = _MeshView(
+                mesh, tuple(mesh.mesh.flatten().tolist()), None if coordinate is None else tuple(coordinate), lines
+            )
+        return self._by_identity[id(mesh)]
 
 
 def _widest_mesh(tensors: Sequence[NamedTensor]) -> DeviceMesh | None:
@@ -184,16 +218,16 @@ def _widest_mesh(tensors: Sequence[NamedTensor]) -> DeviceMesh | None:
     return None
 
 
-def _replicating_axes(value: Tensor, mesh: DeviceMesh) -> list[int]:
+def _replicating_axes(value: Tensor, home: _MeshView) -> list[int]:
     """Mesh axes of two and more ranks along which a tensor is replicated: all of them for a plain one."""
     return [
         axis
-        for axis in range(mesh.ndim)
-        if mesh.size(axis) > 1 and (not isinstance(value, DTensor) or isinstance(value.placements[axis], Replicate))
+        for axis, line in enumerate(home.lines)
+        if len(line) > 1 and (not isinstance(value, DTensor) or isinstance(value.placements[axis], Replicate))
     ]
 
 
-def _refusal(tensor: NamedTensor, mesh: DeviceMesh | None, home: DeviceMesh | None, src: int) -> Problem | None:
+def _refusal(tensor: NamedTensor, scope: _MeshView | None, home: _MeshView | None, src: int) -> Problem | None:
     value = tensor.value
     reason = None
     if isinstance(value, DTensor):
@@ -201,9 +235,9 @@ def _refusal(tensor: NamedTensor, mesh: DeviceMesh | None, home: DeviceMesh | No
         partial = [placement for placement in value.placements if isinstance(placement, Partial)]
         if partial:
             reason = f"holds {partial[0]!r}, values still to be reduced; redistribute it first"
-        elif mesh is not None and not set(mesh.mesh.flatten().tolist()).issuperset(home.mesh.flatten().tolist()):
+        elif scope is not None and scope is not home and not set(scope.ranks).issuperset(home.ranks):
             reason = "lives on a mesh that reaches beyond the mesh passed; pass one that holds all ranks of the module"
-    elif mesh is None and tensor.kind != "buffer":
+    elif scope is None and tensor.kind != "buffer":
         reason = (
             f"is a plain {'parameter' if tensor.kind == 'param' else 'tensor'}: it may be a replica or this rank's own "
             "(a local expert, hand-made tensor parallelism); pass mesh= if its ranks must hold the same, or ignore it"
@@ -211,9 +245,9 @@ def _refusal(tensor: NamedTensor, mesh: DeviceMesh | None, home: DeviceMesh | No
     elif home is None:
         reason = "is a plain buffer, and no mesh says between which ranks it is replicated; pass mesh= or ignore it"
     if reason is None and home is not None:
-        short = [axis for axis in _replicating_axes(value, home) if not 0 <= src < home.size(axis)]
+        short = [axis for axis in _replicating_axes(value, home) if not 0 <= src < len(home.lines[axis])]
         if short:
-            reason = f"is replicated {home.size(short[0])} times along mesh axis {short[0]}, src is {src}"
+            reason = f"is replicated {len(home.lines[short[0]])} times along mesh axis {short[0]}, src is {src}"
     reason = reason or _unsyncable(local_tensor(value))
     return None if reason is None else Problem("cannot_sync", tensor.fqn, reason)
 
@@ -252,33 +286,28 @@ def inner_tensors(fqn: str, local: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield from inner_tensors(f"{fqn}.{name}", getattr(local, name))
 
 
+def _place(value: Tensor, home: _MeshView, axes: Sequence[int]) -> tuple[str, tuple[Any, ...], tuple[int, ...]]:
+    """Layout, replica set and coordinate of a ``ReplicaTensor``."""
+    layout = f"global shape {tuple(value.shape)}, {value.placements}" if isinstance(value, DTensor) else ""
+    coordinate = home.coordinate or ()
+    fixed = tuple(None if axis in axes else position for axis, position in enumerate(coordinate))
+    return layout, (home.ranks, fixed), coordinate
+
+
 def _add(
-    found: Replicas,
-    seen: set[Any],
-    fqn: str,
-    local: Tensor,
-    value: Tensor,
-    mesh: DeviceMesh,
-    axes: Sequence[int],
-    src: int,
+    found: Replicas, seen: set[Any], tensor: ReplicaTensor, home: _MeshView, axes: Sequence[int], src: int
 ) -> None:
-    local = local.detach()
-    memory = (local.data_ptr(), local.dtype, local.shape, local.stride(), id(mesh), tuple(axes))
+    local = tensor.local
+    memory = (local.data_ptr(), local.dtype, local.shape, local.stride(), home.ranks, tuple(axes))
     if local.numel() > 0 and memory in seen:  # tied
         return
     seen.add(memory)
-    coordinate = tuple(mesh.get_coordinate() or ())
-    fixed = tuple(None if axis in axes else position for axis, position in enumerate(coordinate))
-    layout = ""
-    if isinstance(value, DTensor):
-        layout = f"global shape {tuple(value.shape)}, {value.placements}"
-    tensor = ReplicaTensor(fqn, local, layout, (tuple(mesh.mesh.flatten().tolist()), fixed), coordinate)
     found.tensors.append(tensor)
     for stage, axis in enumerate(axes):
-        ranks = ranks_along(mesh, axis)
-        key = (stage, tuple(ranks), local.device.type)
+        ranks = home.lines[axis]
+        key = (stage, ranks, local.device.type)
         if key not in found.batches:
-            group = mesh.get_group(axis)
+            group = home.mesh.get_group(axis)
             found.batches[key] = Batch(group, dist.get_group_rank(group, ranks[src]))
         found.batches[key].tensors.append(tensor)
 
