@@ -32,6 +32,9 @@ UNTOUCHED = "left as is"
 
 _MAX_NAMED_KEYS = 10
 
+# A remedy of more lines is none: it becomes strict="ignore".
+_MAX_GLOBS = 20
+
 
 @dataclass(frozen=True)
 class ComponentPlan:
@@ -361,25 +364,27 @@ def _remedy(
     wanted: Collection[str],
 ) -> str:
     """The policy under which the load would go without what is refused; empty where none would."""
+    # A glob is looked for among all keys, once per problem.
+    is_long = sum(problem.kind in ("missing_key", "unexpected_key") for problem in problems) > _MAX_GLOBS
     actions: dict[str, Action] = {}
     for problem in problems:
         name = component_of(problem.fqn, components, is_tensor=True)
         if problem.kind in ("cannot_reshard", "unclaimed_keys") or _PER_RANK.search(problem.fqn):
             actions[name] = "reset"
-        elif problem.kind == "missing_key":
-            actions[_common_glob(problem.fqn, missing, wanted)] = "reset"
-        elif problem.kind == "unexpected_key":
-            actions[_common_glob(problem.fqn, unexpected, wanted)] = "omit"
         elif problem.kind in ("wrong_shape", "wrong_type"):
             actions[problem.fqn] = "reset"
-        else:
+        elif problem.kind == "missing_key" and not is_long:
+            actions[_common_glob(problem.fqn, missing, wanted)] = "reset"
+        elif problem.kind == "unexpected_key" and not is_long:
+            actions[_common_glob(problem.fqn, unexpected, wanted)] = "omit"
+        elif problem.kind not in ("missing_key", "unexpected_key"):
             return ""
-    actions = {glob: action for glob, action in actions.items() if glob.split(".")[0] not in actions or "." not in glob}
-    if not actions:
+    whole = {name for name, action in actions.items() if name in components}
+    actions = {glob: action for glob, action in actions.items() if glob in whole or glob.split(".")[0] not in whole}
+    if not actions and not is_long:
         return ""
-    if len(actions) > _MAX_NAMED_KEYS:
-        return repr(ElasticPolicy(policy.actions, default=policy.default, strict="ignore"))
-    return repr(ElasticPolicy({**actions, **policy.actions, **actions}, default=policy.default, strict=policy.strict))
+    strict = "ignore" if is_long else policy.strict
+    return repr(ElasticPolicy({**actions, **policy.actions, **actions}, default=policy.default, strict=strict))
 
 
 def _common_glob(fqn: str, affected: Sequence[str], others: Collection[str]) -> str:

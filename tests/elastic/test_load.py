@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import torchtitan_ext as tte
-from torchtitan_ext.elastic import ElasticPolicy, Resharded, Source, World
+from torchtitan_ext.elastic import ElasticDataLoader, ElasticPolicy, Resharded, Source, Streams, World
 from torchtitan_ext.errors import CannotReshardError, CheckpointFailedError, StateRefusedError
 
 
@@ -378,3 +379,56 @@ def test_no_checkpoint(tmp_path: Path) -> None:
 def test_bad_arguments(make: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         make()
+
+
+def dealt_loader(rank: int, world_size: int, path: Path, is_saving: bool) -> list[int]:
+    """With the planners alone: virtual shards have keys of their own, and new owners ask for them."""
+    streams = Streams(lambda shard, num_shards, epoch: range(shard, 96, num_shards), num_shards=12)
+    loader = ElasticDataLoader(streams, global_batch_size=12, dp_rank=rank, dp_size=world_size)
+    if not is_saving:
+        dcp.load({"dataloader": loader}, checkpoint_id=path, planner=tte.LoadPlanner())
+    samples: list[int] = []
+    for number, batch in enumerate(loader):
+        samples += batch.tolist()
+        if is_saving and number == 2:
+            break
+    if is_saving:
+        dcp.save({"dataloader": loader}, checkpoint_id=path, planner=tte.SavePlanner())
+    return samples
+
+
+def test_planners_alone_carry_virtual_shards(run_world, tmp_path: Path) -> None:
+    first = sum(run_world(2, dealt_loader, tmp_path, True), [])
+    for world_size in (1, 3, 4):
+        rest = sum(run_world(world_size, dealt_loader, tmp_path, False), [])
+        assert sorted(first + rest) == list(range(96))
+
+
+def policy_in_planner(rank: int, world_size: int, path: Path) -> None:
+    state = {"model": weights(world_size), "train_state": {"step": 0}, "dataloader": {"dp_rank_9": 1}}
+    planner = tte.LoadPlanner(policy=ElasticPolicy({"dataloader": "omit", "model.b": "reset"}))
+    dcp.load(state, checkpoint_id=path, planner=planner)
+    assert state["dataloader"] == {"dp_rank_9": 1} and state["train_state"] == {"step": 7}
+    assert torch.equal(state["model"]["b"], torch.arange(5.0))
+    assert torch.equal(state["model"]["w"].full_tensor(), torch.arange(33.0).view(11, 3) + 7)
+    assert planner.report is not None and "dataloader" in str(planner.report)
+
+
+def test_a_policy_in_the_planner(run_world, tmp_path: Path) -> None:
+    run_world(2, save_job, tmp_path)
+    run_world(3, policy_in_planner, tmp_path)
+
+
+def many_keys(rank: int, world_size: int, path: Path) -> None:
+    tte.save({"model": {f"layers.{index}.w": torch.ones(1) for index in range(2_000)}}, path)
+    target = {"model": {f"blocks.{index}.w": torch.zeros(1) for index in range(2_000)}}
+    error = refused(target, path, policy=ElasticPolicy())
+    assert len(error.problems) == 4_000 and len(str(error).splitlines()) < 40
+    assert error.report.remedy == "ElasticPolicy(strict='ignore')"
+    source = Source(path, rename={"model.blocks.*.w": "model.layers.*.w"})
+    tte.load(target, sources=[source])
+    assert all(value == 1 for value in target["model"].values())
+
+
+def test_a_report_on_thousands_of_keys_is_short_and_quick(run_world, tmp_path: Path) -> None:
+    run_world(1, many_keys, tmp_path)
