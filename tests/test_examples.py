@@ -18,7 +18,7 @@ def run_example(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_every_example_has_a_test() -> None:
     commands = {path.name for path in EXAMPLES.glob("*.py") if 'if __name__ == "__main__"' in path.read_text()}
-    assert commands == {"ops_in_compiled_code.py", "train_llama_2d.py"}
+    assert commands == {"ops_in_compiled_code.py", "sync_hsdp.py", "train_llama_2d.py"}
 
 
 def test_ops_in_compiled_code() -> None:
@@ -26,6 +26,12 @@ def test_ops_in_compiled_code() -> None:
     assert finished.returncode == 0, finished.stdout + finished.stderr
     losses = re.findall(r"^(?:plain PyTorch|shards, compiled) +((?:\d\.\d{4} ?){8})$", finished.stdout, re.MULTILINE)
     assert len(losses) == 2 and all(row[:6] > row[-6:] for row in losses), finished.stdout
+
+
+def test_sync_hsdp_finds_the_broken_replica() -> None:
+    finished = run_example("sync_hsdp.py")
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert re.search(r"layers.1.ffn.w2.weight: .* rank 3 at \(1, 1\), first at \(5, 7\)", finished.stdout)
 
 
 @pytest.fixture(scope="module")
