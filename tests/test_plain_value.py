@@ -1,5 +1,6 @@
 """Which values are read back without running code, and what is said of the others and of damaged bytes."""
 
+import collections
 import datetime
 import decimal
 import enum
@@ -99,6 +100,16 @@ def test_a_class_that_the_user_allows_is_read() -> None:
         read_value(saved(Colour.RED), weights_only=True)
 
 
+def test_a_class_that_torch_cannot_fill_is_not_called_damaged() -> None:
+    window = collections.deque([1.5, 2.5])
+    with (
+        torch.serialization.safe_globals([collections.deque]),
+        pytest.raises(ValueError, match=r"found collections.deque\).*weights_only=False"),
+    ):
+        read_value(saved(window), weights_only=True)
+    assert read_value(saved(window), weights_only=False) == window
+
+
 def test_no_code_runs() -> None:
     for stream in (saved(Hostile()), saved(np.array([Hostile()], dtype=object))):
         with pytest.raises(ValueError, match="not plain data"):
@@ -110,8 +121,9 @@ def test_no_code_runs() -> None:
 def test_damaged_bytes_are_called_damaged(weights_only: bool) -> None:
     whole = saved({"step": 3}).getvalue()
     for end in (0, 1, len(whole) // 2, len(whole) - 1):
-        with pytest.raises(ValueError, match="its bytes are damaged"):
+        with pytest.raises(ValueError, match="its bytes are damaged") as caught:
             read_value(io.BytesIO(whole[:end]), weights_only=weights_only)
+        assert "weights_only" not in str(caught.value)
 
 
 @pytest.mark.parametrize("weights_only", [True, False])

@@ -424,3 +424,8 @@ def test_a_subclass_may_change_what_is_written() -> None:
 
     saved = save([{"w": torch.ones(3)}], Doubled)
     assert torch.equal(saved.values[MetadataIndex("w", (0,), 0)], torch.full((3,), 2.0))
+
+
+def test_a_value_that_cannot_be_pickled_is_named() -> None:
+    with pytest.raises(TypeError, match="cannot pickle callbacks.hook: "):
+        save([{"callbacks": {"hook": lambda: None}}])

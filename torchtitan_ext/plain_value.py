@@ -59,9 +59,11 @@ def read_value(stream: io.BytesIO, *, weights_only: bool) -> Any:
         with torch.serialization.safe_globals(_PLAIN_GLOBALS):
             return torch.load(stream, map_location="cpu", weights_only=weights_only)
     except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL (\S+)", str(error)) or re.search(r"WeightsUnpickler error: (.+)", str(error))
+        # torch puts advice of its own, which does not fit here, around the reason.
+        reason = error.__context__ if isinstance(error.__context__, pickle.UnpicklingError) else error
+        found = re.search(r"GLOBAL (\S+)", str(error)) or re.search(r"but got <class '(.+)'>", str(reason))
         if not weights_only or found is None:
-            raise ValueError(f"its bytes are damaged ({_first_line(error)})") from None
+            raise ValueError(f"its bytes are damaged ({_first_line(reason)})") from None
         raise ValueError(
             f"it is not plain data (found {found[1]}); allow its class with torch.serialization.add_safe_globals, "
             "or pass weights_only=False if you trust the checkpoint"

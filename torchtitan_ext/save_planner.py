@@ -259,7 +259,10 @@ class SavePlanner(StockSavePlanner):
         """What is written for a value: objects are serialised. For subclasses, as in stock."""
         if write_item.type == WriteItemType.BYTE_IO:
             stream = io.BytesIO()
-            torch.save(value, stream)
+            try:
+                torch.save(value, stream)
+            except Exception as error:
+                raise TypeError(f"cannot pickle {write_item.index.fqn}: {error}; keep to plain values") from error
             return stream
         return value
 
