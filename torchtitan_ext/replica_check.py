@@ -86,7 +86,7 @@ def check_replicas(
     """
     if mesh is not None and mesh.get_coordinate() is None:
         return ()
-    options = {"params": params, "buffers": buffers, "ignore": sorted(ignore), "locate": locate}
+    options = {"params": params, "buffers": buffers, "ignore": ignore, "locate": locate}
     found = collect_replicas(module, mesh, 0, params=params, buffers=buffers, ignore=ignore)
     return compare_replicas("check_replicas", mesh, options, found, locate=locate)
 

@@ -86,6 +86,10 @@ def collect_replicas(
     try:
         if buffers not in ("all", "persistent", "none"):
             raise ValueError(f'buffers is {buffers!r}, expected "all", "persistent" or "none"')
+        if isinstance(ignore, str) or not all(isinstance(pattern, str) for pattern in ignore):
+            raise ValueError(f"ignore is {ignore!r}, expected a list of names or globs")
+        if not isinstance(src, int):
+            raise ValueError(f"src is {src!r}, expected a coordinate")
         return find_replicas(list_tensors(source, params=params, buffers=buffers, ignore=ignore), mesh, src)
     except Exception as error:
         return Replicas(problems=[Problem("cannot_sync", "arguments", f"{type(error).__name__}: {error}")])

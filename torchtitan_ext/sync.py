@@ -63,6 +63,7 @@ def broadcast_tensors(
     assert group is not None
     ranks = tuple(dist.get_process_group_ranks(group))
     found = _listed(tensors, group, ranks, src)
+    found.problems += _bucket_problems(bucket_bytes)
     if check:
         _agree("broadcast_tensors", group, {"src": src, "bucket_bytes": bucket_bytes}, found)
     elif found.problems:
@@ -106,7 +107,7 @@ def sync_module_states(
             ``verify`` found replicas that differ.
         LostRankError: As ``broadcast_tensors``.
     """
-    options = {"src": src, "params": params, "buffers": buffers, "ignore": sorted(ignore), "verify": verify}
+    options = {"src": src, "params": params, "buffers": buffers, "ignore": ignore, "verify": verify}
     _sync("sync_module_states", module, mesh, src, {**options, "bucket_bytes": bucket_bytes})
 
 
@@ -123,7 +124,7 @@ def sync_state_dict(
 
     Plain tensors (an optimizer's ``step``) need an explicit ``mesh``. Values that are no tensors are left alone.
     """
-    options = {"src": src, "ignore": sorted(ignore), "verify": verify, "bucket_bytes": bucket_bytes}
+    options = {"src": src, "ignore": ignore, "verify": verify, "bucket_bytes": bucket_bytes}
     _sync("sync_state_dict", state_dict, mesh, src, options)
 
 
@@ -138,6 +139,7 @@ def _sync(operation: str, source: Source, mesh: DeviceMesh | None, src: int, opt
         buffers=options.get("buffers", "all"),
         ignore=options["ignore"],
     )
+    found.problems += _bucket_problems(options["bucket_bytes"])
     _agree(operation, mesh, options, found)
     _broadcast(operation, mesh, found, options["bucket_bytes"])
     if options["verify"]:
@@ -154,6 +156,10 @@ def _listed(tensors: Sequence[Tensor], group: dist.ProcessGroup, ranks: tuple[in
             Problem("cannot_sync", "src", f"got {src!r}, expected a rank of the group, 0 to {len(ranks) - 1}")
         )
         return found
+    if not isinstance(tensors, Sequence):
+        what = f"is a {type(tensors).__name__}, expected a list of tensors"
+        found.problems.append(Problem("cannot_sync", "tensors", what))
+        return found
     for index, tensor in enumerate(tensors):
         fqn = f"tensors[{index}]"
         problem = refusal_in_list(fqn, tensor)
@@ -165,6 +171,12 @@ def _listed(tensors: Sequence[Tensor], group: dist.ProcessGroup, ranks: tuple[in
             batch = found.batches.setdefault((0, ranks, local.device.type), Batch(group, src))
             batch.tensors.append(ReplicaTensor(inner_fqn, local, "", ranks, ()))
     return found
+
+
+def _bucket_problems(bucket_bytes: int) -> list[Problem]:
+    if isinstance(bucket_bytes, int) and 0 < bucket_bytes < 2**63:
+        return []
+    return [Problem("cannot_sync", "bucket_bytes", f"got {bucket_bytes!r}, expected a positive int64")]
 
 
 def _agree(operation: str, scope: Scope, options: Options, found: Replicas) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,9 +69,10 @@ def agree(
             structures[key] = _structure(batch)
         except ValueError as error:
             problems.append(_by_name(error, batch))
+    said = {name: _written(value) for name, value in options.items()}
     record = Record(
         is_refused=bool(problems),
-        options=_digest([operation, *(f"{name}={value!r}" for name, value in options.items())]),
+        options=_digest([operation, *(f"{name}={value}" for name, value in said.items())]),
         batches={
             _digest([repr(key)]): (len(key[1]), structure, (contents or {}).get(key, b""))
             for key, structure in structures.items()
@@ -81,7 +82,7 @@ def agree(
     if _is_agreed(records):
         return _is_equal(records)
     table = Table(
-        options={"operation": operation, **{name: repr(value) for name, value in options.items()}},
+        options={"operation": operation, **said},
         problems=tuple(problems),
         batches={key: [_row(batch, tensor) for tensor in batch.tensors] for key, batch in batches.items()},
     )
@@ -120,6 +121,12 @@ def _by_name(error: ValueError, batch: Batch) -> Problem:
         text = text.replace(f"tensors[{place}]", batch.tensors[place].fqn, 1)
     fqn = batch.tensors[places[0]].fqn if places else "arguments"
     return Problem("cannot_sync", fqn, text.removeprefix(f"{fqn} ") if len(places) == 1 else text)
+
+
+def _written(option: Any) -> str:
+    """An option as text. Collections of names are sorted: a set has another order on every rank."""
+    is_names = isinstance(option, Collection) and not isinstance(option, str)
+    return str(sorted(map(repr, option))) if is_names else repr(option)
 
 
 def _structure(batch: Batch) -> bytes:

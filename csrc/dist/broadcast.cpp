@@ -6,6 +6,7 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <deque>
 #include <string>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
@@ -31,6 +32,7 @@ constexpr size_t kFlights = 3;
 // Below this the two copies through a bucket cost less than a message: of 64 KiB tensors sent in one message each about
 // half the time is the messages' (benchmarks/bench_sync.py); above it packing only delays the wire.
 constexpr int64_t kDirectBytes = int64_t{64} << 10;
+constexpr int64_t kMaxBucketBytes = int64_t{1} << 40;
 
 int64_t address_of(const at::Tensor& tensor) { return reinterpret_cast<int64_t>(tensor.const_data_ptr()); }
 
@@ -221,8 +223,9 @@ void broadcast_coalesced_(at::TensorList tensors, std::string group_name, int64_
   std::vector<int64_t> tensor_bytes;
   tensor_bytes.reserve(tensors.size());
   for (const at::Tensor& tensor : tensors) tensor_bytes.push_back(static_cast<int64_t>(tensor.nbytes()));
-  const int64_t whole_pieces = (bucket_bytes + core::kPieceBytes - 1) / core::kPieceBytes * core::kPieceBytes;
-  Schedule schedule = core::schedule_messages(tensor_bytes, whole_pieces, kDirectBytes);
+  // The bound leaves room for sums of sizes and is more than any backend sends at once.
+  const int64_t num_pieces = (std::min(bucket_bytes, kMaxBucketBytes) - 1) / core::kPieceBytes + 1;
+  Schedule schedule = core::schedule_messages(tensor_bytes, num_pieces * core::kPieceBytes, kDirectBytes);
   Broadcast(tensors, group, src, std::move(schedule)).run();
 }
 

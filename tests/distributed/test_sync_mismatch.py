@@ -53,6 +53,8 @@ MISMATCHES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "other source": (lambda call: call.update(src=1), r"src: is 0 on rank.*, 1 on rank 1"),
     "source out of range": (lambda call: call.update(src=9), r"src: got 9, expected a rank of the group, 0 to"),
     "source of a wrong type": (lambda call: call.update(src="0"), r"src: got '0', expected a rank"),
+    "bucket of no size": (lambda call: call.update(bucket_bytes=0), r"bucket_bytes: got 0, expected a positive int64"),
+    "no list": (lambda call: call.update(tensors=torch.zeros(3)), r"tensors: is a Tensor, expected a list of tensors"),
     "expanded": (replace(0, torch.zeros(6).expand(4, 6)), r"tensors\[0\]: cannot be received into: several"),
     "overlapping": (
         lambda call: call["tensors"].__setitem__(2, call["tensors"][1][:6].view(torch.int64)),
@@ -82,9 +84,9 @@ def run_mismatches(rank: int, world_size: int) -> dict[str, str]:
         texts[name] = str(caught.value)
         if rank != 1:
             assert all(bool((tensor == rank).all()) for tensor in tensors)
-    # The group is still good.
+    # The group is still good, and the largest bucket no overflow.
     tensors = base(rank)["tensors"]
-    tte.broadcast_tensors(tensors)
+    tte.broadcast_tensors(tensors, bucket_bytes=2**63 - 1)
     assert not any(tensor.any() for tensor in tensors)
     return texts
 
@@ -171,6 +173,7 @@ def module_mismatches(rank: int, world_size: int) -> list[str]:
     attempt(lambda: tte.sync_module_states(model, ignore=["head.*"] if rank == 3 else []))
     attempt(lambda: tte.sync_module_states(nn.Module() if rank == 3 else model))
     attempt(lambda: tte.sync_module_states(model, buffers=3 if rank == 3 else "all"))  # type: ignore[arg-type]
+    attempt(lambda: tte.sync_module_states(model, ignore="head" if rank == 3 else []))
     attempt(lambda: tte.check_replicas({"w": torch.zeros(2 + (rank == 3))}, init_device_mesh("cpu", (4,))))
     if rank == 3:
         model.register_buffer("extra", torch.zeros(1))
@@ -185,7 +188,12 @@ def test_modules_that_differ(run_world) -> None:
     answers = run_world(4, module_mismatches)
     assert all(answer == answers[0] for answer in answers)
     patterns = ["src: is 0 on ranks 0, 1, 2, 1 on rank 3", "buffers: is 'all' on ranks", "operation: is", "ignore: is"]
-    patterns += ["embed.weight: is a replica", "buffers is 3", r"w: shape is \(2,\) on ranks 0, 1, 2, \(3,\) on rank 3"]
+    patterns += [
+        "embed.weight: is a replica",
+        "buffers is 3",
+        "ignore is 'head'",
+        r"w: shape is \(2,\) on ranks 0, 1, 2, \(3,\) on rank 3",
+    ]
     patterns += ["extra: is a replica on cpu on rank 3, not on", "head: is a replica on cpu on rank 1, not on rank 3"]
     for text, pattern in zip(answers[0], patterns, strict=True):
         assert re.search(pattern, text), text
