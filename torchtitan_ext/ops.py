@@ -1,8 +1,7 @@
 """The operators of the package, typed: shards and lists of tensors, to and from contiguous buffers, and their hashes.
 
-The kernels are ``torch.ops.torchtitan_ext.*`` (schemas: ``csrc/ops/library.cpp``); this is the only module that names
-them. Here stand the wrappers, and beside each the fake kernel and the autograd formula, which LibTorch's stable ABI
-cannot express.
+The kernels are ``torch.ops.torchtitan_ext.*`` (schemas: ``csrc/ops/library.cpp``). Here stand the wrappers, and beside
+each the fake kernel and the autograd formula, which LibTorch's stable ABI cannot express.
 
 Every op works on CPU and CUDA tensors of any dtype (bytes are moved, never values) and under ``torch.compile``. Bad
 arguments raise ValueError, sizes beyond int64 OverflowError, always before the first byte moves. An op whose name ends
@@ -13,14 +12,12 @@ require grad, call it under ``torch.no_grad()`` or use the form without ``_``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from torchtitan_ext import _core
+from torchtitan_ext.op_library import bump_version_of, call, call_in_place, dist_path, kernels
 
 DEFAULT_ALIGNMENT = 64
 """Bytes. A cache line: no two tensors of a flat buffer share one, and a view of any dtype fits."""
@@ -64,7 +61,32 @@ def pack_shard(src: Tensor, shard: ShardLike, *, src_offsets: Sequence[int] | No
         ValueError: A chunk reaches out of ``src`` or of the shard, or the chunks do not tile the shard.
     """
     origin = [0] * len(shard.sizes) if src_offsets is None else src_offsets
-    return _call("pack_shard", (src, origin, shard.sizes, _chunk_table(shard)))
+    return call("pack_shard", (src, origin, shard.sizes, _chunk_table(shard)))
+
+
+@torch.library.register_fake("torchtitan_ext::pack_shard")
+def _(src: Tensor, src_offsets: Sequence[int], shard_sizes: Sequence[int], chunks: Sequence[int]) -> Tensor:
+    return src.new_empty(shard_sizes)
+
+
+def _setup_pack_shard(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    src, ctx.src_offsets, _, ctx.chunks = inputs
+    ctx.src_sizes = src.shape
+
+
+def _backward_pack_shard(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _unpacked_into_zeros(grad, ctx.src_sizes, ctx.src_offsets, ctx.chunks), None, None, None
+
+
+def _unpacked_into_zeros(grad: Tensor, sizes: Sequence[int], offsets: Sequence[int], chunks: Sequence[int]) -> Tensor:
+    zeros = grad.new_zeros(sizes)
+    if torch.is_grad_enabled():  # create_graph: the in-place form is not differentiable
+        return kernels.unpack_shard(zeros, offsets, grad, chunks)
+    kernels.unpack_shard_(zeros, offsets, grad, chunks)
+    return zeros
+
+
+torch.library.register_autograd("torchtitan_ext::pack_shard", _backward_pack_shard, setup_context=_setup_pack_shard)
 
 
 def unpack_shard_(dst: Tensor, local: Tensor, shard: ShardLike, *, dst_offsets: Sequence[int] | None = None) -> None:
@@ -83,21 +105,84 @@ def unpack_shard_(dst: Tensor, local: Tensor, shard: ShardLike, *, dst_offsets: 
     """
     _check_shape("unpack_shard_", local, shard)
     origin = [0] * len(shard.sizes) if dst_offsets is None else dst_offsets
-    _call_in_place("unpack_shard_", (dst, origin, local, _chunk_table(shard)), written=dst)
+    call_in_place("unpack_shard_", (dst, origin, local, _chunk_table(shard)), written=dst)
+
+
+@torch.library.register_fake("torchtitan_ext::unpack_shard_")
+def _(dst: Tensor, dst_offsets: Sequence[int], shard: Tensor, chunks: Sequence[int]) -> None:
+    return None
+
+
+bump_version_of("unpack_shard_", 0)
 
 
 def unpack_shard(dst: Tensor, local: Tensor, shard: ShardLike, *, dst_offsets: Sequence[int] | None = None) -> Tensor:
     """As ``unpack_shard_``, into a contiguous copy of ``dst``. Differentiable in both tensors."""
     _check_shape("unpack_shard", local, shard)
     origin = [0] * len(shard.sizes) if dst_offsets is None else dst_offsets
-    return _call("unpack_shard", (dst, origin, local, _chunk_table(shard)))
+    return call("unpack_shard", (dst, origin, local, _chunk_table(shard)))
+
+
+@torch.library.register_fake("torchtitan_ext::unpack_shard")
+def _(dst: Tensor, dst_offsets: Sequence[int], shard: Tensor, chunks: Sequence[int]) -> Tensor:
+    return torch.empty_like(dst, memory_format=torch.contiguous_format)
+
+
+def _setup_unpack_shard(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.dst_offsets, shard, ctx.chunks = inputs
+    ctx.shard_sizes = shard.shape
+
+
+def _backward_unpack_shard(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    grad_shard = kernels.pack_shard(grad, ctx.dst_offsets, ctx.shard_sizes, ctx.chunks)
+    grad_dst = kernels.unpack_shard(grad, ctx.dst_offsets, torch.zeros_like(grad_shard), ctx.chunks)
+    return grad_dst, None, grad_shard, None
+
+
+torch.library.register_autograd(
+    "torchtitan_ext::unpack_shard", _backward_unpack_shard, setup_context=_setup_unpack_shard
+)
 
 
 def pack_shards(
     src: Sequence[Tensor], shards: Sequence[ShardLike], *, src_offsets: Sequence[Sequence[int]] | None = None
 ) -> list[Tensor]:
     """``pack_shard`` of many tensors, of any dtypes on one device, in one call. Differentiable."""
-    return _call("pack_shards", (list(src), _tables("pack_shards", src, shards, src_offsets))) if src else []
+    return call("pack_shards", (list(src), _tables("pack_shards", src, shards, src_offsets))) if src else []
+
+
+def _entries(src: Sequence[Tensor], tables: Sequence[int]) -> list[tuple[list[int], list[int], list[int]]]:
+    """(offsets of the box, shard sizes, chunks) of each tensor of ``tables``; ``ops.h`` has the format."""
+    entries, rest = [], list(tables)
+    for tensor in src:
+        num_dims = tensor.dim()
+        ends = [1 + num_dims, 1 + 2 * num_dims, 1 + 2 * num_dims + (3 * num_dims * rest[0] if rest else 0)]
+        if not rest or rest[0] < 0 or len(rest) < ends[-1]:
+            raise ValueError("pack_shards: the table ends too early")
+        entries.append((rest[1 : ends[0]], rest[ends[0] : ends[1]], rest[ends[1] : ends[2]]))
+        rest = rest[ends[2] :]
+    return entries
+
+
+@torch.library.register_fake("torchtitan_ext::pack_shards")
+def _(src: Sequence[Tensor], tables: Sequence[int]) -> list[Tensor]:
+    return [tensor.new_empty(sizes) for tensor, (_, sizes, _) in zip(src, _entries(src, tables), strict=True)]
+
+
+def _setup_pack_shards(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    src, tables = inputs
+    ctx.src_sizes = [tensor.shape for tensor in src]
+    ctx.entries = _entries(src, tables)
+
+
+def _backward_pack_shards(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[list[Tensor | None], None]:
+    result: list[Tensor | None] = []
+    for grad, sizes, (offsets, _, chunks) in zip(grads, ctx.src_sizes, ctx.entries, strict=True):
+        result.append(None if grad is None else _unpacked_into_zeros(grad, sizes, offsets, chunks))
+    return result, None
+
+
+torch.library.register_autograd("torchtitan_ext::pack_shards", _backward_pack_shards, setup_context=_setup_pack_shards)
 
 
 def unpack_shards_(
@@ -114,7 +199,15 @@ def unpack_shards_(
     for local, shard in zip(locals, shards, strict=True):
         _check_shape("unpack_shards_", local, shard)
     if dst:
-        _call_in_place("unpack_shards_", (list(dst), list(locals), tables), written=list(dst))
+        call_in_place("unpack_shards_", (list(dst), list(locals), tables), written=list(dst))
+
+
+@torch.library.register_fake("torchtitan_ext::unpack_shards_")
+def _(dst: Sequence[Tensor], shards: Sequence[Tensor], tables: Sequence[int]) -> None:
+    return None
+
+
+bump_version_of("unpack_shards_", 0)
 
 
 def _chunk_table(shard: ShardLike) -> list[int]:
@@ -177,7 +270,27 @@ def flatten_tensors(
     """
     if not tensors:
         return torch.empty(0, dtype=dtype)
-    return _call("flatten_tensors", (list(tensors), alignment, dtype))
+    return call("flatten_tensors", (list(tensors), alignment, dtype))
+
+
+@torch.library.register_fake("torchtitan_ext::flatten_tensors")
+def _(tensors: Sequence[Tensor], alignment: int, dtype: torch.dtype) -> Tensor:
+    num_bytes = flat_offsets(tensors, alignment=alignment)[-1]
+    return tensors[0].new_empty(num_bytes // dtype.itemsize, dtype=dtype)
+
+
+def _setup_flatten_tensors(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    tensors, ctx.alignment, _ = inputs
+    ctx.like = [torch.empty_like(tensor, device="meta") for tensor in tensors]
+
+
+def _backward_flatten_tensors(ctx: Any, grad: Tensor) -> tuple[list[Tensor], None, None]:
+    return flat_views(grad.contiguous(), ctx.like, alignment=ctx.alignment), None, None
+
+
+torch.library.register_autograd(
+    "torchtitan_ext::flatten_tensors", _backward_flatten_tensors, setup_context=_setup_flatten_tensors
+)
 
 
 def flatten_into_(tensors: Sequence[Tensor], out: Tensor, *, alignment: int = DEFAULT_ALIGNMENT) -> None:
@@ -189,7 +302,15 @@ def flatten_into_(tensors: Sequence[Tensor], out: Tensor, *, alignment: int = DE
         alignment: In bytes.
     """
     if tensors:
-        _call_in_place("flatten_into_", (list(tensors), alignment, out), written=out)
+        call_in_place("flatten_into_", (list(tensors), alignment, out), written=out)
+
+
+@torch.library.register_fake("torchtitan_ext::flatten_into_")
+def _(tensors: Sequence[Tensor], alignment: int, out: Tensor) -> None:
+    return None
+
+
+bump_version_of("flatten_into_", 2)
 
 
 def unflatten_tensors_(tensors: Sequence[Tensor], flat: Tensor, *, alignment: int = DEFAULT_ALIGNMENT) -> None:
@@ -201,7 +322,15 @@ def unflatten_tensors_(tensors: Sequence[Tensor], flat: Tensor, *, alignment: in
         alignment: That of the buffer, in bytes.
     """
     if tensors:
-        _call_in_place("unflatten_tensors_", (list(tensors), flat, alignment), written=list(tensors))
+        call_in_place("unflatten_tensors_", (list(tensors), flat, alignment), written=list(tensors))
+
+
+@torch.library.register_fake("torchtitan_ext::unflatten_tensors_")
+def _(tensors: Sequence[Tensor], flat: Tensor, alignment: int) -> None:
+    return None
+
+
+bump_version_of("unflatten_tensors_", 0)
 
 
 def flat_views(flat: Tensor, like: Sequence[Tensor], *, alignment: int = DEFAULT_ALIGNMENT) -> list[Tensor]:
@@ -249,7 +378,7 @@ def broadcast_coalesced_(
         return
     args = (list(tensors), group_name, src, bucket_bytes)
     try:
-        _call_in_place("broadcast_coalesced_", args, written=list(tensors))
+        call_in_place("broadcast_coalesced_", args, written=list(tensors))
     except NotImplementedError as error:
         raise _without_broadcast() from error
 
@@ -263,15 +392,36 @@ def check_broadcast(tensors: Sequence[Tensor]) -> tuple[int, int]:
     if not tensors:
         return (0, 0)
     try:
-        first, second = _call("check_broadcast", (list(tensors),))
+        first, second = call("check_broadcast", (list(tensors),))
     except NotImplementedError as error:
         raise _without_broadcast() from error
     return (first, second)
 
 
+@torch.library.register_fake("torchtitan_ext::broadcast_coalesced_")
+def _(tensors: Sequence[Tensor], group_name: str, src: int, bucket_bytes: int) -> None:
+    _refuse_meta("broadcast_coalesced_", tensors)
+
+
+@torch.library.register_fake("torchtitan_ext::check_broadcast")
+def _(tensors: Sequence[Tensor]) -> list[int]:
+    _refuse_meta("check_broadcast", tensors)
+    return [0, 0]
+
+
+def _refuse_meta(name: str, tensors: Sequence[Tensor]) -> None:
+    """Under tracing tensors are fake ones; a real meta tensor would be skipped without a word."""
+    for index, tensor in enumerate(tensors):
+        if type(tensor) is Tensor and tensor.is_meta:
+            raise ValueError(f"{name}: tensors[{index}] is on the meta device; give it memory with to_empty() first")
+
+
+bump_version_of("broadcast_coalesced_", 0)
+
+
 def _without_broadcast() -> ImportError:
     return ImportError(
-        f"torchtitan_ext: this installation has no {_dist_path().name}: broadcasts are built for one minor version of "
+        f"torchtitan_ext: this installation has no {dist_path().name}: broadcasts are built for one minor version of "
         f"torch, this is {torch.__version__}; install the package again beside this torch"
     )
 
@@ -294,266 +444,7 @@ def fingerprint_shard(local: Tensor, shard: ShardLike, global_sizes: Sequence[in
         A 0-d int64 tensor on the device of ``local``; the device is not waited for.
     """
     _check_shape("fingerprint_shard", local, shard)
-    return _call("fingerprint_shard", (local, global_sizes, _chunk_table(shard)))
-
-
-# ---- calling ----
-
-
-def _call(name: str, args: tuple[Any, ...]) -> Any:
-    """Calls a functional op, past its Python autograd kernel (5 us) where nothing requires grad."""
-    op = getattr(_ops, name)
-    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and _requires_grad(args)):
-        return op(*args)
-    try:
-        with torch._C._AutoDispatchBelowAutograd():
-            return op(*args)
-    except RuntimeError as error:
-        raise _explained(name, args, error) from None
-
-
-def _call_in_place(name: str, args: tuple[Any, ...], *, written: Tensor | list[Tensor]) -> None:
-    """Calls an in-place op and bumps the versions here: as a kernel of the dispatcher that costs 4 us more."""
-    op = getattr(_ops, name)
-    if torch.compiler.is_compiling():
-        op(*args)
-        return
-    _refuse_gradients(name, args)
-    try:
-        with torch._C._AutoDispatchBelowADInplaceOrView():
-            op(*args)
-    except RuntimeError as error:
-        raise _explained(name, args, error) from None
-    torch.autograd.graph.increment_version(written)
-
-
-def _refuse_gradients(name: str, args: Sequence[Any]) -> None:
-    if torch.is_grad_enabled() and _requires_grad(args):
-        raise RuntimeError(
-            f"{name} is not differentiable: an argument requires grad; call it under torch.no_grad(), "
-            "or use the form without the final underscore"
-        )
-
-
-def _requires_grad(args: Sequence[Any]) -> bool:
-    for arg in args:
-        if isinstance(arg, Tensor):
-            if arg.requires_grad:
-                return True
-        elif isinstance(arg, list) and arg and isinstance(arg[0], Tensor):
-            if any(tensor.requires_grad for tensor in arg if isinstance(tensor, Tensor)):
-                return True
-    return False
-
-
-def _explained(name: str, args: tuple[Any, ...], error: RuntimeError) -> Exception:
-    """The error of a call that failed, in one sentence. Looked for only now, so that good calls do not pay for it."""
-    schema = getattr(_ops, name).default._schema
-    for argument, value in zip(schema.arguments, args, strict=True):
-        kind = str(argument.type)
-        values = value if "List" in kind and isinstance(value, (list, tuple)) else [value]
-        for item in values:
-            if "Tensor" in kind and not isinstance(item, Tensor):
-                return ValueError(f"{name}: got a {type(item).__name__} as {argument.name}, expected a tensor")
-            if isinstance(item, DTensor):
-                return ValueError(f"{name}: got a DTensor as {argument.name}; pass the rank's own tensor, .to_local()")
-            if isinstance(item, Tensor) and argument.is_write and (item.is_conj() or item.is_neg()):
-                return ValueError(f"{name}: {argument.name} is a lazily conjugated or negated view; pass what it views")
-            if "int" in kind and (not isinstance(item, int) or not -(2**63) <= item < 2**63):
-                return ValueError(f"{name}: got {item!r} in {argument.name}, expected an int64")
-    return error
-
-
-# ---- the library, fake kernels, autograd ----
-
-
-def _load_library() -> None:
-    path = Path(_core.__file__).with_name("_ops.so")
-    try:
-        torch.ops.load_library(path)
-    except OSError as error:
-        raise ImportError(
-            f"torchtitan_ext: {path} does not load beside torch {torch.__version__}. Likely causes: torch older than "
-            "2.11, or the package was built on another machine or for another Python; install it again where it runs. "
-            f"The loader says: {error}"
-        ) from error
-
-
-def _dist_path() -> Path:
-    major, minor = torch.__version__.split(".")[:2]
-    return Path(_core.__file__).with_name(f"_dist_{major}_{minor}.so")
-
-
-_load_library()
-if _dist_path().exists():
-    torch.ops.load_library(_dist_path())
-_ops = torch.ops.torchtitan_ext
-_library = torch.library.Library("torchtitan_ext", "IMPL")
-
-
-def _bump_version_of(name: str, argument: int) -> None:
-    """Registers what makes an in-place op known to autograd: without it backward uses overwritten values in silence."""
-    op = getattr(_ops, name).default
-
-    def kernel(keyset: torch._C.DispatchKeySet, *args: Any) -> None:
-        _refuse_gradients(name, args)
-        op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
-        torch.autograd.graph.increment_version(args[argument])
-
-    _library.impl(name, kernel, "ADInplaceOrView", with_keyset=True)
-
-
-@torch.library.register_fake("torchtitan_ext::pack_shard")
-def _(src: Tensor, src_offsets: Sequence[int], shard_sizes: Sequence[int], chunks: Sequence[int]) -> Tensor:
-    return src.new_empty(shard_sizes)
-
-
-def _setup_pack_shard(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    src, ctx.src_offsets, _, ctx.chunks = inputs
-    ctx.src_sizes = src.shape
-
-
-def _backward_pack_shard(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _unpacked_into_zeros(grad, ctx.src_sizes, ctx.src_offsets, ctx.chunks), None, None, None
-
-
-def _unpacked_into_zeros(grad: Tensor, sizes: Sequence[int], offsets: Sequence[int], chunks: Sequence[int]) -> Tensor:
-    zeros = grad.new_zeros(sizes)
-    if torch.is_grad_enabled():  # create_graph: the in-place form is not differentiable
-        return _ops.unpack_shard(zeros, offsets, grad, chunks)
-    _ops.unpack_shard_(zeros, offsets, grad, chunks)
-    return zeros
-
-
-torch.library.register_autograd("torchtitan_ext::pack_shard", _backward_pack_shard, setup_context=_setup_pack_shard)
-
-
-@torch.library.register_fake("torchtitan_ext::unpack_shard_")
-def _(dst: Tensor, dst_offsets: Sequence[int], shard: Tensor, chunks: Sequence[int]) -> None:
-    return None
-
-
-_bump_version_of("unpack_shard_", 0)
-
-
-@torch.library.register_fake("torchtitan_ext::unpack_shard")
-def _(dst: Tensor, dst_offsets: Sequence[int], shard: Tensor, chunks: Sequence[int]) -> Tensor:
-    return torch.empty_like(dst, memory_format=torch.contiguous_format)
-
-
-def _setup_unpack_shard(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.dst_offsets, shard, ctx.chunks = inputs
-    ctx.shard_sizes = shard.shape
-
-
-def _backward_unpack_shard(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    grad_shard = _ops.pack_shard(grad, ctx.dst_offsets, ctx.shard_sizes, ctx.chunks)
-    grad_dst = _ops.unpack_shard(grad, ctx.dst_offsets, torch.zeros_like(grad_shard), ctx.chunks)
-    return grad_dst, None, grad_shard, None
-
-
-torch.library.register_autograd(
-    "torchtitan_ext::unpack_shard", _backward_unpack_shard, setup_context=_setup_unpack_shard
-)
-
-
-def _entries(src: Sequence[Tensor], tables: Sequence[int]) -> list[tuple[list[int], list[int], list[int]]]:
-    """(offsets of the box, shard sizes, chunks) of each tensor of ``tables``; ``ops.h`` has the format."""
-    entries, rest = [], list(tables)
-    for tensor in src:
-        num_dims = tensor.dim()
-        ends = [1 + num_dims, 1 + 2 * num_dims, 1 + 2 * num_dims + (3 * num_dims * rest[0] if rest else 0)]
-        if not rest or rest[0] < 0 or len(rest) < ends[-1]:
-            raise ValueError("pack_shards: the table ends too early")
-        entries.append((rest[1 : ends[0]], rest[ends[0] : ends[1]], rest[ends[1] : ends[2]]))
-        rest = rest[ends[2] :]
-    return entries
-
-
-@torch.library.register_fake("torchtitan_ext::pack_shards")
-def _(src: Sequence[Tensor], tables: Sequence[int]) -> list[Tensor]:
-    return [tensor.new_empty(sizes) for tensor, (_, sizes, _) in zip(src, _entries(src, tables), strict=True)]
-
-
-def _setup_pack_shards(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    src, tables = inputs
-    ctx.src_sizes = [tensor.shape for tensor in src]
-    ctx.entries = _entries(src, tables)
-
-
-def _backward_pack_shards(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[list[Tensor | None], None]:
-    result: list[Tensor | None] = []
-    for grad, sizes, (offsets, _, chunks) in zip(grads, ctx.src_sizes, ctx.entries, strict=True):
-        result.append(None if grad is None else _unpacked_into_zeros(grad, sizes, offsets, chunks))
-    return result, None
-
-
-torch.library.register_autograd("torchtitan_ext::pack_shards", _backward_pack_shards, setup_context=_setup_pack_shards)
-
-
-@torch.library.register_fake("torchtitan_ext::unpack_shards_")
-def _(dst: Sequence[Tensor], shards: Sequence[Tensor], tables: Sequence[int]) -> None:
-    return None
-
-
-_bump_version_of("unpack_shards_", 0)
-
-
-@torch.library.register_fake("torchtitan_ext::flatten_tensors")
-def _(tensors: Sequence[Tensor], alignment: int, dtype: torch.dtype) -> Tensor:
-    num_bytes = flat_offsets(tensors, alignment=alignment)[-1]
-    return tensors[0].new_empty(num_bytes // dtype.itemsize, dtype=dtype)
-
-
-def _setup_flatten_tensors(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    tensors, ctx.alignment, _ = inputs
-    ctx.like = [torch.empty_like(tensor, device="meta") for tensor in tensors]
-
-
-def _backward_flatten_tensors(ctx: Any, grad: Tensor) -> tuple[list[Tensor], None, None]:
-    return flat_views(grad.contiguous(), ctx.like, alignment=ctx.alignment), None, None
-
-
-torch.library.register_autograd(
-    "torchtitan_ext::flatten_tensors", _backward_flatten_tensors, setup_context=_setup_flatten_tensors
-)
-
-
-@torch.library.register_fake("torchtitan_ext::flatten_into_")
-def _(tensors: Sequence[Tensor], alignment: int, out: Tensor) -> None:
-    return None
-
-
-_bump_version_of("flatten_into_", 2)
-
-
-@torch.library.register_fake("torchtitan_ext::unflatten_tensors_")
-def _(tensors: Sequence[Tensor], flat: Tensor, alignment: int) -> None:
-    return None
-
-
-_bump_version_of("unflatten_tensors_", 0)
-
-
-@torch.library.register_fake("torchtitan_ext::broadcast_coalesced_")
-def _(tensors: Sequence[Tensor], group_name: str, src: int, bucket_bytes: int) -> None:
-    _refuse_meta("broadcast_coalesced_", tensors)
-
-
-@torch.library.register_fake("torchtitan_ext::check_broadcast")
-def _(tensors: Sequence[Tensor]) -> list[int]:
-    _refuse_meta("check_broadcast", tensors)
-    return [0, 0]
-
-
-def _refuse_meta(name: str, tensors: Sequence[Tensor]) -> None:
-    """Under tracing tensors are fake ones; a real meta tensor would be skipped without a word."""
-    for index, tensor in enumerate(tensors):
-        if type(tensor) is Tensor and tensor.is_meta:
-            raise ValueError(f"{name}: tensors[{index}] is on the meta device; give it memory with to_empty() first")
-
-
-_bump_version_of("broadcast_coalesced_", 0)
+    return call("fingerprint_shard", (local, global_sizes, _chunk_table(shard)))
 
 
 @torch.library.register_fake("torchtitan_ext::fingerprint_shard")

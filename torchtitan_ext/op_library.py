@@ -1,0 +1,103 @@
+"""The compiled library behind ``ops``: loading it, calling it, and what LibTorch's stable ABI cannot express."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from torchtitan_ext import _core
+
+
+def _load_library() -> None:
+    path = Path(_core.__file__).with_name("_ops.so")
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        raise ImportError(
+            f"torchtitan_ext: {path} does not load beside torch {torch.__version__}. Likely causes: torch older than "
+            "2.11, or the package was built on another machine or for another Python; install it again where it runs. "
+            f"The loader says: {error}"
+        ) from error
+
+
+def dist_path() -> Path:
+    """Where the collectives for this minor version of torch are, if they were built."""
+    major, minor = torch.__version__.split(".")[:2]
+    return Path(_core.__file__).with_name(f"_dist_{major}_{minor}.so")
+
+
+_load_library()
+if dist_path().exists():
+    torch.ops.load_library(dist_path())
+kernels = torch.ops.torchtitan_ext
+_library = torch.library.Library("torchtitan_ext", "IMPL")
+
+
+def bump_version_of(name: str, argument: int) -> None:
+    """Registers what makes an in-place op known to autograd: without it backward uses overwritten values in silence."""
+    op = getattr(kernels, name).default
+
+    def kernel(keyset: torch._C.DispatchKeySet, *args: Any) -> None:
+        _refuse_gradients(name, args)
+        op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
+        torch.autograd.graph.increment_version(args[argument])
+
+    _library.impl(name, kernel, "ADInplaceOrView", with_keyset=True)
+
+
+def call(name: str, args: tuple[Any, ...]) -> Any:
+    """Calls a functional op, past its Python autograd kernel (5 us) where nothing requires grad."""
+    op = getattr(kernels, name)
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
+        return op(*args)
+    try:
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
+    except RuntimeError as error:
+        raise _explained(name, args, error) from None
+
+
+def call_in_place(name: str, args: tuple[Any, ...], *, written: Tensor | list[Tensor]) -> None:
+    """Calls an in-place op and bumps the versions here: as a kernel of the dispatcher that costs 4 us more."""
+    op = getattr(kernels, name)
+    if torch.compiler.is_compiling():
+        op(*args)
+        return
+    _refuse_gradients(name, args)
+    try:
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            op(*args)
+    except RuntimeError as error:
+        raise _explained(name, args, error) from None
+    torch.autograd.graph.increment_version(written)
+
+
+def _refuse_gradients(name: str, args: Sequence[Any]) -> None:
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+        raise RuntimeError(
+            f"{name} is not differentiable: an argument requires grad; call it under torch.no_grad(), "
+            "or use the form without the final underscore"
+        )
+
+
+def _explained(name: str, args: tuple[Any, ...], error: RuntimeError) -> Exception:
+    """The error of a call that failed, in one sentence. Looked for only now, so that good calls do not pay for it."""
+    schema = getattr(kernels, name).default._schema
+    for argument, value in zip(schema.arguments, args, strict=True):
+        kind = str(argument.type)
+        values = value if "List" in kind and isinstance(value, (list, tuple)) else [value]
+        for item in values:
+            if "Tensor" in kind and not isinstance(item, Tensor):
+                return ValueError(f"{name}: got a {type(item).__name__} as {argument.name}, expected a tensor")
+            if isinstance(item, DTensor):
+                return ValueError(f"{name}: got a DTensor as {argument.name}; pass the rank's own tensor, .to_local()")
+            if isinstance(item, Tensor) and argument.is_write and (item.is_conj() or item.is_neg()):
+                return ValueError(f"{name}: {argument.name} is a lazily conjugated or negated view; pass what it views")
+            if "int" in kind and (not isinstance(item, int) or not -(2**63) <= item < 2**63):
+                return ValueError(f"{name}: got {item!r} in {argument.name}, expected an int64")
+    return error
