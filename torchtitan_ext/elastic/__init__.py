@@ -3,23 +3,34 @@
 from torchtitan_ext.elastic.component import Reshardable, Resharded, World, reshard_state
 from torchtitan_ext.elastic.dataloader import ElasticDataLoader
 from torchtitan_ext.elastic.lr_scheduler import ElasticLRScheduler
+from torchtitan_ext.elastic.param_groups import GroupNote, OptionGaps, find_option_gaps, merge_param_groups
 from torchtitan_ext.elastic.policy import ElasticPolicy, Source
+from torchtitan_ext.elastic.rng import RngState
 from torchtitan_ext.elastic.sampler import ElasticBatchSampler
 from torchtitan_ext.elastic.shards import TooFewShardsError
 from torchtitan_ext.elastic.streams import HuggingFaceStreams, Streams, StreamSource
+from torchtitan_ext.elastic.train_state import TrainState, read_torchtitan_train_state, samples_problem
 
 __all__ = [
     "ElasticBatchSampler",
     "ElasticDataLoader",
     "ElasticLRScheduler",
     "ElasticPolicy",
+    "GroupNote",
     "HuggingFaceStreams",
+    "OptionGaps",
     "Reshardable",
     "Resharded",
+    "RngState",
     "Source",
     "StreamSource",
     "Streams",
     "TooFewShardsError",
+    "TrainState",
     "World",
+    "find_option_gaps",
+    "merge_param_groups",
+    "read_torchtitan_train_state",
     "reshard_state",
+    "samples_problem",
 ]

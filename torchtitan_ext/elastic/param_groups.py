@@ -1,0 +1,250 @@
+"""Parameter groups of an optimizer that is not quite the one that was saved.
+
+Groups were added or removed, a newer torch has options that the checkpoint lacks
+(https://github.com/pytorch/torchtitan/issues/886: ``decoupled_weight_decay``), parameters were frozen or unfrozen.
+Everything here is a pure function on plain values; nothing is collective, and equal arguments give equal results on
+every rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+GroupNoteKind = Literal["filled", "dropped", "new", "removed", "frozen", "unfrozen", "problem"]
+
+# What names the members of a group instead of saying how they are optimized.
+_MEMBERS = ("params", "param_names")
+
+# LR schedulers of torch keep these in the groups; an optimizer without a scheduler yet does not have them.
+_SCHEDULER_OPTIONS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
+
+_FLAT_OPTION = re.compile(r"(?P<prefix>(?:.*?\.)?)param_groups\.(?P<fqn>.+)\.(?P<option>[^.]+)")
+_FLAT_STATE = re.compile(r"(?P<prefix>(?:.*?\.)?)state\.(?P<rest>.+)")
+
+_MAX_NAMES = 3
+
+
+@dataclass(frozen=True)
+class GroupNote:
+    """A line of the report: what became of a parameter group or of an option.
+
+    Attributes:
+        kind: ``problem`` refuses the load, the others inform.
+        text: A clause, which names the groups by position.
+    """
+
+    kind: GroupNoteKind
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
+
+
+def merge_param_groups(
+    saved: Sequence[Mapping[str, Any]], current: Sequence[Mapping[str, Any]]
+) -> tuple[list[dict[str, Any]], list[GroupNote]]:
+    """The current groups with the saved options of the parameters that they hold.
+
+    Groups are as in ``optimizer.state_dict()["param_groups"]`` (ids) or ``get_optimizer_state_dict`` (fqns). Names are
+    taken from ``param_names`` where every group has them. Ids are positions and mean the same only where the number of
+    parameters is the same.
+
+    Args:
+        saved: Of the checkpoint.
+        current: Of this run's optimizer.
+
+    Returns:
+        As many groups as ``current``, in its order, each with its ``params`` and its options: an option has the value
+        of the saved group that holds the parameters; an option that the saved group lacks, and a group that none of
+        the saved ones feeds, keep the current values. And what is worth a line in the report. Where a note is a
+        ``problem``, the group concerned is left as it is.
+
+    Example:
+        >>> saved = [{"params": ["w", "b"], "lr": 0.1}]
+        >>> merge_param_groups(saved, [{"params": ["w"], "lr": 1.0, "fused": True}])
+        ([{'params': ['w'], 'lr': 0.1, 'fused': True}],
+         [GroupNote('filled', 'group 0 keeps fused=True, which the checkpoint lacks'), GroupNote('frozen', ...)])
+    """
+    by_name = all("param_names" in group for group in (*saved, *current))
+    saved_names, current_names = (
+        [list(group["param_names" if by_name else "params"]) for group in groups] for groups in (saved, current)
+    )
+    notes: list[GroupNote] = []
+    by_id = any(isinstance(name, int) for names in (*saved_names, *current_names) for name in names)
+    num_saved, num_current = (sum(map(len, names)) for names in (saved_names, current_names))
+    if by_id and num_saved != num_current:
+        text = (
+            f"the checkpoint has {num_saved} parameter(s) by position and no names, this optimizer has {num_current}: "
+            "which is which cannot be told; build the optimizer from named_parameters(), or save with "
+            "get_optimizer_state_dict"
+        )
+        return [dict(group) for group in current], [GroupNote("problem", text)]
+    owner = {name: index for index, names in enumerate(saved_names) for name in names}
+    merged = []
+    for index, (group, names) in enumerate(zip(current, current_names, strict=True)):
+        sources = sorted({owner[name] for name in names if name in owner})
+        added = [name for name in names if name not in owner]
+        if not sources:
+            notes.append(GroupNote("new", f"group {index} ({_listed(names)}) keeps this run's options"))
+            merged.append(dict(group))
+            continue
+        conflicts = _conflicts([saved[source] for source in sources], group)
+        if conflicts:
+            notes.append(GroupNote("problem", _conflict_text(index, sources, conflicts)))
+            merged.append(dict(group))
+            continue
+        if added:
+            notes.append(GroupNote("unfrozen", f"group {index} has {_listed(added)}, which the checkpoint does not"))
+        result, group_notes = _merged_group(index, saved[sources[0]], group)
+        merged.append(result)
+        notes += group_notes
+    return merged, notes + _gone(saved_names, current_names)
+
+
+@dataclass(frozen=True)
+class OptionGaps:
+    """What a checkpoint of the flat form lacks of the wanted keys.
+
+    Attributes:
+        fillable: Wanted options that no saved parameter has: a newer torch, another optimizer. May keep their value.
+        missing: Wanted keys of each parameter of which nothing was saved (frozen or absent at the save), by fqn.
+        incomplete: Other wanted keys that are missing, though the checkpoint knows the parameter.
+        dropped: Saved options that no parameter wants.
+    """
+
+    fillable: tuple[str, ...]
+    missing: Mapping[str, tuple[str, ...]]
+    incomplete: tuple[str, ...]
+    dropped: tuple[str, ...]
+
+
+def find_option_gaps(saved_keys: Iterable[str], wanted_keys: Iterable[str]) -> OptionGaps:
+    """Sorts the keys that a flat optimizer state dict wants and a checkpoint lacks.
+
+    The flat form has ``param_groups.<fqn>.<option>`` and ``state.<fqn>.<name>``, maybe behind a prefix such as
+    ``optimizer.``: ``flatten_optimizer_state_dict=True`` of torch and torchtitan's ``OptimizersContainer``. Other keys
+    are ignored.
+
+    Args:
+        saved_keys: All flat keys of the checkpoint.
+        wanted_keys: All flat keys of the state dict to be loaded into.
+
+    Example:
+        >>> find_option_gaps(["param_groups.w.lr"], ["param_groups.w.lr", "param_groups.w.fused"]).fillable
+        ('param_groups.w.fused',)
+    """
+    saved, wanted = set(saved_keys), sorted(set(wanted_keys))
+    saved_options, wanted_options = _options(saved), _options(wanted)
+    owners = set(saved_options.values()) | set(wanted_options.values())
+    fqn_owners = {(prefix, fqn) for prefix, fqn, _ in owners}
+    known = {(prefix, fqn) for prefix, fqn, _ in saved_options.values()}
+    known |= {owner for key in saved if (owner := _state_owner(key, fqn_owners)) is not None}
+    option_names = {(prefix, option) for prefix, _, option in saved_options.values()}
+    wanted_names = {(prefix, option) for prefix, _, option in wanted_options.values()}
+    fillable, incomplete = [], []
+    missing: dict[str, list[str]] = {}
+    for key in wanted:
+        owner = wanted_options[key][:2] if key in wanted_options else _state_owner(key, fqn_owners)
+        if owner is None or key in saved:
+            continue
+        if owner not in known:
+            missing.setdefault(owner[1], []).append(key)
+        elif key in wanted_options and (owner[0], wanted_options[key][2]) not in option_names:
+            fillable.append(key)
+        else:
+            incomplete.append(key)
+    dropped = sorted(key for key, (prefix, _, option) in saved_options.items() if (prefix, option) not in wanted_names)
+    return OptionGaps(
+        tuple(fillable), {fqn: tuple(keys) for fqn, keys in missing.items()}, tuple(incomplete), tuple(dropped)
+    )
+
+
+def _merged_group(
+    index: int, saved: Mapping[str, Any], current: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[GroupNote]]:
+    merged = dict(current)
+    notes = []
+    for option in current:
+        if option in _MEMBERS:
+            continue
+        if option in saved:
+            merged[option] = _like(current[option], saved[option])
+        else:
+            text = f"group {index} keeps {option}={current[option]!r}, which the checkpoint lacks"
+            notes.append(GroupNote("filled", text))
+    for option in saved:
+        if option in current or option in _MEMBERS:
+            continue
+        if option in _SCHEDULER_OPTIONS:
+            merged[option] = saved[option]
+        else:
+            text = f"group {index} has no option {option} any more (saved {saved[option]!r})"
+            notes.append(GroupNote("dropped", text))
+    return merged, notes
+
+
+def _conflicts(sources: Sequence[Mapping[str, Any]], current: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Options that this group has and in which the saved groups that feed it differ, with their values."""
+    options = [option for option in current if option not in _MEMBERS]
+    options += [option for option in _SCHEDULER_OPTIONS if option not in current]
+    conflicts = {}
+    for option in options:
+        values = [source.get(option) for source in sources]
+        if any(_like(values[0], value) != values[0] for value in values[1:]):
+            conflicts[option] = values
+    return conflicts
+
+
+def _conflict_text(index: int, sources: Sequence[int], conflicts: Mapping[str, list[Any]]) -> str:
+    details = []
+    for option, values in conflicts.items():
+        places = [f"{value!r} in group {source}" for source, value in zip(sources, values, strict=True)]
+        details.append(f"{option} is {', '.join(places)}")
+    return (
+        f"group {index} joins parameters of saved groups {', '.join(map(str, sources))}, whose options differ: "
+        f"{'; '.join(details)}; keep them in groups of their own, or make the values equal before the save"
+    )
+
+
+def _gone(saved_names: Sequence[Sequence[Any]], current_names: Sequence[Sequence[Any]]) -> list[GroupNote]:
+    held = {name for names in current_names for name in names}
+    notes = []
+    for index, names in enumerate(saved_names):
+        left = [name for name in names if name not in held]
+        if left and len(left) == len(names):
+            notes.append(GroupNote("removed", f"saved group {index} ({_listed(left)}) has no parameter here"))
+        elif left:
+            notes.append(GroupNote("frozen", f"saved group {index} has {_listed(left)}, not optimized here"))
+    return notes
+
+
+def _like(current: Any, saved: Any) -> Any:
+    """A saved list as a tuple where one stood: some checkpoints do not tell them apart."""
+    return tuple(saved) if isinstance(current, tuple) and isinstance(saved, list) else saved
+
+
+def _listed(names: Sequence[Any]) -> str:
+    shown = ", ".join(map(str, names[:_MAX_NAMES]))
+    return shown if len(names) <= _MAX_NAMES else f"{shown} and {len(names) - _MAX_NAMES} more"
+
+
+def _options(keys: Iterable[str]) -> dict[str, tuple[str, str, str]]:
+    """Prefix, fqn and option of the keys of parameter groups."""
+    found = {key: _FLAT_OPTION.fullmatch(key) for key in keys}
+    return {key: (match["prefix"], match["fqn"], match["option"]) for key, match in found.items() if match is not None}
+
+
+def _state_owner(key: str, owners: Collection[tuple[str, str]]) -> tuple[str, str] | None:
+    """Prefix and fqn of the parameter whose state a key is, the longest that fits. Names of states may have dots."""
+    match = _FLAT_STATE.fullmatch(key)
+    if match is None:
+        return None
+    fqn = match["rest"]
+    while "." in fqn:
+        fqn = fqn.rpartition(".")[0]
+        if (match["prefix"], fqn) in owners:
+            return match["prefix"], fqn
+    return None

@@ -1,0 +1,190 @@
+"""Random number generators of every rank: exact on the same ranks, seeded in a defined way on others."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from torchtitan_ext.elastic.component import Resharded, World
+from torchtitan_ext.errors import CannotReshardError
+
+# torch has 64-bit seeds, Python any, NumPy lists of 32-bit words; four words of 64 bits fill the pool of each.
+_SEED_WORDS = 4
+
+
+class RngState:
+    """The global generators of this process: torch on the CPU and on one GPU, Python's ``random`` and NumPy's.
+
+    ``Stateful`` and ``Reshardable``. State: ``rank_N`` with the states of rank N, and ``common``, equal on all ranks.
+    Both are tuples of plain values, which DCP keeps as one value each.
+
+    Where the same number of ranks loads, each goes on with its own numbers, exactly. Where another number does, each is
+    seeded from (seed, step, rank) by ``numpy.random.SeedSequence``
+    (https://numpy.org/doc/stable/reference/random/parallel.html): different ranks and different steps get independent
+    numbers, and the same restart gets the same ones each time.
+
+    Args:
+        seed: Of the job, the same on all ranks.
+        rank: Which numbers this process draws; by default its rank in the process group. Ranks that must share numbers
+            (those of one tensor-parallel group) give the same, for example their data-parallel rank: their states are
+            saved once, and a save is refused where they have come to differ.
+        world_size: How many different ``rank`` there are; to be given with ``rank``.
+        device: The GPU whose generator counts; by default the current one where there is a GPU. ``"cpu"`` for none.
+        step: Called at each save, for the step that a later restart is seeded with, for example
+            ``lambda: train_state.step``. The same on all ranks. 0 by default, which makes every restart alike.
+
+    Raises:
+        ValueError: A negative seed, a rank outside the world, or one of ``rank`` and ``world_size`` without the other.
+
+    Example:
+        >>> rng = RngState(seed=0, rank=dp_rank, world_size=dp_size, step=lambda: train_state.step)
+        >>> tte.save({"rng": rng}, path)
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        device: torch.device | str | None = None,
+        step: Callable[[], int] = int,
+    ) -> None:
+        if (rank is None) != (world_size is None):
+            raise ValueError(f"RngState: got rank={rank} and world_size={world_size}, expected both or none")
+        is_alone = not (dist.is_available() and dist.is_initialized())
+        self.rank = (0 if is_alone else dist.get_rank()) if rank is None else rank
+        self.world_size = (1 if is_alone else dist.get_world_size()) if world_size is None else world_size
+        if seed < 0 or not 0 <= self.rank < self.world_size:
+            raise ValueError(
+                f"RngState: got seed={seed}, rank={self.rank} of world_size={self.world_size}, "
+                "expected a seed of at least 0 and a rank below world_size"
+            )
+        self.seed = seed
+        self._cuda = _cuda_device(device)
+        self._step = step
+
+    def state_dict(self) -> dict[str, Any]:
+        """The generators as they stand. Not collective."""
+        return self._state(self._current(), self._step())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Sets this process's generators from the entry of its rank; others in the state are ignored. Not collective.
+
+        Raises:
+            ValueError: The state has no entry of this rank; nothing was changed.
+        """
+        key = f"rank_{self.rank}"
+        if key not in state_dict:
+            raise ValueError(f"RngState: got {sorted(state_dict)}, expected {key}; load it by a policy that reshards")
+        (states,) = state_dict[key]
+        if self._cuda is not None:
+            # Saved without a GPU: seeded, as in reshard.
+            (common,) = state_dict["common"]
+            cuda = self._fresh(common["step"])["cuda"] if states["cuda"] is None else states["cuda"]
+            torch.cuda.set_rng_state(_tensor(cuda), self._cuda)
+        torch.set_rng_state(_tensor(states["cpu"]))
+        random.setstate(_as_tuple(states["python"]))
+        np.random.set_state(states["numpy"])
+
+    def reshard(self, saved: Mapping[str, Any], old: World, new: World) -> Resharded:
+        """This rank's saved generators where as many ranks saved, seeded ones elsewhere. Changes nothing.
+
+        On every rank, not collective. The worlds are not needed: with ranks that share numbers, the count that matters
+        is the ``world_size`` of the constructor.
+
+        Raises:
+            CannotReshardError: The state is not one of ``RngState``, or it lacks a rank's entry.
+        """
+        if "common" not in saved:
+            raise CannotReshardError(
+                f"the saved state is not that of RngState: got {_keys(saved)}, expected common and rank_0, rank_1, ...",
+                'load this component with the policy "reset"',
+            )
+        (common,) = saved["common"]
+        old_size, step = common["world_size"], common["step"]
+        if old_size != self.world_size:
+            note = f"seeded from seed {self.seed}, step {step} and rank: {old_size} -> {self.world_size} ranks"
+            return Resharded(self._seeded(step), note)
+        missing = [rank for rank in range(old_size) if f"rank_{rank}" not in saved]
+        if missing:
+            raise CannotReshardError(
+                f"the checkpoint lacks the generators of rank(s) {', '.join(map(str, missing))} of {old_size}",
+                'load this component with the policy "reset"',
+            )
+        (states,) = saved[f"rank_{self.rank}"]
+        note = f"exact on the same {old_size} rank(s)"
+        if self._cuda is not None and states["cuda"] is None:
+            note += f", the GPU seeded from seed {self.seed} and step {step}: it was saved without one"
+        return Resharded(self._state(states, step), note)
+
+    def reset(self, step: int | None = None) -> None:
+        """Seeds this process's generators from (seed, step, rank). On every rank, not collective.
+
+        Args:
+            step: By default what the constructor's ``step`` says now.
+        """
+        self.load_state_dict(self._seeded(self._step() if step is None else step))
+
+    def _current(self) -> dict[str, Any]:
+        return {
+            "cpu": _bytes(torch.get_rng_state()),
+            "cuda": None if self._cuda is None else _bytes(torch.cuda.get_rng_state(self._cuda)),
+            "python": random.getstate(),
+            "numpy": np.random.get_state(legacy=False),
+        }
+
+    def _fresh(self, step: int) -> dict[str, Any]:
+        """The generators as seeding leaves them; the global ones stay untouched."""
+        children = np.random.SeedSequence(self.seed, spawn_key=(step, self.rank)).spawn(4)
+        words = [child.generate_state(_SEED_WORDS, np.uint64).tolist() for child in children]
+        cuda = None
+        if self._cuda is not None:
+            cuda = _bytes(torch.Generator(self._cuda).manual_seed(_int64(words[1][0])).get_state())
+        return {
+            "cpu": _bytes(torch.Generator().manual_seed(_int64(words[0][0])).get_state()),
+            "cuda": cuda,
+            "python": random.Random(sum(word << 64 * place for place, word in enumerate(words[2]))).getstate(),
+            "numpy": np.random.RandomState(np.random.MT19937(children[3])).get_state(legacy=False),
+        }
+
+    def _seeded(self, step: int) -> dict[str, Any]:
+        return self._state(self._fresh(step), step)
+
+    def _state(self, states: dict[str, Any], step: int) -> dict[str, Any]:
+        common = {"seed": self.seed, "world_size": self.world_size, "step": step}
+        return {f"rank_{self.rank}": (states,), "common": (common,)}
+
+
+def _cuda_device(device: torch.device | str | None) -> torch.device | None:
+    chosen = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    if chosen.type != "cuda":
+        return None
+    return torch.device("cuda", torch.cuda.current_device() if chosen.index is None else chosen.index)
+
+
+def _bytes(state: torch.Tensor) -> bytes:
+    """Not a tensor: DCP would take it out of its tuple, as a replica to be compared and broadcast on its own."""
+    return state.numpy().tobytes()
+
+
+def _tensor(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+def _int64(word: int) -> int:
+    """torch takes seeds as signed numbers."""
+    return word - 2**64 if word >= 2**63 else word
+
+
+def _as_tuple(state: Any) -> Any:
+    return tuple(map(_as_tuple, state)) if isinstance(state, (list, tuple)) else state
+
+
+def _keys(saved: Any) -> Any:
+    return sorted(map(str, saved)) if isinstance(saved, Mapping) else type(saved).__name__
