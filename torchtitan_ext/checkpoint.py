@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-from torchtitan_ext.dcp_failure import own_error, own_errors
+from torchtitan_ext.dcp_failure import own_errors
 from torchtitan_ext.elastic.load import load_components
 from torchtitan_ext.elastic.policy import ElasticPolicy, Source
 from torchtitan_ext.load_planner import LoadPlanner
 from torchtitan_ext.load_report import LoadReport
 from torchtitan_ext.save_planner import SavePlanner
 from torchtitan_ext.staging import CpuStager
+from torchtitan_ext.sync_scope import naming_lost_ranks
 
 
 def save(
@@ -46,8 +47,9 @@ def save(
     Raises:
         StateRefusedError: Nothing was written; the same on every rank, listing all problems.
         CheckpointFailedError: A rank failed while planning or writing; names the ranks and their errors.
+        LostRankError: A rank died or hangs; raised where that was noticed, and names it.
     """
-    with own_errors("save"):
+    with _own_errors("save", process_group, no_dist):
         return state_dict_saver.save(
             state_dict,
             checkpoint_id=path,
@@ -90,6 +92,7 @@ def load(
     Raises:
         StateRefusedError: No target was changed; the same on every rank, listing all problems.
         CheckpointFailedError: A rank failed while reading; targets may be part-written, and it names them.
+        LostRankError: A rank died or hangs; raised where that was noticed, and names it.
         ValueError: Both ``path`` and ``sources``, or two policies.
     """
     planner = LoadPlanner() if planner is None else planner
@@ -107,7 +110,7 @@ def load(
             process_group=process_group,
             no_dist=no_dist,
         )
-    with own_errors("load"):
+    with _own_errors("load", process_group, no_dist):
         state_dict_loader.load(
             state_dict,
             checkpoint_id=path,
@@ -145,13 +148,19 @@ def async_save(
     finished: Future[Metadata] = Future()
 
     def pass_on(done: Future[Metadata]) -> None:
-        error = done.exception()
-        if isinstance(error, CheckpointException):
-            finished.set_exception(own_error("save", error))
-        elif error is not None:
+        try:
+            with _own_errors("save", process_group, no_dist=False):
+                finished.set_result(done.result())
+        except BaseException as error:
             finished.set_exception(error)
-        else:
-            finished.set_result(done.result())
 
     upload.add_done_callback(pass_on)
     return finished
+
+
+@contextmanager
+def _own_errors(operation: str, process_group: dist.ProcessGroup | None, no_dist: bool) -> Iterator[None]:
+    """Raises our errors instead of DCP's, and names the rank where one is lost."""
+    phase = "ranks exchanged plans and results; checkpoints in other directories are as they were"
+    with own_errors(operation), nullcontext() if no_dist else naming_lost_ranks(operation, phase, process_group):
+        yield
