@@ -1,6 +1,7 @@
 #include "ops/tensor_view.h"
 
 #include <algorithm>
+#include <atomic>
 #include <utility>
 #include <vector>
 
@@ -134,9 +135,30 @@ void check_separate(std::span<const TensorView> written, std::span<const TensorV
   }
 }
 
+#if defined(__SANITIZE_THREAD__)
+// ThreadSanitizer does not see how OpenMP, which is not instrumented, hands work over and waits for it. Both are told
+// to it here, as operations on an atomic.
+void parallel_for(int64_t begin, int64_t end, int64_t grain, RangeBody body, void* context) {
+  static std::atomic<int64_t> handovers;
+  struct Told {
+    RangeBody body;
+    void* context;
+  } told{body, context};
+  const RangeBody telling = [](int64_t first, int64_t last, void* context) {
+    handovers.fetch_add(1);
+    const Told& told = *static_cast<const Told*>(context);
+    told.body(first, last, told.context);
+    handovers.fetch_add(1);
+  };
+  handovers.fetch_add(1);
+  TORCH_ERROR_CODE_CHECK(torch_parallel_for(begin, end, grain, telling, &told));
+  handovers.fetch_add(1);
+}
+#else
 void parallel_for(int64_t begin, int64_t end, int64_t grain, RangeBody body, void* context) {
   TORCH_ERROR_CODE_CHECK(torch_parallel_for(begin, end, grain, body, context));
 }
+#endif
 
 void copy_runs_on(const TensorView& on, const core::RunList& runs) {
   if (runs.nests().empty()) return;
