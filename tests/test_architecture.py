@@ -18,7 +18,7 @@ LAYERS = [
     {"errors", "op_library"},
     {"ops", "layout", "cast", "plain_value", "mesh_exchange", "dcp_failure"},
     {"elastic.component"},
-    {"elastic.policy", "elastic.index_order", "elastic.streams", "elastic.lr_schedule"},
+    {"elastic.policy", "elastic.index_order", "elastic.streams", "elastic.indexed", "elastic.lr_schedule"},
     {"elastic.sampler", "elastic.shards", "elastic.packing"},
     {"elastic.stream_batches", "elastic.torchtitan_data"},
     {"elastic.dataloader", "elastic.lr_scheduler", "elastic.rng", "elastic.train_state", "elastic.param_groups"},

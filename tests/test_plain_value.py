@@ -6,6 +6,7 @@ import decimal
 import enum
 import io
 import pathlib
+import pickle
 import random
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchtitan_ext.plain_value import read_value
+from torchtitan_ext.plain_value import read_pickle, read_value
 
 
 class Colour(enum.Enum):
@@ -134,5 +135,53 @@ def test_a_flipped_bit_raises_nothing_but_value_errors(weights_only: bool) -> No
         flipped[position] ^= 0x10
         try:
             read_value(io.BytesIO(bytes(flipped)), weights_only=weights_only)
+        except ValueError as error:
+            assert "damaged" in str(error) or "not plain data" in str(error)
+
+
+# A torch.dtype pickles as a name to be looked up in torch: not as data.
+PICKLED = [value for value in PLAIN if not isinstance(value, torch.dtype)]
+
+
+@pytest.mark.parametrize("value", [*PICKLED, {1, 2}, bytearray(b"x")], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("protocol", [3, 4, 5])
+def test_pickles_of_plain_values_come_back(value: Any, protocol: int) -> None:
+    again = read_pickle(pickle.dumps(value, protocol=protocol))
+    assert type(again) is type(value) and again == value
+
+
+def test_pickled_arrays_come_back() -> None:
+    array = np.arange(6.0).reshape(2, 3)
+    assert np.array_equal(read_pickle(pickle.dumps({"array": array}))["array"], array)
+
+
+@pytest.mark.parametrize(
+    "value, name",
+    [(Colour.RED, "Colour"), ({"f": print}, "builtins.print"), (Hostile(), "builtins.setattr")],
+    ids=["class", "function", "hostile"],
+)
+def test_pickles_of_other_values_are_refused_and_no_code_runs(value: Any, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"not plain data \(found \S*{name}\); allow its class with torch.serializ"):
+        read_pickle(pickle.dumps(value))
+    with pytest.raises(ValueError, match="not plain data"):
+        read_pickle(pickle.dumps(np.array([value], dtype=object)))
+    assert not Hostile.ran
+
+
+def test_a_pickled_class_that_the_user_allows_is_read() -> None:
+    with torch.serialization.safe_globals([Colour]):
+        assert read_pickle(pickle.dumps(Colour.RED)) is Colour.RED
+
+
+def test_damaged_pickles_raise_nothing_but_value_errors() -> None:
+    whole = pickle.dumps({"steps": [1, 2, 3], "name": "x" * 40})
+    for end in range(len(whole)):
+        with pytest.raises(ValueError, match="its bytes are damaged"):
+            read_pickle(whole[:end])
+    for position in range(len(whole)):
+        flipped = bytearray(whole)
+        flipped[position] ^= 0x10
+        try:
+            read_pickle(bytes(flipped))
         except ValueError as error:
             assert "damaged" in str(error) or "not plain data" in str(error)

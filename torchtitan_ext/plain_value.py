@@ -6,6 +6,8 @@ holds values of a few standard classes that carry data and nothing else: NumPy's
 
 from __future__ import annotations
 
+import codecs
+import collections
 import datetime
 import decimal
 import io
@@ -44,6 +46,18 @@ _PLAIN_GLOBALS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     (_NUMPY_SCALAR, "numpy._core.multiarray.scalar"),
 ]
 
+# torch.load knows these itself.
+_PICKLE_GLOBALS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
+    *_PLAIN_GLOBALS,
+    set,
+    bytearray,
+    complex,
+    collections.OrderedDict,
+    torch.device,
+    torch.Size,
+    (codecs.encode, "_codecs.encode"),
+]
+
 
 def read_value(stream: io.BytesIO, *, weights_only: bool) -> Any:
     """The value that ``torch.save`` wrote to a stream; tensors in it are on the CPU.
@@ -70,6 +84,42 @@ def read_value(stream: io.BytesIO, *, weights_only: bool) -> Any:
         ) from None
     except Exception as error:
         raise ValueError(f"its bytes are damaged ({type(error).__name__}: {_first_line(error)})") from None
+
+
+def read_pickle(data: bytes) -> Any:
+    """The value that ``pickle.dumps`` made these bytes of, if it is plain data.
+
+    Builtin containers, numbers, text and bytes, and the classes that ``read_value`` takes; those that the user allowed
+    with ``torch.serialization.add_safe_globals`` too.
+
+    Raises:
+        ValueError: The value is not plain data, or the bytes are damaged; says which class or what is wrong.
+    """
+    try:
+        return _PlainUnpickler(io.BytesIO(data)).load()
+    except _NotPlainError as error:
+        raise ValueError(
+            f"it is not plain data (found {error}); allow its class with torch.serialization.add_safe_globals"
+        ) from None
+    except Exception as error:
+        raise ValueError(f"its bytes are damaged ({type(error).__name__}: {_first_line(error)})") from None
+
+
+class _NotPlainError(Exception):
+    """A pickle names something that is not allowed."""
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        allowed = {_global_name(entry): entry for entry in _PICKLE_GLOBALS + torch.serialization.get_safe_globals()}
+        found = allowed.get(f"{module}.{name}")
+        if found is None:
+            raise _NotPlainError(f"{module}.{name}")
+        return found[0] if isinstance(found, tuple) else found
+
+
+def _global_name(entry: Callable[..., Any] | tuple[Callable[..., Any], str]) -> str:
+    return entry[1] if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__qualname__}"
 
 
 def _first_line(error: Exception) -> str:

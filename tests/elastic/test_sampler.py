@@ -158,7 +158,9 @@ def test_arguments_that_do_not_fit(options: dict[str, Any], message: str) -> Non
 
 
 def test_data_of_no_known_kind() -> None:
-    with pytest.raises(ValueError, match="generator is neither a map-style data set .* tte.elastic.Streams"):
+    with pytest.raises(
+        ValueError, match="generator is neither a map-style data set .* Streams or HuggingFaceStreams of tte.elastic"
+    ):
         ElasticDataLoader((i for i in range(3)), batch_size=1)
 
 

@@ -2,13 +2,16 @@
 
 from torchtitan_ext.elastic.component import Reshardable, Resharded, World, reshard_state
 from torchtitan_ext.elastic.dataloader import ElasticDataLoader
+from torchtitan_ext.elastic.indexed import IndexedStreams
 from torchtitan_ext.elastic.lr_scheduler import ElasticLRScheduler
+from torchtitan_ext.elastic.packing import PackedTokens
 from torchtitan_ext.elastic.param_groups import GroupNote, OptionGaps, find_option_gaps, merge_param_groups
 from torchtitan_ext.elastic.policy import ElasticPolicy, Source
 from torchtitan_ext.elastic.rng import RngState
 from torchtitan_ext.elastic.sampler import ElasticBatchSampler
 from torchtitan_ext.elastic.shards import TooFewShardsError
 from torchtitan_ext.elastic.streams import HuggingFaceStreams, Streams, StreamSource
+from torchtitan_ext.elastic.torchtitan_data import TorchtitanTextStreams
 from torchtitan_ext.elastic.train_state import TrainState, read_torchtitan_train_state, samples_problem
 
 __all__ = [
@@ -18,7 +21,9 @@ __all__ = [
     "ElasticPolicy",
     "GroupNote",
     "HuggingFaceStreams",
+    "IndexedStreams",
     "OptionGaps",
+    "PackedTokens",
     "Reshardable",
     "Resharded",
     "RngState",
@@ -26,6 +31,7 @@ __all__ = [
     "StreamSource",
     "Streams",
     "TooFewShardsError",
+    "TorchtitanTextStreams",
     "TrainState",
     "World",
     "find_option_gaps",

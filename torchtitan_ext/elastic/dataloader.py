@@ -52,8 +52,9 @@ class ElasticDataLoader:
       is the next samples of the epoch's order: the same set for any number of ranks. No communication.
     * Over a ``StreamSource`` the ranks own its virtual shards and take samples from them in turn (see ``ShardReader``).
       The set of samples of each global batch is the same for every ``dp_size`` that divides ``num_shards`` and the
-      global batch size: until the first shard ends, or for ever where ``endless``. Where ``endless`` there is no communication; otherwise the ranks
-      agree on the end of the epoch by one all-reduce of a number per step, so that all call ``next`` equally often.
+      global batch size: until the first shard ends, or for ever where ``endless``.
+      Where ``endless`` there is no communication; otherwise the ranks agree on the end of the epoch by one all-reduce
+      of a number per step, so that all call ``next`` equally often.
 
     The state has one entry per virtual shard, ``shard_7_of_16``, and one that is equal on all ranks, ``loader``. Each
     data-parallel rank saves those of its shards; tensor-parallel ranks save the same, which a checkpoint writes once.
@@ -136,7 +137,8 @@ class ElasticDataLoader:
         else:
             raise ValueError(
                 f"ElasticDataLoader: {type(data).__name__} is neither a map-style data set (__len__ and __getitem__) "
-                "nor a source of streams; wrap what opens your streams in tte.elastic.Streams"
+                "nor a source of streams; wrap what opens your streams in Streams or "
+                "HuggingFaceStreams of tte.elastic"
             )
 
     def __iter__(self) -> Iterator[Any]:

@@ -174,7 +174,7 @@ class ElasticBatchSampler:
         )
         if common["global_batch_size"] != self.global_batch_size:
             note += f", global batch {common['global_batch_size']} -> {self.global_batch_size}"
-        return Resharded({_STATE_KEY: saved[_STATE_KEY]}, note)
+        return Resharded({_STATE_KEY: saved[_STATE_KEY]}, note, samples_seen=position.samples_seen)
 
     def _position_of(self, saved: Mapping[str, Any]) -> SamplePosition:
         common = common_entry(saved, _KIND)
@@ -208,9 +208,10 @@ def common_entry(saved: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
     entry = saved.get(_STATE_KEY)
     if not isinstance(entry, tuple) or not entry or not isinstance(entry[0], Mapping):
         keys = ", ".join(sorted(map(str, saved))[:3]) or "nothing"
+        adopt = "read the data with tte.elastic.TorchtitanTextStreams, which adopts torchtitan's states, or "
         raise CannotReshardError(
             f"the checkpoint's data loader state is none of ElasticDataLoader's (it has {keys}, but no {_STATE_KEY!r})",
-            "reset the data loader, or load with the class that saved it",
+            (adopt if "dp_rank_0" in saved else "") + "reset the data loader",
         )
     common: Mapping[str, Any] = entry[0]
     if common.get("kind") != kind:

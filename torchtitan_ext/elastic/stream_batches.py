@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,42 +13,10 @@ from torchtitan_ext.elastic.component import Resharded, World
 from torchtitan_ext.elastic.index_order import local_size
 from torchtitan_ext.elastic.sampler import Last, common_entry
 from torchtitan_ext.elastic.shards import ShardReader, ShardState, from_entry, shard_key, to_entry
-from torchtitan_ext.elastic.streams import StreamSource
+from torchtitan_ext.elastic.streams import AdoptsStates, SplitsStates, StreamSource
 from torchtitan_ext.errors import CannotReshardError
 
 _KIND = "streams"
-
-
-@runtime_checkable
-class AdoptsStates(Protocol):
-    """A source that knows the data loader states of another library."""
-
-    def adopt(self, saved: Mapping[str, Any]) -> dict[str, Any] | None:
-        """These states as ``ElasticDataLoader`` would have saved them; None if they are none that the source knows.
-
-        Raises:
-            CannotReshardError: They are, but cannot be taken over.
-        """
-        ...
-
-
-@runtime_checkable
-class SplitsStates(Protocol):
-    """A source whose streams can be dealt into more; see ``StreamSource``."""
-
-    def split_state(self, state: Any, *, shard: int, num_shards: int, num_parts: int) -> list[Any]:
-        """The states of ``num_parts`` streams that together give what is left of one, exactly once, in every epoch.
-
-        Args:
-            state: Of the stream; None where it is at the beginning of an epoch.
-            shard: Which one it is,
-            num_shards: of how many that were saved.
-            num_parts: How many streams to make of it.
-
-        Raises:
-            CannotReshardError: This state cannot be split.
-        """
-        ...
 
 
 class StreamBatches:
@@ -140,7 +108,8 @@ class StreamBatches:
     def reshard(self, saved: Mapping[str, Any], old: World, new: World) -> Resharded:
         common, states = self._read(saved)
         num_saved = common["num_shards"]
-        note = f"goes on after {common['samples_seen']} samples, "
+        note = f"adopted from {common['adopted_from']}, " if "adopted_from" in common else ""
+        note += f"goes on after {common['samples_seen']} samples, "
         if num_saved == self._source.num_shards:
             note += f"{num_saved} virtual shards, "
         else:
@@ -148,7 +117,7 @@ class StreamBatches:
             note += f"{self._source.num_shards // num_saved}, "
         note += f"data-parallel ranks {common['dp_size']} -> {self._dp_size}"
         common = {**common, "num_shards": self._source.num_shards}
-        return Resharded({"loader": (common,), **self._entries(states)}, note)
+        return Resharded({"loader": (common,), **self._entries(states)}, note, samples_seen=common["samples_seen"])
 
     def _entries(self, states: Mapping[int, ShardState]) -> dict[str, Any]:
         return {shard_key(shard, self._source.num_shards): to_entry(state) for shard, state in states.items()}

@@ -8,7 +8,7 @@ world size to be used.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -49,6 +49,38 @@ class StreamSource(Protocol):
 
     def open_stream(self, shard: int, epoch: int) -> Iterable[Any]:
         """The samples of one shard in one epoch, from the beginning. Called on the rank that owns it."""
+        ...
+
+
+@runtime_checkable
+class AdoptsStates(Protocol):
+    """A source that knows the data loader states of another library."""
+
+    def adopt(self, saved: Mapping[str, Any]) -> dict[str, Any] | None:
+        """These states as ``ElasticDataLoader`` would have saved them; None if they are none that the source knows.
+
+        Raises:
+            CannotReshardError: They are, but cannot be taken over.
+        """
+        ...
+
+
+@runtime_checkable
+class SplitsStates(Protocol):
+    """A source whose streams can be dealt into more; see ``StreamSource``."""
+
+    def split_state(self, state: Any, *, shard: int, num_shards: int, num_parts: int) -> list[Any]:
+        """The states of ``num_parts`` streams that together give what is left of one, exactly once, in every epoch.
+
+        Args:
+            state: Of the stream; None where it is at the beginning of an epoch.
+            shard: Which one it is,
+            num_shards: of how many that were saved.
+            num_parts: How many streams to make of it.
+
+        Raises:
+            CannotReshardError: This state cannot be split.
+        """
         ...
 
 

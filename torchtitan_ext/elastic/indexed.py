@@ -1,0 +1,115 @@
+"""Virtual shards over a map-style data set: parts of it that are read one after another, and can be dealt further."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from torchtitan_ext.errors import CannotReshardError
+
+
+@dataclass(frozen=True)
+class IndexedPart:
+    """Which samples a stream gives, and which one is next.
+
+    The data set is cut into ``num_splits`` runs of equal length, give or take one; each epoch orders a run in its own
+    way. The part gives places ``offset``, ``offset + stride``, ... of that order, from ``next_place`` on. Dealing it to
+    k parts multiplies the stride by k, in this epoch from ``next_place`` on and in later ones from ``offset`` on, so
+    that the k parts give in each epoch what the one would have given.
+
+    Attributes:
+        num_samples: Of the data set.
+        split: Which run,
+        num_splits: of how many.
+        offset: First place of an epoch.
+        stride: From place to place.
+        next_place: Of the sample that comes next.
+    """
+
+    num_samples: int
+    split: int
+    num_splits: int
+    offset: int = 0
+    stride: int = 1
+    next_place: int = 0
+
+    def deal(self, num_parts: int) -> list[IndexedPart]:
+        return [
+            replace(
+                self,
+                offset=self.offset + part * self.stride,
+                stride=self.stride * num_parts,
+                next_place=self.next_place + part * self.stride,
+            )
+            for part in range(num_parts)
+        ]
+
+
+class IndexedStreams:
+    """A source over a map-style data set, cut into runs as Hugging Face's ``split_dataset_by_node`` cuts one.
+
+    In epoch 0 a run is read in its own order, in later ones shuffled by NumPy's generator with ``seed + epoch``: as
+    torchtitan 0.3.0 reads a data set. Where the samples are used as they are, pass the data set to the loader instead:
+    that needs no shards.
+
+    Args:
+        data: With ``__len__`` and ``__getitem__``.
+        num_shards: How many virtual shards.
+        seed: Of the order of later epochs.
+    """
+
+    def __init__(self, data: Any, *, num_shards: int, seed: int = 42) -> None:
+        self.num_shards = num_shards
+        self._data = data
+        self._seed = seed
+
+    def open_stream(self, shard: int, epoch: int) -> IndexedStream:
+        return IndexedStream(self._data, IndexedPart(len(self._data), shard, self.num_shards), epoch, self._seed)
+
+    def split_state(self, state: Any, *, shard: int, num_shards: int, num_parts: int) -> list[Any]:
+        """See ``SplitsStates``."""
+        part = IndexedPart(len(self._data), shard, num_shards) if state is None else IndexedPart(**state)
+        return [asdict(dealt) for dealt in part.deal(num_parts)]
+
+
+class IndexedStream:
+    """The samples of one part of a map-style data set; see ``IndexedStreams``."""
+
+    def __init__(self, data: Any, part: IndexedPart, epoch: int, seed: int = 42) -> None:
+        self._data = data
+        self._part = part
+        self._epoch = epoch
+        self._seed = seed
+
+    def __iter__(self) -> Iterator[Any]:
+        run = run_of(self._part)
+        order = np.random.default_rng(self._seed + self._epoch).permutation(len(run)) if self._epoch else None
+        while (place := self._part.next_place) < len(run):
+            self._part = replace(self._part, next_place=place + self._part.stride)
+            yield self._data[run[place if order is None else int(order[place])]]
+
+    def start_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._part = replace(self._part, next_place=self._part.offset)
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self._part)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        part = IndexedPart(**state_dict)
+        if part.num_samples != len(self._data):
+            raise CannotReshardError(
+                f"the checkpoint was saved over {part.num_samples} documents, this data set has {len(self._data)}",
+                "use the data set it was saved with, or reset the data loader",
+            )
+        self._part = part
+
+
+def run_of(part: IndexedPart) -> range:
+    """The indices of a part's run: as ``datasets.Dataset.shard(contiguous=True)``."""
+    size, rest = divmod(part.num_samples, part.num_splits)
+    start = part.split * size + min(part.split, rest)
+    return range(start, start + size + (part.split < rest))

@@ -1,0 +1,149 @@
+"""Documents packed into sequences of one length; the tokens left over are part of a shard's state.
+
+The tokens of all documents of a shard are one line, cut into sequences of ``seq_len``; nothing is padded. Inputs and
+labels are shifted within a document, so that no label is a token of the next one, and positions begin at 0 with each
+document and with each sequence. Documents a (5 tokens) and b (6 tokens), seq_len 4:
+
+    inputs      a0 a1 a2 a3 | b0 b1 b2 b3 | b4 ...
+    labels      a1 a2 a3 a4 | b1 b2 b3 b4 | b5 ...
+    positions    0  1  2  3 |  0  1  2  3 |  0 ...
+
+As torchtitan packs: https://github.com/pytorch/torchtitan/blob/v0.3.0/torchtitan/hf_datasets/text_datasets.py
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from torchtitan_ext.elastic.streams import SplitsStates, Stream, StreamSource, start_epoch
+
+# A packed sequence: {"input": tokens, "positions": positions}, labels; each an int64 tensor of shape [seq_len].
+PackedSequence = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+
+class PackedTokens:
+    """A source whose streams are the packed documents of another source's streams.
+
+    A sample is ``({"input": int64[seq_len], "positions": int64[seq_len]}, labels int64[seq_len])``. Tokens left over at
+    the end of an epoch begin the shard's next one.
+
+    Args:
+        documents: Its streams give documents. Several sequences of a document count as read when its first one is
+            served; the rest is in the state.
+        seq_len: Tokens of a sequence.
+        encode: From a document to its tokens, those that begin and end it included. By default documents are tokens.
+    """
+
+    def __init__(
+        self, documents: StreamSource, *, seq_len: int, encode: Callable[[Any], Sequence[int]] | None = None
+    ) -> None:
+        if seq_len < 1:
+            raise ValueError(f"PackedTokens: seq_len is {seq_len}, expected at least 1")
+        self._documents = documents
+        self._seq_len = seq_len
+        self._encode = encode or list
+        # A source can split its states or has no such method: this one can if what it packs can.
+        if isinstance(documents, SplitsStates):
+            self.split_state = self._split_state
+
+    @property
+    def num_shards(self) -> int:
+        return self._documents.num_shards
+
+    def open_stream(self, shard: int, epoch: int) -> PackedStream:
+        return PackedStream(lambda epoch: self._documents.open_stream(shard, epoch), epoch, self._seq_len, self._encode)
+
+    def _split_state(self, state: Any, *, shard: int, num_shards: int, num_parts: int) -> list[Any]:
+        """The first part gets the leftover tokens; see ``SplitsStates``."""
+        assert isinstance(self._documents, SplitsStates)
+        packed = state or packed_state()
+        parts = self._documents.split_state(
+            packed["documents"], shard=shard, num_shards=num_shards, num_parts=num_parts
+        )
+        return [{**(packed if part == 0 else packed_state()), "documents": parts[part]} for part in range(num_parts)]
+
+
+class PackedStream:
+    """The packed documents of one shard; see ``PackedTokens``."""
+
+    def __init__(
+        self,
+        open_documents: Callable[[int], Iterable[Any]],
+        epoch: int,
+        seq_len: int,
+        encode: Callable[[Any], Sequence[int]],
+    ) -> None:
+        self._open_documents = open_documents
+        self._documents = open_documents(epoch)
+        self._num_documents = 0
+        self._skip = 0
+        self._seq_len = seq_len
+        self._encode = encode
+        self._inputs: list[int] = []
+        self._labels: list[int] = []
+        self._positions: list[int] = []
+
+    def __iter__(self) -> Iterator[PackedSequence]:
+        yield from self._full_sequences()
+        for document in itertools.islice(self._documents, self._skip, None):
+            self._num_documents += 1
+            tokens = self._encode(document)
+            self._inputs.extend(tokens[:-1])
+            self._labels.extend(tokens[1:])
+            self._positions.extend(range(len(tokens) - 1))
+            yield from self._full_sequences()
+
+    def start_epoch(self, epoch: int) -> None:
+        self._num_documents = self._skip = 0
+        if not start_epoch(self._documents, epoch):
+            self._documents = self._open_documents(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        documents = self._documents.state_dict() if isinstance(self._documents, Stream) else None
+        return packed_state(self._inputs, self._labels, self._positions, documents, self._num_documents)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._inputs = list(state_dict["inputs"])
+        self._labels = list(state_dict["labels"])
+        self._positions = list(state_dict["positions"])
+        self._num_documents = state_dict["num_documents"]
+        if not isinstance(self._documents, Stream):
+            self._skip = self._num_documents
+        elif state_dict["documents"] is not None:
+            self._documents.load_state_dict(state_dict["documents"])
+
+    def _full_sequences(self) -> Iterator[PackedSequence]:
+        size = self._seq_len
+        while len(self._inputs) >= size:
+            inputs, self._inputs = self._inputs[:size], self._inputs[size:]
+            labels, self._labels = self._labels[:size], self._labels[size:]
+            positions, self._positions = self._positions[:size], self._positions[size:]
+            packed = {"input": torch.tensor(inputs), "positions": torch.tensor(_from_zero(positions))}
+            yield packed, torch.tensor(labels)
+
+
+def packed_state(
+    inputs: Sequence[int] = (),
+    labels: Sequence[int] = (),
+    positions: Sequence[int] = (),
+    documents: Any = None,
+    num_documents: int = 0,
+) -> dict[str, Any]:
+    """The state of a ``PackedStream`` with these leftover tokens; ``documents`` is the state of its documents."""
+    return {
+        "inputs": list(inputs),
+        "labels": list(labels),
+        "positions": list(positions),
+        "documents": documents,
+        "num_documents": num_documents,
+    }
+
+
+def _from_zero(positions: list[int]) -> list[int]:
+    """Positions of a sequence, those before its first new document counted from the sequence's beginning."""
+    first_new = next((i for i, position in enumerate(positions) if position == 0), len(positions))
+    return list(range(first_new)) + positions[first_new:]
