@@ -18,7 +18,7 @@ def run_example(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_every_example_has_a_test() -> None:
     commands = {path.name for path in EXAMPLES.glob("*.py") if 'if __name__ == "__main__"' in path.read_text()}
-    assert commands == {"ops_in_compiled_code.py", "sync_hsdp.py", "train_llama_2d.py"}
+    assert commands == {"elastic_8_to_16.py", "ops_in_compiled_code.py", "sync_hsdp.py", "train_llama_2d.py"}
 
 
 def test_ops_in_compiled_code() -> None:
@@ -61,3 +61,12 @@ def test_stock_planners_cannot_resume_on_another_data_parallel_size() -> None:
     assert finished.returncode == 1
     refused = re.search(r"^dp 4 x tp 2 +0 of 120  \w+Error: ", finished.stdout, re.MULTILINE)
     assert refused, finished.stdout + finished.stderr
+
+
+@pytest.mark.slow
+def test_elastic_8_to_16() -> None:
+    finished = run_example("elastic_8_to_16.py")
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert finished.stdout.count("rows seen exactly once: 320 of 325, 5 declared as dropped") == 2
+    assert finished.stdout.count("global batches equal as sets: True") == 2
+    assert "saved by 8 ranks (dp 8 x tp 1), loaded by 16 ranks (dp 16 x tp 1)" in finished.stdout

@@ -8,12 +8,13 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from torchtitan_ext.elastic.component import World
+from torchtitan_ext.elastic.param_groups import find_option_gaps
 from torchtitan_ext.elastic.policy import Action, ElasticPolicy, Source
 from torchtitan_ext.errors import Problem
 from torchtitan_ext.key_table import KeyTable, TensorEntry
@@ -163,8 +164,10 @@ def build_report(
     left = {fqn for request in requests for fqn in request.left}
     absent = list(dict.fromkeys(fqn for request in requests for fqn in request.missing))
     saved = metadata.state_dict_metadata
-    filled = _new_options(absent, saved)
-    missing = [fqn for fqn in absent if fqn not in filled]
+    is_read = _read_prefixes(components)
+    gaps = find_option_gaps((source.own_name(fqn) for fqn in saved if not is_read(fqn)), [*wanted, *absent])
+    settled = {*gaps.fillable, *gaps.dropped}
+    missing = [fqn for fqn in absent if fqn not in settled]
     loaded: dict[str, int] = {}
     for fqn in wanted:
         name = component_of(fqn, components, is_tensor=isinstance(saved.get(wanted[fqn]), TensorStorageMetadata))
@@ -172,7 +175,7 @@ def build_report(
     if MODEL in loaded:
         components.setdefault(MODEL, ComponentPlan(policy.component_action(MODEL)))
     known = {*wanted.values(), *(source.saved_name(fqn) for fqn in left)}
-    unexpected = _unexpected_keys(metadata, known, components, policy, source)
+    unexpected = [fqn for fqn in _unexpected_keys(metadata, known, components, policy, source) if fqn not in settled]
     if policy.strict == "error":
         problems += missing_problems(missing, metadata)
         problems += _unexpected_problems(unexpected, missing)
@@ -185,8 +188,9 @@ def build_report(
         for what, keys in (("missing", missing), ("unexpected", unexpected), (UNTOUCHED, left)):
             count = sum(component_of(fqn, components, is_tensor=True) == name for fqn in keys)
             facts += [f"{count} {what}"] if count and (facts or what != UNTOUCHED) else []
-        options = sorted({fqn.rsplit(".", 1)[1] for fqn in filled if fqn.startswith(f"{name}.")})
-        facts += [f"{', '.join(options)} filled from this run"] if options else []
+        for what, option_keys in (("filled from this run", gaps.fillable), ("dropped", gaps.dropped)):
+            options = sorted({fqn.rsplit(".", 1)[1] for fqn in option_keys if fqn.startswith(f"{name}.")})
+            facts += [f"{', '.join(options)} {what}"] if options and name in loaded else []
         if any(fqn == name or fqn.startswith(f"{name}.") for fqn in troubled):
             facts.insert(0, "REFUSED")
         lines.append(ComponentLine(name, plan.action, ", ".join(facts) or UNTOUCHED))
@@ -304,14 +308,10 @@ def _world_problems(components: Mapping[str, ComponentPlan], old: World, new: Wo
     ]
 
 
-def _new_options(absent: Sequence[str], saved: Collection[str]) -> set[str]:
-    """Of keys that a checkpoint lacks those of optimizer options that no saved parameter group has: a newer torch's."""
-    saved_options = {fqn.rsplit(".", 1)[1] for fqn in saved if ".param_groups." in fqn}
-    return {
-        fqn
-        for fqn in absent
-        if ".param_groups." in fqn and saved_options and fqn.rsplit(".", 1)[1] not in saved_options
-    }
+def _read_prefixes(components: Mapping[str, ComponentPlan]) -> Callable[[str], object]:
+    """Tells the saved keys that are read before the plan is made."""
+    prefixes = [plan.saved_prefix for plan in components.values() if plan.saved_prefix is not None]
+    return re.compile("|".join(rf"{re.escape(prefix)}(\..*)?" for prefix in prefixes) or "(?!)").fullmatch
 
 
 def _unexpected_keys(
@@ -322,14 +322,13 @@ def _unexpected_keys(
     source: Source,
 ) -> list[str]:
     """Of the components that are loaded: saved keys that no rank asks for."""
-    prefixes = [plan.saved_prefix for plan in components.values() if plan.saved_prefix is not None]
+    is_read = _read_prefixes(components)
     # Of these some are asked for, and the others a problem of their own.
     per_rank = {_family(fqn) for fqn in wanted if _PER_RANK.search(fqn)}
-    is_read = re.compile("|".join(re.escape(prefix) + r"(\..*)?" for prefix in prefixes)).fullmatch
     unexpected = []
     for fqn, saved in metadata.state_dict_metadata.items():
         own_name = source.own_name(fqn)
-        if fqn in wanted or (prefixes and is_read(fqn)) or not source.selects(own_name):
+        if fqn in wanted or is_read(fqn) or not source.selects(own_name):
             continue
         if _family(fqn) in per_rank:
             continue

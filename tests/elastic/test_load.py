@@ -8,11 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import torchtitan_ext as tte
-from torchtitan_ext.elastic import ElasticDataLoader, ElasticPolicy, Resharded, Source, Streams, World
+from torchtitan_ext.elastic import ElasticDataLoader, ElasticPolicy, Resharded, Source, Streams, TrainState, World
 from torchtitan_ext.errors import CannotReshardError, CheckpointFailedError, StateRefusedError
 
 
@@ -101,7 +104,7 @@ def test_every_component_grows_and_shrinks(run_world, tmp_path: Path, by_planner
         "  model        reshard  2 entries",
         "  optimizer    reshard  2 entries",
         "  counters     reshard  10 counters dealt from 2 to 4 ranks",
-        "  train_state  keep     1 entry",
+        "  train_state  reshard  1 entry",
     ]
 
 
@@ -295,7 +298,9 @@ def test_models_at_the_top_of_a_state_dict(run_world, tmp_path: Path) -> None:
     run_world(2, flat_model, tmp_path)
 
 
-def optimizer_options(rank: int, world_size: int, path: Path) -> None:
+def flat_optimizer(rank: int, world_size: int, path: Path) -> None:
+    """As torchtitan has it, and torch with `flatten_optimizer_state_dict`: options by parameter."""
+
     def optimizer(*options: str, params: str = "wb") -> dict[str, Any]:
         return {
             "optimizer": {
@@ -304,22 +309,95 @@ def optimizer_options(rank: int, world_size: int, path: Path) -> None:
             }
         }
 
-    tte.save(optimizer("lr"), path)
+    tte.save(optimizer("lr", "momentum"), path)
     state = optimizer("lr", "decoupled_weight_decay")
     report = tte.load(state, path, policy=ElasticPolicy())
-    assert report is not None
-    assert [line.outcome for line in report.components] == ["4 entries, decoupled_weight_decay filled from this run"]
-    unfrozen = optimizer("lr", params="wbc")
+    assert report is not None and [line.outcome for line in report.components] == [
+        "4 entries, decoupled_weight_decay filled from this run, momentum dropped"
+    ]
+    unfrozen = optimizer("lr", "momentum", params="wbc")
     error = refused(unfrozen, path, policy=ElasticPolicy())
     assert error.report.remedy == (
-        "ElasticPolicy({'optimizer.state.c.exp_avg': 'reset', 'optimizer.param_groups.c.lr': 'reset'})"
+        "ElasticPolicy({'optimizer.state.c.exp_avg': 'reset', 'optimizer.param_groups.c.*': 'reset'})"
     )
-    frozen = refused(optimizer("lr", params="w"), path, policy=ElasticPolicy())
+    tte.load(unfrozen, path, policy=eval(error.report.remedy))
+    frozen = refused(optimizer("lr", "momentum", params="w"), path, policy=ElasticPolicy())
     assert {problem.kind for problem in frozen.problems} == {"unexpected_key"}
+    tte.load(optimizer("lr", "momentum", params="w"), path, policy=eval(frozen.report.remedy))
 
 
-def test_optimizers_that_changed(run_world, tmp_path: Path) -> None:
-    run_world(1, optimizer_options, tmp_path)
+def test_flat_optimizer_states_that_changed(run_world, tmp_path: Path) -> None:
+    run_world(1, flat_optimizer, tmp_path)
+
+
+def real_optimizer(
+    model: nn.Module, *names: tuple[str, ...], lr: tuple[float, ...] = (0.1, 0.2, 0.3)
+) -> torch.optim.AdamW:
+    params = dict(model.named_parameters())
+    groups = [
+        {"params": [params[name] for name in members], "lr": rate} for members, rate in zip(names, lr, strict=False)
+    ]
+    return torch.optim.AdamW(groups)
+
+
+def grouped_optimizer(rank: int, world_size: int, path: Path) -> list[str]:
+    """Groups as a list: they are matched by the parameters that they hold."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (world_size,))
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), mesh=mesh)
+    first, second = ("0.weight", "0.bias"), ("1.weight", "1.bias")
+    saved = real_optimizer(model, first, second)
+    model(torch.ones(2, 4)).sum().backward()
+    saved.step()
+    model.zero_grad()  # or DCP does not make state for the optimizers below
+    tte.save({"optimizer": get_optimizer_state_dict(model, saved)}, path)
+    outcomes = []
+
+    def load(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+        report = tte.load(state, path, policy=ElasticPolicy())
+        assert report is not None
+        outcomes.append(report.components[0].outcome)
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        return state["optimizer"]
+
+    # Groups in another order, split, and with another option.
+    swapped = real_optimizer(model, second, first, lr=(0.5, 0.6))
+    load(swapped)
+    assert [group["lr"] for group in swapped.param_groups] == [0.2, 0.1]
+    split = real_optimizer(model, ("0.weight",), ("0.bias",), second, lr=(0.5, 0.6, 0.7))
+    load(split)
+    assert [group["lr"] for group in split.param_groups] == [0.1, 0.1, 0.2]
+    exp_avg = split.state[model[0].weight]["exp_avg"].full_tensor()
+    assert torch.equal(exp_avg, saved.state[model[0].weight]["exp_avg"].full_tensor()) and exp_avg.any()
+
+    joined = real_optimizer(model, (*first, *second))
+    state = {"optimizer": get_optimizer_state_dict(model, joined)}
+    error = refused(state, path, policy=ElasticPolicy())
+    outcomes.append(str(error.problems[0]))
+    return outcomes
+
+
+def test_parameter_groups_that_changed(run_world, tmp_path: Path) -> None:
+    (outcomes, *others) = run_world(2, grouped_optimizer, tmp_path)
+    assert all(other == outcomes for other in others)
+    assert outcomes[:2] == ["12 entries", "12 entries"]
+    assert "optimizer: group 0 joins parameters of saved groups 0, 1, whose options differ: lr is 0.1" in outcomes[2]
+
+
+def different_moments(rank: int, world_size: int, path: Path) -> str:
+    loader = ElasticDataLoader(range(100), global_batch_size=10, dp_rank=rank, dp_size=world_size)
+    train_state = TrainState()
+    for _, _ in zip(range(3), loader, strict=False):
+        train_state.advance(samples=10)
+    train_state.advance(samples=10)  # counted, and not trained
+    tte.save({"dataloader": loader, "train_state": train_state}, path)
+    return str(refused({"dataloader": loader, "train_state": train_state}, path, policy=ElasticPolicy()))
+
+
+def test_counts_that_disagree(run_world, tmp_path: Path) -> None:
+    (text, _) = run_world(2, different_moments, tmp_path)
+    assert "samples seen by the run: dataloader 30, train_state 40; load them from one checkpoint, or reset" in text
 
 
 def fail_on_one_rank(rank: int, world_size: int, path: Path, phase: str) -> tuple[str, tuple[str, ...]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -26,10 +26,11 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_ext.dcp_failure import own_errors
 from torchtitan_ext.elastic.component import Resharded, World, can_reshard, reshard_state
+from torchtitan_ext.elastic.param_groups import merge_param_groups
 from torchtitan_ext.elastic.policy import ElasticPolicy, Source
-from torchtitan_ext.errors import CannotReshardError, Problem, StateRefusedError, refusal
+from torchtitan_ext.errors import CannotReshardError, CheckpointReadError, Problem, StateRefusedError, refusal
 from torchtitan_ext.load_planner import LoadPlanner
-from torchtitan_ext.load_report import ComponentPlan, LoadReport, join_reports, saved_world
+from torchtitan_ext.load_report import UNTOUCHED, ComponentPlan, LoadReport, join_reports, saved_world
 from torchtitan_ext.state_dict import flatten_state_dict
 
 
@@ -52,12 +53,14 @@ class Components:
         values: Entries that the planners load, key by key; of ``Stateful`` objects what ``state_dict()`` gives.
         resharded: The new state of objects that have a rule of their own.
         to_reset: Objects that start anew.
+        param_groups: New parameter groups of optimizers; not among ``values``, since groups are matched by parameter.
         plans: Per source what its report says of each entry that is not a tensor, in order.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     resharded: dict[str, Resharded] = field(default_factory=dict)
     to_reset: list[str] = field(default_factory=list)
+    param_groups: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     plans: list[dict[str, ComponentPlan]] = field(default_factory=list)
 
 
@@ -134,10 +137,14 @@ def load_components(
                 component.load_state_dict(components.resharded[name].state)
             elif name in components.to_reset:
                 component.reset()
-            elif name in components.values and isinstance(component, Stateful):
-                component.load_state_dict(components.values[name])
             elif name in components.values:
-                state_dict[name] = components.values[name]
+                value = components.values[name]
+                if name in components.param_groups:
+                    value["param_groups"] = components.param_groups[name]
+                if isinstance(component, Stateful):
+                    component.load_state_dict(value)
+                else:
+                    state_dict[name] = value
 
     with own_errors("load", lambda: tuple(dict.fromkeys([*components.values, *taken]))):
         group.all_gather("apply", take)
@@ -164,7 +171,9 @@ def read_saved(reader: StorageReader, metadata: Metadata, prefix: str, *, weight
     paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
     depth = len(paths[prefix]) - 1 if prefix in paths else prefix.count(".") + 1
     relative = {fqn: tuple(paths.get(fqn, fqn.split(".")))[depth:] for fqn in saved}
-    return unflatten_state_dict(values, relative) if prefix not in saved else values[prefix]
+    if prefix in saved:
+        return values[prefix]
+    return unflatten_state_dict(values, {fqn: ("", *path) for fqn, path in relative.items()}).get("", {})
 
 
 def _open(source: Source, earlier: Sequence[Source], planner: LoadPlanner, policy: ElasticPolicy) -> Opened:
@@ -188,7 +197,7 @@ def _cut(state_dict: Mapping[str, Any], opened: Sequence[Opened], policy: Elasti
         elif action in ("reset", "omit"):
             if action == "reset" and hasattr(component, "reset"):
                 components.to_reset.append(name)
-            plan = ComponentPlan(action, "starts anew" if action == "reset" else "left as is")
+            plan = ComponentPlan(action, "starts anew" if action == "reset" else UNTOUCHED)
             for plans in components.plans:
                 plans[name] = plan
         elif action == "reshard" and can_reshard(component):
@@ -196,16 +205,54 @@ def _cut(state_dict: Mapping[str, Any], opened: Sequence[Opened], policy: Elasti
         else:
             components.values[name] = component.state_dict()
     new = World(size, _mesh_axes(components.values))
+    for name, value in components.values.items():
+        position = _source_of(f"{name}.param_groups.*", opened)
+        if position is not None and policy.component_action(name) == "reshard" and _has_group_list(value):
+            plan, groups = _merge_groups(name, value["param_groups"], opened[position])
+            components.plans[position][name] = plan
+            if groups is not None:
+                components.param_groups[name] = groups
+                components.values[name] = {key: member for key, member in value.items() if key != "param_groups"}
     for name, component in carried.items():
-        position = next((i for i, one in enumerate(opened) if one.source.selects(f"{name}.*")), None)
+        position = _source_of(f"{name}.*", opened)
         if position is None:
-            components.plans[0][name] = ComponentPlan("reshard", "left as is")
+            components.plans[0][name] = ComponentPlan("reshard", UNTOUCHED)
             continue
         plan, resharded = _ask(name, component, opened[position], new, policy)
         components.plans[position][name] = plan
         if resharded is not None:
             components.resharded[name] = resharded
+    _check_samples(components)
     return components
+
+
+def _source_of(fqn: str, opened: Sequence[Opened]) -> int | None:
+    return next((position for position, one in enumerate(opened) if one.source.selects(fqn)), None)
+
+
+def _has_group_list(value: Any) -> bool:
+    """Whether it is an optimizer's state with its groups as a list of plain options."""
+    groups = value.get("param_groups") if isinstance(value, Mapping) else None
+    return isinstance(groups, list) and not any(
+        isinstance(option, torch.Tensor) for group in groups for option in group.values()
+    )
+
+
+def _merge_groups(
+    name: str, current: list[dict[str, Any]], opened: Opened
+) -> tuple[ComponentPlan, list[dict[str, Any]] | None]:
+    """Saved options for the current groups; none where the checkpoint has no list of groups."""
+    prefix = opened.source.saved_name(f"{name}.param_groups.x").removesuffix(".x")
+    try:
+        saved = read_saved(opened.reader, opened.metadata, prefix, weights_only=opened.planner.weights_only)
+    except CheckpointReadError as error:
+        return ComponentPlan("reshard", "", Problem("cannot_reshard", name, str(error)), prefix), None
+    if not isinstance(saved, list) or not all("params" in group for group in saved):
+        return ComponentPlan("reshard"), None
+    groups, notes = merge_param_groups(saved, current)
+    refused = "; ".join(note.text for note in notes if note.kind == "problem")
+    problem = Problem("cannot_reshard", name, refused) if refused else None
+    return ComponentPlan("reshard", "; ".join(map(str, notes)), problem, prefix), groups
 
 
 def _ask(
@@ -226,6 +273,19 @@ def _ask(
         detail = f"{type(component).__name__} cannot take what was saved ({type(error).__name__}: {error})"
         return ComponentPlan("reshard", "", Problem("cannot_reshard", name, detail), prefix), None
     return ComponentPlan("reshard", resharded.note, saved_prefix=prefix), resharded
+
+
+def _check_samples(components: Components) -> None:
+    """A problem where components count other samples: they were saved at different moments of a run."""
+    counts = {name: new.samples_seen for name, new in components.resharded.items() if new.samples_seen is not None}
+    if len(set(counts.values())) <= 1:
+        return
+    counted = ", ".join(f"{name} {count}" for name, count in counts.items())
+    detail = f"samples seen by the run: {counted}; load them from one checkpoint, or reset one of them"
+    for plans in components.plans:
+        for name in counts:
+            if name in plans and plans[name].saved_prefix is not None:
+                plans[name] = replace(plans[name], problem=Problem("cannot_reshard", name, detail))
 
 
 def _rehearse(opened: Sequence[Opened], read: Any) -> None:

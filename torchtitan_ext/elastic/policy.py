@@ -15,12 +15,6 @@ from torch.distributed.checkpoint.storage import StorageReader
 Action = Literal["keep", "reshard", "reset", "omit", "error"]
 Strict = Literal["error", "warn", "ignore"]
 
-# What every component but these does: carried into the new world by its own rule, where it has one.
-DEFAULT_ACTION: Action = "reshard"
-# A step counter is the same number in any world; a class of the user's that calls itself reshardable is not asked.
-DEFAULT_ACTIONS: dict[str, Action] = {"train_state": "keep"}
-
-
 class ElasticPolicy:
     """What a load does with each component of a state dict, by top-level key or glob of flat keys.
 
@@ -39,8 +33,7 @@ class ElasticPolicy:
     Args:
         actions: By component (``"dataloader"``) or by glob of flat keys (``"optimizer.state.*.exp_avg"``). A glob wins
             over a component, an earlier glob over a later one.
-        default: For components not named. By default everything is carried over (``reshard``), and ``train_state``
-            kept.
+        default: For components not named. By default everything is carried over, or refused.
         strict: What to do about keys that the checkpoint lacks, and about keys of the components that are loaded that
             nothing asks for: refuse, log a warning, or neither. Either way they are in the report, and targets of
             missing keys stay as they are.
@@ -53,21 +46,21 @@ class ElasticPolicy:
         self,
         actions: Mapping[str, Action] | None = None,
         *,
-        default: Action | None = None,
+        default: Action = "reshard",
         strict: Strict = "error",
     ) -> None:
         self.actions: dict[str, Action] = dict(actions or {})
-        for name, action in {**self.actions, "default": default or DEFAULT_ACTION}.items():
+        for name, action in {**self.actions, "default": default}.items():
             if action not in get_args(Action):
                 raise ValueError(f"ElasticPolicy: got {action!r} for {name}, expected one of {_listed(Action)}")
         if strict not in get_args(Strict):
             raise ValueError(f"ElasticPolicy: got strict={strict!r}, expected one of {_listed(Strict)}")
-        self.default = default
+        self.default: Action = default
         self.strict: Strict = strict
 
     def component_action(self, component: str) -> Action:
         """What to do with a top-level entry of a state dict."""
-        return self.actions.get(component) or self.default or DEFAULT_ACTIONS.get(component, DEFAULT_ACTION)
+        return self.actions.get(component, self.default)
 
     def key_action(self, fqn: str, component: str) -> Action:
         """What to do with one flat key of a component."""
@@ -79,7 +72,7 @@ class ElasticPolicy:
     def __repr__(self) -> str:
         """The call that makes an equal policy."""
         arguments = [repr(self.actions)] if self.actions else []
-        arguments += [f"default={self.default!r}"] if self.default is not None else []
+        arguments += [f"default={self.default!r}"] if self.default != "reshard" else []
         arguments += [f"strict={self.strict!r}"] if self.strict != "error" else []
         return f"ElasticPolicy({', '.join(arguments)})"
 
