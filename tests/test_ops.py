@@ -252,6 +252,30 @@ def test_flatten_many_large_tensors() -> None:
     assert all(torch.equal(tensor, copy) for tensor, copy in zip(tensors, restored, strict=True))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_lists_and_fingerprints_are_the_same_bits_on_every_device(dtype: torch.dtype, device: str) -> None:
+    """Spans and nests of every word size, aligned and not, in one launch and in several."""
+    tensors = [random_tensor((size,), dtype) for size in (1, 3, 1000, 70_001)]
+    tensors += [random_tensor((257, 33), dtype).t(), random_tensor((300, 70), dtype)[:, 5:22]]
+    tensors += [random_tensor((7,), dtype) for _ in range(1300)]
+    there = [tensor.to(device) for tensor in tensors]
+    for alignment in (1, 64):
+        flat = ops.flatten_tensors(tensors, alignment=alignment)
+        flat_there = ops.flatten_tensors(there, alignment=alignment)
+        assert torch.equal(flat_there.cpu(), flat)
+        restored = [torch.zeros_like(tensor) for tensor in there]
+        ops.unflatten_tensors_(restored, flat_there, alignment=alignment)
+        assert all(torch.equal(bits(copy.cpu()), bits(tensor)) for copy, tensor in zip(restored, tensors, strict=True))
+    src = random_tensor((6, 8), dtype)
+    locals_there = ops.pack_shards([src.to(device)] * 400, [TWO_CHUNKS] * 400)
+    assert all(torch.equal(bits(local.cpu()), bits(reference_pack(src, TWO_CHUNKS))) for local in locals_there)
+    sums = [
+        ops.fingerprint_shard(tensor, TWO_CHUNKS, (6, 8)).cpu() for tensor in (locals_there[0], locals_there[0].cpu())
+    ]
+    assert torch.equal(*sums)
+
+
 # ---- autograd, versions, compile ----
 
 
@@ -378,6 +402,26 @@ def test_compile_flat_buffers_with_dynamic_shapes(backend: str) -> None:
             value = function(first, second)
             value.backward()
             results.append((value.detach(), first.grad, second.grad))
+        torch.testing.assert_close(results[0], results[1])
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile_shards_with_dynamic_shapes(backend: str) -> None:
+    def step(src: Tensor, dst: Tensor) -> Tensor:
+        first, second = ops.pack_shards([src * 2, src + 1], [TWO_CHUNKS, TWO_CHUNKS])
+        filled = dst.clone()
+        ops.unpack_shards_([filled], [first.detach()], [TWO_CHUNKS])
+        return first.square().sum() + (ops.pack_shard(src, TWO_CHUNKS) * second).sum() + filled.sum()
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend, dynamic=True)
+    for rows in (6, 7, 12):
+        results = []
+        for function in (step, compiled):
+            torch.manual_seed(0)
+            src = torch.randn(rows, rows + 2, requires_grad=True)
+            value = function(src, torch.randn(rows, 8))
+            value.backward()
+            results.append((value.detach(), src.grad))
         torch.testing.assert_close(results[0], results[1])
 
 
