@@ -216,7 +216,7 @@ class LoadPlanner(StockLoadPlanner):
             absent = dict.fromkeys(fqn for request in requests for fqn in request.missing)
             problems += missing_problems(list(absent), self.metadata)
         else:
-            report = build_report(requests, self.metadata, self.policy, self.source, problems)
+            report = build_report(requests, self.metadata, self.policy, self.source, self._selects, problems)
             problems = list(report.problems)
         if problems:
             raise refusal("load", problems, report)
@@ -312,13 +312,14 @@ class LoadPlanner(StockLoadPlanner):
             if name not in leaves
         }
 
+    def _selects(self, fqn: str) -> bool:
+        return self.source.selects(fqn) and not any(source.selects(fqn) for source in self.earlier_sources)
+
     def _is_loaded(self, fqn: str, entry: KeyEntry, components: Mapping[str, ComponentPlan]) -> bool:
-        if not self.source.selects(fqn) or any(source.selects(fqn) for source in self.earlier_sources):
-            return False
         if self.policy is None:
-            return True
+            return self._selects(fqn)
         component = component_of(fqn, components, is_tensor=not isinstance(entry, ObjectEntry))
-        return self.policy.key_action(fqn, component) not in ("omit", "reset")
+        return self._selects(fqn) and self.policy.key_action(fqn, component) not in ("omit", "reset")
 
     def _cover_problems(self, requests: Sequence[ReadRequest], agreement: Agreement) -> list[Problem]:
         problems = []

@@ -146,12 +146,14 @@ def build_report(
     metadata: Metadata,
     policy: ElasticPolicy,
     source: Source,
+    selects: Callable[[str], bool],
     problems: Sequence[Problem],
 ) -> LoadReport:
     """Puts together what all ranks ask for.
 
     Args:
         requests: One per rank, in rank order.
+        selects: Whether a key of the state dict comes from this checkpoint.
         problems: Those known already; of components, and of missing and unexpected keys, they are found here.
     """
     components = {name: plan for request in reversed(requests) for name, plan in request.components.items()}
@@ -175,7 +177,9 @@ def build_report(
     if MODEL in loaded:
         components.setdefault(MODEL, ComponentPlan(policy.component_action(MODEL)))
     known = {*wanted.values(), *(source.saved_name(fqn) for fqn in left)}
-    unexpected = [fqn for fqn in _unexpected_keys(metadata, known, components, policy, source) if fqn not in settled]
+    unexpected = [
+        fqn for fqn in _unexpected_keys(metadata, known, components, policy, source, selects) if fqn not in settled
+    ]
     if policy.strict == "error":
         problems += missing_problems(missing, metadata)
         problems += _unexpected_problems(unexpected, missing)
@@ -320,6 +324,7 @@ def _unexpected_keys(
     components: Mapping[str, ComponentPlan],
     policy: ElasticPolicy,
     source: Source,
+    selects: Callable[[str], bool],
 ) -> list[str]:
     """Of the components that are loaded: saved keys that no rank asks for."""
     is_read = _read_prefixes(components)
@@ -328,7 +333,7 @@ def _unexpected_keys(
     unexpected = []
     for fqn, saved in metadata.state_dict_metadata.items():
         own_name = source.own_name(fqn)
-        if fqn in wanted or is_read(fqn) or not source.selects(own_name):
+        if fqn in wanted or is_read(fqn) or not selects(own_name):
             continue
         if _family(fqn) in per_rank:
             continue
