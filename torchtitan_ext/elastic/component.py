@@ -24,7 +24,7 @@ class World:
 
     def __str__(self) -> str:
         if not self.size:
-            return "unknown"
+            return "an unknown number of ranks"
         axes = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
         ranks = f"{self.size} rank{'s' if self.size > 1 else ''}"
         return f"{ranks} ({axes})" if axes else ranks
