@@ -63,7 +63,7 @@ def call(name: str, args: tuple[Any, ...]) -> Any:
 
 
 def call_in_place(name: str, args: tuple[Any, ...], *, written: Tensor | list[Tensor]) -> None:
-    """Calls an in-place op and bumps the versions here: as a kernel of the dispatcher that costs 4 us more."""
+    """Calls an in-place op and bumps the versions here: as a kernel of the dispatcher that costs 2 us more."""
     op = getattr(kernels, name)
     if torch.compiler.is_compiling():
         op(*args)
