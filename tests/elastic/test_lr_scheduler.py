@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim import SGD, Adam, Optimizer
@@ -19,7 +20,10 @@ import torchtitan_ext as tte
 from torchtitan_ext.elastic import ElasticLRScheduler, World, reshard_state
 from torchtitan_ext.errors import CannotReshardError
 
-pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
+]
 
 WORLD = World(1)
 
@@ -594,6 +598,32 @@ def test_round_trip(name: str, tmp_path: Path) -> None:
     resumed = wrapped(ALL[name], other := build_optimizer())
     tte.load({"lr_scheduler": resumed}, tmp_path, no_dist=True)
     assert step_all(resumed, other, 30, 10) == truth
+
+
+@pytest.mark.parametrize("is_elastic", [True, False])
+@pytest.mark.parametrize("name", ALL)
+def test_checkpoint_of_a_torch_scheduler_loads_by_policy(name: str, is_elastic: bool, tmp_path: Path) -> None:
+    """Its state went through a checkpoint's flat keys."""
+    optimizer = build_optimizer()
+    scheduler = ALL[name](optimizer, 1)
+    step_all(scheduler, optimizer, 10)
+    dcp.save({"lr_scheduler": scheduler}, checkpoint_id=tmp_path, no_dist=True)
+    at_save = copy.deepcopy(optimizer.state_dict())
+    truth = step_all(scheduler, optimizer, 30, 10)
+
+    other = build_optimizer()
+    resumed = wrapped(ALL[name], other) if is_elastic else ALL[name](other, 1)
+    other.load_state_dict(at_save)
+    tte.load({"lr_scheduler": resumed}, tmp_path, no_dist=True, policy=tte.elastic.ElasticPolicy())
+    assert step_all(resumed, other, 30, 10) == truth
+
+
+def test_checkpoint_of_torchtitan_loads_by_policy(tmp_path: Path) -> None:
+    tte.save({"lr_scheduler": {"last_epoch": 12}}, tmp_path, no_dist=True)
+    container, _ = containers_of(2)
+    tte.load({"lr_scheduler": container}, tmp_path, no_dist=True, policy=tte.elastic.ElasticPolicy())
+    assert [scheduler.last_epoch for scheduler in container] == [12, 12]
+    assert container.get_last_lr() == pytest.approx([1e-5, 5e-6] * 2)
 
 
 def save_container(rank: int, world_size: int, path: Path) -> list[float]:
