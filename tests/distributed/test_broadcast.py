@@ -37,7 +37,7 @@ def build_tensors(seed: int) -> list[Tensor]:
         tensors += [random_bits(shape, dtype, generator) for shape in [(3, 5), (), (0, 4), (1,), (129,)]]
         tensors.append(random_bits((7, 6), dtype, generator).t())
         tensors.append(random_bits((6, 9), dtype, generator)[::2, 1:8:3])
-    tensors.append(random_bits((70_001,), torch.float32, generator))
+    tensors.append(random_bits((150_001,), torch.float32, generator))
     tensors.append(random_bits((300, 200), torch.bfloat16, generator).t())
     tensors.append(random_bits((40, 30, 50), torch.float64, generator).permute(2, 0, 1)[3:, :, 1:29])
     tensors.append(random_bits((5_000_001,), torch.uint8, generator))
