@@ -32,7 +32,7 @@ def lists(sample: Any) -> tuple[list[int], list[int], list[int]]:
     return inputs["input"].tolist(), inputs["positions"].tolist(), labels.tolist()
 
 
-@settings(max_examples=300 * SOAK, deadline=None)
+@settings(max_examples=200 * SOAK, deadline=None)
 @given(documents_strategy, st.integers(1, 9), st.integers(0, 12), st.booleans())
 def test_sequences_are_a_line_of_tokens_and_go_on_where_they_stopped(
     documents: list[list[int]], seq_len: int, stop: int, stateful: bool
@@ -51,7 +51,7 @@ def test_sequences_are_a_line_of_tokens_and_go_on_where_they_stopped(
     assert samples == line_of(documents, seq_len)
 
 
-@settings(max_examples=300 * SOAK, deadline=None)
+@settings(max_examples=200 * SOAK, deadline=None)
 @given(st.data())
 def test_no_token_is_lost_across_worlds_epochs_and_splits(data: st.DataObject) -> None:
     """Every token that was read is in a sequence that was served or in the state; documents in each epoch once."""

@@ -26,7 +26,7 @@ def epoch_of(ranks: Ranks) -> int:
     return ranks.loaders[0].state_dict()["loader"][0]["epoch"]
 
 
-@settings(max_examples=800 * SOAK, deadline=None)
+@settings(max_examples=600 * SOAK, deadline=None)
 @given(st.data())
 def test_every_sample_once_across_restarts(data: st.DataObject) -> None:
     num_samples = data.draw(st.integers(8, 60), "samples")

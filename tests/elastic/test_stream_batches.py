@@ -75,7 +75,7 @@ class Ledger:
         assert num_known <= dropped
 
 
-@settings(max_examples=800 * SOAK, deadline=None)
+@settings(max_examples=600 * SOAK, deadline=None)
 @given(st.data())
 def test_no_sample_is_lost_or_repeated_across_restarts(data: st.DataObject) -> None:
     num_shards = data.draw(st.integers(1, 8), "shards")
@@ -132,7 +132,7 @@ def round_robin(lengths: list[int], num_turns: int) -> list[Sample]:
     return turns
 
 
-@settings(max_examples=500 * SOAK, deadline=None)
+@settings(max_examples=300 * SOAK, deadline=None)
 @given(st.data())
 def test_global_batches_are_the_same_sets_in_every_world_that_divides_the_shards(data: st.DataObject) -> None:
     num_shards = data.draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12]), "shards")
@@ -353,3 +353,11 @@ def test_sampling_twice_the_same_epoch_gives_the_same() -> None:
     make = loader_over(streams_of([4, 2, 7]), global_batch_size=3, last="pad")
     runs = [Counter(sample for batch in make(0, 1) for sample in batch) for _ in range(2)]
     assert runs[0] == runs[1]
+
+
+def test_a_reset_loader_begins_anew() -> None:
+    for data, options in ((streams_of([3, 3]), {"endless": True}), (range(9), {"seed": 4})):
+        loader = ElasticDataLoader(data, batch_size=2, collate_fn=list, **options)
+        first = next(iter(loader))
+        loader.reset()
+        assert loader.samples_seen == 0 and next(iter(loader)) == first

@@ -141,6 +141,8 @@ class ElasticDataLoader:
                 "HuggingFaceStreams of tte.elastic"
             )
 
+        self._start = self._batches.state_dict()
+
     def __iter__(self) -> Iterator[Any]:
         return iter(self._batches)
 
@@ -179,6 +181,10 @@ class ElasticDataLoader:
             CannotReshardError: The state is of other data or another number of shards; the loader is as it was.
         """
         self._batches.load_state_dict(state_dict)
+
+    def reset(self) -> None:
+        """Goes back to the beginning of the first epoch, with the seed that the loader was made with."""
+        self._batches.load_state_dict(self._start)
 
     def reshard(self, saved: Mapping[str, Any], old: World, new: World) -> Resharded:
         """See ``Reshardable``. Adopts what torchtitan saved too, where ``data`` can: see ``TorchtitanTextStreams``."""

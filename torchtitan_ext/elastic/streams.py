@@ -125,7 +125,7 @@ class HuggingFaceStreams:
 
     def __init__(self, dataset: Any, *, num_shards: int, resume: Literal["state", "replay"] = "state") -> None:
         # https://huggingface.co/docs/datasets/stream#save-a-dataset-checkpoint-and-resume-iteration
-        if resume == "state" and getattr(dataset, "_shuffling", None) is not None:
+        if resume == "state" and _has_shuffle_buffer(dataset):
             raise ValueError(
                 "HuggingFaceStreams: a streaming data set that is shuffled loses its shuffle buffer when it resumes "
                 'from its state; pass resume="replay", or leave the shuffling out'
@@ -140,6 +140,14 @@ class HuggingFaceStreams:
         part.set_epoch(epoch)
         # An iterator has no state_dict: it is resumed by skipping.
         return part if self._resume == "state" else iter(part)
+
+
+def _has_shuffle_buffer(dataset: Any) -> bool:
+    """Whether a Hugging Face stream was shuffled: ``datasets`` 3 notes it, version 4 wraps what is read."""
+    wraps = getattr(dataset, "_ex_iterable", None)
+    while wraps is not None and type(wraps).__name__ != "BufferShuffledExamplesIterable":
+        wraps = getattr(wraps, "ex_iterable", None)
+    return wraps is not None or getattr(dataset, "_shuffling", None) is not None
 
 
 def start_epoch(stream: Iterable[Any] | None, epoch: int) -> bool:

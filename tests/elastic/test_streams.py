@@ -1,0 +1,133 @@
+"""Sources over what users have: plain iterables, parts of a data set, Hugging Face ``datasets``, ``torchdata``."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated_loaders import SOAK, Counted, Ranks
+from torch.utils.data import IterableDataset
+
+from torchtitan_ext.elastic import ElasticDataLoader, HuggingFaceStreams, IndexedStreams, Streams, StreamSource
+from torchtitan_ext.elastic.streams import AdoptsStates, SplitsStates, Stream
+
+
+def loader_over(source: Any, **options: Any) -> Any:
+    def make(dp_rank: int, dp_size: int) -> ElasticDataLoader:
+        return ElasticDataLoader(source, dp_rank=dp_rank, dp_size=dp_size, collate_fn=list, **options)
+
+    return make
+
+
+def serve_with_restarts(make: Any, worlds: list[tuple[int, int]]) -> list[list[Any]]:
+    """The global batches of worlds of (ranks, steps), each going on from the one before."""
+    batches = []
+    saved = None
+    for dp_size, steps in worlds:
+        ranks = Ranks(make, dp_size, saved)
+        for _ in range(steps):
+            batches.append([sample for batch in ranks.step() or [] for sample in batch])
+        saved = ranks.state()
+    return batches
+
+
+def test_what_the_protocols_take() -> None:
+    assert isinstance(Streams(lambda *_: [], 2), StreamSource)
+    assert not isinstance(Streams(lambda *_: [], 2), (SplitsStates, AdoptsStates))
+    assert isinstance(IndexedStreams([], num_shards=2), SplitsStates)
+    assert isinstance(Counted([]), Stream) and not isinstance(iter([]), Stream)
+
+
+@settings(max_examples=200 * SOAK, deadline=None)
+@given(st.integers(0, 30), st.integers(1, 5), st.lists(st.integers(1, 4), max_size=3), st.integers(0, 8), st.data())
+def test_parts_of_a_data_set_can_be_dealt_on_and_on(
+    num_samples: int, num_splits: int, deals: list[int], stop: int, data: st.DataObject
+) -> None:
+    """Each deal, in the middle of an epoch, gives the rest of it once, and later epochs whole."""
+    source = IndexedStreams(range(num_samples), num_shards=num_splits)
+    streams = [(source.open_stream(shard, 0), shard) for shard in range(num_splits)]
+    served: list[int] = []
+    num_shards = num_splits
+    for num_parts in deals:
+        dealt = {}
+        for stream, shard in streams:
+            served += [sample for _, sample in zip(range(data.draw(st.integers(0, stop))), stream, strict=False)]
+            states = source.split_state(stream.state_dict(), shard=shard, num_shards=num_shards, num_parts=num_parts)
+            for part, state in enumerate(states):
+                dealt[part * num_shards + shard] = state
+        num_shards *= num_parts
+        streams = []
+        for shard, state in sorted(dealt.items()):
+            stream = IndexedStreams(range(num_samples), num_shards=num_shards).open_stream(shard, 0)
+            stream.load_state_dict(state)
+            streams.append((stream, shard))
+    served += [sample for stream, _ in streams for sample in stream]
+    assert sorted(served) == list(range(num_samples))
+    for epoch in (1, 2):
+        for stream, _ in streams:
+            stream.start_epoch(epoch)
+        assert sorted(sample for stream, _ in streams for sample in stream) == list(range(num_samples))
+
+
+class Numbers(IterableDataset):
+    """What a user hands to a torchdata loader: stateful, and divided among its workers."""
+
+    def __init__(self, shard: int, length: int) -> None:
+        self.samples = Counted([(shard, i) for i in range(length)])
+
+    def __iter__(self) -> Any:
+        return iter(self.samples)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.samples.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.samples.load_state_dict(state)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_loaders_of_torchdata_are_streams(num_workers: int) -> None:
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def open_stream(shard: int, num_shards: int, epoch: int) -> Any:
+        return torchdata.StatefulDataLoader(Numbers(shard, 6), batch_size=None, num_workers=num_workers)
+
+    make = loader_over(Streams(open_stream, 4), global_batch_size=4)
+    batches = serve_with_restarts(make, [(2, 2), (4, 1), (1, 3)])
+    assert [sorted(map(tuple, batch)) for batch in batches] == [[(v, i) for v in range(4)] for i in range(6)]
+
+
+@pytest.fixture
+def datasets() -> Any:
+    return pytest.importorskip("datasets")
+
+
+def streaming(datasets: Any, num_samples: int, num_files: int) -> Any:
+    data = datasets.Dataset.from_dict({"index": list(range(num_samples))})
+    return data.to_iterable_dataset(num_shards=num_files)
+
+
+@pytest.mark.parametrize("num_files", [1, 8])
+def test_a_streaming_data_set_of_hugging_face(datasets: Any, num_files: int) -> None:
+    source = HuggingFaceStreams(streaming(datasets, 32, num_files), num_shards=4)
+    make = loader_over(source, global_batch_size=4)
+    whole = serve_with_restarts(make, [(1, 8)])
+    restarted = serve_with_restarts(make, [(2, 3), (4, 2), (1, 3)])
+    key = [sorted(sample["index"] for sample in batch) for batch in whole]
+    assert [sorted(sample["index"] for sample in batch) for batch in restarted] == key
+    assert sorted(sum(key, [])) == list(range(32))
+
+
+def test_a_shuffled_streaming_data_set_is_replayed(datasets: Any) -> None:
+    shuffled = streaming(datasets, 32, 4).shuffle(seed=0, buffer_size=10)
+    with pytest.raises(ValueError, match='loses its shuffle buffer .*; pass resume="replay"'):
+        HuggingFaceStreams(shuffled, num_shards=4)
+    make = loader_over(HuggingFaceStreams(shuffled, num_shards=4, resume="replay"), global_batch_size=4)
+    served = serve_with_restarts(make, [(2, 3), (4, 2), (1, 3)])
+    assert sorted(sample["index"] for batch in served for sample in batch) == list(range(32))
+
+
+def test_a_map_style_data_set_of_hugging_face(datasets: Any) -> None:
+    data = datasets.Dataset.from_dict({"index": list(range(20))})
+    served = serve_with_restarts(loader_over(data, global_batch_size=4), [(2, 2), (4, 1), (1, 2)])
+    assert sorted(sample["index"] for batch in served for sample in batch) == list(range(20))
