@@ -32,6 +32,7 @@ LAYERS = [
     {"agreement"},
     {"load_report"},
     {"save_planner", "load_planner"},
+    {"elastic.saved_components"},
     {"elastic.load"},
     {"full_tensor", "fingerprint", "flat_state_dict"},
     {"staging"},

@@ -434,6 +434,42 @@ def test_a_failed_load_says_what_is_undefined(run_world, tmp_path: Path, phase: 
     assert ("counters" in undefined) == (phase == "apply")
 
 
+def state_dict_fails(rank: int, world_size: int, path: Path) -> str:
+    class Failing(PerRank):
+        def state_dict(self) -> dict[str, Any]:
+            if self.rank == 1:
+                raise KeyError("not ready")
+            return super().state_dict()
+
+    with pytest.raises(CheckpointFailedError) as caught:
+        tte.load(job(rank, world_size) | {"dataloader": Failing(rank)}, path, policy=ElasticPolicy())
+    assert caught.value.undefined == ()
+    return str(caught.value)
+
+
+def test_a_component_that_fails_on_one_rank_is_an_error_on_all(run_world, tmp_path: Path) -> None:
+    run_world(2, save_job, tmp_path)
+    assert run_world(2, state_dict_fails, tmp_path) == ["load failed on 1 rank(s): rank 1: KeyError: 'not ready'"] * 2
+
+
+def same_objects(rank: int, world_size: int, path: Path) -> None:
+    options = [{"params": ["w"], "lr": 0.1}]
+    state = {"optimizer": {"state": {}, "param_groups": options, "scale": 1}, "train_state": {"step": 4}}
+    tte.save(state, path)
+    target = {
+        "optimizer": {"state": {}, "param_groups": [{"params": ["w"], "lr": 0.5}], "scale": 2},
+        "train_state": {"step": 0},
+    }
+    containers = (target["optimizer"], target["train_state"])
+    tte.load(target, path, policy=ElasticPolicy())
+    assert containers == (state["optimizer"], state["train_state"])
+    assert target["optimizer"] is containers[0] and target["train_state"] is containers[1]
+
+
+def test_containers_are_filled_in_place(run_world, tmp_path: Path) -> None:
+    run_world(1, same_objects, tmp_path)
+
+
 def test_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointFailedError, match="No such file|metadata"):
         tte.load({"step": 0}, tmp_path / "nowhere", policy=ElasticPolicy())

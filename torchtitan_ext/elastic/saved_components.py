@@ -1,0 +1,203 @@
+"""What becomes of each component of a state dict, worked out from what was saved before a plan is made.
+
+Nothing here is collective, and nothing changes: a rank reads what components have saved and asks each for its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.tensor import DTensor
+
+from torchtitan_ext.elastic.component import Resharded, World, can_reshard, reshard_state
+from torchtitan_ext.elastic.param_groups import merge_param_groups
+from torchtitan_ext.elastic.policy import ElasticPolicy, Source
+from torchtitan_ext.errors import CannotReshardError, CheckpointReadError, Problem
+from torchtitan_ext.load_planner import LoadPlanner
+from torchtitan_ext.load_report import UNTOUCHED, ComponentPlan, saved_world
+from torchtitan_ext.state_dict import flatten_state_dict
+
+
+@dataclass
+class Opened:
+    """A source, its metadata, and the planner that reads from it."""
+
+    name: str
+    source: Source
+    reader: StorageReader
+    metadata: Metadata
+    planner: LoadPlanner
+
+
+@dataclass
+class Components:
+    """A state dict, cut by what becomes of each top-level entry.
+
+    Attributes:
+        values: Entries that the planners load, key by key; of ``Stateful`` objects what ``state_dict()`` gives.
+        resharded: The new state of objects that have a rule of their own.
+        to_reset: Objects that start anew.
+        param_groups: New parameter groups of optimizers; not among ``values``, since groups are matched by parameter.
+        plans: Per source what its report says of each entry that is not a tensor, in order.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    resharded: dict[str, Resharded] = field(default_factory=dict)
+    to_reset: list[str] = field(default_factory=list)
+    param_groups: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    plans: list[dict[str, ComponentPlan]] = field(default_factory=list)
+
+
+def cut_by_component(
+    state_dict: Mapping[str, Any], opened: Sequence[Opened], policy: ElasticPolicy, size: int
+) -> Components:
+    """Cuts a state dict by what becomes of its entries, and asks those with a rule of their own.
+
+    Args:
+        opened: Where keys come from; the first that selects a key counts.
+        size: Number of ranks that load.
+    """
+    components = Components(plans=[{} for _ in opened])
+    carried = {}
+    for name, component in state_dict.items():
+        action = policy.component_action(name)
+        if not isinstance(component, torch.Tensor):
+            for plans in components.plans:
+                plans[name] = ComponentPlan(action)
+        if not isinstance(component, Stateful):
+            components.values[name] = component
+        elif action in ("reset", "omit"):
+            if action == "reset" and hasattr(component, "reset"):
+                components.to_reset.append(name)
+            plan = ComponentPlan(action, "starts anew" if action == "reset" else UNTOUCHED)
+            for plans in components.plans:
+                plans[name] = plan
+        elif action == "reshard" and can_reshard(component):
+            carried[name] = component
+        else:
+            components.values[name] = component.state_dict()
+    new = World(size, _mesh_axes(components.values))
+    for name, value in components.values.items():
+        position = _source_of(f"{name}.param_groups.*", opened)
+        if position is not None and policy.component_action(name) == "reshard" and _has_group_list(value):
+            plan, groups = _merge_groups(name, value["param_groups"], opened[position])
+            components.plans[position][name] = plan
+            if groups is not None:
+                components.param_groups[name] = groups
+                components.values[name] = {key: member for key, member in value.items() if key != "param_groups"}
+    for name, component in carried.items():
+        position = _source_of(f"{name}.*", opened)
+        if position is None:
+            components.plans[0][name] = ComponentPlan("reshard", UNTOUCHED)
+            continue
+        plan, resharded = _ask(name, component, opened[position], new, policy)
+        components.plans[position][name] = plan
+        if resharded is not None:
+            components.resharded[name] = resharded
+    _check_samples(components)
+    return components
+
+
+def _source_of(fqn: str, opened: Sequence[Opened]) -> int | None:
+    return next((position for position, one in enumerate(opened) if one.source.selects(fqn)), None)
+
+
+def _has_group_list(value: Any) -> bool:
+    """Whether it is an optimizer's state with its groups as a list of plain options."""
+    groups = value.get("param_groups") if isinstance(value, Mapping) else None
+    return isinstance(groups, list) and not any(
+        isinstance(option, torch.Tensor) for group in groups for option in group.values()
+    )
+
+
+def _merge_groups(
+    name: str, current: list[dict[str, Any]], opened: Opened
+) -> tuple[ComponentPlan, list[dict[str, Any]] | None]:
+    """Saved options for the current groups; none where the checkpoint has no list of groups."""
+    prefix = opened.source.saved_name(f"{name}.param_groups.x").removesuffix(".x")
+    try:
+        saved = read_saved(opened.reader, opened.metadata, prefix, weights_only=opened.planner.weights_only)
+    except CheckpointReadError as error:
+        return ComponentPlan("reshard", "", Problem("cannot_reshard", name, str(error)), prefix), None
+    if not isinstance(saved, list) or not all("params" in group for group in saved):
+        return ComponentPlan("reshard"), None
+    groups, notes = merge_param_groups(saved, current)
+    refused = "; ".join(note.text for note in notes if note.kind == "problem")
+    problem = Problem("cannot_reshard", name, refused) if refused else None
+    return ComponentPlan("reshard", "; ".join(map(str, notes)), problem, prefix), groups
+
+
+def _ask(
+    name: str, component: Any, opened: Opened, new: World, policy: ElasticPolicy
+) -> tuple[ComponentPlan, Resharded | None]:
+    """What a component makes of what it saved."""
+    prefix = opened.source.saved_prefix(name)
+    if not any(fqn == prefix or fqn.startswith(f"{prefix}.") for fqn in opened.metadata.state_dict_metadata):
+        detail = f"Missing key in checkpoint state_dict: {prefix}. The checkpoint has nothing of this component"
+        problem = Problem("missing_key", name, detail) if policy.strict == "error" else None
+        return ComponentPlan("reshard", "missing, left as is", problem), None
+    try:
+        saved = read_saved(opened.reader, opened.metadata, prefix, weights_only=opened.planner.weights_only)
+        resharded = reshard_state(component, saved, saved_world(opened.metadata), new)
+    except CannotReshardError as error:
+        return ComponentPlan("reshard", "", Problem("cannot_reshard", name, str(error)), prefix), None
+    except Exception as error:
+        detail = f"{type(component).__name__} cannot take what was saved ({type(error).__name__}: {error})"
+        return ComponentPlan("reshard", "", Problem("cannot_reshard", name, detail), prefix), None
+    return ComponentPlan("reshard", resharded.note, saved_prefix=prefix), resharded
+
+
+def _check_samples(components: Components) -> None:
+    """A problem where components count other samples: they were saved at different moments of a run."""
+    counts = {name: new.samples_seen for name, new in components.resharded.items() if new.samples_seen is not None}
+    if len(set(counts.values())) <= 1:
+        return
+    counted = ", ".join(f"{name} {count}" for name, count in counts.items())
+    detail = f"samples seen by the run: {counted}; load them from one checkpoint, or reset one of them"
+    for plans in components.plans:
+        for name in counts:
+            if name in plans and plans[name].saved_prefix is not None:
+                plans[name] = replace(plans[name], problem=Problem("cannot_reshard", name, detail))
+
+
+def read_saved(reader: StorageReader, metadata: Metadata, prefix: str, *, weights_only: bool) -> Any:
+    """Everything below a key of a checkpoint, nested as it was saved, tensors whole and on the CPU. Not collective."""
+    saved = {
+        fqn: entry
+        for fqn, entry in metadata.state_dict_metadata.items()
+        if fqn == prefix or fqn.startswith(f"{prefix}.")
+    }
+    values: dict[str, Any] = {
+        fqn: torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
+        for fqn, entry in saved.items()
+    }
+    planner = LoadPlanner(flatten_state_dict=False, weights_only=weights_only)
+    planner.set_up_planner(values, metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, True)
+    (plan,) = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
+    (plan,) = reader.prepare_global_plan([plan])
+    reader.read_data(planner.finish_plan(plan), planner).wait()
+    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    depth = len(paths[prefix]) - 1 if prefix in paths else prefix.count(".") + 1
+    relative = {fqn: tuple(paths.get(fqn, fqn.split(".")))[depth:] for fqn in saved}
+    if prefix in saved:
+        return values[prefix]
+    return unflatten_state_dict(values, {fqn: ("", *path) for fqn, path in relative.items()}).get("", {})
+
+
+def _mesh_axes(values: Mapping[str, Any]) -> dict[str, int]:
+    meshes = {
+        tensor.device_mesh for tensor in flatten_state_dict(values).values.values() if isinstance(tensor, DTensor)
+    }
+    axes: dict[str, int] = {}
+    for mesh in sorted(meshes, key=lambda mesh: -mesh.ndim):
+        for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False):
+            axes.setdefault(name, size)
+    return axes
