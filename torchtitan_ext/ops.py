@@ -350,8 +350,8 @@ def flat_views(flat: Tensor, like: Sequence[Tensor], *, alignment: int = DEFAULT
 # ---- broadcast ----
 
 DEFAULT_BUCKET_BYTES = 8 << 20
-"""Smaller messages cost more than they hide, larger ones no longer gain (benchmarks/bench_sync.py: 341 MB on 2 gloo
-processes take 1.6 times the limit with 2 MiB, 1.0 to 1.1 with 8 and 16); three of them are the extra memory."""
+"""Smaller messages cost more than they hide, larger ones gain nothing more: 341 MB on 4 gloo processes take 2.0 times
+the limit with 2 MiB, 1.7 with 4, 1.4 with 8, 16 and 32 (benchmarks/bench_sync.py). Three are the extra memory."""
 
 
 def broadcast_coalesced_(

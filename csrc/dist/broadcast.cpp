@@ -29,8 +29,8 @@ using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
 constexpr const char* kOp = "broadcast_coalesced_";
 // One is packed or unpacked, one moves, one waits so that the wire is never idle. It is also the bound on extra memory.
 constexpr size_t kFlights = 3;
-// Below this the two copies through a bucket cost less than a message: with gloo 256 KiB tensors take about twice as
-// long in messages of their own, 1 MiB tensors the same (benchmarks/bench_sync.py, one_size).
+// Below this the two copies through a bucket cost less than a message: with gloo 256 KiB tensors take 3 to 5 times as
+// long in messages of their own as packed, 1 MiB tensors about the same (benchmarks/bench_sync.py, one_size).
 constexpr int64_t kDirectBytes = int64_t{512} << 10;
 constexpr int64_t kMaxBucketBytes = int64_t{1} << 40;
 

@@ -192,3 +192,20 @@ def without_check(rank: int, world_size: int) -> float:
 
 def test_without_agreement_and_of_inference_tensors(run_world) -> None:
     assert run_world(2, without_check) == [8.0] * 2
+
+
+def on_gpu(rank: int, world_size: int) -> list[str]:
+    """All ranks on one GPU, with gloo: NCCL wants one each."""
+    tensors = [tensor.cuda() for tensor in build_tensors(rank)]
+    tte.broadcast_tensors(tensors, src=1)
+    wanted = [bits(tensor) for tensor in build_tensors(1)]
+    return [
+        f"{tensor.dtype} {tuple(tensor.shape)}"
+        for tensor, value in zip(tensors, wanted, strict=True)
+        if not torch.equal(bits(tensor).cpu(), value)
+    ]
+
+
+@pytest.mark.needs_cuda
+def test_every_bit_arrives_on_a_gpu(run_world) -> None:
+    assert run_world(2, on_gpu) == [[]] * 2
