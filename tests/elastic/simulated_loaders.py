@@ -32,8 +32,9 @@ class Counted:
 # How many times more cases a soak run tries.
 SOAK = int(os.environ.get("TTE_SOAK", "1"))
 
-# Ranks that wait for each other need a thread each; as many as the largest world here.
-_THREADS = ThreadPoolExecutor(16)
+# Ranks that wait for each other need a thread each.
+MAX_RANKS = 16
+_THREADS = ThreadPoolExecutor(MAX_RANKS)
 
 
 class Ranks:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_loaders import SOAK, Counted, Ranks
+from simulated_loaders import MAX_RANKS, SOAK, Counted, Ranks
 
 from torchtitan_ext.elastic import ElasticDataLoader, IndexedStreams, PackedTokens, Streams
 
@@ -63,7 +63,7 @@ def test_no_token_is_lost_across_worlds_epochs_and_splits(data: st.DataObject) -
     saved = None
     for _ in range(data.draw(st.integers(1, 4), "restarts")):
         num_shards *= data.draw(st.sampled_from([1, 1, 2]), "split")
-        dp_size = data.draw(st.integers(1, num_shards), "ranks")
+        dp_size = data.draw(st.integers(1, min(num_shards, MAX_RANKS)), "ranks")
 
         def make(dp_rank: int, dp_size: int, num_shards: int = num_shards) -> ElasticDataLoader:
             source = PackedTokens(IndexedStreams(documents, num_shards=num_shards), seq_len=seq_len)
@@ -86,6 +86,19 @@ def test_no_token_is_lost_across_worlds_epochs_and_splits(data: st.DataObject) -
     (epoch,) = epochs
     counts = [(served + left).count(token) for document in documents for token in document[:-1]]
     assert len(served + left) == sum(counts) and set(counts) <= {epoch, epoch + 1}
+
+
+def test_padding_where_an_epoch_has_less_tokens_than_a_sequence() -> None:
+    """A rank without samples pads with what a fresh stream gives, which may need the tokens of several epochs."""
+
+    def make(dp_rank: int, dp_size: int) -> ElasticDataLoader:
+        source = PackedTokens(IndexedStreams([[1, 2], [3, 4], [5, 6]], num_shards=2), seq_len=3)
+        return ElasticDataLoader(source, batch_size=1, dp_rank=dp_rank, dp_size=dp_size, last="pad", collate_fn=list)
+
+    ranks = Ranks(make, 2)
+    steps = [ranks.step() for _ in range(8)]
+    served = [[lists(sample)[0] for (sample,) in batches] for batches in steps if batches]
+    assert served[0] == [[1, 3, 1], [1, 3, 1]], "rank 1 has two tokens by now"
 
 
 def test_a_batch_of_packed_sequences() -> None:

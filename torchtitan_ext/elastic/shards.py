@@ -196,11 +196,20 @@ class ShardReader:
         return {index: shard.state.taken for index, shard in self._shards.items()}
 
     def first_sample(self) -> Any:
-        """A sample to pad with: the first one of this epoch of the first shard that has one, the own ones first."""
-        epoch = self._shards[self.own.start].state.epoch
-        for index in itertools.chain(self.own, range(self._source.num_shards)):
-            for sample in self._source.open_stream(index, epoch):
-                return sample
+        """A sample to pad with: of the first shard that has one in this epoch or later ones, the own shards first.
+
+        Later ones, because a packed sequence may need the tokens of several epochs; the one that was served had those
+        of epochs before.
+        """
+        first = self._shards[self.own.start].state.epoch
+        shards = dict.fromkeys([*self.own, *range(self._source.num_shards)])
+        streams: dict[int, Iterable[Any]] = {}
+        for epoch in range(first, first + _MAX_EMPTY_EPOCHS):
+            for index in shards:
+                if not start_epoch(streams.get(index), epoch):
+                    streams[index] = self._source.open_stream(index, epoch)
+                for sample in streams[index]:
+                    return sample
         raise RuntimeError("data loader: no shard has a sample to pad with, but one was served; please report")
 
     def _queue(self) -> None:
