@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from reference import Step, index_tensor, shard_steps
+from reference import Step, dtensor_steps, index_tensor, shard_steps
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, SavePlan, SavePlanner, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
@@ -27,6 +27,14 @@ class Saved:
     values: dict[MetadataIndex, torch.Tensor | bytes]
     writers: dict[MetadataIndex, int]
     plans: list[SavePlan]
+
+
+@dataclass
+class Loaded:
+    """What each rank read, and its planner."""
+
+    items: list[list[ReadItem]]
+    planners: list[tte.LoadPlanner]
 
 
 @dataclass
@@ -64,6 +72,15 @@ def shard_at(
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.contiguous().stride()
     )
+
+
+def shards(
+    whole: torch.Tensor, mesh_shape: Sequence[int], *placements: Placement, steps: Sequence[Step] | None = None
+) -> list[dict[str, Any]]:
+    """One state per rank of the mesh, each with its shard as ``w``; cut as DTensor reads the placements by default."""
+    steps = dtensor_steps(placements) if steps is None else steps
+    ranks = range(torch.Size(mesh_shape).numel())
+    return [{"w": shard_at(rank, whole, mesh_shape, placements, steps)} for rank in ranks]
 
 
 def sent(value: Any) -> Any:
@@ -115,28 +132,39 @@ def save(
 
 
 def load(
-    saved: Saved, states: Sequence[dict[str, Any]], make: Callable[[], tte.LoadPlanner] = tte.LoadPlanner
-) -> list[list[Any]]:
-    """Loads into one state per rank, in place, and returns the read items of each."""
+    saved: Saved | Sequence[Saved],
+    states: Sequence[dict[str, Any]],
+    make: Callable[[], tte.LoadPlanner] = tte.LoadPlanner,
+) -> Loaded:
+    """Loads into one state per rank, in place; the first rank coordinates.
+
+    Args:
+        saved: What all ranks read, or one per rank: what each saved for itself.
+    """
+    sources = [saved] * len(states) if isinstance(saved, Saved) else saved
     planners = [make() for _ in states]
     plans = []
-    for rank, (planner, state) in enumerate(zip(planners, states, strict=True)):
-        planner.set_up_planner(state, sent(saved.metadata), is_coordinator=rank == 0)
+    for rank, (planner, state, source) in enumerate(zip(planners, states, sources, strict=True)):
+        planner.set_up_planner(state, sent(source.metadata), is_coordinator=rank == 0)
         plans.append(sent(planner.create_local_plan()))
     items = []
-    for planner, plan in zip(planners, planners[0].create_global_plan(plans), strict=True):
+    for planner, plan, source in zip(planners, planners[0].create_global_plan(plans), sources, strict=True):
         final = planner.finish_plan(sent(plan))
         items.append(final.items)
         for item in final.items:
-            source = saved.values[item.storage_index]
+            value = source.values[item.storage_index]
             if item.type == LoadItemType.BYTE_IO:
-                assert isinstance(source, bytes)
-                planner.load_bytes(item, io.BytesIO(source))
+                assert isinstance(value, bytes)
+                planner.load_bytes(item, io.BytesIO(value))
                 continue
-            assert isinstance(source, torch.Tensor)
-            for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                source = source.narrow(dim, offset, length)
+            assert isinstance(value, torch.Tensor)
             target = planner.resolve_tensor(item)
-            target.copy_(source)
+            target.copy_(_box(value, item.storage_offsets, item.lengths))
             planner.commit_tensor(item, target)
-    return items
+    return Loaded(items, planners)
+
+
+def _box(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        tensor = tensor.narrow(dim, offset, length)
+    return tensor

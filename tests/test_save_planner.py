@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from reference import Step, dtensor_steps, fsdp_steps, index_tensor
-from simulated_ranks import Processes, mesh_at, save, sent, shard_at
+from simulated_ranks import Processes, mesh_at, save, sent, shards
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -37,13 +37,6 @@ class Boxes(torch.Tensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         return torch.arange(float(self.begin), float(self.end))
-
-
-def shards(whole: torch.Tensor, mesh_shape: tuple[int, ...], *placements: Placement, steps: Any = None) -> list[Any]:
-    """One state per rank."""
-    steps = dtensor_steps(placements) if steps is None else steps
-    ranks = range(torch.Size(mesh_shape).numel())
-    return [{"w": shard_at(rank, whole, mesh_shape, placements, steps)} for rank in ranks]
 
 
 # What is written.

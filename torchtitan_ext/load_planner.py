@@ -189,7 +189,7 @@ class LoadPlanner(StockLoadPlanner):
             if saved_name != fqn:
                 self._saved_names[fqn] = saved_name
         problems += [problem for problem in table.problems if problem.fqn not in left]
-        if self.allow_partial_load and missing and not wanted:
+        if self.allow_partial_load and missing and not wanted and not problems:
             problems.append(_nothing_matches(missing, self.metadata))
         self._table = KeyTable(entries=wanted, problems=tuple(problems))
         request = ReadRequest(
@@ -336,9 +336,15 @@ class LoadPlanner(StockLoadPlanner):
         return problems
 
     def _is_covered_for(self, agreed: TensorAgreement, saved: TensorStorageMetadata) -> bool:
+        saved_boxes = _boxes_of(saved)
+        if any(o + s > n for box in saved_boxes for o, s, n in zip(*box, agreed.global_shape, strict=True)):
+            return False
         wanted = [box for replica in agreed.replicas for held in replica for box in held.boxes]
-        found = _core.find_overlaps([(*box, (0,) * len(box[0])) for box in wanted], _boxes_of(saved))
-        return sum(num_elements(sizes) for *_, sizes in found) == sum(num_elements(sizes) for _, sizes in wanted)
+        parts: list[list[Box]] = [[] for _ in wanted]
+        from_zero = [(offsets, sizes, (0,) * len(sizes)) for offsets, sizes in wanted]
+        for position, _, _, offsets, sizes in _core.find_overlaps(from_zero, saved_boxes):
+            parts[position].append((offsets, sizes))
+        return all(map(_is_covered, [sizes for _, sizes in wanted], parts))
 
     def _tensor_items(self, fqn: str, entry: TensorEntry | BoxesEntry, choice: int) -> list[ReadItem]:
         saved_name = self._saved_names.get(fqn, fqn)
@@ -372,13 +378,23 @@ def _metadata_name(metadata: Metadata) -> str:
     return f"{len(metadata.state_dict_metadata)} keys, {next(iter((metadata.storage_data or {}).values()), None)}"
 
 
+def _is_covered(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
+    return _core.find_cover_defect(shape, boxes) is None
+
+
 def _unread_problems(fqn: str, entry: TensorEntry | BoxesEntry, items: Sequence[ReadItem]) -> list[Problem]:
-    """Says where the items do not fill what this rank holds."""
-    sizes = [entry.report.local_sizes] if isinstance(entry, TensorEntry) else [sizes for _, sizes in entry.boxes]
-    wanted, found = sum(map(num_elements, sizes)), sum(num_elements(item.lengths) for item in items)
-    if wanted == found:
+    """Says where the items do not fill, once, what this rank holds."""
+    if isinstance(entry, TensorEntry):
+        parts = [(entry.report.local_sizes, items)]
+    else:
+        parts = [
+            (sizes, [item for item in items if item.dest_index.offset == torch.Size(offsets)])
+            for offsets, sizes in entry.boxes
+        ]
+    if all(_is_covered(sizes, [(i.dest_offsets, i.lengths) for i in members]) for sizes, members in parts):
         return []
-    detail = f"this rank holds {wanted} elements, the metadata that it saved for itself has {found} of them"
+    held, found = sum(num_elements(sizes) for sizes, _ in parts), sum(num_elements(item.lengths) for item in items)
+    detail = f"this rank holds {held} elements, the metadata that it saved for itself has {found} of them"
     return [Problem("broken_checkpoint", fqn, f"{detail}; load on the mesh of the save")]
 
 
