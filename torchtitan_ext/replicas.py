@@ -10,6 +10,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -68,12 +69,40 @@ class Batch:
     src: int
     tensors: list[ReplicaTensor] = field(default_factory=list)
 
+    @property
+    def locals(self) -> list[Tensor]:
+        """This rank's memory of each tensor."""
+        return [tensor.local for tensor in self.tensors]
+
+    @property
+    def names(self) -> list[str]:
+        """What must agree between ranks besides dtypes and shapes."""
+        return [text for tensor in self.tensors for text in (tensor.fqn, tensor.layout)]
+
+
+@dataclass
+class ListBatch:
+    """A ``Batch`` of a plain list of tensors: their positions name them, and thousands need no words of their own."""
+
+    group: dist.ProcessGroup
+    src: int
+    locals: list[Tensor]
+
+    @property
+    def tensors(self) -> list[ReplicaTensor]:
+        ranks = tuple(dist.get_process_group_ranks(self.group))
+        return [ReplicaTensor(listed_fqn(index), local, "", ranks, ()) for index, local in enumerate(self.locals)]
+
+    @property
+    def names(self) -> list[str]:
+        return []
+
 
 @dataclass
 class Replicas:
     """All batches of one rank, the tensors they are made of, each once, and why others are refused."""
 
-    batches: dict[BatchKey, Batch] = field(default_factory=dict)
+    batches: dict[BatchKey, Batch | ListBatch] = field(default_factory=dict)
     tensors: list[ReplicaTensor] = field(default_factory=list)
     owners: list[Tensor] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
@@ -267,6 +296,25 @@ def _unsyncable(local: Tensor) -> str | None:
     if local.is_conj() or local.is_neg():
         return "is a lazily conjugated or negated view; resolve it first"
     return None
+
+
+def listed_fqn(index: int) -> str:
+    return f"tensors[{index}]"
+
+
+def is_plain_list(tensors: Sequence[Any]) -> bool:
+    """Whether these are dense tensors without a class of their own, on one kind of device."""
+    if not set(map(type, tensors)) <= {Tensor, nn.Parameter}:
+        return False
+    kinds = {device.type for device in set(map(attrgetter("device"), tensors))}
+    return (
+        len(kinds) == 1
+        and "meta" not in kinds
+        and set(map(attrgetter("layout"), tensors)) == {torch.strided}
+        and not any(map(attrgetter("is_quantized"), tensors))
+        and not any(map(Tensor.is_conj, tensors))
+        and not any(map(Tensor.is_neg, tensors))
+    )
 
 
 def refusal_in_list(fqn: str, value: Any) -> Problem | None:

@@ -21,6 +21,7 @@ from torchtitan_ext.replica_check import compare_replicas
 from torchtitan_ext.replicas import (
     Batch,
     Buffers,
+    ListBatch,
     Replicas,
     ReplicaTensor,
     Source,
@@ -28,6 +29,8 @@ from torchtitan_ext.replicas import (
     collect_replicas,
     has_backend,
     inner_tensors,
+    is_plain_list,
+    listed_fqn,
     refusal_in_list,
 )
 from torchtitan_ext.sync_agreement import Options, agree
@@ -160,16 +163,25 @@ def _listed(tensors: Sequence[Tensor], group: dist.ProcessGroup, ranks: tuple[in
         what = f"is a {type(tensors).__name__}, expected a list of tensors"
         found.problems.append(Problem("cannot_sync", "tensors", what))
         return found
+    if not tensors:
+        return found
+    if is_plain_list(tensors):
+        found.batches[0, ranks, tensors[0].device.type] = ListBatch(group, src, list(tensors))
+        return found
+    fqns = []
     for index, tensor in enumerate(tensors):
-        fqn = f"tensors[{index}]"
-        problem = refusal_in_list(fqn, tensor)
+        problem = refusal_in_list(listed_fqn(index), tensor)
         if problem is not None:
             found.problems.append(problem)
             continue
         found.owners.append(tensor)
-        for inner_fqn, local in inner_tensors(fqn, local_tensor(tensor)):
+        for fqn, local in inner_tensors(listed_fqn(index), local_tensor(tensor)):
             batch = found.batches.setdefault((0, ranks, local.device.type), Batch(group, src))
-            batch.tensors.append(ReplicaTensor(inner_fqn, local, "", ranks, ()))
+            batch.tensors.append(ReplicaTensor(fqn, local, "", ranks, ()))
+            fqns.append(fqn)
+    if len(found.batches) == 1 and fqns == [listed_fqn(index) for index in range(len(tensors))]:
+        # Plain on another rank perhaps, and alike.
+        found.batches = {key: ListBatch(group, src, batch.locals) for key, batch in found.batches.items()}
     return found
 
 
@@ -188,7 +200,7 @@ def _broadcast(operation: str, scope: Scope, found: Replicas, bucket_bytes: int)
     lost = naming_lost_ranks(operation, "tensors were sent; some may be part-written", scope)
     with lost, torch.no_grad():
         for key, batch in sorted(found.batches.items()):
-            tensors = [tensor.local for tensor in batch.tensors]
+            tensors = batch.locals
             if has_backend(batch.group, key[2]):
                 ops.broadcast_coalesced_(tensors, batch.group.group_name, src=batch.src, bucket_bytes=bucket_bytes)
             else:
@@ -198,7 +210,9 @@ def _broadcast(operation: str, scope: Scope, found: Replicas, bucket_bytes: int)
         torch.autograd.graph.increment_version(outer)
 
 
-def _broadcast_staged(tensors: Sequence[Tensor], batch: Batch, bucket_bytes: int, device: torch.device) -> None:
+def _broadcast_staged(
+    tensors: Sequence[Tensor], batch: Batch | ListBatch, bucket_bytes: int, device: torch.device
+) -> None:
     """By way of a bucket on ``device``: CPU tensors (FSDP2's offload) in a group that knows the accelerator only."""
     pending = [tensor for tensor in tensors if tensor.numel() > 0]
     while pending:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torchtitan_ext import ops
 from torchtitan_ext.errors import Problem, SyncMismatchError
-from torchtitan_ext.replicas import Batch, BatchKey, Replicas, ReplicaTensor
+from torchtitan_ext.replicas import Batch, BatchKey, ListBatch, Replicas, ReplicaTensor
 from torchtitan_ext.sync_scope import Scope, gather, scope_ranks
 
 Options = Mapping[str, Any]
@@ -113,13 +113,14 @@ def _is_equal(records: Sequence[Record]) -> bool:
     )
 
 
-def _by_name(error: ValueError, batch: Batch) -> Problem:
+def _by_name(error: ValueError, batch: Batch | ListBatch) -> Problem:
     """What ``check_broadcast`` said, with the names of the tensors for their positions."""
     places = [int(index) for index in re.findall(r"tensors\[(\d+)\]", str(error))]
+    tensors = batch.tensors
     text = str(error).split(": ", 1)[-1]
     for place in places:
-        text = text.replace(f"tensors[{place}]", batch.tensors[place].fqn, 1)
-    fqn = batch.tensors[places[0]].fqn if places else "arguments"
+        text = text.replace(f"tensors[{place}]", tensors[place].fqn, 1)
+    fqn = tensors[places[0]].fqn if places else "arguments"
     return Problem("cannot_sync", fqn, text.removeprefix(f"{fqn} ") if len(places) == 1 else text)
 
 
@@ -129,13 +130,12 @@ def _written(option: Any) -> str:
     return str(sorted(map(repr, option))) if is_names else repr(option)
 
 
-def _structure(batch: Batch) -> bytes:
-    shapes = ops.check_broadcast([tensor.local for tensor in batch.tensors])
-    names = [text for tensor in batch.tensors for text in (tensor.fqn, tensor.layout)]
-    return _digest([batch.group.group_name, str(batch.src), *map(str, shapes), *names])
+def _structure(batch: Batch | ListBatch) -> bytes:
+    shapes = ops.check_broadcast(batch.locals)
+    return _digest([batch.group.group_name, str(batch.src), *map(str, shapes), *batch.names])
 
 
-def _row(batch: Batch, tensor: ReplicaTensor) -> tuple[str, Row]:
+def _row(batch: Batch | ListBatch, tensor: ReplicaTensor) -> tuple[str, Row]:
     return tensor.fqn, {
         "shape": str(tuple(tensor.local.shape)),
         "dtype": str(tensor.local.dtype),
