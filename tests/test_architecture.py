@@ -16,7 +16,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     {"_core"},
     {"errors", "op_library"},
-    {"ops", "layout", "cast", "plain_value", "mesh_exchange", "dcp_failure"},
+    {"ops", "layout", "cast", "plain_value", "mesh_exchange"},
     {"elastic.component"},
     {"elastic.policy", "elastic.index_order", "elastic.streams", "elastic.indexed", "elastic.lr_schedule"},
     {"elastic.sampler", "elastic.shards", "elastic.packing"},
@@ -24,7 +24,7 @@ LAYERS = [
     {"elastic.dataloader", "elastic.lr_scheduler", "elastic.rng", "elastic.train_state", "elastic.param_groups"},
     {"elastic"},
     {"state_dict", "value_digest", "sync_scope"},
-    {"replicas"},
+    {"replicas", "dcp_failure"},
     {"sync_agreement"},
     {"replica_check"},
     {"sync"},
@@ -37,7 +37,8 @@ LAYERS = [
     {"full_tensor", "fingerprint", "flat_state_dict"},
     {"staging"},
     {"checkpoint"},
-    {"__init__"},
+    {"__init__", "integrations"},
+    {"integrations.torchtitan"},
 ]
 LAYER_OF = {name: position for position, names in enumerate(LAYERS) for name in names}
 

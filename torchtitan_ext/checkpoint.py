@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -22,7 +21,6 @@ from torchtitan_ext.load_planner import LoadPlanner
 from torchtitan_ext.load_report import LoadReport
 from torchtitan_ext.save_planner import SavePlanner
 from torchtitan_ext.staging import CpuStager
-from torchtitan_ext.sync_scope import naming_lost_ranks
 
 
 def save(
@@ -49,7 +47,7 @@ def save(
         CheckpointFailedError: A rank failed while planning or writing; names the ranks and their errors.
         LostRankError: A rank died or hangs; raised where that was noticed, and names it.
     """
-    with _own_errors("save", process_group, no_dist):
+    with own_errors("save", process_group, no_dist=no_dist):
         return state_dict_saver.save(
             state_dict,
             checkpoint_id=path,
@@ -93,12 +91,15 @@ def load(
         StateRefusedError: No target was changed; the same on every rank, listing all problems.
         CheckpointFailedError: A rank failed while reading; targets may be part-written, and it names them.
         LostRankError: A rank died or hangs; raised where that was noticed, and names it.
-        ValueError: Both ``path`` and ``sources``, or two policies.
+        ValueError: Both ``path`` and ``sources``, or two policies; or a policy for a planner that knows none.
     """
     planner = LoadPlanner() if planner is None else planner
     if sources and (path is not None or storage_reader is not None):
         raise ValueError("load: got sources and a path or storage_reader, expected one of them")
-    given = planner.policy if isinstance(planner, LoadPlanner) else None
+    is_ours = isinstance(planner, LoadPlanner)
+    if not is_ours and (policy is not None or sources):
+        raise ValueError(f"load: got a policy or sources and a {type(planner).__name__}, expected a LoadPlanner")
+    given = planner.policy if is_ours else None
     if policy is not None and given is not None:
         raise ValueError("load: got a policy and a planner with a policy, expected one of them")
     if policy is not None or given is not None or sources:
@@ -110,7 +111,7 @@ def load(
             process_group=process_group,
             no_dist=no_dist,
         )
-    with _own_errors("load", process_group, no_dist):
+    with own_errors("load", process_group, no_dist=no_dist):
         state_dict_loader.load(
             state_dict,
             checkpoint_id=path,
@@ -135,7 +136,7 @@ def async_save(
     Returns:
         A future of the metadata; it raises what ``save`` raises. The caller may change the state dict at once.
     """
-    with own_errors("save"):
+    with own_errors("save", no_dist=True):
         response = state_dict_saver.async_save(
             state_dict,
             checkpoint_id=path,
@@ -149,18 +150,10 @@ def async_save(
 
     def pass_on(done: Future[Metadata]) -> None:
         try:
-            with _own_errors("save", process_group, no_dist=False):
+            with own_errors("save", process_group):
                 finished.set_result(done.result())
         except BaseException as error:
             finished.set_exception(error)
 
     upload.add_done_callback(pass_on)
     return finished
-
-
-@contextmanager
-def _own_errors(operation: str, process_group: dist.ProcessGroup | None, no_dist: bool) -> Iterator[None]:
-    """Raises our errors instead of DCP's, and names the rank where one is lost."""
-    phase = "ranks exchanged plans and results; checkpoints in other directories are as they were"
-    with own_errors(operation), nullcontext() if no_dist else naming_lost_ranks(operation, phase, process_group):
-        yield

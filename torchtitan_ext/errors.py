@@ -109,7 +109,7 @@ class SyncMismatchError(StateRefusedError):
 
 
 class LostRankError(TorchtitanExtError, RuntimeError):
-    """A collective of a sync, check, save or load failed: a rank died, hangs, or raised something else before it took part.
+    """A collective of a sync, check, save or load failed: a rank died, hangs, or raised something else first.
 
     Raised on the ranks that notice: at once next to a lost connection, on others when these neighbours give up, at the
     latest after the timeout of the process group.

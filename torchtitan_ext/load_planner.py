@@ -42,6 +42,7 @@ from torchtitan_ext.load_report import (
     ReadRequest,
     build_report,
     component_of,
+    disagreements,
     missing_problems,
     unclaimed_problems,
 )
@@ -195,6 +196,7 @@ class LoadPlanner(StockLoadPlanner):
         request = ReadRequest(
             self._table,
             _metadata_name(self.metadata),
+            rules=f"{self.policy}, {self.source}",
             saved_names=self._saved_names,
             missing=() if self.allow_partial_load else tuple(missing),
             left=tuple(left),
@@ -211,6 +213,7 @@ class LoadPlanner(StockLoadPlanner):
         if is_cover_checked:
             problems += self._cover_problems(requests, agreement)
         problems += unclaimed_problems(requests, self.metadata, self._allow_unclaimed)
+        problems += disagreements([request.rules for request in requests])
         report = None
         if self.policy is None:
             absent = dict.fromkeys(fqn for request in requests for fqn in request.missing)

@@ -64,11 +64,13 @@ class ReadRequest:
         missing: Keys that the checkpoint lacks.
         left: Keys that are not loaded, by the policy or because no source selects them.
         components: By top-level key.
+        rules: By which policy, and from which source, as text.
         metadata_name: Which metadata it read: ranks have one each after ``use_collectives=False``.
     """
 
     table: KeyTable
     metadata_name: str
+    rules: str = ""
     saved_names: Mapping[str, str] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
@@ -203,13 +205,13 @@ def build_report(
     return LoadReport(old, new, tuple(lines), tuple(missing), tuple(unexpected), tuple(problems), remedy)
 
 
-def join_reports(reports: Mapping[str, LoadReport]) -> LoadReport:
-    """One report of a load from several checkpoints, by their names."""
-    first, *others = reports.values()
+def join_reports(reports: Sequence[tuple[str, LoadReport]]) -> LoadReport:
+    """One report of a load from several checkpoints, each with its name."""
+    (_, first), *others = reports
     if not others:
         return first
-    lines = {line.name: replace(line, outcome=UNTOUCHED) for report in reports.values() for line in report.components}
-    for name, report in reports.items():
+    lines = {line.name: replace(line, outcome=UNTOUCHED) for _, report in reports for line in report.components}
+    for name, report in reports:
         for line in report.components:
             if line.outcome != UNTOUCHED:
                 known = lines[line.name].outcome
@@ -219,11 +221,20 @@ def join_reports(reports: Mapping[str, LoadReport]) -> LoadReport:
         first.old,
         first.new,
         tuple(lines.values()),
-        tuple(fqn for report in reports.values() for fqn in report.missing),
-        tuple(fqn for report in reports.values() for fqn in report.unexpected),
-        tuple(problem for report in reports.values() for problem in report.problems),
-        next((report.remedy for report in reports.values() if report.remedy), ""),
+        tuple(fqn for _, report in reports for fqn in report.missing),
+        tuple(fqn for _, report in reports for fqn in report.unexpected),
+        tuple(problem for _, report in reports for problem in report.problems),
+        next((report.remedy for _, report in reports if report.remedy), ""),
     )
+
+
+def disagreements(rules: Sequence[str]) -> list[Problem]:
+    """A problem where ranks load by other rules than rank 0; one text per rank, in rank order."""
+    for rank, own in enumerate(rules):
+        if own != rules[0]:
+            detail = f"rank 0 loads by {rules[0]}, rank {rank} by {own}; pass the same policy and sources on every rank"
+            return [Problem("ranks_disagree", "policy", detail)]
+    return []
 
 
 def missing_problems(missing: Sequence[str], metadata: Metadata) -> list[Problem]:
@@ -247,7 +258,7 @@ def missing_problems(missing: Sequence[str], metadata: Metadata) -> list[Problem
                 hint = (
                     f" {which} of ranks that the save did not have: the checkpoint has {len(relatives)} of these, "
                     f"{relatives[0]} and so on, and nothing says how to divide them among "
-                    "other ranks: give the component a method reshard."
+                    f"other ranks: {_how_to_divide(family)}."
                 )
             elif same is not None:
                 hint = f" It has {same}, which differs only by prefix: strip the wrapper's prefix on one side."
@@ -276,10 +287,16 @@ def unclaimed_problems(requests: Sequence[ReadRequest], metadata: Metadata, allo
                     family,
                     f"the checkpoint has {len(members)} of these, the {len(requests)} rank(s) of this load ask for "
                     f"{sum(fqn in wanted for fqn in members)}; {unclaimed[0]} would be dropped; load on as many "
-                    f"ranks as saved, or pass LoadPlanner(allow_unclaimed=[{family!r}])",
+                    f"ranks as saved, {_how_to_divide(family)}, or pass LoadPlanner(allow_unclaimed=[{family!r}])",
                 )
             )
     return problems
+
+
+def _how_to_divide(family: str) -> str:
+    """What carries entries of old ranks to other ranks; torchtitan's data loader has them as ``dp_rank_*``."""
+    known = ", or read torchtitan's text data with ElasticDataLoader and TorchtitanTextStreams"
+    return "give the component a method reshard" + (known if "dp_rank_*" in family else "")
 
 
 def _family(fqn: str) -> str:

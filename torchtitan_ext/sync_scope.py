@@ -7,7 +7,7 @@ call in the store of the process groups, and the error names those that did not.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -47,11 +47,11 @@ def scope_ranks(scope: Scope) -> list[int]:
 
 
 @contextmanager
-def naming_lost_ranks(operation: str, phase: str, scope: Scope) -> Iterator[None]:
+def naming_lost_ranks(operation: str, phase: str | Callable[[], str], scope: Scope) -> Iterator[None]:
     """Turns what a collective raises inside into a ``LostRankError``.
 
     Args:
-        phase: What the ranks did, to follow "while".
+        phase: What the ranks did, to follow "while"; a function is called when one is lost.
         scope: Those who are asked whether they are still there.
     """
     try:
@@ -61,7 +61,8 @@ def naming_lost_ranks(operation: str, phase: str, scope: Scope) -> Iterator[None
     except RuntimeError as error:
         if not dist.is_initialized():
             raise
-        raise LostRankError(operation, phase, dist.get_rank(), _silent_ranks(scope_ranks(scope)), str(error)) from error
+        done = phase if isinstance(phase, str) else phase()
+        raise LostRankError(operation, done, dist.get_rank(), _silent_ranks(scope_ranks(scope)), str(error)) from error
 
 
 def _silent_ranks(ranks: Sequence[int]) -> tuple[int, ...]:

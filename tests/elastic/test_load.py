@@ -176,7 +176,8 @@ def test_one_report_lists_everything_that_stands_in_the_way(run_world, tmp_path:
         "  Missing key in checkpoint state_dict: old.y. Nearest: old.x.",
         "  Missing key in checkpoint state_dict: dataloader.dp_rank_2. It, and others up to dataloader.dp_rank_3, are "
         "of ranks that the save did not have: the checkpoint has 2 of these, dataloader.dp_rank_0 and so on, and "
-        "nothing says how to divide them among other ranks: give the component a method reshard.",
+        "nothing says how to divide them among other ranks: give the component a method reshard, or read torchtitan's "
+        "text data with ElasticDataLoader and TorchtitanTextStreams.",
         "Components that cannot cross to this world (1):",
         "  kept: 4 counters cannot be dealt; use another kind",
         "Saved entries that nothing asks for (1):",
@@ -486,7 +487,11 @@ def test_no_checkpoint(tmp_path: Path) -> None:
         (lambda: tte.load({}, "A", sources=[Source("B")]), "got sources and a path"),
         (
             lambda: tte.load({}, "A", planner=tte.LoadPlanner(policy=ElasticPolicy()), policy=ElasticPolicy()),
-            "a policy",
+            "a policy and a planner with a policy",
+        ),
+        (
+            lambda: tte.load({}, "A", planner=dcp.DefaultLoadPlanner(), policy=ElasticPolicy()),
+            "got a policy or sources and a DefaultLoadPlanner, expected a LoadPlanner",
         ),
     ],
 )

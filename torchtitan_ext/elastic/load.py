@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from torchtitan_ext.elastic.policy import ElasticPolicy, Source
 from torchtitan_ext.elastic.saved_components import Components, Opened, cut_by_component
 from torchtitan_ext.errors import Problem, StateRefusedError, refusal
 from torchtitan_ext.load_planner import LoadPlanner
-from torchtitan_ext.load_report import LoadReport, join_reports
+from torchtitan_ext.load_report import LoadReport, disagreements, join_reports
 
 
 class Rehearsal(LoadPlanner):
@@ -65,21 +66,34 @@ def load_components(
     group = _DistWrapper(process_group, not no_dist, 0)
     opened: list[Opened] = []
     components = Components()
+    failures = partial(own_errors, "load", process_group, no_dist=no_dist)
 
-    def prepare() -> None:
+    def prepare() -> str:
         nonlocal components
         for source in sources:
-            opened.append(_open(source, [other.source for other in opened], planner, policy))
+            opened.append(_open(source, [other.source for other in opened], planner, policy, group.rank))
         components = cut_by_component(state_dict, opened, policy, group.get_world_size() if group.use_dist else 1)
         for one, plans in zip(opened, components.plans, strict=True):
             one.planner.components = plans
+        return f"{policy!r}, {list(sources)}"
 
-    with own_errors("load"):
-        group.all_gather("components", prepare)
-    loaded = [name for name in components.values if policy.component_action(name) not in ("omit", "reset")]
+    with failures(phase="components were asked for their part; nothing was changed"):
+        problems = disagreements(group.all_gather("components", prepare))
+    if problems:
+        raise refusal("load", problems)
+    loaded = tuple(name for name in components.values if policy.component_action(name) not in ("omit", "reset"))
+    changed = (*loaded, *components.resharded, *components.to_reset)
 
     def read(one: Opened, planner: LoadPlanner) -> None:
-        with own_errors("load", lambda: tuple(loaded) if planner.is_reading else ()):
+        def undefined() -> tuple[str, ...]:
+            return loaded if any(other.planner.is_reading for other in opened) else ()
+
+        def phase() -> str:
+            if not undefined():
+                return "the load was planned; nothing was changed"
+            return f"tensors were read; these may be part-written: {', '.join(loaded)}"
+
+        with failures(phase=phase, undefined=undefined):
             state_dict_loader.load(
                 components.values,
                 storage_reader=one.reader,
@@ -92,13 +106,10 @@ def load_components(
         _rehearse(opened, read)
     for one in opened:
         read(one, one.planner)
-    report = join_reports({one.name: one.planner.report for one in opened if one.planner.report is not None})
-
-    taken: list[str] = []
+    report = join_reports([(one.name, one.planner.report) for one in opened if one.planner.report is not None])
 
     def take() -> None:
         for name, component in state_dict.items():
-            taken.append(name)
             if name in components.resharded:
                 component.load_state_dict(components.resharded[name].state)
             elif name in components.to_reset:
@@ -114,22 +125,40 @@ def load_components(
                 else:
                     state_dict[name] = value
 
-    with own_errors("load", lambda: tuple(dict.fromkeys([*loaded, *taken]))):
+    with failures(phase=f"components took their state; undefined are {', '.join(changed)}", undefined=lambda: changed):
         group.all_gather("apply", take)
     return report
 
 
-def _open(source: Source, earlier: Sequence[Source], planner: LoadPlanner, policy: ElasticPolicy) -> Opened:
+def _open(source: Source, earlier: Sequence[Source], planner: LoadPlanner, policy: ElasticPolicy, rank: int) -> Opened:
     reader = cast(StorageReader, _storage_setup(source.storage_reader, source.path, reader=True))
-    metadata = reader.read_metadata()
+    name = str(source.path or type(reader).__name__)
+    try:
+        metadata = reader.read_metadata()
+    except Exception:
+        if _has_metadata_of(reader, rank):
+            detail = (
+                "each rank has metadata of its own part alone (use_collectives=False); load it without a policy, on "
+                "the ranks of the save"
+            )
+            raise refusal("load", [Problem("broken_checkpoint", name, detail)]) from None
+        raise
     own = copy.copy(planner)
     own.source, own.earlier_sources, own.policy = source, tuple(earlier), policy
-    return Opened(str(source.path or reader), source, reader, metadata, own)
+    return Opened(name, source, reader, metadata, own)
+
+
+def _has_metadata_of(reader: StorageReader, rank: int) -> bool:
+    try:
+        reader.read_metadata(rank=rank)
+    except Exception:
+        return False
+    return True
 
 
 def _rehearse(opened: Sequence[Opened], read: Callable[[Opened, LoadPlanner], None]) -> None:
     """Refuses what any of several sources refuses, all of it together, before the first is read."""
-    reports: dict[str, LoadReport] = {}
+    reports: list[tuple[str, LoadReport]] = []
     problems: list[Problem] = []
     for one in opened:
         rehearsal = copy.copy(one.planner)
@@ -138,6 +167,8 @@ def _rehearse(opened: Sequence[Opened], read: Callable[[Opened, LoadPlanner], No
             read(one, rehearsal)
         except StateRefusedError as error:
             problems += error.problems
-            reports[one.name] = error.report
+            rehearsal.report = error.report
+        if rehearsal.report is not None:
+            reports.append((one.name, rehearsal.report))
     if problems:
         raise refusal("load", problems, join_reports(reports))

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 Action = Literal["keep", "reshard", "reset", "omit", "error"]
 Strict = Literal["error", "warn", "ignore"]
 
+
 class ElasticPolicy:
     """What a load does with each component of a state dict, by top-level key or glob of flat keys.
 
@@ -97,7 +98,7 @@ class Source:
     include: Sequence[str] = ("*",)
     exclude: Sequence[str] = ()
     rename: Mapping[str, str] = field(default_factory=dict)
-    storage_reader: StorageReader | None = None
+    storage_reader: StorageReader | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("include", "exclude"):
