@@ -151,7 +151,8 @@ def test_refusals_are_one_report(run_world, tmp_path: Path) -> None:
         "  model         reshard  1 entry",
         "Per-rank entries that no rank asks for (1):",
         "  dataloader.dp_rank_*: the checkpoint has 8 of these, the 4 rank(s) of this load ask for 4; "
-        "dataloader.dp_rank_4 would be dropped; load on as many ranks as saved, or pass "
+        "dataloader.dp_rank_4 would be dropped; load on as many ranks as saved, give the component a method reshard, "
+        "or read torchtitan's text data with ElasticDataLoader and TorchtitanTextStreams, or pass "
         "LoadPlanner(allow_unclaimed=['dataloader.dp_rank_*'])",
         remedy,
     ]

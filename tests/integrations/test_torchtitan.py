@@ -1,0 +1,181 @@
+"""torchtitan 0.3.0's checkpoint manager and data loader beside ours; docs/torchtitan.md says what its trainer did."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("torchtitan")
+pytest.importorskip("datasets")
+
+from datasets import Dataset
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.config.override import apply_overrides
+from torchtitan.hf_datasets import DatasetConfig
+from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
+from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+from torchtitan_ext.errors import ReshardError
+from torchtitan_ext.integrations.torchtitan import ElasticCheckpointManager, ElasticTextDataLoader
+
+SEQ_LEN = 8
+# Document d has 10 words of its own, none below 3.
+DOCUMENTS = [" ".join(str(10 * document + word + 3) for word in range(10)) for document in range(48)]
+WORDS = Counter(range(3, 483))
+OVERRIDES = "torchtitan_ext.integrations.torchtitan"
+
+
+class Tokenizer:
+    def encode(self, text: str, *, add_bos: bool, add_eos: bool) -> list[int]:
+        return [1] * add_bos + [int(word) for word in text.split()] + [2] * add_eos
+
+
+class Part:
+    """A component that saves and takes a few numbers, as torchtitan's LR schedulers and trainer do."""
+
+    def __init__(self, **values: int) -> None:
+        self.__dict__.update(values)
+
+    def state_dict(self) -> dict[str, int]:
+        return dict(self.__dict__)
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.__dict__.update(state_dict)
+
+
+def loader_of(config: Any, rank: int, world_size: int) -> Any:
+    DATASETS["documents"] = DatasetConfig(
+        path="", loader=lambda _: Dataset.from_dict({"text": DOCUMENTS}), sample_processor=lambda sample: sample["text"]
+    )
+    return config.build(
+        dp_world_size=world_size,
+        dp_rank=rank,
+        tokenizer=Tokenizer(),
+        seq_len=SEQ_LEN,
+        local_batch_size=1,
+        snapshot_every_n_steps=1,
+    )
+
+
+def manager_of(config: Any, path: Path, loader: Any) -> Any:
+    model = torch.nn.Linear(2, 2)
+    torch.nn.init.zeros_(model.weight)
+    return config.build(
+        dataloader=loader,
+        model_parts=[model],
+        optimizers=Part(lr=0),
+        lr_schedulers=Part(last_epoch=0),
+        states={"train_state": Part(step=0, ntokens_seen=0)},
+        sd_adapter=None,
+        base_folder=str(path),
+    )
+
+
+OPTIONS = {"enable": True, "interval": 1, "keep_latest_k": 0, "last_save_model_only": False}
+
+
+def train(manager: Any, loader: Any, num_steps: int) -> list[int]:
+    """Words served; each step one sequence per rank, and a checkpoint at the end."""
+    words: list[int] = []
+    train_state, batches = manager.states["train_state"], iter(loader)
+    for _ in range(num_steps):
+        inputs, labels = next(batches)
+        words += [token for token in labels.flatten().tolist() if token > 2]
+        train_state.step += 1
+        train_state.ntokens_seen += labels.numel()
+    manager.states["lr_scheduler"].last_epoch = manager.states["optimizer"].lr = train_state.step
+    with torch.no_grad():
+        manager.states["model"].model[0].weight += train_state.step
+    manager.save(train_state.step)
+    manager.maybe_wait_for_saving()
+    return words
+
+
+def begin(rank: int, world_size: int, path: Path) -> list[int]:
+    loader = loader_of(HuggingFaceTextDataLoader.Config(dataset="documents"), rank, world_size)
+    return train(manager_of(CheckpointManager.Config(**OPTIONS), path, loader), loader, 3)
+
+
+def go_on(rank: int, world_size: int, path: Path, num_steps: int, async_mode: str) -> tuple[list[int], list[int]]:
+    """Words served, and those left over in the shards."""
+    loader = loader_of(ElasticTextDataLoader.Config(dataset="documents", num_shards=8), rank, world_size)
+    manager = manager_of(ElasticCheckpointManager.Config(**OPTIONS, async_mode=async_mode), path, loader)
+    assert manager.load()
+    train_state, saved_step = manager.states["train_state"], manager.states["optimizer"].lr
+    assert train_state.step == manager.states["lr_scheduler"].last_epoch == saved_step
+    assert train_state.ntokens_seen == loader.samples_seen * SEQ_LEN // world_size
+    assert torch.all(manager.states["model"].model[0].weight == (3 if saved_step == 3 else 3 + saved_step))
+    words = train(manager, loader, num_steps)
+    entries = [value[0] for key, value in loader.state_dict().items() if key != "loader"]
+    return words, [token for entry in entries for token in entry["stream"]["labels"] if token > 2]
+
+
+def unread(rank: int, world_size: int, path: Path) -> list[int]:
+    """The words of the rest of the epoch, with what the shards keep for the next one."""
+    config = ElasticTextDataLoader.Config(dataset="documents", num_shards=8, infinite=False)
+    loader = loader_of(config, rank, world_size)
+    assert manager_of(ElasticCheckpointManager.Config(**OPTIONS), path, loader).load()
+    words = [token for _, labels in loader for token in labels.flatten().tolist()]
+    entries = [value[0] for key, value in loader.state_dict().items() if key != "loader"]
+    return [token for token in words + [t for entry in entries for t in entry["stream"]["labels"]] if token > 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+def test_4_ranks_of_torchtitan_to_2_to_8_to_1(run_world, tmp_path: Path, async_mode: str) -> None:
+    served = Counter(word for words in run_world(4, begin, tmp_path) for word in words)
+    for world_size, num_steps in ((2, 4), (8, 2)):
+        for words, _ in run_world(world_size, go_on, tmp_path, num_steps, async_mode):
+            served.update(words)
+    (rest,) = run_world(1, unread, tmp_path)
+    served.update(rest)
+    assert served == WORDS
+
+
+def refuse(rank: int, world_size: int, path: Path) -> str:
+    loader = loader_of(HuggingFaceTextDataLoader.Config(dataset="documents"), rank, world_size)
+    manager = manager_of(ElasticCheckpointManager.Config(**OPTIONS), path, loader)
+    with pytest.raises(ReshardError) as refusal:
+        manager.load()
+    assert manager.states["train_state"].step == manager.states["optimizer"].lr == 0
+    assert torch.all(manager.states["model"].model[0].weight == 0)
+    options = ElasticCheckpointManager.Config(**OPTIONS, policy={"dataloader": "reset"})
+    manager = manager_of(options, path, loader)
+    assert manager.load()
+    assert manager.states["train_state"].step == manager.states["optimizer"].lr == 3
+    return str(refusal.value)
+
+
+@pytest.mark.slow
+def test_torchtitans_own_loader_is_refused_or_reset(run_world, tmp_path: Path) -> None:
+    run_world(4, begin, tmp_path)
+    for world_size, reason in ((2, "would be dropped"), (8, "ranks that the save did not have")):
+        texts = run_world(world_size, refuse, tmp_path)
+        assert len(set(texts)) == 1
+        assert reason in texts[0] and "read torchtitan's text data with ElasticDataLoader" in texts[0]
+        assert "policy=ElasticPolicy({'dataloader': 'reset'})" in texts[0]
+
+
+def test_overrides_replace_the_configs_of_the_trainer() -> None:
+    config = llama3_debugmodel()
+    config.dataloader.dataset = "documents"
+    config.override.imports = [
+        (f"{OVERRIDES}.elastic_checkpoint", json.loads('{"policy": {"dataloader": "reset"}, "strict": "warn"}')),
+        (f"{OVERRIDES}.elastic_data", {"num_shards": 12}),
+    ]
+    validation = type(config.validator.dataloader)
+    apply_overrides(config.override, config)
+    assert isinstance(config.checkpoint, ElasticCheckpointManager.Config)
+    assert (config.checkpoint.policy, config.checkpoint.strict) == ({"dataloader": "reset"}, "warn")
+    assert config.checkpoint.interval == 10
+    assert isinstance(config.dataloader, ElasticTextDataLoader.Config)
+    assert (config.dataloader.dataset, config.dataloader.num_shards) == ("documents", 12)
+    assert type(config.validator.dataloader) is validation
+
+
+def test_pinned_memory_is_refused() -> None:
+    with pytest.raises(ValueError, match='async_mode: got "async_with_pinned_mem", expected "disabled" or "async"'):
+        ElasticCheckpointManager.Config(async_mode="async_with_pinned_mem")
