@@ -254,7 +254,7 @@ class LoadPlanner(StockLoadPlanner):
         if self.is_coordinator and self.report is not None and (self.report.missing or self.report.unexpected):
             if self.policy is not None and self.policy.strict == "warn":
                 logger.warning("load: %s", self.report)
-        materialize_meta(self.original_state_dict, self._flat)
+        materialize_meta(self.original_state_dict, self._flat, self._table.entries)
         return dataclasses.replace(central_plan, items=items)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:

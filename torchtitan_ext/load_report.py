@@ -100,7 +100,7 @@ class LoadReport:
         missing: Keys that the state dict has and the checkpoint lacks; their targets stay as they are.
         unexpected: Keys that the checkpoint has in a component that is loaded, and that nothing asks for.
         problems: Why it is refused; empty for a load that goes.
-        remedy: The argument that would make it go, where one would.
+        remedy_policy: The policy that would make it go, where one would.
     """
 
     old: World
@@ -109,7 +109,12 @@ class LoadReport:
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
-    remedy: str = ""
+    remedy_policy: ElasticPolicy | None = None
+
+    @property
+    def remedy(self) -> str:
+        """The policy that would make it go, as the call that makes it; empty where none would."""
+        return "" if self.remedy_policy is None else repr(self.remedy_policy)
 
     def __str__(self) -> str:
         widths = [max((len(line.name) for line in self.components), default=0), max(map(len, ("reshard", "action")))]
@@ -135,12 +140,12 @@ def saved_world(metadata: Metadata) -> World:
 
 def component_of(fqn: str, components: Collection[str], *, is_tensor: bool) -> str:
     """The top-level key that a flat key stands under."""
-    position = fqn.find(".")
-    while position >= 0:
-        if fqn[:position] in components:
-            return fqn[:position]
-        position = fqn.find(".", position + 1)
-    return fqn if fqn in components or not is_tensor else MODEL
+    name = fqn
+    while name not in components and "." in name:
+        name = name.rsplit(".", 1)[0]
+    if name in components:
+        return name
+    return MODEL if is_tensor else fqn
 
 
 def build_report(
@@ -162,9 +167,8 @@ def build_report(
     problems = list(problems)
     problems += [plan.problem for request in requests for plan in request.components.values() if plan.problem]
     old, new = saved_world(metadata), World(len(requests), _mesh_axes([request.table for request in requests]))
-    problems += _world_problems(components, old, new)
-
     wanted = {fqn: request.saved_name(fqn) for request in requests for fqn in request.table.entries}
+    problems += _world_problems(components, policy, wanted, old, new)
     left = {fqn for request in requests for fqn in request.left}
     absent = list(dict.fromkeys(fqn for request in requests for fqn in request.missing))
     saved = metadata.state_dict_metadata
@@ -205,8 +209,8 @@ def build_report(
     return LoadReport(old, new, tuple(lines), tuple(missing), tuple(unexpected), tuple(problems), remedy)
 
 
-def join_reports(reports: Sequence[tuple[str, LoadReport]]) -> LoadReport:
-    """One report of a load from several checkpoints, each with its name."""
+def join_reports(reports: Sequence[tuple[str, LoadReport]], policy: ElasticPolicy) -> LoadReport:
+    """One report of a load by a policy from several checkpoints, each with its name."""
     (_, first), *others = reports
     if not others:
         return first
@@ -224,8 +228,24 @@ def join_reports(reports: Sequence[tuple[str, LoadReport]]) -> LoadReport:
         tuple(fqn for _, report in reports for fqn in report.missing),
         tuple(fqn for _, report in reports for fqn in report.unexpected),
         tuple(problem for _, report in reports for problem in report.problems),
-        next((report.remedy for _, report in reports if report.remedy), ""),
+        _joined_remedy([report.remedy_policy for _, report in reports if report.problems], policy),
     )
+
+
+def _joined_remedy(remedies: Sequence[ElasticPolicy | None], policy: ElasticPolicy) -> ElasticPolicy | None:
+    """What all of these change in a policy, together."""
+    known = [remedy for remedy in remedies if remedy is not None]
+    if not known or len(known) < len(remedies):
+        return None
+    changes = {
+        name: action
+        for remedy in known
+        for name, action in remedy.actions.items()
+        if policy.actions.get(name) != action
+    }
+    kept = {name: policy.actions[name] for name in policy.actions if all(name in remedy.actions for remedy in known)}
+    strict = next((remedy.strict for remedy in known if remedy.strict != policy.strict), policy.strict)
+    return ElasticPolicy({**changes, **kept, **changes}, default=policy.default, strict=strict)
 
 
 def disagreements(rules: Sequence[str]) -> list[Problem]:
@@ -317,16 +337,17 @@ def _mesh_axes(tables: Sequence[KeyTable]) -> dict[str, int]:
     return axes
 
 
-def _world_problems(components: Mapping[str, ComponentPlan], old: World, new: World) -> list[Problem]:
-    return [
-        Problem(
-            "cannot_reshard",
-            name,
-            f"its action is 'error', and it was saved by {old}, not by {new}; load in that world, or choose another",
-        )
-        for name, plan in components.items()
-        if plan.action == "error" and old.size != new.size
-    ]
+def _world_problems(
+    components: Mapping[str, ComponentPlan], policy: ElasticPolicy, wanted: Collection[str], old: World, new: World
+) -> list[Problem]:
+    if old.size == new.size:
+        return []
+    names = [name for name, plan in components.items() if plan.action == "error"]
+    for glob, action in policy.actions.items():
+        if action == "error" and glob not in names and fnmatch.filter(wanted, glob):
+            names.append(glob)
+    detail = f"its action is 'error', and it was saved by {old}, not by {new}; load in that world, or choose another"
+    return [Problem("cannot_reshard", name, detail) for name in names]
 
 
 def _read_prefixes(components: Mapping[str, ComponentPlan]) -> Callable[[str], object]:
@@ -383,14 +404,16 @@ def _remedy(
     missing: Sequence[str],
     unexpected: Sequence[str],
     wanted: Collection[str],
-) -> str:
-    """The policy under which the load would go without what is refused; empty where none would."""
+) -> ElasticPolicy | None:
+    """The policy under which the load would go without what is refused; None where none would."""
     # A glob is looked for among all keys, once per problem.
     is_long = sum(problem.kind in ("missing_key", "unexpected_key") for problem in problems) > _MAX_GLOBS
     actions: dict[str, Action] = {}
     for problem in problems:
         name = component_of(problem.fqn, components, is_tensor=True)
-        if problem.kind in ("cannot_reshard", "unclaimed_keys") or _PER_RANK.search(problem.fqn):
+        if problem.kind == "cannot_reshard" and problem.fqn in policy.actions:
+            actions[problem.fqn] = "reset"
+        elif problem.kind in ("cannot_reshard", "unclaimed_keys") or _PER_RANK.search(problem.fqn):
             actions[name] = "reset"
         elif problem.kind in ("wrong_shape", "wrong_type"):
             actions[problem.fqn] = "reset"
@@ -399,13 +422,23 @@ def _remedy(
         elif problem.kind == "unexpected_key" and not is_long:
             actions[_common_glob(problem.fqn, unexpected, wanted)] = "omit"
         elif problem.kind not in ("missing_key", "unexpected_key"):
-            return ""
+            return None
     whole = {name for name, action in actions.items() if name in components}
-    actions = {glob: action for glob, action in actions.items() if glob in whole or glob.split(".")[0] not in whole}
+    actions = {
+        glob: action
+        for glob, action in actions.items()
+        if glob in whole or component_of(glob, components, is_tensor=True) not in whole
+    }
     if not actions and not is_long:
-        return ""
+        return None
     strict = "ignore" if is_long else policy.strict
-    return repr(ElasticPolicy({**actions, **policy.actions, **actions}, default=policy.default, strict=strict))
+    # A glob would win over a component.
+    kept = {
+        name: action
+        for name, action in policy.actions.items()
+        if not any(name.startswith(f"{component}.") for component in whole)
+    }
+    return ElasticPolicy({**actions, **kept, **actions}, default=policy.default, strict=strict)
 
 
 def _common_glob(fqn: str, affected: Sequence[str], others: Collection[str]) -> str:

@@ -7,7 +7,7 @@ tensors (``__tensor_flatten__``) are walked like dicts.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,9 +85,13 @@ def set_value(state_dict: dict[str, Any], path: Path, value: Any) -> None:
     _replaced(state_dict, path, value)
 
 
-def materialize_meta(state_dict: dict[str, Any], flat: FlatStateDict) -> None:
-    """Gives every meta tensor memory on its mesh's device (plain ones: the process group's), in place in both dicts."""
-    for fqn, value in flat.values.items():
+def materialize_meta(state_dict: dict[str, Any], flat: FlatStateDict, fqns: Iterable[str]) -> None:
+    """Gives these meta tensors memory on their mesh's device (plain ones: the process group's), in place in both dicts.
+
+    Others stay on meta: memory that nothing fills would pass for values.
+    """
+    for fqn in fqns:
+        value = flat.values[fqn]
         if isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor) and value.is_meta:
             flat.values[fqn] = on_device(value, _load_device(value))
             set_value(state_dict, flat.paths[fqn], flat.values[fqn])

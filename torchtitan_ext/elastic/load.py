@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint._storage_utils import _storage_setup
 from torch.distributed.checkpoint.planner import LoadPlan
@@ -81,8 +82,9 @@ def load_components(
         problems = disagreements(group.all_gather("components", prepare))
     if problems:
         raise refusal("load", problems)
-    loaded = tuple(name for name in components.values if policy.component_action(name) not in ("omit", "reset"))
-    changed = (*loaded, *components.resharded, *components.to_reset)
+    names = map(str, components.values)
+    loaded = tuple(name for name in names if policy.component_action(name) not in ("omit", "reset"))
+    changed = (*loaded, *map(str, components.resharded), *map(str, components.to_reset))
 
     def read(one: Opened, planner: LoadPlanner) -> None:
         def undefined() -> tuple[str, ...]:
@@ -103,10 +105,11 @@ def load_components(
             )
 
     if len(opened) > 1:
-        _rehearse(opened, read)
+        _rehearse(opened, read, policy)
     for one in opened:
         read(one, one.planner)
-    report = join_reports([(one.name, one.planner.report) for one in opened if one.planner.report is not None])
+    reports = [(one.name, one.planner.report) for one in opened if one.planner.report is not None]
+    report = join_reports(reports, policy)
 
     def take() -> None:
         for name, component in state_dict.items():
@@ -118,7 +121,9 @@ def load_components(
                 value = components.values[name]
                 if name in components.param_groups:
                     value = {**value, "param_groups": components.param_groups[name]}
-                if isinstance(component, Stateful):
+                if isinstance(component, nn.Module) and any(held.is_meta for held in component.state_dict().values()):
+                    component.load_state_dict(value, assign=True)
+                elif isinstance(component, Stateful):
                     component.load_state_dict(value)
                 elif isinstance(component, dict):
                     component.update(value)
@@ -156,7 +161,7 @@ def _has_metadata_of(reader: StorageReader, rank: int) -> bool:
     return True
 
 
-def _rehearse(opened: Sequence[Opened], read: Callable[[Opened, LoadPlanner], None]) -> None:
+def _rehearse(opened: Sequence[Opened], read: Callable[[Opened, LoadPlanner], None], policy: ElasticPolicy) -> None:
     """Refuses what any of several sources refuses, all of it together, before the first is read."""
     reports: list[tuple[str, LoadReport]] = []
     problems: list[Problem] = []
@@ -171,4 +176,4 @@ def _rehearse(opened: Sequence[Opened], read: Callable[[Opened, LoadPlanner], No
         if rehearsal.report is not None:
             reports.append((one.name, rehearsal.report))
     if problems:
-        raise refusal("load", problems, join_reports(reports))
+        raise refusal("load", problems, join_reports(reports, policy))

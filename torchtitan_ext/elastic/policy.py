@@ -63,6 +63,13 @@ class ElasticPolicy:
         """What to do with a top-level entry of a state dict."""
         return self.actions.get(component, self.default)
 
+    def object_action(self, component: str) -> Action:
+        """What to do with an entry that is loaded as a whole: a glob of all its keys counts, as ``"dataloader.*"``."""
+        for pattern, action in self.actions.items():
+            if pattern != component and pattern.endswith("*") and fnmatch.fnmatchcase(f"{component}.", pattern):
+                return action
+        return self.component_action(component)
+
     def key_action(self, fqn: str, component: str) -> Action:
         """What to do with one flat key of a component."""
         for pattern, action in self.actions.items():

@@ -22,7 +22,7 @@ from torchtitan_ext.elastic.policy import ElasticPolicy, Source
 from torchtitan_ext.errors import CannotReshardError, CheckpointReadError, Problem
 from torchtitan_ext.load_planner import LoadPlanner
 from torchtitan_ext.load_report import UNTOUCHED, ComponentPlan, saved_world
-from torchtitan_ext.state_dict import flatten_state_dict
+from torchtitan_ext.state_dict import Path, flatten_state_dict
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Opened:
 
 @dataclass
 class Components:
-    """A state dict, cut by what becomes of each top-level entry.
+    """A state dict, cut by what becomes of each top-level entry; keys are its own, names in ``plans`` their text.
 
     Attributes:
         values: Entries that the planners load, key by key; of ``Stateful`` objects what ``state_dict()`` gives.
@@ -48,15 +48,15 @@ class Components:
         plans: Per source what its report says of each entry that is not a tensor, in order.
     """
 
-    values: dict[str, Any] = field(default_factory=dict)
-    resharded: dict[str, Resharded] = field(default_factory=dict)
-    to_reset: list[str] = field(default_factory=list)
-    param_groups: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    values: dict[Any, Any] = field(default_factory=dict)
+    resharded: dict[Any, Resharded] = field(default_factory=dict)
+    to_reset: list[Any] = field(default_factory=list)
+    param_groups: dict[Any, list[dict[str, Any]]] = field(default_factory=dict)
     plans: list[dict[str, ComponentPlan]] = field(default_factory=list)
 
 
 def cut_by_component(
-    state_dict: Mapping[str, Any], opened: Sequence[Opened], policy: ElasticPolicy, size: int
+    state_dict: Mapping[Any, Any], opened: Sequence[Opened], policy: ElasticPolicy, size: int
 ) -> Components:
     """Cuts a state dict by what becomes of its entries, and asks those with a rule of their own.
 
@@ -66,33 +66,39 @@ def cut_by_component(
     """
     components = Components(plans=[{} for _ in opened])
     carried = {}
-    for name, component in state_dict.items():
+    for key, component in state_dict.items():
+        name = str(key)
+        is_elastic = isinstance(component, Stateful) and can_reshard(component)
         action = policy.component_action(name)
+        if is_elastic and action == "reshard":
+            action = policy.object_action(name)
         if not isinstance(component, torch.Tensor):
             for plans in components.plans:
                 plans[name] = ComponentPlan(action)
         if not isinstance(component, Stateful):
-            components.values[name] = component
+            components.values[key] = component
         elif action in ("reset", "omit"):
             if action == "reset" and hasattr(component, "reset"):
-                components.to_reset.append(name)
+                components.to_reset.append(key)
             plan = ComponentPlan(action, "starts anew" if action == "reset" else UNTOUCHED)
             for plans in components.plans:
                 plans[name] = plan
-        elif action == "reshard" and can_reshard(component):
-            carried[name] = component
+        elif is_elastic and action == "reshard":
+            carried[key] = component
         else:
-            components.values[name] = component.state_dict()
+            components.values[key] = component.state_dict()
     new = World(size, _mesh_axes(components.values))
-    for name, value in components.values.items():
+    for key, value in components.values.items():
+        name = str(key)
         position = _source_of(f"{name}.param_groups.*", opened)
         if position is not None and policy.component_action(name) == "reshard" and _has_group_list(value):
             plan, groups = _merge_groups(name, value["param_groups"], opened[position])
             components.plans[position][name] = plan
             if groups is not None:
-                components.param_groups[name] = groups
-                components.values[name] = {key: member for key, member in value.items() if key != "param_groups"}
-    for name, component in carried.items():
+                components.param_groups[key] = groups
+                components.values[key] = {part: member for part, member in value.items() if part != "param_groups"}
+    for key, component in carried.items():
+        name = str(key)
         position = _source_of(f"{name}.*", opened)
         if position is None:
             components.plans[0][name] = ComponentPlan("reshard", UNTOUCHED)
@@ -100,7 +106,7 @@ def cut_by_component(
         plan, resharded = _ask(name, component, opened[position], new, policy)
         components.plans[position][name] = plan
         if resharded is not None:
-            components.resharded[name] = resharded
+            components.resharded[key] = resharded
     _check_samples(components)
     return components
 
@@ -139,24 +145,31 @@ def _ask(
 ) -> tuple[ComponentPlan, Resharded | None]:
     """What a component makes of what it saved."""
     prefix = opened.source.saved_prefix(name)
-    if not any(fqn == prefix or fqn.startswith(f"{prefix}.") for fqn in opened.metadata.state_dict_metadata):
+    part = next((glob for glob in policy.actions if glob.startswith(f"{name}.") and glob != f"{name}.*"), None)
+    if part is not None:
+        detail = f"its own rule is for all its keys, and {part!r} chooses some; load it by 'keep', or name all of it"
+        return ComponentPlan("reshard", "", Problem("cannot_reshard", name, detail), prefix), None
+    if not _paths_below(prefix, opened.metadata):
+        if not component.state_dict():
+            return ComponentPlan("reshard", UNTOUCHED), None
+        is_refused = policy.strict == "error" and not opened.planner.allow_partial_load
         detail = f"Missing key in checkpoint state_dict: {prefix}. The checkpoint has nothing of this component"
-        problem = Problem("missing_key", name, detail) if policy.strict == "error" else None
+        problem = Problem("missing_key", name, detail) if is_refused else None
         return ComponentPlan("reshard", "missing, left as is", problem), None
     try:
         saved = read_saved(opened.reader, opened.metadata, prefix, weights_only=opened.planner.weights_only)
         resharded = reshard_state(component, saved, saved_world(opened.metadata), new)
+        return ComponentPlan("reshard", resharded.note, saved_prefix=prefix), resharded
     except CannotReshardError as error:
         return ComponentPlan("reshard", "", Problem("cannot_reshard", name, str(error)), prefix), None
     except Exception as error:
         detail = f"{type(component).__name__} cannot take what was saved ({type(error).__name__}: {error})"
         return ComponentPlan("reshard", "", Problem("cannot_reshard", name, detail), prefix), None
-    return ComponentPlan("reshard", resharded.note, saved_prefix=prefix), resharded
 
 
 def _check_samples(components: Components) -> None:
     """A problem where components count other samples: they were saved at different moments of a run."""
-    counts = {name: new.samples_seen for name, new in components.resharded.items() if new.samples_seen is not None}
+    counts = {str(name): new.samples_seen for name, new in components.resharded.items() if new.samples_seen is not None}
     if len(set(counts.values())) <= 1:
         return
     counted = ", ".join(f"{name} {count}" for name, count in counts.items())
@@ -169,11 +182,8 @@ def _check_samples(components: Components) -> None:
 
 def read_saved(reader: StorageReader, metadata: Metadata, prefix: str, *, weights_only: bool) -> Any:
     """Everything below a key of a checkpoint, nested as it was saved, tensors whole and on the CPU. Not collective."""
-    saved = {
-        fqn: entry
-        for fqn, entry in metadata.state_dict_metadata.items()
-        if fqn == prefix or fqn.startswith(f"{prefix}.")
-    }
+    paths = _paths_below(prefix, metadata)
+    saved = {fqn: metadata.state_dict_metadata[fqn] for fqn in paths}
     values: dict[str, Any] = {
         fqn: torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
         for fqn, entry in saved.items()
@@ -184,12 +194,23 @@ def read_saved(reader: StorageReader, metadata: Metadata, prefix: str, *, weight
     (plan,) = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
     (plan,) = reader.prepare_global_plan([plan])
     reader.read_data(planner.finish_plan(plan), planner).wait()
-    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-    depth = len(paths[prefix]) - 1 if prefix in paths else prefix.count(".") + 1
-    relative = {fqn: tuple(paths.get(fqn, fqn.split(".")))[depth:] for fqn in saved}
     if prefix in saved:
         return values[prefix]
-    return unflatten_state_dict(values, {fqn: ("", *path) for fqn, path in relative.items()}).get("", {})
+    return unflatten_state_dict(values, {fqn: ("", *path) for fqn, path in paths.items()}).get("", {})
+
+
+def _paths_below(prefix: str, metadata: Metadata) -> dict[str, Path]:
+    """The saved keys that stand below a key, and where: a key may have dots in it."""
+    recorded = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    below: dict[str, Path] = {}
+    for fqn in metadata.state_dict_metadata:
+        if fqn == prefix or fqn.startswith(f"{prefix}."):
+            path = recorded.get(fqn, tuple(fqn.split(".")))
+            depths = (depth for depth in range(1, len(path) + 1) if ".".join(map(str, path[:depth])) == prefix)
+            depth = next(depths, None)
+            if depth is not None:
+                below[fqn] = tuple(path[depth:])
+    return below
 
 
 def _mesh_axes(values: Mapping[str, Any]) -> dict[str, int]:
