@@ -8,8 +8,10 @@
 
 #include <algorithm>
 #include <deque>
+#include <mutex>
 #include <string>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <utility>
 #include <vector>
 
 #include "core/aliasing.h"
@@ -83,6 +85,42 @@ void on_this_thread(int64_t begin, int64_t end, int64_t, ops::RangeBody body, vo
   body(begin, end, context);
 }
 
+// Buckets in CPU memory outlive a call: the first touch of new pages costs more than the copies. CUDA memory is kept by
+// PyTorch's allocator. At most kFlights buckets are kept, and never taken down: at exit other statics may be gone.
+class KeptBuckets {
+ public:
+  static KeptBuckets& instance() {
+    static auto* const kept = new KeptBuckets;
+    return *kept;
+  }
+
+  at::Tensor take(int64_t num_bytes, const at::TensorOptions& options) {
+    if (options.device().is_cpu()) {
+      const std::scoped_lock lock(mutex_);
+      for (at::Tensor& free : free_) {
+        if (!free.defined() || free.numel() < num_bytes) continue;
+        return std::exchange(free, at::Tensor());
+      }
+    }
+    return at::empty({num_bytes}, options);
+  }
+
+  void give_back(at::Tensor bucket) {
+    if (!bucket.is_cpu()) return;
+    const std::scoped_lock lock(mutex_);
+    at::Tensor& smallest = *std::min_element(std::begin(free_), std::end(free_), is_smaller);
+    if (!smallest.defined() || smallest.numel() < bucket.numel()) smallest = std::move(bucket);
+  }
+
+ private:
+  static bool is_smaller(const at::Tensor& left, const at::Tensor& right) {
+    return right.defined() && (!left.defined() || left.numel() < right.numel());
+  }
+
+  std::mutex mutex_;
+  at::Tensor free_[kFlights];
+};
+
 class Broadcast {
  public:
   Broadcast(at::TensorList tensors, c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t src, Schedule schedule)
@@ -98,6 +136,10 @@ class Broadcast {
       start(index);
     }
     while (!in_flight_.empty()) finish_oldest();
+    // Not where a transfer failed: it may still write.
+    for (at::Tensor& bucket : buckets_) {
+      if (bucket.defined()) KeptBuckets::instance().give_back(std::move(bucket));
+    }
   }
 
  private:
@@ -172,7 +214,7 @@ class Broadcast {
     if (bucket_of(flight).defined()) return;
     int64_t num_bytes = 0;
     for (const Flight& any : schedule_.flights) num_bytes = std::max(num_bytes, any.num_bytes);
-    bucket_of(flight) = at::empty({num_bytes}, tensors_[0].options().dtype(at::kByte));
+    bucket_of(flight) = KeptBuckets::instance().take(num_bytes, tensors_[0].options().dtype(at::kByte));
   }
 
   void append_copies(RunList& runs, size_t flight, const Message& message, bool to_bucket) {
