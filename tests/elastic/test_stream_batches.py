@@ -279,7 +279,7 @@ def test_more_ranks_than_shards_are_refused_at_construction() -> None:
         (
             6,
             2,
-            "the checkpoint has 4 virtual shards, this loader 6, and shards cannot be merged",
+            "the checkpoint has 4 virtual shards, this loader 6, and these streams cannot be split",
             "choose num_shards=4",
         ),
         (

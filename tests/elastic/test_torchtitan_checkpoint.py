@@ -161,7 +161,7 @@ def test_refusals_are_one_report(run_world, tmp_path: Path) -> None:
         "  dataloader    reshard  REFUSED",
         "  model         reshard  1 entry",
         "Components that cannot cross to this world (1):",
-        "  dataloader: the checkpoint has 8 virtual shards, this loader 12, and shards cannot be merged; choose "
-        "num_shards=8, or another multiple of 8",
+        "  dataloader: the checkpoint has 8 virtual shards (the data-parallel ranks of torchtitan), this loader 12, "
+        "and shards can be split into equal parts only; choose num_shards=8, or another multiple of 8",
         remedy,
     ]

@@ -226,7 +226,8 @@ def test_shards_that_are_no_multiple_are_refused_with_the_number_to_choose(
 ) -> None:
     error = refusal(states_of("8_ranks_first_epoch"), num_shards, dp_size)
     assert error.reason == (
-        f"the checkpoint has 8 virtual shards, this loader {num_shards}, and shards cannot be merged"
+        f"the checkpoint has 8 virtual shards (the data-parallel ranks of torchtitan), this loader {num_shards}, and "
+        + ("shards cannot be merged" if num_shards < 8 else "shards can be split into equal parts only")
     )
     assert error.remedy == f"choose num_shards={choice}, or another multiple of 8"
 
@@ -361,7 +362,10 @@ def test_streaming_states_go_on_one_to_one(streamed: Any) -> None:
 
 def test_streaming_states_cannot_be_split(streamed: Any) -> None:
     error = refusal(states_of("2_ranks_streaming"), 4, 2, data=streamed)
-    assert error.reason == "the checkpoint has 2 virtual shards, this loader 4, and these streams cannot be split"
+    assert error.reason == (
+        "the checkpoint has 2 virtual shards (the data-parallel ranks of torchtitan), this loader 4, and these streams "
+        "cannot be split"
+    )
     assert error.remedy == "choose num_shards=2"
 
 

@@ -18,7 +18,7 @@ from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
-from torchtitan_ext.errors import ReshardError
+from torchtitan_ext.errors import StateRefusedError
 from torchtitan_ext.integrations.torchtitan import ElasticCheckpointManager, ElasticTextDataLoader
 
 SEQ_LEN = 8
@@ -138,7 +138,7 @@ def test_4_ranks_of_torchtitan_to_2_to_8_to_1(run_world, tmp_path: Path, async_m
 def refuse(rank: int, world_size: int, path: Path) -> str:
     loader = loader_of(HuggingFaceTextDataLoader.Config(dataset="documents"), rank, world_size)
     manager = manager_of(ElasticCheckpointManager.Config(**OPTIONS), path, loader)
-    with pytest.raises(ReshardError) as refusal:
+    with pytest.raises(StateRefusedError) as refusal:
         manager.load()
     assert manager.states["train_state"].step == manager.states["optimizer"].lr == 0
     assert torch.all(manager.states["model"].model[0].weight == 0)

@@ -130,9 +130,14 @@ class StreamBatches:
         num_saved: int = common["num_shards"]
         num_parts, rest = divmod(self._source.num_shards, num_saved)
         if rest or (num_parts > 1 and not isinstance(self._source, SplitsStates)):
-            reason = "these streams cannot be split" if num_parts and not rest else "shards cannot be merged"
+            reason = "shards cannot be merged"
+            if num_parts:
+                splits = isinstance(self._source, SplitsStates)
+                reason = "shards can be split into equal parts only" if splits else "these streams cannot be split"
+            whose = f" (the data-parallel ranks of {common['adopted_from']})" if "adopted_from" in common else ""
             raise CannotReshardError(
-                f"the checkpoint has {num_saved} virtual shards, this loader {self._source.num_shards}, and {reason}",
+                f"the checkpoint has {num_saved} virtual shards{whose}, this loader {self._source.num_shards}, "
+                f"and {reason}",
                 self._what_to_choose(num_saved),
             )
         parents = {
