@@ -387,18 +387,31 @@ def test_parameter_groups_that_changed(run_world, tmp_path: Path) -> None:
 
 
 def different_moments(rank: int, world_size: int, path: Path) -> str:
-    loader = ElasticDataLoader(range(100), global_batch_size=10, dp_rank=rank, dp_size=world_size)
-    train_state = TrainState()
-    for _, _ in zip(range(3), loader, strict=False):
-        train_state.advance(samples=10)
-    train_state.advance(samples=10)  # counted, and not trained
-    tte.save({"dataloader": loader, "train_state": train_state}, path)
-    return str(refused({"dataloader": loader, "train_state": train_state}, path, policy=ElasticPolicy()))
+    def make(num_samples: int) -> ElasticDataLoader:
+        return ElasticDataLoader(range(num_samples), global_batch_size=10, dp_rank=rank, dp_size=world_size)
+
+    state = {"dataloader": make(100), "validation": make(50), "train_state": TrainState()}
+    for _, _ in zip(range(3), state["dataloader"], strict=False):
+        state["train_state"].advance(samples=10)
+    next(iter(state["validation"]))
+    tte.save(state, path / "right")
+    again = {"dataloader": make(100), "validation": make(50), "train_state": TrainState()}
+    tte.load(again, path / "right", policy=ElasticPolicy())
+    assert (again["dataloader"].samples_seen, again["validation"].samples_seen) == (30, 10)
+    state["train_state"].advance(samples=10)  # counted, and not trained
+    tte.save(state, path / "wrong")
+    error = refused(again, path / "wrong", policy=ElasticPolicy())
+    tte.load(again, path / "wrong", policy=eval(error.report.remedy))
+    tte.load(again, path / "wrong", policy=ElasticPolicy({"train_state": "keep"}))
+    assert again["train_state"].samples_seen == 40
+    return str(error)
 
 
 def test_counts_that_disagree(run_world, tmp_path: Path) -> None:
     (text, _) = run_world(2, different_moments, tmp_path)
-    assert "samples seen by the run: dataloader 30, train_state 40; load them from one checkpoint, or reset" in text
+    assert (
+        "samples seen by the run: dataloader 30, validation 10, train_state 40; load them from one checkpoint, or reset"
+    ) in text
 
 
 def fail_on_one_rank(rank: int, world_size: int, path: Path, phase: str) -> tuple[str, tuple[str, ...]]:

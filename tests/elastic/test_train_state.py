@@ -1,4 +1,4 @@
-"""Counters go on in any world, and are held against the data loader's."""
+"""Counters go on in any world."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import torchtitan_ext as tte
-from torchtitan_ext.elastic import TrainState, World, read_torchtitan_train_state, reshard_state, samples_problem
+from torchtitan_ext.elastic import TrainState, World, read_torchtitan_train_state, reshard_state
 from torchtitan_ext.errors import CannotReshardError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -18,33 +18,12 @@ def test_counts_and_crosses_worlds() -> None:
         train_state.advance(samples=8, tokens=64)
     resumed = TrainState(99, 99, 99)
     resharded = reshard_state(resumed, train_state.state_dict(), World(8), World(3))
-    assert (resharded.note, resharded.samples_seen) == ("step 3, 24 samples seen", 24)
+    assert (resharded.note, resharded.samples_counted) == ("step 3, 24 samples seen", 24)
     assert repr(resumed) == "TrainState(step=99, samples_seen=99, tokens_seen=99)"
     resumed.load_state_dict(resharded.state)
     assert repr(resumed) == "TrainState(step=3, samples_seen=24, tokens_seen=192)"
     resumed.reset()
     assert resumed.state_dict() == {"step": 0, "samples_seen": 0, "tokens_seen": 0}
-
-
-@pytest.mark.parametrize(
-    ("loader_samples", "problem"),
-    [
-        (24, None),
-        (16, "8 sample(s) would be seen again"),
-        (32, "8 sample(s) would be skipped"),
-    ],
-)
-def test_is_held_against_the_data_loader(loader_samples: int, problem: str | None) -> None:
-    train_state = TrainState(step=3, samples_seen=24)
-    found = train_state.check_against(loader_samples)
-    assert found == samples_problem(train_state.state_dict(), loader_samples)
-    if problem is None:
-        assert found is None
-    else:
-        assert found == (
-            f"train_state: samples_seen is 24 at step 3, the data loader has served {loader_samples}: {problem}; "
-            "load both from the same checkpoint"
-        )
 
 
 def test_a_failed_load_changes_nothing() -> None:

@@ -12,7 +12,7 @@ from torchtitan_ext.elastic.sampler import ElasticBatchSampler
 from torchtitan_ext.elastic.shards import TooFewShardsError
 from torchtitan_ext.elastic.streams import HuggingFaceStreams, Streams, StreamSource
 from torchtitan_ext.elastic.torchtitan_data import TorchtitanTextStreams
-from torchtitan_ext.elastic.train_state import TrainState, read_torchtitan_train_state, samples_problem
+from torchtitan_ext.elastic.train_state import TrainState, read_torchtitan_train_state
 
 __all__ = [
     "ElasticBatchSampler",
@@ -38,5 +38,4 @@ __all__ = [
     "merge_param_groups",
     "read_torchtitan_train_state",
     "reshard_state",
-    "samples_problem",
 ]

@@ -37,13 +37,15 @@ class Resharded:
     Attributes:
         state: What the component's ``load_state_dict`` takes.
         note: One short line for the report: what became of the saved state. The same on every rank.
-        samples_seen: Samples that the run had seen by its account, over all ranks; ``None`` where it does not count
-            them. Components that disagree were saved at different moments, and the load is refused.
+        samples_seen: Samples that it has served to the run, over all ranks; ``None`` where it serves none.
+        samples_counted: Samples that the run has seen by its account; ``None`` where it does not count them. Where no
+            component has served as many they were saved at different moments, and the load is refused.
     """
 
     state: dict[str, Any]
     note: str
     samples_seen: int | None = None
+    samples_counted: int | None = None
 
 
 @runtime_checkable

@@ -168,12 +168,15 @@ def _ask(
 
 
 def _check_samples(components: Components) -> None:
-    """A problem where components count other samples: they were saved at different moments of a run."""
-    counts = {str(name): new.samples_seen for name, new in components.resharded.items() if new.samples_seen is not None}
-    if len(set(counts.values())) <= 1:
+    """A problem where the run counts samples that no loader has served: they were saved at different moments."""
+    served = {str(key): new.samples_seen for key, new in components.resharded.items() if new.samples_seen is not None}
+    counted = {str(key): new.samples_counted for key, new in components.resharded.items()}
+    wrong = {name: count for name, count in counted.items() if count is not None and count not in served.values()}
+    if not served or not wrong:
         return
-    counted = ", ".join(f"{name} {count}" for name, count in counts.items())
-    detail = f"samples seen by the run: {counted}; load them from one checkpoint, or reset one of them"
+    counts = {**served, **wrong}
+    listed = ", ".join(f"{name} {count}" for name, count in counts.items())
+    detail = f"samples seen by the run: {listed}; load them from one checkpoint, or reset one of them"
     for plans in components.plans:
         for name in counts:
             if name in plans and plans[name].saved_prefix is not None:

@@ -62,7 +62,7 @@ class TrainState:
         if isinstance(saved, Mapping) and {"step", "samples_seen", "tokens_seen"} <= set(saved):
             state = {name: int(saved[name]) for name in ("step", "samples_seen", "tokens_seen")}
             note = f"step {state['step']}, {state['samples_seen']} samples seen"
-            return Resharded(state, note, samples_seen=state["samples_seen"])
+            return Resharded(state, note, samples_counted=state["samples_seen"])
         if isinstance(saved, Mapping) and "ntokens_seen" in saved:
             raise CannotReshardError(
                 "the saved train state is torchtitan's, which counts the tokens of one rank and no samples",
@@ -77,35 +77,6 @@ class TrainState:
     def reset(self) -> None:
         """Starts counting at zero."""
         self.step = self.samples_seen = self.tokens_seen = 0
-
-    def check_against(self, loader_samples: int) -> str | None:
-        """What is wrong where the data loader has counted other samples than this; None where they agree.
-
-        Args:
-            loader_samples: Samples that the loader has served since the beginning, over all ranks.
-        """
-        return samples_problem(self.state_dict(), loader_samples)
-
-
-def samples_problem(train_state: Mapping[str, Any], loader_samples: int) -> str | None:
-    """What is wrong where a saved train state and a data loader have counted other samples; None where they agree.
-
-    Pure: for states that are not loaded yet. On every rank.
-
-    Args:
-        train_state: ``TrainState.state_dict()``.
-        loader_samples: Samples that the loader has served since the beginning, over all ranks.
-    """
-    seen = int(train_state["samples_seen"])
-    if seen == loader_samples:
-        return None
-    what, difference = ("would be seen again", seen - loader_samples)
-    if difference < 0:
-        what, difference = ("would be skipped", -difference)
-    return (
-        f"train_state: samples_seen is {seen} at step {train_state['step']}, the data loader has served "
-        f"{loader_samples}: {difference} sample(s) {what}; load both from the same checkpoint"
-    )
 
 
 def read_torchtitan_train_state(saved: Mapping[str, Any], *, num_token_ranks: int, seq_len: int) -> dict[str, int]:
