@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import torchtitan_ext as tte
-from torchtitan_ext.elastic import ElasticPolicy, Resharded, Source, World
+from torchtitan_ext.elastic import ElasticPolicy, Resharded, Source, World, reshard_state
 from torchtitan_ext.errors import CannotReshardError, StateRefusedError
 
 
@@ -195,6 +195,34 @@ def test_globs_over_objects_and_errors(run_world, tmp_path: Path) -> None:
         "another",
         "box: it is full; empty it",
     ]
+
+
+def bad_rules(rank: int, world_size: int, path: Path) -> None:
+    class WrongAnswer(ElasticBox):
+        def reshard(self, saved: Mapping[str, Any], old: World, new: World) -> Any:
+            return saved
+
+    class Broken(ElasticBox):
+        def reshard(self, saved: Mapping[str, Any], old: World, new: World) -> Resharded:
+            return Resharded(saved["gone"], "") if rank else super().reshard(saved, old, new)
+
+    tte.save({"box": ElasticBox({"x": 1})}, path)
+    for box, text in (
+        (WrongAnswer(), "box: WrongAnswer cannot take what was saved (AttributeError: 'dict' object has no attribute"),
+        (Broken(), "box: Broken cannot take what was saved (KeyError: 'gone')"),
+    ):
+        error = refused({"box": box}, path, policy=ElasticPolicy())
+        assert text in str(error)
+        tte.load({"box": box}, path, policy=eval(error.report.remedy))
+
+
+def test_rules_that_fail_are_refusals_on_every_rank(run_world, tmp_path: Path) -> None:
+    run_world(2, bad_rules, tmp_path)
+
+
+def test_objects_without_a_rule_are_told_what_to_do() -> None:
+    with pytest.raises(CannotReshardError, match="Box does not say how it reshards; give it a method reshard"):
+        reshard_state(Box(), {}, World(1), World(2))
 
 
 def two_sources(rank: int, world_size: int, path: Path) -> None:

@@ -315,6 +315,14 @@ def test_a_loader_over_other_data_says_who_adopts_them() -> None:
         ElasticDataLoader(DOCUMENTS, batch_size=1).reshard(states_of("8_ranks_first_epoch"), None, None)
 
 
+def test_a_shorter_data_set_is_refused() -> None:
+    loader = ElasticDataLoader(source_of(8, DOCUMENTS[:8]), batch_size=1)
+    with pytest.raises(
+        CannotReshardError, match=r"of the data, which has 1 here: this is not the data set it was saved"
+    ):
+        loader.reshard(states_of("8_ranks_first_epoch"), None, None)
+
+
 def test_a_data_set_of_another_length_is_refused() -> None:
     ranks = Ranks(loader_of(2, endless=True), 2)
     ranks.step()
