@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from torchtitan_ext.dcp_failure import own_errors
@@ -46,10 +47,13 @@ def save(
         StateRefusedError: Nothing was written; the same on every rank, listing all problems.
         CheckpointFailedError: A rank failed while planning or writing; names the ranks and their errors.
         LostRankError: A rank died or hangs; raised where that was noticed, and names it.
+        ValueError: Neither a path nor storage.
     """
+    _check_place("save", path, storage_writer)
+    values = _values_of(state_dict)
     with own_errors("save", process_group, no_dist=no_dist):
         return state_dict_saver.save(
-            state_dict,
+            values,
             checkpoint_id=path,
             storage_writer=storage_writer,
             planner=SavePlanner() if planner is None else planner,
@@ -102,6 +106,8 @@ def load(
     given = planner.policy if is_ours else None
     if policy is not None and given is not None:
         raise ValueError("load: got a policy and a planner with a policy, expected one of them")
+    if not sources:
+        _check_place("load", path, storage_reader)
     if policy is not None or given is not None or sources:
         return load_components(
             state_dict,
@@ -111,15 +117,21 @@ def load(
             process_group=process_group,
             no_dist=no_dist,
         )
+    values = _values_of(state_dict)
     with own_errors("load", process_group, no_dist=no_dist):
         state_dict_loader.load(
-            state_dict,
+            values,
             checkpoint_id=path,
             storage_reader=storage_reader,
             planner=planner,
             process_group=process_group,
             no_dist=no_dist,
         )
+    for key, component in state_dict.items():
+        if isinstance(component, Stateful):
+            component.load_state_dict(values[key])
+        else:
+            state_dict[key] = values[key]
     return None
 
 
@@ -136,6 +148,7 @@ def async_save(
     Returns:
         A future of the metadata; it raises what ``save`` raises. The caller may change the state dict at once.
     """
+    _check_place("save", path, storage_writer)
     with own_errors("save", no_dist=True):
         response = state_dict_saver.async_save(
             state_dict,
@@ -157,3 +170,15 @@ def async_save(
 
     upload.add_done_callback(pass_on)
     return finished
+
+
+def _values_of(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """What DCP sees: it would ask ``Stateful`` objects itself, where their errors look like those of collectives."""
+    return {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state_dict.items()}
+
+
+def _check_place(
+    operation: str, path: str | os.PathLike[str] | None, storage: StorageReader | StorageWriter | None
+) -> None:
+    if path is None and storage is None:
+        raise ValueError(f"{operation}: got neither a path nor storage, expected one of them")
