@@ -99,6 +99,7 @@ class LoadReport:
         components: One line each.
         missing: Keys that the state dict has and the checkpoint lacks; their targets stay as they are.
         unexpected: Keys that the checkpoint has in a component that is loaded, and that nothing asks for.
+        unused: What the policy names and neither side has: perhaps misspelt.
         problems: Why it is refused; empty for a load that goes.
         remedy_policy: The policy that would make it go, where one would.
     """
@@ -108,6 +109,7 @@ class LoadReport:
     components: tuple[ComponentLine, ...]
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
     remedy_policy: ElasticPolicy | None = None
 
@@ -120,7 +122,8 @@ class LoadReport:
         widths = [max((len(line.name) for line in self.components), default=0), max(map(len, ("reshard", "action")))]
         lines = [f"saved by {self.old}, loaded by {self.new}"]
         lines += [f"  {line.name:<{widths[0]}}  {line.action:<{widths[1]}}  {line.outcome}" for line in self.components]
-        for title, keys in (("missing", self.missing), ("unexpected", self.unexpected)):
+        titles = ("missing", "unexpected", "named by the policy, and not there")
+        for title, keys in zip(titles, (self.missing, self.unexpected, self.unused), strict=True):
             if keys:
                 more = f" and {len(keys) - _MAX_NAMED_KEYS} more" if len(keys) > _MAX_NAMED_KEYS else ""
                 lines.append(f"  {title}: {', '.join(keys[:_MAX_NAMED_KEYS])}{more}")
@@ -191,22 +194,47 @@ def build_report(
         problems += _unexpected_problems(unexpected, missing)
 
     troubled = {problem.fqn for problem in problems}
-    lines = []
-    for name, plan in components.items():
-        facts = [plan.note] if plan.note else []
-        facts += [f"{loaded[name]} {'entry' if loaded[name] == 1 else 'entries'}"] if name in loaded else []
-        for what, keys in (("missing", missing), ("unexpected", unexpected), (UNTOUCHED, left)):
-            count = sum(component_of(fqn, components, is_tensor=True) == name for fqn in keys)
-            facts += [f"{count} {what}"] if count and (facts or what != UNTOUCHED) else []
-        for what, option_keys in (("filled from this run", gaps.fillable), ("dropped", gaps.dropped)):
-            options = sorted({fqn.rsplit(".", 1)[1] for fqn in option_keys if fqn.startswith(f"{name}.")})
-            facts += [f"{', '.join(options)} {what}"] if options and name in loaded else []
-        if any(fqn == name or fqn.startswith(f"{name}.") for fqn in troubled):
-            facts.insert(0, "REFUSED")
-        lines.append(ComponentLine(name, plan.action, ", ".join(facts) or UNTOUCHED))
+    counts = {"missing": missing, "unexpected": unexpected, UNTOUCHED: left}
+    options = {"filled from this run": gaps.fillable, "dropped": gaps.dropped}
+    lines = [
+        ComponentLine(
+            name, plan.action, _outcome(name, plan, loaded.get(name, 0), counts, options, components, troubled)
+        )
+        for name, plan in components.items()
+    ]
+    names = {*components, *wanted, *absent, *left, *(source.own_name(fqn) for fqn in saved)}
+    unused = [name for name in policy.actions if name not in components and not fnmatch.filter(names, name)]
     problems = list(dict.fromkeys(problems))
     remedy = _remedy(problems, policy, components, missing, unexpected, wanted)
-    return LoadReport(old, new, tuple(lines), tuple(missing), tuple(unexpected), tuple(problems), remedy)
+    return LoadReport(old, new, tuple(lines), tuple(missing), tuple(unexpected), tuple(unused), tuple(problems), remedy)
+
+
+def _outcome(
+    name: str,
+    plan: ComponentPlan,
+    num_loaded: int,
+    counts: Mapping[str, Collection[str]],
+    options: Mapping[str, Sequence[str]],
+    components: Collection[str],
+    troubled: Collection[str],
+) -> str:
+    """What becomes of a component, in a line.
+
+    Args:
+        counts: Keys of all components, by what is said of them; those of this one are counted.
+        options: Flat keys of optimizer options, by what is said of them; those of this component are named.
+        troubled: Keys with problems.
+    """
+    facts = ["REFUSED"] if any(fqn == name or fqn.startswith(f"{name}.") for fqn in troubled) else []
+    facts += [plan.note] if plan.note else []
+    facts += [f"{num_loaded} {'entry' if num_loaded == 1 else 'entries'}"] if num_loaded else []
+    for what, keys in counts.items():
+        count = sum(component_of(fqn, components, is_tensor=True) == name for fqn in keys)
+        facts += [f"{count} {what}"] if count and (facts or what != UNTOUCHED) else []
+    for what, option_keys in options.items():
+        named = sorted({fqn.rsplit(".", 1)[1] for fqn in option_keys if fqn.startswith(f"{name}.")})
+        facts += [f"{', '.join(named)} {what}"] if named and num_loaded else []
+    return ", ".join(facts) or UNTOUCHED
 
 
 def join_reports(reports: Sequence[tuple[str, LoadReport]], policy: ElasticPolicy) -> LoadReport:
@@ -227,6 +255,7 @@ def join_reports(reports: Sequence[tuple[str, LoadReport]], policy: ElasticPolic
         tuple(lines.values()),
         tuple(fqn for _, report in reports for fqn in report.missing),
         tuple(fqn for _, report in reports for fqn in report.unexpected),
+        tuple(name for name in first.unused if all(name in report.unused for _, report in others)),
         tuple(problem for _, report in reports for problem in report.problems),
         _joined_remedy([report.remedy_policy for _, report in reports if report.problems], policy),
     )
