@@ -349,9 +349,10 @@ def flat_views(flat: Tensor, like: Sequence[Tensor], *, alignment: int = DEFAULT
 
 # ---- broadcast ----
 
-DEFAULT_BUCKET_BYTES = 8 << 20
-"""Smaller messages cost more than they hide, larger ones gain nothing more: 341 MB on 4 gloo processes take 2.0 times
-the limit with 2 MiB, 1.7 with 4, 1.4 with 8, 16 and 32 (benchmarks/bench_sync.py). Three are the extra memory."""
+DEFAULT_BUCKET_BYTES = 32 << 20
+"""Fewer messages, each long enough for its copies to hide: 341 MB in 300 tensors take 2.1 times the limit with 8 MiB, 1.5
+with 16 and 1.4 with 32 on 2 gloo processes, 1.2, 1.1 and 1.1 on 4 (benchmarks/bench_sync.py). Three are the extra memory,
+or three times what is sent in a message where that is less."""
 
 
 def broadcast_coalesced_(

@@ -31,9 +31,10 @@ using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
 constexpr const char* kOp = "broadcast_coalesced_";
 // One is packed or unpacked, one moves, one waits so that the wire is never idle. It is also the bound on extra memory.
 constexpr size_t kFlights = 3;
-// Below this the two copies through a bucket cost less than a message: with gloo 256 KiB tensors take 3 to 5 times as
-// long in messages of their own as packed, 1 MiB tensors about the same (benchmarks/bench_sync.py, one_size).
-constexpr int64_t kDirectBytes = int64_t{512} << 10;
+// Below this the two copies through a bucket cost less than a message of its own: 300 tensors of at most 2.4 MB
+// take 1.8 times the limit in messages of their own and 1.4 packed (2 gloo processes, buckets of 32 MiB; thresholds of
+// 1 to 8 MiB compared on the workloads of benchmarks/bench_sync.py).
+constexpr int64_t kDirectBytes = int64_t{8} << 20;
 constexpr int64_t kMaxBucketBytes = int64_t{1} << 40;
 
 int64_t address_of(const at::Tensor& tensor) { return reinterpret_cast<int64_t>(tensor.const_data_ptr()); }
