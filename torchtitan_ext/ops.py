@@ -350,9 +350,9 @@ def flat_views(flat: Tensor, like: Sequence[Tensor], *, alignment: int = DEFAULT
 # ---- broadcast ----
 
 DEFAULT_BUCKET_BYTES = 32 << 20
-"""Fewer messages, each long enough for its copies to hide: 341 MB in 300 tensors take 2.1 times the limit with 8 MiB, 1.5
-with 16 and 1.4 with 32 on 2 gloo processes, 1.2, 1.1 and 1.1 on 4 (benchmarks/bench_sync.py). Three are the extra memory,
-or three times what is sent in a message where that is less."""
+"""Fewer messages, each long enough for its copies to hide: 341 MB in 300 tensors take 2.1, 1.3, 1.2 and 1.1 times the
+limit with 1, 8, 16 and 32 MiB on 4 gloo processes, five dtypes 2.3, 1.4, 1.3 and 1.2 (benchmarks/bench_sync.py). Three are
+the extra memory, or three times the largest message where that is less."""
 
 
 def broadcast_coalesced_(

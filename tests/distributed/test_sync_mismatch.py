@@ -49,7 +49,10 @@ MISMATCHES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "order": (lambda call: call["tensors"].reverse(), r"tensors\[0\]: shape is"),
     "empty list": (lambda call: call["tensors"].clear(), r"tensors\[0\]: is a replica"),
     "bucket boundary": (replace(1, torch.zeros(2**21 + 1)), r"tensors\[1\]: shape is \(70000,\) on rank"),
-    "bucket size": (lambda call: call.update(bucket_bytes=1024), r"bucket_bytes: is 33554432 on rank.*, 1024 on rank 1"),
+    "bucket size": (
+        lambda call: call.update(bucket_bytes=1024),
+        r"bucket_bytes: is 33554432 on rank.*, 1024 on rank 1",
+    ),
     "other source": (lambda call: call.update(src=1), r"src: is 0 on rank.*, 1 on rank 1"),
     "source out of range": (lambda call: call.update(src=9), r"src: got 9, expected a rank of the group, 0 to"),
     "source of a wrong type": (lambda call: call.update(src="0"), r"src: got '0', expected a rank"),
