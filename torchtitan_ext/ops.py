@@ -351,8 +351,8 @@ def flat_views(flat: Tensor, like: Sequence[Tensor], *, alignment: int = DEFAULT
 
 DEFAULT_BUCKET_BYTES = 32 << 20
 """Fewer messages, each long enough for its copies to hide: 341 MB in 300 tensors take 2.1, 1.3, 1.2 and 1.1 times the
-limit with 1, 8, 16 and 32 MiB on 4 gloo processes, five dtypes 2.3, 1.4, 1.3 and 1.2 (benchmarks/bench_sync.py). Three are
-the extra memory, or three times the largest message where that is less."""
+limit with 1, 8, 16 and 32 MiB on 4 gloo processes, five dtypes 2.3, 1.4, 1.3 and 1.2 (benchmarks/bench_sync.py). Three
+are the extra memory, or three times the largest message where that is less."""
 
 
 def broadcast_coalesced_(
