@@ -16,7 +16,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     {"_core"},
     {"errors", "op_library"},
-    {"ops", "layout", "cast", "plain_value", "mesh_exchange"},
+    {"ops", "layout", "cast", "plain_value", "exchange"},
     {"elastic.component"},
     {"elastic.policy", "elastic.index_order", "elastic.streams", "elastic.indexed", "elastic.lr_schedule"},
     {"elastic.sampler", "elastic.shards", "elastic.packing"},

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given
@@ -170,6 +173,23 @@ def test_large_copies(columns: slice, transposed: bool) -> None:
     assert torch.equal(dst, expected)
 
 
+# Runs that end within a cache line, and at each number of lines that one step copies; from 1 MiB and from 8 MiB on
+# other stores are used. A storage offset shifts the destination within its cache line.
+@pytest.mark.parametrize("num_bytes", [3 << 19, 9 << 20], ids=["1.5 MiB", "9 MiB"])
+@pytest.mark.parametrize("run_bytes", [63, 65, 127, 128, 130, 192, 256, 321, 448, 511, 960, 1025, 4096, 8200])
+def test_runs_of_every_length(run_bytes: int, num_bytes: int) -> None:
+    rows = num_bytes // run_bytes
+    src = torch.randint(0, 256, (rows, run_bytes + 37), dtype=torch.uint8)
+    shard = LocalShard((rows, run_bytes), (Chunk((0, 5), (rows, run_bytes), (0, 0)),))
+    whole = LocalShard((rows, run_bytes), (Chunk((0, 0), (rows, run_bytes), (0, 0)),))
+    expected = src[:, 5 : 5 + run_bytes]
+    assert torch.equal(ops.pack_shard(src, shard), expected)
+    shifted = torch.zeros(rows * run_bytes + 100, dtype=torch.uint8)
+    ops.unpack_shard_(shifted[13:-87].view(rows, run_bytes), expected, whole)
+    assert torch.equal(shifted[13:-87].view(rows, run_bytes), expected)
+    assert not shifted[:13].any() and not shifted[-87:].any()
+
+
 # ---- many shards, flat buffers ----
 
 
@@ -328,6 +348,33 @@ def test_in_place_bumps_the_version() -> None:
     assert dst._version == version + 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_in_place_without_the_library_of_this_torch() -> None:
+    program = """
+import torch
+
+torch.__version__ = "9.9.0"
+from torchtitan_ext import ops
+
+flat, tensors = torch.arange(4.0), [torch.zeros(4)]
+ops.unflatten_tensors_(tensors, flat)
+assert torch.equal(tensors[0], flat) and tensors[0]._version == 1, tensors
+try:
+    ops.unflatten_tensors_([torch.nn.Parameter(torch.zeros(4))], flat)
+except RuntimeError as error:
+    assert "unflatten_tensors_ is not differentiable" in str(error), error
+else:
+    raise AssertionError("written although it requires grad")
+try:
+    ops.broadcast_coalesced_(tensors, "default_pg")
+except ImportError as error:
+    assert "this installation has no _full_abi_9_9.so" in str(error), error
+else:
+    raise AssertionError("broadcast without c10d")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_in_place_refuses_what_requires_grad() -> None:

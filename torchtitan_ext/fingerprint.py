@@ -19,6 +19,7 @@ from torch import Tensor
 
 from torchtitan_ext import ops
 from torchtitan_ext.errors import Problem, refusal
+from torchtitan_ext.exchange import gather_values
 from torchtitan_ext.layout import (
     Describer,
     LayoutRules,
@@ -84,22 +85,14 @@ def fingerprint(
                 problems.append(report)
             else:
                 reports[fqn] = report
-    choices = _decide_all(_gathered((reports, problems), process_group))
+    choices = _decide_all(gather_values((reports, problems), process_group))
     digests: dict[str, tuple[Any, str | int]] = {}
     for fqn, value in flat.values.items():
         if fqn in reports:
             digests[fqn] = _tensor_digest(value, reports[fqn], choices[fqn, _kind(reports[fqn])])
         elif not isinstance(value, Tensor):
             digests[fqn] = (None, digest_value(value).hex())
-    return _combined(_gathered(_synchronized(digests), process_group))
-
-
-def _gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    if group is None and not (dist.is_available() and dist.is_initialized()):
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
+    return _combined(gather_values(_synchronized(digests), process_group))
 
 
 def _kind(report: ShardReport) -> Any:

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchtitan_ext import ops
 from torchtitan_ext.cast import CastPolicy, cast_problem
 from torchtitan_ext.errors import Problem, refusal
+from torchtitan_ext.exchange import all_gather_bytes, all_gather_values, as_bytes, broadcast_bytes, gather_values
 from torchtitan_ext.layout import (
     Describer,
     LayoutRules,
@@ -33,7 +34,6 @@ from torchtitan_ext.layout import (
     num_elements,
     shard_of,
 )
-from torchtitan_ext.mesh_exchange import all_gather_bytes, all_gather_values, as_bytes, broadcast_bytes
 
 Decided = tuple[ShardReport, int]
 """This rank's report and the index of the candidate that is true."""
@@ -306,10 +306,7 @@ def _from_rank0(offered: Offer) -> Offer:
 
 def _gather_over_ranks(problems: list[Problem], wanted: list[str]) -> tuple[list[Problem], set[str]]:
     """Every rank's problems without repeats, and the keys that some rank wants; the same on every rank."""
-    if not dist.is_initialized():
-        return problems, set(wanted)
-    gathered: list[tuple[list[Problem], list[str]]] = [([], [])] * dist.get_world_size()
-    dist.all_gather_object(gathered, (problems, wanted))
+    gathered = gather_values((problems, wanted))
     merged = dict.fromkeys(problem for of_rank, _ in gathered for problem in of_rank)
     return list(merged), {fqn for _, of_rank in gathered for fqn in of_rank}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +24,32 @@ def _load_library() -> None:
         ) from error
 
 
-def dist_path() -> Path:
-    """Where the collectives for this minor version of torch are, if they were built."""
+def full_abi_path() -> Path:
+    """The library for this minor version of torch: collectives, and what autograd must know of ops in place."""
     major, minor = torch.__version__.split(".")[:2]
-    return Path(_core.__file__).with_name(f"_dist_{major}_{minor}.so")
+    return Path(_core.__file__).with_name(f"_full_abi_{major}_{minor}.so")
 
 
 _load_library()
-if dist_path().exists():
-    torch.ops.load_library(dist_path())
+_has_full_abi = full_abi_path().exists()
+if _has_full_abi:
+    torch.ops.load_library(full_abi_path())
 kernels = torch.ops.torchtitan_ext
 _library = torch.library.Library("torchtitan_ext", "IMPL")
 
 
 def bump_version_of(name: str, argument: int) -> None:
-    """Registers what makes an in-place op known to autograd: without it backward uses overwritten values in silence."""
+    """Makes an in-place op known to autograd where ``csrc/autograd``, which does it faster, is of another torch."""
+    if _has_full_abi:
+        return
     op = getattr(kernels, name).default
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any) -> None:
-        _refuse_gradients(name, args)
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            raise RuntimeError(
+                f"{name} is not differentiable: an argument requires grad; call it under torch.no_grad(), "
+                "or use the form without the final underscore"
+            )
         op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
         torch.autograd.graph.increment_version(args[argument])
 
@@ -51,38 +57,21 @@ def bump_version_of(name: str, argument: int) -> None:
 
 
 def call(name: str, args: tuple[Any, ...]) -> Any:
-    """Calls a functional op, past its Python autograd kernel (5 us) where nothing requires grad."""
-    op = getattr(kernels, name)
+    """Calls an op; where it fails, the error is one sentence."""
+    try:
+        return getattr(kernels, name)(*args)
+    except RuntimeError as error:
+        if torch.compiler.is_compiling():
+            raise
+        raise _explained(name, args, error) from None
+
+
+def call_differentiable(name: str, args: tuple[Any, ...]) -> Any:
+    """As ``call``, past the op's Python autograd kernel (5 us) where nothing requires grad."""
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
-        return op(*args)
-    try:
-        with torch._C._AutoDispatchBelowAutograd():
-            return op(*args)
-    except RuntimeError as error:
-        raise _explained(name, args, error) from None
-
-
-def call_in_place(name: str, args: tuple[Any, ...], *, written: Tensor | list[Tensor]) -> None:
-    """Calls an in-place op and bumps the versions here: as a kernel of the dispatcher that costs 2 us more."""
-    op = getattr(kernels, name)
-    if torch.compiler.is_compiling():
-        op(*args)
-        return
-    _refuse_gradients(name, args)
-    try:
-        with torch._C._AutoDispatchBelowADInplaceOrView():
-            op(*args)
-    except RuntimeError as error:
-        raise _explained(name, args, error) from None
-    torch.autograd.graph.increment_version(written)
-
-
-def _refuse_gradients(name: str, args: Sequence[Any]) -> None:
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
-        raise RuntimeError(
-            f"{name} is not differentiable: an argument requires grad; call it under torch.no_grad(), "
-            "or use the form without the final underscore"
-        )
+        return call(name, args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return call(name, args)
 
 
 def _explained(name: str, args: tuple[Any, ...], error: RuntimeError) -> Exception:

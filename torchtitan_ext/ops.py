@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from torchtitan_ext.op_library import bump_version_of, call, call_in_place, dist_path, kernels
+from torchtitan_ext.op_library import bump_version_of, call, call_differentiable, full_abi_path, kernels
 
 DEFAULT_ALIGNMENT = 64
 """Bytes. A cache line: no two tensors of a flat buffer share one, and a view of any dtype fits."""
@@ -61,7 +61,7 @@ def pack_shard(src: Tensor, shard: ShardLike, *, src_offsets: Sequence[int] | No
         ValueError: A chunk reaches out of ``src`` or of the shard, or the chunks do not tile the shard.
     """
     origin = [0] * len(shard.sizes) if src_offsets is None else src_offsets
-    return call("pack_shard", (src, origin, shard.sizes, _chunk_table(shard)))
+    return call_differentiable("pack_shard", (src, origin, shard.sizes, _chunk_table(shard)))
 
 
 @torch.library.register_fake("torchtitan_ext::pack_shard")
@@ -105,7 +105,7 @@ def unpack_shard_(dst: Tensor, local: Tensor, shard: ShardLike, *, dst_offsets: 
     """
     _check_shape("unpack_shard_", local, shard)
     origin = [0] * len(shard.sizes) if dst_offsets is None else dst_offsets
-    call_in_place("unpack_shard_", (dst, origin, local, _chunk_table(shard)), written=dst)
+    call("unpack_shard_", (dst, origin, local, _chunk_table(shard)))
 
 
 @torch.library.register_fake("torchtitan_ext::unpack_shard_")
@@ -120,7 +120,7 @@ def unpack_shard(dst: Tensor, local: Tensor, shard: ShardLike, *, dst_offsets: S
     """As ``unpack_shard_``, into a contiguous copy of ``dst``. Differentiable in both tensors."""
     _check_shape("unpack_shard", local, shard)
     origin = [0] * len(shard.sizes) if dst_offsets is None else dst_offsets
-    return call("unpack_shard", (dst, origin, local, _chunk_table(shard)))
+    return call_differentiable("unpack_shard", (dst, origin, local, _chunk_table(shard)))
 
 
 @torch.library.register_fake("torchtitan_ext::unpack_shard")
@@ -148,7 +148,9 @@ def pack_shards(
     src: Sequence[Tensor], shards: Sequence[ShardLike], *, src_offsets: Sequence[Sequence[int]] | None = None
 ) -> list[Tensor]:
     """``pack_shard`` of many tensors, of any dtypes on one device, in one call. Differentiable."""
-    return call("pack_shards", (list(src), _tables("pack_shards", src, shards, src_offsets))) if src else []
+    return (
+        call_differentiable("pack_shards", (list(src), _tables("pack_shards", src, shards, src_offsets))) if src else []
+    )
 
 
 def _entries(src: Sequence[Tensor], tables: Sequence[int]) -> list[tuple[list[int], list[int], list[int]]]:
@@ -199,7 +201,7 @@ def unpack_shards_(
     for local, shard in zip(locals, shards, strict=True):
         _check_shape("unpack_shards_", local, shard)
     if dst:
-        call_in_place("unpack_shards_", (list(dst), list(locals), tables), written=list(dst))
+        call("unpack_shards_", (list(dst), list(locals), tables))
 
 
 @torch.library.register_fake("torchtitan_ext::unpack_shards_")
@@ -270,7 +272,7 @@ def flatten_tensors(
     """
     if not tensors:
         return torch.empty(0, dtype=dtype)
-    return call("flatten_tensors", (list(tensors), alignment, dtype))
+    return call_differentiable("flatten_tensors", (list(tensors), alignment, dtype))
 
 
 @torch.library.register_fake("torchtitan_ext::flatten_tensors")
@@ -302,7 +304,7 @@ def flatten_into_(tensors: Sequence[Tensor], out: Tensor, *, alignment: int = DE
         alignment: In bytes.
     """
     if tensors:
-        call_in_place("flatten_into_", (list(tensors), alignment, out), written=out)
+        call("flatten_into_", (list(tensors), alignment, out))
 
 
 @torch.library.register_fake("torchtitan_ext::flatten_into_")
@@ -322,7 +324,7 @@ def unflatten_tensors_(tensors: Sequence[Tensor], flat: Tensor, *, alignment: in
         alignment: That of the buffer, in bytes.
     """
     if tensors:
-        call_in_place("unflatten_tensors_", (list(tensors), flat, alignment), written=list(tensors))
+        call("unflatten_tensors_", (list(tensors), flat, alignment))
 
 
 @torch.library.register_fake("torchtitan_ext::unflatten_tensors_")
@@ -379,7 +381,7 @@ def broadcast_coalesced_(
         return
     args = (list(tensors), group_name, src, bucket_bytes)
     try:
-        call_in_place("broadcast_coalesced_", args, written=list(tensors))
+        call("broadcast_coalesced_", args)
     except NotImplementedError as error:
         raise _without_broadcast() from error
 
@@ -422,8 +424,8 @@ bump_version_of("broadcast_coalesced_", 0)
 
 def _without_broadcast() -> ImportError:
     return ImportError(
-        f"torchtitan_ext: this installation has no {dist_path().name}: broadcasts are built for one minor version of "
-        f"torch, this is {torch.__version__}; install the package again beside this torch"
+        f"torchtitan_ext: this installation has no {full_abi_path().name}: broadcasts are built for one minor version "
+        f"of torch, this is {torch.__version__}; install the package again beside this torch"
     )
 
 

@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchtitan_ext.errors import Problem
+from torchtitan_ext.exchange import ranks_along
 from torchtitan_ext.layout import canonical_fqn, local_tensor
-from torchtitan_ext.mesh_exchange import ranks_along
 from torchtitan_ext.state_dict import flatten_state_dict
 
 Buffers = Literal["all", "persistent", "none"]
@@ -303,18 +303,11 @@ def listed_fqn(index: int) -> str:
 
 
 def is_plain_list(tensors: Sequence[Any]) -> bool:
-    """Whether these are dense tensors without a class of their own, on one kind of device."""
+    """Whether these are tensors without a class of their own, on one kind of device, with memory."""
     if not set(map(type, tensors)) <= {Tensor, nn.Parameter}:
         return False
     kinds = {device.type for device in set(map(attrgetter("device"), tensors))}
-    return (
-        len(kinds) == 1
-        and "meta" not in kinds
-        and set(map(attrgetter("layout"), tensors)) == {torch.strided}
-        and not any(map(attrgetter("is_quantized"), tensors))
-        and not any(map(Tensor.is_conj, tensors))
-        and not any(map(Tensor.is_neg, tensors))
-    )
+    return len(kinds) == 1 and "meta" not in kinds
 
 
 def refusal_in_list(fqn: str, value: Any) -> Problem | None:
@@ -362,14 +355,3 @@ def _add(
             group = home.mesh.get_group(axis)
             found.batches[key] = Batch(group, dist.get_group_rank(group, ranks[src]))
         found.batches[key].tensors.append(tensor)
-
-
-def has_backend(group: dist.ProcessGroup, device_type: str) -> bool:
-    """Whether a group can send tensors of a kind of device."""
-    return torch.device(device_type) in group._device_types
-
-
-def accelerator_of(group: dist.ProcessGroup) -> torch.device:
-    """The current device of the accelerator that a group can send from."""
-    device_type = next(device.type for device in group._device_types if device.type != "cpu")
-    return torch.device(device_type, torch.get_device_module(device_type).current_device())

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_ext import ops
 from torchtitan_ext.errors import Problem, SyncMismatchError
+from torchtitan_ext.exchange import accelerator_of, has_backend
 from torchtitan_ext.layout import local_tensor
 from torchtitan_ext.replica_check import compare_replicas
 from torchtitan_ext.replicas import (
@@ -25,9 +26,7 @@ from torchtitan_ext.replicas import (
     Replicas,
     ReplicaTensor,
     Source,
-    accelerator_of,
     collect_replicas,
-    has_backend,
     inner_tensors,
     is_plain_list,
     listed_fqn,

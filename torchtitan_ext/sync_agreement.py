@@ -15,7 +15,7 @@ from typing import Any
 
 from torchtitan_ext import ops
 from torchtitan_ext.errors import Problem, SyncMismatchError
-from torchtitan_ext.replicas import Batch, BatchKey, ListBatch, Replicas, ReplicaTensor
+from torchtitan_ext.replicas import Batch, BatchKey, ListBatch, Replicas, ReplicaTensor, refusal_in_list
 from torchtitan_ext.sync_scope import Scope, gather, scope_ranks
 
 Options = Mapping[str, Any]
@@ -68,7 +68,7 @@ def agree(
         try:
             structures[key] = _structure(batch)
         except ValueError as error:
-            problems.append(_by_name(error, batch))
+            problems += _by_name(error, batch)
     said = {name: _written(value) for name, value in options.items()}
     record = Record(
         is_refused=bool(problems),
@@ -113,15 +113,23 @@ def _is_equal(records: Sequence[Record]) -> bool:
     )
 
 
-def _by_name(error: ValueError, batch: Batch | ListBatch) -> Problem:
-    """What ``check_broadcast`` said, with the names of the tensors for their positions."""
-    places = [int(index) for index in re.findall(r"tensors\[(\d+)\]", str(error))]
+def _by_name(error: ValueError, batch: Batch | ListBatch) -> list[Problem]:
+    """What ``check_broadcast`` said, with the names of the tensors for their positions.
+
+    It stops at the first tensor that it refuses. Of a batch, tensors with such faults are named before they get there;
+    of a plain list they are all named now.
+    """
     tensors = batch.tensors
+    faults = [refusal_in_list(tensor.fqn, tensor.local) for tensor in tensors]
+    named = [fault for fault in faults if fault is not None]
+    if named:
+        return named
+    places = [int(index) for index in re.findall(r"tensors\[(\d+)\]", str(error))]
     text = str(error).split(": ", 1)[-1]
     for place in places:
         text = text.replace(f"tensors[{place}]", tensors[place].fqn, 1)
     fqn = tensors[places[0]].fqn if places else "arguments"
-    return Problem("cannot_sync", fqn, text.removeprefix(f"{fqn} ") if len(places) == 1 else text)
+    return [Problem("cannot_sync", fqn, text.removeprefix(f"{fqn} ") if len(places) == 1 else text)]
 
 
 def _written(option: Any) -> str:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_ext.errors import LostRankError, TorchtitanExtError
-from torchtitan_ext.mesh_exchange import all_gather_values
+from torchtitan_ext.exchange import all_gather_values, gather_values
 
 T = TypeVar("T")
 Scope = DeviceMesh | dist.ProcessGroup | None
@@ -30,11 +30,7 @@ def gather(scope: Scope, value: T) -> list[T]:
     """The picklable values of all ranks of a scope. Collective."""
     if isinstance(scope, DeviceMesh):
         return all_gather_values(scope, value)
-    if not (dist.is_available() and dist.is_initialized()):
-        return [value]
-    values: list[T] = [value] * dist.get_world_size(scope)
-    dist.all_gather_object(values, value, group=scope)
-    return values
+    return gather_values(value, scope)
 
 
 def scope_ranks(scope: Scope) -> list[int]:

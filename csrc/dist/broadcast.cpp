@@ -17,6 +17,7 @@
 #include "core/aliasing.h"
 #include "core/bucket.h"
 #include "ops/copy_runs.h"
+#include "ops/python_lock.h"
 
 namespace torchtitan_ext::dist {
 namespace {
@@ -255,7 +256,7 @@ class Broadcast {
   std::deque<Started> in_flight_;
 };
 
-void broadcast_coalesced_(at::TensorList tensors, std::string group_name, int64_t src, int64_t bucket_bytes) {
+void broadcast_coalesced_(at::TensorList tensors, const std::string& group_name, int64_t src, int64_t bucket_bytes) {
   const auto group = c10d::resolve_process_group(group_name);
   TORCH_CHECK_VALUE(src >= 0 && src < group->getSize(), kOp, ": got src ", src, ", expected a rank of the group, 0 to ",
                     group->getSize() - 1);
@@ -291,9 +292,35 @@ std::vector<int64_t> check_broadcast(at::TensorList tensors) {
   return {static_cast<int64_t>(first), static_cast<int64_t>(second)};
 }
 
+// The arguments of a call, taken off the dispatcher's stack so that they can be given back under Python's lock.
+class Arguments {
+ public:
+  Arguments(torch::jit::Stack& stack, size_t count) : values_(torch::jit::pop(stack, count)) {}
+  ~Arguments() {
+    const ops::PythonLock lock;
+    values_.clear();
+  }
+
+  const c10::IValue& operator[](size_t index) const { return values_[index]; }
+
+ private:
+  torch::jit::Stack values_;
+};
+
+void broadcast_coalesced_boxed(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  const Arguments arguments(*stack, 4);
+  broadcast_coalesced_(arguments[0].toTensorVector(), arguments[1].toStringRef(), arguments[2].toInt(),
+                       arguments[3].toInt());
+}
+
+void check_broadcast_boxed(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  const Arguments arguments(*stack, 1);
+  stack->emplace_back(check_broadcast(arguments[0].toTensorVector()));
+}
+
 void register_kernels(torch::Library& library) {
-  library.impl("broadcast_coalesced_", &broadcast_coalesced_);
-  library.impl("check_broadcast", &check_broadcast);
+  library.impl("broadcast_coalesced_", torch::CppFunction::makeFromBoxedFunction<&broadcast_coalesced_boxed>());
+  library.impl("check_broadcast", torch::CppFunction::makeFromBoxedFunction<&check_broadcast_boxed>());
 }
 
 // Of sparse tensors too, to refuse them in one sentence.

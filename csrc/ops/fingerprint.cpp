@@ -11,7 +11,7 @@ namespace torchtitan_ext::ops {
 
 Tensor fingerprint_shard(const Tensor& shard, const Ints& global_sizes, const Ints& chunks) {
   const char* op = "fingerprint_shard";
-  const TensorView view = view_of(shard, Access::kRead, {op, "the shard"});
+  const TensorView view = view_of(shard.get(), Access::kRead, {op, "the shard"});
   const Ints origin(global_sizes.size(), 0);
   const std::vector<ChunkView> views = checked_chunks(chunks, global_sizes, origin, view.sizes, op, "the global shape");
   check_disjoint(views, &ChunkView::offsets, op, "global tensor");

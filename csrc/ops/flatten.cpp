@@ -24,7 +24,7 @@ void check_alignment(int64_t alignment, const char* op) {
             alignment, ", expected a power of two of at most ", kMaxAlignment, " bytes");
 }
 
-std::vector<TensorView> views_of(const Tensors& tensors, Access access, const char* op) {
+std::vector<TensorView> views_of(const TensorList& tensors, Access access, const char* op) {
   TTE_CHECK(!tensors.empty(), op, "got no tensors, expected at least one");
   std::vector<TensorView> views;
   views.reserve(tensors.size());
@@ -97,7 +97,7 @@ void flatten_views(std::span<const TensorView> views, const FlatLayout& layout, 
 
 }  // namespace
 
-Tensor flatten_tensors(const Tensors& tensors, int64_t alignment, ScalarType dtype) {
+Tensor flatten_tensors(const TensorList& tensors, int64_t alignment, ScalarType dtype) {
   const char* op = "flatten_tensors";
   check_alignment(alignment, op);
   const std::vector<TensorView> views = views_of(tensors, Access::kRead, op);
@@ -108,29 +108,29 @@ Tensor flatten_tensors(const Tensors& tensors, int64_t alignment, ScalarType dty
             "alignment ", alignment, " does not fit a buffer of items of ", item_bytes, " bytes");
   const int64_t sizes[] = {layout.num_bytes / item_bytes};
   Tensor out = empty_on(views[0], sizes, out_dtype);
-  const TensorView out_view = view_of(out, Access::kWrite, {op, "the result"});
+  const TensorView out_view = view_of(out.get(), Access::kWrite, {op, "the result"});
   check_buffer(out_view, views, layout.num_bytes, op, "the result");
   flatten_views(views, layout, out_view);
   return out;
 }
 
-void flatten_into_(const Tensors& tensors, int64_t alignment, const Tensor& out) {
+void flatten_into_(const TensorList& tensors, int64_t alignment, const Tensor& out) {
   const char* op = "flatten_into_";
   check_alignment(alignment, op);
   const std::vector<TensorView> views = views_of(tensors, Access::kRead, op);
   const FlatLayout layout = lay_out(views, alignment);
-  const TensorView out_view = view_of(out, Access::kWrite, {op, "out"});
+  const TensorView out_view = view_of(out.get(), Access::kWrite, {op, "out"});
   check_buffer(out_view, views, layout.num_bytes, op, "out");
   check_separate({&out_view, 1}, views, op);
   flatten_views(views, layout, out_view);
 }
 
-void unflatten_tensors_(const Tensors& tensors, const Tensor& flat, int64_t alignment) {
+void unflatten_tensors_(const TensorList& tensors, const Tensor& flat, int64_t alignment) {
   const char* op = "unflatten_tensors_";
   check_alignment(alignment, op);
   const std::vector<TensorView> views = views_of(tensors, Access::kWrite, op);
   const FlatLayout layout = lay_out(views, alignment);
-  const TensorView flat_view = view_of(flat, Access::kRead, {op, "flat"});
+  const TensorView flat_view = view_of(flat.get(), Access::kRead, {op, "flat"});
   check_buffer(flat_view, views, layout.num_bytes, op, "flat");
   check_separate(views, op, "tensors");
   check_separate(views, {&flat_view, 1}, op);

@@ -12,12 +12,13 @@
 #include <cstdint>
 #include <vector>
 
+#include "ops/tensor_list.h"
+
 namespace torchtitan_ext::ops {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Ints = std::vector<int64_t>;
-using Tensors = std::vector<Tensor>;
 
 // ---- pack.cpp ----
 
@@ -34,8 +35,8 @@ Tensor unpack_shard(const Tensor& dst, const Ints& dst_offsets, const Tensor& sh
 
 // Many tensors in one call. `tables` has for each of them
 // `num_chunks | offsets of the box | shard_sizes | offsets, sizes, local_offsets of each chunk`. All on one device.
-Tensors pack_shards(const Tensors& src, const Ints& tables);
-void unpack_shards_(const Tensors& dst, const Tensors& shards, const Ints& tables);
+std::vector<Tensor> pack_shards(const TensorList& src, const Ints& tables);
+void unpack_shards_(const TensorList& dst, const TensorList& shards, const Ints& tables);
 
 // ---- flatten.cpp ----
 //
@@ -44,13 +45,13 @@ void unpack_shards_(const Tensors& dst, const Tensors& shards, const Ints& table
 // device.
 
 // A new 1-d buffer of `dtype`: Byte for tensors of any dtypes, or the dtype that all of them have.
-Tensor flatten_tensors(const Tensors& tensors, int64_t alignment, ScalarType dtype);
+Tensor flatten_tensors(const TensorList& tensors, int64_t alignment, ScalarType dtype);
 
 // The same into the beginning of `out` (1-d, contiguous, long enough, of such a dtype); what lies behind is unchanged.
-void flatten_into_(const Tensors& tensors, int64_t alignment, const Tensor& out);
+void flatten_into_(const TensorList& tensors, int64_t alignment, const Tensor& out);
 
 // The inverse: fills the tensors, any strides, from the beginning of such a buffer. They must not share memory.
-void unflatten_tensors_(const Tensors& tensors, const Tensor& flat, int64_t alignment);
+void unflatten_tensors_(const TensorList& tensors, const Tensor& flat, int64_t alignment);
 
 // ---- fingerprint.cpp ----
 

@@ -34,8 +34,8 @@ void append_chunks(RunList& runs, std::span<const ChunkView> chunks, const Tenso
 
 void unpack_into(const Tensor& dst, const Ints& dst_offsets, const Tensor& shard, const Ints& table,
                  const char* where) {
-  const TensorView box = view_of(dst, Access::kWrite, {where, "dst"});
-  const TensorView shard_view = view_of(shard, Access::kRead, {where, "the shard"});
+  const TensorView box = view_of(dst.get(), Access::kWrite, {where, "dst"});
+  const TensorView shard_view = view_of(shard.get(), Access::kRead, {where, "the shard"});
   check_same_dtype(box, shard_view, {where, "dst"}, {where, "the shard"});
   check_same_device(box, shard_view, {where, "dst"}, {where, "the shard"});
   const std::vector<ChunkView> chunks =
@@ -86,11 +86,11 @@ class TableReader {
 
 Tensor pack_shard(const Tensor& src, const Ints& src_offsets, const Ints& shard_sizes, const Ints& chunks) {
   const char* where = "pack_shard";
-  const TensorView box = view_of(src, Access::kRead, {where, "src"});
+  const TensorView box = view_of(src.get(), Access::kRead, {where, "src"});
   const std::vector<ChunkView> views =
       checked_chunks(chunks, box.sizes, src_offsets, shard_sizes, where, "src_offsets");
   Tensor shard = empty_on(box, shard_sizes, box.dtype);
-  const TensorView shard_view = view_of(shard, Access::kWrite, {where, "the result"});
+  const TensorView shard_view = view_of(shard.get(), Access::kWrite, {where, "the result"});
   RunList runs;
   append_chunks(runs, views, box, src_offsets, shard_view, Direction::kPack);
   copy_runs_on(box, runs);
@@ -102,14 +102,14 @@ void unpack_shard_(const Tensor& dst, const Ints& dst_offsets, const Tensor& sha
 }
 
 Tensor unpack_shard(const Tensor& dst, const Ints& dst_offsets, const Tensor& shard, const Ints& chunks) {
-  const TensorView view = view_of(dst, Access::kRead, {"unpack_shard", "dst"});
+  const TensorView view = view_of(dst.get(), Access::kRead, {"unpack_shard", "dst"});
   Tensor result = empty_on(view, view.sizes, view.dtype);
   torch::stable::copy_(result, dst);
   unpack_into(result, dst_offsets, shard, chunks, "unpack_shard");
   return result;
 }
 
-Tensors pack_shards(const Tensors& src, const Ints& tables) {
+std::vector<Tensor> pack_shards(const TensorList& src, const Ints& tables) {
   const char* where = "pack_shards";
   TTE_CHECK(!src.empty(), where, "got no tensors, expected at least one");
   TableReader reader(tables, where);
@@ -130,18 +130,18 @@ Tensors pack_shards(const Tensors& src, const Ints& tables) {
   }
   reader.finish();
 
-  Tensors shards;
+  std::vector<Tensor> shards;
   RunList runs;
   for (const Part& part : parts) {
     shards.push_back(empty_on(part.box, part.entry.shard_sizes, part.box.dtype));
-    const TensorView shard = view_of(shards.back(), Access::kWrite, {where, "the result"});
+    const TensorView shard = view_of(shards.back().get(), Access::kWrite, {where, "the result"});
     append_chunks(runs, part.chunks, part.box, part.entry.box_offsets, shard, Direction::kPack);
   }
   copy_runs_on(parts[0].box, runs);
   return shards;
 }
 
-void unpack_shards_(const Tensors& dst, const Tensors& shards, const Ints& tables) {
+void unpack_shards_(const TensorList& dst, const TensorList& shards, const Ints& tables) {
   const char* where = "unpack_shards_";
   TTE_CHECK(!dst.empty(), where, "got no tensors, expected at least one");
   TTE_CHECK(dst.size() == shards.size(), where, "got ", dst.size(), " tensors and ", shards.size(), " shards");

@@ -33,7 +33,9 @@ class RunRanges {
       first_byte += num_bytes;
       if (begin >= end) continue;
       const std::span<const core::Loop> loops = runs_.loops_of(nest);
-      if (nest.run_bytes >= kCutRunBytes) {
+      if (end - begin == num_bytes) {
+        visit_runs(nest, loops, 0, nest.num_runs, visit);  // the rule, and no division
+      } else if (nest.run_bytes >= kCutRunBytes) {
         visit_bytes(nest, loops, cut(nest, begin), cut(nest, end), visit);
       } else {
         // A run belongs to the range that holds its first byte.

@@ -25,47 +25,48 @@ bool is_quantized(int32_t dtype) {
          type == ScalarType::QUInt4x2 || type == ScalarType::QUInt2x4;
 }
 
+template <typename Value>
+Value read(AOTITorchError (*getter)(AtenTensorHandle, Value*), AtenTensorHandle tensor) {
+  Value value{};
+  TORCH_ERROR_CODE_CHECK(getter(tensor, &value));
+  return value;
+}
+
 }  // namespace
 
 std::string Subject::text() const { return position < 0 ? std::string(name) : core::concat(name, "[", position, "]"); }
 
-TensorView view_of(const Tensor& tensor, Access access, const Subject& subject) {
-  const AtenTensorHandle handle = tensor.get();
-  int32_t layout = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(handle, &layout));
-  TTE_CHECK_SUBJECT(layout == aoti_torch_layout_strided(), subject, "is sparse; convert it with .to_dense() first");
-
+TensorView view_of(AtenTensorHandle tensor, Access access, const Subject& subject) {
+  TTE_CHECK_SUBJECT(read(aoti_torch_get_layout, tensor) == aoti_torch_layout_strided(), subject,
+                    "is sparse; convert it with .to_dense() first");
   TensorView view;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle, &view.dtype));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(handle, &view.device_type));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(handle, &view.device_index));
+  view.dtype = read(aoti_torch_get_dtype, tensor);
+  view.device_type = read(aoti_torch_get_device_type, tensor);
+  view.device_index = read(aoti_torch_get_device_index, tensor);
   TTE_CHECK_SUBJECT(!is_quantized(view.dtype), subject,
                     "is quantized: its bytes mean nothing without scale and zero point");
   TTE_CHECK_SUBJECT(
       view.device_type == aoti_torch_device_type_cpu() || view.device_type == aoti_torch_device_type_cuda(), subject,
       "is neither on a CPU nor on a CUDA device");
 
-  int64_t num_dims = 0;
-  int64_t* sizes = nullptr;
-  int64_t* strides = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle, &num_dims));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle, &sizes));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(handle, &strides));
-  view.sizes = {sizes, static_cast<size_t>(num_dims)};
-  view.strides = {strides, static_cast<size_t>(num_dims)};
+  const size_t num_dims = static_cast<size_t>(read(aoti_torch_get_dim, tensor));
+  view.sizes = {read(aoti_torch_get_sizes, tensor), num_dims};
+  view.strides = {read(aoti_torch_get_strides, tensor), num_dims};
   view.item_bytes = static_cast<int64_t>(aoti_torch_dtype_element_size(view.dtype));
   view.num_elements = core::num_elements(view.sizes);
-  view.contiguous = tensor.is_contiguous();
+  view.contiguous = read(aoti_torch_is_contiguous, tensor);
   if (view.num_elements == 0) return view;
 
-  const int64_t span_bytes = core::extent_of(core::Memory{0, view.sizes, view.strides, view.item_bytes}).end;
-  const int64_t needed_bytes = checked_add(checked_mul(tensor.storage_offset(), view.item_bytes), span_bytes);
-  int64_t storage_bytes = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(handle, &storage_bytes));
+  const int64_t span_bytes = view.contiguous ? checked_mul(view.num_elements, view.item_bytes)
+                                             : core::extent_of(view.memory()).length();
+  const int64_t begin_bytes = checked_mul(read(aoti_torch_get_storage_offset, tensor), view.item_bytes);
+  const int64_t needed_bytes = checked_add(begin_bytes, span_bytes);
+  const int64_t storage_bytes = read(aoti_torch_get_storage_size, tensor);
   TTE_CHECK_SUBJECT(needed_bytes <= storage_bytes, subject, "spans ", needed_bytes, " bytes of storage, which has ",
                     storage_bytes, "; was it freed or resized?");
   // The const form leaves a copy-on-write storage shared.
-  const void* data = access == Access::kWrite ? tensor.mutable_data_ptr() : tensor.const_data_ptr();
+  const void* data =
+      access == Access::kWrite ? read(torch_get_mutable_data_ptr, tensor) : read(torch_get_const_data_ptr, tensor);
   TTE_CHECK_SUBJECT(data != nullptr, subject, "has no memory; was its storage freed?");
   view.address = reinterpret_cast<uintptr_t>(data);
   if (access == Access::kWrite && !view.contiguous) {

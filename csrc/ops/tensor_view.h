@@ -53,7 +53,7 @@ struct TensorView {
 // Reads a tensor. Throws std::invalid_argument for one that is not strided, is quantized, is neither on a CPU nor on a
 // CUDA device, or whose storage was freed or shrunk below what it spans (FSDP2 and resize_ do that), and, for
 // Access::kWrite, one whose elements may share memory (an expanded tensor).
-TensorView view_of(const Tensor& tensor, Access access, const Subject& subject);
+TensorView view_of(AtenTensorHandle tensor, Access access, const Subject& subject);
 
 // A new contiguous tensor on the device of `like`.
 Tensor empty_on(const TensorView& like, std::span<const int64_t> sizes, int32_t dtype);

@@ -1,0 +1,69 @@
+// What autograd must know of an op in place, in front of its kernel: without a bump of the version counters, backward
+// uses overwritten values in silence. LibTorch's stable ABI has neither version counters nor requires_grad, so this
+// file uses the full C++ API of torch and is built per minor version of it; op_library.py stands in where it is missing.
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "ops/python_lock.h"
+
+namespace torchtitan_ext::autograd {
+namespace {
+
+template <typename Visit>
+void visit_tensors(const c10::IValue& argument, const Visit& visit) {
+  if (argument.isTensor()) {
+    visit(argument.toTensor());
+  } else if (argument.isTensorList()) {
+    for (const c10::IValue& item : argument.toListRef()) visit(item.toTensor());
+  }
+}
+
+void refuse_gradients(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments) {
+  if (!at::GradMode::is_enabled()) return;
+  for (const c10::IValue& argument : arguments) {
+    visit_tensors(argument, [&](const at::Tensor& tensor) {
+      TORCH_CHECK(!tensor.requires_grad(), schema.name().substr(schema.name().rfind(':') + 1),
+                  " is not differentiable: an argument requires grad; call it under torch.no_grad(), or use the form "
+                  "without the final underscore");
+    });
+  }
+}
+
+std::vector<at::Tensor> written_by(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments) {
+  std::vector<at::Tensor> written;
+  for (size_t index = 0; index < arguments.size(); ++index) {
+    const c10::AliasInfo* alias = schema.arguments()[index].alias_info();
+    if (alias == nullptr || !alias->isWrite()) continue;
+    visit_tensors(arguments[index], [&](const at::Tensor& tensor) { written.push_back(tensor); });
+  }
+  return written;
+}
+
+void in_place(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const c10::FunctionSchema& schema = op.schema();
+  const at::ArrayRef<c10::IValue> arguments = torch::jit::last(*stack, schema.arguments().size());
+  refuse_gradients(schema, arguments);
+  std::vector<at::Tensor> written = written_by(schema, arguments);
+  {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
+  }
+  for (const at::Tensor& tensor : written) {
+    if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+  }
+  const ops::PythonLock lock;
+  written.clear();
+}
+
+TORCH_LIBRARY_IMPL(torchtitan_ext, ADInplaceOrView, library) {
+  for (const char* name :
+       {"unpack_shard_", "unpack_shards_", "flatten_into_", "unflatten_tensors_", "broadcast_coalesced_"}) {
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&in_place>());
+  }
+}
+
+}  // namespace
+}  // namespace torchtitan_ext::autograd
