@@ -1,6 +1,7 @@
 // What autograd must know of an op in place, in front of its kernel: without a bump of the version counters, backward
 // uses overwritten values in silence. LibTorch's stable ABI has neither version counters nor requires_grad, so this
-// file uses the full C++ API of torch and is built per minor version of it; op_library.py stands in where it is missing.
+// file uses the full C++ API of torch and is built per minor version of it; op_library.py stands in where it is
+// missing.
 #include <ATen/ATen.h>
 #include <torch/library.h>
 

@@ -57,8 +57,8 @@ TensorView view_of(AtenTensorHandle tensor, Access access, const Subject& subjec
   view.contiguous = read(aoti_torch_is_contiguous, tensor);
   if (view.num_elements == 0) return view;
 
-  const int64_t span_bytes = view.contiguous ? checked_mul(view.num_elements, view.item_bytes)
-                                             : core::extent_of(view.memory()).length();
+  const int64_t span_bytes =
+      view.contiguous ? checked_mul(view.num_elements, view.item_bytes) : core::extent_of(view.memory()).length();
   const int64_t begin_bytes = checked_mul(read(aoti_torch_get_storage_offset, tensor), view.item_bytes);
   const int64_t needed_bytes = checked_add(begin_bytes, span_bytes);
   const int64_t storage_bytes = read(aoti_torch_get_storage_size, tensor);
