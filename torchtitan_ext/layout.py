@@ -136,7 +136,8 @@ def canonical_fqn(fqn: str, *, strip_module: bool = False) -> str:
         strip_module: Also without ``module`` (DDP), which may be a module's own name too.
     """
     dropped = _WRAPPER_COMPONENTS | {"module"} if strip_module else _WRAPPER_COMPONENTS
-    return ".".join(part for part in fqn.split(".") if part not in dropped)
+    parts = fqn.split(".")
+    return fqn if dropped.isdisjoint(parts) else ".".join(part for part in parts if part not in dropped)
 
 
 _WRAPPER_COMPONENTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})

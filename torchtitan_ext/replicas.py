@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -185,58 +186,98 @@ def find_replicas(tensors: Sequence[NamedTensor], mesh: DeviceMesh | None, src: 
         src: Coordinate of the source on every axis that replicates.
     """
     found = Replicas()
-    views = _MeshViews()
-    whole = mesh if mesh is not None else _widest_mesh(tensors)
-    scope = None if mesh is None else views.of(mesh)
+    homes = _Homes(mesh if mesh is not None else _widest_mesh(tensors), mesh, src)
     seen: set[Any] = set()
     for tensor in tensors:
-        home_mesh = tensor.value.device_mesh if isinstance(tensor.value, DTensor) else whole
-        home = None if home_mesh is None else views.of(home_mesh)
-        if isinstance(tensor.value, DTensor) and home is not None and home.coordinate is None:
+        home = homes.of(tensor.value)
+        if home is not None and home.coordinate is None and isinstance(tensor.value, DTensor):
             continue
-        problem = _refusal(tensor, scope, home, src)
-        if problem is not None:
-            found.problems.append(problem)
+        local = local_tensor(tensor.value)
+        reason = _refusal(tensor, mesh, home) or _unsyncable(local)
+        if reason is not None:
+            found.problems.append(Problem("cannot_sync", tensor.fqn, reason))
             continue
         assert home is not None, "a tensor without a mesh was not refused, please report"
-        axes = _replicating_axes(tensor.value, home)
+        layout = f"global shape {tuple(tensor.value.shape)}, {home.placements}" if home.placements else ""
         num_known = len(found.tensors)
-        for fqn, local in inner_tensors(tensor.fqn, local_tensor(tensor.value)):
-            _add(found, seen, ReplicaTensor(fqn, local, *_place(tensor.value, home, axes)), home, axes, src)
+        for fqn, inner in inner_tensors(tensor.fqn, local):
+            _add(found, seen, ReplicaTensor(fqn, inner, layout, home.replica_set, home.coordinate or ()), home)
         if len(found.tensors) > num_known:
             found.owners.append(tensor.value)
     return found
 
 
 @dataclass(frozen=True)
-class _MeshView:
-    """A mesh in plain values: asking it for each of thousands of tensors takes longer than to send these.
+class _Home:
+    """Where tensors of one mesh and one list of placements have their replicas.
 
     Attributes:
+        placements: As text; empty for plain tensors.
+        ranks: Of the mesh, in its order.
         coordinate: Of this rank; ``None`` where it is not on the mesh.
-        lines: Per axis the global ranks on the line through this rank, by coordinate.
+        replica_set: See ``ReplicaTensor``.
+        groups: Per mesh axis that replicates and has two and more ranks: the ranks on the line through this one, the
+            group, and the source's rank in it.
+        problem: Why none of these tensors can be synced.
     """
 
-    mesh: DeviceMesh
+    placements: str
     ranks: tuple[int, ...]
     coordinate: tuple[int, ...] | None
-    lines: tuple[tuple[int, ...], ...]
+    replica_set: tuple[Any, ...] = ()
+    groups: tuple[tuple[tuple[int, ...], dist.ProcessGroup, int], ...] = ()
+    problem: str | None = None
 
 
-class _MeshViews:
-    """The view of each mesh, made once."""
+class _Homes:
+    """The home of each tensor, made once for all that share it: asking a mesh for each of thousands takes longer than
+    to send them."""
 
-    def __init__(self) -> None:
-        self._by_identity: dict[int, _MeshView] = {}
+    def __init__(self, whole: DeviceMesh | None, scope: DeviceMesh | None, src: int) -> None:
+        self._whole = whole
+        self._scope_ranks = None if scope is None else frozenset(scope.mesh.flatten().tolist())
+        self._src = src
+        self._known: dict[Any, _Home] = {}
+        self._replica_sets: dict[Any, tuple[Any, ...]] = {}
 
-    def of(self, mesh: DeviceMesh) -> _MeshView:
-        if id(mesh) not in self._by_identity:
-            coordinate = mesh.get_coordinate()
-            lines = () if coordinate is None else tuple(tuple(ranks_along(mesh, axis)) for axis in range(mesh.ndim))
-            self._by_identity[id(mesh)] = _MeshView(
-                mesh, tuple(mesh.mesh.flatten().tolist()), None if coordinate is None else tuple(coordinate), lines
-            )
-        return self._by_identity[id(mesh)]
+    def of(self, value: Tensor) -> _Home | None:
+        """``None`` for a plain tensor where no mesh is known."""
+        mesh, placements = (value.device_mesh, value.placements) if isinstance(value, DTensor) else (self._whole, None)
+        if mesh is None:
+            return None
+        key = (id(mesh), placements)
+        if key not in self._known:
+            self._known[key] = self._make(mesh, placements)
+        return self._known[key]
+
+    def _make(self, mesh: DeviceMesh, placements: tuple[Placement, ...] | None) -> _Home:
+        text = "" if placements is None else str(placements)
+        ranks = tuple(mesh.mesh.flatten().tolist())
+        position = mesh.get_coordinate()
+        coordinate = None if position is None else tuple(position)
+        for placement in placements or ():
+            if isinstance(placement, Partial):
+                problem = f"holds {placement!r}, values still to be reduced; redistribute it first"
+                return _Home(text, ranks, coordinate, problem=problem)
+        if self._scope_ranks is not None and not self._scope_ranks.issuperset(ranks):
+            problem = "lives on a mesh that reaches beyond the mesh passed; pass one that holds all ranks of the module"
+            return _Home(text, ranks, coordinate, problem=problem)
+        if coordinate is None:
+            return _Home(text, ranks, None)
+        groups = {}
+        for axis in range(mesh.ndim):
+            line = tuple(ranks_along(mesh, axis))
+            if len(line) == 1 or (placements is not None and not isinstance(placements[axis], Replicate)):
+                continue
+            if not 0 <= self._src < len(line):
+                problem = f"is replicated {len(line)} times along mesh axis {axis}, src is {self._src}"
+                return _Home(text, ranks, coordinate, problem=problem)
+            group = mesh.get_group(axis)
+            groups[axis] = (line, group, dist.get_group_rank(group, line[self._src]))
+        fixed = tuple(None if axis in groups else place for axis, place in enumerate(coordinate))
+        # One object for equal ones of several meshes: comparing them again for each tensor takes long on many ranks.
+        replica_set = self._replica_sets.setdefault((ranks, fixed), (ranks, fixed))
+        return _Home(text, ranks, coordinate, replica_set, tuple(groups.values()))
 
 
 def _widest_mesh(tensors: Sequence[NamedTensor]) -> DeviceMesh | None:
@@ -251,38 +292,17 @@ def _widest_mesh(tensors: Sequence[NamedTensor]) -> DeviceMesh | None:
     return None
 
 
-def _replicating_axes(value: Tensor, home: _MeshView) -> list[int]:
-    """Mesh axes of two and more ranks along which a tensor is replicated: all of them for a plain one."""
-    return [
-        axis
-        for axis, line in enumerate(home.lines)
-        if len(line) > 1 and (not isinstance(value, DTensor) or isinstance(value.placements[axis], Replicate))
-    ]
-
-
-def _refusal(tensor: NamedTensor, scope: _MeshView | None, home: _MeshView | None, src: int) -> Problem | None:
-    value = tensor.value
-    reason = None
-    if isinstance(value, DTensor):
-        assert home is not None
-        partial = [placement for placement in value.placements if isinstance(placement, Partial)]
-        if partial:
-            reason = f"holds {partial[0]!r}, values still to be reduced; redistribute it first"
-        elif scope is not None and scope is not home and not set(scope.ranks).issuperset(home.ranks):
-            reason = "lives on a mesh that reaches beyond the mesh passed; pass one that holds all ranks of the module"
-    elif scope is None and tensor.kind != "buffer":
-        reason = (
-            f"is a plain {'parameter' if tensor.kind == 'param' else 'tensor'}: it may be a replica or this rank's own "
-            "(a local expert, hand-made tensor parallelism); pass mesh= if its ranks must hold the same, or ignore it"
-        )
-    elif home is None:
-        reason = "is a plain buffer, and no mesh says between which ranks it is replicated; pass mesh= or ignore it"
-    if reason is None and home is not None:
-        short = [axis for axis in _replicating_axes(value, home) if not 0 <= src < len(home.lines[axis])]
-        if short:
-            reason = f"is replicated {len(home.lines[short[0]])} times along mesh axis {short[0]}, src is {src}"
-    reason = reason or _unsyncable(local_tensor(value))
-    return None if reason is None else Problem("cannot_sync", tensor.fqn, reason)
+def _refusal(tensor: NamedTensor, scope: DeviceMesh | None, home: _Home | None) -> str | None:
+    if scope is None and not isinstance(tensor.value, DTensor):
+        if tensor.kind != "buffer":
+            return (
+                f"is a plain {'parameter' if tensor.kind == 'param' else 'tensor'}: it may be a replica or this rank's "
+                "own (a local expert, hand-made tensor parallelism); pass mesh= if its ranks must hold the same, or "
+                "ignore it"
+            )
+        if home is None:
+            return "is a plain buffer, and no mesh says between which ranks it is replicated; pass mesh= or ignore it"
+    return None if home is None else home.problem
 
 
 def _unsyncable(local: Tensor) -> str | None:
@@ -331,27 +351,13 @@ def inner_tensors(fqn: str, local: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield from inner_tensors(f"{fqn}.{name}", getattr(local, name))
 
 
-def _place(value: Tensor, home: _MeshView, axes: Sequence[int]) -> tuple[str, tuple[Any, ...], tuple[int, ...]]:
-    """Layout, replica set and coordinate of a ``ReplicaTensor``."""
-    layout = f"global shape {tuple(value.shape)}, {value.placements}" if isinstance(value, DTensor) else ""
-    coordinate = home.coordinate or ()
-    fixed = tuple(None if axis in axes else position for axis, position in enumerate(coordinate))
-    return layout, (home.ranks, fixed), coordinate
-
-
-def _add(
-    found: Replicas, seen: set[Any], tensor: ReplicaTensor, home: _MeshView, axes: Sequence[int], src: int
-) -> None:
+def _add(found: Replicas, seen: set[Any], tensor: ReplicaTensor, home: _Home) -> None:
     local = tensor.local
-    memory = (local.data_ptr(), local.dtype, local.shape, local.stride(), home.ranks, tuple(axes))
-    if local.numel() > 0 and memory in seen:  # tied
-        return
-    seen.add(memory)
+    if local.numel() > 0:
+        memory = (local.data_ptr(), local.dtype, local.shape, local.stride(), id(home.replica_set))
+        if memory in seen:  # tied
+            return
+        seen.add(memory)
     found.tensors.append(tensor)
-    for stage, axis in enumerate(axes):
-        ranks = home.lines[axis]
-        key = (stage, ranks, local.device.type)
-        if key not in found.batches:
-            group = home.mesh.get_group(axis)
-            found.batches[key] = Batch(group, dist.get_group_rank(group, ranks[src]))
-        found.batches[key].tensors.append(tensor)
+    for stage, (ranks, group, src) in enumerate(home.groups):
+        found.batches.setdefault((stage, ranks, local.device.type), Batch(group, src)).tensors.append(tensor)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -50,6 +50,7 @@ def naming_lost_ranks(operation: str, phase: str | Callable[[], str], scope: Sco
         phase: What the ranks did, to follow "while"; a function is called when one is lost.
         scope: Those who are asked whether they are still there.
     """
+    _withdraw_answer()
     try:
         yield
     except TorchtitanExtError:
@@ -69,12 +70,24 @@ def _silent_ranks(ranks: Sequence[int]) -> tuple[int, ...]:
     try:
         store = dist.distributed_c10d._get_default_store()
         store.set(_answer_of(own_rank), "here")
+        _answered.append((store, _answer_of(own_rank)))
         while silent and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
             silent = [rank for rank in silent if not store.check([_answer_of(rank)])]
     except RuntimeError:
         pass
     return tuple(silent)
+
+
+_answered: list[tuple[dist.distributed_c10d.Store, str]] = []
+
+
+def _withdraw_answer() -> None:
+    """A rank that survived one failure, and syncs again, may be the one that is lost in the next."""
+    while _answered:
+        store, key = _answered.pop()
+        with suppress(RuntimeError):
+            store.delete_key(key)
 
 
 def _answer_of(rank: int) -> str:

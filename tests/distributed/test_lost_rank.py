@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torchtitan_ext as tte
 from torchtitan_ext.errors import LostRankError
+from torchtitan_ext.sync_scope import naming_lost_ranks
 
 LOST_RANK = 1
 LONGEST_SECONDS = 20
@@ -68,3 +69,21 @@ def test_a_dead_rank_is_named_with_the_phase(run_world: Callable[..., Any], tmp_
     for rank, text in texts.items():
         assert text.startswith(PHASES[when].format(rank))
         assert f"; rank(s) {LOST_RANK} did not answer a roll call; the backend says: " in text
+
+
+def fail_twice(rank: int, world_size: int) -> list[tuple[int, ...]]:
+    """All ranks notice a first failure; of a second one, after a sync that went well, rank 2 says nothing."""
+    silent = []
+    for noticing in ([0, 1, 2], [0, 1]):
+        if rank in noticing:
+            with pytest.raises(LostRankError) as caught, naming_lost_ranks("sync", "testing", None):
+                raise RuntimeError("connection reset")
+            silent.append(caught.value.silent)
+        dist.barrier()
+        tte.broadcast_tensors([torch.zeros(3)])
+        dist.barrier()
+    return silent
+
+
+def test_an_answer_counts_for_one_failure(run_world: Callable[..., Any]) -> None:
+    assert run_world(3, fail_twice) == [[(), (2,)], [(), (2,)], [()]]

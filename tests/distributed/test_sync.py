@@ -23,6 +23,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.nn.parallel import DistributedDataParallel
 
 import torchtitan_ext as tte
@@ -275,6 +276,38 @@ def sync_wrapped(rank: int, world_size: int) -> list[float]:
 
 def test_wrapper_subclass(run_world) -> None:
     assert run_world(2, sync_wrapped) == [[8.0, 1.5]] * 2
+
+
+def sync_wrapped_in_dtensor(rank: int, world_size: int) -> list[float]:
+    """As FSDP2 holds fp8 weights: sharded on one axis, a replica on the other, the wrapper inside the DTensor."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    local = Scaled(torch.full((2, 4), rank + 1.0).to(torch.float8_e4m3fn), torch.tensor(rank + 0.5))
+    meta = TensorMeta(torch.Size((4, 4)), (4, 1), torch.float32)
+    weight = DTensor(local, DTensorSpec(mesh, (Replicate(), Shard(0)), meta), requires_grad=False)
+    assert {entry.fqn for entry in tte.check_replicas({"w": weight})} == {"w.data_bits", "w.scale"}
+    sync_state_dict({"w": weight}, src=1, verify=True)
+    inner = weight._local_tensor
+    assert isinstance(inner, Scaled) and inner.data_bits is local.data_bits
+    return [float(local.data_bits.float().mean()), float(local.scale)]
+
+
+def test_wrapper_subclass_in_a_dtensor(run_world) -> None:
+    assert run_world(4, sync_wrapped_in_dtensor) == [[3.0, 2.5], [4.0, 3.5]] * 2
+
+
+def sync_tied_on_equal_meshes(rank: int, world_size: int) -> list[float]:
+    """One memory under two DTensors whose meshes are equal but not the same object: sent once."""
+    memory = torch.full((4,), float(rank))
+    state = {
+        name: DTensor.from_local(memory, init_device_mesh("cpu", (2,)), [Replicate()], run_check=False)
+        for name in ("first", "second")
+    }
+    sync_state_dict(state, src=1, verify=True)
+    return memory.tolist()
+
+
+def test_tied_tensors_on_equal_meshes(run_world) -> None:
+    assert run_world(2, sync_tied_on_equal_meshes) == [[1.0] * 4] * 2
 
 
 def optimizer_joins(rank: int, world_size: int) -> None:
