@@ -36,7 +36,24 @@ std::pair<double, double> best_seconds(const std::function<void()>& left, const 
   return best;
 }
 
-using Bytes = std::vector<char>;
+// Begins at a cache line, as torch's own memory does.
+struct alignas(64) Line {
+  char bytes[64];
+};
+
+class Bytes {
+ public:
+  Bytes(int64_t num_bytes, char value) : lines_(num_bytes / sizeof(Line) + 1), num_bytes_(num_bytes) {
+    std::memset(data(), value, num_bytes);
+  }
+  char* data() { return lines_[0].bytes; }
+  const char* data() const { return lines_[0].bytes; }
+  size_t size() const { return static_cast<size_t>(num_bytes_); }
+
+ private:
+  std::vector<Line> lines_;
+  int64_t num_bytes_;
+};
 
 void report(const char* separator, const std::string& name, const RunList& runs, Bytes& flat, const Bytes& reference,
             int repeats) {
