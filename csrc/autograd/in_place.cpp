@@ -5,6 +5,9 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <vector>
+
 #include "ops/python_lock.h"
 
 namespace torchtitan_ext::autograd {
@@ -30,12 +33,13 @@ void refuse_gradients(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValu
   }
 }
 
-// A list counts as one value: its tensors gain no owners.
-torch::jit::Stack written_by(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments) {
-  torch::jit::Stack written;
+// The tensors themselves, not the list that holds them: kernels on the stable ABI move its tensors out.
+std::vector<at::Tensor> written_by(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments) {
+  std::vector<at::Tensor> written;
   for (size_t index = 0; index < arguments.size(); ++index) {
     const c10::AliasInfo* alias = schema.arguments()[index].alias_info();
-    if (alias != nullptr && alias->isWrite()) written.push_back(arguments[index]);
+    if (alias == nullptr || !alias->isWrite()) continue;
+    visit_tensors(arguments[index], [&](const at::Tensor& tensor) { written.push_back(tensor); });
   }
   return written;
 }
@@ -44,15 +48,13 @@ void in_place(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
   const c10::FunctionSchema& schema = op.schema();
   const at::ArrayRef<c10::IValue> arguments = torch::jit::last(*stack, schema.arguments().size());
   refuse_gradients(schema, arguments);
-  torch::jit::Stack written = written_by(schema, arguments);
+  std::vector<at::Tensor> written = written_by(schema, arguments);
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
     op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
   }
-  for (const c10::IValue& argument : written) {
-    visit_tensors(argument, [](const at::Tensor& tensor) {
-      if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
-    });
+  for (const at::Tensor& tensor : written) {
+    if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
   }
   const ops::PythonLock lock;
   written.clear();
