@@ -134,6 +134,10 @@ def on_mesh(rank: int, world_size: int) -> list[Any]:
     state["model"]["w"] = torch.distributed.tensor.DTensor.from_local(torch.ones(3), partial, [Partial()])
     with pytest.raises(tte.errors.LayoutError, match="Partial"):
         fingerprint(state)
+    local = torch.ones(3, dtype=torch.float32 if rank == 0 else torch.float64)
+    state["model"]["w"] = torch.distributed.tensor.DTensor.from_local(local, partial, [Shard(0)], run_check=False)
+    with pytest.raises(tte.errors.StateRefusedError, match="rank 0 has dtype torch.float32, rank 1 has dtype"):
+        fingerprint(state)
     return results
 
 

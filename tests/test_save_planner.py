@@ -168,7 +168,7 @@ REFUSED: dict[str, tuple[Any, type[StateRefusedError], str]] = {
     "absent": (
         lambda: shards(torch.zeros(8), (4,), Shard(0))[:3],
         LayoutError,
-        r"rank\(s\) 3 of its mesh \(4\), placements \[Shard\(0\)\], take no part in this save",
+        r"rank\(s\) 3 of its mesh \(4\), placements \[Shard\(0\)\], take no part; pass a process group",
     ),
     "meta": (lambda: [{"w": torch.zeros(3, device="meta")}], LayoutError, "w: is on the meta device and holds no data"),
     "meta_shard": (lambda: of_local(torch.zeros(2, device="meta"), Shard(0)), LayoutError, "is on the meta device"),

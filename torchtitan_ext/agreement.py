@@ -248,8 +248,8 @@ def _absent_problem(fqn: str, report: ShardReport, absent: Sequence[int]) -> Pro
         "incomplete_cover",
         fqn,
         f"rank(s) {', '.join(map(str, absent[:8]))}{', ...' if len(absent) > 8 else ''} of its mesh ({report.mesh}), "
-        f"placements {format_placements(report.placements)}, take no part in this save; "
-        "save with a process group that holds the whole mesh",
+        f"placements {format_placements(report.placements)}, take no part; "
+        "pass a process group that holds the whole mesh",
     )
 
 

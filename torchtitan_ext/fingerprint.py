@@ -18,19 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_ext import ops
+from torchtitan_ext.agreement import TensorAgreement, agree
 from torchtitan_ext.errors import Problem, refusal
 from torchtitan_ext.exchange import gather_values
-from torchtitan_ext.layout import (
-    Describer,
-    LayoutRules,
-    ShardOrder,
-    ShardReport,
-    decide,
-    is_on_mesh,
-    local_tensor,
-    missing_ranks,
-    shard_of,
-)
+from torchtitan_ext.key_table import KeyTable, TensorEntry, describe_state
+from torchtitan_ext.layout import LayoutRules, ShardOrder, ShardReport, local_tensor, shard_of
 from torchtitan_ext.state_dict import flatten_state_dict
 from torchtitan_ext.value_digest import digest_value
 
@@ -75,54 +67,35 @@ def fingerprint(
         LayoutError: The layout of a tensor is in doubt, or not all ranks of its mesh take part.
     """
     flat = flatten_state_dict(state_dict)
-    describer = Describer(LayoutRules(layouts))
-    reports: dict[str, ShardReport] = {}
-    problems: list[Problem] = []
-    for fqn, value in flat.values.items():
-        if isinstance(value, Tensor) and is_on_mesh(value):
-            report = describer.describe(fqn, value)
-            if isinstance(report, Problem):
-                problems.append(report)
-            else:
-                reports[fqn] = report
-    choices = _decide_all(gather_values((reports, problems), process_group))
+    tensors = {fqn: value for fqn, value in flat.values.items() if isinstance(value, Tensor)}
+    table = describe_state(tensors, {}, LayoutRules(layouts))
+    reports = {fqn: entry.report for fqn, entry in table.entries.items() if isinstance(entry, TensorEntry)}
+    choices = _choices(table, reports, process_group)
     digests: dict[str, tuple[Any, str | int]] = {}
     for fqn, value in flat.values.items():
         if fqn in reports:
-            digests[fqn] = _tensor_digest(value, reports[fqn], choices[fqn, _kind(reports[fqn])])
+            digests[fqn] = _tensor_digest(value, reports[fqn], choices.get(fqn, 0))
         elif not isinstance(value, Tensor):
             digests[fqn] = (None, digest_value(value).hex())
     return _combined(gather_values(_synchronized(digests), process_group))
 
 
-def _kind(report: ShardReport) -> Any:
-    return (report.mesh, report.placements, report.order)
-
-
-def _decide_all(gathered: list[tuple[dict[str, ShardReport], list[Problem]]]) -> dict[tuple[str, Any], int]:
-    """Which reading of each tensor's placements is true: the same on every rank, from what all ranks say."""
-    problems = [problem for _, own in gathered for problem in own]
-    together: dict[tuple[str, Any], list[ShardReport]] = defaultdict(list)
-    for reports, _ in gathered:
-        for fqn, report in reports.items():
-            together[fqn, _kind(report)].append(report)
-    choices = {}
-    for (fqn, kind), members in together.items():
-        absent = missing_ranks(members)
-        if absent:
-            what = (
-                f"rank(s) {absent[:8]} of its mesh ({members[0].mesh}) take no part; pass a group that holds the mesh"
-            )
-            problems.append(Problem("incomplete_cover", fqn, what))
-            continue
-        choice = decide(fqn, members)
-        if isinstance(choice, Problem):
-            problems.append(choice)
-        else:
-            choices[fqn, kind] = choice
-    if problems:
-        raise refusal("fingerprint", problems)
-    return choices
+def _choices(
+    table: KeyTable, reports: Mapping[str, ShardReport], process_group: dist.ProcessGroup | None
+) -> dict[str, int]:
+    """Which reading of each DTensor's placements is true, from what all ranks say. Plain tensors have only one."""
+    opaque = [
+        Problem("unsupported_tensor", fqn, "describes its own boxes; pass the tensors that it consists of")
+        for fqn in table.entries.keys() - reports.keys()
+    ]
+    sharded = {fqn: table.entries[fqn] for fqn, report in reports.items() if report.mesh is not None}
+    tables = gather_values(KeyTable(sharded, problems=(*table.problems, *opaque)), process_group)
+    agreement = agree(tables, every_rank_reports=True)
+    if agreement.problems:
+        raise refusal("fingerprint", agreement.problems)
+    rank = dist.get_rank(process_group) if len(tables) > 1 else 0
+    agreed = {fqn: agreement.keys[fqn] for fqn in sharded}
+    return {fqn: tensor.choices[rank] for fqn, tensor in agreed.items() if isinstance(tensor, TensorAgreement)}
 
 
 def _tensor_digest(value: Tensor, report: ShardReport, choice: int) -> tuple[Any, Any]:
