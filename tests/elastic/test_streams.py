@@ -8,8 +8,15 @@ from hypothesis import strategies as st
 from simulated_loaders import SOAK, Counted, Ranks
 from torch.utils.data import IterableDataset
 
-from torchtitan_ext.elastic import ElasticDataLoader, HuggingFaceStreams, IndexedStreams, Streams, StreamSource
-from torchtitan_ext.elastic.streams import AdoptsStates, SplitsStates, Stream
+from torchtitan_ext.elastic import (
+    ElasticDataLoader,
+    HuggingFaceStreams,
+    IndexedStreams,
+    PackedTokens,
+    Streams,
+    StreamSource,
+)
+from torchtitan_ext.elastic.streams import AdoptsStates, ChecksStates, SplitsStates, Stream
 
 
 def loader_over(source: Any, **options: Any) -> Any:
@@ -35,6 +42,9 @@ def test_what_the_protocols_take() -> None:
     assert isinstance(Streams(lambda *_: [], 2), StreamSource)
     assert not isinstance(Streams(lambda *_: [], 2), (SplitsStates, AdoptsStates))
     assert isinstance(IndexedStreams([], num_shards=2), SplitsStates)
+    assert isinstance(IndexedStreams([], num_shards=2), ChecksStates)
+    assert isinstance(PackedTokens(IndexedStreams([], num_shards=2), seq_len=2), ChecksStates)
+    assert not isinstance(PackedTokens(Streams(lambda *_: [], 2), seq_len=2), ChecksStates)
     assert isinstance(Counted([]), Stream) and not isinstance(iter([]), Stream)
 
 

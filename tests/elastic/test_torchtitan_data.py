@@ -326,10 +326,12 @@ def test_a_shorter_data_set_is_refused() -> None:
 def test_a_data_set_of_another_length_is_refused() -> None:
     ranks = Ranks(loader_of(2, endless=True), 2)
     ranks.step()
-    loader = ElasticDataLoader(source_of(2, DOCUMENTS[:50]), batch_size=1, endless=True)
-    loader.load_state_dict(ranks.state())
-    with pytest.raises(CannotReshardError, match="saved over 122 documents, this data set has 50"):
-        next(iter(loader))
+    for num_shards in (2, 4):
+        loader = ElasticDataLoader(source_of(num_shards, DOCUMENTS[:50]), batch_size=1, endless=True)
+        for load in (loader.load_state_dict, lambda state, loader=loader: loader.reshard(state, None, None)):
+            with pytest.raises(CannotReshardError, match="saved over 122 documents, this data set has 50"):
+                load(ranks.state())
+        assert loader.samples_seen == 0
 
 
 def test_torchtitan_makes_the_same_files() -> None:

@@ -69,6 +69,10 @@ class IndexedStreams:
     def open_stream(self, shard: int, epoch: int) -> IndexedStream:
         return IndexedStream(self._data, IndexedPart(len(self._data), shard, self.num_shards), epoch, self._seed)
 
+    def check_state(self, state: Any) -> None:
+        """See ``ChecksStates``."""
+        _part_of(self._data, state)
+
     def split_state(self, state: Any, *, shard: int, num_shards: int, num_parts: int) -> list[Any]:
         """See ``SplitsStates``."""
         part = IndexedPart(len(self._data), shard, num_shards) if state is None else IndexedPart(**state)
@@ -99,13 +103,18 @@ class IndexedStream:
         return asdict(self._part)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        part = IndexedPart(**state_dict)
-        if part.num_samples != len(self._data):
-            raise CannotReshardError(
-                f"the checkpoint was saved over {part.num_samples} documents, this data set has {len(self._data)}",
-                "use the data set it was saved with, or reset the data loader",
-            )
-        self._part = part
+        self._part = _part_of(self._data, state_dict)
+
+
+def _part_of(data: Any, state: dict[str, Any]) -> IndexedPart:
+    """The part that a stream of this data had saved."""
+    part = IndexedPart(**state)
+    if part.num_samples != len(data):
+        raise CannotReshardError(
+            f"the checkpoint was saved over {part.num_samples} documents, this data set has {len(data)}",
+            "use the data set it was saved with, or reset the data loader",
+        )
+    return part
 
 
 def run_of(part: IndexedPart) -> range:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from torchtitan_ext.elastic.streams import SplitsStates, Stream, StreamSource, start_epoch
+from torchtitan_ext.elastic.streams import ChecksStates, SplitsStates, Stream, StreamSource, start_epoch
 
 # A packed sequence: {"input": tokens, "positions": positions}, labels; each an int64 tensor of shape [seq_len].
 PackedSequence = tuple[dict[str, torch.Tensor], torch.Tensor]
@@ -46,9 +46,11 @@ class PackedTokens:
         self._documents = documents
         self._seq_len = seq_len
         self._encode = encode or list
-        # A source can split its states or has no such method: this one can if what it packs can.
+        # A source has these methods or it has not: this one has those of what it packs.
         if isinstance(documents, SplitsStates):
             self.split_state = self._split_state
+        if isinstance(documents, ChecksStates):
+            self.check_state = self._check_state
 
     @property
     def num_shards(self) -> int:
@@ -56,6 +58,11 @@ class PackedTokens:
 
     def open_stream(self, shard: int, epoch: int) -> PackedStream:
         return PackedStream(lambda epoch: self._documents.open_stream(shard, epoch), epoch, self._seq_len, self._encode)
+
+    def _check_state(self, state: Any) -> None:
+        assert isinstance(self._documents, ChecksStates)
+        if state["documents"] is not None:
+            self._documents.check_state(state["documents"])
 
     def _split_state(self, state: Any, *, shard: int, num_shards: int, num_parts: int) -> list[Any]:
         """The first part gets the leftover tokens; see ``SplitsStates``."""

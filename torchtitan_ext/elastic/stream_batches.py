@@ -13,7 +13,7 @@ from torchtitan_ext.elastic.component import Resharded, World
 from torchtitan_ext.elastic.index_order import local_size
 from torchtitan_ext.elastic.sampler import Last, common_entry
 from torchtitan_ext.elastic.shards import ShardReader, ShardState, from_entry, shard_key, to_entry
-from torchtitan_ext.elastic.streams import AdoptsStates, SplitsStates, StreamSource
+from torchtitan_ext.elastic.streams import AdoptsStates, ChecksStates, SplitsStates, StreamSource
 from torchtitan_ext.errors import CannotReshardError
 
 _KIND = "streams"
@@ -152,6 +152,10 @@ class StreamBatches:
                 "endless has all shards in one",
                 "pass endless=True, or reset the data loader",
             )
+        if isinstance(self._source, ChecksStates):
+            for parent in self._parents(num_saved):
+                if parents[parent].stream is not None:
+                    self._source.check_state(parents[parent].stream)
         if num_parts == 1:
             return common, {shard: parents[shard] for shard in self._reader.own}
         split = {parent: self._split(parents[parent], parent, num_saved) for parent in self._parents(num_saved)}

@@ -38,7 +38,7 @@ class StreamSource(Protocol):
     """Data cut into virtual shards, each a stream.
 
     A source may also have ``split_state`` (see ``SplitsStates``): then a checkpoint can be loaded with a multiple of
-    the number of shards that saved it; and ``adopt`` (see ``AdoptsStates``).
+    the number of shards that saved it; ``check_state`` (see ``ChecksStates``); and ``adopt`` (see ``AdoptsStates``).
 
     Attributes:
         num_shards: The same on every rank and, but for such a split, in every job that goes on.
@@ -61,6 +61,19 @@ class AdoptsStates(Protocol):
 
         Raises:
             CannotReshardError: They are, but cannot be taken over.
+        """
+        ...
+
+
+@runtime_checkable
+class ChecksStates(Protocol):
+    """A source that can tell at the load, before anything is changed, what its streams would refuse when they open."""
+
+    def check_state(self, state: Any) -> None:
+        """Looks at the saved state of one stream, which is not None.
+
+        Raises:
+            CannotReshardError: A stream cannot go on from it, for example because it is of other data.
         """
         ...
 
