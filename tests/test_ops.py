@@ -276,15 +276,17 @@ def test_flatten_many_large_tensors() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_lists_and_fingerprints_are_the_same_bits_on_every_device(dtype: torch.dtype, device: str) -> None:
     """Spans and nests of every word size, aligned and not, in one launch and in several."""
-    tensors = [random_tensor((size,), dtype) for size in (1, 3, 1000, 70_001)]
-    tensors += [random_tensor((257, 33), dtype).t(), random_tensor((300, 70), dtype)[:, 5:22]]
-    tensors += [random_tensor((7,), dtype) for _ in range(1300)]
-    there = [tensor.to(device) for tensor in tensors]
+    whole = [random_tensor((size,), dtype) for size in (1, 3, 1000, 70_001)]
+    whole += [random_tensor((257, 33), dtype).t(), random_tensor((300, 70), dtype)]
+    whole += [random_tensor((7,), dtype) for _ in range(1300)]
+    # Sliced on the device: a copy to another one would be contiguous.
+    tensors, there = ([*on[:5], on[5][:, 5:22], *on[6:]] for on in (whole, [tensor.to(device) for tensor in whole]))
     for alignment in (1, 64):
         flat = ops.flatten_tensors(tensors, alignment=alignment)
         flat_there = ops.flatten_tensors(there, alignment=alignment)
         assert torch.equal(flat_there.cpu(), flat)
         restored = [torch.zeros_like(tensor) for tensor in there]
+        restored[5] = torch.zeros((300, 70), dtype=dtype, device=device)[:, 5:22]
         ops.unflatten_tensors_(restored, flat_there, alignment=alignment)
         assert all(torch.equal(bits(copy.cpu()), bits(tensor)) for copy, tensor in zip(restored, tensors, strict=True))
     src = random_tensor((6, 8), dtype)
@@ -294,6 +296,22 @@ def test_lists_and_fingerprints_are_the_same_bits_on_every_device(dtype: torch.d
         ops.fingerprint_shard(tensor, TWO_CHUNKS, (6, 8)).cpu() for tensor in (locals_there[0], locals_there[0].cpu())
     ]
     assert torch.equal(*sums)
+
+
+@pytest.mark.needs_cuda
+def test_kernels_wait_for_what_came_before_on_their_stream() -> None:
+    tensors = [torch.zeros(1000, 30, device="cuda").t() for _ in range(40)]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        for tensor in tensors:
+            tensor.fill_(3.0)
+        flat = ops.flatten_tensors(tensors, dtype=torch.float32, alignment=4)
+        ops.unflatten_tensors_(tensors, flat * 2, alignment=4)
+        total = ops.flatten_tensors(tensors, dtype=torch.float32, alignment=4).sum()
+    torch.cuda.current_stream().wait_stream(stream)
+    assert float(total) == 6.0 * 40 * 30_000
 
 
 # ---- autograd, versions, compile ----
@@ -588,6 +606,11 @@ def test_bad_tensors_are_refused() -> None:
     with pytest.raises(ValueError, match="src spans 192 bytes of storage, which has 0; was it freed or resized?"):
         ops.pack_shard(freed, TWO_CHUNKS)
     assert ops.pack_shard(src.to("meta"), TWO_CHUNKS).shape == (3, 2)
+
+
+def test_failures_below_the_ops_keep_their_type_and_say_what_failed() -> None:
+    with pytest.raises(RuntimeError, match=r"a tensor of 140737488355328 bytes could not be made on the CPU"):
+        ops.flatten_tensors([torch.zeros(1).expand(2**45)])
 
 
 def test_dtensors_are_refused(tmp_path: object) -> None:

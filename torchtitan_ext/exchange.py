@@ -43,7 +43,7 @@ def gather_values(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 def _gather_blocks(data: bytes, num_bytes: int, group: dist.ProcessGroup) -> list[bytes]:
     """The bytes of every rank, each filled up with zeros to one length."""
-    device = torch.device("cpu") if has_backend(group, "cpu") else accelerator_of(group)
+    device = device_of(group)
     block = torch.frombuffer(bytearray(data.ljust(num_bytes, b"\0")), dtype=torch.uint8).to(device)
     blocks = block.new_empty(dist.get_world_size(group), num_bytes)
     dist.all_gather(list(blocks.unbind()), block, group=group)
@@ -114,7 +114,13 @@ def has_backend(group: dist.ProcessGroup, device_type: str) -> bool:
     return torch.device(device_type) in group._device_types
 
 
-def accelerator_of(group: dist.ProcessGroup) -> torch.device:
-    """The current device of the accelerator that a group can send from."""
-    device_type = next(device.type for device in group._device_types if device.type != "cpu")
+def device_of(group: dist.ProcessGroup, preferred: str = "cpu") -> torch.device:
+    """A device from which a group can send: of the preferred kind if it can, and the one that the group is bound to."""
+    has_preferred = has_backend(group, preferred)
+    device_type = preferred if has_preferred else next(device.type for device in group._device_types)
+    if device_type == "cpu":
+        return torch.device("cpu")
+    bound = getattr(group, "bound_device_id", None)
+    if bound is not None:
+        return torch.device(bound)
     return torch.device(device_type, torch.get_device_module(device_type).current_device())

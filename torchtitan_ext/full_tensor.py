@@ -20,7 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torchtitan_ext import ops
 from torchtitan_ext.cast import CastPolicy, cast_problem
 from torchtitan_ext.errors import Problem, refusal
-from torchtitan_ext.exchange import all_gather_bytes, all_gather_values, as_bytes, broadcast_bytes, gather_values
+from torchtitan_ext.exchange import (
+    all_gather_bytes,
+    all_gather_values,
+    as_bytes,
+    broadcast_bytes,
+    device_of,
+    gather_values,
+)
 from torchtitan_ext.layout import (
     Describer,
     LayoutRules,
@@ -327,4 +334,4 @@ def _mesh_device(mesh: DeviceMesh, local: torch.Tensor) -> torch.device:
     """Where the mesh communicates: the local tensor's device, unless it is offloaded."""
     if local.device.type == mesh.device_type:
         return local.device
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+    return device_of(mesh.get_group(0), mesh.device_type)

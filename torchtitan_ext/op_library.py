@@ -87,6 +87,11 @@ def _explained(name: str, args: tuple[Any, ...], error: RuntimeError) -> Excepti
                 return ValueError(f"{name}: got a DTensor as {argument.name}; pass the rank's own tensor, .to_local()")
             if isinstance(item, Tensor) and argument.is_write and (item.is_conj() or item.is_neg()):
                 return ValueError(f"{name}: {argument.name} is a lazily conjugated or negated view; pass what it views")
-            if "int" in kind and (not isinstance(item, int) or not -(2**63) <= item < 2**63):
+            # A dtype is an int to the schema.
+            if "int" in kind and not isinstance(item, torch.dtype) and not _is_int64(item):
                 return ValueError(f"{name}: got {item!r} in {argument.name}, expected an int64")
     return error
+
+
+def _is_int64(value: Any) -> bool:
+    return isinstance(value, int) and -(2**63) <= value < 2**63

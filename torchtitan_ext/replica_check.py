@@ -95,7 +95,12 @@ def compare_replicas(
     operation: str, scope: Scope, options: Options, found: Replicas, *, locate: bool = False
 ) -> tuple[ReplicaDifference, ...]:
     """``check_replicas`` of what is already collected. Collective over the scope."""
-    hashes = {} if found.problems else hash_locals(found.tensors)
+    hashes: dict[int, bytes] = {}
+    if not found.problems:
+        try:
+            hashes = hash_locals(found.tensors)
+        except Exception as error:  # of this rank alone, perhaps: all must hear of it
+            found.problems.append(Problem("cannot_sync", "arguments", f"{type(error).__name__}: {error}"))
     contents = {
         key: hashlib.blake2b(
             b"".join(hashes[id(tensor)] for tensor in batch.tensors if id(tensor) in hashes), digest_size=16

@@ -6,7 +6,7 @@ all of them before any data moved.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_ext import ops
 from torchtitan_ext.errors import Problem, SyncMismatchError
-from torchtitan_ext.exchange import accelerator_of, has_backend
+from torchtitan_ext.exchange import device_of, has_backend
 from torchtitan_ext.layout import local_tensor
 from torchtitan_ext.replica_check import compare_replicas
 from torchtitan_ext.replicas import (
@@ -203,7 +203,7 @@ def _broadcast(operation: str, scope: Scope, found: Replicas, bucket_bytes: int)
             if has_backend(batch.group, key[2]):
                 ops.broadcast_coalesced_(tensors, batch.group.group_name, src=batch.src, bucket_bytes=bucket_bytes)
             else:
-                _broadcast_staged(tensors, batch, bucket_bytes, accelerator_of(batch.group))
+                _broadcast_staged(tensors, batch, bucket_bytes, device_of(batch.group))
         # A DTensor, and a wrapper, counts versions apart from the tensors in it.
         outer = [owner for owner in found.owners if type(owner) is not Tensor and not isinstance(owner, nn.Parameter)]
         torch.autograd.graph.increment_version(outer)
@@ -212,13 +212,23 @@ def _broadcast(operation: str, scope: Scope, found: Replicas, bucket_bytes: int)
 def _broadcast_staged(
     tensors: Sequence[Tensor], batch: Batch | ListBatch, bucket_bytes: int, device: torch.device
 ) -> None:
-    """By way of a bucket on ``device``: CPU tensors (FSDP2's offload) in a group that knows the accelerator only."""
+    """By way of buckets on ``device``: CPU tensors (FSDP2's offload) in a group of accelerators, or the reverse.
+
+    Tensors larger than a bucket go in slices of their bytes.
+    """
+    for chunk in _chunks(tensors, bucket_bytes):
+        flat = ops.flatten_tensors(chunk)
+        for part in flat.split(bucket_bytes):
+            bucket = part.to(device)
+            ops.broadcast_coalesced_([bucket], batch.group.group_name, src=batch.src, bucket_bytes=bucket_bytes)
+            part.copy_(bucket)
+        ops.unflatten_tensors_(chunk, flat)
+
+
+def _chunks(tensors: Sequence[Tensor], num_bytes: int) -> Iterator[list[Tensor]]:
+    """Runs of tensors whose flat buffer has at most so many bytes, or of one tensor that has more."""
     pending = [tensor for tensor in tensors if tensor.numel() > 0]
     while pending:
-        offsets = ops.flat_offsets(pending)
-        # At least one tensor, however large it is.
-        count = max(1, sum(end <= bucket_bytes for end in offsets[1:]))
-        chunk, pending = pending[:count], pending[count:]
-        bucket = ops.flatten_tensors(chunk).to(device)
-        ops.broadcast_coalesced_([bucket], batch.group.group_name, src=batch.src, bucket_bytes=bucket_bytes)
-        ops.unflatten_tensors_(chunk, bucket.cpu())
+        count = max(1, sum(end <= num_bytes for end in ops.flat_offsets(pending)[1:]))
+        yield pending[:count]
+        pending = pending[count:]

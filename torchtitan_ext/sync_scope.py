@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -44,7 +45,8 @@ def scope_ranks(scope: Scope) -> list[int]:
 
 @contextmanager
 def naming_lost_ranks(operation: str, phase: str | Callable[[], str], scope: Scope) -> Iterator[None]:
-    """Turns what a collective raises inside into a ``LostRankError``.
+    """Turns what a collective raises inside into a ``LostRankError``; a lack of memory and a device's fault stay as
+    they are.
 
     Args:
         phase: What the ranks did, to follow "while"; a function is called when one is lost.
@@ -53,7 +55,7 @@ def naming_lost_ranks(operation: str, phase: str | Callable[[], str], scope: Sco
     _withdraw_answer()
     try:
         yield
-    except TorchtitanExtError:
+    except (TorchtitanExtError, torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except RuntimeError as error:
         if not dist.is_initialized():

@@ -188,13 +188,26 @@ class Broadcast {
     const c10::DeviceType device = tensors_[0].device().type();
     Works works;
     if (coalesces_) group_->startCoalescing(device);
-    for (at::Tensor& buffer : buffers) {
-      std::vector<at::Tensor> one = {buffer};
-      works.push_back(group_->broadcast(one, options_));
+    try {
+      for (at::Tensor& buffer : buffers) {
+        std::vector<at::Tensor> one = {buffer};
+        works.push_back(group_->broadcast(one, options_));
+      }
+    } catch (...) {
+      if (coalesces_) leave_coalescing(device);
+      throw;
     }
     // The works inside a coalesced block are not waited for: the one of the block stands for them.
     if (coalesces_) works = {group_->endCoalescing(device)};
     return works;
+  }
+
+  // A block that stays open would hold back what this thread sends next, through any group, without a word.
+  void leave_coalescing(c10::DeviceType device) {
+    try {
+      group_->endCoalescing(device);
+    } catch (const std::exception&) {  // the first failure is the one to tell
+    }
   }
 
   void finish_oldest() {

@@ -78,10 +78,17 @@ TensorView view_of(AtenTensorHandle tensor, Access access, const Subject& subjec
 
 Tensor empty_on(const TensorView& like, std::span<const int64_t> sizes, int32_t dtype) {
   const std::vector<int64_t> strides = contiguous_strides(sizes);
-  checked_mul(core::num_elements(sizes), static_cast<int64_t>(aoti_torch_dtype_element_size(dtype)));
+  const int64_t item_bytes = static_cast<int64_t>(aoti_torch_dtype_element_size(dtype));
+  const int64_t num_bytes = checked_mul(core::num_elements(sizes), item_bytes);
   AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
-                                                  dtype, like.device_type, like.device_index, &handle));
+  // What torch says goes to stderr, and never reaches the caller.
+  if (aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype,
+                               like.device_type, like.device_index, &handle) != AOTI_TORCH_SUCCESS) {
+    const bool on_cpu = like.device_type == aoti_torch_device_type_cpu();
+    const std::string device = on_cpu ? "the CPU" : core::concat("CUDA device ", like.device_index);
+    throw std::runtime_error(core::concat("torchtitan_ext: a tensor of ", num_bytes, " bytes could not be made on ",
+                                          device, "; torch's own message is on stderr"));
+  }
   return Tensor(handle);
 }
 

@@ -194,16 +194,25 @@ def test_without_agreement_and_of_inference_tensors(run_world) -> None:
     assert run_world(2, without_check) == [8.0] * 2
 
 
+def build_gpu_tensors(rank: int) -> list[Tensor]:
+    """With one that is sent directly, and one whose rows lie apart."""
+    large = torch.full((9 << 18,), rank, dtype=torch.int32, device="cuda")
+    strided = torch.full((768, 1024), rank, dtype=torch.int32, device="cuda")[:, 3:1000]
+    return [*(tensor.cuda() for tensor in build_tensors(rank)), large, strided]
+
+
 def on_gpu(rank: int, world_size: int) -> list[str]:
     """All ranks on one GPU, with gloo: NCCL wants one each."""
-    tensors = [tensor.cuda() for tensor in build_tensors(rank)]
-    tte.broadcast_tensors(tensors, src=1)
-    wanted = [bits(tensor) for tensor in build_tensors(1)]
-    return [
-        f"{tensor.dtype} {tuple(tensor.shape)}"
-        for tensor, value in zip(tensors, wanted, strict=True)
-        if not torch.equal(bits(tensor).cpu(), value)
-    ]
+    wrong = []
+    for bucket_bytes in (1 << 16, 1 << 20, ops.DEFAULT_BUCKET_BYTES):
+        tensors = build_gpu_tensors(rank)
+        tte.broadcast_tensors(tensors, src=1, bucket_bytes=bucket_bytes)
+        wrong += [
+            f"{bucket_bytes}: {tensor.dtype} {tuple(tensor.shape)}"
+            for tensor, value in zip(tensors, build_gpu_tensors(1), strict=True)
+            if not torch.equal(bits(tensor), bits(value))
+        ]
+    return wrong
 
 
 @pytest.mark.needs_cuda

@@ -87,3 +87,8 @@ def fail_twice(rank: int, world_size: int) -> list[tuple[int, ...]]:
 
 def test_an_answer_counts_for_one_failure(run_world: Callable[..., Any]) -> None:
     assert run_world(3, fail_twice) == [[(), (2,)], [(), (2,)], [()]]
+
+
+def test_a_lack_of_memory_is_not_a_lost_rank() -> None:
+    with pytest.raises(torch.OutOfMemoryError, match="no room"), naming_lost_ranks("sync", "testing", None):
+        raise torch.OutOfMemoryError("no room")

@@ -347,6 +347,22 @@ def check_and_locate(rank: int, world_size: int) -> list[tte.replica_check.Repli
     return list(tte.check_replicas(state, locate=True))
 
 
+def one_rank_cannot_check(rank: int, world_size: int) -> str:
+    mesh = init_device_mesh("cpu", (world_size,))
+    state = {"kept": torch.ones(3), "freed": torch.ones(4)}
+    if rank == 1:
+        state["freed"].untyped_storage().resize_(0)
+    with pytest.raises(SyncMismatchError) as caught:
+        tte.check_replicas(state, mesh)
+    return str(caught.value)
+
+
+def test_what_one_rank_cannot_compare_is_refused_on_all(run_world) -> None:
+    texts = run_world(2, one_rank_cannot_check)
+    assert texts[0] == texts[1]
+    assert "freed: spans more bytes than its storage has; was it freed or resized?" in texts[0]
+
+
 def test_check_names_and_locates(run_world) -> None:
     answers = run_world(4, check_and_locate)
     assert all(answer == answers[0] for answer in answers)
