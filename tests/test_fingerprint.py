@@ -138,6 +138,12 @@ def on_mesh(rank: int, world_size: int) -> list[Any]:
     state["model"]["w"] = torch.distributed.tensor.DTensor.from_local(local, partial, [Shard(0)], run_check=False)
     with pytest.raises(tte.errors.StateRefusedError, match="rank 0 has dtype torch.float32, rank 1 has dtype"):
         fingerprint(state)
+    state["model"]["w"] = torch.ones(3, device="meta" if rank == 1 else "cpu")
+    with pytest.raises(tte.errors.StateRefusedError, match="model.w: is on the meta device"):
+        fingerprint(state)
+    twice = {"a.b": 1, "a": {"b": 2}} if rank == 1 else {"a.b": 1}
+    with pytest.raises(tte.errors.StateRefusedError, match="duplicated flatten key a.b"):
+        fingerprint(twice)
     return results
 
 

@@ -103,7 +103,7 @@ class SyncMismatchError(StateRefusedError):
     """
 
     def _headline(self) -> str:
-        if all(problem.kind == "replicas_differ" for problem in self.problems):
+        if {problem.kind for problem in self.problems} == {"replicas_differ"}:
             return f"{self.operation}: replicas are not equal"
         return super()._headline()
 

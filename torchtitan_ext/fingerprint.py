@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,30 +67,64 @@ def fingerprint(
     Raises:
         LayoutError: The layout of a tensor is in doubt, or not all ranks of its mesh take part.
     """
-    flat = flatten_state_dict(state_dict)
-    tensors = {fqn: value for fqn, value in flat.values.items() if isinstance(value, Tensor)}
-    table = describe_state(tensors, {}, LayoutRules(layouts))
-    reports = {fqn: entry.report for fqn, entry in table.entries.items() if isinstance(entry, TensorEntry)}
-    choices = _choices(table, reports, process_group)
-    digests: dict[str, tuple[Any, str | int]] = {}
-    for fqn, value in flat.values.items():
-        if fqn in reports:
-            digests[fqn] = _tensor_digest(value, reports[fqn], choices.get(fqn, 0))
-        elif not isinstance(value, Tensor):
-            digests[fqn] = (None, digest_value(value).hex())
-    return _combined(gather_values(_synchronized(digests), process_group))
+    values: dict[str, Any] = {}
+    reports: dict[str, ShardReport] = {}
+    digests: dict[str, tuple[Any, Any]] = {}
+    problems: list[Problem] = []
+    # Whatever goes wrong on this rank alone, all hear of it: each exchange takes place.
+    with _told(problems):
+        values = flatten_state_dict(state_dict).values
+        reports = _reports(values, LayoutRules(layouts), problems)
+    choices = _choices(values, reports, problems, process_group)
+    with _told(problems):
+        for fqn, value in values.items():
+            if fqn in reports:
+                digests[fqn] = _tensor_digest(value, reports[fqn], choices.get(fqn, 0))
+            elif not isinstance(value, Tensor):
+                digests[fqn] = (None, digest_value(value).hex())
+        digests = _synchronized(digests)
+    gathered = gather_values((digests, problems), process_group)
+    failures = [problem for _, own in gathered for problem in own]
+    if failures:
+        raise refusal("fingerprint", failures)
+    return _combined([of_rank for of_rank, _ in gathered])
+
+
+@contextmanager
+def _told(problems: list[Problem]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        problems.append(Problem("unsupported_tensor", "state_dict", f"{type(error).__name__}: {error}"))
+
+
+def _reports(values: Mapping[str, Any], rules: LayoutRules, problems: list[Problem]) -> dict[str, ShardReport]:
+    table = describe_state({fqn: value for fqn, value in values.items() if isinstance(value, Tensor)}, {}, rules)
+    problems += table.problems
+    reports = {}
+    for fqn, entry in table.entries.items():
+        if not isinstance(entry, TensorEntry):
+            what = "describes its own boxes; pass the tensors that it consists of"
+        elif local_tensor(values[fqn]).is_meta:
+            what = "is on the meta device; give it memory with to_empty() first"
+        else:
+            reports[fqn] = entry.report
+            continue
+        problems.append(Problem("unsupported_tensor", fqn, what))
+    return reports
 
 
 def _choices(
-    table: KeyTable, reports: Mapping[str, ShardReport], process_group: dist.ProcessGroup | None
+    values: Mapping[str, Any],
+    reports: Mapping[str, ShardReport],
+    problems: list[Problem],
+    process_group: dist.ProcessGroup | None,
 ) -> dict[str, int]:
     """Which reading of each DTensor's placements is true, from what all ranks say. Plain tensors have only one."""
-    opaque = [
-        Problem("unsupported_tensor", fqn, "describes its own boxes; pass the tensors that it consists of")
-        for fqn in table.entries.keys() - reports.keys()
-    ]
-    sharded = {fqn: table.entries[fqn] for fqn, report in reports.items() if report.mesh is not None}
-    tables = gather_values(KeyTable(sharded, problems=(*table.problems, *opaque)), process_group)
+    sharded = {
+        fqn: TensorEntry(report, values[fqn].dtype, False) for fqn, report in reports.items() if report.mesh is not None
+    }
+    tables = gather_values(KeyTable(sharded, problems=tuple(problems)), process_group)
     agreement = agree(tables, every_rank_reports=True)
     if agreement.problems:
         raise refusal("fingerprint", agreement.problems)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -157,9 +158,10 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The rank's own memory of a tensor: a DTensor's local tensor, any other tensor itself.
 
     Detached and as a plain ``torch.Tensor`` (tensor subclasses with storage of their own are seen through), never a
-    copy.
+    copy; what an asynchronous collective still writes is waited for.
     """
-    local = tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
+    held = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = (held.wait() if isinstance(held, AsyncCollectiveTensor) else held).detach()
     if type(local) is torch.Tensor or is_traceable_wrapper_subclass(local):
         return local
     with torch._C.DisableTorchFunctionSubclass():

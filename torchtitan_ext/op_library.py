@@ -31,8 +31,8 @@ def full_abi_path() -> Path:
 
 
 _load_library()
-_has_full_abi = full_abi_path().exists()
-if _has_full_abi:
+has_full_abi = full_abi_path().exists()
+if has_full_abi:
     torch.ops.load_library(full_abi_path())
 kernels = torch.ops.torchtitan_ext
 _library = torch.library.Library("torchtitan_ext", "IMPL")
@@ -40,7 +40,7 @@ _library = torch.library.Library("torchtitan_ext", "IMPL")
 
 def bump_version_of(name: str, argument: int) -> None:
     """Makes an in-place op known to autograd where ``csrc/autograd``, which does it faster, is of another torch."""
-    if _has_full_abi:
+    if has_full_abi:
         return
     op = getattr(kernels, name).default
 

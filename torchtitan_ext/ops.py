@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from torchtitan_ext.op_library import bump_version_of, call, call_differentiable, full_abi_path, kernels
+from torchtitan_ext.op_library import bump_version_of, call, call_differentiable, full_abi_path, has_full_abi, kernels
 
 DEFAULT_ALIGNMENT = 64
 """Bytes. A cache line: no two tensors of a flat buffer share one, and a view of any dtype fits."""
@@ -380,10 +380,7 @@ def broadcast_coalesced_(
     if not tensors:
         return
     args = (list(tensors), group_name, src, bucket_bytes)
-    try:
-        call("broadcast_coalesced_", args)
-    except NotImplementedError as error:
-        raise _without_broadcast() from error
+    _call_collective("broadcast_coalesced_", args)
 
 
 def check_broadcast(tensors: Sequence[Tensor]) -> tuple[int, int]:
@@ -394,10 +391,7 @@ def check_broadcast(tensors: Sequence[Tensor]) -> tuple[int, int]:
     """
     if not tensors:
         return (0, 0)
-    try:
-        first, second = call("check_broadcast", (list(tensors),))
-    except NotImplementedError as error:
-        raise _without_broadcast() from error
+    first, second = _call_collective("check_broadcast", (list(tensors),))
     return (first, second)
 
 
@@ -422,11 +416,13 @@ def _refuse_meta(name: str, tensors: Sequence[Tensor]) -> None:
 bump_version_of("broadcast_coalesced_", 0)
 
 
-def _without_broadcast() -> ImportError:
-    return ImportError(
-        f"torchtitan_ext: this installation has no {full_abi_path().name}: broadcasts are built for one minor version "
-        f"of torch, this is {torch.__version__}; install the package again beside this torch"
-    )
+def _call_collective(name: str, args: tuple[Any, ...]) -> Any:
+    if not has_full_abi:
+        raise ImportError(
+            f"torchtitan_ext: this installation has no {full_abi_path().name}: broadcasts are built for one minor "
+            f"version of torch, this is {torch.__version__}; install the package again beside this torch"
+        )
+    return call(name, args)
 
 
 # ---- fingerprints ----

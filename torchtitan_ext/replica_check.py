@@ -59,6 +59,7 @@ class ReplicaDifference:
         return Problem("replicas_differ", self.fqn, f"equal bits within each of {sides}{where}")
 
 
+@torch.compiler.disable
 def check_replicas(
     module: Source,
     mesh: DeviceMesh | None = None,
@@ -111,6 +112,7 @@ def compare_replicas(
         if agree(operation, scope, options, found, contents):
             return ()
         differences = _name_differences(scope, found, hashes)
+        assert differences, "replicas differ, but none by name; please report"
         return _located(scope, found, differences) if locate else differences
 
 
@@ -141,15 +143,13 @@ def _name_differences(scope: Scope, found: Replicas, hashes: dict[int, bytes]) -
     for rank, said in zip(scope_ranks(scope), gather(scope, own), strict=True):
         for where, (coordinate, value) in said.items():
             sides.setdefault(where, {}).setdefault(value, []).append((rank, coordinate))
-    differences = [
-        ReplicaDifference(
-            fqn,
-            tuple(tuple(rank for rank, _ in side) for side in by_value.values()),
-            tuple(tuple(coordinate for _, coordinate in side) for side in by_value.values()),
-        )
-        for (fqn, _), by_value in sides.items()
-        if len(by_value) > 1
-    ]
+    differences = []
+    for (fqn, _), by_value in sides.items():
+        if len(by_value) > 1:
+            groups = sorted(sorted(side) for side in by_value.values())
+            ranks = tuple(tuple(rank for rank, _ in group) for group in groups)
+            coordinates = tuple(tuple(coordinate for _, coordinate in group) for group in groups)
+            differences.append(ReplicaDifference(fqn, ranks, coordinates))
     return tuple(sorted(differences, key=lambda difference: (difference.fqn, difference.ranks)))
 
 
@@ -164,13 +164,18 @@ def _located(
     described = {at: (tuple(local.shape), local.element_size(), _block_digests(local)) for at, local in mine.items()}
     told = dict(zip(scope_ranks(scope), gather(scope, described), strict=True))
     blocks = [_first_difference([told[side[0]][at][2] for side in entry.ranks]) for at, entry in enumerate(named)]
-    bytes_of_block = {at: _bytes_of(local, blocks[at]) for at, local in mine.items()}
+    bytes_of_block = {at: _bytes_of(local, block) for at, local in mine.items() if (block := blocks[at]) is not None}
     data = dict(zip(scope_ranks(scope), gather(scope, bytes_of_block), strict=True))
     located = []
     for at, entry in enumerate(named):
         shape, item_bytes, _ = told[entry.ranks[0][0]][at]
-        byte = blocks[at] * _BLOCK_BYTES + _first_difference([data[side[0]][at] for side in entry.ranks])
-        located.append(replace(entry, first_index=_index_at(byte // item_bytes, shape)))
+        block = blocks[at]
+        inside = None if block is None else _first_difference([data[side[0]][at] for side in entry.ranks])
+        if block is None or inside is None:  # they were written to since they were hashed
+            located.append(entry)
+        else:
+            byte = block * _BLOCK_BYTES + inside
+            located.append(replace(entry, first_index=_index_at(byte // item_bytes, shape)))
     return (*located, *rest)
 
 
@@ -181,13 +186,15 @@ def _block_digests(local: Tensor) -> list[bytes]:
 
 def _bytes_of(local: Tensor, block: int) -> bytes:
     """Row-major bytes of one block of a tensor; only a tensor that is not contiguous is copied whole."""
-    flat = local.contiguous().view(-1).view(torch.uint8)
+    # As bytes first: a copy of bools makes any bits but zero a one.
+    bits = local.view(torch.uint8) if local.dtype == torch.bool else local
+    flat = bits.contiguous().view(-1).view(torch.uint8)
     return flat[block * _BLOCK_BYTES : (block + 1) * _BLOCK_BYTES].cpu().numpy().tobytes()
 
 
-def _first_difference(sides: Sequence[Sequence[Any]]) -> int:
+def _first_difference(sides: Sequence[Sequence[Any]]) -> int | None:
     """The first position at which sequences of one length are not all equal."""
-    return next(at for at, members in enumerate(zip(*sides, strict=True)) if len(set(members)) > 1)
+    return next((at for at, members in enumerate(zip(*sides, strict=True)) if len(set(members)) > 1), None)
 
 
 def _index_at(position: int, shape: Sequence[int]) -> tuple[int, ...]:

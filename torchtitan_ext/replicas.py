@@ -116,7 +116,8 @@ def collect_replicas(
     try:
         if buffers not in ("all", "persistent", "none"):
             raise ValueError(f'buffers is {buffers!r}, expected "all", "persistent" or "none"')
-        if isinstance(ignore, str) or not all(isinstance(pattern, str) for pattern in ignore):
+        is_list = isinstance(ignore, Collection) and not isinstance(ignore, str)
+        if not is_list or not all(isinstance(pattern, str) for pattern in ignore):
             raise ValueError(f"ignore is {ignore!r}, expected a list of names or globs")
         if not isinstance(src, int):
             raise ValueError(f"src is {src!r}, expected a coordinate")
@@ -137,7 +138,7 @@ def list_tensors(source: Source, *, params: bool, buffers: Buffers, ignore: Coll
     """
     named: list[NamedTensor] = []
     if isinstance(source, Mapping):
-        flat = flatten_state_dict(source).values
+        flat = flatten_state_dict(source, walk_wrappers=False).values
         named = [
             NamedTensor(canonical_fqn(fqn), value, "state") for fqn, value in flat.items() if isinstance(value, Tensor)
         ]
@@ -160,10 +161,11 @@ def _tensors_of_module(module: nn.Module, params: bool, buffers: Buffers) -> Ite
     for submodule in module.modules():
         if isinstance(submodule, FSDPModule):
             submodule.reshard()
-    is_ddp = isinstance(module, DistributedDataParallel)
+    if isinstance(module, DistributedDataParallel):
+        module = module.module
     if params:
         for fqn, param in module.named_parameters():
-            yield NamedTensor(canonical_fqn(fqn, strip_module=is_ddp), param, "param")
+            yield NamedTensor(canonical_fqn(fqn), param, "param")
     if buffers == "none":
         return
     transient = {
@@ -173,7 +175,7 @@ def _tensors_of_module(module: nn.Module, params: bool, buffers: Buffers) -> Ite
     }
     for fqn, buffer in module.named_buffers():
         if buffers == "all" or fqn not in transient:
-            yield NamedTensor(canonical_fqn(fqn, strip_module=is_ddp), buffer, "buffer")
+            yield NamedTensor(canonical_fqn(fqn), buffer, "buffer")
 
 
 def find_replicas(tensors: Sequence[NamedTensor], mesh: DeviceMesh | None, src: int) -> Replicas:
@@ -188,7 +190,12 @@ def find_replicas(tensors: Sequence[NamedTensor], mesh: DeviceMesh | None, src: 
     found = Replicas()
     homes = _Homes(mesh if mesh is not None else _widest_mesh(tensors), mesh, src)
     seen: set[Any] = set()
+    named: dict[str, Tensor] = {}
     for tensor in tensors:
+        if named.setdefault(tensor.fqn, tensor.value) is not tensor.value:
+            twice = "stands for two tensors, whose names differ only in what wrappers add; rename one of them"
+            found.problems.append(Problem("cannot_sync", tensor.fqn, twice))
+            continue
         home = homes.of(tensor.value)
         if home is not None and home.coordinate is None and isinstance(tensor.value, DTensor):
             continue
@@ -308,8 +315,12 @@ def _refusal(tensor: NamedTensor, scope: DeviceMesh | None, home: _Home | None) 
 def _unsyncable(local: Tensor) -> str | None:
     if is_traceable_wrapper_subclass(local):
         return next((reason for _, inner in inner_tensors("", local) if (reason := _unsyncable(inner))), None)
+    if not isinstance(local, Tensor) or isinstance(local, DTensor):
+        return f"consists of a {type(local).__name__}, expected tensors"
     if local.is_meta:
         return "is on the meta device; give it memory with to_empty() first"
+    if local.is_nested:
+        return "is nested; pass the tensor of its values"
     if local.layout is not torch.strided or local.is_quantized:
         what = "quantized" if local.is_quantized else str(local.layout).removeprefix("torch.")
         return f"is {what}; convert it to a dense strided tensor first"
@@ -327,18 +338,21 @@ def is_plain_list(tensors: Sequence[Any]) -> bool:
     if not set(map(type, tensors)) <= {Tensor, nn.Parameter}:
         return False
     kinds = {device.type for device in set(map(attrgetter("device"), tensors))}
-    return len(kinds) == 1 and "meta" not in kinds
+    return len(kinds) == 1 and "meta" not in kinds and not any(map(attrgetter("is_nested"), tensors))
 
 
 def refusal_in_list(fqn: str, value: Any) -> Problem | None:
     """Why a value cannot be a member of a list of tensors to broadcast, or ``None``."""
     reason: str | None
-    if not isinstance(value, Tensor):
-        reason = f"is a {type(value).__name__}, expected a tensor"
-    elif isinstance(value, DTensor):
-        reason = "is a DTensor; pass its local tensor, or use sync_state_dict"
-    else:
-        reason = _unsyncable(local_tensor(value))
+    try:
+        if not isinstance(value, Tensor):
+            reason = f"is a {type(value).__name__}, expected a tensor"
+        elif isinstance(value, DTensor):
+            reason = "is a DTensor; pass its local tensor, or use sync_state_dict"
+        else:
+            reason = _unsyncable(local_tensor(value))
+    except Exception as error:  # a subclass without what is asked of it
+        reason = f"cannot be read: {type(error).__name__}: {error}"
     return None if reason is None else Problem("cannot_sync", fqn, reason)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -38,13 +39,16 @@ class FlatStateDict:
     stock_paths: dict[str, Path] = field(default_factory=dict)
 
 
-def flatten_state_dict(state_dict: Mapping[str, Any], *, opaque: Collection[str] = ()) -> FlatStateDict:
+def flatten_state_dict(
+    state_dict: Mapping[str, Any], *, opaque: Collection[str] = (), walk_wrappers: bool = True
+) -> FlatStateDict:
     """Flattens nested dicts, and lists and tuples that hold tensors.
 
     Args:
         state_dict: The nested state dict; unchanged, and not copied.
         opaque: Flat keys of containers that are kept as one value, because a checkpoint has them so (stock DCP pickles
             tuples whole; before torch 2.4 it did the same with dicts without tensors).
+        walk_wrappers: Whether tensors that consist of others (fp8 weights and their scales) are flattened too.
 
     Raises:
         ValueError: Two paths give the same flat key.
@@ -62,7 +66,7 @@ def flatten_state_dict(state_dict: Mapping[str, Any], *, opaque: Collection[str]
                 for index, member in enumerate(value):
                     visit((*path, index), (*stock_path, index), member)
                 return
-            if _consists_of_tensors(value):
+            if walk_wrappers and _consists_of_tensors(value):
                 for name in value.__tensor_flatten__()[0]:
                     visit((*path, name), (*stock_path, name), getattr(value, name))
                 return
@@ -117,7 +121,7 @@ def _holds_tensor(value: Any) -> bool:
 def _consists_of_tensors(value: Any) -> bool:
     return (
         isinstance(value, torch.Tensor)
-        and not isinstance(value, (DTensor, ShardedTensor))
+        and not isinstance(value, (DTensor, ShardedTensor, AsyncCollectiveTensor))
         and is_traceable_wrapper_subclass(value)
         and not hasattr(value, "__create_write_items__")
     )

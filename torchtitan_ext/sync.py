@@ -36,6 +36,7 @@ from torchtitan_ext.sync_agreement import Options, agree
 from torchtitan_ext.sync_scope import Scope, naming_lost_ranks
 
 
+@torch.compiler.disable
 def broadcast_tensors(
     tensors: Sequence[Tensor],
     *,
@@ -62,7 +63,8 @@ def broadcast_tensors(
     if not dist.is_initialized():
         raise ValueError("broadcast_tensors: there is no process group; call init_process_group first")
     group = dist.group.WORLD if group is None else group
-    assert group is not None
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"broadcast_tensors: rank {dist.get_rank()} is not in the group; call it on its ranks only")
     ranks = tuple(dist.get_process_group_ranks(group))
     found = _listed(tensors, group, ranks, src)
     found.problems += _bucket_problems(bucket_bytes)
@@ -73,6 +75,7 @@ def broadcast_tensors(
     _broadcast("broadcast_tensors", group, found, bucket_bytes)
 
 
+@torch.compiler.disable
 def sync_module_states(
     module: Source,
     mesh: DeviceMesh | None = None,
@@ -113,6 +116,7 @@ def sync_module_states(
     _sync("sync_module_states", module, mesh, src, {**options, "bucket_bytes": bucket_bytes})
 
 
+@torch.compiler.disable
 def sync_state_dict(
     state_dict: Mapping[str, Any],
     mesh: DeviceMesh | None = None,
@@ -169,12 +173,13 @@ def _listed(tensors: Sequence[Tensor], group: dist.ProcessGroup, ranks: tuple[in
         return found
     fqns = []
     for index, tensor in enumerate(tensors):
-        problem = refusal_in_list(listed_fqn(index), tensor)
+        name = listed_fqn(index)
+        problem = refusal_in_list(name, tensor)
         if problem is not None:
             found.problems.append(problem)
             continue
         found.owners.append(tensor)
-        for fqn, local in inner_tensors(listed_fqn(index), local_tensor(tensor)):
+        for fqn, local in inner_tensors(name, local_tensor(tensor)):
             batch = found.batches.setdefault((0, ranks, local.device.type), Batch(group, src))
             batch.tensors.append(ReplicaTensor(fqn, local, "", ranks, ()))
             fqns.append(fqn)
@@ -205,7 +210,8 @@ def _broadcast(operation: str, scope: Scope, found: Replicas, bucket_bytes: int)
             else:
                 _broadcast_staged(tensors, batch, bucket_bytes, device_of(batch.group))
         # A DTensor, and a wrapper, counts versions apart from the tensors in it.
-        outer = [owner for owner in found.owners if type(owner) is not Tensor and not isinstance(owner, nn.Parameter)]
+        # By type: any tensor of a parameter, DTensors too, is an instance of nn.Parameter.
+        outer = [owner for owner in found.owners if type(owner) not in (Tensor, nn.Parameter)]
         torch.autograd.graph.increment_version(outer)
 
 

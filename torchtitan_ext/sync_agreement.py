@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_ext import ops
 from torchtitan_ext.errors import Problem, SyncMismatchError
@@ -67,9 +69,10 @@ def agree(
     for key, batch in batches.items():
         try:
             structures[key] = _structure(batch)
-        except ValueError as error:
-            problems += _by_name(error, batch)
-    said = {name: _written(value) for name, value in options.items()}
+        except Exception as error:  # of this rank alone, perhaps: all must hear of it
+            problems += _by_name(error, batch.tensors)
+    problems += _shared_memory(replicas)
+    said = {"mesh": _place(scope), **{name: _written(value) for name, value in options.items()}}
     record = Record(
         is_refused=bool(problems),
         options=_digest([operation, *(f"{name}={value}" for name, value in said.items())]),
@@ -88,7 +91,9 @@ def agree(
     )
     tables = dict(zip(scope_ranks(scope), gather(scope, table), strict=True))
     operations = dict.fromkeys(table.options["operation"] for table in tables.values())
-    raise SyncMismatchError(" and ".join(operations), tuple(dict.fromkeys(compare_tables(tables))))
+    found = tuple(dict.fromkeys(compare_tables(tables)))
+    unexplained = Problem("ranks_disagree", "arguments", "are not the same on all ranks; please report")
+    raise SyncMismatchError(" and ".join(operations), found or (unexplained,))
 
 
 def _is_agreed(records: Sequence[Record]) -> bool:
@@ -113,13 +118,26 @@ def _is_equal(records: Sequence[Record]) -> bool:
     )
 
 
-def _by_name(error: ValueError, batch: Batch | ListBatch) -> list[Problem]:
+def _shared_memory(replicas: Replicas) -> list[Problem]:
+    """Tensors of different batches that overlap; those of one batch are found with its structure."""
+    if len(replicas.batches) < 2:
+        return []
+    problems = []
+    for device in dict.fromkeys(tensor.local.device for tensor in replicas.tensors):
+        there = [tensor for tensor in replicas.tensors if tensor.local.device == device]
+        try:
+            ops.check_broadcast([tensor.local for tensor in there])
+        except Exception as error:
+            problems += _by_name(error, there)
+    return problems
+
+
+def _by_name(error: Exception, tensors: Sequence[ReplicaTensor]) -> list[Problem]:
     """What ``check_broadcast`` said, with the names of the tensors for their positions.
 
     It stops at the first tensor that it refuses. Of a batch, tensors with such faults are named before they get there;
     of a plain list they are all named now.
     """
-    tensors = batch.tensors
     faults = [refusal_in_list(tensor.fqn, tensor.local) for tensor in tensors]
     named = [fault for fault in faults if fault is not None]
     if named:
@@ -134,8 +152,15 @@ def _by_name(error: ValueError, batch: Batch | ListBatch) -> list[Problem]:
 
 def _written(option: Any) -> str:
     """An option as text. Collections of names are sorted: a set has another order on every rank."""
-    is_names = isinstance(option, Collection) and not isinstance(option, str)
+    is_names = isinstance(option, (list, tuple, set, frozenset))
     return str(sorted(map(repr, option))) if is_names else repr(option)
+
+
+def _place(scope: Scope) -> str:
+    if not isinstance(scope, DeviceMesh):
+        return "left out"
+    ranks = scope_ranks(scope)
+    return f"{tuple(scope.mesh.shape)} over {len(ranks)} ranks from {ranks[0]} to {ranks[-1]}"
 
 
 def _structure(batch: Batch | ListBatch) -> bytes:
@@ -148,12 +173,14 @@ def _row(batch: Batch | ListBatch, tensor: ReplicaTensor) -> tuple[str, Row]:
         "shape": str(tuple(tensor.local.shape)),
         "dtype": str(tensor.local.dtype),
         "layout": tensor.layout or "a plain tensor",
+        "process group": batch.group.group_name,
         "source": str(batch.src),
     }
 
 
 def _digest(texts: Iterable[str]) -> bytes:
-    return hashlib.blake2b("\0".join(texts).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    said = "".join(f"{len(text)}:{text}" for text in texts)
+    return hashlib.blake2b(said.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def compare_tables(tables: Mapping[int, Table]) -> list[Problem]:

@@ -7,6 +7,7 @@ call in the store of the process groups, and the error names those that did not.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TypeVar
@@ -31,7 +32,8 @@ def gather(scope: Scope, value: T) -> list[T]:
     """The picklable values of all ranks of a scope. Collective."""
     if isinstance(scope, DeviceMesh):
         return all_gather_values(scope, value)
-    return gather_values(value, scope)
+    # In a list, as all_gather_values sends it: ranks of which only some name the mesh understand each other.
+    return [member for part in gather_values([value], scope) for member in part]
 
 
 def scope_ranks(scope: Scope) -> list[int]:
@@ -72,7 +74,7 @@ def _silent_ranks(ranks: Sequence[int]) -> tuple[int, ...]:
     try:
         store = dist.distributed_c10d._get_default_store()
         store.set(_answer_of(own_rank), "here")
-        _answered.append((store, _answer_of(own_rank)))
+        _answered.append((weakref.ref(store), _answer_of(own_rank)))
         while silent and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
             silent = [rank for rank in silent if not store.check([_answer_of(rank)])]
@@ -81,15 +83,18 @@ def _silent_ranks(ranks: Sequence[int]) -> tuple[int, ...]:
     return tuple(silent)
 
 
-_answered: list[tuple[dist.distributed_c10d.Store, str]] = []
+# Weak, or the port of a world that was destroyed would stay taken, and the next one on it would meet there.
+_answered: list[tuple[weakref.ref[dist.distributed_c10d.Store], str]] = []
 
 
 def _withdraw_answer() -> None:
     """A rank that survived one failure, and syncs again, may be the one that is lost in the next."""
     while _answered:
-        store, key = _answered.pop()
-        with suppress(RuntimeError):
-            store.delete_key(key)
+        reference, key = _answered.pop()
+        store = reference()
+        if store is not None and dist.is_initialized() and store is dist.distributed_c10d._get_default_store():
+            with suppress(RuntimeError):
+                store.delete_key(key)
 
 
 def _answer_of(rank: int) -> str:

@@ -51,6 +51,7 @@ void check_tensors(at::TensorList tensors) {
   for (size_t index = 0; index < tensors.size(); ++index) {
     const at::Tensor& tensor = tensors[index];
     const auto where = [index] { return c10::str(kOp, ": tensors[", index, "] "); };
+    TORCH_CHECK_VALUE(!tensor.is_nested(), where(), "is nested; pass the tensor of its values");
     TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, where(), "is sparse; convert it with .to_dense() first");
     TORCH_CHECK_VALUE(!tensor.is_quantized(), where(), "is quantized; dequantize it first");
     TORCH_CHECK_VALUE(tensor.is_cpu() || tensor.is_cuda(), where(), "is neither on a CPU nor on a CUDA device but on ",
@@ -336,13 +337,23 @@ void register_kernels(torch::Library& library) {
   library.impl("check_broadcast", torch::CppFunction::makeFromBoxedFunction<&check_broadcast_boxed>());
 }
 
-// Of sparse tensors too, to refuse them in one sentence.
+// Of other layouts too, to refuse them in one sentence.
 TORCH_LIBRARY_IMPL(torchtitan_ext, CPU, library) { register_kernels(library); }
 TORCH_LIBRARY_IMPL(torchtitan_ext, CUDA, library) { register_kernels(library); }
 TORCH_LIBRARY_IMPL(torchtitan_ext, SparseCPU, library) { register_kernels(library); }
 TORCH_LIBRARY_IMPL(torchtitan_ext, SparseCUDA, library) { register_kernels(library); }
 TORCH_LIBRARY_IMPL(torchtitan_ext, SparseCsrCPU, library) { register_kernels(library); }
 TORCH_LIBRARY_IMPL(torchtitan_ext, SparseCsrCUDA, library) { register_kernels(library); }
+TORCH_LIBRARY_IMPL(torchtitan_ext, QuantizedCPU, library) { register_kernels(library); }
+TORCH_LIBRARY_IMPL(torchtitan_ext, QuantizedCUDA, library) { register_kernels(library); }
+TORCH_LIBRARY_IMPL(torchtitan_ext, MkldnnCPU, library) { register_kernels(library); }
+TORCH_LIBRARY_IMPL(torchtitan_ext, NestedTensorCPU, library) { register_kernels(library); }
+TORCH_LIBRARY_IMPL(torchtitan_ext, NestedTensorCUDA, library) { register_kernels(library); }
+
+// The check sees lazy views as they are. What the dispatcher does by default is to resolve them on the way in.
+void see_lazy_views(torch::Library& library) { library.impl("check_broadcast", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(torchtitan_ext, Conjugate, library) { see_lazy_views(library); }
+TORCH_LIBRARY_IMPL(torchtitan_ext, Negative, library) { see_lazy_views(library); }
 
 }  // namespace
 }  // namespace torchtitan_ext::dist

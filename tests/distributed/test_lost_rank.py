@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -87,6 +88,19 @@ def fail_twice(rank: int, world_size: int) -> list[tuple[int, ...]]:
 
 def test_an_answer_counts_for_one_failure(run_world: Callable[..., Any]) -> None:
     assert run_world(3, fail_twice) == [[(), (2,)], [(), (2,)], [()]]
+
+
+def test_a_world_that_failed_gives_its_port_back() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for _ in range(2):
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+        try:
+            with pytest.raises(LostRankError), naming_lost_ranks("sync", "testing", None):
+                raise RuntimeError("connection reset")
+        finally:
+            dist.destroy_process_group()
 
 
 def test_a_lack_of_memory_is_not_a_lost_rank() -> None:

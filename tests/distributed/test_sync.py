@@ -347,6 +347,102 @@ def check_and_locate(rank: int, world_size: int) -> list[tte.replica_check.Repli
     return list(tte.check_replicas(state, locate=True))
 
 
+def sync_under_a_graph(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    module = nn.Linear(2, 1, bias=False)
+    local = torch.full((1, 2), rank + 1.0)
+    module.weight = nn.Parameter(DTensor.from_local(local, mesh, [Replicate()], run_check=False))
+    loss = (module.weight * module.weight).sum()
+    tte.sync_module_states(module)
+    assert module.weight._version == 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.to_local().backward()
+
+
+def test_a_graph_of_before_refuses_its_backward(run_world) -> None:
+    run_world(2, sync_under_a_graph)
+
+
+class Nested(nn.Module):
+    """Two weights that DDP's prefix must not make one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.module = nn.Linear(2, 1, bias=False)
+
+
+def sync_names(rank: int, world_size: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (world_size,))
+    net = DistributedDataParallel(Nested())
+    with torch.no_grad():
+        net.module.module.weight.fill_(rank)
+    wrapped = Scaled(torch.full((4,), rank + 1.0).to(torch.float8_e4m3fn), torch.tensor(rank + 0.5))
+    sync_state_dict({"expert": wrapped}, mesh, ignore=["expert"])
+    assert float(wrapped.scale) == rank + 0.5
+    twice = {"a.w": torch.zeros(2), "a._orig_mod.w": torch.ones(2)}
+    with pytest.raises(SyncMismatchError, match="a.w: stands for two tensors"):
+        sync_state_dict(twice, mesh)
+    with pytest.raises(SyncMismatchError, match="ignore is <generator"):
+        sync_state_dict({"w": torch.zeros(2)}, mesh, ignore=(name for name in ["w"]))  # type: ignore[arg-type]
+    return [entry.fqn for entry in tte.check_replicas(net, mesh)]
+
+
+def test_names_stand_for_one_tensor(run_world) -> None:
+    assert run_world(2, sync_names) == [["module.weight"]] * 2
+
+
+def sync_on_two_meshes(rank: int, world_size: int) -> list[str]:
+    """What is one tensor to one rank and two to others; ranks that mean other groups; a mesh on one rank alone."""
+    texts = []
+    left, right = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 2])
+    memory = torch.full((3,), float(rank))
+    meshes = {"x": left, "y": right}
+    state = {
+        name: DTensor.from_local(memory, mesh, [Replicate()], run_check=False)
+        for name, mesh in meshes.items()
+        if mesh.get_coordinate() is not None
+    }
+    again = DeviceMesh("cpu", [0, 1])
+    other = {"x": DTensor.from_local(memory, again if rank == 1 else left, [Replicate()], run_check=False)}
+    everyone = init_device_mesh("cpu", (world_size,))
+    for own, mesh in ((state, None), (other if rank < 2 else {}, None), ({}, everyone if rank == 0 else None)):
+        with pytest.raises(SyncMismatchError) as caught:
+            sync_state_dict(own, mesh)
+        texts.append(str(caught.value))
+    assert memory.tolist() == [rank] * 3
+    return texts
+
+
+def test_tensors_and_ranks_on_several_meshes(run_world) -> None:
+    answers = run_world(3, sync_on_two_meshes)
+    assert answers[0] == answers[1] == answers[2]
+    shared, groups, scopes = answers[0]
+    assert "x: x and y share memory and would both be received into" in shared
+    assert "x: process group is" in groups
+    assert "mesh: is (3,) over 3 ranks from 0 to 2 on rank 0, left out on ranks 1, 2" in scopes
+
+
+def check_odd_replicas(rank: int, world_size: int) -> list[Any]:
+    mesh = init_device_mesh("cpu", (world_size,))
+    # A bool of other bits is another tensor; a copy would make them alike.
+    flags = torch.full((2, 2), rank + 1, dtype=torch.uint8).view(torch.bool).t()[:1]
+    (found,) = tte.check_replicas({"flags": flags}, mesh, locate=True)
+    sharded = tte.distribute_tensor(torch.arange(50_000.0), mesh, [Shard(0)])
+    for _ in range(5):
+        pending = sharded.redistribute(mesh, [Replicate()], async_op=True)
+        assert tte.check_replicas({"w": pending}) == ()
+    reverse = DeviceMesh("cpu", [1, 0])
+    replica = DTensor.from_local(torch.full((2,), rank), reverse, [Replicate()], run_check=False)
+    (turned,) = tte.check_replicas({"w": replica}, reverse)
+    compiled = torch.compile(lambda tensor: (tte.broadcast_tensors([tensor]), tensor + 1)[1], backend="eager")
+    return [found.first_index, turned.ranks, turned.coordinates, compiled(torch.full((1,), float(rank))).item()]
+
+
+def test_odd_replicas(run_world) -> None:
+    assert run_world(2, check_odd_replicas) == [[(0, 0), ((0,), (1,)), (((1,),), ((0,),)), 1.0]] * 2
+
+
 def one_rank_cannot_check(rank: int, world_size: int) -> str:
     mesh = init_device_mesh("cpu", (world_size,))
     state = {"kept": torch.ones(3), "freed": torch.ones(4)}

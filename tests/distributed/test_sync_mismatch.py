@@ -65,6 +65,15 @@ MISMATCHES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     ),
     "meta": (replace(0, torch.zeros(4, 6, device="meta")), r"tensors\[0\]: is on the meta device"),
     "sparse": (replace(0, torch.zeros(4, 6).to_sparse()), r"tensors\[0\]: is sparse_coo"),
+    "quantized": (
+        replace(0, torch.quantize_per_tensor(torch.zeros(4, 6), 1.0, 0, torch.qint8)),
+        r"tensors\[0\]: is quantized",
+    ),
+    "nested": (replace(0, torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])), r"tensors\[0\]: is nested"),
+    "conjugated": (replace(0, torch.zeros(4, 6, dtype=torch.cfloat).conj()), r"tensors\[0\]: is a lazily conjugated"),
+    "negated": (replace(0, torch.zeros(4, 6, dtype=torch.cfloat).conj().imag), r"tensors\[0\]: is a lazily conjugated"),
+    "uninitialized": (replace(0, nn.UninitializedParameter()), r"tensors\[0\]: cannot be read: ValueError"),
+    "source in a tensor": (lambda call: call.update(src=torch.tensor(0)), r"src: got tensor\(0\), expected a rank"),
     "no tensor": (replace(0, "weights"), r"tensors\[0\]: is a str, expected a tensor"),  # type: ignore[arg-type]
     "two at once": (
         lambda call: (call["tensors"].pop(), call.update(bucket_bytes=64)),
