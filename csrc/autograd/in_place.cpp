@@ -6,6 +6,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <string>
 #include <vector>
 
 #include "ops/python_lock.h"
@@ -22,11 +23,13 @@ void visit_tensors(const c10::IValue& argument, const Visit& visit) {
   }
 }
 
+std::string name_of(const c10::FunctionSchema& schema) { return schema.name().substr(schema.name().rfind(':') + 1); }
+
 void refuse_gradients(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments) {
   if (!at::GradMode::is_enabled()) return;
   for (const c10::IValue& argument : arguments) {
     visit_tensors(argument, [&](const at::Tensor& tensor) {
-      TORCH_CHECK(!tensor.requires_grad(), schema.name().substr(schema.name().rfind(':') + 1),
+      TORCH_CHECK(!tensor.requires_grad(), name_of(schema),
                   " is not differentiable: an argument requires grad; call it under torch.no_grad(), or use the form "
                   "without the final underscore");
     });
@@ -39,7 +42,12 @@ std::vector<at::Tensor> written_by(const c10::FunctionSchema& schema, at::ArrayR
   for (size_t index = 0; index < arguments.size(); ++index) {
     const c10::AliasInfo* alias = schema.arguments()[index].alias_info();
     if (alias == nullptr || !alias->isWrite()) continue;
-    visit_tensors(arguments[index], [&](const at::Tensor& tensor) { written.push_back(tensor); });
+    visit_tensors(arguments[index], [&](const at::Tensor& tensor) {
+      // Some versions of torch write through such a view, others refuse with a page of text.
+      TORCH_CHECK_VALUE(!tensor.is_conj() && !tensor.is_neg(), name_of(schema), ": ", schema.arguments()[index].name(),
+                        " is a lazily conjugated or negated view; pass what it views");
+      written.push_back(tensor);
+    });
   }
   return written;
 }

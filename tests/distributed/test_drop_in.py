@@ -216,6 +216,10 @@ def test_a_mesh_of_permuted_ranks(run_world, tmp_path: Path) -> None:
     assert same_bits(target["weight"], random_whole((11, 5), torch.float32, 0))
 
 
+FSDP2_HIDES_TP = torch.__version__ < (2, 13)
+"""FSDP2 calls its own part of what it shards over ``_StridedShard`` a plain ``Shard``: placements of another order."""
+
+
 class FusedQkv(nn.Module):
     """Attention's fused projection: q, k and v below each other, each sharded over "tp", then FSDP2."""
 
@@ -234,7 +238,7 @@ QKV_STEPS = [Step(1, 0, 3), Step(0, 0)]
 def save_fused_qkv(rank: int, world_size: int, mesh_shape: tuple[int, int], rows: int, path: Path) -> list[str]:
     whole = random_whole((rows, 2), torch.float32, 0)
     model = FusedQkv(init_device_mesh("cpu", mesh_shape, mesh_dim_names=("dp", "tp")), whole)
-    assert model.wqkv.placements == INTERLEAVED_QKV.placements or mesh_shape != (2, 2)
+    assert model.wqkv.placements == INTERLEAVED_QKV.placements or mesh_shape != (2, 2) or FSDP2_HIDES_TP
     tte.save(model.state_dict(), path, planner=tte.SavePlanner(layouts=QKV_ORDER))
     return differences(model.state_dict(), {"wqkv": whole}, QKV_STEPS)
 
@@ -271,6 +275,7 @@ def refuse_fused_qkv(rank: int, world_size: int, path: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.skipif(FSDP2_HIDES_TP, reason="placements that state another order cannot be doubted")
 def test_interleaved_qkv_without_its_order_is_refused(run_world, tmp_path: Path) -> None:
     texts = run_world(4, refuse_fused_qkv, tmp_path)
     assert len(set(texts)) == 1 and "two ways" in texts[0] and "'wqkv'" in texts[0]
