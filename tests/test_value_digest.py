@@ -9,6 +9,7 @@ import io
 import itertools
 import pickle
 import random
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,3 +109,16 @@ def test_conjugated_and_negated_views_count_as_they_read() -> None:
 def test_payloads_of_nan_count() -> None:
     first, second = (torch.tensor([bits], dtype=torch.int32).view(torch.float32) for bits in (0x7FC00000, 0x7FC00001))
     assert digest_tensor(first) != digest_tensor(second)
+
+
+class Tagged(list[int]):
+    """A list that holds more than its members."""
+
+
+def test_what_containers_hold_beside_their_members_counts() -> None:
+    one, other = Tagged([1]), Tagged([1])
+    one.lr, other.lr = 0.1, 0.2  # type: ignore[attr-defined]
+    assert digest_value(one) != digest_value(other)
+    other.lr = 0.1  # type: ignore[attr-defined]
+    assert digest_value(one) == digest_value(other)
+    assert digest_value(defaultdict(int)) != digest_value(defaultdict(list))

@@ -101,7 +101,10 @@ def differing_replicas(tables: Sequence[KeyTable], agreement: Agreement) -> list
         elif agreed.is_plain:
             groups = [tuple(held.ranks[0] for (held,) in agreed.replicas)]
         else:
-            groups = [held.ranks for replica in agreed.replicas for held in replica]
+            alike: dict[tuple[Box, ...], tuple[int, ...]] = {}
+            for held in (held for replica in agreed.replicas for held in replica):
+                alike[held.boxes] = (*alike.get(held.boxes, ()), *held.ranks)
+            groups = list(alike.values())
         for ranks in groups:
             first = next((rank for rank in ranks if fqn in tables[rank].digests), None)
             other = next(
@@ -111,6 +114,21 @@ def differing_replicas(tables: Sequence[KeyTable], agreement: Agreement) -> list
             if first is not None and other is not None:
                 problems.append(_replica_problem(fqn, agreed, first, other, tables))
                 break
+    return problems
+
+
+def uncompared_replicas(tables: Sequence[KeyTable], agreement: Agreement) -> list[Problem]:
+    """Keys that stand for tensors on several meshes whose values no digest compares: one of them is saved."""
+    problems = []
+    for fqn, agreed in agreement.keys.items():
+        if isinstance(agreed, ObjectAgreement) or agreed.is_plain or len(agreed.replicas) < 2:
+            continue
+        held = [shard for replica in agreed.replicas for shard in replica]
+        if any(fqn not in tables[rank].digests for shard in held for rank in shard.ranks):
+            ranks = [sorted({rank for shard in replica for rank in shard.ranks}) for replica in agreed.replicas]
+            meshes = " | ".join(map(str, ranks[:4]))
+            what = f"is a tensor on each of several meshes ({meshes}), of which the first is saved"
+            problems.append(Problem("replicas_differ", fqn, f"{what}; give different tensors different keys"))
     return problems
 
 

@@ -193,6 +193,8 @@ def cpu_copy(tensor: torch.Tensor, known: dict[Any, tuple[torch.Tensor, torch.Te
     """
     if isinstance(tensor, DTensor):
         return DTensor(cpu_copy(tensor._local_tensor, known), tensor._spec, requires_grad=tensor.requires_grad)
+    if isinstance(tensor, AsyncCollectiveTensor):
+        return cpu_copy(tensor.wait(), known)
     if tensor.is_meta or tensor.is_quantized or tensor.layout is not torch.strided or describes_itself(tensor):
         return copy.deepcopy(tensor.detach())
     if is_traceable_wrapper_subclass(tensor):

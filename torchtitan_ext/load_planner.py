@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner import LoadPlanner as StockLoadPlanner
 from torch.distributed.checkpoint.utils import find_state_dict_object
+from torch.distributed.tensor import DTensor
 
 from torchtitan_ext import _core
 from torchtitan_ext.agreement import Agreement, HeldShard, TensorAgreement, agree, check_cover
@@ -255,7 +256,15 @@ class LoadPlanner(StockLoadPlanner):
             if self.policy is not None and self.policy.strict == "warn":
                 logger.warning("load: %s", self.report)
         materialize_meta(self.original_state_dict, self._flat, self._table.entries)
+        self._bump_versions({item.dest_index.fqn for item in items})
         return dataclasses.replace(central_plan, items=items)
+
+    def _bump_versions(self, fqns: set[str]) -> None:
+        """Of DTensors: they count apart from the local tensors that are written, and graphs hold the DTensors."""
+        values = [self.state_dict[fqn] for fqn in fqns]
+        torch.autograd.graph.increment_version(
+            [value for value in values if isinstance(value, DTensor) and not value.is_inference()]
+        )
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         fqn = read_item.dest_index.fqn

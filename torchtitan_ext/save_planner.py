@@ -36,6 +36,7 @@ from torchtitan_ext.agreement import (
     TensorAgreement,
     agree,
     differing_replicas,
+    uncompared_replicas,
 )
 from torchtitan_ext.errors import Problem, StateRefusedError, refusal
 from torchtitan_ext.key_table import (
@@ -208,6 +209,10 @@ class SavePlanner(StockSavePlanner):
             raise refusal("save", (*agreement.problems, *fatal))
         if differing and self._replicas != "first":
             warnings.warn(f"the lowest rank's values are saved:\n{refusal('check', differing)}", stacklevel=2)
+
+        uncompared = uncompared_replicas(tables, agreement) if self._replicas != "first" else []
+        if uncompared:
+            warnings.warn(f"replicas that were not compared:\n{refusal('check', uncompared)}", stacklevel=2)
 
         known = None if differing else _metadata_if_unchanged(all_plans)
         if known is not None:

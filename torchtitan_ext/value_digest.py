@@ -66,16 +66,24 @@ def _digest(value: Any, ancestors: dict[int, int]) -> bytes:
         return _hash(b"device", value.type.encode())
     if isinstance(value, Mapping):
         pairs = sorted(_digest(key, inner) + _digest(member, inner) for key, member in value.items())
-        return _hash(b"dict", *pairs)
+        return _hash(b"dict", *pairs, *_digest_extras(value, inner))
     if isinstance(value, AbstractSet):
         return _hash(b"set", *sorted(_digest(member, inner) for member in value))
     if isinstance(value, (list, tuple)):
-        return _hash(_class_name(value), *(_digest(member, inner) for member in value))
+        members = [_digest(member, inner) for member in value]
+        return _hash(_class_name(value), *members, *_digest_extras(value, inner))
     if isinstance(value, type) or callable(getattr(value, "__get__", None)):  # classes and functions: by name
         return _hash(b"name", f"{value.__module__}.{getattr(value, '__qualname__', type(value).__qualname__)}".encode())
     if hasattr(value, "getvalue"):  # io.BytesIO and io.StringIO
         return _hash(_class_name(value), _digest(value.getvalue(), inner))
     return _hash(_class_name(value), _digest_reduced(value, inner))
+
+
+def _digest_extras(value: Any, inner: dict[int, int]) -> list[bytes]:
+    """What a subclass of a container holds beside its members."""
+    extras = {**getattr(value, "__dict__", {}), "default_factory": getattr(value, "default_factory", None)}
+    kept = {name: member for name, member in extras.items() if member is not None}
+    return [_digest(kept, inner)] if kept else []
 
 
 def _digest_reduced(value: Any, inner: dict[int, int]) -> bytes:
@@ -85,11 +93,14 @@ def _digest_reduced(value: Any, inner: dict[int, int]) -> bytes:
         return b""
     if isinstance(reduced, str):
         return reduced.encode()
-    _, args, *rest = reduced
+    made_by, args, *rest = reduced
     state, list_items, dict_items = (*rest, None, None, None)[:3]
     parts = (args, state, None if list_items is None else list(list_items))
+    maker = f"{made_by.__module__}.{getattr(made_by, '__qualname__', type(made_by).__qualname__)}".encode()
     return _hash(
-        *(_digest(part, inner) for part in parts), _digest(None if dict_items is None else dict(dict_items), inner)
+        maker,
+        *(_digest(part, inner) for part in parts),
+        _digest(None if dict_items is None else dict(dict_items), inner),
     )
 
 

@@ -1,5 +1,7 @@
 """What users of the default planners rely on: their options, `Stateful`, views, other meshes, and who writes what."""
 
+import time
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -378,3 +380,54 @@ def test_a_storage_that_fails_on_one_rank_fails_on_all(run_world, tmp_path: Path
     assert len(set(texts)) == 1
     assert "rank 1" in texts[0] and "no space left on device" in texts[0]
     assert not (tmp_path / ".metadata").exists()
+
+
+def one_key_on_two_meshes(rank: int, world_size: int, path: Path) -> tuple[str, list[str]]:
+    """What two pipeline stages that share a name by mistake would save."""
+    meshes = [DeviceMesh("cpu", ranks) for ranks in ([0, 1], [2, 3])]
+    mesh = meshes[rank // 2]
+    replicated = DTensor.from_local(torch.full((2,), float(rank // 2)), mesh, [Replicate()], run_check=False)
+    with pytest.raises(tte.errors.StateRefusedError) as caught:
+        tte.save({"w": replicated}, path / "refused")
+    sharded = DTensor.from_local(torch.full((2,), float(rank)), mesh, [Shard(0)], run_check=False)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        tte.save({"w": sharded}, path / "warned")
+    return str(caught.value), [str(warning.message) for warning in said if "not compared" in str(warning.message)]
+
+
+def test_one_key_on_two_meshes(run_world, tmp_path: Path) -> None:
+    answers = run_world(4, one_key_on_two_meshes, tmp_path)
+    assert all("ranks 0 and 2 should hold the same" in text for text, _ in answers)
+    assert "w: is a tensor on each of several meshes ([0, 1] | [2, 3])" in answers[0][1][0]
+
+
+def load_under_a_graph(rank: int, world_size: int, path: Path) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    weight = nn.Parameter(tte.distribute_tensor(torch.full((4,), 2.0), mesh, [Shard(0)]))
+    tte.save({"w": weight}, path)
+    loss = (weight * weight).sum()
+    tte.load({"w": weight}, path)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.full_tensor().backward()
+
+
+def test_a_graph_of_before_the_load_refuses_its_backward(run_world, tmp_path: Path) -> None:
+    run_world(2, load_under_a_graph, tmp_path)
+
+
+def save_pending(rank: int, world_size: int, path: Path) -> list[float]:
+    """What an asynchronous collective still writes is waited for, also by the copy of an asynchronous save."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    sharded = tte.distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
+    if rank == 1:
+        time.sleep(0.3)
+    pending = sharded.redistribute(mesh, [Replicate()], async_op=True)
+    tte.async_save({"w": pending}, path).result()
+    loaded = {"w": torch.zeros(6)}
+    tte.load(loaded, path)
+    return loaded["w"].tolist()
+
+
+def test_an_asynchronous_save_of_what_is_not_there_yet(run_world, tmp_path: Path) -> None:
+    assert run_world(2, save_pending, tmp_path) == [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]] * 2

@@ -1,6 +1,7 @@
 """Options of parameter groups follow their parameters, and what cannot follow is said."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.optim import SGD, AdamW
 
-from torchtitan_ext.elastic import GroupNote, find_option_gaps, merge_param_groups
+import torchtitan_ext as tte
+from torchtitan_ext.elastic import ElasticPolicy, GroupNote, find_option_gaps, merge_param_groups
+from torchtitan_ext.elastic.param_groups import find_moved
 
 
 def group(params: list[Any], **options: Any) -> dict[str, Any]:
@@ -235,3 +238,24 @@ def test_gaps_of_torchs_own_flat_form(old: type, new: type) -> None:
         assert (gaps.fillable, gaps.incomplete) == ((), ())
     else:
         assert gaps.fillable and gaps.dropped
+
+
+def test_named_parameters_at_other_positions() -> None:
+    saved = [{"params": [0, 1, 2], "param_names": ["a", "b", "c"], "lr": 0.1}]
+    assert find_moved(saved, [{"params": [0, 1], "param_names": ["a", "c"], "lr": 0.1}]) == ["c"]
+    assert find_moved(saved, [{"params": [0, 1, 2, 3], "param_names": ["a", "b", "c", "d"], "lr": 0.1}]) == []
+    assert find_moved(saved, [{"params": ["a", "c"], "lr": 0.1}]) == []
+
+
+def test_state_by_position_is_not_given_to_others(tmp_path: Path) -> None:
+    def make(order: str) -> torch.optim.Optimizer:
+        optimizer = torch.optim.Adam([(name, nn.Parameter(torch.zeros(2))) for name in order])
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.ones(2)
+        optimizer.step()
+        return optimizer
+
+    tte.save({"optimizer": make("ab")}, tmp_path, no_dist=True)
+    with pytest.raises(tte.errors.StateRefusedError, match="its state is saved by position, and b, a have another one"):
+        tte.load({"optimizer": make("ba")}, tmp_path, policy=ElasticPolicy(), no_dist=True)
+    tte.load({"optimizer": make("ab")}, tmp_path, policy=ElasticPolicy(), no_dist=True)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_loaders import SOAK, Counted, Ranks
 
-from torchtitan_ext.elastic import ElasticDataLoader, Streams, TooFewShardsError
+from torchtitan_ext.elastic import ElasticDataLoader, IndexedStreams, Streams, TooFewShardsError
 from torchtitan_ext.elastic.shards import EmptyShardError
 from torchtitan_ext.errors import CannotReshardError
 
@@ -361,3 +361,38 @@ def test_a_reset_loader_begins_anew() -> None:
         first = next(iter(loader))
         loader.reset()
         assert loader.samples_seen == 0 and next(iter(loader)) == first
+
+
+def test_a_finished_shard_goes_on_in_an_endless_loader() -> None:
+    source = Streams(
+        lambda shard, num_shards, epoch: range(100 * shard, 100 * shard + (3 if shard else 40)), num_shards=2
+    )
+    finite = ElasticDataLoader(source, batch_size=2, collate_fn=list)
+    batches = iter(finite)
+    for _ in range(6):
+        next(batches)
+    endless = ElasticDataLoader(source, batch_size=2, collate_fn=list, endless=True)
+    endless.load_state_dict(finite.state_dict())
+    served = [sample for _, batch in zip(range(20), iter(endless), strict=False) for sample in batch]
+    assert any(sample >= 100 for sample in served)
+
+
+def test_a_source_with_another_seed_is_refused() -> None:
+    loader = ElasticDataLoader(IndexedStreams(list(range(20)), num_shards=2, seed=1), batch_size=2, collate_fn=list)
+    next(iter(loader))
+    other = ElasticDataLoader(IndexedStreams(list(range(20)), num_shards=2, seed=2), batch_size=2, collate_fn=list)
+    with pytest.raises(CannotReshardError, match="ordered by seed 1, this source has seed 2.*pass seed=1"):
+        other.load_state_dict(loader.state_dict())
+
+
+def test_map_style_iterators_do_not_outlive_a_load() -> None:
+    loader = ElasticDataLoader(list(range(20)), batch_size=2, shuffle=False, collate_fn=list)
+    before = loader.state_dict()
+    batches = iter(loader)
+    next(batches)
+    loader.load_state_dict(before)
+    with pytest.raises(RuntimeError, match="a state was loaded under this iterator"):
+        next(batches)
+    assert next(iter(loader)) == [0, 1]
+    with pytest.raises(ValueError, match="in_order=False has no position"):
+        ElasticDataLoader(list(range(20)), batch_size=2, num_workers=1, in_order=False)

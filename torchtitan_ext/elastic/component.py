@@ -38,6 +38,7 @@ class Resharded:
         state: What the component's ``load_state_dict`` takes.
         note: One short line for the report: what became of the saved state. The same on every rank.
         samples_seen: Samples that it has served to the run, over all ranks; ``None`` where it serves none.
+        samples_padded: How many more it has served twice, to fill batches.
         samples_counted: Samples that the run has seen by its account; ``None`` where it does not count them. Where no
             component has served as many they were saved at different moments, and the load is refused.
     """
@@ -45,6 +46,7 @@ class Resharded:
     state: dict[str, Any]
     note: str
     samples_seen: int | None = None
+    samples_padded: int = 0
     samples_counted: int | None = None
 
 

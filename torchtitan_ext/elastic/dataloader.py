@@ -123,6 +123,8 @@ class ElasticDataLoader:
                 collate_fn=collate_fn,
             )
         elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+            if not loader_options.get("in_order", True):
+                raise ValueError("ElasticDataLoader: in_order=False has no position to resume from; leave it out")
             sampler = ElasticBatchSampler(
                 data,
                 global_batch_size=size,
@@ -199,8 +201,8 @@ class _SampleBatches:
         self._sampler = sampler
         self._options = options
         self.num_padding = 0
+        self._num_loads = 0
         self.state_dict = sampler.state_dict
-        self.load_state_dict = sampler.load_state_dict
         self.reshard = sampler.reshard
 
     @property
@@ -215,7 +217,12 @@ class _SampleBatches:
     def padded(self) -> int:
         return self._sampler.position.padded
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._sampler.load_state_dict(state_dict)
+        self._num_loads += 1
+
     def __iter__(self) -> Iterator[Any]:
+        num_loads = self._num_loads
         # Workers ask for batches ahead of the training loop: the position moves when a batch is served.
         ahead: deque[LocalBatch] = deque()
 
@@ -227,6 +234,8 @@ class _SampleBatches:
         # Its own generator, or each iterator would draw from the global one and a resumed run differ from another.
         options = {"generator": torch.Generator(), **self._options}
         for samples in DataLoader(self._data, batch_sampler=_Once(indices()), **options):
+            if self._num_loads != num_loads:
+                raise RuntimeError("ElasticDataLoader: a state was loaded under this iterator; make a new one")
             batch = ahead.popleft()
             self._sampler.position = batch.position
             self.num_padding = batch.num_padding

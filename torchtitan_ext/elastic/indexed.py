@@ -10,6 +10,8 @@ import numpy as np
 
 from torchtitan_ext.errors import CannotReshardError
 
+_TORCHTITAN_SEED = 42
+
 
 @dataclass(frozen=True)
 class IndexedPart:
@@ -61,7 +63,7 @@ class IndexedStreams:
         seed: Of the order of later epochs.
     """
 
-    def __init__(self, data: Any, *, num_shards: int, seed: int = 42) -> None:
+    def __init__(self, data: Any, *, num_shards: int, seed: int = _TORCHTITAN_SEED) -> None:
         self.num_shards = num_shards
         self._data = data
         self._seed = seed
@@ -71,18 +73,20 @@ class IndexedStreams:
 
     def check_state(self, state: Any) -> None:
         """See ``ChecksStates``."""
-        _part_of(self._data, state)
+        _part_of(self._data, self._seed, state)
 
     def split_state(self, state: Any, *, shard: int, num_shards: int, num_parts: int) -> list[Any]:
         """See ``SplitsStates``."""
-        part = IndexedPart(len(self._data), shard, num_shards) if state is None else IndexedPart(**state)
-        return [asdict(dealt) for dealt in part.deal(num_parts)]
+        part = IndexedPart(len(self._data), shard, num_shards)
+        if state is not None:
+            part = _part_of(self._data, self._seed, state)
+        return [{**asdict(dealt), "seed": self._seed} for dealt in part.deal(num_parts)]
 
 
 class IndexedStream:
     """The samples of one part of a map-style data set; see ``IndexedStreams``."""
 
-    def __init__(self, data: Any, part: IndexedPart, epoch: int, seed: int = 42) -> None:
+    def __init__(self, data: Any, part: IndexedPart, epoch: int, seed: int = _TORCHTITAN_SEED) -> None:
         self._data = data
         self._part = part
         self._epoch = epoch
@@ -100,15 +104,22 @@ class IndexedStream:
         self._part = replace(self._part, next_place=self._part.offset)
 
     def state_dict(self) -> dict[str, Any]:
-        return asdict(self._part)
+        return {**asdict(self._part), "seed": self._seed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._part = _part_of(self._data, state_dict)
+        self._part = _part_of(self._data, self._seed, state_dict)
 
 
-def _part_of(data: Any, state: dict[str, Any]) -> IndexedPart:
-    """The part that a stream of this data had saved."""
-    part = IndexedPart(**state)
+def _part_of(data: Any, seed: int, state: dict[str, Any]) -> IndexedPart:
+    """The part that a stream of this data had saved. States of torchtitan have no seed: it is the default one."""
+    fields = {"seed": _TORCHTITAN_SEED, **state}
+    saved_seed = fields.pop("seed")
+    if saved_seed != seed:
+        raise CannotReshardError(
+            f"the checkpoint's documents are ordered by seed {saved_seed}, this source has seed {seed}",
+            f"pass seed={saved_seed}, or reset the data loader",
+        )
+    part = IndexedPart(**fields)
     if part.num_samples != len(data):
         raise CannotReshardError(
             f"the checkpoint was saved over {part.num_samples} documents, this data set has {len(data)}",

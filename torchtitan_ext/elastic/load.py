@@ -115,8 +115,6 @@ def load_components(
         for name, component in state_dict.items():
             if name in components.resharded:
                 component.load_state_dict(components.resharded[name].state)
-            elif name in components.to_reset:
-                component.reset()
             elif name in components.values:
                 value = components.values[name]
                 if name in components.param_groups:
@@ -129,6 +127,9 @@ def load_components(
                     component.update(value)
                 else:
                     state_dict[name] = value
+        # Last: what starts anew may ask the others, as RngState asks for the step.
+        for name in components.to_reset:
+            state_dict[name].reset()
 
     with failures(phase=f"components took their state; undefined are {', '.join(changed)}", undefined=lambda: changed):
         group.all_gather("apply", take)

@@ -104,6 +104,25 @@ def merge_param_groups(
     return merged, notes + _gone(saved_names, current_names)
 
 
+def find_moved(saved: Sequence[Mapping[str, Any]], current: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Named parameters whose id is another one in the checkpoint: there ``state`` would be that of other parameters.
+
+    Args:
+        saved: As in ``merge_param_groups``.
+        current: Of this run's optimizer.
+    """
+    ids = [
+        {
+            name: number
+            for group in groups
+            for name, number in zip(group.get("param_names", ()), group["params"], strict=False)
+            if isinstance(number, int)
+        }
+        for groups in (saved, current)
+    ]
+    return [name for name, number in ids[1].items() if ids[0].get(name, number) != number]
+
+
 @dataclass(frozen=True)
 class OptionGaps:
     """What a checkpoint of the flat form lacks of the wanted keys.

@@ -174,7 +174,7 @@ class ElasticBatchSampler:
         )
         if common["global_batch_size"] != self.global_batch_size:
             note += f", global batch {common['global_batch_size']} -> {self.global_batch_size}"
-        return Resharded({_STATE_KEY: saved[_STATE_KEY]}, note, samples_seen=position.samples_seen)
+        return Resharded({_STATE_KEY: saved[_STATE_KEY]}, note, position.samples_seen, position.padded)
 
     def _position_of(self, saved: Mapping[str, Any]) -> SamplePosition:
         common = common_entry(saved, _KIND)

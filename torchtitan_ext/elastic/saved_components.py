@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
 from torchtitan_ext.elastic.component import Resharded, World, can_reshard, reshard_state
-from torchtitan_ext.elastic.param_groups import merge_param_groups
+from torchtitan_ext.elastic.param_groups import find_moved, merge_param_groups
 from torchtitan_ext.elastic.policy import ElasticPolicy, Source
 from torchtitan_ext.errors import CannotReshardError, CheckpointReadError, Problem
 from torchtitan_ext.load_planner import LoadPlanner
@@ -80,7 +80,9 @@ def cut_by_component(
         elif action in ("reset", "omit"):
             if action == "reset" and hasattr(component, "reset"):
                 components.to_reset.append(key)
-            plan = ComponentPlan(action, "starts anew" if action == "reset" else UNTOUCHED)
+            starts_anew = action == "reset" and hasattr(component, "reset")
+            stays = "not loaded; it has no reset() and stays as it is" if action == "reset" else UNTOUCHED
+            plan = ComponentPlan(action, "starts anew" if starts_anew else stays)
             for plans in components.plans:
                 plans[name] = plan
         elif is_elastic and action == "reshard":
@@ -91,7 +93,11 @@ def cut_by_component(
     for key, value in components.values.items():
         name = str(key)
         position = _source_of(f"{name}.param_groups.*", opened)
-        if position is not None and policy.component_action(name) == "reshard" and _has_group_list(value):
+        is_merged = position is not None and policy.component_action(name) == "reshard" and _has_group_list(value)
+        if is_merged and policy.key_action(f"{name}.param_groups.x", name) in ("omit", "reset"):
+            components.param_groups[key] = value["param_groups"]
+            components.values[key] = {part: member for part, member in value.items() if part != "param_groups"}
+        elif is_merged and position is not None:
             plan, groups = _merge_groups(name, value["param_groups"], opened[position])
             components.plans[position][name] = plan
             if groups is not None:
@@ -136,6 +142,12 @@ def _merge_groups(
         return ComponentPlan("reshard"), None
     groups, notes = merge_param_groups(saved, current)
     refused = "; ".join(note.text for note in notes if note.kind == "problem")
+    moved = find_moved(saved, current)
+    if moved and not refused:
+        refused = (
+            f"its state is saved by position, and {', '.join(moved[:8])} have another one here: they would get the "
+            "state of others; save and load by get_optimizer_state_dict, which goes by name"
+        )
     problem = Problem("cannot_reshard", name, refused) if refused else None
     return ComponentPlan("reshard", "; ".join(map(str, notes)), problem, prefix), groups
 
@@ -171,12 +183,18 @@ def _check_samples(components: Components) -> None:
     """A problem where the run counts samples that no loader has served: they were saved at different moments."""
     served = {str(key): new.samples_seen for key, new in components.resharded.items() if new.samples_seen is not None}
     counted = {str(key): new.samples_counted for key, new in components.resharded.items()}
-    wrong = {name: count for name, count in counted.items() if count is not None and count not in served.values()}
+    # A run may count the padding of last batches, or not.
+    loaders = [new for new in components.resharded.values() if new.samples_seen is not None]
+    right = {*served.values(), *(new.samples_padded + (new.samples_seen or 0) for new in loaders)}
+    wrong = {name: count for name, count in counted.items() if count is not None and count not in right}
     if not served or not wrong:
         return
     counts = {**served, **wrong}
     listed = ", ".join(f"{name} {count}" for name, count in counts.items())
-    detail = f"samples seen by the run: {listed}; load them from one checkpoint, or reset one of them"
+    detail = (
+        f"samples seen by the run: {listed}; load them from one checkpoint, or reset one of them, or 'keep' the one "
+        "that counts"
+    )
     for plans in components.plans:
         for name in counts:
             if name in plans and plans[name].saved_prefix is not None:

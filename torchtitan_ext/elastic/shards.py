@@ -213,7 +213,9 @@ class ShardReader:
         raise RuntimeError("data loader: no shard has a sample to pad with, but one was served; please report")
 
     def _queue(self) -> None:
-        self._turns = [self._turn(shard) for shard in self._shards.values() if not shard.state.finished]
+        # A finished shard of a loader that was not endless goes on with its next epoch in one that is.
+        shards = [shard for shard in self._shards.values() if self._endless or not shard.state.finished]
+        self._turns = [self._turn(shard) for shard in shards]
         heapq.heapify(self._turns)
 
     def _turn(self, shard: _OpenShard) -> tuple[int, int]:

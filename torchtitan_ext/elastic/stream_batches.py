@@ -117,7 +117,7 @@ class StreamBatches:
             note += f"{self._source.num_shards // num_saved}, "
         note += f"data-parallel ranks {common['dp_size']} -> {self._dp_size}"
         common = {**common, "num_shards": self._source.num_shards}
-        return Resharded({"loader": (common,), **self._entries(states)}, note, samples_seen=common["samples_seen"])
+        return Resharded({"loader": (common,), **self._entries(states)}, note, common["samples_seen"], common["padded"])
 
     def _entries(self, states: Mapping[int, ShardState]) -> dict[str, Any]:
         return {shard_key(shard, self._source.num_shards): to_entry(state) for shard, state in states.items()}
