@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+from torch.distributed.checkpoint.utils import _DistWrapper
 
 from torchtitan_ext.dcp_failure import own_errors
 from torchtitan_ext.elastic.load import load_components
@@ -50,7 +51,7 @@ def save(
         ValueError: Neither a path nor storage.
     """
     _check_place("save", path, storage_writer)
-    values = _values_of(state_dict)
+    values = _values_of(state_dict, "save", process_group, no_dist)
     with own_errors("save", process_group, no_dist=no_dist):
         return state_dict_saver.save(
             values,
@@ -117,7 +118,7 @@ def load(
             process_group=process_group,
             no_dist=no_dist,
         )
-    values = _values_of(state_dict)
+    values = _values_of(state_dict, "load", process_group, no_dist)
     with own_errors("load", process_group, no_dist=no_dist):
         state_dict_loader.load(
             values,
@@ -172,9 +173,23 @@ def async_save(
     return finished
 
 
-def _values_of(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """What DCP sees: it would ask ``Stateful`` objects itself, where their errors look like those of collectives."""
-    return {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state_dict.items()}
+def _values_of(
+    state_dict: dict[str, Any], operation: str, process_group: dist.ProcessGroup | None, no_dist: bool
+) -> dict[str, Any]:
+    """What DCP sees. It would ask ``Stateful`` objects itself, outside of its collectives: where one of them raises,
+    the other ranks would wait for this one."""
+    values: dict[str, Any] = {}
+
+    def ask() -> None:
+        for key, value in state_dict.items():
+            values[key] = value.state_dict() if isinstance(value, Stateful) else value
+
+    no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
+    group = _DistWrapper(process_group, not no_dist, 0)
+    phase = "components were asked for their state; nothing was changed"
+    with own_errors(operation, process_group, no_dist=no_dist, phase=phase):
+        group.all_gather("state_dict", ask)
+    return values
 
 
 def _check_place(

@@ -311,6 +311,9 @@ class LoadPlanner(StockLoadPlanner):
                 f"Size mismatch between saved {saved.size} and current: {torch.Size(shape)} for {fqn}; "
                 "build the model with the saved size, or leave the key out",
             )
+        if isinstance(entry, TensorEntry) and _shares_memory(local_tensor(self.state_dict[fqn])):
+            detail = "cannot be filled: several elements of the target share memory; load into a clone() of it"
+            return Problem("unsupported_tensor", fqn, detail)
         return cast_problem(fqn, saved.properties.dtype, entry.dtype, self._cast)
 
     def _component_plans(self) -> dict[str, ComponentPlan]:
@@ -418,3 +421,15 @@ def _nothing_matches(missing: Sequence[str], metadata: Metadata) -> Problem:
         f"Missing key in checkpoint state_dict: {missing[0]}. allow_partial_load found none of the {len(missing)} "
         f"wanted keys; the checkpoint has {example} and others: check the prefixes",
     )
+
+
+def _shares_memory(local: torch.Tensor) -> bool:
+    """Whether elements of a tensor share memory with each other; also true of rare strides that only might."""
+    if local.is_contiguous() or local.numel() == 0:
+        return False
+    reach = 0
+    for stride, size in sorted(zip(local.stride(), local.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False

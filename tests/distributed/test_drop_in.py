@@ -431,3 +431,49 @@ def save_pending(rank: int, world_size: int, path: Path) -> list[float]:
 
 def test_an_asynchronous_save_of_what_is_not_there_yet(run_world, tmp_path: Path) -> None:
     assert run_world(2, save_pending, tmp_path) == [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]] * 2
+
+
+def fill_shared_memory(rank: int, world_size: int, path: Path) -> None:
+    tte.save({"a": torch.ones(3), "w": torch.arange(8.0).view(4, 2)}, path)
+    for target in (torch.zeros(5).as_strided((4, 2), (1, 1)), torch.zeros(2).expand(4, 2)):
+        state = {"a": torch.zeros(3), "w": target}
+        with pytest.raises(tte.errors.StateRefusedError, match="w: cannot be filled: several elements of the target"):
+            tte.load(state, path)
+        assert not state["a"].any()
+    right = {"a": torch.zeros(3), "w": torch.zeros(4, 6)[:, ::3]}
+    tte.load(right, path)
+    assert right["w"].flatten().tolist() == list(range(8))
+
+
+def test_targets_that_share_memory_with_themselves(run_world, tmp_path: Path) -> None:
+    run_world(2, fill_shared_memory, tmp_path)
+
+
+class Unwilling:
+    """A component that raises on one rank, before DCP's first collective."""
+
+    def __init__(self, raises: bool) -> None:
+        self.raises = raises
+
+    def state_dict(self) -> dict[str, int]:
+        if self.raises:
+            raise RuntimeError("no state today")
+        return {"step": 3}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None: ...
+
+
+def one_component_raises(rank: int, world_size: int, path: Path) -> list[str]:
+    texts = []
+    tte.save({"c": Unwilling(False)}, path / "good")
+    for attempt in (lambda state: tte.save(state, path / "bad"), lambda state: tte.load(state, path / "good")):
+        with pytest.raises(tte.errors.CheckpointFailedError) as caught:
+            attempt({"c": Unwilling(rank == 1)})
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_a_component_that_raises_on_one_rank_reaches_all(run_world, tmp_path: Path) -> None:
+    answers = run_world(2, one_component_raises, tmp_path)
+    assert answers[0] == answers[1]
+    assert all("no state today" in text and "rank 1" in text for text in answers[0])
