@@ -150,9 +150,10 @@ def async_save(
         A future of the metadata; it raises what ``save`` raises. The caller may change the state dict at once.
     """
     _check_place("save", path, storage_writer)
+    values = _values_of(state_dict, "save", process_group, False)
     with own_errors("save", no_dist=True):
         response = state_dict_saver.async_save(
-            state_dict,
+            values,
             checkpoint_id=path,
             storage_writer=storage_writer,
             planner=SavePlanner() if planner is None else planner,

@@ -466,7 +466,12 @@ class Unwilling:
 def one_component_raises(rank: int, world_size: int, path: Path) -> list[str]:
     texts = []
     tte.save({"c": Unwilling(False)}, path / "good")
-    for attempt in (lambda state: tte.save(state, path / "bad"), lambda state: tte.load(state, path / "good")):
+    attempts = (
+        lambda state: tte.save(state, path / "bad"),
+        lambda state: tte.load(state, path / "good"),
+        lambda state: tte.async_save(state, path / "bad").result(),
+    )
+    for attempt in attempts:
         with pytest.raises(tte.errors.CheckpointFailedError) as caught:
             attempt({"c": Unwilling(rank == 1)})
         texts.append(str(caught.value))

@@ -277,3 +277,14 @@ def test_ranks_that_share_numbers_save_them_once(run_world, tmp_path: Path) -> N
 def test_ranks_that_should_share_numbers_and_do_not_are_refused(run_world, tmp_path: Path) -> None:
     with pytest.raises(ReplicaMismatchError, match="rng.rank_0"):
         run_world(2, save_rank, tmp_path, 2, True)
+
+
+def test_a_bad_entry_sets_no_generator() -> None:
+    rng = RngState(0, device="cpu")
+    saved = copy.deepcopy(rng.state_dict())
+    draw()
+    before = (torch.get_rng_state(), random.getstate())
+    (states,) = saved["rank_0"]
+    with pytest.raises(ValueError, match="RngState: rank_0 is no state of generators"):
+        rng.load_state_dict({**saved, "rank_0": ({**states, "numpy": ("MT19937", [1, 2], 0, 0, 0.0)},)})
+    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]

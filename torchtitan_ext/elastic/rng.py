@@ -77,12 +77,19 @@ class RngState:
         """Sets this process's generators from the entry of its rank; others in the state are ignored. Not collective.
 
         Raises:
-            ValueError: The state has no entry of this rank; nothing was changed.
+            ValueError: The state has no entry of this rank, or one that is no generator's; nothing was changed.
         """
         key = f"rank_{self.rank}"
         if key not in state_dict:
             raise ValueError(f"RngState: got {sorted(state_dict)}, expected {key}; load it by a policy that reshards")
         (states,) = state_dict[key]
+        # Tried on generators of no use, so that all are set or none.
+        try:
+            torch.Generator().set_state(_tensor(states["cpu"]))
+            random.Random().setstate(_as_tuple(states["python"]))
+            np.random.RandomState().set_state(states["numpy"])
+        except Exception as error:
+            raise ValueError(f"RngState: {key} is no state of generators ({type(error).__name__}: {error})") from None
         if self._cuda is not None:
             # Saved without a GPU: seeded, as in reshard.
             (common,) = state_dict["common"]
