@@ -74,8 +74,8 @@ sanitize-asan sanitize-tsan: sanitize-%:
 	  -k "not compile and not opcheck and not mesh" $(addprefix ../../,$(SANITIZED_TESTS))
 
 # Leaks are Python's own at exit. OpenMP and torch are not instrumented: what they do among themselves is not ours to judge.
-SANITIZER_ENV = ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-  TSAN_OPTIONS=halt_on_error=1:ignore_noninstrumented_modules=1 setarch -R
+SANITIZER_ENV = ASAN_OPTIONS=detect_leaks=0:halt_on_error=1:allocator_may_return_null=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+  TSAN_OPTIONS=halt_on_error=1:ignore_noninstrumented_modules=1:allocator_may_return_null=1 setarch -R
 
 lint: $(STAMPS)/lint  ## Formatters in checking mode, ruff, mypy
 	$(VENV)/bin/clang-format --dry-run --Werror $(CPP_FILES)
