@@ -24,7 +24,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
 from torchtitan_ext import _core
-from torchtitan_ext.layout import LocalShard, local_shard
+from torchtitan_ext.layout.layout import LocalShard, local_shard
 
 TP = 8
 WORLD_SIZES = [64, 256, 1024, 4096, 8192]

@@ -25,7 +25,7 @@ from result_file import write_results
 from torch import Tensor
 
 from torchtitan_ext import ops
-from torchtitan_ext.layout import Chunk, LocalShard
+from torchtitan_ext.layout.layout import Chunk, LocalShard
 
 MIB = 2**20
 MEMCPY = "memcpy"

@@ -16,7 +16,7 @@ from tiny_llama import DIM, FFN_DIM
 from torch import Tensor
 
 from torchtitan_ext import ops
-from torchtitan_ext.layout import Chunk, LocalShard
+from torchtitan_ext.layout.layout import Chunk, LocalShard
 
 NUM_RANKS, NUM_STEPS, BATCH, LEARNING_RATE = 4, 8, 32, 0.5
 

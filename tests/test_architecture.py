@@ -11,40 +11,24 @@ import torchtitan_ext
 PACKAGE = Path(torchtitan_ext.__file__).resolve().parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
-# Each module may import those of the layers above its own. DESIGN: errors <- ops, layout <- state_dict <- planners <-
-# checkpoint; elastic components know errors and plain values only, the planners ask for policies.
-LAYERS = [
+# Rooms, lowest first. A module imports from its own room and from rooms in lower rows, so that no arrow points up;
+# rooms of one row do not know each other.
+ROWS = [
     {"_core"},
     {"errors", "op_library"},
-    {"ops", "layout", "cast", "plain_value", "exchange"},
-    {"elastic.component"},
-    {"elastic.policy", "elastic.index_order", "elastic.streams", "elastic.indexed", "elastic.lr_schedule"},
-    {"elastic.sampler", "elastic.shards", "elastic.packing"},
-    {"elastic.stream_batches", "elastic.torchtitan_data"},
-    {"elastic.dataloader", "elastic.lr_scheduler", "elastic.rng", "elastic.train_state", "elastic.param_groups"},
+    {"ops"},
+    {"layout"},
+    {"state", "ranks"},
+    {"checkpoint", "sync"},
+    {"full_tensor", "fingerprint"},
     {"elastic"},
-    {"state_dict", "value_digest", "sync_scope"},
-    {"replicas", "dcp_failure"},
-    {"sync_agreement"},
-    {"replica_check"},
-    {"sync"},
-    {"key_table"},
-    {"agreement"},
-    {"load_report"},
-    {"save_planner", "load_planner"},
-    {"elastic.saved_components"},
-    {"elastic.load"},
-    {"full_tensor", "fingerprint", "flat_state_dict"},
-    {"staging"},
-    {"checkpoint"},
-    {"__init__", "integrations"},
-    {"integrations.torchtitan"},
+    {"integrations", "__init__"},
 ]
-LAYER_OF = {name: position for position, names in enumerate(LAYERS) for name in names}
+ROW_OF = {room: position for position, rooms in enumerate(ROWS) for room in rooms}
 
 
 def name_of(source: Path) -> str:
-    """As in LAYERS: ``layout``, ``elastic.policy``; a package by its own name."""
+    """``errors``, ``layout.rules``; a room by its own name."""
     name = ".".join(source.relative_to(PACKAGE).with_suffix("").parts)
     return name.removesuffix(".__init__")
 
@@ -54,32 +38,52 @@ def tree_of(source: Path) -> ast.Module:
 
 
 def imported_modules(source: Path) -> set[str]:
-    """The modules of the package that a source imports, as in LAYERS."""
+    """The modules of the package that a source imports, by the names of ``name_of``."""
     names: set[str] = set()
     for node in ast.walk(tree_of(source)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torchtitan_ext":
             module = str(node.module).removeprefix("torchtitan_ext").removeprefix(".")
-            members = {f"{module}.{alias.name}".removeprefix(".") for alias in node.names} & set(LAYER_OF)
+            members = {f"{module}.{alias.name}".removeprefix(".") for alias in node.names} & MODULES
             names |= members or ({module} if module else set())
         elif isinstance(node, ast.Import):
             names |= {alias.name.split(".", 1)[1] for alias in node.names if alias.name.startswith("torchtitan_ext.")}
     return names
 
 
+def room_of(module: str) -> str:
+    return module.split(".")[0]
+
+
+MODULES = {name_of(source) for source in SOURCES} | {"_core"}
+IMPORTS = {name_of(source): imported_modules(source) for source in SOURCES}
+
+
 def attributes(source: Path) -> set[str]:
     return {node.attr for node in ast.walk(tree_of(source)) if isinstance(node, ast.Attribute)}
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=name_of)
-def test_imports_follow_the_layers(source: Path) -> None:
-    assert name_of(source) in LAYER_OF, "a new module: give it a place in LAYERS"
-    allowed = {name for name, layer in LAYER_OF.items() if layer < LAYER_OF[name_of(source)]}
-    assert imported_modules(source) <= allowed
+@pytest.mark.parametrize("module", IMPORTS)
+def test_no_import_points_up(module: str) -> None:
+    room = room_of(module)
+    assert room in ROW_OF, "a new room: give it a place in ROWS"
+    lower = {other for other in ROW_OF if ROW_OF[other] < ROW_OF[room]}
+    assert {room_of(imported) for imported in IMPORTS[module]} <= {room, *lower}
+
+
+@pytest.mark.parametrize("module", IMPORTS)
+def test_no_module_imports_itself_by_way_of_others(module: str) -> None:
+    reached: set[str] = set()
+    pending = [module]
+    while pending:
+        new = IMPORTS.get(pending.pop(), set()) - reached
+        reached |= new
+        pending += new
+    assert module not in reached
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=name_of)
-def test_private_attributes_of_dtensors_stay_in_layout(source: Path) -> None:
-    if name_of(source) != "layout":
+def test_private_attributes_of_dtensors_stay_in_layout_dtensor(source: Path) -> None:
+    if name_of(source) != "layout.dtensor":
         assert not attributes(source) & {"_local_tensor", "_spec"}
 
 

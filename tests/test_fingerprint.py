@@ -15,7 +15,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import torchtitan_ext as tte
 from torchtitan_ext import ops
 from torchtitan_ext.fingerprint import fingerprint
-from torchtitan_ext.layout import Chunk, LocalShard, ShardOrder
+from torchtitan_ext.layout.layout import Chunk, LocalShard
+from torchtitan_ext.layout.rules import ShardOrder
 
 MASK = 2**64 - 1
 

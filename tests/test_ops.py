@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from torchtitan_ext import ops
-from torchtitan_ext.layout import Chunk, LocalShard
+from torchtitan_ext.layout.layout import Chunk, LocalShard
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.needs_cuda)]
 DTYPES = [

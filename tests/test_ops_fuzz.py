@@ -14,7 +14,7 @@ from test_ops import bits, box, random_tensor, reference_pack
 from torch import Tensor
 
 from torchtitan_ext import ops
-from torchtitan_ext.layout import Chunk, LocalShard
+from torchtitan_ext.layout.layout import Chunk, LocalShard
 
 NUM_CALLS = 10_000 * int(os.environ.get("TTE_SOAK", "1"))
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.complex128, torch.bool, torch.float8_e5m2]

@@ -19,13 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_ext import ops
-from torchtitan_ext.agreement import TensorAgreement, agree
+from torchtitan_ext.checkpoint.agreement import TensorAgreement, agree
+from torchtitan_ext.checkpoint.key_table import KeyTable, TensorEntry, describe_state
 from torchtitan_ext.errors import Problem, refusal
-from torchtitan_ext.exchange import gather_values
-from torchtitan_ext.key_table import KeyTable, TensorEntry, describe_state
-from torchtitan_ext.layout import LayoutRules, ShardOrder, ShardReport, local_tensor, shard_of
-from torchtitan_ext.state_dict import flatten_state_dict
-from torchtitan_ext.value_digest import digest_value
+from torchtitan_ext.layout.dtensor import local_tensor
+from torchtitan_ext.layout.layout import ShardReport, shard_of
+from torchtitan_ext.layout.rules import LayoutRules, ShardOrder
+from torchtitan_ext.ranks.exchange import gather_values
+from torchtitan_ext.state.nested import flatten_state_dict
+from torchtitan_ext.state.value_digest import digest_value
 
 
 @dataclass(frozen=True)
@@ -68,18 +70,18 @@ def fingerprint(
         LayoutError: The layout of a tensor is in doubt, or not all ranks of its mesh take part.
     """
     values: dict[str, Any] = {}
-    reports: dict[str, ShardReport] = {}
+    entries: dict[str, TensorEntry] = {}
     digests: dict[str, tuple[Any, Any]] = {}
     problems: list[Problem] = []
     # Whatever goes wrong on this rank alone, all hear of it: each exchange takes place.
     with _told(problems):
         values = flatten_state_dict(state_dict).values
-        reports = _reports(values, LayoutRules(layouts), problems)
-    choices = _choices(values, reports, problems, process_group)
+        entries = _entries(values, LayoutRules(layouts), problems)
+    choices = _choices(entries, problems, process_group)
     with _told(problems):
         for fqn, value in values.items():
-            if fqn in reports:
-                digests[fqn] = _tensor_digest(value, reports[fqn], choices.get(fqn, 0))
+            if fqn in entries:
+                digests[fqn] = _tensor_digest(value, entries[fqn].report, choices.get(fqn, 0))
             elif not isinstance(value, Tensor):
                 digests[fqn] = (None, digest_value(value).hex())
         digests = _synchronized(digests)
@@ -98,32 +100,27 @@ def _told(problems: list[Problem]) -> Iterator[None]:
         problems.append(Problem("unsupported_tensor", "state_dict", f"{type(error).__name__}: {error}"))
 
 
-def _reports(values: Mapping[str, Any], rules: LayoutRules, problems: list[Problem]) -> dict[str, ShardReport]:
+def _entries(values: Mapping[str, Any], rules: LayoutRules, problems: list[Problem]) -> dict[str, TensorEntry]:
     table = describe_state({fqn: value for fqn, value in values.items() if isinstance(value, Tensor)}, {}, rules)
     problems += table.problems
-    reports = {}
+    entries = {}
     for fqn, entry in table.entries.items():
         if not isinstance(entry, TensorEntry):
             what = "describes its own boxes; pass the tensors that it consists of"
         elif local_tensor(values[fqn]).is_meta:
             what = "is on the meta device; give it memory with to_empty() first"
         else:
-            reports[fqn] = entry.report
+            entries[fqn] = entry
             continue
         problems.append(Problem("unsupported_tensor", fqn, what))
-    return reports
+    return entries
 
 
 def _choices(
-    values: Mapping[str, Any],
-    reports: Mapping[str, ShardReport],
-    problems: list[Problem],
-    process_group: dist.ProcessGroup | None,
+    entries: Mapping[str, TensorEntry], problems: list[Problem], process_group: dist.ProcessGroup | None
 ) -> dict[str, int]:
     """Which reading of each DTensor's placements is true, from what all ranks say. Plain tensors have only one."""
-    sharded = {
-        fqn: TensorEntry(report, values[fqn].dtype, False) for fqn, report in reports.items() if report.mesh is not None
-    }
+    sharded = {fqn: entry for fqn, entry in entries.items() if entry.report.mesh is not None}
     tables = gather_values(KeyTable(sharded, problems=tuple(problems)), process_group)
     agreement = agree(tables, every_rank_reports=True)
     if agreement.problems:

@@ -18,28 +18,18 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DistributedDataParallel
 
 from torchtitan_ext import ops
-from torchtitan_ext.cast import CastPolicy, cast_problem
+from torchtitan_ext.checkpoint.cast import CastPolicy, cast_problem
 from torchtitan_ext.errors import Problem, refusal
-from torchtitan_ext.exchange import (
+from torchtitan_ext.layout.dtensor import Describer, is_on_mesh, local_tensor
+from torchtitan_ext.layout.layout import ShardReport, decide, mesh_coordinates, num_elements, shard_of
+from torchtitan_ext.layout.rules import LayoutRules, ShardOrder, canonical_fqn
+from torchtitan_ext.ranks.exchange import (
     all_gather_bytes,
     all_gather_values,
     as_bytes,
     broadcast_bytes,
     device_of,
     gather_values,
-)
-from torchtitan_ext.layout import (
-    Describer,
-    LayoutRules,
-    ShardOrder,
-    ShardReport,
-    canonical_fqn,
-    decide,
-    is_on_mesh,
-    local_tensor,
-    mesh_coordinates,
-    num_elements,
-    shard_of,
 )
 
 Decided = tuple[ShardReport, int]

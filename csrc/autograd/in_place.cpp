@@ -5,7 +5,6 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <string>
 #include <vector>
 

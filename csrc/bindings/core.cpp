@@ -7,6 +7,7 @@
 #include <tuple>
 #include <vector>
 
+#include "core/aliasing.h"
 #include "core/chunk.h"
 #include "core/cover.h"
 #include "core/plan.h"
@@ -131,6 +132,10 @@ std::vector<int64_t> assign_writers_py(const std::vector<std::tuple<std::vector<
   return assign_writers(shards, num_ranks);
 }
 
+bool may_overlap_itself_py(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
+  return may_overlap_itself(sizes, strides);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_core, module) {
@@ -143,5 +148,6 @@ PYBIND11_MODULE(_core, module) {
              py::arg("observations"));
   module.def("find_cover_defect", &find_cover_defect_py, py::arg("global_shape"), py::arg("boxes"));
   module.def("find_overlaps", &find_overlaps_py, py::arg("wanted"), py::arg("saved"));
+  module.def("may_overlap_itself", &may_overlap_itself_py, py::arg("sizes"), py::arg("strides"));
   module.def("assign_writers", &assign_writers_py, py::arg("shards"), py::arg("num_ranks"));
 }

@@ -7,7 +7,7 @@ from torch import Tensor
 
 import torchtitan_ext as tte
 from torchtitan_ext import ops, sync
-from torchtitan_ext.replicas import Batch
+from torchtitan_ext.sync.find import Batch
 
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64),

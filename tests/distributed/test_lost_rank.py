@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torchtitan_ext as tte
 from torchtitan_ext.errors import LostRankError
-from torchtitan_ext.sync_scope import naming_lost_ranks
+from torchtitan_ext.ranks.lost_ranks import naming_lost_ranks
 
 LOST_RANK = 1
 LONGEST_SECONDS = 20

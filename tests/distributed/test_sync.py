@@ -334,7 +334,7 @@ def test_optimizer_state(run_world) -> None:
     run_world(4, optimizer_joins)
 
 
-def check_and_locate(rank: int, world_size: int) -> list[tte.replica_check.ReplicaDifference]:
+def check_and_locate(rank: int, world_size: int) -> list[tte.sync.check.ReplicaDifference]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "tp"))
     big = DTensor.from_local(torch.zeros(300, 200), mesh, [Replicate(), Shard(0)], run_check=False)
     both = DTensor.from_local(torch.zeros(5, 4).t(), mesh, [Replicate(), Replicate()], run_check=False)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from simulated_loaders import SOAK, Counted, Ranks
 
 from torchtitan_ext.elastic import ElasticDataLoader, IndexedStreams, Streams, TooFewShardsError
-from torchtitan_ext.elastic.shards import EmptyShardError
+from torchtitan_ext.elastic.virtual_shards import EmptyShardError
 from torchtitan_ext.errors import CannotReshardError
 
 Sample = tuple[int, int, int]

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from torchtitan_ext.elastic import lr_schedule
-from torchtitan_ext.elastic.component import Resharded, World, reshard_state
+from torchtitan_ext.checkpoint.component import Resharded, World, reshard_state
+from torchtitan_ext.elastic import schedule_math
 from torchtitan_ext.errors import CannotReshardError
 
 LrRule = Literal["none", "linear", "sqrt"]
@@ -36,7 +36,7 @@ class ElasticLRScheduler:
         schedulers: One torch scheduler or several; each steps once per optimizer step.
         global_batch_size: Samples per step, over all ranks.
         by_samples: When the saved global batch size is another one, go on at the same number of samples instead of at
-            the same step, and scale the schedule alike: see ``lr_schedule``. What the new run brings itself counts in
+            the same step, and scale the schedule alike: see ``schedule_math``. What the new run brings itself counts in
             its own steps: functions (``LambdaLR``, ``MultiplicativeLR``), and the schedule where only a step was saved.
         lr_rule: When the saved global batch size is another one, multiply all learning rates by the ratio of the batch
             sizes ("linear", https://arxiv.org/abs/1706.02677) or by its square root ("sqrt",
@@ -85,7 +85,7 @@ class ElasticLRScheduler:
     @property
     def last_epoch(self) -> int:
         """The step of the first scheduler, by torch's name."""
-        return lr_schedule.step_of(self.schedulers[0].state_dict()) or 0
+        return schedule_math.step_of(self.schedulers[0].state_dict()) or 0
 
     def step(self, metrics: float | None = None) -> None:
         """Steps every scheduler, after the optimizer's step. On every rank, not collective.
@@ -111,7 +111,7 @@ class ElasticLRScheduler:
         return {
             "step": self.last_epoch,
             "global_batch_size": self.global_batch_size,
-            "schedulers": tuple(map(lr_schedule.described, self.schedulers)),
+            "schedulers": tuple(map(schedule_math.described, self.schedulers)),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -124,7 +124,7 @@ class ElasticLRScheduler:
         """
         entries, _ = _reshard(self.schedulers, state_dict, self._rules)
         for scheduler, entry in zip(self.schedulers, entries, strict=True):
-            lr_schedule.restore(scheduler, entry["state"], entry["groups"])
+            schedule_math.restore(scheduler, entry["state"], entry["groups"])
         self._loaded = entries
 
     def reshard(self, saved: Mapping[str, Any], old: World, new: World) -> Resharded:
@@ -139,7 +139,7 @@ class ElasticLRScheduler:
         """
         entries, note = _reshard(self.schedulers, saved, self._rules)
         state = {
-            "step": lr_schedule.step_of(entries[0]["state"]) or 0,
+            "step": schedule_math.step_of(entries[0]["state"]) or 0,
             "global_batch_size": self.global_batch_size,
             "schedulers": tuple(entries),
         }
@@ -151,7 +151,7 @@ class ElasticLRScheduler:
             return
         for scheduler, entry in zip(self.schedulers, self._loaded, strict=True):
             if scheduler.optimizer is optimizer:
-                lr_schedule.restore_groups(optimizer, entry["groups"])
+                schedule_math.restore_groups(optimizer, entry["groups"])
 
 
 @reshard_state.register(LRScheduler)
@@ -196,30 +196,30 @@ def _reshard(schedulers: Sequence[LRScheduler], saved: Any, rules: _Rules) -> tu
     entries: list[dict[str, Any]] = []
     remarks: dict[str, None] = {}
     for index, scheduler in enumerate(schedulers):
-        clone = lr_schedule.copied(scheduler)
+        clone = schedule_math.copied(scheduler)
         own = found[index] if index < len(found) else None
         step = _shared_step(index, found) if own is None else own.step
         fits = own is not None and _fits(own, clone)
         try:
             if own is not None and own.state is not None and fits:
-                state = lr_schedule.without_functions(own.state) if by_samples else own.state
-                lr_schedule.restore(clone, state, own.groups)
+                state = schedule_math.without_functions(own.state) if by_samples else own.state
+                schedule_math.restore(clone, state, own.groups)
             else:
                 remarks[f"scheduler {index} took the step alone: {_why_step_alone(own, clone)}"] = None
             if by_samples:
                 if fits:
-                    remarks |= dict.fromkeys(lr_schedule.scale_steps(clone, old_batch, new_batch))
+                    remarks |= dict.fromkeys(schedule_math.scale_steps(clone, old_batch, new_batch))
                 step = (2 * step * old_batch + new_batch) // (2 * new_batch)
             if rules.lr_rule != "none" and old_batch != new_batch:
-                lr_schedule.scale_lrs(clone, _lr_factor(rules.lr_rule, old_batch, new_batch))
+                schedule_math.scale_lrs(clone, _lr_factor(rules.lr_rule, old_batch, new_batch))
             if by_samples or not fits:
-                lr_schedule.move_to(clone, step)
+                schedule_math.move_to(clone, step)
         except CannotReshardError as refusal:
             raise CannotReshardError(f"LR scheduler {index}: {refusal.reason}", refusal.remedy) from None
-        entries.append(lr_schedule.described(clone))
+        entries.append(schedule_math.described(clone))
     if len(found) > len(schedulers):
         remarks[f"{len(found) - len(schedulers)} saved scheduler(s) without a counterpart left out"] = None
-    step = lr_schedule.step_of(entries[0]["state"]) or 0
+    step = schedule_math.step_of(entries[0]["state"]) or 0
     return entries, "; ".join([_headline(found[0].step, step, old_batch, new_batch, rules), *remarks])
 
 
@@ -228,7 +228,7 @@ def _read(saved: Any) -> tuple[list[_SavedScheduler], int | None]:
     if isinstance(saved, Mapping) and {"step", "global_batch_size", "schedulers"} <= set(saved):
         found = [
             _SavedScheduler(
-                lr_schedule.step_of(entry["state"]) or 0, entry["state"], entry["type"], list(entry["groups"])
+                schedule_math.step_of(entry["state"]) or 0, entry["state"], entry["type"], list(entry["groups"])
             )
             for entry in saved["schedulers"]
         ]
@@ -246,8 +246,8 @@ def _read(saved: Any) -> tuple[list[_SavedScheduler], int | None]:
 def _read_torch(saved: Any) -> list[_SavedScheduler]:
     """``{"last_epoch": n}``, a ``state_dict()`` of torch, or containers of these."""
     if isinstance(saved, Mapping):
-        state = lr_schedule.normalized(saved)
-        step = lr_schedule.step_of(state)
+        state = schedule_math.normalized(saved)
+        step = schedule_math.step_of(state)
         if step is not None:
             return [_SavedScheduler(step, None if set(state) == {"last_epoch"} else state)]
         by_number = all(str(key).isdigit() for key in saved)
@@ -288,7 +288,7 @@ def _fits(own: _SavedScheduler, clone: LRScheduler) -> bool:
         return False
     if own.groups is not None and len(own.groups) != len(clone.optimizer.param_groups):
         return False
-    return lr_schedule.fits(own.state, clone.state_dict())
+    return schedule_math.fits(own.state, clone.state_dict())
 
 
 def _why_step_alone(own: _SavedScheduler | None, clone: LRScheduler) -> str:

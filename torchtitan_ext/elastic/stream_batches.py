@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtitan_ext.elastic.component import Resharded, World
+from torchtitan_ext.checkpoint.component import Resharded, World
 from torchtitan_ext.elastic.index_order import local_size
 from torchtitan_ext.elastic.sampler import Last, common_entry
-from torchtitan_ext.elastic.shards import ShardReader, ShardState, from_entry, shard_key, to_entry
 from torchtitan_ext.elastic.streams import AdoptsStates, ChecksStates, SplitsStates, StreamSource
+from torchtitan_ext.elastic.virtual_shards import ShardReader, ShardState, from_entry, shard_key, to_entry
 from torchtitan_ext.errors import CannotReshardError
 
 _KIND = "streams"

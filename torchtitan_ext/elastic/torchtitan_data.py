@@ -19,10 +19,10 @@ from typing import Any, NoReturn
 
 from torchtitan_ext.elastic.indexed import IndexedPart, IndexedStream, IndexedStreams, run_of
 from torchtitan_ext.elastic.packing import PackedTokens, packed_state
-from torchtitan_ext.elastic.shards import ShardState, shard_key, to_entry
 from torchtitan_ext.elastic.streams import HuggingFaceStreams
+from torchtitan_ext.elastic.virtual_shards import ShardState, shard_key, to_entry
 from torchtitan_ext.errors import CannotReshardError
-from torchtitan_ext.plain_value import read_pickle
+from torchtitan_ext.state.plain_value import read_pickle
 
 _RANK_KEY = "dp_rank_"
 _BUFFERS = ("inputs_buffer", "labels_buffer", "positions_buffer")

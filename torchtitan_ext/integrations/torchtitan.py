@@ -24,8 +24,8 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 
 from torchtitan_ext.checkpoint import async_save, load, save
+from torchtitan_ext.checkpoint.policy import Action, Strict
 from torchtitan_ext.elastic import ElasticDataLoader, ElasticPolicy, TorchtitanTextStreams
-from torchtitan_ext.elastic.policy import Action, Strict
 
 
 class ElasticCheckpointManager(CheckpointManager):

@@ -1,0 +1,233 @@
+"""What goes wrong on one rank in a load by a policy: killed, failing, called with other arguments; damaged files."""
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import torchtitan_ext as tte
+from torchtitan_ext.elastic import ElasticPolicy, Resharded, Source, World
+from torchtitan_ext.errors import CheckpointFailedError, LostRankError, ReplicaMismatchError, TorchtitanExtError
+from torchtitan_ext.ranks import lost_ranks
+
+FAILING_RANK = 1
+
+
+class Places:
+    """Of each rank one place; a new rank takes that of rank 0. Calls a function where a load gets to it."""
+
+    def __init__(self, rank: int, at: Callable[[str], None] = lambda phase: None) -> None:
+        self.rank, self.at, self.place = rank, at, 10 + rank
+
+    def state_dict(self) -> dict[str, Any]:
+        return {f"rank_{self.rank}": (self.place,)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.at("apply")
+        ((self.place,),) = state_dict.values()
+
+    def reshard(self, saved: Mapping[str, Any], old: World, new: World) -> Resharded:
+        self.at("prepare")
+        return Resharded({"place": saved.get(f"rank_{self.rank}", saved["rank_0"])}, "dealt")
+
+    def reset(self) -> None:
+        self.at("reset")
+        self.place = -1
+
+
+class WatchedPlanner(tte.LoadPlanner):
+    def __init__(self, at: Callable[[str], None]) -> None:
+        super().__init__()
+        self.at = at
+
+    def create_local_plan(self) -> Any:
+        self.at("plan")
+        return super().create_local_plan()
+
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+        self.at("read")
+        return super().resolve_tensor(read_item)
+
+
+def job(rank: int, at: Callable[[str], None] = lambda phase: None) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {
+        "w": distribute_tensor(torch.arange(36.0).view(9, 4), mesh, [Shard(0)]),
+        "train_state": {"step": 7},
+        "places": Places(rank, at),
+    }
+
+
+def save_job(rank: int, world_size: int, path: Path) -> None:
+    tte.save(job(rank), path)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(run_world: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("load_faults") / "whole"
+    run_world(2, save_job, path)
+    return path
+
+
+def lose_a_rank(rank: int, world_size: int, path: Path, folder: Path, when: str) -> None:
+    lost_ranks._ROLL_CALL_SECONDS = 0.5
+
+    def at(phase: str) -> None:
+        if phase == when and rank == FAILING_RANK:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(LostRankError) as caught:
+        tte.load(job(rank, at), path, policy=ElasticPolicy(), planner=WatchedPlanner(at))
+    (folder / f"error{rank}").write_text(str(caught.value))
+
+
+PHASES = {
+    "prepare": "components were asked for their part; nothing was changed",
+    "plan": "the load was planned; nothing was changed",
+    "read": "tensors were read; these may be part-written: w, train_state",
+    "apply": "components took their state; undefined are w, train_state, places",
+}
+
+
+@pytest.mark.parametrize("when", PHASES)
+def test_a_rank_that_is_killed_is_named_with_the_phase(
+    run_world: Callable[..., Any], checkpoint: Path, tmp_path: Path, when: str
+) -> None:
+    with pytest.raises(RuntimeError, match="the worker process died"):
+        run_world(3, lose_a_rank, checkpoint, tmp_path, when)
+    for rank in (0, 2):
+        text = (tmp_path / f"error{rank}").read_text()
+        assert text.startswith(
+            f"load failed on rank {rank} while {PHASES[when]}; rank(s) {FAILING_RANK} did not answer"
+        )
+
+
+def fail(rank: int, world_size: int, path: Path, when: str) -> tuple[str, tuple[str, ...], float, Any]:
+    def at(phase: str) -> None:
+        if phase == when and rank == FAILING_RANK:
+            raise RuntimeError("boom")
+
+    state = job(rank, at)
+    state["w"].to_local().zero_()
+    policy = ElasticPolicy({"places": "reset"} if when == "reset" else {})
+    with pytest.raises(TorchtitanExtError) as caught:
+        tte.load(state, path, policy=policy, planner=WatchedPlanner(at))
+    return str(caught.value), getattr(caught.value, "undefined", ()), float(state["w"].to_local().sum()), None
+
+
+@pytest.mark.parametrize(
+    ("when", "undefined"),
+    [
+        ("prepare", ()),
+        ("plan", ()),
+        ("read", ("w", "train_state")),
+        ("reset", ("w", "train_state", "places")),
+        ("apply", ("w", "train_state", "places")),
+    ],
+)
+def test_a_failure_on_one_rank_is_the_same_error_on_all(
+    run_world: Callable[..., Any], checkpoint: Path, when: str, undefined: tuple[str, ...]
+) -> None:
+    answers = run_world(3, fail, checkpoint, when)
+    assert len({answer[:2] for answer in answers}) == 1
+    text, named, *_ = answers[0]
+    assert "boom" in text and named == undefined
+    if not undefined:
+        assert [answer[2] for answer in answers] == [0.0] * 3, "nothing was changed"
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "no metadata": lambda path: (path / ".metadata").unlink(),
+    "cut metadata": lambda path: os.truncate(path / ".metadata", 200),
+    "no data": lambda path: (path / "__1_0.distcp").unlink(),
+    "cut data": lambda path: os.truncate(path / "__0_0.distcp", 300),
+    "empty data": lambda path: os.truncate(path / "__0_0.distcp", 0),
+}
+
+
+def load_damaged(rank: int, world_size: int, path: Path) -> list[str]:
+    """By a policy, and as the second of two sources, after which nothing of the first may have been read."""
+    texts = []
+    for sources in ([Source(path)], [Source(path.parent / "whole", include=["train_state"]), Source(path)]):
+        with pytest.raises(TorchtitanExtError) as caught:
+            tte.load(job(rank), sources=sources)
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_lost_and_cut_files_are_one_error_on_all_ranks(run_world: Callable[..., Any], checkpoint: Path) -> None:
+    for name, damage in DAMAGE.items():
+        damaged = checkpoint.with_name(name)
+        shutil.copytree(checkpoint, damaged)
+        damage(damaged)
+        texts = run_world(2, load_damaged, damaged)
+        assert texts[0] == texts[1] and all(text.startswith("load") for text in texts[0]), name
+
+
+def other_arguments(rank: int, world_size: int, path: Path) -> list[str]:
+    texts = []
+    policies = [ElasticPolicy({"w": "omit"} if rank == FAILING_RANK else {}), ElasticPolicy()]
+    sources = [[Source(path)], [Source(path)] * (2 if rank == FAILING_RANK else 1)]
+    for policy, several in zip(policies, sources, strict=True):
+        with pytest.raises(ReplicaMismatchError) as caught:
+            tte.load(job(rank), sources=several, policy=policy)
+        texts.append(str(caught.value).replace(str(path), "PATH"))
+    # The planner alone tells it too.
+    with pytest.raises(BaseException, match="rank 0 loads by .* rank 1 by") as wrapped:
+        dcp.load({"w": torch.zeros(9, 4)}, checkpoint_id=path, planner=tte.LoadPlanner(policy=policies[0]))
+    assert isinstance(wrapped.value, dcp.CheckpointException)
+    return texts
+
+
+def test_ranks_must_load_by_the_same_policy_and_sources(run_world: Callable[..., Any], checkpoint: Path) -> None:
+    (policy, sources), *others = run_world(3, other_arguments, checkpoint)
+    assert all(other == [policy, sources] for other in others)
+    assert "policy: rank 0 loads by ElasticPolicy(), [Source(" in policy
+    assert "rank 1 by ElasticPolicy({'w': 'omit'}), [Source(" in policy
+    assert "; pass the same policy and sources on every rank" in sources
+
+
+def save_alone(rank: int, world_size: int, path: Path) -> None:
+    dcp.save(job(rank), checkpoint_id=path, planner=tte.SavePlanner(), use_collectives=False)
+
+
+def load_alone(rank: int, world_size: int, path: Path) -> str:
+    with pytest.raises(TorchtitanExtError) as caught:
+        tte.load(job(rank), path, policy=ElasticPolicy())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_metadata_of_each_rank_for_itself(run_world: Callable[..., Any], tmp_path: Path, world_size: int) -> None:
+    run_world(2, save_alone, tmp_path)
+    texts = run_world(world_size, load_alone, tmp_path)
+    assert len(set(texts)) == 1
+    assert "each rank has metadata of its own part alone (use_collectives=False); load it without a policy" in texts[0]
+
+
+def undefined_of_two(rank: int, world_size: int, path: Path) -> tuple[str, ...]:
+    """The first source has been read when the second fails."""
+
+    class Failing(tte.LoadPlanner):
+        def load_bytes(self, read_item: Any, value: Any) -> None:
+            raise OSError("bad sector")
+
+    sources = [Source(path, include=["w"]), Source(path, include=["train_state"])]
+    with pytest.raises(CheckpointFailedError) as caught:
+        tte.load(job(rank), sources=sources, planner=Failing())
+    return caught.value.undefined
+
+
+def test_a_failure_in_a_later_source_names_what_earlier_ones_wrote(
+    run_world: Callable[..., Any], checkpoint: Path
+) -> None:
+    assert run_world(2, undefined_of_two, checkpoint) == [("w", "train_state")] * 2

@@ -1,0 +1,187 @@
+"""Which values are read back without running code, and what is said of the others and of damaged bytes."""
+
+import collections
+import datetime
+import decimal
+import enum
+import io
+import pathlib
+import pickle
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torchtitan_ext.state.plain_value import read_pickle, read_value
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+class Hostile:
+    ran = False
+
+    def __reduce__(self) -> Any:
+        return (setattr, (Hostile, "ran", True))
+
+
+def saved(value: Any) -> io.BytesIO:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    return stream
+
+
+PLAIN = [
+    None,
+    True,
+    2**70,
+    1.5,
+    2 + 3j,
+    "text",
+    b"bytes",
+    [1, (2, {"three": {4}})],
+    frozenset({1}),
+    range(3),
+    slice(1, 2),
+    torch.float32,
+    torch.Size([1, 2]),
+    torch.device("cpu"),
+    datetime.datetime(2026, 1, 2, 3, tzinfo=datetime.timezone.utc),
+    datetime.timedelta(seconds=3),
+    decimal.Decimal("1.5"),
+    pathlib.PosixPath("/data/shard"),
+    np.float32(1.5),
+    np.dtype("int64"),
+    random.getstate(),
+]
+
+
+@pytest.mark.parametrize("value", PLAIN, ids=lambda value: type(value).__name__)
+def test_plain_values_come_back(value: Any) -> None:
+    again = read_value(saved(value), weights_only=True)
+    assert type(again) is type(value) and again == value
+
+
+@pytest.mark.parametrize("array", [np.arange(6.0).reshape(2, 3), np.array(["a", "bc"]), np.zeros(0, np.int8)], ids=str)
+def test_arrays_come_back(array: np.ndarray) -> None:
+    again = read_value(saved({"array": array}), weights_only=True)["array"]
+    assert again.dtype == array.dtype and np.array_equal(again, array)
+
+
+def test_the_random_states_of_a_job_come_back() -> None:
+    state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    again = read_value(saved(state), weights_only=True)
+    drawn = (random.random(), np.random.rand(), torch.rand(1))
+    random.setstate(again["python"])
+    np.random.set_state(again["numpy"])
+    torch.set_rng_state(again["torch"])
+    assert drawn == (random.random(), np.random.rand(), torch.rand(1))
+
+
+def test_a_stream_comes_back() -> None:
+    assert read_value(saved(io.BytesIO(b"losses")), weights_only=True).read() == b"losses"
+
+
+@pytest.mark.parametrize("value", [Colour.RED, [Colour.RED], {"f": print}], ids=str)
+def test_other_values_are_refused_by_name_unless_trusted(value: Any) -> None:
+    name = "print" if isinstance(value, dict) else f"{__name__}.Colour"
+    with pytest.raises(ValueError, match=rf"not plain data \(found \S*{name}\).*add_safe_globals.*weights_only=False"):
+        read_value(saved(value), weights_only=True)
+    assert read_value(saved(value), weights_only=False) == value
+
+
+def test_a_class_that_the_user_allows_is_read() -> None:
+    with torch.serialization.safe_globals([Colour]):
+        assert read_value(saved(Colour.RED), weights_only=True) is Colour.RED
+    with pytest.raises(ValueError, match="not plain data"):
+        read_value(saved(Colour.RED), weights_only=True)
+
+
+def test_a_class_that_torch_cannot_fill_is_not_called_damaged() -> None:
+    window = collections.deque([1.5, 2.5])
+    with (
+        torch.serialization.safe_globals([collections.deque]),
+        pytest.raises(ValueError, match=r"found collections.deque\).*weights_only=False"),
+    ):
+        read_value(saved(window), weights_only=True)
+    assert read_value(saved(window), weights_only=False) == window
+
+
+def test_no_code_runs() -> None:
+    for stream in (saved(Hostile()), saved(np.array([Hostile()], dtype=object))):
+        with pytest.raises(ValueError, match="not plain data"):
+            read_value(stream, weights_only=True)
+    assert not Hostile.ran
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_damaged_bytes_are_called_damaged(weights_only: bool) -> None:
+    whole = saved({"step": 3}).getvalue()
+    for end in (0, 1, len(whole) // 2, len(whole) - 1):
+        with pytest.raises(ValueError, match="its bytes are damaged") as caught:
+            read_value(io.BytesIO(whole[:end]), weights_only=weights_only)
+        assert "weights_only" not in str(caught.value)
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_a_flipped_bit_raises_nothing_but_value_errors(weights_only: bool) -> None:
+    whole = saved({"steps": [1, 2, 3], "name": "x" * 40}).getvalue()
+    for position in range(0, len(whole), 7):
+        flipped = bytearray(whole)
+        flipped[position] ^= 0x10
+        try:
+            read_value(io.BytesIO(bytes(flipped)), weights_only=weights_only)
+        except ValueError as error:
+            assert "damaged" in str(error) or "not plain data" in str(error)
+
+
+# A torch.dtype pickles as a name to be looked up in torch: not as data.
+PICKLED = [value for value in PLAIN if not isinstance(value, torch.dtype)]
+
+
+@pytest.mark.parametrize("value", [*PICKLED, {1, 2}, bytearray(b"x")], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("protocol", [3, 4, 5])
+def test_pickles_of_plain_values_come_back(value: Any, protocol: int) -> None:
+    again = read_pickle(pickle.dumps(value, protocol=protocol))
+    assert type(again) is type(value) and again == value
+
+
+def test_pickled_arrays_come_back() -> None:
+    array = np.arange(6.0).reshape(2, 3)
+    assert np.array_equal(read_pickle(pickle.dumps({"array": array}))["array"], array)
+
+
+@pytest.mark.parametrize(
+    "value, name",
+    [(Colour.RED, "Colour"), ({"f": print}, "builtins.print"), (Hostile(), "builtins.setattr")],
+    ids=["class", "function", "hostile"],
+)
+def test_pickles_of_other_values_are_refused_and_no_code_runs(value: Any, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"not plain data \(found \S*{name}\); allow its class with torch.serializ"):
+        read_pickle(pickle.dumps(value))
+    with pytest.raises(ValueError, match="not plain data"):
+        read_pickle(pickle.dumps(np.array([value], dtype=object)))
+    assert not Hostile.ran
+
+
+def test_a_pickled_class_that_the_user_allows_is_read() -> None:
+    with torch.serialization.safe_globals([Colour]):
+        assert read_pickle(pickle.dumps(Colour.RED)) is Colour.RED
+
+
+def test_damaged_pickles_raise_nothing_but_value_errors() -> None:
+    whole = pickle.dumps({"steps": [1, 2, 3], "name": "x" * 40})
+    for end in range(len(whole)):
+        with pytest.raises(ValueError, match="its bytes are damaged"):
+            read_pickle(whole[:end])
+    for position in range(len(whole)):
+        flipped = bytearray(whole)
+        flipped[position] ^= 0x10
+        try:
+            read_pickle(bytes(flipped))
+        except ValueError as error:
+            assert "damaged" in str(error) or "not plain data" in str(error)

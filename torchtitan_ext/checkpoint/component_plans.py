@@ -1,0 +1,245 @@
+"""What becomes of each component of a state dict, worked out from what was saved before a plan is made.
+
+Nothing here is collective, and nothing changes: a rank reads what components have saved and asks each for its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.tensor import DTensor
+
+from torchtitan_ext.checkpoint.component import Resharded, World, can_reshard, reshard_state
+from torchtitan_ext.checkpoint.load_planner import LoadPlanner
+from torchtitan_ext.checkpoint.param_groups import find_moved, merge_param_groups
+from torchtitan_ext.checkpoint.policy import ElasticPolicy, Source
+from torchtitan_ext.checkpoint.report import UNTOUCHED, ComponentPlan, saved_world
+from torchtitan_ext.errors import CannotReshardError, CheckpointReadError, Problem
+from torchtitan_ext.state.nested import Path, flatten_state_dict
+
+
+@dataclass
+class Opened:
+    """A source, its metadata, and the planner that reads from it."""
+
+    name: str
+    source: Source
+    reader: StorageReader
+    metadata: Metadata
+    planner: LoadPlanner
+
+
+@dataclass
+class Components:
+    """A state dict, cut by what becomes of each top-level entry; keys are its own, names in ``plans`` their text.
+
+    Attributes:
+        values: Entries that the planners load, key by key; of ``Stateful`` objects what ``state_dict()`` gives.
+        resharded: The new state of objects that have a rule of their own.
+        to_reset: Objects that start anew.
+        param_groups: New parameter groups of optimizers; not among ``values``, since groups are matched by parameter.
+        plans: Per source what its report says of each entry that is not a tensor, in order.
+    """
+
+    values: dict[Any, Any] = field(default_factory=dict)
+    resharded: dict[Any, Resharded] = field(default_factory=dict)
+    to_reset: list[Any] = field(default_factory=list)
+    param_groups: dict[Any, list[dict[str, Any]]] = field(default_factory=dict)
+    plans: list[dict[str, ComponentPlan]] = field(default_factory=list)
+
+
+def cut_by_component(
+    state_dict: Mapping[Any, Any], opened: Sequence[Opened], policy: ElasticPolicy, size: int
+) -> Components:
+    """Cuts a state dict by what becomes of its entries, and asks those with a rule of their own.
+
+    Args:
+        opened: Where keys come from; the first that selects a key counts.
+        size: Number of ranks that load.
+    """
+    components = Components(plans=[{} for _ in opened])
+    carried = {}
+    for key, component in state_dict.items():
+        name = str(key)
+        is_elastic = isinstance(component, Stateful) and can_reshard(component)
+        action = policy.component_action(name)
+        if is_elastic and action == "reshard":
+            action = policy.object_action(name)
+        if not isinstance(component, torch.Tensor):
+            for plans in components.plans:
+                plans[name] = ComponentPlan(action)
+        if not isinstance(component, Stateful):
+            components.values[key] = component
+        elif action in ("reset", "omit"):
+            if action == "reset" and hasattr(component, "reset"):
+                components.to_reset.append(key)
+            starts_anew = action == "reset" and hasattr(component, "reset")
+            stays = "not loaded; it has no reset() and stays as it is" if action == "reset" else UNTOUCHED
+            plan = ComponentPlan(action, "starts anew" if starts_anew else stays)
+            for plans in components.plans:
+                plans[name] = plan
+        elif is_elastic and action == "reshard":
+            carried[key] = component
+        else:
+            components.values[key] = component.state_dict()
+    new = World(size, _mesh_axes(components.values))
+    for key, value in components.values.items():
+        name = str(key)
+        position = _source_of(f"{name}.param_groups.*", opened)
+        is_merged = position is not None and policy.component_action(name) == "reshard" and _has_group_list(value)
+        if is_merged and policy.key_action(f"{name}.param_groups.x", name) in ("omit", "reset"):
+            components.param_groups[key] = value["param_groups"]
+            components.values[key] = {part: member for part, member in value.items() if part != "param_groups"}
+        elif is_merged and position is not None:
+            plan, groups = _merge_groups(name, value["param_groups"], opened[position])
+            components.plans[position][name] = plan
+            if groups is not None:
+                components.param_groups[key] = groups
+                components.values[key] = {part: member for part, member in value.items() if part != "param_groups"}
+    for key, component in carried.items():
+        name = str(key)
+        position = _source_of(f"{name}.*", opened)
+        if position is None:
+            components.plans[0][name] = ComponentPlan("reshard", UNTOUCHED)
+            continue
+        plan, resharded = _ask(name, component, opened[position], new, policy)
+        components.plans[position][name] = plan
+        if resharded is not None:
+            components.resharded[key] = resharded
+    _check_samples(components)
+    return components
+
+
+def _source_of(fqn: str, opened: Sequence[Opened]) -> int | None:
+    return next((position for position, one in enumerate(opened) if one.source.selects(fqn)), None)
+
+
+def _has_group_list(value: Any) -> bool:
+    """Whether it is an optimizer's state with its groups as a list of plain options."""
+    groups = value.get("param_groups") if isinstance(value, Mapping) else None
+    return isinstance(groups, list) and not any(
+        isinstance(option, torch.Tensor) for group in groups for option in group.values()
+    )
+
+
+def _merge_groups(
+    name: str, current: list[dict[str, Any]], opened: Opened
+) -> tuple[ComponentPlan, list[dict[str, Any]] | None]:
+    """Saved options for the current groups; none where the checkpoint has no list of groups."""
+    prefix = opened.source.saved_name(f"{name}.param_groups.x").removesuffix(".x")
+    try:
+        saved = read_saved(opened.reader, opened.metadata, prefix, weights_only=opened.planner.weights_only)
+    except CheckpointReadError as error:
+        return ComponentPlan("reshard", "", Problem("cannot_reshard", name, str(error)), prefix), None
+    if not isinstance(saved, list) or not all("params" in group for group in saved):
+        return ComponentPlan("reshard"), None
+    groups, notes = merge_param_groups(saved, current)
+    refused = "; ".join(note.text for note in notes if note.kind == "problem")
+    moved = find_moved(saved, current)
+    if moved and not refused:
+        refused = (
+            f"its state is saved by position, and {', '.join(moved[:8])} have another one here: they would get the "
+            "state of others; save and load by get_optimizer_state_dict, which goes by name"
+        )
+    problem = Problem("cannot_reshard", name, refused) if refused else None
+    return ComponentPlan("reshard", "; ".join(map(str, notes)), problem, prefix), groups
+
+
+def _ask(
+    name: str, component: Any, opened: Opened, new: World, policy: ElasticPolicy
+) -> tuple[ComponentPlan, Resharded | None]:
+    """What a component makes of what it saved."""
+    prefix = opened.source.saved_prefix(name)
+    part = next((glob for glob in policy.actions if glob.startswith(f"{name}.") and glob != f"{name}.*"), None)
+    if part is not None:
+        detail = f"its own rule is for all its keys, and {part!r} chooses some; load it by 'keep', or name all of it"
+        return ComponentPlan("reshard", "", Problem("cannot_reshard", name, detail), prefix), None
+    if not _paths_below(prefix, opened.metadata):
+        if not component.state_dict():
+            return ComponentPlan("reshard", UNTOUCHED), None
+        is_refused = policy.strict == "error" and not opened.planner.allow_partial_load
+        detail = f"Missing key in checkpoint state_dict: {prefix}. The checkpoint has nothing of this component"
+        problem = Problem("missing_key", name, detail) if is_refused else None
+        return ComponentPlan("reshard", "missing, left as is", problem), None
+    try:
+        saved = read_saved(opened.reader, opened.metadata, prefix, weights_only=opened.planner.weights_only)
+        resharded = reshard_state(component, saved, saved_world(opened.metadata), new)
+        return ComponentPlan("reshard", resharded.note, saved_prefix=prefix), resharded
+    except CannotReshardError as error:
+        return ComponentPlan("reshard", "", Problem("cannot_reshard", name, str(error)), prefix), None
+    except Exception as error:
+        detail = f"{type(component).__name__} cannot take what was saved ({type(error).__name__}: {error})"
+        return ComponentPlan("reshard", "", Problem("cannot_reshard", name, detail), prefix), None
+
+
+def _check_samples(components: Components) -> None:
+    """A problem where the run counts samples that no loader has served: they were saved at different moments."""
+    served = {str(key): new.samples_seen for key, new in components.resharded.items() if new.samples_seen is not None}
+    counted = {str(key): new.samples_counted for key, new in components.resharded.items()}
+    # A run may count the padding of last batches, or not.
+    loaders = [new for new in components.resharded.values() if new.samples_seen is not None]
+    right = {*served.values(), *(new.samples_padded + (new.samples_seen or 0) for new in loaders)}
+    wrong = {name: count for name, count in counted.items() if count is not None and count not in right}
+    if not served or not wrong:
+        return
+    counts = {**served, **wrong}
+    listed = ", ".join(f"{name} {count}" for name, count in counts.items())
+    detail = (
+        f"samples seen by the run: {listed}; load them from one checkpoint, or reset one of them, or 'keep' the one "
+        "that counts"
+    )
+    for plans in components.plans:
+        for name in counts:
+            if name in plans and plans[name].saved_prefix is not None:
+                plans[name] = replace(plans[name], problem=Problem("cannot_reshard", name, detail))
+
+
+def read_saved(reader: StorageReader, metadata: Metadata, prefix: str, *, weights_only: bool) -> Any:
+    """Everything below a key of a checkpoint, nested as it was saved, tensors whole and on the CPU. Not collective."""
+    paths = _paths_below(prefix, metadata)
+    saved = {fqn: metadata.state_dict_metadata[fqn] for fqn in paths}
+    values: dict[str, Any] = {
+        fqn: torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
+        for fqn, entry in saved.items()
+    }
+    planner = LoadPlanner(flatten_state_dict=False, weights_only=weights_only)
+    planner.set_up_planner(values, metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, True)
+    (plan,) = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
+    (plan,) = reader.prepare_global_plan([plan])
+    reader.read_data(planner.finish_plan(plan), planner).wait()
+    if prefix in saved:
+        return values[prefix]
+    return unflatten_state_dict(values, {fqn: ("", *path) for fqn, path in paths.items()}).get("", {})
+
+
+def _paths_below(prefix: str, metadata: Metadata) -> dict[str, Path]:
+    """The saved keys that stand below a key, and where: a key may have dots in it."""
+    recorded = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    below: dict[str, Path] = {}
+    for fqn in metadata.state_dict_metadata:
+        if fqn == prefix or fqn.startswith(f"{prefix}."):
+            path = recorded.get(fqn, tuple(fqn.split(".")))
+            depths = (depth for depth in range(1, len(path) + 1) if ".".join(map(str, path[:depth])) == prefix)
+            depth = next(depths, None)
+            if depth is not None:
+                below[fqn] = tuple(path[depth:])
+    return below
+
+
+def _mesh_axes(values: Mapping[str, Any]) -> dict[str, int]:
+    meshes = {
+        tensor.device_mesh for tensor in flatten_state_dict(values).values.values() if isinstance(tensor, DTensor)
+    }
+    axes: dict[str, int] = {}
+    for mesh in sorted(meshes, key=lambda mesh: -mesh.ndim):
+        for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False):
+            axes.setdefault(name, size)
+    return axes

@@ -1,0 +1,148 @@
+"""What one rank tells the coordinator of its state dict: one entry per key, plain picklable values.
+
+The table travels in ``planner_data`` of the local plan, inside DCP's own gather: planners use no process group.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from torchtitan_ext.errors import Problem
+from torchtitan_ext.layout.dtensor import Describer, describes_itself, is_on_mesh, local_tensor
+from torchtitan_ext.layout.layout import ShardReport, is_replicated, num_elements
+from torchtitan_ext.layout.rules import LayoutRules
+from torchtitan_ext.state.value_digest import digest_tensor, digest_value
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes in a global tensor, in elements."""
+
+# Counters, norms and biases of a test model: comparing them costs less than describing them.
+SMALL_TENSOR_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor of which this rank holds a part."""
+
+    report: ShardReport
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class BoxesEntry:
+    """A tensor that describes its own boxes through DCP's hooks (``__create_chunk_list__``), or a ShardedTensor."""
+
+    global_shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: tuple[Box, ...]
+
+
+@dataclass(frozen=True)
+class ObjectEntry:
+    """A value that is not a tensor."""
+
+
+KeyEntry = TensorEntry | BoxesEntry | ObjectEntry
+
+
+@dataclass(frozen=True)
+class KeyTable:
+    """One rank's entries.
+
+    Attributes:
+        entries: By flat key, in the order of the state dict.
+        digests: Of the values that are compared between replicas, by flat key.
+        stock_paths: Where each key stands in the nested state dict, as DCP's metadata records it.
+        problems: What this rank alone can already tell to be wrong.
+    """
+
+    entries: Mapping[str, KeyEntry]
+    digests: Mapping[str, bytes] = field(default_factory=dict)
+    stock_paths: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    problems: tuple[Problem, ...] = ()
+
+
+def describe_state(
+    values: Mapping[str, Any], stock_paths: Mapping[str, tuple[Any, ...]], rules: LayoutRules
+) -> KeyTable:
+    """The table of a flat state dict, without value digests. Keys whose mesh this rank is not on are left out."""
+    describer = Describer(rules)
+    entries: dict[str, KeyEntry] = {}
+    problems: list[Problem] = []
+    for fqn, value in values.items():
+        if not isinstance(value, torch.Tensor) and not _has_boxes(value):
+            entries[fqn] = ObjectEntry()
+            continue
+        if not is_on_mesh(value):
+            continue
+        entry = _describe_tensor(fqn, value, describer)
+        if isinstance(entry, Problem):
+            problems.append(entry)
+        else:
+            entries[fqn] = entry
+    return KeyTable(entries=entries, stock_paths=dict(stock_paths), problems=tuple(problems))
+
+
+def digest_values(values: Mapping[str, Any], table: KeyTable, *, hash_replicas: bool) -> dict[str, bytes]:
+    """Digests of what replicas are compared by: every object, and tensors that other ranks may hold too.
+
+    Args:
+        values: The flat state dict of the table.
+        table: Its entries.
+        hash_replicas: Also of tensors of more than ``SMALL_TENSOR_BYTES``.
+    """
+    digests: dict[str, bytes] = {}
+    for fqn, entry in table.entries.items():
+        if isinstance(entry, ObjectEntry):
+            digests[fqn] = digest_value(values[fqn])
+        elif isinstance(entry, TensorEntry) and is_replicated(entry.report) and not local_tensor(values[fqn]).is_meta:
+            # Ranks that hold nothing of an empty tensor may hold it in different local shapes.
+            if local_bytes(entry) > 0 and (hash_replicas or local_bytes(entry) <= SMALL_TENSOR_BYTES):
+                digests[fqn] = digest_tensor(values[fqn])
+    return digests
+
+
+def local_bytes(entry: TensorEntry) -> int:
+    """Bytes of the rank's local tensor."""
+    return num_elements(entry.report.local_sizes) * entry.dtype.itemsize
+
+
+def structure_digest(table: KeyTable) -> str:
+    """Digest of everything in a table but values: keys, dtypes, shapes, meshes, placements, paths."""
+    structure = replace(table, digests={})
+    return hashlib.blake2b(repr(structure).encode(), digest_size=16).hexdigest()
+
+
+def _has_boxes(value: Any) -> bool:
+    return isinstance(value, ShardedTensor) or (not isinstance(value, type) and hasattr(value, "__create_chunk_list__"))
+
+
+def _describe_tensor(fqn: str, value: Any, describer: Describer) -> TensorEntry | BoxesEntry | Problem:
+    if describes_itself(value):
+        chunks = _create_chunk_list(value)
+        boxes = tuple((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks)
+        return BoxesEntry(tuple(value.size()), value.dtype, boxes)
+    local = local_tensor(value)
+    if is_traceable_wrapper_subclass(local):
+        return Problem(
+            "unsupported_tensor",
+            fqn,
+            f"its local tensor is a {type(local).__name__}, which is not one block of memory; "
+            "dequantise it or give it __create_write_items__",
+        )
+    if local.layout is not torch.strided or local.is_quantized:
+        what = "quantised" if local.is_quantized else str(local.layout)
+        return Problem("unsupported_tensor", fqn, f"is {what}; convert it to a dense strided tensor first")
+    report = describer.describe(fqn, value)
+    if isinstance(report, Problem):
+        return report
+    return TensorEntry(report, value.dtype, value.requires_grad)

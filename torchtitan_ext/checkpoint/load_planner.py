@@ -1,0 +1,426 @@
+"""A drop-in planner for ``dcp.load`` that reshards any layout, or refuses before a target is changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlanner as StockLoadPlanner
+from torch.distributed.checkpoint.utils import find_state_dict_object
+from torch.distributed.tensor import DTensor
+
+from torchtitan_ext import _core
+from torchtitan_ext.checkpoint.agreement import Agreement, HeldShard, TensorAgreement, agree, check_cover
+from torchtitan_ext.checkpoint.cast import CastPolicy, cast_problem
+from torchtitan_ext.checkpoint.key_table import (
+    Box,
+    BoxesEntry,
+    KeyEntry,
+    KeyTable,
+    ObjectEntry,
+    TensorEntry,
+    describe_state,
+)
+from torchtitan_ext.checkpoint.policy import ElasticPolicy, Source
+from torchtitan_ext.checkpoint.report import (
+    ComponentPlan,
+    LoadReport,
+    ReadRequest,
+    build_report,
+    component_of,
+    disagreements,
+    missing_problems,
+    unclaimed_problems,
+)
+from torchtitan_ext.errors import CheckpointReadError, Problem, refusal
+from torchtitan_ext.layout.dtensor import local_tensor, local_view
+from torchtitan_ext.layout.layout import num_elements, shard_of
+from torchtitan_ext.layout.rules import LayoutRules, ShardOrder
+from torchtitan_ext.state.nested import FlatStateDict, Path, flatten_state_dict, materialize_meta, set_value
+from torchtitan_ext.state.plain_value import read_value
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ReadDecision:
+    """What the coordinator tells one rank.
+
+    Attributes:
+        choices: Which of its ``candidate_steps`` is true, where it is not the first.
+        is_cover_checked: Whether the coordinator's metadata is the rank's own, so that its check of the cover holds.
+        report: What the load does, where a policy asked for it.
+    """
+
+    choices: Mapping[str, int]
+    is_cover_checked: bool
+    report: LoadReport | None
+
+
+class LoadPlanner(StockLoadPlanner):
+    """Drop-in for ``DefaultLoadPlanner``: pass it as ``planner=`` to ``dcp.load``.
+
+    DCP calls, in this order:
+
+    1. ``set_up_planner`` and 2. ``create_local_plan`` on every rank,
+    3. ``create_global_plan`` on the coordinator,
+    4. ``finish_plan`` on every rank,
+    5. ``load_bytes``, or ``resolve_tensor`` and ``commit_tensor``, on every rank, once per item it reads.
+
+    Everything that can be refused is refused in 3, in one report over all ranks; targets, meta tensors included, change
+    from step 4 on.
+
+    Args:
+        flatten_state_dict: As in stock: nested containers become flat keys.
+        flatten_sharded_tensors: As in stock.
+        allow_partial_load: Targets that the checkpoint lacks are left as they are. At least one must be there.
+        layouts: Sharding orders that the targets' placements cannot express, by canonical fqn or glob.
+        cast: Dtype changes: ``"exact"`` allows those that keep every value, ``"allow"`` those that keep the kind of
+            number (float32 -> bfloat16), ``"forbid"`` none.
+        allow_unclaimed: Globs of per-rank entries (keys with a component like ``dp_rank_7``) of which some ranks'
+            may stay unread.
+        weights_only: Read non-tensor values without running code from the checkpoint. ``False`` trusts it, as stock
+            does.
+        policy: What to do with each component, and with keys that are missing or unexpected. Without one, keys that
+            the checkpoint lacks are refused and those that nothing asks for ignored, as in stock. Objects that
+            reshard by a rule of their own need ``tte.load``: it reads what they saved before the plan is made.
+        source: Which keys come from this checkpoint, and under which names. All, under their own, by default.
+
+    Attributes:
+        is_reading: Whether the plan is made, so that targets may have been written.
+        report: What the load does, from step 4 on, on every rank; ``None`` without a policy.
+        earlier_sources: For ``tte.load``: keys that these select do not come from this checkpoint.
+        components: For ``tte.load``: what becomes of each component; some are not in the state dict given to DCP.
+
+    Raises:
+        StateRefusedError: (a subclass; inside DCP's ``CheckpointException``) from step 3, the same on every rank.
+        CheckpointReadError: A value could not be read back; tensors may have been written by then.
+    """
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        allow_partial_load: bool = False,
+        *,
+        layouts: Mapping[str, ShardOrder] | None = None,
+        cast: CastPolicy = "exact",
+        allow_unclaimed: Collection[str] = (),
+        weights_only: bool = True,
+        policy: ElasticPolicy | None = None,
+        source: Source | None = None,
+    ) -> None:
+        if cast not in ("exact", "allow", "forbid"):
+            raise ValueError(f"LoadPlanner: got cast={cast!r}, expected 'exact', 'allow' or 'forbid'")
+        if isinstance(allow_unclaimed, str):
+            raise ValueError(f"LoadPlanner: got allow_unclaimed={allow_unclaimed!r}, expected a list of globs")
+        self.flatten_state_dict = flatten_state_dict
+        self.flatten_sharded_tensors = flatten_sharded_tensors
+        self.allow_partial_load = allow_partial_load
+        self.original_state_dict: dict[str, Any] = {}
+        self.mappings: dict[str, Any] = {}
+        self._flat = FlatStateDict()
+        self._rules = LayoutRules(layouts)
+        self._cast = cast
+        self._allow_unclaimed = tuple(allow_unclaimed)
+        self.weights_only = weights_only
+        self.policy = policy
+        self.source = Source() if source is None else source
+        self.earlier_sources: tuple[Source, ...] = ()
+        self.components: dict[str, ComponentPlan] = {}
+        self.report: LoadReport | None = None
+        self.is_reading = False
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        if metadata is None:
+            raise ValueError(
+                "LoadPlanner: got no metadata; the checkpoint has no .metadata file, or it is not finished"
+            )
+        self.original_state_dict = state_dict
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+        if self.flatten_state_dict:
+            opaque = {
+                fqn for fqn, saved in metadata.state_dict_metadata.items() if isinstance(saved, BytesStorageMetadata)
+            }
+            self._flat = flatten_state_dict(state_dict, opaque=opaque)
+        else:
+            paths: dict[str, Path] = {fqn: (fqn,) for fqn in state_dict}
+            self._flat = FlatStateDict(values=dict(state_dict), paths=paths, stock_paths=paths)
+        if self.flatten_sharded_tensors and any(
+            isinstance(value, ShardedTensor) for value in self._flat.values.values()
+        ):
+            self._flat.values = _flatten_sharded_tensors(self._flat.values)
+        self.mappings = self._flat.stock_paths
+        self.state_dict = self._flat.values
+
+    def create_local_plan(self) -> LoadPlan:
+        components = self.components or self._component_plans()
+        table = describe_state(self.state_dict, {}, self._rules)
+        problems: list[Problem] = []
+        wanted: dict[str, KeyEntry] = {}
+        self._saved_names: dict[str, str] = {}
+        missing, left = [], []
+        for fqn, entry in table.entries.items():
+            if not self._is_loaded(fqn, entry, components):
+                left.append(fqn)
+                continue
+            saved_name = self.source.saved_name(fqn)
+            saved = self.metadata.state_dict_metadata.get(saved_name)
+            if saved is None:
+                missing.append(fqn)
+                continue
+            problem = self._misfit(fqn, entry, saved)
+            if problem is not None:
+                problems.append(problem)
+                continue
+            wanted[fqn] = entry
+            if saved_name != fqn:
+                self._saved_names[fqn] = saved_name
+        problems += [problem for problem in table.problems if problem.fqn not in left]
+        if self.allow_partial_load and missing and not wanted and not problems:
+            problems.append(_nothing_matches(missing, self.metadata))
+        self._table = KeyTable(entries=wanted, problems=tuple(problems))
+        request = ReadRequest(
+            self._table,
+            _metadata_name(self.metadata),
+            rules=f"{self.policy}, {self.source}",
+            saved_names=self._saved_names,
+            missing=() if self.allow_partial_load else tuple(missing),
+            left=tuple(left),
+            components=components,
+        )
+        return LoadPlan([], planner_data=request)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        requests: list[ReadRequest] = [plan.planner_data for plan in global_plan]
+        tables = [request.table for request in requests]
+        agreement = agree(tables, every_rank_reports=False)
+        problems = list(agreement.problems)
+        is_cover_checked = len({request.metadata_name for request in requests}) == 1
+        if is_cover_checked:
+            problems += self._cover_problems(requests, agreement)
+        problems += unclaimed_problems(requests, self.metadata, self._allow_unclaimed)
+        problems += disagreements([request.rules for request in requests])
+        report = None
+        if self.policy is None:
+            absent = dict.fromkeys(fqn for request in requests for fqn in request.missing)
+            problems += missing_problems(list(absent), self.metadata)
+        else:
+            report = build_report(requests, self.metadata, self.policy, self.source, self._selects, problems)
+            problems = list(report.problems)
+        if problems:
+            raise refusal("load", problems, report)
+        plans = []
+        for rank, plan in enumerate(global_plan):
+            choices = {
+                fqn: agreed.choices[rank]
+                for fqn, agreed in agreement.keys.items()
+                if isinstance(agreed, TensorAgreement) and agreed.choices.get(rank)
+            }
+            plans.append(dataclasses.replace(plan, planner_data=ReadDecision(choices, is_cover_checked, report)))
+        return plans
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        decision: ReadDecision = central_plan.planner_data
+        items: list[ReadItem] = []
+        problems: list[Problem] = []
+        for fqn, entry in self._table.entries.items():
+            if isinstance(entry, ObjectEntry):
+                zero = torch.Size((0,))
+                saved_index = MetadataIndex(self._saved_names.get(fqn, fqn))
+                items.append(ReadItem(LoadItemType.BYTE_IO, MetadataIndex(fqn), zero, saved_index, zero, zero))
+            else:
+                tensor_items = self._tensor_items(fqn, entry, decision.choices.get(fqn, 0))
+                if not decision.is_cover_checked:
+                    problems += _unread_problems(fqn, entry, tensor_items)
+                items += tensor_items
+        if problems:
+            raise refusal("load", problems)
+        self.is_reading = True
+        self.report = decision.report
+        if self.is_coordinator and self.report is not None and (self.report.missing or self.report.unexpected):
+            if self.policy is not None and self.policy.strict == "warn":
+                logger.warning("load: %s", self.report)
+        materialize_meta(self.original_state_dict, self._flat, self._table.entries)
+        self._bump_versions({item.dest_index.fqn for item in items})
+        return dataclasses.replace(central_plan, items=items)
+
+    def _bump_versions(self, fqns: set[str]) -> None:
+        """Of DTensors: they count apart from the local tensors that are written, and graphs hold the DTensors."""
+        values = [self.state_dict[fqn] for fqn in fqns]
+        torch.autograd.graph.increment_version([value for value in values if isinstance(value, DTensor)])
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        fqn = read_item.dest_index.fqn
+        try:
+            loaded = read_value(value, weights_only=self.weights_only)
+        except ValueError as error:
+            raise CheckpointReadError(fqn, str(error)) from None
+        self.state_dict[fqn] = loaded
+        set_value(self.original_state_dict, self._flat.paths[fqn], loaded)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        return self.transform_tensor(read_item, self.lookup_tensor(read_item.dest_index))
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Nothing to do: ``resolve_tensor`` gave a view of the target."""
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """The local tensor that an index leads to. For subclasses, as in stock."""
+        if isinstance(self._table.entries[index.fqn], BoxesEntry):
+            return find_state_dict_object(self.state_dict, index)
+        return local_tensor(self.state_dict[index.fqn])
+
+    def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
+        """The box of the local tensor that an item fills. For subclasses, as in stock."""
+        return local_view(tensor, read_item.dest_offsets, read_item.lengths)
+
+    def _misfit(self, fqn: str, entry: KeyEntry, saved: TensorStorageMetadata | BytesStorageMetadata) -> Problem | None:
+        is_object = isinstance(entry, ObjectEntry)
+        if is_object != isinstance(saved, BytesStorageMetadata):
+            kinds = ("a tensor", "a non-tensor value")
+            return Problem(
+                "wrong_type",
+                fqn,
+                f"the checkpoint has {kinds[not is_object]}, the target is {kinds[is_object]}; "
+                "put a target of the saved kind there, or leave the key out",
+            )
+        if isinstance(entry, ObjectEntry) or isinstance(saved, BytesStorageMetadata):
+            return None
+        shape = entry.global_shape if isinstance(entry, BoxesEntry) else entry.report.global_shape
+        if tuple(saved.size) != tuple(shape):
+            return Problem(
+                "wrong_shape",
+                fqn,
+                f"Size mismatch between saved {saved.size} and current: {torch.Size(shape)} for {fqn}; "
+                "build the model with the saved size, or leave the key out",
+            )
+        if isinstance(entry, TensorEntry):
+            local = local_tensor(self.state_dict[fqn])
+            if _core.may_overlap_itself(local.shape, local.stride()):
+                detail = "cannot be filled: several elements of the target share memory; load into a clone() of it"
+                return Problem("unsupported_tensor", fqn, detail)
+        return cast_problem(fqn, saved.properties.dtype, entry.dtype, self._cast)
+
+    def _component_plans(self) -> dict[str, ComponentPlan]:
+        """Of the top-level keys; of none without a policy."""
+        if self.policy is None:
+            return {}
+        leaves = {fqn for fqn, value in self.original_state_dict.items() if isinstance(value, torch.Tensor)}
+        return {
+            str(name): ComponentPlan(self.policy.component_action(str(name)))
+            for name in self.original_state_dict
+            if name not in leaves
+        }
+
+    def _selects(self, fqn: str) -> bool:
+        return self.source.selects(fqn) and not any(source.selects(fqn) for source in self.earlier_sources)
+
+    def _is_loaded(self, fqn: str, entry: KeyEntry, components: Mapping[str, ComponentPlan]) -> bool:
+        if self.policy is None:
+            return self._selects(fqn)
+        component = component_of(fqn, components, is_tensor=not isinstance(entry, ObjectEntry))
+        return self._selects(fqn) and self.policy.key_action(fqn, component) not in ("omit", "reset")
+
+    def _cover_problems(self, requests: Sequence[ReadRequest], agreement: Agreement) -> list[Problem]:
+        problems = []
+        saved_names = {fqn: name for request in requests for fqn, name in request.saved_names.items()}
+        for fqn, agreed in agreement.keys.items():
+            saved = self.metadata.state_dict_metadata[saved_names.get(fqn, fqn)]
+            if not isinstance(agreed, TensorAgreement) or not isinstance(saved, TensorStorageMetadata):
+                continue
+            shards = [HeldShard((), (box,)) for box in _boxes_of(saved)]
+            problem = check_cover(fqn, agreed.global_shape, shards, "broken_checkpoint")
+            # A checkpoint of use_collectives=False has metadata per rank: all that this rank wants must be there.
+            if problem is not None and not (len(requests) == 1 and self._is_covered_for(agreed, saved)):
+                problems.append(problem)
+        return problems
+
+    def _is_covered_for(self, agreed: TensorAgreement, saved: TensorStorageMetadata) -> bool:
+        saved_boxes = _boxes_of(saved)
+        if any(o + s > n for box in saved_boxes for o, s, n in zip(*box, agreed.global_shape, strict=True)):
+            return False
+        wanted = [box for replica in agreed.replicas for held in replica for box in held.boxes]
+        parts: list[list[Box]] = [[] for _ in wanted]
+        from_zero = [(offsets, sizes, (0,) * len(sizes)) for offsets, sizes in wanted]
+        for position, _, _, offsets, sizes in _core.find_overlaps(from_zero, saved_boxes):
+            parts[position].append((offsets, sizes))
+        return all(map(_is_covered, [sizes for _, sizes in wanted], parts))
+
+    def _tensor_items(self, fqn: str, entry: TensorEntry | BoxesEntry, choice: int) -> list[ReadItem]:
+        saved_name = self._saved_names.get(fqn, fqn)
+        saved = self.metadata.state_dict_metadata[saved_name]
+        assert isinstance(saved, TensorStorageMetadata)
+        if isinstance(entry, BoxesEntry):
+            # Each box is a tensor of its own: its elements begin at 0.
+            chunks = [(offsets, sizes, (0,) * len(offsets)) for offsets, sizes in entry.boxes]
+        else:
+            chunks = list(shard_of(entry.report, choice).chunks)
+        boxes = _boxes_of(saved)
+        return [
+            ReadItem(
+                type=LoadItemType.TENSOR,
+                dest_index=MetadataIndex(fqn, chunks[wanted][0], wanted),
+                dest_offsets=torch.Size(local_offsets),
+                storage_index=MetadataIndex(saved_name, boxes[position][0], position),
+                storage_offsets=torch.Size(saved_offsets),
+                lengths=torch.Size(sizes),
+            )
+            for wanted, position, saved_offsets, local_offsets, sizes in _core.find_overlaps(chunks, boxes)
+        ]
+
+
+def _boxes_of(saved: TensorStorageMetadata) -> list[Box]:
+    return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in saved.chunks]
+
+
+def _metadata_name(metadata: Metadata) -> str:
+    """Equal for ranks that read the same metadata; its first file tells those apart that a rank wrote for itself."""
+    return f"{len(metadata.state_dict_metadata)} keys, {next(iter((metadata.storage_data or {}).values()), None)}"
+
+
+def _is_covered(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
+    return _core.find_cover_defect(shape, boxes) is None
+
+
+def _unread_problems(fqn: str, entry: TensorEntry | BoxesEntry, items: Sequence[ReadItem]) -> list[Problem]:
+    """Says where the items do not fill, once, what this rank holds."""
+    if isinstance(entry, TensorEntry):
+        parts = [(entry.report.local_sizes, items)]
+    else:
+        parts = [
+            (sizes, [item for item in items if item.dest_index.offset == torch.Size(offsets)])
+            for offsets, sizes in entry.boxes
+        ]
+    if all(_is_covered(sizes, [(i.dest_offsets, i.lengths) for i in members]) for sizes, members in parts):
+        return []
+    held, found = sum(num_elements(sizes) for sizes, _ in parts), sum(num_elements(item.lengths) for item in items)
+    detail = f"this rank holds {held} elements, the metadata that it saved for itself has {found} of them"
+    return [Problem("broken_checkpoint", fqn, f"{detail}; load on the mesh of the save")]
+
+
+def _nothing_matches(missing: Sequence[str], metadata: Metadata) -> Problem:
+    example = next(iter(metadata.state_dict_metadata), "nothing")
+    return Problem(
+        "missing_key",
+        missing[0],
+        f"Missing key in checkpoint state_dict: {missing[0]}. allow_partial_load found none of the {len(missing)} "
+        f"wanted keys; the checkpoint has {example} and others: check the prefixes",
+    )

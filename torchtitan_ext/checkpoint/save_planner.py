@@ -1,0 +1,433 @@
+"""A drop-in planner for ``dcp.save`` that writes every layout exactly, or refuses before the first byte."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import logging
+import time
+import uuid
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
+from torch.distributed.checkpoint.utils import find_state_dict_object
+
+from torchtitan_ext import _core
+from torchtitan_ext.checkpoint.agreement import (
+    Agreement,
+    HeldShard,
+    ObjectAgreement,
+    TensorAgreement,
+    agree,
+    differing_replicas,
+    uncompared_replicas,
+)
+from torchtitan_ext.checkpoint.key_table import (
+    Box,
+    BoxesEntry,
+    KeyTable,
+    ObjectEntry,
+    TensorEntry,
+    describe_state,
+    digest_values,
+    structure_digest,
+)
+from torchtitan_ext.checkpoint.report import WORLD_KEY, world_record
+from torchtitan_ext.errors import Problem, StateRefusedError, refusal
+from torchtitan_ext.layout.dtensor import local_tensor, local_view
+from torchtitan_ext.layout.layout import Chunk, num_elements, shard_of
+from torchtitan_ext.layout.rules import LayoutRules, ShardOrder
+from torchtitan_ext.state.nested import flatten_state_dict
+
+logger = logging.getLogger(__name__)
+
+# A job alternates between few state dicts (full, model only); more would be a leak. The dicts are those of the stock
+# planner, so our keys carry a prefix.
+_MAX_CACHED_STRUCTURES = 4
+_CACHE_PREFIX = "torchtitan_ext:"
+
+# A report shows ten lines of a kind.
+_MAX_NAMED_KEYS = 10
+
+
+@dataclass(frozen=True)
+class CachedTable:
+    """What a rank sends instead of a table that the coordinator knows: its name there, and the values' digests.
+
+    Attributes:
+        structure: The digest of the table.
+        token: The plan of which the table was a part.
+        rank: The rank's position in that plan.
+        digests: Those of a table.
+    """
+
+    structure: str
+    token: str
+    rank: int
+    digests: Mapping[str, bytes]
+
+
+@dataclass(frozen=True)
+class WriteDecision:
+    """What the coordinator tells one rank.
+
+    Attributes:
+        choices: Which of its ``candidate_steps`` is true, where it is not the first.
+        writes: Keys it writes, each with the boxes and the position of the first in the metadata's chunk list.
+        token: The name of this plan in the coordinator's cache.
+        rank: The rank's position in this plan.
+        several_boxes: The first keys of which some rank writes more than one box.
+    """
+
+    choices: Mapping[str, int]
+    writes: Sequence[tuple[str, int, tuple[Box, ...]]]
+    token: str
+    rank: int
+    several_boxes: Sequence[str]
+
+
+class SavePlanner(StockSavePlanner):
+    """Drop-in for ``DefaultSavePlanner``: pass it as ``planner=`` to ``dcp.save`` or ``dcp.async_save``.
+
+    DCP calls, in this order:
+
+    1. ``set_up_planner`` and 2. ``create_local_plan`` on every rank,
+    3. ``create_global_plan`` on the coordinator,
+    4. ``finish_plan`` on every rank,
+    5. ``resolve_data`` on every rank, once per item it writes.
+
+    Layouts are decided in 3, over the reports of all ranks that travel in ``planner_data``; no other communication
+    takes place. With ``use_collectives=False`` step 3 sees its own rank only and checks what that rank holds.
+
+    Args:
+        flatten_state_dict: As in stock: nested containers become flat keys.
+        flatten_sharded_tensors: As in stock.
+        dedup_replicated_tensors: Deprecated and without effect, as in stock.
+        dedup_save_to_lowest_rank: Replicated tensors are written by their lowest rank, not balanced by bytes.
+        enable_plan_caching: As in stock: a state dict of unchanged structure sends a digest instead of its table. The
+            cache is process-wide, and a save without this option empties it; replicated values are compared all the
+            same.
+        layouts: Sharding orders that placements cannot express, by canonical fqn or glob; applied to the parameter's
+            optimizer state too.
+        replicas: What to do when replicas differ. ``"error"`` refuses objects and replicated DTensors, and warns of
+            plain tensors (statistics of batch norms differ legitimately); ``"warn"`` only warns; ``"first"`` is silent.
+            What is written is always one rank's value, the lowest rank's.
+        hash_replicas: Compare the data of replicated tensors above 64 KiB too. Costs a hash of their local bytes
+            (about 1 GB/s and core), logged.
+
+    Raises:
+        StateRefusedError: (a subclass; inside DCP's ``CheckpointException``) from step 3, the same on every rank,
+            before anything is written.
+    """
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        dedup_replicated_tensors: bool | None = None,
+        dedup_save_to_lowest_rank: bool = False,
+        enable_plan_caching: bool = False,
+        *,
+        layouts: Mapping[str, ShardOrder] | None = None,
+        replicas: Literal["error", "warn", "first"] = "error",
+        hash_replicas: bool = False,
+    ) -> None:
+        if dedup_replicated_tensors is not None:
+            logger.warning("SavePlanner: dedup_replicated_tensors is deprecated and has no effect; remove the argument")
+        if replicas not in ("error", "warn", "first"):
+            raise ValueError(f"SavePlanner: got replicas={replicas!r}, expected 'error', 'warn' or 'first'")
+        self.flatten_state_dict = flatten_state_dict
+        self.flatten_sharded_tensors = flatten_sharded_tensors
+        self.dedup_save_to_lowest_rank = dedup_save_to_lowest_rank
+        self.mappings: dict[str, Any] = {}
+        self._enable_plan_caching = enable_plan_caching
+        self._cached_plans_key = f"{_CACHE_PREFIX}{type(self).__qualname__}"
+        self._rules = LayoutRules(layouts)
+        self._replicas = replicas
+        self._hash_replicas = hash_replicas
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        if self.flatten_state_dict:
+            flat = flatten_state_dict(state_dict)
+            state_dict, self.mappings = flat.values, flat.stock_paths
+        if self.flatten_sharded_tensors and any(isinstance(value, ShardedTensor) for value in state_dict.values()):
+            state_dict = _flatten_sharded_tensors(state_dict)
+        self.state_dict = state_dict
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        table = describe_state(self.state_dict, self.mappings, self._rules)
+        table = dataclasses.replace(
+            table,
+            digests=self._timed_digests(table),
+            problems=(*table.problems, *_meta_problems(self.state_dict, table)),
+        )
+        self._table = table
+        if self._enable_plan_caching:
+            structure = structure_digest(table)
+            self._cached_plans_key = f"{_CACHE_PREFIX}{type(self).__qualname__}:{structure}"
+            cached = StockSavePlanner._cached_final_save_plan.get(self._cached_plans_key)
+            if cached is not None:
+                data = CachedTable(structure, cached.planner_data.token, cached.planner_data.rank, table.digests)
+                return SavePlan([], planner_data=data, usable=False)
+        else:
+            _forget(StockSavePlanner._cached_final_save_plan)
+        self.plan = SavePlan([], planner_data=table)
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        tables = self._tables_of(all_plans)
+        every_rank_reports = not self._plans_one_rank_only(all_plans)
+        agreement = agree(tables, every_rank_reports=every_rank_reports)
+        differing = differing_replicas(tables, agreement)
+        fatal = [problem for problem in differing if self._is_fatal(agreement.keys[problem.fqn])]
+        if agreement.problems or fatal:
+            raise refusal("save", (*agreement.problems, *fatal))
+        if differing and self._replicas != "first":
+            warnings.warn(f"the lowest rank's values are saved:\n{refusal('check', differing)}", stacklevel=2)
+
+        uncompared = uncompared_replicas(tables, agreement) if self._replicas != "first" else []
+        if uncompared:
+            warnings.warn(f"replicas that were not compared:\n{refusal('check', uncompared)}", stacklevel=2)
+
+        known = None if differing else _metadata_if_unchanged(all_plans)
+        if known is not None:
+            self.global_plan = [SavePlan([], usable=False)] * len(all_plans)
+            self.metadata = dataclasses.replace(known)
+            return self.global_plan, self.metadata
+        token = f"{_CACHE_PREFIX}{uuid.uuid4().hex}"
+        decisions, self.metadata = self._decide_writes(tables, agreement, {problem.fqn for problem in differing}, token)
+        if self.flatten_state_dict and every_rank_reports:
+            self.metadata.planner_data[WORLD_KEY] = world_record(tables)
+        self.global_plan = [
+            dataclasses.replace(plan, planner_data=decision, usable=True)
+            for plan, decision in zip(all_plans, decisions, strict=True)
+        ]
+        if self._enable_plan_caching:
+            _remember(StockSavePlanner._cached_all_plans, token, tables)
+            _remember(StockSavePlanner._cached_metadata, token, dataclasses.replace(self.metadata))
+        return self.global_plan, self.metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        if new_plan.usable:
+            decision: WriteDecision = new_plan.planner_data
+            _check_storage_takes(decision, new_plan.storage_data)
+            self.plan = dataclasses.replace(new_plan, items=self._write_items(decision))
+            if self._enable_plan_caching:
+                _remember(StockSavePlanner._cached_save_plan, self._cached_plans_key, new_plan)
+                _remember(StockSavePlanner._cached_final_save_plan, self._cached_plans_key, self.plan)
+        else:
+            cached = StockSavePlanner._cached_final_save_plan[self._cached_plans_key]
+            self.plan = dataclasses.replace(cached, storage_data=new_plan.storage_data or cached.storage_data)
+        self._chunks = self._chunks_by_offsets(self.plan.planner_data.choices)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        return self.transform_object(write_item, self.lookup_object(write_item.index))
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """The value at an index: for a chunk a view of the local tensor. For subclasses, as in stock."""
+        entry = self._table.entries[index.fqn]
+        if not isinstance(entry, TensorEntry):
+            return find_state_dict_object(self.state_dict, index)
+        local = local_tensor(self.state_dict[index.fqn])
+        if num_elements(entry.report.global_shape) == 0:
+            return local.new_empty(entry.report.global_shape)
+        chunk = self._chunks[index.fqn, tuple(index.offset or ())]
+        return local_view(local, chunk.local_offsets, chunk.sizes)
+
+    def transform_object(self, write_item: WriteItem, value: Any) -> Any:
+        """What is written for a value: objects are serialised. For subclasses, as in stock."""
+        if write_item.type == WriteItemType.BYTE_IO:
+            stream = io.BytesIO()
+            try:
+                torch.save(value, stream)
+            except Exception as error:
+                raise TypeError(f"cannot pickle {write_item.index.fqn}: {error}; keep to plain values") from error
+            return stream
+        return value
+
+    def _timed_digests(self, table: KeyTable) -> dict[str, bytes]:
+        begin = time.perf_counter()
+        digests = digest_values(self.state_dict, table, hash_replicas=self._hash_replicas)
+        if self._hash_replicas:
+            logger.info("hash_replicas: %d values in %.3f seconds", len(digests), time.perf_counter() - begin)
+        return digests
+
+    def _tables_of(self, plans: Sequence[SavePlan]) -> list[KeyTable]:
+        tables = []
+        for rank, plan in enumerate(plans):
+            data = plan.planner_data
+            if isinstance(data, CachedTable):
+                known: list[KeyTable] | None = StockSavePlanner._cached_all_plans.get(data.token)  # type: ignore[assignment]
+                if known is None or structure_digest(known[data.rank]) != data.structure:
+                    raise StateRefusedError(
+                        "save",
+                        (
+                            Problem(
+                                "ranks_disagree",
+                                "plan cache",
+                                f"rank {rank} refers to a plan that this coordinator did not make: the coordinator or "
+                                "the process group changed; save once with enable_plan_caching=False",
+                            ),
+                        ),
+                    )
+                data = dataclasses.replace(known[data.rank], digests=data.digests)
+            tables.append(data)
+        return tables
+
+    def _plans_one_rank_only(self, plans: Sequence[SavePlan]) -> bool:
+        # dcp.save(use_collectives=False) runs this method on every rank, with the rank's own plan. DCP does not say so:
+        # it shows on ranks other than 0, and in the per-rank file prefix that storage writers then set beforehand.
+        return len(plans) == 1 and (not self.is_coordinator or plans[0].storage_data is not None)
+
+    def _is_fatal(self, agreed: TensorAgreement | ObjectAgreement) -> bool:
+        if self._replicas != "error":
+            return False
+        return isinstance(agreed, ObjectAgreement) or not agreed.is_plain
+
+    def _decide_writes(
+        self, tables: Sequence[KeyTable], agreement: Agreement, differing: set[str], token: str
+    ) -> tuple[list[WriteDecision], Metadata]:
+        metadata: dict[str, Any] = {}
+        shards: list[tuple[str, int, HeldShard]] = []  # key, position of the first box in the metadata, who holds it
+        for fqn, agreed in agreement.keys.items():
+            if isinstance(agreed, ObjectAgreement):
+                metadata[fqn] = BytesStorageMetadata()
+                shards.append((fqn, 0, HeldShard(agreed.ranks[:1], ())))
+                continue
+            boxes: list[Box] = []
+            for held in _shards_to_write(agreed):
+                lowest = self.dedup_save_to_lowest_rank or fqn in differing
+                shards.append((fqn, len(boxes), HeldShard(held.ranks[:1], held.boxes) if lowest else held))
+                boxes += held.boxes
+            metadata[fqn] = TensorStorageMetadata(
+                properties=TensorProperties(dtype=agreed.dtype, requires_grad=agreed.requires_grad),
+                size=torch.Size(agreed.global_shape),
+                chunks=[ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes],
+            )
+        weights = [(held.ranks, _num_bytes(agreement.keys[fqn], held)) for fqn, _, held in shards]
+        writes: list[list[tuple[str, int, tuple[Box, ...]]]] = [[] for _ in tables]
+        for (fqn, position, held), writer in zip(shards, _core.assign_writers(weights, len(tables)), strict=True):
+            writes[writer].append((fqn, position, held.boxes))
+        choices: list[dict[str, int]] = [{} for _ in tables]
+        for fqn, agreed in agreement.keys.items():
+            if isinstance(agreed, TensorAgreement):
+                for rank, choice in agreed.choices.items():
+                    if choice:
+                        choices[rank][fqn] = choice
+        paths = {fqn: path for table in reversed(tables) for fqn, path in table.stock_paths.items()}
+        several_boxes = list(dict.fromkeys(fqn for fqn, _, held in shards if len(held.boxes) > 1))[:_MAX_NAMED_KEYS]
+        decisions = [
+            WriteDecision(choices[rank], writes[rank], token, rank, several_boxes) for rank in range(len(tables))
+        ]
+        return decisions, Metadata(metadata, planner_data=paths if self.flatten_state_dict else None)
+
+    def _write_items(self, decision: WriteDecision) -> list[WriteItem]:
+        items = []
+        for fqn, position, boxes in decision.writes:
+            entry = self._table.entries[fqn]
+            if isinstance(entry, ObjectEntry):
+                items.append(WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO))
+                continue
+            if isinstance(entry, BoxesEntry):
+                item_type, global_shape, requires_grad = WriteItemType.SHARD, entry.global_shape, False
+            else:
+                is_plain = entry.report.mesh is None
+                item_type = WriteItemType.TENSOR if is_plain else WriteItemType.SHARD
+                global_shape, requires_grad = entry.report.global_shape, entry.requires_grad
+            for index, (offsets, sizes) in enumerate(boxes, start=position):
+                data = TensorWriteData(
+                    chunk=ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)),
+                    properties=TensorProperties(dtype=entry.dtype, requires_grad=requires_grad),
+                    size=torch.Size(global_shape),
+                )
+                items.append(WriteItem(MetadataIndex(fqn, offsets, index), item_type, tensor_data=data))
+        return items
+
+    def _chunks_by_offsets(self, choices: Mapping[str, int]) -> dict[tuple[str, tuple[int, ...]], Chunk]:
+        written = {item.index.fqn for item in self.plan.items}
+        return {
+            (fqn, chunk.offsets): chunk
+            for fqn, entry in self._table.entries.items()
+            if fqn in written and isinstance(entry, TensorEntry)
+            for chunk in shard_of(entry.report, choices.get(fqn, 0)).chunks
+        }
+
+
+def _check_storage_takes(decision: WriteDecision, storage_data: Any) -> None:
+    """Refuses several boxes of a key for a HuggingFaceStorageWriter, which marks its plans with these entries.
+
+    A safetensors file has one tensor per key: that writer would keep a rank's last box and drop the others.
+    """
+    if not isinstance(storage_data, dict) or not {"shard_index", "fqn_to_index_mapping"} & storage_data.keys():
+        return
+    if decision.several_boxes:
+        detail = (
+            "a rank holds several boxes of it, and safetensors files keep one per key; save with FileSystemWriter, "
+            "or redistribute it to plain Shard placements first"
+        )
+        raise refusal("save", [Problem("unsupported_tensor", fqn, detail) for fqn in decision.several_boxes])
+
+
+def _meta_problems(values: Mapping[str, Any], table: KeyTable) -> list[Problem]:
+    return [
+        Problem("unsupported_tensor", fqn, "is on the meta device and holds no data; materialise it before saving")
+        for fqn, entry in table.entries.items()
+        if isinstance(entry, TensorEntry) and local_tensor(values[fqn]).is_meta
+    ]
+
+
+def _shards_to_write(agreed: TensorAgreement) -> Sequence[HeldShard]:
+    """One replica's shards; plain tensors, complete on each rank, become one shard that all of them hold."""
+    if not agreed.is_plain:
+        return agreed.replicas[0]
+    ranks = tuple(rank for (held,) in agreed.replicas for rank in held.ranks)
+    return (HeldShard(ranks, agreed.replicas[0][0].boxes),)
+
+
+def _num_bytes(agreed: TensorAgreement | ObjectAgreement, held: HeldShard) -> int:
+    if isinstance(agreed, ObjectAgreement):
+        return 0
+    return sum(num_elements(sizes) for _, sizes in held.boxes) * agreed.dtype.itemsize
+
+
+def _metadata_if_unchanged(plans: Sequence[SavePlan]) -> Metadata | None:
+    """The metadata of an earlier plan, where every rank refers to that plan, and its ranks are those of this save."""
+    tokens = {None if plan.usable else plan.planner_data.token for plan in plans}
+    token = tokens.pop()
+    if tokens or token is None:
+        return None
+    ranks = list(range(len(StockSavePlanner._cached_all_plans[token])))
+    return StockSavePlanner._cached_metadata[token] if [plan.planner_data.rank for plan in plans] == ranks else None
+
+
+def _remember(cache: dict[str, Any], key: str, value: Any) -> None:
+    cache.pop(key, None)
+    cache[key] = value
+    _forget(cache, keep=_MAX_CACHED_STRUCTURES)
+
+
+def _forget(cache: dict[str, Any], *, keep: int = 0) -> None:
+    """Drops our entries, all but the newest few."""
+    ours = [known for known in cache if known.startswith(_CACHE_PREFIX)]
+    for known in ours[: len(ours) - keep]:
+        del cache[known]

@@ -1,0 +1,6 @@
+"""Which elements of a tensor each rank holds: what tensors say, what users state, and the decision over all ranks."""
+
+from torchtitan_ext.layout.layout import Chunk, LocalShard, local_shard
+from torchtitan_ext.layout.rules import ShardOrder
+
+__all__ = ["Chunk", "LocalShard", "ShardOrder", "local_shard"]

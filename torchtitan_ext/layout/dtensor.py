@@ -1,0 +1,206 @@
+"""Tensors as plain values: the only module that reads private DTensor attributes.
+
+``Describer`` turns a tensor into a ``ShardReport``; the rest gives the local memory of any tensor, and copies of it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from torchtitan_ext.errors import Problem
+from torchtitan_ext.layout.layout import MeshLayout, ShardReport, Step, format_placements
+from torchtitan_ext.layout.rules import LayoutRules
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The rank's own memory of a tensor: a DTensor's local tensor, any other tensor itself.
+
+    Detached and as a plain ``torch.Tensor`` (tensor subclasses with storage of their own are seen through), never a
+    copy; what an asynchronous collective still writes is waited for.
+    """
+    held = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = (held.wait() if isinstance(held, AsyncCollectiveTensor) else held).detach()
+    if type(local) is torch.Tensor or is_traceable_wrapper_subclass(local):
+        return local
+    with torch._C.DisableTorchFunctionSubclass():
+        return local.as_subclass(torch.Tensor)
+
+
+def local_view(local: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """The box of a local tensor, as a view."""
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        local = local.narrow(dim, offset, size)
+    return local
+
+
+def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """An uninitialised tensor of the same layout on ``device`` (of a DTensor: its local tensor). Not collective."""
+    if isinstance(tensor, DTensor):
+        local = torch.empty_like(tensor._local_tensor, device=device)
+        return DTensor(local, tensor._spec, requires_grad=tensor.requires_grad)
+    return torch.empty_like(tensor, device=device)
+
+
+def cpu_copy(tensor: torch.Tensor, known: dict[Any, tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """A copy in CPU memory of its own: contiguous, with conjugation and negation carried out. Not collective.
+
+    Args:
+        tensor: Of a DTensor the local tensor is copied, and of a subclass that consists of tensors each of these.
+        known: Originals and copies so far, by their memory: equal views of one memory share a copy. Holding the
+            originals keeps their memory from being another tensor's meanwhile.
+    """
+    if isinstance(tensor, DTensor):
+        return DTensor(cpu_copy(tensor._local_tensor, known), tensor._spec, requires_grad=tensor.requires_grad)
+    if isinstance(tensor, AsyncCollectiveTensor):
+        return cpu_copy(tensor.wait(), known)
+    if tensor.is_meta or tensor.is_quantized or tensor.layout is not torch.strided or describes_itself(tensor):
+        return copy.deepcopy(tensor.detach())
+    if is_traceable_wrapper_subclass(tensor):
+        names, context = tensor.__tensor_flatten__()
+        inner = {name: cpu_copy(getattr(tensor, name), known) for name in names}
+        return type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
+    local = local_tensor(tensor)
+    memory = (local.device, local.data_ptr(), local.dtype, local.shape, local.stride(), local.is_conj(), local.is_neg())
+    if memory not in known or local.numel() == 0:
+        known[memory] = (local, torch.empty(local.shape, dtype=local.dtype, device="cpu").copy_(local))
+    return known[memory][1].detach().requires_grad_(tensor.requires_grad)
+
+
+def is_on_mesh(tensor: torch.Tensor) -> bool:
+    """Whether this rank holds a part: false only for a DTensor whose mesh this rank is not on."""
+    return not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None
+
+
+def describes_itself(value: Any) -> bool:
+    """Whether DCP's hooks, on the value or on a DTensor's local tensor, say which boxes a rank holds."""
+    if isinstance(value, ShardedTensor):
+        return True
+    holder = value._local_tensor if isinstance(value, DTensor) else value
+    return hasattr(holder, "__create_chunk_list__")
+
+
+class Describer:
+    """Turns tensors into reports, making the plain form of each mesh once.
+
+    Args:
+        rules: Sharding orders that placements cannot express.
+    """
+
+    def __init__(self, rules: LayoutRules) -> None:
+        self._rules = rules
+        self._meshes: dict[int, tuple[DeviceMesh, MeshLayout]] = {}
+
+    def describe(self, fqn: str, tensor: torch.Tensor) -> ShardReport | Problem:
+        """The report on a tensor of which this rank holds a part (``is_on_mesh``), or why there can be none."""
+        if not isinstance(tensor, DTensor):
+            return ShardReport(global_shape=tuple(tensor.shape), local_sizes=tuple(tensor.shape))
+        report = self.describe_placements(fqn, tensor.shape, tensor.device_mesh, tensor.placements)
+        if isinstance(report, Problem):
+            return report
+        order = _order_in_spec(tensor, report.placements) if report.order is None else report.order
+        return replace(report, local_sizes=tuple(tensor._local_tensor.shape), order=order)
+
+    def describe_placements(
+        self, fqn: str, global_shape: Sequence[int], device_mesh: DeviceMesh, placements: Sequence[Placement]
+    ) -> ShardReport | Problem:
+        """The report on a tensor that is still to be made: everything but the local sizes."""
+        mesh = self._mesh_layout(device_mesh)
+        described: list[tuple[int, int]] = []
+        for axis, placement in enumerate(placements):
+            entry = _describe_placement(fqn, placement, axis, mesh, len(global_shape))
+            if isinstance(entry, Problem):
+                return entry
+            described.append(entry)
+        order = self._stated_order(fqn, mesh, described, len(global_shape))
+        if isinstance(order, Problem):
+            return order
+        return ShardReport(
+            global_shape=tuple(global_shape),
+            mesh=mesh,
+            coordinate=tuple(device_mesh.get_coordinate() or ()),
+            placements=tuple(described),
+            order=order,
+        )
+
+    def _mesh_layout(self, mesh: DeviceMesh) -> MeshLayout:
+        if id(mesh) not in self._meshes:
+            names = mesh.mesh_dim_names
+            layout = MeshLayout(
+                shape=tuple(mesh.shape),
+                ranks=tuple(mesh.mesh.flatten().tolist()),
+                dim_names=None if names is None else tuple(names),
+            )
+            known = next((other for _, other in self._meshes.values() if other == layout), layout)
+            self._meshes[id(mesh)] = (mesh, known)
+        return self._meshes[id(mesh)][1]
+
+    def _stated_order(
+        self, fqn: str, mesh: MeshLayout, placements: Sequence[tuple[int, int]], num_dims: int
+    ) -> tuple[Step, ...] | None | Problem:
+        sharding = {axis: dim for axis, (dim, _) in enumerate(placements) if dim >= 0}
+        stated = self._rules.find(fqn)
+        if stated is None or not sharding:
+            return None
+        steps: list[Step] = []
+        for axis, dim, split_factor in stated.steps:
+            if isinstance(axis, str):
+                if mesh.dim_names is None or axis not in mesh.dim_names:
+                    return Problem(
+                        "layout_matches_nothing",
+                        fqn,
+                        f"the stated order names mesh axis {axis!r}, the mesh has {mesh}; name one of its axes",
+                    )
+                axis = mesh.dim_names.index(axis)
+            steps.append((axis, dim + num_dims if dim < 0 else dim, split_factor))
+        if {axis: dim for axis, dim, _ in steps} != sharding or len(steps) != len(sharding):
+            return Problem(
+                "layout_matches_nothing",
+                fqn,
+                f"the stated order {tuple(steps)} does not shard the axes and dims that its placements "
+                f"{format_placements(placements)} shard; give one step per sharding axis",
+            )
+        return tuple(steps)
+
+
+def _describe_placement(
+    fqn: str, placement: Placement, axis: int, mesh: MeshLayout, num_dims: int
+) -> tuple[int, int] | Problem:
+    if isinstance(placement, Replicate):
+        return (-1, 1)
+    # _StridedShard was a subclass of Shard before torch 2.10.
+    if isinstance(placement, _StridedShard):
+        dim, split_factor = placement.dim, int(placement.split_factor)
+    elif isinstance(placement, Shard):
+        dim, split_factor = placement.dim, 1
+    else:
+        where = f"mesh axis {axis if mesh.dim_names is None else mesh.dim_names[axis]!r}"
+        if isinstance(placement, Partial):
+            return Problem(
+                "partial_placement",
+                fqn,
+                f"{where} holds Partial({placement.reduce_op!r}), values still to be reduced; "
+                "redistribute it to Replicate() or Shard() first",
+            )
+        return Problem("unknown_placement", fqn, f"{where} has {placement!r}; redistribute it to Shard or Replicate")
+    return (dim + num_dims if dim < 0 else dim, split_factor)
+
+
+def _order_in_spec(tensor: DTensor, placements: Sequence[tuple[int, int]]) -> tuple[Step, ...] | None:
+    """The order that DTensor itself records (``DTensorSpec.shard_order``), where it is not left to right."""
+    shard_order = getattr(tensor._spec, "shard_order", None)
+    if not shard_order or any(split_factor != 1 for _, split_factor in placements):
+        return None
+    steps = tuple((axis, entry.tensor_dim, 1) for entry in shard_order for axis in entry.mesh_dims)
+    left_to_right = all(list(entry.mesh_dims) == sorted(entry.mesh_dims) for entry in shard_order)
+    return None if left_to_right else steps

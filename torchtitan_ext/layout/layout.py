@@ -1,0 +1,231 @@
+"""What ranks hold of a tensor, and the decision over what all of them say.
+
+``decide`` reads the reports of all ranks together and settles which elements each rank holds. No rank can do that
+alone: the same placements mean FSDP2's nested order or DTensor's left-to-right arithmetic, and one rank's shape may fit
+both (``csrc/core/shard_layout.h`` has the definitions and a worked example). Plain values only; no torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from torchtitan_ext import _core
+from torchtitan_ext.errors import Problem, ProblemKind
+from torchtitan_ext.layout.rules import canonical_fqn
+
+Step = tuple[int, int, int]
+
+
+"""Mesh axis, tensor dim, split factor."""
+
+
+class Chunk(NamedTuple):
+    """A box of a global tensor that a rank holds.
+
+    Attributes:
+        offsets: Where it begins in the global tensor, in elements.
+        sizes: Its shape; never 0 in any dim.
+        local_offsets: Where it begins in the rank's local tensor, in elements.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    local_offsets: tuple[int, ...]
+
+
+class LocalShard(NamedTuple):
+    """What one rank holds of one tensor: the local tensor's shape and the chunks that tile it, in row-major order."""
+
+    sizes: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class MeshLayout:
+    """A device mesh as plain values; ``ranks`` are global ranks in row-major order."""
+
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    dim_names: tuple[str, ...] | None
+
+    def __str__(self) -> str:
+        if self.dim_names is None:
+            return "x".join(map(str, self.shape))
+        return " x ".join(f"{name} {size}" for name, size in zip(self.dim_names, self.shape, strict=True))
+
+
+@dataclass(frozen=True)
+class ShardReport:
+    """What one rank says of one tensor.
+
+    Attributes:
+        global_shape: Shape of the global tensor.
+        mesh: The mesh, or ``None`` for a plain tensor.
+        coordinate: This rank's coordinate on the mesh.
+        placements: Per mesh axis (tensor dim or -1 for replicated, split factor).
+        local_sizes: Shape of the local tensor.
+        order: The sharding order, where the user or DTensor itself states one.
+    """
+
+    global_shape: tuple[int, ...]
+    mesh: MeshLayout | None = None
+    coordinate: tuple[int, ...] = ()
+    placements: tuple[tuple[int, int], ...] = ()
+    local_sizes: tuple[int, ...] = ()
+    order: tuple[Step, ...] | None = None
+
+
+def format_placements(placements: Sequence[tuple[int, int]]) -> str:
+    """Placements in DTensor's words."""
+    words = []
+    for dim, split_factor in placements:
+        if dim < 0:
+            words.append("Replicate()")
+        elif split_factor == 1:
+            words.append(f"Shard({dim})")
+        else:
+            words.append(f"_StridedShard({dim}, split_factor={split_factor})")
+    return f"[{', '.join(words)}]"
+
+
+def candidate_steps(report: ShardReport) -> list[list[Step]]:
+    """The sharding orders that a report leaves open, without repeats; one where the order is stated."""
+    if report.mesh is None:
+        return [[]]
+    if report.order is not None:
+        return [list(report.order)]
+    readings: tuple[Literal["nested", "left_to_right"], ...] = ("nested", "left_to_right")
+    candidates: list[list[Step]] = []
+    for reading in readings:
+        steps = _core.read_placements(report.placements, report.mesh.shape, reading)
+        if steps not in candidates:
+            candidates.append(steps)
+    return candidates
+
+
+def shard_of(report: ShardReport, choice: int = 0) -> LocalShard:
+    """What a rank holds under one of its ``candidate_steps``."""
+    mesh_shape = () if report.mesh is None else report.mesh.shape
+    return local_shard(report.global_shape, mesh_shape, candidate_steps(report)[choice], report.coordinate)
+
+
+def local_shard(
+    global_shape: Sequence[int], mesh_shape: Sequence[int], steps: Sequence[Step], coordinate: Sequence[int]
+) -> LocalShard:
+    """What the rank at ``coordinate`` holds, from plain values alone."""
+    sizes, chunks = _core.shard_at(global_shape, mesh_shape, steps, coordinate)
+    return LocalShard(sizes, tuple(Chunk(*chunk) for chunk in chunks))
+
+
+def decide(fqn: str, reports: Sequence[ShardReport]) -> int | Problem:
+    """Which of the ``candidate_steps`` is true, by what the local tensors of all reporting ranks are.
+
+    Args:
+        fqn: The tensor's key.
+        reports: Reports that agree in global shape, mesh, placements and stated order, one per coordinate or more.
+
+    Returns:
+        The index into ``candidate_steps``, or the problem: no candidate fits, or two fit and differ.
+    """
+    first = reports[0]
+    if first.mesh is None:
+        return 0
+    candidates = candidate_steps(first)
+    observations = [(report.coordinate, report.local_sizes) for report in reports]
+    try:
+        outcome, index, other, coordinate = _core.resolve_steps(
+            first.global_shape, first.mesh.shape, candidates, observations
+        )
+    except (ValueError, OverflowError) as error:
+        return Problem("layout_matches_nothing", fqn, f"{_where(first)}: {error}")
+    if outcome == "decided":
+        return index
+    rank = _rank_at(first.mesh, coordinate)
+    if outcome == "in_doubt":
+        kind: ProblemKind = "layout_in_doubt"
+        both = " or ".join(
+            f"{_format_held(first, steps, coordinate)} when sharded {_format_steps(first, steps)}"
+            for steps in (candidates[index], candidates[other])
+        )
+        detail = (
+            f"{_where(first)} can be read in two ways that fit all local shapes: rank {rank} holds {both}; "
+            f"state the order with layouts={{{canonical_fqn(fqn, strip_module=True)!r}: ShardOrder(...)}}"
+        )
+    else:
+        kind = "layout_matches_nothing"
+        held = next(sizes for where, sizes in observations if where == coordinate)
+        readings = "; ".join(
+            f"sharded {_format_steps(first, steps)} it would hold "
+            f"{local_shard(first.global_shape, first.mesh.shape, steps, coordinate).sizes}"
+            for steps in candidates
+        )
+        detail = (
+            f"{_where(first)}: rank {rank} holds a local tensor of shape {tuple(held)}; {readings}; "
+            "the local tensors were not made by these placements"
+        )
+    return Problem(kind, fqn, detail)
+
+
+def replica_key(report: ShardReport) -> tuple[int, ...]:
+    """The coordinate with 0 on every axis that replicates: equal for ranks that hold equal shards."""
+    return tuple(index if dim >= 0 else 0 for index, (dim, _) in zip(report.coordinate, report.placements, strict=True))
+
+
+def is_replicated(report: ShardReport) -> bool:
+    """Whether another rank may hold the same elements: a plain tensor, or a mesh axis of 2 or more replicates."""
+    if report.mesh is None:
+        return True
+    return any(dim < 0 and size > 1 for (dim, _), size in zip(report.placements, report.mesh.shape, strict=True))
+
+
+def missing_ranks(reports: Sequence[ShardReport]) -> list[int]:
+    """Global ranks of the mesh of these reports that did not report."""
+    mesh = reports[0].mesh
+    if mesh is None:
+        return []
+    seen = {_rank_at(mesh, report.coordinate) for report in reports}
+    return [rank for rank in mesh.ranks if rank not in seen]
+
+
+def _rank_at(mesh: MeshLayout, coordinate: Sequence[int]) -> int:
+    index = 0
+    for size, position in zip(mesh.shape, coordinate, strict=True):
+        index = index * size + position
+    return mesh.ranks[index]
+
+
+def _where(report: ShardReport) -> str:
+    return f"{tuple(report.global_shape)} as {format_placements(report.placements)} on mesh {report.mesh}"
+
+
+def _format_steps(report: ShardReport, steps: Sequence[Step]) -> str:
+    assert report.mesh is not None
+    words = []
+    for axis, dim, split_factor in steps:
+        name = str(axis) if report.mesh.dim_names is None else report.mesh.dim_names[axis]
+        words.append(f"{name} on dim {dim}" + (f" in {split_factor} blocks" if split_factor > 1 else ""))
+    return f"({', then '.join(words)})"
+
+
+def _format_held(report: ShardReport, steps: Sequence[Step], coordinate: Sequence[int]) -> str:
+    assert report.mesh is not None
+    chunks = local_shard(report.global_shape, report.mesh.shape, steps, coordinate).chunks
+    boxes = [
+        "x".join(f"{begin}:{begin + size}" for begin, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        for chunk in chunks
+    ]
+    return "no element" if not boxes else ", ".join(boxes[:4]) + (", ..." if len(boxes) > 4 else "")
+
+
+def mesh_coordinates(mesh_shape: Sequence[int]) -> list[tuple[int, ...]]:
+    """All coordinates of a mesh, in row-major order."""
+    return list(itertools.product(*map(range, mesh_shape)))
+
+
+def num_elements(sizes: Sequence[int]) -> int:
+    """Product of sizes; 1 for a 0-d tensor."""
+    return math.prod(sizes)

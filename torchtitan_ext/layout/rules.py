@@ -1,0 +1,74 @@
+"""Sharding orders that placements cannot express, stated by the user for keys or globs of keys."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ShardOrder:
+    """States the order in which mesh axes were sharded, where placements cannot say it.
+
+    Interleaved fused QKV under tensor parallelism, then FSDP2, is ``ShardOrder((("tp", 0, 3), ("dp", 0, 1)))``: first
+    axis ``tp`` takes its part of each of 3 blocks of dim 0, then ``dp`` chunks what is left.
+
+    Attributes:
+        steps: (mesh axis by name or index, tensor dim, split factor), in the order of sharding. Split factor 1 is
+            ``torch.chunk``.
+    """
+
+    steps: tuple[tuple[int | str, int, int], ...]
+
+
+class LayoutRules:
+    """The ``layouts`` argument of planners: sharding orders by canonical fqn or glob.
+
+    A rule for ``wqkv.weight`` applies to the parameter under any prefix (``model.layers.0.wqkv.weight``) and to its
+    flattened optimizer state (``optimizer.state.layers.0.wqkv.weight.exp_avg``). A rule without wildcards comes before
+    a glob.
+    """
+
+    def __init__(self, layouts: Mapping[str, ShardOrder] | None = None) -> None:
+        self._layouts = dict(layouts or {})
+        for pattern, order in self._layouts.items():
+            if not isinstance(order, ShardOrder):
+                raise ValueError(f"layouts: got {type(order).__name__} for {pattern!r}, expected a ShardOrder")
+
+    def find(self, fqn: str) -> ShardOrder | None:
+        """The order stated for a key, or ``None``. Raises ValueError where two rules of one rank differ."""
+        if not self._layouts:
+            return None
+        matching = [pattern for pattern in self._layouts if _rule_applies(pattern, fqn)]
+        exact = [pattern for pattern in matching if not any(char in pattern for char in "*?[")]
+        chosen = exact or matching
+        if len({self._layouts[pattern] for pattern in chosen}) > 1:
+            raise ValueError(f"layouts: the rules {chosen} say different things of {fqn}; make one of them narrower")
+        return self._layouts[chosen[0]] if chosen else None
+
+
+def canonical_fqn(fqn: str, *, strip_module: bool = False) -> str:
+    """The key without the components that torch.compile, activation checkpointing and FSDP1 add.
+
+    Args:
+        fqn: A key of a state dict.
+        strip_module: Also without ``module`` (DDP), which may be a module's own name too.
+    """
+    dropped = _WRAPPER_COMPONENTS | {"module"} if strip_module else _WRAPPER_COMPONENTS
+    parts = fqn.split(".")
+    return fqn if dropped.isdisjoint(parts) else ".".join(part for part in parts if part not in dropped)
+
+
+_WRAPPER_COMPONENTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+
+
+def _rule_applies(pattern: str, fqn: str) -> bool:
+    names = [fqn, canonical_fqn(fqn, strip_module=True)]
+    names += [match.group(1) for name in tuple(names) if (match := _OPTIMIZER_STATE.search(name))]
+    return any(fnmatch.fnmatchcase(name, form) for name in names for form in (pattern, f"*.{pattern}"))
+
+
+# state.<parameter fqn>.<exp_avg>, as get_optimizer_state_dict flattens it.
+_OPTIMIZER_STATE = re.compile(r"(?:^|\.)state\.(.+)\.[^.]+$")

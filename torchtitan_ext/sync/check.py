@@ -1,0 +1,205 @@
+"""Proof that replicas are equal: hashes of all tensors, compared between the ranks that hold them alike.
+
+Costs one pass over the tensors and one small exchange, of one digest per process group; only where that differs a
+second exchange names the tensors, and on request two more the first element. So it can run every N steps, and finds
+what drifts: a flipped bit, a replica that missed an update.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtitan_ext import ops
+from torchtitan_ext.errors import Problem
+from torchtitan_ext.layout.layout import Chunk, LocalShard
+from torchtitan_ext.ranks.lost_ranks import Scope, gather, naming_lost_ranks, scope_ranks
+from torchtitan_ext.sync.find import Buffers, Replicas, ReplicaTensor, Source, collect_replicas
+from torchtitan_ext.sync.same_call import Options, agree
+
+# What is sent per tensor to find the first difference: a digest per block, then one block.
+_BLOCK_BYTES = 64 * 1024
+# Tensors in which the first difference is looked for.
+_MAX_LOCATED = 10
+
+
+@dataclass(frozen=True)
+class ReplicaDifference:
+    """A tensor whose replicas are not equal.
+
+    Attributes:
+        fqn: Its name.
+        ranks: Global ranks that hold it, grouped by equal bits; the group of the lowest rank first.
+        coordinates: The same ranks as coordinates on the tensor's mesh.
+        first_index: Where in the local tensor the first difference lies; ``None`` if it was not looked for.
+    """
+
+    fqn: str
+    ranks: tuple[tuple[int, ...], ...]
+    coordinates: tuple[tuple[tuple[int, ...], ...], ...]
+    first_index: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        return str(self.problem())
+
+    def problem(self) -> Problem:
+        """The difference as a line of a report."""
+        sides = " | ".join(
+            ", ".join(f"rank {rank} at {where}" for rank, where in zip(ranks, places, strict=True))
+            for ranks, places in zip(self.ranks, self.coordinates, strict=True)
+        )
+        where = "" if self.first_index is None else f", first at {self.first_index} of the local tensor"
+        return Problem("replicas_differ", self.fqn, f"equal bits within each of {sides}{where}")
+
+
+@torch.compiler.disable
+def check_replicas(
+    module: Source,
+    mesh: DeviceMesh | None = None,
+    *,
+    params: bool = True,
+    buffers: Buffers = "all",
+    ignore: Collection[str] = (),
+    locate: bool = False,
+) -> tuple[ReplicaDifference, ...]:
+    """Compares all replicas of the tensors of a module or state dict, bit by bit, through 64-bit hashes.
+
+    Collective over the same ranks as ``sync_module_states``, with the same meaning of its arguments. Nothing is
+    changed, but that FSDP2 modules are left resharded.
+
+    Args:
+        locate: Whether to look for the first differing element, of ten tensors at most.
+
+    Returns:
+        The tensors that differ, the same on every rank; empty where all replicas are equal. Two different replicas
+        pass for equal with a probability of 2^-64.
+
+    Raises:
+        SyncMismatchError: Ranks disagree on names, shapes or dtypes, or a tensor cannot be compared.
+        LostRankError: A rank is gone, or does not take part.
+    """
+    if mesh is not None and mesh.get_coordinate() is None:
+        return ()
+    options = {"params": params, "buffers": buffers, "ignore": ignore, "locate": locate}
+    found = collect_replicas(module, mesh, 0, params=params, buffers=buffers, ignore=ignore)
+    return compare_replicas("check_replicas", mesh, options, found, locate=locate)
+
+
+def compare_replicas(
+    operation: str, scope: Scope, options: Options, found: Replicas, *, locate: bool = False
+) -> tuple[ReplicaDifference, ...]:
+    """``check_replicas`` of what is already collected. Collective over the scope."""
+    hashes: dict[int, bytes] = {}
+    if not found.problems:
+        try:
+            hashes = hash_locals(found.tensors)
+        except Exception as error:  # of this rank alone, perhaps: all must hear of it
+            found.problems.append(Problem("cannot_sync", "arguments", f"{type(error).__name__}: {error}"))
+    contents = {
+        key: hashlib.blake2b(
+            b"".join(hashes[id(tensor)] for tensor in batch.tensors if id(tensor) in hashes), digest_size=16
+        ).digest()
+        for key, batch in found.batches.items()
+    }
+    with naming_lost_ranks(operation, "replicas were compared", scope):
+        if agree(operation, scope, options, found, contents):
+            return ()
+        differences = _name_differences(scope, found, hashes)
+        assert differences, "replicas differ, but none by name; please report"
+        return _located(scope, found, differences) if locate else differences
+
+
+def hash_locals(tensors: Sequence[ReplicaTensor]) -> dict[int, bytes]:
+    """Of each tensor's memory a hash of its bits and their places, by ``id``. One pass, one transfer per device."""
+    sums: dict[torch.device, list[tuple[int, Tensor]]] = {}
+    with torch.no_grad():
+        for tensor in tensors:
+            local = tensor.local
+            if local.numel() == 0 or local.is_meta:
+                continue
+            whole = (0,) * local.dim()
+            shard = LocalShard(tuple(local.shape), (Chunk(whole, tuple(local.shape), whole),))
+            total = ops.fingerprint_shard(local, shard, local.shape)
+            sums.setdefault(local.device, []).append((id(tensor), total))
+        return {
+            key: number.to_bytes(8, "little", signed=True)
+            for entries in sums.values()
+            for (key, _), number in zip(entries, torch.stack([total for _, total in entries]).tolist(), strict=True)
+        }
+
+
+def _name_differences(scope: Scope, found: Replicas, hashes: dict[int, bytes]) -> tuple[ReplicaDifference, ...]:
+    own = {
+        (tensor.fqn, tensor.replica_set): (tensor.coordinate, hashes.get(id(tensor), b"")) for tensor in found.tensors
+    }
+    sides: dict[tuple[str, Any], dict[bytes, list[tuple[int, tuple[int, ...]]]]] = {}
+    for rank, said in zip(scope_ranks(scope), gather(scope, own), strict=True):
+        for where, (coordinate, value) in said.items():
+            sides.setdefault(where, {}).setdefault(value, []).append((rank, coordinate))
+    differences = []
+    for (fqn, _), by_value in sides.items():
+        if len(by_value) > 1:
+            groups = sorted(sorted(side) for side in by_value.values())
+            ranks = tuple(tuple(rank for rank, _ in group) for group in groups)
+            coordinates = tuple(tuple(coordinate for _, coordinate in group) for group in groups)
+            differences.append(ReplicaDifference(fqn, ranks, coordinates))
+    return tuple(sorted(differences, key=lambda difference: (difference.fqn, difference.ranks)))
+
+
+def _located(
+    scope: Scope, found: Replicas, differences: tuple[ReplicaDifference, ...]
+) -> tuple[ReplicaDifference, ...]:
+    """With the first differing element of some: the first differing block by its digests, then within the block."""
+    named, rest = differences[:_MAX_LOCATED], differences[_MAX_LOCATED:]
+    own_rank = dist.get_rank() if dist.is_initialized() else 0
+    by_fqn = {tensor.fqn: tensor.local for tensor in found.tensors}
+    mine = {at: by_fqn[entry.fqn] for at, entry in enumerate(named) if any(own_rank in side for side in entry.ranks)}
+    described = {at: (tuple(local.shape), local.element_size(), _block_digests(local)) for at, local in mine.items()}
+    told = dict(zip(scope_ranks(scope), gather(scope, described), strict=True))
+    blocks = [_first_difference([told[side[0]][at][2] for side in entry.ranks]) for at, entry in enumerate(named)]
+    bytes_of_block = {at: _bytes_of(local, block) for at, local in mine.items() if (block := blocks[at]) is not None}
+    data = dict(zip(scope_ranks(scope), gather(scope, bytes_of_block), strict=True))
+    located = []
+    for at, entry in enumerate(named):
+        shape, item_bytes, _ = told[entry.ranks[0][0]][at]
+        block = blocks[at]
+        inside = None if block is None else _first_difference([data[side[0]][at] for side in entry.ranks])
+        if block is None or inside is None:  # they were written to since they were hashed
+            located.append(entry)
+        else:
+            byte = block * _BLOCK_BYTES + inside
+            located.append(replace(entry, first_index=_index_at(byte // item_bytes, shape)))
+    return (*located, *rest)
+
+
+def _block_digests(local: Tensor) -> list[bytes]:
+    num_blocks = -(-local.numel() * local.element_size() // _BLOCK_BYTES)
+    return [hashlib.blake2b(_bytes_of(local, block), digest_size=8).digest() for block in range(num_blocks)]
+
+
+def _bytes_of(local: Tensor, block: int) -> bytes:
+    """Row-major bytes of one block of a tensor; only a tensor that is not contiguous is copied whole."""
+    # As bytes first: a copy of bools makes any bits but zero a one.
+    bits = local.view(torch.uint8) if local.dtype == torch.bool else local
+    flat = bits.contiguous().view(-1).view(torch.uint8)
+    return flat[block * _BLOCK_BYTES : (block + 1) * _BLOCK_BYTES].cpu().numpy().tobytes()
+
+
+def _first_difference(sides: Sequence[Sequence[Any]]) -> int | None:
+    """The first position at which sequences of one length are not all equal."""
+    return next((at for at, members in enumerate(zip(*sides, strict=True)) if len(set(members)) > 1), None)
+
+
+def _index_at(position: int, shape: Sequence[int]) -> tuple[int, ...]:
+    index: list[int] = []
+    for size in reversed(shape):
+        position, rest = divmod(position, size)
+        index.insert(0, rest)
+    return tuple(index)

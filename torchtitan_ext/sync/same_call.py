@@ -1,0 +1,246 @@
+"""Ranks agree on what is synced before anything moves: one small exchange, and a second one only where they do not.
+
+Each rank sends a digest per batch (``replicas.Batch``) and one of its options. All ranks read the same records, so all
+come to the same verdict: the digests of a batch are equal and every member of its group sent one. If not, the full
+tables are exchanged, and every rank works out the same list of differences.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtitan_ext import ops
+from torchtitan_ext.errors import Problem, SyncMismatchError
+from torchtitan_ext.ranks.lost_ranks import Scope, gather, scope_ranks
+from torchtitan_ext.sync.find import Batch, BatchKey, ListBatch, Replicas, ReplicaTensor, refusal_in_list
+
+Options = Mapping[str, Any]
+Row = dict[str, str]
+"""What replicas of one tensor must agree on, by name."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a rank sends first. ``batches``: per digest of a key the size of the group, structure and content."""
+
+    is_refused: bool
+    options: bytes
+    batches: dict[bytes, tuple[int, bytes, bytes]]
+
+
+@dataclass(frozen=True)
+class Table:
+    """What a rank sends when records do not agree."""
+
+    options: dict[str, str]
+    problems: tuple[Problem, ...]
+    batches: dict[BatchKey, list[tuple[str, Row]]]
+
+
+def agree(
+    operation: str,
+    scope: Scope,
+    options: Options,
+    replicas: Replicas,
+    contents: Mapping[BatchKey, bytes] | None = None,
+) -> bool:
+    """Has all ranks of a scope agree on what they are about to do. Collective over the scope.
+
+    Args:
+        operation: For messages, and itself agreed on.
+        options: Arguments that must be the same everywhere.
+        replicas: Of this rank. Its problems are raised on every rank.
+        contents: Digest of the values of each batch; compared, but no reason to refuse.
+
+    Returns:
+        Whether the contents of every batch, on whatever ranks, are equal on all its members.
+
+    Raises:
+        SyncMismatchError: The same on every rank.
+    """
+    batches, problems = replicas.batches, list(replicas.problems)
+    structures: dict[BatchKey, bytes] = {}
+    for key, batch in batches.items():
+        try:
+            structures[key] = _structure(batch)
+        except Exception as error:  # of this rank alone, perhaps: all must hear of it
+            problems += _by_name(error, batch.tensors)
+    problems += _shared_memory(replicas)
+    said = {"mesh": _place(scope), **{name: _written(value) for name, value in options.items()}}
+    record = Record(
+        is_refused=bool(problems),
+        options=_digest([operation, *(f"{name}={value}" for name, value in said.items())]),
+        batches={
+            _digest([repr(key)]): (len(key[1]), structure, (contents or {}).get(key, b""))
+            for key, structure in structures.items()
+        },
+    )
+    records = gather(scope, record)
+    if _is_agreed(records):
+        return _is_equal(records)
+    table = Table(
+        options={"operation": operation, **said},
+        problems=tuple(problems),
+        batches={key: [_row(batch, tensor) for tensor in batch.tensors] for key, batch in batches.items()},
+    )
+    tables = dict(zip(scope_ranks(scope), gather(scope, table), strict=True))
+    operations = dict.fromkeys(table.options["operation"] for table in tables.values())
+    found = tuple(dict.fromkeys(compare_tables(tables)))
+    unexplained = Problem("ranks_disagree", "arguments", "are not the same on all ranks; please report")
+    raise SyncMismatchError(" and ".join(operations), found or (unexplained,))
+
+
+def _is_agreed(records: Sequence[Record]) -> bool:
+    if any(record.is_refused or record.options != records[0].options for record in records):
+        return False
+    counts: dict[bytes, int] = {}
+    first: dict[bytes, tuple[int, bytes]] = {}
+    for record in records:
+        for key, (size, structure, _) in record.batches.items():
+            counts[key] = counts.get(key, 0) + 1
+            if first.setdefault(key, (size, structure)) != (size, structure):
+                return False
+    return all(counts[key] == size for key, (size, _) in first.items())
+
+
+def _is_equal(records: Sequence[Record]) -> bool:
+    contents: dict[bytes, bytes] = {}
+    return all(
+        contents.setdefault(key, content) == content
+        for record in records
+        for key, (_, _, content) in record.batches.items()
+    )
+
+
+def _shared_memory(replicas: Replicas) -> list[Problem]:
+    """Tensors of different batches that overlap; those of one batch are found with its structure."""
+    if len(replicas.batches) < 2:
+        return []
+    problems = []
+    for device in dict.fromkeys(tensor.local.device for tensor in replicas.tensors):
+        there = [tensor for tensor in replicas.tensors if tensor.local.device == device]
+        try:
+            ops.check_broadcast([tensor.local for tensor in there])
+        except Exception as error:
+            problems += _by_name(error, there)
+    return problems
+
+
+def _by_name(error: Exception, tensors: Sequence[ReplicaTensor]) -> list[Problem]:
+    """What ``check_broadcast`` said, with the names of the tensors for their positions.
+
+    It stops at the first tensor that it refuses. Of a batch, tensors with such faults are named before they get there;
+    of a plain list they are all named now.
+    """
+    faults = [refusal_in_list(tensor.fqn, tensor.local) for tensor in tensors]
+    named = [fault for fault in faults if fault is not None]
+    if named:
+        return named
+    places = [int(index) for index in re.findall(r"tensors\[(\d+)\]", str(error))]
+    text = str(error).split(": ", 1)[-1]
+    for place in places:
+        text = text.replace(f"tensors[{place}]", tensors[place].fqn, 1)
+    fqn = tensors[places[0]].fqn if places else "arguments"
+    return [Problem("cannot_sync", fqn, text.removeprefix(f"{fqn} ") if len(places) == 1 else text)]
+
+
+def _written(option: Any) -> str:
+    """An option as text. Collections of names are sorted: a set has another order on every rank."""
+    is_names = isinstance(option, (list, tuple, set, frozenset))
+    return str(sorted(map(repr, option))) if is_names else repr(option)
+
+
+def _place(scope: Scope) -> str:
+    if not isinstance(scope, DeviceMesh):
+        return "left out"
+    ranks = scope_ranks(scope)
+    return f"{tuple(scope.mesh.shape)} over {len(ranks)} ranks from {ranks[0]} to {ranks[-1]}"
+
+
+def _structure(batch: Batch | ListBatch) -> bytes:
+    shapes = ops.check_broadcast(batch.locals)
+    return _digest([batch.group.group_name, str(batch.src), *map(str, shapes), *batch.names])
+
+
+def _row(batch: Batch | ListBatch, tensor: ReplicaTensor) -> tuple[str, Row]:
+    return tensor.fqn, {
+        "shape": str(tuple(tensor.local.shape)),
+        "dtype": str(tensor.local.dtype),
+        "layout": tensor.layout or "a plain tensor",
+        "process group": batch.group.group_name,
+        "source": str(batch.src),
+    }
+
+
+def _digest(texts: Iterable[str]) -> bytes:
+    said = "".join(f"{len(text)}:{text}" for text in texts)
+    return hashlib.blake2b(said.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def compare_tables(tables: Mapping[int, Table]) -> list[Problem]:
+    """Everything in which ranks disagree: a pure function, the same on every rank.
+
+    Args:
+        tables: By global rank.
+    """
+    problems = [problem for table in tables.values() for problem in table.problems]
+    names = dict.fromkeys(name for table in tables.values() for name in table.options)
+    for name in names:
+        said = {rank: table.options.get(name, "nothing") for rank, table in tables.items()}
+        if len(set(said.values())) > 1:
+            problems.append(Problem("ranks_disagree", name, f"is {_said(said)}"))
+    for key in sorted({key for table in tables.values() for key in table.batches}):
+        problems += _compare_batch(key, {rank: tables[rank].batches.get(key, []) for rank in key[1] if rank in tables})
+    return problems
+
+
+def _compare_batch(key: BatchKey, lists: Mapping[int, list[tuple[str, Row]]]) -> list[Problem]:
+    problems = []
+    outside = [rank for rank in key[1] if rank not in lists]
+    if outside:
+        problems.append(
+            Problem(
+                "ranks_disagree", "group", f"{_ranks(outside)} of the group {_ranks(key[1])} take no part in this call"
+            )
+        )
+    rows = {rank: dict(entries) for rank, entries in lists.items()}
+    common = True
+    for fqn in dict.fromkeys(fqn for entries in lists.values() for fqn, _ in entries):
+        absent = [rank for rank in lists if fqn not in rows[rank]]
+        if absent:
+            common = False
+            present = [rank for rank in lists if fqn in rows[rank]]
+            what = f"is a replica on {key[2]} on {_ranks(present)}, not on {_ranks(absent)} of the same group"
+            problems.append(Problem("ranks_disagree", fqn, what))
+            continue
+        for name in rows[next(iter(rows))][fqn]:
+            said = {rank: rows[rank][fqn][name] for rank in lists}
+            if len(set(said.values())) > 1:
+                problems.append(Problem("ranks_disagree", fqn, f"{name} is {_said(said)}"))
+    orders = {rank: tuple(fqn for fqn, _ in entries) for rank, entries in lists.items()}
+    if common and len(set(orders.values())) > 1:
+        first = next(iter(orders.values()))
+        other = next(rank for rank in orders if orders[rank] != first)
+        at, name = next((at, fqn) for at, fqn in enumerate(first) if orders[other][at : at + 1] != (fqn,))
+        what = f"is at position {at} on rank {next(iter(orders))}, in other order on rank {other}"
+        problems.append(Problem("ranks_disagree", name, what))
+    return problems
+
+
+def _said(said: Mapping[int, str]) -> str:
+    """For example "(2, 3) on rank 0, (3, 2) on ranks 1, 2"."""
+    by_value: dict[str, list[int]] = {}
+    for rank, value in said.items():
+        by_value.setdefault(value, []).append(rank)
+    return ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items())
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
