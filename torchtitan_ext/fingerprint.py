@@ -23,7 +23,7 @@ from torchtitan_ext.checkpoint.agreement import TensorAgreement, agree
 from torchtitan_ext.checkpoint.key_table import KeyTable, TensorEntry, describe_state
 from torchtitan_ext.errors import Problem, refusal
 from torchtitan_ext.layout.dtensor import local_tensor
-from torchtitan_ext.layout.layout import ShardReport, shard_of
+from torchtitan_ext.layout.layout import ShardReport, Steps, shard_of
 from torchtitan_ext.layout.rules import LayoutRules, ShardOrder
 from torchtitan_ext.ranks.exchange import gather_values
 from torchtitan_ext.state.nested import flatten_state_dict
@@ -77,11 +77,11 @@ def fingerprint(
     with _told(problems):
         values = flatten_state_dict(state_dict).values
         entries = _entries(values, LayoutRules(layouts), problems)
-    choices = _choices(entries, problems, process_group)
+    steps = _true_steps(entries, problems, process_group)
     with _told(problems):
         for fqn, value in values.items():
             if fqn in entries:
-                digests[fqn] = _tensor_digest(value, entries[fqn].report, choices.get(fqn, 0))
+                digests[fqn] = _tensor_digest(value, entries[fqn].report, steps.get(fqn))
             elif not isinstance(value, Tensor):
                 digests[fqn] = (None, digest_value(value).hex())
         digests = _synchronized(digests)
@@ -116,10 +116,10 @@ def _entries(values: Mapping[str, Any], rules: LayoutRules, problems: list[Probl
     return entries
 
 
-def _choices(
+def _true_steps(
     entries: Mapping[str, TensorEntry], problems: list[Problem], process_group: dist.ProcessGroup | None
-) -> dict[str, int]:
-    """Which reading of each DTensor's placements is true, from what all ranks say. Plain tensors have only one."""
+) -> dict[str, Steps]:
+    """The sharding order of each DTensor, from what all ranks say."""
     sharded = {fqn: entry for fqn, entry in entries.items() if entry.report.mesh is not None}
     tables = gather_values(KeyTable(sharded, problems=tuple(problems)), process_group)
     agreement = agree(tables, every_rank_reports=True)
@@ -127,13 +127,13 @@ def _choices(
         raise refusal("fingerprint", agreement.problems)
     rank = dist.get_rank(process_group) if len(tables) > 1 else 0
     agreed = {fqn: agreement.keys[fqn] for fqn in sharded}
-    return {fqn: tensor.choices[rank] for fqn, tensor in agreed.items() if isinstance(tensor, TensorAgreement)}
+    return {fqn: tensor.steps[rank] for fqn, tensor in agreed.items() if isinstance(tensor, TensorAgreement)}
 
 
-def _tensor_digest(value: Tensor, report: ShardReport, choice: int) -> tuple[Any, Any]:
+def _tensor_digest(value: Tensor, report: ShardReport, steps: Steps | None) -> tuple[Any, Any]:
     """(which replica, (sum on the device, dtype, global shape)) of this rank's shard."""
     local = local_tensor(value)
-    shard = shard_of(report, choice)
+    shard = shard_of(report, steps)
     with torch.no_grad():
         total = ops.fingerprint_shard(local.resolve_conj().resolve_neg(), shard, report.global_shape)
     replica = tuple(index for index, (dim, _) in zip(report.coordinate, report.placements, strict=True) if dim < 0)

@@ -21,7 +21,7 @@ from torchtitan_ext import ops
 from torchtitan_ext.checkpoint.cast import CastPolicy, cast_problem
 from torchtitan_ext.errors import Problem, refusal
 from torchtitan_ext.layout.dtensor import Describer, is_on_mesh, local_tensor
-from torchtitan_ext.layout.layout import ShardReport, decide, mesh_coordinates, num_elements, shard_of
+from torchtitan_ext.layout.layout import ShardReport, Steps, decide, mesh_coordinates, num_elements, shard_of
 from torchtitan_ext.layout.rules import LayoutRules, ShardOrder, canonical_fqn
 from torchtitan_ext.ranks.exchange import (
     all_gather_bytes,
@@ -32,8 +32,8 @@ from torchtitan_ext.ranks.exchange import (
     gather_values,
 )
 
-Decided = tuple[ShardReport, int]
-"""This rank's report and the index of the candidate that is true."""
+Decided = tuple[ShardReport, Steps]
+"""This rank's report and the true sharding order."""
 
 
 def full_tensor(dtensor: DTensor, *, layout: ShardOrder | None = None) -> torch.Tensor:
@@ -84,9 +84,9 @@ def distribute_tensor(
     """
     describer = Describer(_rule_for_any(layout))
     report = describer.describe_placements(_ANY, full.shape, mesh, placements)
-    choice = report if isinstance(report, Problem) else _tellable_choice(_ANY, report)
-    if isinstance(report, Problem) or isinstance(choice, Problem):
-        raise refusal("distribute_tensor", [report if isinstance(report, Problem) else choice])  # type: ignore[list-item]
+    steps = report if isinstance(report, Problem) else _tellable_steps(_ANY, report)
+    if isinstance(report, Problem) or isinstance(steps, Problem):
+        raise refusal("distribute_tensor", [report if isinstance(report, Problem) else steps])  # type: ignore[list-item]
     if mesh.get_coordinate() is None:
         local = full.new_empty(0)
     else:
@@ -94,7 +94,7 @@ def distribute_tensor(
         if src_data_rank is not None:
             source = source.to(_mesh_device(mesh, source), copy=True)
             broadcast_bytes(mesh, as_bytes(source), src_data_rank)
-        local = ops.pack_shard(source, shard_of(report, choice))
+        local = ops.pack_shard(source, shard_of(report, steps))
     stride = torch.empty(full.shape, device="meta").stride()
     dtensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=stride)
     dtensor.requires_grad_(full.requires_grad)
@@ -199,21 +199,21 @@ def _decide_all(values: Mapping[str, torch.Tensor], rules: LayoutRules) -> tuple
         if isinstance(value, DTensor):
             by_mesh.setdefault(value.device_mesh, []).append(fqn)
         elif isinstance(report, ShardReport):
-            decided[fqn] = (report, 0)
+            decided[fqn] = (report, ())
     for mesh, fqns in by_mesh.items():
         per_rank = all_gather_values(mesh, [described[fqn] for fqn in fqns])
         for fqn, *reports in zip(fqns, *per_rank, strict=True):
             problem = next((report for report in reports if isinstance(report, Problem)), None)
-            choice = decide(fqn, reports) if problem is None else problem
+            steps = decide(fqn, reports) if problem is None else problem
             own = described[fqn]
-            if isinstance(choice, Problem) or isinstance(own, Problem):
-                problems.append(choice)  # type: ignore[arg-type]  # a rank's own problem is among the reports
+            if isinstance(steps, Problem) or isinstance(own, Problem):
+                problems.append(steps)  # type: ignore[arg-type]  # a rank's own problem is among the reports
             else:
-                decided[fqn] = (own, choice)
+                decided[fqn] = (own, steps)
     return decided, problems
 
 
-def _gather(value: torch.Tensor, report: ShardReport, choice: int) -> torch.Tensor:
+def _gather(value: torch.Tensor, report: ShardReport, steps: Steps) -> torch.Tensor:
     """The global tensor on every rank, new. Collective over the mesh of a DTensor."""
     local = _plain_memory(local_tensor(value))
     if not isinstance(value, DTensor):
@@ -224,7 +224,7 @@ def _gather(value: torch.Tensor, report: ShardReport, choice: int) -> torch.Tens
         return full
     axes = [axis for axis, (dim, _) in enumerate(report.placements) if dim >= 0]
     positions = mesh_coordinates([report.mesh.shape[axis] for axis in axes])
-    shards = [shard_of(_report_at(report, axes, position), choice) for position in positions]
+    shards = [shard_of(_report_at(report, axes, position), steps) for position in positions]
     itemsize = local.element_size()
     num_bytes = [num_elements(shard.sizes) * itemsize for shard in shards]
     flat = torch.zeros(max(num_bytes), dtype=torch.uint8, device=_mesh_device(value.device_mesh, local))
@@ -248,7 +248,7 @@ def _report_at(report: ShardReport, axes: Sequence[int], position: Sequence[int]
     return replace(report, coordinate=tuple(coordinate))
 
 
-def _tellable_choice(fqn: str, report: ShardReport) -> int | Problem:
+def _tellable_steps(fqn: str, report: ShardReport) -> Steps | Problem:
     """The first candidate, if the local shapes that it makes tell it from the others."""
     assert report.mesh is not None
     made = (replace(report, coordinate=coordinate) for coordinate in mesh_coordinates(report.mesh.shape))

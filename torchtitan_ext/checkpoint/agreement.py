@@ -18,6 +18,8 @@ from torchtitan_ext.errors import Problem
 from torchtitan_ext.layout.layout import (
     MeshLayout,
     ShardReport,
+    Steps,
+    candidate_steps,
     decide,
     format_placements,
     missing_ranks,
@@ -40,7 +42,7 @@ class TensorAgreement:
     """What ranks agree on for one tensor.
 
     Attributes:
-        choices: Per reporting rank the index into its ``candidate_steps``; empty for tensors that describe themselves.
+        steps: Per reporting rank the order of its shard; empty for tensors that describe themselves.
         replicas: Each entry is one complete tensor, as the shards that make it up.
         is_plain: Whether every rank holds it as a plain tensor.
     """
@@ -49,7 +51,7 @@ class TensorAgreement:
     dtype: torch.dtype
     requires_grad: bool
     is_plain: bool
-    choices: Mapping[int, int]
+    steps: Mapping[int, Steps]
     replicas: tuple[tuple[HeldShard, ...], ...]
 
 
@@ -90,6 +92,18 @@ def agree(tables: Sequence[KeyTable], *, every_rank_reports: bool) -> Agreement:
         else:
             keys[fqn] = agreed
     return Agreement(keys, tuple(problems))
+
+
+def unforeseen_steps(tables: Sequence[KeyTable], agreement: Agreement) -> list[dict[str, Steps]]:
+    """Per rank the sharding orders that it cannot work out itself: those that are not its first candidate."""
+    found: list[dict[str, Steps]] = [{} for _ in tables]
+    for fqn, agreed in agreement.keys.items():
+        if isinstance(agreed, TensorAgreement):
+            for rank, steps in agreed.steps.items():
+                entry = tables[rank].entries[fqn]
+                if isinstance(entry, TensorEntry) and steps != candidate_steps(entry.report)[0]:
+                    found[rank][fqn] = steps
+    return found
 
 
 def differing_replicas(tables: Sequence[KeyTable], agreement: Agreement) -> list[Problem]:
@@ -215,15 +229,15 @@ def _agree_on_layouts(
     for rank, report in reports.items():
         alone = rank if report.mesh is None else None
         groups.setdefault((meshes.number(report.mesh), report.placements, report.order, alone), []).append(rank)
-    choices: dict[int, int] = {}
+    steps_of: dict[int, Steps] = {}
     replicas: list[tuple[HeldShard, ...]] = []
     for ranks in groups.values():
         members = [reports[rank] for rank in ranks]
-        choice = decide(fqn, members)
-        if isinstance(choice, Problem):
-            return choice
-        choices.update(dict.fromkeys(ranks, choice))
-        shards = _held_shards(ranks, members, choice)
+        steps = decide(fqn, members)
+        if isinstance(steps, Problem):
+            return steps
+        steps_of.update(dict.fromkeys(ranks, steps))
+        shards = _held_shards(ranks, members, steps)
         if every_rank_reports:
             absent = missing_ranks(members)
             if absent:
@@ -234,17 +248,17 @@ def _agree_on_layouts(
         replicas.append(_with_empty_shard(first.report.global_shape, shards, tuple(ranks)))
     is_plain = all(report.mesh is None for report in reports.values())
     return TensorAgreement(
-        first.report.global_shape, first.dtype, first.requires_grad, is_plain, choices, tuple(replicas)
+        first.report.global_shape, first.dtype, first.requires_grad, is_plain, steps_of, tuple(replicas)
     )
 
 
-def _held_shards(ranks: Sequence[int], reports: Sequence[ShardReport], choice: int) -> tuple[HeldShard, ...]:
+def _held_shards(ranks: Sequence[int], reports: Sequence[ShardReport], steps: Steps) -> tuple[HeldShard, ...]:
     by_replica_key: dict[tuple[int, ...], list[int]] = {}
     for position, report in enumerate(reports):
         by_replica_key.setdefault(replica_key(report), []).append(position)
     shards = []
     for positions in by_replica_key.values():
-        chunks = shard_of(reports[positions[0]], choice).chunks
+        chunks = shard_of(reports[positions[0]], steps).chunks
         if chunks:
             boxes = tuple((chunk.offsets, chunk.sizes) for chunk in chunks)
             shards.append(HeldShard(tuple(ranks[position] for position in positions), boxes))

@@ -24,7 +24,14 @@ from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 
 from torchtitan_ext import _core
-from torchtitan_ext.checkpoint.agreement import Agreement, HeldShard, TensorAgreement, agree, check_cover
+from torchtitan_ext.checkpoint.agreement import (
+    Agreement,
+    HeldShard,
+    TensorAgreement,
+    agree,
+    check_cover,
+    unforeseen_steps,
+)
 from torchtitan_ext.checkpoint.cast import CastPolicy, cast_problem
 from torchtitan_ext.checkpoint.key_table import (
     Box,
@@ -48,7 +55,7 @@ from torchtitan_ext.checkpoint.report import (
 )
 from torchtitan_ext.errors import CheckpointReadError, Problem, refusal
 from torchtitan_ext.layout.dtensor import local_tensor, local_view
-from torchtitan_ext.layout.layout import num_elements, shard_of
+from torchtitan_ext.layout.layout import Steps, num_elements, shard_of
 from torchtitan_ext.layout.rules import LayoutRules, ShardOrder
 from torchtitan_ext.state.nested import FlatStateDict, Path, flatten_state_dict, materialize_meta, set_value
 from torchtitan_ext.state.plain_value import read_value
@@ -61,12 +68,12 @@ class ReadDecision:
     """What the coordinator tells one rank.
 
     Attributes:
-        choices: Which of its ``candidate_steps`` is true, where it is not the first.
+        steps: Sharding orders that are not the first of the rank's ``candidate_steps``.
         is_cover_checked: Whether the coordinator's metadata is the rank's own, so that its check of the cover holds.
         report: What the load does, where a policy asked for it.
     """
 
-    choices: Mapping[str, int]
+    steps: Mapping[str, Steps]
     is_cover_checked: bool
     report: LoadReport | None
 
@@ -227,14 +234,11 @@ class LoadPlanner(StockLoadPlanner):
             problems = list(report.problems)
         if problems:
             raise refusal("load", problems, report)
+        unforeseen = unforeseen_steps(tables, agreement)
         plans = []
         for rank, plan in enumerate(global_plan):
-            choices = {
-                fqn: agreed.choices[rank]
-                for fqn, agreed in agreement.keys.items()
-                if isinstance(agreed, TensorAgreement) and agreed.choices.get(rank)
-            }
-            plans.append(dataclasses.replace(plan, planner_data=ReadDecision(choices, is_cover_checked, report)))
+            decision = ReadDecision(unforeseen[rank], is_cover_checked, report)
+            plans.append(dataclasses.replace(plan, planner_data=decision))
         return plans
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
@@ -247,7 +251,7 @@ class LoadPlanner(StockLoadPlanner):
                 saved_index = MetadataIndex(self._saved_names.get(fqn, fqn))
                 items.append(ReadItem(LoadItemType.BYTE_IO, MetadataIndex(fqn), zero, saved_index, zero, zero))
             else:
-                tensor_items = self._tensor_items(fqn, entry, decision.choices.get(fqn, 0))
+                tensor_items = self._tensor_items(fqn, entry, decision.steps.get(fqn))
                 if not decision.is_cover_checked:
                     problems += _unread_problems(fqn, entry, tensor_items)
                 items += tensor_items
@@ -364,7 +368,7 @@ class LoadPlanner(StockLoadPlanner):
             parts[position].append((offsets, sizes))
         return all(map(_is_covered, [sizes for _, sizes in wanted], parts))
 
-    def _tensor_items(self, fqn: str, entry: TensorEntry | BoxesEntry, choice: int) -> list[ReadItem]:
+    def _tensor_items(self, fqn: str, entry: TensorEntry | BoxesEntry, steps: Steps | None) -> list[ReadItem]:
         saved_name = self._saved_names.get(fqn, fqn)
         saved = self.metadata.state_dict_metadata[saved_name]
         assert isinstance(saved, TensorStorageMetadata)
@@ -372,7 +376,7 @@ class LoadPlanner(StockLoadPlanner):
             # Each box is a tensor of its own: its elements begin at 0.
             chunks = [(offsets, sizes, (0,) * len(offsets)) for offsets, sizes in entry.boxes]
         else:
-            chunks = list(shard_of(entry.report, choice).chunks)
+            chunks = list(shard_of(entry.report, steps).chunks)
         boxes = _boxes_of(saved)
         return [
             ReadItem(

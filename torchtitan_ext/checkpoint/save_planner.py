@@ -37,6 +37,7 @@ from torchtitan_ext.checkpoint.agreement import (
     agree,
     differing_replicas,
     uncompared_replicas,
+    unforeseen_steps,
 )
 from torchtitan_ext.checkpoint.key_table import (
     Box,
@@ -51,7 +52,7 @@ from torchtitan_ext.checkpoint.key_table import (
 from torchtitan_ext.checkpoint.report import WORLD_KEY, world_record
 from torchtitan_ext.errors import Problem, StateRefusedError, refusal
 from torchtitan_ext.layout.dtensor import local_tensor, local_view
-from torchtitan_ext.layout.layout import Chunk, num_elements, shard_of
+from torchtitan_ext.layout.layout import Chunk, Steps, num_elements, shard_of
 from torchtitan_ext.layout.rules import LayoutRules, ShardOrder
 from torchtitan_ext.state.nested import flatten_state_dict
 
@@ -88,14 +89,14 @@ class WriteDecision:
     """What the coordinator tells one rank.
 
     Attributes:
-        choices: Which of its ``candidate_steps`` is true, where it is not the first.
+        steps: Sharding orders that are not the first of the rank's ``candidate_steps``.
         writes: Keys it writes, each with the boxes and the position of the first in the metadata's chunk list.
         token: The name of this plan in the coordinator's cache.
         rank: The rank's position in this plan.
         several_boxes: The first keys of which some rank writes more than one box.
     """
 
-    choices: Mapping[str, int]
+    steps: Mapping[str, Steps]
     writes: Sequence[tuple[str, int, tuple[Box, ...]]]
     token: str
     rank: int
@@ -237,7 +238,7 @@ class SavePlanner(StockSavePlanner):
         else:
             cached = StockSavePlanner._cached_final_save_plan[self._cached_plans_key]
             self.plan = dataclasses.replace(cached, storage_data=new_plan.storage_data or cached.storage_data)
-        self._chunks = self._chunks_by_offsets(self.plan.planner_data.choices)
+        self._chunks = self._chunks_by_offsets(self.plan.planner_data.steps)
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -328,16 +329,11 @@ class SavePlanner(StockSavePlanner):
         writes: list[list[tuple[str, int, tuple[Box, ...]]]] = [[] for _ in tables]
         for (fqn, position, held), writer in zip(shards, _core.assign_writers(weights, len(tables)), strict=True):
             writes[writer].append((fqn, position, held.boxes))
-        choices: list[dict[str, int]] = [{} for _ in tables]
-        for fqn, agreed in agreement.keys.items():
-            if isinstance(agreed, TensorAgreement):
-                for rank, choice in agreed.choices.items():
-                    if choice:
-                        choices[rank][fqn] = choice
         paths = {fqn: path for table in reversed(tables) for fqn, path in table.stock_paths.items()}
         several_boxes = list(dict.fromkeys(fqn for fqn, _, held in shards if len(held.boxes) > 1))[:_MAX_NAMED_KEYS]
         decisions = [
-            WriteDecision(choices[rank], writes[rank], token, rank, several_boxes) for rank in range(len(tables))
+            WriteDecision(steps, writes[rank], token, rank, several_boxes)
+            for rank, steps in enumerate(unforeseen_steps(tables, agreement))
         ]
         return decisions, Metadata(metadata, planner_data=paths if self.flatten_state_dict else None)
 
@@ -363,13 +359,13 @@ class SavePlanner(StockSavePlanner):
                 items.append(WriteItem(MetadataIndex(fqn, offsets, index), item_type, tensor_data=data))
         return items
 
-    def _chunks_by_offsets(self, choices: Mapping[str, int]) -> dict[tuple[str, tuple[int, ...]], Chunk]:
+    def _chunks_by_offsets(self, steps: Mapping[str, Steps]) -> dict[tuple[str, tuple[int, ...]], Chunk]:
         written = {item.index.fqn for item in self.plan.items}
         return {
             (fqn, chunk.offsets): chunk
             for fqn, entry in self._table.entries.items()
             if fqn in written and isinstance(entry, TensorEntry)
-            for chunk in shard_of(entry.report, choices.get(fqn, 0)).chunks
+            for chunk in shard_of(entry.report, steps.get(fqn)).chunks
         }
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchtitan_ext.errors import Problem
-from torchtitan_ext.layout.layout import MeshLayout, ShardReport, Step, format_placements
+from torchtitan_ext.layout.layout import MeshLayout, ShardReport, Step, Steps, format_placements
 from torchtitan_ext.layout.rules import LayoutRules
 
 
@@ -147,7 +147,7 @@ class Describer:
 
     def _stated_order(
         self, fqn: str, mesh: MeshLayout, placements: Sequence[tuple[int, int]], num_dims: int
-    ) -> tuple[Step, ...] | None | Problem:
+    ) -> Steps | None | Problem:
         sharding = {axis: dim for axis, (dim, _) in enumerate(placements) if dim >= 0}
         stated = self._rules.find(fqn)
         if stated is None or not sharding:
@@ -196,7 +196,7 @@ def _describe_placement(
     return (dim + num_dims if dim < 0 else dim, split_factor)
 
 
-def _order_in_spec(tensor: DTensor, placements: Sequence[tuple[int, int]]) -> tuple[Step, ...] | None:
+def _order_in_spec(tensor: DTensor, placements: Sequence[tuple[int, int]]) -> Steps | None:
     """The order that DTensor itself records (``DTensorSpec.shard_order``), where it is not left to right."""
     shard_order = getattr(tensor._spec, "shard_order", None)
     if not shard_order or any(split_factor != 1 for _, split_factor in placements):

@@ -22,6 +22,9 @@ Step = tuple[int, int, int]
 
 """Mesh axis, tensor dim, split factor."""
 
+Steps = tuple[Step, ...]
+"""A sharding order: the steps in which a tensor was cut."""
+
 
 class Chunk(NamedTuple):
     """A box of a global tensor that a rank holds.
@@ -76,7 +79,7 @@ class ShardReport:
     coordinate: tuple[int, ...] = ()
     placements: tuple[tuple[int, int], ...] = ()
     local_sizes: tuple[int, ...] = ()
-    order: tuple[Step, ...] | None = None
+    order: Steps | None = None
 
 
 def format_placements(placements: Sequence[tuple[int, int]]) -> str:
@@ -92,25 +95,26 @@ def format_placements(placements: Sequence[tuple[int, int]]) -> str:
     return f"[{', '.join(words)}]"
 
 
-def candidate_steps(report: ShardReport) -> list[list[Step]]:
+def candidate_steps(report: ShardReport) -> list[Steps]:
     """The sharding orders that a report leaves open, without repeats; one where the order is stated."""
     if report.mesh is None:
-        return [[]]
+        return [()]
     if report.order is not None:
-        return [list(report.order)]
+        return [report.order]
     readings: tuple[Literal["nested", "left_to_right"], ...] = ("nested", "left_to_right")
-    candidates: list[list[Step]] = []
+    candidates: list[Steps] = []
     for reading in readings:
-        steps = _core.read_placements(report.placements, report.mesh.shape, reading)
+        steps = tuple(_core.read_placements(report.placements, report.mesh.shape, reading))
         if steps not in candidates:
             candidates.append(steps)
     return candidates
 
 
-def shard_of(report: ShardReport, choice: int = 0) -> LocalShard:
-    """What a rank holds under one of its ``candidate_steps``."""
+def shard_of(report: ShardReport, steps: Steps | None = None) -> LocalShard:
+    """What a rank holds when sharded by these steps; by the first of its ``candidate_steps`` if left out."""
     mesh_shape = () if report.mesh is None else report.mesh.shape
-    return local_shard(report.global_shape, mesh_shape, candidate_steps(report)[choice], report.coordinate)
+    steps = candidate_steps(report)[0] if steps is None else steps
+    return local_shard(report.global_shape, mesh_shape, steps, report.coordinate)
 
 
 def local_shard(
@@ -121,7 +125,7 @@ def local_shard(
     return LocalShard(sizes, tuple(Chunk(*chunk) for chunk in chunks))
 
 
-def decide(fqn: str, reports: Sequence[ShardReport]) -> int | Problem:
+def decide(fqn: str, reports: Sequence[ShardReport]) -> Steps | Problem:
     """Which of the ``candidate_steps`` is true, by what the local tensors of all reporting ranks are.
 
     Args:
@@ -129,11 +133,11 @@ def decide(fqn: str, reports: Sequence[ShardReport]) -> int | Problem:
         reports: Reports that agree in global shape, mesh, placements and stated order, one per coordinate or more.
 
     Returns:
-        The index into ``candidate_steps``, or the problem: no candidate fits, or two fit and differ.
+        The true steps, or the problem: no candidate fits, or two fit and differ.
     """
     first = reports[0]
     if first.mesh is None:
-        return 0
+        return ()
     candidates = candidate_steps(first)
     observations = [(report.coordinate, report.local_sizes) for report in reports]
     try:
@@ -143,7 +147,7 @@ def decide(fqn: str, reports: Sequence[ShardReport]) -> int | Problem:
     except (ValueError, OverflowError) as error:
         return Problem("layout_matches_nothing", fqn, f"{_where(first)}: {error}")
     if outcome == "decided":
-        return index
+        return candidates[index]
     rank = _rank_at(first.mesh, coordinate)
     if outcome == "in_doubt":
         kind: ProblemKind = "layout_in_doubt"
