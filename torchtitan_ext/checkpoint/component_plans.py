@@ -16,11 +16,12 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
-from torchtitan_ext.checkpoint.component import Resharded, World, can_reshard, reshard_state
+from torchtitan_ext.checkpoint.component import Resharded, can_reshard, reshard_state
 from torchtitan_ext.checkpoint.load_planner import LoadPlanner
+from torchtitan_ext.checkpoint.load_rules import UNTOUCHED, ComponentPlan
 from torchtitan_ext.checkpoint.param_groups import find_moved, merge_param_groups
 from torchtitan_ext.checkpoint.policy import ElasticPolicy, Source
-from torchtitan_ext.checkpoint.report import UNTOUCHED, ComponentPlan, saved_world
+from torchtitan_ext.checkpoint.world import World, saved_world
 from torchtitan_ext.errors import CannotReshardError, CheckpointReadError, Problem
 from torchtitan_ext.state.nested import Path, flatten_state_dict
 

@@ -42,17 +42,11 @@ from torchtitan_ext.checkpoint.key_table import (
     TensorEntry,
     describe_state,
 )
+from torchtitan_ext.checkpoint.load_rules import ComponentPlan, ReadRequest, component_of
+from torchtitan_ext.checkpoint.missing_keys import missing_problems
+from torchtitan_ext.checkpoint.per_rank_keys import unclaimed_problems
 from torchtitan_ext.checkpoint.policy import ElasticPolicy, Source
-from torchtitan_ext.checkpoint.report import (
-    ComponentPlan,
-    LoadReport,
-    ReadRequest,
-    build_report,
-    component_of,
-    disagreements,
-    missing_problems,
-    unclaimed_problems,
-)
+from torchtitan_ext.checkpoint.report import LoadReport, build_report, disagreements
 from torchtitan_ext.errors import CheckpointReadError, Problem, refusal
 from torchtitan_ext.layout.dtensor import local_tensor, local_view
 from torchtitan_ext.layout.layout import Steps, num_elements, shard_of

@@ -49,7 +49,7 @@ from torchtitan_ext.checkpoint.key_table import (
     digest_values,
     structure_digest,
 )
-from torchtitan_ext.checkpoint.report import WORLD_KEY, world_record
+from torchtitan_ext.checkpoint.world import WORLD_KEY, world_record
 from torchtitan_ext.errors import Problem, StateRefusedError, refusal
 from torchtitan_ext.layout.dtensor import local_tensor, local_view
 from torchtitan_ext.layout.layout import Chunk, Steps, num_elements, shard_of

@@ -10,7 +10,8 @@ from typing import Any, Literal
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from torchtitan_ext.checkpoint.component import Resharded, World, reshard_state
+from torchtitan_ext.checkpoint.component import Resharded, reshard_state
+from torchtitan_ext.checkpoint.world import World
 from torchtitan_ext.elastic import schedule_math
 from torchtitan_ext.errors import CannotReshardError
 

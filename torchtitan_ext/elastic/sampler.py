@@ -16,7 +16,8 @@ from collections.abc import Iterator, Mapping, Sized
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
-from torchtitan_ext.checkpoint.component import Resharded, World
+from torchtitan_ext.checkpoint.component import Resharded
+from torchtitan_ext.checkpoint.world import World
 from torchtitan_ext.elastic.index_order import index_order
 from torchtitan_ext.errors import CannotReshardError
 

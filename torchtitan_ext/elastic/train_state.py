@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan_ext.checkpoint.component import Resharded, World
+from torchtitan_ext.checkpoint.component import Resharded
+from torchtitan_ext.checkpoint.world import World
 from torchtitan_ext.errors import CannotReshardError
 
 

@@ -1,0 +1,71 @@
+"""What a load is told, and what each rank asks for by it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from torchtitan_ext.checkpoint.key_table import KeyTable
+from torchtitan_ext.checkpoint.policy import Action
+from torchtitan_ext.errors import Problem
+
+MODEL = "model"
+
+
+"""The component of tensors that stand at the top of a state dict, as torchtitan flattens its model."""
+
+
+UNTOUCHED = "left as is"
+
+
+@dataclass(frozen=True)
+class ComponentPlan:
+    """What one rank does with one component.
+
+    Attributes:
+        action: By the policy.
+        note: What becomes of it, where that is known before the plan is.
+        problem: Why it cannot be done.
+        saved_prefix: Its saved entries have been read already, all keys below this one; else ``None``.
+    """
+
+    action: Action
+    note: str = ""
+    problem: Problem | None = None
+    saved_prefix: str | None = None
+
+
+@dataclass(frozen=True)
+class ReadRequest:
+    """What a rank asks for.
+
+    Attributes:
+        table: The entries to be read, under the names of the state dict.
+        saved_names: What they are called in the checkpoint, where that differs.
+        missing: Keys that the checkpoint lacks.
+        left: Keys that are not loaded, by the policy or because no source selects them.
+        components: By top-level key.
+        rules: By which policy, and from which source, as text.
+        metadata_name: Which metadata it read: ranks have one each after ``use_collectives=False``.
+    """
+
+    table: KeyTable
+    metadata_name: str
+    rules: str = ""
+    saved_names: Mapping[str, str] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+    components: Mapping[str, ComponentPlan] = field(default_factory=dict)
+
+    def saved_name(self, fqn: str) -> str:
+        return self.saved_names.get(fqn, fqn)
+
+
+def component_of(fqn: str, components: Collection[str], *, is_tensor: bool) -> str:
+    """The top-level key that a flat key stands under."""
+    name = fqn
+    while name not in components and "." in name:
+        name = name.rsplit(".", 1)[0]
+    if name in components:
+        return name
+    return MODEL if is_tensor else fqn

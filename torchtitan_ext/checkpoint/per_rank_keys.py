@@ -1,0 +1,50 @@
+"""Entries that each rank keeps for itself, such as ``dataloader.dp_rank_7``: they have no place in another world."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Sequence
+
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+
+from torchtitan_ext.checkpoint.load_rules import ReadRequest
+from torchtitan_ext.errors import Problem
+
+# A component such as dp_rank_7 or rank_7: an entry that each rank keeps for itself. Not layers.7.
+PER_RANK = re.compile(r"(?:^|\.)(?:[^.]*_)?rank_?\d+(?=\.|$)")
+
+
+def unclaimed_problems(requests: Sequence[ReadRequest], metadata: Metadata, allowed: Sequence[str]) -> list[Problem]:
+    """Entries that each rank keeps for itself, of which this load would silently drop some."""
+    wanted = {request.saved_name(fqn) for request in requests for fqn in request.table.entries}
+    families: dict[str, list[str]] = {}
+    for fqn, saved in metadata.state_dict_metadata.items():
+        if isinstance(saved, BytesStorageMetadata) and PER_RANK.search(fqn):
+            families.setdefault(family_of(fqn), []).append(fqn)
+    problems = []
+    for family, members in families.items():
+        unclaimed = [
+            fqn for fqn in members if fqn not in wanted and not any(fnmatch.fnmatchcase(fqn, glob) for glob in allowed)
+        ]
+        if unclaimed and len(unclaimed) < len(members) and any(fqn in wanted for fqn in members):
+            problems.append(
+                Problem(
+                    "unclaimed_keys",
+                    family,
+                    f"the checkpoint has {len(members)} of these, the {len(requests)} rank(s) of this load ask for "
+                    f"{sum(fqn in wanted for fqn in members)}; {unclaimed[0]} would be dropped; load on as many "
+                    f"ranks as saved, {how_to_divide(family)}, or pass LoadPlanner(allow_unclaimed=[{family!r}])",
+                )
+            )
+    return problems
+
+
+def how_to_divide(family: str) -> str:
+    """What carries entries of old ranks to other ranks; torchtitan's data loader has them as ``dp_rank_*``."""
+    known = ", or read torchtitan's text data with ElasticDataLoader and TorchtitanTextStreams"
+    return "give the component a method reshard" + (known if "dp_rank_*" in family else "")
+
+
+def family_of(fqn: str) -> str:
+    return PER_RANK.sub(lambda match: re.sub(r"\d+$", "*", match.group()), fqn)
