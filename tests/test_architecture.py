@@ -20,7 +20,7 @@ ROWS = [
     {"layout"},
     {"state", "ranks"},
     {"checkpoint", "sync"},
-    {"full_tensor", "fingerprint"},
+    {"full_tensors", "fingerprints"},
     {"elastic"},
     {"integrations", "__init__"},
 ]

@@ -1,14 +1,22 @@
-"""State that survives a change of cluster: exact distributed checkpoints, resharding and replica sync for PyTorch."""
+"""State that survives a change of cluster: exact distributed checkpoints, resharding and replica sync for PyTorch.
 
-from torchtitan_ext import elastic, errors, ops
-from torchtitan_ext.checkpoint import async_save, load, save
-from torchtitan_ext.checkpoint.load_planner import LoadPlanner
-from torchtitan_ext.checkpoint.save_planner import SavePlanner
-from torchtitan_ext.fingerprint import fingerprint
-from torchtitan_ext.full_tensor import distribute_tensor, full_tensor, get_full_state_dict, set_full_state_dict
-from torchtitan_ext.layout.rules import ShardOrder
-from torchtitan_ext.sync import broadcast_tensors, sync_module_states
-from torchtitan_ext.sync.check import check_replicas
+Names are imported when they are first used (PEP 562), so that ``torchtitan_ext.errors`` and ``torchtitan_ext._core``
+come in a fraction of a second, and without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchtitan_ext import elastic, errors, ops
+    from torchtitan_ext.checkpoint import LoadPlanner, SavePlanner, async_save, load, save
+    from torchtitan_ext.fingerprints import fingerprint
+    from torchtitan_ext.full_tensors import distribute_tensor, full_tensor, get_full_state_dict, set_full_state_dict
+    from torchtitan_ext.layout import ShardOrder
+    from torchtitan_ext.sync import broadcast_tensors, sync_module_states
+    from torchtitan_ext.sync.check import check_replicas
 
 __version__ = "0.1.0"
 
@@ -31,3 +39,33 @@ __all__ = [
     "set_full_state_dict",
     "sync_module_states",
 ]
+
+# Rooms that are reached by attribute too, as after ``import torchtitan_ext.sync``.
+_ROOMS = ("checkpoint", "layout", "ranks", "state", "sync")
+
+_MODULE_OF = {
+    **dict.fromkeys(("LoadPlanner", "SavePlanner", "async_save", "load", "save"), "checkpoint"),
+    **dict.fromkeys(("distribute_tensor", "full_tensor", "get_full_state_dict", "set_full_state_dict"), "full_tensors"),
+    **dict.fromkeys(("broadcast_tensors", "sync_module_states"), "sync"),
+    "check_replicas": "sync.check",
+    "ShardOrder": "layout",
+    "fingerprint": "fingerprints",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__ and name not in _ROOMS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        module = importlib.import_module(f"{__name__}.{_MODULE_OF.get(name, name)}")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(f"torchtitan_ext.{name} needs torch 2.11 or newer; run: pip install torch") from None
+    value = getattr(module, name) if name in _MODULE_OF else module
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_ROOMS})

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import torchtitan_ext as tte
 from torchtitan_ext.elastic import ElasticDataLoader, ElasticPolicy, Resharded, Source, Streams, TrainState, World
-from torchtitan_ext.errors import CannotReshardError, CheckpointFailedError, StateRefusedError
+from torchtitan_ext.errors import CannotReshardError, CheckpointFailedError, ReshardError, StateRefusedError
 
 
 class Counters:
@@ -485,8 +485,12 @@ def test_containers_are_filled_in_place(run_world, tmp_path: Path) -> None:
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointFailedError, match="No such file|metadata"):
-        tte.load({"step": 0}, tmp_path / "nowhere", policy=ElasticPolicy())
+    for policy in (None, ElasticPolicy()):
+        with pytest.raises(
+            ReshardError, match=r"nowhere: has no \.metadata that can be read \(FileNotFoundError"
+        ) as caught:
+            tte.load({"step": 0}, tmp_path / "nowhere", policy=policy)
+        assert "nothing was changed" in str(caught.value) and len(str(caught.value).splitlines()) <= 5
 
 
 @pytest.mark.parametrize(

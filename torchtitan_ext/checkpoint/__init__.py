@@ -1,39 +1,43 @@
-"""Save and load in one call, with the package's planners and its own errors instead of DCP's wrapper."""
+"""Save and load in one call: the package's planners, its own errors, and components that cross to another world.
+
+``save`` and ``load`` tell the story; ``save_values`` and ``load_state_dict`` have its phases.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
-from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.planner import LoadPlanner as StockLoadPlanner
+from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
-from torch.distributed.checkpoint.utils import _DistWrapper
 
-from torchtitan_ext.checkpoint.dcp_failure import own_errors
-from torchtitan_ext.checkpoint.load import load_components
+from torchtitan_ext.checkpoint.load_phases import load_state_dict
 from torchtitan_ext.checkpoint.load_planner import LoadPlanner
+from torchtitan_ext.checkpoint.phases import Phases
 from torchtitan_ext.checkpoint.policy import ElasticPolicy, Source
 from torchtitan_ext.checkpoint.report import LoadReport
+from torchtitan_ext.checkpoint.save_phases import SaveResult, ask_for_states, save_values, writer_at
 from torchtitan_ext.checkpoint.save_planner import SavePlanner
 from torchtitan_ext.checkpoint.staging import CpuStager
+
+__all__ = ["CpuStager", "LoadPlanner", "LoadReport", "SavePlanner", "SaveResult", "async_save", "load", "save"]
 
 
 def save(
     state_dict: dict[str, Any],
     path: str | os.PathLike[str] | None = None,
     *,
-    planner: SavePlanner | None = None,
+    planner: StockSavePlanner | None = None,
     storage_writer: StorageWriter | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
-) -> Metadata:
+) -> SaveResult:
     """Saves a state dict; any layout, exactly. Collective over ``process_group``.
 
     Args:
@@ -44,6 +48,9 @@ def save(
         process_group: The ranks that take part; all by default.
         no_dist: Save from this process alone.
 
+    Returns:
+        Where, how much, how long; the metadata is read when asked for.
+
     Raises:
         StateRefusedError: Nothing was written; the same on every rank, listing all problems.
         CheckpointFailedError: A rank failed while planning or writing; names the ranks and their errors.
@@ -51,23 +58,17 @@ def save(
         ValueError: Neither a path nor storage.
     """
     _check_place("save", path, storage_writer)
-    values = _values_of(state_dict, "save", process_group, no_dist)
-    with own_errors("save", process_group, no_dist=no_dist):
-        return state_dict_saver.save(
-            values,
-            checkpoint_id=path,
-            storage_writer=storage_writer,
-            planner=SavePlanner() if planner is None else planner,
-            process_group=process_group,
-            no_dist=no_dist,
-        )
+    phases = Phases("save", process_group, no_dist=no_dist)
+    values = ask_for_states(state_dict, phases)
+    writer = writer_at(path, storage_writer)
+    return save_values(values, writer, SavePlanner() if planner is None else planner, phases)
 
 
 def load(
     state_dict: dict[str, Any],
     path: str | os.PathLike[str] | None = None,
     *,
-    planner: LoadPlanner | None = None,
+    planner: StockLoadPlanner | None = None,
     storage_reader: StorageReader | None = None,
     policy: ElasticPolicy | None = None,
     sources: Sequence[Source] = (),
@@ -101,96 +102,54 @@ def load(
     planner = LoadPlanner() if planner is None else planner
     if sources and (path is not None or storage_reader is not None):
         raise ValueError("load: got sources and a path or storage_reader, expected one of them")
-    is_ours = isinstance(planner, LoadPlanner)
-    if not is_ours and (policy is not None or sources):
+    if not isinstance(planner, LoadPlanner) and (policy is not None or sources):
         raise ValueError(f"load: got a policy or sources and a {type(planner).__name__}, expected a LoadPlanner")
-    given = planner.policy if is_ours else None
-    if policy is not None and given is not None:
+    planned_by = planner.rules.policy if isinstance(planner, LoadPlanner) else None
+    if policy is not None and planned_by is not None:
         raise ValueError("load: got a policy and a planner with a policy, expected one of them")
     if not sources:
         _check_place("load", path, storage_reader)
-    if policy is not None or given is not None or sources:
-        return load_components(
-            state_dict,
-            sources or [dataclasses.replace(planner.source, path=path, storage_reader=storage_reader)],
-            planner,
-            policy or given or ElasticPolicy(),
-            process_group=process_group,
-            no_dist=no_dist,
-        )
-    values = _values_of(state_dict, "load", process_group, no_dist)
-    with own_errors("load", process_group, no_dist=no_dist):
-        state_dict_loader.load(
-            values,
-            checkpoint_id=path,
-            storage_reader=storage_reader,
-            planner=planner,
-            process_group=process_group,
-            no_dist=no_dist,
-        )
-    for key, component in state_dict.items():
-        if isinstance(component, Stateful):
-            component.load_state_dict(values[key])
-        else:
-            state_dict[key] = values[key]
-    return None
+        source = planner.rules.source if isinstance(planner, LoadPlanner) else Source()
+        sources = [dataclasses.replace(source, path=path, storage_reader=storage_reader)]
+    elif policy is None and planned_by is None:
+        policy = ElasticPolicy()
+    phases = Phases("load", process_group, no_dist=no_dist)
+    report = load_state_dict(state_dict, sources, planner, policy or planned_by, phases)
+    if isinstance(planner, LoadPlanner):
+        planner.report = report
+    return report
 
 
 def async_save(
     state_dict: dict[str, Any],
     path: str | os.PathLike[str] | None = None,
     *,
-    planner: SavePlanner | None = None,
+    planner: StockSavePlanner | None = None,
     storage_writer: StorageWriter | None = None,
     process_group: dist.ProcessGroup | None = None,
-) -> Future[Metadata]:
+) -> Future[SaveResult]:
     """Copies the state dict to the CPU (``staging``), then saves it in a thread. Collective over ``process_group``.
 
     Returns:
-        A future of the metadata; it raises what ``save`` raises. The caller may change the state dict at once.
+        A future of what ``save`` returns; it raises what ``save`` raises. The caller may change the state dict at once.
     """
     _check_place("save", path, storage_writer)
-    values = _values_of(state_dict, "save", process_group, False)
-    with own_errors("save", no_dist=True):
-        response = state_dict_saver.async_save(
-            values,
-            checkpoint_id=path,
-            storage_writer=storage_writer,
-            planner=SavePlanner() if planner is None else planner,
-            process_group=process_group,
-            async_stager=CpuStager(),
-        )
-    upload: Future[Any] = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
-    finished: Future[Metadata] = Future()
-
-    def pass_on(done: Future[Metadata]) -> None:
-        try:
-            with own_errors("save", process_group):
-                finished.set_result(done.result())
-        except BaseException as error:
-            finished.set_exception(error)
-
-    upload.add_done_callback(pass_on)
-    return finished
-
-
-def _values_of(
-    state_dict: dict[str, Any], operation: str, process_group: dist.ProcessGroup | None, no_dist: bool
-) -> dict[str, Any]:
-    """What DCP sees. It would ask ``Stateful`` objects itself, outside of its collectives: where one of them raises,
-    the other ranks would wait for this one."""
-    values: dict[str, Any] = {}
-
-    def ask() -> None:
-        for key, value in state_dict.items():
-            values[key] = value.state_dict() if isinstance(value, Stateful) else value
-
-    no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
-    group = _DistWrapper(process_group, not no_dist, 0)
-    phase = "components were asked for their state; nothing was changed"
-    with own_errors(operation, process_group, no_dist=no_dist, phase=phase):
-        group.all_gather("state_dict", ask)
-    return values
+    if dist.is_available() and dist.is_initialized():
+        devices = (process_group or dist.group.WORLD)._device_types  # type: ignore[union-attr]
+        if torch.device("cpu") not in devices:
+            raise ValueError(
+                f"async_save: got a group for {', '.join(map(str, devices))}, expected one that can send from CPU "
+                "memory; call init_process_group with 'cpu:gloo,cuda:nccl'"
+            )
+    phases = Phases("save", process_group)
+    values = ask_for_states(state_dict, phases)
+    writer = writer_at(path, storage_writer)
+    copies: dict[str, Any] = {}
+    phases.on_all("stage", lambda: copies.update(CpuStager().stage(values)), doing="values were copied to the CPU")
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torchtitan_ext.async_save")
+    saved = thread.submit(save_values, copies, writer, SavePlanner() if planner is None else planner, phases)
+    thread.shutdown(wait=False)
+    return saved
 
 
 def _check_place(

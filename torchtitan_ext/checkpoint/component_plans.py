@@ -21,20 +21,29 @@ from torchtitan_ext.checkpoint.load_planner import LoadPlanner
 from torchtitan_ext.checkpoint.load_rules import UNTOUCHED, ComponentPlan
 from torchtitan_ext.checkpoint.param_groups import find_moved, merge_param_groups
 from torchtitan_ext.checkpoint.policy import ElasticPolicy, Source
-from torchtitan_ext.checkpoint.world import World, saved_world
+from torchtitan_ext.checkpoint.world import World, named_axes, saved_world
 from torchtitan_ext.errors import CannotReshardError, CheckpointReadError, Problem
 from torchtitan_ext.state.nested import Path, flatten_state_dict
 
 
-@dataclass
-class Opened:
-    """A source, its metadata, and the planner that reads from it."""
+@dataclass(frozen=True)
+class OpenSource:
+    """A source, its metadata, and how objects are read from it.
+
+    Attributes:
+        name: Its path, or what reads it, for messages.
+        is_of_one_rank: Whether the metadata is of this rank's part alone (``use_collectives=False``).
+        weights_only: See ``LoadPlanner``.
+        allows_missing: Whether a component may be missing (``allow_partial_load``).
+    """
 
     name: str
     source: Source
     reader: StorageReader
     metadata: Metadata
-    planner: LoadPlanner
+    is_of_one_rank: bool = False
+    weights_only: bool = True
+    allows_missing: bool = False
 
 
 @dataclass
@@ -55,17 +64,39 @@ class Components:
     param_groups: dict[Any, list[dict[str, Any]]] = field(default_factory=dict)
     plans: list[dict[str, ComponentPlan]] = field(default_factory=list)
 
+    def value_for(self, key: Any) -> Any:
+        """What a component takes, after its values were read in place."""
+        if key in self.param_groups:
+            return {**self.values[key], "param_groups": self.param_groups[key]}
+        return self.values[key]
+
+    def loaded(self, policy: ElasticPolicy | None) -> tuple[str, ...]:
+        """Names of the entries whose values the planners fill."""
+        names = map(str, self.values)
+        return tuple(n for n in names if policy is None or policy.component_action(n) not in ("omit", "reset"))
+
+    def changed(self, policy: ElasticPolicy | None) -> tuple[str, ...]:
+        """Names of all entries that a load changes."""
+        return (*self.loaded(policy), *map(str, self.resharded), *map(str, self.to_reset))
+
 
 def cut_by_component(
-    state_dict: Mapping[Any, Any], opened: Sequence[Opened], policy: ElasticPolicy, size: int
+    state_dict: Mapping[Any, Any], opened: Sequence[OpenSource], policy: ElasticPolicy | None, size: int
 ) -> Components:
     """Cuts a state dict by what becomes of its entries, and asks those with a rule of their own.
 
     Args:
         opened: Where keys come from; the first that selects a key counts.
+        policy: Without one all values are filled as they are, as in stock, and no component is asked.
         size: Number of ranks that load.
     """
     components = Components(plans=[{} for _ in opened])
+    if policy is None:
+        components.values = {
+            key: component.state_dict() if isinstance(component, Stateful) else component
+            for key, component in state_dict.items()
+        }
+        return components
     carried = {}
     for key, component in state_dict.items():
         name = str(key)
@@ -90,7 +121,7 @@ def cut_by_component(
             carried[key] = component
         else:
             components.values[key] = component.state_dict()
-    new = World(size, _mesh_axes(components.values))
+    new = _world_of(components.values, size)
     for key, value in components.values.items():
         name = str(key)
         position = _source_of(f"{name}.param_groups.*", opened)
@@ -118,7 +149,7 @@ def cut_by_component(
     return components
 
 
-def _source_of(fqn: str, opened: Sequence[Opened]) -> int | None:
+def _source_of(fqn: str, opened: Sequence[OpenSource]) -> int | None:
     return next((position for position, one in enumerate(opened) if one.source.selects(fqn)), None)
 
 
@@ -131,12 +162,12 @@ def _has_group_list(value: Any) -> bool:
 
 
 def _merge_groups(
-    name: str, current: list[dict[str, Any]], opened: Opened
+    name: str, current: list[dict[str, Any]], opened: OpenSource
 ) -> tuple[ComponentPlan, list[dict[str, Any]] | None]:
     """Saved options for the current groups; none where the checkpoint has no list of groups."""
     prefix = opened.source.saved_name(f"{name}.param_groups.x").removesuffix(".x")
     try:
-        saved = read_saved(opened.reader, opened.metadata, prefix, weights_only=opened.planner.weights_only)
+        saved = read_saved(opened.reader, opened.metadata, prefix, weights_only=opened.weights_only)
     except CheckpointReadError as error:
         return ComponentPlan("reshard", "", Problem("cannot_reshard", name, str(error)), prefix), None
     if not isinstance(saved, list) or not all("params" in group for group in saved):
@@ -154,7 +185,7 @@ def _merge_groups(
 
 
 def _ask(
-    name: str, component: Any, opened: Opened, new: World, policy: ElasticPolicy
+    name: str, component: Any, opened: OpenSource, new: World, policy: ElasticPolicy
 ) -> tuple[ComponentPlan, Resharded | None]:
     """What a component makes of what it saved."""
     prefix = opened.source.saved_prefix(name)
@@ -165,12 +196,12 @@ def _ask(
     if not _paths_below(prefix, opened.metadata):
         if not component.state_dict():
             return ComponentPlan("reshard", UNTOUCHED), None
-        is_refused = policy.strict == "error" and not opened.planner.allow_partial_load
+        is_refused = policy.strict == "error" and not opened.allows_missing
         detail = f"Missing key in checkpoint state_dict: {prefix}. The checkpoint has nothing of this component"
         problem = Problem("missing_key", name, detail) if is_refused else None
         return ComponentPlan("reshard", "missing, left as is", problem), None
     try:
-        saved = read_saved(opened.reader, opened.metadata, prefix, weights_only=opened.planner.weights_only)
+        saved = read_saved(opened.reader, opened.metadata, prefix, weights_only=opened.weights_only)
         resharded = reshard_state(component, saved, saved_world(opened.metadata), new)
         return ComponentPlan("reshard", resharded.note, saved_prefix=prefix), resharded
     except CannotReshardError as error:
@@ -235,12 +266,8 @@ def _paths_below(prefix: str, metadata: Metadata) -> dict[str, Path]:
     return below
 
 
-def _mesh_axes(values: Mapping[str, Any]) -> dict[str, int]:
+def _world_of(values: Mapping[str, Any], size: int) -> World:
     meshes = {
         tensor.device_mesh for tensor in flatten_state_dict(values).values.values() if isinstance(tensor, DTensor)
     }
-    axes: dict[str, int] = {}
-    for mesh in sorted(meshes, key=lambda mesh: -mesh.ndim):
-        for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False):
-            axes.setdefault(name, size)
-    return axes
+    return World(size, named_axes((mesh.mesh_dim_names, mesh.shape) for mesh in meshes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import io
 import logging
@@ -42,7 +43,7 @@ from torchtitan_ext.checkpoint.key_table import (
     TensorEntry,
     describe_state,
 )
-from torchtitan_ext.checkpoint.load_rules import ComponentPlan, ReadRequest, component_of
+from torchtitan_ext.checkpoint.load_rules import ComponentPlan, LoadRules, ReadRequest
 from torchtitan_ext.checkpoint.missing_keys import missing_problems
 from torchtitan_ext.checkpoint.per_rank_keys import unclaimed_problems
 from torchtitan_ext.checkpoint.policy import ElasticPolicy, Source
@@ -102,10 +103,8 @@ class LoadPlanner(StockLoadPlanner):
         source: Which keys come from this checkpoint, and under which names. All, under their own, by default.
 
     Attributes:
-        is_reading: Whether the plan is made, so that targets may have been written.
-        report: What the load does, from step 4 on, on every rank; ``None`` without a policy.
-        earlier_sources: For ``tte.load``: keys that these select do not come from this checkpoint.
-        components: For ``tte.load``: what becomes of each component; some are not in the state dict given to DCP.
+        rules: The policy and the source, as one.
+        report: What the load does, from step 4 on and after ``tte.load``, on every rank; ``None`` without a policy.
 
     Raises:
         StateRefusedError: (a subclass; inside DCP's ``CheckpointException``) from step 3, the same on every rank.
@@ -132,19 +131,27 @@ class LoadPlanner(StockLoadPlanner):
         self.flatten_state_dict = flatten_state_dict
         self.flatten_sharded_tensors = flatten_sharded_tensors
         self.allow_partial_load = allow_partial_load
-        self.original_state_dict: dict[str, Any] = {}
-        self.mappings: dict[str, Any] = {}
         self._flat = FlatStateDict()
-        self._rules = LayoutRules(layouts)
+        self._layouts = LayoutRules(layouts)
         self._cast = cast
         self._allow_unclaimed = tuple(allow_unclaimed)
         self.weights_only = weights_only
-        self.policy = policy
-        self.source = Source() if source is None else source
-        self.earlier_sources: tuple[Source, ...] = ()
-        self.components: dict[str, ComponentPlan] = {}
+        self.rules = LoadRules(Source() if source is None else source, policy=policy)
         self.report: LoadReport | None = None
-        self.is_reading = False
+        self.original_state_dict: dict[str, Any] = {}
+        self.state_dict: dict[str, Any] = {}
+        self.mappings: dict[str, Any] = {}
+        self.metadata = Metadata({})
+        self.is_coordinator = False
+        self._flat = FlatStateDict()
+        self._table = KeyTable({})
+        self._saved_names: dict[str, str] = {}
+
+    def with_rules(self, rules: LoadRules) -> LoadPlanner:
+        """A planner with the same options that follows these rules; of the same class, subclasses included."""
+        planner = copy.copy(self)
+        planner.rules = rules
+        return planner
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -172,17 +179,17 @@ class LoadPlanner(StockLoadPlanner):
         self.state_dict = self._flat.values
 
     def create_local_plan(self) -> LoadPlan:
-        components = self.components or self._component_plans()
-        table = describe_state(self.state_dict, {}, self._rules)
+        rules = self._rules_for_components()
+        table = describe_state(self.state_dict, {}, self._layouts)
         problems: list[Problem] = []
         wanted: dict[str, KeyEntry] = {}
-        self._saved_names: dict[str, str] = {}
+        self._saved_names = {}
         missing, left = [], []
         for fqn, entry in table.entries.items():
-            if not self._is_loaded(fqn, entry, components):
+            if not rules.is_loaded(fqn, is_tensor=not isinstance(entry, ObjectEntry)):
                 left.append(fqn)
                 continue
-            saved_name = self.source.saved_name(fqn)
+            saved_name = rules.source.saved_name(fqn)
             saved = self.metadata.state_dict_metadata.get(saved_name)
             if saved is None:
                 missing.append(fqn)
@@ -201,11 +208,11 @@ class LoadPlanner(StockLoadPlanner):
         request = ReadRequest(
             self._table,
             _metadata_name(self.metadata),
-            rules=f"{self.policy}, {self.source}",
+            rules=f"{rules.policy}, {rules.source}",
             saved_names=self._saved_names,
             missing=() if self.allow_partial_load else tuple(missing),
             left=tuple(left),
-            components=components,
+            components=rules.components,
         )
         return LoadPlan([], planner_data=request)
 
@@ -220,11 +227,12 @@ class LoadPlanner(StockLoadPlanner):
         problems += unclaimed_problems(requests, self.metadata, self._allow_unclaimed)
         problems += disagreements([request.rules for request in requests])
         report = None
-        if self.policy is None:
+        rules = self.rules
+        if rules.policy is None:
             absent = dict.fromkeys(fqn for request in requests for fqn in request.missing)
             problems += missing_problems(list(absent), self.metadata)
         else:
-            report = build_report(requests, self.metadata, self.policy, self.source, self._selects, problems)
+            report = build_report(requests, self.metadata, rules.policy, rules.source, rules.selects, problems)
             problems = list(report.problems)
         if problems:
             raise refusal("load", problems, report)
@@ -251,10 +259,9 @@ class LoadPlanner(StockLoadPlanner):
                 items += tensor_items
         if problems:
             raise refusal("load", problems)
-        self.is_reading = True
         self.report = decision.report
         if self.is_coordinator and self.report is not None and (self.report.missing or self.report.unexpected):
-            if self.policy is not None and self.policy.strict == "warn":
+            if self.rules.policy is not None and self.rules.policy.strict == "warn":
                 logger.warning("load: %s", self.report)
         materialize_meta(self.original_state_dict, self._flat, self._table.entries)
         self._bump_versions({item.dest_index.fqn for item in items})
@@ -317,25 +324,14 @@ class LoadPlanner(StockLoadPlanner):
                 return Problem("unsupported_tensor", fqn, detail)
         return cast_problem(fqn, saved.properties.dtype, entry.dtype, self._cast)
 
-    def _component_plans(self) -> dict[str, ComponentPlan]:
-        """Of the top-level keys; of none without a policy."""
-        if self.policy is None:
-            return {}
-        leaves = {fqn for fqn, value in self.original_state_dict.items() if isinstance(value, torch.Tensor)}
-        return {
-            str(name): ComponentPlan(self.policy.component_action(str(name)))
-            for name in self.original_state_dict
-            if name not in leaves
-        }
-
-    def _selects(self, fqn: str) -> bool:
-        return self.source.selects(fqn) and not any(source.selects(fqn) for source in self.earlier_sources)
-
-    def _is_loaded(self, fqn: str, entry: KeyEntry, components: Mapping[str, ComponentPlan]) -> bool:
-        if self.policy is None:
-            return self._selects(fqn)
-        component = component_of(fqn, components, is_tensor=not isinstance(entry, ObjectEntry))
-        return self._selects(fqn) and self.policy.key_action(fqn, component) not in ("omit", "reset")
+    def _rules_for_components(self) -> LoadRules:
+        """The rules with what becomes of each top-level key; ``tte.load`` has worked that out before."""
+        policy = self.rules.policy
+        if policy is None or self.rules.components:
+            return self.rules
+        names = [str(k) for k, value in self.original_state_dict.items() if not isinstance(value, torch.Tensor)]
+        components = {name: ComponentPlan(policy.component_action(name)) for name in names}
+        return dataclasses.replace(self.rules, components=components)
 
     def _cover_problems(self, requests: Sequence[ReadRequest], agreement: Agreement) -> list[Problem]:
         problems = []

@@ -6,12 +6,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from torchtitan_ext.checkpoint.key_table import KeyTable
-from torchtitan_ext.checkpoint.policy import Action
+from torchtitan_ext.checkpoint.policy import Action, ElasticPolicy, Source
 from torchtitan_ext.errors import Problem
 
 MODEL = "model"
-
-
 """The component of tensors that stand at the top of a state dict, as torchtitan flattens its model."""
 
 
@@ -33,6 +31,34 @@ class ComponentPlan:
     note: str = ""
     problem: Problem | None = None
     saved_prefix: str | None = None
+
+
+@dataclass(frozen=True)
+class LoadRules:
+    """What a load planner is told of the load that it is a part of.
+
+    Attributes:
+        source: Which keys come from this checkpoint, and under which names.
+        earlier: Sources that come first: keys that they select do not come from this one.
+        policy: What to do with each component, and about keys that are missing or unexpected; ``None``: as stock.
+        components: What becomes of each component by its own rule; some are not in the state dict given to DCP.
+    """
+
+    source: Source = field(default_factory=Source)
+    earlier: tuple[Source, ...] = ()
+    policy: ElasticPolicy | None = None
+    components: Mapping[str, ComponentPlan] = field(default_factory=dict)
+
+    def selects(self, fqn: str) -> bool:
+        """Whether a flat key of the state dict comes from this checkpoint."""
+        return self.source.selects(fqn) and not any(source.selects(fqn) for source in self.earlier)
+
+    def is_loaded(self, fqn: str, *, is_tensor: bool) -> bool:
+        """Whether a flat key of the state dict is to be filled from this checkpoint."""
+        if self.policy is None or not self.selects(fqn):
+            return self.selects(fqn)
+        component = component_of(fqn, self.components, is_tensor=is_tensor)
+        return self.policy.key_action(fqn, component) not in ("omit", "reset")
 
 
 @dataclass(frozen=True)

@@ -159,9 +159,16 @@ class SavePlanner(StockSavePlanner):
         self.mappings: dict[str, Any] = {}
         self._enable_plan_caching = enable_plan_caching
         self._cached_plans_key = f"{_CACHE_PREFIX}{type(self).__qualname__}"
-        self._rules = LayoutRules(layouts)
+        self._layouts = LayoutRules(layouts)
         self._replicas = replicas
         self._hash_replicas = hash_replicas
+        self.state_dict: dict[str, Any] = {}
+        self.is_coordinator = False
+        self.plan = SavePlan([])
+        self.global_plan: list[SavePlan] = []
+        self.metadata = Metadata({})
+        self._table = KeyTable({})
+        self._chunks: dict[tuple[str, tuple[int, ...]], Chunk] = {}
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -175,7 +182,7 @@ class SavePlanner(StockSavePlanner):
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
-        table = describe_state(self.state_dict, self.mappings, self._rules)
+        table = describe_state(self.state_dict, self.mappings, self._layouts)
         table = dataclasses.replace(
             table,
             digests=self._timed_digests(table),

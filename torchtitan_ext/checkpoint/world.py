@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -31,8 +31,6 @@ class World:
 
 
 WORLD_KEY = "torchtitan_ext.world"
-
-
 """Where a save's metadata says which world wrote it: in ``planner_data``, which readers look up by key only."""
 
 
@@ -48,14 +46,24 @@ def saved_world(metadata: Metadata) -> World:
 
 
 def mesh_axes(tables: Sequence[KeyTable]) -> dict[str, int]:
-    axes: dict[str, int] = {}
+    """Size of each named axis of the meshes that the tensors of all ranks lie on."""
     meshes = {
         entry.report.mesh: None
         for table in tables
         for entry in table.entries.values()
         if isinstance(entry, TensorEntry) and entry.report.mesh is not None
     }
-    for mesh in sorted(meshes, key=lambda mesh: -len(mesh.shape)):
-        for name, size in zip(mesh.dim_names or (), mesh.shape, strict=False):
+    return named_axes((mesh.dim_names, mesh.shape) for mesh in meshes)
+
+
+def named_axes(meshes: Iterable[tuple[Sequence[str] | None, Sequence[int]]]) -> dict[str, int]:
+    """Size of each axis by name; where meshes share a name that of the mesh with more axes counts.
+
+    Args:
+        meshes: Axis names and shape of each.
+    """
+    axes: dict[str, int] = {}
+    for names, shape in sorted(meshes, key=lambda mesh: -len(mesh[1])):
+        for name, size in zip(names or (), shape, strict=False):
             axes.setdefault(name, size)
     return axes

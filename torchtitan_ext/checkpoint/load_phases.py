@@ -1,0 +1,220 @@
+"""Loads a state dict, all of it or nothing: prepare, plan, read, take.
+
+The order is what makes it so. What components have saved is read and asked first, which changes nothing; then the plans
+of all checkpoints are made, in which the refusals of all ranks come together; then tensors are read in place; and only
+then do components take their new state. Without a policy it is the same, by stock's rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import nn
+from torch.distributed.checkpoint._storage_utils import _storage_setup
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import LoadPlanner as StockLoadPlanner
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import StorageReader
+
+from torchtitan_ext.checkpoint.component_plans import Components, OpenSource, cut_by_component
+from torchtitan_ext.checkpoint.load_planner import LoadPlanner, ReadDecision
+from torchtitan_ext.checkpoint.load_rules import LoadRules
+from torchtitan_ext.checkpoint.phases import Phases
+from torchtitan_ext.checkpoint.policy import ElasticPolicy, Source
+from torchtitan_ext.checkpoint.report import LoadReport, disagreements, join_reports
+from torchtitan_ext.checkpoint.set_up import read_metadata, set_up_load
+from torchtitan_ext.errors import Problem, StateRefusedError, refusal
+
+_ASKING = "components were asked for their part; nothing was changed"
+_PLANNING = "the load was planned; nothing was changed"
+
+
+@dataclass(frozen=True)
+class PlannedSource:
+    """A checkpoint, what this rank reads of it by which planner, and what all ranks do by a policy."""
+
+    reader: StorageReader
+    planner: StockLoadPlanner
+    plan: LoadPlan
+    report: LoadReport | None
+
+
+def load_state_dict(
+    state_dict: dict[Any, Any],
+    sources: Sequence[Source],
+    planner: StockLoadPlanner,
+    policy: ElasticPolicy | None,
+    phases: Phases,
+) -> LoadReport | None:
+    """Loads a state dict from one or several checkpoints. Collective.
+
+    Args:
+        state_dict: By component; tensors are filled, ``Stateful`` objects take their new state, other values are
+            replaced.
+        sources: Where keys come from; the first that selects a key counts.
+        planner: With the options of the load. Several sources, and a policy, need a ``LoadPlanner``.
+        policy: What to do with each component; ``None``: as stock.
+
+    Returns:
+        What was done by the policy, the same on every rank.
+
+    Raises:
+        StateRefusedError: With the report; nothing was changed. The same on every rank.
+        CheckpointFailedError: A rank failed while reading, or while its components took their state; names the
+            components that are undefined now.
+    """
+    opened, components = _prepare(state_dict, sources, planner, policy, phases)
+    planned = _plan(opened, components, planner, policy, phases)
+    _read(planned, components, policy, phases)
+    _take(state_dict, components, policy, phases)
+    return _joined([(one.name, other.report) for one, other in zip(opened, planned, strict=True)], policy)
+
+
+def _prepare(
+    state_dict: Mapping[Any, Any],
+    sources: Sequence[Source],
+    planner: StockLoadPlanner,
+    policy: ElasticPolicy | None,
+    phases: Phases,
+) -> tuple[list[OpenSource], Components]:
+    """Reads the metadata of all sources and asks the components. Changes nothing."""
+    opened: list[OpenSource] = []
+    components = Components()
+
+    def ask() -> str:
+        nonlocal components
+        for source in sources:
+            opened.append(_open(source, planner, phases.rank))
+        incomplete = [one.name for one in opened if one.is_of_one_rank]
+        if incomplete and policy is not None:
+            detail = (
+                "each rank has metadata of its own part alone (use_collectives=False); load it without a policy, on "
+                "the ranks of the save"
+            )
+            raise refusal("load", [Problem("broken_checkpoint", name, detail) for name in incomplete])
+        components = cut_by_component(state_dict, opened, policy, phases.size)
+        return f"{policy!r}, {list(sources)}, {incomplete}"
+
+    problems = disagreements(phases.on_all("prepare", ask, doing=_ASKING))
+    if problems:
+        raise refusal("load", problems)
+    return opened, components
+
+
+def _open(source: Source, planner: StockLoadPlanner, rank: int) -> OpenSource:
+    reader = cast(StorageReader, _storage_setup(source.storage_reader, source.path, reader=True))
+    name = str(source.path or type(reader).__name__)
+    metadata, is_of_one_rank = read_metadata(reader, name, rank)
+    if isinstance(planner, LoadPlanner):
+        return OpenSource(
+            name, source, reader, metadata, is_of_one_rank, planner.weights_only, planner.allow_partial_load
+        )
+    return OpenSource(name, source, reader, metadata, is_of_one_rank)
+
+
+def _plan(
+    opened: Sequence[OpenSource],
+    components: Components,
+    planner: StockLoadPlanner,
+    policy: ElasticPolicy | None,
+    phases: Phases,
+) -> list[PlannedSource]:
+    """Plans what is read of every source; what any of them refuses is refused for all, together."""
+    planned: list[PlannedSource] = []
+    refused: list[StateRefusedError] = []
+    reports: list[tuple[str, LoadReport | None]] = []
+    for position, one in enumerate(opened):
+        own = planner
+        if isinstance(planner, LoadPlanner):
+            earlier = tuple(other.source for other in opened[:position])
+            own = planner.with_rules(LoadRules(one.source, earlier, policy, components.plans[position]))
+        try:
+            plan = _plan_source(one, own, components.values, phases)
+        except StateRefusedError as error:
+            refused.append(error)
+            reports.append((one.name, error.report))
+        else:
+            decision = plan.planner_data
+            report = decision.report if isinstance(decision, ReadDecision) else None
+            planned.append(PlannedSource(one.reader, own, plan, report))
+            reports.append((one.name, report))
+    if len(refused) == 1 and len(opened) == 1:
+        raise refused[0]
+    if refused:
+        problems = [problem for error in refused for problem in error.problems]
+        raise refusal("load", problems, _joined(reports, policy))
+    return planned
+
+
+def _plan_source(one: OpenSource, planner: StockLoadPlanner, values: dict[Any, Any], phases: Phases) -> LoadPlan:
+    def plan_own_part() -> LoadPlan:
+        set_up_load(
+            values,
+            one.reader,
+            planner,
+            one.metadata,
+            is_coordinator=phases.is_coordinator,
+            rank=phases.rank,
+            is_of_one_rank=one.is_of_one_rank,
+        )
+        return one.reader.prepare_local_plan(planner.create_local_plan())
+
+    def plan_all_parts(plans: list[LoadPlan]) -> list[LoadPlan]:
+        return one.reader.prepare_global_plan(planner.create_global_plan(plans))
+
+    if one.is_of_one_rank:
+        plans: list[LoadPlan] = []
+        phases.on_all("plan", lambda: plans.extend(plan_all_parts([plan_own_part()])), doing=_PLANNING)
+        return plans[0]
+    return phases.through_coordinator("plan", plan_own_part, plan_all_parts, doing=_PLANNING)
+
+
+def _read(
+    planned: Sequence[PlannedSource], components: Components, policy: ElasticPolicy | None, phases: Phases
+) -> None:
+    loaded = components.loaded(policy)
+    doing = f"tensors were read; these may be part-written: {', '.join(loaded)}"
+    for one in planned:
+
+        def read(one: PlannedSource = one) -> None:
+            one.reader.read_data(one.planner.finish_plan(one.plan), one.planner).wait()
+
+        phases.on_all("read", read, doing=doing, undefined=loaded)
+
+
+def _take(state_dict: dict[Any, Any], components: Components, policy: ElasticPolicy | None, phases: Phases) -> None:
+    """Components take what was read for them; the planners have filled the tensors in place."""
+
+    def take() -> None:
+        for key, component in state_dict.items():
+            if key in components.resharded:
+                component.load_state_dict(components.resharded[key].state)
+            elif key in components.values:
+                state_dict[key] = _taken(component, components.value_for(key))
+        # Last: what starts anew may ask the others, as RngState asks for the step.
+        for key in components.to_reset:
+            state_dict[key].reset()
+
+    changed = components.changed(policy)
+    doing = f"components took their state; undefined are {', '.join(changed)}"
+    phases.on_all("take", take, doing=doing, undefined=changed)
+
+
+def _taken(component: Any, value: Any) -> Any:
+    """What stands in the state dict from now on, in the place of a component whose values were read."""
+    if isinstance(component, nn.Module) and any(held.is_meta for held in component.state_dict().values()):
+        component.load_state_dict(value, assign=True)
+    elif isinstance(component, Stateful):
+        component.load_state_dict(value)
+    elif isinstance(component, dict):
+        component.update(value)
+    else:
+        return value
+    return component
+
+
+def _joined(reports: Sequence[tuple[str, LoadReport | None]], policy: ElasticPolicy | None) -> LoadReport | None:
+    known = [(name, report) for name, report in reports if report is not None]
+    return join_reports(known, policy) if known and policy is not None else None

@@ -1,0 +1,102 @@
+"""Saves the values of a state dict: plan, write, commit, by calls to planner and storage in DCP's order."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch.distributed.checkpoint._storage_utils import _storage_setup
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+
+from torchtitan_ext.checkpoint.phases import Phases
+from torchtitan_ext.checkpoint.set_up import set_up_save
+
+_ASKING = "components were asked for their state; nothing was changed"
+_EXCHANGING = "ranks exchanged plans and results; checkpoints in other directories are as they were"
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """What a save wrote.
+
+    Attributes:
+        path: Where (DCP's ``checkpoint_id``), as far as the storage says. The same on every rank.
+        save_id: The name of this save. The same on every rank.
+        num_bytes: What all ranks wrote, as far as the storage says.
+        seconds: How long each phase took on this rank: ``prepare``, ``plan`` and ``write``, which ends with the commit.
+    """
+
+    path: str
+    save_id: str
+    num_bytes: int
+    seconds: Mapping[str, float]
+
+    @property
+    def metadata(self) -> Metadata:
+        """The checkpoint's ``.metadata``, read when asked: at thousands of ranks it is large. Not collective."""
+        return FileSystemReader(self.path).read_metadata()
+
+
+def writer_at(path: str | os.PathLike[str] | None, storage_writer: StorageWriter | None) -> StorageWriter:
+    """The storage that a save goes to, told its place."""
+    return cast(StorageWriter, _storage_setup(storage_writer, path, reader=False))
+
+
+def ask_for_states(state_dict: Mapping[Any, Any], phases: Phases) -> dict[Any, Any]:
+    """The values of a state dict: ``Stateful`` objects are asked for theirs. Collective.
+
+    DCP would ask them outside of its collectives: where one of them raises, the other ranks would wait for this one.
+    """
+    values: dict[Any, Any] = {}
+
+    def ask() -> None:
+        for key, value in state_dict.items():
+            values[key] = value.state_dict() if isinstance(value, Stateful) else value
+
+    phases.on_all("prepare", ask, doing=_ASKING)
+    return values
+
+
+def save_values(values: dict[Any, Any], writer: StorageWriter, planner: StockSavePlanner, phases: Phases) -> SaveResult:
+    """Plans, writes and commits. Collective."""
+    metadata: Metadata | None = None
+
+    def plan_own_part() -> SavePlan:
+        set_up_save(values, writer, planner, is_coordinator=phases.is_coordinator, rank=phases.rank)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def plan_all_parts(plans: list[SavePlan]) -> list[SavePlan]:
+        nonlocal metadata
+        plans, metadata = planner.create_global_plan(plans)
+        return writer.prepare_global_plan(plans)
+
+    plan = phases.through_coordinator("plan", plan_own_part, plan_all_parts, doing=_EXCHANGING)
+
+    def write() -> Any:
+        final_plan = planner.finish_plan(plan)
+        written = writer.write_data(final_plan, planner)
+        written.wait()
+        return written.value()
+
+    def commit(results: list[Any]) -> tuple[str, str, int]:
+        assert metadata is not None, "the coordinator has no metadata, please report"
+        writer.finish(metadata=metadata, results=results)
+        storage_meta = writer.storage_meta()
+        path = getattr(storage_meta, "checkpoint_id", None)
+        return str(path or type(writer).__name__), str(getattr(storage_meta, "save_id", "")), _num_bytes(results)
+
+    path, save_id, num_bytes = phases.to_coordinator("write", write, commit, doing=_EXCHANGING)
+    return SaveResult(path, save_id, num_bytes, dict(phases.seconds))
+
+
+def _num_bytes(results: Sequence[Any]) -> int:
+    """Of all ranks' results, each a list where storage is DCP's."""
+    lists = [result for result in results if isinstance(result, list)]
+    return sum(written.size_in_bytes for result in lists for written in result if isinstance(written, WriteResult))
