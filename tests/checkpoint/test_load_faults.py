@@ -214,20 +214,32 @@ def test_metadata_of_each_rank_for_itself(run_world: Callable[..., Any], tmp_pat
     assert "each rank has metadata of its own part alone (use_collectives=False); load it without a policy" in texts[0]
 
 
-def undefined_of_two(rank: int, world_size: int, path: Path) -> tuple[str, ...]:
-    """The first source has been read when the second fails."""
+def undefined_of_two(rank: int, world_size: int, path: Path, what: str) -> tuple[tuple[str, ...], float]:
+    """The first source can be read, the second cannot."""
 
     class Failing(tte.LoadPlanner):
         def load_bytes(self, read_item: Any, value: Any) -> None:
-            raise OSError("bad sector")
+            if what == "values":
+                raise OSError("bad sector")
+            super().load_bytes(read_item, value)
 
-    sources = [Source(path, include=["w"]), Source(path, include=["train_state"])]
+        def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+            if what == "tensors":
+                raise OSError("bad sector")
+            return super().resolve_tensor(read_item)
+
+    first, second = ("w", "train_state") if what == "values" else ("train_state", "w")
+    state = job(rank)
+    state["w"].to_local().zero_()
     with pytest.raises(CheckpointFailedError) as caught:
-        tte.load(job(rank), sources=sources, planner=Failing())
-    return caught.value.undefined
+        tte.load(state, sources=[Source(path, include=[first]), Source(path, include=[second])], planner=Failing())
+    return caught.value.undefined, float(state["w"].to_local().sum())
 
 
-def test_a_failure_in_a_later_source_names_what_earlier_ones_wrote(
-    run_world: Callable[..., Any], checkpoint: Path
-) -> None:
-    assert run_world(2, undefined_of_two, checkpoint) == [("w", "train_state")] * 2
+def test_a_value_that_cannot_be_read_changes_nothing(run_world: Callable[..., Any], checkpoint: Path) -> None:
+    assert run_world(2, undefined_of_two, checkpoint, "values") == [((), 0.0)] * 2
+
+
+def test_a_tensor_that_cannot_be_read_leaves_all_undefined(run_world: Callable[..., Any], checkpoint: Path) -> None:
+    answers = run_world(2, undefined_of_two, checkpoint, "tensors")
+    assert [undefined for undefined, _ in answers] == [("w", "train_state")] * 2

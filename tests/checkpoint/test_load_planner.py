@@ -377,6 +377,13 @@ def test_a_partial_load_leaves_what_the_checkpoint_lacks() -> None:
         load(rows(), [{"model.w": torch.zeros(8), "model.b": torch.zeros(1)}], make)
 
 
+def test_a_partial_load_may_find_nothing_for_some_ranks() -> None:
+    # A pipeline stage that has only layers which the checkpoint lacks.
+    states = [{"w": torch.zeros(8)}, {"new": torch.zeros(2)}]
+    load(rows(), states, lambda: tte.LoadPlanner(allow_partial_load=True))
+    assert torch.equal(states[0]["w"], torch.arange(8.0)) and not states[1]["new"].any()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -416,7 +423,8 @@ def saved_alone(states: list[dict[str, Any]]) -> list[Saved]:
     all_saved = []
     for rank, state in enumerate(states):
         saved = save([state], storage_data=f"__{rank}_")
-        saved.metadata.storage_data = {MetadataIndex("w"): f"__{rank}_0.distcp"}
+        chunks = saved.metadata.state_dict_metadata["w"].chunks
+        saved.metadata.storage_data = {MetadataIndex("w", chunk.offsets): f"__{rank}_0.distcp" for chunk in chunks}
         all_saved.append(saved)
     return all_saved
 

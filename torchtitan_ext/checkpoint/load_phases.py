@@ -8,12 +8,12 @@ then do components take their new state. Without a policy it is the same, by sto
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from torch import nn
 from torch.distributed.checkpoint._storage_utils import _storage_setup
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
 from torch.distributed.checkpoint.planner import LoadPlanner as StockLoadPlanner
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
@@ -129,7 +129,8 @@ def _plan(
         own = planner
         if isinstance(planner, LoadPlanner):
             earlier = tuple(other.source for other in opened[:position])
-            own = planner.with_rules(LoadRules(one.source, earlier, policy, components.plans[position]))
+            rules = LoadRules(one.source, earlier, policy, components.plans[position], values_first=True)
+            own = planner.with_rules(rules)
         try:
             plan = _plan_source(one, own, components.values, phases)
         except StateRefusedError as error:
@@ -174,14 +175,31 @@ def _plan_source(one: OpenSource, planner: StockLoadPlanner, values: dict[Any, A
 def _read(
     planned: Sequence[PlannedSource], components: Components, policy: ElasticPolicy | None, phases: Phases
 ) -> None:
+    """Non-tensor values first, and apart: where one cannot be read nothing is changed yet."""
+    plans: list[LoadPlan] = []
+
+    def read_values() -> None:
+        for one in planned:
+            plan = one.planner.finish_plan(one.plan)
+            if isinstance(one.planner, LoadPlanner):
+                values = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
+                tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
+                if values:
+                    one.reader.read_data(replace(plan, items=values), one.planner).wait()
+                plan = replace(plan, items=tensors)
+            plans.append(plan)
+
+    def read_tensors() -> None:
+        for one, plan in zip(planned, plans, strict=True):
+            if isinstance(one.planner, LoadPlanner):
+                one.planner.change_targets()
+            if plan.items:
+                one.reader.read_data(plan, one.planner).wait()
+
+    phases.on_all("read values", read_values, doing="values were read; nothing was changed")
     loaded = components.loaded(policy)
     doing = f"tensors were read; these may be part-written: {', '.join(loaded)}"
-    for one in planned:
-
-        def read(one: PlannedSource = one) -> None:
-            one.reader.read_data(one.planner.finish_plan(one.plan), one.planner).wait()
-
-        phases.on_all("read", read, doing=doing, undefined=loaded)
+    phases.on_all("read", read_tensors, doing=doing, undefined=loaded)
 
 
 def _take(state_dict: dict[Any, Any], components: Components, policy: ElasticPolicy | None, phases: Phases) -> None:

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import io
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,7 @@ from torchtitan_ext.checkpoint.missing_keys import missing_problems
 from torchtitan_ext.checkpoint.per_rank_keys import unclaimed_problems
 from torchtitan_ext.checkpoint.policy import ElasticPolicy, Source
 from torchtitan_ext.checkpoint.report import LoadReport, build_report, disagreements
+from torchtitan_ext.checkpoint.storage_entries import storage_problems
 from torchtitan_ext.errors import CheckpointReadError, Problem, refusal
 from torchtitan_ext.layout.dtensor import local_tensor, local_view
 from torchtitan_ext.layout.layout import Steps, num_elements, shard_of
@@ -146,11 +147,13 @@ class LoadPlanner(StockLoadPlanner):
         self._flat = FlatStateDict()
         self._table = KeyTable({})
         self._saved_names: dict[str, str] = {}
+        self._values_read: dict[str, Any] = {}
 
     def with_rules(self, rules: LoadRules) -> LoadPlanner:
         """A planner with the same options that follows these rules; of the same class, subclasses included."""
         planner = copy.copy(self)
         planner.rules = rules
+        planner._values_read = {}
         return planner
 
     def set_up_planner(
@@ -202,8 +205,6 @@ class LoadPlanner(StockLoadPlanner):
             if saved_name != fqn:
                 self._saved_names[fqn] = saved_name
         problems += [problem for problem in table.problems if problem.fqn not in left]
-        if self.allow_partial_load and missing and not wanted and not problems:
-            problems.append(_nothing_matches(missing, self.metadata))
         self._table = KeyTable(entries=wanted, problems=tuple(problems))
         request = ReadRequest(
             self._table,
@@ -211,6 +212,7 @@ class LoadPlanner(StockLoadPlanner):
             rules=f"{rules.policy}, {rules.source}",
             saved_names=self._saved_names,
             missing=() if self.allow_partial_load else tuple(missing),
+            skipped=tuple(missing) if self.allow_partial_load else (),
             left=tuple(left),
             components=rules.components,
         )
@@ -224,6 +226,9 @@ class LoadPlanner(StockLoadPlanner):
         is_cover_checked = len({request.metadata_name for request in requests}) == 1
         if is_cover_checked:
             problems += self._cover_problems(requests, agreement)
+        problems += _nothing_matches(requests, self.metadata)
+        wanted = {request.saved_name(fqn) for request in requests for fqn in request.table.entries}
+        problems += storage_problems(self.metadata, sorted(wanted))
         problems += unclaimed_problems(requests, self.metadata, self._allow_unclaimed)
         problems += disagreements([request.rules for request in requests])
         report = None
@@ -263,11 +268,11 @@ class LoadPlanner(StockLoadPlanner):
         if self.is_coordinator and self.report is not None and (self.report.missing or self.report.unexpected):
             if self.rules.policy is not None and self.rules.policy.strict == "warn":
                 logger.warning("load: %s", self.report)
-        materialize_meta(self.original_state_dict, self._flat, self._table.entries)
-        self._bump_versions({item.dest_index.fqn for item in items})
+        if not self.rules.values_first:
+            self.change_targets()
         return dataclasses.replace(central_plan, items=items)
 
-    def _bump_versions(self, fqns: set[str]) -> None:
+    def _bump_versions(self, fqns: Iterable[str]) -> None:
         """Of DTensors: they count apart from the local tensors that are written, and graphs hold the DTensors."""
         values = [self.state_dict[fqn] for fqn in fqns]
         torch.autograd.graph.increment_version([value for value in values if isinstance(value, DTensor)])
@@ -278,8 +283,25 @@ class LoadPlanner(StockLoadPlanner):
             loaded = read_value(value, weights_only=self.weights_only)
         except ValueError as error:
             raise CheckpointReadError(fqn, str(error)) from None
-        self.state_dict[fqn] = loaded
-        set_value(self.original_state_dict, self._flat.paths[fqn], loaded)
+        if self.rules.values_first:
+            self._values_read[fqn] = loaded
+        else:
+            self._place(fqn, loaded)
+
+    def change_targets(self) -> None:
+        """From here on targets change: meta tensors get memory, versions are bumped, values read so far are placed.
+
+        ``finish_plan`` calls it; where values come first ``tte.load`` does, once all ranks have read theirs.
+        """
+        materialize_meta(self.original_state_dict, self._flat, self._table.entries)
+        self._bump_versions(fqn for fqn, entry in self._table.entries.items() if not isinstance(entry, ObjectEntry))
+        for fqn, value in self._values_read.items():
+            self._place(fqn, value)
+        self._values_read.clear()
+
+    def _place(self, fqn: str, value: Any) -> None:
+        self.state_dict[fqn] = value
+        set_value(self.original_state_dict, self._flat.paths[fqn], value)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         return self.transform_tensor(read_item, self.lookup_tensor(read_item.dest_index))
@@ -410,11 +432,14 @@ def _unread_problems(fqn: str, entry: TensorEntry | BoxesEntry, items: Sequence[
     return [Problem("broken_checkpoint", fqn, f"{detail}; load on the mesh of the save")]
 
 
-def _nothing_matches(missing: Sequence[str], metadata: Metadata) -> Problem:
+def _nothing_matches(requests: Sequence[ReadRequest], metadata: Metadata) -> list[Problem]:
+    """A partial load of which no rank finds anything. Some ranks may: a pipeline stage can be all new."""
+    skipped = list(dict.fromkeys(fqn for request in requests for fqn in request.skipped))
+    if not skipped or any(request.table.entries or request.table.problems for request in requests):
+        return []
     example = next(iter(metadata.state_dict_metadata), "nothing")
-    return Problem(
-        "missing_key",
-        missing[0],
-        f"Missing key in checkpoint state_dict: {missing[0]}. allow_partial_load found none of the {len(missing)} "
-        f"wanted keys; the checkpoint has {example} and others: check the prefixes",
+    detail = (
+        f"Missing key in checkpoint state_dict: {skipped[0]}. allow_partial_load found none of the {len(skipped)} "
+        f"wanted keys; the checkpoint has {example} and others: check the prefixes"
     )
+    return [Problem("missing_key", skipped[0], detail)]

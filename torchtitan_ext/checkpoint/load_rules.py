@@ -42,12 +42,15 @@ class LoadRules:
         earlier: Sources that come first: keys that they select do not come from this one.
         policy: What to do with each component, and about keys that are missing or unexpected; ``None``: as stock.
         components: What becomes of each component by its own rule; some are not in the state dict given to DCP.
+        values_first: Nothing is changed before ``LoadPlanner.change_targets``, which the caller calls once every rank
+            has read its non-tensor values: what cannot be read back is most often one of them.
     """
 
     source: Source = field(default_factory=Source)
     earlier: tuple[Source, ...] = ()
     policy: ElasticPolicy | None = None
     components: Mapping[str, ComponentPlan] = field(default_factory=dict)
+    values_first: bool = False
 
     def selects(self, fqn: str) -> bool:
         """Whether a flat key of the state dict comes from this checkpoint."""
@@ -69,6 +72,7 @@ class ReadRequest:
         table: The entries to be read, under the names of the state dict.
         saved_names: What they are called in the checkpoint, where that differs.
         missing: Keys that the checkpoint lacks.
+        skipped: Those that it may lack (``allow_partial_load``).
         left: Keys that are not loaded, by the policy or because no source selects them.
         components: By top-level key.
         rules: By which policy, and from which source, as text.
@@ -80,6 +84,7 @@ class ReadRequest:
     rules: str = ""
     saved_names: Mapping[str, str] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
     components: Mapping[str, ComponentPlan] = field(default_factory=dict)
 

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from torchtitan_ext.checkpoint.phases import Phases
 from torchtitan_ext.checkpoint.set_up import set_up_save
+from torchtitan_ext.checkpoint.storage_entries import check_all_written
 
 _ASKING = "components were asked for their state; nothing was changed"
 _EXCHANGING = "ranks exchanged plans and results; checkpoints in other directories are as they were"
@@ -83,6 +84,7 @@ def save_values(values: dict[Any, Any], writer: StorageWriter, planner: StockSav
         final_plan = planner.finish_plan(plan)
         written = writer.write_data(final_plan, planner)
         written.wait()
+        check_all_written(final_plan, written.value(), phases.rank)
         return written.value()
 
     def commit(results: list[Any]) -> tuple[str, str, int]:

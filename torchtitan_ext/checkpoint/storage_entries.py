@@ -1,0 +1,83 @@
+"""What metadata says of the files of a checkpoint: every chunk has a place, and none lies outside the directory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import PurePosixPath
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+
+from torchtitan_ext.errors import CheckpointFailedError, Problem
+
+
+def storage_problems(metadata: Metadata, fqns: Iterable[str]) -> list[Problem]:
+    """What the metadata alone shows to be wrong with the files of a checkpoint, before any is read.
+
+    Args:
+        fqns: The saved keys that are to be read.
+    """
+    version = getattr(metadata, "version", None)
+    if version is not None and _numbers(version) > _numbers(CURRENT_DCP_VERSION):
+        detail = (
+            f"has format version {version}, this torch reads up to {CURRENT_DCP_VERSION}; load it with a newer torch"
+        )
+        return [Problem("broken_checkpoint", "checkpoint", detail)]
+    entries = metadata.storage_data
+    if not isinstance(entries, dict) or not isinstance(next(iter(entries), None), MetadataIndex):
+        return []
+    paths = {entry.relative_path for entry in entries.values() if isinstance(entry, _StorageInfo)}
+    outside = sorted(path for path in paths if _leads_outside(path))
+    problems = [
+        Problem("broken_checkpoint", path, "is named as a file of the checkpoint and lies outside its directory")
+        for path in outside
+    ]
+    # Counting is cheap; every chunk is looked up only where the numbers do not match.
+    saved = metadata.state_dict_metadata
+    num_chunks = sum(len(one.chunks) if isinstance(one, TensorStorageMetadata) else 1 for one in saved.values())
+    if num_chunks != len(entries):
+        problems += [problem for fqn in fqns if (problem := _lost_problem(fqn, metadata)) is not None]
+    return problems
+
+
+def check_all_written(plan: SavePlan, results: Any, rank: int) -> None:
+    """That storage reports every item of a plan as written; stock's writer loses what one of its threads could not.
+
+    Args:
+        results: What ``write_data`` came to; only DCP's own form, a list of ``WriteResult``, can be checked.
+
+    Raises:
+        CheckpointFailedError: Names what is missing.
+    """
+    if not isinstance(results, list) or not all(isinstance(result, WriteResult) for result in results):
+        return
+    written = {result.index for result in results}
+    lost = [item.index.fqn for item in plan.items if item.index not in written]
+    if lost:
+        names = ", ".join(dict.fromkeys(lost[:10]))
+        text = f"{len(lost)} of {len(plan.items)} items were not written, without an error: {names}"
+        raise CheckpointFailedError("save", {rank: text})
+
+
+def _lost_problem(fqn: str, metadata: Metadata) -> Problem | None:
+    saved = metadata.state_dict_metadata[fqn]
+    if isinstance(saved, TensorStorageMetadata):
+        indices = [MetadataIndex(fqn, chunk.offsets) for chunk in saved.chunks]
+    else:
+        indices = [MetadataIndex(fqn)]
+    lost = [index for index in indices if index not in (metadata.storage_data or {})]
+    if not lost:
+        return None
+    detail = f"{len(lost)} of its {len(indices)} part(s) are in no file of the checkpoint; load another checkpoint"
+    return Problem("broken_checkpoint", fqn, detail)
+
+
+def _leads_outside(path: str) -> bool:
+    return PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part.isdigit())
