@@ -10,20 +10,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
 from torchtitan_ext.checkpoint.component import Resharded, can_reshard, reshard_state
-from torchtitan_ext.checkpoint.load_planner import LoadPlanner
 from torchtitan_ext.checkpoint.load_rules import UNTOUCHED, ComponentPlan
 from torchtitan_ext.checkpoint.param_groups import find_moved, merge_param_groups
-from torchtitan_ext.checkpoint.policy import ElasticPolicy, Source
+from torchtitan_ext.checkpoint.policy import Action, ElasticPolicy, Source
+from torchtitan_ext.checkpoint.saved_values import paths_below, read_saved
 from torchtitan_ext.checkpoint.world import World, named_axes, saved_world
 from torchtitan_ext.errors import CannotReshardError, CheckpointReadError, Problem
-from torchtitan_ext.state.nested import Path, flatten_state_dict
+from torchtitan_ext.state.nested import flatten_state_dict
 
 
 @dataclass(frozen=True)
@@ -99,54 +98,77 @@ def cut_by_component(
         return components
     carried = {}
     for key, component in state_dict.items():
-        name = str(key)
-        is_elastic = isinstance(component, Stateful) and can_reshard(component)
-        action = policy.component_action(name)
-        if is_elastic and action == "reshard":
-            action = policy.object_action(name)
+        action = _action_for(str(key), component, policy)
         if not isinstance(component, torch.Tensor):
             for plans in components.plans:
-                plans[name] = ComponentPlan(action)
+                plans[str(key)] = ComponentPlan(action)
         if not isinstance(component, Stateful):
             components.values[key] = component
         elif action in ("reset", "omit"):
-            if action == "reset" and hasattr(component, "reset"):
-                components.to_reset.append(key)
-            starts_anew = action == "reset" and hasattr(component, "reset")
-            stays = "not loaded; it has no reset() and stays as it is" if action == "reset" else UNTOUCHED
-            plan = ComponentPlan(action, "starts anew" if starts_anew else stays)
-            for plans in components.plans:
-                plans[name] = plan
-        elif is_elastic and action == "reshard":
+            _leave(key, component, action, components)
+        elif action == "reshard" and can_reshard(component):
             carried[key] = component
         else:
             components.values[key] = component.state_dict()
+    for key in list(components.values):
+        if policy.component_action(str(key)) == "reshard" and _has_group_list(components.values[key]):
+            _cut_param_groups(key, components, opened, policy)
     new = _world_of(components.values, size)
-    for key, value in components.values.items():
-        name = str(key)
-        position = _source_of(f"{name}.param_groups.*", opened)
-        is_merged = position is not None and policy.component_action(name) == "reshard" and _has_group_list(value)
-        if is_merged and policy.key_action(f"{name}.param_groups.x", name) in ("omit", "reset"):
-            components.param_groups[key] = value["param_groups"]
-            components.values[key] = {part: member for part, member in value.items() if part != "param_groups"}
-        elif is_merged and position is not None:
-            plan, groups = _merge_groups(name, value["param_groups"], opened[position])
-            components.plans[position][name] = plan
-            if groups is not None:
-                components.param_groups[key] = groups
-                components.values[key] = {part: member for part, member in value.items() if part != "param_groups"}
     for key, component in carried.items():
-        name = str(key)
-        position = _source_of(f"{name}.*", opened)
-        if position is None:
-            components.plans[0][name] = ComponentPlan("reshard", UNTOUCHED)
-            continue
-        plan, resharded = _ask(name, component, opened[position], new, policy)
-        components.plans[position][name] = plan
-        if resharded is not None:
-            components.resharded[key] = resharded
+        _ask_component(key, component, components, opened, new, policy)
     _check_samples(components)
     return components
+
+
+def _action_for(name: str, component: Any, policy: ElasticPolicy) -> Action:
+    action = policy.component_action(name)
+    if action == "reshard" and isinstance(component, Stateful) and can_reshard(component):
+        return policy.object_action(name)
+    return action
+
+
+def _leave(key: Any, component: Stateful, action: Action, components: Components) -> None:
+    """An object that is not loaded; one that is reset starts anew where it knows how."""
+    note = UNTOUCHED
+    if action == "reset" and hasattr(component, "reset"):
+        components.to_reset.append(key)
+        note = "starts anew"
+    elif action == "reset":
+        note = "not loaded; it has no reset() and stays as it is"
+    for plans in components.plans:
+        plans[str(key)] = ComponentPlan(action, note)
+
+
+def _cut_param_groups(key: Any, components: Components, opened: Sequence[OpenSource], policy: ElasticPolicy) -> None:
+    """Takes the parameter groups of an optimizer out of the values: they are matched by parameter, not by position."""
+    name, value = str(key), components.values[key]
+    position = _source_of(f"{name}.param_groups.*", opened)
+    if position is None:
+        return
+    groups: list[dict[str, Any]] | None = value["param_groups"]
+    if policy.key_action(f"{name}.param_groups.x", name) not in ("omit", "reset"):
+        components.plans[position][name], groups = _merge_groups(name, value["param_groups"], opened[position])
+    if groups is not None:
+        components.param_groups[key] = groups
+        components.values[key] = {part: member for part, member in value.items() if part != "param_groups"}
+
+
+def _ask_component(
+    key: Any,
+    component: Stateful,
+    components: Components,
+    opened: Sequence[OpenSource],
+    new: World,
+    policy: ElasticPolicy,
+) -> None:
+    name = str(key)
+    position = _source_of(f"{name}.*", opened)
+    if position is None:
+        components.plans[0][name] = ComponentPlan("reshard", UNTOUCHED)
+        return
+    components.plans[position][name], resharded = _ask(name, component, opened[position], new, policy)
+    if resharded is not None:
+        components.resharded[key] = resharded
 
 
 def _source_of(fqn: str, opened: Sequence[OpenSource]) -> int | None:
@@ -193,7 +215,7 @@ def _ask(
     if part is not None:
         detail = f"its own rule is for all its keys, and {part!r} chooses some; load it by 'keep', or name all of it"
         return ComponentPlan("reshard", "", Problem("cannot_reshard", name, detail), prefix), None
-    if not _paths_below(prefix, opened.metadata):
+    if not paths_below(prefix, opened.metadata):
         if not component.state_dict():
             return ComponentPlan("reshard", UNTOUCHED), None
         is_refused = policy.strict == "error" and not opened.allows_missing
@@ -231,39 +253,6 @@ def _check_samples(components: Components) -> None:
         for name in counts:
             if name in plans and plans[name].saved_prefix is not None:
                 plans[name] = replace(plans[name], problem=Problem("cannot_reshard", name, detail))
-
-
-def read_saved(reader: StorageReader, metadata: Metadata, prefix: str, *, weights_only: bool) -> Any:
-    """Everything below a key of a checkpoint, nested as it was saved, tensors whole and on the CPU. Not collective."""
-    paths = _paths_below(prefix, metadata)
-    saved = {fqn: metadata.state_dict_metadata[fqn] for fqn in paths}
-    values: dict[str, Any] = {
-        fqn: torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
-        for fqn, entry in saved.items()
-    }
-    planner = LoadPlanner(flatten_state_dict=False, weights_only=weights_only)
-    planner.set_up_planner(values, metadata, is_coordinator=True)
-    reader.set_up_storage_reader(metadata, True)
-    (plan,) = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
-    (plan,) = reader.prepare_global_plan([plan])
-    reader.read_data(planner.finish_plan(plan), planner).wait()
-    if prefix in saved:
-        return values[prefix]
-    return unflatten_state_dict(values, {fqn: ("", *path) for fqn, path in paths.items()}).get("", {})
-
-
-def _paths_below(prefix: str, metadata: Metadata) -> dict[str, Path]:
-    """The saved keys that stand below a key, and where: a key may have dots in it."""
-    recorded = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-    below: dict[str, Path] = {}
-    for fqn in metadata.state_dict_metadata:
-        if fqn == prefix or fqn.startswith(f"{prefix}."):
-            path = recorded.get(fqn, tuple(fqn.split(".")))
-            depths = (depth for depth in range(1, len(path) + 1) if ".".join(map(str, path[:depth])) == prefix)
-            depth = next(depths, None)
-            if depth is not None:
-                below[fqn] = tuple(path[depth:])
-    return below
 
 
 def _world_of(values: Mapping[str, Any], size: int) -> World:

@@ -1,0 +1,46 @@
+"""What a checkpoint has below a key, read by one rank on its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.storage import StorageReader
+
+from torchtitan_ext.checkpoint.load_planner import LoadPlanner
+from torchtitan_ext.state.nested import Path
+
+
+def read_saved(reader: StorageReader, metadata: Metadata, prefix: str, *, weights_only: bool) -> Any:
+    """Everything below a key of a checkpoint, nested as it was saved, tensors whole and on the CPU. Not collective."""
+    paths = paths_below(prefix, metadata)
+    saved = {fqn: metadata.state_dict_metadata[fqn] for fqn in paths}
+    values: dict[str, Any] = {
+        fqn: torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
+        for fqn, entry in saved.items()
+    }
+    planner = LoadPlanner(flatten_state_dict=False, weights_only=weights_only)
+    planner.set_up_planner(values, metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, True)
+    (plan,) = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
+    (plan,) = reader.prepare_global_plan([plan])
+    reader.read_data(planner.finish_plan(plan), planner).wait()
+    if prefix in saved:
+        return values[prefix]
+    return unflatten_state_dict(values, {fqn: ("", *path) for fqn, path in paths.items()}).get("", {})
+
+
+def paths_below(prefix: str, metadata: Metadata) -> dict[str, Path]:
+    """The saved keys that stand below a key, and where: a key may have dots in it."""
+    recorded = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    below: dict[str, Path] = {}
+    for fqn in metadata.state_dict_metadata:
+        if fqn == prefix or fqn.startswith(f"{prefix}."):
+            path = recorded.get(fqn, tuple(fqn.split(".")))
+            depths = (depth for depth in range(1, len(path) + 1) if ".".join(map(str, path[:depth])) == prefix)
+            depth = next(depths, None)
+            if depth is not None:
+                below[fqn] = tuple(path[depth:])
+    return below
