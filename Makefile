@@ -1,6 +1,7 @@
 # Everything from a fresh clone. `make demo` and `make test` set up their own .venv; a second call is quick.
 #   PYTHON=python3.12    the interpreter of the virtual environment
-#   TORCH=torch==2.13.0  the torch to build against
+#   TORCH=torch==2.13.0  the torch to install: pip's own choice of build, on most machines that for CUDA (gigabytes)
+#   VENV=path            a virtual environment of yours: a torch that is there already is used as it is
 #   JOBS=2               compile jobs
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -97,8 +98,7 @@ $(PY):
 
 # torch first and alone: with the package's dependencies left to the resolver another torch could be chosen.
 $(STAMPS)/torch: | $(PY)
-	@echo "Installing $(TORCH) into $(VENV) ..."
-	$(PIP) "$(TORCH)" numpy
+	@$(PY) -c 'import torch, numpy' 2>/dev/null || { echo "Installing $(TORCH) into $(VENV) ..."; $(PIP) "$(TORCH)" numpy; }
 	@mkdir -p $(STAMPS) && touch $@
 
 # An editable install knows the modules that were there when it was made: a new file means a new install.

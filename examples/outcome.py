@@ -12,23 +12,27 @@ class Outcome(NamedTuple):
     mesh: str
     digests: dict[str, str]  # of every full tensor, right after save or load
     losses: list[float]  # of the steps after that
-    refusal: str = ""
+    stock: dict[str, str] | str = ""  # the digests that PyTorch's own load comes to, or why it refuses
 
 
 def print_table(saved: Outcome, resumed: Sequence[Outcome]) -> None:
     print(f"\n{'mesh':34}  bit-equal   losses after the checkpoint, largest difference")
     for outcome in [saved, *resumed]:
         losses = " ".join(f"{loss:.4f}" for loss in outcome.losses)
-        told = outcome.refusal or f"{losses}  {largest_difference(saved, outcome):.0e}"
-        print(f"{outcome.mesh:34}  {num_equal(saved, outcome):3} of {len(saved.digests)}  {told}")
+        equal = f"{num_equal(saved, outcome.digests):3} of {len(saved.digests)}"
+        print(f"{outcome.mesh:34}  {equal}  {losses}  {largest_difference(saved, outcome):.0e}")
+        if isinstance(outcome.stock, dict):
+            print(f"{'  stock PyTorch':34}  {num_equal(saved, outcome.stock):3} of {len(saved.digests)}")
+        elif outcome.stock:
+            print(f"{'  stock PyTorch':34}  refused: {outcome.stock[:80]}")
 
 
 def went_on_as_before(saved: Outcome, resumed: Outcome) -> bool:
-    return num_equal(saved, resumed) == len(saved.digests) and largest_difference(saved, resumed) <= LOSS_TOLERANCE
+    return num_equal(saved, resumed.digests) == len(saved.digests) and largest_difference(saved, resumed) <= LOSS_TOLERANCE
 
 
-def num_equal(saved: Outcome, resumed: Outcome) -> int:
-    return sum(resumed.digests.get(fqn) == digest for fqn, digest in saved.digests.items())
+def num_equal(saved: Outcome, digests: dict[str, str]) -> int:
+    return sum(digests.get(fqn) == digest for fqn, digest in saved.digests.items())
 
 
 def largest_difference(saved: Outcome, resumed: Outcome) -> float:

@@ -56,11 +56,11 @@ def test_train_llama_2d_resumes_bit_for_bit(llama_2d: subprocess.CompletedProces
 
 
 @pytest.mark.slow
-def test_stock_planners_cannot_resume_on_another_data_parallel_size() -> None:
-    finished = run_example("train_llama_2d.py", "--planner", "stock")
-    assert finished.returncode == 1
-    refused = re.search(r"^dp 4 x tp 2 +0 of 120  \w+Error: ", finished.stdout, re.MULTILINE)
-    assert refused, finished.stdout + finished.stderr
+def test_train_llama_2d_shows_what_stock_says(llama_2d: subprocess.CompletedProcess[str]) -> None:
+    answers = re.findall(r"^  stock PyTorch +(.*)$", llama_2d.stdout, re.MULTILINE)
+    assert len(answers) == 3, llama_2d.stdout
+    # https://github.com/pytorch/pytorch/issues/168134
+    assert answers[0].startswith("refused: ") or answers[0] == "120 of 120", llama_2d.stdout
 
 
 @pytest.mark.slow
