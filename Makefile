@@ -52,7 +52,7 @@ soak: build $(STAMPS)/test  ## The property tests and fuzzers with many more cas
 
 # Python cannot run sanitized code from the editable install: each sanitizer has a small environment of its own beside its build,
 # which sees the packages of .venv and holds the package with sanitized libraries.
-SANITIZED_TESTS := tests/test_ops.py tests/test_ops_fuzz.py tests/test_fingerprints.py
+SANITIZED_TESTS := tests/test_ops.py tests/test_ops_fuzz.py tests/test_fingerprints.py tests/storage/test_metadata_file.py
 sanitize: $(STAMPS)/gtest $(STAMPS)/package $(STAMPS)/test  ## C++ tests, op tests and fuzz under ASan + UBSan, then under TSan
 	$(MAKE) sanitize-asan sanitize-tsan
 

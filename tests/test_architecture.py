@@ -19,6 +19,7 @@ ROWS = [
     {"ops"},
     {"layout"},
     {"state", "ranks"},
+    {"storage"},
     {"checkpoint", "sync"},
     {"full_tensors", "fingerprints"},
     {"elastic"},

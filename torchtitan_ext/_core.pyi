@@ -6,7 +6,7 @@ raises OverflowError.
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 _Sizes = tuple[int, ...]
 _Step = tuple[int, int, int]
@@ -35,3 +35,4 @@ def find_overlaps(
 ) -> list[tuple[int, int, _Sizes, _Sizes, _Sizes]]: ...
 def may_overlap_itself(sizes: Sequence[int], strides: Sequence[int]) -> bool: ...
 def assign_writers(shards: Sequence[tuple[Sequence[int], int]], num_ranks: int) -> list[int]: ...
+def read_metadata_pickle(data: bytes) -> dict[str, Any]: ...

@@ -7,6 +7,7 @@
 #include <tuple>
 #include <vector>
 
+#include "bindings/metadata.h"
 #include "core/aliasing.h"
 #include "core/chunk.h"
 #include "core/cover.h"
@@ -149,5 +150,6 @@ PYBIND11_MODULE(_core, module) {
   module.def("find_cover_defect", &find_cover_defect_py, py::arg("global_shape"), py::arg("boxes"));
   module.def("find_overlaps", &find_overlaps_py, py::arg("wanted"), py::arg("saved"));
   module.def("may_overlap_itself", &may_overlap_itself_py, py::arg("sizes"), py::arg("strides"));
+  bind_metadata(module);
   module.def("assign_writers", &assign_writers_py, py::arg("shards"), py::arg("num_ranks"));
 }

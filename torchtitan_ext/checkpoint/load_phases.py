@@ -165,10 +165,6 @@ def _plan_source(one: OpenSource, planner: StockLoadPlanner, values: dict[Any, A
     def plan_all_parts(plans: list[LoadPlan]) -> list[LoadPlan]:
         return one.reader.prepare_global_plan(planner.create_global_plan(plans))
 
-    if one.is_of_one_rank:
-        plans: list[LoadPlan] = []
-        phases.on_all("plan", lambda: plans.extend(plan_all_parts([plan_own_part()])), doing=_PLANNING)
-        return plans[0]
     return phases.through_coordinator("plan", plan_own_part, plan_all_parts, doing=_PLANNING)
 
 

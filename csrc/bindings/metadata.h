@@ -1,0 +1,6 @@
+// The parts of the module torchtitan_ext._core that have files of their own.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+void bind_metadata(pybind11::module_& module);
