@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Literal
 
 ProblemKind = Literal[
@@ -33,6 +34,9 @@ ProblemKind = Literal[
 
 # A report stays readable for a model of ten thousand tensors.
 _MAX_LINES_PER_KIND = 10
+
+# A wrong argument is shown where it is short; a long text says no more than its type.
+_MAX_SHOWN = 60
 
 
 @dataclass(frozen=True)
@@ -196,6 +200,30 @@ class CheckpointFailedError(TorchtitanExtError, RuntimeError):
         if self.undefined:
             text += f". Part-written, load again or start anew: {', '.join(self.undefined)}; all else is unchanged"
         return text
+
+
+def argument_error(where: str, argument: str, got: object, expected: str) -> TypeError:
+    """For an argument of the wrong type: ``load: got policy='reshard', expected an ElasticPolicy``."""
+    if isinstance(got, type):
+        found = f"the class {got.__name__}"
+    elif isinstance(got, (str, int, float, bool, type(None))):
+        found = repr(got) if len(repr(got)) <= _MAX_SHOWN else f"a {type(got).__name__}"
+    else:
+        found = f"a {type(got).__name__}"
+    return TypeError(f"{where}: got {argument}={found}, expected {expected}")
+
+
+def check_argument(where: str, argument: str, got: object, kinds: type | tuple[type, ...], expected: str) -> None:
+    """Raises ``argument_error`` unless it is an instance of one of these; a class in the place of one is none."""
+    if isinstance(got, type) or not isinstance(got, kinds):
+        raise argument_error(where, argument, got, expected)
+
+
+def check_counts(where: str, **counts: object) -> None:
+    """Raises ``argument_error`` for the first of these that is neither a whole number nor ``None``."""
+    for argument, got in counts.items():
+        if isinstance(got, bool) or not isinstance(got, (Integral, type(None))):
+            raise argument_error(where, argument, got, "a whole number")
 
 
 _HEADINGS: dict[ProblemKind, str] = {

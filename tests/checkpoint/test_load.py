@@ -499,7 +499,6 @@ def test_no_checkpoint(tmp_path: Path) -> None:
         (lambda: ElasticPolicy({"dataloader": "drop"}), "got 'drop' for dataloader, expected one of 'keep', 'reshard'"),
         (lambda: ElasticPolicy(default="all"), "got 'all' for default"),
         (lambda: ElasticPolicy(strict="yes"), "strict='yes', expected one of 'error', 'warn', 'ignore'"),
-        (lambda: Source("A", include="model"), "include='model', expected a list of globs"),
         (lambda: Source("A", rename={"a.*": "b"}), r"rename of 'a.\*' to 'b': both need the same number"),
         (lambda: tte.load({}, "A", sources=[Source("B")]), "got sources and a path"),
         (

@@ -393,7 +393,7 @@ def test_a_partial_load_may_find_nothing_for_some_ranks() -> None:
     ],
 )
 def test_wrong_arguments(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         tte.LoadPlanner(**options)
 
 

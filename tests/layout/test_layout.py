@@ -215,7 +215,7 @@ def test_an_exact_rule_comes_before_a_glob_and_equal_rules_do_not_clash():
 
 
 def test_rules_take_orders_only():
-    with pytest.raises(ValueError, match="got tuple for 'w', expected a ShardOrder"):
+    with pytest.raises(TypeError, match="got tuple for 'w', expected a ShardOrder"):
         LayoutRules({"w": (0, 0, 1)})
 
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torchtitan_ext.checkpoint.load_phases import load_state_dict
 from torchtitan_ext.checkpoint.load_planner import LoadPlanner
 from torchtitan_ext.checkpoint.phases import Phases
-from torchtitan_ext.checkpoint.policy import ElasticPolicy, Source
+from torchtitan_ext.checkpoint.policy import ElasticPolicy, Source, check_rules
 from torchtitan_ext.checkpoint.report import LoadReport
 from torchtitan_ext.checkpoint.save_phases import SaveResult, ask_for_states, save_values, writer_at
 from torchtitan_ext.checkpoint.save_planner import SavePlanner
@@ -97,8 +97,10 @@ def load(
         StateRefusedError: No target was changed; the same on every rank, listing all problems.
         CheckpointFailedError: A rank failed while reading; targets may be part-written, and it names them.
         LostRankError: A rank died or hangs; raised where that was noticed, and names it.
+        TypeError: ``policy`` or ``sources`` is something else.
         ValueError: Both ``path`` and ``sources``, or two policies; or a policy for a planner that knows none.
     """
+    check_rules("load", policy, sources)
     planner = LoadPlanner() if planner is None else planner
     if sources and (path is not None or storage_reader is not None):
         raise ValueError("load: got sources and a path or storage_reader, expected one of them")

@@ -46,10 +46,10 @@ from torchtitan_ext.checkpoint.key_table import (
 from torchtitan_ext.checkpoint.load_rules import ComponentPlan, LoadRules, ReadRequest
 from torchtitan_ext.checkpoint.missing_keys import missing_problems
 from torchtitan_ext.checkpoint.per_rank_keys import unclaimed_problems
-from torchtitan_ext.checkpoint.policy import ElasticPolicy, Source
+from torchtitan_ext.checkpoint.policy import ElasticPolicy, Source, check_rules
 from torchtitan_ext.checkpoint.report import LoadReport, build_report, disagreements
 from torchtitan_ext.checkpoint.storage_entries import storage_problems
-from torchtitan_ext.errors import CheckpointReadError, Problem, refusal
+from torchtitan_ext.errors import CheckpointReadError, Problem, check_argument, refusal
 from torchtitan_ext.layout.dtensor import local_tensor, local_view
 from torchtitan_ext.layout.layout import Steps, num_elements, shard_of
 from torchtitan_ext.layout.rules import LayoutRules, ShardOrder
@@ -125,6 +125,8 @@ class LoadPlanner(StockLoadPlanner):
         policy: ElasticPolicy | None = None,
         source: Source | None = None,
     ) -> None:
+        check_rules("LoadPlanner", policy)
+        check_argument("LoadPlanner", "source", source, (Source, type(None)), "a Source, such as Source(rename=...)")
         if cast not in ("exact", "allow", "forbid"):
             raise ValueError(f"LoadPlanner: got cast={cast!r}, expected 'exact', 'allow' or 'forbid'")
         if isinstance(allow_unclaimed, str):

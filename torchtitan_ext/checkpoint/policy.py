@@ -6,11 +6,13 @@ import fnmatch
 import itertools
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from torch.distributed.checkpoint.storage import StorageReader
+
+from torchtitan_ext.errors import argument_error, check_argument
 
 Action = Literal["keep", "reshard", "reset", "omit", "error"]
 Strict = Literal["error", "warn", "ignore"]
@@ -40,6 +42,7 @@ class ElasticPolicy:
             missing keys stay as they are.
 
     Raises:
+        TypeError: ``actions`` is no mapping from names to actions.
         ValueError: An action, or ``strict``, is none of these.
     """
 
@@ -50,7 +53,11 @@ class ElasticPolicy:
         default: Action = "reshard",
         strict: Strict = "error",
     ) -> None:
+        expected = "a mapping such as {'dataloader': 'reset'}, or default= for all"
+        check_argument("ElasticPolicy", "actions", actions, (Mapping, type(None)), expected)
         self.actions: dict[str, Action] = dict(actions or {})
+        for name in self.actions:
+            check_argument("ElasticPolicy", "name", name, str, "the text of a component or of a glob")
         for name, action in {**self.actions, "default": default}.items():
             if action not in get_args(Action):
                 raise ValueError(f"ElasticPolicy: got {action!r} for {name}, expected one of {_listed(Action)}")
@@ -98,6 +105,7 @@ class Source:
         storage_reader: A DCP storage reader instead of stock's for files.
 
     Raises:
+        TypeError: An argument is of another type; a text alone is no list of globs.
         ValueError: The two sides of a rename have different numbers of ``*``.
     """
 
@@ -108,9 +116,15 @@ class Source:
     storage_reader: StorageReader | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("include", "exclude"):
-            if isinstance(getattr(self, name), str):
-                raise ValueError(f"Source: got {name}={getattr(self, name)!r}, expected a list of globs")
+        check_argument("Source", "path", self.path, (str, os.PathLike, type(None)), "a directory")
+        for name, globs in (("include", self.include), ("exclude", self.exclude)):
+            if isinstance(globs, str) or not isinstance(globs, Collection) or not _are_texts(globs):
+                raise argument_error("Source", name, globs, "a list of globs")
+        if not isinstance(self.rename, Mapping) or not _are_texts((*self.rename, *self.rename.values())):
+            raise argument_error("Source", "rename", self.rename, "a mapping such as {'model.*': 'module.*'}")
+        check_argument(
+            "Source", "storage_reader", self.storage_reader, (StorageReader, type(None)), "a DCP storage reader"
+        )
         for wanted, saved in self.rename.items():
             if wanted.count("*") != saved.count("*"):
                 raise ValueError(f"Source: rename of {wanted!r} to {saved!r}: both need the same number of '*'")
@@ -130,6 +144,19 @@ class Source:
     def saved_prefix(self, component: str) -> str:
         """What a top-level key is called in the checkpoint."""
         return self.saved_name(f"{component}.x").removesuffix(".x")
+
+
+def check_rules(where: str, policy: object, sources: Any = ()) -> None:
+    """Raises TypeError unless these are a policy, or ``None``, and a list of sources."""
+    expected = "an ElasticPolicy, such as ElasticPolicy({'dataloader': 'reset'})"
+    check_argument(where, "policy", policy, (ElasticPolicy, type(None)), expected)
+    check_argument(where, "sources", sources, (list, tuple), "a list such as [Source(path)]")
+    for source in sources:
+        check_argument(where, "sources", source, Source, "a list such as [Source(path)]")
+
+
+def _are_texts(values: Iterable[object]) -> bool:
+    return all(isinstance(value, str) for value in values)
 
 
 def _renamed(fqn: str, patterns: Iterable[tuple[str, str]]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -13,9 +13,10 @@ from torch.utils.data import DataLoader, default_collate
 from torchtitan_ext.checkpoint.component import Resharded
 from torchtitan_ext.checkpoint.world import World
 from torchtitan_ext.elastic.index_order import local_size
-from torchtitan_ext.elastic.sampler import ElasticBatchSampler, Last, LocalBatch, check_world
+from torchtitan_ext.elastic.sampler import ElasticBatchSampler, Last, LocalBatch, check_last, check_world
 from torchtitan_ext.elastic.stream_batches import StreamBatches
 from torchtitan_ext.elastic.streams import StreamSource
+from torchtitan_ext.errors import argument_error, check_counts
 
 
 class _Batches(Protocol):
@@ -40,6 +41,14 @@ class _Batches(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
     def reshard(self, saved: Mapping[str, Any], old: World, new: World) -> Resharded: ...
+
+
+class _World(TypedDict):
+    """Sizes that both kinds of batches take."""
+
+    global_batch_size: int
+    dp_rank: int
+    dp_size: int
 
 
 class ElasticDataLoader:
@@ -79,6 +88,7 @@ class ElasticDataLoader:
         loader_options: Map-style data: more arguments of ``torch.utils.data.DataLoader``, such as ``num_workers``.
 
     Raises:
+        TypeError: A size that is no number, a class in the place of a data set.
         ValueError: For arguments that do not fit each other.
         TooFewShardsError: More ranks than virtual shards.
     """
@@ -101,41 +111,26 @@ class ElasticDataLoader:
     ) -> None:
         if (batch_size is None) == (global_batch_size is None):
             raise ValueError("ElasticDataLoader: give exactly one of batch_size (per rank) and global_batch_size")
-        if last not in ("drop", "pad"):
-            raise ValueError(f'ElasticDataLoader: last is {last!r}, expected "drop" or "pad"')
+        check_last(last)
+        check_counts("ElasticDataLoader", batch_size=batch_size, dp_size=dp_size)
         size = global_batch_size if global_batch_size is not None else (batch_size or 0) * dp_size
         check_world(dp_rank, dp_size, size)
         self.dp_rank = dp_rank
         self.dp_size = dp_size
         self.global_batch_size = size
         self.batch_size = local_size(size, dp_rank=dp_rank, dp_size=dp_size)
+        world: _World = {"global_batch_size": size, "dp_rank": dp_rank, "dp_size": dp_size}
         self._batches: _Batches
+        if isinstance(data, type):
+            raise argument_error("ElasticDataLoader", "data", data, "an instance: a data set or a source of streams")
         if isinstance(data, StreamSource):
             if loader_options:
                 raise ValueError(f"ElasticDataLoader: {', '.join(loader_options)} cannot be applied to streams")
-            self._batches = StreamBatches(
-                data,
-                global_batch_size=size,
-                dp_rank=dp_rank,
-                dp_size=dp_size,
-                last=last,
-                endless=endless,
-                group=group,
-                collate_fn=collate_fn,
-            )
+            self._batches = StreamBatches(data, **world, last=last, endless=endless, group=group, collate_fn=collate_fn)
         elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
             if not loader_options.get("in_order", True):
                 raise ValueError("ElasticDataLoader: in_order=False has no position to resume from; leave it out")
-            sampler = ElasticBatchSampler(
-                data,
-                global_batch_size=size,
-                dp_rank=dp_rank,
-                dp_size=dp_size,
-                shuffle=shuffle,
-                seed=seed,
-                last=last,
-                endless=endless,
-            )
+            sampler = ElasticBatchSampler(data, **world, shuffle=shuffle, seed=seed, last=last, endless=endless)
             self._batches = _SampleBatches(data, sampler, {"collate_fn": collate_fn, **loader_options})
         else:
             raise ValueError(

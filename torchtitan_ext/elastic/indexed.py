@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_ext.errors import CannotReshardError
+from torchtitan_ext.elastic.streams import check_num_shards
+from torchtitan_ext.errors import CannotReshardError, argument_error
 
 _TORCHTITAN_SEED = 42
 
@@ -64,6 +65,8 @@ class IndexedStreams:
     """
 
     def __init__(self, data: Any, *, num_shards: int, seed: int = _TORCHTITAN_SEED) -> None:
+        check_map_style("IndexedStreams", data)
+        check_num_shards("IndexedStreams", num_shards)
         self.num_shards = num_shards
         self._data = data
         self._seed = seed
@@ -126,6 +129,12 @@ def _part_of(data: Any, seed: int, state: dict[str, Any]) -> IndexedPart:
             "use the data set it was saved with, or reset the data loader",
         )
     return part
+
+
+def check_map_style(where: str, data: object) -> None:
+    """Raises TypeError for what is no map-style data set."""
+    if isinstance(data, type) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        raise argument_error(where, "data", data, "a map-style data set (__len__ and __getitem__)")
 
 
 def run_of(part: IndexedPart) -> range:

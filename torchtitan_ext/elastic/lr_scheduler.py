@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torchtitan_ext.checkpoint.component import Resharded, reshard_state
 from torchtitan_ext.checkpoint.world import World
 from torchtitan_ext.elastic import schedule_math
-from torchtitan_ext.errors import CannotReshardError
+from torchtitan_ext.errors import CannotReshardError, check_argument, check_counts
 
 LrRule = Literal["none", "linear", "sqrt"]
 
@@ -45,6 +45,7 @@ class ElasticLRScheduler:
         saved_global_batch_size: For states that do not say theirs.
 
     Raises:
+        TypeError: ``schedulers`` or a batch size is something else.
         ValueError: A batch size below 1, no scheduler, or an unknown rule.
 
     Example:
@@ -61,7 +62,12 @@ class ElasticLRScheduler:
         lr_rule: LrRule = "none",
         saved_global_batch_size: int | None = None,
     ) -> None:
+        where = "ElasticLRScheduler"
+        check_argument(where, "schedulers", schedulers, (LRScheduler, Sequence), "an LR scheduler or a list of them")
         self.schedulers = [schedulers] if isinstance(schedulers, LRScheduler) else list(schedulers)
+        for scheduler in self.schedulers:
+            check_argument(where, "schedulers", scheduler, LRScheduler, "an LR scheduler or a list of them")
+        check_counts(where, global_batch_size=global_batch_size, saved_global_batch_size=saved_global_batch_size)
         if not self.schedulers:
             raise ValueError("ElasticLRScheduler: got no scheduler, expected at least one")
         if global_batch_size < 1 or (saved_global_batch_size is not None and saved_global_batch_size < 1):

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from torchtitan_ext.elastic.streams import ChecksStates, SplitsStates, Stream, StreamSource, start_epoch
+from torchtitan_ext.errors import argument_error, check_argument
 
 # A packed sequence: {"input": tokens, "positions": positions}, labels; each an int64 tensor of shape [seq_len].
 PackedSequence = tuple[dict[str, torch.Tensor], torch.Tensor]
@@ -41,6 +42,11 @@ class PackedTokens:
     def __init__(
         self, documents: StreamSource, *, seq_len: int, encode: Callable[[Any], Sequence[int]] | None = None
     ) -> None:
+        expected = "a source of streams, such as Streams(...)"
+        check_argument("PackedTokens", "documents", documents, StreamSource, expected)
+        check_argument("PackedTokens", "seq_len", seq_len, int, "a whole number")
+        if encode is not None and not callable(encode):
+            raise argument_error("PackedTokens", "encode", encode, "a function from a document to its tokens")
         if seq_len < 1:
             raise ValueError(f"PackedTokens: seq_len is {seq_len}, expected at least 1")
         self._documents = documents

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from torchtitan_ext.checkpoint.component import Resharded
 from torchtitan_ext.checkpoint.world import World
-from torchtitan_ext.errors import CannotReshardError
+from torchtitan_ext.errors import CannotReshardError, argument_error, check_argument, check_counts
 
 # torch has 64-bit seeds, Python any, NumPy lists of 32-bit words; four words of 64 bits fill the pool of each.
 _SEED_WORDS = 4
@@ -40,6 +41,7 @@ class RngState:
             ``lambda: train_state.step``. The same on all ranks. 0 by default, which makes every restart alike.
 
     Raises:
+        TypeError: An argument is of another type.
         ValueError: A negative seed, a rank outside the world, or one of ``rank`` and ``world_size`` without the other.
 
     Example:
@@ -56,6 +58,10 @@ class RngState:
         device: torch.device | str | None = None,
         step: Callable[[], int] = int,
     ) -> None:
+        check_argument("RngState", "seed", seed, Integral, "a whole number")
+        check_counts("RngState", rank=rank, world_size=world_size)
+        if not callable(step):
+            raise argument_error("RngState", "step", step, "a function, such as lambda: train_state.step")
         if (rank is None) != (world_size is None):
             raise ValueError(f"RngState: got rank={rank} and world_size={world_size}, expected both or none")
         is_alone = not (dist.is_available() and dist.is_initialized())

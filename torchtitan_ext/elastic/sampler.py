@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sized
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torchtitan_ext.checkpoint.component import Resharded
 from torchtitan_ext.checkpoint.world import World
 from torchtitan_ext.elastic.index_order import index_order
-from torchtitan_ext.errors import CannotReshardError
+from torchtitan_ext.errors import CannotReshardError, check_argument, check_counts
 
 Last = Literal["drop", "pad"]
 
@@ -100,6 +100,8 @@ class ElasticBatchSampler:
         last: Last = "drop",
         endless: bool = False,
     ) -> None:
+        check_argument("ElasticBatchSampler", "data", data, Sized, "a data set with a length")
+        check_last(last)
         check_world(dp_rank, dp_size, global_batch_size)
         num_samples = len(data)
         if num_samples < (global_batch_size if last == "drop" else 1):
@@ -189,8 +191,15 @@ class ElasticBatchSampler:
         return position
 
 
+def check_last(last: object) -> None:
+    """Raises ValueError for what is none of the ways to end an epoch."""
+    if last not in get_args(Last):
+        raise ValueError(f'data loader: last is {last!r}, expected "drop" or "pad"')
+
+
 def check_world(dp_rank: int, dp_size: int, global_batch_size: int) -> None:
-    """Raises ValueError unless the rank exists and every rank gets a sample."""
+    """Raises ValueError unless the rank exists and every rank gets a sample; TypeError for what is no number."""
+    check_counts("data loader", dp_rank=dp_rank, dp_size=dp_size, global_batch_size=global_batch_size)
     if not 0 <= dp_rank < dp_size:
         raise ValueError(f"data loader: dp_rank is {dp_rank}, expected 0 <= dp_rank < dp_size = {dp_size}")
     if global_batch_size < dp_size:

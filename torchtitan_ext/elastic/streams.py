@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from torchtitan_ext.errors import argument_error, check_argument
+
 
 @runtime_checkable
 class Stream(Protocol):
@@ -115,6 +117,11 @@ class Streams:
     open: Callable[[int, int, int], Iterable[Any]]
     num_shards: int
 
+    def __post_init__(self) -> None:
+        if not callable(self.open):
+            raise argument_error("Streams", "open", self.open, "a function of shard, num_shards and epoch")
+        check_num_shards("Streams", self.num_shards)
+
     def open_stream(self, shard: int, epoch: int) -> Iterable[Any]:
         return self.open(shard, self.num_shards, epoch)
 
@@ -133,10 +140,17 @@ class HuggingFaceStreams:
             has served: exact for any data set that gives the same examples twice, and slow late in an epoch.
 
     Raises:
-        ValueError: The data set is shuffled and ``resume`` is not ``"replay"``.
+        TypeError: The data set is not a streaming one.
+        ValueError: The data set is shuffled and ``resume`` is not ``"replay"``; or ``resume`` is neither.
     """
 
     def __init__(self, dataset: Any, *, num_shards: int, resume: Literal["state", "replay"] = "state") -> None:
+        if isinstance(dataset, type) or not hasattr(dataset, "set_epoch"):
+            expected = "a streaming data set; pass one that is not streamed to the loader as it is"
+            raise argument_error("HuggingFaceStreams", "dataset", dataset, expected)
+        check_num_shards("HuggingFaceStreams", num_shards)
+        if resume not in ("state", "replay"):
+            raise ValueError(f"HuggingFaceStreams: got resume={resume!r}, expected 'state' or 'replay'")
         # https://huggingface.co/docs/datasets/stream#save-a-dataset-checkpoint-and-resume-iteration
         if resume == "state" and _has_shuffle_buffer(dataset):
             raise ValueError(
@@ -161,6 +175,13 @@ def _has_shuffle_buffer(dataset: Any) -> bool:
     while wraps is not None and type(wraps).__name__ != "BufferShuffledExamplesIterable":
         wraps = getattr(wraps, "ex_iterable", None)
     return wraps is not None or getattr(dataset, "_shuffling", None) is not None
+
+
+def check_num_shards(where: str, num_shards: int) -> None:
+    """Raises TypeError for what is no number, ValueError for less than one shard."""
+    check_argument(where, "num_shards", num_shards, int, "a whole number")
+    if num_shards < 1:
+        raise ValueError(f"{where}: got num_shards={num_shards}, expected at least 1")
 
 
 def start_epoch(stream: Iterable[Any] | None, epoch: int) -> bool:

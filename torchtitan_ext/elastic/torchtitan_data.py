@@ -21,7 +21,7 @@ from torchtitan_ext.elastic.indexed import IndexedPart, IndexedStream, IndexedSt
 from torchtitan_ext.elastic.packing import PackedTokens, packed_state
 from torchtitan_ext.elastic.streams import HuggingFaceStreams
 from torchtitan_ext.elastic.virtual_shards import ShardState, shard_key, to_entry
-from torchtitan_ext.errors import CannotReshardError
+from torchtitan_ext.errors import CannotReshardError, argument_error
 from torchtitan_ext.state.plain_value import read_pickle
 
 _RANK_KEY = "dp_rank_"
@@ -60,6 +60,9 @@ class TorchtitanTextStreams(PackedTokens):
         num_shards: int,
         text: Callable[[Any], str] = itemgetter("text"),
     ) -> None:
+        for argument, function in (("encode", encode), ("text", text)):
+            if not callable(function):
+                raise argument_error("TorchtitanTextStreams", argument, function, "a function")
         is_indexed = hasattr(data, "__len__") and hasattr(data, "__getitem__")
         documents = IndexedStreams(data, num_shards=num_shards) if is_indexed else None
         super().__init__(

@@ -7,7 +7,7 @@ from typing import Any
 
 from torchtitan_ext.checkpoint.component import Resharded
 from torchtitan_ext.checkpoint.world import World
-from torchtitan_ext.errors import CannotReshardError
+from torchtitan_ext.errors import CannotReshardError, check_counts
 
 
 class TrainState:
@@ -27,6 +27,7 @@ class TrainState:
     """
 
     def __init__(self, step: int = 0, samples_seen: int = 0, tokens_seen: int = 0) -> None:
+        check_counts("TrainState", step=step, samples_seen=samples_seen, tokens_seen=tokens_seen)
         self.step = step
         self.samples_seen = samples_seen
         self.tokens_seen = tokens_seen

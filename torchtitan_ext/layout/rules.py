@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torchtitan_ext.errors import argument_error, check_argument
+
 
 @dataclass(frozen=True)
 class ShardOrder:
@@ -18,9 +20,23 @@ class ShardOrder:
     Attributes:
         steps: (mesh axis by name or index, tensor dim, split factor), in the order of sharding. Split factor 1 is
             ``torch.chunk``.
+
+    Raises:
+        TypeError: The steps are none.
+        ValueError: A split factor below 1.
     """
 
     steps: tuple[tuple[int | str, int, int], ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.steps, (tuple, list)) or not all(map(_is_step, self.steps)):
+            expected = "steps (mesh axis, tensor dim, split factor), such as (('tp', 0, 3), ('dp', 0, 1))"
+            raise argument_error("ShardOrder", "steps", self.steps, expected)
+        for axis, _, split_factor in self.steps:
+            if split_factor < 1:
+                raise ValueError(f"ShardOrder: got split factor {split_factor} for axis {axis!r}, expected at least 1")
+        # Orders are compared by hash.
+        object.__setattr__(self, "steps", tuple(map(tuple, self.steps)))
 
 
 class LayoutRules:
@@ -32,10 +48,12 @@ class LayoutRules:
     """
 
     def __init__(self, layouts: Mapping[str, ShardOrder] | None = None) -> None:
+        expected = "a mapping such as {'*.wqkv.weight': ShardOrder(...)}"
+        check_argument("planner", "layouts", layouts, (Mapping, type(None)), expected)
         self._layouts = dict(layouts or {})
         for pattern, order in self._layouts.items():
             if not isinstance(order, ShardOrder):
-                raise ValueError(f"layouts: got {type(order).__name__} for {pattern!r}, expected a ShardOrder")
+                raise TypeError(f"layouts: got {type(order).__name__} for {pattern!r}, expected a ShardOrder")
 
     def find(self, fqn: str) -> ShardOrder | None:
         """The order stated for a key, or ``None``. Raises ValueError where two rules of one rank differ."""
@@ -62,6 +80,13 @@ def canonical_fqn(fqn: str, *, strip_module: bool = False) -> str:
 
 
 _WRAPPER_COMPONENTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+
+
+def _is_step(step: object) -> bool:
+    if not isinstance(step, (tuple, list)) or len(step) != 3:
+        return False
+    axis, dim, split_factor = step
+    return isinstance(axis, (int, str)) and isinstance(dim, int) and isinstance(split_factor, int)
 
 
 def _rule_applies(pattern: str, fqn: str) -> bool:
