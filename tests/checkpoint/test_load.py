@@ -175,9 +175,9 @@ def test_one_report_lists_everything_that_stands_in_the_way(run_world, tmp_path:
         "  Missing key in checkpoint state_dict: model.more.",
         "  Missing key in checkpoint state_dict: old.y. Nearest: old.x.",
         "  Missing key in checkpoint state_dict: dataloader.dp_rank_2. It, and others up to dataloader.dp_rank_3, are "
-        "of ranks that the save did not have: the checkpoint has 2 of these, dataloader.dp_rank_0 and so on, and "
-        "nothing says how to divide them among other ranks: give the component a method reshard, or read torchtitan's "
-        "text data with ElasticDataLoader and TorchtitanTextStreams.",
+        "of ranks that the save did not have: the checkpoint has 2 of these, dataloader.dp_rank_0 and so on, "
+        "this load has 4 rank(s), and nothing says how to divide them among other ranks: give the component a method "
+        "reshard, or read torchtitan's text data with ElasticDataLoader and TorchtitanTextStreams.",
         "Components that cannot cross to this world (1):",
         "  kept: 4 counters cannot be dealt; use another kind",
         "Saved entries that nothing asks for (1):",

@@ -24,7 +24,10 @@ from torchtitan_ext.elastic import ElasticPolicy, Source
         (lambda: Source("A", storage_reader=Source), "got storage_reader=the class Source, expected a DCP storage"),
         (lambda: tte.load({}, "A", policy="reshard"), "load: got policy='reshard', expected an ElasticPolicy"),
         (lambda: tte.load({}, "A", policy=ElasticPolicy), "got policy=the class ElasticPolicy, expected an Elastic"),
-        (lambda: tte.load({}, sources=Source("A")), r"got sources=a Source, expected a list such as \[Source\(path\)\]"),
+        (
+            lambda: tte.load({}, sources=Source("A")),
+            r"got sources=a Source, expected a list such as \[Source\(path\)\]",
+        ),
         (lambda: tte.load({}, sources=["A"]), "got sources='A', expected a list such as"),
         (lambda: tte.LoadPlanner(policy={"rng": "reset"}), "LoadPlanner: got policy=a dict, expected an ElasticPolicy"),
         (lambda: tte.LoadPlanner(source="A"), "LoadPlanner: got source='A', expected a Source"),

@@ -237,7 +237,7 @@ class LoadPlanner(StockLoadPlanner):
         rules = self.rules
         if rules.policy is None:
             absent = dict.fromkeys(fqn for request in requests for fqn in request.missing)
-            problems += missing_problems(list(absent), self.metadata)
+            problems += missing_problems(list(absent), self.metadata, len(requests))
         else:
             report = build_report(requests, self.metadata, rules.policy, rules.source, rules.selects, problems)
             problems = list(report.problems)

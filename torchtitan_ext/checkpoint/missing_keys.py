@@ -16,11 +16,20 @@ from torchtitan_ext.layout.rules import canonical_fqn
 
 MAX_NAMED_KEYS = 10
 
+# A rename of more lines is no remedy to copy from a message.
+_MAX_RENAMES = 3
 
-def missing_problems(missing: Sequence[str], metadata: Metadata) -> list[Problem]:
-    """One problem per key that the checkpoint lacks; those that each rank keeps for itself are one together."""
+
+def missing_problems(missing: Sequence[str], metadata: Metadata, num_ranks: int) -> list[Problem]:
+    """One problem per key that the checkpoint lacks; those that each rank keeps for itself are one together.
+
+    Args:
+        missing: Keys of the state dict.
+        num_ranks: How many ranks load.
+    """
     saved = list(metadata.state_dict_metadata)
-    by_canonical = {canonical_fqn(fqn, strip_module=True): fqn for fqn in saved}
+    twins = _prefix_twins(missing, saved)
+    renames = _prefix_renames(twins, saved)
     families: dict[str, list[str]] = {}
     for fqn in missing:
         families.setdefault(family_of(fqn), []).append(fqn)
@@ -30,22 +39,80 @@ def missing_problems(missing: Sequence[str], metadata: Metadata) -> list[Problem
         hint = ""
         # Nearest names cost a pass over all keys, and the report shows ten lines.
         if position < MAX_NAMED_KEYS:
-            relatives = [key for key in saved if family != fqn and family_of(key) == family]
-            same = by_canonical.get(canonical_fqn(fqn, strip_module=True))
-            near = difflib.get_close_matches(fqn, saved, n=1, cutoff=0.8)
-            if relatives:
-                which = f"It, and others up to {members[-1]}, are" if len(members) > 1 else "It is"
-                hint = (
-                    f" {which} of ranks that the save did not have: the checkpoint has {len(relatives)} of these, "
-                    f"{relatives[0]} and so on, and nothing says how to divide them among "
-                    f"other ranks: {how_to_divide(family)}."
-                )
-            elif same is not None:
-                hint = f" It has {same}, which differs only by prefix: strip the wrapper's prefix on one side."
-            elif near:
-                hint = f" Nearest: {near[0]}."
+            hint = _per_rank_hint(family, members, saved, num_ranks) or _name_hint(fqn, twins.get(fqn), renames, saved)
         problems.append(Problem("missing_key", fqn, f"Missing key in checkpoint state_dict: {fqn}.{hint}"))
     return problems
+
+
+def _per_rank_hint(family: str, members: Sequence[str], saved: Sequence[str], num_ranks: int) -> str:
+    relatives = [key for key in saved if family != members[0] and family_of(key) == family]
+    if not relatives:
+        return ""
+    which = f"It, and others up to {members[-1]}, are" if len(members) > 1 else "It is"
+    return (
+        f" {which} of ranks that the save did not have: the checkpoint has {len(relatives)} of these, "
+        f"{relatives[0]} and so on, this load has {num_ranks} rank(s), and nothing says how to divide them among "
+        f"other ranks: {how_to_divide(family)}."
+    )
+
+
+def _name_hint(fqn: str, twin: str | None, renames: Mapping[str, str], saved: Sequence[str]) -> str:
+    if twin is None:
+        near = difflib.get_close_matches(fqn, saved, n=1, cutoff=0.8)
+        return f" Nearest: {near[0]}." if near else ""
+    strip = "strip the wrapper's prefix on one side"
+    remedy = f"pass LoadPlanner(source=Source(rename={renames!r})), or {strip}" if renames else strip
+    return f" It has {twin}, which differs only by prefix: {remedy}."
+
+
+def _prefix_twins(missing: Sequence[str], saved: Sequence[str]) -> dict[str, str]:
+    """Missing keys that the checkpoint has under another prefix: a wrapper's anywhere, one component in front."""
+    by_canonical = {canonical_fqn(fqn, strip_module=True): fqn for fqn in saved}
+    known = set(saved)
+    by_tail: dict[str, list[str]] = {}
+    for fqn in saved:
+        by_tail.setdefault(fqn.partition(".")[2], []).append(fqn)
+    twins: dict[str, str] = {}
+    for fqn in missing:
+        wrapped = by_canonical.get(canonical_fqn(fqn, strip_module=True))
+        _, _, tail = fqn.partition(".")
+        if wrapped is not None:
+            twins[fqn] = wrapped
+        elif len(by_tail.get(fqn, ())) == 1:  # of several one would be a guess
+            twins[fqn] = by_tail[fqn][0]
+        elif tail in known:
+            twins[fqn] = tail
+    return twins
+
+
+def _prefix_renames(twins: Mapping[str, str], saved: Sequence[str]) -> dict[str, str]:
+    """The ``Source.rename`` that finds every twin and leaves names alone that the checkpoint has; or none of use.
+
+    Example:
+        >>> _prefix_renames({"model.w": "model.module.w", "model.b": "model.module.b"}, ["model.module.w", ...])
+        {'model.*': 'model.module.*'}
+    """
+    source = Source()
+    for fqn, twin in twins.items():
+        if source.saved_name(fqn) != twin:
+            source = Source(rename={**source.rename, **_widest_rename(fqn, twin, saved)})
+        if len(source.rename) > _MAX_RENAMES:
+            return {}
+    finds_all = all(source.saved_name(fqn) == twin for fqn, twin in twins.items())
+    return dict(source.rename) if finds_all else {}
+
+
+def _widest_rename(fqn: str, twin: str, saved: Sequence[str]) -> dict[str, str]:
+    """From a key to its twin, with as much of their common end left to a ``*`` as other saved keys allow."""
+    own, other = fqn.split("."), twin.split(".")
+    num_common = 0
+    while num_common < min(len(own), len(other)) and own[-1 - num_common] == other[-1 - num_common]:
+        num_common += 1
+    for num_open in range(num_common, 0, -1):
+        own_start, other_start = ("".join(f"{part}." for part in parts[:-num_open]) for parts in (own, other))
+        if all(key.startswith(other_start) for key in saved if key.startswith(own_start)):
+            return {f"{own_start}*": f"{other_start}*"}
+    return {fqn: twin}
 
 
 def read_prefixes(components: Mapping[str, ComponentPlan]) -> Callable[[str], object]:

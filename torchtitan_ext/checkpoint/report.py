@@ -115,7 +115,7 @@ def build_report(
         fqn for fqn in unexpected_keys(metadata, known, components, policy, source, selects) if fqn not in settled
     ]
     if policy.strict == "error":
-        problems += missing_problems(missing, metadata)
+        problems += missing_problems(missing, metadata, new.size)
         problems += unexpected_problems(unexpected, missing)
 
     troubled = {problem.fqn for problem in problems}

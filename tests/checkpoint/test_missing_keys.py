@@ -1,0 +1,95 @@
+"""A key that the checkpoint lacks comes with the name that was perhaps meant, and with the rename that mends it."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
+
+import torchtitan_ext as tte
+from torchtitan_ext.checkpoint.missing_keys import missing_problems, unexpected_problems
+from torchtitan_ext.elastic import Source
+from torchtitan_ext.errors import MissingStateError
+
+
+def metadata_of(keys: list[str]) -> Metadata:
+    return Metadata({key: TensorStorageMetadata(TensorProperties(), torch.Size([1]), []) for key in keys})
+
+
+def details(missing: list[str], saved: list[str], num_ranks: int = 1) -> list[str]:
+    return [problem.detail for problem in missing_problems(missing, metadata_of(saved), num_ranks)]
+
+
+def rename_of(text: str) -> dict[str, str]:
+    """What the message says to pass."""
+    found = re.search(r"LoadPlanner\(source=(Source\(rename=.*?\}\))\)", text)
+    return {} if found is None else dict(eval(found.group(1)).rename)
+
+
+@pytest.mark.parametrize(
+    ("missing", "saved", "rename"),
+    [
+        (["w", "b"], ["module.w", "module.b"], {"*": "module.*"}),
+        (["module.w", "module.b"], ["w", "b"], {"module.*": "*"}),
+        (["model.l.w"], ["model.module.l.w", "optimizer.lr"], {"model.*": "model.module.*"}),
+        (["model._orig_mod.l.w"], ["model.l.w", "step"], {"model._orig_mod.*": "model.*"}),
+        (["l.w", "l.b"], ["model.l.w", "model.l.b"], {"*": "model.*"}),
+        (["net.l.w"], ["l.w"], {"net.*": "*"}),
+        # A name at the top that the checkpoint has keeps it.
+        (
+            ["l.w", "l.b", "n.w"],
+            ["module.l.w", "module.l.b", "module.n.w", "step"],
+            {"l.*": "module.l.*", "n.*": "module.n.*"},
+        ),
+        (["w"], ["module.w", "step"], {"w": "module.w"}),
+        # Each layer its own: too long for a message.
+        ([f"l.{i}.w" for i in range(9)], [f"l.{i}._orig_mod.w" for i in range(9)], {}),
+    ],
+)
+def test_a_prefix_that_differs_comes_with_the_rename_that_mends_it(
+    missing: list[str], saved: list[str], rename: dict[str, str]
+) -> None:
+    for fqn, text in zip(missing, details(missing, saved), strict=True):
+        assert "which differs only by prefix" in text and rename_of(text) == rename
+        if rename:
+            assert Source(rename=rename).saved_name(fqn) in saved
+    kept = set(saved) - {Source(rename=rename).saved_name(fqn) for fqn in missing}
+    assert {Source(rename=rename).saved_name(key) for key in kept} == kept or not rename
+
+
+def test_two_names_with_the_same_end_are_no_twins() -> None:
+    (text,) = details(["w"], ["encoder.w", "decoder.w"])
+    assert text == "Missing key in checkpoint state_dict: w."
+
+
+def test_the_nearest_name() -> None:
+    assert details(["model.wieght"], ["model.weight", "other"])[0].endswith("model.wieght. Nearest: model.weight.")
+
+
+def test_entries_of_ranks_are_one_problem_that_names_both_worlds() -> None:
+    (text,) = details([f"data.dp_rank_{rank}" for rank in (2, 3)], ["data.dp_rank_0", "data.dp_rank_1"], num_ranks=4)
+    assert "It, and others up to data.dp_rank_3, are of ranks that the save did not have" in text
+    assert "the checkpoint has 2 of these, data.dp_rank_0 and so on, this load has 4 rank(s)" in text
+
+
+def test_hints_stop_where_the_report_does() -> None:
+    texts = details([f"layer{i}" for i in range(12)], [f"layer{i}_" for i in range(12)])
+    assert [" Nearest: " in text for text in texts] == [True] * 10 + [False] * 2
+
+
+def test_an_unexpected_key_names_the_one_that_was_perhaps_meant() -> None:
+    near, far = unexpected_problems(["model.weight", "x"], ["model.wieght"])
+    assert near.detail == "it is in the checkpoint and nothing asks for it; nearest that is asked for: model.wieght"
+    assert far.detail == "it is in the checkpoint and nothing asks for it"
+
+
+@pytest.mark.parametrize("options", [{}, {"policy": tte.elastic.ElasticPolicy()}], ids=["plain", "policy"])
+def test_the_rename_of_the_message_loads(tmp_path: Path, options: dict[str, Any]) -> None:
+    tte.save({"module.w": torch.ones(3), "module.b": torch.zeros(2)}, tmp_path)
+    target = {"w": torch.zeros(3), "b": torch.ones(2)}
+    with pytest.raises(MissingStateError) as refused:
+        tte.load(target, tmp_path, **options)
+    tte.load(target, tmp_path, planner=tte.LoadPlanner(source=Source(rename=rename_of(str(refused.value)))), **options)
+    assert target["w"].tolist() == [1.0] * 3 and target["b"].tolist() == [0.0] * 2
