@@ -30,6 +30,7 @@ ProblemKind = Literal[
     "cannot_sync",
     "cannot_reshard",
     "unexpected_key",
+    "policy_name",
 ]
 
 # A report stays readable for a model of ten thousand tensors.
@@ -244,6 +245,7 @@ _HEADINGS: dict[ProblemKind, str] = {
     "cannot_sync": "Tensors that cannot be synced",
     "cannot_reshard": "Components that cannot cross to this world",
     "unexpected_key": "Saved entries that nothing asks for",
+    "policy_name": "Names of the policy that cannot be followed",
 }
 
 _ERROR_OF_KIND: dict[ProblemKind, type[StateRefusedError]] = {
@@ -264,6 +266,7 @@ _ERROR_OF_KIND: dict[ProblemKind, type[StateRefusedError]] = {
     "cannot_sync": SyncMismatchError,
     "cannot_reshard": ReshardError,
     "unexpected_key": ReshardError,
+    "policy_name": ReshardError,
 }
 
 

@@ -138,6 +138,60 @@ def test_groups_of_a_real_optimizer_load_back() -> None:
     assert current.param_groups[0]["decoupled_weight_decay"] is True
 
 
+def test_options_that_this_run_keeps() -> None:
+    saved = [group(["a"], lr=0.1, eps=1e-8, initial_lr=0.5), group(["b"], lr=0.2, eps=1e-8)]
+    current = [group(["a", "b"], lr=1.0, eps=0.0)]
+    merged, notes = merge_param_groups(saved, current, keeps=lambda index, option: option in ("lr", "initial_lr"))
+    assert merged == [group(["a", "b"], lr=1.0, eps=1e-8)]
+    assert texts(notes) == ["kept: group 0 keeps this run's lr=1.0"]
+
+
+def two_rates(lr: float) -> torch.optim.Optimizer:
+    first, second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))
+    return AdamW([{"params": [first], "lr": lr}, {"params": [second], "lr": 2 * lr, "weight_decay": lr}], lr=lr)
+
+
+@pytest.mark.parametrize(
+    ("actions", "rates", "decay"),
+    [
+        ({}, [0.1, 0.2], 0.1),
+        ({"optimizer.param_groups.*.lr": "omit"}, [0.5, 1.0], 0.1),
+        ({"optimizer.param_groups.1.lr": "reset"}, [0.1, 1.0], 0.1),
+        ({"optimizer.param_groups.1.*": "omit"}, [0.1, 1.0], 0.5),
+        ({"optimizer.param_groups.*": "omit"}, [0.5, 1.0], 0.5),
+        ({"optimizer.param_groups.*": "omit", "optimizer.param_groups.0.lr": "error"}, [0.5, 1.0], 0.5),
+        ({"*.lr": "omit"}, [0.5, 1.0], 0.1),
+        ({"optimizer": "keep", "optimizer.param_groups.*.lr": "omit"}, [0.5, 1.0], 0.1),
+    ],
+)
+def test_a_policy_chooses_single_options(tmp_path: Path, actions: Any, rates: list[float], decay: float) -> None:
+    tte.save({"optimizer": two_rates(0.1)}, tmp_path)
+    optimizer = two_rates(0.5)
+    report = tte.load({"optimizer": optimizer}, tmp_path, policy=ElasticPolicy(actions))
+    assert [member["lr"] for member in optimizer.param_groups] == rates
+    assert optimizer.param_groups[1]["weight_decay"] == decay
+    assert report is not None and report.unused == () and "dropped" not in str(report)
+
+
+@pytest.mark.parametrize(
+    ("policy", "reason"),
+    [
+        (ElasticPolicy({"optimizer.param_groups.*.lrr": "omit"}), "reaches into it"),
+        (ElasticPolicy({"optimizer.param_groups.w.lr": "omit"}), "reaches into it"),
+        (
+            ElasticPolicy({"optimizer.param_groups.*.lr": "error"}),
+            "the action of optimizer.param_groups.0.lr is 'error'",
+        ),
+    ],
+)
+def test_options_that_a_policy_cannot_choose_are_refused(tmp_path: Path, policy: Any, reason: str) -> None:
+    state = two_rates(0.1).state_dict()
+    # By stock, which does not say how many ranks saved.
+    torch.distributed.checkpoint.save({"optimizer": state}, checkpoint_id=tmp_path)
+    with pytest.raises(tte.errors.ReshardError, match=reason):
+        tte.load({"optimizer": two_rates(0.5)}, tmp_path, policy=policy)
+
+
 NAMES = [f"layer.{index}" for index in range(6)]
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_ext.checkpoint.component import Resharded, can_reshard, reshard_state
 from torchtitan_ext.checkpoint.load_rules import UNTOUCHED, ComponentPlan
-from torchtitan_ext.checkpoint.param_groups import find_moved, merge_param_groups
+from torchtitan_ext.checkpoint.param_groups import find_moved, merge_param_groups, option_keys
 from torchtitan_ext.checkpoint.policy import Action, ElasticPolicy, Source
 from torchtitan_ext.checkpoint.saved_values import paths_below, read_saved
 from torchtitan_ext.checkpoint.world import World, named_axes, saved_world
@@ -110,10 +110,10 @@ def cut_by_component(
             carried[key] = component
         else:
             components.values[key] = component.state_dict()
+    new = _world_of(components.values, size)
     for key in list(components.values):
         if policy.component_action(str(key)) == "reshard" and _has_group_list(components.values[key]):
-            _cut_param_groups(key, components, opened, policy)
-    new = _world_of(components.values, size)
+            _cut_param_groups(key, components, opened, policy, new)
     for key, component in carried.items():
         _ask_component(key, component, components, opened, new, policy)
     _check_samples(components)
@@ -139,15 +139,21 @@ def _leave(key: Any, component: Stateful, action: Action, components: Components
         plans[str(key)] = ComponentPlan(action, note)
 
 
-def _cut_param_groups(key: Any, components: Components, opened: Sequence[OpenSource], policy: ElasticPolicy) -> None:
+def _cut_param_groups(
+    key: Any, components: Components, opened: Sequence[OpenSource], policy: ElasticPolicy, new: World
+) -> None:
     """Takes the parameter groups of an optimizer out of the values: they are matched by parameter, not by position."""
     name, value = str(key), components.values[key]
     position = _source_of(f"{name}.param_groups.*", opened)
     if position is None:
         return
     groups: list[dict[str, Any]] | None = value["param_groups"]
-    if policy.key_action(f"{name}.param_groups.x", name) not in ("omit", "reset"):
-        components.plans[position][name], groups = _merge_groups(name, value["param_groups"], opened[position])
+    if policy.key_action(f"{name}.param_groups.x", name) in ("omit", "reset"):
+        options = tuple(option_keys(name, value["param_groups"]).values())
+        components.plans[position][name] = replace(components.plans[position][name], options=options)
+    else:
+        plan, groups = _merge_groups(name, value["param_groups"], opened[position], policy, new)
+        components.plans[position][name] = plan
     if groups is not None:
         components.param_groups[key] = groups
         components.values[key] = {part: member for part, member in value.items() if part != "param_groups"}
@@ -184,7 +190,7 @@ def _has_group_list(value: Any) -> bool:
 
 
 def _merge_groups(
-    name: str, current: list[dict[str, Any]], opened: OpenSource
+    name: str, current: list[dict[str, Any]], opened: OpenSource, policy: ElasticPolicy, new: World
 ) -> tuple[ComponentPlan, list[dict[str, Any]] | None]:
     """Saved options for the current groups; none where the checkpoint has no list of groups."""
     prefix = opened.source.saved_name(f"{name}.param_groups.x").removesuffix(".x")
@@ -194,8 +200,16 @@ def _merge_groups(
         return ComponentPlan("reshard", "", Problem("cannot_reshard", name, str(error)), prefix), None
     if not isinstance(saved, list) or not all("params" in group for group in saved):
         return ComponentPlan("reshard"), None
-    groups, notes = merge_param_groups(saved, current)
+    options = option_keys(name, current)
+    chosen = {place: policy.key_action(fqn, name) for place, fqn in options.items()}
+    groups, notes = merge_param_groups(
+        saved, current, keeps=lambda index, option: chosen.get((index, option)) in ("reset", "omit")
+    )
     refused = "; ".join(note.text for note in notes if note.kind == "problem")
+    old = saved_world(opened.metadata)
+    bound = [fqn for place, fqn in options.items() if chosen[place] == "error"]
+    if bound and old.size != new.size:
+        refused = refused or f"the action of {bound[0]} is 'error', and it was saved by {old}, not by {new}"
     moved = find_moved(saved, current)
     if moved and not refused:
         refused = (
@@ -203,7 +217,8 @@ def _merge_groups(
             "state of others; save and load by get_optimizer_state_dict, which goes by name"
         )
     problem = Problem("cannot_reshard", name, refused) if refused else None
-    return ComponentPlan("reshard", "; ".join(map(str, notes)), problem, prefix), groups
+    plan = ComponentPlan("reshard", "; ".join(map(str, notes)), problem, prefix, tuple(options.values()))
+    return plan, groups
 
 
 def _ask(

@@ -267,9 +267,12 @@ class LoadPlanner(StockLoadPlanner):
         if problems:
             raise refusal("load", problems)
         self.report = decision.report
-        if self.is_coordinator and self.report is not None and (self.report.missing or self.report.unexpected):
-            if self.rules.policy is not None and self.rules.policy.strict == "warn":
+        policy = self.rules.policy
+        if self.is_coordinator and self.report is not None and policy is not None:
+            if policy.strict == "warn" and (self.report.missing or self.report.unexpected):
                 logger.warning("load: %s", self.report)
+            elif policy.strict != "ignore" and self.report.unused:
+                logger.warning("load: the policy names what is not there: %s", ", ".join(self.report.unused))
         if not self.rules.values_first:
             self.change_targets()
         return dataclasses.replace(central_plan, items=items)

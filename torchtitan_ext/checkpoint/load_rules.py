@@ -25,12 +25,15 @@ class ComponentPlan:
         note: What becomes of it, where that is known before the plan is.
         problem: Why it cannot be done.
         saved_prefix: Its saved entries have been read already, all keys below this one; else ``None``.
+        options: Keys of the options of an optimizer's parameter groups, ``optimizer.param_groups.0.lr``, where they are
+            matched by parameter instead of being read by key.
     """
 
     action: Action
     note: str = ""
     problem: Problem | None = None
     saved_prefix: str | None = None
+    options: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ every rank.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-GroupNoteKind = Literal["filled", "dropped", "new", "removed", "frozen", "unfrozen", "problem"]
+GroupNoteKind = Literal["filled", "kept", "dropped", "new", "removed", "frozen", "unfrozen", "problem"]
 
 # What names the members of a group instead of saying how they are optimized.
 _MEMBERS = ("params", "param_names")
@@ -44,7 +44,10 @@ class GroupNote:
 
 
 def merge_param_groups(
-    saved: Sequence[Mapping[str, Any]], current: Sequence[Mapping[str, Any]]
+    saved: Sequence[Mapping[str, Any]],
+    current: Sequence[Mapping[str, Any]],
+    *,
+    keeps: Callable[[int, str], bool] = lambda index, option: False,
 ) -> tuple[list[dict[str, Any]], list[GroupNote]]:
     """The current groups with the saved options of the parameters that they hold.
 
@@ -55,6 +58,7 @@ def merge_param_groups(
     Args:
         saved: Of the checkpoint.
         current: Of this run's optimizer.
+        keeps: Whether an option of the group at a position of ``current`` is left as it is.
 
     Returns:
         As many groups as ``current``, in its order, each with its ``params`` and its options: an option has the value
@@ -91,17 +95,28 @@ def merge_param_groups(
             notes.append(GroupNote("new", f"group {index} ({_listed(names)}) keeps this run's options"))
             merged.append(dict(group))
             continue
-        conflicts = _conflicts([saved[source] for source in sources], group)
+        own = {option for option in {*saved[sources[0]], *group} - {*_MEMBERS} if keeps(index, option)}
+        conflicts = _conflicts([saved[source] for source in sources], group, own)
         if conflicts:
             notes.append(GroupNote("problem", _conflict_text(index, sources, conflicts)))
             merged.append(dict(group))
             continue
         if added:
             notes.append(GroupNote("unfrozen", f"group {index} has {_listed(added)}, which the checkpoint does not"))
-        result, group_notes = _merged_group(index, saved[sources[0]], group)
+        result, group_notes = _merged_group(index, saved[sources[0]], group, own)
         merged.append(result)
         notes += group_notes
-    return merged, notes + _gone(saved_names, current_names)
+    return merged, notes + _left_out(saved_names, current_names)
+
+
+def option_keys(component: str, groups: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str], str]:
+    """What a policy calls each option of a list of groups, by position and name: ``optimizer.param_groups.0.lr``."""
+    return {
+        (index, option): f"{component}.param_groups.{index}.{option}"
+        for index, group in enumerate(groups)
+        for option in (*group, *_SCHEDULER_OPTIONS)
+        if option not in _MEMBERS
+    }
 
 
 def find_moved(saved: Sequence[Mapping[str, Any]], current: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -182,20 +197,22 @@ def find_option_gaps(saved_keys: Iterable[str], wanted_keys: Iterable[str]) -> O
 
 
 def _merged_group(
-    index: int, saved: Mapping[str, Any], current: Mapping[str, Any]
+    index: int, saved: Mapping[str, Any], current: Mapping[str, Any], own: Collection[str]
 ) -> tuple[dict[str, Any], list[GroupNote]]:
     merged = dict(current)
     notes = []
     for option in current:
         if option in _MEMBERS:
             continue
-        if option in saved:
+        if option in own:
+            notes.append(GroupNote("kept", f"group {index} keeps this run's {option}={current[option]!r}"))
+        elif option in saved:
             merged[option] = _like(current[option], saved[option])
         else:
             text = f"group {index} keeps {option}={current[option]!r}, which the checkpoint lacks"
             notes.append(GroupNote("filled", text))
     for option in saved:
-        if option in current or option in _MEMBERS:
+        if option in current or option in _MEMBERS or option in own:
             continue
         if option in _SCHEDULER_OPTIONS:
             merged[option] = saved[option]
@@ -205,10 +222,13 @@ def _merged_group(
     return merged, notes
 
 
-def _conflicts(sources: Sequence[Mapping[str, Any]], current: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Options that this group has and in which the saved groups that feed it differ, with their values."""
+def _conflicts(
+    sources: Sequence[Mapping[str, Any]], current: Mapping[str, Any], own: Collection[str]
+) -> dict[str, list[Any]]:
+    """Options that this group takes over and in which the saved groups that feed it differ, with their values."""
     options = [option for option in current if option not in _MEMBERS]
     options += [option for option in _SCHEDULER_OPTIONS if option not in current]
+    options = [option for option in options if option not in own]
     conflicts = {}
     for option in options:
         values = [source.get(option) for source in sources]
@@ -228,7 +248,7 @@ def _conflict_text(index: int, sources: Sequence[int], conflicts: Mapping[str, l
     )
 
 
-def _gone(saved_names: Sequence[Sequence[Any]], current_names: Sequence[Sequence[Any]]) -> list[GroupNote]:
+def _left_out(saved_names: Sequence[Sequence[Any]], current_names: Sequence[Sequence[Any]]) -> list[GroupNote]:
     held = {name for names in current_names for name in names}
     notes = []
     for index, names in enumerate(saved_names):

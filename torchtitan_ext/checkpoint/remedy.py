@@ -43,6 +43,8 @@ def find_remedy(
     actions: dict[str, Action] = {}
     for problem in problems:
         name = component_of(problem.fqn, components, is_tensor=True)
+        if problem.kind == "policy_name":
+            continue
         if problem.kind == "cannot_reshard" and problem.fqn in policy.actions:
             actions[problem.fqn] = "reset"
         elif problem.kind in ("cannot_reshard", "unclaimed_keys") or PER_RANK.search(problem.fqn):
@@ -61,14 +63,15 @@ def find_remedy(
         for glob, action in actions.items()
         if glob in whole or component_of(glob, components, is_tensor=True) not in whole
     }
-    if not actions and not is_long:
+    unfit = {problem.fqn for problem in problems if problem.kind == "policy_name"}
+    if not actions and not is_long and not unfit:
         return None
     strict = "ignore" if is_long else policy.strict
     # A glob would win over a component.
     kept = {
         name: action
         for name, action in policy.actions.items()
-        if not any(name.startswith(f"{component}.") for component in whole)
+        if name not in unfit and not any(name.startswith(f"{component}.") for component in whole)
     }
     return ElasticPolicy({**actions, **kept, **actions}, default=policy.default, strict=strict)
 

@@ -6,8 +6,10 @@ Pure functions of what the ranks ask for and of the checkpoint's metadata, calle
 from __future__ import annotations
 
 import fnmatch
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
@@ -21,6 +23,7 @@ from torchtitan_ext.checkpoint.missing_keys import (
 )
 from torchtitan_ext.checkpoint.param_groups import find_option_gaps
 from torchtitan_ext.checkpoint.policy import Action, ElasticPolicy, Source
+from torchtitan_ext.checkpoint.policy_names import name_problems, unused_names
 from torchtitan_ext.checkpoint.remedy import find_remedy, joined_remedy
 from torchtitan_ext.checkpoint.world import World, mesh_axes, saved_world
 from torchtitan_ext.errors import Problem
@@ -101,34 +104,35 @@ def build_report(
     absent = list(dict.fromkeys(fqn for request in requests for fqn in request.missing))
     saved = metadata.state_dict_metadata
     is_read = read_prefixes(components)
-    gaps = find_option_gaps((source.own_name(fqn) for fqn in saved if not is_read(fqn)), [*wanted, *absent])
+    own = [fqn for fqn in left if source.saved_name(fqn) in saved]
+    gaps = find_option_gaps((source.own_name(fqn) for fqn in saved if not is_read(fqn)), [*wanted, *absent, *own])
     settled = {*gaps.fillable, *gaps.dropped}
     missing = [fqn for fqn in absent if fqn not in settled]
-    loaded: dict[str, int] = {}
-    for fqn in wanted:
-        name = component_of(fqn, components, is_tensor=isinstance(saved.get(wanted[fqn]), TensorStorageMetadata))
-        loaded[name] = loaded.get(name, 0) + 1
+    loaded = Counter(
+        component_of(fqn, components, is_tensor=isinstance(saved.get(name), TensorStorageMetadata))
+        for fqn, name in wanted.items()
+    )
     if MODEL in loaded:
         components.setdefault(MODEL, ComponentPlan(policy.component_action(MODEL)))
     known = {*wanted.values(), *(source.saved_name(fqn) for fqn in left)}
     unexpected = [
         fqn for fqn in unexpected_keys(metadata, known, components, policy, source, selects) if fqn not in settled
     ]
+    options = {name: plan.options for name, plan in components.items() if plan.options}
+    names = {*components, *wanted, *absent, *left, *map(source.own_name, saved), *chain(*options.values())}
+    unused = unused_names(policy, components, names)
     if policy.strict == "error":
+        problems += name_problems(unused, names, {*wanted, *left, *(f"{name}.param_groups" for name in options)})
         problems += missing_problems(missing, metadata, new.size)
         problems += unexpected_problems(unexpected, missing)
 
     troubled = {problem.fqn for problem in problems}
     counts = {"missing": missing, "unexpected": unexpected, UNTOUCHED: left}
-    options = {"filled from this run": gaps.fillable, "dropped": gaps.dropped}
+    option_notes = {"filled from this run": gaps.fillable, "dropped": gaps.dropped}
     lines = [
-        ComponentLine(
-            name, plan.action, _outcome(name, plan, loaded.get(name, 0), counts, options, components, troubled)
-        )
+        ComponentLine(name, plan.action, _outcome(name, plan, loaded[name], counts, option_notes, components, troubled))
         for name, plan in components.items()
     ]
-    names = {*components, *wanted, *absent, *left, *(source.own_name(fqn) for fqn in saved)}
-    unused = [name for name in policy.actions if name not in components and not fnmatch.filter(names, name)]
     problems = list(dict.fromkeys(problems))
     remedy = find_remedy(problems, policy, components, missing, unexpected, wanted)
     return LoadReport(old, new, tuple(lines), tuple(missing), tuple(unexpected), tuple(unused), tuple(problems), remedy)

@@ -1,0 +1,65 @@
+"""Names of a policy that nothing answers to: misspelt, or meant for another job.
+
+A policy may serve several jobs, so a name without a key is only warned of, but where it is close to one that is there,
+or reaches into a value that is loaded whole, the policy does not do what its author thinks: that is refused.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Collection, Iterable, Sequence
+
+from torchtitan_ext.checkpoint.policy import ElasticPolicy
+from torchtitan_ext.errors import Problem
+
+_WILDCARDS = re.compile(r"[*?\[]")
+
+
+def unused_names(policy: ElasticPolicy, components: Collection[str], keys: Collection[str]) -> list[str]:
+    """The names of a policy that are no component's and match no key.
+
+    Args:
+        components: Top-level keys.
+        keys: Flat keys of state dict and checkpoint, of all ranks.
+    """
+    return [name for name in policy.actions if name not in components and not fnmatch.filter(keys, name)]
+
+
+def name_problems(unused: Sequence[str], keys: Collection[str], whole: Iterable[str]) -> list[Problem]:
+    """Those of the unused names that cannot be meant for another job.
+
+    Args:
+        unused: As ``unused_names`` finds them.
+        keys: As above, and the components.
+        whole: Keys that are loaded as one value: there is no key below.
+
+    Example:
+        >>> [problem.detail for problem in name_problems(["dataloder"], ["dataloader.step"], [])]
+        ["nothing has this name, perhaps 'dataloader' is meant; ..."]
+    """
+    if not unused:
+        return []
+    problems = []
+    words = {part for key in keys for part in key.split(".")}
+    values = set(whole)
+    for name in unused:
+        fixed = _WILDCARDS.split(name)[0].split(".")
+        holders = {".".join(fixed[:depth]) for depth in range(1, len(fixed))} & values
+        meant = ".".join(_nearest(part, words) for part in name.split("."))
+        if holders:
+            detail = f"{min(holders)} is loaded as one value, this name reaches into it; name all of it"
+        elif meant != name:
+            detail = f"nothing has this name, perhaps {meant!r} is meant; correct it, or leave it out"
+        else:
+            continue
+        problems.append(Problem("policy_name", name, detail))
+    return problems
+
+
+def _nearest(part: str, words: Collection[str]) -> str:
+    """A word that is there in the place of one that is not; itself where none is near, or it has wildcards."""
+    if part in words or _WILDCARDS.search(part):
+        return part
+    return next(iter(difflib.get_close_matches(part, words, n=1, cutoff=0.8)), part)
