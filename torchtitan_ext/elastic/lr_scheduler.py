@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from torchtitan_ext.checkpoint.component import Resharded, reshard_state
 from torchtitan_ext.checkpoint.world import World
 from torchtitan_ext.elastic import schedule_math
+from torchtitan_ext.elastic.group_names import group_names, names_by_parameter, names_entry, saved_places, sources_of
 from torchtitan_ext.errors import CannotReshardError, check_argument, check_counts
 
 LrRule = Literal["none", "linear", "sqrt"]
@@ -24,7 +26,9 @@ class ElasticLRScheduler:
     ``Stateful`` and ``Reshardable``. State: ``step`` (of the first scheduler), ``global_batch_size`` and
     ``schedulers``, a tuple with one entry for each scheduler, which DCP keeps as one value: so the state of any number
     of schedulers of any class loads back. An entry has the class name, torch's ``state_dict()`` and the learning rates
-    of the parameter groups. Ranks that save the same key must hold equal schedulers.
+    of the parameter groups. Ranks that save the same key must hold equal schedulers. Where there are several parameter
+    groups with names, a further entry says which parameters each holds: a run whose groups are in another order, or cut
+    otherwise, gets each group's values by its parameters. Groups without names are matched by position.
 
     It also reads states that it did not write: ``{"last_epoch": n}`` (torchtitan's ``LRSchedulersContainer``), torch's
     ``state_dict()`` of one scheduler, and lists or dicts of these. A scheduler that has no saved entry of its own kind
@@ -43,6 +47,7 @@ class ElasticLRScheduler:
             sizes ("linear", https://arxiv.org/abs/1706.02677) or by its square root ("sqrt",
             https://arxiv.org/abs/1404.5997): the saved ones, or this run's where only a step was saved.
         saved_global_batch_size: For states that do not say theirs.
+        model: Names the parameters, where the optimizer is not built from ``named_parameters()``; one or several.
 
     Raises:
         TypeError: ``schedulers`` or a batch size is something else.
@@ -61,6 +66,7 @@ class ElasticLRScheduler:
         by_samples: bool = False,
         lr_rule: LrRule = "none",
         saved_global_batch_size: int | None = None,
+        model: nn.Module | Sequence[nn.Module] = (),
     ) -> None:
         where = "ElasticLRScheduler"
         check_argument(where, "schedulers", schedulers, (LRScheduler, Sequence), "an LR scheduler or a list of them")
@@ -79,6 +85,9 @@ class ElasticLRScheduler:
             raise ValueError(f"ElasticLRScheduler: got lr_rule={lr_rule!r}, expected 'none', 'linear' or 'sqrt'")
         self.global_batch_size = global_batch_size
         self._rules = _Rules(global_batch_size, by_samples, lr_rule, saved_global_batch_size)
+        models = [model] if isinstance(model, nn.Module) else model
+        check_argument(where, "model", models, Sequence, "a module or a list of them")
+        self._names = names_by_parameter(models)
         self._loaded: list[dict[str, Any]] | None = None
         for optimizer in {id(scheduler.optimizer): scheduler.optimizer for scheduler in self.schedulers}.values():
             optimizer.register_load_state_dict_post_hook(self._keep_loaded_groups)
@@ -119,6 +128,7 @@ class ElasticLRScheduler:
             "step": self.last_epoch,
             "global_batch_size": self.global_batch_size,
             "schedulers": tuple(map(schedule_math.described, self.schedulers)),
+            **names_entry([group_names(scheduler.optimizer, self._names) for scheduler in self.schedulers]),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -129,7 +139,7 @@ class ElasticLRScheduler:
         Raises:
             CannotReshardError: As ``reshard``; nothing was changed.
         """
-        entries, _ = _reshard(self.schedulers, state_dict, self._rules)
+        entries, _ = _reshard(self.schedulers, state_dict, self._rules, self._names)
         for scheduler, entry in zip(self.schedulers, entries, strict=True):
             schedule_math.restore(scheduler, entry["state"], entry["groups"])
         self._loaded = entries
@@ -144,7 +154,7 @@ class ElasticLRScheduler:
                 scheduler without an entry of its own cannot be brought to the shared step; or ``by_samples`` meets a
                 scheduler that does not count samples (``ReduceLROnPlateau``).
         """
-        entries, note = _reshard(self.schedulers, saved, self._rules)
+        entries, note = _reshard(self.schedulers, saved, self._rules, self._names)
         state = {
             "step": schedule_math.step_of(entries[0]["state"]) or 0,
             "global_batch_size": self.global_batch_size,
@@ -187,15 +197,19 @@ class _SavedScheduler:
         state: torch's ``state_dict()``; None where only the step was saved.
         type: Class name, where it was saved.
         groups: Options of the parameter groups, where they were saved.
+        misfit: Why its groups are not those of this run; empty where they are.
     """
 
     step: int
     state: dict[str, Any] | None = None
     type: str | None = None
     groups: list[dict[str, Any]] | None = None
+    misfit: str = ""
 
 
-def _reshard(schedulers: Sequence[LRScheduler], saved: Any, rules: _Rules) -> tuple[list[dict[str, Any]], str]:
+def _reshard(
+    schedulers: Sequence[LRScheduler], saved: Any, rules: _Rules, names: Mapping[int, str] | None = None
+) -> tuple[list[dict[str, Any]], str]:
     """Entries of ``state_dict()["schedulers"]`` for these schedulers, and the note of the report."""
     found, saved_batch = _read(saved)
     old_batch, new_batch = _batch_sizes(saved_batch, rules)
@@ -205,6 +219,8 @@ def _reshard(schedulers: Sequence[LRScheduler], saved: Any, rules: _Rules) -> tu
     for index, scheduler in enumerate(schedulers):
         clone = schedule_math.copied(scheduler)
         own = found[index] if index < len(found) else None
+        if own is not None and own.groups is not None:
+            own = _with_groups_of(own, saved_places(saved, index), group_names(scheduler.optimizer, names or {}))
         step = _shared_step(index, found) if own is None else own.step
         fits = own is not None and _fits(own, clone)
         try:
@@ -228,6 +244,27 @@ def _reshard(schedulers: Sequence[LRScheduler], saved: Any, rules: _Rules) -> tu
         remarks[f"{len(found) - len(schedulers)} saved scheduler(s) without a counterpart left out"] = None
     step = schedule_math.step_of(entries[0]["state"]) or 0
     return entries, "; ".join([_headline(found[0].step, step, old_batch, new_batch, rules), *remarks])
+
+
+def _with_groups_of(
+    own: _SavedScheduler, places: Mapping[str, set[int]], current: list[list[str]] | None
+) -> _SavedScheduler:
+    """The saved state with its groups where this run has them; as it is where either side has no names."""
+    if not places or current is None or own.state is None or own.groups is None:
+        return own
+    positions = []
+    for index, sources in enumerate(sources_of(places, current)):
+        if not sources:
+            return replace(own, misfit=f"group {index} has no parameter of the saved groups")
+        values = [schedule_math.select_groups(own.state, [source]) for source in sources]
+        if any(own.groups[source] != own.groups[sources[0]] for source in sources) or values != values[:1] * len(
+            values
+        ):
+            joined = ", ".join(map(str, sources))
+            return replace(own, misfit=f"group {index} joins parameters of saved groups {joined}, which differ")
+        positions.append(sources[0])
+    state = schedule_math.select_groups(own.state, positions)
+    return replace(own, state=state, groups=[own.groups[position] for position in positions])
 
 
 def _read(saved: Any) -> tuple[list[_SavedScheduler], int | None]:
@@ -291,7 +328,7 @@ def _shared_step(index: int, found: Sequence[_SavedScheduler]) -> int:
 
 
 def _fits(own: _SavedScheduler, clone: LRScheduler) -> bool:
-    if own.state is None or own.type not in (None, type(clone).__name__):
+    if own.misfit or own.state is None or own.type not in (None, type(clone).__name__):
         return False
     if own.groups is not None and len(own.groups) != len(clone.optimizer.param_groups):
         return False
@@ -303,6 +340,8 @@ def _why_step_alone(own: _SavedScheduler | None, clone: LRScheduler) -> str:
         return "it has no saved entry"
     if own.state is None:
         return "no more was saved"
+    if own.misfit:
+        return own.misfit
     saved = f"a {own.type}" if own.type else "a scheduler with other attributes"
     groups = "" if own.groups is None else f" over {len(own.groups)} parameter group(s)"
     return f"saved was {saved}{groups}, now {type(clone).__name__} over {len(clone.optimizer.param_groups)}"

@@ -168,6 +168,17 @@ def fits(saved: Mapping[str, Any], current: Mapping[str, Any]) -> bool:
     return len(saved_children) == len(children) and all(map(fits, saved_children, children))
 
 
+def select_groups(state: Mapping[str, Any], positions: Sequence[int]) -> dict[str, Any]:
+    """A ``state_dict()`` with the values of the parameter groups at these positions, in this order."""
+    selected = dict(state)
+    for name in _PER_GROUP_ATTRIBUTES:
+        if isinstance(state.get(name), list):
+            selected[name] = [state[name][position] for position in positions]
+    if "_schedulers" in state:
+        selected["_schedulers"] = [select_groups(child, positions) for child in state["_schedulers"]]
+    return selected
+
+
 def step_of(state: Mapping[str, Any]) -> int | None:
     """The step of a ``state_dict()``; a chain's is that of its members."""
     if "last_epoch" in state:

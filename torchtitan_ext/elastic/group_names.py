@@ -1,0 +1,67 @@
+"""Parameter groups found again by the names of their parameters, as optimizers' states are.
+
+Schedulers of torch keep a list with a value for each parameter group. A run that builds its groups in another order, or
+cuts one in two, finds each group's value where its parameters were.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from torchtitan_ext.layout.rules import canonical_fqn
+
+_KEY = "param_names_"
+
+
+def names_by_parameter(models: Iterable[nn.Module]) -> dict[int, str]:
+    """The name of each parameter of these, by ``id``."""
+    return {id(parameter): name for model in models for name, parameter in model.named_parameters()}
+
+
+def group_names(optimizer: Optimizer, known: Mapping[int, str]) -> list[list[str]] | None:
+    """The names of each group's parameters, by its ``param_names`` or as known; None where one has no name."""
+    names = [
+        group.get("param_names") or [known.get(id(parameter)) for parameter in group["params"]]
+        for group in optimizer.param_groups
+    ]
+    if any(name is None for group in names for name in group):
+        return None
+    return [[canonical_fqn(name, strip_module=True) for name in group] for group in names]
+
+
+def names_entry(names: Sequence[list[list[str]] | None]) -> dict[str, Any]:
+    """What a state keeps of the groups of several optimizers; nothing where each has one group, or no names.
+
+    Pipeline stages hold other parameters and save under other keys, by the digest of the names.
+    """
+    if not any(groups is not None and len(groups) > 1 for groups in names):
+        return {}
+    digest = hashlib.sha256(json.dumps(names).encode()).hexdigest()[:12]
+    return {f"{_KEY}{digest}": (list(names),)}
+
+
+def saved_places(saved: Mapping[str, Any], index: int) -> dict[str, set[int]]:
+    """At which positions the groups of one optimizer had each name, over the entries of all ranks that saved."""
+    places: dict[str, set[int]] = {}
+    for key, entry in saved.items():
+        groups = entry[0][index] if key.startswith(_KEY) and index < len(entry[0]) else None
+        for position, names in enumerate(groups or ()):
+            for name in names:
+                places.setdefault(name, set()).add(position)
+    return places
+
+
+def sources_of(places: Mapping[str, set[int]], current: Sequence[Sequence[str]]) -> list[list[int]]:
+    """For each current group the saved ones that its parameters were in.
+
+    Example:
+        >>> sources_of({"w": {0}, "b": {1}}, [["b"], ["w"], ["w", "b"], ["x"]])
+        [[1], [0], [0, 1], []]
+    """
+    return [sorted({place for name in names for place in places.get(name, ())}) for names in current]
