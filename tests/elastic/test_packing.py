@@ -118,3 +118,17 @@ def test_encode_makes_tokens_of_documents() -> None:
 def test_a_sequence_has_tokens() -> None:
     with pytest.raises(ValueError, match="seq_len is 0, expected at least 1"):
         PackedTokens(Streams(lambda *_: [], 1), seq_len=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: PackedTokens([1, 2], seq_len=2), "PackedTokens: got documents=a list, expected a source of streams"),
+        (lambda: PackedTokens(Streams, seq_len=2), "got documents=the class Streams, expected a source of streams"),
+        (lambda: PackedTokens(Streams(list, 2), seq_len="2"), "got seq_len='2', expected a whole number"),
+        (lambda: PackedTokens(Streams(list, 2), seq_len=2, encode="utf8"), "got encode='utf8', expected a function"),
+    ],
+)
+def test_arguments_of_another_type(make: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        make()

@@ -288,3 +288,16 @@ def test_a_bad_entry_sets_no_generator() -> None:
     with pytest.raises(ValueError, match="RngState: rank_0 is no state of generators"):
         rng.load_state_dict({**saved, "rank_0": ({**states, "numpy": ("MT19937", [1, 2], 0, 0, 0.0)},)})
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"seed": "0"}, "RngState: got seed='0', expected a whole number"),
+        ({"seed": 0, "step": 5}, "got step=5, expected a function, such as lambda: train_state.step"),
+        ({"seed": 0, "rank": "0", "world_size": 1}, "got rank='0', expected a whole number"),
+    ],
+)
+def test_arguments_of_another_type(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        RngState(**options)

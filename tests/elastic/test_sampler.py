@@ -85,20 +85,6 @@ def test_the_sets_of_global_batches_do_not_depend_on_the_ranks(
     assert batches(Ranks(make, after, first.state()), 6) == whole[stop:]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_the_state_counts_what_was_served_not_what_workers_read_ahead(num_workers: int) -> None:
-    make = loader_over(40, global_batch_size=4, num_workers=num_workers)
-    loader = make(0, 2)
-    iterator = iter(loader)
-    first = [next(iterator) for _ in range(3)]
-    state = loader.state_dict()
-    rest = list(iterator)
-    assert len(first) + len(rest) == 10 and state["loader"][0]["next_sample"] == 12
-    again = make(0, 2)
-    again.load_state_dict(state)
-    assert list(again) == rest
-
-
 def test_with_one_world_it_is_the_distributed_sampler() -> None:
     data = list(range(48))
     for rank in range(4):
@@ -123,12 +109,6 @@ def test_iterating_leaves_the_global_generator_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_default_collate_and_local_batch_size() -> None:
-    loader = ElasticDataLoader(torch.arange(12.0), batch_size=3, dp_rank=1, dp_size=2, shuffle=False)
-    assert loader.global_batch_size == 6
-    assert [batch.tolist() for batch in loader] == [[1, 3, 5], [7, 9, 11]]
-
-
 def test_a_loaded_state_brings_its_seed_and_says_what_changed() -> None:
     ranks = Ranks(loader_over(20, global_batch_size=4, seed=7), 2)
     ranks.step()
@@ -138,30 +118,6 @@ def test_a_loaded_state_brings_its_seed_and_says_what_changed() -> None:
     assert loader.state_dict()["loader"][0]["seed"] == 1
     loader.load_state_dict(resharded.state)
     assert loader.state_dict()["loader"][0]["seed"] == 7
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({}, "exactly one of batch_size .per rank. and global_batch_size"),
-        ({"batch_size": 2, "global_batch_size": 4}, "exactly one of"),
-        ({"batch_size": 0}, "leaves some of 1 data-parallel ranks without a sample; choose global_batch_size >= 1"),
-        ({"global_batch_size": 3, "dp_size": 4}, "a global batch of 3 leaves some of 4 data-parallel ranks"),
-        ({"batch_size": 1, "dp_rank": 2, "dp_size": 2}, "dp_rank is 2, expected 0 <= dp_rank < dp_size = 2"),
-        ({"batch_size": 11}, 'has 10 samples, less than one global batch of 11; .* or last="pad"'),
-        ({"batch_size": 1, "last": "keep"}, 'last is \'keep\', expected "drop" or "pad"'),
-    ],
-)
-def test_arguments_that_do_not_fit(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ElasticDataLoader(range(10), **options)
-
-
-def test_data_of_no_known_kind() -> None:
-    with pytest.raises(
-        ValueError, match="generator is neither a map-style data set .* Streams or HuggingFaceStreams of tte.elastic"
-    ):
-        ElasticDataLoader((i for i in range(3)), batch_size=1)
 
 
 def test_states_of_other_data_are_refused_and_change_nothing() -> None:
@@ -181,3 +137,12 @@ def test_states_of_other_data_are_refused_and_change_nothing() -> None:
             with pytest.raises(CannotReshardError, match=message):
                 take(state)
     assert loader.state_dict() == before
+
+
+def test_wrong_arguments_of_the_sampler_itself() -> None:
+    with pytest.raises(TypeError, match="ElasticBatchSampler: got data=the class list, expected a data set with a len"):
+        ElasticBatchSampler(list, global_batch_size=2)
+    with pytest.raises(TypeError, match="got data=9, expected a data set with a length"):
+        ElasticBatchSampler(9, global_batch_size=2)
+    with pytest.raises(ValueError, match='last is .keep., expected "drop" or "pad"'):
+        ElasticBatchSampler(range(9), global_batch_size=2, last="keep")

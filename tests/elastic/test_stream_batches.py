@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_loaders import SOAK, Counted, Ranks
 
-from torchtitan_ext.elastic import ElasticDataLoader, IndexedStreams, Streams, TooFewShardsError
-from torchtitan_ext.elastic.virtual_shards import EmptyShardError
+from torchtitan_ext.elastic import ElasticDataLoader, Streams
 from torchtitan_ext.errors import CannotReshardError
 
 Sample = tuple[int, int, int]
@@ -266,13 +265,6 @@ def test_a_stream_may_carry_over_into_the_next_epoch(endless: bool) -> None:
     assert epoch_2 == [(2, 2, i) for i in range(3) for _ in range(2)]
 
 
-def test_more_ranks_than_shards_are_refused_at_construction() -> None:
-    message = "4 virtual shards cannot feed 6 data-parallel ranks, .*; choose num_shards=6 or a multiple"
-    with pytest.raises(TooFewShardsError, match=message) as caught:
-        loader_over(streams_of([1] * 4), batch_size=1)(0, 6)
-    assert isinstance(caught.value, ValueError)
-
-
 @pytest.mark.parametrize(
     "num_shards, dp_size, reason, remedy",
     [
@@ -323,23 +315,12 @@ def test_missing_and_foreign_entries_are_refused() -> None:
         loader.load_state_dict({"loader": ({"kind": "samples", "version": 1},)})
 
 
-def test_an_endless_shard_without_samples_is_named() -> None:
-    loader = loader_over(streams_of([1, 0]), batch_size=2, endless=True)(0, 1)
-    with pytest.raises(EmptyShardError, match="shard 1 of 2 gave no sample in 100 epochs; choose a smaller num_shards"):
-        next(iter(loader))
-
-
 def test_ranks_without_a_group_are_told_so() -> None:
     loader = loader_over(streams_of([1, 1]), batch_size=1)(0, 2)
     with pytest.raises(
         ValueError, match="2 data-parallel ranks must agree .* group does not exist; .* or endless=True"
     ):
         next(iter(loader))
-
-
-def test_options_of_the_map_style_loader_are_refused() -> None:
-    with pytest.raises(ValueError, match="num_workers cannot be applied to streams"):
-        loader_over(streams_of([1, 1]), batch_size=1, num_workers=2)(0, 2)
 
 
 def test_the_note_names_both_worlds() -> None:
@@ -355,14 +336,6 @@ def test_sampling_twice_the_same_epoch_gives_the_same() -> None:
     assert runs[0] == runs[1]
 
 
-def test_a_reset_loader_begins_anew() -> None:
-    for data, options in ((streams_of([3, 3]), {"endless": True}), (range(9), {"seed": 4})):
-        loader = ElasticDataLoader(data, batch_size=2, collate_fn=list, **options)
-        first = next(iter(loader))
-        loader.reset()
-        assert loader.samples_seen == 0 and next(iter(loader)) == first
-
-
 def test_a_finished_shard_goes_on_in_an_endless_loader() -> None:
     source = Streams(
         lambda shard, num_shards, epoch: range(100 * shard, 100 * shard + (3 if shard else 40)), num_shards=2
@@ -375,24 +348,3 @@ def test_a_finished_shard_goes_on_in_an_endless_loader() -> None:
     endless.load_state_dict(finite.state_dict())
     served = [sample for _, batch in zip(range(20), iter(endless), strict=False) for sample in batch]
     assert any(sample >= 100 for sample in served)
-
-
-def test_a_source_with_another_seed_is_refused() -> None:
-    loader = ElasticDataLoader(IndexedStreams(list(range(20)), num_shards=2, seed=1), batch_size=2, collate_fn=list)
-    next(iter(loader))
-    other = ElasticDataLoader(IndexedStreams(list(range(20)), num_shards=2, seed=2), batch_size=2, collate_fn=list)
-    with pytest.raises(CannotReshardError, match="ordered by seed 1, this source has seed 2.*pass seed=1"):
-        other.load_state_dict(loader.state_dict())
-
-
-def test_map_style_iterators_do_not_outlive_a_load() -> None:
-    loader = ElasticDataLoader(list(range(20)), batch_size=2, shuffle=False, collate_fn=list)
-    before = loader.state_dict()
-    batches = iter(loader)
-    next(batches)
-    loader.load_state_dict(before)
-    with pytest.raises(RuntimeError, match="a state was loaded under this iterator"):
-        next(batches)
-    assert next(iter(loader)) == [0, 1]
-    with pytest.raises(ValueError, match="in_order=False has no position"):
-        ElasticDataLoader(list(range(20)), batch_size=2, num_workers=1, in_order=False)

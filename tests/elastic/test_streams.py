@@ -3,9 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from simulated_loaders import SOAK, Counted, Ranks
+from simulated_loaders import Counted, Ranks
 from torch.utils.data import IterableDataset
 
 from torchtitan_ext.elastic import (
@@ -46,37 +44,6 @@ def test_what_the_protocols_take() -> None:
     assert isinstance(PackedTokens(IndexedStreams([], num_shards=2), seq_len=2), ChecksStates)
     assert not isinstance(PackedTokens(Streams(lambda *_: [], 2), seq_len=2), ChecksStates)
     assert isinstance(Counted([]), Stream) and not isinstance(iter([]), Stream)
-
-
-@settings(max_examples=200 * SOAK, deadline=None)
-@given(st.integers(0, 30), st.integers(1, 5), st.lists(st.integers(1, 4), max_size=3), st.integers(0, 8), st.data())
-def test_parts_of_a_data_set_can_be_dealt_on_and_on(
-    num_samples: int, num_splits: int, deals: list[int], stop: int, data: st.DataObject
-) -> None:
-    """Each deal, in the middle of an epoch, gives the rest of it once, and later epochs whole."""
-    source = IndexedStreams(range(num_samples), num_shards=num_splits)
-    streams = [(source.open_stream(shard, 0), shard) for shard in range(num_splits)]
-    served: list[int] = []
-    num_shards = num_splits
-    for num_parts in deals:
-        dealt = {}
-        for stream, shard in streams:
-            served += [sample for _, sample in zip(range(data.draw(st.integers(0, stop))), stream, strict=False)]
-            states = source.split_state(stream.state_dict(), shard=shard, num_shards=num_shards, num_parts=num_parts)
-            for part, state in enumerate(states):
-                dealt[part * num_shards + shard] = state
-        num_shards *= num_parts
-        streams = []
-        for shard, state in sorted(dealt.items()):
-            stream = IndexedStreams(range(num_samples), num_shards=num_shards).open_stream(shard, 0)
-            stream.load_state_dict(state)
-            streams.append((stream, shard))
-    served += [sample for stream, _ in streams for sample in stream]
-    assert sorted(served) == list(range(num_samples))
-    for epoch in (1, 2):
-        for stream, _ in streams:
-            stream.start_epoch(epoch)
-        assert sorted(sample for stream, _ in streams for sample in stream) == list(range(num_samples))
 
 
 class Numbers(IterableDataset):
@@ -141,3 +108,30 @@ def test_a_map_style_data_set_of_hugging_face(datasets: Any) -> None:
     data = datasets.Dataset.from_dict({"index": list(range(20))})
     served = serve_with_restarts(loader_over(data, global_batch_size=4), [(2, 2), (4, 1), (1, 2)])
     assert sorted(sample["index"] for batch in served for sample in batch) == list(range(20))
+
+
+class Epochs:
+    """What a streaming data set is told apart by."""
+
+    def set_epoch(self, epoch: int) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: Streams([1, 2], 2), TypeError, "Streams: got open=a list, expected a function of shard, num_shards"),
+        (lambda: Streams(Counted, "2"), TypeError, "Streams: got num_shards='2', expected a whole number"),
+        (lambda: Streams(Counted, 0), ValueError, "Streams: got num_shards=0, expected at least 1"),
+        (lambda: HuggingFaceStreams([1], num_shards=2), TypeError, "got dataset=a list, expected a streaming data set"),
+        (
+            lambda: HuggingFaceStreams(Epochs, num_shards=2),
+            TypeError,
+            "got dataset=the class Epochs, expected a str",
+        ),
+        (lambda: HuggingFaceStreams(Epochs(), num_shards=0), ValueError, "got num_shards=0, expected at least 1"),
+        (lambda: HuggingFaceStreams(Epochs(), num_shards=2, resume="states"), ValueError, "got resume='states', expec"),
+    ],
+)
+def test_wrong_arguments(make: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        make()

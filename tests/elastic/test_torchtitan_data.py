@@ -392,3 +392,8 @@ def test_streaming_states_of_a_worker_are_refused(streamed: Any) -> None:
 
     error = refusal(changed(states_of("2_ranks_one_worker"), 0, change), data=streamed)
     assert "streaming data set that was read by a loader worker" in error.reason
+
+
+def test_encode_is_a_function() -> None:
+    with pytest.raises(TypeError, match="TorchtitanTextStreams: got encode='utf8', expected a function"):
+        TorchtitanTextStreams(DOCUMENTS, "utf8", seq_len=4, num_shards=2)

@@ -112,3 +112,8 @@ def test_round_trip_on_gloo_ranks(run_world, tmp_path: Path) -> None:
     for world_size in (1, 2):
         loaded = run_world(world_size, load_counters, tmp_path)
         assert loaded == [{"step": 3, "samples_seen": 24, "tokens_seen": 192}] * world_size
+
+
+def test_counters_are_whole_numbers() -> None:
+    with pytest.raises(TypeError, match="TrainState: got samples_seen='3', expected a whole number"):
+        TrainState(samples_seen="3")

@@ -1,4 +1,4 @@
-"""Loaders in real process groups: ranks agree on the end of an epoch, and checkpoints go to other worlds."""
+"""The loader alone, and in real process groups: ranks agree on the end of an epoch, checkpoints go to other worlds."""
 
 from typing import Any
 
@@ -98,3 +98,93 @@ def default_group_is_too_large(rank: int, world_size: int) -> None:
 
 def test_the_wrong_group_is_named(run_world: Any) -> None:
     run_world(4, default_group_is_too_large)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_state_counts_what_was_served_not_what_workers_read_ahead(num_workers: int) -> None:
+    options: dict[str, Any] = {"global_batch_size": 4, "num_workers": num_workers, "collate_fn": list}
+    loader = ElasticDataLoader(range(40), dp_size=2, **options)
+    iterator = iter(loader)
+    first = [next(iterator) for _ in range(3)]
+    state = loader.state_dict()
+    rest = list(iterator)
+    assert len(first) + len(rest) == 10 and state["loader"][0]["next_sample"] == 12
+    again = ElasticDataLoader(range(40), dp_size=2, **options)
+    again.load_state_dict(state)
+    assert list(again) == rest
+
+
+def test_default_collate_and_local_batch_size() -> None:
+    loader = ElasticDataLoader(torch.arange(12.0), batch_size=3, dp_rank=1, dp_size=2, shuffle=False)
+    assert loader.global_batch_size == 6
+    assert [batch.tolist() for batch in loader] == [[1, 3, 5], [7, 9, 11]]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({}, "exactly one of batch_size .per rank. and global_batch_size"),
+        ({"batch_size": 2, "global_batch_size": 4}, "exactly one of"),
+        ({"batch_size": 0}, "leaves some of 1 data-parallel ranks without a sample; choose global_batch_size >= 1"),
+        ({"global_batch_size": 3, "dp_size": 4}, "a global batch of 3 leaves some of 4 data-parallel ranks"),
+        ({"batch_size": 1, "dp_rank": 2, "dp_size": 2}, "dp_rank is 2, expected 0 <= dp_rank < dp_size = 2"),
+        ({"batch_size": 11}, 'has 10 samples, less than one global batch of 11; .* or last="pad"'),
+        ({"batch_size": 1, "last": "keep"}, 'last is \'keep\', expected "drop" or "pad"'),
+    ],
+)
+def test_arguments_that_do_not_fit(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ElasticDataLoader(range(10), **options)
+
+
+def test_data_of_no_known_kind() -> None:
+    with pytest.raises(
+        ValueError, match="generator is neither a map-style data set .* Streams or HuggingFaceStreams of tte.elastic"
+    ):
+        ElasticDataLoader((i for i in range(3)), batch_size=1)
+
+
+def test_options_of_the_map_style_loader_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_workers cannot be applied to streams"):
+        ElasticDataLoader(streams_of([1, 1]), batch_size=1, num_workers=2, dp_size=2)
+
+
+def test_a_reset_loader_begins_anew() -> None:
+    for data, options in ((streams_of([3, 3]), {"endless": True}), (range(9), {"seed": 4})):
+        loader = ElasticDataLoader(data, batch_size=2, collate_fn=list, **options)
+        first = next(iter(loader))
+        loader.reset()
+        assert loader.samples_seen == 0 and next(iter(loader)) == first
+
+
+def test_map_style_iterators_do_not_outlive_a_load() -> None:
+    loader = ElasticDataLoader(list(range(20)), batch_size=2, shuffle=False, collate_fn=list)
+    before = loader.state_dict()
+    batches = iter(loader)
+    next(batches)
+    loader.load_state_dict(before)
+    with pytest.raises(RuntimeError, match="a state was loaded under this iterator"):
+        next(batches)
+    assert next(iter(loader)) == [0, 1]
+    with pytest.raises(ValueError, match="in_order=False has no position"):
+        ElasticDataLoader(list(range(20)), batch_size=2, num_workers=1, in_order=False)
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "message"),
+    [
+        (Streams, {}, "got data=the class Streams, expected an instance: a data set or a source of streams"),
+        (list, {}, "got data=the class list, expected an instance"),
+        (range(9), {"batch_size": "2"}, "got batch_size='2', expected a whole number"),
+        (
+            range(9),
+            {"batch_size": None, "global_batch_size": 2.0},
+            "got global_batch_size=2.0, expected a whole number",
+        ),
+        (range(9), {"dp_size": "1"}, "got dp_size='1', expected a whole number"),
+        (range(9), {"dp_rank": 0.0}, "got dp_rank=0.0, expected a whole number"),
+    ],
+)
+def test_arguments_of_another_type(data: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        ElasticDataLoader(data, **{"batch_size": 1, **options})

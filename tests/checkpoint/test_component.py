@@ -1,0 +1,48 @@
+"""Which objects reshard, and what one is told that cannot."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from torchtitan_ext.checkpoint.component import Resharded, can_reshard, reshard_state
+from torchtitan_ext.elastic import World
+from torchtitan_ext.errors import CannotReshardError
+
+WORLD = World(2)
+
+
+class Plain:
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None: ...
+
+
+class WithMethod(Plain):
+    def reshard(self, saved: Mapping[str, Any], old: World, new: World) -> Resharded:
+        return Resharded(dict(saved), f"{old.size} -> {new.size}")
+
+
+class Taught(Plain):
+    """A class of others, which cannot get the method."""
+
+
+@reshard_state.register(Taught)
+def _reshard_taught(component: Taught, saved: Mapping[str, Any], old: World, new: World) -> Resharded:
+    return Resharded({}, "taught")
+
+
+def test_by_a_method() -> None:
+    assert can_reshard(WithMethod())
+    assert reshard_state(WithMethod(), {"a": 1}, WORLD, World(3)) == Resharded({"a": 1}, "2 -> 3")
+
+
+def test_by_a_function() -> None:
+    assert can_reshard(Taught()) and reshard_state(Taught(), {}, WORLD, WORLD).note == "taught"
+
+
+def test_others_are_told_how() -> None:
+    assert not can_reshard(Plain())
+    with pytest.raises(CannotReshardError, match="Plain does not say how it reshards; give it a method reshard"):
+        reshard_state(Plain(), {}, WORLD, WORLD)
