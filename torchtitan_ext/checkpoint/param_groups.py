@@ -77,15 +77,9 @@ def merge_param_groups(
         [list(group["param_names" if by_name else "params"]) for group in groups] for groups in (saved, current)
     )
     notes: list[GroupNote] = []
-    by_id = any(isinstance(name, int) for names in (*saved_names, *current_names) for name in names)
-    num_saved, num_current = (sum(map(len, names)) for names in (saved_names, current_names))
-    if by_id and num_saved != num_current:
-        text = (
-            f"the checkpoint has {num_saved} parameter(s) by position and no names, this optimizer has {num_current}: "
-            "which is which cannot be told; build the optimizer from named_parameters(), or save with "
-            "get_optimizer_state_dict"
-        )
-        return [dict(group) for group in current], [GroupNote("problem", text)]
+    in_doubt = _positions_in_doubt(saved_names, current_names)
+    if in_doubt:
+        return [dict(group) for group in current], [GroupNote("problem", in_doubt)]
     owner = {name: index for index, names in enumerate(saved_names) for name in names}
     merged = []
     for index, (group, names) in enumerate(zip(current, current_names, strict=True)):
@@ -193,6 +187,19 @@ def find_option_gaps(saved_keys: Iterable[str], wanted_keys: Iterable[str]) -> O
     dropped = sorted(key for key, (prefix, _, option) in saved_options.items() if (prefix, option) not in wanted_names)
     return OptionGaps(
         tuple(fillable), {fqn: tuple(keys) for fqn, keys in missing.items()}, tuple(incomplete), tuple(dropped)
+    )
+
+
+def _positions_in_doubt(saved_names: Sequence[Sequence[Any]], current_names: Sequence[Sequence[Any]]) -> str:
+    """Why ids do not say which parameter is which; empty where they do, or where there are names."""
+    by_id = any(isinstance(name, int) for names in (*saved_names, *current_names) for name in names)
+    num_saved, num_current = (sum(map(len, names)) for names in (saved_names, current_names))
+    if not by_id or num_saved == num_current:
+        return ""
+    return (
+        f"the checkpoint has {num_saved} parameter(s) by position and no names, this optimizer has {num_current}: "
+        "which is which cannot be told; build the optimizer from named_parameters(), or save with "
+        "get_optimizer_state_dict"
     )
 
 

@@ -1,0 +1,93 @@
+"""What the documents promise: examples run, and no kind of error, exception or public name is left out."""
+
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from test_readme import GLOO_AT_EXIT
+
+from torchtitan_ext import errors
+
+DOCS = Path(__file__).parents[1] / "docs"
+EXAMPLES = re.findall(
+    r"```python\n# torchrun --nproc-per-node (\d+)\n(.*?)```", (DOCS / "layouts.md").read_text(), re.S
+)
+ROOMS = ("", ".checkpoint", ".elastic", ".errors", ".layout", ".ops", ".sync")
+
+
+@pytest.mark.parametrize(("num_ranks", "code"), EXAMPLES, ids=["nine rows", "fused QKV"])
+def test_the_examples_of_layouts_run(tmp_path: Path, num_ranks: str, code: str) -> None:
+    script = tmp_path / "example.py"
+    script.write_text(code.replace("/tmp/", f"{tmp_path}/"))
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        num_ranks,
+        str(script),
+    ]
+    for _ in range(3):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+        if GLOO_AT_EXIT not in done.stderr:
+            break
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("equal") == int(num_ranks)
+
+
+def documented(page: str) -> set[str]:
+    """Names that begin a row of a table of a page."""
+    rows = re.findall(r"^\| (`.*?) \|", (DOCS / page).read_text(), re.M)
+    return {name for row in rows for name in re.findall(r"`([\w.]+)`", row)}
+
+
+def test_every_kind_of_problem_has_a_remedy() -> None:
+    kinds = set(errors.ProblemKind.__args__)  # type: ignore[attr-defined]
+    assert kinds <= documented("errors.md")
+
+
+def test_every_heading_stands_with_its_kind() -> None:
+    lines = (DOCS / "errors.md").read_text().splitlines()
+    for kind, heading in errors._HEADINGS.items():
+        assert any(line.startswith(f"| `{kind}`") and heading in line for line in lines), heading
+
+
+def test_every_exception_is_explained() -> None:
+    classes = {name for name, member in inspect.getmembers(errors, inspect.isclass) if issubclass(member, Exception)}
+    assert classes <= documented("errors.md")
+
+
+def public_names(module: ModuleType) -> set[str]:
+    """Its ``__all__``; of a module without one, what is defined in it. Functions of ``errors`` serve the package."""
+    if hasattr(module, "__all__"):
+        return set(module.__all__)
+    kinds = inspect.isclass if module is errors else lambda member: inspect.isclass(member) or inspect.isroutine(member)
+    return {
+        name
+        for name, member in inspect.getmembers(module, kinds)
+        if member.__module__ == module.__name__ and not name.startswith("_")
+    }
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_public_name_is_in_the_index(room: str) -> None:
+    assert public_names(importlib.import_module(f"torchtitan_ext{room}")) <= documented("api.md")
+
+
+def test_every_room_with_public_names_is_looked_at() -> None:
+    package = Path(errors.__file__).parent
+    lists = {path for path in package.rglob("*.py") if re.search(r"^__all__ = ", path.read_text(), re.M)}
+    assert lists <= {Path(str(importlib.import_module(f"torchtitan_ext{room}").__file__)) for room in ROOMS}
+
+
+def test_the_index_names_nothing_that_is_not_there() -> None:
+    known = {name for room in ROOMS for name in public_names(importlib.import_module(f"torchtitan_ext{room}"))}
+    titan = (Path(errors.__file__).parent / "integrations" / "torchtitan.py").read_text()
+    known |= set(re.findall(r"^(?:class|def) (\w+)", titan, re.M))
+    assert documented("api.md") == known
