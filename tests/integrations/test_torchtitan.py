@@ -159,6 +159,34 @@ def test_torchtitans_own_loader_is_refused_or_reset(run_world, tmp_path: Path) -
         assert "policy=ElasticPolicy({'dataloader': 'reset'})" in texts[0]
 
 
+def save_model_alone(rank: int, world_size: int, path: Path) -> tuple[str, int]:
+    """A last step as torchtitan exports it; then the run is started again."""
+    loader = loader_of(ElasticTextDataLoader.Config(dataset="documents", num_shards=8), rank, world_size)
+    train(manager_of(ElasticCheckpointManager.Config(**OPTIONS), path, loader), loader, 2)
+    options = {**OPTIONS, "last_save_model_only": True}
+    manager = manager_of(ElasticCheckpointManager.Config(**options, policy={"lr_scheduler": "reset"}), path, loader)
+    manager.save(3, last_step=True)
+    with pytest.raises(StateRefusedError) as refused:
+        manager.load()
+    assert torch.all(manager.states["model"].model[0].weight == 0)
+    assert manager.load(step=2)
+    return str(refused.value), manager.states["train_state"].step
+
+
+def test_a_run_does_not_go_on_from_a_model_alone(run_world, tmp_path: Path) -> None:
+    for text, step in run_world(2, save_model_alone, tmp_path):
+        assert "has a model and nothing else (last_save_model_only)" in text and "--checkpoint.load_step" in text
+        assert "strict" not in text and step == 2
+
+
+def test_shards_that_do_not_divide_are_warned_of(caplog: Any) -> None:
+    with caplog.at_level("WARNING"):
+        loader_of(ElasticTextDataLoader.Config(dataset="documents", num_shards=8), 0, 4)
+        assert "is no multiple" not in caplog.text
+        loader_of(ElasticTextDataLoader.Config(dataset="documents", num_shards=8), 0, 3)
+    assert "dataloader.num_shards=8 is no multiple of 3 data-parallel ranks" in caplog.text
+
+
 def test_overrides_replace_the_configs_of_the_trainer() -> None:
     config = llama3_debugmodel()
     config.dataloader.dataset = "documents"

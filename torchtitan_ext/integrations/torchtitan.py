@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torchtitan.components.checkpointer import DATALOADER, MODEL, TRAIN_STATE, AsyncMode, CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.config.override import derive, override
@@ -26,6 +27,7 @@ from torchtitan.tools.utils import GarbageCollection
 from torchtitan_ext.checkpoint import async_save, load, save
 from torchtitan_ext.checkpoint.policy import Action, Strict
 from torchtitan_ext.elastic import ElasticDataLoader, ElasticPolicy, TorchtitanTextStreams
+from torchtitan_ext.errors import Problem, refusal
 
 
 class ElasticCheckpointManager(CheckpointManager):
@@ -76,6 +78,7 @@ class ElasticCheckpointManager(CheckpointManager):
         if from_hf:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
+        self._refuse_model_alone(state_dict, checkpoint_id)
         logger.info(f"{checkpoint_id}: {load(state_dict, checkpoint_id, policy=self.policy)}")
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)
@@ -84,6 +87,20 @@ class ElasticCheckpointManager(CheckpointManager):
         if isinstance(loader, ElasticTextDataLoader):
             trainer = self.states[TRAIN_STATE]
             trainer.ntokens_seen = trainer.ntokens_seen * loader.saved_dp_size // loader.dp_size
+
+    def _refuse_model_alone(self, state_dict: dict[str, Any], checkpoint_id: str) -> None:
+        """A run that goes on without its step would overwrite the steps that it has: no policy answers that."""
+        others = tuple(name for name in self.states if name != MODEL)
+        asked = [name for name in others if name in state_dict]
+        saved = FileSystemReader(checkpoint_id).read_metadata().state_dict_metadata
+        if not asked or any(key.split(".")[0] in others for key in saved):
+            return
+        detail = (
+            f"{checkpoint_id} has a model and nothing else (last_save_model_only): training cannot go on from it; pass "
+            "--checkpoint.load_step of a step that was saved whole, or begin a new run in another --checkpoint.folder "
+            "with --checkpoint.initial_load_path"
+        )
+        raise refusal("load", [Problem("missing_key", asked[0], detail)])
 
 
 class ElasticTextDataLoader(ElasticDataLoader, BaseDataLoader):
@@ -108,6 +125,11 @@ class ElasticTextDataLoader(ElasticDataLoader, BaseDataLoader):
         local_batch_size: int,
         **_: Any,
     ) -> None:
+        if config.num_shards % dp_world_size:
+            logger.warning(
+                f"dataloader.num_shards={config.num_shards} is no multiple of {dp_world_size} data-parallel ranks: "
+                "some read more shards than others, and global batches are other sets than on ranks that divide it"
+            )
         dataset = DATASETS[config.dataset.lower()]
         source = TorchtitanTextStreams(
             dataset.loader(config.dataset_path or dataset.path),
