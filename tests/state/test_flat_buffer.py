@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from torchtitan_ext.state.flat_buffer import flatten_state_dict, unflatten_state_dict
+from torchtitan_ext.state.flat_buffer import pack_state_dict, unpack_state_dict
 
 
 def nested_state() -> dict[str, Any]:
@@ -52,9 +52,9 @@ def assert_equal(left: Any, right: Any) -> None:
 @pytest.mark.parametrize("alignment", [1, 64])
 def test_round_trip_through_json(alignment: int) -> None:
     state = nested_state()
-    buffers, manifest = flatten_state_dict(state, alignment=alignment)
+    buffers, manifest = pack_state_dict(state, alignment=alignment)
     manifest = json.loads(json.dumps(manifest, allow_nan=False))
-    restored = unflatten_state_dict(buffers, manifest)
+    restored = unpack_state_dict(buffers, manifest)
     assert_equal(restored, state)
     assert restored["model"]["embedding"] is restored["model"]["head"]
     assert len(manifest["entries"]) == 7  # the tied weight once
@@ -64,13 +64,13 @@ def test_round_trip_through_json(alignment: int) -> None:
 
 def test_into_an_existing_state_dict() -> None:
     state = nested_state()
-    buffers, manifest = flatten_state_dict(state)
+    buffers, manifest = pack_state_dict(state)
     target = nested_state()
     target["optimizer"]["param_groups"][0]["lr"] = 5.0
     target["nan"] = 1.0
     memory = {name: target["model"][name].data_ptr() for name in target["model"]}
     versions = target["flags"]._version
-    result = unflatten_state_dict(buffers, json.loads(json.dumps(manifest)), into=target)
+    result = unpack_state_dict(buffers, json.loads(json.dumps(manifest)), into=target)
     assert result is target
     assert_equal(target, state)
     assert {name: target["model"][name].data_ptr() for name in target["model"]} == memory
@@ -79,31 +79,31 @@ def test_into_an_existing_state_dict() -> None:
 
 def test_refusals() -> None:
     state = nested_state()
-    buffers, manifest = flatten_state_dict(state)
+    buffers, manifest = pack_state_dict(state)
     target = nested_state()
     target["flags"] = torch.tensor([1, 0])
     before = target["model"]["embedding"].clone()
     with pytest.raises(ValueError, match="into does not match: flags: dtype is int64, expected bool"):
-        unflatten_state_dict(buffers, manifest, into=target)
+        unpack_state_dict(buffers, manifest, into=target)
     assert torch.equal(target["model"]["embedding"], before)
     target = nested_state()
     target["model"]["head"] = target["model"]["head"].clone()
     with pytest.raises(ValueError, match="it has 8 distinct tensors, expected 7"):
-        unflatten_state_dict(buffers, manifest, into=target)
+        unpack_state_dict(buffers, manifest, into=target)
     target = nested_state()
     target["extra"] = 1
     with pytest.raises(ValueError, match="its containers or the places of its tensors differ"):
-        unflatten_state_dict(buffers, manifest, into=target)
+        unpack_state_dict(buffers, manifest, into=target)
     with pytest.raises(ValueError, match="expected a tensor, a container or plain data"):
-        flatten_state_dict({"generator": torch.Generator()})
+        pack_state_dict({"generator": torch.Generator()})
     with pytest.raises(ValueError, match="w is on the meta device"):
-        flatten_state_dict({"w": torch.empty(3, device="meta")})
+        pack_state_dict({"w": torch.empty(3, device="meta")})
     with pytest.raises(ValueError, match="no buffer for cpu"):
-        unflatten_state_dict({}, manifest)
+        unpack_state_dict({}, manifest)
     with pytest.raises(ValueError, match="the buffer has 16"):
-        unflatten_state_dict({"cpu": buffers["cpu"][:16]}, manifest)
+        unpack_state_dict({"cpu": buffers["cpu"][:16]}, manifest)
     with pytest.raises(ValueError, match="manifest version 9, expected 1"):
-        unflatten_state_dict(buffers, {**manifest, "version": 9})
+        unpack_state_dict(buffers, {**manifest, "version": 9})
 
 
 def round_trip_on_mesh(rank: int, world_size: int) -> bool:
@@ -112,17 +112,17 @@ def round_trip_on_mesh(rank: int, world_size: int) -> bool:
     local = torch.randn(3 - rank // 2, 4)
     weight = DTensor.from_local(local, mesh, [Shard(0), Replicate()], shape=torch.Size((5, 4)), stride=(4, 1))
     state = {"w": weight, "step": 3}
-    buffers, manifest = flatten_state_dict(state)
+    buffers, manifest = pack_state_dict(state)
     manifest = json.loads(json.dumps(manifest))
-    restored = unflatten_state_dict(buffers, manifest, meshes=[mesh])
+    restored = unpack_state_dict(buffers, manifest, meshes=[mesh])
     assert restored["w"].placements == weight.placements and restored["w"].shape == weight.shape
     assert torch.equal(restored["w"].to_local(), local)
     with pytest.raises(ValueError, match="pass that mesh in meshes="):
-        unflatten_state_dict(buffers, manifest)
+        unpack_state_dict(buffers, manifest)
     zeros = DTensor.from_local(
         torch.zeros_like(local), mesh, [Shard(0), Replicate()], shape=torch.Size((5, 4)), stride=(4, 1)
     )
-    unflatten_state_dict(buffers, manifest, into={"w": zeros, "step": 0})
+    unpack_state_dict(buffers, manifest, into={"w": zeros, "step": 0})
     return torch.equal(zeros.to_local(), local)
 
 

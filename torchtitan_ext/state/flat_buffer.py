@@ -31,7 +31,7 @@ tree is a JSON scalar or a dict with one key that names its kind.
 """
 
 
-def flatten_state_dict(
+def pack_state_dict(
     state_dict: Mapping[Any, Any], *, alignment: int = ops.DEFAULT_ALIGNMENT
 ) -> tuple[dict[str, Tensor], Manifest]:
     """Copies all tensors of a nested state dict into one buffer per device.
@@ -64,7 +64,7 @@ def flatten_state_dict(
     return buffers, manifest
 
 
-def unflatten_state_dict(
+def unpack_state_dict(
     buffers: Mapping[str, Tensor],
     manifest: Manifest,
     *,
@@ -74,7 +74,7 @@ def unflatten_state_dict(
     """The state dict of a manifest.
 
     Args:
-        buffers: As ``flatten_state_dict`` made them, by device.
+        buffers: As ``pack_state_dict`` made them, by device.
         manifest: Its manifest, maybe read back from JSON.
         into: A state dict of the same containers, tensors and layouts: its tensors are filled in place and its plain
             values replaced. Without it new containers are made, whose tensors are views into the buffers.
@@ -88,9 +88,7 @@ def unflatten_state_dict(
             too short.
     """
     if manifest.get("version") != MANIFEST_VERSION:
-        raise ValueError(
-            f"unflatten_state_dict: manifest version {manifest.get('version')}, expected {MANIFEST_VERSION}"
-        )
+        raise ValueError(f"unpack_state_dict: manifest version {manifest.get('version')}, expected {MANIFEST_VERSION}")
     if into is None:
         tensors = [_rebuilt(entry, buffers, meshes) for entry in manifest["entries"]]
         return _value(manifest["tree"], tensors)
@@ -99,7 +97,7 @@ def unflatten_state_dict(
     problems = _differences(manifest, writer.entries, tree)
     if problems:
         more = f" and {len(problems) - 10} more" if len(problems) > 10 else ""
-        raise ValueError("unflatten_state_dict: into does not match: " + "; ".join(problems[:10]) + more)
+        raise ValueError("unpack_state_dict: into does not match: " + "; ".join(problems[:10]) + more)
     by_device: dict[str, list[int]] = {}
     for index, entry in enumerate(manifest["entries"]):
         by_device.setdefault(entry["device"], []).append(index)
@@ -109,6 +107,11 @@ def unflatten_state_dict(
             ops.unflatten_tensors_(tensors, _buffer(buffers, device), alignment=manifest["alignment"])
     _replace_plain_values(into, manifest["tree"])
     return into
+
+
+# Until 0.1 these were their names; of the three things that were called so, stock's and ``nested``'s are the same.
+flatten_state_dict = pack_state_dict
+unflatten_state_dict = unpack_state_dict
 
 
 class _ManifestWriter:
@@ -138,14 +141,14 @@ class _ManifestWriter:
             kind = "list" if type(value) is list else "tuple"
             return {kind: [self.node((*path, index), item) for index, item in enumerate(value)]}
         raise ValueError(
-            f"flatten_state_dict: {_fqn(path)} is a {type(value).__name__}, expected a tensor, a container or plain "
+            f"pack_state_dict: {_fqn(path)} is a {type(value).__name__}, expected a tensor, a container or plain "
             "data; store what it holds (its state_dict()) instead"
         )
 
     def _entry(self, path: tuple[Any, ...], tensor: Tensor) -> int:
         local = local_tensor(tensor)
         if local.is_meta:
-            raise ValueError(f"flatten_state_dict: {_fqn(path)} is on the meta device: it has no bytes")
+            raise ValueError(f"pack_state_dict: {_fqn(path)} is on the meta device: it has no bytes")
         entry: dict[str, Any] = {
             "fqn": _fqn(path),
             "device": str(local.device),
@@ -209,7 +212,7 @@ def _placement(values: Mapping[str, Any]) -> Placement:
 
 def _buffer(buffers: Mapping[str, Tensor], device: str) -> Tensor:
     if device not in buffers:
-        raise ValueError(f"unflatten_state_dict: no buffer for {device}, got {sorted(buffers)}")
+        raise ValueError(f"unpack_state_dict: no buffer for {device}, got {sorted(buffers)}")
     return buffers[device]
 
 
@@ -217,7 +220,7 @@ def _rebuilt(entry: Mapping[str, Any], buffers: Mapping[str, Tensor], meshes: Se
     buffer = _buffer(buffers, entry["device"])
     end = entry["offset"] + entry["num_bytes"]
     if end > buffer.numel():
-        raise ValueError(f"unflatten_state_dict: {entry['fqn']} ends at byte {end}, the buffer has {buffer.numel()}")
+        raise ValueError(f"unpack_state_dict: {entry['fqn']} ends at byte {end}, the buffer has {buffer.numel()}")
     dtype = getattr(torch, entry["dtype"])
     part = buffer[entry["offset"] : end]
     if (
@@ -230,7 +233,7 @@ def _rebuilt(entry: Mapping[str, Any], buffers: Mapping[str, Tensor], meshes: Se
     mesh = next((mesh for mesh in meshes if _mesh_values(mesh) == entry["mesh"]), None)
     if mesh is None:
         raise ValueError(
-            f"unflatten_state_dict: {entry['fqn']} is a DTensor on the mesh {entry['mesh']}; "
+            f"unpack_state_dict: {entry['fqn']} is a DTensor on the mesh {entry['mesh']}; "
             "pass that mesh in meshes=, or a state dict in into="
         )
     stride = torch.empty(entry["global_shape"], device="meta").stride()
