@@ -99,6 +99,11 @@ def test_strides_and_storage_do_not_count(dtype: torch.dtype) -> None:
     assert digest_tensor(changed) != digest_tensor(tensor)
 
 
+def test_one_element_of_an_odd_stride_counts_as_its_copy() -> None:
+    column = torch.arange(2.0).view(1, 2)[:, 1]
+    assert digest_tensor(column) == digest_tensor(column.clone())
+
+
 def test_conjugated_and_negated_views_count_as_they_read() -> None:
     numbers = torch.arange(4) * (1 + 2j)
     assert digest_tensor(numbers.conj()) == digest_tensor(numbers.conj().resolve_conj()) != digest_tensor(numbers)

@@ -44,6 +44,18 @@ def local_view(local: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]
     return local
 
 
+def as_bytes(local: torch.Tensor) -> torch.Tensor:
+    """The elements of a plain dense tensor, one after another in row-major order, as 1-D uint8.
+
+    A view where its memory holds them so, else a copy; lazy conjugation and negation are carried out.
+    """
+    # As bytes first: a copy of bools makes any bits but zero a one.
+    bits = local.view(torch.uint8) if local.dtype == torch.bool else local
+    dense = bits.resolve_conj().resolve_neg().contiguous()
+    # One element counts as contiguous with any stride, which a view of other items does not take.
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+
+
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """An uninitialised tensor of the same layout on ``device`` (of a DTensor: its local tensor). Not collective."""
     if isinstance(tensor, DTensor):

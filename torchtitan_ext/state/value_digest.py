@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchtitan_ext.layout.dtensor import local_tensor
+from torchtitan_ext.layout.dtensor import as_bytes, local_tensor
 
 _DIGEST_BYTES = 16
 
@@ -29,10 +29,7 @@ def digest_tensor(tensor: torch.Tensor) -> bytes:
     local = local_tensor(tensor)
     hasher = hashlib.blake2b(f"{local.dtype}{tuple(local.shape)}".encode(), digest_size=_DIGEST_BYTES)
     if local.numel() > 0:
-        flat = local.cpu().contiguous().view(-1)
-        if flat.is_conj() or flat.is_neg():
-            flat = flat.resolve_conj().resolve_neg()
-        hasher.update(flat.view(torch.uint8).numpy().data)
+        hasher.update(as_bytes(local.cpu()).numpy().data)
     return hasher.digest()
 
 
