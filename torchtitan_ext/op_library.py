@@ -83,6 +83,8 @@ def _explained(name: str, args: tuple[Any, ...], error: RuntimeError) -> Excepti
         for item in values:
             if "Tensor" in kind and not isinstance(item, Tensor):
                 return ValueError(f"{name}: got a {type(item).__name__} as {argument.name}, expected a tensor")
+            if isinstance(item, Tensor) and item.is_nested:
+                return ValueError(f"{name}: got a nested tensor as {argument.name}; pass the tensor of its values")
             if isinstance(item, DTensor):
                 return ValueError(f"{name}: got a DTensor as {argument.name}; pass the rank's own tensor, .to_local()")
             if isinstance(item, Tensor) and argument.is_write and (item.is_conj() or item.is_neg()):

@@ -236,6 +236,8 @@ def _tables(
 
 
 def _check_shape(name: str, local: Tensor, shard: ShardLike) -> None:
+    if isinstance(local, Tensor) and local.is_nested:
+        raise ValueError(f"{name}: got a nested tensor as the local tensor; pass the tensor of its values")
     if isinstance(local, Tensor) and tuple(local.shape) != tuple(shard.sizes):
         raise ValueError(
             f"{name}: got a local tensor of shape {tuple(local.shape)}, expected the shard's {tuple(shard.sizes)}"
