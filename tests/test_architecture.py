@@ -22,6 +22,7 @@ ROWS = [
     {"storage"},
     {"checkpoint", "sync"},
     {"full_tensors", "fingerprints"},
+    {"full_state_dicts"},
     {"elastic"},
     {"integrations", "__init__"},
 ]

@@ -23,6 +23,7 @@ INSTANCES = [
             errors.SyncMismatchError,
             errors.MissingStateError,
             errors.ReshardError,
+            errors.WrongArgumentError,
         )
     ),
     errors.CheckpointReadError("trainer.step", "its bytes are damaged"),
@@ -84,3 +85,13 @@ def test_every_kind_of_problem_has_a_heading_and_a_class() -> None:
 
 def test_a_failure_names_its_ranks() -> None:
     assert str(INSTANCES[-2]) == "load failed on 2 rank(s): rank 3: OSError: disk full; rank 5: ValueError: no"
+
+
+@pytest.mark.parametrize(
+    ("value", "got"), [(None, "None"), (3, "a int"), (dict, "the class dict"), (PROBLEMS[0], "a Problem")]
+)
+def test_a_wrong_type_is_named(value: object, got: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        errors.check_type("save", "state_dict", value, list, "a list")
+    assert str(caught.value) == f"save: state_dict: got {got}, expected a list"
+    errors.check_type("save", "state_dict", [], list, "a list")

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from torchtitan_ext import elastic, errors, ops
     from torchtitan_ext.checkpoint import LoadPlanner, SavePlanner, async_save, load, save
     from torchtitan_ext.fingerprints import fingerprint
-    from torchtitan_ext.full_tensors import distribute_tensor, full_tensor, get_full_state_dict, set_full_state_dict
+    from torchtitan_ext.full_state_dicts import get_full_state_dict, set_full_state_dict
+    from torchtitan_ext.full_tensors import distribute_tensor, full_tensor
     from torchtitan_ext.layout import ShardOrder
     from torchtitan_ext.sync import broadcast_tensors, sync_module_states
     from torchtitan_ext.sync.check import check_replicas
@@ -45,7 +46,8 @@ _ROOMS = ("checkpoint", "layout", "ranks", "state", "sync")
 
 _MODULE_OF = {
     **dict.fromkeys(("LoadPlanner", "SavePlanner", "async_save", "load", "save"), "checkpoint"),
-    **dict.fromkeys(("distribute_tensor", "full_tensor", "get_full_state_dict", "set_full_state_dict"), "full_tensors"),
+    **dict.fromkeys(("distribute_tensor", "full_tensor"), "full_tensors"),
+    **dict.fromkeys(("get_full_state_dict", "set_full_state_dict"), "full_state_dicts"),
     **dict.fromkeys(("broadcast_tensors", "sync_module_states"), "sync"),
     "check_replicas": "sync.check",
     "ShardOrder": "layout",

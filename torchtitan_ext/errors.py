@@ -25,6 +25,7 @@ ProblemKind = Literal[
     "wrong_shape",
     "wrong_dtype",
     "wrong_type",
+    "wrong_argument",
     "unclaimed_keys",
     "broken_checkpoint",
     "cannot_sync",
@@ -111,6 +112,10 @@ class SyncMismatchError(StateRefusedError):
         if {problem.kind for problem in self.problems} == {"replicas_differ"}:
             return f"{self.operation}: replicas are not equal"
         return super()._headline()
+
+
+class WrongArgumentError(StateRefusedError, TypeError):
+    """An argument of a collective call is of another type than expected, on some rank. The same on every rank."""
 
 
 class LostRankError(TorchtitanExtError, RuntimeError):
@@ -240,6 +245,7 @@ _HEADINGS: dict[ProblemKind, str] = {
     "wrong_shape": "Size mismatch",
     "wrong_dtype": "Dtype mismatch",
     "wrong_type": "Type mismatch",
+    "wrong_argument": "Arguments of a wrong type",
     "unclaimed_keys": "Per-rank entries that no rank asks for",
     "broken_checkpoint": "Checkpoint metadata is broken",
     "cannot_sync": "Tensors that cannot be synced",
@@ -261,6 +267,7 @@ _ERROR_OF_KIND: dict[ProblemKind, type[StateRefusedError]] = {
     "wrong_shape": ReshardError,
     "wrong_dtype": ReshardError,
     "wrong_type": ReshardError,
+    "wrong_argument": WrongArgumentError,
     "unclaimed_keys": ReshardError,
     "broken_checkpoint": ReshardError,
     "cannot_sync": SyncMismatchError,
@@ -276,3 +283,21 @@ def refusal(operation: str, problems: Iterable[Problem], report: Any = None) -> 
     classes = {_ERROR_OF_KIND[problem.kind] for problem in unique}
     error_class = classes.pop() if len(classes) == 1 else StateRefusedError
     return error_class(operation, unique, report)
+
+
+def check_type(operation: str, argument: str, value: Any, expected: type | tuple[type, ...], words: str) -> None:
+    """Raises the ``TypeError`` of ``wrong_type`` where an argument is no instance of what is expected."""
+    if not isinstance(value, expected):
+        raise wrong_type(operation, argument, value, words)
+
+
+def wrong_type(operation: str, argument: str, value: Any, words: str) -> TypeError:
+    """``TypeError`` for an argument of a wrong type: what was got, and in words what was expected."""
+    return TypeError(f"{operation}: {argument}: got {described(value)}, expected {words}")
+
+
+def described(value: Any) -> str:
+    """What a value is: "a Linear", "the class Linear", "None"."""
+    if value is None:
+        return "None"
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"

@@ -21,11 +21,11 @@ from torch import Tensor
 from torchtitan_ext import ops
 from torchtitan_ext.checkpoint.agreement import TensorAgreement, agree
 from torchtitan_ext.checkpoint.key_table import KeyTable, TensorEntry, describe_state
-from torchtitan_ext.errors import Problem, refusal
+from torchtitan_ext.errors import Problem, described, refusal
 from torchtitan_ext.layout.dtensor import local_tensor
 from torchtitan_ext.layout.layout import ShardReport, Steps, shard_of
 from torchtitan_ext.layout.rules import LayoutRules, ShardOrder
-from torchtitan_ext.ranks.exchange import gather_values
+from torchtitan_ext.ranks.exchange import check_usable, gather_values
 from torchtitan_ext.state.nested import flatten_state_dict
 from torchtitan_ext.state.value_digest import digest_value
 
@@ -68,17 +68,23 @@ def fingerprint(
 
     Raises:
         LayoutError: The layout of a tensor is in doubt, or not all ranks of its mesh take part.
+        WrongArgumentError: ``state_dict`` is something else, on some rank. A ``TypeError``.
     """
     values: dict[str, Any] = {}
     entries: dict[str, TensorEntry] = {}
     digests: dict[str, tuple[Any, Any]] = {}
     problems: list[Problem] = []
+    check_usable("fingerprint", process_group)
     # Whatever goes wrong on this rank alone, all hear of it: each exchange takes place.
-    with _told(problems):
+    if not isinstance(state_dict, Mapping):
+        what = f"got {described(state_dict)}, expected a state dict: what state_dict() of a module or optimizer gives"
+        problems.append(Problem("wrong_argument", "state_dict", what))
+        state_dict = {}
+    with _failures_become(problems):
         values = flatten_state_dict(state_dict).values
         entries = _entries(values, LayoutRules(layouts), problems)
     steps = _true_steps(entries, problems, process_group)
-    with _told(problems):
+    with _failures_become(problems):
         for fqn, value in values.items():
             if fqn in entries:
                 digests[fqn] = _tensor_digest(value, entries[fqn].report, steps.get(fqn))
@@ -93,7 +99,7 @@ def fingerprint(
 
 
 @contextmanager
-def _told(problems: list[Problem]) -> Iterator[None]:
+def _failures_become(problems: list[Problem]) -> Iterator[None]:
     try:
         yield
     except Exception as error:

@@ -1,49 +1,54 @@
 """Full tensors from DTensors and back, right on every layout the planners know.
 
-Layouts are decided as for a checkpoint: over the reports of all ranks of the mesh, in one exchange per mesh. Models
-then go tensor by tensor, so a rank holds one full tensor beside its shards, unless it keeps the result.
+Layouts are decided as for a checkpoint: over the reports of all ranks of the mesh, in one exchange per mesh. Shards are
+then sent in parts, straight to their places, so a rank holds one full tensor beside its shard and at most a few
+buffers of ``_GATHER_BYTES``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from types import NoneType
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
-from torch.nn.parallel import DistributedDataParallel
 
 from torchtitan_ext import ops
-from torchtitan_ext.checkpoint.cast import CastPolicy, cast_problem
-from torchtitan_ext.errors import Problem, refusal
-from torchtitan_ext.layout.dtensor import Describer, is_on_mesh, local_tensor
-from torchtitan_ext.layout.layout import ShardReport, Steps, decide, mesh_coordinates, num_elements, shard_of
-from torchtitan_ext.layout.rules import LayoutRules, ShardOrder, canonical_fqn
-from torchtitan_ext.ranks.exchange import (
-    all_gather_bytes,
-    all_gather_values,
-    as_bytes,
-    broadcast_bytes,
-    device_of,
-    gather_values,
+from torchtitan_ext.errors import Problem, check_type, refusal, wrong_type
+from torchtitan_ext.layout.dtensor import Describer, as_bytes, local_tensor
+from torchtitan_ext.layout.layout import (
+    LocalShard,
+    ShardReport,
+    Steps,
+    decide,
+    mesh_coordinates,
+    narrowed,
+    num_elements,
+    shard_of,
 )
+from torchtitan_ext.layout.rules import LayoutRules, ShardOrder
+from torchtitan_ext.ranks.exchange import Scope, all_gather_bytes, broadcast_bytes, device_of, gather_values
+
+# Sent at once by all ranks together. Of it, two and a half times as much is held meanwhile, by gloo too.
+_GATHER_BYTES = 32 << 20
 
 Decided = tuple[ShardReport, Steps]
 """This rank's report and the true sharding order."""
 
 
-def full_tensor(dtensor: DTensor, *, layout: ShardOrder | None = None) -> torch.Tensor:
-    """The global tensor, on every rank. Collective over the DTensor's mesh.
+def full_tensor(tensor: torch.Tensor, *, layout: ShardOrder | None = None) -> torch.Tensor:
+    """The global tensor, on every rank. Collective over the mesh of a DTensor.
 
     Unlike ``DTensor.full_tensor`` it is right for uneven strided shards and for shards of several boxes, and not
     differentiable.
 
     Args:
-        dtensor: Any layout but Partial; any dtype.
+        tensor: A DTensor of any layout but Partial, any dtype; of a plain tensor a copy is made.
         layout: The order in which the axes were sharded, where placements cannot say it.
 
     Returns:
@@ -51,11 +56,14 @@ def full_tensor(dtensor: DTensor, *, layout: ShardOrder | None = None) -> torch.
 
     Raises:
         LayoutError: The layout is in doubt, or the local tensors do not fit it; the same on every rank.
+        TypeError: An argument is no tensor, or no ``ShardOrder``.
     """
-    decided, problems = _decide_all({_ANY: dtensor}, _rule_for_any(layout))
+    check_type("full_tensor", "tensor", tensor, torch.Tensor, "a tensor")
+    check_type("full_tensor", "layout", layout, (ShardOrder, NoneType), "a ShardOrder")
+    decided, problems = decide_layouts({_ANY: tensor}, _rule_for_any(layout))
     if problems:
         raise refusal("full_tensor", problems)
-    return _gather(dtensor, *decided[_ANY])
+    return gather_full(tensor, *decided[_ANY])
 
 
 def distribute_tensor(
@@ -81,7 +89,14 @@ def distribute_tensor(
 
     Raises:
         LayoutError: The placements can be read in two ways that local shapes do not tell apart, or are unknown.
+        TypeError: An argument is something else.
     """
+    check_type("distribute_tensor", "full", full, torch.Tensor, "a tensor")
+    if isinstance(full, DTensor):
+        raise wrong_type("distribute_tensor", "full", full, "a plain tensor; redistribute() a DTensor")
+    check_type("distribute_tensor", "mesh", mesh, DeviceMesh, "a DeviceMesh")
+    check_type("distribute_tensor", "layout", layout, (ShardOrder, NoneType), "a ShardOrder")
+    _check_placements(mesh, placements)
     describer = Describer(_rule_for_any(layout))
     report = describer.describe_placements(_ANY, full.shape, mesh, placements)
     steps = report if isinstance(report, Problem) else _tellable_steps(_ANY, report)
@@ -90,94 +105,15 @@ def distribute_tensor(
     if mesh.get_coordinate() is None:
         local = full.new_empty(0)
     else:
-        source = _plain_memory(full.detach())
+        source = full.detach().resolve_conj().resolve_neg()
         if src_data_rank is not None:
-            source = source.to(_mesh_device(mesh, source), copy=True)
-            broadcast_bytes(mesh, as_bytes(source), src_data_rank)
+            is_source = all(index == src_data_rank for index in mesh.get_coordinate() or ())
+            source = broadcast_full(source if is_source else None, like=source, scope=mesh, src=src_data_rank)
         local = ops.pack_shard(source, shard_of(report, steps))
     stride = torch.empty(full.shape, device="meta").stride()
     dtensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=stride)
     dtensor.requires_grad_(full.requires_grad)
     return dtensor
-
-
-def get_full_state_dict(
-    model: nn.Module,
-    *,
-    rank0_only: bool = False,
-    cpu_offload: bool = False,
-    layouts: Mapping[str, ShardOrder] | None = None,
-) -> dict[str, torch.Tensor]:
-    """The unsharded state dict of a model, streamed tensor by tensor. Collective over the meshes of its DTensors.
-
-    Args:
-        model: Any mix of DTensors and plain tensors. Wrapper prefixes (``_orig_mod.``, ``_checkpoint_wrapped_module.``,
-            DDP's ``module.``) are stripped.
-        rank0_only: Only global rank 0 keeps the tensors; others return an empty dict.
-        cpu_offload: Results are on the CPU.
-        layouts: Sharding orders that placements cannot express, by canonical fqn or glob.
-
-    Returns:
-        Canonical fqn to full tensor; plain tensors are copied too.
-    """
-    keeps = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
-    values = {fqn: value for fqn, value in _canonical_state(model).items() if is_on_mesh(value)}
-    decided, problems = _decide_all(values, LayoutRules(layouts))
-    if problems:
-        raise refusal("get_full_state_dict", problems)
-    full_state_dict: dict[str, torch.Tensor] = {}
-    for fqn, value in values.items():
-        full = _gather(value, *decided[fqn])
-        if keeps:
-            full_state_dict[fqn] = full.cpu() if cpu_offload else full
-    return full_state_dict
-
-
-def set_full_state_dict(
-    model: nn.Module,
-    full_state_dict: Mapping[str, torch.Tensor],
-    *,
-    broadcast_from_rank0: bool = False,
-    strict: bool = True,
-    cast: CastPolicy = "exact",
-    layouts: Mapping[str, ShardOrder] | None = None,
-) -> None:
-    """Writes an unsharded state dict into a model, in place on the local tensors. Collective over all ranks.
-
-    Nothing is written before all ranks have agreed that everything fits.
-
-    Args:
-        model: Any mix of DTensors and plain tensors on real devices.
-        full_state_dict: Canonical fqn to full tensor; with ``broadcast_from_rank0`` only global rank 0's counts.
-        broadcast_from_rank0: Send rank 0's values, tensor by tensor, instead of reading each rank's own.
-        strict: Refuse missing and unexpected keys.
-        cast: Dtype changes that are allowed, as in ``LoadPlanner``.
-        layouts: Sharding orders that placements cannot express, by canonical fqn or glob.
-
-    Raises:
-        StateRefusedError: (a subclass) the same on every rank, naming every key that does not fit; nothing was written.
-    """
-    targets = _canonical_state(model)
-    own = {fqn: (tuple(value.shape), value.dtype) for fqn, value in full_state_dict.items()}
-    offered = _from_rank0(own) if broadcast_from_rank0 else own
-    wanted = {fqn: value for fqn, value in targets.items() if fqn in offered and is_on_mesh(value)}
-    decided, problems = _decide_all(wanted, LayoutRules(layouts))
-    problems += [*_key_problems(targets, offered, strict), *_fit_problems(wanted, offered, cast)]
-    problems, wanted_anywhere = _gather_over_ranks(problems, list(wanted))
-    if problems:
-        raise refusal("set_full_state_dict", problems)
-    for fqn, (shape, dtype) in offered.items():
-        if broadcast_from_rank0:
-            if fqn not in wanted_anywhere:
-                continue
-            full = _broadcast_from_rank0(full_state_dict.get(fqn), shape, dtype)
-        else:
-            full = full_state_dict[fqn].detach()
-        if fqn in wanted:
-            local = local_tensor(wanted[fqn])
-            if local.numel() > 0:
-                local.copy_(ops.pack_shard(full, shard_of(*decided[fqn])))
-                torch.autograd.graph.increment_version(wanted[fqn])
 
 
 _ANY = "tensor"  # how messages name a tensor that came without a key
@@ -187,7 +123,17 @@ def _rule_for_any(layout: ShardOrder | None) -> LayoutRules:
     return LayoutRules({} if layout is None else {_ANY: layout})
 
 
-def _decide_all(values: Mapping[str, torch.Tensor], rules: LayoutRules) -> tuple[dict[str, Decided], list[Problem]]:
+def _check_placements(mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
+    check_type("distribute_tensor", "placements", placements, Sequence, "a list of placements")
+    for placement in placements:
+        check_type("distribute_tensor", "placements", placement, Placement, "Shard, Replicate or _StridedShard objects")
+    if len(placements) != mesh.ndim:
+        raise ValueError(
+            f"distribute_tensor: placements: got {len(placements)}, expected one per axis of the mesh, {mesh.ndim}"
+        )
+
+
+def decide_layouts(values: Mapping[str, torch.Tensor], rules: LayoutRules) -> tuple[dict[str, Decided], list[Problem]]:
     """The layouts of tensors that this rank holds a part of. Collective over the meshes of the DTensors among them."""
     describer = Describer(rules)
     described = {fqn: describer.describe(fqn, value) for fqn, value in values.items()}
@@ -201,7 +147,7 @@ def _decide_all(values: Mapping[str, torch.Tensor], rules: LayoutRules) -> tuple
         elif isinstance(report, ShardReport):
             decided[fqn] = (report, ())
     for mesh, fqns in by_mesh.items():
-        per_rank = all_gather_values(mesh, [described[fqn] for fqn in fqns])
+        per_rank = gather_values([described[fqn] for fqn in fqns], mesh)
         for fqn, *reports in zip(fqns, *per_rank, strict=True):
             problem = next((report for report in reports if isinstance(report, Problem)), None)
             steps = decide(fqn, reports) if problem is None else problem
@@ -213,32 +159,72 @@ def _decide_all(values: Mapping[str, torch.Tensor], rules: LayoutRules) -> tuple
     return decided, problems
 
 
-def _gather(value: torch.Tensor, report: ShardReport, steps: Steps) -> torch.Tensor:
+def gather_full(value: torch.Tensor, report: ShardReport, steps: Steps) -> torch.Tensor:
     """The global tensor on every rank, new. Collective over the mesh of a DTensor."""
-    local = _plain_memory(local_tensor(value))
-    if not isinstance(value, DTensor):
-        return local.clone()
+    local = local_tensor(value).resolve_conj().resolve_neg()
+    axes = [axis for axis, (dim, _) in enumerate(report.placements) if dim >= 0]
+    if not isinstance(value, DTensor) or not axes:
+        return local.clone(memory_format=torch.contiguous_format)
     assert report.mesh is not None
     full = local.new_empty(report.global_shape)
     if full.numel() == 0:
         return full
-    axes = [axis for axis, (dim, _) in enumerate(report.placements) if dim >= 0]
     positions = mesh_coordinates([report.mesh.shape[axis] for axis in axes])
     shards = [shard_of(_report_at(report, axes, position), steps) for position in positions]
-    itemsize = local.element_size()
-    num_bytes = [num_elements(shard.sizes) * itemsize for shard in shards]
-    flat = torch.zeros(max(num_bytes), dtype=torch.uint8, device=_mesh_device(value.device_mesh, local))
-    flat[: local.numel() * itemsize].copy_(as_bytes(local))
-    rows = all_gather_bytes(value.device_mesh, flat, axes).to(local.device)
-    for row, shard, shard_bytes in zip(rows, shards, num_bytes, strict=True):
-        if shard.chunks:
-            ops.unpack_shard_(full, row[:shard_bytes].view(local.dtype).view(shard.sizes), shard)
+    own = positions.index(tuple(report.coordinate[axis] for axis in axes))
+    part_elements = max(1, _GATHER_BYTES // (len(shards) * local.element_size()))
+    device = _mesh_device(value.device_mesh, local)
+    for parts in zip_longest(*(_parts(shard, part_elements) for shard in shards)):
+        num_bytes = [0 if part is None else num_elements(part.shard.sizes) * local.element_size() for part in parts]
+        flat = torch.zeros(max(num_bytes), dtype=torch.uint8, device=device)
+        if parts[own] is not None:
+            flat[: num_bytes[own]].copy_(as_bytes(parts[own].of(local)))
+        rows = all_gather_bytes(value.device_mesh, flat, axes).to(local.device)
+        for row, part, part_bytes in zip(rows, parts, num_bytes, strict=True):
+            if part is not None and part.shard.chunks:
+                ops.unpack_shard_(full, row[:part_bytes].view(local.dtype).view(part.shard.sizes), part.shard)
     return full
 
 
-def _plain_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, copied where its memory does not hold its elements one after another as they are."""
-    return tensor.resolve_conj().resolve_neg().contiguous()
+@dataclass(frozen=True)
+class _Part:
+    """Elements ``[first, first + shard.sizes[dim])`` along one dim of a local tensor, as a shard of their own."""
+
+    shard: LocalShard
+    dim: int
+    first: int
+
+    def of(self, local: torch.Tensor) -> torch.Tensor:
+        return local.narrow(self.dim, self.first, self.shard.sizes[self.dim]) if local.dim() else local
+
+
+def _parts(shard: LocalShard, max_elements: int) -> Iterator[_Part]:
+    """A shard cut along its longest dim into parts of at most so many elements, or of one index of that dim."""
+    total = num_elements(shard.sizes)
+    if total <= max_elements:
+        yield _Part(shard, 0, 0)
+        return
+    dim = max(range(len(shard.sizes)), key=lambda dim: shard.sizes[dim])
+    size = max(1, max_elements // (total // shard.sizes[dim]))
+    for first in range(0, shard.sizes[dim], size):
+        yield _Part(narrowed(shard, dim, first, min(size, shard.sizes[dim] - first)), dim, first)
+
+
+def broadcast_full(full: torch.Tensor | None, *, like: torch.Tensor, scope: Scope = None, src: int = 0) -> torch.Tensor:
+    """A full tensor of one rank, on every rank of a scope: its own there, a new one on the others. Collective.
+
+    Args:
+        full: The values, on the source rank; ``None`` on the others.
+        like: A tensor, maybe on meta, of its shape and dtype.
+        src: See ``exchange.broadcast_bytes``.
+    """
+    device = _mesh_device(scope, like) if isinstance(scope, DeviceMesh) else _group_device(scope)
+    if full is None:
+        flat = torch.empty(like.numel() * like.element_size(), dtype=torch.uint8, device=device)
+    else:
+        flat = as_bytes(full.detach().to(device))
+    broadcast_bytes(flat, scope, src=src)
+    return flat.view(like.dtype).view(like.shape)
 
 
 def _report_at(report: ShardReport, axes: Sequence[int], position: Sequence[int]) -> ShardReport:
@@ -255,73 +241,13 @@ def _tellable_steps(fqn: str, report: ShardReport) -> Steps | Problem:
     return decide(fqn, [replace(other, local_sizes=shard_of(other).sizes) for other in made])
 
 
-def _canonical_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's tensors by canonical fqn; extra state that is no tensor is left out."""
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
-    return {canonical_fqn(fqn): value for fqn, value in inner.state_dict().items() if isinstance(value, torch.Tensor)}
-
-
-Offer = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-
-
-def _key_problems(targets: Mapping[str, torch.Tensor], offered: Offer, strict: bool) -> list[Problem]:
-    if not strict:
-        return []
-    missing = [
-        Problem("missing_key", fqn, "the model has it, the full state dict does not; pass strict=False to leave it")
-        for fqn in targets
-        if fqn not in offered
-    ]
-    unexpected = [
-        Problem("unclaimed_keys", fqn, "the full state dict has it, the model does not; pass strict=False to skip it")
-        for fqn in offered
-        if fqn not in targets
-    ]
-    return missing + unexpected
-
-
-def _fit_problems(wanted: Mapping[str, torch.Tensor], offered: Offer, cast: CastPolicy) -> list[Problem]:
-    problems: list[Problem | None] = []
-    for fqn, value in wanted.items():
-        shape, dtype = offered[fqn]
-        if tuple(value.shape) != shape:
-            problems.append(
-                Problem("wrong_shape", fqn, f"got {shape} in the full state dict, the model has {tuple(value.shape)}")
-            )
-        problems.append(cast_problem(fqn, dtype, value.dtype, cast))
-        if local_tensor(value).is_meta:
-            problems.append(Problem("unsupported_tensor", fqn, "is on the meta device; call to_empty() first"))
-    return [problem for problem in problems if problem is not None]
-
-
-def _from_rank0(offered: Offer) -> Offer:
-    box = [offered if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(box, src=0)
-    assert box[0] is not None
-    return box[0]
-
-
-def _gather_over_ranks(problems: list[Problem], wanted: list[str]) -> tuple[list[Problem], set[str]]:
-    """Every rank's problems without repeats, and the keys that some rank wants; the same on every rank."""
-    gathered = gather_values((problems, wanted))
-    merged = dict.fromkeys(problem for of_rank, _ in gathered for problem in of_rank)
-    return list(merged), {fqn for _, of_rank in gathered for fqn in of_rank}
-
-
-def _broadcast_from_rank0(full: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    device = dist.distributed_c10d._get_pg_default_device()
-    if dist.get_rank() == 0:
-        assert full is not None
-        sent = _plain_memory(full.detach().to(device))
-    else:
-        sent = torch.empty(shape, dtype=dtype, device=device)
-    if sent.numel() > 0:
-        dist.broadcast(as_bytes(sent), src=0)
-    return sent
-
-
 def _mesh_device(mesh: DeviceMesh, local: torch.Tensor) -> torch.device:
     """Where the mesh communicates: the local tensor's device, unless it is offloaded."""
     if local.device.type == mesh.device_type:
         return local.device
     return device_of(mesh.get_group(0), mesh.device_type)
+
+
+def _group_device(group: dist.ProcessGroup | None) -> torch.device:
+    group = dist.group.WORLD if group is None else group
+    return torch.device("cpu") if group is None else device_of(group)

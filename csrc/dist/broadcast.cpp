@@ -124,6 +124,22 @@ class KeptBuckets {
   at::Tensor free_[kFlights];
 };
 
+// What a transfer raises, as torch names it (gloo: a plain runtime_error): a bucket that gets no memory is no lost rank.
+// To be called in a handler.
+[[noreturn]] void raise_transfer_failure() {
+  std::string reason;
+  try {
+    throw;
+  } catch (const c10::OutOfMemoryError&) {
+    throw;
+  } catch (const c10::Error& error) {
+    reason = error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    reason = error.what();
+  }
+  C10_THROW_ERROR(DistBackendError, reason);
+}
+
 class Broadcast {
  public:
   Broadcast(at::TensorList tensors, c10::intrusive_ptr<c10d::ProcessGroup> group, int64_t src, Schedule schedule)
@@ -196,7 +212,7 @@ class Broadcast {
       }
     } catch (...) {
       if (coalesces_) leave_coalescing(device);
-      throw;
+      raise_transfer_failure();
     }
     // The works inside a coalesced block are not waited for: the one of the block stands for them.
     if (coalesces_) works = {group_->endCoalescing(device)};
@@ -214,8 +230,12 @@ class Broadcast {
   void finish_oldest() {
     const Started oldest = std::move(in_flight_.front());
     in_flight_.pop_front();
-    for (const auto& work : oldest.works) {
-      if (work) work->wait();
+    try {
+      for (const auto& work : oldest.works) {
+        if (work) work->wait();
+      }
+    } catch (...) {
+      raise_transfer_failure();
     }
     if (is_source()) return;
     RunList unpacking;

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from torchtitan_ext import _core
+from torchtitan_ext import _core, ops
 from torchtitan_ext.errors import Problem
 from torchtitan_ext.layout.layout import (
     LocalShard,
@@ -21,6 +21,7 @@ from torchtitan_ext.layout.layout import (
     decide,
     local_shard,
     missing_ranks,
+    narrowed,
     replica_key,
 )
 from torchtitan_ext.layout.rules import LayoutRules, ShardOrder, canonical_fqn
@@ -228,3 +229,17 @@ def test_canonical_fqn():
     assert canonical_fqn("_orig_mod.a._checkpoint_wrapped_module.b") == "a.b"
     assert canonical_fqn("module.a") == "module.a"
     assert canonical_fqn("module.a", strip_module=True) == "a"
+
+
+def test_a_narrowed_shard_holds_the_elements_of_the_narrowed_local_tensor() -> None:
+    """Of every part of a shard of several boxes, along both dims."""
+    whole = torch.arange(24 * 5).view(24, 5)
+    steps = ((0, 0, 3), (1, 1, 1))  # interleaved rows, then columns
+    for coordinate in itertools.product(range(2), range(2)):
+        shard = local_shard((24, 5), (2, 2), steps, coordinate)
+        local = ops.pack_shard(whole, shard)
+        assert len(shard.chunks) > 1
+        for dim, size in enumerate(shard.sizes):
+            for first, last in itertools.combinations(range(size + 1), 2):
+                part = narrowed(shard, dim, first, last - first)
+                assert torch.equal(ops.pack_shard(whole, part), local.narrow(dim, first, last - first))

@@ -125,6 +125,27 @@ def local_shard(
     return LocalShard(sizes, tuple(Chunk(*chunk) for chunk in chunks))
 
 
+def narrowed(shard: LocalShard, dim: int, first: int, size: int) -> LocalShard:
+    """Elements ``[first, first + size)`` along one dim of the local tensor, as a shard of their own."""
+    chunks = []
+    for chunk in shard.chunks:
+        begin = max(chunk.local_offsets[dim], first)
+        end = min(chunk.local_offsets[dim] + chunk.sizes[dim], first + size)
+        if begin < end:
+            chunks.append(
+                Chunk(
+                    _with(chunk.offsets, dim, chunk.offsets[dim] + begin - chunk.local_offsets[dim]),
+                    _with(chunk.sizes, dim, end - begin),
+                    _with(chunk.local_offsets, dim, begin - first),
+                )
+            )
+    return LocalShard(_with(shard.sizes, dim, size), tuple(chunks))
+
+
+def _with(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
+    return (*values[:at], value, *values[at + 1 :])
+
+
 def decide(fqn: str, reports: Sequence[ShardReport]) -> Steps | Problem:
     """Which of the ``candidate_steps`` is true, by what the local tensors of all reporting ranks are.
 

@@ -1,1 +1,1 @@
-"""The ranks of a group or mesh: collectives of plain values, and which rank is lost when one fails."""
+"""The ranks of a group or mesh: what they tell each other, and which of them is lost when a collective fails."""

@@ -15,23 +15,58 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
-
+Scope = DeviceMesh | dist.ProcessGroup | None
+"""The ranks that take part: those of a mesh, of a group, or of the default group."""
 
 _FIRST_BYTES = 1024
 _LENGTH_BYTES = 8
 
 
-def gather_values(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The picklable value of every rank of a group, in its order; without any process group, that of this process.
+def scope_ranks(scope: Scope = None) -> list[int]:
+    """Global ranks of a scope, in the order of ``gather_values``; without any process group rank 0 alone."""
+    if isinstance(scope, DeviceMesh):
+        return [int(rank) for rank in scope.mesh.flatten().tolist()]
+    if not (dist.is_available() and dist.is_initialized()):
+        return [0]
+    return dist.get_process_group_ranks(dist.group.WORLD if scope is None else scope)
+
+
+def check_usable(operation: str, scope: Scope) -> None:
+    """Raises ``ValueError`` where a process group of a scope was destroyed. Not collective."""
+    if scope is None:
+        return
+    try:
+        groups = scope.get_all_groups() if isinstance(scope, DeviceMesh) else [scope]
+        for group in groups:
+            dist.get_process_group_ranks(group)
+    except Exception:
+        what = "the mesh" if isinstance(scope, DeviceMesh) else "group"
+        raise ValueError(f"{operation}: the process group of {what} was destroyed; make a new one") from None
+
+
+def gather_values(value: T, scope: Scope = None) -> list[T]:
+    """The picklable value of every rank: of a group in its order, of a mesh in row-major order; without any process
+    group that of this process.
 
     ``dist.all_gather_object`` sends all lengths before the first value. Most values here are short: they travel in the
     message of the lengths, which takes half the time, and what of others does not fit in a second one.
     """
-    if group is None and not (dist.is_available() and dist.is_initialized()):
-        return [value]
-    group = dist.group.WORLD if group is None else group
+    gathered = [value]
+    if isinstance(scope, DeviceMesh):
+        for axis in reversed(range(scope.ndim)):
+            parts = _gather_lists(gathered, scope.get_group(axis))
+            gathered = [member for position in _group_positions(scope, axis) for member in parts[position]]
+        return gathered
+    if scope is None and not (dist.is_available() and dist.is_initialized()):
+        return gathered
+    group = dist.group.WORLD if scope is None else scope
     assert group is not None
-    data = pickle.dumps(value)
+    # In a list, as along the axis of a mesh: ranks of which only some name the mesh understand each other.
+    return [member for part in _gather_lists(gathered, group) for member in part]
+
+
+def _gather_lists(values: list[T], group: dist.ProcessGroup) -> list[list[T]]:
+    data = pickle.dumps(values)
     data = len(data).to_bytes(_LENGTH_BYTES, "little") + data
     first = _gather_blocks(data[:_FIRST_BYTES], _FIRST_BYTES, group)
     lengths = [_LENGTH_BYTES + int.from_bytes(block[:_LENGTH_BYTES], "little") for block in first]
@@ -50,14 +85,13 @@ def _gather_blocks(data: bytes, num_bytes: int, group: dist.ProcessGroup) -> lis
     return [row.tobytes() for row in blocks.cpu().numpy()]
 
 
-def all_gather_values(mesh: DeviceMesh, value: T) -> list[T]:
-    """The picklable value of every rank, in row-major order of the mesh."""
-    gathered = [value]
-    for axis in reversed(range(mesh.ndim)):
-        group = mesh.get_group(axis)
-        parts = gather_values(gathered, group)
-        gathered = [member for position in _group_positions(mesh, axis) for member in parts[position]]
-    return gathered
+def broadcast_value(value: T, src: int = 0) -> T:
+    """The picklable value of one global rank, on every rank of the default group; without one that of this process."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return value
+    box = [value if dist.get_rank() == src else None]
+    dist.broadcast_object_list(box, src=src)
+    return box[0]  # type: ignore[return-value]
 
 
 def all_gather_bytes(mesh: DeviceMesh, flat: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
@@ -80,19 +114,20 @@ def all_gather_bytes(mesh: DeviceMesh, flat: torch.Tensor, axes: Sequence[int]) 
     return flat.view(-1, num_bytes)
 
 
-def broadcast_bytes(mesh: DeviceMesh, flat: torch.Tensor, src: int) -> None:
-    """Fills ``flat`` on every rank from the rank whose coordinate is ``src`` on every axis, in place.
+def broadcast_bytes(flat: torch.Tensor, scope: Scope = None, *, src: int = 0) -> None:
+    """Fills ``flat`` on every rank from one, in place.
 
     Args:
-        flat: 1-D uint8, contiguous, of the same length on every rank, on the mesh's device.
+        flat: 1-D uint8, contiguous, of the same length on every rank, on a device from which the scope can send.
+        src: Of a mesh: the source's coordinate on every axis. Of a group: its rank in it.
     """
-    for axis in range(mesh.ndim):
-        dist.broadcast(flat, src=ranks_along(mesh, axis)[src], group=mesh.get_group(axis))
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's memory as 1-D uint8, a view; of any dtype, 0-d included."""
-    return tensor.view(-1).view(torch.uint8)
+    if flat.numel() == 0:
+        return
+    if isinstance(scope, DeviceMesh):
+        for axis in range(scope.ndim):
+            dist.broadcast(flat, src=ranks_along(scope, axis)[src], group=scope.get_group(axis))
+    elif scope is not None or dist.is_initialized():
+        dist.broadcast(flat, src=scope_ranks(scope)[src], group=scope)
 
 
 def ranks_along(mesh: DeviceMesh, axis: int) -> list[int]:

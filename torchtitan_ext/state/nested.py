@@ -97,7 +97,7 @@ def materialize_meta(state_dict: dict[str, Any], flat: FlatStateDict, fqns: Iter
     for fqn in fqns:
         value = flat.values[fqn]
         if isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor) and value.is_meta:
-            flat.values[fqn] = on_device(value, _load_device(value))
+            flat.values[fqn] = on_device(value, load_device(value))
             set_value(state_dict, flat.paths[fqn], flat.values[fqn])
 
 
@@ -142,7 +142,7 @@ def _replaced(container: Any, path: Path, value: Any) -> Any:
     return container
 
 
-def _load_device(tensor: torch.Tensor) -> torch.device:
+def load_device(tensor: torch.Tensor) -> torch.device:
     device_type = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else None
     if device_type is None:
         if not (dist.is_available() and dist.is_initialized()):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from types import NoneType
 from typing import Any
 
 import torch
@@ -18,11 +19,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_ext import ops
-from torchtitan_ext.errors import Problem
+from torchtitan_ext.errors import Problem, check_type
+from torchtitan_ext.layout.dtensor import as_bytes
 from torchtitan_ext.layout.layout import Chunk, LocalShard
-from torchtitan_ext.ranks.lost_ranks import Scope, gather, naming_lost_ranks, scope_ranks
-from torchtitan_ext.sync.find import Buffers, Replicas, ReplicaTensor, Source, collect_replicas
-from torchtitan_ext.sync.same_call import Options, agree
+from torchtitan_ext.ranks.exchange import Scope, check_usable, gather_values, scope_ranks
+from torchtitan_ext.ranks.lost_ranks import naming_lost_ranks
+from torchtitan_ext.sync.named_tensors import ModuleOrState
+from torchtitan_ext.sync.options import Buffers, Options
+from torchtitan_ext.sync.outside_graphs import outside_graphs
+from torchtitan_ext.sync.replicas import Replicas, ReplicaTensor, collect_replicas
+from torchtitan_ext.sync.same_call import confirm_same_call
 
 # What is sent per tensor to find the first difference: a digest per block, then one block.
 _BLOCK_BYTES = 64 * 1024
@@ -59,9 +65,9 @@ class ReplicaDifference:
         return Problem("replicas_differ", self.fqn, f"equal bits within each of {sides}{where}")
 
 
-@torch.compiler.disable
+@outside_graphs
 def check_replicas(
-    module: Source,
+    module: ModuleOrState,
     mesh: DeviceMesh | None = None,
     *,
     params: bool = True,
@@ -83,25 +89,23 @@ def check_replicas(
 
     Raises:
         SyncMismatchError: Ranks disagree on names, shapes or dtypes, or a tensor cannot be compared.
+        WrongArgumentError: ``module`` is something else, on some rank. A ``TypeError``.
         LostRankError: A rank is gone, or does not take part.
     """
+    check_type("check_replicas", "mesh", mesh, (DeviceMesh, NoneType), "a DeviceMesh")
     if mesh is not None and mesh.get_coordinate() is None:
         return ()
-    options = {"params": params, "buffers": buffers, "ignore": ignore, "locate": locate}
-    found = collect_replicas(module, mesh, 0, params=params, buffers=buffers, ignore=ignore)
-    return compare_replicas("check_replicas", mesh, options, found, locate=locate)
+    check_usable("check_replicas", mesh)
+    options = Options(params=params, buffers=buffers, ignore=ignore, locate=locate)
+    return compare_replicas("check_replicas", mesh, options, collect_replicas(module, mesh, options))
 
 
-def compare_replicas(
-    operation: str, scope: Scope, options: Options, found: Replicas, *, locate: bool = False
-) -> tuple[ReplicaDifference, ...]:
+def compare_replicas(operation: str, scope: Scope, options: Options, found: Replicas) -> tuple[ReplicaDifference, ...]:
     """``check_replicas`` of what is already collected. Collective over the scope."""
     hashes: dict[int, bytes] = {}
     if not found.problems:
-        try:
-            hashes = hash_locals(found.tensors)
-        except Exception as error:  # of this rank alone, perhaps: all must hear of it
-            found.problems.append(Problem("cannot_sync", "arguments", f"{type(error).__name__}: {error}"))
+        hashes, problems = hash_locals(found.tensors)
+        found.problems += problems
     contents = {
         key: hashlib.blake2b(
             b"".join(hashes[id(tensor)] for tensor in batch.tensors if id(tensor) in hashes), digest_size=16
@@ -109,16 +113,20 @@ def compare_replicas(
         for key, batch in found.batches.items()
     }
     with naming_lost_ranks(operation, "replicas were compared", scope):
-        if agree(operation, scope, options, found, contents):
+        if confirm_same_call(operation, scope, options, found, contents):
             return ()
         differences = _name_differences(scope, found, hashes)
         assert differences, "replicas differ, but none by name; please report"
-        return _located(scope, found, differences) if locate else differences
+        return _located(scope, found, differences) if options.locate else differences
 
 
-def hash_locals(tensors: Sequence[ReplicaTensor]) -> dict[int, bytes]:
-    """Of each tensor's memory a hash of its bits and their places, by ``id``. One pass, one transfer per device."""
+def hash_locals(tensors: Sequence[ReplicaTensor]) -> tuple[dict[int, bytes], list[Problem]]:
+    """Of each tensor's memory a hash of its bits and their places, by ``id``, and what has none.
+
+    One pass, one transfer per device. What fails on this rank alone all must hear of.
+    """
     sums: dict[torch.device, list[tuple[int, Tensor]]] = {}
+    problems = []
     with torch.no_grad():
         for tensor in tensors:
             local = tensor.local
@@ -126,13 +134,19 @@ def hash_locals(tensors: Sequence[ReplicaTensor]) -> dict[int, bytes]:
                 continue
             whole = (0,) * local.dim()
             shard = LocalShard(tuple(local.shape), (Chunk(whole, tuple(local.shape), whole),))
-            total = ops.fingerprint_shard(local, shard, local.shape)
+            try:
+                total = ops.fingerprint_shard(local, shard, local.shape)
+            except Exception as error:
+                text = str(error).removeprefix("fingerprint_shard: ")
+                problems.append(Problem("cannot_sync", tensor.fqn, f"cannot be read: {text}"))
+                continue
             sums.setdefault(local.device, []).append((id(tensor), total))
-        return {
+        hashes = {
             key: number.to_bytes(8, "little", signed=True)
             for entries in sums.values()
             for (key, _), number in zip(entries, torch.stack([total for _, total in entries]).tolist(), strict=True)
         }
+    return hashes, problems
 
 
 def _name_differences(scope: Scope, found: Replicas, hashes: dict[int, bytes]) -> tuple[ReplicaDifference, ...]:
@@ -140,8 +154,8 @@ def _name_differences(scope: Scope, found: Replicas, hashes: dict[int, bytes]) -
         (tensor.fqn, tensor.replica_set): (tensor.coordinate, hashes.get(id(tensor), b"")) for tensor in found.tensors
     }
     sides: dict[tuple[str, Any], dict[bytes, list[tuple[int, tuple[int, ...]]]]] = {}
-    for rank, said in zip(scope_ranks(scope), gather(scope, own), strict=True):
-        for where, (coordinate, value) in said.items():
+    for rank, hashed in zip(scope_ranks(scope), gather_values(own, scope), strict=True):
+        for where, (coordinate, value) in hashed.items():
             sides.setdefault(where, {}).setdefault(value, []).append((rank, coordinate))
     differences = []
     for (fqn, _), by_value in sides.items():
@@ -162,13 +176,13 @@ def _located(
     by_fqn = {tensor.fqn: tensor.local for tensor in found.tensors}
     mine = {at: by_fqn[entry.fqn] for at, entry in enumerate(named) if any(own_rank in side for side in entry.ranks)}
     described = {at: (tuple(local.shape), local.element_size(), _block_digests(local)) for at, local in mine.items()}
-    told = dict(zip(scope_ranks(scope), gather(scope, described), strict=True))
-    blocks = [_first_difference([told[side[0]][at][2] for side in entry.ranks]) for at, entry in enumerate(named)]
+    of_ranks = dict(zip(scope_ranks(scope), gather_values(described, scope), strict=True))
+    blocks = [_first_difference([of_ranks[side[0]][at][2] for side in entry.ranks]) for at, entry in enumerate(named)]
     bytes_of_block = {at: _bytes_of(local, block) for at, local in mine.items() if (block := blocks[at]) is not None}
-    data = dict(zip(scope_ranks(scope), gather(scope, bytes_of_block), strict=True))
+    data = dict(zip(scope_ranks(scope), gather_values(bytes_of_block, scope), strict=True))
     located = []
     for at, entry in enumerate(named):
-        shape, item_bytes, _ = told[entry.ranks[0][0]][at]
+        shape, item_bytes, _ = of_ranks[entry.ranks[0][0]][at]
         block = blocks[at]
         inside = None if block is None else _first_difference([data[side[0]][at] for side in entry.ranks])
         if block is None or inside is None:  # they were written to since they were hashed
@@ -186,10 +200,7 @@ def _block_digests(local: Tensor) -> list[bytes]:
 
 def _bytes_of(local: Tensor, block: int) -> bytes:
     """Row-major bytes of one block of a tensor; only a tensor that is not contiguous is copied whole."""
-    # As bytes first: a copy of bools makes any bits but zero a one.
-    bits = local.view(torch.uint8) if local.dtype == torch.bool else local
-    flat = bits.contiguous().view(-1).view(torch.uint8)
-    return flat[block * _BLOCK_BYTES : (block + 1) * _BLOCK_BYTES].cpu().numpy().tobytes()
+    return as_bytes(local)[block * _BLOCK_BYTES : (block + 1) * _BLOCK_BYTES].cpu().numpy().tobytes()
 
 
 def _first_difference(sides: Sequence[Sequence[Any]]) -> int | None:

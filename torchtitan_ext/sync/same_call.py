@@ -10,17 +10,18 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_ext import ops
-from torchtitan_ext.errors import Problem, SyncMismatchError
-from torchtitan_ext.ranks.lost_ranks import Scope, gather, scope_ranks
-from torchtitan_ext.sync.find import Batch, BatchKey, ListBatch, Replicas, ReplicaTensor, refusal_in_list
+from torchtitan_ext.errors import Problem, StateRefusedError, SyncMismatchError, WrongArgumentError
+from torchtitan_ext.ranks.exchange import Scope, gather_values, scope_ranks
+from torchtitan_ext.sync.faults import listed_fault
+from torchtitan_ext.sync.options import Options
+from torchtitan_ext.sync.replicas import Batch, BatchKey, ListBatch, Replicas, ReplicaTensor
 
-Options = Mapping[str, Any]
 Row = dict[str, str]
 """What replicas of one tensor must agree on, by name."""
 
@@ -41,9 +42,10 @@ class Table:
     options: dict[str, str]
     problems: tuple[Problem, ...]
     batches: dict[BatchKey, list[tuple[str, Row]]]
+    tied: dict[str, str] = field(default_factory=dict)
 
 
-def agree(
+def confirm_same_call(
     operation: str,
     scope: Scope,
     options: Options,
@@ -56,44 +58,58 @@ def agree(
         operation: For messages, and itself agreed on.
         options: Arguments that must be the same everywhere.
         replicas: Of this rank. Its problems are raised on every rank.
-        contents: Digest of the values of each batch; compared, but no reason to refuse.
+        contents: Digest of the values of each batch: given where these are compared. Else the tensors are to be
+            received into, and those that cannot be, because their elements share memory, are refused.
 
     Returns:
         Whether the contents of every batch, on whatever ranks, are equal on all its members.
 
     Raises:
-        SyncMismatchError: The same on every rank.
+        SyncMismatchError: The same on every rank; ``WrongArgumentError`` where an argument is of a wrong type.
     """
     batches, problems = replicas.batches, list(replicas.problems)
+    is_read = contents is not None
     structures: dict[BatchKey, bytes] = {}
     for key, batch in batches.items():
         try:
-            structures[key] = _structure(batch)
+            structures[key] = _structure(batch, _shapes_to_read(batch) if is_read else _shapes_to_write(batch))
         except Exception as error:  # of this rank alone, perhaps: all must hear of it
             problems += _by_name(error, batch.tensors)
-    problems += _shared_memory(replicas)
-    said = {"mesh": _place(scope), **{name: _written(value) for name, value in options.items()}}
+    problems += [] if is_read else _shared_memory(replicas)
+    own_options = {
+        "operation": operation,
+        "mesh": _place(scope),
+        **{name: _written(value) for name, value in vars(options).items()},
+    }
     record = Record(
         is_refused=bool(problems),
-        options=_digest([operation, *(f"{name}={value}" for name, value in said.items())]),
+        options=_digest(f"{name}={value}" for name, value in own_options.items()),
         batches={
             _digest([repr(key)]): (len(key[1]), structure, (contents or {}).get(key, b""))
             for key, structure in structures.items()
         },
     )
-    records = gather(scope, record)
+    records = gather_values(record, scope)
     if _is_agreed(records):
         return _is_equal(records)
     table = Table(
-        options={"operation": operation, **said},
+        options=own_options,
         problems=tuple(problems),
         batches={key: [_row(batch, tensor) for tensor in batch.tensors] for key, batch in batches.items()},
+        tied=replicas.tied,
     )
-    tables = dict(zip(scope_ranks(scope), gather(scope, table), strict=True))
-    operations = dict.fromkeys(table.options["operation"] for table in tables.values())
+    tables = dict(zip(scope_ranks(scope), gather_values(table, scope), strict=True))
+    raise _mismatch(tables)
+
+
+def _mismatch(tables: Mapping[int, Table]) -> StateRefusedError:
+    operation = " and ".join(dict.fromkeys(table.options["operation"] for table in tables.values()))
     found = tuple(dict.fromkeys(compare_tables(tables)))
+    wrong = tuple(problem for problem in found if problem.kind == "wrong_argument")
+    if wrong:  # what else differs follows from it
+        return WrongArgumentError(operation, wrong)
     unexplained = Problem("ranks_disagree", "arguments", "are not the same on all ranks; please report")
-    raise SyncMismatchError(" and ".join(operations), found or (unexplained,))
+    return SyncMismatchError(operation, found or (unexplained,))
 
 
 def _is_agreed(records: Sequence[Record]) -> bool:
@@ -138,7 +154,7 @@ def _by_name(error: Exception, tensors: Sequence[ReplicaTensor]) -> list[Problem
     It stops at the first tensor that it refuses. Of a batch, tensors with such faults are named before they get there;
     of a plain list they are all named now.
     """
-    faults = [refusal_in_list(tensor.fqn, tensor.local) for tensor in tensors]
+    faults = [listed_fault(tensor.fqn, tensor.local) for tensor in tensors]
     named = [fault for fault in faults if fault is not None]
     if named:
         return named
@@ -163,9 +179,16 @@ def _place(scope: Scope) -> str:
     return f"{tuple(scope.mesh.shape)} over {len(ranks)} ranks from {ranks[0]} to {ranks[-1]}"
 
 
-def _structure(batch: Batch | ListBatch) -> bytes:
-    shapes = ops.check_broadcast(batch.locals)
-    return _digest([batch.group.group_name, str(batch.src), *map(str, shapes), *batch.names])
+def _structure(batch: Batch | ListBatch, shapes: Iterable[str]) -> bytes:
+    return _digest([batch.group.group_name, str(batch.src), *shapes, *batch.names])
+
+
+def _shapes_to_write(batch: Batch | ListBatch) -> list[str]:
+    return list(map(str, ops.check_broadcast(batch.locals)))
+
+
+def _shapes_to_read(batch: Batch | ListBatch) -> list[str]:
+    return [f"{tensor.dtype}{tuple(tensor.shape)}" for tensor in batch.locals]
 
 
 def _row(batch: Batch | ListBatch, tensor: ReplicaTensor) -> tuple[str, Row]:
@@ -179,8 +202,8 @@ def _row(batch: Batch | ListBatch, tensor: ReplicaTensor) -> tuple[str, Row]:
 
 
 def _digest(texts: Iterable[str]) -> bytes:
-    said = "".join(f"{len(text)}:{text}" for text in texts)
-    return hashlib.blake2b(said.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    joined = "".join(f"{len(text)}:{text}" for text in texts)
+    return hashlib.blake2b(joined.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def compare_tables(tables: Mapping[int, Table]) -> list[Problem]:
@@ -192,51 +215,61 @@ def compare_tables(tables: Mapping[int, Table]) -> list[Problem]:
     problems = [problem for table in tables.values() for problem in table.problems]
     names = dict.fromkeys(name for table in tables.values() for name in table.options)
     for name in names:
-        said = {rank: table.options.get(name, "nothing") for rank, table in tables.items()}
-        if len(set(said.values())) > 1:
-            problems.append(Problem("ranks_disagree", name, f"is {_said(said)}"))
+        values = {rank: table.options.get(name, "nothing") for rank, table in tables.items()}
+        if len(set(values.values())) > 1:
+            problems.append(Problem("ranks_disagree", name, f"is {_by_ranks(values)}"))
     for key in sorted({key for table in tables.values() for key in table.batches}):
-        problems += _compare_batch(key, {rank: tables[rank].batches.get(key, []) for rank in key[1] if rank in tables})
+        problems += _compare_batch(key, {rank: tables[rank] for rank in key[1] if rank in tables})
     return problems
 
 
-def _compare_batch(key: BatchKey, lists: Mapping[int, list[tuple[str, Row]]]) -> list[Problem]:
+def _compare_batch(key: BatchKey, tables: Mapping[int, Table]) -> list[Problem]:
     problems = []
-    outside = [rank for rank in key[1] if rank not in lists]
+    outside = [rank for rank in key[1] if rank not in tables]
     if outside:
-        problems.append(
-            Problem(
-                "ranks_disagree", "group", f"{_ranks(outside)} of the group {_ranks(key[1])} take no part in this call"
-            )
-        )
+        what = f"{_ranks(outside)} of the group {_ranks(key[1])} take no part in this call"
+        problems.append(Problem("ranks_disagree", "group", what))
+    lists = {rank: table.batches.get(key, []) for rank, table in tables.items()}
     rows = {rank: dict(entries) for rank, entries in lists.items()}
     common = True
     for fqn in dict.fromkeys(fqn for entries in lists.values() for fqn, _ in entries):
         absent = [rank for rank in lists if fqn not in rows[rank]]
         if absent:
             common = False
-            present = [rank for rank in lists if fqn in rows[rank]]
-            what = f"is a replica on {key[2]} on {_ranks(present)}, not on {_ranks(absent)} of the same group"
-            problems.append(Problem("ranks_disagree", fqn, what))
+            problems.append(Problem("ranks_disagree", fqn, _absence(fqn, key[2], tables, absent)))
             continue
         for name in rows[next(iter(rows))][fqn]:
-            said = {rank: rows[rank][fqn][name] for rank in lists}
-            if len(set(said.values())) > 1:
-                problems.append(Problem("ranks_disagree", fqn, f"{name} is {_said(said)}"))
+            values = {rank: rows[rank][fqn][name] for rank in lists}
+            if len(set(values.values())) > 1:
+                problems.append(Problem("ranks_disagree", fqn, f"{name} is {_by_ranks(values)}"))
     orders = {rank: tuple(fqn for fqn, _ in entries) for rank, entries in lists.items()}
     if common and len(set(orders.values())) > 1:
-        first = next(iter(orders.values()))
-        other = next(rank for rank in orders if orders[rank] != first)
-        at, name = next((at, fqn) for at, fqn in enumerate(first) if orders[other][at : at + 1] != (fqn,))
-        what = f"is at position {at} on rank {next(iter(orders))}, in other order on rank {other}"
-        problems.append(Problem("ranks_disagree", name, what))
+        problems.append(_other_order(orders))
     return problems
 
 
-def _said(said: Mapping[int, str]) -> str:
+def _absence(fqn: str, device_type: str, tables: Mapping[int, Table], absent: Sequence[int]) -> str:
+    """A tensor that some ranks of a group have and others have not, or have only as another name of one."""
+    present = [rank for rank in tables if rank not in absent]
+    tied = [rank for rank in absent if fqn in tables[rank].tied]
+    if not tied:
+        return f"is a replica on {device_type} on {_ranks(present)}, not on {_ranks(absent)} of the same group"
+    other = tables[tied[0]].tied[fqn]
+    return f"has the memory of {other} on {_ranks(tied)}, memory of its own on {_ranks(present)}; tie it on all or none"
+
+
+def _other_order(orders: Mapping[int, tuple[str, ...]]) -> Problem:
+    first = next(iter(orders.values()))
+    other = next(rank for rank in orders if orders[rank] != first)
+    at, name = next((at, fqn) for at, fqn in enumerate(first) if orders[other][at : at + 1] != (fqn,))
+    what = f"is at position {at} on rank {next(iter(orders))}, in other order on rank {other}"
+    return Problem("ranks_disagree", name, what)
+
+
+def _by_ranks(values: Mapping[int, str]) -> str:
     """For example "(2, 3) on rank 0, (3, 2) on ranks 1, 2"."""
     by_value: dict[str, list[int]] = {}
-    for rank, value in said.items():
+    for rank, value in values.items():
         by_value.setdefault(value, []).append(rank)
     return ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items())
 

@@ -6,8 +6,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import torchtitan_ext as tte
-from torchtitan_ext import ops, sync
-from torchtitan_ext.sync.find import Batch
+from torchtitan_ext import ops
+from torchtitan_ext.sync import broadcast
+from torchtitan_ext.sync.replicas import Batch
 
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64),
@@ -171,7 +172,7 @@ def staged(rank: int, world_size: int) -> bool:
     """The way by an accelerator, with the CPU in its place."""
     tensors = [tensor for tensor in build_tensors(rank) if tensor.nbytes < 1_000_000]
     batch = Batch(dist.group.WORLD, 1)
-    sync._broadcast_staged(tensors, batch, 10_000, torch.device("cpu"))
+    broadcast._broadcast_staged(tensors, batch, 10_000, torch.device("cpu"))
     wanted = [tensor for tensor in build_tensors(1) if tensor.nbytes < 1_000_000]
     return all(torch.equal(bits(got), bits(want)) for got, want in zip(tensors, wanted, strict=True))
 

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import torchtitan_ext as tte
-from torchtitan_ext.errors import SyncMismatchError
+from torchtitan_ext.errors import Problem, SyncMismatchError, WrongArgumentError
 from torchtitan_ext.sync import sync_state_dict
+from torchtitan_ext.sync.same_call import Table, compare_tables
 
 NUM_FUZZED = 1_000 * int(os.environ.get("TTE_SOAK", "1"))
 # A mismatch that shows only as a timeout takes as long as the collectives' own timeout.
@@ -90,7 +91,7 @@ def run_mismatches(rank: int, world_size: int) -> dict[str, str]:
             change(call)
         tensors = call.pop("tensors")
         start = time.perf_counter()
-        with pytest.raises(SyncMismatchError) as caught:
+        with pytest.raises(WrongArgumentError if name == "no list" else SyncMismatchError) as caught:
             tte.broadcast_tensors(tensors, **call)
         assert time.perf_counter() - start < LONGEST_SECONDS
         texts[name] = str(caught.value)
@@ -215,3 +216,44 @@ def test_without_a_process_group() -> None:
     assert not dist.is_initialized()
     with pytest.raises(ValueError, match="there is no process group"):
         tte.broadcast_tensors([torch.zeros(1)])
+
+
+def table(options: dict[str, str] | None = None, **changes: Any) -> Table:
+    rows = [("a", {"shape": "(2,)"}), ("b", {"shape": "(3,)"})]
+    return Table(**{"options": options or {"src": "0"}, "problems": (), "batches": {KEY: rows}, **changes})
+
+
+KEY = (0, (4, 6), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        (table(), []),
+        (table({"src": "1"}), ["src: is 0 on rank 4, 1 on rank 6"]),
+        (
+            table({"bucket": "1"}),
+            ["src: is 0 on rank 4, nothing on rank 6", "bucket: is nothing on rank 4, 1 on rank 6"],
+        ),
+        (
+            table(batches={KEY: [("a", {"shape": "(9,)"}), ("b", {"shape": "(3,)"})]}),
+            ["a: shape is (2,) on rank 4, (9,)"],
+        ),
+        (table(batches={KEY: [("a", {"shape": "(2,)"})]}), ["b: is a replica on cpu on rank 4, not on rank 6"]),
+        (
+            table(batches={KEY: [("a", {"shape": "(2,)"})]}, tied={"b": "a"}),
+            ["b: has the memory of a on rank 6, memory of"],
+        ),
+        (table(batches={KEY: table().batches[KEY][::-1]}), ["a: is at position 0 on rank 4, in other order on rank 6"]),
+        (table(problems=(Problem("cannot_sync", "c", "is sparse"),)), ["c: is sparse"]),
+    ],
+)
+def test_compared_tables(other: Table, expected: list[str]) -> None:
+    found = compare_tables({4: table(), 6: other})
+    assert len(found) == len(expected)
+    assert all(str(problem).startswith(text) for problem, text in zip(found, expected, strict=True))
+
+
+def test_a_rank_of_the_group_that_is_not_asked() -> None:
+    (problem,) = compare_tables({4: table()})
+    assert str(problem) == "group: rank 6 of the group ranks 4, 6 take no part in this call"

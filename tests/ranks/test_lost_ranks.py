@@ -1,6 +1,7 @@
 """A rank that dies or never comes: an error that says which and when, long before the timeout of the process group."""
 
 import os
+import resource
 import signal
 import socket
 import threading
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torchtitan_ext as tte
 from torchtitan_ext.errors import LostRankError
+from torchtitan_ext.ranks import lost_ranks
 from torchtitan_ext.ranks.lost_ranks import naming_lost_ranks
 
 LOST_RANK = 1
@@ -78,7 +80,7 @@ def fail_twice(rank: int, world_size: int) -> list[tuple[int, ...]]:
     for noticing in ([0, 1, 2], [0, 1]):
         if rank in noticing:
             with pytest.raises(LostRankError) as caught, naming_lost_ranks("sync", "testing", None):
-                raise RuntimeError("connection reset")
+                raise dist.DistNetworkError("connection reset")
             silent.append(caught.value.silent)
         dist.barrier()
         tte.broadcast_tensors([torch.zeros(3)])
@@ -98,7 +100,7 @@ def test_a_world_that_failed_gives_its_port_back() -> None:
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
         try:
             with pytest.raises(LostRankError), naming_lost_ranks("sync", "testing", None):
-                raise RuntimeError("connection reset")
+                raise dist.DistNetworkError("connection reset")
         finally:
             dist.destroy_process_group()
 
@@ -106,3 +108,72 @@ def test_a_world_that_failed_gives_its_port_back() -> None:
 def test_a_lack_of_memory_is_not_a_lost_rank() -> None:
     with pytest.raises(torch.OutOfMemoryError, match="no room"), naming_lost_ranks("sync", "testing", None):
         raise torch.OutOfMemoryError("no room")
+
+
+def fail_locally(rank: int, world_size: int) -> list[str]:
+    """What no collective raised keeps its type, and costs no roll call."""
+    start = time.perf_counter()
+    with pytest.raises(RuntimeError) as stride, naming_lost_ranks("save", "testing", None):
+        torch.zeros(1, 2)[:, 0].view(torch.uint8)
+    # A bucket that gets no memory: the tensor is there, but never touched.
+    tensor = torch.empty(2, 1 << 26).t()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), hard))
+    try:
+        with pytest.raises(RuntimeError) as memory:
+            tte.broadcast_tensors([tensor], bucket_bytes=1 << 29)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    assert time.perf_counter() - start < lost_ranks._ROLL_CALL_SECONDS
+    return [f"{type(caught.value).__name__}: {caught.value}" for caught in (stride, memory)]
+
+
+def test_what_goes_wrong_on_one_rank_alone_is_no_lost_rank(run_world: Callable[..., Any]) -> None:
+    for stride, memory in run_world(2, fail_locally):
+        assert stride.startswith("RuntimeError: self.stride(-1) must be 1")
+        assert memory.startswith("RuntimeError: ") and "can't allocate memory" in memory
+
+
+def wait_in_vain(rank: int, world_size: int) -> list[tuple[int, ...]]:
+    """Rank 1 takes no part: the collectives of the other give up after the group's timeout."""
+    groups = [dist.new_group(timeout=timedelta(seconds=1)) for _ in range(2)]
+    dist.barrier()
+    found = []
+    if rank == 0:
+        calls: list[Callable[[], Any]] = [
+            lambda: dist.all_gather([torch.zeros(1)] * 2, torch.zeros(1), group=groups[0]),
+            lambda: dist.broadcast_object_list([None], 1, group=groups[1]),
+        ]
+        for call in calls:
+            with pytest.raises(LostRankError) as caught, naming_lost_ranks("save", "testing", groups[0]):
+                call()
+            found.append(caught.value.silent)
+    dist.barrier()
+    return found
+
+
+def test_what_a_collective_raises_is_a_lost_rank(run_world: Callable[..., Any]) -> None:
+    assert run_world(2, wait_in_vain) == [[(1,), (1,)], []]
+
+
+def two_at_once(rank: int, world_size: int) -> list[tuple[int, ...]]:
+    """A save and a sync of two threads lose a rank at once: neither takes the other's answer back."""
+    silent: dict[str, tuple[int, ...]] = {}
+
+    def lose(operation: str, seconds: float) -> None:
+        time.sleep(seconds)
+        with pytest.raises(LostRankError) as caught, naming_lost_ranks(operation, "testing", None):
+            raise dist.DistNetworkError("connection reset")
+        silent[operation] = caught.value.silent
+
+    threads = [threading.Thread(target=lose, args=("save", rank)), threading.Thread(target=lose, args=("sync", 0.5))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [silent["save"], silent["sync"]]
+
+
+def test_threads_answer_apart(run_world: Callable[..., Any]) -> None:
+    assert run_world(2, two_at_once) == [[(), ()]] * 2

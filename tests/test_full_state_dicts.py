@@ -1,94 +1,28 @@
-"""`full_tensor`, `distribute_tensor` and full state dicts, on the layouts where stock is wrong or refuses."""
-
-from typing import Any
+"""Full state dicts of models, on the layouts where stock is wrong or refuses."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from models import (
-    HANDMADE,
-    INTERLEAVED_QKV,
     LAYOUTS,
     UNEVEN,
-    HandMade,
     Layout,
-    build_handmade,
     build_model,
     build_whole,
     differences,
-    handmade_truth,
-    local_of,
     poison,
     random_whole,
 )
-from reference import same_bits
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import torchtitan_ext as tte
 
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
-
-
-def stated(layout: HandMade) -> tte.ShardOrder | None:
-    if not layout.must_be_stated:
-        return None
-    return tte.ShardOrder(tuple((step.axis, step.dim, step.split_factor) for step in layout.steps))
-
-
-def gather_handmade(rank: int, world_size: int, layout: HandMade) -> list[str]:
-    truth = handmade_truth()
-    state = build_handmade(layout, truth)
-    full = {name: tte.full_tensor(tensor, layout=stated(layout)) for name, tensor in state.items()}
-    return differences(full, truth)
-
-
-@pytest.mark.parametrize("layout", [*HANDMADE, INTERLEAVED_QKV], ids=lambda layout: layout.name)
-def test_full_tensor(run_world, layout: HandMade) -> None:
-    assert run_world(layout.world_size, gather_handmade, layout) == [[]] * layout.world_size
-
-
-def refused_interleaved(rank: int, world_size: int) -> str:
-    state = build_handmade(INTERLEAVED_QKV, {"wqkv": random_whole((24, 2), torch.float32, 0)})
-    with pytest.raises(tte.errors.LayoutError) as caught:
-        tte.full_tensor(state["wqkv"])
-    return str(caught.value)
-
-
-def test_full_tensor_refuses_what_it_cannot_tell(run_world) -> None:
-    texts = run_world(4, refused_interleaved)
-    assert len(set(texts)) == 1
-    assert "two ways" in texts[0] and "layouts=" in texts[0]
-
-
-def distribute_handmade(rank: int, world_size: int, layout: HandMade, src_data_rank: int | None) -> list[str]:
-    truth = handmade_truth()
-    axes = tuple(f"axis{axis}" for axis in range(len(layout.mesh_shape)))
-    mesh = init_device_mesh("cpu", layout.mesh_shape, mesh_dim_names=axes)
-    state = {}
-    for name, whole in truth.items():
-        mine = whole if rank == 0 or src_data_rank is None else torch.zeros_like(whole)
-        state[name] = tte.distribute_tensor(
-            mine, mesh, layout.placements, layout=stated(layout), src_data_rank=src_data_rank
-        )
-        assert (
-            not whole.numel() or local_of(state[name]).untyped_storage().data_ptr() != mine.untyped_storage().data_ptr()
-        )
-    return differences(state, truth, list(layout.steps))
-
-
-# The two readings of [_StridedShard, Shard] differ: a new tensor is made in the nested one.
-MADE_NESTED = [layout for layout in HANDMADE if layout.name != "strided_dtensor"]
-
-
-@pytest.mark.parametrize("src_data_rank", [0, None])
-@pytest.mark.parametrize("layout", [*MADE_NESTED, INTERLEAVED_QKV], ids=lambda layout: layout.name)
-def test_distribute_tensor(run_world, layout: HandMade, src_data_rank: int | None) -> None:
-    answers = run_world(layout.world_size, distribute_handmade, layout, src_data_rank)
-    assert answers == [[]] * layout.world_size
 
 
 def get_full(rank: int, world_size: int, layout: Layout) -> list[str]:
@@ -136,6 +70,70 @@ def test_wrapper_prefixes_are_stripped(run_world) -> None:
     assert run_world(2, full_of_wrapped) == [[], []]
 
 
+class Tied(nn.Module):
+    """Tied weights, a plain buffer, a frozen parameter, one that is not offered, all on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head, self.rest = nn.Embedding(7, 3), nn.Linear(3, 7, bias=False), nn.Linear(3, 3)
+        self.head.weight = self.embed.weight
+        self.rest.bias.requires_grad_(False)
+        self.extra = nn.Parameter(torch.zeros(2))
+        self.register_buffer("scale", torch.zeros(4))
+
+
+def set_on_meta(rank: int, world_size: int, broadcast_from_rank0: bool) -> list[str]:
+    mesh = init_device_mesh("cpu", (world_size,))
+    torch.manual_seed(0)
+    truth = {name: torch.randn_like(value) for name, value in Tied().state_dict().items() if name != "extra"}
+    truth["head.weight"] = truth["embed.weight"]
+    with torch.device("meta"):
+        model = Tied()
+    fully_shard(model.rest, mesh=mesh)
+    given = truth if rank == 0 or not broadcast_from_rank0 else {}
+    tte.set_full_state_dict(model, given, broadcast_from_rank0=broadcast_from_rank0, strict=False)
+    assert model.head.weight is model.embed.weight and model.extra.is_meta
+    assert isinstance(model.rest.weight, DTensor) and isinstance(model.rest.weight, nn.Parameter)
+    assert [param.requires_grad for param in (model.rest.weight, model.rest.bias)] == [True, False]
+    lines = differences({name: tte.full_tensor(model.state_dict()[name]) for name in truth}, truth)
+    model.rest(torch.ones(1, 3)).sum().backward()  # FSDP2 knows the new parameters
+    return lines + ([] if model.rest.weight.grad is not None else ["no gradient"])
+
+
+@pytest.mark.parametrize("broadcast_from_rank0", [False, True])
+def test_a_model_on_meta_gets_memory(run_world, broadcast_from_rank0: bool) -> None:
+    assert run_world(2, set_on_meta, broadcast_from_rank0) == [[]] * 2
+
+
+def refused_values(rank: int, world_size: int) -> str:
+    mesh = init_device_mesh("cpu", (world_size,))
+    whole = torch.zeros(2, 2)
+    given = {"weight": tte.distribute_tensor(whole, mesh, [Shard(0)]), "bias": 3 if rank else whole[0]}
+    with pytest.raises(tte.errors.StateRefusedError) as caught:
+        tte.set_full_state_dict(nn.Linear(2, 2), given)
+    return str(caught.value)
+
+
+def test_values_that_are_no_full_tensors(run_world) -> None:
+    first, second = run_world(2, refused_values)
+    assert first == second
+    assert "weight: is a DTensor in the full state dict, expected its full tensor" in first
+    assert "bias: is a int in the full state dict, expected its full tensor" in first
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(TypeError, match="^get_full_state_dict: model: got a dict, expected a module$"):
+        tte.get_full_state_dict({})
+    with pytest.raises(TypeError, match="^get_full_state_dict: model: got the class Linear, expected a module$"):
+        tte.get_full_state_dict(nn.Linear)
+    with pytest.raises(TypeError, match="^set_full_state_dict: model: got a dict, expected a module$"):
+        tte.set_full_state_dict({}, nn.Linear(1, 1))
+    with pytest.raises(TypeError, match="^set_full_state_dict: full_state_dict: got a Linear, expected a dict of full"):
+        tte.set_full_state_dict(nn.Linear(1, 1), nn.Linear(1, 1))
+    with pytest.raises(TypeError, match="^get_full_state_dict: layouts: got a list, expected a dict of ShardOrder"):
+        tte.get_full_state_dict(nn.Linear(1, 1), layouts=[])
+
+
 def refused_set(rank: int, world_size: int, broadcast_from_rank0: bool) -> tuple[str, list[str]]:
     model = build_model(BY_NAME["fsdp4_tp2"], UNEVEN)
     truth = build_whole(UNEVEN).state_dict()
@@ -155,26 +153,6 @@ def test_a_full_state_dict_that_does_not_fit_changes_nothing(run_world, broadcas
     assert all(lines == [] for _, lines in answers)
     for fqn in ["embed.weight", "head.weight", "head.weigth", "num_batches"]:
         assert fqn in answers[0][0]
-
-
-def round_trip_with_grad(rank: int, world_size: int) -> list[Any]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    whole = nn.Parameter(random_whole((9, 3), torch.float32, 0))
-    dtensor = tte.distribute_tensor(whole, mesh, [Replicate(), Shard(1)])
-    local = dtensor.to_local()
-    version = local._version
-    full = tte.full_tensor(dtensor)
-    return [
-        isinstance(dtensor, DTensor),
-        dtensor.requires_grad,
-        full.requires_grad,
-        local._version == version,
-        same_bits(full, whole),
-    ]
-
-
-def test_requires_grad_goes_along(run_world) -> None:
-    assert run_world(4, round_trip_with_grad) == [[True, True, False, True, True]] * 4
 
 
 def sub_mesh_model(rank: int, world_size: int) -> list[str]:
