@@ -22,7 +22,7 @@ def collect_list(tensors: Sequence[Tensor], group: dist.ProcessGroup, src: int) 
     if not isinstance(src, int) or not 0 <= src < len(ranks):
         what = f"got {src!r}, expected a rank of the group, 0 to {len(ranks) - 1}"
         found.problems.append(Problem("cannot_sync", "src", what))
-    if not isinstance(tensors, (list, tuple)):
+    if isinstance(tensors, str) or not isinstance(tensors, Sequence):
         what = f"is {described(tensors)}, expected a list of tensors"
         found.problems.append(Problem("wrong_argument", "tensors", what))
     if found.problems or not tensors:
