@@ -88,10 +88,11 @@ def test_a_failure_names_its_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "got"), [(None, "None"), (3, "a int"), (dict, "the class dict"), (PROBLEMS[0], "a Problem")]
+    ("value", "got"),
+    [(None, "None"), (3, "3"), ("x" * 99, "a str"), (dict, "the class dict"), (PROBLEMS[0], "a Problem")],
 )
 def test_a_wrong_type_is_named(value: object, got: str) -> None:
     with pytest.raises(TypeError) as caught:
-        errors.check_type("save", "state_dict", value, list, "a list")
-    assert str(caught.value) == f"save: state_dict: got {got}, expected a list"
-    errors.check_type("save", "state_dict", [], list, "a list")
+        errors.check_argument("save", "state_dict", value, list, "a list")
+    assert str(caught.value) == f"save: got state_dict={got}, expected a list"
+    errors.check_argument("save", "state_dict", [], list, "a list")

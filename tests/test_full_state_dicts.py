@@ -122,15 +122,15 @@ def test_values_that_are_no_full_tensors(run_world) -> None:
 
 
 def test_wrong_arguments_are_named() -> None:
-    with pytest.raises(TypeError, match="^get_full_state_dict: model: got a dict, expected a module$"):
+    with pytest.raises(TypeError, match="^get_full_state_dict: got model=a dict, expected a module$"):
         tte.get_full_state_dict({})
-    with pytest.raises(TypeError, match="^get_full_state_dict: model: got the class Linear, expected a module$"):
+    with pytest.raises(TypeError, match="^get_full_state_dict: got model=the class Linear, expected a module$"):
         tte.get_full_state_dict(nn.Linear)
-    with pytest.raises(TypeError, match="^set_full_state_dict: model: got a dict, expected a module$"):
+    with pytest.raises(TypeError, match="^set_full_state_dict: got model=a dict, expected a module$"):
         tte.set_full_state_dict({}, nn.Linear(1, 1))
-    with pytest.raises(TypeError, match="^set_full_state_dict: full_state_dict: got a Linear, expected a dict of full"):
+    with pytest.raises(TypeError, match="^set_full_state_dict: got full_state_dict=a Linear, expected a dict of full"):
         tte.set_full_state_dict(nn.Linear(1, 1), nn.Linear(1, 1))
-    with pytest.raises(TypeError, match="^get_full_state_dict: layouts: got a list, expected a dict of ShardOrder"):
+    with pytest.raises(TypeError, match="^get_full_state_dict: got layouts=a list, expected a dict of ShardOrder"):
         tte.get_full_state_dict(nn.Linear(1, 1), layouts=[])
 
 

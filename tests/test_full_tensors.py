@@ -91,13 +91,13 @@ def test_one_full_tensor_is_held(run_world) -> None:
 
 
 def test_wrong_arguments_are_named() -> None:
-    with pytest.raises(TypeError, match="^full_tensor: tensor: got a list, expected a tensor$"):
+    with pytest.raises(TypeError, match="^full_tensor: got tensor=a list, expected a tensor$"):
         tte.full_tensor([torch.zeros(2)])
-    with pytest.raises(TypeError, match="^full_tensor: layout: got a str, expected a ShardOrder$"):
+    with pytest.raises(TypeError, match="^full_tensor: got layout='.*', expected a ShardOrder$"):
         tte.full_tensor(torch.zeros(2), layout="nested")
-    with pytest.raises(TypeError, match="^distribute_tensor: full: got a list, expected a tensor$"):
+    with pytest.raises(TypeError, match="^distribute_tensor: got full=a list, expected a tensor$"):
         tte.distribute_tensor([1.0], None, [])
-    with pytest.raises(TypeError, match="^distribute_tensor: mesh: got a list, expected a DeviceMesh$"):
+    with pytest.raises(TypeError, match="^distribute_tensor: got mesh=a list, expected a DeviceMesh$"):
         tte.distribute_tensor(torch.zeros(2), [Shard(0)], None)
 
 
@@ -120,15 +120,15 @@ def test_one_element_of_an_odd_stride(run_world, tmp_path: Path) -> None:
 def refused_placements(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     for placements, error, text in [
-        (Shard(0), TypeError, "placements: got a Shard, expected a list of placements"),
-        ([Shard], TypeError, "placements: got the class"),
-        ([0], TypeError, "placements: got a int, expected Shard, Replicate or _StridedShard objects"),
+        (Shard(0), TypeError, "got placements=a Shard, expected a list of placements"),
+        ([Shard], TypeError, "got placements=the class"),
+        ([0], TypeError, "got placements=0, expected Shard, Replicate or _StridedShard"),
         ([Shard(0), Replicate()], ValueError, "placements: got 2, expected one per axis of the mesh, 1"),
     ]:
         with pytest.raises(error, match=text):
             tte.distribute_tensor(torch.zeros(2), mesh, placements)
     dtensor = tte.distribute_tensor(torch.zeros(2), mesh, [Shard(0)])
-    with pytest.raises(TypeError, match="full: got a DTensor, expected a plain tensor"):
+    with pytest.raises(TypeError, match="got full=a DTensor, expected a plain tensor"):
         tte.distribute_tensor(dtensor, mesh, [Shard(0)])
 
 

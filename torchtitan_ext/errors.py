@@ -208,15 +208,18 @@ class CheckpointFailedError(TorchtitanExtError, RuntimeError):
         return text
 
 
+def described(value: object) -> str:
+    """What a value is, for messages: "a Linear", "the class Linear"; short plain values as they are written."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, (str, int, float, bool, type(None))) and len(repr(value)) <= _MAX_SHOWN:
+        return repr(value)
+    return f"a {type(value).__name__}"
+
+
 def argument_error(where: str, argument: str, got: object, expected: str) -> TypeError:
     """For an argument of the wrong type: ``load: got policy='reshard', expected an ElasticPolicy``."""
-    if isinstance(got, type):
-        found = f"the class {got.__name__}"
-    elif isinstance(got, (str, int, float, bool, type(None))):
-        found = repr(got) if len(repr(got)) <= _MAX_SHOWN else f"a {type(got).__name__}"
-    else:
-        found = f"a {type(got).__name__}"
-    return TypeError(f"{where}: got {argument}={found}, expected {expected}")
+    return TypeError(f"{where}: got {argument}={described(got)}, expected {expected}")
 
 
 def check_argument(where: str, argument: str, got: object, kinds: type | tuple[type, ...], expected: str) -> None:
@@ -283,21 +286,3 @@ def refusal(operation: str, problems: Iterable[Problem], report: Any = None) -> 
     classes = {_ERROR_OF_KIND[problem.kind] for problem in unique}
     error_class = classes.pop() if len(classes) == 1 else StateRefusedError
     return error_class(operation, unique, report)
-
-
-def check_type(operation: str, argument: str, value: Any, expected: type | tuple[type, ...], words: str) -> None:
-    """Raises the ``TypeError`` of ``wrong_type`` where an argument is no instance of what is expected."""
-    if not isinstance(value, expected):
-        raise wrong_type(operation, argument, value, words)
-
-
-def wrong_type(operation: str, argument: str, value: Any, words: str) -> TypeError:
-    """``TypeError`` for an argument of a wrong type: what was got, and in words what was expected."""
-    return TypeError(f"{operation}: {argument}: got {described(value)}, expected {words}")
-
-
-def described(value: Any) -> str:
-    """What a value is: "a Linear", "the class Linear", "None"."""
-    if value is None:
-        return "None"
-    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchtitan_ext import ops
 from torchtitan_ext.checkpoint.cast import CastPolicy, cast_problem
-from torchtitan_ext.errors import Problem, check_type, refusal
+from torchtitan_ext.errors import Problem, check_argument, refusal
 from torchtitan_ext.full_tensors import broadcast_full, decide_layouts, gather_full
 from torchtitan_ext.layout.dtensor import is_on_mesh, local_tensor, on_device
 from torchtitan_ext.layout.layout import shard_of
@@ -45,8 +45,8 @@ def get_full_state_dict(
     Returns:
         Canonical fqn to full tensor; plain tensors are copied too.
     """
-    check_type("get_full_state_dict", "model", model, nn.Module, "a module")
-    check_type("get_full_state_dict", "layouts", layouts, (Mapping, NoneType), "a dict of ShardOrder by name")
+    check_argument("get_full_state_dict", "model", model, nn.Module, "a module")
+    check_argument("get_full_state_dict", "layouts", layouts, (Mapping, NoneType), "a dict of ShardOrder by name")
     keeps = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
     values = {fqn: value for fqn, value in _canonical_state(model).items() if is_on_mesh(value)}
     decided, problems = decide_layouts(values, LayoutRules(layouts))
@@ -85,9 +85,9 @@ def set_full_state_dict(
     Raises:
         StateRefusedError: (a subclass) the same on every rank, naming every key that does not fit; nothing was written.
     """
-    check_type("set_full_state_dict", "model", model, nn.Module, "a module")
-    check_type("set_full_state_dict", "full_state_dict", full_state_dict, Mapping, "a dict of full tensors")
-    check_type("set_full_state_dict", "layouts", layouts, (Mapping, NoneType), "a dict of ShardOrder by name")
+    check_argument("set_full_state_dict", "model", model, nn.Module, "a module")
+    check_argument("set_full_state_dict", "full_state_dict", full_state_dict, Mapping, "a dict of full tensors")
+    check_argument("set_full_state_dict", "layouts", layouts, (Mapping, NoneType), "a dict of ShardOrder by name")
     targets = _canonical_state(model)
     own = {fqn: _offer(value) for fqn, value in full_state_dict.items()}
     offered = broadcast_value(own) if broadcast_from_rank0 else own

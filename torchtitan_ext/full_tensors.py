@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from torchtitan_ext import ops
-from torchtitan_ext.errors import Problem, check_type, refusal, wrong_type
+from torchtitan_ext.errors import Problem, argument_error, check_argument, refusal
 from torchtitan_ext.layout.dtensor import Describer, as_bytes, local_tensor
 from torchtitan_ext.layout.layout import (
     LocalShard,
@@ -58,8 +58,8 @@ def full_tensor(tensor: torch.Tensor, *, layout: ShardOrder | None = None) -> to
         LayoutError: The layout is in doubt, or the local tensors do not fit it; the same on every rank.
         TypeError: An argument is no tensor, or no ``ShardOrder``.
     """
-    check_type("full_tensor", "tensor", tensor, torch.Tensor, "a tensor")
-    check_type("full_tensor", "layout", layout, (ShardOrder, NoneType), "a ShardOrder")
+    check_argument("full_tensor", "tensor", tensor, torch.Tensor, "a tensor")
+    check_argument("full_tensor", "layout", layout, (ShardOrder, NoneType), "a ShardOrder")
     decided, problems = decide_layouts({_ANY: tensor}, _rule_for_any(layout))
     if problems:
         raise refusal("full_tensor", problems)
@@ -91,11 +91,11 @@ def distribute_tensor(
         LayoutError: The placements can be read in two ways that local shapes do not tell apart, or are unknown.
         TypeError: An argument is something else.
     """
-    check_type("distribute_tensor", "full", full, torch.Tensor, "a tensor")
+    check_argument("distribute_tensor", "full", full, torch.Tensor, "a tensor")
     if isinstance(full, DTensor):
-        raise wrong_type("distribute_tensor", "full", full, "a plain tensor; redistribute() a DTensor")
-    check_type("distribute_tensor", "mesh", mesh, DeviceMesh, "a DeviceMesh")
-    check_type("distribute_tensor", "layout", layout, (ShardOrder, NoneType), "a ShardOrder")
+        raise argument_error("distribute_tensor", "full", full, "a plain tensor; redistribute() a DTensor")
+    check_argument("distribute_tensor", "mesh", mesh, DeviceMesh, "a DeviceMesh")
+    check_argument("distribute_tensor", "layout", layout, (ShardOrder, NoneType), "a ShardOrder")
     _check_placements(mesh, placements)
     describer = Describer(_rule_for_any(layout))
     report = describer.describe_placements(_ANY, full.shape, mesh, placements)
@@ -124,9 +124,11 @@ def _rule_for_any(layout: ShardOrder | None) -> LayoutRules:
 
 
 def _check_placements(mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
-    check_type("distribute_tensor", "placements", placements, Sequence, "a list of placements")
+    check_argument("distribute_tensor", "placements", placements, Sequence, "a list of placements")
     for placement in placements:
-        check_type("distribute_tensor", "placements", placement, Placement, "Shard, Replicate or _StridedShard objects")
+        check_argument(
+            "distribute_tensor", "placements", placement, Placement, "Shard, Replicate or _StridedShard objects"
+        )
     if len(placements) != mesh.ndim:
         raise ValueError(
             f"distribute_tensor: placements: got {len(placements)}, expected one per axis of the mesh, {mesh.ndim}"

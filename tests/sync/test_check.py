@@ -75,9 +75,9 @@ def test_wrong_arguments_are_named_on_every_rank(run_world: Callable[..., list[A
         == [
             [
                 "module: got the class Linear, expected a module, a list of modules or a state dict",
-                "module[1]: got a int, expected a module",
+                "module[1]: got 3, expected a module",
                 "module: got a Tensor, expected a module, a list of modules or a state dict",
-                "sync_module_states: mesh: got a Linear, expected a DeviceMesh",
+                "sync_module_states: got mesh=a Linear, expected a DeviceMesh",
                 "tensors: is a Linear, expected a list of tensors",
                 "tensors: is a dict, expected a list of tensors",
             ]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_ext import ops
-from torchtitan_ext.errors import SyncMismatchError, check_type, refusal
+from torchtitan_ext.errors import SyncMismatchError, check_argument, refusal
 from torchtitan_ext.ranks.exchange import Scope, check_usable
 from torchtitan_ext.ranks.lost_ranks import naming_lost_ranks
 from torchtitan_ext.sync.broadcast import broadcast_replicas
@@ -127,7 +127,7 @@ def sync_state_dict(
 
 
 def _sync(operation: str, source: ModuleOrState, mesh: DeviceMesh | None, options: Options) -> None:
-    check_type(operation, "mesh", mesh, (DeviceMesh, NoneType), "a DeviceMesh")
+    check_argument(operation, "mesh", mesh, (DeviceMesh, NoneType), "a DeviceMesh")
     if mesh is not None and mesh.get_coordinate() is None:
         return
     check_usable(operation, mesh)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_ext import ops
-from torchtitan_ext.errors import Problem, check_type
+from torchtitan_ext.errors import Problem, check_argument
 from torchtitan_ext.layout.dtensor import as_bytes
 from torchtitan_ext.layout.layout import Chunk, LocalShard
 from torchtitan_ext.ranks.exchange import Scope, check_usable, gather_values, scope_ranks
@@ -92,7 +92,7 @@ def check_replicas(
         WrongArgumentError: ``module`` is something else, on some rank. A ``TypeError``.
         LostRankError: A rank is gone, or does not take part.
     """
-    check_type("check_replicas", "mesh", mesh, (DeviceMesh, NoneType), "a DeviceMesh")
+    check_argument("check_replicas", "mesh", mesh, (DeviceMesh, NoneType), "a DeviceMesh")
     if mesh is not None and mesh.get_coordinate() is None:
         return ()
     check_usable("check_replicas", mesh)
