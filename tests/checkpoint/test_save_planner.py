@@ -145,6 +145,7 @@ def in_doubt() -> list[dict[str, Any]]:
 
 SPARSE = torch.eye(3).to_sparse()
 QUANTISED = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+NESTED = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
 REFUSED: dict[str, tuple[Any, type[StateRefusedError], str]] = {
     "partial": (lambda: of_local(torch.zeros(4), Partial()), LayoutError, r"w: mesh axis 'dp' holds Partial\('sum'\)"),
     "unknown": (lambda: of_local(torch.zeros(4), Unknown()), LayoutError, "w: mesh axis 'dp' has .*redistribute it"),
@@ -172,6 +173,11 @@ REFUSED: dict[str, tuple[Any, type[StateRefusedError], str]] = {
     ),
     "meta": (lambda: [{"w": torch.zeros(3, device="meta")}], LayoutError, "w: is on the meta device and holds no data"),
     "meta_shard": (lambda: of_local(torch.zeros(2, device="meta"), Shard(0)), LayoutError, "is on the meta device"),
+    "nested": (
+        lambda: [{"w": NESTED}],
+        LayoutError,
+        r"w: is a nested tensor, .*; store its values\(\) and offsets\(\)",
+    ),
     "wrapper": (
         lambda: of_local(TwoTensor(torch.zeros(2), torch.zeros(2)), Shard(0)),
         LayoutError,

@@ -84,3 +84,15 @@ def test_subclasses_made_of_tensors() -> None:
     copied = stage(TwoTensor(torch.arange(4.0), torch.ones(4)))
     assert isinstance(copied, TwoTensor)
     assert copied.a.tolist() == [0, 1, 2, 3] and copied.b.tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.timeout(60)
+def test_containers_that_hold_each_other_are_copied_once() -> None:
+    cycle: dict[str, Any] = {"w": torch.ones(2)}
+    cycle["self"] = cycle
+    copied = CpuStager().stage({"a": cycle})["a"]
+    assert copied["self"] is copied and torch.equal(copied["w"], cycle["w"]) and copied["w"] is not cycle["w"]
+    shared: list[Any] = [torch.ones(1)]
+    for _ in range(200):
+        shared = [shared, shared]
+    assert CpuStager().stage({"a": shared})["a"][0] is not shared[0]

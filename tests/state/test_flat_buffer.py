@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torchtitan_ext.state.flat_buffer import pack_state_dict, unpack_state_dict
 
+NESTED = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+
 
 def nested_state() -> dict[str, Any]:
     weight = torch.randn(3, 5)
@@ -96,6 +98,13 @@ def test_refusals() -> None:
         unpack_state_dict(buffers, manifest, into=target)
     with pytest.raises(ValueError, match="expected a tensor, a container or plain data"):
         pack_state_dict({"generator": torch.Generator()})
+    cycle: dict[str, Any] = {}
+    cycle["inner"] = [cycle]
+    with pytest.raises(ValueError, match="a.inner.0 leads back to a: a container that holds itself"):
+        pack_state_dict({"a": cycle})
+    for odd, reason in [(torch.eye(2).to_sparse(), "is torch.sparse_coo; convert"), (NESTED, "is a nested tensor")]:
+        with pytest.raises(ValueError, match=f"w {reason}"):
+            pack_state_dict({"w": odd})
     with pytest.raises(ValueError, match="w is on the meta device"):
         pack_state_dict({"w": torch.empty(3, device="meta")})
     with pytest.raises(ValueError, match="no buffer for cpu"):

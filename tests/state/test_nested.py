@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from simulated_ranks import mesh_at
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict as stock_flatten
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
 from torchtitan_ext.state.nested import flatten_state_dict, materialize_meta, set_value
@@ -57,8 +59,54 @@ def test_keys_and_recorded_paths_are_those_of_stock(name: str) -> None:
 
 def test_containers_that_a_checkpoint_has_as_one_value_stay_whole() -> None:
     nested = {"a": {"b": (T, 1), "c": {"d": 1}}}
-    assert list(flatten_state_dict(nested, opaque={"a.b"}).values) == ["a.b", "a.c.d"]
-    assert list(flatten_state_dict(nested, opaque={"a"}).values) == ["a"]
+    assert list(flatten_state_dict(nested, is_opaque={"a.b"}.__contains__).values) == ["a.b", "a.c.d"]
+    assert list(flatten_state_dict(nested, is_opaque={"a"}.__contains__).values) == ["a"]
+
+
+def test_tuples_of_plain_tensors_stay_whole_as_in_stock() -> None:
+    mesh = mesh_at(0, (1,))
+    sharded = DTensor.from_local(T, mesh, [Shard(0)], run_check=False)
+    nested = {
+        "plain": (T, 1), "deep": (1, [{"x": T}]), "in a list": [T, (T, 2)], "list of tuples": [(T,), (T,)],
+        "parameter": (torch.nn.Parameter(T),),
+        "sharded": (sharded, 1), "deep and sharded": (1, [{"x": sharded}]), "list of sharded": [(sharded,)],
+        "wrapper": (TwoTensor(T, T),), "named": Pair(T, 3), "named inside": (Pair(T, 3), 1), "named int": Pair(1, 2),
+    }  # fmt: skip
+    keys = list(flatten_state_dict(nested, tuples="as_stock").values)
+    assert keys == [
+        "plain", "deep", "in a list.0", "in a list.1", "list of tuples", "parameter",
+        "sharded.0", "sharded.1", "deep and sharded.0", "deep and sharded.1.0.x", "list of sharded.0.0",
+        "wrapper.0.a", "wrapper.0.b", "named.0", "named.1", "named inside.0.0", "named inside.0.1", "named inside.1",
+        "named int",
+    ]  # fmt: skip
+    plain = {name: value for name, value in nested.items() if name in keys or name == "in a list"}
+    assert list(flatten_state_dict(plain, tuples="as_stock").values) == list(stock_flatten(plain)[0])
+
+
+def test_containers_that_hold_themselves_are_refused_by_name() -> None:
+    inner: dict[str, Any] = {"w": T}
+    inner["parent"] = {"again": inner}
+    with pytest.raises(ValueError, match=r"state dict: model.parent.again leads back to model: a container .* leave"):
+        flatten_state_dict({"model": inner})
+    root: dict[str, Any] = {}
+    root["self"] = root
+    with pytest.raises(ValueError, match=r"state dict: self leads back to the state dict: "):
+        flatten_state_dict(root)
+    tensors: list[Any] = [T]
+    tensors.append(tensors)
+    with pytest.raises(ValueError, match=r"state dict: a.1 leads back to a: "):
+        flatten_state_dict({"a": tensors})
+
+
+def test_what_holds_itself_without_keys_of_its_own_is_one_value() -> None:
+    numbers: list[Any] = [1]
+    numbers.append(numbers)
+    assert list(flatten_state_dict({"a": numbers, "b": (numbers, 1)}).values) == ["a", "b"]
+
+
+def test_the_same_container_twice_is_no_cycle() -> None:
+    shared = {"w": T}
+    assert list(flatten_state_dict({"a": shared, "b": [shared, shared]}).values) == ["a.w", "b.0.w", "b.1.w"]
 
 
 @pytest.mark.parametrize("nested", [{"a.b": 1, "a": {"b": 2}}, {"s": {0: 1, "0": 2}}])

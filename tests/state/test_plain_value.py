@@ -1,20 +1,29 @@
 """Which values are read back without running code, and what is said of the others and of damaged bytes."""
 
+import argparse
+import array
 import collections
 import datetime
 import decimal
 import enum
+import fractions
 import io
+import ipaddress
 import pathlib
 import pickle
 import random
+import time
+import types
+import uuid
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import numpy as np
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
-from torchtitan_ext.state.plain_value import read_pickle, read_value
+from torchtitan_ext.state.plain_value import read_pickle, read_value, why_not_plain
 
 
 class Colour(enum.Enum):
@@ -54,6 +63,15 @@ PLAIN = [
     datetime.timedelta(seconds=3),
     decimal.Decimal("1.5"),
     pathlib.PosixPath("/data/shard"),
+    pathlib.PurePosixPath("data/shard"),
+    pathlib.PureWindowsPath("data/shard"),
+    fractions.Fraction(1, 3),
+    uuid.UUID(int=7),
+    array.array("i", [1, 2]),
+    argparse.Namespace(lr=0.1, steps=[1, 2]),
+    types.SimpleNamespace(lr=0.1),
+    ipaddress.ip_address("10.0.0.1"),
+    ipaddress.ip_address("::1"),
     np.float32(1.5),
     np.dtype("int64"),
     random.getstate(),
@@ -62,6 +80,7 @@ PLAIN = [
 
 @pytest.mark.parametrize("value", PLAIN, ids=lambda value: type(value).__name__)
 def test_plain_values_come_back(value: Any) -> None:
+    assert why_not_plain(value) is None and why_not_plain([{"inside": (value,)}]) is None
     again = read_value(saved(value), weights_only=True)
     assert type(again) is type(value) and again == value
 
@@ -86,12 +105,76 @@ def test_a_stream_comes_back() -> None:
     assert read_value(saved(io.BytesIO(b"losses")), weights_only=True).read() == b"losses"
 
 
-@pytest.mark.parametrize("value", [Colour.RED, [Colour.RED], {"f": print}], ids=str)
+@pytest.mark.parametrize("value", [Colour.RED, [Colour.RED]], ids=str)
 def test_other_values_are_refused_by_name_unless_trusted(value: Any) -> None:
-    name = "print" if isinstance(value, dict) else f"{__name__}.Colour"
+    name = rf"{__name__}.Colour"
     with pytest.raises(ValueError, match=rf"not plain data \(found \S*{name}\).*add_safe_globals.*weights_only=False"):
         read_value(saved(value), weights_only=True)
     assert read_value(saved(value), weights_only=False) == value
+
+
+@pytest.mark.parametrize("value, name", [({"f": print}, "print"), (ZoneInfo("UTC"), "getattr")], ids=str)
+def test_nobody_is_told_to_allow_a_builtin_function(value: Any, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"not plain data \(found {name}\); pass weights_only=False") as caught:
+        read_value(saved(value), weights_only=True)
+    assert "safe_globals" not in str(caught.value)
+    assert read_value(saved(value), weights_only=False) == value
+    with pytest.raises(ValueError, match=rf"not plain data \(found builtins.{name}\); store plain data instead"):
+        read_pickle(pickle.dumps(value))
+
+
+class Deep:
+    """Cannot be pickled."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("no copies of this\nmore text")
+
+
+NAMED = f"{__name__}.Colour"
+MARKED = torch.ones(2)
+MARKED.mode = Colour.RED  # type: ignore[attr-defined]
+NOT_PLAIN = [
+    (Colour.RED, NAMED), ({"a": [1, (Colour.RED,)]}, NAMED), ({Colour.RED: 1}, NAMED), (MARKED, NAMED),
+    ((torch.ones(2), Colour.RED), NAMED), (argparse.Namespace(mode=Colour.RED), NAMED),
+    (np.array([Colour.RED], dtype=object), NAMED), (collections.deque([1]), "collections.deque"),
+    (ZoneInfo("UTC"), "zoneinfo.ZoneInfo"), ([print], "builtins.builtin_function_or_method"),
+    (TwoTensor(torch.ones(1), torch.ones(1)), "torch.testing._internal.two_tensor.TwoTensor"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value, name", NOT_PLAIN, ids=lambda value: type(value).__name__)
+def test_what_will_not_be_read_is_known_when_it_is_saved(value: Any, name: str) -> None:
+    assert why_not_plain(value) == name
+    with pytest.raises(ValueError, match="not plain data"):
+        read_value(saved(value), weights_only=True)
+
+
+def test_what_cannot_be_pickled_is_known_when_it_is_saved() -> None:
+    with pytest.raises(TypeError, match=r"^cannot be pickled \(TypeError: no copies of this\)$"):
+        why_not_plain([Deep()])
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(TypeError, match=r"^cannot be pickled \(RecursionError: "):
+        why_not_plain(deep)
+
+
+def test_a_class_that_the_user_allows_is_plain() -> None:
+    with torch.serialization.safe_globals([Colour]):
+        assert why_not_plain([Colour.RED]) is None
+
+
+def test_the_bytes_of_tensors_are_not_written_to_find_that_out() -> None:
+    held = argparse.Namespace(big=torch.empty(1 << 36, device="meta"), also=torch.ones(1 << 26))
+    begin = time.perf_counter()
+    assert why_not_plain(held) is None
+    assert time.perf_counter() - begin < 5
+
+
+def test_what_holds_itself_is_looked_at_once() -> None:
+    cycle: list[Any] = [1]
+    cycle.append({"again": cycle})
+    assert why_not_plain(cycle) is None and read_value(saved(cycle), weights_only=True)[1]["again"][0] == 1
 
 
 def test_a_class_that_the_user_allows_is_read() -> None:
@@ -157,11 +240,14 @@ def test_pickled_arrays_come_back() -> None:
 
 @pytest.mark.parametrize(
     "value, name",
-    [(Colour.RED, "Colour"), ({"f": print}, "builtins.print"), (Hostile(), "builtins.setattr")],
+    [(Colour.RED, "Colour"), ({"f": saved}, "saved"), (Hostile(), "builtins.setattr")],
     ids=["class", "function", "hostile"],
 )
 def test_pickles_of_other_values_are_refused_and_no_code_runs(value: Any, name: str) -> None:
-    with pytest.raises(ValueError, match=rf"not plain data \(found \S*{name}\); allow its class with torch.serializ"):
+    with pytest.raises(
+        ValueError,
+        match=rf"not plain data \(found \S*{name}\); (allow its class with torch.serializ|store plain data instead)",
+    ):
         read_pickle(pickle.dumps(value))
     with pytest.raises(ValueError, match="not plain data"):
         read_pickle(pickle.dumps(np.array([value], dtype=object)))

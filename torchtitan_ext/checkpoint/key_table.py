@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchtitan_ext.errors import Problem
-from torchtitan_ext.layout.dtensor import Describer, describes_itself, is_on_mesh, local_tensor
+from torchtitan_ext.layout.dtensor import Describer, describes_itself, is_on_mesh, local_tensor, why_not_dense
 from torchtitan_ext.layout.layout import ShardReport, is_replicated, num_elements
 from torchtitan_ext.layout.rules import LayoutRules
 from torchtitan_ext.state.value_digest import digest_tensor, digest_value
@@ -132,16 +131,9 @@ def _describe_tensor(fqn: str, value: Any, describer: Describer) -> TensorEntry 
         boxes = tuple((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks)
         return BoxesEntry(tuple(value.size()), value.dtype, boxes)
     local = local_tensor(value)
-    if is_traceable_wrapper_subclass(local):
-        return Problem(
-            "unsupported_tensor",
-            fqn,
-            f"its local tensor is a {type(local).__name__}, which is not one block of memory; "
-            "dequantise it or give it __create_write_items__",
-        )
-    if local.layout is not torch.strided or local.is_quantized:
-        what = "quantised" if local.is_quantized else str(local.layout)
-        return Problem("unsupported_tensor", fqn, f"is {what}; convert it to a dense strided tensor first")
+    reason = why_not_dense(local)
+    if reason is not None:
+        return Problem("unsupported_tensor", fqn, reason)
     report = describer.describe(fqn, value)
     if isinstance(report, Problem):
         return report

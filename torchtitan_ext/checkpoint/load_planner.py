@@ -169,10 +169,7 @@ class LoadPlanner(StockLoadPlanner):
         self.metadata = metadata
         self.is_coordinator = is_coordinator
         if self.flatten_state_dict:
-            opaque = {
-                fqn for fqn, saved in metadata.state_dict_metadata.items() if isinstance(saved, BytesStorageMetadata)
-            }
-            self._flat = flatten_state_dict(state_dict, opaque=opaque)
+            self._flat = flatten_state_dict(state_dict, is_opaque=self._is_saved_whole)
         else:
             paths: dict[str, Path] = {fqn: (fqn,) for fqn in state_dict}
             self._flat = FlatStateDict(values=dict(state_dict), paths=paths, stock_paths=paths)
@@ -359,6 +356,10 @@ class LoadPlanner(StockLoadPlanner):
         names = [str(k) for k, value in self.original_state_dict.items() if not isinstance(value, torch.Tensor)]
         components = {name: ComponentPlan(policy.component_action(name)) for name in names}
         return dataclasses.replace(self.rules, components=components)
+
+    def _is_saved_whole(self, fqn: str) -> bool:
+        saved = self.metadata.state_dict_metadata.get(self.rules.source.saved_name(fqn))
+        return isinstance(saved, BytesStorageMetadata)
 
     def _cover_problems(self, requests: Sequence[ReadRequest], agreement: Agreement) -> list[Problem]:
         problems = []

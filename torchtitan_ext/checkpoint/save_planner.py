@@ -174,7 +174,7 @@ class SavePlanner(StockSavePlanner):
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         if self.flatten_state_dict:
-            flat = flatten_state_dict(state_dict)
+            flat = flatten_state_dict(state_dict, tuples="as_stock")
             state_dict, self.mappings = flat.values, flat.stock_paths
         if self.flatten_sharded_tensors and any(isinstance(value, ShardedTensor) for value in state_dict.values()):
             state_dict = _flatten_sharded_tensors(state_dict)

@@ -31,7 +31,7 @@ class CpuStager(AsyncStager):
         Objects are copied by ``copy.deepcopy``.
         """
         copies: dict[int, Any] = {}
-        _copy_tensors(state_dict, copies, {})
+        _copy_tensors(state_dict, copies, {}, set())
         return copy.deepcopy(state_dict, copies)
 
     def synchronize_staging(self) -> None:
@@ -41,10 +41,13 @@ class CpuStager(AsyncStager):
         """Nothing is kept between saves."""
 
 
-def _copy_tensors(value: Any, copies: dict[int, Any], known: dict[Any, tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Fills deepcopy's memo (by id) with the copies of all tensors in nested containers."""
+def _copy_tensors(
+    value: Any, copies: dict[int, Any], known: dict[Any, tuple[torch.Tensor, torch.Tensor]], seen: set[int]
+) -> None:
+    """Fills deepcopy's memo (by id) with the copies of all tensors in nested containers, each looked at once."""
     if isinstance(value, torch.Tensor):
         copies[id(value)] = cpu_copy(value, known)
-    elif isinstance(value, (Mapping, list, tuple, set, frozenset)):
+    elif isinstance(value, (Mapping, list, tuple, set, frozenset)) and id(value) not in seen:
+        seen.add(id(value))
         for member in value.values() if isinstance(value, Mapping) else value:
-            _copy_tensors(member, copies, known)
+            _copy_tensors(member, copies, known, seen)

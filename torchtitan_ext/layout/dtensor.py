@@ -37,6 +37,21 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
         return local.as_subclass(torch.Tensor)
 
 
+def why_not_dense(local: torch.Tensor) -> str | None:
+    """Why the elements of a local tensor are not one block of strided memory, or ``None`` where they are."""
+    if local.is_nested:
+        return "is a nested tensor, which has no one shape; store its values() and offsets(), or a list of tensors"
+    if is_traceable_wrapper_subclass(local):
+        return (
+            f"its local tensor is a {type(local).__name__}, which is not one block of memory; "
+            "dequantise it or give it __create_write_items__"
+        )
+    if local.layout is not torch.strided or local.is_quantized:
+        what = "quantised" if local.is_quantized else str(local.layout)
+        return f"is {what}; convert it to a dense strided tensor first"
+    return None
+
+
 def local_view(local: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
     """The box of a local tensor, as a view."""
     for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torchtitan_ext import ops
-from torchtitan_ext.layout.dtensor import local_tensor
+from torchtitan_ext.layout.dtensor import local_tensor, why_not_dense
 
 MANIFEST_VERSION = 1
 
@@ -121,6 +121,7 @@ class _ManifestWriter:
         self.entries: list[dict[str, Any]] = []
         self.tensors: list[Tensor] = []
         self._seen: dict[Any, int] = {}
+        self._holders: dict[int, str] = {}
 
     def node(self, path: tuple[Any, ...], value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -135,18 +136,34 @@ class _ManifestWriter:
             return {"dtype": _dtype_name(value)}
         if isinstance(value, torch.device):
             return {"device": str(value)}
-        if isinstance(value, Mapping):
-            return {"dict": [[self.node(path, key), self.node((*path, key), item)] for key, item in value.items()]}
-        if type(value) in (list, tuple, torch.Size):
-            kind = "list" if type(value) is list else "tuple"
-            return {kind: [self.node((*path, index), item) for index, item in enumerate(value)]}
+        if isinstance(value, Mapping) or type(value) in (list, tuple, torch.Size):
+            return self._container(path, value)
         raise ValueError(
             f"pack_state_dict: {_fqn(path)} is a {type(value).__name__}, expected a tensor, a container or plain "
             "data; store what it holds (its state_dict()) instead"
         )
 
+    def _container(self, path: tuple[Any, ...], value: Any) -> Any:
+        if id(value) in self._holders:
+            raise ValueError(
+                f"flatten_state_dict: {_fqn(path)} leads back to {self._holders[id(value)] or 'the state dict'}: a "
+                "container that holds itself has no flat form; leave that reference out"
+            )
+        self._holders[id(value)] = _fqn(path)
+        if isinstance(value, Mapping):
+            kind: str = "dict"
+            nodes = [[self.node(path, key), self.node((*path, key), item)] for key, item in value.items()]
+        else:
+            kind = "list" if type(value) is list else "tuple"
+            nodes = [self.node((*path, index), item) for index, item in enumerate(value)]
+        del self._holders[id(value)]
+        return {kind: nodes}
+
     def _entry(self, path: tuple[Any, ...], tensor: Tensor) -> int:
         local = local_tensor(tensor)
+        reason = why_not_dense(local)
+        if reason is not None:
+            raise ValueError(f"flatten_state_dict: {_fqn(path)} {reason}")
         if local.is_meta:
             raise ValueError(f"pack_state_dict: {_fqn(path)} is on the meta device: it has no bytes")
         entry: dict[str, Any] = {

@@ -1,15 +1,15 @@
 """Nested state dicts as flat ones, and back in place.
 
 Keys are those of stock DCP (path components joined by dots), so that either side reads what the other wrote. Beyond
-stock: int keys stay ints, tuples that hold tensors are walked like lists, and tensor subclasses that consist of inner
-tensors (``__tensor_flatten__``) are walked like dicts.
+stock: int keys stay ints, tuples that hold tensors can be walked like lists, and tensor subclasses that consist of
+inner tensors (``__tensor_flatten__``) are walked like dicts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ from torchtitan_ext.layout.dtensor import on_device
 
 Path = tuple[Any, ...]
 """Keys and indices from the root of a state dict to a value, as they stand in the containers."""
+
+_NUMBERS_AND_TEXT = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
 @dataclass
@@ -40,36 +42,44 @@ class FlatStateDict:
 
 
 def flatten_state_dict(
-    state_dict: Mapping[str, Any], *, opaque: Collection[str] = (), walk_wrappers: bool = True
+    state_dict: Mapping[str, Any],
+    *,
+    is_opaque: Callable[[str], bool] = lambda fqn: False,
+    walk_wrappers: bool = True,
+    tuples: Literal["walked", "as_stock"] = "walked",
 ) -> FlatStateDict:
     """Flattens nested dicts, and lists and tuples that hold tensors.
 
     Args:
         state_dict: The nested state dict; unchanged, and not copied.
-        opaque: Flat keys of containers that are kept as one value, because a checkpoint has them so (stock DCP pickles
-            tuples whole; before torch 2.4 it did the same with dicts without tensors).
+        is_opaque: Says of the flat key of a container whether it is kept as one value, because a checkpoint has it so
+            (stock DCP pickles tuples whole; before torch 2.4 it did the same with dicts without tensors).
         walk_wrappers: Whether tensors that consist of others (fp8 weights and their scales) are flattened too.
+        tuples: ``"as_stock"`` keeps tuples of plain tensors as one value, and walks only those that would not come
+            back from one: with DTensors (each rank would get one rank's shard), with tensors that consist of others,
+            and named tuples, whose class no load reads by default.
 
     Raises:
-        ValueError: Two paths give the same flat key.
+        ValueError: Two paths give the same flat key, or a container holds itself.
     """
     flat = FlatStateDict()
+    is_walked = _holds_tensor if tuples == "walked" else _needs_walk
+    holders: dict[int, str] = {}
 
     def visit(path: Path, stock_path: Path, value: Any) -> None:
         fqn = ".".join(map(str, path))
-        if path and fqn not in opaque:
-            if isinstance(value, Mapping):
-                for key, member in value.items():
-                    visit((*path, key), (*stock_path, str(key)), member)
-                return
-            if isinstance(value, (list, tuple)) and _is_walked(value):
-                for index, member in enumerate(value):
-                    visit((*path, index), (*stock_path, index), member)
-                return
-            if walk_wrappers and _consists_of_tensors(value):
-                for name in value.__tensor_flatten__()[0]:
-                    visit((*path, name), (*stock_path, name), getattr(value, name))
-                return
+        members = _members(value, is_walked, walk_wrappers)
+        if members is not None and not is_opaque(fqn):
+            if id(value) in holders:
+                raise ValueError(
+                    f"state dict: {fqn} leads back to {holders[id(value)]}: a container that holds itself has no flat "
+                    "form; leave that reference out"
+                )
+            holders[id(value)] = fqn
+            for key, stock_key, member in members:
+                visit((*path, key), (*stock_path, stock_key), member)
+            del holders[id(value)]
+            return
         if fqn in flat.values:
             raise ValueError(
                 f"state dict: duplicated flatten key {fqn}: it stands at {flat.paths[fqn]} and at {path}; "
@@ -79,6 +89,7 @@ def flatten_state_dict(
         flat.paths[fqn] = path
         flat.stock_paths[fqn] = stock_path
 
+    holders[id(state_dict)] = "the state dict"
     for key, value in state_dict.items():
         visit((key,), (str(key),), value)
     return flat
@@ -101,26 +112,59 @@ def materialize_meta(state_dict: dict[str, Any], flat: FlatStateDict, fqns: Iter
             set_value(state_dict, flat.paths[fqn], flat.values[fqn])
 
 
-def _is_walked(value: list[Any] | tuple[Any, ...]) -> bool:
-    if isinstance(value, tuple):
-        return _holds_tensor(value)
+def _members(
+    value: Any, is_walked: Callable[[Any], bool], walk_wrappers: bool
+) -> list[tuple[Any, str | int, Any]] | None:
+    """Keys, keys in stock's record and members of a container whose members have keys of their own, or ``None``."""
+    if isinstance(value, Mapping):
+        return [(key, str(key), member) for key, member in value.items()]
+    if isinstance(value, (list, tuple)):
+        is_container = is_walked(value) if isinstance(value, tuple) else _is_walked_list(value, is_walked)
+        return [(index, index, member) for index, member in enumerate(value)] if is_container else None
+    if walk_wrappers and _consists_of_tensors(value):
+        return [(name, name, getattr(value, name)) for name in value.__tensor_flatten__()[0]]
+    return None
+
+
+def _is_walked_list(value: list[Any], is_walked: Callable[[Any], bool]) -> bool:
+    if _NUMBERS_AND_TEXT.issuperset(map(type, value)):
+        return False
     return any(
-        isinstance(member, (torch.Tensor, Mapping)) or (isinstance(member, (list, tuple)) and _is_walked(member))
-        for member in value
+        isinstance(member, (torch.Tensor, Mapping)) or (isinstance(member, tuple) and is_walked(member))
+        for member in _nested(value, list)
     )
 
 
 def _holds_tensor(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(map(_holds_tensor, value.values()))
-    if isinstance(value, (list, tuple)):
-        return any(map(_holds_tensor, value))
-    return isinstance(value, torch.Tensor)
+    return any(isinstance(member, torch.Tensor) for member in _nested(value))
+
+
+def _needs_walk(value: Any) -> bool:
+    return any(
+        is_traceable_wrapper_subclass(member)
+        or isinstance(member, ShardedTensor)
+        or (isinstance(member, tuple) and type(member) not in (tuple, torch.Size) and _holds_tensor(member))
+        for member in _nested(value)
+    )
+
+
+def _nested(value: Any, containers: Any = (Mapping, list, tuple)) -> Iterator[Any]:
+    """A container and all that nested containers hold, each object once."""
+    pending, seen = [value], {id(value)}
+    while pending:
+        value = pending.pop()
+        yield value
+        if isinstance(value, containers):
+            for member in value.values() if isinstance(value, Mapping) else value:
+                if id(member) not in seen:
+                    seen.add(id(member))
+                    pending.append(member)
 
 
 def _consists_of_tensors(value: Any) -> bool:
     return (
         isinstance(value, torch.Tensor)
+        and type(value) not in (torch.Tensor, torch.nn.Parameter)
         and not isinstance(value, (DTensor, ShardedTensor, AsyncCollectiveTensor))
         and is_traceable_wrapper_subclass(value)
         and not hasattr(value, "__create_write_items__")

@@ -1,20 +1,28 @@
 """Reads non-tensor values of a checkpoint back without running code from it.
 
 ``torch.load(weights_only=True)`` takes builtin containers, numbers, strings and tensors. Training state also
-holds values of a few standard classes that carry data and nothing else: NumPy's RNG state, losses in a ``BytesIO``.
+holds values of a few standard classes that carry data and nothing else: arguments in a ``Namespace``, NumPy's RNG
+state, losses in a ``BytesIO``. ``why_not_plain`` says while saving what would not come back.
 """
 
 from __future__ import annotations
 
+import argparse
+import array
+import builtins
 import codecs
 import collections
 import datetime
 import decimal
+import fractions
 import io
+import ipaddress
 import pathlib
 import pickle
 import re
-from collections.abc import Callable
+import types
+import uuid
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,6 +30,7 @@ import torch
 
 _NUMPY_RECONSTRUCT: Any = np.empty(0).__reduce__()[0]
 _NUMPY_SCALAR: Any = np.float64(0).__reduce__()[0]
+_PATHS = (pathlib.PurePosixPath, pathlib.PureWindowsPath, type(pathlib.Path()))
 
 # What may be called, or given its state, while a value is read. NumPy 2 moved its two functions; both names are in use.
 _PLAIN_GLOBALS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
@@ -31,7 +40,13 @@ _PLAIN_GLOBALS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     slice,
     io.BytesIO,
     decimal.Decimal,
-    pathlib.PosixPath,
+    fractions.Fraction,
+    uuid.UUID,
+    array.array,
+    argparse.Namespace,
+    types.SimpleNamespace,
+    ipaddress.IPv4Address,
+    ipaddress.IPv6Address,
     datetime.date,
     datetime.datetime,
     datetime.time,
@@ -44,6 +59,8 @@ _PLAIN_GLOBALS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     (_NUMPY_RECONSTRUCT, "numpy._core.multiarray._reconstruct"),
     (_NUMPY_SCALAR, "numpy.core.multiarray.scalar"),
     (_NUMPY_SCALAR, "numpy._core.multiarray.scalar"),
+    # Python 3.13 moved these; both names are in use. A path of the other system cannot be made here.
+    *((path, f"{module}.{path.__name__}") for path in _PATHS for module in ("pathlib", "pathlib._local")),
 ]
 
 # torch.load knows these itself.
@@ -56,7 +73,34 @@ _PICKLE_GLOBALS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     torch.device,
     torch.Size,
     (codecs.encode, "_codecs.encode"),
+    (array._array_reconstructor, "array._array_reconstructor"),  # type: ignore[attr-defined]
 ]
+
+# Values of these classes, and containers of such values, come back whatever they are.
+_SURELY_PLAIN = frozenset({
+    type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device, torch.Size,
+    np.float64, np.float32, np.int64, np.bool_,
+})  # fmt: skip
+_SURELY_PLAIN_CONTAINERS = frozenset({dict, list, tuple, set, collections.OrderedDict})
+
+# Beyond it pickle may not follow: whether it does is tried.
+_MAX_SURE_DEPTH = 50
+
+
+class NotPlainError(ValueError):
+    """A value is not plain data.
+
+    Args:
+        found: The class or function that is not allowed, as it is named in the pickle.
+    """
+
+    def __init__(self, found: str, remedy: str) -> None:
+        super().__init__(found, remedy)
+        self.found = found
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"it is not plain data (found {self.found}); {self.remedy}"
 
 
 def read_value(stream: io.BytesIO, *, weights_only: bool) -> Any:
@@ -78,12 +122,79 @@ def read_value(stream: io.BytesIO, *, weights_only: bool) -> Any:
         found = re.search(r"GLOBAL (\S+)", str(error)) or re.search(r"but got <class '(.+)'>", str(reason))
         if not weights_only or found is None:
             raise ValueError(f"its bytes are damaged ({_first_line(reason)})") from None
-        raise ValueError(
-            f"it is not plain data (found {found[1]}); allow its class with torch.serialization.add_safe_globals, "
-            "or pass weights_only=False if you trust the checkpoint"
+        raise NotPlainError(
+            found[1], _remedy(found[1], "pass weights_only=False if you trust the checkpoint")
         ) from None
     except Exception as error:
         raise ValueError(f"its bytes are damaged ({type(error).__name__}: {_first_line(error)})") from None
+
+
+def why_not_plain(value: Any) -> str | None:
+    """The class for which ``read_value`` will refuse a value with ``weights_only=True``, or ``None``.
+
+    Classes that the user allowed with ``torch.serialization.add_safe_globals`` are read. Values of builtin classes are
+    only looked at; others are written and read once, without the bytes of their tensors.
+
+    Raises:
+        TypeError: The value cannot be pickled.
+    """
+    odd_class = _first_odd_class(value)
+    if odd_class is None:
+        return None
+    name = f"{odd_class.__module__}.{odd_class.__qualname__}"
+    stream = io.BytesIO()
+    with torch.serialization.skip_data():
+        try:
+            torch.save(value, stream)
+        except Exception as error:
+            raise TypeError(f"cannot be pickled ({type(error).__name__}: {_first_line(error)})") from None
+        stream.seek(0)
+        try:
+            read_value(stream, weights_only=True)
+        except NotPlainError as error:
+            return name if _is_builtin_function(error.found) else error.found
+        except ValueError:
+            return name
+    return None
+
+
+def _first_odd_class(value: Any) -> type | None:
+    """The class of something in a value that need not come back."""
+    pending: list[tuple[Any, int]] = [(value, 0)]
+    seen: set[int] = set()
+    while pending:
+        value, depth = pending.pop()
+        if type(value) in _SURELY_PLAIN or _is_plain_array(value):
+            continue
+        if type(value) not in _SURELY_PLAIN_CONTAINERS or depth > _MAX_SURE_DEPTH or getattr(value, "__dict__", None):
+            return type(value)
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        members = [*value, *value.values()] if isinstance(value, Mapping) else value
+        if not _SURELY_PLAIN.issuperset(map(type, members)):
+            pending += [(member, depth + 1) for member in members]
+    return None
+
+
+def _is_plain_array(value: Any) -> bool:
+    if type(value) is np.ndarray:
+        return not value.dtype.hasobject
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        return False
+    return not value.is_nested and value.layout is torch.strided and not value.is_quantized and not vars(value)
+
+
+def _remedy(found: str, otherwise: str) -> str:
+    """Functions are not advised: ``getattr`` among what may be called is as good as no check at all."""
+    if _is_builtin_function(found):
+        return otherwise
+    return f"allow its class with torch.serialization.add_safe_globals, or {otherwise}"
+
+
+def _is_builtin_function(found: str) -> bool:
+    name = found.removeprefix("__builtin__.").removeprefix("builtins.")
+    return "." not in name and not isinstance(getattr(builtins, name, None), type)
 
 
 def read_pickle(data: bytes) -> Any:
@@ -97,15 +208,13 @@ def read_pickle(data: bytes) -> Any:
     """
     try:
         return _PlainUnpickler(io.BytesIO(data)).load()
-    except _NotPlainError as error:
-        raise ValueError(
-            f"it is not plain data (found {error}); allow its class with torch.serialization.add_safe_globals"
-        ) from None
+    except _NotAllowedError as error:
+        raise NotPlainError(str(error), _remedy(str(error), "store plain data instead")) from None
     except Exception as error:
         raise ValueError(f"its bytes are damaged ({type(error).__name__}: {_first_line(error)})") from None
 
 
-class _NotPlainError(Exception):
+class _NotAllowedError(Exception):
     """A pickle names something that is not allowed."""
 
 
@@ -114,7 +223,7 @@ class _PlainUnpickler(pickle.Unpickler):
         allowed = {_global_name(entry): entry for entry in _PICKLE_GLOBALS + torch.serialization.get_safe_globals()}
         found = allowed.get(f"{module}.{name}")
         if found is None:
-            raise _NotPlainError(f"{module}.{name}")
+            raise _NotAllowedError(f"{module}.{name}")
         return found[0] if isinstance(found, tuple) else found
 
 
