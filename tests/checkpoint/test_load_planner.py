@@ -553,3 +553,13 @@ def test_a_subclass_may_change_where_a_tensor_is_read() -> None:
     state = {"w": torch.zeros(8)}
     load(rows(), [state], Upper)
     assert bool((state["w"] == 0).all()) and torch.equal(upper, torch.arange(8.0))
+
+
+def test_a_layout_that_matches_nothing_is_refused() -> None:
+    order = tte.ShardOrder(((0, 0, 1),))
+    saved = save([{"layers.0.wqkv": WHOLE, "head": WHOLE}])
+    states = [{"head": state["w"]} for state in states_of(WHOLE, ROWS2)]
+    load(saved, states, lambda: tte.LoadPlanner(layouts={"wqkv": order}))
+    with pytest.raises(LayoutError, match=r"wkqv: matches no key on any rank; did you mean 'wqkv' \(as in layers"):
+        load(saved, states, lambda: tte.LoadPlanner(layouts={"wkqv": order}))
+    load(saved, [{"head": torch.zeros_like(WHOLE)}], lambda: tte.LoadPlanner(layouts={"wkqv": order}))

@@ -1,9 +1,13 @@
 """The save planner with simulated ranks in one process: what is written, by whom, and what is refused."""
 
+import enum
 import pickle
+import re
 import warnings
 from dataclasses import replace
+from pathlib import PurePosixPath
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ from reference import Step, dtensor_steps, fsdp_steps, index_tensor
 from simulated_ranks import Processes, mesh_at, save, sent, shards
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.two_tensor import TwoTensor
@@ -240,6 +245,35 @@ def test_plain_tensors_that_differ_are_warned_of_and_the_lowest_rank_is_saved() 
     assert set(saved.writers.values()) == {0}
 
 
+def test_plain_tensors_that_differ_may_be_refused() -> None:
+    states = [{"w": torch.full((3,), float(rank)), "step": 1} for rank in range(3)]
+    with pytest.raises(ReplicaMismatchError, match="w: ranks 0 and 1 should hold the same"):
+        save(states, lambda: tte.SavePlanner(replicas="strict"))
+    with pytest.raises(ReplicaMismatchError, match="w: ranks 0 and 1 should hold the same"):
+        save(unequal_replicas(), lambda: tte.SavePlanner(replicas="strict"))
+    save([states[0], states[0]], lambda: tte.SavePlanner(replicas="strict"))
+
+
+ORDER = tte.ShardOrder(((0, 0, 1),))
+
+
+def test_a_layout_that_matches_no_key_is_refused() -> None:
+    states = [{"layers.0.wqkv.weight": state["w"], "step": 1} for state in shards(torch.zeros(4), (2,), Shard(0))]
+    message = r"wkqv.weight: matches no key on any rank; did you mean 'wqkv.weight' \(as in layers.0.wqkv.weight\)\?"
+    with pytest.raises(LayoutError, match=message):
+        save(states, lambda: tte.SavePlanner(layouts={"wkqv.weight": ORDER}))
+    with pytest.raises(LayoutError, match="nothing.like.it: matches no key on any rank; keys are such as layers.0"):
+        save(states, lambda: tte.SavePlanner(layouts={"nothing.like.it": ORDER, "*wqkv*": ORDER}))
+
+
+def test_a_layout_may_match_on_another_rank_only() -> None:
+    meshes = [DeviceMesh("cpu", [rank], _init_backend=False, _rank=rank) for rank in (0, 1)]
+    parts = [DTensor.from_local(torch.zeros(2), mesh, [Shard(0)], run_check=False) for mesh in meshes]
+    states = [{f"stage_{rank}": part} for rank, part in enumerate(parts)]
+    save(states, lambda: tte.SavePlanner(layouts={"stage_1": ORDER}))
+    save([{"whole": torch.zeros(2)}], lambda: tte.SavePlanner(layouts={"stage_1": ORDER}))
+
+
 @pytest.mark.parametrize("replicas", ["warn", "first"])
 def test_differing_replicas_may_be_allowed(replicas: Any) -> None:
     with warnings.catch_warnings(record=True) as caught:
@@ -261,7 +295,7 @@ def test_large_replicas_are_compared_on_request() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"replicas": "last"}, "got replicas='last', expected 'error', 'warn' or 'first'"),
+        ({"replicas": "last"}, "got replicas='last', expected 'error', 'strict', 'warn' or 'first'"),
         ({"layouts": {"w": [("dp", 0, 1)]}}, "got list for 'w', expected a ShardOrder"),
     ],
 )
@@ -426,5 +460,38 @@ def test_a_subclass_may_change_what_is_written() -> None:
 
 
 def test_a_value_that_cannot_be_pickled_is_named() -> None:
-    with pytest.raises(TypeError, match="cannot pickle callbacks.hook: "):
-        save([{"callbacks": {"hook": lambda: None}}])
+    with pytest.raises(StateRefusedError, match="callbacks.hook: cannot be pickled .*; keep to plain values"):
+        save([{"step": 1}, {"callbacks": {"hook": lambda: None}}])
+
+
+def test_a_subclass_may_pickle_what_the_planner_cannot() -> None:
+    class ByName(tte.SavePlanner):
+        def transform_object(self, write_item: Any, value: Any) -> Any:
+            return super().transform_object(write_item, value.__name__)
+
+    def hook() -> None:
+        pass
+
+    (written,) = save([{"hook": hook}], ByName).values.values()
+    assert isinstance(written, bytes)
+
+
+class Mode(enum.Enum):
+    FAST = 1
+
+
+def test_values_that_a_load_will_not_read_are_named_once() -> None:
+    states: list[dict[str, Any]] = [
+        {"trainer": {"mode": Mode.FAST, "zone": ZoneInfo("UTC"), "path": PurePosixPath("a")}, "rank_0": [Mode.FAST]},
+        {"trainer": {"mode": Mode.FAST, "zone": ZoneInfo("UTC"), "path": PurePosixPath("a")}, "rank_1": [Mode.FAST]},
+    ]
+    with pytest.warns(UserWarning) as caught:
+        save(states)
+    (text,) = [str(entry.message) for entry in caught]
+    for key, name in [("mode", "Mode"), ("zone", "zoneinfo.ZoneInfo")]:
+        assert re.search(rf"trainer.{key} \(\S*{name}\)", text)
+    assert "rank_0 (" in text and "rank_1 (" in text and "trainer.path" not in text
+    assert "weights_only=False" in text and "add_safe_globals" in text and "getattr" not in text
+    with warnings.catch_warnings(), torch.serialization.safe_globals([Mode]):
+        warnings.simplefilter("error")
+        save([{"mode": Mode.FAST, "step": 1}])

@@ -12,7 +12,6 @@ import ipaddress
 import pathlib
 import pickle
 import random
-import time
 import types
 import uuid
 from typing import Any
@@ -162,13 +161,6 @@ def test_what_cannot_be_pickled_is_known_when_it_is_saved() -> None:
 def test_a_class_that_the_user_allows_is_plain() -> None:
     with torch.serialization.safe_globals([Colour]):
         assert why_not_plain([Colour.RED]) is None
-
-
-def test_the_bytes_of_tensors_are_not_written_to_find_that_out() -> None:
-    held = argparse.Namespace(big=torch.empty(1 << 36, device="meta"), also=torch.ones(1 << 26))
-    begin = time.perf_counter()
-    assert why_not_plain(held) is None
-    assert time.perf_counter() - begin < 5
 
 
 def test_what_holds_itself_is_looked_at_once() -> None:

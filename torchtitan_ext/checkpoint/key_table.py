@@ -6,7 +6,7 @@ The table travels in ``planner_data`` of the local plan, inside DCP's own gather
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torchtitan_ext.errors import Problem
 from torchtitan_ext.layout.dtensor import Describer, describes_itself, is_on_mesh, local_tensor, why_not_dense
 from torchtitan_ext.layout.layout import ShardReport, is_replicated, num_elements
-from torchtitan_ext.layout.rules import LayoutRules
+from torchtitan_ext.layout.rules import LayoutRules, unused_problem
+from torchtitan_ext.state.plain_value import why_not_plain
 from torchtitan_ext.state.value_digest import digest_tensor, digest_value
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -62,12 +63,16 @@ class KeyTable:
         digests: Of the values that are compared between replicas, by flat key.
         stock_paths: Where each key stands in the nested state dict, as DCP's metadata records it.
         problems: What this rank alone can already tell to be wrong.
+        unread: Values that a load will not read by default: by flat key the class for which it will not.
+        layouts: Whether each pattern of ``layouts=`` matches a key.
     """
 
     entries: Mapping[str, KeyEntry]
     digests: Mapping[str, bytes] = field(default_factory=dict)
     stock_paths: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
+    unread: Mapping[str, str] = field(default_factory=dict)
+    layouts: Mapping[str, bool] = field(default_factory=dict)
 
 
 def describe_state(
@@ -88,7 +93,25 @@ def describe_state(
             problems.append(entry)
         else:
             entries[fqn] = entry
-    return KeyTable(entries=entries, stock_paths=dict(stock_paths), problems=tuple(problems))
+    return KeyTable(
+        entries=entries, stock_paths=dict(stock_paths), problems=tuple(problems), layouts=rules.matches(values)
+    )
+
+
+def check_objects(values: Mapping[str, Any], table: KeyTable) -> tuple[dict[str, str], list[Problem]]:
+    """Which values a load will not read by default, and for which class; and which cannot be written at all."""
+    unread: dict[str, str] = {}
+    problems: list[Problem] = []
+    for fqn, entry in table.entries.items():
+        if isinstance(entry, ObjectEntry):
+            try:
+                found = why_not_plain(values[fqn])
+            except TypeError as error:
+                problems.append(Problem("unsupported_value", fqn, f"{error}; keep to plain values"))
+            else:
+                if found is not None:
+                    unread[fqn] = found
+    return unread, problems
 
 
 def digest_values(values: Mapping[str, Any], table: KeyTable, *, hash_replicas: bool) -> dict[str, bytes]:
@@ -108,6 +131,25 @@ def digest_values(values: Mapping[str, Any], table: KeyTable, *, hash_replicas: 
             if local_bytes(entry) > 0 and (hash_replicas or local_bytes(entry) <= SMALL_TENSOR_BYTES):
                 digests[fqn] = digest_tensor(values[fqn])
     return digests
+
+
+def unused_layouts(tables: Iterable[KeyTable], fqns: Collection[str]) -> list[Problem]:
+    """One problem for each pattern of ``layouts=`` that applies to no key on any rank.
+
+    None where no tensor is on a mesh: patterns have nothing to say there.
+
+    Args:
+        tables: Of all ranks.
+        fqns: The keys there are, of which the problem proposes one.
+    """
+    used: dict[str, bool] = {}
+    is_any_on_mesh = False
+    for table in tables:
+        entries = table.entries.values() if table.layouts and not is_any_on_mesh else ()
+        is_any_on_mesh |= any(isinstance(entry, TensorEntry) and entry.report.mesh is not None for entry in entries)
+        for pattern, is_used in table.layouts.items():
+            used[pattern] = used.get(pattern, False) or is_used
+    return [unused_problem(pattern, fqns) for pattern, is_used in used.items() if is_any_on_mesh and not is_used]
 
 
 def local_bytes(entry: TensorEntry) -> int:

@@ -42,6 +42,7 @@ from torchtitan_ext.checkpoint.key_table import (
     ObjectEntry,
     TensorEntry,
     describe_state,
+    unused_layouts,
 )
 from torchtitan_ext.checkpoint.load_rules import ComponentPlan, LoadRules, ReadRequest
 from torchtitan_ext.checkpoint.missing_keys import missing_problems
@@ -91,7 +92,8 @@ class LoadPlanner(StockLoadPlanner):
         flatten_state_dict: As in stock: nested containers become flat keys.
         flatten_sharded_tensors: As in stock.
         allow_partial_load: Targets that the checkpoint lacks are left as they are. At least one must be there.
-        layouts: Sharding orders that the targets' placements cannot express, by canonical fqn or glob.
+        layouts: Sharding orders that the targets' placements cannot express, by canonical fqn or glob. One that matches
+            no target on any rank, and nothing in the checkpoint, is refused where there are targets on meshes.
         cast: Dtype changes: ``"exact"`` allows those that keep every value, ``"allow"`` those that keep the kind of
             number (float32 -> bfloat16), ``"forbid"`` none.
         allow_unclaimed: Globs of per-rank entries (keys with a component like ``dp_rank_7``) of which some ranks'
@@ -204,7 +206,7 @@ class LoadPlanner(StockLoadPlanner):
             if saved_name != fqn:
                 self._saved_names[fqn] = saved_name
         problems += [problem for problem in table.problems if problem.fqn not in left]
-        self._table = KeyTable(entries=wanted, problems=tuple(problems))
+        self._table = KeyTable(entries=wanted, problems=tuple(problems), layouts=table.layouts)
         request = ReadRequest(
             self._table,
             _metadata_name(self.metadata),
@@ -230,6 +232,7 @@ class LoadPlanner(StockLoadPlanner):
         problems += storage_problems(self.metadata, sorted(wanted))
         problems += unclaimed_problems(requests, self.metadata, self._allow_unclaimed)
         problems += disagreements([request.rules for request in requests])
+        problems += self._unused_layouts(tables)
         report = None
         rules = self.rules
         if rules.policy is None:
@@ -356,6 +359,13 @@ class LoadPlanner(StockLoadPlanner):
         names = [str(k) for k, value in self.original_state_dict.items() if not isinstance(value, torch.Tensor)]
         components = {name: ComponentPlan(policy.component_action(name)) for name in names}
         return dataclasses.replace(self.rules, components=components)
+
+    def _unused_layouts(self, tables: Sequence[KeyTable]) -> list[Problem]:
+        """Rules for keys that are in the checkpoint, but not among the targets of this load, are not misspelt."""
+        saved = [name for fqn in self.metadata.state_dict_metadata for name in (fqn, self.rules.source.own_name(fqn))]
+        problems = unused_layouts(tables, saved)
+        matches = self._layouts.matches(saved) if problems else {}
+        return [problem for problem in problems if not matches.get(problem.fqn)]
 
     def _is_saved_whole(self, fqn: str) -> bool:
         saved = self.metadata.state_dict_metadata.get(self.rules.source.saved_name(fqn))

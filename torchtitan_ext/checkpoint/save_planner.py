@@ -45,9 +45,11 @@ from torchtitan_ext.checkpoint.key_table import (
     KeyTable,
     ObjectEntry,
     TensorEntry,
+    check_objects,
     describe_state,
     digest_values,
     structure_digest,
+    unused_layouts,
 )
 from torchtitan_ext.checkpoint.world import WORLD_KEY, world_record
 from torchtitan_ext.errors import Problem, StateRefusedError, refusal
@@ -125,10 +127,10 @@ class SavePlanner(StockSavePlanner):
             cache is process-wide, and a save without this option empties it; replicated values are compared all the
             same.
         layouts: Sharding orders that placements cannot express, by canonical fqn or glob; applied to the parameter's
-            optimizer state too.
+            optimizer state too. One that matches no key on any rank is refused where there are tensors on meshes.
         replicas: What to do when replicas differ. ``"error"`` refuses objects and replicated DTensors, and warns of
-            plain tensors (statistics of batch norms differ legitimately); ``"warn"`` only warns; ``"first"`` is silent.
-            What is written is always one rank's value, the lowest rank's.
+            plain tensors (statistics of batch norms differ legitimately); ``"strict"`` refuses these too; ``"warn"``
+            only warns; ``"first"`` is silent. What is written is always one rank's value, the lowest rank's.
         hash_replicas: Compare the data of replicated tensors above 64 KiB too. Costs a hash of their local bytes
             (about 1 GB/s and core), logged.
 
@@ -146,13 +148,13 @@ class SavePlanner(StockSavePlanner):
         enable_plan_caching: bool = False,
         *,
         layouts: Mapping[str, ShardOrder] | None = None,
-        replicas: Literal["error", "warn", "first"] = "error",
+        replicas: Literal["error", "strict", "warn", "first"] = "error",
         hash_replicas: bool = False,
     ) -> None:
         if dedup_replicated_tensors is not None:
             logger.warning("SavePlanner: dedup_replicated_tensors is deprecated and has no effect; remove the argument")
-        if replicas not in ("error", "warn", "first"):
-            raise ValueError(f"SavePlanner: got replicas={replicas!r}, expected 'error', 'warn' or 'first'")
+        if replicas not in ("error", "strict", "warn", "first"):
+            raise ValueError(f"SavePlanner: got replicas={replicas!r}, expected 'error', 'strict', 'warn' or 'first'")
         self.flatten_state_dict = flatten_state_dict
         self.flatten_sharded_tensors = flatten_sharded_tensors
         self.dedup_save_to_lowest_rank = dedup_save_to_lowest_rank
@@ -183,10 +185,12 @@ class SavePlanner(StockSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         table = describe_state(self.state_dict, self.mappings, self._layouts)
+        unread, unwritable = check_objects(self.state_dict, table) if self._writes_objects_by_pickle() else ({}, [])
         table = dataclasses.replace(
             table,
             digests=self._timed_digests(table),
-            problems=(*table.problems, *_meta_problems(self.state_dict, table)),
+            problems=(*table.problems, *_meta_problems(self.state_dict, table), *unwritable),
+            unread=unread,
         )
         self._table = table
         if self._enable_plan_caching:
@@ -207,8 +211,9 @@ class SavePlanner(StockSavePlanner):
         agreement = agree(tables, every_rank_reports=every_rank_reports)
         differing = differing_replicas(tables, agreement)
         fatal = [problem for problem in differing if self._is_fatal(agreement.keys[problem.fqn])]
-        if agreement.problems or fatal:
-            raise refusal("save", (*agreement.problems, *fatal))
+        unused = unused_layouts(tables, agreement.keys) if every_rank_reports else []
+        if agreement.problems or fatal or unused:
+            raise refusal("save", (*agreement.problems, *fatal, *unused))
         if differing and self._replicas != "first":
             warnings.warn(f"the lowest rank's values are saved:\n{refusal('check', differing)}", stacklevel=2)
 
@@ -216,6 +221,7 @@ class SavePlanner(StockSavePlanner):
         if uncompared:
             warnings.warn(f"replicas that were not compared:\n{refusal('check', uncompared)}", stacklevel=2)
 
+        _warn_of_unread_values(tables)
         known = None if differing else _metadata_if_unchanged(all_plans)
         if known is not None:
             self.global_plan = [SavePlan([], usable=False)] * len(all_plans)
@@ -280,6 +286,11 @@ class SavePlanner(StockSavePlanner):
             logger.info("hash_replicas: %d values in %.3f seconds", len(digests), time.perf_counter() - begin)
         return digests
 
+    def _writes_objects_by_pickle(self) -> bool:
+        """Whether what is written for an object is known: a subclass may write another."""
+        names = ("resolve_data", "lookup_object", "transform_object")
+        return all(getattr(type(self), name) is getattr(SavePlanner, name) for name in names)
+
     def _tables_of(self, plans: Sequence[SavePlan]) -> list[KeyTable]:
         tables = []
         for rank, plan in enumerate(plans):
@@ -308,9 +319,9 @@ class SavePlanner(StockSavePlanner):
         return len(plans) == 1 and (not self.is_coordinator or plans[0].storage_data is not None)
 
     def _is_fatal(self, agreed: TensorAgreement | ObjectAgreement) -> bool:
-        if self._replicas != "error":
-            return False
-        return isinstance(agreed, ObjectAgreement) or not agreed.is_plain
+        if self._replicas == "error":
+            return isinstance(agreed, ObjectAgreement) or not agreed.is_plain
+        return self._replicas == "strict"
 
     def _decide_writes(
         self, tables: Sequence[KeyTable], agreement: Agreement, differing: set[str], token: str
@@ -397,6 +408,20 @@ def _meta_problems(values: Mapping[str, Any], table: KeyTable) -> list[Problem]:
         for fqn, entry in table.entries.items()
         if isinstance(entry, TensorEntry) and local_tensor(values[fqn]).is_meta
     ]
+
+
+def _warn_of_unread_values(tables: Sequence[KeyTable]) -> None:
+    unread = {fqn: name for table in tables for fqn, name in table.unread.items()}
+    if not unread:
+        return
+    named = ", ".join(f"{fqn} ({name})" for fqn, name in list(unread.items())[:_MAX_NAMED_KEYS])
+    more = f" and {len(unread) - _MAX_NAMED_KEYS} more" if len(unread) > _MAX_NAMED_KEYS else ""
+    warnings.warn(
+        f"a load will refuse these values by default, because they are not plain data: {named}{more}; load them with "
+        "LoadPlanner(weights_only=False), allow their classes with torch.serialization.add_safe_globals in the job that "
+        "loads, or save what they hold instead",
+        stacklevel=3,
+    )
 
 
 def _shards_to_write(agreed: TensorAgreement) -> Sequence[HeldShard]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from torchtitan_ext.errors import argument_error, check_argument
+from torchtitan_ext.errors import Problem, argument_error, check_argument
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,10 @@ class LayoutRules:
             if not isinstance(order, ShardOrder):
                 raise TypeError(f"layouts: got {type(order).__name__} for {pattern!r}, expected a ShardOrder")
 
+    def matches(self, fqns: Collection[str]) -> dict[str, bool]:
+        """Whether each pattern applies to one of these keys."""
+        return {pattern: any(_rule_applies(pattern, fqn) for fqn in fqns) for pattern in self._layouts}
+
     def find(self, fqn: str) -> ShardOrder | None:
         """The order stated for a key, or ``None``. Raises ValueError where two rules of one rank differ."""
         if not self._layouts:
@@ -65,6 +70,16 @@ class LayoutRules:
         if len({self._layouts[pattern] for pattern in chosen}) > 1:
             raise ValueError(f"layouts: the rules {chosen} say different things of {fqn}; make one of them narrower")
         return self._layouts[chosen[0]] if chosen else None
+
+
+def unused_problem(pattern: str, fqns: Collection[str]) -> Problem:
+    """What is wrong with a pattern that applies to no key on any rank; ``fqns`` are the keys there are."""
+    ends = {".".join(fqn.split(".")[-1 - pattern.count(".") :]): fqn for fqn in fqns}
+    close = difflib.get_close_matches(pattern, ends, n=1)
+    hint = (
+        f"did you mean {close[0]!r} (as in {ends[close[0]]})?" if close else "keys are such as " + next(iter(fqns), "")
+    )
+    return Problem("unused_layout", pattern, f"matches no key on any rank; {hint}")
 
 
 def canonical_fqn(fqn: str, *, strip_module: bool = False) -> str:
