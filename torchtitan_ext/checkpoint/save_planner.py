@@ -418,8 +418,8 @@ def _warn_of_unread_values(tables: Sequence[KeyTable]) -> None:
     more = f" and {len(unread) - _MAX_NAMED_KEYS} more" if len(unread) > _MAX_NAMED_KEYS else ""
     warnings.warn(
         f"a load will refuse these values by default, because they are not plain data: {named}{more}; load them with "
-        "LoadPlanner(weights_only=False), allow their classes with torch.serialization.add_safe_globals in the job that "
-        "loads, or save what they hold instead",
+        "LoadPlanner(weights_only=False), allow their classes with torch.serialization.add_safe_globals in the "
+        "job that loads, or save what they hold instead",
         stacklevel=3,
     )
 
