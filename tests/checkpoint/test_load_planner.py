@@ -1,5 +1,6 @@
 """The load planner with simulated ranks in one process: what is read, by whom, and what is refused before a change."""
 
+import copy
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -264,7 +265,7 @@ REFUSED: dict[str, tuple[Callable[[], Saved], Callable[[], list[dict[str, Any]]]
     "value_for_tensor": (rows, lambda: [{"w": 0}], ReshardError, "the checkpoint has a tensor, the target is a non-t"),
     "tensor_for_value": (
         lambda: rows(lambda: {"step": 3}),
-        lambda: [{"w": torch.zeros(8), "step": torch.zeros(())}],
+        lambda: [{"w": torch.zeros(8), "step": torch.zeros(1)}],
         ReshardError,
         "step: the checkpoint has a non-tensor value, the target is a tensor; put a target of the saved kind there",
     ),
@@ -563,3 +564,85 @@ def test_a_layout_that_matches_nothing_is_refused() -> None:
     with pytest.raises(LayoutError, match=r"wkqv: matches no key on any rank; did you mean 'wqkv' \(as in layers"):
         load(saved, states, lambda: tte.LoadPlanner(layouts={"wkqv": order}))
     load(saved, [{"head": torch.zeros_like(WHOLE)}], lambda: tte.LoadPlanner(layouts={"wkqv": order}))
+
+
+NUMBERS: list[tuple[Any, Any, Any]] = [
+    (0.001, torch.tensor(0.0), torch.tensor(0.001)),
+    (0.001, torch.tensor(0.0, dtype=torch.float64), torch.tensor(0.001, dtype=torch.float64)),
+    (7, torch.tensor(0), torch.tensor(7)),
+    (7, torch.tensor(0.0), torch.tensor(7.0)),
+    (True, torch.tensor(0), torch.tensor(1)),
+    (0.5, torch.tensor(0.0, dtype=torch.bfloat16), torch.tensor(0.5, dtype=torch.bfloat16)),
+    (float("inf"), torch.tensor(0.0), torch.tensor(float("inf"))),
+    (torch.tensor(7), 0, 7),
+    (torch.tensor(7.0), 0, 7),
+    (torch.tensor(0.5), 0.0, 0.5),
+    (torch.tensor(7), 0.0, 7.0),
+    (torch.tensor(True), False, True),
+]
+
+
+@pytest.mark.parametrize(("saved_value", "target", "expected"), NUMBERS, ids=str)
+def test_a_number_and_a_tensor_without_dims_become_each_other(saved_value: Any, target: Any, expected: Any) -> None:
+    state = {"group": {"lr": target}}
+    load(save([{"group": {"lr": saved_value}}]), [state])
+    loaded = state["group"]["lr"]
+    assert type(loaded) is type(expected) and bool(loaded == expected)
+    if isinstance(target, torch.Tensor):
+        assert loaded is target and target.dtype == expected.dtype
+
+
+def test_a_number_fills_a_replicated_dtensor_and_a_tensor_on_meta() -> None:
+    mesh = mesh_at(0, (1,))
+    target = DTensor.from_local(torch.tensor(0.0), mesh, [Replicate()], run_check=False)
+    state = {"lr": target, "step": torch.empty((), device="meta")}
+    version = target._version
+    load(save([{"lr": 0.5, "step": 3}]), [state])
+    assert state["lr"] is target and target.to_local().item() == 0.5 and target._version > version
+    assert state["step"].item() == 3.0
+
+
+NOT_NUMBERS: list[tuple[Any, Any, str]] = [
+    ("0.1", torch.tensor(0.0), "it is a str, the target is a tensor"),
+    (2**24 + 1, torch.tensor(0.0), "which cannot hold that number"),
+    (300, torch.tensor(0, dtype=torch.uint8), "which cannot hold that number"),
+    (0.001, torch.tensor(0.0, dtype=torch.bfloat16), "which cannot hold that number"),
+    (1e300, torch.tensor(0.0), "which cannot hold that number"),
+    (0.5, torch.tensor(0), "which cannot hold that number"),
+    (1, torch.tensor(False), "which cannot hold that number"),
+    (torch.tensor(0.5), 0, "the target is a int, which cannot be that number"),
+    (torch.tensor(float("nan")), 0, "the target is a int, which cannot be that number"),
+    (torch.tensor(2**53 + 1), 0.0, "the target is a float, which cannot be that number"),
+    (torch.tensor(1), False, "the target is a bool, which cannot be that number"),
+]
+
+
+@pytest.mark.parametrize(("saved_value", "target", "message"), NOT_NUMBERS, ids=str)
+def test_numbers_that_would_become_others_are_refused(saved_value: Any, target: Any, message: str) -> None:
+    saved = save([{"lr": saved_value}])
+    state = {"lr": copy.deepcopy(target)}
+    with pytest.raises(CheckpointReadError, match=f"lr: .*{message}"):
+        load(saved, [state])
+    assert type(state["lr"]) is type(target) and state["lr"] == target
+
+
+def test_tuples_of_tensors_are_read_in_either_form() -> None:
+    whole = save([{"pair": (torch.arange(3.0), {"n": 1}, [torch.ones(2)])}])
+    assert list(whole.metadata.state_dict_metadata) == ["pair"]
+    walked = save([{"pair": [torch.arange(3.0), {"n": 1}, [torch.ones(2)]]}])
+    assert "pair.2.0" in walked.metadata.state_dict_metadata
+    for saved in (whole, walked):
+        state = {"pair": (torch.zeros(3), {"n": 0}, [torch.zeros(2)])}
+        load(saved, [state])
+        assert torch.equal(state["pair"][0], torch.arange(3.0)) and state["pair"][1] == {"n": 1}
+        assert torch.equal(state["pair"][2][0], torch.ones(2))
+        renamed = {"other": (torch.zeros(3), {"n": 0}, [torch.zeros(2)])}
+        load(saved, [renamed], lambda: tte.LoadPlanner(source=Source(rename={"other*": "pair*"})))
+        assert torch.equal(renamed["other"][0], torch.arange(3.0))
+
+
+def test_one_value_does_not_replace_dtensors() -> None:
+    saved = save([{"pair": (torch.arange(8.0), 1)}])
+    states = [{"pair": (state["w"], 1)} for state in states_of(torch.zeros(8), ROWS2)]
+    with pytest.raises(ReshardError, match="pair: the checkpoint has it as one value, .* the target holds DTensors"):
+        load(saved, states)

@@ -1,11 +1,12 @@
-"""Which dtype changes keep every value.
+"""Which dtype changes keep every value, and which numbers become tensors without dims or come from them.
 
 An explicit table: ``torch.can_cast`` and ``torch.promote_types`` both call int64 -> float32 fine, which loses bits.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from typing import Any, Literal
 
 import torch
 
@@ -66,6 +67,51 @@ def cast_problem(fqn: str, source: torch.dtype, target: torch.dtype, policy: Cas
     else:
         reason = "values can change; pass cast='allow' to accept that"
     return Problem("wrong_dtype", fqn, f"saved as {source}, the target is {target}: {reason}")
+
+
+def number_for(value: Any, dtype: torch.dtype, policy: CastPolicy) -> int | float | complex:
+    """The number that a tensor without dims is filled with, where a checkpoint has a number in its place.
+
+    A float has no dtype of its own: it becomes what ``torch.tensor(value, dtype=dtype)`` makes of it in float32 and
+    float64. Integers, and floats in narrower dtypes, must be kept exactly.
+
+    Raises:
+        ValueError: It is no number, or the tensor would hold another one.
+    """
+    if not isinstance(value, (bool, int, float, complex)):
+        raise ValueError(
+            f"it is a {type(value).__name__}, the target is a tensor; put a target of the saved kind there"
+        )
+    kinds = {bool: 0, int: 1, float: 2, complex: 3}
+    held = next(number for number in kinds if isinstance(value, number))(value)
+    is_rounded = isinstance(held, float) and (dtype in _FLOAT or dtype.is_complex or policy == "allow")
+    if kinds[type(held)] <= _kind(dtype) and (policy != "forbid" or kinds[type(held)] == _kind(dtype)):
+        try:
+            kept = torch.tensor(held, dtype=dtype).item()
+        except (RuntimeError, OverflowError):
+            kept = None
+        if (
+            kept == held
+            or held != held
+            or (is_rounded and kept is not None and math.isinf(abs(kept)) == math.isinf(abs(held)))
+        ):
+            return held
+    raise ValueError(f"it is {value!r}, the target is a tensor of {dtype}, which cannot hold that number")
+
+
+def number_from(tensor: torch.Tensor, kind: type) -> int | float | bool:
+    """The number of class ``kind`` in a tensor without dims.
+
+    Raises:
+        ValueError: There is no such number.
+    """
+    value = tensor.item()
+    if isinstance(value, bool) == (kind is bool) and not isinstance(value, complex):
+        if kind is float or math.isfinite(value):
+            number = kind(value)
+            if number == value or value != value:
+                return number
+    raise ValueError(f"it is a tensor with {value!r}, the target is a {kind.__name__}, which cannot be that number")
 
 
 def _kind(dtype: torch.dtype) -> int:

@@ -33,7 +33,7 @@ from torchtitan_ext.checkpoint.agreement import (
     check_cover,
     unforeseen_steps,
 )
-from torchtitan_ext.checkpoint.cast import CastPolicy, cast_problem
+from torchtitan_ext.checkpoint.cast import CastPolicy, cast_problem, number_for, number_from
 from torchtitan_ext.checkpoint.key_table import (
     Box,
     BoxesEntry,
@@ -51,10 +51,18 @@ from torchtitan_ext.checkpoint.policy import ElasticPolicy, Source, check_rules
 from torchtitan_ext.checkpoint.report import LoadReport, build_report, disagreements
 from torchtitan_ext.checkpoint.storage_entries import storage_problems
 from torchtitan_ext.errors import CheckpointReadError, Problem, check_argument, refusal
-from torchtitan_ext.layout.dtensor import local_tensor, local_view
-from torchtitan_ext.layout.layout import Steps, num_elements, shard_of
+from torchtitan_ext.layout.dtensor import describes_itself, local_tensor, local_view
+from torchtitan_ext.layout.layout import ShardReport, Steps, num_elements, shard_of
 from torchtitan_ext.layout.rules import LayoutRules, ShardOrder
-from torchtitan_ext.state.nested import FlatStateDict, Path, flatten_state_dict, materialize_meta, set_value
+from torchtitan_ext.state.nested import (
+    FlatStateDict,
+    Path,
+    flatten_state_dict,
+    holds_dtensor,
+    materialize_meta,
+    on_devices_of,
+    set_value,
+)
 from torchtitan_ext.state.plain_value import read_value
 
 logger = logging.getLogger(__name__)
@@ -151,6 +159,7 @@ class LoadPlanner(StockLoadPlanner):
         self._flat = FlatStateDict()
         self._table = KeyTable({})
         self._saved_names: dict[str, str] = {}
+        self._numbers: dict[str, type] = {}
         self._values_read: dict[str, Any] = {}
 
     def with_rules(self, rules: LoadRules) -> LoadPlanner:
@@ -187,7 +196,7 @@ class LoadPlanner(StockLoadPlanner):
         table = describe_state(self.state_dict, {}, self._layouts)
         problems: list[Problem] = []
         wanted: dict[str, KeyEntry] = {}
-        self._saved_names = {}
+        self._saved_names, self._numbers = {}, {}
         missing, left = [], []
         for fqn, entry in table.entries.items():
             if not rules.is_loaded(fqn, is_tensor=not isinstance(entry, ObjectEntry)):
@@ -202,7 +211,7 @@ class LoadPlanner(StockLoadPlanner):
             if problem is not None:
                 problems.append(problem)
                 continue
-            wanted[fqn] = entry
+            wanted[fqn] = self._entry_as_saved(fqn, entry, saved)
             if saved_name != fqn:
                 self._saved_names[fqn] = saved_name
         problems += [problem for problem in table.problems if problem.fqn not in left]
@@ -285,7 +294,7 @@ class LoadPlanner(StockLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         fqn = read_item.dest_index.fqn
         try:
-            loaded = read_value(value, weights_only=self.weights_only)
+            loaded = self._as_target(fqn, read_value(value, weights_only=self.weights_only))
         except ValueError as error:
             raise CheckpointReadError(fqn, str(error)) from None
         if self.rules.values_first:
@@ -305,6 +314,11 @@ class LoadPlanner(StockLoadPlanner):
         self._values_read.clear()
 
     def _place(self, fqn: str, value: Any) -> None:
+        target = self.state_dict[fqn]
+        if isinstance(target, torch.Tensor) and not isinstance(value, torch.Tensor):
+            self._bump_versions([fqn])
+            local_tensor(target).fill_(value)
+            return
         self.state_dict[fqn] = value
         set_value(self.original_state_dict, self._flat.paths[fqn], value)
 
@@ -312,7 +326,14 @@ class LoadPlanner(StockLoadPlanner):
         return self.transform_tensor(read_item, self.lookup_tensor(read_item.dest_index))
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing to do: ``resolve_tensor`` gave a view of the target."""
+        """``resolve_tensor`` gave a view of the target; only where that is a number there is something left to do."""
+        fqn = read_item.dest_index.fqn
+        if fqn in self._numbers:
+            try:
+                number = number_from(self.state_dict[fqn], self._numbers[fqn])
+            except ValueError as error:
+                raise CheckpointReadError(fqn, str(error)) from None
+            set_value(self.original_state_dict, self._flat.paths[fqn], number)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """The local tensor that an index leads to. For subclasses, as in stock."""
@@ -327,6 +348,8 @@ class LoadPlanner(StockLoadPlanner):
     def _misfit(self, fqn: str, entry: KeyEntry, saved: TensorStorageMetadata | BytesStorageMetadata) -> Problem | None:
         is_object = isinstance(entry, ObjectEntry)
         if is_object != isinstance(saved, BytesStorageMetadata):
+            if self._is_one_number(fqn, saved):
+                return None
             kinds = ("a tensor", "a non-tensor value")
             return Problem(
                 "wrong_type",
@@ -335,7 +358,12 @@ class LoadPlanner(StockLoadPlanner):
                 "put a target of the saved kind there, or leave the key out",
             )
         if isinstance(entry, ObjectEntry) or isinstance(saved, BytesStorageMetadata):
-            return None
+            if not holds_dtensor(self.state_dict[fqn]):
+                return None
+            detail = (
+                "the checkpoint has it as one value, of one rank; the target holds DTensors: load plain tensors there"
+            )
+            return Problem("wrong_type", fqn, detail)
         shape = entry.global_shape if isinstance(entry, BoxesEntry) else entry.report.global_shape
         if tuple(saved.size) != tuple(shape):
             return Problem(
@@ -350,6 +378,33 @@ class LoadPlanner(StockLoadPlanner):
                 detail = "cannot be filled: several elements of the target share memory; load into a clone() of it"
                 return Problem("unsupported_tensor", fqn, detail)
         return cast_problem(fqn, saved.properties.dtype, entry.dtype, self._cast)
+
+    def _is_one_number(self, fqn: str, saved: TensorStorageMetadata | BytesStorageMetadata) -> bool:
+        """Whether a number may be read from a tensor without dims, or into one: what is saved shows when it is read."""
+        target = self.state_dict[fqn]
+        if isinstance(saved, TensorStorageMetadata):
+            return type(target) in (bool, int, float) and len(saved.size) == 0
+        whole = not isinstance(target, DTensor) or all(placement.is_replicate() for placement in target.placements)
+        return isinstance(target, torch.Tensor) and not describes_itself(target) and whole and target.dim() == 0
+
+    def _entry_as_saved(
+        self, fqn: str, entry: KeyEntry, saved: TensorStorageMetadata | BytesStorageMetadata
+    ) -> KeyEntry:
+        """The entry of what is read: not that of the target where one of them is a number and the other a tensor."""
+        if isinstance(saved, BytesStorageMetadata):
+            return ObjectEntry()
+        if not isinstance(entry, ObjectEntry):
+            return entry
+        self._numbers[fqn] = type(self.state_dict[fqn])
+        self.state_dict[fqn] = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
+        shape = tuple(saved.size)
+        return TensorEntry(ShardReport(global_shape=shape, local_sizes=shape), saved.properties.dtype, False)
+
+    def _as_target(self, fqn: str, loaded: Any) -> Any:
+        target = self.state_dict[fqn]
+        if isinstance(target, torch.Tensor) and not isinstance(loaded, torch.Tensor):
+            return number_for(loaded, target.dtype, self._cast)
+        return on_devices_of(target, loaded)
 
     def _rules_for_components(self) -> LoadRules:
         """The rules with what becomes of each top-level key; ``tte.load`` has worked that out before."""

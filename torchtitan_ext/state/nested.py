@@ -100,6 +100,22 @@ def set_value(state_dict: dict[str, Any], path: Path, value: Any) -> None:
     _replaced(state_dict, path, value)
 
 
+def on_devices_of(target: Any, loaded: Any) -> Any:
+    """A value read into CPU memory, with its tensors on the devices of those that stand at their places in a target."""
+    if isinstance(target, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        return loaded.to(_load_device(target) if target.is_meta else target.device)
+    if type(loaded) in (list, tuple) and isinstance(target, (list, tuple)) and len(target) == len(loaded):
+        return type(loaded)(on_devices_of(*pair) for pair in zip(target, loaded, strict=True))
+    if type(loaded) is dict and isinstance(target, Mapping):
+        return {key: on_devices_of(target.get(key), member) for key, member in loaded.items()}
+    return loaded
+
+
+def holds_dtensor(value: Any) -> bool:
+    """Whether there is a DTensor in nested containers."""
+    return any(isinstance(member, DTensor) for member in _nested(value))
+
+
 def materialize_meta(state_dict: dict[str, Any], flat: FlatStateDict, fqns: Iterable[str]) -> None:
     """Gives these meta tensors memory on their mesh's device (plain ones: the process group's), in place in both dicts.
 
