@@ -132,7 +132,10 @@ class Deep:
 NAMED = f"{__name__}.Colour"
 MARKED = torch.ones(2)
 MARKED.mode = Colour.RED  # type: ignore[attr-defined]
+ORDERED = collections.OrderedDict(a=1)
+ORDERED.mode = Colour.RED  # type: ignore[attr-defined]
 NOT_PLAIN = [
+    (ORDERED, NAMED), ([types.SimpleNamespace(mode=[Colour.RED])], NAMED), (frozenset({Colour.RED}), NAMED),
     (Colour.RED, NAMED), ({"a": [1, (Colour.RED,)]}, NAMED), ({Colour.RED: 1}, NAMED), (MARKED, NAMED),
     ((torch.ones(2), Colour.RED), NAMED), (argparse.Namespace(mode=Colour.RED), NAMED),
     (np.array([Colour.RED], dtype=object), NAMED), (collections.deque([1]), "collections.deque"),

@@ -143,12 +143,13 @@ def _members(
 
 
 def _is_walked_list(value: list[Any], is_walked: Callable[[Any], bool]) -> bool:
-    if _NUMBERS_AND_TEXT.issuperset(map(type, value)):
-        return False
-    return any(
-        isinstance(member, (torch.Tensor, Mapping)) or (isinstance(member, tuple) and is_walked(member))
-        for member in _nested(value, list)
-    )
+    for member in _nested(value, list):
+        if isinstance(member, tuple):
+            if not _NUMBERS_AND_TEXT.issuperset(map(type, member)) and is_walked(member):
+                return True
+        elif isinstance(member, (torch.Tensor, Mapping)):
+            return True
+    return False
 
 
 def _holds_tensor(value: Any) -> bool:
@@ -165,16 +166,20 @@ def _needs_walk(value: Any) -> bool:
 
 
 def _nested(value: Any, containers: Any = (Mapping, list, tuple)) -> Iterator[Any]:
-    """A container and all that nested containers hold, each object once."""
+    """A container and what nested containers hold, each object once; lists of numbers and text as one."""
     pending, seen = [value], {id(value)}
     while pending:
         value = pending.pop()
         yield value
-        if isinstance(value, containers):
-            for member in value.values() if isinstance(value, Mapping) else value:
-                if id(member) not in seen:
-                    seen.add(id(member))
-                    pending.append(member)
+        if not isinstance(value, containers):
+            continue
+        members = value.values() if isinstance(value, Mapping) else value
+        if _NUMBERS_AND_TEXT.issuperset(map(type, members)):
+            continue
+        for member in members:
+            if id(member) not in seen:
+                seen.add(id(member))
+                pending.append(member)
 
 
 def _consists_of_tensors(value: Any) -> bool:

@@ -22,7 +22,7 @@ import pickle
 import re
 import types
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -76,12 +76,15 @@ _PICKLE_GLOBALS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     (array._array_reconstructor, "array._array_reconstructor"),  # type: ignore[attr-defined]
 ]
 
-# Values of these classes, and containers of such values, come back whatever they are.
-_SURELY_PLAIN = frozenset({
-    type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device, torch.Size,
-    np.float64, np.float32, np.int64, np.bool_,
+# Values of these classes come back whatever they are, and containers where their members do.
+_SURELY_PLAIN: frozenset[type] = frozenset({
+    type(None), bool, int, float, complex, str, bytes, bytearray, range, torch.dtype, torch.device, torch.Size,
+    decimal.Decimal, fractions.Fraction, uuid.UUID, array.array, datetime.date, datetime.timedelta, *_PATHS,
+    *(np.dtype(code).type for code in "?bBhHiIlLefdFD"),
 })  # fmt: skip
-_SURELY_PLAIN_CONTAINERS = frozenset({dict, list, tuple, set, collections.OrderedDict})
+_SURELY_PLAIN_CONTAINERS: frozenset[type] = frozenset(
+    {dict, list, tuple, set, frozenset, collections.OrderedDict, argparse.Namespace, types.SimpleNamespace}
+)
 
 # Beyond it pickle may not follow: whether it does is tried.
 _MAX_SURE_DEPTH = 50
@@ -164,17 +167,26 @@ def _first_odd_class(value: Any) -> type | None:
     seen: set[int] = set()
     while pending:
         value, depth = pending.pop()
-        if type(value) in _SURELY_PLAIN or _is_plain_array(value):
-            continue
-        if type(value) not in _SURELY_PLAIN_CONTAINERS or depth > _MAX_SURE_DEPTH or getattr(value, "__dict__", None):
-            return type(value)
+        kind = type(value)
+        if kind not in _SURELY_PLAIN_CONTAINERS or depth > _MAX_SURE_DEPTH:
+            if kind in _SURELY_PLAIN or _is_plain_array(value):
+                continue
+            return kind
         if id(value) in seen:
             continue
         seen.add(id(value))
-        members = [*value, *value.values()] if isinstance(value, Mapping) else value
+        members = _members(value)
         if not _SURELY_PLAIN.issuperset(map(type, members)):
             pending += [(member, depth + 1) for member in members]
     return None
+
+
+def _members(value: Any) -> Collection[Any]:
+    if isinstance(value, (argparse.Namespace, types.SimpleNamespace)):
+        return vars(value).values()
+    if isinstance(value, dict):
+        return [*value, *value.values(), *getattr(value, "__dict__", {}).values()]
+    return value
 
 
 def _is_plain_array(value: Any) -> bool:
