@@ -604,6 +604,7 @@ def test_a_number_fills_a_replicated_dtensor_and_a_tensor_on_meta() -> None:
 
 NOT_NUMBERS: list[tuple[Any, Any, str]] = [
     ("0.1", torch.tensor(0.0), "it is a str, the target is a tensor"),
+    ((torch.ones(3),), torch.tensor(0.0), "it is a tuple, the target is a tensor"),
     (2**24 + 1, torch.tensor(0.0), "which cannot hold that number"),
     (300, torch.tensor(0, dtype=torch.uint8), "which cannot hold that number"),
     (0.001, torch.tensor(0.0, dtype=torch.bfloat16), "which cannot hold that number"),

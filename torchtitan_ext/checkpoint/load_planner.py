@@ -315,7 +315,7 @@ class LoadPlanner(StockLoadPlanner):
 
     def _place(self, fqn: str, value: Any) -> None:
         target = self.state_dict[fqn]
-        if isinstance(target, torch.Tensor) and not isinstance(value, torch.Tensor):
+        if isinstance(target, torch.Tensor):
             self._bump_versions([fqn])
             local_tensor(target).fill_(value)
             return
@@ -402,7 +402,7 @@ class LoadPlanner(StockLoadPlanner):
 
     def _as_target(self, fqn: str, loaded: Any) -> Any:
         target = self.state_dict[fqn]
-        if isinstance(target, torch.Tensor) and not isinstance(loaded, torch.Tensor):
+        if isinstance(target, torch.Tensor):
             return number_for(loaded, target.dtype, self._cast)
         return on_devices_of(target, loaded)
 
