@@ -12,6 +12,7 @@ import enum
 import os
 import random
 import shutil
+import statistics
 import time
 import uuid
 from collections.abc import Callable
@@ -220,3 +221,19 @@ def test_random_states_in_four_directions(tmp_path: Path) -> None:
         shutil.rmtree(by_stock)
         shutil.rmtree(by_us)
     assert outcomes["equal"] > NUM_STATES // 2, outcomes
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore")
+def test_a_save_takes_no_more_than_twice_the_time_of_stock(tmp_path: Path) -> None:
+    """Of processor time, over the states: single ones take milliseconds, and other processes are felt."""
+    ratios = []
+    for seed in range(NUM_STATES // 5):
+        state = random_state(seed)
+        seconds: dict[Side, float] = {}
+        for side in (STOCK, OURS):
+            runs = [save(side, state, tmp_path) for _ in range(3)]
+            seconds[side] = min((taken for error, taken in runs if error is None), default=0.0)
+        if seconds[STOCK] > 0:
+            ratios.append(seconds[OURS] / seconds[STOCK])
+    assert len(ratios) > NUM_STATES // 10 and statistics.median(ratios) < 2, sorted(ratios)

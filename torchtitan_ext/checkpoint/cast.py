@@ -82,21 +82,22 @@ def number_for(value: Any, dtype: torch.dtype, policy: CastPolicy) -> int | floa
         raise ValueError(
             f"it is a {type(value).__name__}, the target is a tensor; put a target of the saved kind there"
         )
-    kinds = {bool: 0, int: 1, float: 2, complex: 3}
-    held = next(number for number in kinds if isinstance(value, number))(value)
-    is_rounded = isinstance(held, float) and (dtype in _FLOAT or dtype.is_complex or policy == "allow")
-    if kinds[type(held)] <= _kind(dtype) and (policy != "forbid" or kinds[type(held)] == _kind(dtype)):
-        try:
-            kept = torch.tensor(held, dtype=dtype).item()
-        except (RuntimeError, OverflowError):
-            kept = None
-        if (
-            kept == held
-            or held != held
-            or (is_rounded and kept is not None and math.isinf(abs(kept)) == math.isinf(abs(held)))
-        ):
-            return held
+    kind = next(kind for kind, numbers in enumerate((bool, int, float, complex)) if isinstance(value, numbers))
+    if kind == _kind(dtype) or (kind < _kind(dtype) and policy != "forbid"):
+        kept = _in_dtype(value, dtype)
+        is_rounded_well = kind == 2 and (dtype in _FLOAT or policy == "allow") and not math.isinf(abs(kept))
+        if kept == value or value != value or is_rounded_well:
+            return kept
     raise ValueError(f"it is {value!r}, the target is a tensor of {dtype}, which cannot hold that number")
+
+
+def _in_dtype(value: complex, dtype: torch.dtype) -> int | float | complex:
+    """What a tensor of a dtype holds for a number, infinity where it is out of range."""
+    try:
+        number: int | float | complex = torch.tensor(value, dtype=dtype).item()
+    except (RuntimeError, OverflowError):
+        return math.inf
+    return number
 
 
 def number_from(tensor: torch.Tensor, kind: type) -> int | float | bool:
