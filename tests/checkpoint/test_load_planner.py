@@ -642,6 +642,15 @@ def test_tuples_of_tensors_are_read_in_either_form() -> None:
         assert torch.equal(renamed["other"][0], torch.arange(3.0))
 
 
+def test_tensors_in_tuples_and_values_that_hold_themselves_are_placed() -> None:
+    cycle: list[Any] = [1]
+    cycle.append(cycle)
+    state: dict[str, Any] = {"pair": (torch.empty(3, device="meta"), 0), "cycle": [0, 0]}
+    state["cycle"][1] = state["cycle"]
+    load(save([{"pair": (torch.arange(3.0), 1), "cycle": cycle}]), [state])
+    assert torch.equal(state["pair"][0], torch.arange(3.0)) and state["cycle"][1][1][0] == 1
+
+
 def test_one_value_does_not_replace_dtensors() -> None:
     saved = save([{"pair": (torch.arange(8.0), 1)}])
     states = [{"pair": (state["w"], 1)} for state in states_of(torch.zeros(8), ROWS2)]

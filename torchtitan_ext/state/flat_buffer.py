@@ -146,7 +146,7 @@ class _ManifestWriter:
     def _container(self, path: tuple[Any, ...], value: Any) -> Any:
         if id(value) in self._holders:
             raise ValueError(
-                f"flatten_state_dict: {_fqn(path)} leads back to {self._holders[id(value)] or 'the state dict'}: a "
+                f"pack_state_dict: {_fqn(path)} leads back to {self._holders[id(value)] or 'the state dict'}: a "
                 "container that holds itself has no flat form; leave that reference out"
             )
         self._holders[id(value)] = _fqn(path)
@@ -163,7 +163,7 @@ class _ManifestWriter:
         local = local_tensor(tensor)
         reason = why_not_dense(local)
         if reason is not None:
-            raise ValueError(f"flatten_state_dict: {_fqn(path)} {reason}")
+            raise ValueError(f"pack_state_dict: {_fqn(path)} {reason}")
         if local.is_meta:
             raise ValueError(f"pack_state_dict: {_fqn(path)} is on the meta device: it has no bytes")
         entry: dict[str, Any] = {

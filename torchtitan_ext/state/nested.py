@@ -102,8 +102,10 @@ def set_value(state_dict: dict[str, Any], path: Path, value: Any) -> None:
 
 def on_devices_of(target: Any, loaded: Any) -> Any:
     """A value read into CPU memory, with its tensors on the devices of those that stand at their places in a target."""
+    if all(member.device.type == "cpu" for member in _nested(target) if isinstance(member, torch.Tensor)):
+        return loaded
     if isinstance(target, torch.Tensor) and isinstance(loaded, torch.Tensor):
-        return loaded.to(_load_device(target) if target.is_meta else target.device)
+        return loaded.to(load_device(target) if target.is_meta else target.device)
     if type(loaded) in (list, tuple) and isinstance(target, (list, tuple)) and len(target) == len(loaded):
         return type(loaded)(on_devices_of(*pair) for pair in zip(target, loaded, strict=True))
     if type(loaded) is dict and isinstance(target, Mapping):
