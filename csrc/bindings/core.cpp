@@ -8,9 +8,10 @@
 #include <vector>
 
 #include "bindings/metadata.h"
-#include "core/aliasing.h"
+#include "core/boxes.h"
 #include "core/chunk.h"
 #include "core/cover.h"
+#include "core/memory.h"
 #include "core/plan.h"
 #include "core/shard_layout.h"
 

@@ -14,9 +14,6 @@
 #include <span>
 #include <vector>
 
-#include "core/aliasing.h"
-#include "core/runs.h"
-
 namespace torchtitan_ext::core {
 
 // Bytes [first_byte, first_byte + num_bytes) of a tensor, in row-major order, which lie at `message_bytes` in the
@@ -64,10 +61,5 @@ constexpr int64_t kSegmentAlignment = 16;
 // The schedule for tensors of these sizes, of which those without bytes are left out. `bucket_bytes` is a positive
 // multiple of kPieceBytes.
 Schedule schedule_messages(std::span<const int64_t> tensor_bytes, int64_t bucket_bytes, int64_t direct_bytes);
-
-// Adds the copy of elements [first, last), in row-major order, of a tensor between its memory and a contiguous buffer
-// that holds these elements alone. `to_buffer` says which of both is the destination.
-void append_range(RunList& runs, const Memory& tensor, int64_t buffer_address, int64_t first, int64_t last,
-                  bool to_buffer);
 
 }  // namespace torchtitan_ext::core

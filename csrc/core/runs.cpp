@@ -1,7 +1,6 @@
 #include "core/runs.h"
 
 #include <algorithm>
-#include <numeric>
 
 #include "core/check.h"
 
@@ -20,13 +19,13 @@ int64_t product_of_counts(std::span<const Loop> loops) {
   return product;
 }
 
-Extent extent_of(int64_t offset, int64_t run_bytes, std::span<const Loop> loops, int64_t Loop::* stride) {
-  Extent extent{offset, checked_add(offset, run_bytes)};
+Interval extent_of(int64_t offset, int64_t run_bytes, std::span<const Loop> loops, int64_t Loop::* stride) {
+  Interval extent{offset, checked_add(offset, run_bytes)};
   for (const Loop& loop : loops) extent.end = checked_add(extent.end, checked_mul(loop.count - 1, loop.*stride));
   return extent;
 }
 
-Extent join(const Extent& left, const Extent& right) {
+Interval join(const Interval& left, const Interval& right) {
   return {std::min(left.begin, right.begin), std::max(left.end, right.end)};
 }
 
@@ -150,18 +149,18 @@ bool RunList::repeat(RunNest& last, int64_t src_bytes, int64_t dst_bytes, int64_
   return true;
 }
 
-Extent RunList::src_extent() const {
+Interval RunList::src_extent() const {
   if (nests_.empty()) return {};
-  Extent extent = extent_of(nests_[0].src_bytes, nests_[0].run_bytes, loops_of(nests_[0]), &Loop::src_stride_bytes);
+  Interval extent = extent_of(nests_[0].src_bytes, nests_[0].run_bytes, loops_of(nests_[0]), &Loop::src_stride_bytes);
   for (const RunNest& nest : nests_) {
     extent = join(extent, extent_of(nest.src_bytes, nest.run_bytes, loops_of(nest), &Loop::src_stride_bytes));
   }
   return extent;
 }
 
-Extent RunList::dst_extent() const {
+Interval RunList::dst_extent() const {
   if (nests_.empty()) return {};
-  Extent extent = extent_of(nests_[0].dst_bytes, nests_[0].run_bytes, loops_of(nests_[0]), &Loop::dst_stride_bytes);
+  Interval extent = extent_of(nests_[0].dst_bytes, nests_[0].run_bytes, loops_of(nests_[0]), &Loop::dst_stride_bytes);
   for (const RunNest& nest : nests_) {
     extent = join(extent, extent_of(nest.dst_bytes, nest.run_bytes, loops_of(nest), &Loop::dst_stride_bytes));
   }
@@ -184,49 +183,6 @@ std::vector<Run> RunList::enumerate() const {
     }
   }
   return runs;
-}
-
-BoxPair find_overlap(std::span<const std::span<const int64_t>> offsets,
-                     std::span<const std::span<const int64_t>> sizes) {
-  const int64_t num_boxes = static_cast<int64_t>(offsets.size());
-  if (num_boxes < 2) return {};
-  const size_t num_dims = offsets[0].size();
-  if (num_dims == 0) return {0, 1};
-
-  // Sweep along the dim in which the boxes begin at the most places: there few of them are open at a time.
-  std::vector<int64_t> order(num_boxes);
-  std::iota(order.begin(), order.end(), 0);
-  size_t sweep_dim = 0;
-  size_t most_places = 0;
-  for (size_t dim = 0; dim < num_dims; ++dim) {
-    std::vector<int64_t> places(num_boxes);
-    for (int64_t box = 0; box < num_boxes; ++box) places[box] = offsets[box][dim];
-    std::sort(places.begin(), places.end());
-    const size_t num_places = std::unique(places.begin(), places.end()) - places.begin();
-    if (num_places > most_places) {
-      most_places = num_places;
-      sweep_dim = dim;
-    }
-  }
-  std::stable_sort(order.begin(), order.end(),
-                   [&](int64_t left, int64_t right) { return offsets[left][sweep_dim] < offsets[right][sweep_dim]; });
-
-  std::vector<int64_t> open;
-  for (const int64_t box : order) {
-    std::erase_if(open, [&](int64_t other) {
-      return offsets[other][sweep_dim] + sizes[other][sweep_dim] <= offsets[box][sweep_dim];
-    });
-    for (const int64_t other : open) {
-      bool overlaps = true;
-      for (size_t dim = 0; dim < num_dims && overlaps; ++dim) {
-        overlaps = offsets[box][dim] < offsets[other][dim] + sizes[other][dim] &&
-                   offsets[other][dim] < offsets[box][dim] + sizes[box][dim];
-      }
-      if (overlaps) return {std::min(box, other), std::max(box, other)};
-    }
-    open.push_back(box);
-  }
-  return {};
 }
 
 }  // namespace torchtitan_ext::core

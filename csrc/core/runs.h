@@ -1,10 +1,9 @@
 // Runs: what is left of a copy between two strided boxes once everything contiguous has been joined.
 //
-// A run is one contiguous copy. A box copy is a loop nest around a run: with source strides s and destination strides
-// d,
+// A run is one contiguous copy. A box copy is a loop nest around a run: with source strides s and destination strides d,
 //
-//     for i in [0, count_0): for j in [0, count_1): ...  copy(dst + i * d_0 + j * d_1 + ..., src + i * s_0 + ...,
-//     run_bytes)
+//     for i in [0, count_0): for j in [0, count_1): ...
+//       copy(dst + i * d_0 + j * d_1 + ..., src + i * s_0 + j * s_1 + ..., run_bytes)
 //
 // The nest is kept, not its runs: 128 MiB in runs of 256 B are half a million copies and one nest.
 //
@@ -38,8 +37,8 @@ struct Loop {
   bool operator==(const Loop&) const = default;
 };
 
-// `num_runs` is the product of the counts of its loops (1 without loops), which are `loops()[first_loop, first_loop +
-// num_loops)` of the RunList that holds it, outermost first. Of loops with positive strides the outermost has the
+// `num_runs` is the product of the counts of its loops (1 without loops), which are
+// `loops()[first_loop, first_loop + num_loops)` of the RunList that holds it, outermost first. Of loops with positive strides the outermost has the
 // largest destination stride, so the destination is written in order.
 struct RunNest {
   int64_t src_bytes = 0;
@@ -55,9 +54,6 @@ struct BoxSide {
   int64_t offset_bytes = 0;
   std::span<const int64_t> strides;
 };
-
-// Bytes between the first and one past the last byte that a list touches on one side.
-using Extent = Interval;
 
 class RunList {
  public:
@@ -83,8 +79,10 @@ class RunList {
 
   // Of all runs together.
   int64_t num_bytes() const { return num_bytes_; }
-  Extent src_extent() const;
-  Extent dst_extent() const;
+
+  // From the first to one past the last byte that the list touches on one side.
+  Interval src_extent() const;
+  Interval dst_extent() const;
 
   // Every single run, in the order in which the nests are walked. For tests and small lists.
   std::vector<Run> enumerate() const;
@@ -100,14 +98,5 @@ class RunList {
   size_t joinable_from_ = 0;
   int64_t num_bytes_ = 0;
 };
-
-// The positions of two boxes that share an element, or {-1, -1}. `num_boxes` x `num_dims` offsets and sizes are read
-// from `offsets(box)[dim]`; near-linear where one dim tells the boxes apart, as in every shard.
-struct BoxPair {
-  int64_t first = -1;
-  int64_t second = -1;
-};
-BoxPair find_overlap(std::span<const std::span<const int64_t>> offsets,
-                     std::span<const std::span<const int64_t>> sizes);
 
 }  // namespace torchtitan_ext::core

@@ -3,8 +3,7 @@
 // Definition. A layout applies *steps*, one per sharding mesh axis, in the order in which the axes were really sharded.
 // A step (axis, dim, split_factor) takes what the rank holds along `dim` so far, a list of intervals seen as one
 // sequence, and
-//   1. cuts the sequence into `split_factor` parts as torch.chunk does (parts of ceil(n / k), the last ones may be
-//   empty),
+//   1. cuts the sequence into `split_factor` parts as torch.chunk does (parts of ceil(n / k), the last may be empty),
 //   2. cuts every part into mesh_shape[axis] pieces in the same way,
 //   3. keeps piece coordinate[axis] of every part, joined in order.
 // With split_factor 1 this is torch.chunk; with a greater one it is what DTensor's _StridedShard does.

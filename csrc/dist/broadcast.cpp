@@ -14,8 +14,8 @@
 #include <utility>
 #include <vector>
 
-#include "core/aliasing.h"
 #include "core/bucket.h"
+#include "core/memory.h"
 #include "ops/copy_runs.h"
 #include "ops/python_lock.h"
 
@@ -71,8 +71,8 @@ void check_tensors(at::TensorList tensors) {
     TORCH_CHECK_VALUE(tensor.is_contiguous() || !core::may_overlap_itself(tensor.sizes(), tensor.strides()), where(),
                       "cannot be received into: several of its elements share memory; clone() it first");
   }
-  const core::BoxPair pair = core::find_shared_memory(memories);
-  TORCH_CHECK_VALUE(pair.first < 0, kOp, ": tensors[", pair.first, "] and tensors[", pair.second,
+  const auto pair = core::find_shared_memory(memories);
+  TORCH_CHECK_VALUE(!pair, kOp, ": tensors[", pair->first, "] and tensors[", pair->second,
                     "] share memory and would both be received into");
 }
 

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
+#include "core/boxes.h"
 #include "core/check.h"
-#include "core/runs.h"
 
 namespace torchtitan_ext::ops {
 namespace {
@@ -76,13 +76,10 @@ std::vector<ChunkView> checked_chunks(std::span<const int64_t> table, std::span<
 void check_disjoint(std::span<const ChunkView> chunks, std::span<const int64_t> ChunkView::* offsets, const char* op,
                     const char* place) {
   if (chunks.size() < 2) return;
-  std::vector<std::span<const int64_t>> all_offsets, all_sizes;
-  for (const ChunkView& chunk : chunks) {
-    all_offsets.push_back(chunk.*offsets);
-    all_sizes.push_back(chunk.sizes);
-  }
-  const core::BoxPair pair = core::find_overlap(all_offsets, all_sizes);
-  TTE_CHECK(pair.first < 0, op, "chunks ", pair.first, " and ", pair.second, " overlap in the ", place);
+  std::vector<core::Box> boxes;
+  for (const ChunkView& chunk : chunks) boxes.push_back({chunk.*offsets, chunk.sizes});
+  const auto pair = core::find_colliding_pair(boxes);
+  TTE_CHECK(!pair, op, "chunks ", pair->first, " and ", pair->second, " overlap in the ", place);
 }
 
 int64_t offset_bytes(std::span<const int64_t> offsets, std::span<const int64_t> origin,

@@ -1,11 +1,11 @@
-// Launches the tiles of copy_tiles.h. Needs the CUDA runtime alone, linked statically: one binary loads beside CPU
+// Launches the tiles of run_tiles.h. Needs the CUDA runtime alone, linked statically: one binary loads beside CPU
 // torch and beside any CUDA torch; torch's current stream is asked for through a symbol that only a CUDA torch has.
 #include <cuda_runtime.h>
 #include <torch/csrc/stable/accelerator.h>
 
 #include "ops/copy_runs.h"
-#include "ops/copy_tiles.h"
 #include "ops/cuda_stream.h"
+#include "ops/run_tables.h"
 
 namespace torchtitan_ext::ops {
 namespace {
@@ -37,16 +37,16 @@ void copy_runs_cuda(const core::RunList& runs, uintptr_t src, uintptr_t dst, int
   const torch::stable::accelerator::DeviceGuard guard(device_index);
   check_cuda(cudaSetDevice(device_index), "copy_runs");  // this runtime is not torch's
   const cudaStream_t stream = current_stream(device_index);
-  const CopyTiles tiles = make_copy_tiles(runs, src, dst);
-  for_each_table<kSpanCapacity>(tiles.spans, [&](const auto& table) {
+  const CopyEntries entries = make_copy_entries(runs, src, dst);
+  for_each_table<kSpanCapacity>(entries.spans, [&](const auto& table) {
     copy_spans<<<table.first_tile[table.count], kTileThreads, 0, stream>>>(table);
     check_cuda(cudaGetLastError(), "copy_runs");
   });
-  launch_nests<Word1>(tiles.nests[0], stream);
-  launch_nests<Word2>(tiles.nests[1], stream);
-  launch_nests<Word4>(tiles.nests[2], stream);
-  launch_nests<Word8>(tiles.nests[3], stream);
-  launch_nests<Word16>(tiles.nests[4], stream);
+  launch_nests<Word1>(entries.nests[0], stream);
+  launch_nests<Word2>(entries.nests[1], stream);
+  launch_nests<Word4>(entries.nests[2], stream);
+  launch_nests<Word8>(entries.nests[3], stream);
+  launch_nests<Word16>(entries.nests[4], stream);
 }
 
 }  // namespace torchtitan_ext::ops

@@ -1,10 +1,10 @@
 #include <cuda_runtime.h>
 #include <torch/csrc/stable/accelerator.h>
 
-#include "ops/copy_tiles.h"
 #include "ops/cuda_stream.h"
 #include "ops/element_hash.h"
 #include "ops/hash_runs.h"
+#include "ops/run_tables.h"
 
 namespace torchtitan_ext::ops {
 namespace {

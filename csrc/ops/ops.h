@@ -2,8 +2,8 @@
 // hand them to copy_runs. Every argument is checked before the first byte moves; bad ones are std::invalid_argument
 // (ValueError) and sizes beyond int64 std::overflow_error. No op waits for the device.
 //
-// A shard travels as integers: its sizes, and a table of its chunks with `offsets | sizes | local_offsets` for each (3
-// * num_dims integers). The one chunk of a 0-d shard has none, so its table is empty.
+// A shard travels as integers: its sizes, and a table of its chunks with `offsets | sizes | local_offsets` for each
+// (3 * num_dims integers). The one chunk of a 0-d shard has none, so its table is empty.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

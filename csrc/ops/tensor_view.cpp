@@ -108,8 +108,8 @@ void check_separate(std::span<const TensorView> written, std::string_view op, st
   std::vector<core::Memory> memories;
   memories.reserve(written.size());
   for (const TensorView& view : written) memories.push_back(view.memory());
-  const core::BoxPair pair = core::find_shared_memory(memories);
-  TTE_CHECK(pair.first < 0, op, name, "[", pair.first, "] and ", name, "[", pair.second,
+  const auto pair = core::find_shared_memory(memories);
+  TTE_CHECK(!pair, op, name, "[", pair->first, "] and ", name, "[", pair->second,
             "] share memory and would both be written");
 }
 
@@ -137,8 +137,7 @@ void check_separate(std::span<const TensorView> written, std::span<const TensorV
     for (size_t at = past - extents.begin(); at-- > 0 && farthest_end[at] > extent.begin;) {
       if (extents[at].first.end <= extent.begin) continue;
       const core::Memory both[] = {view.memory(), written[extents[at].second].memory()};
-      TTE_CHECK(core::find_shared_memory(both).first < 0, op,
-                "source and destination share memory; clone() one of them first");
+      TTE_CHECK(!core::find_shared_memory(both), op, "source and destination share memory; clone() one of them first");
     }
   }
 }

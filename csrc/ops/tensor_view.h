@@ -9,7 +9,7 @@
 #include <string_view>
 #include <vector>
 
-#include "core/aliasing.h"
+#include "core/memory.h"
 #include "core/runs.h"
 #include "ops/copy_runs.h"
 

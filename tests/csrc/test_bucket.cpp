@@ -1,7 +1,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cstring>
 #include <random>
 
 #include "core/bucket.h"
@@ -62,46 +61,6 @@ TEST(ScheduleMessages, EveryByteOnceAndWithinBounds) {
     ASSERT_EQ(next_message, static_cast<int64_t>(schedule.messages.size()));
     ASSERT_EQ(next_segment, static_cast<int64_t>(schedule.segments.size()));
     ASSERT_EQ(sent, sizes);
-  }
-}
-
-// Every range of a permuted tensor, there and back, against the elements in row-major order.
-TEST(AppendRange, EveryRange) {
-  const std::vector<std::pair<std::vector<int64_t>, std::vector<int64_t>>> cases = {
-      {{}, {}}, {{7}, {1}}, {{7}, {3}}, {{3, 4}, {1, 3}}, {{2, 3, 4}, {1, 8, 2}}, {{2, 1, 5}, {40, 7, 2}}};
-  for (const auto& [sizes, strides] : cases) {
-    const int64_t count = num_elements(sizes);
-    std::vector<int16_t> memory(200);
-    for (size_t index = 0; index < memory.size(); ++index) memory[index] = static_cast<int16_t>(index);
-    std::vector<int16_t> row_major;
-    for (int64_t index = 0; index < count; ++index) {
-      int64_t rest = index, offset = 0;
-      for (size_t dim = sizes.size(); dim-- > 0; rest /= sizes[dim]) offset += rest % sizes[dim] * strides[dim];
-      row_major.push_back(memory[offset]);
-    }
-    for (int64_t first = 0; first <= count; ++first) {
-      for (int64_t last = first; last <= count; ++last) {
-        RunList pack, unpack;
-        append_range(pack, {0, sizes, strides, 2}, 0, first, last, true);
-        append_range(unpack, {0, sizes, strides, 2}, 0, first, last, false);
-        std::vector<int16_t> buffer(count + 1, -1), back = memory;
-        for (const auto& run : pack.enumerate()) {
-          std::memcpy(reinterpret_cast<char*>(buffer.data()) + run.dst_bytes,
-                      reinterpret_cast<const char*>(memory.data()) + run.src_bytes, run.num_bytes);
-        }
-        const std::vector<int16_t> expected(row_major.begin() + first, row_major.begin() + last);
-        ASSERT_TRUE(std::equal(expected.begin(), expected.end(), buffer.begin()));
-        ASSERT_EQ(buffer[last - first], -1);
-        for (int16_t& value : back) {
-          if (std::find(expected.begin(), expected.end(), value) != expected.end()) value = -2;
-        }
-        for (const auto& run : unpack.enumerate()) {
-          std::memcpy(reinterpret_cast<char*>(back.data()) + run.dst_bytes,
-                      reinterpret_cast<const char*>(buffer.data()) + run.src_bytes, run.num_bytes);
-        }
-        ASSERT_EQ(back, memory);
-      }
-    }
   }
 }
 

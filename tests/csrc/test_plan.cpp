@@ -1,92 +1,12 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <random>
-#include <set>
 #include <stdexcept>
 
 #include "core/plan.h"
-#include "core/shard_layout.h"
 
 namespace torchtitan_ext::core {
 namespace {
-
-std::vector<Chunk> random_boxes(std::mt19937& random, const Sizes& shape, int64_t count) {
-  const auto pick = [&](int64_t low, int64_t high) {
-    return std::uniform_int_distribution<int64_t>(low, high)(random);
-  };
-  std::vector<Chunk> boxes(static_cast<size_t>(count));
-  for (Chunk& box : boxes) {
-    for (const int64_t size : shape) {
-      box.offsets.push_back(pick(0, size - 1));
-      box.sizes.push_back(pick(1, size - box.offsets.back()));
-      box.local_offsets.push_back(pick(0, 100));
-    }
-  }
-  return boxes;
-}
-
-// The oracle: every pair, every dim.
-std::vector<Overlap> all_pairs(const std::vector<Chunk>& wanted, const std::vector<Chunk>& saved) {
-  std::vector<Overlap> overlaps;
-  for (size_t w = 0; w < wanted.size(); ++w) {
-    for (size_t s = 0; s < saved.size(); ++s) {
-      Overlap overlap{w, s, {}, {}, {}};
-      bool is_empty = false;
-      for (size_t dim = 0; dim < wanted[w].offsets.size(); ++dim) {
-        const int64_t begin = std::max(wanted[w].offsets[dim], saved[s].offsets[dim]);
-        const int64_t end =
-            std::min(wanted[w].offsets[dim] + wanted[w].sizes[dim], saved[s].offsets[dim] + saved[s].sizes[dim]);
-        is_empty |= end <= begin;
-        overlap.saved_offsets.push_back(begin - saved[s].offsets[dim]);
-        overlap.local_offsets.push_back(wanted[w].local_offsets[dim] + begin - wanted[w].offsets[dim]);
-        overlap.sizes.push_back(end - begin);
-      }
-      if (!is_empty) overlaps.push_back(overlap);
-    }
-  }
-  return overlaps;
-}
-
-TEST(FindOverlaps, IsAllPairsOnRandomBoxes) {
-  std::mt19937 random(3);
-  for (int trial = 0; trial < 5000; ++trial) {
-    Sizes shape(std::uniform_int_distribution<size_t>(0, 3)(random));
-    for (int64_t& size : shape) size = std::uniform_int_distribution<int64_t>(1, 20)(random);
-    const auto wanted = random_boxes(random, shape, std::uniform_int_distribution<int64_t>(0, 5)(random));
-    const auto saved = random_boxes(random, shape, std::uniform_int_distribution<int64_t>(0, 12)(random));
-    ASSERT_EQ(find_overlaps(wanted, saved), all_pairs(wanted, saved));
-  }
-}
-
-TEST(FindOverlaps, ReadsEveryWantedElementOnceFromAnyLayout) {
-  const ShardLayout saved_layout{{50, 7}, {4, 2}, {{1, 0, 3}, {0, 0, 1}}};
-  const ShardLayout wanted_layout{{50, 7}, {3, 3}, {{1, 1, 1}, {0, 0, 2}}};
-  std::vector<Chunk> saved;
-  for (const Shard& shard : all_shards(saved_layout)) {
-    saved.insert(saved.end(), shard.chunks.begin(), shard.chunks.end());
-  }
-  for (const Shard& shard : all_shards(wanted_layout)) {
-    std::set<Sizes> filled;
-    int64_t num_filled = 0;
-    for (const Overlap& overlap : find_overlaps(shard.chunks, saved)) {
-      num_filled += num_elements(overlap.sizes);
-      for (int64_t row = 0; row < overlap.sizes[0]; ++row) {
-        for (int64_t column = 0; column < overlap.sizes[1]; ++column) {
-          filled.insert({overlap.local_offsets[0] + row, overlap.local_offsets[1] + column});
-        }
-      }
-    }
-    EXPECT_EQ(num_filled, num_elements(shard.sizes));
-    EXPECT_EQ(static_cast<int64_t>(filled.size()), num_filled);
-  }
-}
-
-TEST(FindOverlaps, RefusesMixedNumbersOfDims) {
-  const std::vector<Chunk> one{{{0}, {4}, {0}}};
-  const std::vector<Chunk> two{{{0, 0}, {4, 4}, {0, 0}}};
-  EXPECT_THROW(find_overlaps(one, two), std::invalid_argument);
-}
 
 TEST(AssignWriters, BalancesBytesAmongHolders) {
   std::vector<ReplicatedShard> shards;

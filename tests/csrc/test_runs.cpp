@@ -81,7 +81,7 @@ TEST(Runs, EmptyBoxesAddNothing) {
   append(list, {3, 0}, 0, {0, 4}, 0, {0, 4}, 4);
   EXPECT_TRUE(list.nests().empty());
   EXPECT_EQ(list.num_bytes(), 0);
-  EXPECT_EQ(list.src_extent(), (Extent{0, 0}));
+  EXPECT_EQ(list.src_extent(), (Interval{0, 0}));
 }
 
 TEST(Runs, NeighboursJoin) {
@@ -109,8 +109,8 @@ TEST(Runs, AThousandEvenStepsAreOneNest) {
   EXPECT_EQ(list.loops(), (std::vector<Loop>{{1000, 96, 32}}));
   EXPECT_EQ(list.nests()[0].num_runs, 1000);
   EXPECT_EQ(list.num_bytes(), 32000);
-  EXPECT_EQ(list.src_extent(), (Extent{0, 999 * 96 + 32}));
-  EXPECT_EQ(list.dst_extent(), (Extent{0, 32000}));
+  EXPECT_EQ(list.src_extent(), (Interval{0, 999 * 96 + 32}));
+  EXPECT_EQ(list.dst_extent(), (Interval{0, 32000}));
 }
 
 TEST(Runs, PairsOfTensorsDoNotJoin) {
@@ -184,28 +184,9 @@ TEST(Runs, RandomBoxesMatchTheOracle) {
     ASSERT_EQ(bytes_of(list), expected) << "round " << round;
     ASSERT_EQ(list.num_bytes(), static_cast<int64_t>(expected.size()));
     if (!expected.empty()) {
-      ASSERT_EQ(list.dst_extent(), (Extent{expected.begin()->first, expected.rbegin()->first + 1}));
+      ASSERT_EQ(list.dst_extent(), (Interval{expected.begin()->first, expected.rbegin()->first + 1}));
     }
   }
-}
-
-TEST(Runs, FindOverlap) {
-  const auto find = [](const std::vector<Chunk>& chunks) {
-    std::vector<std::span<const int64_t>> offsets, sizes;
-    for (const Chunk& chunk : chunks) {
-      offsets.emplace_back(chunk.offsets);
-      sizes.emplace_back(chunk.sizes);
-    }
-    const BoxPair pair = find_overlap(offsets, sizes);
-    return std::make_pair(pair.first, pair.second);
-  };
-  const auto none = std::make_pair<int64_t, int64_t>(-1, -1);
-  EXPECT_EQ(find({}), none);
-  EXPECT_EQ(find({{{0, 0}, {2, 2}, {}}}), none);
-  EXPECT_EQ(find({{{0, 0}, {2, 2}, {}}, {{0, 2}, {2, 2}, {}}, {{2, 0}, {2, 4}, {}}}), none);
-  EXPECT_EQ(find({{{0, 0}, {2, 2}, {}}, {{4, 4}, {1, 1}, {}}, {{1, 1}, {2, 2}, {}}}),
-            std::make_pair(int64_t{0}, int64_t{2}));
-  EXPECT_EQ(find({{{}, {}, {}}, {{}, {}, {}}}), std::make_pair(int64_t{0}, int64_t{1}));
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
-// How the CUDA form of copy_runs divides its work: tables that travel as kernel arguments, and what one thread of one
-// block does with them. Plain C++, so that the tests run every block and thread on a CPU; copy_runs_cuda.cu only
-// launches.
+// What one thread of one block does on a CUDA device, for copies and for hashes: tables of entries, which travel as
+// kernel arguments, and functions over their tiles. run_tables.h makes the tables, copy_runs_cuda.cu and
+// hash_runs_cuda.cu only launch. Plain C++, so that the tests run every block and thread on a CPU.
 //
 // A launch takes a table of entries and one block per tile. The tiles of all entries are numbered through; a block
 // finds its entry by binary search in `first_tile`. Tables of up to 32 KiB are kernel arguments: nothing is allocated,
@@ -8,21 +8,15 @@
 //
 // Two kinds of entries:
 //   span: one contiguous copy, any alignment. A tile is 16 KiB of it, aligned at the destination: neighbouring threads
-//   move
-//         neighbouring 16-byte words (shorter ones where source and destination are aligned differently); the few bytes
-//         before the first and behind the last whole word are moved one by one.
+//         move neighbouring 16-byte words (shorter ones where source and destination are aligned differently); the few
+//         bytes before the first and behind the last whole word are moved one by one.
 //   nest: a loop nest of short runs. All of its words are numbered through in the order of the destination, and
-//   neighbouring
-//         threads move neighbouring words: writes are coalesced, reads as far as the runs are long. The word is the
-//         largest power of two of up to 16 bytes that divides addresses, strides and run.
+//         neighbouring threads move neighbouring words: writes are coalesced, reads as far as the runs are long. The
+//         word is the largest power of two of up to 16 bytes that divides addresses, strides and run. Hashes are sums
+//         over the words of a nest, whatever its runs.
 #pragma once
 
-#include <algorithm>
-#include <array>
 #include <cstdint>
-#include <vector>
-
-#include "core/runs.h"
 
 #if defined(__CUDACC__)
 #define TTE_HOST_DEVICE __host__ __device__ inline
@@ -230,43 +224,6 @@ TTE_HOST_DEVICE void copy_nest_tile(const SomeTable& table, uint32_t tile, uint3
   TTE_UNROLL
   for (uint32_t step = 0; step < kTileUnroll; ++step) {
     if (places[step] != 0) *reinterpret_cast<Word*>(places[step]) = words[step];
-  }
-}
-
-// What a list of runs, whose offsets count from `src` and `dst`, comes to. `nests[i]` has words of 1 << i bytes.
-struct CopyTiles {
-  std::vector<SpanEntry> spans;
-  std::array<std::vector<NestEntry>, 5> nests;
-};
-
-CopyTiles make_copy_tiles(const core::RunList& runs, uint64_t src, uint64_t dst);
-
-// The same as words of one size only, for hashing: destinations may be any numbers. Sources are aligned to words.
-std::vector<NestEntry> make_word_entries(const core::RunList& runs, int64_t word_bytes);
-
-// Calls launch(table) for tables that hold all entries, small ones where they suffice.
-template <uint32_t kCapacity, typename Entry, typename Launch>
-void for_each_table(const std::vector<Entry>& entries, const Launch& launch) {
-  const auto fill = [&](auto& table, size_t first, size_t count) {
-    table.count = static_cast<uint32_t>(count);
-    uint32_t tile = 0;
-    for (size_t index = 0; index < count; ++index) {
-      table.entries[index] = entries[first + index];
-      table.first_tile[index] = tile;
-      tile += num_tiles(table.entries[index]);
-    }
-    table.first_tile[count] = tile;
-    launch(table);
-  };
-  for (size_t first = 0; first < entries.size(); first += kCapacity) {
-    const size_t count = std::min<size_t>(entries.size() - first, kCapacity);
-    if (count <= kSmallCapacity) {
-      Table<Entry, kSmallCapacity> table;
-      fill(table, first, count);
-    } else {
-      Table<Entry, kCapacity> table;
-      fill(table, first, count);
-    }
   }
 }
 

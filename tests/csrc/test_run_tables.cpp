@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "ops/copy_runs.h"
-#include "ops/copy_tiles.h"
 #include "ops/element_hash.h"
 #include "ops/hash_runs.h"
+#include "ops/run_tables.h"
 
 namespace torchtitan_ext::ops {
 namespace {
@@ -28,17 +28,17 @@ void run_nests(const std::vector<NestEntry>& entries) {
 }
 
 void run_tiles(const RunList& runs, uintptr_t src, uintptr_t dst) {
-  const CopyTiles tiles = make_copy_tiles(runs, src, dst);
-  for_each_table<kSpanCapacity>(tiles.spans, [](const auto& table) {
+  const CopyEntries entries = make_copy_entries(runs, src, dst);
+  for_each_table<kSpanCapacity>(entries.spans, [](const auto& table) {
     for (uint32_t tile = 0; tile < table.first_tile[table.count]; ++tile) {
       for (uint32_t thread = 0; thread < kTileThreads; ++thread) copy_span_tile(table, tile, thread);
     }
   });
-  run_nests<Word1>(tiles.nests[0]);
-  run_nests<Word2>(tiles.nests[1]);
-  run_nests<Word4>(tiles.nests[2]);
-  run_nests<Word8>(tiles.nests[3]);
-  run_nests<Word16>(tiles.nests[4]);
+  run_nests<Word1>(entries.nests[0]);
+  run_nests<Word2>(entries.nests[1]);
+  run_nests<Word4>(entries.nests[2]);
+  run_nests<Word8>(entries.nests[3]);
+  run_nests<Word16>(entries.nests[4]);
 }
 
 // Many short ranges, to cut runs where threads would.
@@ -77,7 +77,7 @@ void check(const RunList& runs, int64_t src_shift, int64_t dst_shift) {
   }
 }
 
-TEST(CopyTiles, FastDivisor) {
+TEST(RunTables, FastDivisor) {
   std::mt19937 random(3);
   for (int round = 0; round < 200000; ++round) {
     const uint32_t divisor = (random() >> (random() % 31)) | 1u;
@@ -88,7 +88,7 @@ TEST(CopyTiles, FastDivisor) {
   ASSERT_EQ(FastDivisor(0x40000000u).divide(0x7fffffffu), 1u);
 }
 
-TEST(CopyTiles, SpansOfEverySizeAndAlignment) {
+TEST(RunTables, SpansOfEverySizeAndAlignment) {
   for (const int64_t size : {1, 15, 16, 17, 1000, 16383, 16384, 16385, 40000, 600000}) {
     for (const int64_t src_shift : {0, 1, 2, 4, 8}) {
       for (const int64_t dst_shift : {0, 1, 6}) {
@@ -100,7 +100,7 @@ TEST(CopyTiles, SpansOfEverySizeAndAlignment) {
   }
 }
 
-TEST(CopyTiles, MoreSpansThanOneTableTakes) {
+TEST(RunTables, MoreSpansThanOneTableTakes) {
   RunList runs;
   int64_t src = 0, dst = 0;
   for (int64_t index = 0; index < 3000; ++index) {
@@ -112,7 +112,7 @@ TEST(CopyTiles, MoreSpansThanOneTableTakes) {
   check(runs, 0, 0);
 }
 
-TEST(CopyTiles, RandomNests) {
+TEST(RunTables, RandomNests) {
   std::mt19937 random(11);
   const auto draw = [&](int64_t low, int64_t high) {
     return std::uniform_int_distribution<int64_t>(low, high)(random);
@@ -141,7 +141,7 @@ TEST(CopyTiles, RandomNests) {
   }
 }
 
-TEST(CopyTiles, LargeNestsUseSeveralTilesAndRanges) {
+TEST(RunTables, LargeNestsUseSeveralTilesAndRanges) {
   for (const int64_t row_bytes : {4, 12, 96, 256, 5000, 40000, 100000, 300}) {
     RunList runs;
     const int64_t num_bytes = row_bytes == 300 ? 9000000 : 2000000;  // 9 MB are streamed
@@ -155,22 +155,22 @@ TEST(CopyTiles, LargeNestsUseSeveralTilesAndRanges) {
   }
 }
 
-TEST(CopyTiles, LongNestsAreCutIntoEntries) {
+TEST(RunTables, LongNestsAreCutIntoEntries) {
   RunList runs;  // never copied: only how it is cut matters
   const Sizes sizes{3, int64_t{1} << 29, 1}, src_strides{int64_t{1} << 40, 4, 1}, dst_strides{int64_t{1} << 30, 2, 1};
   runs.append_box(sizes, {0, src_strides}, {0, dst_strides}, 1);
-  const CopyTiles tiles = make_copy_tiles(runs, 0, 0);
+  const CopyEntries entries = make_copy_entries(runs, 0, 0);
   int64_t num_words = 0;
-  for (const NestEntry& entry : tiles.nests[0]) {
+  for (const NestEntry& entry : entries.nests[0]) {
     EXPECT_LE(entry.num_words, kMaxNestWords);
     num_words += entry.num_words;
   }
   EXPECT_EQ(num_words, int64_t{3} << 29);
-  EXPECT_TRUE(tiles.spans.empty());
+  EXPECT_TRUE(entries.spans.empty());
 }
 
 // Elements of a box whose position in the global tensor is their place in `dst`, on both kernels, against one by one.
-TEST(CopyTiles, HashesAgree) {
+TEST(RunTables, HashesAgree) {
   Bytes memory(1 << 20);
   std::mt19937 random(5);
   for (uint8_t& byte : memory) byte = static_cast<uint8_t>(random());

@@ -1,4 +1,4 @@
-#include "ops/copy_tiles.h"
+#include "ops/run_tables.h"
 
 #include <bit>
 #include <span>
@@ -61,34 +61,34 @@ void add_nest(std::vector<NestEntry>& entries, int log2, int64_t run_bytes, std:
   }
 }
 
-void add_spans(CopyTiles& tiles, int64_t run_bytes, std::span<const Loop> loops, uint64_t src, uint64_t dst) {
+void add_spans(CopyEntries& entries, int64_t run_bytes, std::span<const Loop> loops, uint64_t src, uint64_t dst) {
   if (loops.empty()) {
-    tiles.spans.push_back({src, dst, static_cast<uint64_t>(run_bytes)});
+    entries.spans.push_back({src, dst, static_cast<uint64_t>(run_bytes)});
     return;
   }
   for (int64_t index = 0; index < loops[0].count; ++index) {
-    add_spans(tiles, run_bytes, loops.subspan(1), src + index * loops[0].src_stride_bytes,
+    add_spans(entries, run_bytes, loops.subspan(1), src + index * loops[0].src_stride_bytes,
               dst + index * loops[0].dst_stride_bytes);
   }
 }
 
 }  // namespace
 
-CopyTiles make_copy_tiles(const core::RunList& runs, uint64_t src, uint64_t dst) {
-  CopyTiles tiles;
-  tiles.spans.reserve(runs.nests().size());
+CopyEntries make_copy_entries(const core::RunList& runs, uint64_t src, uint64_t dst) {
+  CopyEntries entries;
+  entries.spans.reserve(runs.nests().size());
   for (const RunNest& nest : runs.nests()) {
     const std::span<const Loop> loops = runs.loops_of(nest);
     const uint64_t from = src + nest.src_bytes;
     const uint64_t to = dst + nest.dst_bytes;
     if (loops.empty() || nest.run_bytes > kMaxNestRunBytes) {
-      add_spans(tiles, nest.run_bytes, loops, from, to);
+      add_spans(entries, nest.run_bytes, loops, from, to);
     } else {
       const int log2 = word_log2(nest, loops, from, to);
-      add_nest(tiles.nests[log2], log2, nest.run_bytes, loops, from, to);
+      add_nest(entries.nests[log2], log2, nest.run_bytes, loops, from, to);
     }
   }
-  return tiles;
+  return entries;
 }
 
 std::vector<NestEntry> make_word_entries(const core::RunList& runs, int64_t word_bytes) {

@@ -1,0 +1,67 @@
+// Boxes of one tensor that share elements: chunks of a shard that must not overlap, wanted and saved chunks that must.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "core/chunk.h"
+
+namespace torchtitan_ext::core {
+
+// Offsets and sizes in elements, as views into whatever holds them. A box with a size 0 shares nothing.
+struct Box {
+  std::span<const int64_t> offsets;
+  std::span<const int64_t> sizes;
+};
+
+// Answers which of many boxes share an element with a given one, in time that grows with the logarithm of their number
+// plus the answer, whether they tile one dim, several, or one of them spans all the others.
+//
+// A tree over the boxes: each node knows the box around all of its own, and a leaf has a handful. A node is cut in half
+// along the dim in which most of its boxes lie side by side, that is in which their beginnings spread over the largest
+// multiple of their mean size.
+class BoxIndex {
+ public:
+  // All boxes have `num_dims` dims. Copies what it needs. Throws std::overflow_error for a box that ends beyond int64.
+  BoxIndex(std::span<const Box> boxes, size_t num_dims);
+
+  // Replaces `found` by the positions, in increasing order, of the boxes that share an element with `box`.
+  void find(const Box& box, std::vector<size_t>& found) const;
+
+ private:
+  struct Node {
+    size_t first, last;  // of order_
+    size_t right = 0;    // the left child follows its parent; 0 for a leaf
+  };
+
+  size_t build(size_t first, size_t last);
+  size_t dim_to_cut(size_t first, size_t last) const;
+
+  size_t num_dims_;
+  std::vector<size_t> order_;      // positions of the boxes, those of a node side by side
+  std::vector<Interval> extents_;  // of box i at [i * num_dims, (i + 1) * num_dims)
+  std::vector<Node> nodes_;
+  std::vector<Interval> bounds_;  // of node i in the same way
+};
+
+// A part of a saved chunk that a wanted chunk needs.
+struct Overlap {
+  size_t wanted = 0;    // index into the wanted chunks
+  size_t saved = 0;     // index into the saved chunks
+  Sizes saved_offsets;  // inside the saved chunk
+  Sizes local_offsets;  // inside the wanted shard's local tensor
+  Sizes sizes;
+
+  bool operator==(const Overlap&) const = default;
+};
+
+// All non-empty intersections, ordered by wanted chunk, then saved chunk.
+std::vector<Overlap> find_overlaps(std::span<const Chunk> wanted, std::span<const Chunk> saved);
+
+// The positions of two boxes that share an element, the lower one first.
+std::optional<std::pair<size_t, size_t>> find_colliding_pair(std::span<const Box> boxes);
+
+}  // namespace torchtitan_ext::core
