@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from torchtitan_ext import ops
 from torchtitan_ext.layout.layout import Chunk, LocalShard
+from torchtitan_ext.op_library import load_full_abi
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.needs_cuda)]
 DTYPES = [
@@ -317,6 +322,27 @@ def test_kernels_wait_for_what_came_before_on_their_stream() -> None:
 # ---- autograd, versions, compile ----
 
 
+def current_context() -> int:
+    context = ctypes.c_void_p()
+    assert ctypes.CDLL("libcuda.so.1").cuCtxGetCurrent(ctypes.byref(context)) == 0
+    return context.value or 0
+
+
+@pytest.mark.needs_cuda
+def test_kernels_leave_the_current_context() -> None:
+    """A green context, for example, which `cudaSetDevice` would replace."""
+    last = torch.cuda.device_count() - 1
+    source = torch.arange(64.0, device=f"cuda:{last}").view(8, 8)
+    torch.cuda.set_device(0)
+    torch.zeros(1, device="cuda:0")
+    before = current_context()
+    packed = ops.pack_shard(source, TWO_CHUNKS)
+    hashed = ops.fingerprint_shard(packed, TWO_CHUNKS, (8, 8))
+    assert current_context() == before
+    assert torch.equal(packed.cpu(), ops.pack_shard(source.cpu(), TWO_CHUNKS))
+    assert int(hashed) == int(ops.fingerprint_shard(packed.cpu(), TWO_CHUNKS, (8, 8)))
+
+
 def test_gradients() -> None:
     src = torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
     local = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
@@ -340,6 +366,83 @@ def test_gradients_of_lists() -> None:
     for function in (flatten, pack):
         assert torch.autograd.gradcheck(function, (first, second))
         assert torch.autograd.gradgradcheck(function, (first, second))
+
+
+def flatten_pair(first: Tensor, second: Tensor) -> Tensor:
+    return ops.flatten_tensors([first, second], alignment=64, dtype=first.dtype)
+
+
+def pack_pair(first: Tensor, second: Tensor) -> Tensor:
+    packed = ops.pack_shards([first, second], [TWO_CHUNKS, TWO_CHUNKS])
+    return packed[0] + 2 * packed[1]
+
+
+def pack_and_unpack(first: Tensor, second: Tensor) -> Tensor:
+    return ops.unpack_shard(first, ops.pack_shard(second, TWO_CHUNKS), TWO_CHUNKS)
+
+
+LINEAR = pytest.mark.parametrize("function", [flatten_pair, pack_pair, pack_and_unpack])
+
+
+def in_pure_torch(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """The same as a matrix, found column by column: the ops are linear."""
+    columns = []
+    for position in range(2 * 48):
+        one = torch.zeros(2, 6, 8, dtype=torch.float64)
+        one.view(-1)[position] = 1
+        columns.append(function(one[0], one[1]))
+    matrix = torch.stack(columns, -1)
+    return lambda first, second: matrix @ torch.cat([first.reshape(-1), second.reshape(-1)])
+
+
+@LINEAR
+def test_forward_mode(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    first, second, tangent = torch.randn(3, 6, 8, dtype=torch.float64)
+    expected = in_pure_torch(function)(tangent, torch.zeros_like(second))
+    with forward_ad.dual_level():
+        result = forward_ad.unpack_dual(function(forward_ad.make_dual(first, tangent), second))
+    assert torch.equal(result.tangent, expected) and result.tangent.abs().sum() > 0
+    assert torch.equal(result.primal, function(first, second))
+    assert torch.autograd.gradcheck(
+        function, (first.requires_grad_(), second.requires_grad_()), check_forward_ad=True, check_batched_grad=False
+    )
+
+
+@LINEAR
+def test_transforms(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    first, second, third = torch.randn(3, 6, 8, dtype=torch.float64)
+    reference = in_pure_torch(function)
+
+    def of_squares(call: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda one, other: (call(one * one, other) ** 2).sum()
+
+    pair = (0, 1)
+    for transform in (torch.func.grad, torch.func.jacrev, torch.func.jacfwd):
+        for got, wanted in zip(
+            transform(of_squares(function), pair)(first, second),
+            transform(of_squares(reference), pair)(first, second),
+            strict=True,
+        ):
+            torch.testing.assert_close(got, wanted)
+    batch = torch.stack([first, third])
+    for in_dims, args in (((0, None), (batch, second)), ((0, 1), (batch, batch.transpose(0, 1)))):
+        got = torch.func.vmap(function, in_dims)(*args)
+        assert torch.equal(got, torch.func.vmap(reference, in_dims)(*args))
+    per_sample = torch.func.vmap(torch.func.grad(of_squares(function)), (0, None))(batch, second)
+    torch.testing.assert_close(
+        per_sample, torch.func.vmap(torch.func.grad(of_squares(reference)), (0, None))(batch, second)
+    )
+    jvp = torch.func.jvp(function, (first, second), (third, second))[1]
+    torch.testing.assert_close(jvp, reference(third, second))
+
+
+def test_in_place_refuses_forward_gradients() -> None:
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.zeros(4), torch.ones(4))
+        with pytest.raises(RuntimeError, match="is not differentiable: an argument has a forward gradient"):
+            ops.unflatten_tensors_([dual], torch.zeros(4))
+        with pytest.raises(RuntimeError, match="is not differentiable: an argument has a forward gradient"):
+            ops.flatten_into_([dual], torch.zeros(4))
 
 
 def test_in_place_list_ops_bump_versions() -> None:
@@ -368,11 +471,28 @@ def test_in_place_bumps_the_version() -> None:
         loss.backward()
 
 
-def test_in_place_without_the_library_of_this_torch() -> None:
-    program = """
+NO_SUCH_LIBRARY = """
 import torch
 
-torch.__version__ = "9.9.0"
+torch.__version__, said = "9.9.0", "this installation has no _full_abi_9_9.so"
+"""
+BROKEN_LIBRARY = """
+import torch
+
+load, said = torch.ops.load_library, "does not load beside torch"
+
+def broken(path):
+    if "_full_abi" in str(path):
+        raise OSError("undefined symbol: _ZN3c10")
+    load(path)
+
+torch.ops.load_library = broken
+"""
+
+
+@pytest.mark.parametrize("missing", [NO_SUCH_LIBRARY, BROKEN_LIBRARY], ids=["no file", "does not load"])
+def test_in_place_without_the_library_of_this_torch(missing: str) -> None:
+    program = """
 from torchtitan_ext import ops
 
 flat, tensors = torch.arange(4.0), [torch.zeros(4)]
@@ -384,15 +504,32 @@ except RuntimeError as error:
     assert "unflatten_tensors_ is not differentiable" in str(error), error
 else:
     raise AssertionError("written although it requires grad")
+with torch.inference_mode():
+    inference = torch.zeros(4)
+try:
+    ops.unflatten_tensors_([inference], flat)
+except RuntimeError as error:
+    assert "was made in inference mode" in str(error), error
+else:
+    raise AssertionError("written outside of inference mode")
 try:
     ops.broadcast_coalesced_(tensors, "default_pg")
 except ImportError as error:
-    assert "this installation has no _full_abi_9_9.so" in str(error), error
+    assert said in str(error), error
 else:
     raise AssertionError("broadcast without c10d")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", missing + program], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_library_that_does_not_load_says_why(tmp_path: Path) -> None:
+    broken = tmp_path / "_full_abi_2_13.so"
+    broken.write_bytes(b"no library")
+    assert "_full_abi_2_13.so does not load" in load_full_abi(broken)
+    assert "file too short" in load_full_abi(broken) or "invalid ELF header" in load_full_abi(broken)
 
 
 def test_in_place_refuses_what_requires_grad() -> None:
@@ -589,6 +726,37 @@ def test_bad_lists_are_refused_and_nothing_is_written() -> None:
 def test_bad_tables_are_refused(tables: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         torch.ops.torchtitan_ext.pack_shards([torch.randn(6, 8)], tables)
+
+
+def test_real_and_imaginary_parts_share_no_memory() -> None:
+    values = torch.randn(5 << 20, dtype=torch.complex64)
+    flat = ops.flatten_tensors([values.real, values.imag], alignment=4, dtype=torch.float32)
+    target = torch.zeros_like(values)
+    ops.unflatten_tensors_([target.real, target.imag], flat, alignment=4)
+    assert torch.equal(target, values)
+    with pytest.raises(ValueError, match="share memory and would both be written"):
+        ops.unflatten_tensors_([target.real, torch.view_as_real(target)[:, 0]], flat, alignment=4)
+
+
+def test_nested_tensors_are_refused_in_one_sentence() -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+    jagged = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
+    for tensor in (nested, jagged):
+        with pytest.raises(ValueError, match="is nested; pass the tensor of its values") as refusal:
+            ops.flatten_tensors([tensor])
+        assert len(str(refusal.value)) < 100
+        with pytest.raises(ValueError, match="is nested; pass the tensor of its values"):
+            ops.unflatten_tensors_([tensor], torch.zeros(20, dtype=torch.uint8))
+
+
+def test_inference_tensors_are_written_in_inference_mode_only() -> None:
+    with torch.inference_mode():
+        target = torch.zeros(4)
+        ops.unflatten_tensors_([target], torch.ones(4))
+    assert torch.equal(target, torch.ones(4))
+    with pytest.raises(RuntimeError, match="was made in inference mode and is written outside of it"):
+        ops.unflatten_tensors_([target], torch.zeros(4))
+    assert torch.equal(target, torch.ones(4))
 
 
 def test_bad_tensors_are_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ def _load_library() -> None:
         raise ImportError(
             f"torchtitan_ext: {path} does not load beside torch {torch.__version__}. Likely causes: torch older than "
             "2.11, or the package was built on another machine or for another Python; install it again where it runs. "
-            f"The loader says: {error}"
+            f"The loader says: {error.__cause__ or error}"
         ) from error
 
 
@@ -30,17 +32,29 @@ def full_abi_path() -> Path:
     return Path(_core.__file__).with_name(f"_full_abi_{major}_{minor}.so")
 
 
+def load_full_abi(path: Path) -> str:
+    """Loads it. Returns why it cannot be, or nothing: a broken one must not keep those from working who need none."""
+    if not path.exists():
+        return f"this installation has no {path.name}, which is built for one minor version of torch"
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:  # of another build of this version, a nightly for example
+        return (
+            f"{path.name} does not load beside torch {torch.__version__} (the loader says: {error.__cause__ or error})"
+        )
+    return ""
+
+
 _load_library()
-has_full_abi = full_abi_path().exists()
-if has_full_abi:
-    torch.ops.load_library(full_abi_path())
+full_abi_is_missing = load_full_abi(full_abi_path())
+"""Why, in one sentence; empty where it is there."""
 kernels = torch.ops.torchtitan_ext
 _library = torch.library.Library("torchtitan_ext", "IMPL")
 
 
 def bump_version_of(name: str, argument: int) -> None:
     """Makes an in-place op known to autograd where ``csrc/autograd``, which does it faster, is of another torch."""
-    if has_full_abi:
+    if not full_abi_is_missing:
         return
     op = getattr(kernels, name).default
 
@@ -50,8 +64,15 @@ def bump_version_of(name: str, argument: int) -> None:
                 f"{name} is not differentiable: an argument requires grad; call it under torch.no_grad(), "
                 "or use the form without the final underscore"
             )
+        given = args[argument]
+        written = [given] if isinstance(given, Tensor) else given
+        if not torch.is_inference_mode_enabled() and any(tensor.is_inference() for tensor in written):
+            raise RuntimeError(
+                f"{name}: a tensor was made in inference mode and is written outside of it; call under "
+                "torch.inference_mode(), or clone() it first"
+            )
         op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
-        torch.autograd.graph.increment_version(args[argument])
+        torch.autograd.graph.increment_version([tensor for tensor in written if not tensor.is_inference()])
 
     _library.impl(name, kernel, "ADInplaceOrView", with_keyset=True)
 
@@ -66,12 +87,127 @@ def call(name: str, args: tuple[Any, ...]) -> Any:
         raise _explained(name, args, error) from None
 
 
-def call_differentiable(name: str, args: tuple[Any, ...]) -> Any:
-    """As ``call``, past the op's Python autograd kernel (5 us) where nothing requires grad."""
-    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
-        return call(name, args)
-    with torch._C._AutoDispatchBelowAutograd():
-        return call(name, args)
+class DifferentiableOp:
+    """An op that is linear in its tensors, with its backward formula: called as ``op(args)``.
+
+    Args:
+        name: Of the op. Its arguments are tensors, lists of tensors and constants.
+        backward: ``(ctx, grad)``, or ``(ctx, grads)`` where the op gives a list: a gradient, a list or None for each
+            argument.
+        setup_context: ``(ctx, inputs, output)``; keeps constants and shapes alone.
+    """
+
+    def __init__(
+        self, name: str, backward: Callable[..., tuple[Any, ...]], *, setup_context: Callable[..., None]
+    ) -> None:
+        torch.library.register_autograd(f"torchtitan_ext::{name}", backward, setup_context=setup_context)
+        self.name, self.backward, self.setup_context = name, backward, setup_context
+
+    def __call__(self, args: tuple[Any, ...]) -> Any:
+        """As ``call``, past the op's Python autograd kernel (5 us) where nothing requires grad."""
+        if torch.compiler.is_compiling():
+            return call(self.name, args)
+        if is_transformed():
+            return self._call_transformed(args)
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            return call(self.name, args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return call(self.name, args)
+
+    def _call_transformed(self, args: tuple[Any, ...]) -> Any:
+        tensors = [tensor for value in args for tensor in _tensors_in(value)]
+        places = tuple(
+            (value, None) if not _tensors_in(value) else (None, len(value) if isinstance(value, list) else -1)
+            for value in args
+        )
+        result = _Transformed.apply(_Call(self, places), *tensors)
+        return list(result) if isinstance(result, tuple) else result
+
+
+def is_transformed() -> bool:
+    """Under forward-mode AD or a transform of ``torch.func``, unknown to the dispatcher's autograd kernels."""
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return value if isinstance(value, list) and value and isinstance(value[0], Tensor) else []
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call without its tensors.
+
+    ``places`` has for each argument its value, or the length of its list of tensors; -1 for a tensor alone.
+    """
+
+    op: DifferentiableOp
+    places: tuple[tuple[Any, int | None], ...]
+
+    def args(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+        rest = iter(tensors)
+        return tuple(
+            value if count is None else next(rest) if count < 0 else [next(rest) for _ in range(count)]
+            for value, count in self.places
+        )
+
+    def flat_gradients(self, gradients: Sequence[Any]) -> list[Tensor | None]:
+        flat: list[Tensor | None] = []
+        for (_, count), gradient in zip(self.places, gradients, strict=True):
+            if count is not None:
+                flat += [gradient] if count < 0 else (gradient or [None] * count)
+        return flat
+
+
+class _Transformed(torch.autograd.Function):
+    """The op as ``torch.func`` and forward-mode AD want it: tensors side by side, a jvp and a rule for vmap."""
+
+    @staticmethod
+    def forward(op_call: _Call, *tensors: Tensor) -> Any:
+        result = call(op_call.op.name, op_call.args(tensors))
+        return tuple(result) if isinstance(result, list) else result
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.op_call, *tensors = inputs
+        ctx.gives_list = isinstance(output, tuple)
+        ctx.save_for_forward(*tensors)
+        if isinstance(output, Tensor) and not (output.is_floating_point() or output.is_complex()):
+            ctx.mark_non_differentiable(output)
+        ctx.op_call.op.setup_context(ctx, ctx.op_call.args(tensors), list(output) if ctx.gives_list else output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        gradients = ctx.op_call.op.backward(ctx, list(grads) if ctx.gives_list else grads[0])
+        return None, *ctx.op_call.flat_gradients(gradients)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Any:
+        given = zip(tangents, ctx.saved_tensors, strict=True)
+        filled = [torch.zeros_like(like) if tangent is None else tangent for tangent, like in given]
+        result = ctx.op_call.op(ctx.op_call.args(filled))
+        if isinstance(result, list):
+            return tuple(result)
+        return result if result.is_floating_point() or result.is_complex() else None  # the bytes of a flat buffer
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], op_call: _Call, *tensors: Tensor) -> Any:
+        """Sample by sample: a table of chunks has no place for one more dim."""
+        samples = [
+            op_call.op(
+                op_call.args(
+                    [
+                        tensor if dim is None else tensor.select(dim, sample)
+                        for tensor, dim in zip(tensors, in_dims[1:], strict=True)
+                    ]
+                )
+            )
+            for sample in range(info.batch_size)
+        ]
+        if isinstance(samples[0], list):
+            return tuple(torch.stack(parts) for parts in zip(*samples, strict=True)), (0,) * len(samples[0])
+        return torch.stack(samples), 0
 
 
 def _explained(name: str, args: tuple[Any, ...], error: RuntimeError) -> Exception:

@@ -12,12 +12,20 @@ require grad, call it under ``torch.no_grad()`` or use the form without ``_``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from torchtitan_ext.op_library import bump_version_of, call, call_differentiable, full_abi_path, has_full_abi, kernels
+from torchtitan_ext.op_library import (
+    DifferentiableOp,
+    bump_version_of,
+    call,
+    full_abi_is_missing,
+    is_transformed,
+    kernels,
+)
 
 DEFAULT_ALIGNMENT = 64
 """Bytes. A cache line: no two tensors of a flat buffer share one, and a view of any dtype fits."""
@@ -61,7 +69,7 @@ def pack_shard(src: Tensor, shard: ShardLike, *, src_offsets: Sequence[int] | No
         ValueError: A chunk reaches out of ``src`` or of the shard, or the chunks do not tile the shard.
     """
     origin = [0] * len(shard.sizes) if src_offsets is None else src_offsets
-    return call_differentiable("pack_shard", (src, origin, shard.sizes, _chunk_table(shard)))
+    return _PACK_SHARD((src, origin, shard.sizes, _chunk_table(shard)))
 
 
 @torch.library.register_fake("torchtitan_ext::pack_shard")
@@ -80,13 +88,13 @@ def _backward_pack_shard(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 def _unpacked_into_zeros(grad: Tensor, sizes: Sequence[int], offsets: Sequence[int], chunks: Sequence[int]) -> Tensor:
     zeros = grad.new_zeros(sizes)
-    if torch.is_grad_enabled():  # create_graph: the in-place form is not differentiable
-        return kernels.unpack_shard(zeros, offsets, grad, chunks)
+    if torch.is_grad_enabled() or is_transformed():  # create_graph: the in-place form is not differentiable
+        return _UNPACK_SHARD((zeros, offsets, grad, chunks))
     kernels.unpack_shard_(zeros, offsets, grad, chunks)
     return zeros
 
 
-torch.library.register_autograd("torchtitan_ext::pack_shard", _backward_pack_shard, setup_context=_setup_pack_shard)
+_PACK_SHARD = DifferentiableOp("pack_shard", _backward_pack_shard, setup_context=_setup_pack_shard)
 
 
 def unpack_shard_(dst: Tensor, local: Tensor, shard: ShardLike, *, dst_offsets: Sequence[int] | None = None) -> None:
@@ -120,7 +128,7 @@ def unpack_shard(dst: Tensor, local: Tensor, shard: ShardLike, *, dst_offsets: S
     """As ``unpack_shard_``, into a contiguous copy of ``dst``. Differentiable in both tensors."""
     _check_shape("unpack_shard", local, shard)
     origin = [0] * len(shard.sizes) if dst_offsets is None else dst_offsets
-    return call_differentiable("unpack_shard", (dst, origin, local, _chunk_table(shard)))
+    return _UNPACK_SHARD((dst, origin, local, _chunk_table(shard)))
 
 
 @torch.library.register_fake("torchtitan_ext::unpack_shard")
@@ -134,23 +142,19 @@ def _setup_unpack_shard(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> No
 
 
 def _backward_unpack_shard(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    grad_shard = kernels.pack_shard(grad, ctx.dst_offsets, ctx.shard_sizes, ctx.chunks)
-    grad_dst = kernels.unpack_shard(grad, ctx.dst_offsets, torch.zeros_like(grad_shard), ctx.chunks)
+    grad_shard = _PACK_SHARD((grad, ctx.dst_offsets, ctx.shard_sizes, ctx.chunks))
+    grad_dst = _UNPACK_SHARD((grad, ctx.dst_offsets, torch.zeros_like(grad_shard), ctx.chunks))
     return grad_dst, None, grad_shard, None
 
 
-torch.library.register_autograd(
-    "torchtitan_ext::unpack_shard", _backward_unpack_shard, setup_context=_setup_unpack_shard
-)
+_UNPACK_SHARD = DifferentiableOp("unpack_shard", _backward_unpack_shard, setup_context=_setup_unpack_shard)
 
 
 def pack_shards(
     src: Sequence[Tensor], shards: Sequence[ShardLike], *, src_offsets: Sequence[Sequence[int]] | None = None
 ) -> list[Tensor]:
     """``pack_shard`` of many tensors, of any dtypes on one device, in one call. Differentiable."""
-    return (
-        call_differentiable("pack_shards", (list(src), _tables("pack_shards", src, shards, src_offsets))) if src else []
-    )
+    return _PACK_SHARDS((list(src), _tables("pack_shards", src, shards, src_offsets))) if src else []
 
 
 def _entries(src: Sequence[Tensor], tables: Sequence[int]) -> list[tuple[list[int], list[int], list[int]]]:
@@ -184,7 +188,7 @@ def _backward_pack_shards(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[lis
     return result, None
 
 
-torch.library.register_autograd("torchtitan_ext::pack_shards", _backward_pack_shards, setup_context=_setup_pack_shards)
+_PACK_SHARDS = DifferentiableOp("pack_shards", _backward_pack_shards, setup_context=_setup_pack_shards)
 
 
 def unpack_shards_(
@@ -274,7 +278,7 @@ def flatten_tensors(
     """
     if not tensors:
         return torch.empty(0, dtype=dtype)
-    return call_differentiable("flatten_tensors", (list(tensors), alignment, dtype))
+    return _FLATTEN_TENSORS((list(tensors), alignment, dtype))
 
 
 @torch.library.register_fake("torchtitan_ext::flatten_tensors")
@@ -292,9 +296,7 @@ def _backward_flatten_tensors(ctx: Any, grad: Tensor) -> tuple[list[Tensor], Non
     return flat_views(grad.contiguous(), ctx.like, alignment=ctx.alignment), None, None
 
 
-torch.library.register_autograd(
-    "torchtitan_ext::flatten_tensors", _backward_flatten_tensors, setup_context=_setup_flatten_tensors
-)
+_FLATTEN_TENSORS = DifferentiableOp("flatten_tensors", _backward_flatten_tensors, setup_context=_setup_flatten_tensors)
 
 
 def flatten_into_(tensors: Sequence[Tensor], out: Tensor, *, alignment: int = DEFAULT_ALIGNMENT) -> None:
@@ -385,16 +387,27 @@ def broadcast_coalesced_(
     _call_collective("broadcast_coalesced_", args)
 
 
-def check_broadcast(tensors: Sequence[Tensor]) -> tuple[int, int]:
-    """Makes the local checks of ``broadcast_coalesced_`` and digests what ranks must agree on: dtypes and shapes.
+@dataclass(frozen=True)
+class BroadcastCheck:
+    """Whether this rank could take part in a broadcast of some tensors.
 
-    Raises:
-        ValueError: As ``broadcast_coalesced_``.
+    Attributes:
+        digest: Of what ranks must agree on, dtypes and shapes; empty where a tensor is refused.
+        positions: In the list, of the one tensor that is refused or of the two that share memory; else empty.
+        reason: What is wrong with them, in words that follow their names; else empty.
     """
+
+    digest: tuple[int, ...]
+    positions: tuple[int, ...]
+    reason: str
+
+
+def check_broadcast(tensors: Sequence[Tensor]) -> BroadcastCheck:
+    """Makes the local checks of ``broadcast_coalesced_``. It stops at the first tensor that it refuses."""
     if not tensors:
-        return (0, 0)
-    first, second = _call_collective("check_broadcast", (list(tensors),))
-    return (first, second)
+        return BroadcastCheck((), (), "")
+    digest, positions, reason = _call_collective("check_broadcast", (list(tensors),))
+    return BroadcastCheck(tuple(digest), tuple(positions), reason)
 
 
 @torch.library.register_fake("torchtitan_ext::broadcast_coalesced_")
@@ -403,9 +416,9 @@ def _(tensors: Sequence[Tensor], group_name: str, src: int, bucket_bytes: int) -
 
 
 @torch.library.register_fake("torchtitan_ext::check_broadcast")
-def _(tensors: Sequence[Tensor]) -> list[int]:
+def _(tensors: Sequence[Tensor]) -> tuple[list[int], list[int], str]:
     _refuse_meta("check_broadcast", tensors)
-    return [0, 0]
+    return [0, 0], [], ""
 
 
 def _refuse_meta(name: str, tensors: Sequence[Tensor]) -> None:
@@ -419,10 +432,10 @@ bump_version_of("broadcast_coalesced_", 0)
 
 
 def _call_collective(name: str, args: tuple[Any, ...]) -> Any:
-    if not has_full_abi:
+    if full_abi_is_missing:
         raise ImportError(
-            f"torchtitan_ext: this installation has no {full_abi_path().name}: broadcasts are built for one minor "
-            f"version of torch, this is {torch.__version__}; install the package again beside this torch"
+            f"torchtitan_ext: no broadcasts: {full_abi_is_missing}; this is torch {torch.__version__}: install the "
+            "package again beside it"
         )
     return call(name, args)
 

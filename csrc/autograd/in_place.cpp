@@ -25,14 +25,28 @@ void visit_tensors(const c10::IValue& argument, const Visit& visit) {
 std::string name_of(const c10::FunctionSchema& schema) { return schema.name().substr(schema.name().rfind(':') + 1); }
 
 void refuse_gradients(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments) {
-  if (!at::GradMode::is_enabled()) return;
+  const bool backward = at::GradMode::is_enabled();
+  const bool forward = c10::AutogradState::get_tls_state().get_fw_grad_mode();
+  if (!backward && !forward) return;
   for (const c10::IValue& argument : arguments) {
     visit_tensors(argument, [&](const at::Tensor& tensor) {
-      TORCH_CHECK(!tensor.requires_grad(), name_of(schema),
+      TORCH_CHECK(!backward || !tensor.requires_grad(), name_of(schema),
                   " is not differentiable: an argument requires grad; call it under torch.no_grad(), or use the form "
                   "without the final underscore");
+      TORCH_CHECK(!forward || !tensor._fw_grad(0).defined(), name_of(schema),
+                  " is not differentiable: an argument has a forward gradient; use the form without the final "
+                  "underscore");
     });
   }
+}
+
+// As torch's own ops in place refuse it: such a tensor has no version counter. A broadcast fills it all the same, as
+// torch.distributed's does.
+void refuse_inference_tensor(const c10::FunctionSchema& schema, const std::string& argument, const at::Tensor& tensor) {
+  TORCH_CHECK(!tensor.is_inference() || c10::InferenceMode::is_enabled() || name_of(schema) == "broadcast_coalesced_",
+              name_of(schema), ": ", argument,
+              " was made in inference mode and is written outside of it; call under torch.inference_mode(), or clone() "
+              "it first");
 }
 
 // The tensors themselves, not the list that holds them: kernels on the stable ABI move its tensors out.
@@ -45,6 +59,7 @@ std::vector<at::Tensor> written_by(const c10::FunctionSchema& schema, at::ArrayR
       // Some versions of torch write through such a view, others refuse with a page of text.
       TORCH_CHECK_VALUE(!tensor.is_conj() && !tensor.is_neg(), name_of(schema), ": ", schema.arguments()[index].name(),
                         " is a lazily conjugated or negated view; pass what it views");
+      refuse_inference_tensor(schema, schema.arguments()[index].name(), tensor);
       written.push_back(tensor);
     });
   }

@@ -44,36 +44,68 @@ core::Memory memory_of(const at::Tensor& tensor) {
   return {static_cast<uintptr_t>(address_of(tensor)), tensor.sizes(), tensor.strides(), tensor.element_size()};
 }
 
-// Refuses what cannot be received into, on the source too: the same call must fail on every rank.
-void check_tensors(at::TensorList tensors) {
+// Why tensors cannot be received into: the positions of one or two of them, and what is wrong with these.
+struct Fault {
+  std::vector<int64_t> positions;
+  std::string reason;
+};
+
+// What is wrong with a tensor beside `first` on its own; nothing if all is well.
+std::string fault_of(const at::Tensor& tensor, const at::Tensor& first) {
+  if (tensor.is_nested()) return "is nested; pass the tensor of its values";
+  if (tensor.layout() != at::kStrided) return "is sparse; convert it with .to_dense() first";
+  if (tensor.is_quantized()) return "is quantized; dequantize it first";
+  if (!tensor.is_cpu() && !tensor.is_cuda()) {
+    return c10::str("is neither on a CPU nor on a CUDA device but on ", tensor.device());
+  }
+  if (tensor.device() != first.device()) {
+    return c10::str("is on ", tensor.device(), ", the first one on ", first.device(), "; call once per device");
+  }
+  if (tensor.is_conj() || tensor.is_neg()) return "is a lazily conjugated or negated view; pass what it views";
+  if (tensor.numel() == 0) return {};
+  const int64_t end = core::extent_of({0, tensor.sizes(), tensor.strides(), tensor.element_size()}).end;
+  if (tensor.storage_offset() * tensor.element_size() + end > static_cast<int64_t>(tensor.storage().nbytes())) {
+    return "spans more bytes than its storage has; was it freed or resized?";
+  }
+  if (!tensor.is_contiguous() && core::may_overlap_itself(tensor.sizes(), tensor.strides())) {
+    return "cannot be received into: several of its elements share memory; clone() it first";
+  }
+  return {};
+}
+
+// The same on the source: a call must fail on every rank.
+Fault find_fault(at::TensorList tensors) {
   std::vector<core::Memory> memories;
   memories.reserve(tensors.size());
   for (size_t index = 0; index < tensors.size(); ++index) {
     const at::Tensor& tensor = tensors[index];
-    const auto where = [index] { return c10::str(kOp, ": tensors[", index, "] "); };
-    TORCH_CHECK_VALUE(!tensor.is_nested(), where(), "is nested; pass the tensor of its values");
-    TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, where(), "is sparse; convert it with .to_dense() first");
-    TORCH_CHECK_VALUE(!tensor.is_quantized(), where(), "is quantized; dequantize it first");
-    TORCH_CHECK_VALUE(tensor.is_cpu() || tensor.is_cuda(), where(), "is neither on a CPU nor on a CUDA device but on ",
-                      tensor.device());
-    TORCH_CHECK_VALUE(tensor.device() == tensors[0].device(), where(), "is on ", tensor.device(), ", tensors[0] on ",
-                      tensors[0].device(), "; call once per device");
-    TORCH_CHECK_VALUE(!tensor.is_conj() && !tensor.is_neg(), where(),
-                      "is a lazily conjugated or negated view; pass what it views");
-    memories.push_back({0, tensor.sizes(), tensor.strides(), tensor.element_size()});
-    if (tensor.numel() == 0) continue;
-    const int64_t span_bytes = core::extent_of(memories.back()).end;
-    const int64_t begin_bytes = tensor.storage_offset() * tensor.element_size();
-    TORCH_CHECK_VALUE(begin_bytes + span_bytes <= static_cast<int64_t>(tensor.storage().nbytes()), where(),
-                      "spans more bytes than its storage has; was it freed or resized?");
+    std::string reason = fault_of(tensor, tensors[0]);
+    if (!reason.empty()) return {{static_cast<int64_t>(index)}, std::move(reason)};
     // The form for writing: it gives a copy-on-write tensor memory of its own.
-    memories.back().address = reinterpret_cast<uintptr_t>(tensor.mutable_data_ptr());
-    TORCH_CHECK_VALUE(tensor.is_contiguous() || !core::may_overlap_itself(tensor.sizes(), tensor.strides()), where(),
-                      "cannot be received into: several of its elements share memory; clone() it first");
+    const void* data = tensor.numel() == 0 ? nullptr : tensor.mutable_data_ptr();
+    memories.push_back({reinterpret_cast<uintptr_t>(data), tensor.sizes(), tensor.strides(), tensor.element_size()});
   }
   const auto pair = core::find_shared_memory(memories);
-  TORCH_CHECK_VALUE(!pair, kOp, ": tensors[", pair->first, "] and tensors[", pair->second,
-                    "] share memory and would both be received into");
+  if (!pair) return {};
+  return {{static_cast<int64_t>(pair->first), static_cast<int64_t>(pair->second)},
+          "share memory and would both be received into"};
+}
+
+void check_tensors(at::TensorList tensors) {
+  const Fault fault = find_fault(tensors);
+  if (fault.positions.empty()) return;
+  std::string who = c10::str("tensors[", fault.positions[0], "]");
+  if (fault.positions.size() == 2) who += c10::str(" and tensors[", fault.positions[1], "]");
+  TORCH_CHECK_VALUE(false, kOp, ": ", who, " ", fault.reason);
+}
+
+// What a group cannot do with one call it does with many. One that Python made has no backends to be asked.
+bool supports_coalescing(c10d::ProcessGroup& group, c10::DeviceType device) {
+  try {
+    return group.getBackend(device)->supportsCoalescing();
+  } catch (const c10::Error&) {
+    return false;
+  }
 }
 
 // Bytes [first, first + count) of a tensor's memory as 1-d uint8. It keeps the storage alive, and tells c10d its
@@ -89,7 +121,10 @@ void on_this_thread(int64_t begin, int64_t end, int64_t, ops::RangeBody body, vo
 }
 
 // Buckets in CPU memory outlive a call: the first touch of new pages costs more than the copies. CUDA memory is kept by
-// PyTorch's allocator. At most kFlights buckets are kept, and never taken down: at exit other statics may be gone.
+// PyTorch's allocator. At most kFlights buckets are kept, none larger than ops.DEFAULT_BUCKET_BYTES: who asks for more
+// once need not miss it for ever. They are never taken down: at exit other statics may be gone.
+constexpr int64_t kMaxKeptBytes = int64_t{32} << 20;
+
 class KeptBuckets {
  public:
   static KeptBuckets& instance() {
@@ -109,7 +144,7 @@ class KeptBuckets {
   }
 
   void give_back(at::Tensor bucket) {
-    if (!bucket.is_cpu()) return;
+    if (!bucket.is_cpu() || bucket.numel() > kMaxKeptBytes) return;
     const std::scoped_lock lock(mutex_);
     at::Tensor& smallest = *std::min_element(std::begin(free_), std::end(free_), is_smaller);
     if (!smallest.defined() || smallest.numel() < bucket.numel()) smallest = std::move(bucket);
@@ -146,7 +181,7 @@ class Broadcast {
       : tensors_(tensors), group_(std::move(group)), src_(src), schedule_(std::move(schedule)) {
     options_.rootRank = src;
     options_.asyncOp = true;
-    coalesces_ = group_->getBackend(tensors[0].device().type())->supportsCoalescing();
+    coalesces_ = supports_coalescing(*group_, tensors[0].device().type());
   }
 
   void run() {
@@ -298,17 +333,26 @@ void broadcast_coalesced_(at::TensorList tensors, const std::string& group_name,
   if (tensors.empty()) return;
   check_tensors(tensors);
   if (group->getSize() == 1) return;
+  // Groups allocate and wait on the current device; without this every rank would open a context on GPU 0.
+  const c10::DeviceGuard guard(tensors[0].device());
   std::vector<int64_t> tensor_bytes;
   tensor_bytes.reserve(tensors.size());
   for (const at::Tensor& tensor : tensors) tensor_bytes.push_back(static_cast<int64_t>(tensor.nbytes()));
   // The bound leaves room for sums of sizes and is more than any backend sends at once.
   const int64_t num_pieces = (std::min(bucket_bytes, kMaxBucketBytes) - 1) / core::kPieceBytes + 1;
   Schedule schedule = core::schedule_messages(tensor_bytes, num_pieces * core::kPieceBytes, kDirectBytes);
-  Broadcast(tensors, group, src, std::move(schedule)).run();
+  try {
+    Broadcast(tensors, group, src, std::move(schedule)).run();
+  } catch (...) {
+    // Some are part-written. After a call that returns, csrc/autograd does this.
+    for (const at::Tensor& tensor : tensors) {
+      if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+    }
+    throw;
+  }
 }
 
-std::vector<int64_t> check_broadcast(at::TensorList tensors) {
-  check_tensors(tensors);
+std::vector<int64_t> digest_of(at::TensorList tensors) {
   // FNV-1a over whole words, twice with different starts: a slip must not go unseen, nobody is fooled on purpose.
   uint64_t first = 0xcbf29ce484222325, second = 0x9e3779b97f4a7c15;
   const auto add = [&](int64_t word) {
@@ -349,7 +393,11 @@ void broadcast_coalesced_boxed(const c10::OperatorHandle&, torch::jit::Stack* st
 
 void check_broadcast_boxed(const c10::OperatorHandle&, torch::jit::Stack* stack) {
   const Arguments arguments(*stack, 1);
-  stack->emplace_back(check_broadcast(arguments[0].toTensorVector()));
+  const std::vector<at::Tensor> tensors = arguments[0].toTensorVector();
+  Fault fault = find_fault(tensors);
+  stack->emplace_back(fault.positions.empty() ? digest_of(tensors) : std::vector<int64_t>());
+  stack->emplace_back(std::move(fault.positions));
+  stack->emplace_back(std::move(fault.reason));
 }
 
 void register_kernels(torch::Library& library) {

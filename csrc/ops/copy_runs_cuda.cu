@@ -4,7 +4,7 @@
 #include <torch/csrc/stable/accelerator.h>
 
 #include "ops/copy_runs.h"
-#include "ops/cuda_stream.h"
+#include "ops/cuda_launch.h"
 #include "ops/run_tables.h"
 
 namespace torchtitan_ext::ops {
@@ -35,7 +35,7 @@ void launch_nests(const std::vector<NestEntry>& entries, cudaStream_t stream) {
 
 void copy_runs_cuda(const core::RunList& runs, uintptr_t src, uintptr_t dst, int32_t device_index) {
   const torch::stable::accelerator::DeviceGuard guard(device_index);
-  check_cuda(cudaSetDevice(device_index), "copy_runs");  // this runtime is not torch's
+  const CurrentDevice current(device_index, "copy_runs");
   const cudaStream_t stream = current_stream(device_index);
   const CopyEntries entries = make_copy_entries(runs, src, dst);
   for_each_table<kSpanCapacity>(entries.spans, [&](const auto& table) {

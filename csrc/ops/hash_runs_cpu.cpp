@@ -6,12 +6,15 @@
 #include "ops/run_ranges.h"
 
 // The hash multiplies 64-bit words, for which only AVX-512 has an instruction. The compiler makes a form for each
-// machine and the loader chooses; sanitizers do not survive that choice at load time.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__) && \
-    !defined(__SANITIZE_THREAD__)
+// machine and the loader chooses: glibc's does (musl's does not), and sanitizers do not survive that choice at load
+// time. GCC 11 knows no levels of x86-64; its AVX-512 form does without that instruction and is still the faster one.
+#if !defined(__x86_64__) || !defined(__GLIBC__) || defined(__clang__) || defined(__SANITIZE_ADDRESS__) || \
+    defined(__SANITIZE_THREAD__)
+#define TTE_BEST_MACHINE
+#elif __GNUC__ >= 12
 #define TTE_BEST_MACHINE __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
-#define TTE_BEST_MACHINE
+#define TTE_BEST_MACHINE __attribute__((target_clones("avx512f", "avx2", "default")))
 #endif
 
 namespace torchtitan_ext::ops {

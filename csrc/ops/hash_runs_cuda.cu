@@ -1,7 +1,7 @@
 #include <cuda_runtime.h>
 #include <torch/csrc/stable/accelerator.h>
 
-#include "ops/cuda_stream.h"
+#include "ops/cuda_launch.h"
 #include "ops/element_hash.h"
 #include "ops/hash_runs.h"
 #include "ops/run_tables.h"
@@ -41,7 +41,7 @@ void launch(const std::vector<NestEntry>& entries, uint64_t* result, cudaStream_
 
 void hash_runs_cuda(const core::RunList& runs, int64_t word_bytes, uint64_t* result, int32_t device_index) {
   const torch::stable::accelerator::DeviceGuard guard(device_index);
-  check_cuda(cudaSetDevice(device_index), "hash_runs");  // this runtime is not torch's
+  const CurrentDevice current(device_index, "hash_runs");
   const cudaStream_t stream = current_stream(device_index);
   const std::vector<NestEntry> entries = make_word_entries(runs, word_bytes);
   if (word_bytes == 1) return launch<Word1>(entries, result, stream);

@@ -17,7 +17,7 @@ STABLE_TORCH_LIBRARY(torchtitan_ext, library) {
   library.def("unflatten_tensors_(Tensor(a!)[] tensors, Tensor flat, int alignment) -> ()");
   // Kernels in csrc/dist, in a library of their own.
   library.def("broadcast_coalesced_(Tensor(a!)[] tensors, str group_name, int src, int bucket_bytes) -> ()");
-  library.def("check_broadcast(Tensor[] tensors) -> int[]");
+  library.def("check_broadcast(Tensor[] tensors) -> (int[] digest, int[] positions, str reason)");
   library.def("fingerprint_shard(Tensor shard, int[] global_sizes, int[] chunks) -> Tensor");
 }
 
@@ -45,3 +45,5 @@ STABLE_TORCH_LIBRARY_IMPL(torchtitan_ext, SparseCsrCUDA, library) { register_ker
 STABLE_TORCH_LIBRARY_IMPL(torchtitan_ext, QuantizedCPU, library) { register_kernels(library); }
 STABLE_TORCH_LIBRARY_IMPL(torchtitan_ext, QuantizedCUDA, library) { register_kernels(library); }
 STABLE_TORCH_LIBRARY_IMPL(torchtitan_ext, MkldnnCPU, library) { register_kernels(library); }
+STABLE_TORCH_LIBRARY_IMPL(torchtitan_ext, NestedTensorCPU, library) { register_kernels(library); }
+STABLE_TORCH_LIBRARY_IMPL(torchtitan_ext, NestedTensorCUDA, library) { register_kernels(library); }

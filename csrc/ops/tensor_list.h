@@ -14,7 +14,7 @@ namespace torchtitan_ext::ops {
 // back one by one (python_lock.h).
 class TensorList {
  public:
-  // Takes the list over.
+  // Takes the list over, also where it throws.
   explicit TensorList(StableListHandle list);
   ~TensorList();
   TensorList(TensorList&& other) noexcept : handles_(std::exchange(other.handles_, {})) {}
@@ -25,6 +25,8 @@ class TensorList {
   AtenTensorHandle operator[](size_t index) const { return handles_[index]; }
 
  private:
+  TensorList() = default;
+
   std::vector<AtenTensorHandle> handles_;
 };
 

@@ -49,8 +49,11 @@ TensorView view_of(AtenTensorHandle tensor, Access access, const Subject& subjec
       view.device_type == aoti_torch_device_type_cpu() || view.device_type == aoti_torch_device_type_cuda(), subject,
       "is neither on a CPU nor on a CUDA device");
 
+  int64_t* sizes = nullptr;  // torch's own page about it goes to stderr
+  TTE_CHECK_SUBJECT(aoti_torch_get_sizes(tensor, &sizes) == AOTI_TORCH_SUCCESS, subject,
+                    "is nested; pass the tensor of its values");
   const size_t num_dims = static_cast<size_t>(read(aoti_torch_get_dim, tensor));
-  view.sizes = {read(aoti_torch_get_sizes, tensor), num_dims};
+  view.sizes = {sizes, num_dims};
   view.strides = {read(aoti_torch_get_strides, tensor), num_dims};
   view.item_bytes = static_cast<int64_t>(aoti_torch_dtype_element_size(view.dtype));
   view.num_elements = core::num_elements(view.sizes);

@@ -1,5 +1,7 @@
 """`ops.broadcast_coalesced_` and `broadcast_tensors`: every dtype, shape and stride arrives bit for bit, in place."""
 
+import resource
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -195,6 +197,98 @@ def test_without_agreement_and_of_inference_tensors(run_world) -> None:
     assert run_world(2, without_check) == [8.0] * 2
 
 
+class PythonGroup(dist.ProcessGroup):
+    """Sends as the group within it does, one call at a time; it has no backends that could be asked for anything."""
+
+    def __init__(self, inner: dist.ProcessGroup, *, calls_until_failure: int = 1 << 30) -> None:
+        super().__init__(inner.rank(), inner.size())
+        self.inner, self.calls_left = inner, calls_until_failure
+
+    def getBackendName(self) -> str:
+        return "python"
+
+    def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions) -> dist.Work:
+        self.calls_left -= 1
+        if self.calls_left < 0:
+            raise RuntimeError("the network is gone")
+        return self.inner.broadcast(tensors, options)
+
+
+def register(group: PythonGroup, name: str) -> PythonGroup:
+    """Returns the group, which lives only as long as somebody holds it."""
+    torch._C._distributed_c10d._register_process_group(name, group)
+    return group
+
+
+def through_a_python_group(rank: int, world_size: int) -> list[float]:
+    group = register(PythonGroup(dist.group.WORLD), "python group")
+    tensors = [torch.full((3,), float(rank)), torch.full((3 << 20,), float(rank)), torch.full((2, 2), rank).t()]
+    ops.broadcast_coalesced_(tensors, "python group", src=1)
+    assert group.calls_left < 1 << 30
+    return [float(tensor.flatten()[-1]) for tensor in tensors]
+
+
+def test_groups_that_python_makes_need_no_backend(run_world) -> None:
+    assert run_world(2, through_a_python_group) == [[1.0, 1.0, 1.0]] * 2
+
+
+def failing_part_way(rank: int, world_size: int) -> None:
+    group = register(PythonGroup(dist.group.WORLD, calls_until_failure=1), "failing group")
+    weight = torch.ones(3, requires_grad=True)
+    first, second = torch.full((3 << 20,), float(rank)), torch.full((3 << 20,), float(rank))
+    hidden = [first + weight[0], second + weight[1]]
+    loss = sum((value * value).sum() for value in hidden)
+    versions = [value._version for value in hidden]
+    with torch.no_grad(), pytest.raises(RuntimeError, match="the network is gone"):
+        ops.broadcast_coalesced_(hidden, "failing group")
+    assert group.calls_left == -1
+    dist.barrier()
+    assert all(value._version > before for value, before in zip(hidden, versions, strict=True))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_broadcast_that_fails_part_way_bumps_versions(run_world) -> None:
+    run_world(2, failing_part_way)
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def large_buckets(rank: int, world_size: int) -> int:
+    """What one call with buckets of 96 MiB leaves behind."""
+    ops.broadcast_coalesced_([torch.zeros(10)], dist.group.WORLD.group_name)
+    before = resident_bytes()
+    tensors = torch.zeros(24 << 20).split(1 << 20)
+    ops.broadcast_coalesced_(tensors, dist.group.WORLD.group_name, bucket_bytes=96 << 20)
+    del tensors
+    return resident_bytes() - before
+
+
+def test_large_buckets_are_not_kept(run_world) -> None:
+    assert max(run_world(2, large_buckets)) < 48 << 20
+
+
+def checks(rank: int, world_size: int) -> None:
+    good = ops.check_broadcast([torch.zeros(2, 3), torch.zeros(0)])
+    assert len(good.digest) == 2 and (good.positions, good.reason) == ((), "")
+    assert ops.check_broadcast([torch.ones(2, 3), torch.zeros(0)]) == good
+    assert ops.check_broadcast([torch.ones(3, 2), torch.zeros(0)]).digest != good.digest
+    whole = torch.zeros(4, 4)
+    shared = ops.check_broadcast([torch.zeros(1), whole[:3], whole[2:]])
+    assert shared == ops.BroadcastCheck((), (1, 2), "share memory and would both be received into")
+    expanded = ops.check_broadcast([torch.zeros(1), torch.zeros(1).expand(3)])
+    assert expanded.positions == (1,) and "several of its elements share memory" in expanded.reason
+    values = torch.zeros(5 << 20, dtype=torch.complex64)
+    assert ops.check_broadcast([values.real, values.imag]).positions == ()
+
+
+def test_the_check_gives_positions_and_a_reason(run_world) -> None:
+    run_world(1, checks)
+
+
 def build_gpu_tensors(rank: int) -> list[Tensor]:
     """With one that is sent directly, and one whose rows lie apart."""
     large = torch.full((9 << 18,), rank, dtype=torch.int32, device="cuda")
@@ -219,3 +313,25 @@ def on_gpu(rank: int, world_size: int) -> list[str]:
 @pytest.mark.needs_cuda
 def test_every_bit_arrives_on_a_gpu(run_world) -> None:
     assert run_world(2, on_gpu) == [[]] * 2
+
+
+def on_the_gpu_of_the_tensors(rank: int, world_size: int) -> int:
+    """The group sees the tensors' GPU as the current one, whatever the caller's is."""
+    last = torch.cuda.device_count() - 1
+    seen = []
+
+    class Watching(PythonGroup):
+        def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions) -> dist.Work:
+            seen.append(torch.cuda.current_device())
+            return super().broadcast(tensors, options)
+
+    group = register(Watching(dist.group.WORLD), "watching group")
+    torch.cuda.set_device(0)
+    ops.broadcast_coalesced_([torch.zeros(3, device=f"cuda:{last}")], "watching group")
+    assert seen == [last] and group.calls_left < 1 << 30
+    return torch.cuda.current_device()
+
+
+@pytest.mark.needs_cuda
+def test_a_broadcast_runs_on_the_gpu_of_its_tensors(run_world) -> None:
+    assert run_world(2, on_the_gpu_of_the_tensors) == [0, 0]

@@ -8,7 +8,6 @@ tables are exchanged, and every rank works out the same list of differences.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,10 +70,9 @@ def confirm_same_call(
     is_read = contents is not None
     structures: dict[BatchKey, bytes] = {}
     for key, batch in batches.items():
-        try:
-            structures[key] = _structure(batch, _shapes_to_read(batch) if is_read else _shapes_to_write(batch))
-        except Exception as error:  # of this rank alone, perhaps: all must hear of it
-            problems += _by_name(error, batch.tensors)
+        structure, faults = (_read_structure(batch), []) if is_read else _check(batch.tensors)
+        problems += faults
+        structures[key] = _digest([batch.group.group_name, str(batch.src), *structure, *batch.names])
     problems += [] if is_read else _shared_memory(replicas)
     own_options = {
         "operation": operation,
@@ -141,29 +139,30 @@ def _shared_memory(replicas: Replicas) -> list[Problem]:
     problems = []
     for device in dict.fromkeys(tensor.local.device for tensor in replicas.tensors):
         there = [tensor for tensor in replicas.tensors if tensor.local.device == device]
-        try:
-            ops.check_broadcast([tensor.local for tensor in there])
-        except Exception as error:
-            problems += _by_name(error, there)
+        problems += _check(there)[1]
     return problems
 
 
-def _by_name(error: Exception, tensors: Sequence[ReplicaTensor]) -> list[Problem]:
-    """What ``check_broadcast`` said, with the names of the tensors for their positions.
+def _check(tensors: Sequence[ReplicaTensor]) -> tuple[list[str], list[Problem]]:
+    """What ranks must agree on of these tensors, and why this rank cannot take part.
 
-    It stops at the first tensor that it refuses. Of a batch, tensors with such faults are named before they get there;
-    of a plain list they are all named now.
+    The op stops at the first tensor that it refuses. Of a batch, tensors with such faults are named before they get
+    here; of a plain list they are all named now.
     """
+    try:
+        check = ops.check_broadcast([tensor.local for tensor in tensors])
+    except Exception as error:  # of this rank alone, perhaps: all must hear of it
+        return [], _named_faults(tensors) or [Problem("cannot_sync", "arguments", str(error).split(": ", 1)[-1])]
+    if not check.positions:
+        return [str(word) for word in check.digest], []
+    names = [tensors[position].fqn for position in check.positions]
+    reason = check.reason if len(names) == 1 else f"{' and '.join(names)} {check.reason}"
+    return [], _named_faults(tensors) or [Problem("cannot_sync", names[0], reason)]
+
+
+def _named_faults(tensors: Sequence[ReplicaTensor]) -> list[Problem]:
     faults = [listed_fault(tensor.fqn, tensor.local) for tensor in tensors]
-    named = [fault for fault in faults if fault is not None]
-    if named:
-        return named
-    places = [int(index) for index in re.findall(r"tensors\[(\d+)\]", str(error))]
-    text = str(error).split(": ", 1)[-1]
-    for place in places:
-        text = text.replace(f"tensors[{place}]", tensors[place].fqn, 1)
-    fqn = tensors[places[0]].fqn if places else "arguments"
-    return [Problem("cannot_sync", fqn, text.removeprefix(f"{fqn} ") if len(places) == 1 else text)]
+    return [fault for fault in faults if fault is not None]
 
 
 def _written(option: Any) -> str:
@@ -179,15 +178,7 @@ def _place(scope: Scope) -> str:
     return f"{tuple(scope.mesh.shape)} over {len(ranks)} ranks from {ranks[0]} to {ranks[-1]}"
 
 
-def _structure(batch: Batch | ListBatch, shapes: Iterable[str]) -> bytes:
-    return _digest([batch.group.group_name, str(batch.src), *shapes, *batch.names])
-
-
-def _shapes_to_write(batch: Batch | ListBatch) -> list[str]:
-    return list(map(str, ops.check_broadcast(batch.locals)))
-
-
-def _shapes_to_read(batch: Batch | ListBatch) -> list[str]:
+def _read_structure(batch: Batch | ListBatch) -> list[str]:
     return [f"{tensor.dtype}{tuple(tensor.shape)}" for tensor in batch.locals]
 
 

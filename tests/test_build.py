@@ -1,0 +1,91 @@
+"""The build beyond what this machine builds: another compiler, other GPUs."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchtitan_ext import ops
+from torchtitan_ext.layout import Chunk, LocalShard
+
+ROOT = Path(__file__).parents[1]
+CORE = [
+    *sorted(ROOT.glob("csrc/core/*.cpp")),
+    *(ROOT / "csrc/ops" / name for name in ("copy_runs_cpu.cpp", "hash_runs_cpu.cpp", "run_tables.cpp")),
+]
+HASH = """
+#include "ops/hash_runs.h"
+
+extern "C" uint64_t hash_contiguous(uint64_t address, int64_t num_bytes, int64_t word_bytes) {
+  torchtitan_ext::core::RunList runs;
+  runs.append_bytes(static_cast<int64_t>(address), 0, num_bytes);
+  return torchtitan_ext::ops::hash_runs_cpu(runs, word_bytes, nullptr);
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++-11") is None, reason="no g++-11 here")
+def test_the_oldest_compiler_builds_the_core_and_hashes_alike(tmp_path: Path) -> None:
+    """GCC 11, of Ubuntu 22.04 and most CUDA 12 images."""
+    source, library = tmp_path / "hash.cpp", tmp_path / "hash.so"
+    source.write_text(HASH)
+    flags = ["-std=c++20", "-O2", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}"]
+    done = subprocess.run(
+        ["g++-11", *flags, str(source), *map(str, CORE), "-o", str(library)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    hash_contiguous = ctypes.CDLL(str(library)).hash_contiguous
+    hash_contiguous.argtypes = [ctypes.c_uint64, ctypes.c_int64, ctypes.c_int64]
+    hash_contiguous.restype = ctypes.c_uint64
+    for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64):
+        tensor = torch.arange(1001).to(dtype)
+        shard = LocalShard(sizes=(1001,), chunks=(Chunk(offsets=(0,), sizes=(1001,), local_offsets=(0,)),))
+        expected = int(ops.fingerprint_shard(tensor, shard, (1001,))) % 2**64
+        assert hash_contiguous(tensor.data_ptr(), tensor.nbytes, tensor.itemsize) == expected
+
+
+def cuda_architectures(nvcc_version: str, tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "print.cmake"
+    script.write_text(
+        f'include("{ROOT / "cmake/cuda_architectures.cmake"}")\n'
+        f'tte_cuda_architectures("{nvcc_version}" found)\nmessage("${{found}}")\n'
+    )
+    variables = {name: value for name, value in os.environ.items() if name not in ("CUDAARCHS", "TORCH_CUDA_ARCH_LIST")}
+    cmake = shutil.which("cmake") or str(ROOT / ".venv/bin/cmake")
+    return subprocess.run([cmake, "-P", str(script)], capture_output=True, text=True, env={**variables, **environment})
+
+
+needs_cmake = pytest.mark.skipif(
+    shutil.which("cmake") is None and not (ROOT / ".venv/bin/cmake").exists(), reason="no cmake here"
+)
+
+
+@needs_cmake
+@pytest.mark.parametrize(
+    "nvcc_version, environment, expected",
+    [
+        ("12.4", {}, "80-real;90"),
+        ("12.8", {}, "80-real;90;100-real;120"),
+        ("13.0", {"CUDAARCHS": "90a;100"}, "90a;100"),
+        ("13.0", {"TORCH_CUDA_ARCH_LIST": "8.0 9.0a;12.0+PTX"}, "80-real;90a-real;120"),
+        ("13.0", {"TORCH_CUDA_ARCH_LIST": "Ampere+PTX;Hopper"}, "80-real;86;90-real"),
+        ("13.0", {"TORCH_CUDA_ARCH_LIST": "9.0", "CUDAARCHS": "native"}, "native"),
+    ],
+)
+def test_cuda_architectures(nvcc_version: str, environment: dict[str, str], expected: str, tmp_path: Path) -> None:
+    done = cuda_architectures(nvcc_version, tmp_path, **environment)
+    assert (done.returncode, done.stderr.strip()) == (0, expected)
+
+
+@needs_cmake
+def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
+    done = cuda_architectures("13.0", tmp_path, TORCH_CUDA_ARCH_LIST="9.0;Hoper")
+    assert done.returncode != 0
+    assert "TORCH_CUDA_ARCH_LIST has 'Hoper', expected compute capabilities" in " ".join(done.stderr.split())
