@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -625,6 +626,31 @@ def test_compile_shards_with_dynamic_shapes(backend: str) -> None:
             value.backward()
             results.append((value.detach(), src.grad))
         torch.testing.assert_close(results[0], results[1])
+
+
+def test_compiled_shards_of_symbolic_sizes_are_one_graph() -> None:
+    """More lengths than dynamo compiles anew (8): offsets and sizes of shards are symbols like those of tensors."""
+
+    def step(src: Tensor) -> tuple[Tensor, ...]:
+        half = src.shape[0] // 2
+        shard = LocalShard((half, 4), (Chunk((1, 0), (half, 4), (0, 0)),))
+        (packed,) = ops.pack_shards([src * 3], [shard])
+        filled = ops.unpack_shard(src, packed, shard)
+        ops.unpack_shards_([filled.detach()], [packed.detach()], [shard])
+        return packed + ops.pack_shard(src, shard), filled, ops.fingerprint_shard(packed.detach(), shard, src.shape)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
+    for rows in range(10, 40, 2):
+        gradients = []
+        for function in (step, compiled):
+            src = torch.arange(4.0 * rows).view(rows, 4).requires_grad_()
+            results = function(src)
+            (results[0].square().sum() + results[1].sum()).backward()
+            gradients.append((*results, src.grad))
+        for got, wanted in zip(*gradients, strict=True):
+            assert torch.equal(got, wanted)
+    assert counter.frame_count == 1
 
 
 # ---- refusals ----

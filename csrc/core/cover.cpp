@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/boxes.h"
 #include "core/check.h"
 
 namespace torchtitan_ext::core {
@@ -83,6 +84,68 @@ class SignedCorners {
   std::vector<int64_t> signs_;
 };
 
+// Beyond this a chunk has more corners than it is worth: 64 in 6 dims, 65,536 in 16.
+constexpr size_t kMaxCornerDims = 6;
+
+// The part of each chunk that lies in `region`, empty ones left out.
+std::vector<Chunk> clip(std::span<const Chunk> chunks, const Chunk& region) {
+  std::vector<Chunk> clipped;
+  for (const Chunk& chunk : chunks) {
+    Chunk part;
+    for (size_t dim = 0; dim < region.offsets.size(); ++dim) {
+      const int64_t begin = std::max(chunk.offsets[dim], region.offsets[dim]);
+      const int64_t end = std::min(chunk.offsets[dim] + chunk.sizes[dim], region.offsets[dim] + region.sizes[dim]);
+      part.offsets.push_back(begin);
+      part.sizes.push_back(std::max<int64_t>(end - begin, 0));
+    }
+    if (!is_empty(part.sizes)) clipped.push_back(std::move(part));
+  }
+  return clipped;
+}
+
+bool has_collision(std::span<const Chunk> chunks) {
+  std::vector<Box> boxes;
+  for (const Chunk& chunk : chunks) boxes.push_back({chunk.offsets, chunk.sizes});
+  return find_colliding_pair(boxes).has_value();
+}
+
+bool has_gap(std::span<const Chunk> disjoint, const Chunk& region) {
+  int64_t covered = 0;
+  for (const Chunk& chunk : disjoint) covered += num_elements(chunk.sizes);
+  return covered < num_elements(region.sizes);
+}
+
+// Chunks that are disjoint and have as many elements as the tensor cover it. Where they do not, halving the tensor,
+// always on into the first half with the defect, ends at its first element in row-major order.
+std::optional<CoverDefect> find_defect_by_halves(std::span<const int64_t> global_shape, std::span<const Chunk> chunks) {
+  Chunk region{Sizes(global_shape.size(), 0), Sizes(global_shape.begin(), global_shape.end()), {}};
+  std::vector<Chunk> inside = clip(chunks, region);
+  const bool overlaps = has_collision(inside);
+  const auto is_defect = [overlaps](std::span<const Chunk> parts, const Chunk& where) {
+    return overlaps ? has_collision(parts) : has_gap(parts, where);
+  };
+  if (!is_defect(inside, region)) return std::nullopt;
+  for (size_t dim = 0; dim < global_shape.size(); ++dim) {
+    while (region.sizes[dim] > 1) {
+      Chunk half = region;
+      half.sizes[dim] /= 2;
+      std::vector<Chunk> parts = clip(inside, half);
+      if (!is_defect(parts, half)) {
+        half.offsets[dim] += half.sizes[dim];
+        half.sizes[dim] = region.sizes[dim] - half.sizes[dim];
+        parts = clip(inside, half);
+      }
+      region = std::move(half);
+      inside = std::move(parts);
+    }
+  }
+  CoverDefect defect{overlaps ? CoverDefect::Kind::kOverlap : CoverDefect::Kind::kGap, region.offsets, {}};
+  for (size_t index = 0; index < chunks.size(); ++index) {
+    if (holds(chunks[index], defect.element)) defect.chunks.push_back(index);
+  }
+  return defect;
+}
+
 }  // namespace
 
 std::optional<CoverDefect> find_cover_defect(std::span<const int64_t> global_shape, std::span<const Chunk> chunks) {
@@ -104,8 +167,7 @@ std::optional<CoverDefect> find_cover_defect(std::span<const int64_t> global_sha
   for (size_t dim = 0; dim < num_dims; ++dim) {
     if (is_partial[dim]) partial_dims.push_back(dim);
   }
-  TTE_CHECK(partial_dims.size() <= 16, "find_cover_defect", "chunks are partial in ", partial_dims.size(),
-            " dims, at most 16 can be checked");
+  if (partial_dims.size() > kMaxCornerDims) return find_defect_by_halves(global_shape, chunks);
   SignedCorners corners(partial_dims);
   corners.add(Sizes(num_dims, 0), global_shape, -1);
   for (const Chunk& chunk : chunks) {

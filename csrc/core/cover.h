@@ -7,7 +7,9 @@
 // cancel, the first point in row-major order is the first element with f != 0: all p - e_s precede p, so there
 // D f(p) = f(p). Its sign tells a gap from an overlap.
 //
-// Sorting the corners makes this O(n 2^d log n) for n chunks; only dims in which some chunk is partial count in d.
+// Sorting the corners makes this O(n 2^d log n) for n chunks; only dims in which some chunk is partial count in d. With
+// more than 6 of them, which no mesh in use has, chunks are compared with each other instead (boxes.h) and elements
+// counted; then an overlap is told before a gap, wherever it lies.
 #pragma once
 
 #include <cstdint>

@@ -7,18 +7,18 @@
 namespace ops = torchtitan_ext::ops;
 
 STABLE_TORCH_LIBRARY(torchtitan_ext, library) {
-  library.def("pack_shard(Tensor src, int[] src_offsets, int[] shard_sizes, int[] chunks) -> Tensor");
-  library.def("unpack_shard(Tensor dst, int[] dst_offsets, Tensor shard, int[] chunks) -> Tensor");
-  library.def("unpack_shard_(Tensor(a!) dst, int[] dst_offsets, Tensor shard, int[] chunks) -> ()");
-  library.def("pack_shards(Tensor[] src, int[] tables) -> Tensor[]");
-  library.def("unpack_shards_(Tensor(a!)[] dst, Tensor[] shards, int[] tables) -> ()");
+  library.def("pack_shard(Tensor src, SymInt[] src_offsets, SymInt[] shard_sizes, SymInt[] chunks) -> Tensor");
+  library.def("unpack_shard(Tensor dst, SymInt[] dst_offsets, Tensor shard, SymInt[] chunks) -> Tensor");
+  library.def("unpack_shard_(Tensor(a!) dst, SymInt[] dst_offsets, Tensor shard, SymInt[] chunks) -> ()");
+  library.def("pack_shards(Tensor[] src, SymInt[] tables) -> Tensor[]");
+  library.def("unpack_shards_(Tensor(a!)[] dst, Tensor[] shards, SymInt[] tables) -> ()");
   library.def("flatten_tensors(Tensor[] tensors, int alignment, ScalarType dtype) -> Tensor");
   library.def("flatten_into_(Tensor[] tensors, int alignment, Tensor(a!) out) -> ()");
   library.def("unflatten_tensors_(Tensor(a!)[] tensors, Tensor flat, int alignment) -> ()");
   // Kernels in csrc/dist, in a library of their own.
   library.def("broadcast_coalesced_(Tensor(a!)[] tensors, str group_name, int src, int bucket_bytes) -> ()");
   library.def("check_broadcast(Tensor[] tensors) -> (int[] digest, int[] positions, str reason)");
-  library.def("fingerprint_shard(Tensor shard, int[] global_sizes, int[] chunks) -> Tensor");
+  library.def("fingerprint_shard(Tensor shard, SymInt[] global_sizes, SymInt[] chunks) -> Tensor");
 }
 
 // The kernels choose the device themselves, from the tensors: the same function stands under both keys. It stands under

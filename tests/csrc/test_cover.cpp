@@ -84,6 +84,49 @@ TEST(FindCoverDefect, AcceptsAllShardsOfRandomLayoutsAndMissesNoneThatIsTakenAwa
   }
 }
 
+// 2 x 2 x ... of 3: every chunk partial in every dim.
+std::vector<Chunk> grid(size_t num_dims) {
+  std::vector<Chunk> chunks;
+  for (size_t which = 0; which < size_t{1} << num_dims; ++which) {
+    Chunk& chunk = chunks.emplace_back();
+    for (size_t dim = 0; dim < num_dims; ++dim) {
+      const bool second = (which >> dim) & 1;
+      chunk.offsets.push_back(second ? 2 : 0);
+      chunk.sizes.push_back(second ? 1 : 2);
+    }
+  }
+  return chunks;
+}
+
+TEST(FindCoverDefect, ManyPartialDims) {
+  const Sizes wide(12, 3);
+  std::vector<Chunk> chunks = grid(12);  // 4,096 chunks of 4,096 corners
+  EXPECT_FALSE(find_cover_defect(wide, chunks));
+  chunks[100].sizes[0] -= 1;
+  const auto gap = find_cover_defect(wide, chunks);
+  ASSERT_TRUE(gap);
+  EXPECT_EQ(gap->kind, CoverDefect::Kind::kGap);
+  EXPECT_TRUE(gap->chunks.empty());
+
+  std::mt19937 random(9);
+  const Sizes shape(7, 3);
+  for (int trial = 0; trial < 30; ++trial) {
+    std::vector<Chunk> one_off = grid(7);
+    Chunk& chunk = one_off[random() % one_off.size()];
+    const size_t dim = random() % 7;
+    if (chunk.offsets[dim] > 0) {
+      chunk.offsets[dim] -= 1;  // over a neighbour and away from the end
+      const auto defect = find_cover_defect(shape, one_off);
+      ASSERT_TRUE(defect);
+      EXPECT_EQ(defect->kind, CoverDefect::Kind::kOverlap);
+      EXPECT_EQ(defect->chunks.size(), 2u);
+    } else {
+      chunk.sizes[dim] += trial % 2 == 0 ? 1 : -1;
+      expect_same(find_cover_defect(shape, one_off), count_elements(shape, one_off));
+    }
+  }
+}
+
 TEST(FindCoverDefect, VolumesThatAddUpDoNotDeceiveIt) {
   const auto defect = find_cover_defect(Sizes{4}, std::vector<Chunk>{box({0}, {3}), box({2}, {1})});
   ASSERT_TRUE(defect);
