@@ -764,17 +764,6 @@ def test_real_and_imaginary_parts_share_no_memory() -> None:
         ops.unflatten_tensors_([target.real, torch.view_as_real(target)[:, 0]], flat, alignment=4)
 
 
-def test_nested_tensors_are_refused_in_one_sentence() -> None:
-    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
-    jagged = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
-    for tensor in (nested, jagged):
-        with pytest.raises(ValueError, match="is nested; pass the tensor of its values") as refusal:
-            ops.flatten_tensors([tensor])
-        assert len(str(refusal.value)) < 100
-        with pytest.raises(ValueError, match="is nested; pass the tensor of its values"):
-            ops.unflatten_tensors_([tensor], torch.zeros(20, dtype=torch.uint8))
-
-
 def test_inference_tensors_are_written_in_inference_mode_only() -> None:
     with torch.inference_mode():
         target = torch.zeros(4)
