@@ -28,7 +28,9 @@ def print_table(saved: Outcome, resumed: Sequence[Outcome]) -> None:
 
 
 def went_on_as_before(saved: Outcome, resumed: Outcome) -> bool:
-    return num_equal(saved, resumed.digests) == len(saved.digests) and largest_difference(saved, resumed) <= LOSS_TOLERANCE
+    return (
+        num_equal(saved, resumed.digests) == len(saved.digests) and largest_difference(saved, resumed) <= LOSS_TOLERANCE
+    )
 
 
 def num_equal(saved: Outcome, digests: dict[str, str]) -> int:

@@ -1,6 +1,7 @@
 """Trains a tiny Llama on 4 gloo processes as FSDP2 2 x TP 2, saves it, and resumes on other meshes, bit for bit.
 
-Before each resume stock PyTorch is asked to load the same checkpoint into the same model; its answer stands beside ours.
+Before each resume stock PyTorch is asked to load the same checkpoint into the same model; its answer stands beside
+ours.
 
 python examples/train_llama_2d.py
 """
