@@ -88,9 +88,3 @@ def save_stubborn(rank: int, world_size: int, path: Path) -> str:
 def test_errors_that_do_not_pickle_reach_all_ranks_as_text(run_world, tmp_path: Path) -> None:
     first, second = run_world(2, save_stubborn, tmp_path)
     assert first == second and "rank 1: RuntimeError: Unpicklable: no state today" in first
-
-
-@pytest.mark.parametrize("call", [tte.save, tte.load, tte.async_save])
-def test_a_place_is_needed(call: Any) -> None:
-    with pytest.raises(ValueError, match=f"{call.__name__.removeprefix('async_')}: got neither a path nor storage"):
-        call({"step": 1})

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlanner as StockLoadPlanner
 from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
+from torchtitan_ext.checkpoint.arguments import check_can_send_from_cpu, check_load, check_save
 from torchtitan_ext.checkpoint.load_phases import load_state_dict
 from torchtitan_ext.checkpoint.load_planner import LoadPlanner
 from torchtitan_ext.checkpoint.phases import Phases
@@ -55,9 +55,10 @@ def save(
         StateRefusedError: Nothing was written; the same on every rank, listing all problems.
         CheckpointFailedError: A rank failed while planning or writing; names the ranks and their errors.
         LostRankError: A rank died or hangs; raised where that was noticed, and names it.
+        TypeError: An argument is of another type.
         ValueError: Neither a path nor storage.
     """
-    _check_place("save", path, storage_writer)
+    check_save("save", state_dict, path, planner, storage_writer, process_group)
     phases = Phases("save", process_group, no_dist=no_dist)
     values = ask_for_states(state_dict, phases)
     writer = writer_at(path, storage_writer)
@@ -97,20 +98,18 @@ def load(
         StateRefusedError: No target was changed; the same on every rank, listing all problems.
         CheckpointFailedError: A rank failed while reading; targets may be part-written, and it names them.
         LostRankError: A rank died or hangs; raised where that was noticed, and names it.
-        TypeError: ``policy`` or ``sources`` is something else.
+        TypeError: An argument is of another type.
         ValueError: Both ``path`` and ``sources``, or two policies; or a policy for a planner that knows none.
     """
     check_rules("load", policy, sources)
+    check_load(state_dict, path, planner, storage_reader, process_group, has_sources=bool(sources))
     planner = LoadPlanner() if planner is None else planner
-    if sources and (path is not None or storage_reader is not None):
-        raise ValueError("load: got sources and a path or storage_reader, expected one of them")
     if not isinstance(planner, LoadPlanner) and (policy is not None or sources):
         raise ValueError(f"load: got a policy or sources and a {type(planner).__name__}, expected a LoadPlanner")
     planned_by = planner.rules.policy if isinstance(planner, LoadPlanner) else None
     if policy is not None and planned_by is not None:
         raise ValueError("load: got a policy and a planner with a policy, expected one of them")
     if not sources:
-        _check_place("load", path, storage_reader)
         source = planner.rules.source if isinstance(planner, LoadPlanner) else Source()
         sources = [dataclasses.replace(source, path=path, storage_reader=storage_reader)]
     elif policy is None and planned_by is None:
@@ -135,14 +134,8 @@ def async_save(
     Returns:
         A future of what ``save`` returns; it raises what ``save`` raises. The caller may change the state dict at once.
     """
-    _check_place("save", path, storage_writer)
-    if dist.is_available() and dist.is_initialized():
-        devices = (process_group or dist.group.WORLD)._device_types  # type: ignore[union-attr]
-        if torch.device("cpu") not in devices:
-            raise ValueError(
-                f"async_save: got a group for {', '.join(map(str, devices))}, expected one that can send from CPU "
-                "memory; call init_process_group with 'cpu:gloo,cuda:nccl'"
-            )
+    check_save("async_save", state_dict, path, planner, storage_writer, process_group)
+    check_can_send_from_cpu("async_save", process_group)
     phases = Phases("save", process_group)
     values = ask_for_states(state_dict, phases)
     writer = writer_at(path, storage_writer)
@@ -152,10 +145,3 @@ def async_save(
     saved = thread.submit(save_values, copies, writer, SavePlanner() if planner is None else planner, phases)
     thread.shutdown(wait=False)
     return saved
-
-
-def _check_place(
-    operation: str, path: str | os.PathLike[str] | None, storage: StorageReader | StorageWriter | None
-) -> None:
-    if path is None and storage is None:
-        raise ValueError(f"{operation}: got neither a path nor storage, expected one of them")
