@@ -1,0 +1,51 @@
+"""The operators of the package, typed: shards and lists of tensors, to and from contiguous buffers, and their hashes.
+
+The kernels are ``torch.ops.torchtitan_ext.*`` (schemas: ``csrc/ops/library.cpp``). The modules have the
+wrappers, and beside each the fake kernel and the autograd formula, which LibTorch's stable ABI cannot express.
+
+Every op works on CPU and CUDA tensors of any dtype (bytes are moved, never values) and under ``torch.compile``. Bad
+arguments raise ValueError, sizes beyond int64 OverflowError, always before the first byte moves. An op whose name ends
+in ``_`` changes its argument in place, bumps its version counter and is not differentiable; where its arguments
+require grad, call it under ``torch.no_grad()`` or use the form without ``_``.
+"""
+
+from torchtitan_ext.ops.broadcast import DEFAULT_BUCKET_BYTES, BroadcastCheck, broadcast_coalesced_, check_broadcast
+from torchtitan_ext.ops.flat import (
+    DEFAULT_ALIGNMENT,
+    flat_offsets,
+    flat_views,
+    flatten_into_,
+    flatten_tensors,
+    unflatten_tensors_,
+)
+from torchtitan_ext.ops.shards import (
+    ChunkLike,
+    ShardLike,
+    fingerprint_shard,
+    pack_shard,
+    pack_shards,
+    unpack_shard,
+    unpack_shard_,
+    unpack_shards_,
+)
+
+__all__ = [
+    "BroadcastCheck",
+    "ChunkLike",
+    "DEFAULT_ALIGNMENT",
+    "DEFAULT_BUCKET_BYTES",
+    "ShardLike",
+    "broadcast_coalesced_",
+    "check_broadcast",
+    "fingerprint_shard",
+    "flat_offsets",
+    "flat_views",
+    "flatten_into_",
+    "flatten_tensors",
+    "pack_shard",
+    "pack_shards",
+    "unflatten_tensors_",
+    "unpack_shard",
+    "unpack_shard_",
+    "unpack_shards_",
+]
