@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import pickle
 
 import pytest
 import reference
@@ -24,7 +23,6 @@ from torchtitan_ext.layout.layout import (
     narrowed,
     replica_key,
 )
-from torchtitan_ext.layout.rules import LayoutRules, ShardOrder, canonical_fqn
 
 # `make soak` multiplies the number of random layouts.
 SOAK = int(os.environ.get("TTE_SOAK", "1"))
@@ -182,53 +180,6 @@ def test_missing_ranks_are_global_ranks():
     reports = [ShardReport((8,), mesh, at, ((0, 1), (-1, 1)), (4,)) for at in ((0, 0), (1, 1))]
     assert missing_ranks(reports) == [5, 6]
     assert [replica_key(report) for report in reports] == [(0, 0), (1, 0)]
-
-
-QKV = ShardOrder((("tp", 0, 3), ("dp", 0, 1)))
-
-
-@pytest.mark.parametrize(
-    "fqn",
-    [
-        "wqkv.weight",
-        "layers.0.wqkv.weight",
-        "model._orig_mod.layers.0._checkpoint_wrapped_module.wqkv.weight",
-        "optimizer.state.layers.0.wqkv.weight.exp_avg",
-        "state.wqkv.weight.exp_avg_sq",
-    ],
-)
-def test_a_rule_applies_under_prefixes_and_to_optimizer_state(fqn):
-    assert LayoutRules({"wqkv.weight": QKV}).find(fqn) == QKV
-    assert LayoutRules({"*wqkv.weight": QKV}).find(fqn) == QKV
-
-
-@pytest.mark.parametrize("fqn", ["wqkv.bias", "xwqkv.weight", "wqkv.weight.extra"])
-def test_a_rule_applies_to_nothing_else(fqn):
-    assert LayoutRules({"wqkv.weight": QKV}).find(fqn) is None
-
-
-def test_an_exact_rule_comes_before_a_glob_and_equal_rules_do_not_clash():
-    other = ShardOrder(((0, 0, 1),))
-    assert LayoutRules({"*.weight": other, "wqkv.weight": QKV}).find("wqkv.weight") == QKV
-    assert LayoutRules({"*.weight": QKV, "w*": QKV}).find("wqkv.weight") == QKV
-    with pytest.raises(ValueError, match="make one of them narrower"):
-        LayoutRules({"*.weight": other, "w*": QKV}).find("wqkv.weight")
-
-
-def test_rules_take_orders_only():
-    with pytest.raises(TypeError, match="got tuple for 'w', expected a ShardOrder"):
-        LayoutRules({"w": (0, 0, 1)})
-
-
-def test_rules_and_orders_survive_pickling():
-    assert pickle.loads(pickle.dumps(QKV)) == QKV
-    assert pickle.loads(pickle.dumps(LayoutRules({"w": QKV}))).find("w") == QKV
-
-
-def test_canonical_fqn():
-    assert canonical_fqn("_orig_mod.a._checkpoint_wrapped_module.b") == "a.b"
-    assert canonical_fqn("module.a") == "module.a"
-    assert canonical_fqn("module.a", strip_module=True) == "a"
 
 
 def test_a_narrowed_shard_holds_the_elements_of_the_narrowed_local_tensor() -> None:

@@ -1,0 +1,59 @@
+"""Phases of one operation: an error of any rank reaches all of them, as ours."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from torchtitan_ext.checkpoint.phases import Phases
+from torchtitan_ext.errors import CheckpointFailedError, CheckpointReadError
+
+
+def fail_on_rank_1(rank: int, world_size: int, error: type[Exception], undefined: tuple[str, ...]) -> str:
+    def work() -> int:
+        if rank == 1:
+            raise CheckpointReadError("w", "bad sector") if error is CheckpointReadError else error("boom")
+        return rank
+
+    phases = Phases("load")
+    with pytest.raises(Exception) as caught:
+        phases.on_all("read", work, doing="values were read", undefined=undefined)
+    assert phases.seconds["read"] > 0
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize(
+    ("error", "undefined", "text"),
+    [
+        (OSError, (), r"CheckpointFailedError: load failed on 1 rank\(s\): rank 1: OSError: boom$"),
+        (OSError, ("w",), "CheckpointFailedError: load failed .* Part-written, load again or start anew: w; all else"),
+        (CheckpointReadError, (), "CheckpointReadError: load: cannot read w: bad sector"),
+        (CheckpointReadError, ("w",), "CheckpointFailedError: load failed .* bad sector.*Part-written"),
+    ],
+)
+def test_an_error_of_one_rank(run_world: Callable[..., Any], error: Any, undefined: tuple[str, ...], text: str) -> None:
+    first, second = run_world(2, fail_on_rank_1, error, undefined)
+    assert first == second and re.search(text, first)
+
+
+def all_three(rank: int, world_size: int) -> tuple[Any, ...]:
+    phases = Phases("save")
+    assert phases.rank == rank and phases.size == world_size and phases.is_coordinator == (rank == 0)
+    everywhere = phases.on_all("a", lambda: rank, doing="")
+    own = phases.through_coordinator("b", lambda: rank, lambda all_of: [10 * value for value in all_of], doing="")
+    same = phases.to_coordinator("c", lambda: rank, sum, doing="")
+    assert set(phases.seconds) == {"a", "b", "c"}
+    return everywhere, own, same
+
+
+def test_results_go_where_they_should(run_world: Callable[..., Any]) -> None:
+    assert run_world(3, all_three) == [([0, 1, 2], 10 * rank, 3) for rank in range(3)]
+
+
+def test_a_process_alone_needs_no_group() -> None:
+    phases = Phases("save")
+    assert (phases.rank, phases.size, phases.is_coordinator) == (0, 1, True)
+    assert phases.to_coordinator("a", lambda: 3, lambda all_of: all_of, doing="") == [3]
+    with pytest.raises(CheckpointFailedError, match=r"save failed on 1 rank\(s\): rank 0: ZeroDivisionError"):
+        phases.on_all("b", lambda: 1 // 0, doing="")
