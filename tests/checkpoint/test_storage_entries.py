@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
@@ -90,3 +92,28 @@ def test_a_save_that_loses_a_part_in_silence_fails(tmp_path: Path) -> None:
     with pytest.raises(CheckpointFailedError, match="1 of 2 items were not written, without an error: b"):
         tte.save(state, storage_writer=ForgetfulWriter(tmp_path))
     assert not (tmp_path / ".metadata").exists()
+
+
+def test_a_key_in_several_safetensors_files_is_refused_with_their_names(tmp_path: Path) -> None:
+    for name in ("model-1", "model-2"):
+        save_file({"w": torch.ones(4), name: torch.ones(1)}, tmp_path / f"{name}.safetensors")
+    (tmp_path / "broken.safetensors").write_bytes(b"\xff" * 16)
+    state = {"w": torch.zeros(4)}
+    with pytest.raises(
+        ReshardError, match=r"w: stands in 2 files \(model-1.safetensors, model-2.safetensors\); leave it"
+    ):
+        tte.load(state, storage_reader=NarrowReader(tmp_path))
+    tte.load({"model-1": torch.zeros(1)}, storage_reader=NarrowReader(tmp_path))
+
+
+class NarrowReader(HuggingFaceStorageReader):
+    """Leaves out what is no safetensors file inside, which the stock reader stumbles over."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        broken = self.path / "broken.safetensors"
+        content = broken.read_bytes()
+        broken.unlink()
+        try:
+            return super().read_metadata()
+        finally:
+            broken.write_bytes(content)

@@ -49,7 +49,7 @@ from torchtitan_ext.checkpoint.missing_keys import missing_problems
 from torchtitan_ext.checkpoint.per_rank_keys import unclaimed_problems
 from torchtitan_ext.checkpoint.policy import ElasticPolicy, Source, check_rules
 from torchtitan_ext.checkpoint.report import LoadReport, build_report, disagreements
-from torchtitan_ext.checkpoint.storage_entries import storage_problems
+from torchtitan_ext.checkpoint.storage_entries import name_files_of_overlap, storage_problems
 from torchtitan_ext.errors import CheckpointReadError, Problem, check_argument, refusal
 from torchtitan_ext.layout.dtensor import describes_itself, local_tensor, local_view
 from torchtitan_ext.layout.layout import ShardReport, Steps, num_elements, shard_of
@@ -235,7 +235,8 @@ class LoadPlanner(StockLoadPlanner):
         problems = list(agreement.problems)
         is_cover_checked = len({request.metadata_name for request in requests}) == 1
         if is_cover_checked:
-            problems += self._cover_problems(requests, agreement)
+            found = self._cover_problems(requests, agreement)
+            problems += [name_files_of_overlap(problem, self.metadata) for problem in found]
         problems += _nothing_matches(requests, self.metadata)
         wanted = {request.saved_name(fqn) for request in requests for fqn in request.table.entries}
         problems += storage_problems(self.metadata, sorted(wanted))

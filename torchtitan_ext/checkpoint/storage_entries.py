@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torchtitan_ext.errors import CheckpointFailedError, Problem
+from torchtitan_ext.storage.safetensors_files import files_with_key
 
 
 def storage_problems(metadata: Metadata, fqns: Iterable[str]) -> list[Problem]:
@@ -41,6 +42,21 @@ def storage_problems(metadata: Metadata, fqns: Iterable[str]) -> list[Problem]:
     if num_chunks != len(entries):
         problems += [problem for fqn in fqns if (problem := _lost_problem(fqn, metadata)) is not None]
     return problems
+
+
+def name_files_of_overlap(problem: Problem, metadata: Metadata) -> Problem:
+    """The same problem, with the safetensors files where several hold its key: DCP takes each for a part."""
+    place = next((index for index in metadata.storage_data or () if index.fqn == problem.fqn), None)
+    path = None if place is None else getattr(metadata.storage_data[place], "relative_path", None)
+    if "overlap" not in problem.detail or not str(path).endswith(".safetensors"):
+        return problem
+    files = files_with_key(Path(str(path)).parent, problem.fqn)
+    if len(files) < 2:
+        return problem
+    detail = (
+        f"stands in {len(files)} files ({', '.join(files[:4])}{', ...' if len(files) > 4 else ''}); leave it in one"
+    )
+    return Problem(problem.kind, problem.fqn, detail)
 
 
 def check_all_written(plan: SavePlan, results: Any, rank: int) -> None:
