@@ -187,6 +187,18 @@ class CheckpointReadError(TorchtitanExtError, RuntimeError):
         return f"load: cannot read {self.fqn}: {self.reason}"
 
 
+class DamagedCheckpointError(TorchtitanExtError, RuntimeError):
+    """Bytes of a checkpoint's files are not what was written, or not what this package can read.
+
+    Args:
+        reason: The file, the byte, and which tensors' rows lie there.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
 class CheckpointFailedError(TorchtitanExtError, RuntimeError):
     """Ranks failed while planning, writing or reading, for reasons outside this package (a full disk, a lost file).
 

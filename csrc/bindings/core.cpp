@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bindings/metadata.h"
+#include "bindings/storage.h"
 #include "core/boxes.h"
 #include "core/chunk.h"
 #include "core/cover.h"
@@ -141,7 +142,8 @@ bool may_overlap_itself_py(const std::vector<int64_t>& sizes, const std::vector<
 }  // namespace
 
 PYBIND11_MODULE(_core, module) {
-  module.doc() = "Layouts, cover and plans over plain values; see csrc/core for the definitions.";
+  module.doc() =
+      "Layouts, cover and plans over plain values, and files; see csrc/core and csrc/storage for the definitions.";
   module.def("read_placements", &read_placements_py, py::arg("placements"), py::arg("mesh_shape"), py::arg("reading"));
   module.def("shard_at", &shard_at_py, py::arg("global_shape"), py::arg("mesh_shape"), py::arg("steps"),
              py::arg("coordinate"));
@@ -153,4 +155,5 @@ PYBIND11_MODULE(_core, module) {
   module.def("may_overlap_itself", &may_overlap_itself_py, py::arg("sizes"), py::arg("strides"));
   bind_metadata(module);
   module.def("assign_writers", &assign_writers_py, py::arg("shards"), py::arg("num_ranks"));
+  torchtitan_ext::bindings::define_storage(module);
 }

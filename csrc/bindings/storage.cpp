@@ -1,0 +1,282 @@
+// Files for Python: converts arguments, releases the GIL, decides nothing. Addresses of tensors travel as integers; the
+// caller keeps the tensors alive.
+#include "bindings/storage.h"
+
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "storage/digest.h"
+#include "storage/errors.h"
+#include "storage/file.h"
+#include "storage/footer.h"
+#include "storage/index.h"
+#include "storage/parallel.h"
+#include "storage/record_writer.h"
+#include "storage/run_reader.h"
+#include "storage/tensor_record.h"
+
+namespace py = pybind11;
+
+namespace torchtitan_ext::bindings {
+namespace {
+
+using core::Sizes;
+using namespace storage;  // NOLINT: this file only translates that namespace
+
+using Unlocked = py::call_guard<py::gil_scoped_release>;
+using Key = std::tuple<std::string, std::optional<Sizes>, std::optional<int64_t>>;  // fqn, offsets, index hint
+using FileTuple = std::tuple<std::string, uint32_t, int64_t, int64_t, uint64_t, py::bytes>;
+using Notes = std::vector<std::pair<std::string, std::string>>;
+
+SaveId to_save_id(std::string_view bytes) {
+  SaveId id{};
+  TTE_CHECK(bytes.size() == id.size(), "save_id", "has ", bytes.size(), " bytes, expected ", id.size());
+  std::ranges::copy(bytes, id.begin());
+  return id;
+}
+
+py::bytes to_bytes(const SaveId& id) { return py::bytes(reinterpret_cast<const char*>(id.data()), id.size()); }
+
+py::tuple to_tuple(const Sizes& sizes) {
+  py::tuple result(sizes.size());
+  for (size_t index = 0; index < sizes.size(); ++index) result[index] = py::int_(sizes[index]);
+  return result;
+}
+
+SavedRecord to_record(const Key& key, std::string dtype, Sizes sizes) {
+  SavedRecord record;
+  record.fqn = std::get<0>(key);
+  record.has_offsets = std::get<1>(key).has_value();
+  record.offsets = std::get<1>(key).value_or(Sizes(sizes.size(), 0));
+  record.index_hint = std::get<2>(key).value_or(-1);
+  record.dtype = std::move(dtype);
+  record.sizes = std::move(sizes);
+  TTE_CHECK(record.offsets.size() == record.sizes.size(), record.fqn, "has ", record.offsets.size(), " offsets and ",
+            record.sizes.size(), " sizes");
+  return record;
+}
+
+void define_writer(py::module_& module) {
+  py::class_<ElementType>(module, "ElementType")
+      .def(py::init<std::string, std::string, int64_t>(), py::arg("storage_class"), py::arg("dtype"),
+           py::arg("item_bytes"));
+  py::class_<RecordWriter>(module, "RecordWriter")
+      .def(py::init([](std::string path, uint32_t block_bytes, int num_threads, bool sync) {
+             TTE_CHECK(block_bytes > 0 && num_threads > 0, path, "got blocks of ", block_bytes, " bytes and ",
+                       num_threads, " threads, expected at least 1");
+             return RecordWriter(std::move(path), {block_bytes, num_threads, sync});
+           }),
+           py::arg("path"), py::arg("block_bytes"), py::arg("num_threads"), py::arg("sync"))
+      .def("add_tensor",
+           [](RecordWriter& self, const Key& key, std::string dtype, Sizes sizes, const ElementType& type,
+              uintptr_t address, const Sizes& strides) {
+             self.add_tensor(to_record(key, std::move(dtype), std::move(sizes)), type, address, strides);
+           })
+      .def("begin_tensor",
+           [](RecordWriter& self, const Key& key, std::string dtype, Sizes sizes, const ElementType& type) {
+             self.begin_tensor(to_record(key, std::move(dtype), std::move(sizes)), type);
+           })
+      .def("add_bytes", &RecordWriter::add_bytes)
+      .def("end_tensor", &RecordWriter::end_tensor)
+      .def(
+          "add_record",
+          [](RecordWriter& self, const Key& key, std::string dtype, Sizes sizes, uintptr_t address, int64_t num_bytes) {
+            self.add_record(to_record(key, std::move(dtype), std::move(sizes)), address, num_bytes);
+          })
+      .def_property_readonly("queued_bytes", &RecordWriter::queued_bytes)
+      .def("write_queued", &RecordWriter::write_queued, Unlocked())
+      .def("finish", [](RecordWriter& self, std::string_view save_id, uint32_t rank) {
+        const SaveId id = to_save_id(save_id);
+        SavedFile file;
+        {
+          py::gil_scoped_release release;
+          file = self.finish(id, rank);
+        }
+        return py::make_tuple(file.num_bytes, file.footer_offset, file.footer_digest, py::bytes(file.records));
+      });
+}
+
+py::bytes encode_index_py(std::string_view save_id, int64_t metadata_bytes, uint64_t metadata_digest, Notes notes,
+                          const std::vector<FileTuple>& tuples) {
+  Index index{to_save_id(save_id), metadata_bytes, metadata_digest, std::move(notes), {}};
+  for (const auto& [name, rank, num_bytes, footer_offset, footer_digest, records] : tuples) {
+    index.files.push_back({name, rank, num_bytes, footer_offset, footer_digest, std::string(records)});
+  }
+  return encode_index(index);
+}
+
+py::tuple parse_index_py(const py::bytes& bytes, const std::string& where) {
+  Index index;
+  const std::string_view view(bytes);
+  {
+    py::gil_scoped_release release;
+    index = parse_index(view, where);
+  }
+  py::list files;
+  for (const SavedFile& file : index.files) {
+    files.append(py::make_tuple(file.name, file.rank, file.num_bytes, file.footer_offset, file.footer_digest,
+                                py::bytes(file.records)));
+  }
+  return py::make_tuple(to_bytes(index.save_id), index.metadata_bytes, index.metadata_digest, py::cast(index.notes),
+                        files);
+}
+
+py::list parse_records_py(std::string_view bytes, int64_t footer_offset, const std::string& where) {
+  py::list result;
+  for (const SavedRecord& record : parse_records(bytes, footer_offset, where)) {
+    const py::object offsets = record.has_offsets ? py::object(to_tuple(record.offsets)) : py::none();
+    const py::object hint = record.index_hint < 0 ? py::object(py::none()) : py::int_(record.index_hint);
+    result.append(py::make_tuple(record.fqn, offsets, hint, record.is_tensor ? record.dtype : std::string(),
+                                 to_tuple(record.sizes), record.offset, record.num_bytes, record.data_offset));
+  }
+  return result;
+}
+
+// Opens a file that ends with a footer and takes the checksums from there.
+int64_t add_checked_file(RunReader& reader, const std::string& path, int64_t num_bytes, int64_t footer_offset,
+                         uint64_t footer_digest, std::string_view save_id) {
+  const SaveId expected_id = to_save_id(save_id);
+  const File file = File::open(path);
+  if (file.num_bytes() != num_bytes) {
+    throw_format_error(path, std::min(num_bytes, file.num_bytes()), "the file has ", file.num_bytes(),
+                       " bytes, expected ", num_bytes);
+  }
+  std::string bytes(static_cast<size_t>(num_bytes - footer_offset), '\0');
+  iovec piece{bytes.data(), bytes.size()};
+  file.read_at({&piece, 1}, footer_offset);
+  Footer footer = parse_footer(bytes, path, footer_offset);
+  if (footer.save_id != expected_id) throw_format_error(path, footer_offset, "the file belongs to another save");
+  if (digest_of(bytes) != footer_digest) {
+    throw_format_error(path, footer_offset, "the footer is not the one that the index names");
+  }
+  return reader.add_file(path, num_bytes, {footer.block_bytes, footer.covered_bytes, std::move(footer.checksums)});
+}
+
+void add_box(RunReader& reader, int64_t file, int64_t data_offset, int64_t item_bytes, const Sizes& stored_sizes,
+             const Sizes& stored_strides, const Sizes& offsets, const Sizes& sizes, uintptr_t address,
+             const Sizes& strides) {
+  const size_t num_dims = sizes.size();
+  TTE_CHECK(stored_sizes.size() == num_dims && stored_strides.size() == num_dims && offsets.size() == num_dims &&
+                strides.size() == num_dims,
+            "add_box", "got ", stored_sizes.size(), " stored dims, ", offsets.size(), " offsets, ", num_dims,
+            " sizes and ", strides.size(), " strides");
+  reader.add_box(file, {data_offset, item_bytes, stored_sizes, stored_strides, offsets, sizes, address, strides});
+}
+
+std::vector<std::tuple<int64_t, int64_t, int64_t>> read_py(RunReader& reader, int num_threads,
+                                                           const std::string& verify) {
+  TTE_CHECK(verify == "none" || verify == "auto" || verify == "all", "read", "verify is '", verify,
+            "', expected 'none', 'auto' or 'all'");
+  std::vector<std::tuple<int64_t, int64_t, int64_t>> damaged;
+  const Verify mode = verify == "none" ? Verify::kNone : verify == "auto" ? Verify::kAuto : Verify::kAll;
+  for (const DamagedBlock& block : reader.read(num_threads, mode)) {
+    damaged.emplace_back(block.file, block.begin, block.end);
+  }
+  return damaged;
+}
+
+void define_reader(py::module_& module) {
+  py::class_<RunReader>(module, "RunReader")
+      .def(py::init<>())
+      .def("add_file", [](RunReader& self, std::string path,
+                          int64_t num_bytes) { return self.add_file(std::move(path), num_bytes, {}); })
+      .def("add_checked_file", &add_checked_file)
+      .def("add_box", &add_box)
+      .def("add_bytes", &RunReader::add_bytes)
+      .def("read", &read_py, Unlocked());
+}
+
+// What reads a record for find_tensor: its first and last bytes by one call each, which is all that a tensor needs.
+class RecordFile {
+ public:
+  RecordFile(const File& file, int64_t offset, int64_t num_bytes) : file_(file), offset_(offset), size_(num_bytes) {
+    fill(head_, 0, std::min<int64_t>(num_bytes, 2048));
+    fill(tail_, num_bytes - std::min<int64_t>(num_bytes, 1024), std::min<int64_t>(num_bytes, 1024));
+  }
+  std::string_view operator()(int64_t offset, int64_t num_bytes) {
+    const int64_t tail_begin = size_ - static_cast<int64_t>(tail_.size());
+    if (offset + num_bytes <= static_cast<int64_t>(head_.size())) return view(head_, offset, num_bytes);
+    if (offset >= tail_begin) return view(tail_, offset - tail_begin, num_bytes);
+    fill(other_, offset, num_bytes);
+    return other_;
+  }
+
+ private:
+  static std::string_view view(const std::string& bytes, int64_t offset, int64_t num_bytes) {
+    return std::string_view(bytes).substr(static_cast<size_t>(offset), static_cast<size_t>(num_bytes));
+  }
+  void fill(std::string& bytes, int64_t offset, int64_t num_bytes) const {
+    bytes.resize(static_cast<size_t>(num_bytes));
+    iovec piece{bytes.data(), bytes.size()};
+    file_.read_at({&piece, 1}, offset_ + offset);
+  }
+
+  const File& file_;
+  int64_t offset_;
+  int64_t size_;
+  std::string head_, tail_, other_;
+};
+
+py::list find_tensors(const std::string& path, const std::vector<std::tuple<int64_t, int64_t>>& places,
+                      int num_threads) {
+  std::vector<std::optional<StoredTensor>> found(places.size());
+  {
+    py::gil_scoped_release release;
+    const File file = File::open(path);
+    const int64_t file_bytes = file.num_bytes();
+    parallel_for_items(num_threads, static_cast<int64_t>(places.size()), [&](int, int64_t item) {
+      const auto [offset, num_bytes] = places[static_cast<size_t>(item)];
+      if (offset < 0 || num_bytes < 0 || offset > file_bytes || num_bytes > file_bytes - offset) {
+        throw_format_error(path, offset, "the file has ", file_bytes, " bytes, expected ", num_bytes, " from here on");
+      }
+      RecordFile record(file, offset, num_bytes);
+      found[static_cast<size_t>(item)] = find_tensor([&](int64_t from, int64_t count) { return record(from, count); },
+                                                     num_bytes, core::concat(path, ", record at byte ", offset));
+    });
+  }
+  py::list result;
+  for (size_t index = 0; index < found.size(); ++index) {
+    if (!found[index]) {
+      result.append(py::none());
+      continue;
+    }
+    const StoredTensor& tensor = *found[index];
+    result.append(py::make_tuple(tensor.type.storage_class, tensor.type.dtype, to_tuple(tensor.sizes),
+                                 to_tuple(tensor.strides), tensor.storage_offset,
+                                 std::get<0>(places[index]) + tensor.data_offset, tensor.data_bytes));
+  }
+  return result;
+}
+
+}  // namespace
+
+void define_storage(py::module_& module) {
+  py::register_exception<FormatError>(module, "FormatError", PyExc_ValueError);
+  py::register_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (const IoError& error) {
+      const py::tuple args = py::make_tuple(error.code(), error.what(), error.path());
+      PyErr_SetObject(PyExc_OSError, args.ptr());
+    }
+  });
+  define_writer(module);
+  define_reader(module);
+  module.def("digest", [](const py::bytes& bytes) {
+    const std::string_view view(bytes);
+    py::gil_scoped_release release;
+    return digest_of(view);
+  });
+  module.def("encode_index", &encode_index_py, py::arg("save_id"), py::arg("metadata_bytes"),
+             py::arg("metadata_digest"), py::arg("notes"), py::arg("files"));
+  module.def("parse_index", &parse_index_py, py::arg("bytes"), py::arg("where"));
+  module.def("parse_records", &parse_records_py, py::arg("bytes"), py::arg("footer_offset"), py::arg("where"));
+  module.def("find_tensors", &find_tensors, py::arg("path"), py::arg("places"), py::arg("num_threads"));
+}
+
+}  // namespace torchtitan_ext::bindings

@@ -1,0 +1,32 @@
+// What stands behind the last record of a rank file: checksums of its blocks, and which save it belongs to.
+//
+//     sealed sections (sections.h, magic "TTEFOOTR") | offset of the footer u64 | its sealed bytes u64 | "TTETRAIL"
+//
+// Block i is bytes [i * block_bytes, (i + 1) * block_bytes) of the file, the last one ends where the footer begins. A
+// reader without the index finds the footer by the last 24 bytes.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace torchtitan_ext::storage {
+
+using SaveId = std::array<uint8_t, 16>;
+
+struct Footer {
+  SaveId save_id{};
+  uint32_t rank = 0;
+  uint32_t block_bytes = 0;
+  int64_t covered_bytes = 0;
+  std::vector<uint64_t> checksums;  // XXH3 of each block
+};
+
+std::string encode_footer(const Footer& footer);
+
+// `bytes` are the end of a file from byte `offset` on, trailer included. Throws FormatError.
+Footer parse_footer(std::string_view bytes, const std::string& where, int64_t offset);
+
+}  // namespace torchtitan_ext::storage

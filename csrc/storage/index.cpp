@@ -1,0 +1,144 @@
+#include "storage/index.h"
+
+#include <algorithm>
+#include <map>
+
+#include "storage/bytes.h"
+#include "storage/sections.h"
+
+namespace torchtitan_ext::storage {
+namespace {
+
+constexpr std::string_view kMagic = "TTEINDEX";
+constexpr uint32_t kSaveTag = 1, kFileTag = 2;
+constexpr uint8_t kTensorFlag = 1, kOffsetsFlag = 2;
+constexpr uint64_t kLeastRecordBytes = 4 + 4 + 4 * 8;
+
+std::string encode_file(const SavedFile& file) {
+  ByteWriter out;
+  out.text(file.name).number(file.rank).number(file.num_bytes).number(file.footer_offset).number(file.footer_digest);
+  return out.raw(file.records).take();
+}
+
+bool leads_out(std::string_view name) {
+  return name.empty() || name == "." || name == ".." || name.find('/') != name.npos || name.find('\0') != name.npos;
+}
+
+SavedFile parse_file(const Section& section, const std::string& where) {
+  ByteReader reader(section.bytes, where, section.offset);
+  SavedFile file;
+  file.name = reader.text();
+  if (leads_out(file.name)) throw_format_error(where, reader.byte(), "a file's name leads out of the directory");
+  file.rank = reader.number<uint32_t>();
+  file.num_bytes = reader.number<int64_t>();
+  file.footer_offset = reader.number<int64_t>();
+  file.footer_digest = reader.number<uint64_t>();
+  if (file.footer_offset < 0 || file.footer_offset > file.num_bytes) {
+    throw_format_error(where, reader.byte(), file.name, " has ", file.num_bytes, " bytes and its footer at ",
+                       file.footer_offset);
+  }
+  file.records = reader.raw(reader.left());
+  parse_records(file.records, file.footer_offset, where + ", records of " + file.name);
+  return file;
+}
+
+void parse_save(const Section& section, const std::string& where, Index& index) {
+  ByteReader reader(section.bytes, where, section.offset);
+  std::ranges::copy(reader.raw(index.save_id.size()), index.save_id.begin());
+  index.metadata_bytes = reader.number<int64_t>();
+  index.metadata_digest = reader.number<uint64_t>();
+  const uint64_t num_notes = reader.count(reader.number<uint32_t>(), 8);
+  for (uint64_t note = 0; note < num_notes; ++note) {
+    const std::string_view name = reader.text();
+    index.notes.emplace_back(name, reader.text());
+  }
+}
+
+void check_inside(const SavedRecord& record, int64_t footer_offset, const ByteReader& reader) {
+  const bool is_inside = record.offset >= 0 && record.num_bytes >= 0 && record.offset <= footer_offset &&
+                         record.num_bytes <= footer_offset - record.offset;
+  const bool is_data_inside = !record.is_tensor || (record.data_offset >= record.offset &&
+                                                    record.data_offset <= record.offset + record.num_bytes);
+  if (!is_inside || !is_data_inside) {
+    throw_format_error(reader.where(), reader.byte(), record.fqn, " lies at byte ", record.offset, ", data at ",
+                       record.data_offset, ", ", record.num_bytes, " bytes, outside of the ", footer_offset,
+                       " bytes of records");
+  }
+}
+
+}  // namespace
+
+std::string encode_records(const std::vector<SavedRecord>& records) {
+  std::map<std::string, uint16_t> dtypes;
+  for (const SavedRecord& record : records) dtypes.emplace(record.dtype, static_cast<uint16_t>(dtypes.size()));
+  std::vector<std::string> names(dtypes.size());
+  for (const auto& [name, position] : dtypes) names[position] = name;
+  ByteWriter out;
+  out.number(static_cast<uint32_t>(names.size()));
+  for (const std::string& name : names) out.text(name);
+  out.number(static_cast<uint64_t>(records.size()));
+  for (const SavedRecord& record : records) {
+    const uint8_t flags = (record.is_tensor ? kTensorFlag : 0) | (record.has_offsets ? kOffsetsFlag : 0);
+    out.text(record.fqn).number(flags).number(static_cast<uint8_t>(record.sizes.size()));
+    out.number(dtypes.at(record.dtype)).number(record.index_hint);
+    out.number(record.offset).number(record.num_bytes).number(record.data_offset);
+    for (const int64_t offset : record.offsets) out.number(offset);
+    for (const int64_t size : record.sizes) out.number(size);
+  }
+  return out.take();
+}
+
+std::vector<SavedRecord> parse_records(std::string_view bytes, int64_t footer_offset, const std::string& where) {
+  ByteReader reader(bytes, where);
+  std::vector<std::string> dtypes(reader.count(reader.number<uint32_t>(), 4));
+  for (std::string& dtype : dtypes) dtype = reader.text();
+  std::vector<SavedRecord> records(reader.count(reader.number<uint64_t>(), kLeastRecordBytes));
+  for (SavedRecord& record : records) {
+    record.fqn = reader.text();
+    const auto flags = reader.number<uint8_t>();
+    const auto num_dims = reader.number<uint8_t>();
+    const auto dtype = reader.number<uint16_t>();
+    if (dtype >= dtypes.size()) throw_format_error(where, reader.byte(), record.fqn, " has the unknown dtype ", dtype);
+    record.dtype = dtypes[dtype];
+    record.is_tensor = (flags & kTensorFlag) != 0;
+    record.has_offsets = (flags & kOffsetsFlag) != 0;
+    record.index_hint = reader.number<int64_t>();
+    record.offset = reader.number<int64_t>();
+    record.num_bytes = reader.number<int64_t>();
+    record.data_offset = reader.number<int64_t>();
+    check_inside(record, footer_offset, reader);
+    record.offsets.resize(num_dims);
+    record.sizes.resize(num_dims);
+    for (int64_t& offset : record.offsets) offset = reader.number<int64_t>();
+    for (int64_t& size : record.sizes) {
+      size = reader.number<int64_t>();
+      if (size < 0) throw_format_error(where, reader.byte(), record.fqn, " has the size ", size);
+    }
+  }
+  if (reader.left() != 0) throw_format_error(where, reader.byte(), reader.left(), " bytes stand behind the records");
+  return records;
+}
+
+std::string encode_index(const Index& index) {
+  ByteWriter save;
+  for (const uint8_t byte : index.save_id) save.number(byte);
+  save.number(index.metadata_bytes).number(index.metadata_digest).number(static_cast<uint32_t>(index.notes.size()));
+  for (const auto& [name, value] : index.notes) save.text(name).text(value);
+  std::vector<NewSection> sections{{kSaveTag, kRequiredSection, save.take()}};
+  for (const SavedFile& file : index.files) sections.push_back({kFileTag, kRequiredSection, encode_file(file)});
+  return seal(kMagic, sections);
+}
+
+Index parse_index(std::string_view bytes, const std::string& where) {
+  Index index;
+  bool has_save = false;
+  for (const Section& section : unseal(bytes, kMagic, {kSaveTag, kFileTag}, where, 0)) {
+    if (section.tag == kSaveTag) parse_save(section, where, index);
+    if (section.tag == kFileTag) index.files.push_back(parse_file(section, where));
+    has_save |= section.tag == kSaveTag;
+  }
+  if (!has_save) throw_format_error(where, 0, "the index does not say which save it belongs to");
+  return index;
+}
+
+}  // namespace torchtitan_ext::storage

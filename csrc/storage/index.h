@@ -1,0 +1,62 @@
+// The index of a checkpoint, beside `.metadata`: what `.metadata` says about files, readable without a pickle, and
+// where each tensor's bytes lie in its record. Sealed sections (sections.h) with the magic "TTEINDEX":
+//
+//     1  save     once: save id, size and digest of the `.metadata` that this index belongs to, notes
+//     2  file     one per rank file: its name, size, footer, and its records
+//     3  tables   free: layouts per group of equal ranks, instead of records
+//     4  proof    free: fingerprints of the state
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "core/chunk.h"
+#include "storage/footer.h"
+
+namespace torchtitan_ext::storage {
+
+// One entry of a rank file.
+struct SavedRecord {
+  std::string fqn;
+  bool is_tensor = false;    // one plain tensor, its elements row-major at `data_offset`; else a torch.save record
+  bool has_offsets = false;  // whether its MetadataIndex has an offset
+  int64_t index_hint = -1;   // of its MetadataIndex; -1 for none
+  std::string dtype;         // "float32"; empty where it is no tensor
+  core::Sizes offsets;       // of its chunk in the global tensor
+  core::Sizes sizes;
+  int64_t offset = 0;  // of the record in its file
+  int64_t num_bytes = 0;
+  int64_t data_offset = 0;  // of the elements in the file; 0 where it is no tensor
+};
+
+struct SavedFile {
+  std::string name;
+  uint32_t rank = 0;
+  int64_t num_bytes = 0;
+  int64_t footer_offset = 0;
+  uint64_t footer_digest = 0;  // of all bytes from `footer_offset` on
+  std::string records;         // encoded: made by the rank that wrote the file, joined unread by the coordinator
+};
+
+struct Index {
+  SaveId save_id{};
+  int64_t metadata_bytes = 0;
+  uint64_t metadata_digest = 0;
+  std::vector<std::pair<std::string, std::string>> notes;  // step, world size, versions: for people and later readers
+  std::vector<SavedFile> files;
+};
+
+std::string encode_records(const std::vector<SavedRecord>& records);
+
+// Throws FormatError, also where a record does not lie before `footer_offset`.
+std::vector<SavedRecord> parse_records(std::string_view bytes, int64_t footer_offset, const std::string& where);
+
+std::string encode_index(const Index& index);
+
+// Throws FormatError, also where a file's name leads out of its directory.
+Index parse_index(std::string_view bytes, const std::string& where);
+
+}  // namespace torchtitan_ext::storage

@@ -1,0 +1,204 @@
+#include "storage/record_writer.h"
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <utility>
+
+#include "storage/digest.h"
+#include "storage/parallel.h"
+#include "storage/run_window.h"
+
+namespace torchtitan_ext::storage {
+namespace {
+
+// torch maps storages at multiples of 64 bytes; a large one begins with a page, at 2 kB of padding on average.
+constexpr int64_t kAlignment = 64, kLargeAlignment = 4096;
+constexpr int64_t kLargeBytes = 256 << 10;
+// A piece of a block that is shorter is copied to its neighbours: a system call takes 1,024 pieces, and each of them
+// costs as much as copying a few kilobytes.
+constexpr int64_t kPackedBytes = 16 << 10;
+// Write-back is asked for once for so many bytes of a file: smaller requests cost calls, larger ones leave the disk
+// idle.
+constexpr int64_t kWriteBackBytes = 8 << 20;
+
+core::Sizes contiguous_strides(std::span<const int64_t> sizes) {
+  core::Sizes strides(sizes.size(), 1);
+  for (size_t dim = sizes.size(); dim-- > 1;) strides[dim - 1] = core::checked_mul(strides[dim], sizes[dim]);
+  return strides;
+}
+
+iovec piece_of(const void* data, int64_t num_bytes) {
+  return {const_cast<void*>(data), static_cast<size_t>(num_bytes)};
+}
+
+}  // namespace
+
+struct RecordWriter::Scratch {
+  std::unique_ptr<char[]> block;
+  std::vector<iovec> pieces;
+};
+
+RecordWriter::RecordWriter(std::string path, const WriteOptions& options)
+    : file_(File::create(std::move(path))), options_(options) {}
+
+void RecordWriter::queue(uintptr_t address, int64_t num_bytes) {
+  if (num_bytes == 0) return;
+  segments_.push_back({end_, end_ + num_bytes, address, -1});
+  end_ += num_bytes;
+}
+
+void RecordWriter::queue_own(std::string bytes) {
+  own_bytes_.push_back(std::move(bytes));
+  queue(reinterpret_cast<uintptr_t>(own_bytes_.back().data()), static_cast<int64_t>(own_bytes_.back().size()));
+}
+
+void RecordWriter::begin_tensor(SavedRecord key, const ElementType& type) {
+  const int64_t num_bytes = core::checked_mul(core::num_elements(key.sizes), type.item_bytes);
+  RecordFrame frame = frame_tensor(type, key.sizes, end_, num_bytes >= kLargeBytes ? kLargeAlignment : kAlignment);
+  key.is_tensor = true;
+  key.offset = end_;
+  queue_own(std::move(frame.head));
+  key.data_offset = end_;
+  tensor_end_ = core::checked_add(end_, num_bytes);
+  key.num_bytes = tensor_end_ + static_cast<int64_t>(frame.tail.size()) - key.offset;
+  tail_frame_ = std::move(frame.tail);
+  records_.push_back(std::move(key));
+}
+
+void RecordWriter::add_bytes(uintptr_t address, int64_t num_bytes) {
+  TTE_CHECK(num_bytes <= tensor_end_ - end_, file_.path(), "got ", num_bytes, " bytes of ", records_.back().fqn,
+            ", expected at most ", tensor_end_ - end_, "; please report");
+  queue(address, num_bytes);
+}
+
+void RecordWriter::end_tensor() {
+  TTE_CHECK(end_ == tensor_end_, file_.path(), tensor_end_ - end_, " bytes of ", records_.back().fqn,
+            " are missing; please report");
+  queue_own(std::exchange(tail_frame_, {}));
+}
+
+void RecordWriter::add_tensor(SavedRecord key, const ElementType& type, uintptr_t address,
+                              std::span<const int64_t> strides) {
+  const core::Sizes sizes = key.sizes;
+  begin_tensor(std::move(key), type);
+  const core::Sizes file_strides = contiguous_strides(sizes);
+  const size_t num_nests = runs_.nests().size();
+  runs_.start_pair();
+  runs_.append_box(sizes, {static_cast<int64_t>(address), strides}, {end_, file_strides}, type.item_bytes);
+  if (runs_.nests().size() > num_nests) {
+    const core::RunNest& nest = runs_.nests().back();
+    const bool is_contiguous = nest.num_loops == 0;
+    segments_.push_back({end_, tensor_end_, address, is_contiguous ? -1 : static_cast<int64_t>(num_nests)});
+    end_ = tensor_end_;
+  }
+  end_tensor();
+}
+
+void RecordWriter::add_record(SavedRecord key, uintptr_t address, int64_t num_bytes) {
+  key.is_tensor = false;
+  key.offset = end_;
+  key.num_bytes = num_bytes;
+  records_.push_back(std::move(key));
+  queue(address, num_bytes);
+}
+
+void RecordWriter::write_queued() {
+  const int64_t full_end = end_ - end_ % options_.block_bytes;
+  write_blocks(full_end);
+  std::string rest(static_cast<size_t>(end_ - written_), '\0');
+  copy_out(written_, end_, rest.data());
+  segments_.clear();
+  own_bytes_.clear();
+  runs_ = {};
+  end_ = written_;
+  queue_own(std::move(rest));
+}
+
+SavedFile RecordWriter::finish(const SaveId& save_id, uint32_t rank) {
+  write_blocks(end_);
+  const std::string footer = encode_footer({save_id, rank, options_.block_bytes, end_, checksums_});
+  iovec piece = piece_of(footer.data(), static_cast<int64_t>(footer.size()));
+  file_.write_at({&piece, 1}, end_);
+  if (options_.sync) file_.sync();
+  file_.close();
+  SavedFile saved;
+  saved.rank = rank;
+  saved.num_bytes = end_ + static_cast<int64_t>(footer.size());
+  saved.footer_offset = end_;
+  saved.footer_digest = digest_of(footer);
+  saved.records = encode_records(records_);
+  return saved;
+}
+
+// Writes blocks from `written_` on up to `end`; all but the last of the file are full.
+void RecordWriter::write_blocks(int64_t end) {
+  const int64_t block_bytes = options_.block_bytes;
+  const int64_t num_blocks = (end - written_ + block_bytes - 1) / block_bytes;
+  const size_t first_checksum = checksums_.size();
+  checksums_.resize(first_checksum + static_cast<size_t>(num_blocks));
+  std::vector<Scratch> scratches(static_cast<size_t>(options_.num_threads));
+  parallel_for_items(options_.num_threads, num_blocks, [&](int worker, int64_t item) {
+    const int64_t begin = written_ + item * block_bytes;
+    const int64_t block_end = std::min(begin + block_bytes, end);
+    Scratch& scratch = scratches[static_cast<size_t>(worker)];
+    write_block(begin, block_end, scratch);
+    Digest digest;
+    for (const iovec& piece : scratch.pieces) digest.add(piece.iov_base, piece.iov_len);
+    checksums_[first_checksum + static_cast<size_t>(item)] = digest.value();
+    file_.write_at(scratch.pieces, begin);
+    if (options_.sync && block_end / kWriteBackBytes > begin / kWriteBackBytes) {
+      const int64_t window_end = block_end / kWriteBackBytes * kWriteBackBytes;
+      file_.start_write_back(window_end - kWriteBackBytes, kWriteBackBytes);
+    }
+  });
+  written_ = end;
+}
+
+// Leaves the bytes of a block in `scratch.pieces`.
+void RecordWriter::write_block(int64_t begin, int64_t end, Scratch& scratch) {
+  if (!scratch.block) scratch.block = std::make_unique_for_overwrite<char[]>(options_.block_bytes);
+  scratch.pieces.clear();
+  char* free = scratch.block.get();
+  for (size_t index = first_segment(begin); index < segments_.size() && segments_[index].begin < end; ++index) {
+    const Segment& segment = segments_[index];
+    const int64_t from = std::max(begin, segment.begin);
+    const int64_t num_bytes = std::min(end, segment.end) - from;
+    if (segment.nest < 0 && num_bytes >= kPackedBytes) {
+      scratch.pieces.push_back(
+          piece_of(reinterpret_cast<const char*>(segment.address) + (from - segment.begin), num_bytes));
+      continue;
+    }
+    copy_out(from, from + num_bytes, free);
+    iovec* last = scratch.pieces.empty() ? nullptr : &scratch.pieces.back();
+    if (last != nullptr && static_cast<char*>(last->iov_base) + last->iov_len == free) {
+      last->iov_len += static_cast<size_t>(num_bytes);
+    } else {
+      scratch.pieces.push_back(piece_of(free, num_bytes));
+    }
+    free += num_bytes;
+  }
+}
+
+size_t RecordWriter::first_segment(int64_t byte) const {
+  const auto ends_before = [](int64_t value, const Segment& segment) { return value < segment.end; };
+  return static_cast<size_t>(std::upper_bound(segments_.begin(), segments_.end(), byte, ends_before) -
+                             segments_.begin());
+}
+
+void RecordWriter::copy_out(int64_t begin, int64_t end, char* dst) const {
+  for (size_t index = first_segment(begin); index < segments_.size() && segments_[index].begin < end; ++index) {
+    const Segment& segment = segments_[index];
+    const int64_t from = std::max(begin, segment.begin);
+    const int64_t to = std::min(end, segment.end);
+    if (segment.nest < 0) {
+      std::memcpy(dst + (from - begin), reinterpret_cast<const char*>(segment.address) + (from - segment.begin),
+                  static_cast<size_t>(to - from));
+      continue;
+    }
+    visit_window(runs_, runs_.nests()[static_cast<size_t>(segment.nest)], from, to,
+                 [&](const Stretch& stretch) { copy_stretch(stretch, dst, begin, Direction::kToFile); });
+  }
+}
+
+}  // namespace torchtitan_ext::storage

@@ -1,0 +1,257 @@
+#include "storage/run_reader.h"
+
+#include <algorithm>
+#include <memory>
+#include <mutex>
+#include <numeric>
+#include <utility>
+
+#include "storage/digest.h"
+#include "storage/errors.h"
+#include "storage/parallel.h"
+#include "storage/run_window.h"
+
+namespace torchtitan_ext::storage {
+namespace {
+
+// Files without checksums are read in blocks of this size too.
+constexpr int64_t kBlockBytes = 1 << 20;
+// Runs from this length on go straight to their places; of shorter ones a call would take too many pieces.
+constexpr int64_t kDirectBytes = 4 << 10;
+// Bytes that nobody wants are read along up to here: that costs less than another call.
+constexpr int64_t kGapBytes = 64 << 10;
+
+// A part of a block that one call reads.
+struct Span {
+  int64_t begin = 0;
+  int64_t end = 0;
+  size_t first = 0;  // its stretches
+  size_t last = 0;
+};
+
+char* pointer(int64_t address) { return reinterpret_cast<char*>(static_cast<uintptr_t>(address)); }
+
+}  // namespace
+
+struct RunReader::Worker {
+  std::unique_ptr<char[]> buffer;
+  int64_t buffer_bytes = 0;
+  std::vector<Stretch> stretches;
+  std::vector<iovec> pieces;
+
+  char* room(int64_t num_bytes) {
+    if (buffer_bytes < num_bytes) {
+      buffer = std::make_unique_for_overwrite<char[]>(static_cast<size_t>(num_bytes));
+      buffer_bytes = num_bytes;
+    }
+    return buffer.get();
+  }
+
+  int64_t wanted_bytes() const {
+    int64_t sum = 0;
+    for (const Stretch& stretch : stretches) sum += stretch.run_bytes * stretch.count;
+    return sum;
+  }
+
+  // Whether all runs are long and no two of them touch the same byte; single runs then, in order of the file.
+  bool split_into_long_runs() {
+    for (const Stretch& stretch : stretches) {
+      if (stretch.run_bytes < kDirectBytes) return false;
+    }
+    std::vector<Stretch> runs;
+    for (const Stretch& stretch : stretches) {
+      for (int64_t index = 0; index < stretch.count; ++index) {
+        runs.push_back({stretch.file_bytes + index * stretch.file_stride,
+                        stretch.memory + index * stretch.memory_stride, stretch.run_bytes});
+      }
+    }
+    sort(runs);
+    for (size_t index = 1; index < runs.size(); ++index) {
+      if (runs[index].file_bytes < runs[index - 1].file_end()) return false;
+    }
+    stretches = std::move(runs);
+    return true;
+  }
+
+  static void sort(std::vector<Stretch>& stretches) {
+    std::ranges::sort(stretches, {}, [](const Stretch& stretch) { return stretch.file_bytes; });
+  }
+
+  // What to read for all stretches, which are sorted: cut where nobody wants more than kGapBytes.
+  std::vector<Span> spans() const {
+    std::vector<Span> spans;
+    for (size_t index = 0; index < stretches.size(); ++index) {
+      const Stretch& stretch = stretches[index];
+      if (spans.empty() || stretch.file_bytes > spans.back().end + kGapBytes) {
+        spans.push_back({stretch.file_bytes, stretch.file_end(), index, index + 1});
+      } else {
+        spans.back().end = std::max(spans.back().end, stretch.file_end());
+        spans.back().last = index + 1;
+      }
+    }
+    return spans;
+  }
+
+  // Pieces of memory that take a span of long runs, with the gaps in the buffer.
+  void lay_out(const Span& span) {
+    pieces.clear();
+    char* gaps = room(span.end - span.begin);
+    int64_t at = span.begin;
+    const auto skip_to = [&](int64_t byte) {
+      if (byte > at) pieces.push_back({gaps + (at - span.begin), static_cast<size_t>(byte - at)});
+    };
+    for (size_t index = span.first; index < span.last; ++index) {
+      const Stretch& run = stretches[index];
+      skip_to(run.file_bytes);
+      pieces.push_back({pointer(run.memory), static_cast<size_t>(run.run_bytes)});
+      at = run.file_end();
+    }
+    skip_to(span.end);
+  }
+
+  void copy_from_buffer(const Span& span) {
+    for (size_t index = span.first; index < span.last; ++index) {
+      copy_stretch(stretches[index], buffer.get(), span.begin, Direction::kFromFile);
+    }
+  }
+};
+
+int64_t RunReader::add_file(std::string path, int64_t num_bytes, FileChecksums checksums) {
+  Source source{File::open(std::move(path)), 0, std::move(checksums), {}};
+  source.num_bytes = source.file.num_bytes();
+  if (num_bytes >= 0 && source.num_bytes != num_bytes) {
+    throw_format_error(source.file.path(), std::min(num_bytes, source.num_bytes), "the file has ", source.num_bytes,
+                       " bytes, expected ", num_bytes);
+  }
+  if (source.checksums.covered_bytes > source.num_bytes) {
+    throw_format_error(source.file.path(), source.num_bytes, "the file ends here, its checksums cover ",
+                       source.checksums.covered_bytes, " bytes");
+  }
+  sources_.push_back(std::move(source));
+  return static_cast<int64_t>(sources_.size()) - 1;
+}
+
+void RunReader::check_inside(const Source& source, int64_t begin, int64_t num_bytes) {
+  const int64_t end = source.records_end();
+  if (begin < 0 || num_bytes < 0 || begin > end || num_bytes > end - begin) {
+    throw_format_error(source.file.path(), begin, "the file has ", end, " bytes of records, expected ", num_bytes,
+                       " from here on");
+  }
+}
+
+void RunReader::add_box(int64_t file, const Box& box) {
+  Source& source = sources_.at(static_cast<size_t>(file));
+  const std::string& path = source.file.path();
+  int64_t first = 0;
+  int64_t last = 0;
+  for (size_t dim = 0; dim < box.sizes.size(); ++dim) {
+    if (box.offsets[dim] < 0 || box.sizes[dim] < 0 || box.offsets[dim] > box.stored_sizes[dim] - box.sizes[dim]) {
+      throw_format_error(path, box.data_offset, "elements [", box.offsets[dim], ", ", box.offsets[dim] + box.sizes[dim],
+                         ") of dim ", dim, " are wanted, the record has ", box.stored_sizes[dim]);
+    }
+    if (box.sizes[dim] == 0) return;
+    first = core::checked_add(first, core::checked_mul(box.offsets[dim], box.stored_strides[dim]));
+    last = core::checked_add(last, core::checked_mul(box.sizes[dim] - 1, box.stored_strides[dim]));
+  }
+  const int64_t begin = core::checked_add(box.data_offset, core::checked_mul(first, box.item_bytes));
+  check_inside(source, begin, core::checked_mul(core::checked_add(last, 1), box.item_bytes));
+  source.runs.start_pair();
+  source.runs.append_box(box.sizes, {static_cast<int64_t>(box.address), box.strides}, {begin, box.stored_strides},
+                         box.item_bytes);
+  TTE_CHECK(is_in_file_order(source.runs, source.runs.nests().back()), path,
+            "elements of a stored tensor are interleaved; please report");
+}
+
+void RunReader::add_bytes(int64_t file, int64_t offset, int64_t num_bytes, uintptr_t address) {
+  Source& source = sources_.at(static_cast<size_t>(file));
+  check_inside(source, offset, num_bytes);
+  source.runs.start_pair();
+  source.runs.append_bytes(static_cast<int64_t>(address), offset, num_bytes);
+}
+
+// The blocks of a file in which a nest begins, ends, or passes through. Prepares the source for read_unit.
+std::vector<RunReader::Unit> RunReader::units_of(int64_t source_index) {
+  Source& source = sources_[static_cast<size_t>(source_index)];
+  const std::vector<core::RunNest>& nests = source.runs.nests();
+  const int64_t block_bytes = source.checksums.block_bytes > 0 ? source.checksums.block_bytes : kBlockBytes;
+  source.order.resize(nests.size());
+  std::iota(source.order.begin(), source.order.end(), size_t{0});
+  std::ranges::sort(source.order, {}, [&](size_t index) { return nests[index].dst_bytes; });
+  std::vector<Unit> units;
+  int64_t next = 0;  // the first block that is not among the units
+  int64_t max_end = 0;
+  for (const core::RunNest& nest : nests) source.ends.push_back(file_end_of(source.runs, nest));
+  for (const size_t index : source.order) {
+    max_end = std::max(max_end, source.ends[index]);
+    source.max_ends.push_back(max_end);
+    const int64_t last = (source.ends[index] - 1) / block_bytes;
+    for (int64_t block = std::max(next, nests[index].dst_bytes / block_bytes); block <= last; ++block) {
+      units.push_back({source_index, block * block_bytes, std::min((block + 1) * block_bytes, source.records_end())});
+      next = block + 1;
+    }
+  }
+  return units;
+}
+
+std::vector<DamagedBlock> RunReader::read(int num_threads, Verify verify) {
+  std::vector<Unit> units;
+  for (size_t index = 0; index < sources_.size(); ++index) {
+    const std::vector<Unit> more = units_of(static_cast<int64_t>(index));
+    units.insert(units.end(), more.begin(), more.end());
+  }
+  std::vector<Worker> workers(static_cast<size_t>(num_threads));
+  std::mutex mutex;
+  std::vector<DamagedBlock> damaged;
+  parallel_for_items(num_threads, static_cast<int64_t>(units.size()), [&](int worker, int64_t item) {
+    const Unit& unit = units[static_cast<size_t>(item)];
+    if (read_unit(unit, verify, workers[static_cast<size_t>(worker)])) return;
+    const std::lock_guard lock(mutex);
+    damaged.push_back({unit.source, unit.begin, unit.end});
+  });
+  for (Source& source : sources_) source.forget_runs();
+  std::ranges::sort(damaged, {}, [](const DamagedBlock& block) { return std::pair(block.file, block.begin); });
+  return damaged;
+}
+
+// False where the block does not match its checksum.
+bool RunReader::read_unit(const Unit& unit, Verify verify, Worker& worker) const {
+  const Source& source = sources_[static_cast<size_t>(unit.source)];
+  const std::vector<core::RunNest>& nests = source.runs.nests();
+  worker.stretches.clear();
+  // The first nest, by where it begins, that may reach into the block: none before ends behind its beginning.
+  const auto first = std::ranges::upper_bound(source.max_ends, unit.begin) - source.max_ends.begin();
+  for (size_t at = static_cast<size_t>(first); at < source.order.size(); ++at) {
+    const size_t index = source.order[at];
+    if (nests[index].dst_bytes >= unit.end) break;
+    if (source.ends[index] <= unit.begin) continue;
+    visit_window(source.runs, nests[index], unit.begin, unit.end,
+                 [&](const Stretch& stretch) { worker.stretches.push_back(stretch); });
+  }
+  if (worker.stretches.empty()) return true;
+  const bool is_verified =
+      !source.checksums.checksums.empty() &&
+      (verify == Verify::kAll || (verify == Verify::kAuto && 2 * worker.wanted_bytes() >= unit.end - unit.begin));
+  const bool is_direct = worker.split_into_long_runs();
+  if (!is_direct) Worker::sort(worker.stretches);
+  std::vector<Span> spans = worker.spans();
+  if (is_verified) spans = {{unit.begin, unit.end, 0, worker.stretches.size()}};
+  Digest digest;
+  for (const Span& span : spans) {
+    if (is_direct) {
+      worker.lay_out(span);
+    } else {
+      worker.pieces.assign(1, {worker.room(span.end - span.begin), static_cast<size_t>(span.end - span.begin)});
+    }
+    std::vector<iovec> pieces = worker.pieces;
+    source.file.read_at(pieces, span.begin);
+    if (is_verified) {
+      for (const iovec& piece : worker.pieces) digest.add(piece.iov_base, piece.iov_len);
+    }
+    if (!is_direct) worker.copy_from_buffer(span);
+  }
+  if (!is_verified) return true;
+  const int64_t block = unit.begin / source.checksums.block_bytes;
+  return digest.value() == source.checksums.checksums.at(static_cast<size_t>(block));
+}
+
+}  // namespace torchtitan_ext::storage

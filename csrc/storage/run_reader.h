@@ -1,0 +1,95 @@
+// Reads boxes of stored tensors, and plain byte ranges, from files into memory: only what is wanted, in the order of
+// the files, several blocks at a time.
+//
+// The unit is a block of a file. Long runs that do not touch are read straight into their places by one call, with
+// what lies between them going to a buffer that nobody looks at; a block of short runs is read into a buffer and copied
+// from there. Where the file has checksums, a block that is verified is read whole and hashed before the next one.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "core/runs.h"
+#include "storage/file.h"
+
+namespace torchtitan_ext::storage {
+
+enum class Verify {
+  kNone,
+  kAuto,  // blocks of which at least half is wanted
+  kAll,   // every block of which anything is wanted
+};
+
+struct FileChecksums {
+  int64_t block_bytes = 0;
+  int64_t covered_bytes = 0;
+  std::vector<uint64_t> checksums;  // none where the file has none
+};
+
+struct DamagedBlock {
+  int64_t file = 0;
+  int64_t begin = 0;  // bytes of the file
+  int64_t end = 0;
+};
+
+class RunReader {
+ public:
+  // Opens a file. Where `num_bytes` >= 0 it must have that size: else FormatError. Returns its number.
+  int64_t add_file(std::string path, int64_t num_bytes, FileChecksums checksums);
+
+  // A box of the tensor whose elements lie at `data_offset` of a file, into memory that begins at `address`. Sizes,
+  // offsets and strides count elements. Throws FormatError where it does not lie in the file or in the tensor,
+  // std::invalid_argument where elements of the stored tensor are interleaved.
+  struct Box {
+    int64_t data_offset = 0;
+    int64_t item_bytes = 0;
+    std::span<const int64_t> stored_sizes;
+    std::span<const int64_t> stored_strides;
+    std::span<const int64_t> offsets;
+    std::span<const int64_t> sizes;
+    uintptr_t address = 0;
+    std::span<const int64_t> strides;
+  };
+  void add_box(int64_t file, const Box& box);
+  void add_bytes(int64_t file, int64_t offset, int64_t num_bytes, uintptr_t address);
+
+  // Reads every box and range that was added, and forgets them; the files stay open. Returns the blocks whose bytes do
+  // not match their checksums, in order; what was wanted of them is in memory all the same.
+  std::vector<DamagedBlock> read(int num_threads, Verify verify);
+
+ private:
+  struct Source {
+    File file;
+    int64_t num_bytes = 0;
+    FileChecksums checksums;
+    core::RunList runs;                  // destination: bytes of the file; source: addresses
+    std::vector<int64_t> ends = {};      // of each nest, in the file
+    std::vector<size_t> order = {};      // of the nests, by where they begin
+    std::vector<int64_t> max_ends = {};  // over order[0 .. i]
+
+    // Checksums cover all records: nothing behind them is one.
+    int64_t records_end() const { return checksums.checksums.empty() ? num_bytes : checksums.covered_bytes; }
+    void forget_runs() {
+      runs = {};
+      ends.clear();
+      order.clear();
+      max_ends.clear();
+    }
+  };
+  struct Unit {
+    int64_t source = 0;
+    int64_t begin = 0;
+    int64_t end = 0;
+  };
+  struct Worker;
+
+  static void check_inside(const Source& source, int64_t begin, int64_t num_bytes);
+  std::vector<Unit> units_of(int64_t source_index);
+  bool read_unit(const Unit& unit, Verify verify, Worker& worker) const;
+
+  std::vector<Source> sources_;
+};
+
+}  // namespace torchtitan_ext::storage

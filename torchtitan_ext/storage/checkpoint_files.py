@@ -1,0 +1,160 @@
+"""The files of a checkpoint's directory: their names, and how the index says what lies where.
+
+``.metadata`` and ``__<rank>_0.distcp`` are DCP's; ``.tte_index`` is ours (docs/format.md). With
+``use_collectives=False`` each rank has metadata, and an index, of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+
+from torchtitan_ext import _core
+from torchtitan_ext.errors import DamagedCheckpointError
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """What one rank wrote: all that the coordinator has to know of it.
+
+    Attributes:
+        records: The rank's part of the index, encoded.
+    """
+
+    name: str
+    rank: int
+    num_bytes: int
+    footer_offset: int
+    footer_digest: int
+    records: bytes
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor's elements lie: row-major unless ``strides`` say something else.
+
+    Attributes:
+        dtype: As torch calls it, without the module.
+        data_offset: In the file, of element 0.
+    """
+
+    dtype: str
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    data_offset: int
+
+
+class IndexedFile:
+    """A rank file as the index describes it."""
+
+    def __init__(self, file: RankFile) -> None:
+        self.file = file
+
+    @cached_property
+    def tensors(self) -> dict[int, StoredTensor]:
+        """The plain tensors, by the offset of their records."""
+        rows = _core.parse_records(self.file.records, self.file.footer_offset, self.file.name)
+        return {
+            offset: StoredTensor(dtype, sizes, _row_major(sizes), data_offset)
+            for _, _, _, dtype, sizes, offset, _, data_offset in rows
+            if dtype
+        }
+
+
+@dataclass(frozen=True)
+class CheckpointIndex:
+    """The index of one save, by file name."""
+
+    save_id: bytes
+    files: dict[str, IndexedFile]
+
+
+def metadata_path(directory: Path, rank: int | None) -> Path:
+    return directory / (".metadata" if rank is None else f"__{rank}.metadata")
+
+
+def index_path(directory: Path, rank: int | None) -> Path:
+    return directory / (".tte_index" if rank is None else f"__{rank}.tte_index")
+
+
+def marker_path(directory: Path, rank: int | None) -> Path:
+    """Holds the id of the save that is under way, for the ranks to read."""
+    return directory / (".tte_save" if rank is None else f"__{rank}.tte_save")
+
+
+def data_path(directory: Path, relative_path: str) -> Path:
+    """Where ``.metadata`` says that a record lies.
+
+    Raises:
+        DamagedCheckpointError: That is outside of the checkpoint's directory.
+    """
+    relative = PurePosixPath(relative_path)
+    if relative.is_absolute() or ".." in relative.parts or not relative.parts:
+        raise DamagedCheckpointError(
+            f"{directory}: .metadata names the file {relative_path!r}, which is outside of the checkpoint"
+        )
+    return directory / relative
+
+
+def read_index(path: Path, metadata: bytes, *, verify: str) -> CheckpointIndex | None:
+    """The index that belongs to these bytes of ``.metadata``.
+
+    Returns:
+        ``None`` where there is none, or another save's: stock saved over a checkpoint of ours.
+
+    Raises:
+        DamagedCheckpointError: The index is damaged or newer than this reader; with ``verify="all"`` also where it
+            belongs to another ``.metadata``, which a damaged one cannot be told from.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        save_id, metadata_bytes, metadata_digest, _, files = _core.parse_index(content, str(path))
+    except _core.FormatError as error:
+        if verify == "none":
+            warnings.warn(f"the index is ignored: {error}", stacklevel=2)
+            return None
+        raise DamagedCheckpointError(f"{error}; verify='none' reads without the index and its checksums") from None
+    if (metadata_bytes, metadata_digest) != (len(metadata), _core.digest(metadata)):
+        text = (
+            f"{path} belongs to another .metadata than the one beside it: the checkpoint was saved over by stock DCP, "
+            "or .metadata is damaged"
+        )
+        if verify == "all":
+            raise DamagedCheckpointError(f"{text}; verify='auto' reads it without checksums")
+        warnings.warn(f"{text}; it is read without checksums", stacklevel=2)
+        return None
+    return CheckpointIndex(save_id, {row[0]: IndexedFile(RankFile(*row)) for row in files})
+
+
+def write_whole(path: Path, content: bytes, *, sync: bool) -> None:
+    """Writes a file beside its place and renames it there, so that nobody reads half of it."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        if sync:
+            os.fsync(stream.fileno())
+    temporary.replace(path)
+
+
+def sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _row_major(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    strides = []
+    stride = 1
+    for size in reversed(sizes):
+        strides.append(stride)
+        stride *= size
+    return tuple(reversed(strides))

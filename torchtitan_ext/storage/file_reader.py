@@ -1,0 +1,273 @@
+"""A storage reader for ``dcp.load``: reads only the runs that are wanted, into their places, and verifies them."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import uuid
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from torchtitan_ext import _core
+from torchtitan_ext.errors import DamagedCheckpointError
+from torchtitan_ext.storage.checkpoint_files import (
+    CheckpointIndex,
+    StoredTensor,
+    data_path,
+    index_path,
+    metadata_path,
+    read_index,
+)
+from torchtitan_ext.storage.damage import describe_damage
+from torchtitan_ext.storage.raw_tensor import DTYPES
+from torchtitan_ext.storage.stock_records import find_stock_tensors
+from torchtitan_ext.storage.threads import thread_count_of
+
+Verify = Literal["auto", "all", "none"]
+
+# What planners make for a load (values, targets that commit_tensor copies from) is let go after so many bytes.
+_BATCH_BYTES = 256 << 20
+
+
+class FileReader(StorageReader):
+    """Drop-in for ``FileSystemReader``, as ``storage_reader=`` to ``dcp.load`` or ``tte.load``; for any planner.
+
+    Reads checkpoints of ``FileWriter`` and of stock ``FileSystemWriter``; one that stock saved over one of ours
+    is read as stock's, with a warning.
+
+    Args:
+        path: Directory of the checkpoint.
+        verify: Which checksums are compared, where the checkpoint has any: ``"auto"`` those of blocks of which at least
+            half is read, ``"all"`` those of every block that is touched (it is read whole then), ``"none"`` none.
+        thread_count: Threads of each rank; by default its share of the cores, at most 8.
+
+    Raises:
+        DamagedCheckpointError: Bytes are not what was written; names the file, the tensors and their rows. Targets may
+            be part-written.
+        OSError: A file cannot be read.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], verify: Verify = "auto", *, thread_count: int | None = None
+    ) -> None:
+        super().__init__()
+        if verify not in ("auto", "all", "none"):
+            raise ValueError(f"FileReader: got verify={verify!r}, expected 'auto', 'all' or 'none'")
+        self.path = Path(path)
+        self.verify = verify
+        self.thread_count = thread_count
+        thread_count_of(thread_count)
+        self.load_id = uuid.uuid4().hex
+        self.storage_data: dict[Any, Any] = {}
+        self._metadata: bytes | None = None
+        self._index: CheckpointIndex | None = None
+        self._stock_tensors: dict[tuple[str, int], StoredTensor | None] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id:
+            self.path = Path(checkpoint_id)
+        self.load_id = uuid.uuid4().hex
+        self.storage_data = {}
+        self._metadata = None
+        self._index = None
+        self._stock_tensors = {}
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        self._metadata = metadata_path(self.path, kwargs.get("rank")).read_bytes()
+        metadata: Metadata = pickle.loads(self._metadata)
+        # Older torch wrote none.
+        meta: StorageMeta = getattr(metadata, "storage_meta", None) or StorageMeta()
+        meta.load_id = self.load_id
+        metadata.storage_meta = meta
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if metadata.storage_data is None:
+            raise ValueError(f"FileReader: the metadata of {self.path} does not say where its records lie")
+        self.storage_data = metadata.storage_data
+        if self._metadata is None:
+            return
+        rank = None if kwargs.get("use_collectives", True) else kwargs.get("rank")
+        self._index = read_index(index_path(self.path, rank), self._metadata, verify=self.verify)
+        self._metadata = None
+        if self._index is None and self.verify == "all":
+            warnings.warn(f"{self.path} has no checksums: nothing of it can be verified", stacklevel=2)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            self._read(plan, planner)
+            future.set_result(None)
+        except _core.FormatError as error:
+            future.set_exception(DamagedCheckpointError(str(error)))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return FileSystemReader.validate_checkpoint_id(checkpoint_id)
+
+    def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        by_file: dict[str, list[tuple[ReadItem, Any]]] = {}
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            if getattr(info, "transform_descriptors", None):
+                raise ValueError(
+                    f"{item.storage_index.fqn} was saved through an extension ({info.transform_descriptors}); "
+                    "load it with FileSystemReader"
+                )
+            by_file.setdefault(info.relative_path, []).append((item, info))
+        batch = _Batch(self, planner)
+        for name, members in by_file.items():
+            tensors = self._tensors_of(name, members)
+            for item, info in members:
+                batch.add(name, item, info, tensors.get(info.offset))
+                if batch.num_bytes >= _BATCH_BYTES:
+                    batch.read()
+        batch.read()
+
+    def _tensors_of(self, name: str, members: list[tuple[ReadItem, Any]]) -> dict[int, StoredTensor]:
+        """The plain tensors among some records of a file, by the records' offsets."""
+        if self._index is not None and name in self._index.files:
+            return self._index.files[name].tensors
+        places = {info.offset: info.length for item, info in members if item.type != LoadItemType.BYTE_IO}
+        new = {offset: length for offset, length in places.items() if (name, offset) not in self._stock_tensors}
+        path = data_path(self.path, name)
+        for offset, tensor in find_stock_tensors(path, new, thread_count_of(self.thread_count)).items():
+            self._stock_tensors[name, offset] = tensor
+        known = {offset: self._stock_tensors[name, offset] for offset in places}
+        return {offset: tensor for offset, tensor in known.items() if tensor is not None}
+
+    def open_file(self, runs: _core.RunReader, name: str) -> int:
+        path = str(data_path(self.path, name))
+        indexed = None if self._index is None else self._index.files.get(name)
+        if indexed is None:
+            return runs.add_file(path, -1)
+        file = indexed.file
+        if self.verify == "none":
+            return runs.add_file(path, file.num_bytes)
+        assert self._index is not None
+        return runs.add_checked_file(path, file.num_bytes, file.footer_offset, file.footer_digest, self._index.save_id)
+
+    def read_runs(self, runs: _core.RunReader, names: list[str]) -> None:
+        """Reads what was added.
+
+        Raises:
+            DamagedCheckpointError: Blocks do not match their checksums.
+        """
+        damaged = runs.read(thread_count_of(self.thread_count), self.verify)
+        if damaged:
+            blocks = [(names[file], begin, end) for file, begin, end in damaged]
+            raise DamagedCheckpointError(describe_damage(self.path, blocks, self.storage_data, self._index))
+
+
+class _Batch:
+    """Items that are read together; their planner hears of them in stock's order."""
+
+    def __init__(self, reader: FileReader, planner: LoadPlanner) -> None:
+        self._reader = reader
+        self._planner = planner
+        self._runs = _core.RunReader()
+        self._files: dict[str, int] = {}
+        self._targets: list[tuple[ReadItem, torch.Tensor, torch.Tensor | None]] = []  # with what to copy from
+        self._values: list[tuple[ReadItem, bytearray, torch.Tensor | None]] = []
+        self.num_bytes = 0
+
+    def add(self, name: str, item: ReadItem, info: Any, stored: StoredTensor | None) -> None:
+        if name not in self._files:
+            self._files[name] = self._reader.open_file(self._runs, name)
+        file = self._files[name]
+        if item.type == LoadItemType.BYTE_IO or stored is None:
+            target = None if item.type == LoadItemType.BYTE_IO else self._target(item)
+            content = bytearray(info.length)
+            self._values.append((item, content, target))
+            self._runs.add_bytes(file, info.offset, info.length, _address(content))
+            self.num_bytes += info.length
+            return
+        target = self._target(item)
+        dtype = DTYPES[stored.dtype]
+        place = target
+        if not _is_plain_target(target, dtype):
+            place = torch.empty(target.shape, dtype=dtype)
+        offsets, sizes = item.storage_offsets, item.lengths
+        self._runs.add_box(
+            file,
+            stored.data_offset,
+            dtype.itemsize,
+            stored.sizes,
+            stored.strides,
+            offsets,
+            sizes,
+            place.data_ptr(),
+            place.stride(),
+        )
+        self._targets.append((item, target, None if place is target else place))
+        self.num_bytes += place.nbytes
+
+    def read(self) -> None:
+        self._reader.read_runs(self._runs, list(self._files))
+        for item, content, target in self._values:
+            if target is None:
+                self._planner.load_bytes(item, io.BytesIO(content))
+            else:
+                self._targets.append((item, target, _loaded_box(item, content)))
+        with torch.no_grad():
+            for _, target, source in self._targets:
+                if source is not None:
+                    target.copy_(source)
+        # Autograd has not seen what was written from outside.
+        torch.autograd.graph.increment_version([target for _, target, source in self._targets if source is None])
+        for item, target, _ in self._targets:
+            self._planner.commit_tensor(item, target)
+        self._targets, self._values, self.num_bytes = [], [], 0
+
+    def _target(self, item: ReadItem) -> torch.Tensor:
+        target = self._planner.resolve_tensor(item).detach()
+        if target.shape != item.lengths:
+            raise ValueError(
+                f"req {item.storage_index} mismatch sizes {target.size()} vs {item.lengths}: the planner resolved a "
+                "target of another size than its item"
+            )
+        return target
+
+
+def _is_plain_target(target: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the elements of a saved dtype can be written into the target's memory as they are."""
+    if type(target) is not torch.Tensor or target.layout is not torch.strided or not target.is_cpu:
+        return False
+    if target.dtype != dtype or target.is_conj() or target.is_neg():
+        return False
+    return target.is_contiguous() or not _core.may_overlap_itself(target.shape, target.stride())
+
+
+def _address(content: bytearray) -> int:
+    return torch.frombuffer(content, dtype=torch.uint8).data_ptr() if content else 0
+
+
+def _loaded_box(item: ReadItem, content: bytearray) -> torch.Tensor:
+    """The box of a whole ``torch.save`` record that an item wants."""
+    tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        if (offset, length) != (0, tensor.size(dim)):
+            tensor = tensor.narrow(dim, offset, length)
+    return tensor

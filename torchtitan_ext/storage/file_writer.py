@@ -1,0 +1,264 @@
+"""A storage writer for ``dcp.save``: DCP's files, written in C++ from where the tensors lie, with checksums."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import pickle
+import time
+import uuid
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.filesystem import (
+    CURRENT_DCP_VERSION,
+    DEFAULT_SUFFIX,
+    FileSystemWriter,
+    _StorageInfo,
+)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter
+from torch.futures import Future
+
+from torchtitan_ext import _core
+from torchtitan_ext.storage.checkpoint_files import (
+    RankFile,
+    index_path,
+    marker_path,
+    metadata_path,
+    sync_directory,
+    write_whole,
+)
+from torchtitan_ext.storage.raw_tensor import ELEMENT_TYPES, NAMES, Staging, raw_memory
+from torchtitan_ext.storage.threads import thread_count_of
+
+# XXH3 of a block is computed while it is on its way to the file, so it should lie in a core's cache; checksums of
+# smaller blocks make loads of few rows verify less at a time, and footers larger.
+BLOCK_BYTES = 1 << 20
+
+# What a planner makes for the save (pickled values, copies) is let go after so many bytes.
+_BATCH_BYTES = 256 << 20
+
+# The marker of a shared directory is there before any rank looks for it; some network file systems show it later.
+_MARKER_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class FilePrefix:
+    """What the names of a rank's files begin with."""
+
+    prefix: str
+
+
+class FileWriter(StorageWriter):
+    """Drop-in for ``FileSystemWriter``, as ``storage_writer=`` to ``dcp.save`` or ``tte.save``; for any planner.
+
+    Writes what stock ``FileSystemReader`` reads, and an index and checksums for ``FileReader``; see docs/format.md.
+
+    Args:
+        path: Directory of the checkpoint; made where it is missing.
+        sync: Wait until all files are on the disk. Without it a machine that fails soon after may lose the checkpoint.
+        thread_count: Threads of each rank; by default its share of the cores, at most 8.
+        overwrite: Whether a checkpoint that is there may be replaced.
+
+    Raises:
+        OSError: (in the future of ``write_data``) A file cannot be written; names the file, the byte and the reason.
+        RuntimeError: There is a checkpoint, and ``overwrite`` is false; or the directory is not shared by all ranks.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        sync: bool = True,
+        thread_count: int | None = None,
+        *,
+        overwrite: bool = True,
+    ) -> None:
+        super().__init__()
+        self.path = Path(path)
+        self.sync = sync
+        self.overwrite = overwrite
+        self.thread_count = thread_count
+        thread_count_of(thread_count)
+        self.save_id = uuid.uuid4().hex
+        self.rank: int | None = None
+        self.use_collectives = True
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id:
+            self.path = Path(checkpoint_id)
+        self.save_id = uuid.uuid4().hex
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self.rank = kwargs.get("rank")
+        self.use_collectives = kwargs.get("use_collectives", True)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        self.path.mkdir(parents=True, exist_ok=True)
+        existing = metadata_path(self.path, None if self.use_collectives else 0)
+        if existing.exists():
+            if not self.overwrite:
+                raise RuntimeError(f"{self.path} has a checkpoint; pass overwrite=True or another directory")
+            warnings.warn(f"the checkpoint in {self.path} is overwritten", stacklevel=2)
+        if self._own_rank is not None:
+            plan = dataclasses.replace(plan, storage_data=FilePrefix(f"__{self.rank}_"))
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        write_whole(marker_path(self.path, self._own_rank), self.save_id.encode(), sync=False)
+        return [
+            dataclasses.replace(plan, storage_data=FilePrefix(f"__{index}_")) if plan.storage_data is None else plan
+            for index, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(self._write(plan, planner))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def finish(self, metadata: Metadata, results: Sequence[RankFile | None]) -> None:  # type: ignore[override]
+        files = [file for file in results if file is not None]
+        metadata.version = CURRENT_DCP_VERSION
+        metadata.storage_data = {
+            MetadataIndex(fqn, offsets, hint): _StorageInfo(file.name, offset, num_bytes)
+            for file in files
+            for fqn, offsets, hint, _, _, offset, num_bytes, _ in _core.parse_records(
+                file.records, file.footer_offset, file.name
+            )
+        }
+        metadata.storage_meta = self.storage_meta()
+        content = pickle.dumps(metadata)
+        notes = [
+            ("world_size", str(len(results))),
+            ("torch", torch.__version__),
+            ("torchtitan_ext", version("torchtitan-ext")),
+        ]
+        index = _core.encode_index(
+            bytes.fromhex(self.save_id),
+            len(content),
+            _core.digest(content),
+            notes,
+            [dataclasses.astuple(file) for file in files],
+        )
+        # The index first: where `.metadata` is not replaced any more, the index is seen to belong to another one.
+        write_whole(index_path(self.path, self._own_rank), index, sync=self.sync)
+        write_whole(metadata_path(self.path, self._own_rank), content, sync=self.sync)
+        marker_path(self.path, self._own_rank).unlink(missing_ok=True)
+        if self.sync:
+            sync_directory(self.path)
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return FileSystemWriter.validate_checkpoint_id(checkpoint_id)
+
+    @property
+    def _own_rank(self) -> int | None:
+        """The rank whose metadata this is; none where the checkpoint is all ranks' together."""
+        return None if self.use_collectives else self.rank
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> RankFile | None:
+        save_id = self._read_marker()
+        if not plan.items:
+            return None
+        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+        num_threads = thread_count_of(self.thread_count)
+        records = _core.RecordWriter(str(self.path / name), BLOCK_BYTES, num_threads, self.sync)
+        batch = _Batch(records)
+        # As stock: values first. Planners may count on it.
+        for item in sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO):
+            value = planner.resolve_data(item)
+            if isinstance(value, io.BytesIO):
+                batch.add_value(item, value)
+            else:
+                batch.add_tensor(item, value.detach())
+            if records.queued_bytes >= _BATCH_BYTES:
+                batch.write()
+        batch.write()
+        rank = self.rank or 0
+        return RankFile(name, rank, *records.finish(save_id, rank))
+
+    def _read_marker(self) -> bytes:
+        """The id of this save. It does not travel in the plans: cached ones would bring back an old one."""
+        path = marker_path(self.path, self._own_rank)
+        deadline = time.monotonic() + _MARKER_SECONDS
+        while True:
+            try:
+                return bytes.fromhex(path.read_text())
+            except FileNotFoundError:
+                if time.monotonic() > deadline:
+                    raise RuntimeError(
+                        f"{self.path} is not a shared directory: rank {self.rank} does not see what the coordinator "
+                        "wrote there; save to a file system that all ranks have"
+                    ) from None
+            time.sleep(0.05)
+
+
+class _Batch:
+    """Queues records, and keeps alive what they lie in until they are written."""
+
+    def __init__(self, records: _core.RecordWriter) -> None:
+        self._records = records
+        self._held: list[Any] = []
+        self._staging: Staging | None = None
+
+    def add_value(self, item: WriteItem, value: io.BytesIO) -> None:
+        content = np.frombuffer(value.getbuffer(), dtype=np.uint8)
+        self._held.append(content)
+        offsets = item.index.offset
+        sizes = () if offsets is None else (0,) * len(offsets)
+        key = (item.index.fqn, offsets, item.index.index)
+        self._records.add_record(key, "", sizes, content.ctypes.data, content.nbytes)
+
+    def add_tensor(self, item: WriteItem, tensor: torch.Tensor) -> None:
+        raw = raw_memory(tensor)
+        if raw is None:
+            self.add_value(item, _saved_by_torch(tensor))
+            return
+        key = (item.index.fqn, item.index.offset, item.index.index)
+        dtype = raw.dtype
+        if raw.is_cpu:
+            self._held.append(raw)
+            address, strides = raw.data_ptr(), raw.stride()
+            self._records.add_tensor(key, NAMES[dtype], raw.shape, ELEMENT_TYPES[dtype], address, strides)
+        else:
+            self._records.begin_tensor(key, NAMES[dtype], raw.shape, ELEMENT_TYPES[dtype])
+            self._staging = self._staging or Staging()
+            self._staging.copy_out(raw, self._write_staged)
+            self._records.end_tensor()
+
+    def write(self) -> None:
+        self._records.write_queued()
+        self._held.clear()
+
+    def _write_staged(self, address: int, num_bytes: int) -> None:
+        self._records.add_bytes(address, num_bytes)
+        self.write()
+
+
+def _saved_by_torch(tensor: torch.Tensor) -> io.BytesIO:
+    """A whole record of a tensor that is not plain memory, without what else lies in its storage."""
+    tensor = tensor.cpu()
+    if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+        if tensor.untyped_storage().size() != tensor.nbytes:
+            tensor = tensor.clone()
+    stream = io.BytesIO()
+    torch.save(tensor, stream)
+    return stream

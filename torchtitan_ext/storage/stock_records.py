@@ -1,0 +1,66 @@
+"""Where the elements of tensors lie in files of stock DCP, whose records are zip archives of ``torch.save``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torchtitan_ext import _core
+from torchtitan_ext.errors import DamagedCheckpointError
+from torchtitan_ext.storage.checkpoint_files import StoredTensor
+from torchtitan_ext.storage.raw_tensor import DTYPES, NAMES, dtype_of
+
+
+def find_stock_tensors(path: Path, places: Mapping[int, int], num_threads: int) -> dict[int, StoredTensor | None]:
+    """The plain tensor in each of some records; ``None`` for records that only ``torch.load`` understands.
+
+    Args:
+        path: A data file.
+        places: Length by offset of the records.
+
+    Raises:
+        DamagedCheckpointError: A record is no whole archive, or too short for its tensor.
+    """
+    if not places:
+        return {}
+    try:
+        found = _core.find_tensors(str(path), list(places.items()), num_threads)
+    except _core.FormatError as error:
+        raise DamagedCheckpointError(str(error)) from None
+    tensors: dict[int, StoredTensor | None] = {}
+    for offset, row in zip(places, found, strict=True):
+        tensors[offset] = None
+        if row is None:
+            continue
+        storage_class, name, sizes, strides, storage_offset, data_offset, data_bytes = row
+        dtype = dtype_of(storage_class, name)
+        if dtype is None or not _is_in_file_order(sizes, strides):
+            continue
+        data_offset += storage_offset * dtype.itemsize
+        tensor = StoredTensor(NAMES[dtype], sizes, strides, data_offset)
+        if storage_offset * dtype.itemsize + _extent_bytes(tensor) > data_bytes:
+            raise DamagedCheckpointError(
+                f"{path}: record at byte {offset}: the tensor needs {_extent_bytes(tensor)} bytes, its storage has "
+                f"{data_bytes}"
+            )
+        tensors[offset] = tensor
+    return tensors
+
+
+def _extent_bytes(tensor: StoredTensor) -> int:
+    if 0 in tensor.sizes:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.sizes, tensor.strides, strict=True))
+    return (last + 1) * DTYPES[tensor.dtype].itemsize
+
+
+def _is_in_file_order(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether each stride steps over all smaller ones; elements that share bytes, or are interleaved, are rare."""
+    extent = 1
+    for stride, size in sorted(zip(strides, sizes, strict=True)):
+        if size == 1:
+            continue
+        if stride < extent:
+            return False
+        extent = stride * (size - 1) + extent
+    return True
