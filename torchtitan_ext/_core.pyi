@@ -86,6 +86,9 @@ class RunReader:
     def read(self, num_threads: int, verify: str, /) -> list[tuple[int, int, int]]:
         """Blocks that do not match their checksums: file, first byte, one past the last byte."""
 
+def frame_tensor(type: ElementType, sizes: Sequence[int], record_offset: int, alignment: int, /) -> tuple[bytes, bytes]:
+    """What stands before and behind a tensor's bytes in its record."""
+
 def digest(bytes: bytes, /) -> int: ...
 def encode_index(
     save_id: bytes,

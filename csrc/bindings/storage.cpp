@@ -267,6 +267,10 @@ void define_storage(py::module_& module) {
   });
   define_writer(module);
   define_reader(module);
+  module.def("frame_tensor", [](const ElementType& type, const Sizes& sizes, int64_t record_offset, int64_t alignment) {
+    const RecordFrame frame = frame_tensor(type, sizes, record_offset, alignment);
+    return py::make_tuple(py::bytes(frame.head), py::bytes(frame.tail));
+  });
   module.def("digest", [](const py::bytes& bytes) {
     const std::string_view view(bytes);
     py::gil_scoped_release release;

@@ -1,0 +1,105 @@
+"""States for tests of storage: every kind of tensor, and how to compare two states bit for bit."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+]
+
+
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Random bits, but of bools only 0 and 1."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype is torch.bool:
+        return torch.rand(shape, generator=generator) > 0.5
+    size = torch.Size(shape).numel() * dtype.itemsize
+    bits = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
+    return bits.view(dtype).view(shape)
+
+
+def mixed_state() -> dict[str, Any]:
+    """Every dtype, every kind of strides, plain values."""
+    state: dict[str, Any] = {str(dtype): random_tensor((5, 7), dtype) for dtype in DTYPES}
+    matrix = random_tensor((40, 30), torch.float32)
+    state |= {
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 3),
+        "five_dims": random_tensor((2, 3, 4, 5, 6), torch.int16),
+        "transposed": matrix.t(),
+        "columns": matrix[:, 3:11],
+        "every_third": matrix[1::3, ::2],
+        "rows_of_larger": matrix[4:9],
+        "expanded": torch.arange(4.0).expand(3, 4),
+        "channels_last": random_tensor((2, 3, 4, 5), torch.float32).to(memory_format=torch.channels_last),
+        "conjugated": random_tensor((6,), torch.complex64).conj(),
+        "negated": random_tensor((6,), torch.complex64).conj().imag,
+        "parameter": torch.nn.Parameter(torch.arange(6.0).view(2, 3)),
+        "two_pages": random_tensor((600, 1001), torch.float32),
+        "step": 3,
+        "settings": {"lr": 0.1, "name": "adam"},
+    }
+    return state
+
+
+def bits(value: torch.Tensor) -> torch.Tensor:
+    plain = value.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.clone().view(-1).view(torch.uint8)
+
+
+def blank(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Targets of the same shapes, contiguous, with other values."""
+    blanked: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            blanked[key] = torch.full(value.shape, 1, dtype=torch.uint8).to(value.dtype)
+        elif isinstance(value, dict):
+            blanked[key] = blank(value)
+        else:
+            blanked[key] = None
+    return blanked
+
+
+def differences(state: Mapping[str, Any], truth: Mapping[str, Any]) -> list[str]:
+    different = []
+    for key, value in truth.items():
+        if isinstance(value, torch.Tensor):
+            same = state[key].dtype == value.dtype and torch.equal(bits(state[key]), bits(value))
+        else:
+            same = state[key] == value
+        if not same:
+            different.append(key)
+    return different
+
+
+def save(state: dict[str, Any], writer: StorageWriter, planner: SavePlanner | None = None) -> None:
+    dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+
+
+def load(state: dict[str, Any], reader: StorageReader, planner: LoadPlanner | None = None) -> dict[str, Any]:
+    dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
+    return state
