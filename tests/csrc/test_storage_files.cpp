@@ -1,0 +1,228 @@
+// Files written and read in one piece and in many, on one thread and on several, against bytes put together by hand.
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <numeric>
+#include <random>
+#include <string>
+
+#include "storage/errors.h"
+#include "storage/file.h"
+#include "storage/parallel.h"
+#include "storage/record_writer.h"
+#include "storage/run_reader.h"
+#include "storage/run_window.h"
+
+namespace torchtitan_ext::storage {
+namespace {
+
+class Files : public testing::Test {
+ protected:
+  Files() {
+    std::string name = (std::filesystem::temp_directory_path() / "tte_files_XXXXXX").string();
+    folder_ = ::mkdtemp(name.data());
+  }
+  ~Files() override { std::filesystem::remove_all(folder_); }
+  std::string path(const std::string& name) const { return (folder_ / name).string(); }
+
+  std::filesystem::path folder_;
+};
+
+core::RunList random_runs(std::mt19937& random, int64_t* num_bytes) {
+  const auto pick = [&](int64_t low, int64_t high) { return std::uniform_int_distribution(low, high)(random); };
+  const core::Sizes sizes{pick(1, 4), pick(1, 5), pick(1, 6)};
+  const core::Sizes file_shape{sizes[0], sizes[1] + pick(0, 2), sizes[2] + pick(0, 2)};
+  const core::Sizes file_strides{file_shape[1] * file_shape[2], file_shape[2], 1};
+  const core::Sizes strides{pick(1, 3), 100, 1000};
+  core::RunList runs;
+  runs.append_box(sizes, {0, strides}, {pick(0, 20), file_strides}, 4);
+  *num_bytes = runs.dst_extent().end;
+  return runs;
+}
+
+TEST(RunWindow, WindowsTogetherVisitEveryByteOnce) {
+  std::mt19937 random(0);
+  for (int round = 0; round < 500; ++round) {
+    int64_t end = 0;
+    const core::RunList runs = random_runs(random, &end);
+    std::vector<int64_t> expected(static_cast<size_t>(end), -1);
+    for (const core::Run& run : runs.enumerate()) {
+      for (int64_t byte = 0; byte < run.num_bytes; ++byte) {
+        expected[static_cast<size_t>(run.dst_bytes + byte)] = run.src_bytes + byte;
+      }
+    }
+    const int64_t window = std::uniform_int_distribution<int64_t>(1, 40)(random);
+    std::vector<int64_t> seen(static_cast<size_t>(end), -1);
+    for (const core::RunNest& nest : runs.nests()) {
+      ASSERT_TRUE(is_in_file_order(runs, nest));
+      for (int64_t begin = 0; begin < end; begin += window) {
+        visit_window(runs, nest, begin, begin + window, [&](const Stretch& stretch) {
+          EXPECT_GE(stretch.file_bytes, begin);
+          EXPECT_LE(stretch.file_end(), begin + window);
+          for (int64_t index = 0; index < stretch.count; ++index) {
+            for (int64_t byte = 0; byte < stretch.run_bytes; ++byte) {
+              int64_t& place = seen[static_cast<size_t>(stretch.file_bytes + index * stretch.file_stride + byte)];
+              EXPECT_EQ(place, -1);
+              place = stretch.memory + index * stretch.memory_stride + byte;
+            }
+          }
+        });
+      }
+    }
+    ASSERT_EQ(seen, expected) << "window " << window;
+  }
+}
+
+TEST(Parallel, EveryItemOnceAndTheFirstErrorIsThrown) {
+  std::vector<int> seen(1000, 0);
+  parallel_for_items(4, 1000, [&](int, int64_t item) { ++seen[static_cast<size_t>(item)]; });
+  EXPECT_EQ(seen, std::vector<int>(1000, 1));
+  EXPECT_THROW(parallel_for_items(4, 1000,
+                                  [](int, int64_t item) {
+                                    if (item == 7) throw IoError(5, "path", "broken");
+                                  }),
+               IoError);
+}
+
+SavedRecord key_of(const std::string& name, core::Sizes sizes) {
+  SavedRecord key;
+  key.fqn = name;
+  key.dtype = "int32";
+  key.offsets = core::Sizes(sizes.size(), 0);
+  key.sizes = std::move(sizes);
+  return key;
+}
+
+const ElementType kInt{"IntStorage", "", 4};
+
+TEST_F(Files, RecordsOfAllKindsComeBackWhateverTheBlocksAndThreads) {
+  std::vector<int32_t> numbers(200 * 300);
+  std::iota(numbers.begin(), numbers.end(), 0);
+  const auto address = reinterpret_cast<uintptr_t>(numbers.data());
+  const std::string value = "a pickled value";
+  for (const uint32_t block_bytes : {512u, 4096u, 1u << 20}) {
+    for (const int num_threads : {1, 3}) {
+      RecordWriter writer(path("file"), {block_bytes, num_threads, true});
+      writer.add_record(key_of("value", {}), reinterpret_cast<uintptr_t>(value.data()), 15);
+      writer.add_tensor(key_of("rows", {200, 300}), kInt, address, core::Sizes{300, 1});
+      writer.add_tensor(key_of("columns", {300, 200}), kInt, address, core::Sizes{1, 300});
+      writer.write_queued();
+      for (int64_t index = 0; index < 50; ++index) {
+        writer.add_tensor(key_of("small", {index}), kInt, address + 4 * static_cast<uintptr_t>(index), core::Sizes{1});
+      }
+      writer.begin_tensor(key_of("parts", {200, 300}), kInt);
+      for (int64_t row = 0; row < 200; ++row) {
+        writer.add_bytes(address + static_cast<uintptr_t>(row) * 1200, 1200);
+        if (row % 7 == 0) writer.write_queued();
+      }
+      writer.end_tensor();
+      const SavedFile saved = writer.finish({}, 0);
+
+      const std::string content = read_file(path("file"), 1 << 24);
+      ASSERT_EQ(static_cast<int64_t>(content.size()), saved.num_bytes);
+      const Footer footer =
+          parse_footer(std::string_view(content).substr(saved.footer_offset), "file", saved.footer_offset);
+      RunReader reader;
+      const int64_t file =
+          reader.add_file(path("file"), saved.num_bytes, {footer.block_bytes, footer.covered_bytes, footer.checksums});
+      std::vector<std::vector<int32_t>> loaded;
+      std::vector<SavedRecord> records = parse_records(saved.records, saved.footer_offset, "file");
+      ASSERT_EQ(records.size(), 54u);
+      loaded.reserve(records.size());
+      for (const SavedRecord& record : records) {
+        if (!record.is_tensor) continue;
+        loaded.emplace_back(static_cast<size_t>(core::num_elements(record.sizes)));
+        const core::Sizes strides =
+            record.sizes.size() == 2 ? core::Sizes{record.sizes[1], 1} : core::Sizes(record.sizes.size(), 1);
+        reader.add_box(file, {record.data_offset, 4, record.sizes, strides, record.offsets, record.sizes,
+                              reinterpret_cast<uintptr_t>(loaded.back().data()), strides});
+      }
+      std::string value_back(15, ' ');
+      reader.add_bytes(file, records[0].offset, 15, reinterpret_cast<uintptr_t>(value_back.data()));
+      EXPECT_TRUE(reader.read(num_threads, Verify::kAll).empty());
+      EXPECT_EQ(value_back, value);
+      EXPECT_EQ(loaded[0], numbers);
+      for (int64_t column = 0; column < 300; ++column) {
+        for (int64_t row = 0; row < 200; ++row) {
+          ASSERT_EQ(loaded[1][static_cast<size_t>(column * 200 + row)], row * 300 + column);
+        }
+      }
+      for (int32_t index = 0; index < 50; ++index) {
+        std::vector<int32_t> expected(static_cast<size_t>(index));
+        std::iota(expected.begin(), expected.end(), index);
+        EXPECT_EQ(loaded[static_cast<size_t>(2 + index)], expected);
+      }
+      EXPECT_EQ(loaded.back(), numbers);
+    }
+  }
+}
+
+TEST_F(Files, ManyShortPiecesAreWrittenWhole) {
+  std::string bytes(5000, '\0');
+  for (size_t index = 0; index < bytes.size(); ++index) bytes[index] = static_cast<char>(index % 251);
+  std::vector<iovec> pieces;
+  for (size_t index = 0; index < bytes.size(); ++index) pieces.push_back({&bytes[index], index % 3 == 0 ? 1u : 0u});
+  std::string expected;
+  for (size_t index = 0; index < bytes.size(); index += 3) expected += bytes[index];
+  File file = File::create(path("pieces"));
+  file.write_at(pieces, 7);
+  file.close();
+  EXPECT_EQ(read_file(path("pieces"), 1 << 20), std::string(7, '\0') + expected);
+}
+
+TEST_F(Files, ErrorsNameThePath) {
+  try {
+    File::open(path("nothing"));
+    FAIL();
+  } catch (const IoError& error) {
+    EXPECT_EQ(error.code(), ENOENT);
+    EXPECT_EQ(error.path(), path("nothing"));
+  }
+  File file = File::create(path("short"));
+  char byte = 'x';
+  iovec piece{&byte, 1};
+  file.write_at({&piece, 1}, 0);
+  file.close();
+  char room[2];
+  iovec more{room, 2};
+  EXPECT_THROW(File::open(path("short")).read_at({&more, 1}, 0), IoError);
+  RunReader reader;
+  EXPECT_THROW(reader.add_file(path("short"), 2, {}), FormatError);
+  const int64_t number = reader.add_file(path("short"), 1, {});
+  EXPECT_THROW(reader.add_bytes(number, 0, 2, 0), FormatError);
+  EXPECT_THROW(reader.add_bytes(number, INT64_MAX, 1, 0), FormatError);
+  EXPECT_THROW(reader.add_bytes(number, -1, 1, 0), FormatError);
+}
+
+TEST_F(Files, ABlockThatIsDamagedIsNamed) {
+  std::vector<char> bytes(100'000, 'a');
+  RecordWriter writer(path("file"), {4096, 2, false});
+  writer.add_record(key_of("bytes", {}), reinterpret_cast<uintptr_t>(bytes.data()), 100'000);
+  const SavedFile saved = writer.finish({}, 0);
+  std::string content = read_file(path("file"), 1 << 20);
+  const Footer footer =
+      parse_footer(std::string_view(content).substr(saved.footer_offset), "file", saved.footer_offset);
+  content[9000] = 'b';
+  File damaged = File::create(path("file"));
+  iovec piece{content.data(), content.size()};
+  damaged.write_at({&piece, 1}, 0);
+  damaged.close();
+  RunReader reader;
+  const int64_t file = reader.add_file(path("file"), -1, {4096, footer.covered_bytes, footer.checksums});
+  const auto damaged_blocks = [&](int64_t begin, int64_t num_bytes, Verify verify) {
+    reader.add_bytes(file, begin, num_bytes, reinterpret_cast<uintptr_t>(bytes.data()));
+    return reader.read(2, verify).size();
+  };
+  EXPECT_EQ(damaged_blocks(0, 100'000, Verify::kAll), 1u);
+  EXPECT_EQ(damaged_blocks(0, 100'000, Verify::kAuto), 1u);
+  EXPECT_EQ(damaged_blocks(0, 100'000, Verify::kNone), 0u);
+  EXPECT_EQ(damaged_blocks(8192, 1, Verify::kAll), 1u);
+  EXPECT_EQ(damaged_blocks(8192, 2048, Verify::kAuto), 1u);
+  EXPECT_EQ(damaged_blocks(8192, 2047, Verify::kAuto), 0u);
+  EXPECT_EQ(damaged_blocks(0, 8192, Verify::kAll), 0u);
+}
+
+}  // namespace
+}  // namespace torchtitan_ext::storage
