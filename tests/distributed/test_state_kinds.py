@@ -1,4 +1,7 @@
-"""Further kinds of state: pipeline stages, experts, sub-meshes, tied weights, offload, meta targets, adapters."""
+"""Further kinds of state: pipeline stages, experts, sub-meshes, tied weights, offload, meta targets, adapters.
+
+Each is saved by stock's files and by ours, and loaded from both, by both.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from models import (
     build_whole,
     differences,
     distribute_by_index,
+    leaves,
     left_to_right,
     offloaded,
     poison,
@@ -25,23 +29,37 @@ from models import (
 )
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import torchtitan_ext as tte
+from torchtitan_ext.storage import FileReader, FileWriter
 
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
 
 
 def save(state: dict[str, Any], path: Path, **options: Any) -> None:
     dcp.save(state, checkpoint_id=path, planner=tte.SavePlanner(), **options)
+    dcp.save(state, storage_writer=FileWriter(path / "ours", sync=False), planner=tte.SavePlanner(), **options)
 
 
 def load(state: dict[str, Any], path: Path, **options: Any) -> dict[str, Any]:
-    poison(state)
-    dcp.load(state, checkpoint_id=path, planner=tte.LoadPlanner(), **options)
+    """What stock reads of stock's files; the other ways have to give the same bits."""
+    ours = path / "ours"
+    states = []
+    for reader in [FileReader(ours, "all"), FileReader(path), FileSystemReader(ours), FileSystemReader(path)]:
+        poison(state)
+        dcp.load(state, storage_reader=reader, planner=tte.LoadPlanner(), **options)
+        states.append([bits_of(value) for _, value in leaves(state) if isinstance(value, torch.Tensor)])
+    assert states[0] == states[1] == states[2] == states[3]
     return state
+
+
+def bits_of(tensor: torch.Tensor) -> bytes:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def assert_all_empty(answers: list[list[str]]) -> None:
@@ -268,7 +286,7 @@ def load_meta(rank: int, world_size: int, layout: Layout, path: Path) -> list[st
     model = build_model(layout, UNEVEN, device="meta") if layout.axes else whole_on_meta()
     state = model.state_dict()
     assert all(tensor.is_meta for tensor in state.values())
-    dcp.load({"model": state}, checkpoint_id=path, planner=tte.LoadPlanner())
+    dcp.load({"model": state}, storage_reader=FileReader(path / "ours", "all"), planner=tte.LoadPlanner())
     lines = differences(state, build_whole(UNEVEN).state_dict())
     model.load_state_dict(state, assign=True)
     return lines + differences(model.state_dict(), build_whole(UNEVEN).state_dict())

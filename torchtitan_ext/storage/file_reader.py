@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 import uuid
 import warnings
 from pathlib import Path
@@ -28,6 +27,7 @@ from torchtitan_ext.storage.checkpoint_files import (
     read_index,
 )
 from torchtitan_ext.storage.damage import describe_damage
+from torchtitan_ext.storage.metadata_file import parse_metadata
 from torchtitan_ext.storage.raw_tensor import DTYPES
 from torchtitan_ext.storage.stock_records import find_stock_tensors
 from torchtitan_ext.storage.threads import thread_count_of
@@ -82,8 +82,12 @@ class FileReader(StorageReader):
         self._stock_tensors = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        self._metadata = metadata_path(self.path, kwargs.get("rank")).read_bytes()
-        metadata: Metadata = pickle.loads(self._metadata)
+        path = metadata_path(self.path, kwargs.get("rank"))
+        self._metadata = path.read_bytes()
+        try:
+            metadata = parse_metadata(self._metadata)
+        except ValueError as error:
+            raise DamagedCheckpointError(f"{path}: {error}") from None
         # Older torch wrote none.
         meta: StorageMeta = getattr(metadata, "storage_meta", None) or StorageMeta()
         meta.load_id = self.load_id

@@ -1,0 +1,150 @@
+"""FileWriter and FileReader in worlds of several ranks: stock on the other side, other meshes, every way to save."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from models import (
+    LAYOUTS,
+    UNEVEN,
+    Layout,
+    Sizes,
+    build_model,
+    build_optimizer,
+    build_whole,
+    differences,
+    poison,
+    trained,
+    training_state,
+    training_truth,
+)
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.tensor import DTensor
+
+import torchtitan_ext as tte
+from torchtitan_ext.storage import FileReader, FileWriter
+
+BY_NAME = {layout.name: layout for layout in LAYOUTS}
+WHOLE = Layout("whole", (1,), ())
+
+
+def save_trained(rank: int, world_size: int, layout: Layout, path: Path, is_ours: bool, ours_plans: bool) -> None:
+    state = trained(build_model(layout, UNEVEN) if layout.axes else build_whole(UNEVEN))
+    writer = FileWriter(path, sync=False) if is_ours else FileSystemWriter(path, sync_files=False)
+    dcp.save(state, storage_writer=writer, planner=tte.SavePlanner() if ours_plans else DefaultSavePlanner())
+
+
+def load_trained(rank: int, world_size: int, layout: Layout, path: Path, is_ours: bool, ours_plans: bool) -> list[str]:
+    model = build_model(layout, UNEVEN, seed=1) if layout.axes else build_whole(UNEVEN, seed=1)
+    state = training_state(model, build_optimizer(model, lr=0.5))
+    poison(state)
+    reader = FileReader(path, "all") if is_ours else FileSystemReader(path)
+    dcp.load(state, storage_reader=reader, planner=tte.LoadPlanner() if ours_plans else DefaultLoadPlanner())
+    return differences(state, training_truth(UNEVEN))
+
+
+@pytest.mark.parametrize("ours_reads", [True, False])
+def test_our_files_on_other_meshes(run_world, tmp_path: Path, ours_reads: bool) -> None:
+    run_world(8, save_trained, BY_NAME["fsdp4_tp2"], tmp_path, True, True)
+    for target in [BY_NAME["fsdp4"], BY_NAME["tp2"], BY_NAME["hsdp2x2"], BY_NAME["fsdp2_tp2"], WHOLE]:
+        has_group = target.axes != ()
+        for ours_plans in (True, False):
+            answers = run_world(
+                target.world_size, load_trained, target, tmp_path, ours_reads, ours_plans, process_group=has_group
+            )
+            assert (target.name, answers) == (target.name, [[]] * target.world_size)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no checksums")
+@pytest.mark.parametrize("is_ours, ours_plans", [(True, False), (False, False), (False, True)])
+def test_files_of_either_with_planners_of_either(run_world, tmp_path: Path, is_ours: bool, ours_plans: bool) -> None:
+    run_world(4, save_trained, BY_NAME["fsdp2_tp2"], tmp_path, is_ours, ours_plans)
+    for target in [BY_NAME["fsdp4"], WHOLE]:
+        for reads_ours in (True, False):
+            answers = run_world(
+                target.world_size, load_trained, target, tmp_path, reads_ours, True, process_group=target.axes != ()
+            )
+            assert answers == [[]] * target.world_size
+
+
+def test_dcp_to_torch_save(run_world, tmp_path: Path) -> None:
+    run_world(8, save_trained, BY_NAME["fsdp4_tp2"], tmp_path / "ours", True, True)
+    dcp_to_torch_save(tmp_path / "ours", tmp_path / "one_file.pt")
+    assert differences(torch.load(tmp_path / "one_file.pt", weights_only=True), training_truth(UNEVEN)) == []
+
+
+def model_state(layout: Layout, sizes: Sizes, value: float) -> dict[str, Any]:
+    state = build_model(layout, sizes).state_dict()
+    return {name: fill(tensor, value) for name, tensor in state.items() if isinstance(tensor, DTensor)}
+
+
+def fill(tensor: DTensor, value: float) -> DTensor:
+    tensor.to_local().fill_(value)
+    return tensor
+
+
+def is_filled(state: dict[str, Any], value: float) -> bool:
+    return state != {} and all(bool((tensor.to_local() == value).all()) for tensor in state.values())
+
+
+def save_with_cached_plans(rank: int, world_size: int, layout: Layout, path: Path, planner: Any) -> list[bool]:
+    answers = []
+    for step in range(3):
+        state = model_state(layout, UNEVEN, float(step))
+        writer = FileWriter(path / str(step), sync=False)
+        dcp.save(state, storage_writer=writer, planner=planner(enable_plan_caching=True))
+        dcp.load(state, storage_reader=FileReader(path / str(step), "all"), planner=tte.LoadPlanner())
+        answers.append(is_filled(state, float(step)))
+    return answers
+
+
+@pytest.mark.parametrize("planner", [tte.SavePlanner, DefaultSavePlanner])
+def test_cached_plans_belong_to_the_save_that_uses_them(run_world, tmp_path: Path, planner: Any) -> None:
+    assert run_world(4, save_with_cached_plans, BY_NAME["fsdp4"], tmp_path, planner) == [[True] * 3] * 4
+
+
+def save_asynchronously(rank: int, world_size: int, layout: Layout, path: Path) -> bool:
+    state = model_state(layout, UNEVEN, 5.0)
+    future = tte.async_save(state, storage_writer=FileWriter(path, sync=False))
+    for tensor in state.values():
+        fill(tensor, 0.0)
+    future.result()
+    tte.load(state, storage_reader=FileReader(path, "all"))
+    return is_filled(state, 5.0)
+
+
+def test_asynchronous_saves(run_world, tmp_path: Path) -> None:
+    assert run_world(2, save_asynchronously, BY_NAME["fsdp2"], tmp_path) == [True] * 2
+
+
+def save_each_rank_alone(rank: int, world_size: int, layout: Layout, path: Path) -> bool:
+    state = model_state(layout, UNEVEN, float(rank))
+    writer = FileWriter(path, sync=False)
+    dcp.save(state, storage_writer=writer, planner=tte.SavePlanner(), use_collectives=False)
+    loaded = model_state(layout, UNEVEN, -1.0)
+    dcp.load(loaded, storage_reader=FileReader(path, "all"), planner=tte.LoadPlanner())
+    return is_filled(loaded, float(rank))
+
+
+def test_without_collectives_each_rank_has_an_index_of_its_own(run_world, tmp_path: Path) -> None:
+    assert run_world(2, save_each_rank_alone, BY_NAME["fsdp2"], tmp_path) == [True] * 2
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {f"__{rank}{end}" for rank in range(2) for end in ("_0.distcp", ".metadata", ".tte_index")}
+
+
+def save_on_a_full_disk(rank: int, world_size: int, layout: Layout, path: Path) -> str:
+    if rank == 1:
+        # What this rank would write stands as a directory there: its file cannot be made.
+        (path / "__1_0.distcp").mkdir()
+    with pytest.raises(tte.errors.CheckpointFailedError) as caught:
+        tte.save(model_state(layout, UNEVEN, 1.0), storage_writer=FileWriter(path, sync=False))
+    return str(caught.value)
+
+
+def test_a_rank_that_cannot_write_fails_the_save_on_all(run_world, tmp_path: Path) -> None:
+    texts = run_world(2, save_on_a_full_disk, BY_NAME["fsdp2"], tmp_path)
+    assert texts[0] == texts[1] and "rank 1" in texts[0] and "__1_0.distcp" in texts[0]
+    assert not (tmp_path / ".metadata").exists()
