@@ -27,7 +27,7 @@ OTHER_AXES = [{"dp": 4, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}, {
 def train_and_save(axes: dict[str, int], checkpoint: str) -> Outcome:
     job = LlamaJob(axes, seed=0)
     job.train(last_step=SAVE_STEP)
-    dcp.save(job.state(), checkpoint_id=checkpoint, planner=tte.SavePlanner())
+    tte.save(job.state(), checkpoint)
     return Outcome(describe(axes), job.digests(), job.train(last_step=LAST_STEP))
 
 
@@ -35,7 +35,7 @@ def resume(axes: dict[str, int], checkpoint: str) -> Outcome:
     job = LlamaJob(axes, seed=1)  # Other weights: what is equal afterwards was loaded.
     state = job.state()
     stock = answer_of_stock(job, state, checkpoint)
-    dcp.load(state, checkpoint_id=checkpoint, planner=tte.LoadPlanner())
+    tte.load(state, checkpoint)
     job.restore(state)
     return Outcome(describe(axes), job.digests(), job.train(last_step=LAST_STEP), stock)
 

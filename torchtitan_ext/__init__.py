@@ -16,12 +16,15 @@ if TYPE_CHECKING:
     from torchtitan_ext.full_state_dicts import get_full_state_dict, set_full_state_dict
     from torchtitan_ext.full_tensors import distribute_tensor, full_tensor
     from torchtitan_ext.layout import ShardOrder
+    from torchtitan_ext.storage import FileReader, FileWriter
     from torchtitan_ext.sync import broadcast_tensors, sync_module_states
     from torchtitan_ext.sync.check import check_replicas
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "FileReader",
+    "FileWriter",
     "LoadPlanner",
     "SavePlanner",
     "ShardOrder",
@@ -42,7 +45,7 @@ __all__ = [
 ]
 
 # Rooms that are reached by attribute too, as after ``import torchtitan_ext.sync``.
-_ROOMS = ("checkpoint", "layout", "ranks", "state", "sync")
+_ROOMS = ("checkpoint", "layout", "ranks", "state", "storage", "sync")
 
 _MODULE_OF = {
     **dict.fromkeys(("LoadPlanner", "SavePlanner", "async_save", "load", "save"), "checkpoint"),
@@ -50,6 +53,7 @@ _MODULE_OF = {
     **dict.fromkeys(("get_full_state_dict", "set_full_state_dict"), "full_state_dicts"),
     **dict.fromkeys(("broadcast_tensors", "sync_module_states"), "sync"),
     "check_replicas": "sync.check",
+    **dict.fromkeys(("FileReader", "FileWriter"), "storage"),
     "ShardOrder": "layout",
     "fingerprint": "fingerprints",
 }

@@ -198,6 +198,9 @@ class DamagedCheckpointError(TorchtitanExtError, RuntimeError):
         super().__init__(reason)
         self.reason = reason
 
+    def __str__(self) -> str:
+        return f"load: {self.reason}; load another step"
+
 
 class CheckpointFailedError(TorchtitanExtError, RuntimeError):
     """Ranks failed while planning, writing or reading, for reasons outside this package (a full disk, a lost file).

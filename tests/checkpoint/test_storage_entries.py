@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -58,7 +58,7 @@ def test_a_load_refuses_what_the_metadata_shows(tmp_path: Path, change: Callable
     edit(tmp_path, change)
     state = {"w": torch.zeros(4), "step": 0}
     with pytest.raises(ReshardError, match=re.escape(text)):
-        tte.load(state, tmp_path)
+        tte.load(state, storage_reader=FileSystemReader(tmp_path))
     with pytest.raises(CheckpointException, match=re.escape(text)):
         dcp.load(state, checkpoint_id=tmp_path, planner=tte.LoadPlanner())
     assert state["step"] == 0 and not state["w"].any()

@@ -1,4 +1,4 @@
-"""Ranks that die, disks that fill up and files that are damaged, under tte.save and tte.load with the stock storage."""
+"""Ranks that die, disks that fill up and files that are damaged, under tte.save and tte.load."""
 
 import os
 import resource

@@ -44,7 +44,7 @@ def save(
         state_dict: Nested; DTensors on any mesh, plain tensors, ``Stateful`` objects, plain values.
         path: Directory of the checkpoint (``checkpoint_id``).
         planner: A ``SavePlanner`` with options other than the defaults.
-        storage_writer: Any DCP storage writer; by default the stock file writer at ``path``.
+        storage_writer: Any DCP storage writer; by default a ``FileWriter`` at ``path``.
         process_group: The ranks that take part; all by default.
         no_dist: Save from this process alone.
 
@@ -85,7 +85,7 @@ def load(
         state_dict: The targets; tensors are filled, other values replaced.
         path: Directory of the checkpoint (``checkpoint_id``).
         planner: A ``LoadPlanner`` with options other than the defaults.
-        storage_reader: Any DCP storage reader; by default the stock file reader at ``path``.
+        storage_reader: Any DCP storage reader; by default a ``FileReader`` at ``path``.
         policy: What to do with each component, and about missing and unexpected keys.
         sources: Several checkpoints and which keys come from each, instead of ``path``.
         process_group: The ranks that take part; all by default.

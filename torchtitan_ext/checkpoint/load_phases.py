@@ -26,6 +26,7 @@ from torchtitan_ext.checkpoint.policy import ElasticPolicy, Source
 from torchtitan_ext.checkpoint.report import LoadReport, disagreements, join_reports
 from torchtitan_ext.checkpoint.set_up import read_metadata, set_up_load
 from torchtitan_ext.errors import Problem, StateRefusedError, refusal
+from torchtitan_ext.storage import FileReader
 
 _ASKING = "components were asked for their part; nothing was changed"
 _PLANNING = "the load was planned; nothing was changed"
@@ -104,7 +105,7 @@ def _prepare(
 
 
 def _open(source: Source, planner: StockLoadPlanner, rank: int) -> OpenSource:
-    reader = cast(StorageReader, _storage_setup(source.storage_reader, source.path, reader=True))
+    reader = _reader_at(source)
     name = str(source.path or type(reader).__name__)
     metadata, is_of_one_rank = read_metadata(reader, name, rank)
     if isinstance(planner, LoadPlanner):
@@ -112,6 +113,13 @@ def _open(source: Source, planner: StockLoadPlanner, rank: int) -> OpenSource:
             name, source, reader, metadata, is_of_one_rank, planner.weights_only, planner.allow_partial_load
         )
     return OpenSource(name, source, reader, metadata, is_of_one_rank)
+
+
+def _reader_at(source: Source) -> StorageReader:
+    """What reads a source; by default our reader, which reads stock's files too, for a remote path that of DCP."""
+    if source.storage_reader is None and source.path is not None and FileReader.validate_checkpoint_id(source.path):
+        return FileReader(source.path)
+    return cast(StorageReader, _storage_setup(source.storage_reader, source.path, reader=True))
 
 
 def _plan(

@@ -102,7 +102,7 @@ class Source:
         exclude: Those that do not.
         rename: Flat keys of the state dict to keys of the checkpoint, for example ``{"model.*": "module.*"}``. A ``*``
             on the right stands for what the ``*`` on the left stands for, in order. The first match counts.
-        storage_reader: A DCP storage reader instead of stock's for files.
+        storage_reader: A DCP storage reader instead of ``FileReader``.
 
     Raises:
         TypeError: An argument is of another type; a text alone is no list of globs.

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from torch.distributed.checkpoint._storage_utils import _storage_setup
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
@@ -18,6 +17,8 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torchtitan_ext.checkpoint.phases import Phases
 from torchtitan_ext.checkpoint.set_up import set_up_save
 from torchtitan_ext.checkpoint.storage_entries import check_all_written
+from torchtitan_ext.storage import FileReader, FileWriter
+from torchtitan_ext.storage.checkpoint_files import RankFile
 
 _ASKING = "components were asked for their state; nothing was changed"
 _EXCHANGING = "ranks exchanged plans and results; checkpoints in other directories are as they were"
@@ -42,11 +43,13 @@ class SaveResult:
     @property
     def metadata(self) -> Metadata:
         """The checkpoint's ``.metadata``, read when asked: at thousands of ranks it is large. Not collective."""
-        return FileSystemReader(self.path).read_metadata()
+        return FileReader(self.path).read_metadata()
 
 
 def writer_at(path: str | os.PathLike[str] | None, storage_writer: StorageWriter | None) -> StorageWriter:
-    """The storage that a save goes to, told its place."""
+    """The storage that a save goes to, told its place; by default our files, for a remote path those of DCP."""
+    if storage_writer is None and path is not None and FileWriter.validate_checkpoint_id(path):
+        return FileWriter(path)
     return cast(StorageWriter, _storage_setup(storage_writer, path, reader=False))
 
 
@@ -99,6 +102,7 @@ def save_values(values: dict[Any, Any], writer: StorageWriter, planner: StockSav
 
 
 def _num_bytes(results: Sequence[Any]) -> int:
-    """Of all ranks' results, each a list where storage is DCP's."""
+    """Of all ranks' results: what each says of its file, or a list of what was written, where storage is DCP's."""
     lists = [result for result in results if isinstance(result, list)]
-    return sum(written.size_in_bytes for result in lists for written in result if isinstance(written, WriteResult))
+    ours = sum(result.num_bytes for result in results if isinstance(result, RankFile))
+    return ours + sum(one.size_in_bytes for result in lists for one in result if isinstance(one, WriteResult))
