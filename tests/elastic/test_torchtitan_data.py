@@ -284,7 +284,7 @@ def test_streaming_states_need_a_streaming_data_set() -> None:
         (lambda state: state.update(_sampler_iter_state=None), "had no batch size of its own"),
         (lambda state: state.pop("_sampler_iter_state"), "dp_rank_1 is not as version 0.3.0 writes it"),
         (lambda state: (state.clear(), state.update(step=1)), "not the state of a StatefulDataLoader"),
-        (lambda state: state.update(hook=print), "found builtins.print.; allow its class"),
+        (lambda state: state.update(hook=print), "found builtins.print.; store plain data instead"),
     ],
 )
 def test_states_that_are_not_exact_are_refused(change: Any, reason: str) -> None:
