@@ -4,7 +4,7 @@
 
 Every process holds its share of a state: 512 MB in 120 tensors, or 4,000 tensors of 2 KiB. Contenders take turns, round
 by round; a time is the slowest process's, and a ratio is one of minima over the rounds. Raw are `pwritev` (and `fsync`)
-of the tensors into one file per process, and `preadv` of that file into the tensors; for rows -> columns a call for each
+of the tensors into one file per process, and `preadv` of that file into the tensors; for rows -> columns a call per
 wanted run of 8 KiB. "Files only" is the storage writer or reader alone on a plan that was made before, without
 collectives: what this package's storage costs; the rest is the planner's and DCP's. Files lie in the directory given by
 --directory. Writes results/storage_<machine>.json.

@@ -114,6 +114,14 @@ def test_autograd_sees_that_targets_changed(tmp_path: Path) -> None:
         product.backward()
 
 
+def test_inference_tensors_are_filled(tmp_path: Path) -> None:
+    save({"w": torch.ones(3)}, FileWriter(tmp_path))
+    with torch.inference_mode():
+        target = torch.zeros(3)
+        load({"w": target}, FileReader(tmp_path), dcp.DefaultLoadPlanner())
+        assert target.tolist() == [1, 1, 1]
+
+
 def test_a_target_that_shares_memory_with_itself_fails_as_with_stock(tmp_path: Path) -> None:
     save({"w": torch.ones(3, 4)}, FileWriter(tmp_path))
     for reader in (FileReader(tmp_path), dcp.FileSystemReader(tmp_path)):

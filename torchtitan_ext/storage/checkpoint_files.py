@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError
+from torchtitan_ext.storage.raw_tensor import DTYPES
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,12 @@ class IndexedFile:
 
     @cached_property
     def tensors(self) -> dict[int, StoredTensor]:
-        """The plain tensors, by the offset of their records."""
+        """The plain tensors of dtypes that this torch has, by the offset of their records."""
         rows = _core.parse_records(self.file.records, self.file.footer_offset, self.file.name)
         return {
             offset: StoredTensor(dtype, sizes, _row_major(sizes), data_offset)
             for _, _, _, dtype, sizes, offset, _, data_offset in rows
-            if dtype
+            if dtype in DTYPES
         }
 
 

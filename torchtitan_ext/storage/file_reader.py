@@ -239,8 +239,9 @@ class _Batch:
             for _, target, source in self._targets:
                 if source is not None:
                     target.copy_(source)
-        # Autograd has not seen what was written from outside.
-        torch.autograd.graph.increment_version([target for _, target, source in self._targets if source is None])
+        # Autograd has not seen what was written from outside. Inference tensors count no versions.
+        written = [target for _, target, source in self._targets if source is None and not target.is_inference()]
+        torch.autograd.graph.increment_version(written)
         for item, target, _ in self._targets:
             self._planner.commit_tensor(item, target)
         self._targets, self._values, self.num_bytes = [], [], 0
