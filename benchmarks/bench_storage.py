@@ -248,7 +248,14 @@ def run(rank: int, world_size: int, folder: Path, num_rounds: int, results: Any)
         "gloo", store=dist.FileStore(str(folder / "store"), world_size), rank=rank, world_size=world_size
     )
     mesh = init_device_mesh("cpu", (world_size,))
-    measured: dict[str, Any] = {}
+
+    def record(case: str, contenders: dict[str, Any]) -> None:
+        if rank == 0:
+            results[case] = contenders
+            print(f"\n{case}")
+            for name, row in contenders.items():
+                print(f"  {name:32} {row['seconds'] * 1e3:9.1f} ms {row['ratio']:8.2f}", flush=True)
+
     for workload in WORKLOADS:
         state = sharded(workload, mesh, 0)
         name = f"{world_size} processes, {workload}"
@@ -258,16 +265,13 @@ def run(rank: int, world_size: int, folder: Path, num_rounds: int, results: Any)
                 shutil.rmtree(place, ignore_errors=True)
                 place.mkdir()
             dist.barrier()
-            measured[f"{name}, save {'with' if sync else 'without'} fsync"] = measure_saves(
-                state, place, sync, num_rounds
-            )
+            case = f"{name}, save {'with' if sync else 'without'} fsync"
+            record(case, measure_saves(state, place, sync, num_rounds))
         write_sources(state, place)
-        measured[f"{name}, warm load"] = measure_loads(state, place, num_rounds)
+        record(f"{name}, warm load", measure_loads(state, place, num_rounds))
     if world_size > 1:
         del state
-        measured[f"{world_size} processes, rows -> columns, runs of 8 KiB"] = measure_columns(mesh, place, num_rounds)
-    if rank == 0:
-        results.update(measured)
+        record(f"{world_size} processes, rows -> columns, runs of 8 KiB", measure_columns(mesh, place, num_rounds))
     dist.destroy_process_group()
 
 
@@ -283,10 +287,6 @@ def main() -> None:
             with tempfile.TemporaryDirectory(dir=arguments.directory) as folder:
                 mp.spawn(run, (world_size, Path(folder), arguments.rounds, results), nprocs=world_size)
         measured = dict(results)
-    for case, contenders in measured.items():
-        print(f"\n{case}")
-        for name, row in contenders.items():
-            print(f"  {name:32} {row['seconds'] * 1e3:9.1f} ms {row['ratio']:8.2f}")
     sizes = {"rounds": arguments.rounds, "threads_per_process": 1, "file_system": file_system(arguments.directory)}
     print(write_results("storage", sizes=sizes, results=measured))
 
