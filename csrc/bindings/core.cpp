@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bindings/metadata.h"
+#include "bindings/plan.h"
 #include "bindings/storage.h"
 #include "core/boxes.h"
 #include "core/chunk.h"
@@ -156,4 +157,5 @@ PYBIND11_MODULE(_core, module) {
   bind_metadata(module);
   module.def("assign_writers", &assign_writers_py, py::arg("shards"), py::arg("num_ranks"));
   torchtitan_ext::bindings::define_storage(module);
+  register_plan(module);
 }

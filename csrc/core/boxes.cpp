@@ -40,6 +40,21 @@ bool intersect(const Chunk& wanted, const Chunk& saved, Overlap& overlap) {
   return true;
 }
 
+void check_dims(const Chunk& chunk, size_t num_dims) {
+  TTE_CHECK(chunk.offsets.size() == num_dims && chunk.sizes.size() == num_dims, "find_overlaps", "a chunk has ",
+            chunk.offsets.size(), " dims, expected ", num_dims);
+}
+
+std::vector<Box> boxes_of(const std::vector<Chunk>& chunks, size_t num_dims) {
+  std::vector<Box> boxes;
+  boxes.reserve(chunks.size());
+  for (const Chunk& chunk : chunks) {
+    check_dims(chunk, num_dims);
+    boxes.push_back({chunk.offsets, chunk.sizes});
+  }
+  return boxes;
+}
+
 }  // namespace
 
 BoxIndex::BoxIndex(std::span<const Box> boxes, size_t num_dims) : num_dims_(num_dims) {
@@ -124,33 +139,32 @@ void BoxIndex::find(const Box& box, std::vector<size_t>& found) const {
   std::sort(found.begin(), found.end());
 }
 
-std::vector<Overlap> find_overlaps(std::span<const Chunk> wanted, std::span<const Chunk> saved) {
-  std::vector<Overlap> overlaps;
-  if (wanted.empty() || saved.empty()) return overlaps;
-  const size_t num_dims = saved[0].offsets.size();
-  for (const auto side : {wanted, saved}) {
-    for (const Chunk& chunk : side) {
-      TTE_CHECK(chunk.offsets.size() == num_dims && chunk.sizes.size() == num_dims, "find_overlaps", "a chunk has ",
-                chunk.offsets.size(), " dims, expected ", num_dims);
-    }
-  }
-  std::vector<Box> boxes;
-  boxes.reserve(saved.size());
-  for (const Chunk& chunk : saved) boxes.push_back({chunk.offsets, chunk.sizes});
-  const BoxIndex index(boxes, num_dims);
+ChunkIndex::ChunkIndex(std::vector<Chunk> saved)
+    : saved_(std::move(saved)),
+      num_dims_(saved_.empty() ? 0 : saved_[0].offsets.size()),
+      index_(boxes_of(saved_, num_dims_), num_dims_) {}
 
+std::vector<Overlap> ChunkIndex::find_overlaps(std::span<const Chunk> wanted) const {
+  std::vector<Overlap> overlaps;
+  if (saved_.empty()) return overlaps;
   std::vector<size_t> found;
   Overlap overlap;
   for (size_t position = 0; position < wanted.size(); ++position) {
-    index.find({wanted[position].offsets, wanted[position].sizes}, found);
+    check_dims(wanted[position], num_dims_);
+    index_.find({wanted[position].offsets, wanted[position].sizes}, found);
     for (const size_t saved_position : found) {
-      if (!intersect(wanted[position], saved[saved_position], overlap)) continue;
+      if (!intersect(wanted[position], saved_[saved_position], overlap)) continue;
       overlap.wanted = position;
       overlap.saved = saved_position;
       overlaps.push_back(overlap);
     }
   }
   return overlaps;
+}
+
+std::vector<Overlap> find_overlaps(std::span<const Chunk> wanted, std::span<const Chunk> saved) {
+  if (wanted.empty()) return {};
+  return ChunkIndex({saved.begin(), saved.end()}).find_overlaps(wanted);
 }
 
 std::optional<std::pair<size_t, size_t>> find_colliding_pair(std::span<const Box> boxes) {

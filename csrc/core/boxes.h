@@ -58,7 +58,22 @@ struct Overlap {
   bool operator==(const Overlap&) const = default;
 };
 
-// All non-empty intersections, ordered by wanted chunk, then saved chunk.
+// Saved chunks, indexed once for many questions.
+class ChunkIndex {
+ public:
+  explicit ChunkIndex(std::vector<Chunk> saved);
+
+  // All non-empty intersections, ordered by wanted chunk, then saved chunk.
+  std::vector<Overlap> find_overlaps(std::span<const Chunk> wanted) const;
+  const std::vector<Chunk>& chunks() const { return saved_; }
+
+ private:
+  std::vector<Chunk> saved_;
+  size_t num_dims_;
+  BoxIndex index_;
+};
+
+// The same for one question.
 std::vector<Overlap> find_overlaps(std::span<const Chunk> wanted, std::span<const Chunk> saved);
 
 // The positions of two boxes that share an element, the lower one first.

@@ -336,10 +336,11 @@ def test_an_unchanged_state_sends_no_plan_and_writes_the_new_values() -> None:
 
 
 def test_a_cached_plan_is_much_smaller() -> None:
-    states = [{f"layers.{index}.weight": torch.zeros(20_000) for index in range(50)} for _ in range(2)]
+    weight = torch.zeros(20_000)
+    states = [{f"layers.{index}.weight": weight for index in range(5_000)} for _ in range(2)]
     processes = Processes()
     first, second = (save(states, caching, processes=processes).plans[0] for _ in range(2))
-    assert len(pickle.dumps(second)) * 5 < len(pickle.dumps(first))
+    assert len(pickle.dumps(second)) * 2 < len(pickle.dumps(first)) < 2_000
 
 
 def test_a_change_of_dtype_under_the_same_keys_is_a_new_plan() -> None:

@@ -1,32 +1,32 @@
 """What all ranks' key tables say together, worked out on the coordinator as a pure function.
 
 Used alike by save, load and full tensors: ranks must agree on kind, dtype and shape of each key; layouts are decided
-over all ranks; the shards are checked to cover every element exactly once per replica.
+over all ranks; the shards are checked to cover every element exactly once per replica. The work is done per class of
+keys (``csrc/core/agreement.h``); here its answers become values and sentences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+from typing import Any, Literal
 
 import torch
 
 from torchtitan_ext import _core
-from torchtitan_ext.checkpoint.key_table import Box, BoxesEntry, KeyEntry, KeyTable, ObjectEntry, TensorEntry
-from torchtitan_ext.errors import Problem
+from torchtitan_ext.checkpoint.key_table import Box, KeyTable
+from torchtitan_ext.checkpoint.rank_table import BOXES, OBJECT, TENSOR, RankTable, encode_table, unpack
+from torchtitan_ext.errors import Problem, refusal
 from torchtitan_ext.layout.layout import (
     MeshLayout,
     ShardReport,
     Steps,
-    candidate_steps,
-    decide,
+    describe_report,
     format_placements,
-    missing_ranks,
-    num_elements,
-    replica_key,
-    shard_of,
+    unresolved,
 )
+from torchtitan_ext.layout.rules import unused_problem
 
 
 @dataclass(frozen=True)
@@ -63,226 +63,215 @@ class ObjectAgreement:
 
 
 @dataclass(frozen=True)
+class KeyKind:
+    """What keys of one class have in common, as far as it costs nothing to say."""
+
+    is_object: bool
+    is_plain: bool
+    global_shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    requires_grad: bool
+
+
 class Agreement:
-    """What the tables say together; ``keys`` lacks those with a problem."""
+    """What the tables say together.
 
-    keys: Mapping[str, TensorAgreement | ObjectAgreement]
-    problems: tuple[Problem, ...]
+    Attributes:
+        keys: What was agreed on each key; lacks those with a problem.
+        world: The tables in C++.
+        sections: Per rank the numbers of its sections in the world.
+        names: All keys of all ranks; their numbers in the world are their positions.
+        class_of: Per key the number of its class, or None where no rank holds it.
+        problems: Of ranks alone first, then of keys, in the order of keys.
+    """
+
+    def __init__(self, world: _core.World, sections: list[list[int]], own_problems: Sequence[Problem]) -> None:
+        self.world = world
+        self.sections = sections
+        self.names: list[str] = world.names()
+        self.class_of: list[int | None] = [None] * len(self.names)
+        for number in range(world.num_classes):
+            for key in world.keys(number):
+                self.class_of[key] = number
+        found = [
+            (key, _problem(world, number, self.names[key]))
+            for number in range(world.num_classes)
+            if world.trouble(number) is not None
+            for key in world.keys(number)
+        ]
+        self._troubled = {key for key, _ in found}
+        self.problems = (*own_problems, *(problem for _, problem in sorted(found, key=lambda one: one[0])))
+        self.keys: Mapping[str, TensorAgreement | ObjectAgreement] = _AgreedKeys(self)
+        self._kinds: dict[int, KeyKind] = {}
+        self._agreed: dict[int, TensorAgreement | ObjectAgreement] = {}
+
+    @cached_property
+    def number_of(self) -> dict[str, int]:
+        """The number of each key in the world."""
+        return {fqn: number for number, fqn in enumerate(self.names)}
+
+    def has(self, key: int) -> bool:
+        """Whether a rank holds the key of this number, and there is no problem with it."""
+        return self.class_of[key] is not None and key not in self._troubled
+
+    def numbers(self) -> Iterator[tuple[int, int]]:
+        """The numbers of keys without problem, and of their classes."""
+        for key, of_class in enumerate(self.class_of):
+            if of_class is not None and key not in self._troubled:
+                yield key, of_class
+
+    def kind(self, of_class: int) -> KeyKind:
+        """What the keys of a class have in common."""
+        if of_class not in self._kinds:
+            kind, dtype, shape, requires_grad, is_plain = self.world.kind(of_class)
+            is_object = kind == OBJECT
+            self._kinds[of_class] = KeyKind(
+                is_object, is_plain, shape, None if is_object else _dtype(dtype), requires_grad
+            )
+        return self._kinds[of_class]
+
+    def kind_of(self, fqn: str) -> KeyKind:
+        """The same of a key that some rank holds."""
+        of_class = self.class_of[self.number_of[fqn]]
+        assert of_class is not None
+        return self.kind(of_class)
+
+    def agreed(self, of_class: int) -> TensorAgreement | ObjectAgreement:
+        """What was agreed on the keys of a class."""
+        if of_class not in self._agreed:
+            self._agreed[of_class] = self._agreement(of_class)
+        return self._agreed[of_class]
+
+    def _agreement(self, of_class: int) -> TensorAgreement | ObjectAgreement:
+        kind = self.kind(of_class)
+        if kind.is_object:
+            return ObjectAgreement(tuple(self.world.ranks(of_class)))
+        assert kind.dtype is not None
+        steps: dict[int, Steps] = {}
+        replicas: list[tuple[HeldShard, ...]] = []
+        describes_itself = self.world.kind(of_class)[0] == BOXES
+        for order, ranks, shards in self.world.replicas(of_class):
+            if not describes_itself:
+                steps.update(dict.fromkeys(ranks, order))
+            held = tuple(HeldShard(*shard) for shard in shards)
+            if kind.is_plain:  # one stands for all
+                replicas += [(HeldShard((rank,), held[0].boxes),) for rank in ranks]
+            else:
+                replicas.append(held)
+        return TensorAgreement(kind.global_shape, kind.dtype, kind.requires_grad, kind.is_plain, steps, tuple(replicas))
 
 
-def agree(tables: Sequence[KeyTable], *, every_rank_reports: bool) -> Agreement:
+class _AgreedKeys(Mapping[str, TensorAgreement | ObjectAgreement]):
+    """Made when asked for, once per class."""
+
+    def __init__(self, agreement: Agreement) -> None:
+        self._agreement = agreement
+
+    def __getitem__(self, fqn: str) -> TensorAgreement | ObjectAgreement:
+        key = self._agreement.number_of[fqn]
+        of_class = self._agreement.class_of[key]
+        if of_class is None or not self._agreement.has(key):
+            raise KeyError(fqn)
+        return self._agreement.agreed(of_class)
+
+    def __iter__(self) -> Iterator[str]:
+        return (self._agreement.names[key] for key, _ in self._agreement.numbers())
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self._agreement.numbers())
+
+
+def agree(tables: Sequence[KeyTable | RankTable], *, every_rank_reports: bool) -> Agreement:
     """Puts the tables of all ranks together.
 
     Args:
         tables: One per rank of the save or load, in rank order.
         every_rank_reports: Whether every rank of a tensor's mesh must be among the tables (a save writes the tensor
             from them), or only what is reported is looked at.
+
+    Raises:
+        ReplicaMismatchError: A table cannot be read.
     """
-    problems = [problem for table in tables for problem in table.problems]
-    by_key: dict[str, dict[int, KeyEntry]] = {}
-    for rank, table in enumerate(tables):
-        for fqn, entry in table.entries.items():
-            by_key.setdefault(fqn, {})[rank] = entry
-    keys: dict[str, TensorAgreement | ObjectAgreement] = {}
-    meshes = _MeshNumbers()
-    for fqn, entries in by_key.items():
-        agreed = _agree_on_key(fqn, entries, every_rank_reports, meshes)
-        if isinstance(agreed, Problem):
-            problems.append(agreed)
-        else:
-            keys[fqn] = agreed
-    return Agreement(keys, tuple(problems))
+    world = _core.World()
+    number_of: dict[tuple[int, bytes], int] = {}
+    sections: list[list[int]] = []
+    problems: list[Problem] = []
+    for rank, table in enumerate(map(as_rank_table, tables)):
+        with _ReadingFrom(rank):
+            numbers = []
+            for one in enumerate(table.sections):
+                if one not in number_of:
+                    number_of[one] = world.add_section(unpack(one[1]))
+                numbers.append(number_of[one])
+            world.add_rank(numbers, unpack(table.part))
+        sections.append(numbers)
+        problems += table.problems
+    with _ReadingFrom(None):
+        world.agree(every_rank_reports)
+        return Agreement(world, sections, problems)
 
 
-def unforeseen_steps(tables: Sequence[KeyTable], agreement: Agreement) -> list[dict[str, Steps]]:
+def as_rank_table(table: KeyTable | RankTable) -> RankTable:
+    """The table as it travels."""
+    return encode_table(table).message if isinstance(table, KeyTable) else table
+
+
+def unforeseen_steps(tables: Sequence[object], agreement: Agreement) -> list[dict[str, Steps]]:
     """Per rank the sharding orders that it cannot work out itself: those that are not its first candidate."""
     found: list[dict[str, Steps]] = [{} for _ in tables]
-    for fqn, agreed in agreement.keys.items():
-        if isinstance(agreed, TensorAgreement):
-            for rank, steps in agreed.steps.items():
-                entry = tables[rank].entries[fqn]
-                if isinstance(entry, TensorEntry) and steps != candidate_steps(entry.report)[0]:
-                    found[rank][fqn] = steps
+    for of_class, steps, ranks in agreement.world.unforeseen():
+        fqns = [agreement.names[key] for key in agreement.world.keys(of_class)]
+        for rank in ranks:
+            found[rank].update(dict.fromkeys(fqns, steps))
     return found
 
 
-def differing_replicas(tables: Sequence[KeyTable], agreement: Agreement) -> list[Problem]:
-    """Replicas whose values differ, as far as digests tell: one problem per key."""
-    problems = []
-    for fqn, agreed in agreement.keys.items():
-        if isinstance(agreed, ObjectAgreement):
-            groups: list[tuple[int, ...]] = [agreed.ranks]
-        elif agreed.is_plain:
-            groups = [tuple(held.ranks[0] for (held,) in agreed.replicas)]
-        else:
-            alike: dict[tuple[Box, ...], tuple[int, ...]] = {}
-            for held in (held for replica in agreed.replicas for held in replica):
-                alike[held.boxes] = (*alike.get(held.boxes, ()), *held.ranks)
-            groups = list(alike.values())
-        for ranks in groups:
-            first = next((rank for rank in ranks if fqn in tables[rank].digests), None)
-            other = next(
-                (r for r in ranks if first is not None and tables[r].digests.get(fqn) != tables[first].digests[fqn]),
-                None,
-            )
-            if first is not None and other is not None:
-                problems.append(_replica_problem(fqn, agreed, first, other, tables))
-                break
-    return problems
+def differing_replicas(
+    tables: Sequence[KeyTable | RankTable], agreement: Agreement, digests: _core.ReplicaDigests | None = None
+) -> list[Problem]:
+    """Replicas whose values differ, as far as digests tell: one problem per key.
+
+    Args:
+        digests: Those of the tables, where they have been read.
+    """
+    digests = read_digests(tables, agreement) if digests is None else digests
+    return [
+        _replica_problem(agreement, key, ranks, (first, other)) for key, *ranks, first, other in digests.differing()
+    ]
 
 
-def uncompared_replicas(tables: Sequence[KeyTable], agreement: Agreement) -> list[Problem]:
+def uncompared_replicas(
+    tables: Sequence[KeyTable | RankTable], agreement: Agreement, digests: _core.ReplicaDigests | None = None
+) -> list[Problem]:
     """Keys that stand for tensors on several meshes whose values no digest compares: one of them is saved."""
+    digests = read_digests(tables, agreement) if digests is None else digests
     problems = []
-    for fqn, agreed in agreement.keys.items():
-        if isinstance(agreed, ObjectAgreement) or agreed.is_plain or len(agreed.replicas) < 2:
-            continue
-        held = [shard for replica in agreed.replicas for shard in replica]
-        if any(fqn not in tables[rank].digests for shard in held for rank in shard.ranks):
-            ranks = [sorted({rank for shard in replica for rank in shard.ranks}) for replica in agreed.replicas]
-            meshes = " | ".join(map(str, ranks[:4]))
-            what = f"is a tensor on each of several meshes ({meshes}), of which the first is saved"
-            problems.append(Problem("replicas_differ", fqn, f"{what}; give different tensors different keys"))
+    for key in digests.uncompared():
+        fqn = agreement.names[key]
+        agreed = agreement.keys[fqn]
+        assert isinstance(agreed, TensorAgreement)
+        ranks = [sorted({rank for shard in replica for rank in shard.ranks}) for replica in agreed.replicas]
+        meshes = " | ".join(map(str, ranks[:4]))
+        what = f"is a tensor on each of several meshes ({meshes}), of which the first is saved"
+        problems.append(Problem("replicas_differ", fqn, f"{what}; give different tensors different keys"))
     return problems
 
 
-def _replica_problem(
-    fqn: str, agreed: TensorAgreement | ObjectAgreement, first: int, other: int, tables: Sequence[KeyTable]
-) -> Problem:
-    digests = [tables[rank].digests.get(fqn, b"").hex()[:12] or "none" for rank in (first, other)]
-    what, remedy = (
-        ("values", "give each rank a key of its own (such as rank_0), or save one rank's value with replicas='first'")
-        if isinstance(agreed, ObjectAgreement)
-        else ("bits", "make the replicas equal first, or save the lowest rank's with replicas='first'")
-    )
-    return Problem(
-        "replicas_differ",
-        fqn,
-        f"ranks {first} and {other} should hold the same, got {what} with digests {digests[0]} and {digests[1]}; "
-        f"{remedy}",
-    )
+def unused_layouts(tables: Iterable[RankTable], agreement: Agreement, fqns: Collection[str]) -> list[Problem]:
+    """One problem for each pattern of ``layouts=`` that applies to no key on any rank.
 
+    None where no tensor is on a mesh: patterns have nothing to say there.
 
-class _MeshNumbers:
-    """Numbers equal meshes alike. Comparing two meshes costs a pass over their ranks: once per table, not per key."""
-
-    def __init__(self) -> None:
-        self._by_mesh: dict[MeshLayout | None, int] = {}
-        self._by_identity: dict[int, int] = {}
-
-    def number(self, mesh: MeshLayout | None) -> int:
-        if id(mesh) not in self._by_identity:
-            self._by_identity[id(mesh)] = self._by_mesh.setdefault(mesh, len(self._by_mesh))
-        return self._by_identity[id(mesh)]
-
-
-def _agree_on_key(
-    fqn: str, entries: Mapping[int, KeyEntry], every_rank_reports: bool, meshes: _MeshNumbers
-) -> TensorAgreement | ObjectAgreement | Problem:
-    first_rank, first = next(iter(entries.items()))
-    for rank, entry in entries.items():
-        for what, of_first, of_other in zip(("a", "dtype", "shape"), _traits(first), _traits(entry), strict=True):
-            if of_first != of_other:
-                return Problem(
-                    "ranks_disagree",
-                    fqn,
-                    f"rank {first_rank} has {what} {of_first}, rank {rank} has {what} {of_other}; "
-                    "give different values different keys",
-                )
-    if isinstance(first, ObjectEntry):
-        return ObjectAgreement(tuple(entries))
-    if isinstance(first, BoxesEntry):
-        return _agree_on_boxes(fqn, first, {r: e for r, e in entries.items() if isinstance(e, BoxesEntry)})
-    reports = {rank: entry.report for rank, entry in entries.items() if isinstance(entry, TensorEntry)}
-    return _agree_on_layouts(fqn, first, reports, every_rank_reports, meshes)
-
-
-def _traits(entry: KeyEntry) -> tuple[str, str, str]:
-    if isinstance(entry, ObjectEntry):
-        return ("non-tensor value", "", "")
-    shape = entry.global_shape if isinstance(entry, BoxesEntry) else entry.report.global_shape
-    kind = "tensor that describes itself" if isinstance(entry, BoxesEntry) else "tensor"
-    return (kind, str(entry.dtype), str(tuple(shape)))
-
-
-def _agree_on_boxes(fqn: str, first: BoxesEntry, entries: Mapping[int, BoxesEntry]) -> TensorAgreement | Problem:
-    holders: dict[Box, list[int]] = {}
-    for rank, entry in entries.items():
-        for box in entry.boxes:
-            holders.setdefault(box, []).append(rank)
-    shards = tuple(HeldShard(tuple(ranks), (box,)) for box, ranks in holders.items() if num_elements(box[1]) > 0)
-    problem = check_cover(fqn, first.global_shape, shards, "incomplete_cover")
-    if problem is not None:
-        return problem
-    replicas = (_with_empty_shard(first.global_shape, shards, tuple(entries)),)
-    return TensorAgreement(first.global_shape, first.dtype, False, False, {}, replicas)
-
-
-def _agree_on_layouts(
-    fqn: str,
-    first: TensorEntry,
-    reports: Mapping[int, ShardReport],
-    every_rank_reports: bool,
-    meshes: _MeshNumbers,
-) -> TensorAgreement | Problem:
-    groups: dict[object, list[int]] = {}
-    for rank, report in reports.items():
-        alone = rank if report.mesh is None else None
-        groups.setdefault((meshes.number(report.mesh), report.placements, report.order, alone), []).append(rank)
-    steps_of: dict[int, Steps] = {}
-    replicas: list[tuple[HeldShard, ...]] = []
-    for ranks in groups.values():
-        members = [reports[rank] for rank in ranks]
-        steps = decide(fqn, members)
-        if isinstance(steps, Problem):
-            return steps
-        steps_of.update(dict.fromkeys(ranks, steps))
-        shards = _held_shards(ranks, members, steps)
-        if every_rank_reports:
-            absent = missing_ranks(members)
-            if absent:
-                return _absent_problem(fqn, members[0], absent)
-            problem = check_cover(fqn, first.report.global_shape, shards, "incomplete_cover")
-            if problem is not None:
-                return problem
-        replicas.append(_with_empty_shard(first.report.global_shape, shards, tuple(ranks)))
-    is_plain = all(report.mesh is None for report in reports.values())
-    return TensorAgreement(
-        first.report.global_shape, first.dtype, first.requires_grad, is_plain, steps_of, tuple(replicas)
-    )
-
-
-def _held_shards(ranks: Sequence[int], reports: Sequence[ShardReport], steps: Steps) -> tuple[HeldShard, ...]:
-    by_replica_key: dict[tuple[int, ...], list[int]] = {}
-    for position, report in enumerate(reports):
-        by_replica_key.setdefault(replica_key(report), []).append(position)
-    shards = []
-    for positions in by_replica_key.values():
-        chunks = shard_of(reports[positions[0]], steps).chunks
-        if chunks:
-            boxes = tuple((chunk.offsets, chunk.sizes) for chunk in chunks)
-            shards.append(HeldShard(tuple(ranks[position] for position in positions), boxes))
-    return tuple(shards)
-
-
-def _with_empty_shard(
-    global_shape: tuple[int, ...], shards: tuple[HeldShard, ...], ranks: tuple[int, ...]
-) -> tuple[HeldShard, ...]:
-    """A tensor without elements is still a key of the checkpoint: all ranks hold its one empty box."""
-    if num_elements(global_shape) > 0:
-        return shards
-    return (HeldShard(ranks, (((0,) * len(global_shape), global_shape),)),)
-
-
-def _absent_problem(fqn: str, report: ShardReport, absent: Sequence[int]) -> Problem:
-    assert report.mesh is not None
-    return Problem(
-        "incomplete_cover",
-        fqn,
-        f"rank(s) {', '.join(map(str, absent[:8]))}{', ...' if len(absent) > 8 else ''} of its mesh ({report.mesh}), "
-        f"placements {format_placements(report.placements)}, take no part; "
-        "pass a process group that holds the whole mesh",
-    )
+    Args:
+        tables: Of all ranks.
+        fqns: The keys there are, of which the problem proposes one.
+    """
+    used: dict[str, bool] = {}
+    for table in tables:
+        for pattern, is_used in table.layouts.items():
+            used[pattern] = used.get(pattern, False) or is_used
+    is_any_on_mesh = bool(used) and bool(agreement.world.meshes())
+    return [unused_problem(pattern, fqns) for pattern, is_used in used.items() if is_any_on_mesh and not is_used]
 
 
 def check_cover(
@@ -297,12 +286,129 @@ def check_cover(
     defect = _core.find_cover_defect(global_shape, boxes)
     if defect is None:
         return None
-    what, element, holders = defect
+    what, element, chunks = defect
+    holders = [(boxes[chunk], owners[chunk][0] if owners[chunk] else None) for chunk in chunks]
+    return _cover_problem(fqn, global_shape, kind, what, element, holders)
+
+
+class _ReadingFrom:
+    """What cannot be read is a refusal that names the rank that sent it."""
+
+    def __init__(self, rank: int | None) -> None:
+        self._sender = "the ranks" if rank is None else f"rank {rank}"
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, error_class: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, (ValueError, IndexError)):
+            detail = f"what {self._sender} sent cannot be read: {error}"
+            raise refusal("plan", [Problem("ranks_disagree", "key tables", detail)]) from None
+
+
+def read_digests(tables: Sequence[KeyTable | RankTable], agreement: Agreement) -> _core.ReplicaDigests:
+    """What the tables, which the ranks agreed on or equal ones, say of their values."""
+    digests = _core.ReplicaDigests(agreement.world)
+    number_of: dict[tuple[int, bytes], int] = {}
+    for rank, (table, sections) in enumerate(zip(map(as_rank_table, tables), agreement.sections, strict=True)):
+        with _ReadingFrom(rank):
+            numbers = []
+            for section, packed in zip(sections, table.digests, strict=True):
+                if (section, packed) not in number_of:
+                    number_of[section, packed] = digests.add_message(section, unpack(packed))
+                numbers.append(number_of[section, packed])
+            digests.add_rank(numbers)
+    return digests
+
+
+def _replica_problem(agreement: Agreement, key: int, ranks: Sequence[int], digests: Sequence[bytes]) -> Problem:
+    fqn = agreement.names[key]
+    words = [digest.hex()[:12] or "none" for digest in digests]
+    what, remedy = (
+        ("values", "give each rank a key of its own (such as rank_0), or save one rank's value with replicas='first'")
+        if agreement.kind_of(fqn).is_object
+        else ("bits", "make the replicas equal first, or save the lowest rank's with replicas='first'")
+    )
+    return Problem(
+        "replicas_differ",
+        fqn,
+        f"ranks {ranks[0]} and {ranks[1]} should hold the same, got {what} with digests {words[0]} and {words[1]}; "
+        f"{remedy}",
+    )
+
+
+_TYPE_NAMES = {OBJECT: "non-tensor value", TENSOR: "tensor", BOXES: "tensor that describes itself"}
+
+
+def _problem(world: _core.World, of_class: int, fqn: str) -> Problem:
+    trouble = world.trouble(of_class)
+    assert trouble is not None
+    code, first, second, rest = trouble
+    if code in ("type", "dtype", "shape"):
+        values = []
+        for rank in (first, second):
+            kind, dtype, shape = world.traits(of_class, rank)
+            values.append({"type": _TYPE_NAMES[kind], "dtype": dtype, "shape": shape}[code])
+        what = "a" if code == "type" else code
+        return Problem(
+            "ranks_disagree",
+            fqn,
+            f"rank {first} has {what} {values[0]}, rank {second} has {what} {values[1]}; "
+            "give different values different keys",
+        )
+    report = _report(world, of_class, first)
+    if code == "not_exact":
+        what, element, holders = rest
+        return _cover_problem(fqn, report.global_shape, "incomplete_cover", what, element, holders)
+    if code == "absent":
+        return _absent_problem(fqn, report, rest)
+    if code == "invalid":
+        return Problem("layout_matches_nothing", fqn, f"{describe_report(report)}: {rest}")
+    index, other, coordinate = rest
+    held = _report(world, of_class, second).local_sizes
+    outcome: Literal["in_doubt", "no_match"] = "in_doubt" if code == "in_doubt" else "no_match"
+    return unresolved(fqn, report, outcome, index, other, coordinate, held)
+
+
+def _report(world: _core.World, of_class: int, rank: int) -> ShardReport:
+    shape, mesh, coordinate, placements, local_sizes, order = world.report(of_class, rank)
+    layout = None if mesh is None else MeshLayout(*mesh)
+    return ShardReport(shape, layout, coordinate, placements, local_sizes, order)
+
+
+def _absent_problem(fqn: str, report: ShardReport, absent: Sequence[int]) -> Problem:
+    return Problem(
+        "incomplete_cover",
+        fqn,
+        f"rank(s) {', '.join(map(str, absent[:8]))}{', ...' if len(absent) > 8 else ''} of its mesh ({report.mesh}), "
+        f"placements {format_placements(report.placements)}, take no part; "
+        "pass a process group that holds the whole mesh",
+    )
+
+
+def _cover_problem(
+    fqn: str,
+    global_shape: tuple[int, ...],
+    kind: Literal["incomplete_cover", "broken_checkpoint"],
+    what: str,
+    element: tuple[int, ...],
+    holders: Sequence[tuple[Box, int | None]],
+) -> Problem:
     if what == "gap":
         found = "is held by no rank" if kind == "incomplete_cover" else "is in no saved chunk"
     else:
         named = "; ".join(
-            f"{boxes[i][0]}+{boxes[i][1]}" + (f" of rank {owners[i][0]}" if owners[i] else "") for i in holders[:4]
+            f"{offsets}+{sizes}" + ("" if owner is None else f" of rank {owner}")
+            for (offsets, sizes), owner in holders[:4]
         )
         found = f"lies outside the tensor, in chunk {named}" if what == "out_of_bounds" else f"is in chunks {named}"
     return Problem(kind, fqn, f"{what.replace('_', ' ')} in shape {tuple(global_shape)}: element {element} {found}")
+
+
+_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in _DTYPES:
+        raise ValueError(f"the dtype {name} is unknown here")
+    return _DTYPES[name]

@@ -1,13 +1,13 @@
 """What one rank tells the coordinator of its state dict: one entry per key, plain picklable values.
 
-The table travels in ``planner_data`` of the local plan, inside DCP's own gather: planners use no process group.
+It travels as ``rank_table`` encodes it, in ``planner_data`` of the local plan, inside DCP's own gather: planners use no
+process group.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torchtitan_ext.errors import Problem
 from torchtitan_ext.layout.dtensor import Describer, describes_itself, is_on_mesh, local_tensor, why_not_dense
 from torchtitan_ext.layout.layout import ShardReport, is_replicated, num_elements
-from torchtitan_ext.layout.rules import LayoutRules, unused_problem
+from torchtitan_ext.layout.rules import LayoutRules
 from torchtitan_ext.state.plain_value import why_not_plain
 from torchtitan_ext.state.value_digest import digest_tensor, digest_value
 
@@ -133,34 +133,9 @@ def digest_values(values: Mapping[str, Any], table: KeyTable, *, hash_replicas: 
     return digests
 
 
-def unused_layouts(tables: Iterable[KeyTable], fqns: Collection[str]) -> list[Problem]:
-    """One problem for each pattern of ``layouts=`` that applies to no key on any rank.
-
-    None where no tensor is on a mesh: patterns have nothing to say there.
-
-    Args:
-        tables: Of all ranks.
-        fqns: The keys there are, of which the problem proposes one.
-    """
-    used: dict[str, bool] = {}
-    is_any_on_mesh = False
-    for table in tables:
-        entries = table.entries.values() if table.layouts and not is_any_on_mesh else ()
-        is_any_on_mesh |= any(isinstance(entry, TensorEntry) and entry.report.mesh is not None for entry in entries)
-        for pattern, is_used in table.layouts.items():
-            used[pattern] = used.get(pattern, False) or is_used
-    return [unused_problem(pattern, fqns) for pattern, is_used in used.items() if is_any_on_mesh and not is_used]
-
-
 def local_bytes(entry: TensorEntry) -> int:
     """Bytes of the rank's local tensor."""
     return num_elements(entry.report.local_sizes) * entry.dtype.itemsize
-
-
-def structure_digest(table: KeyTable) -> str:
-    """Digest of everything in a table but values: keys, dtypes, shapes, meshes, placements, paths."""
-    structure = replace(table, digests={})
-    return hashlib.blake2b(repr(structure).encode(), digest_size=16).hexdigest()
 
 
 def _has_boxes(value: Any) -> bool:

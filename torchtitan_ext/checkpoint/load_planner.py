@@ -28,10 +28,12 @@ from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.agreement import (
     Agreement,
     HeldShard,
+    ObjectAgreement,
     TensorAgreement,
     agree,
     check_cover,
     unforeseen_steps,
+    unused_layouts,
 )
 from torchtitan_ext.checkpoint.cast import CastPolicy, cast_problem, number_for, number_from
 from torchtitan_ext.checkpoint.key_table import (
@@ -42,17 +44,19 @@ from torchtitan_ext.checkpoint.key_table import (
     ObjectEntry,
     TensorEntry,
     describe_state,
-    unused_layouts,
 )
 from torchtitan_ext.checkpoint.load_rules import ComponentPlan, LoadRules, ReadRequest
 from torchtitan_ext.checkpoint.missing_keys import missing_problems
 from torchtitan_ext.checkpoint.per_rank_keys import unclaimed_problems
 from torchtitan_ext.checkpoint.policy import ElasticPolicy, Source, check_rules
+from torchtitan_ext.checkpoint.rank_table import EncodedTable, RankTable, encode_table
 from torchtitan_ext.checkpoint.report import LoadReport, build_report, disagreements
+from torchtitan_ext.checkpoint.saved_chunks import ChunkList, Part, SavedChunks
 from torchtitan_ext.checkpoint.storage_entries import name_files_of_overlap, storage_problems
+from torchtitan_ext.checkpoint.world import World, named_axes
 from torchtitan_ext.errors import CheckpointReadError, Problem, check_argument, refusal
-from torchtitan_ext.layout.dtensor import describes_itself, local_tensor, local_view
-from torchtitan_ext.layout.layout import ShardReport, Steps, num_elements, shard_of
+from torchtitan_ext.layout.dtensor import describes_itself, local_tensor, local_view, may_overlap_itself
+from torchtitan_ext.layout.layout import Chunk, ShardReport, Steps, num_elements, shard_of
 from torchtitan_ext.layout.rules import LayoutRules, ShardOrder
 from torchtitan_ext.state.nested import (
     FlatStateDict,
@@ -158,6 +162,8 @@ class LoadPlanner(StockLoadPlanner):
         self.is_coordinator = False
         self._flat = FlatStateDict()
         self._table = KeyTable({})
+        self._encoded: EncodedTable = encode_table(self._table)
+        self._saved_chunks = SavedChunks()
         self._saved_names: dict[str, str] = {}
         self._numbers: dict[str, type] = {}
         self._values_read: dict[str, Any] = {}
@@ -178,6 +184,7 @@ class LoadPlanner(StockLoadPlanner):
             )
         self.original_state_dict = state_dict
         self.metadata = metadata
+        self._saved_chunks = SavedChunks()
         self.is_coordinator = is_coordinator
         if self.flatten_state_dict:
             self._flat = flatten_state_dict(state_dict, is_opaque=self._is_saved_whole)
@@ -216,8 +223,9 @@ class LoadPlanner(StockLoadPlanner):
                 self._saved_names[fqn] = saved_name
         problems += [problem for problem in table.problems if problem.fqn not in left]
         self._table = KeyTable(entries=wanted, problems=tuple(problems), layouts=table.layouts)
+        self._encoded = encode_table(self._table)
         request = ReadRequest(
-            self._table,
+            self._encoded.message,
             _metadata_name(self.metadata),
             rules=f"{rules.policy}, {rules.source}",
             saved_names=self._saved_names,
@@ -232,28 +240,35 @@ class LoadPlanner(StockLoadPlanner):
         requests: list[ReadRequest] = [plan.planner_data for plan in global_plan]
         tables = [request.table for request in requests]
         agreement = agree(tables, every_rank_reports=False)
+        saved_names = {fqn: name for request in requests for fqn, name in request.saved_names.items()}
+        held = (fqn for fqn, of_class in zip(agreement.names, agreement.class_of, strict=True) if of_class is not None)
+        wanted = {fqn: saved_names.get(fqn, fqn) for fqn in held}
         problems = list(agreement.problems)
         is_cover_checked = len({request.metadata_name for request in requests}) == 1
         if is_cover_checked:
-            found = self._cover_problems(requests, agreement)
+            found = self._cover_problems(agreement, wanted)
             problems += [name_files_of_overlap(problem, self.metadata) for problem in found]
-        problems += _nothing_matches(requests, self.metadata)
-        wanted = {request.saved_name(fqn) for request in requests for fqn in request.table.entries}
-        problems += storage_problems(self.metadata, sorted(wanted))
-        problems += unclaimed_problems(requests, self.metadata, self._allow_unclaimed)
+        if not wanted:
+            problems += _nothing_matches(requests, self.metadata)
+        saved_wanted = set(wanted.values())
+        problems += storage_problems(self.metadata, sorted(saved_wanted))
+        problems += unclaimed_problems(saved_wanted, len(requests), self.metadata, self._allow_unclaimed)
         problems += disagreements([request.rules for request in requests])
-        problems += self._unused_layouts(tables)
+        problems += self._unused_layouts(tables, agreement)
         report = None
         rules = self.rules
         if rules.policy is None:
             absent = dict.fromkeys(fqn for request in requests for fqn in request.missing)
             problems += missing_problems(list(absent), self.metadata, len(requests))
         else:
-            report = build_report(requests, self.metadata, rules.policy, rules.source, rules.selects, problems)
+            new = World(len(requests), named_axes((names, shape) for shape, names in agreement.world.meshes()))
+            report = build_report(
+                requests, wanted, new, self.metadata, rules.policy, rules.source, rules.selects, problems
+            )
             problems = list(report.problems)
         if problems:
             raise refusal("load", problems, report)
-        unforeseen = unforeseen_steps(tables, agreement)
+        unforeseen = unforeseen_steps(requests, agreement)
         plans = []
         for rank, plan in enumerate(global_plan):
             decision = ReadDecision(unforeseen[rank], is_cover_checked, report)
@@ -264,13 +279,19 @@ class LoadPlanner(StockLoadPlanner):
         decision: ReadDecision = central_plan.planner_data
         items: list[ReadItem] = []
         problems: list[Problem] = []
-        for fqn, entry in self._table.entries.items():
-            if isinstance(entry, ObjectEntry):
-                zero = torch.Size((0,))
-                saved_index = MetadataIndex(self._saved_names.get(fqn, fqn))
-                items.append(ReadItem(LoadItemType.BYTE_IO, MetadataIndex(fqn), zero, saved_index, zero, zero))
-            else:
-                tensor_items = self._tensor_items(fqn, entry, decision.steps.get(fqn))
+        found: dict[object, list[Part]] = {}
+        for section, (fqns, kinds) in enumerate(zip(self._encoded.names, self._encoded.kind_of, strict=True)):
+            for fqn, kind in zip(fqns, kinds, strict=True):
+                entry = self._table.entries[fqn]
+                if isinstance(entry, ObjectEntry):
+                    items.append(self._object_item(fqn))
+                    continue
+                chunk_list, steps = self._chunk_list(fqn), decision.steps.get(fqn)
+                # Keys of one kind and order that are saved alike are read alike; boxes may differ from key to key.
+                alike = (section, kind, steps, chunk_list, fqn if isinstance(entry, BoxesEntry) else "")
+                if alike not in found:
+                    found[alike] = chunk_list.find_parts(_wanted_chunks(entry, steps))
+                tensor_items = self._tensor_items(fqn, found[alike])
                 if not decision.is_cover_checked:
                     problems += _unread_problems(fqn, entry, tensor_items)
                 items += tensor_items
@@ -285,7 +306,7 @@ class LoadPlanner(StockLoadPlanner):
                 logger.warning("load: the policy names what is not there: %s", ", ".join(self.report.unused))
         if not self.rules.values_first:
             self.change_targets()
-        return dataclasses.replace(central_plan, items=items)
+        return dataclasses.replace(central_plan, items=self._in_file_order(items))
 
     def _bump_versions(self, fqns: Iterable[str]) -> None:
         """Of DTensors: they count apart from the local tensors that are written, and graphs hold the DTensors."""
@@ -373,11 +394,9 @@ class LoadPlanner(StockLoadPlanner):
                 f"Size mismatch between saved {saved.size} and current: {torch.Size(shape)} for {fqn}; "
                 "build the model with the saved size, or leave the key out",
             )
-        if isinstance(entry, TensorEntry):
-            local = local_tensor(self.state_dict[fqn])
-            if _core.may_overlap_itself(local.shape, local.stride()):
-                detail = "cannot be filled: several elements of the target share memory; load into a clone() of it"
-                return Problem("unsupported_tensor", fqn, detail)
+        if isinstance(entry, TensorEntry) and may_overlap_itself(self.state_dict[fqn]):
+            detail = "cannot be filled: several elements of the target share memory; load into a clone() of it"
+            return Problem("unsupported_tensor", fqn, detail)
         return cast_problem(fqn, saved.properties.dtype, entry.dtype, self._cast)
 
     def _is_one_number(self, fqn: str, saved: TensorStorageMetadata | BytesStorageMetadata) -> bool:
@@ -416,10 +435,12 @@ class LoadPlanner(StockLoadPlanner):
         components = {name: ComponentPlan(policy.component_action(name)) for name in names}
         return dataclasses.replace(self.rules, components=components)
 
-    def _unused_layouts(self, tables: Sequence[KeyTable]) -> list[Problem]:
+    def _unused_layouts(self, tables: Sequence[RankTable], agreement: Agreement) -> list[Problem]:
         """Rules for keys that are in the checkpoint, but not among the targets of this load, are not misspelt."""
+        if not any(table.layouts for table in tables):
+            return []
         saved = [name for fqn in self.metadata.state_dict_metadata for name in (fqn, self.rules.source.own_name(fqn))]
-        problems = unused_layouts(tables, saved)
+        problems = unused_layouts(tables, agreement, saved)
         matches = self._layouts.matches(saved) if problems else {}
         return [problem for problem in problems if not matches.get(problem.fqn)]
 
@@ -427,56 +448,79 @@ class LoadPlanner(StockLoadPlanner):
         saved = self.metadata.state_dict_metadata.get(self.rules.source.saved_name(fqn))
         return isinstance(saved, BytesStorageMetadata)
 
-    def _cover_problems(self, requests: Sequence[ReadRequest], agreement: Agreement) -> list[Problem]:
+    def _cover_problems(self, agreement: Agreement, wanted: Mapping[str, str]) -> list[Problem]:
         problems = []
-        saved_names = {fqn: name for request in requests for fqn, name in request.saved_names.items()}
-        for fqn, agreed in agreement.keys.items():
-            saved = self.metadata.state_dict_metadata[saved_names.get(fqn, fqn)]
-            if not isinstance(agreed, TensorAgreement) or not isinstance(saved, TensorStorageMetadata):
+        for key, of_class in agreement.numbers():
+            fqn, kind = agreement.names[key], agreement.kind(of_class)
+            saved = self.metadata.state_dict_metadata[wanted[fqn]]
+            if kind.is_object or not isinstance(saved, TensorStorageMetadata):
                 continue
-            shards = [HeldShard((), (box,)) for box in _boxes_of(saved)]
-            problem = check_cover(fqn, agreed.global_shape, shards, "broken_checkpoint")
+            chunk_list = self._saved_chunks.of(saved)
+            if chunk_list.covers(kind.global_shape):
+                continue
             # A checkpoint of use_collectives=False has metadata per rank: all that this rank wants must be there.
-            if problem is not None and not (len(requests) == 1 and self._is_covered_for(agreed, saved)):
-                problems.append(problem)
+            agreed = agreement.agreed(of_class)
+            if agreement.world.num_ranks == 1 and self._is_covered_for(agreed, chunk_list):
+                continue
+            shards = [HeldShard((), (box,)) for box in chunk_list.index.boxes()]
+            problem = check_cover(fqn, kind.global_shape, shards, "broken_checkpoint")
+            problems += [] if problem is None else [problem]
         return problems
 
-    def _is_covered_for(self, agreed: TensorAgreement, saved: TensorStorageMetadata) -> bool:
-        saved_boxes = _boxes_of(saved)
+    def _is_covered_for(self, agreed: TensorAgreement | ObjectAgreement, chunk_list: ChunkList) -> bool:
+        assert isinstance(agreed, TensorAgreement)
+        saved_boxes = chunk_list.index.boxes()
         if any(o + s > n for box in saved_boxes for o, s, n in zip(*box, agreed.global_shape, strict=True)):
             return False
         wanted = [box for replica in agreed.replicas for held in replica for box in held.boxes]
         parts: list[list[Box]] = [[] for _ in wanted]
         from_zero = [(offsets, sizes, (0,) * len(sizes)) for offsets, sizes in wanted]
-        for position, _, _, offsets, sizes in _core.find_overlaps(from_zero, saved_boxes):
+        for position, _, _, offsets, sizes in chunk_list.index.find_overlaps(from_zero):
             parts[position].append((offsets, sizes))
         return all(map(_is_covered, [sizes for _, sizes in wanted], parts))
 
-    def _tensor_items(self, fqn: str, entry: TensorEntry | BoxesEntry, steps: Steps | None) -> list[ReadItem]:
-        saved_name = self._saved_names.get(fqn, fqn)
-        saved = self.metadata.state_dict_metadata[saved_name]
+    def _chunk_list(self, fqn: str) -> ChunkList:
+        saved = self.metadata.state_dict_metadata[self._saved_names.get(fqn, fqn)]
         assert isinstance(saved, TensorStorageMetadata)
-        if isinstance(entry, BoxesEntry):
-            # Each box is a tensor of its own: its elements begin at 0.
-            chunks = [(offsets, sizes, (0,) * len(offsets)) for offsets, sizes in entry.boxes]
-        else:
-            chunks = list(shard_of(entry.report, steps).chunks)
-        boxes = _boxes_of(saved)
+        return self._saved_chunks.of(saved)
+
+    def _object_item(self, fqn: str) -> ReadItem:
+        zero = torch.Size((0,))
+        saved_index = MetadataIndex(self._saved_names.get(fqn, fqn))
+        return ReadItem(LoadItemType.BYTE_IO, MetadataIndex(fqn), zero, saved_index, zero, zero)
+
+    def _tensor_items(self, fqn: str, parts: Sequence[Part]) -> list[ReadItem]:
+        saved_name = self._saved_names.get(fqn, fqn)
         return [
             ReadItem(
                 type=LoadItemType.TENSOR,
-                dest_index=MetadataIndex(fqn, chunks[wanted][0], wanted),
-                dest_offsets=torch.Size(local_offsets),
-                storage_index=MetadataIndex(saved_name, boxes[position][0], position),
-                storage_offsets=torch.Size(saved_offsets),
-                lengths=torch.Size(sizes),
+                dest_index=MetadataIndex(fqn, offsets, wanted),
+                dest_offsets=local_offsets,
+                storage_index=MetadataIndex(saved_name, chunk_offsets, chunk),
+                storage_offsets=saved_offsets,
+                lengths=sizes,
             )
-            for wanted, position, saved_offsets, local_offsets, sizes in _core.find_overlaps(chunks, boxes)
+            for offsets, wanted, local_offsets, chunk_offsets, chunk, saved_offsets, sizes in parts
         ]
 
+    def _in_file_order(self, items: list[ReadItem]) -> list[ReadItem]:
+        """As they lie in the files, where the metadata says: readers then go forward."""
+        places = self.metadata.storage_data
+        if not isinstance(places, Mapping):
+            return items
 
-def _boxes_of(saved: TensorStorageMetadata) -> list[Box]:
-    return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in saved.chunks]
+        def place(item: ReadItem) -> tuple[str, int]:
+            info = places.get(item.storage_index)
+            return str(getattr(info, "relative_path", "")), int(getattr(info, "offset", 0))
+
+        return sorted(items, key=place)
+
+
+def _wanted_chunks(entry: TensorEntry | BoxesEntry, steps: Steps | None) -> Sequence[Chunk]:
+    if isinstance(entry, TensorEntry):
+        return shard_of(entry.report, steps).chunks
+    # Each box is a tensor of its own: its elements begin at 0.
+    return [Chunk(offsets, sizes, (0,) * len(offsets)) for offsets, sizes in entry.boxes]
 
 
 def _metadata_name(metadata: Metadata) -> str:
@@ -507,7 +551,7 @@ def _unread_problems(fqn: str, entry: TensorEntry | BoxesEntry, items: Sequence[
 def _nothing_matches(requests: Sequence[ReadRequest], metadata: Metadata) -> list[Problem]:
     """A partial load of which no rank finds anything. Some ranks may: a pipeline stage can be all new."""
     skipped = list(dict.fromkeys(fqn for request in requests for fqn in request.skipped))
-    if not skipped or any(request.table.entries or request.table.problems for request in requests):
+    if not skipped or any(request.table.problems for request in requests):
         return []
     example = next(iter(metadata.state_dict_metadata), "nothing")
     detail = (

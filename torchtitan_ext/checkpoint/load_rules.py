@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from torchtitan_ext.checkpoint.key_table import KeyTable
 from torchtitan_ext.checkpoint.policy import Action, ElasticPolicy, Source
+from torchtitan_ext.checkpoint.rank_table import RankTable
 from torchtitan_ext.errors import Problem
 
 MODEL = "model"
@@ -82,7 +82,7 @@ class ReadRequest:
         metadata_name: Which metadata it read: ranks have one each after ``use_collectives=False``.
     """
 
-    table: KeyTable
+    table: RankTable
     metadata_name: str
     rules: str = ""
     saved_names: Mapping[str, str] = field(default_factory=dict)
@@ -90,9 +90,6 @@ class ReadRequest:
     skipped: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
     components: Mapping[str, ComponentPlan] = field(default_factory=dict)
-
-    def saved_name(self, fqn: str) -> str:
-        return self.saved_names.get(fqn, fqn)
 
 
 def component_of(fqn: str, components: Collection[str], *, is_tensor: bool) -> str:

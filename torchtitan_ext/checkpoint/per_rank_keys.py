@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from torchtitan_ext.checkpoint.load_rules import ReadRequest
 from torchtitan_ext.errors import Problem
 
 # A component such as dp_rank_7 or rank_7: an entry that each rank keeps for itself. Not layers.7.
 PER_RANK = re.compile(r"(?:^|\.)(?:[^.]*_)?rank_?\d+(?=\.|$)")
 
 
-def unclaimed_problems(requests: Sequence[ReadRequest], metadata: Metadata, allowed: Sequence[str]) -> list[Problem]:
-    """Entries that each rank keeps for itself, of which this load would silently drop some."""
-    wanted = {request.saved_name(fqn) for request in requests for fqn in request.table.entries}
+def unclaimed_problems(
+    wanted: Collection[str], num_ranks: int, metadata: Metadata, allowed: Sequence[str]
+) -> list[Problem]:
+    """Entries that each rank keeps for itself, of which this load would silently drop some.
+
+    Args:
+        wanted: Entries that some of the ranks ask for.
+    """
     families: dict[str, list[str]] = {}
     for fqn, saved in metadata.state_dict_metadata.items():
         if isinstance(saved, BytesStorageMetadata) and PER_RANK.search(fqn):
@@ -32,7 +36,7 @@ def unclaimed_problems(requests: Sequence[ReadRequest], metadata: Metadata, allo
                 Problem(
                     "unclaimed_keys",
                     family,
-                    f"the checkpoint has {len(members)} of these, the {len(requests)} rank(s) of this load ask for "
+                    f"the checkpoint has {len(members)} of these, the {num_ranks} rank(s) of this load ask for "
                     f"{sum(fqn in wanted for fqn in members)}; {unclaimed[0]} would be dropped; load on as many "
                     f"ranks as saved, {how_to_divide(family)}, or pass LoadPlanner(allow_unclaimed=[{family!r}])",
                 )

@@ -25,7 +25,7 @@ from torchtitan_ext.checkpoint.param_groups import find_option_gaps
 from torchtitan_ext.checkpoint.policy import Action, ElasticPolicy, Source
 from torchtitan_ext.checkpoint.policy_names import name_problems, unused_names
 from torchtitan_ext.checkpoint.remedy import find_remedy, joined_remedy
-from torchtitan_ext.checkpoint.world import World, mesh_axes, saved_world
+from torchtitan_ext.checkpoint.world import World, saved_world
 from torchtitan_ext.errors import Problem
 
 
@@ -81,6 +81,8 @@ class LoadReport:
 
 def build_report(
     requests: Sequence[ReadRequest],
+    wanted: Mapping[str, str],
+    new: World,
     metadata: Metadata,
     policy: ElasticPolicy,
     source: Source,
@@ -91,14 +93,15 @@ def build_report(
 
     Args:
         requests: One per rank, in rank order.
+        wanted: What some rank asks for, each key with its name in the checkpoint.
+        new: The world that loads.
         selects: Whether a key of the state dict comes from this checkpoint.
         problems: Those known already; of components, and of missing and unexpected keys, they are found here.
     """
     components = {name: plan for request in reversed(requests) for name, plan in request.components.items()}
     problems = list(problems)
     problems += [plan.problem for request in requests for plan in request.components.values() if plan.problem]
-    old, new = saved_world(metadata), World(len(requests), mesh_axes([request.table for request in requests]))
-    wanted = {fqn: request.saved_name(fqn) for request in requests for fqn in request.table.entries}
+    old = saved_world(metadata)
     problems += _world_problems(components, policy, wanted, old, new)
     left = {fqn for request in requests for fqn in request.left}
     absent = list(dict.fromkeys(fqn for request in requests for fqn in request.missing))

@@ -16,45 +16,37 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.agreement import (
     Agreement,
-    HeldShard,
-    ObjectAgreement,
-    TensorAgreement,
     agree,
     differing_replicas,
+    read_digests,
     uncompared_replicas,
-    unforeseen_steps,
+    unused_layouts,
 )
 from torchtitan_ext.checkpoint.key_table import (
-    Box,
-    BoxesEntry,
     KeyTable,
-    ObjectEntry,
     TensorEntry,
     check_objects,
     describe_state,
     digest_values,
-    structure_digest,
-    unused_layouts,
 )
+from torchtitan_ext.checkpoint.rank_table import EncodedTable, RankTable, encode_table
+from torchtitan_ext.checkpoint.stored_entries import stored_entries, stored_paths
 from torchtitan_ext.checkpoint.world import WORLD_KEY, world_record
+from torchtitan_ext.checkpoint.write_items import read_writes, write_items
 from torchtitan_ext.errors import Problem, StateRefusedError, refusal
 from torchtitan_ext.layout.dtensor import local_tensor, local_view
-from torchtitan_ext.layout.layout import Chunk, Steps, num_elements, shard_of
+from torchtitan_ext.layout.layout import Chunk, num_elements
 from torchtitan_ext.layout.rules import LayoutRules, ShardOrder
 from torchtitan_ext.state.nested import flatten_state_dict
 
@@ -83,7 +75,24 @@ class CachedTable:
     structure: str
     token: str
     rank: int
-    digests: Mapping[str, bytes]
+    digests: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class KnownPlan:
+    """What the coordinator keeps of a plan.
+
+    Attributes:
+        tables: Of all ranks.
+        structures: Their digests.
+        agreement: What they say together.
+        every_rank_reports: How that was looked at.
+    """
+
+    tables: list[RankTable]
+    structures: list[str]
+    agreement: Agreement
+    every_rank_reports: bool
 
 
 @dataclass(frozen=True)
@@ -91,15 +100,13 @@ class WriteDecision:
     """What the coordinator tells one rank.
 
     Attributes:
-        steps: Sharding orders that are not the first of the rank's ``candidate_steps``.
-        writes: Keys it writes, each with the boxes and the position of the first in the metadata's chunk list.
+        writes: The sharding order of each class of keys, and what the rank writes of it (``csrc/core/write_plan.h``).
         token: The name of this plan in the coordinator's cache.
         rank: The rank's position in this plan.
         several_boxes: The first keys of which some rank writes more than one box.
     """
 
-    steps: Mapping[str, Steps]
-    writes: Sequence[tuple[str, int, tuple[Box, ...]]]
+    writes: bytes
     token: str
     rank: int
     several_boxes: Sequence[str]
@@ -170,6 +177,7 @@ class SavePlanner(StockSavePlanner):
         self.global_plan: list[SavePlan] = []
         self.metadata = Metadata({})
         self._table = KeyTable({})
+        self._encoded: EncodedTable = encode_table(self._table)
         self._chunks: dict[tuple[str, tuple[int, ...]], Chunk] = {}
 
     def set_up_planner(
@@ -193,65 +201,80 @@ class SavePlanner(StockSavePlanner):
             unread=unread,
         )
         self._table = table
+        self._encoded = encode_table(table)
+        message = self._encoded.message
         if self._enable_plan_caching:
-            structure = structure_digest(table)
+            structure = message.structure()
             self._cached_plans_key = f"{_CACHE_PREFIX}{type(self).__qualname__}:{structure}"
             cached = StockSavePlanner._cached_final_save_plan.get(self._cached_plans_key)
             if cached is not None:
-                data = CachedTable(structure, cached.planner_data.token, cached.planner_data.rank, table.digests)
+                data = CachedTable(structure, cached.planner_data.token, cached.planner_data.rank, message.digests)
                 return SavePlan([], planner_data=data, usable=False)
         else:
             _forget(StockSavePlanner._cached_final_save_plan)
-        self.plan = SavePlan([], planner_data=table)
+        self.plan = SavePlan([], planner_data=message)
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        tables = self._tables_of(all_plans)
+        tables, token = self._tables_of(all_plans)
         every_rank_reports = not self._plans_one_rank_only(all_plans)
-        agreement = agree(tables, every_rank_reports=every_rank_reports)
-        differing = differing_replicas(tables, agreement)
-        fatal = [problem for problem in differing if self._is_fatal(agreement.keys[problem.fqn])]
-        unused = unused_layouts(tables, agreement.keys) if every_rank_reports else []
+        known = _known_plan(token)
+        if known is not None and known.every_rank_reports == every_rank_reports:
+            agreement = known.agreement
+        else:
+            token, agreement = None, agree(tables, every_rank_reports=every_rank_reports)
+        digests = read_digests(tables, agreement)
+        differing = differing_replicas(tables, agreement, digests)
+        fatal = [problem for problem in differing if self._is_fatal(agreement, problem.fqn)]
+        unused = unused_layouts(tables, agreement, agreement.keys) if every_rank_reports else []
         if agreement.problems or fatal or unused:
             raise refusal("save", (*agreement.problems, *fatal, *unused))
         if differing and self._replicas != "first":
             warnings.warn(f"the lowest rank's values are saved:\n{refusal('check', differing)}", stacklevel=2)
 
-        uncompared = uncompared_replicas(tables, agreement) if self._replicas != "first" else []
+        uncompared = uncompared_replicas(tables, agreement, digests) if self._replicas != "first" else []
         if uncompared:
             warnings.warn(f"replicas that were not compared:\n{refusal('check', uncompared)}", stacklevel=2)
 
         _warn_of_unread_values(tables)
-        known = None if differing else _metadata_if_unchanged(all_plans)
-        if known is not None:
+        if token is not None and not differing:
             self.global_plan = [SavePlan([], usable=False)] * len(all_plans)
-            self.metadata = dataclasses.replace(known)
+            self.metadata = dataclasses.replace(StockSavePlanner._cached_metadata[token])
             return self.global_plan, self.metadata
         token = f"{_CACHE_PREFIX}{uuid.uuid4().hex}"
-        decisions, self.metadata = self._decide_writes(tables, agreement, {problem.fqn for problem in differing}, token)
-        if self.flatten_state_dict and every_rank_reports:
-            self.metadata.planner_data[WORLD_KEY] = world_record(tables)
+        decisions = self._decide_writes(agreement, {problem.fqn for problem in differing}, token)
+        self.metadata = Metadata(stored_entries(agreement))
+        if self.flatten_state_dict:
+            self.metadata.planner_data = stored_paths(agreement, tables)
+            if every_rank_reports:
+                self.metadata.planner_data[WORLD_KEY] = world_record(len(tables), agreement.world.meshes())
         self.global_plan = [
             dataclasses.replace(plan, planner_data=decision, usable=True)
             for plan, decision in zip(all_plans, decisions, strict=True)
         ]
         if self._enable_plan_caching:
-            _remember(StockSavePlanner._cached_all_plans, token, tables)
+            plan = KnownPlan(
+                _without_digests(tables), [table.structure() for table in tables], agreement, every_rank_reports
+            )
+            _remember(StockSavePlanner._cached_all_plans, token, plan)
             _remember(StockSavePlanner._cached_metadata, token, dataclasses.replace(self.metadata))
         return self.global_plan, self.metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         if new_plan.usable:
-            decision: WriteDecision = new_plan.planner_data
-            _check_storage_takes(decision, new_plan.storage_data)
-            self.plan = dataclasses.replace(new_plan, items=self._write_items(decision))
+            _check_storage_takes(new_plan.planner_data, new_plan.storage_data)
+            written = list(read_writes(new_plan.planner_data.writes, self._table, self._encoded))
+            self.plan = dataclasses.replace(new_plan, items=write_items(written))
             if self._enable_plan_caching:
                 _remember(StockSavePlanner._cached_save_plan, self._cached_plans_key, new_plan)
                 _remember(StockSavePlanner._cached_final_save_plan, self._cached_plans_key, self.plan)
         else:
             cached = StockSavePlanner._cached_final_save_plan[self._cached_plans_key]
             self.plan = dataclasses.replace(cached, storage_data=new_plan.storage_data or cached.storage_data)
-        self._chunks = self._chunks_by_offsets(self.plan.planner_data.steps)
+            written = list(read_writes(self.plan.planner_data.writes, self._table, self._encoded))
+        self._chunks = {
+            (fqn, chunk.offsets): chunk for writes in written for fqn in writes.fqns for _, chunk in writes.chunks
+        }
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -291,100 +314,46 @@ class SavePlanner(StockSavePlanner):
         names = ("resolve_data", "lookup_object", "transform_object")
         return all(getattr(type(self), name) is getattr(SavePlanner, name) for name in names)
 
-    def _tables_of(self, plans: Sequence[SavePlan]) -> list[KeyTable]:
-        tables = []
+    def _tables_of(self, plans: Sequence[SavePlan]) -> tuple[list[RankTable], str | None]:
+        """The tables of all ranks, and the plan that was made of exactly these before, if there is one."""
+        tables: list[RankTable] = []
+        tokens: set[str | None] = set()
         for rank, plan in enumerate(plans):
             data = plan.planner_data
+            tokens.add(data.token if isinstance(data, CachedTable) and data.rank == rank else None)
             if isinstance(data, CachedTable):
-                known: list[KeyTable] | None = StockSavePlanner._cached_all_plans.get(data.token)  # type: ignore[assignment]
-                if known is None or structure_digest(known[data.rank]) != data.structure:
-                    raise StateRefusedError(
-                        "save",
-                        (
-                            Problem(
-                                "ranks_disagree",
-                                "plan cache",
-                                f"rank {rank} refers to a plan that this coordinator did not make: the coordinator or "
-                                "the process group changed; save once with enable_plan_caching=False",
-                            ),
-                        ),
+                known = _known_plan(data.token)
+                if known is None or known.structures[data.rank] != data.structure:
+                    detail = (
+                        f"rank {rank} refers to a plan that this coordinator did not make: the coordinator or "
+                        "the process group changed; save once with enable_plan_caching=False"
                     )
-                data = dataclasses.replace(known[data.rank], digests=data.digests)
+                    raise StateRefusedError("save", (Problem("ranks_disagree", "plan cache", detail),))
+                data = dataclasses.replace(known.tables[data.rank], digests=data.digests)
             tables.append(data)
-        return tables
+        token = tokens.pop()
+        known = _known_plan(token)
+        is_whole = not tokens and known is not None and len(known.tables) == len(tables)
+        return tables, token if is_whole else None
 
     def _plans_one_rank_only(self, plans: Sequence[SavePlan]) -> bool:
         # dcp.save(use_collectives=False) runs this method on every rank, with the rank's own plan. DCP does not say so:
         # it shows on ranks other than 0, and in the per-rank file prefix that storage writers then set beforehand.
         return len(plans) == 1 and (not self.is_coordinator or plans[0].storage_data is not None)
 
-    def _is_fatal(self, agreed: TensorAgreement | ObjectAgreement) -> bool:
+    def _is_fatal(self, agreement: Agreement, fqn: str) -> bool:
         if self._replicas == "error":
-            return isinstance(agreed, ObjectAgreement) or not agreed.is_plain
+            kind = agreement.kind_of(fqn)
+            return kind.is_object or not kind.is_plain
         return self._replicas == "strict"
 
-    def _decide_writes(
-        self, tables: Sequence[KeyTable], agreement: Agreement, differing: set[str], token: str
-    ) -> tuple[list[WriteDecision], Metadata]:
-        metadata: dict[str, Any] = {}
-        shards: list[tuple[str, int, HeldShard]] = []  # key, position of the first box in the metadata, who holds it
-        for fqn, agreed in agreement.keys.items():
-            if isinstance(agreed, ObjectAgreement):
-                metadata[fqn] = BytesStorageMetadata()
-                shards.append((fqn, 0, HeldShard(agreed.ranks[:1], ())))
-                continue
-            boxes: list[Box] = []
-            for held in _shards_to_write(agreed):
-                lowest = self.dedup_save_to_lowest_rank or fqn in differing
-                shards.append((fqn, len(boxes), HeldShard(held.ranks[:1], held.boxes) if lowest else held))
-                boxes += held.boxes
-            metadata[fqn] = TensorStorageMetadata(
-                properties=TensorProperties(dtype=agreed.dtype, requires_grad=agreed.requires_grad),
-                size=torch.Size(agreed.global_shape),
-                chunks=[ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes],
-            )
-        weights = [(held.ranks, _num_bytes(agreement.keys[fqn], held)) for fqn, _, held in shards]
-        writes: list[list[tuple[str, int, tuple[Box, ...]]]] = [[] for _ in tables]
-        for (fqn, position, held), writer in zip(shards, _core.assign_writers(weights, len(tables)), strict=True):
-            writes[writer].append((fqn, position, held.boxes))
-        paths = {fqn: path for table in reversed(tables) for fqn, path in table.stock_paths.items()}
-        several_boxes = list(dict.fromkeys(fqn for fqn, _, held in shards if len(held.boxes) > 1))[:_MAX_NAMED_KEYS]
-        decisions = [
-            WriteDecision(steps, writes[rank], token, rank, several_boxes)
-            for rank, steps in enumerate(unforeseen_steps(tables, agreement))
+    def _decide_writes(self, agreement: Agreement, differing: set[str], token: str) -> list[WriteDecision]:
+        lowest = sorted(agreement.number_of[fqn] for fqn in differing)
+        plan = _core.WritePlan(agreement.world, self.dedup_save_to_lowest_rank, lowest)
+        several_boxes = [agreement.names[key] for key in plan.keys_of_several_boxes()[:_MAX_NAMED_KEYS]]
+        return [
+            WriteDecision(plan.decision(rank), token, rank, several_boxes) for rank in range(agreement.world.num_ranks)
         ]
-        return decisions, Metadata(metadata, planner_data=paths if self.flatten_state_dict else None)
-
-    def _write_items(self, decision: WriteDecision) -> list[WriteItem]:
-        items = []
-        for fqn, position, boxes in decision.writes:
-            entry = self._table.entries[fqn]
-            if isinstance(entry, ObjectEntry):
-                items.append(WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO))
-                continue
-            if isinstance(entry, BoxesEntry):
-                item_type, global_shape, requires_grad = WriteItemType.SHARD, entry.global_shape, False
-            else:
-                is_plain = entry.report.mesh is None
-                item_type = WriteItemType.TENSOR if is_plain else WriteItemType.SHARD
-                global_shape, requires_grad = entry.report.global_shape, entry.requires_grad
-            for index, (offsets, sizes) in enumerate(boxes, start=position):
-                data = TensorWriteData(
-                    chunk=ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)),
-                    properties=TensorProperties(dtype=entry.dtype, requires_grad=requires_grad),
-                    size=torch.Size(global_shape),
-                )
-                items.append(WriteItem(MetadataIndex(fqn, offsets, index), item_type, tensor_data=data))
-        return items
-
-    def _chunks_by_offsets(self, steps: Mapping[str, Steps]) -> dict[tuple[str, tuple[int, ...]], Chunk]:
-        written = {item.index.fqn for item in self.plan.items}
-        return {
-            (fqn, chunk.offsets): chunk
-            for fqn, entry in self._table.entries.items()
-            if fqn in written and isinstance(entry, TensorEntry)
-            for chunk in shard_of(entry.report, steps.get(fqn)).chunks
-        }
 
 
 def _check_storage_takes(decision: WriteDecision, storage_data: Any) -> None:
@@ -410,7 +379,7 @@ def _meta_problems(values: Mapping[str, Any], table: KeyTable) -> list[Problem]:
     ]
 
 
-def _warn_of_unread_values(tables: Sequence[KeyTable]) -> None:
+def _warn_of_unread_values(tables: Sequence[RankTable]) -> None:
     unread = {fqn: name for table in tables for fqn, name in table.unread.items()}
     if not unread:
         return
@@ -424,28 +393,12 @@ def _warn_of_unread_values(tables: Sequence[KeyTable]) -> None:
     )
 
 
-def _shards_to_write(agreed: TensorAgreement) -> Sequence[HeldShard]:
-    """One replica's shards; plain tensors, complete on each rank, become one shard that all of them hold."""
-    if not agreed.is_plain:
-        return agreed.replicas[0]
-    ranks = tuple(rank for (held,) in agreed.replicas for rank in held.ranks)
-    return (HeldShard(ranks, agreed.replicas[0][0].boxes),)
+def _without_digests(tables: Sequence[RankTable]) -> list[RankTable]:
+    return [dataclasses.replace(table, digests=()) for table in tables]
 
 
-def _num_bytes(agreed: TensorAgreement | ObjectAgreement, held: HeldShard) -> int:
-    if isinstance(agreed, ObjectAgreement):
-        return 0
-    return sum(num_elements(sizes) for _, sizes in held.boxes) * agreed.dtype.itemsize
-
-
-def _metadata_if_unchanged(plans: Sequence[SavePlan]) -> Metadata | None:
-    """The metadata of an earlier plan, where every rank refers to that plan, and its ranks are those of this save."""
-    tokens = {None if plan.usable else plan.planner_data.token for plan in plans}
-    token = tokens.pop()
-    if tokens or token is None:
-        return None
-    ranks = list(range(len(StockSavePlanner._cached_all_plans[token])))
-    return StockSavePlanner._cached_metadata[token] if [plan.planner_data.rank for plan in plans] == ranks else None
+def _known_plan(token: str | None) -> KnownPlan | None:
+    return None if token is None else StockSavePlanner._cached_all_plans.get(token)  # type: ignore[return-value]
 
 
 def _remember(cache: dict[str, Any], key: str, value: Any) -> None:

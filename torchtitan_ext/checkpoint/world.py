@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torchtitan_ext.checkpoint.key_table import KeyTable, TensorEntry
-
 
 @dataclass(frozen=True)
 class World:
@@ -34,26 +32,15 @@ WORLD_KEY = "torchtitan_ext.world"
 """Where a save's metadata says which world wrote it: in ``planner_data``, which readers look up by key only."""
 
 
-def world_record(tables: Sequence[KeyTable]) -> dict[str, object]:
-    """What a save writes of its world."""
-    return {"size": len(tables), "mesh": dict(mesh_axes(tables))}
+def world_record(size: int, meshes: Iterable[tuple[Sequence[int], Sequence[str]]]) -> dict[str, object]:
+    """What a save writes of its world: how many ranks, and the named axes of its meshes."""
+    return {"size": size, "mesh": named_axes((names, shape) for shape, names in meshes)}
 
 
 def saved_world(metadata: Metadata) -> World:
     """The world that saved a checkpoint; of size 0 where stock DCP wrote it, which does not say."""
     record = (metadata.planner_data or {}).get(WORLD_KEY) if isinstance(metadata.planner_data, dict) else None
     return World(record["size"], record["mesh"]) if record else World(0)
-
-
-def mesh_axes(tables: Sequence[KeyTable]) -> dict[str, int]:
-    """Size of each named axis of the meshes that the tensors of all ranks lie on."""
-    meshes = {
-        entry.report.mesh: None
-        for table in tables
-        for entry in table.entries.values()
-        if isinstance(entry, TensorEntry) and entry.report.mesh is not None
-    }
-    return named_axes((mesh.dim_names, mesh.shape) for mesh in meshes)
 
 
 def named_axes(meshes: Iterable[tuple[Sequence[str] | None, Sequence[int]]]) -> dict[str, int]:

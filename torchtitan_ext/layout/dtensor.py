@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from torchtitan_ext import _core
 from torchtitan_ext.errors import Problem
 from torchtitan_ext.layout.layout import MeshLayout, ShardReport, Step, Steps, format_placements
 from torchtitan_ext.layout.rules import LayoutRules
@@ -50,6 +51,15 @@ def why_not_dense(local: torch.Tensor) -> str | None:
         what = "quantised" if local.is_quantized else str(local.layout)
         return f"is {what}; convert it to a dense strided tensor first"
     return None
+
+
+def may_overlap_itself(tensor: torch.Tensor) -> bool:
+    """Whether several elements of the rank's own memory of a tensor may lie in the same place."""
+    held = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if type(held) is torch.Tensor and held.is_contiguous():
+        return False
+    local = local_tensor(tensor)
+    return _core.may_overlap_itself(local.shape, local.stride())
 
 
 def local_view(local: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
@@ -118,7 +128,7 @@ def describes_itself(value: Any) -> bool:
 
 
 class Describer:
-    """Turns tensors into reports, making the plain form of each mesh once.
+    """Turns tensors into reports. Meshes, and tensors that differ in nothing that a report says, are described once.
 
     Args:
         rules: Sharding orders that placements cannot express.
@@ -127,16 +137,28 @@ class Describer:
     def __init__(self, rules: LayoutRules) -> None:
         self._rules = rules
         self._meshes: dict[int, tuple[DeviceMesh, MeshLayout]] = {}
+        # Without rules a report does not depend on the key. The meshes that keys name by identity are held above.
+        self._known: dict[Any, ShardReport] = {}
 
     def describe(self, fqn: str, tensor: torch.Tensor) -> ShardReport | Problem:
         """The report on a tensor of which this rank holds a part (``is_on_mesh``), or why there can be none."""
         if not isinstance(tensor, DTensor):
             return ShardReport(global_shape=tuple(tensor.shape), local_sizes=tuple(tensor.shape))
+        spec = tensor._spec
+        local_sizes, shard_order = tensor._local_tensor.shape, getattr(spec, "shard_order", None)
+        # Not the placements themselves: not all have a hash, and a _StridedShard may equal a Shard.
+        placements = tuple((type(p), getattr(p, "dim", 0), getattr(p, "split_factor", 0)) for p in spec.placements)
+        alike = (id(tensor.device_mesh), placements, spec.shape, local_sizes, shard_order)
+        known = None if self._rules else self._known.get(alike)
+        if known is not None:
+            return known
         report = self.describe_placements(fqn, tensor.shape, tensor.device_mesh, tensor.placements)
         if isinstance(report, Problem):
             return report
         order = _order_in_spec(tensor, report.placements) if report.order is None else report.order
-        return replace(report, local_sizes=tuple(tensor._local_tensor.shape), order=order)
+        report = replace(report, local_sizes=tuple(local_sizes), order=order)
+        self._known[alike] = report
+        return report
 
     def describe_placements(
         self, fqn: str, global_shape: Sequence[int], device_mesh: DeviceMesh, placements: Sequence[Placement]

@@ -166,33 +166,62 @@ def decide(fqn: str, reports: Sequence[ShardReport]) -> Steps | Problem:
             first.global_shape, first.mesh.shape, candidates, observations
         )
     except (ValueError, OverflowError) as error:
-        return Problem("layout_matches_nothing", fqn, f"{_where(first)}: {error}")
+        return Problem("layout_matches_nothing", fqn, f"{describe_report(first)}: {error}")
     if outcome == "decided":
         return candidates[index]
-    rank = _rank_at(first.mesh, coordinate)
+    held = () if outcome == "in_doubt" else next(sizes for where, sizes in observations if where == coordinate)
+    return unresolved(fqn, first, outcome, index, other, coordinate, held)
+
+
+def unresolved(
+    fqn: str,
+    report: ShardReport,
+    outcome: Literal["no_match", "in_doubt"],
+    index: int,
+    other: int,
+    coordinate: Sequence[int],
+    held: Sequence[int],
+) -> Problem:
+    """Why no reading could be decided on.
+
+    Args:
+        report: Of any rank of the mesh.
+        outcome: Whether no candidate fits, or two fit and differ.
+        index: One of the candidates that fit.
+        other: The other one.
+        coordinate: Where no candidate fits, or two differ.
+        held: Shape of the local tensor there.
+    """
+    assert report.mesh is not None
+    rank = _rank_at(report.mesh, coordinate)
+    candidates = candidate_steps(report)
     if outcome == "in_doubt":
         kind: ProblemKind = "layout_in_doubt"
         both = " or ".join(
-            f"{_format_held(first, steps, coordinate)} when sharded {_format_steps(first, steps)}"
+            f"{_format_held(report, steps, coordinate)} when sharded {_format_steps(report, steps)}"
             for steps in (candidates[index], candidates[other])
         )
         detail = (
-            f"{_where(first)} can be read in two ways that fit all local shapes: rank {rank} holds {both}; "
+            f"{describe_report(report)} can be read in two ways that fit all local shapes: rank {rank} holds {both}; "
             f"state the order with layouts={{{canonical_fqn(fqn, strip_module=True)!r}: ShardOrder(...)}}"
         )
     else:
         kind = "layout_matches_nothing"
-        held = next(sizes for where, sizes in observations if where == coordinate)
         readings = "; ".join(
-            f"sharded {_format_steps(first, steps)} it would hold "
-            f"{local_shard(first.global_shape, first.mesh.shape, steps, coordinate).sizes}"
+            f"sharded {_format_steps(report, steps)} it would hold "
+            f"{local_shard(report.global_shape, report.mesh.shape, steps, coordinate).sizes}"
             for steps in candidates
         )
         detail = (
-            f"{_where(first)}: rank {rank} holds a local tensor of shape {tuple(held)}; {readings}; "
+            f"{describe_report(report)}: rank {rank} holds a local tensor of shape {tuple(held)}; {readings}; "
             "the local tensors were not made by these placements"
         )
     return Problem(kind, fqn, detail)
+
+
+def describe_report(report: ShardReport) -> str:
+    """Shape, placements and mesh, in DTensor's words."""
+    return f"{tuple(report.global_shape)} as {format_placements(report.placements)} on mesh {report.mesh}"
 
 
 def replica_key(report: ShardReport) -> tuple[int, ...]:
@@ -221,10 +250,6 @@ def _rank_at(mesh: MeshLayout, coordinate: Sequence[int]) -> int:
     for size, position in zip(mesh.shape, coordinate, strict=True):
         index = index * size + position
     return mesh.ranks[index]
-
-
-def _where(report: ShardReport) -> str:
-    return f"{tuple(report.global_shape)} as {format_placements(report.placements)} on mesh {report.mesh}"
 
 
 def _format_steps(report: ShardReport, steps: Sequence[Step]) -> str:

@@ -60,6 +60,10 @@ class LayoutRules:
         """Whether each pattern applies to one of these keys."""
         return {pattern: any(_rule_applies(pattern, fqn) for fqn in fqns) for pattern in self._layouts}
 
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._layouts)
+
     def find(self, fqn: str) -> ShardOrder | None:
         """The order stated for a key, or ``None``. Raises ValueError where two rules of one rank differ."""
         if not self._layouts:

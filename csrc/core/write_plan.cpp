@@ -1,0 +1,265 @@
+#include "core/write_plan.h"
+
+#include <algorithm>
+#include <functional>
+#include <map>
+#include <numeric>
+
+#include "core/check.h"
+#include "core/wire.h"
+
+namespace torchtitan_ext::core {
+namespace {
+
+enum Mode : uint8_t { kNothing, kEveryKey, kSomeKeys, kStatedBoxes };
+
+int64_t num_bytes_of(const HeldShard& shard, int64_t itemsize) {
+  int64_t total = 0;
+  for (const Chunk& box : shard.boxes) total = checked_add(total, checked_mul(num_elements(box.sizes), itemsize));
+  return total;
+}
+
+}  // namespace
+
+const std::vector<HeldShard>& WritePlan::written_shards(const KeyClass& of_keys) {
+  static const std::vector<HeldShard> kNone;
+  return of_keys.replicas.empty() ? kNone : of_keys.replicas.front().shards;
+}
+
+WritePlan::WritePlan(const World& world, bool lowest_only, const std::vector<uint32_t>& lowest_keys)
+    : world_(world),
+      load_bytes_(world.num_ranks(), 0),
+      batches_(world.num_ranks()),
+      position_in_class_(world.num_keys()) {
+  struct Choice {  // a shard of several holders
+    int64_t num_bytes;
+    uint32_t of_class;
+    size_t shard;
+  };
+  std::vector<Choice> open;
+  std::vector<std::vector<uint32_t>> free_keys(world.classes().size());
+  for (uint32_t index = 0; index < world.classes().size(); ++index) {
+    const KeyClass& of_keys = world.classes()[index];
+    const Kind& kind = world.kind_of(of_keys);
+    std::vector<uint32_t> settled;
+    for (uint32_t position = 0; position < of_keys.keys.size(); ++position) {
+      const uint32_t key = of_keys.keys[position];
+      position_in_class_[key] = position;
+      const bool is_lowest = lowest_only || std::binary_search(lowest_keys.begin(), lowest_keys.end(), key);
+      (is_lowest ? settled : free_keys[index]).push_back(position);
+    }
+    size_t first_chunk = 0;
+    std::vector<size_t>& first_chunks = first_chunks_.emplace_back();
+    const std::vector<HeldShard>& shards = written_shards(of_keys);
+    for (size_t shard = 0; shard < shards.size(); ++shard) {
+      const std::vector<int64_t>& ranks = shards[shard].ranks;
+      const int64_t num_bytes = num_bytes_of(shards[shard], kind.itemsize);
+      first_chunks.push_back(first_chunk);
+      first_chunk += shards[shard].boxes.size();
+      if (!settled.empty()) assign(index, shard, settled, {ranks.front()}, num_bytes);
+      if (free_keys[index].empty()) continue;
+      if (ranks.size() == 1) {
+        assign(index, shard, free_keys[index], ranks, num_bytes);
+      } else {
+        open.push_back({num_bytes, index, shard});
+      }
+    }
+    if (kind.type == EntryType::kObject) {
+      std::vector<uint32_t> all(of_keys.keys.size());
+      std::iota(all.begin(), all.end(), 0u);
+      assign(index, 0, std::move(all), {of_keys.members.front().rank}, 0);
+    }
+  }
+  std::stable_sort(open.begin(), open.end(),
+                   [](const Choice& a, const Choice& b) { return a.num_bytes > b.num_bytes; });
+  for (const Choice& choice : open) {
+    const HeldShard& shard = written_shards(world.classes()[choice.of_class])[choice.shard];
+    assign(choice.of_class, choice.shard, free_keys[choice.of_class], shard.ranks, choice.num_bytes);
+  }
+  for (const Section& section : world.sections()) section_plans_.push_back(plan_section(section));
+}
+
+std::vector<uint32_t> WritePlan::keys_of_several_boxes() const {
+  std::vector<uint32_t> keys;
+  for (const KeyClass& of_keys : world_.classes()) {
+    const std::vector<HeldShard>& shards = written_shards(of_keys);
+    const auto has_several = [](const HeldShard& shard) { return shard.boxes.size() > 1; };
+    if (std::any_of(shards.begin(), shards.end(), has_several))
+      keys.insert(keys.end(), of_keys.keys.begin(), of_keys.keys.end());
+  }
+  std::sort(keys.begin(), keys.end());
+  return keys;
+}
+
+void WritePlan::assign(uint32_t of_class, size_t shard, std::vector<uint32_t> keys, const std::vector<int64_t>& holders,
+                       int64_t num_bytes) {
+  const size_t num_keys = world_.classes()[of_class].keys.size();
+  const auto put = [&](int64_t rank, std::vector<uint32_t> own) {
+    const int64_t more = checked_mul(num_bytes, static_cast<int64_t>(own.size()));
+    load_bytes_[static_cast<size_t>(rank)] = checked_add(load_bytes_[static_cast<size_t>(rank)], more);
+    if (own.size() == num_keys) own.clear();
+    batches_[static_cast<size_t>(rank)].push_back({of_class, shard, std::move(own)});
+  };
+  if (holders.size() == 1) {
+    put(holders[0], std::move(keys));
+    return;
+  }
+  using Load = std::pair<int64_t, int64_t>;  // bytes, rank
+  std::vector<Load> heap;
+  for (const int64_t rank : holders) heap.emplace_back(load_bytes_[static_cast<size_t>(rank)], rank);
+  std::sort(heap.begin(), heap.end());
+  heap.erase(std::unique(heap.begin(), heap.end()), heap.end());
+  std::map<int64_t, std::vector<uint32_t>> keys_of_rank;
+  for (const uint32_t key : keys) {
+    std::pop_heap(heap.begin(), heap.end(), std::greater<>());
+    keys_of_rank[heap.back().second].push_back(key);
+    heap.back().first = checked_add(heap.back().first, num_bytes);
+    std::push_heap(heap.begin(), heap.end(), std::greater<>());
+  }
+  for (auto& [rank, own] : keys_of_rank) put(rank, std::move(own));
+}
+
+WritePlan::SectionPlan WritePlan::plan_section(const Section& section) const {
+  SectionPlan plan;
+  const size_t num_kinds = section.columns.kinds.size();
+  std::map<uint32_t, uint32_t> local_number;
+  std::vector<std::map<uint32_t, size_t>> counts(num_kinds);
+  std::vector<uint32_t> local_class(section.keys.size(), 0);  // plus 1; 0 for a key that is not held
+  for (size_t key = 0; key < section.keys.size(); ++key) {
+    const uint32_t of_class = world_.class_of(section.keys[key]);
+    if (section.ranks.empty() || section.columns.kinds[section.columns.kind_of[key]].type == EntryType::kNone) continue;
+    const auto [found, is_new] = local_number.try_emplace(of_class, static_cast<uint32_t>(plan.classes.size()));
+    if (is_new) {
+      plan.classes.push_back(of_class);
+      plan.local_positions.emplace_back(world_.classes()[of_class].keys.size(), 0);
+    }
+    local_class[key] = found->second + 1;
+    ++counts[section.columns.kind_of[key]][found->second + 1];
+  }
+  std::vector<uint32_t> usual(num_kinds, 0);
+  WireWriter out;
+  out.put(plan.classes.size());
+  for (size_t kind = 0; kind < num_kinds; ++kind) {
+    size_t most = 0;
+    for (const auto& [number, count] : counts[kind]) {
+      if (count > most) usual[kind] = number;
+      most = std::max(most, count);
+    }
+    out.put(usual[kind]);
+  }
+  std::vector<uint32_t> seen(plan.classes.size(), 0);
+  std::vector<size_t> unusual;
+  for (size_t key = 0; key < section.keys.size(); ++key) {
+    if (local_class[key] != usual[section.columns.kind_of[key]]) unusual.push_back(key);
+    if (local_class[key] == 0) continue;
+    const uint32_t number = local_class[key] - 1;
+    plan.local_positions[number][position_in_class_[section.keys[key]]] = seen[number]++;
+  }
+  out.put(unusual.size());
+  for (const size_t key : unusual) {
+    out.put(key);
+    out.put(local_class[key]);
+  }
+  plan.bytes = out.take();
+  return plan;
+}
+
+std::string WritePlan::decision(int64_t rank) const {
+  std::map<uint32_t, std::vector<const Batch*>> batches;
+  for (const Batch& batch : batches_[static_cast<size_t>(rank)]) batches[batch.of_class].push_back(&batch);
+  WireWriter out;
+  for (const size_t section : world_.sections_of(rank)) {
+    const SectionPlan& plan = section_plans_[section];
+    out.put_string(plan.bytes);
+    for (size_t number = 0; number < plan.classes.size(); ++number) {
+      const KeyClass& of_keys = world_.classes()[plan.classes[number]];
+      const auto found = batches.find(plan.classes[number]);
+      if (found == batches.end()) {
+        out.put(kNothing);
+        continue;
+      }
+      const Batch& first = *found->second.front();
+      if (world_.kind_of(of_keys).type == EntryType::kBoxes) {
+        out.put(kStatedBoxes);
+        out.put(found->second.size());
+        for (const Batch* batch : found->second) {
+          const Chunk& box = written_shards(of_keys)[batch->shard].boxes.front();
+          out.put(first_chunks_[plan.classes[number]][batch->shard]);
+          out.put_sizes(box.offsets);
+          out.put_sizes(box.sizes);
+        }
+        continue;
+      }
+      std::vector<uint32_t> keys;
+      for (const Batch* batch : found->second) keys.insert(keys.end(), batch->keys.begin(), batch->keys.end());
+      for (uint32_t& key : keys) key = plan.local_positions[number][key];
+      std::sort(keys.begin(), keys.end());
+      out.put(keys.empty() ? kEveryKey : kSomeKeys);
+      put_steps(of_keys.replicas.empty() ? std::vector<ShardStep>() : of_keys.replicas.front().steps, out);
+      out.put(of_keys.replicas.empty() ? 0 : first_chunks_[plan.classes[number]][first.shard]);
+      if (keys.empty()) continue;
+      out.put(keys.size());
+      for (size_t index = 0; index < keys.size(); ++index) out.put(keys[index] - (index == 0 ? 0 : keys[index - 1]));
+    }
+  }
+  return out.take();
+}
+
+std::vector<ClassWrites> read_decision(std::string_view bytes, const std::vector<std::vector<uint32_t>>& kind_of) {
+  WireReader in(bytes, "decision");
+  std::vector<ClassWrites> result;
+  for (size_t section = 0; section < kind_of.size(); ++section) {
+    const std::string_view plan_bytes = in.get_string("classes of keys");
+    WireReader plan(plan_bytes, "decision");
+    const size_t num_classes = plan.get_count("classes");
+    const auto max_kind = std::max_element(kind_of[section].begin(), kind_of[section].end());
+    const size_t num_kinds = max_kind == kind_of[section].end() ? 0 : size_t{*max_kind} + 1;
+    std::vector<size_t> usual(num_kinds);
+    for (size_t& number : usual) number = plan.get_index("class of a kind", num_classes + 1);
+    std::vector<size_t> number_of(kind_of[section].size());
+    for (size_t key = 0; key < number_of.size(); ++key) number_of[key] = usual[kind_of[section][key]];
+    const size_t num_unusual = plan.get_count("unusual keys", 2);
+    for (size_t index = 0; index < num_unusual; ++index) {
+      const size_t key = plan.get_index("unusual key", number_of.size());
+      number_of[key] = plan.get_index("class of a key", num_classes + 1);
+    }
+    plan.finish();
+    std::vector<std::vector<uint32_t>> keys_of(num_classes);
+    for (uint32_t key = 0; key < number_of.size(); ++key) {
+      if (number_of[key] > 0) keys_of[number_of[key] - 1].push_back(key);
+    }
+    for (size_t number = 0; number < num_classes; ++number) {
+      const size_t mode = in.get_index("mode", 4);
+      if (mode == kNothing) continue;
+      ClassWrites& writes = result.emplace_back();
+      writes.section = section;
+      if (mode == kStatedBoxes) {
+        writes.keys = std::move(keys_of[number]);
+        const size_t num_boxes = in.get_count("boxes", 3);
+        for (size_t box = 0; box < num_boxes; ++box) {
+          const uint64_t position = in.get("position of a box");
+          Sizes offsets = in.get_sizes("offsets of a box");
+          writes.boxes.push_back({position, {std::move(offsets), in.get_sizes("sizes of a box"), {}}});
+        }
+        continue;
+      }
+      writes.steps = get_steps(in);
+      writes.first_chunk = in.get("first chunk");
+      if (mode == kEveryKey) {
+        writes.keys = std::move(keys_of[number]);
+        continue;
+      }
+      const size_t num_keys = in.get_count("keys");
+      size_t position = 0;
+      for (size_t index = 0; index < num_keys; ++index) {
+        position += in.get_index("key", keys_of[number].size());
+        if (position >= keys_of[number].size()) in.fail("key", "it is not among the keys of its class");
+        writes.keys.push_back(keys_of[number][position]);
+      }
+    }
+  }
+  in.finish();
+  return result;
+}
+
+}  // namespace torchtitan_ext::core

@@ -1,0 +1,75 @@
+// Which rank writes which shard of which key, and what each rank is told of it.
+//
+// One replica of each tensor is written. Shards with one holder are settled; the others go, largest first, to the
+// holder with the fewest bytes so far (the lowest rank of several). Objects are written by the lowest rank that has
+// them.
+//
+// A rank is told, for each of its classes, the sharding order, where its chunks begin in the metadata's list, and
+// whether it writes all keys of the class, none, or which of them. It works out the boxes itself.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "core/agreement.h"
+
+namespace torchtitan_ext::core {
+
+class WritePlan {
+ public:
+  // After `world.agree`, which found no trouble; the world must outlive this.
+  // Args: lowest_only: every shard goes to its lowest holder; lowest_keys: so do these keys, in increasing order.
+  WritePlan(const World& world, bool lowest_only, const std::vector<uint32_t>& lowest_keys);
+
+  // What `rank` is told.
+  std::string decision(int64_t rank) const;
+  // The chunks of each key of a class in the metadata, as shards that follow each other.
+  static const std::vector<HeldShard>& written_shards(const KeyClass& of_keys);
+  // Keys of which some rank writes more than one box.
+  std::vector<uint32_t> keys_of_several_boxes() const;
+  // Bytes that each rank writes.
+  const std::vector<int64_t>& load_bytes() const { return load_bytes_; }
+
+ private:
+  // Keys of one class, as positions in it, whose shard one rank writes; all where `keys` is empty.
+  struct Batch {
+    uint32_t of_class = 0;
+    size_t shard = 0;
+    std::vector<uint32_t> keys;
+  };
+  // How the keys of a section fall into classes, equal for all ranks of a group.
+  struct SectionPlan {
+    std::vector<uint32_t> classes;
+    std::string bytes;
+    std::vector<std::vector<uint32_t>> local_positions;  // per class: of its keys, where they stand among them here
+  };
+
+  void assign(uint32_t of_class, size_t shard, std::vector<uint32_t> keys, const std::vector<int64_t>& holders,
+              int64_t num_bytes);
+  SectionPlan plan_section(const Section& section) const;
+
+  const World& world_;
+  std::vector<int64_t> load_bytes_;
+  std::vector<std::vector<Batch>> batches_;        // per rank
+  std::vector<std::vector<size_t>> first_chunks_;  // per class and shard
+  std::vector<uint32_t> position_in_class_;        // per key
+  std::vector<SectionPlan> section_plans_;
+};
+
+// What one rank writes of the keys of one class.
+struct ClassWrites {
+  size_t section = 0;
+  std::vector<ShardStep> steps;
+  size_t first_chunk = 0;
+  std::vector<uint32_t> keys;  // positions in the section
+  // Of a tensor that states its own boxes: those that are written, and where they stand in the metadata.
+  std::vector<std::pair<size_t, Chunk>> boxes;
+};
+
+// Reads a decision on the rank, which knows the kind of each of its keys per section. Throws WireError.
+std::vector<ClassWrites> read_decision(std::string_view bytes, const std::vector<std::vector<uint32_t>>& kind_of);
+
+}  // namespace torchtitan_ext::core

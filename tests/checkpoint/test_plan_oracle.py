@@ -1,0 +1,214 @@
+"""Plans of random states on random meshes against the oracle, which works key by key and rank by rank."""
+
+import math
+import os
+import random
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import agreement_oracle as oracle
+import pytest
+import torch
+
+from torchtitan_ext import _core
+from torchtitan_ext.checkpoint.agreement import TensorAgreement, agree, differing_replicas, uncompared_replicas
+from torchtitan_ext.checkpoint.key_table import BoxesEntry, KeyEntry, KeyTable, ObjectEntry, TensorEntry
+from torchtitan_ext.checkpoint.rank_table import encode_table
+from torchtitan_ext.checkpoint.stored_entries import stored_entries, stored_paths
+from torchtitan_ext.checkpoint.write_items import read_writes, write_items
+from torchtitan_ext.layout.layout import MeshLayout, ShardReport, Steps, candidate_steps, mesh_coordinates, shard_of
+
+NUM_SEEDS = 40 * int(os.environ.get("TTE_SOAK", "1"))
+STATES_PER_SEED = 60
+MESHES = [(2,), (3,), (4,), (2, 2), (3, 2), (2, 3), (4, 2), (2, 2, 2), (1, 4), (2, 1, 3)]
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.float8_e4m3fn]
+
+
+class RandomState:
+    """Key tables of all ranks; without faults they can be saved."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.world_size = self.random.randint(1, 12)
+        self.entries: list[dict[str, KeyEntry]] = [{} for _ in range(self.world_size)]
+        self.digests: list[dict[str, bytes]] = [{} for _ in range(self.world_size)]
+        self.meshes = [mesh for mesh in (self.mesh() for _ in range(3)) if mesh is not None]
+
+    def mesh(self) -> MeshLayout | None:
+        shape = self.random.choice([mesh for mesh in MESHES if math.prod(mesh) <= self.world_size] or [(1,)])
+        size = math.prod(shape)
+        ranks = list(range(self.world_size))
+        how = self.random.choice(["first", "strided", "any"])
+        if how == "any":
+            ranks = self.random.sample(ranks, size)
+        elif how == "strided":
+            step = self.random.randint(1, max(1, self.world_size // size))
+            begin = self.random.randint(0, self.world_size - 1 - step * (size - 1))
+            ranks = ranks[begin::step]
+        names = self.random.choice([None, ("a", "b", "c")[: len(shape)]])
+        return MeshLayout(shape, tuple(ranks[:size]), names)
+
+    def fill(self, num_keys: int) -> "RandomState":
+        for number in range(num_keys):
+            fqn = self.random.choice(["layers.{}.w", "w{}", "rank_{}.x", "optimizer.é.{}"]).format(number)
+            kind = self.random.choices(["sharded", "plain", "object", "boxes", "own"], [6, 2, 2, 1, 1])[0]
+            getattr(self, kind)(fqn)
+            if self.random.random() < 0.3 and kind == "sharded":  # more keys of the same kind
+                for copy in range(3):
+                    for rank, entries in enumerate(self.entries):
+                        if fqn in entries:
+                            entries[f"{fqn}.{copy}"] = entries[fqn]
+                            self.digest(rank, f"{fqn}.{copy}")
+        return self
+
+    def sharded(self, fqn: str) -> None:
+        shape = tuple(self.random.choice([0, 1, 2, 3, 5, 7, 8, 9, 12]) for _ in range(self.random.randint(1, 3)))
+        dtype = self.random.choice(DTYPES)
+        for mesh in self.random.sample(self.meshes, min(len(self.meshes), self.random.choice([1, 1, 1, 2]))):
+            placements = tuple(
+                (-1, 1)
+                if self.random.random() < 0.3
+                else (self.random.randrange(len(shape)), self.random.choice([1, 1, 1, 2, 3, mesh.shape[-1]]))
+                for _ in mesh.shape
+            )
+            report = ShardReport(shape, mesh, (0,) * len(mesh.shape), placements)
+            steps: Steps = self.random.choice(candidate_steps(report))
+            if self.random.random() < 0.2:
+                report = replace(report, order=steps)
+            for coordinate, rank in zip(mesh_coordinates(mesh.shape), mesh.ranks, strict=True):
+                own = replace(report, coordinate=coordinate)
+                own = replace(own, local_sizes=shard_of(own, steps).sizes)
+                self.entries[rank][fqn] = TensorEntry(own, dtype, False)
+                self.digest(rank, fqn)
+
+    def plain(self, fqn: str) -> None:
+        shape = tuple(self.random.choice([0, 1, 3]) for _ in range(self.random.randint(0, 2)))
+        entry = TensorEntry(ShardReport(shape, local_sizes=shape), self.random.choice(DTYPES), True)
+        self.on_some_ranks(fqn, entry)
+
+    def object(self, fqn: str) -> None:
+        self.on_some_ranks(fqn, ObjectEntry())
+
+    def own(self, fqn: str) -> None:
+        for rank, entries in enumerate(self.entries):
+            entries[f"{fqn}.dp_rank_{rank}"] = ObjectEntry()
+
+    def boxes(self, fqn: str) -> None:
+        ends = sorted({0, 9, *(self.random.randint(1, 8) for _ in range(3))})
+        spans = list(zip(ends, ends[1:], strict=False))
+        parts: list[list[Any]] = [[] for _ in self.entries]
+        for begin, end in spans:
+            for rank in self.random.sample(range(self.world_size), self.random.randint(1, self.world_size)):
+                parts[rank].append(((begin,), (end - begin,)))
+        for entries, held in zip(self.entries, parts, strict=True):
+            if held or self.random.random() < 0.5:
+                entries[fqn] = BoxesEntry((9,), torch.float32, tuple(held))
+
+    def on_some_ranks(self, fqn: str, entry: KeyEntry) -> None:
+        for rank in range(self.world_size):
+            if self.random.random() < 0.8:
+                self.entries[rank][fqn] = entry
+                self.digest(rank, fqn)
+
+    def digest(self, rank: int, fqn: str) -> None:
+        if self.random.random() < 0.9:
+            value = 0 if self.random.random() < 0.97 else self.random.randint(1, 3)
+            self.digests[rank][fqn] = f"{fqn}{value}".encode().ljust(16)[:16]
+
+    def break_something(self) -> "RandomState":
+        rank = self.random.randrange(self.world_size)
+        entries = self.entries[rank]
+        if entries:
+            fqn = self.random.choice(list(entries))
+            entry = entries[fqn]
+            how = self.random.choice(["drop", "object", "dtype", "sizes", "boxes"])
+            if how == "drop":
+                del entries[fqn]
+            elif how == "object":
+                entries[fqn] = ObjectEntry()
+            elif isinstance(entry, TensorEntry):
+                if how == "dtype":
+                    entries[fqn] = replace(entry, dtype=torch.int8)
+                elif how == "sizes" and entry.report.mesh is not None:
+                    local = tuple(size + self.random.choice([0, 0, 1]) for size in entry.report.local_sizes)
+                    entries[fqn] = replace(entry, report=replace(entry.report, local_sizes=local))
+            elif isinstance(entry, BoxesEntry):
+                entries[fqn] = replace(entry, boxes=(*entry.boxes, ((self.random.randint(0, 9),), (2,))))
+        return self
+
+    def tables(self) -> list[KeyTable]:
+        tables = []
+        for entries, digests in zip(self.entries, self.digests, strict=True):
+            fqns = list(entries)
+            if self.random.random() < 0.2:
+                self.random.shuffle(fqns)
+            paths: dict[str, tuple[Any, ...]] = {
+                fqn: tuple(int(part) if part.isdigit() else part for part in fqn.split(".")) for fqn in fqns
+            }
+            held = {fqn: digest for fqn, digest in digests.items() if not isinstance(entries.get(fqn), BoxesEntry)}
+            tables.append(KeyTable({fqn: entries[fqn] for fqn in fqns}, held, paths))
+        return tables
+
+
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+def test_agreement_is_the_oracles(seed: int) -> None:
+    for number in range(STATES_PER_SEED):
+        state = RandomState(1000 * seed + number).fill(5)
+        if number % 2:
+            state.break_something()
+        tables, every = state.tables(), number % 3 > 0
+        ours, theirs = agree(tables, every_rank_reports=every), oracle.agree(tables, every_rank_reports=every)
+        assert sorted(ours.problems, key=str) == sorted(theirs.problems, key=str)
+        assert dict(ours.keys) == theirs.keys
+        for compare in ("differing_replicas", "uncompared_replicas"):
+            found = {"differing_replicas": differing_replicas, "uncompared_replicas": uncompared_replicas}[compare]
+            wanted = getattr(oracle, compare)(tables, theirs)
+            assert sorted(found(tables, ours), key=str) == sorted(wanted, key=str)
+
+
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+def test_each_shard_is_written_once_by_a_holder_and_bytes_are_balanced(seed: int) -> None:
+    num_planned = 0
+    for number in range(STATES_PER_SEED):
+        tables = RandomState(7_000_000 + 1000 * seed + number).fill(6).tables()
+        agreement = agree(tables, every_rank_reports=True)
+        if agreement.problems:
+            continue
+        num_planned += 1
+        wanted = oracle.agree(tables, every_rank_reports=True).keys
+        shards = [
+            (fqn, held, oracle.num_bytes(agreed, held))
+            for fqn, agreed in wanted.items()
+            if isinstance(agreed, TensorAgreement)
+            for held in oracle.shards_to_write(agreed)
+        ]
+        holders = {(fqn, box): held.ranks for fqn, held, _ in shards for box in held.boxes}
+        plan = _core.WritePlan(agreement.world, False, [])
+        entries = stored_entries(agreement)
+        writers: dict[Any, int] = {}
+        objects: Counter[str] = Counter()
+        for rank, table in enumerate(tables):
+            for item in write_items(list(read_writes(plan.decision(rank), table, encode_table(table)))):
+                fqn = item.index.fqn
+                if item.tensor_data is None:
+                    objects[fqn] += 1
+                    assert rank == wanted[fqn].ranks[0]  # type: ignore[union-attr]
+                    continue
+                chunk = item.tensor_data.chunk
+                assert entries[fqn].chunks[item.index.index] == chunk and item.index.offset == chunk.offsets
+                box = (tuple(chunk.offsets), tuple(chunk.sizes))
+                assert (fqn, box) not in writers and rank in holders[fqn, box]
+                writers[fqn, box] = rank
+        assert writers.keys() == holders.keys()
+        assert set(objects) == set(wanted) - {fqn for fqn, _, _ in shards} and set(objects.values()) <= {1}
+        largest = max((num_bytes for _, _, num_bytes in shards), default=0)
+        weights = [(held.ranks, num_bytes) for _, held, num_bytes in shards]
+        loads = Counter(dict.fromkeys(range(len(tables)), 0))
+        for (_, num_bytes), writer in zip(weights, _core.assign_writers(weights, len(tables)), strict=True):
+            loads[writer] += num_bytes
+        assert sum(plan.load_bytes) == sum(loads.values())
+        assert max(plan.load_bytes) <= max(loads.values()) + largest
+        paths = {fqn: path for table in reversed(tables) for fqn, path in table.stock_paths.items()}
+        assert stored_paths(agreement, [encode_table(table).message for table in tables]) == paths
+    assert num_planned > STATES_PER_SEED // 3

@@ -1,0 +1,82 @@
+"""What one rank writes, worked out from the keys that it holds and what the coordinator told it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from torchtitan_ext import _core
+from torchtitan_ext.checkpoint.key_table import BoxesEntry, KeyEntry, KeyTable, ObjectEntry, TensorEntry
+from torchtitan_ext.checkpoint.rank_table import EncodedTable
+from torchtitan_ext.layout.layout import Chunk, num_elements, shard_of
+
+
+@dataclass(frozen=True)
+class ClassWrites:
+    """What a rank writes of keys that it holds alike.
+
+    Attributes:
+        entry: Of one of the keys.
+        fqns: The keys.
+        places: Section and position of each key in the rank's table.
+        chunks: What is written of each key, with the chunk's place in the metadata's list; none for objects.
+    """
+
+    entry: KeyEntry
+    fqns: Sequence[str]
+    places: Sequence[tuple[int, int]]
+    chunks: Sequence[tuple[int, Chunk]]
+
+
+def read_writes(decision: bytes, table: KeyTable, encoded: EncodedTable) -> Iterator[ClassWrites]:
+    """What a decision of the coordinator (``csrc/core/write_plan.h``) means for the rank that sent this table."""
+    for section, steps, first, keys, boxes in _core.read_decision(decision, encoded.kind_of):
+        fqns = [encoded.names[section][key] for key in keys]
+        entry = table.entries[fqns[0]]
+        chunks: list[tuple[int, Chunk]] = []
+        if isinstance(entry, BoxesEntry):
+            chunks = [(position, Chunk(offsets, sizes, (0,) * len(sizes))) for position, (offsets, sizes) in boxes]
+        elif isinstance(entry, TensorEntry) and num_elements(entry.report.global_shape) == 0:
+            zeros = (0,) * len(entry.report.global_shape)
+            chunks = [(first, Chunk(zeros, entry.report.global_shape, zeros))]
+        elif isinstance(entry, TensorEntry):
+            chunks = list(enumerate(shard_of(entry.report, steps).chunks, start=first))
+        yield ClassWrites(entry, fqns, [(section, key) for key in keys], chunks)
+
+
+def write_items(written: Sequence[ClassWrites]) -> list[WriteItem]:
+    """The items, in the order of keys. Those of keys that are held alike share what describes the data."""
+    found: dict[tuple[int, int], list[WriteItem]] = {}
+    for writes in written:
+        if isinstance(writes.entry, ObjectEntry):
+            for place, fqn in zip(writes.places, writes.fqns, strict=True):
+                found[place] = [WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO)]
+            continue
+        item_type, parts = _parts(writes.entry, writes.chunks)
+        for place, fqn in zip(writes.places, writes.fqns, strict=True):
+            found[place] = [
+                WriteItem(MetadataIndex(fqn, data.chunk.offsets, index), item_type, tensor_data=data)
+                for index, data in parts
+            ]
+    return [item for place in sorted(found) for item in found[place]]
+
+
+def _parts(
+    entry: TensorEntry | BoxesEntry, chunks: Sequence[tuple[int, Chunk]]
+) -> tuple[WriteItemType, list[tuple[int, TensorWriteData]]]:
+    if isinstance(entry, BoxesEntry):
+        item_type, shape, requires_grad = WriteItemType.SHARD, entry.global_shape, False
+    else:
+        is_plain = entry.report.mesh is None
+        item_type = WriteItemType.TENSOR if is_plain else WriteItemType.SHARD
+        shape, requires_grad = entry.report.global_shape, entry.requires_grad
+    properties, size = TensorProperties(dtype=entry.dtype, requires_grad=requires_grad), torch.Size(shape)
+    parts = []
+    for index, chunk in chunks:
+        stored = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+        parts.append((index, TensorWriteData(stored, properties, size)))
+    return item_type, parts
