@@ -21,9 +21,10 @@ from torch import Tensor
 from torchtitan_ext import ops
 from torchtitan_ext.checkpoint.agreement import TensorAgreement, agree
 from torchtitan_ext.checkpoint.key_table import KeyTable, TensorEntry, describe_state
+from torchtitan_ext.checkpoint.rank_table import encode_table
 from torchtitan_ext.errors import Problem, described, refusal
 from torchtitan_ext.layout.dtensor import local_tensor
-from torchtitan_ext.layout.layout import ShardReport, Steps, shard_of
+from torchtitan_ext.layout.layout import MeshLayout, ShardReport, Steps, shard_of
 from torchtitan_ext.layout.rules import LayoutRules, ShardOrder
 from torchtitan_ext.ranks.exchange import check_usable, gather_values
 from torchtitan_ext.state.nested import flatten_state_dict
@@ -74,6 +75,7 @@ def fingerprint(
     entries: dict[str, TensorEntry] = {}
     digests: dict[str, tuple[Any, Any]] = {}
     problems: list[Problem] = []
+    mesh_names: dict[int, str] = {}
     check_usable("fingerprint", process_group)
     # Whatever goes wrong on this rank alone, all hear of it: each exchange takes place.
     if not isinstance(state_dict, Mapping):
@@ -87,7 +89,7 @@ def fingerprint(
     with _failures_become(problems):
         for fqn, value in values.items():
             if fqn in entries:
-                digests[fqn] = _tensor_digest(value, entries[fqn].report, steps.get(fqn))
+                digests[fqn] = _tensor_digest(value, entries[fqn].report, steps.get(fqn), mesh_names)
             elif not isinstance(value, Tensor):
                 digests[fqn] = (None, digest_value(value).hex())
         digests = _synchronized(digests)
@@ -127,7 +129,7 @@ def _true_steps(
 ) -> dict[str, Steps]:
     """The sharding order of each DTensor, from what all ranks say."""
     sharded = {fqn: entry for fqn, entry in entries.items() if entry.report.mesh is not None}
-    tables = gather_values(KeyTable(sharded, problems=tuple(problems)), process_group)
+    tables = gather_values(encode_table(KeyTable(sharded, problems=tuple(problems))).message, process_group)
     agreement = agree(tables, every_rank_reports=True)
     if agreement.problems:
         raise refusal("fingerprint", agreement.problems)
@@ -136,14 +138,27 @@ def _true_steps(
     return {fqn: tensor.steps[rank] for fqn, tensor in agreed.items() if isinstance(tensor, TensorAgreement)}
 
 
-def _tensor_digest(value: Tensor, report: ShardReport, steps: Steps | None) -> tuple[Any, Any]:
+def _tensor_digest(
+    value: Tensor, report: ShardReport, steps: Steps | None, mesh_names: dict[int, str]
+) -> tuple[Any, Any]:
     """(which replica, (sum on the device, dtype, global shape)) of this rank's shard."""
     local = local_tensor(value)
     shard = shard_of(report, steps)
     with torch.no_grad():
         total = ops.fingerprint_shard(local.resolve_conj().resolve_neg(), shard, report.global_shape)
     replica = tuple(index for index, (dim, _) in zip(report.coordinate, report.placements, strict=True) if dim < 0)
-    return (report.mesh, report.placements, replica), (total, str(local.dtype), tuple(report.global_shape))
+    return (_mesh_name(report.mesh, mesh_names), report.placements, replica), (
+        total,
+        str(local.dtype),
+        tuple(report.global_shape),
+    )
+
+
+def _mesh_name(mesh: MeshLayout | None, known: dict[int, str]) -> str | None:
+    """Stands for a mesh, whose list of ranks is too long to send and to compare with every tensor."""
+    if mesh is not None and id(mesh) not in known:
+        known[id(mesh)] = hashlib.blake2b(repr(mesh).encode(), digest_size=16).hexdigest()
+    return None if mesh is None else known[id(mesh)]
 
 
 def _synchronized(digests: dict[str, Any]) -> dict[str, Any]:
