@@ -183,7 +183,7 @@ def measure(sent: list[bytes], plan: Callable[[list[Any]], Any], *, collect: boo
     for answer in result[0] if isinstance(result, tuple) else result:
         pickle.dumps(answer)
     times.append(time.process_time())
-    peak = peak_resident_bytes() - before
+    peak = max(0, peak_resident_bytes() - before)
     gc.enable()
     seconds = [end - begin for begin, end in zip(times, times[1:], strict=False)]
     return Measured(*seconds, max(map(len, sent)) * len(sent), peak, result)
@@ -374,6 +374,7 @@ def main() -> None:
     parser.add_argument("--model", choices=list(SIZES), default="405B")
     parser.add_argument("--parallel", choices=["fsdp", "hsdp", "pp"], default="fsdp")
     parser.add_argument("--json", type=Path, help="where the one case goes")
+    parser.add_argument("--worlds", type=int, nargs="+", default=WORLD_SIZES, help="the worlds of the table")
     parser.add_argument("--stock-ranks", type=int, default=64, help="the most ranks that stock is run for")
     arguments = parser.parse_args()
     print_head()
@@ -384,11 +385,13 @@ def main() -> None:
         if arguments.json is not None:
             arguments.json.write_text(json.dumps(result, indent=2) + "\n")
         return
-    cases = [Case(model, num_ranks) for model in ("8B", "70B") for num_ranks in (64, 1024)]
-    cases += [Case("405B", num_ranks) for num_ranks in WORLD_SIZES]
-    cases += [Case("405B", num_ranks, parallel) for parallel in ("hsdp", "pp") for num_ranks in (64, 1024)]
+    # Layouts of several meshes need at least a node per stage.
+    several = [num_ranks for num_ranks in arguments.worlds if NUM_STAGES * TP <= num_ranks <= 1024]
+    cases = [Case(model, num_ranks) for model in ("8B", "70B") for num_ranks in several]
+    cases += [Case("405B", num_ranks) for num_ranks in arguments.worlds]
+    cases += [Case("405B", num_ranks, parallel) for parallel in ("hsdp", "pp") for num_ranks in several]
     results = []
-    for case, collect in [*((case, False) for case in cases), (Case("405B", 1024), True)]:
+    for case, collect in [*((case, False) for case in cases), (Case("405B", max(several, default=8)), True)]:
         results.append(run_case(case, arguments.stock_ranks, collect=collect))
         print_row(results[-1])
     tiny = [

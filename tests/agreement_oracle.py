@@ -14,9 +14,8 @@ from torchtitan_ext.layout.layout import (
     Steps,
     decide,
     format_placements,
-    missing_ranks,
+    mesh_coordinates,
     num_elements,
-    replica_key,
     shard_of,
 )
 
@@ -243,3 +242,17 @@ def shards_to_write(agreed: TensorAgreement) -> Sequence[HeldShard]:
 def num_bytes(agreed: TensorAgreement, held: HeldShard) -> int:
     """Of one shard."""
     return sum(num_elements(sizes) for _, sizes in held.boxes) * agreed.dtype.itemsize
+
+
+def replica_key(report: ShardReport) -> tuple[int, ...]:
+    """The coordinate with 0 on every axis that replicates: equal for ranks that hold equal shards."""
+    return tuple(index if dim >= 0 else 0 for index, (dim, _) in zip(report.coordinate, report.placements, strict=True))
+
+
+def missing_ranks(reports: Sequence[ShardReport]) -> list[int]:
+    """Global ranks of the mesh of these reports that did not report."""
+    mesh = reports[0].mesh
+    if mesh is None:
+        return []
+    seen = {mesh.ranks[mesh_coordinates(mesh.shape).index(report.coordinate)] for report in reports}
+    return [rank for rank in mesh.ranks if rank not in seen]

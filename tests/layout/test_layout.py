@@ -6,6 +6,7 @@ import os
 import pytest
 import reference
 import torch
+from agreement_oracle import missing_ranks, replica_key
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
@@ -19,9 +20,7 @@ from torchtitan_ext.layout.layout import (
     ShardReport,
     decide,
     local_shard,
-    missing_ranks,
     narrowed,
-    replica_key,
 )
 
 # `make soak` multiplies the number of random layouts.

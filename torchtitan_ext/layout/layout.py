@@ -224,25 +224,11 @@ def describe_report(report: ShardReport) -> str:
     return f"{tuple(report.global_shape)} as {format_placements(report.placements)} on mesh {report.mesh}"
 
 
-def replica_key(report: ShardReport) -> tuple[int, ...]:
-    """The coordinate with 0 on every axis that replicates: equal for ranks that hold equal shards."""
-    return tuple(index if dim >= 0 else 0 for index, (dim, _) in zip(report.coordinate, report.placements, strict=True))
-
-
 def is_replicated(report: ShardReport) -> bool:
     """Whether another rank may hold the same elements: a plain tensor, or a mesh axis of 2 or more replicates."""
     if report.mesh is None:
         return True
     return any(dim < 0 and size > 1 for (dim, _), size in zip(report.placements, report.mesh.shape, strict=True))
-
-
-def missing_ranks(reports: Sequence[ShardReport]) -> list[int]:
-    """Global ranks of the mesh of these reports that did not report."""
-    mesh = reports[0].mesh
-    if mesh is None:
-        return []
-    seen = {_rank_at(mesh, report.coordinate) for report in reports}
-    return [rank for rank in mesh.ranks if rank not in seen]
 
 
 def _rank_at(mesh: MeshLayout, coordinate: Sequence[int]) -> int:
