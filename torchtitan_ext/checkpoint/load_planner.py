@@ -19,25 +19,19 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner import LoadPlanner as StockLoadPlanner
 from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 
-from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.agreement import (
     Agreement,
-    HeldShard,
-    ObjectAgreement,
-    TensorAgreement,
     agree,
-    check_cover,
     unforeseen_steps,
     unused_layouts,
 )
-from torchtitan_ext.checkpoint.cast import CastPolicy, cast_problem, number_for, number_from
+from torchtitan_ext.checkpoint.cast import CastPolicy, number_for, number_from
 from torchtitan_ext.checkpoint.key_table import (
-    Box,
     BoxesEntry,
     KeyEntry,
     KeyTable,
@@ -46,23 +40,30 @@ from torchtitan_ext.checkpoint.key_table import (
     describe_state,
 )
 from torchtitan_ext.checkpoint.load_rules import ComponentPlan, LoadRules, ReadRequest
-from torchtitan_ext.checkpoint.missing_keys import missing_problems
+from torchtitan_ext.checkpoint.misfits import find_misfit
+from torchtitan_ext.checkpoint.missing_keys import missing_problems, nothing_matches
 from torchtitan_ext.checkpoint.per_rank_keys import unclaimed_problems
 from torchtitan_ext.checkpoint.policy import ElasticPolicy, Source, check_rules
 from torchtitan_ext.checkpoint.rank_table import EncodedTable, RankTable, encode_table
+from torchtitan_ext.checkpoint.read_items import (
+    in_file_order,
+    object_item,
+    tensor_items,
+    unread_problems,
+    wanted_chunks,
+)
 from torchtitan_ext.checkpoint.report import LoadReport, build_report, disagreements
-from torchtitan_ext.checkpoint.saved_chunks import ChunkList, Part, SavedChunks
+from torchtitan_ext.checkpoint.saved_chunks import ChunkList, Part, SavedChunks, cover_problems
 from torchtitan_ext.checkpoint.storage_entries import name_files_of_overlap, storage_problems
 from torchtitan_ext.checkpoint.world import World, named_axes
 from torchtitan_ext.errors import CheckpointReadError, Problem, check_argument, refusal
-from torchtitan_ext.layout.dtensor import describes_itself, local_tensor, local_view, may_overlap_itself
-from torchtitan_ext.layout.layout import Chunk, ShardReport, Steps, num_elements, shard_of
+from torchtitan_ext.layout.dtensor import local_tensor, local_view
+from torchtitan_ext.layout.layout import ShardReport, Steps
 from torchtitan_ext.layout.rules import LayoutRules, ShardOrder
 from torchtitan_ext.state.nested import (
     FlatStateDict,
     Path,
     flatten_state_dict,
-    holds_dtensor,
     materialize_meta,
     on_devices_of,
     set_value,
@@ -214,7 +215,7 @@ class LoadPlanner(StockLoadPlanner):
             if saved is None:
                 missing.append(fqn)
                 continue
-            problem = self._misfit(fqn, entry, saved)
+            problem = find_misfit(fqn, self.state_dict[fqn], entry, saved, self._cast)
             if problem is not None:
                 problems.append(problem)
                 continue
@@ -246,10 +247,10 @@ class LoadPlanner(StockLoadPlanner):
         problems = list(agreement.problems)
         is_cover_checked = len({request.metadata_name for request in requests}) == 1
         if is_cover_checked:
-            found = self._cover_problems(agreement, wanted)
+            found = cover_problems(agreement, wanted, self.metadata, self._saved_chunks)
             problems += [name_files_of_overlap(problem, self.metadata) for problem in found]
         if not wanted:
-            problems += _nothing_matches(requests, self.metadata)
+            problems += nothing_matches(requests, self.metadata)
         saved_wanted = set(wanted.values())
         problems += storage_problems(self.metadata, sorted(saved_wanted))
         problems += unclaimed_problems(saved_wanted, len(requests), self.metadata, self._allow_unclaimed)
@@ -284,17 +285,17 @@ class LoadPlanner(StockLoadPlanner):
             for fqn, kind in zip(fqns, kinds, strict=True):
                 entry = self._table.entries[fqn]
                 if isinstance(entry, ObjectEntry):
-                    items.append(self._object_item(fqn))
+                    items.append(object_item(fqn, self._saved_names.get(fqn, fqn)))
                     continue
                 chunk_list, steps = self._chunk_list(fqn), decision.steps.get(fqn)
                 # Keys of one kind and order that are saved alike are read alike; boxes may differ from key to key.
                 alike = (section, kind, steps, chunk_list, fqn if isinstance(entry, BoxesEntry) else "")
                 if alike not in found:
-                    found[alike] = chunk_list.find_parts(_wanted_chunks(entry, steps))
-                tensor_items = self._tensor_items(fqn, found[alike])
+                    found[alike] = chunk_list.find_parts(wanted_chunks(entry, steps))
+                of_key = tensor_items(fqn, self._saved_names.get(fqn, fqn), found[alike])
                 if not decision.is_cover_checked:
-                    problems += _unread_problems(fqn, entry, tensor_items)
-                items += tensor_items
+                    problems += unread_problems(fqn, entry, of_key)
+                items += of_key
         if problems:
             raise refusal("load", problems)
         self.report = decision.report
@@ -306,7 +307,7 @@ class LoadPlanner(StockLoadPlanner):
                 logger.warning("load: the policy names what is not there: %s", ", ".join(self.report.unused))
         if not self.rules.values_first:
             self.change_targets()
-        return dataclasses.replace(central_plan, items=self._in_file_order(items))
+        return dataclasses.replace(central_plan, items=in_file_order(items, self.metadata))
 
     def _bump_versions(self, fqns: Iterable[str]) -> None:
         """Of DTensors: they count apart from the local tensors that are written, and graphs hold the DTensors."""
@@ -367,46 +368,6 @@ class LoadPlanner(StockLoadPlanner):
         """The box of the local tensor that an item fills. For subclasses, as in stock."""
         return local_view(tensor, read_item.dest_offsets, read_item.lengths)
 
-    def _misfit(self, fqn: str, entry: KeyEntry, saved: TensorStorageMetadata | BytesStorageMetadata) -> Problem | None:
-        is_object = isinstance(entry, ObjectEntry)
-        if is_object != isinstance(saved, BytesStorageMetadata):
-            if self._is_one_number(fqn, saved):
-                return None
-            kinds = ("a tensor", "a non-tensor value")
-            return Problem(
-                "wrong_type",
-                fqn,
-                f"the checkpoint has {kinds[not is_object]}, the target is {kinds[is_object]}; "
-                "put a target of the saved kind there, or leave the key out",
-            )
-        if isinstance(entry, ObjectEntry) or isinstance(saved, BytesStorageMetadata):
-            if not holds_dtensor(self.state_dict[fqn]):
-                return None
-            detail = (
-                "the checkpoint has it as one value, of one rank; the target holds DTensors: load plain tensors there"
-            )
-            return Problem("wrong_type", fqn, detail)
-        shape = entry.global_shape if isinstance(entry, BoxesEntry) else entry.report.global_shape
-        if tuple(saved.size) != tuple(shape):
-            return Problem(
-                "wrong_shape",
-                fqn,
-                f"Size mismatch between saved {saved.size} and current: {torch.Size(shape)} for {fqn}; "
-                "build the model with the saved size, or leave the key out",
-            )
-        if isinstance(entry, TensorEntry) and may_overlap_itself(self.state_dict[fqn]):
-            detail = "cannot be filled: several elements of the target share memory; load into a clone() of it"
-            return Problem("unsupported_tensor", fqn, detail)
-        return cast_problem(fqn, saved.properties.dtype, entry.dtype, self._cast)
-
-    def _is_one_number(self, fqn: str, saved: TensorStorageMetadata | BytesStorageMetadata) -> bool:
-        """Whether a number may be read from a tensor without dims, or into one: what is saved shows when it is read."""
-        target = self.state_dict[fqn]
-        if isinstance(saved, TensorStorageMetadata):
-            return type(target) in (bool, int, float) and len(saved.size) == 0
-        whole = not isinstance(target, DTensor) or all(placement.is_replicate() for placement in target.placements)
-        return isinstance(target, torch.Tensor) and not describes_itself(target) and whole and target.dim() == 0
-
     def _entry_as_saved(
         self, fqn: str, entry: KeyEntry, saved: TensorStorageMetadata | BytesStorageMetadata
     ) -> KeyEntry:
@@ -448,114 +409,12 @@ class LoadPlanner(StockLoadPlanner):
         saved = self.metadata.state_dict_metadata.get(self.rules.source.saved_name(fqn))
         return isinstance(saved, BytesStorageMetadata)
 
-    def _cover_problems(self, agreement: Agreement, wanted: Mapping[str, str]) -> list[Problem]:
-        problems = []
-        for key, of_class in agreement.numbers():
-            fqn, kind = agreement.names[key], agreement.kind(of_class)
-            saved = self.metadata.state_dict_metadata[wanted[fqn]]
-            if kind.is_object or not isinstance(saved, TensorStorageMetadata):
-                continue
-            chunk_list = self._saved_chunks.of(saved)
-            if chunk_list.covers(kind.global_shape):
-                continue
-            # A checkpoint of use_collectives=False has metadata per rank: all that this rank wants must be there.
-            agreed = agreement.agreed(of_class)
-            if agreement.world.num_ranks == 1 and self._is_covered_for(agreed, chunk_list):
-                continue
-            shards = [HeldShard((), (box,)) for box in chunk_list.index.boxes()]
-            problem = check_cover(fqn, kind.global_shape, shards, "broken_checkpoint")
-            problems += [] if problem is None else [problem]
-        return problems
-
-    def _is_covered_for(self, agreed: TensorAgreement | ObjectAgreement, chunk_list: ChunkList) -> bool:
-        assert isinstance(agreed, TensorAgreement)
-        saved_boxes = chunk_list.index.boxes()
-        if any(o + s > n for box in saved_boxes for o, s, n in zip(*box, agreed.global_shape, strict=True)):
-            return False
-        wanted = [box for replica in agreed.replicas for held in replica for box in held.boxes]
-        parts: list[list[Box]] = [[] for _ in wanted]
-        from_zero = [(offsets, sizes, (0,) * len(sizes)) for offsets, sizes in wanted]
-        for position, _, _, offsets, sizes in chunk_list.index.find_overlaps(from_zero):
-            parts[position].append((offsets, sizes))
-        return all(map(_is_covered, [sizes for _, sizes in wanted], parts))
-
     def _chunk_list(self, fqn: str) -> ChunkList:
         saved = self.metadata.state_dict_metadata[self._saved_names.get(fqn, fqn)]
         assert isinstance(saved, TensorStorageMetadata)
         return self._saved_chunks.of(saved)
 
-    def _object_item(self, fqn: str) -> ReadItem:
-        zero = torch.Size((0,))
-        saved_index = MetadataIndex(self._saved_names.get(fqn, fqn))
-        return ReadItem(LoadItemType.BYTE_IO, MetadataIndex(fqn), zero, saved_index, zero, zero)
-
-    def _tensor_items(self, fqn: str, parts: Sequence[Part]) -> list[ReadItem]:
-        saved_name = self._saved_names.get(fqn, fqn)
-        return [
-            ReadItem(
-                type=LoadItemType.TENSOR,
-                dest_index=MetadataIndex(fqn, offsets, wanted),
-                dest_offsets=local_offsets,
-                storage_index=MetadataIndex(saved_name, chunk_offsets, chunk),
-                storage_offsets=saved_offsets,
-                lengths=sizes,
-            )
-            for offsets, wanted, local_offsets, chunk_offsets, chunk, saved_offsets, sizes in parts
-        ]
-
-    def _in_file_order(self, items: list[ReadItem]) -> list[ReadItem]:
-        """As they lie in the files, where the metadata says: readers then go forward."""
-        places = self.metadata.storage_data
-        if not isinstance(places, Mapping):
-            return items
-
-        def place(item: ReadItem) -> tuple[str, int]:
-            info = places.get(item.storage_index)
-            return str(getattr(info, "relative_path", "")), int(getattr(info, "offset", 0))
-
-        return sorted(items, key=place)
-
-
-def _wanted_chunks(entry: TensorEntry | BoxesEntry, steps: Steps | None) -> Sequence[Chunk]:
-    if isinstance(entry, TensorEntry):
-        return shard_of(entry.report, steps).chunks
-    # Each box is a tensor of its own: its elements begin at 0.
-    return [Chunk(offsets, sizes, (0,) * len(offsets)) for offsets, sizes in entry.boxes]
-
 
 def _metadata_name(metadata: Metadata) -> str:
     """Equal for ranks that read the same metadata; its first file tells those apart that a rank wrote for itself."""
     return f"{len(metadata.state_dict_metadata)} keys, {next(iter((metadata.storage_data or {}).values()), None)}"
-
-
-def _is_covered(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    return _core.find_cover_defect(shape, boxes) is None
-
-
-def _unread_problems(fqn: str, entry: TensorEntry | BoxesEntry, items: Sequence[ReadItem]) -> list[Problem]:
-    """Says where the items do not fill, once, what this rank holds."""
-    if isinstance(entry, TensorEntry):
-        parts = [(entry.report.local_sizes, items)]
-    else:
-        parts = [
-            (sizes, [item for item in items if item.dest_index.offset == torch.Size(offsets)])
-            for offsets, sizes in entry.boxes
-        ]
-    if all(_is_covered(sizes, [(i.dest_offsets, i.lengths) for i in members]) for sizes, members in parts):
-        return []
-    held, found = sum(num_elements(sizes) for sizes, _ in parts), sum(num_elements(item.lengths) for item in items)
-    detail = f"this rank holds {held} elements, the metadata that it saved for itself has {found} of them"
-    return [Problem("broken_checkpoint", fqn, f"{detail}; load on the mesh of the save")]
-
-
-def _nothing_matches(requests: Sequence[ReadRequest], metadata: Metadata) -> list[Problem]:
-    """A partial load of which no rank finds anything. Some ranks may: a pipeline stage can be all new."""
-    skipped = list(dict.fromkeys(fqn for request in requests for fqn in request.skipped))
-    if not skipped or any(request.table.problems for request in requests):
-        return []
-    example = next(iter(metadata.state_dict_metadata), "nothing")
-    detail = (
-        f"Missing key in checkpoint state_dict: {skipped[0]}. allow_partial_load found none of the {len(skipped)} "
-        f"wanted keys; the checkpoint has {example} and others: check the prefixes"
-    )
-    return [Problem("missing_key", skipped[0], detail)]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from torchtitan_ext.checkpoint.load_rules import MODEL, ComponentPlan, component_of
+from torchtitan_ext.checkpoint.load_rules import MODEL, ComponentPlan, ReadRequest, component_of
 from torchtitan_ext.checkpoint.per_rank_keys import PER_RANK, family_of, how_to_divide
 from torchtitan_ext.checkpoint.policy import ElasticPolicy, Source
 from torchtitan_ext.errors import Problem
@@ -42,6 +42,19 @@ def missing_problems(missing: Sequence[str], metadata: Metadata, num_ranks: int)
             hint = _per_rank_hint(family, members, saved, num_ranks) or _name_hint(fqn, twins.get(fqn), renames, saved)
         problems.append(Problem("missing_key", fqn, f"Missing key in checkpoint state_dict: {fqn}.{hint}"))
     return problems
+
+
+def nothing_matches(requests: Sequence[ReadRequest], metadata: Metadata) -> list[Problem]:
+    """A partial load of which no rank finds anything. Some ranks may: a pipeline stage can be all new."""
+    skipped = list(dict.fromkeys(fqn for request in requests for fqn in request.skipped))
+    if not skipped or any(request.table.problems for request in requests):
+        return []
+    example = next(iter(metadata.state_dict_metadata), "nothing")
+    detail = (
+        f"Missing key in checkpoint state_dict: {skipped[0]}. allow_partial_load found none of the {len(skipped)} "
+        f"wanted keys; the checkpoint has {example} and others: check the prefixes"
+    )
+    return [Problem("missing_key", skipped[0], detail)]
 
 
 def _per_rank_hint(family: str, members: Sequence[str], saved: Sequence[str], num_ranks: int) -> str:

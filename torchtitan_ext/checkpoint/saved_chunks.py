@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 
 from torchtitan_ext import _core
+from torchtitan_ext.checkpoint.agreement import Agreement, HeldShard, ObjectAgreement, TensorAgreement, check_cover
+from torchtitan_ext.checkpoint.key_table import Box
+from torchtitan_ext.errors import Problem
 from torchtitan_ext.layout.layout import Chunk
 
 Part = tuple[torch.Size, int, torch.Size, torch.Size, int, torch.Size, torch.Size]
@@ -67,3 +70,49 @@ class SavedChunks:
             known = (saved.chunks, self._by_content.setdefault(index.to_bytes(), ChunkList(index)))
             self._by_identity[id(saved.chunks)] = known
         return known[1]
+
+
+def cover_problems(
+    agreement: Agreement, wanted: Mapping[str, str], metadata: Metadata, chunks: SavedChunks
+) -> list[Problem]:
+    """Tensors of which the saved chunks do not hold every element exactly once.
+
+    Args:
+        wanted: Names in the checkpoint of the keys that are to be read.
+        chunks: Of this metadata.
+    """
+    problems = []
+    for key, of_class in agreement.numbers():
+        fqn, kind = agreement.names[key], agreement.kind(of_class)
+        saved = metadata.state_dict_metadata[wanted[fqn]]
+        if kind.is_object or not isinstance(saved, TensorStorageMetadata):
+            continue
+        chunk_list = chunks.of(saved)
+        if chunk_list.covers(kind.global_shape):
+            continue
+        # A checkpoint of use_collectives=False has metadata per rank: all that this rank wants must be there.
+        agreed = agreement.agreed(of_class)
+        if agreement.world.num_ranks == 1 and _is_covered_for(agreed, chunk_list):
+            continue
+        shards = [HeldShard((), (box,)) for box in chunk_list.index.boxes()]
+        problem = check_cover(fqn, kind.global_shape, shards, "broken_checkpoint")
+        problems += [] if problem is None else [problem]
+    return problems
+
+
+def is_covered(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
+    """Whether boxes hold every element of a shape exactly once."""
+    return _core.find_cover_defect(shape, boxes) is None
+
+
+def _is_covered_for(agreed: TensorAgreement | ObjectAgreement, chunk_list: ChunkList) -> bool:
+    assert isinstance(agreed, TensorAgreement)
+    saved_boxes = chunk_list.index.boxes()
+    if any(o + s > n for box in saved_boxes for o, s, n in zip(*box, agreed.global_shape, strict=True)):
+        return False
+    wanted = [box for replica in agreed.replicas for held in replica for box in held.boxes]
+    parts: list[list[Box]] = [[] for _ in wanted]
+    from_zero = [(offsets, sizes, (0,) * len(sizes)) for offsets, sizes in wanted]
+    for position, _, _, offsets, sizes in chunk_list.index.find_overlaps(from_zero):
+        parts[position].append((offsets, sizes))
+    return all(map(is_covered, [sizes for _, sizes in wanted], parts))
