@@ -14,7 +14,6 @@
 #include "core/chunk.h"
 #include "core/cover.h"
 #include "core/memory.h"
-#include "core/plan.h"
 #include "core/shard_layout.h"
 
 namespace py = pybind11;
@@ -113,29 +112,6 @@ py::object find_cover_defect_py(const Sizes& global_shape, const std::vector<Box
   return py::make_tuple(kind, to_tuple(defect->element), py::cast(defect->chunks));
 }
 
-py::list find_overlaps_py(const std::vector<ChunkTuple>& wanted_tuples, const std::vector<BoxTuple>& saved_boxes) {
-  std::vector<Overlap> overlaps;
-  {
-    py::gil_scoped_release release;
-    std::vector<Chunk> wanted;
-    for (const auto& [offsets, sizes, local_offsets] : wanted_tuples) wanted.push_back({offsets, sizes, local_offsets});
-    overlaps = find_overlaps(wanted, to_chunks(saved_boxes));
-  }
-  py::list result;
-  for (const Overlap& overlap : overlaps) {
-    result.append(py::make_tuple(overlap.wanted, overlap.saved, to_tuple(overlap.saved_offsets),
-                                 to_tuple(overlap.local_offsets), to_tuple(overlap.sizes)));
-  }
-  return result;
-}
-
-std::vector<int64_t> assign_writers_py(const std::vector<std::tuple<std::vector<int64_t>, int64_t>>& tuples,
-                                       int64_t num_ranks) {
-  std::vector<ReplicatedShard> shards;
-  for (const auto& [ranks, num_bytes] : tuples) shards.push_back({ranks, num_bytes});
-  return assign_writers(shards, num_ranks);
-}
-
 bool may_overlap_itself_py(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
   return may_overlap_itself(sizes, strides);
 }
@@ -152,10 +128,8 @@ PYBIND11_MODULE(_core, module) {
   module.def("resolve_steps", &resolve_steps_py, py::arg("global_shape"), py::arg("mesh_shape"), py::arg("candidates"),
              py::arg("observations"));
   module.def("find_cover_defect", &find_cover_defect_py, py::arg("global_shape"), py::arg("boxes"));
-  module.def("find_overlaps", &find_overlaps_py, py::arg("wanted"), py::arg("saved"));
   module.def("may_overlap_itself", &may_overlap_itself_py, py::arg("sizes"), py::arg("strides"));
   bind_metadata(module);
-  module.def("assign_writers", &assign_writers_py, py::arg("shards"), py::arg("num_ranks"));
   torchtitan_ext::bindings::define_storage(module);
   register_plan(module);
 }

@@ -203,10 +203,10 @@ def test_each_shard_is_written_once_by_a_holder_and_bytes_are_balanced(seed: int
         assert writers.keys() == holders.keys()
         assert set(objects) == set(wanted) - {fqn for fqn, _, _ in shards} and set(objects.values()) <= {1}
         largest = max((num_bytes for _, _, num_bytes in shards), default=0)
-        weights = [(held.ranks, num_bytes) for _, held, num_bytes in shards]
+        largest_first = sorted(((held.ranks, num_bytes) for _, held, num_bytes in shards), key=lambda one: -one[1])
         loads = Counter(dict.fromkeys(range(len(tables)), 0))
-        for (_, num_bytes), writer in zip(weights, _core.assign_writers(weights, len(tables)), strict=True):
-            loads[writer] += num_bytes
+        for ranks, num_bytes in largest_first:
+            loads[min(ranks, key=lambda rank: (loads[rank], rank))] += num_bytes
         assert sum(plan.load_bytes) == sum(loads.values())
         assert max(plan.load_bytes) <= max(loads.values()) + largest
         paths = {fqn: path for table in reversed(tables) for fqn, path in table.stock_paths.items()}
