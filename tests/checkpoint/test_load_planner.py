@@ -1,6 +1,7 @@
 """The load planner with simulated ranks in one process: what is read, by whom, and what is refused before a change."""
 
 import copy
+import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 from reference import dtensor_steps, fsdp_steps, index_tensor
 from simulated_ranks import Saved, load, mesh_at, save, sent, shards
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -656,3 +658,22 @@ def test_one_value_does_not_replace_dtensors() -> None:
     states = [{"pair": (state["w"], 1)} for state in states_of(torch.zeros(8), ROWS2)]
     with pytest.raises(ReshardError, match="pair: the checkpoint has it as one value, .* the target holds DTensors"):
         load(saved, states)
+
+
+def test_items_of_a_plan_made_elsewhere_are_filled() -> None:
+    """As in stock: storage is tested with items made by hand, after ``set_up_planner`` alone."""
+    metadata = save([{"weight": torch.arange(6.0), "step": 3}]).metadata
+    stock, planner = DefaultLoadPlanner(), tte.LoadPlanner()
+    state: dict[str, Any] = {"weight": torch.zeros(6), "step": 0}
+    for each in (stock, planner):
+        each.set_up_planner(state, metadata)
+    for item in stock.create_local_plan().items:
+        if item.type == LoadItemType.BYTE_IO:
+            value = io.BytesIO()
+            torch.save(3, value)
+            planner.load_bytes(item, io.BytesIO(value.getvalue()))
+        else:
+            target = planner.resolve_tensor(item)
+            target.copy_(torch.arange(6.0))
+            planner.commit_tensor(item, target)
+    assert torch.equal(state["weight"], torch.arange(6.0)) and state["step"] == 3

@@ -1,6 +1,7 @@
 """The save planner with simulated ranks in one process: what is written, by whom, and what is refused."""
 
 import enum
+import io
 import pickle
 import re
 import warnings
@@ -13,6 +14,7 @@ import pytest
 import torch
 from reference import Step, dtensor_steps, fsdp_steps, index_tensor
 from simulated_ranks import Processes, mesh_at, save, sent, shards
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.device_mesh import DeviceMesh
@@ -458,6 +460,17 @@ def test_a_subclass_may_change_what_is_written() -> None:
 
     saved = save([{"w": torch.ones(3)}], Doubled)
     assert torch.equal(saved.values[MetadataIndex("w", (0,), 0)], torch.full((3,), 2.0))
+
+
+def test_items_of_a_plan_made_elsewhere_are_resolved() -> None:
+    """As in stock: storage is tested with items made by hand, after ``set_up_planner`` alone."""
+    stock, planner = DefaultSavePlanner(), tte.SavePlanner()
+    state: dict[str, Any] = {"weight": torch.arange(6.0), "step": 3}
+    for each in (stock, planner):
+        each.set_up_planner(state, is_coordinator=True)
+    weight, step = (planner.resolve_data(item) for item in stock.create_local_plan().items)
+    assert isinstance(weight, torch.Tensor) and torch.equal(weight, state["weight"])
+    assert isinstance(step, io.BytesIO) and torch.load(io.BytesIO(step.getvalue())) == 3
 
 
 def test_a_value_that_cannot_be_pickled_is_named() -> None:

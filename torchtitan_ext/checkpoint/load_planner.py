@@ -360,7 +360,8 @@ class LoadPlanner(StockLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """The local tensor that an index leads to. For subclasses, as in stock."""
-        if isinstance(self._table.entries[index.fqn], BoxesEntry):
+        entry = self._table.entries.get(index.fqn)  # none where storage brings a plan of its own
+        if entry is None or isinstance(entry, BoxesEntry):
             return find_state_dict_object(self.state_dict, index)
         return local_tensor(self.state_dict[index.fqn])
 

@@ -282,7 +282,7 @@ class SavePlanner(StockSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """The value at an index: for a chunk a view of the local tensor. For subclasses, as in stock."""
-        entry = self._table.entries[index.fqn]
+        entry = self._table.entries.get(index.fqn)  # none where storage brings a plan of its own
         if not isinstance(entry, TensorEntry):
             return find_state_dict_object(self.state_dict, index)
         local = local_tensor(self.state_dict[index.fqn])
