@@ -415,6 +415,17 @@ def test_another_coordinator_is_an_error_whose_remedy_helps() -> None:
     assert len(save(states, caching, processes=processes, group=[1, 2]).values) == 1
 
 
+def test_plans_that_are_made_anew_again_and_again_drop_no_plan_that_a_rank_refers_to() -> None:
+    processes = Processes()
+    alternating = [{"w": torch.ones(4)}] * 2
+    save(alternating, caching, processes=processes)
+    for step in range(6):  # More than a cache holds; replicas that differ make a new plan each time.
+        with pytest.warns(UserWarning, match="b: ranks 0 and 1"):
+            save([{"b": torch.full((9,), float(rank + step))} for rank in range(2)], caching, processes=processes)
+    assert len(save(alternating, caching, processes=processes).values) == 1
+    assert not any(plan.usable for plan in save(alternating, caching, processes=processes).plans)
+
+
 def test_the_caches_stay_small() -> None:
     processes = Processes()
     for size in range(1, 12):

@@ -268,7 +268,8 @@ def large_buckets(rank: int, world_size: int) -> int:
 
 
 def test_large_buckets_are_not_kept(run_world) -> None:
-    assert max(run_world(2, large_buckets)) < 48 << 20
+    # Allocators and gloo keep some of what they had; a kept bucket would be 96 MiB.
+    assert max(run_world(2, large_buckets)) < 90 << 20
 
 
 def checks(rank: int, world_size: int) -> None:

@@ -8,7 +8,7 @@ import logging
 import time
 import uuid
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -104,12 +104,14 @@ class WriteDecision:
         token: The name of this plan in the coordinator's cache.
         rank: The rank's position in this plan.
         several_boxes: The first keys of which some rank writes more than one box.
+        known_tokens: All plans that the coordinator still knows: a rank must not refer to others.
     """
 
     writes: bytes
     token: str
     rank: int
     several_boxes: Sequence[str]
+    known_tokens: frozenset[str] = frozenset()
 
 
 class SavePlanner(StockSavePlanner):
@@ -258,6 +260,11 @@ class SavePlanner(StockSavePlanner):
             )
             _remember(StockSavePlanner._cached_all_plans, token, plan)
             _remember(StockSavePlanner._cached_metadata, token, dataclasses.replace(self.metadata))
+            known_tokens = frozenset(_ours(StockSavePlanner._cached_all_plans))
+            self.global_plan = [
+                dataclasses.replace(one, planner_data=dataclasses.replace(one.planner_data, known_tokens=known_tokens))
+                for one in self.global_plan
+            ]
         return self.global_plan, self.metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -268,6 +275,7 @@ class SavePlanner(StockSavePlanner):
             if self._enable_plan_caching:
                 _remember(StockSavePlanner._cached_save_plan, self._cached_plans_key, new_plan)
                 _remember(StockSavePlanner._cached_final_save_plan, self._cached_plans_key, self.plan)
+                _forget_unknown(StockSavePlanner._cached_final_save_plan, new_plan.planner_data.known_tokens)
         else:
             cached = StockSavePlanner._cached_final_save_plan[self._cached_plans_key]
             self.plan = dataclasses.replace(cached, storage_data=new_plan.storage_data or cached.storage_data)
@@ -409,6 +417,17 @@ def _remember(cache: dict[str, Any], key: str, value: Any) -> None:
 
 def _forget(cache: dict[str, Any], *, keep: int = 0) -> None:
     """Drops our entries, all but the newest few."""
-    ours = [known for known in cache if known.startswith(_CACHE_PREFIX)]
+    ours = _ours(cache)
     for known in ours[: len(ours) - keep]:
         del cache[known]
+
+
+def _forget_unknown(plans: dict[str, Any], known_tokens: Collection[str]) -> None:
+    """Drops the plans that the coordinator has dropped: a save that refers to one would be refused."""
+    for key in _ours(plans):
+        if plans[key].planner_data.token not in known_tokens:
+            del plans[key]
+
+
+def _ours(cache: Iterable[str]) -> list[str]:
+    return [key for key in cache if key.startswith(_CACHE_PREFIX)]
