@@ -8,7 +8,7 @@ import logging
 import time
 import uuid
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -40,6 +40,16 @@ from torchtitan_ext.checkpoint.key_table import (
     describe_state,
     digest_values,
 )
+from torchtitan_ext.checkpoint.plan_cache import (
+    CACHE_PREFIX,
+    CachedTable,
+    KnownPlan,
+    forget,
+    forget_unknown,
+    known_plan,
+    own_keys,
+    remember,
+)
 from torchtitan_ext.checkpoint.rank_table import EncodedTable, RankTable, encode_table
 from torchtitan_ext.checkpoint.stored_entries import stored_entries, stored_paths
 from torchtitan_ext.checkpoint.world import WORLD_KEY, world_record
@@ -52,47 +62,9 @@ from torchtitan_ext.state.nested import flatten_state_dict
 
 logger = logging.getLogger(__name__)
 
-# A job alternates between few state dicts (full, model only); more would be a leak. The dicts are those of the stock
-# planner, so our keys carry a prefix.
-_MAX_CACHED_STRUCTURES = 4
-_CACHE_PREFIX = "torchtitan_ext:"
 
 # A report shows ten lines of a kind.
 _MAX_NAMED_KEYS = 10
-
-
-@dataclass(frozen=True)
-class CachedTable:
-    """What a rank sends instead of a table that the coordinator knows: its name there, and the values' digests.
-
-    Attributes:
-        structure: The digest of the table.
-        token: The plan of which the table was a part.
-        rank: The rank's position in that plan.
-        digests: Those of a table.
-    """
-
-    structure: str
-    token: str
-    rank: int
-    digests: tuple[bytes, ...]
-
-
-@dataclass(frozen=True)
-class KnownPlan:
-    """What the coordinator keeps of a plan.
-
-    Attributes:
-        tables: Of all ranks.
-        structures: Their digests.
-        agreement: What they say together.
-        every_rank_reports: How that was looked at.
-    """
-
-    tables: list[RankTable]
-    structures: list[str]
-    agreement: Agreement
-    every_rank_reports: bool
 
 
 @dataclass(frozen=True)
@@ -169,7 +141,7 @@ class SavePlanner(StockSavePlanner):
         self.dedup_save_to_lowest_rank = dedup_save_to_lowest_rank
         self.mappings: dict[str, Any] = {}
         self._enable_plan_caching = enable_plan_caching
-        self._cached_plans_key = f"{_CACHE_PREFIX}{type(self).__qualname__}"
+        self._cached_plans_key = f"{CACHE_PREFIX}{type(self).__qualname__}"
         self._layouts = LayoutRules(layouts)
         self._replicas = replicas
         self._hash_replicas = hash_replicas
@@ -207,20 +179,20 @@ class SavePlanner(StockSavePlanner):
         message = self._encoded.message
         if self._enable_plan_caching:
             structure = message.structure()
-            self._cached_plans_key = f"{_CACHE_PREFIX}{type(self).__qualname__}:{structure}"
+            self._cached_plans_key = f"{CACHE_PREFIX}{type(self).__qualname__}:{structure}"
             cached = StockSavePlanner._cached_final_save_plan.get(self._cached_plans_key)
             if cached is not None:
                 data = CachedTable(structure, cached.planner_data.token, cached.planner_data.rank, message.digests)
                 return SavePlan([], planner_data=data, usable=False)
         else:
-            _forget(StockSavePlanner._cached_final_save_plan)
+            forget(StockSavePlanner._cached_final_save_plan)
         self.plan = SavePlan([], planner_data=message)
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         tables, token = self._tables_of(all_plans)
         every_rank_reports = not self._plans_one_rank_only(all_plans)
-        known = _known_plan(token)
+        known = known_plan(token)
         if known is not None and known.every_rank_reports == every_rank_reports:
             agreement = known.agreement
         else:
@@ -243,7 +215,7 @@ class SavePlanner(StockSavePlanner):
             self.global_plan = [SavePlan([], usable=False)] * len(all_plans)
             self.metadata = dataclasses.replace(StockSavePlanner._cached_metadata[token])
             return self.global_plan, self.metadata
-        token = f"{_CACHE_PREFIX}{uuid.uuid4().hex}"
+        token = f"{CACHE_PREFIX}{uuid.uuid4().hex}"
         decisions = self._decide_writes(agreement, {problem.fqn for problem in differing}, token)
         self.metadata = Metadata(stored_entries(agreement))
         if self.flatten_state_dict:
@@ -258,9 +230,9 @@ class SavePlanner(StockSavePlanner):
             plan = KnownPlan(
                 _without_digests(tables), [table.structure() for table in tables], agreement, every_rank_reports
             )
-            _remember(StockSavePlanner._cached_all_plans, token, plan)
-            _remember(StockSavePlanner._cached_metadata, token, dataclasses.replace(self.metadata))
-            known_tokens = frozenset(_ours(StockSavePlanner._cached_all_plans))
+            remember(StockSavePlanner._cached_all_plans, token, plan)
+            remember(StockSavePlanner._cached_metadata, token, dataclasses.replace(self.metadata))
+            known_tokens = frozenset(own_keys(StockSavePlanner._cached_all_plans))
             self.global_plan = [
                 dataclasses.replace(one, planner_data=dataclasses.replace(one.planner_data, known_tokens=known_tokens))
                 for one in self.global_plan
@@ -273,9 +245,9 @@ class SavePlanner(StockSavePlanner):
             written = list(read_writes(new_plan.planner_data.writes, self._table, self._encoded))
             self.plan = dataclasses.replace(new_plan, items=write_items(written))
             if self._enable_plan_caching:
-                _remember(StockSavePlanner._cached_save_plan, self._cached_plans_key, new_plan)
-                _remember(StockSavePlanner._cached_final_save_plan, self._cached_plans_key, self.plan)
-                _forget_unknown(StockSavePlanner._cached_final_save_plan, new_plan.planner_data.known_tokens)
+                remember(StockSavePlanner._cached_save_plan, self._cached_plans_key, new_plan)
+                remember(StockSavePlanner._cached_final_save_plan, self._cached_plans_key, self.plan)
+                forget_unknown(StockSavePlanner._cached_final_save_plan, new_plan.planner_data.known_tokens)
         else:
             cached = StockSavePlanner._cached_final_save_plan[self._cached_plans_key]
             self.plan = dataclasses.replace(cached, storage_data=new_plan.storage_data or cached.storage_data)
@@ -330,7 +302,7 @@ class SavePlanner(StockSavePlanner):
             data = plan.planner_data
             tokens.add(data.token if isinstance(data, CachedTable) and data.rank == rank else None)
             if isinstance(data, CachedTable):
-                known = _known_plan(data.token)
+                known = known_plan(data.token)
                 if known is None or known.structures[data.rank] != data.structure:
                     detail = (
                         f"rank {rank} refers to a plan that this coordinator did not make: the coordinator or "
@@ -340,7 +312,7 @@ class SavePlanner(StockSavePlanner):
                 data = dataclasses.replace(known.tables[data.rank], digests=data.digests)
             tables.append(data)
         token = tokens.pop()
-        known = _known_plan(token)
+        known = known_plan(token)
         is_whole = not tokens and known is not None and len(known.tables) == len(tables)
         return tables, token if is_whole else None
 
@@ -403,31 +375,3 @@ def _warn_of_unread_values(tables: Sequence[RankTable]) -> None:
 
 def _without_digests(tables: Sequence[RankTable]) -> list[RankTable]:
     return [dataclasses.replace(table, digests=()) for table in tables]
-
-
-def _known_plan(token: str | None) -> KnownPlan | None:
-    return None if token is None else StockSavePlanner._cached_all_plans.get(token)  # type: ignore[return-value]
-
-
-def _remember(cache: dict[str, Any], key: str, value: Any) -> None:
-    cache.pop(key, None)
-    cache[key] = value
-    _forget(cache, keep=_MAX_CACHED_STRUCTURES)
-
-
-def _forget(cache: dict[str, Any], *, keep: int = 0) -> None:
-    """Drops our entries, all but the newest few."""
-    ours = _ours(cache)
-    for known in ours[: len(ours) - keep]:
-        del cache[known]
-
-
-def _forget_unknown(plans: dict[str, Any], known_tokens: Collection[str]) -> None:
-    """Drops the plans that the coordinator has dropped: a save that refers to one would be refused."""
-    for key in _ours(plans):
-        if plans[key].planner_data.token not in known_tokens:
-            del plans[key]
-
-
-def _ours(cache: Iterable[str]) -> list[str]:
-    return [key for key in cache if key.startswith(_CACHE_PREFIX)]
