@@ -70,6 +70,15 @@ def forget(cache: dict[str, Any], *, keep: int = 0) -> None:
         del cache[known]
 
 
+def forget_replaced(plan: KnownPlan) -> None:
+    """Drops what the coordinator keeps of earlier plans of the same tables: all ranks are about to get a new one."""
+    for token in own_keys(StockSavePlanner._cached_all_plans):
+        known = known_plan(token)
+        if known is not None and known.structures == plan.structures:
+            del StockSavePlanner._cached_all_plans[token]
+            StockSavePlanner._cached_metadata.pop(token, None)
+
+
 def forget_unknown(plans: dict[str, Any], known_tokens: Collection[str]) -> None:
     """Drops the plans that the coordinator has dropped: a save that refers to one would be refused."""
     for key in own_keys(plans):

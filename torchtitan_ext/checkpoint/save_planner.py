@@ -45,6 +45,7 @@ from torchtitan_ext.checkpoint.plan_cache import (
     CachedTable,
     KnownPlan,
     forget,
+    forget_replaced,
     forget_unknown,
     known_plan,
     own_keys,
@@ -230,6 +231,7 @@ class SavePlanner(StockSavePlanner):
             plan = KnownPlan(
                 _without_digests(tables), [table.structure() for table in tables], agreement, every_rank_reports
             )
+            forget_replaced(plan)
             remember(StockSavePlanner._cached_all_plans, token, plan)
             remember(StockSavePlanner._cached_metadata, token, dataclasses.replace(self.metadata))
             known_tokens = frozenset(own_keys(StockSavePlanner._cached_all_plans))
