@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import torch
 
-from torchtitan_ext.checkpoint.component import Resharded, can_reshard, reshard_state
+from torchtitan_ext.checkpoint.component import Resharded, can_reshard, is_stateful, reshard_state
 from torchtitan_ext.elastic import World
 from torchtitan_ext.errors import CannotReshardError
 
@@ -46,3 +47,16 @@ def test_others_are_told_how() -> None:
     assert not can_reshard(Plain())
     with pytest.raises(CannotReshardError, match="Plain does not say how it reshards; give it a method reshard"):
         reshard_state(Plain(), {}, WORLD, WORLD)
+
+
+class StatefulTensor(torch.Tensor):
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None: ...
+
+
+def test_stateful_is_what_has_both_methods_even_a_tensor() -> None:
+    assert is_stateful(Plain()) and is_stateful(StatefulTensor(1))
+    for value in (torch.zeros(1), torch.nn.Parameter(torch.zeros(1)), {"state_dict": 1}, 1):
+        assert not is_stateful(value)

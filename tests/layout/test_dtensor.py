@@ -1,10 +1,10 @@
-"""The memory of any tensor as bytes."""
+"""The memory of any tensor: boxes of it, and its bytes."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from torchtitan_ext.layout.dtensor import as_bytes
+from torchtitan_ext.layout.dtensor import as_bytes, local_view
 
 ODD_STRIDES = {
     "one element, stride 2": lambda: torch.arange(2.0).view(1, 2)[:, 0],
@@ -39,3 +39,17 @@ def test_lazy_views_are_carried_out() -> None:
 def test_bools_keep_their_bits() -> None:
     flags = torch.tensor([[1, 2], [3, 0]], dtype=torch.uint8).view(torch.bool)
     assert as_bytes(flags.t()).tolist() == [1, 3, 2, 0]
+
+
+def test_boxes_are_views_also_where_the_box_is_all_of_it() -> None:
+    local = torch.arange(12.0).view(3, 4)
+    for offsets, sizes in (((0, 0), (3, 4)), ((1, 0), (2, 4)), ((2, 1), (1, 0)), ((0, 3), (3, 1))):
+        box = local_view(local, offsets, sizes)
+        (row, column), (rows, columns) = offsets, sizes
+        assert torch.equal(box, local[row : row + rows, column : column + columns])
+        assert box.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+
+
+def test_boxes_outside_of_the_tensor_are_refused() -> None:
+    with pytest.raises((RuntimeError, IndexError)):
+        local_view(torch.zeros(3), (1,), (3,))

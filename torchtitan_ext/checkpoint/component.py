@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import singledispatch
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
+
+import torch
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
 
 from torchtitan_ext.checkpoint.world import World
 from torchtitan_ext.errors import CannotReshardError
+
+# Of these it is known that they are none: to ask the protocol costs more than to describe a tensor.
+_NOT_STATEFUL = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,11 @@ def reshard_state(component: Any, saved: Mapping[str, Any], old: World, new: Wor
         f"{type(component).__name__} does not say how it reshards",
         "give it a method reshard(saved, old, new), or register one with tte.elastic.reshard_state.register",
     )
+
+
+def is_stateful(component: Any) -> TypeGuard[Stateful]:
+    """Whether an entry of a state dict has a state of its own to give and take."""
+    return type(component) not in _NOT_STATEFUL and isinstance(component, Stateful)
 
 
 def can_reshard(component: Any) -> bool:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
-from torchtitan_ext.checkpoint.component import Resharded, can_reshard, reshard_state
+from torchtitan_ext.checkpoint.component import Resharded, can_reshard, is_stateful, reshard_state
 from torchtitan_ext.checkpoint.load_rules import UNTOUCHED, ComponentPlan
 from torchtitan_ext.checkpoint.param_groups import find_moved, merge_param_groups, option_keys
 from torchtitan_ext.checkpoint.policy import Action, ElasticPolicy, Source
@@ -92,7 +92,7 @@ def cut_by_component(
     components = Components(plans=[{} for _ in opened])
     if policy is None:
         components.values = {
-            key: component.state_dict() if isinstance(component, Stateful) else component
+            key: component.state_dict() if is_stateful(component) else component
             for key, component in state_dict.items()
         }
         return components
@@ -102,7 +102,7 @@ def cut_by_component(
         if not isinstance(component, torch.Tensor):
             for plans in components.plans:
                 plans[str(key)] = ComponentPlan(action)
-        if not isinstance(component, Stateful):
+        if not is_stateful(component):
             components.values[key] = component
         elif action in ("reset", "omit"):
             _leave(key, component, action, components)
@@ -122,7 +122,7 @@ def cut_by_component(
 
 def _action_for(name: str, component: Any, policy: ElasticPolicy) -> Action:
     action = policy.component_action(name)
-    if action == "reshard" and isinstance(component, Stateful) and can_reshard(component):
+    if action == "reshard" and is_stateful(component) and can_reshard(component):
         return policy.object_action(name)
     return action
 

@@ -80,6 +80,7 @@ def describe_state(
 ) -> KeyTable:
     """The table of a flat state dict, without value digests. Keys whose mesh this rank is not on are left out."""
     describer = Describer(rules)
+    known: dict[tuple[int, torch.dtype, bool], TensorEntry] = {}
     entries: dict[str, KeyEntry] = {}
     problems: list[Problem] = []
     for fqn, value in values.items():
@@ -88,7 +89,7 @@ def describe_state(
             continue
         if not is_on_mesh(value):
             continue
-        entry = _describe_tensor(fqn, value, describer)
+        entry = _describe_tensor(fqn, value, describer, known)
         if isinstance(entry, Problem):
             problems.append(entry)
         else:
@@ -142,7 +143,10 @@ def _has_boxes(value: Any) -> bool:
     return isinstance(value, ShardedTensor) or (not isinstance(value, type) and hasattr(value, "__create_chunk_list__"))
 
 
-def _describe_tensor(fqn: str, value: Any, describer: Describer) -> TensorEntry | BoxesEntry | Problem:
+def _describe_tensor(
+    fqn: str, value: Any, describer: Describer, known: dict[tuple[int, torch.dtype, bool], TensorEntry]
+) -> TensorEntry | BoxesEntry | Problem:
+    """The entry of a tensor, the same object for tensors that share a report, which the entry keeps alive."""
     if describes_itself(value):
         chunks = _create_chunk_list(value)
         boxes = tuple((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks)
@@ -154,4 +158,7 @@ def _describe_tensor(fqn: str, value: Any, describer: Describer) -> TensorEntry 
     report = describer.describe(fqn, value)
     if isinstance(report, Problem):
         return report
-    return TensorEntry(report, value.dtype, value.requires_grad)
+    alike = (id(report), value.dtype, value.requires_grad)
+    if alike not in known:
+        known[alike] = TensorEntry(report, value.dtype, value.requires_grad)
+    return known[alike]

@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.checkpoint._storage_utils import _storage_setup
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
 from torch.distributed.checkpoint.planner import LoadPlanner as StockLoadPlanner
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 
+from torchtitan_ext.checkpoint.component import is_stateful
 from torchtitan_ext.checkpoint.component_plans import Components, OpenSource, cut_by_component
 from torchtitan_ext.checkpoint.load_planner import LoadPlanner, ReadDecision
 from torchtitan_ext.checkpoint.load_rules import LoadRules
@@ -228,7 +228,7 @@ def _taken(component: Any, value: Any) -> Any:
     """What stands in the state dict from now on, in the place of a component whose values were read."""
     if isinstance(component, nn.Module) and any(held.is_meta for held in component.state_dict().values()):
         component.load_state_dict(value, assign=True)
-    elif isinstance(component, Stateful):
+    elif is_stateful(component):
         component.load_state_dict(value)
     elif isinstance(component, dict):
         component.update(value)

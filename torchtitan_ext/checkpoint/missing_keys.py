@@ -27,6 +27,8 @@ def missing_problems(missing: Sequence[str], metadata: Metadata, num_ranks: int)
         missing: Keys of the state dict.
         num_ranks: How many ranks load.
     """
+    if not missing:
+        return []
     saved = list(metadata.state_dict_metadata)
     twins = _prefix_twins(missing, saved)
     renames = _prefix_renames(twins, saved)

@@ -169,6 +169,8 @@ def _renamed(fqn: str, patterns: Iterable[tuple[str, str]]) -> str:
 
 
 def _matches(fqn: str, patterns: Sequence[str]) -> bool:
+    if "*" in patterns:
+        return True
     return any(fnmatch.fnmatchcase(fqn, glob) for pattern in patterns for glob in (pattern, f"{pattern}.*"))
 
 

@@ -11,9 +11,9 @@ from torch.distributed.checkpoint._storage_utils import _storage_setup
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
+from torchtitan_ext.checkpoint.component import is_stateful
 from torchtitan_ext.checkpoint.phases import Phases
 from torchtitan_ext.checkpoint.set_up import set_up_save
 from torchtitan_ext.checkpoint.storage_entries import check_all_written
@@ -62,7 +62,7 @@ def ask_for_states(state_dict: Mapping[Any, Any], phases: Phases) -> dict[Any, A
 
     def ask() -> None:
         for key, value in state_dict.items():
-            values[key] = value.state_dict() if isinstance(value, Stateful) else value
+            values[key] = value.state_dict() if is_stateful(value) else value
 
     phases.on_all("prepare", ask, doing=_ASKING)
     return values

@@ -357,7 +357,7 @@ def _meta_problems(values: Mapping[str, Any], table: KeyTable) -> list[Problem]:
     return [
         Problem("unsupported_tensor", fqn, "is on the meta device and holds no data; materialise it before saving")
         for fqn, entry in table.entries.items()
-        if isinstance(entry, TensorEntry) and local_tensor(values[fqn]).is_meta
+        if isinstance(entry, TensorEntry) and values[fqn].is_meta
     ]
 
 

@@ -63,9 +63,10 @@ def may_overlap_itself(tensor: torch.Tensor) -> bool:
 
 
 def local_view(local: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    """The box of a local tensor, as a view."""
-    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        local = local.narrow(dim, offset, size)
+    """The box of a local tensor, as a view; most often it is all of it."""
+    for dim, (offset, size, whole) in enumerate(zip(offsets, sizes, local.shape, strict=True)):
+        if offset or size != whole:
+            local = local.narrow(dim, offset, size)
     return local
 
 
