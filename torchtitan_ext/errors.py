@@ -7,7 +7,7 @@ A refusal lists every problem at once, grouped by kind, and is the same on every
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Literal
@@ -123,31 +123,50 @@ class WrongArgumentError(StateRefusedError, TypeError):
 class LostRankError(TorchtitanExtError, RuntimeError):
     """A collective of a sync, check, save or load failed: a rank died, hangs, or raised something else first.
 
-    Raised on the ranks that notice: at once next to a lost connection, on others when these neighbours give up, at the
-    latest after the timeout of the process group.
+    In a sync or check raised on the ranks that notice: at once next to a lost connection, on others when these
+    neighbours give up, at the latest after the timeout of the process group. In a save or load the same on every rank,
+    a few seconds after ``timeout_seconds`` at the latest; on a rank that was stopped or slept, when it goes on.
 
     Args:
         operation: What failed, for example ``"sync_module_states"``.
         phase: What the ranks did meanwhile.
-        rank: The rank that raises.
+        rank: The rank that raises; ``None`` where all raise the same.
         silent: Ranks that did not answer a roll call of a few seconds: gone, or waiting for one that is.
-        reason: What the backend said.
+        reason: What the backend said, or who waited how long.
+        step: Of a save or load the phase by its name.
+        path: Of a save or load the checkpoint.
+        late: Ranks that answered that they were still at work, and where.
     """
 
-    def __init__(self, operation: str, phase: str, rank: int, silent: tuple[int, ...], reason: str) -> None:
-        super().__init__(operation, phase, rank, silent, reason)
+    def __init__(
+        self,
+        operation: str,
+        phase: str,
+        rank: int | None,
+        silent: tuple[int, ...],
+        reason: str,
+        step: str = "",
+        path: str = "",
+        late: Mapping[int, str] | None = None,
+    ) -> None:
+        late = dict(late or {})
+        super().__init__(operation, phase, rank, silent, reason, step, path, late)
         self.operation = operation
         self.phase = phase
         self.rank = rank
         self.silent = silent
         self.reason = reason
+        self.step = step
+        self.path = path
+        self.late = late
 
     def __str__(self) -> str:
+        where = "" if self.rank is None else f" on rank {self.rank}"
+        where += f" in phase {self.step}" if self.step else ""
+        where += f" of {self.path}" if self.path else ""
         silent = f"rank(s) {', '.join(map(str, self.silent))} did not answer" if self.silent else "all ranks answered"
-        return (
-            f"{self.operation} failed on rank {self.rank} while {self.phase}; {silent} a roll call; "
-            f"the backend says: {self.reason}"
-        )
+        late = "".join(f"; rank {rank} is still at work ({text})" for rank, text in self.late.items())
+        return f"{self.operation} failed{where} while {self.phase}; {silent} a roll call{late}; {self.reason}"
 
 
 class MissingStateError(StateRefusedError):
@@ -209,17 +228,25 @@ class CheckpointFailedError(TorchtitanExtError, RuntimeError):
         operation: What failed, for example ``"save"``.
         failures: What each failed rank raised, as text.
         undefined: Components of the state dict that may be part-written: load them again, or start anew.
+        step: The phase by its name.
+        path: Of the checkpoint.
     """
 
-    def __init__(self, operation: str, failures: dict[int, str], undefined: tuple[str, ...] = ()) -> None:
-        super().__init__(operation, failures, undefined)
+    def __init__(
+        self, operation: str, failures: dict[int, str], undefined: tuple[str, ...] = (), step: str = "", path: str = ""
+    ) -> None:
+        super().__init__(operation, failures, undefined, step, path)
         self.operation = operation
         self.failures = failures
         self.undefined = undefined
+        self.step = step
+        self.path = path
 
     def __str__(self) -> str:
         ranks = "; ".join(f"rank {rank}: {failure}" for rank, failure in self.failures.items())
         text = f"{self.operation} failed on {len(self.failures)} rank(s): {ranks}"
+        if self.step:
+            text += f" (in phase {self.step}{f' of {self.path}' if self.path else ''})"
         if self.undefined:
             text += f". Part-written, load again or start anew: {', '.join(self.undefined)}; all else is unchanged"
         return text

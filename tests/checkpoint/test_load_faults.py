@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import torchtitan_ext as tte
 from torchtitan_ext.elastic import ElasticPolicy, Resharded, Source, World
 from torchtitan_ext.errors import CheckpointFailedError, LostRankError, ReplicaMismatchError, TorchtitanExtError
-from torchtitan_ext.ranks import lost_ranks
+from torchtitan_ext.ranks import watch
 
 FAILING_RANK = 1
 
@@ -79,7 +79,7 @@ def checkpoint(run_world: Callable[..., Any], tmp_path_factory: pytest.TempPathF
 
 
 def lose_a_rank(rank: int, world_size: int, path: Path, folder: Path, when: str) -> None:
-    lost_ranks._ROLL_CALL_SECONDS = 0.5
+    watch._ROLL_CALL_SECONDS = 2.0
 
     def at(phase: str) -> None:
         if phase == when and rank == FAILING_RANK:
@@ -106,9 +106,11 @@ def test_a_rank_that_is_killed_is_named_with_the_phase(
         run_world(3, lose_a_rank, checkpoint, tmp_path, when)
     for rank in (0, 2):
         text = (tmp_path / f"error{rank}").read_text()
-        assert text.startswith(
-            f"load failed on rank {rank} while {PHASES[when]}; rank(s) {FAILING_RANK} did not answer"
+        step = "take" if when == "apply" else when
+        expected = (
+            f"load failed in phase {step} of {checkpoint} while {PHASES[when]}; rank(s) {FAILING_RANK} did not answer"
         )
+        assert text.startswith(expected)
 
 
 def fail(rank: int, world_size: int, path: Path, when: str) -> tuple[str, tuple[str, ...], float, Any]:

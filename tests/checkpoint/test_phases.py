@@ -16,8 +16,7 @@ def fail_on_rank_1(rank: int, world_size: int, error: type[Exception], undefined
             raise CheckpointReadError("w", "bad sector") if error is CheckpointReadError else error("boom")
         return rank
 
-    phases = Phases("load")
-    with pytest.raises(Exception) as caught:
+    with pytest.raises(Exception) as caught, Phases("load", path="/step") as phases:
         phases.on_all("read", work, doing="values were read", undefined=undefined)
     assert phases.seconds["read"] > 0
     return f"{type(caught.value).__name__}: {caught.value}"
@@ -26,7 +25,11 @@ def fail_on_rank_1(rank: int, world_size: int, error: type[Exception], undefined
 @pytest.mark.parametrize(
     ("error", "undefined", "text"),
     [
-        (OSError, (), r"CheckpointFailedError: load failed on 1 rank\(s\): rank 1: OSError: boom$"),
+        (
+            OSError,
+            (),
+            r"CheckpointFailedError: load failed on 1 rank\(s\): rank 1: OSError: boom \(in phase read of /step\)$",
+        ),
         (OSError, ("w",), "CheckpointFailedError: load failed .* Part-written, load again or start anew: w; all else"),
         (CheckpointReadError, (), "CheckpointReadError: load: cannot read w: bad sector"),
         (CheckpointReadError, ("w",), "CheckpointFailedError: load failed .* bad sector.*Part-written"),
@@ -38,7 +41,11 @@ def test_an_error_of_one_rank(run_world: Callable[..., Any], error: Any, undefin
 
 
 def all_three(rank: int, world_size: int) -> tuple[Any, ...]:
-    phases = Phases("save")
+    with Phases("save") as phases:
+        return phases_of(phases, rank, world_size)
+
+
+def phases_of(phases: Phases, rank: int, world_size: int) -> tuple[Any, ...]:
     assert phases.rank == rank and phases.size == world_size and phases.is_coordinator == (rank == 0)
     everywhere = phases.on_all("a", lambda: rank, doing="")
     own = phases.through_coordinator("b", lambda: rank, lambda all_of: [10 * value for value in all_of], doing="")

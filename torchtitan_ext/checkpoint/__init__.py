@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.planner import LoadPlanner as StockLoadPlanner
 from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-from torchtitan_ext.checkpoint.arguments import check_can_send_from_cpu, check_load, check_save
+from torchtitan_ext.checkpoint.arguments import check_can_send_from_cpu, check_load, check_save, check_seconds
 from torchtitan_ext.checkpoint.load_phases import load_state_dict
 from torchtitan_ext.checkpoint.load_planner import LoadPlanner
-from torchtitan_ext.checkpoint.phases import Phases
+from torchtitan_ext.checkpoint.phases import TIMEOUT_SECONDS, Phases
 from torchtitan_ext.checkpoint.policy import ElasticPolicy, Source, check_rules
 from torchtitan_ext.checkpoint.report import LoadReport
 from torchtitan_ext.checkpoint.save_phases import SaveResult, ask_for_states, save_values, writer_at
@@ -37,6 +37,7 @@ def save(
     storage_writer: StorageWriter | None = None,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
+    timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> SaveResult:
     """Saves a state dict; any layout, exactly. Collective over ``process_group``.
 
@@ -47,6 +48,7 @@ def save(
         storage_writer: Any DCP storage writer; by default a ``FileWriter`` at ``path``.
         process_group: The ranks that take part; all by default.
         no_dist: Save from this process alone.
+        timeout_seconds: How long a rank waits for the others in each phase.
 
     Returns:
         Where, how much, how long; the metadata is read when asked for.
@@ -54,15 +56,16 @@ def save(
     Raises:
         StateRefusedError: Nothing was written; the same on every rank, listing all problems.
         CheckpointFailedError: A rank failed while planning or writing; names the ranks and their errors.
-        LostRankError: A rank died or hangs; raised where that was noticed, and names it.
+        LostRankError: A rank died, hangs, or did not come in time; the same on every rank, and names it.
         TypeError: An argument is of another type.
         ValueError: Neither a path nor storage.
     """
     check_save("save", state_dict, path, planner, storage_writer, process_group)
-    phases = Phases("save", process_group, no_dist=no_dist)
-    values = ask_for_states(state_dict, phases)
-    writer = writer_at(path, storage_writer)
-    return save_values(values, writer, SavePlanner() if planner is None else planner, phases)
+    check_seconds("save", timeout_seconds)
+    with Phases("save", process_group, no_dist=no_dist, path=path, timeout_seconds=timeout_seconds) as phases:
+        values = ask_for_states(state_dict, phases)
+        writer = writer_at(path, storage_writer)
+        return save_values(values, writer, SavePlanner() if planner is None else planner, phases)
 
 
 def load(
@@ -75,6 +78,7 @@ def load(
     sources: Sequence[Source] = (),
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
+    timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> LoadReport | None:
     """Loads a checkpoint into a state dict of any layout, in place. Collective over ``process_group``.
 
@@ -90,6 +94,7 @@ def load(
         sources: Several checkpoints and which keys come from each, instead of ``path``.
         process_group: The ranks that take part; all by default.
         no_dist: Load into this process alone.
+        timeout_seconds: How long a rank waits for the others in each phase.
 
     Returns:
         With a policy or sources what was done, the same on every rank.
@@ -97,12 +102,13 @@ def load(
     Raises:
         StateRefusedError: No target was changed; the same on every rank, listing all problems.
         CheckpointFailedError: A rank failed while reading; targets may be part-written, and it names them.
-        LostRankError: A rank died or hangs; raised where that was noticed, and names it.
+        LostRankError: A rank died, hangs, or did not come in time; the same on every rank, and names it.
         TypeError: An argument is of another type.
         ValueError: Both ``path`` and ``sources``, or two policies; or a policy for a planner that knows none.
     """
     check_rules("load", policy, sources)
     check_load(state_dict, path, planner, storage_reader, process_group, has_sources=bool(sources))
+    check_seconds("load", timeout_seconds)
     planner = LoadPlanner() if planner is None else planner
     if not isinstance(planner, LoadPlanner) and (policy is not None or sources):
         raise ValueError(f"load: got a policy or sources and a {type(planner).__name__}, expected a LoadPlanner")
@@ -114,8 +120,9 @@ def load(
         sources = [dataclasses.replace(source, path=path, storage_reader=storage_reader)]
     elif policy is None and planned_by is None:
         policy = ElasticPolicy()
-    phases = Phases("load", process_group, no_dist=no_dist)
-    report = load_state_dict(state_dict, sources, planner, policy or planned_by, phases)
+    place = ", ".join(str(source.path) for source in sources if source.path is not None) or None
+    with Phases("load", process_group, no_dist=no_dist, path=place, timeout_seconds=timeout_seconds) as phases:
+        report = load_state_dict(state_dict, sources, planner, policy or planned_by, phases)
     if isinstance(planner, LoadPlanner):
         planner.report = report
     return report
@@ -128,6 +135,7 @@ def async_save(
     planner: StockSavePlanner | None = None,
     storage_writer: StorageWriter | None = None,
     process_group: dist.ProcessGroup | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> Future[SaveResult]:
     """Copies the state dict to the CPU (``staging``), then saves it in a thread. Collective over ``process_group``.
 
@@ -135,13 +143,25 @@ def async_save(
         A future of what ``save`` returns; it raises what ``save`` raises. The caller may change the state dict at once.
     """
     check_save("async_save", state_dict, path, planner, storage_writer, process_group)
+    check_seconds("async_save", timeout_seconds)
     check_can_send_from_cpu("async_save", process_group)
-    phases = Phases("save", process_group)
-    values = ask_for_states(state_dict, phases)
-    writer = writer_at(path, storage_writer)
+    phases = Phases("save", process_group, path=path, timeout_seconds=timeout_seconds)
     copies: dict[str, Any] = {}
-    phases.on_all("stage", lambda: copies.update(CpuStager().stage(values)), doing="values were copied to the CPU")
+    try:
+        values = ask_for_states(state_dict, phases)
+        writer = writer_at(path, storage_writer)
+        phases.on_all("stage", lambda: copies.update(CpuStager().stage(values)), doing="values were copied to the CPU")
+    except BaseException:
+        phases.close()
+        raise
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torchtitan_ext.async_save")
-    saved = thread.submit(save_values, copies, writer, SavePlanner() if planner is None else planner, phases)
+    saved = thread.submit(_save_copies, copies, writer, SavePlanner() if planner is None else planner, phases)
     thread.shutdown(wait=False)
     return saved
+
+
+def _save_copies(
+    copies: dict[str, Any], writer: StorageWriter, planner: StockSavePlanner, phases: Phases
+) -> SaveResult:
+    with phases:
+        return save_values(copies, writer, planner, phases)

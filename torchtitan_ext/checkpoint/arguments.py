@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from numbers import Real
 from types import NoneType
 from typing import Any
 
@@ -14,6 +15,9 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from torchtitan_ext.errors import check_argument
+
+# A month: timers of the backends count in milliseconds.
+_LONGEST_SECONDS = 30 * 24 * 3600
 
 
 def check_save(operation: str, state_dict: Any, path: Any, planner: Any, storage_writer: Any, group: Any) -> None:
@@ -45,6 +49,15 @@ def check_can_send_from_cpu(operation: str, group: dist.ProcessGroup | None) -> 
         raise ValueError(
             f"{operation}: got a group for {', '.join(map(str, devices))}, expected one that can send from CPU memory; "
             "call init_process_group with 'cpu:gloo,cuda:nccl'"
+        )
+
+
+def check_seconds(operation: str, timeout_seconds: Any) -> None:
+    """Raises TypeError or ValueError unless it is a time to wait."""
+    check_argument(operation, "timeout_seconds", timeout_seconds, Real, "a number of seconds")
+    if not 0 < timeout_seconds <= _LONGEST_SECONDS:
+        raise ValueError(
+            f"{operation}: got timeout_seconds={timeout_seconds}, expected more than 0 and at most {_LONGEST_SECONDS:,}"
         )
 
 

@@ -211,12 +211,14 @@ def _take(state_dict: dict[Any, Any], components: Components, policy: ElasticPol
 
     def take() -> None:
         for key, component in state_dict.items():
+            phases.at(str(key))
             if key in components.resharded:
                 component.load_state_dict(components.resharded[key].state)
             elif key in components.values:
                 state_dict[key] = _taken(component, components.value_for(key))
         # Last: what starts anew may ask the others, as RngState asks for the step.
         for key in components.to_reset:
+            phases.at(str(key))
             state_dict[key].reset()
 
     changed = components.changed(policy)

@@ -1,123 +1,236 @@
 """The phases of one save or load: all ranks take part in each, and an error of any rank reaches all of them.
 
-The collectives are DCP's own (``_DistWrapper``). Its exception, which is no ``Exception``, becomes one of ours here,
-and a rank that is lost meanwhile is named.
+Ranks exchange what they have made, or what they raised, once per phase to all ranks or to the coordinator and back.
+Each wait has a deadline; a rank that is late, stopped or dead is the same error on all others (``ranks.watch``).
 """
 
 from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.utils import _DistWrapper
 
-from torchtitan_ext.errors import CheckpointFailedError, TorchtitanExtError
-from torchtitan_ext.ranks.lost_ranks import naming_lost_ranks
+from torchtitan_ext.errors import CheckpointFailedError, LostRankError, TorchtitanExtError
+from torchtitan_ext.ranks.timed_exchange import TimedExchange
+from torchtitan_ext.ranks.watch import Watch
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+TIMEOUT_SECONDS = 300.0
+"""How long a rank waits for the others in one phase."""
+
+
+class PhaseFailure(Exception):
+    """What ranks raised, by rank; becomes one of our errors at the end of the phase."""
+
+    def __init__(self, errors: dict[int, BaseException]) -> None:
+        super().__init__(errors)
+        self.errors = errors
 
 
 class Phases:
     """Runs the phases of one operation over a process group, and keeps how long each took on this rank.
 
-    Every method is collective. It raises on all ranks what a rank raised: our own error where it is one and nothing is
-    undefined by then, else a ``CheckpointFailedError`` with the errors of all ranks that failed.
+    Used in a ``with``. Every method but ``at`` is collective. It raises on all ranks what a rank raised: our own error
+    where it is one and nothing is undefined by then, else a ``CheckpointFailedError`` with the errors of all ranks that
+    failed; and a ``LostRankError`` where a rank does not come within ``timeout_seconds``, or its connection breaks.
 
     Args:
         operation: ``"save"`` or ``"load"``, for messages.
         process_group: The ranks that take part; all by default.
         no_dist: Only this process does.
+        path: Of the checkpoint, for messages.
+        timeout_seconds: How long a rank waits for the others in one phase.
     """
 
     def __init__(
-        self, operation: str, process_group: dist.ProcessGroup | None = None, *, no_dist: bool = False
+        self,
+        operation: str,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        no_dist: bool = False,
+        path: object = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
         self._operation = operation
-        self._group = process_group
-        self._is_alone = no_dist or not (dist.is_available() and dist.is_initialized())
-        self._collectives = _DistWrapper(process_group, not self._is_alone, 0)
-        self.seconds: dict[str, float] = {}
-
-    @property
-    def rank(self) -> int:
+        self._path = "" if path is None else str(path)
+        is_alone = no_dist or not (dist.is_available() and dist.is_initialized())
+        group = None if is_alone else process_group or dist.group.WORLD
+        self.rank = 0 if group is None else dist.get_rank(group)
         """This rank, counted in the group."""
-        return self._collectives.rank
-
-    @property
-    def size(self) -> int:
+        self.size = 1 if group is None else dist.get_world_size(group)
         """Number of ranks that take part."""
-        return 1 if self._is_alone else self._collectives.get_world_size()
+        self.seconds: dict[str, float] = {}
+        self._ranks: tuple[Watch, TimedExchange] | None = None
+        if group is not None:
+            watch = Watch(operation, group, path=self._path, timeout_seconds=timeout_seconds)
+            self._ranks = watch, TimedExchange(group, watch)
+
+    def __enter__(self) -> Phases:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the watch over the ranks. Not collective."""
+        if self._ranks is not None:
+            self._ranks[0].close()
 
     @property
     def is_coordinator(self) -> bool:
         """Whether this rank works for all in the steps that one rank takes."""
-        return bool(self._collectives.is_coordinator)
+        return self.rank == 0
+
+    def at(self, key: str) -> None:
+        """Says what this rank works on within the phase, for the messages of others. Not collective."""
+        if self._ranks is not None:
+            self._ranks[0].at(key)
 
     def on_all(self, name: str, work: Callable[[], T], *, doing: str, undefined: tuple[str, ...] = ()) -> list[T]:
         """The results of all ranks, on all ranks.
 
         Args:
-            name: Of the phase, for ``seconds``.
+            name: Of the phase, for messages and ``seconds``.
             work: What each rank does.
             doing: What the ranks do meanwhile, to follow "while".
             undefined: Components that may be part-written if a rank fails.
         """
         with self._phase(name, doing, undefined):
-            return self._collectives.all_gather(name, _with_picklable_errors(work))
+            data = _pickled(work, self.rank)
+            if self._ranks is None:
+                return _values([data])
+            exchange = self._ranks[1]
+            return _values(exchange.rest_on_all(data, exchange.heads(data)))
 
     def through_coordinator(
         self, name: str, work: Callable[[], T], on_coordinator: Callable[[list[T]], list[R]], *, doing: str
     ) -> R:
         """What the coordinator makes for this rank of the results of all. Arguments as in ``on_all``."""
+
+        def make_parts(results: list[T]) -> list[bytes]:
+            parts = [pickle.dumps(part) for part in on_coordinator(results)]
+            if len(parts) != self.size:
+                raise ValueError(f"the coordinator made {len(parts)} parts for {self.size} ranks")
+            return parts
+
         with self._phase(name, doing):
-            return self._collectives.reduce_scatter(name, _with_picklable_errors(work), on_coordinator)
+            gathered = self._gather(name, work, doing)
+            parts: list[bytes] = []
+            if self.is_coordinator:
+                whole = _pickled(lambda: make_parts(_values(gathered)), self.rank)
+                made = pickle.loads(whole)
+                parts = [whole] * self.size if isinstance(made, PhaseFailure) else made
+            return cast(R, _value(parts[0] if self._ranks is None else self._ranks[1].scatter(parts)))
 
     def to_coordinator(
-        self, name: str, work: Callable[[], T], on_coordinator: Callable[[list[T]], R], *, doing: str
+        self, name: str, work: Callable[[], T], on_coordinator: Callable[[list[T]], R], *, then: str = "", doing: str
     ) -> R:
-        """What the coordinator makes of the results of all, the same on every rank. Arguments as in ``on_all``."""
+        """What the coordinator makes of the results of all, the same on every rank. Arguments as in ``on_all``.
+
+        Args:
+            then: What the coordinator's part is called in messages.
+        """
         with self._phase(name, doing):
-            return self._collectives.all_reduce(name, _with_picklable_errors(work), on_coordinator)
+            gathered = self._gather(then or name, work, doing)
+            made = _pickled(lambda: on_coordinator(_values(gathered)), self.rank) if self.is_coordinator else b""
+            return cast(R, _value(made if self._ranks is None else self._ranks[1].broadcast(made)))
+
+    def _gather(self, then: str, work: Callable[[], T], doing: str) -> Sequence[bytes | memoryview]:
+        """What the ranks have made, on the coordinator. From here on all wait for the coordinator."""
+        data = _pickled(work, self.rank)
+        if self._ranks is None:
+            return [data]
+        watch, exchange = self._ranks
+        heads = exchange.heads(data)
+        watch.begin(then, doing)
+        gathered = exchange.rest_on_coordinator(data, heads)
+        if self.is_coordinator:
+            # Others may have given up while this process was stopped: then it commits nothing.
+            watch.confirm()
+            watch.begin(then, doing)
+        return gathered
 
     @contextmanager
     def _phase(self, name: str, doing: str, undefined: tuple[str, ...] = ()) -> Iterator[None]:
         begin = time.perf_counter()
+        watch = None if self._ranks is None else self._ranks[0]
         try:
-            with nullcontext() if self._is_alone else naming_lost_ranks(self._operation, doing, self._group):
-                yield
-        except CheckpointException as error:
-            raise _own_error(self._operation, error, undefined) from None
+            if watch is not None:
+                watch.begin(name, doing)
+            yield
+            if watch is not None:
+                watch.confirm()
+        except PhaseFailure as failure:
+            raise self._own_error(failure.errors, name, undefined) from None
+        except LostRankError:
+            raise
+        except BaseException as error:
+            if watch is not None:
+                watch.leave(error)
+            raise
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
 
+    def _own_error(
+        self, errors: Mapping[int, BaseException], name: str, undefined: tuple[str, ...]
+    ) -> TorchtitanExtError:
+        ours = next((error for error in errors.values() if isinstance(error, TorchtitanExtError)), None)
+        if ours is not None and not undefined:
+            return ours
+        texts = {rank: f"{type(error).__name__}: {error}" for rank, error in errors.items()}
+        return CheckpointFailedError(self._operation, texts, undefined, name, self._path)
 
-def _own_error(operation: str, error: CheckpointException, undefined: tuple[str, ...]) -> TorchtitanExtError:
-    failures = {rank: failure for rank, (failure, _) in error.failures.items()}
-    ours = next((failure for failure in failures.values() if isinstance(failure, TorchtitanExtError)), None)
-    if ours is not None and not undefined:
-        return ours
-    texts = {rank: f"{type(failure).__name__}: {failure}" for rank, failure in failures.items()}
-    return CheckpointFailedError(operation, texts, undefined)
+
+def _pickled(work: Callable[[], Any], rank: int) -> bytes:
+    """What the work gives, or a ``PhaseFailure`` with what it raises."""
+    try:
+        return pickle.dumps(work())
+    except PhaseFailure as failure:
+        return pickle.dumps(failure)
+    except BaseException as error:
+        return pickle.dumps(PhaseFailure({rank: _readable(error)}))
 
 
-def _with_picklable_errors(work: Callable[[], T]) -> Callable[[], T]:
-    """Errors travel pickled: one that cannot be read back (a constructor with keywords only) would end the coordinator
-    while it reads."""
+def _readable(error: BaseException) -> BaseException:
+    """An error that cannot be read back (a constructor with keywords only) would end who reads it: its text travels."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
-    def guarded() -> T:
+
+def _value(data: bytes | memoryview) -> Any:
+    value = pickle.loads(data)
+    if isinstance(value, PhaseFailure):
+        raise value
+    return value
+
+
+def _values(gathered: Sequence[bytes | memoryview]) -> list[Any]:
+    """The results of all ranks.
+
+    Raises:
+        PhaseFailure: With the errors of all ranks that failed.
+    """
+    values: list[Any] = []
+    errors: dict[int, BaseException] = {}
+    for rank, data in enumerate(gathered):
         try:
-            return work()
-        except BaseException as error:
-            try:
-                pickle.loads(pickle.dumps(error))
-            except Exception:
-                raise RuntimeError(f"{type(error).__name__}: {error}") from None
-            raise
-
-    return guarded
+            values.append(_value(data))
+        except PhaseFailure as failure:
+            errors.update(failure.errors)
+        except Exception as error:
+            errors[rank] = RuntimeError(f"its result cannot be read back: {type(error).__name__}: {error}")
+    if errors:
+        raise PhaseFailure(errors)
+    return values

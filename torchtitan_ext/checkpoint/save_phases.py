@@ -62,6 +62,7 @@ def ask_for_states(state_dict: Mapping[Any, Any], phases: Phases) -> dict[Any, A
 
     def ask() -> None:
         for key, value in state_dict.items():
+            phases.at(str(key))
             values[key] = value.state_dict() if is_stateful(value) else value
 
     phases.on_all("prepare", ask, doing=_ASKING)
@@ -97,7 +98,7 @@ def save_values(values: dict[Any, Any], writer: StorageWriter, planner: StockSav
         path = getattr(storage_meta, "checkpoint_id", None)
         return str(path or type(writer).__name__), str(getattr(storage_meta, "save_id", "")), _num_bytes(results)
 
-    path, save_id, num_bytes = phases.to_coordinator("write", write, commit, doing=_EXCHANGING)
+    path, save_id, num_bytes = phases.to_coordinator("write", write, commit, then="commit", doing=_EXCHANGING)
     return SaveResult(path, save_id, num_bytes, dict(phases.seconds))
 
 

@@ -1,6 +1,6 @@
 """Which rank is lost when a collective fails.
 
-A backend says at best "connection closed by peer". Where a collective of a sync, a save or a load fails, each rank that
+A backend says at best "connection closed by peer". Where a collective of a sync fails, each rank that
 noticed answers a roll call in the store of the process groups, and the error names those that did not.
 """
 
@@ -47,7 +47,7 @@ def naming_lost_ranks(operation: str, phase: str | Callable[[], str], scope: Sco
             raise
         done = phase if isinstance(phase, str) else phase()
         silent = _silent_ranks(operation, scope_ranks(scope))
-        raise LostRankError(operation, done, dist.get_rank(), silent, str(error)) from error
+        raise LostRankError(operation, done, dist.get_rank(), silent, f"the backend says: {error}") from error
 
 
 def _is_of_a_collective(error: RuntimeError) -> bool:

@@ -1,0 +1,241 @@
+"""Ranks that raise, sleep, are stopped or die in a phase of a save or load: one error on all others, in time.
+
+Every world has processes and a TCP store of its own, which rank 0 hosts, since ranks are killed and stopped.
+"""
+
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import torchtitan_ext as tte
+from torchtitan_ext.errors import CheckpointFailedError, LostRankError, TorchtitanExtError
+
+DEADLINE_SECONDS = 3.0
+# A roll call takes five seconds; the rest is for a loaded machine.
+LATEST_SECONDS = DEADLINE_SECONDS + 5 + 12
+SLEEP_SECONDS = DEADLINE_SECONDS + 3
+STOPPED_SECONDS = DEADLINE_SECONDS + 9
+
+
+class Fault:
+    """Strikes one rank when it first gets to a phase."""
+
+    def __init__(self, kind: str, phase: str, rank: int) -> None:
+        self.kind, self.phase, self.rank = kind, phase, rank
+
+    def at(self, phase: str) -> None:
+        if not self.kind or phase != self.phase or dist.get_rank() != self.rank:
+            return
+        kind, self.kind = self.kind, ""
+        if kind == "raise":
+            raise OSError("boom")
+        if kind == "sleep":
+            time.sleep(SLEEP_SECONDS)
+        else:
+            os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+
+
+class FaultyWriter(FileSystemWriter):
+    def __init__(self, path: Path, fault: Fault) -> None:
+        super().__init__(path)
+        self.fault = fault
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        self.fault.at("plan")
+        return super().prepare_local_plan(plan)
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        self.fault.at("write")
+        return super().write_data(plan, planner)
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        self.fault.at("commit")
+        super().finish(metadata=metadata, results=results)
+
+
+class FaultyReader(FileSystemReader):
+    def __init__(self, path: Path, fault: Fault) -> None:
+        super().__init__(path)
+        self.fault = fault
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        self.fault.at("plan")
+        return super().prepare_local_plan(plan)
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        self.fault.at("read")
+        return super().read_data(plan, planner)
+
+
+class FaultyObject:
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
+
+    def state_dict(self) -> dict[str, Any]:
+        self.fault.at("prepare")
+        return {"place": 3}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.fault.at("take")
+
+
+def state_of(fault: Fault) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    own = torch.full((2, 4), float(dist.get_rank()))
+    return {"w": DTensor.from_local(own, mesh, [Shard(0)], run_check=False), "data": FaultyObject(fault)}
+
+
+def operate(operation: str, state: dict[str, Any], path: Path, fault: Fault) -> None:
+    if operation == "load":
+        tte.load(state, path, storage_reader=FaultyReader(path, fault), timeout_seconds=DEADLINE_SECONDS)
+    elif operation == "save":
+        tte.save(state, path, storage_writer=FaultyWriter(path, fault), timeout_seconds=DEADLINE_SECONDS)
+    else:
+        writer = FaultyWriter(path, fault)
+        tte.async_save(state, path, storage_writer=writer, timeout_seconds=DEADLINE_SECONDS).result()
+
+
+def work(rank: int, size: int, port: int, answers: Any, operation: str, path: Path, fault: Fault) -> None:
+    """One rank. Reports what the operation raised and when, and the same of a save after it."""
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=120))
+    # Made once: no mesh can be made after ranks are lost.
+    state = state_of(fault)
+    if operation == "load":
+        tte.save({**state, "data": FaultyObject(Fault("", "", -1))}, path)
+    dist.barrier()
+    for step in (path, path.with_name("next")):
+        start = time.monotonic()
+        try:
+            operate(operation if step == path else "save", state, step, fault)
+            error: Exception | None = None
+        except TorchtitanExtError as raised:
+            error = raised
+        answers.put((rank, error, time.monotonic() - start))
+        fault.kind = ""
+
+
+def run(
+    operation: str, kind: str, phase: str, path: Path, *, size: int = 3, culprit: int = 1
+) -> tuple[dict[int, list[Any]], list[int]]:
+    """Runs one world. Returns (error, seconds) of every operation by rank, and the exit codes."""
+    context = multiprocessing.get_context("forkserver")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    answers = context.Queue()
+    fault = Fault(kind, phase, culprit)
+    ranks: Sequence[Any] = [
+        context.Process(target=work, args=(rank, size, port, answers, operation, path, fault)) for rank in range(size)
+    ]
+    for process in ranks:
+        process.start()
+    results: dict[int, list[Any]] = {rank: [] for rank in range(size)}
+    expected = 2 * (size - (kind in ("stop", "kill")))
+    try:
+        for _ in range(expected):
+            rank, error, seconds = answers.get(timeout=90)
+            results[rank].append((error, seconds))
+        if kind == "stop":
+            os.kill(ranks[culprit].pid, signal.SIGCONT)
+            for _ in range(2):
+                rank, error, seconds = answers.get(timeout=90)
+                results[rank].append((error, seconds))
+        for process in ranks:
+            process.join(60)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    return results, [process.exitcode for process in ranks]
+
+
+def check_lost(results: dict[int, list[Any]], kind: str, phase: str, path: Path, operation: str, culprit: int) -> str:
+    """All survivors, and who slept or went on, raise the same; a later save on this group too. Returns the text."""
+    first = {rank: outcomes[0] for rank, outcomes in results.items() if outcomes}
+    assert {type(error) for error, _ in first.values()} == {LostRankError}
+    # A stopped host of the store goes on with it: what the others could not ask is there again.
+    is_host = kind == "stop" and culprit == 0
+    texts = {str(error) for rank, (error, _) in first.items() if not (is_host and rank == 0)}
+    assert len(texts) == 1, texts
+    assert all(seconds < LATEST_SECONDS for rank, (_, seconds) in first.items() if rank != culprit)
+    text = texts.pop()
+    assert len(text.splitlines()) == 1
+    assert text.startswith(f"{'load' if operation == 'load' else 'save'} failed in phase {phase} of {path} while ")
+    assert "this process group can serve no further save or load" in text
+    later = {rank: outcomes[1] for rank, outcomes in results.items() if len(outcomes) > 1}
+    assert later.keys() == first.keys()
+    assert {type(error) for error, _ in later.values()} == {LostRankError}
+    return text
+
+
+SAVE_PHASES = ["prepare", "plan", "write"]
+LOAD_PHASES = ["plan", "read", "take"]
+CASES = [
+    *[("save", kind, phase) for phase in SAVE_PHASES for kind in ("sleep", "stop", "kill")],
+    *[("async_save", kind, "write") for kind in ("sleep", "stop", "kill")],
+    *[("load", kind, phase) for phase in LOAD_PHASES for kind in ("sleep", "stop", "kill")],
+]
+
+
+@pytest.mark.parametrize(("operation", "kind", "phase"), CASES, ids=lambda value: value)
+def test_a_rank_that_does_not_come(tmp_path: Path, operation: str, kind: str, phase: str) -> None:
+    path = tmp_path / "step"
+    results, _ = run(operation, kind, phase, path)
+    assert [bool(results[rank]) for rank in range(3)] == [True, kind != "kill", True]
+    # What components are read first, apart from tensors.
+    named = "read values" if phase == "read" else phase
+    text = check_lost(results, kind, named, path, operation, culprit=1)
+    if kind == "sleep":
+        key = "data, " if phase in ("prepare", "take") else ""
+        assert f"all ranks answered a roll call; rank 1 is still at work ({named}, {key}for " in text
+    else:
+        assert "; rank(s) 1 did not answer a roll call; " in text
+
+
+@pytest.mark.parametrize("kind", ["sleep", "stop", "kill"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_coordinator_that_does_not_commit(tmp_path: Path, kind: str, size: int) -> None:
+    """It hosts the store of the process groups, too: what it cannot answer is lost with it."""
+    path = tmp_path / "step"
+    results, _ = run("save", kind, "commit", path, size=size, culprit=0)
+    text = check_lost(results, kind, "commit", path, "save", culprit=0)
+    if kind == "sleep":
+        assert "rank 0 is still at work (commit, for " in text
+    else:
+        assert (
+            "rank(s) 0 did not answer a roll call; the store of the process groups, which rank 0 hosts, is lost" in text
+        )
+
+
+@pytest.mark.parametrize(
+    ("operation", "phase"),
+    [
+        *[("save", phase) for phase in ("prepare", "plan", "write", "commit")],
+        ("async_save", "write"),
+        *[("load", phase) for phase in LOAD_PHASES],
+    ],
+)
+def test_a_rank_that_raises_is_the_same_error_and_the_group_goes_on(tmp_path: Path, operation: str, phase: str) -> None:
+    path = tmp_path / "step"
+    culprit = 0 if phase == "commit" else 1
+    results, exit_codes = run(operation, "raise", phase, path, culprit=culprit)
+    errors = [results[rank][0][0] for rank in range(3)]
+    assert {type(error) for error in errors} == {CheckpointFailedError} and len({str(error) for error in errors}) == 1
+    named = {"read": "read values", "commit": "write"}.get(phase, phase)
+    assert f"rank {culprit}: OSError: boom (in phase {named} of {path})" in str(errors[0])
+    assert [results[rank][1][0] for rank in range(3)] == [None] * 3 and exit_codes == [0] * 3

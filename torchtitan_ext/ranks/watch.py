@@ -1,0 +1,320 @@
+"""Who holds up the collectives of a save or load, told alike on every rank.
+
+A backend says at best "connection closed by peer", to the neighbours of a rank that died; of one that sleeps or was
+stopped it says nothing. So every wait has a deadline, and each rank has a thread that asks one key of the process
+group's store, about once a second: has somebody given up? Who gives up sets this key. All threads answer in the store
+where their ranks stand, who gave up counts the answers and writes the verdict, and every rank raises what it says:
+
+    rank 0, 2: waited too long --> call --> answers of 0, 2 (waiting) --> verdict: rank 1 did not answer
+    rank 1:    stopped                      ...goes on later, finds the verdict, raises the same
+
+A verdict stays in the store: collectives of such a group may be under way still, so it serves no save or load again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+
+from torchtitan_ext.errors import LostRankError
+
+# Between two questions of one rank, times 0.75 to 1.25 by its number: thousands of ranks shall not ask at once.
+_POLL_SECONDS = 1.0
+
+# Threads learn of a call with their next question; one that computes in Python's lock answers late.
+_ROLL_CALL_SECONDS = 5.0
+_ANSWER_POLL_SECONDS = 0.1
+
+# What others wait longer than the caller before one of them writes the verdict in its place.
+_TAKE_OVER_SECONDS = 2.0
+
+# How long the rank that hosts the store stays for others that have to read the verdict.
+_LINGER_SECONDS = 3.0
+
+# An answer of the store that is older may be from before this process was stopped.
+_FRESH_SECONDS = 3.0
+
+# How often a waiting rank looks up. The end of a collective wakes it at once.
+_WAIT_SLICE = timedelta(seconds=0.2)
+
+# A backend without such waits is asked; short collectives take less than a millisecond.
+_LONGEST_SLEEP_SECONDS = 0.01
+
+_CALL, _VERDICT, _HEARD = "call", "verdict", "heard"
+_ADVICE = "this process group can serve no further save or load: make a new one, or restart"
+
+# Of collectives that were given up: the backend may still write there. In the module, because they outlive all else.
+_unfinished: list[tuple[dist.Work, tuple[torch.Tensor, ...]]] = []
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a rank stands: phase, what ranks do in it, the key it is at if known, since when, at work or waiting."""
+
+    phase: str
+    doing: str
+    since: float
+    is_at_work: bool = True
+    key: str = ""
+
+
+class Watch:
+    """Watches over the ranks of a group during one operation. Used by one thread; has one of its own.
+
+    Args:
+        operation: ``"save"`` or ``"load"``, for messages.
+        path: Of the checkpoint, for messages.
+        timeout_seconds: How long a rank waits for others in one phase.
+    """
+
+    def __init__(self, operation: str, group: dist.ProcessGroup, *, path: str, timeout_seconds: float) -> None:
+        self.timeout_seconds = timeout_seconds
+        self._operation = operation
+        self._path = path
+        self._rank = dist.get_rank()
+        self._ranks = dist.get_process_group_ranks(group)
+        self._prefix = f"torchtitan_ext/watch/{group.group_name}"
+        self._standing = Standing("", "", time.monotonic())
+        # All below is guarded by the condition.
+        self._changed = threading.Condition()
+        self._reason: tuple[str, bool] | None = None
+        self._last_quiet = float("-inf")
+        self._verdict: LostRankError | None = None
+        self._store_error: str | None = None
+        self._is_asked = False
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="torchtitan_ext.watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread; where its store hangs it is left behind."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._thread.join(_LINGER_SECONDS)
+
+    def begin(self, phase: str, doing: str) -> None:
+        """From now on this rank works in a phase; the deadline counts from here."""
+        self._standing = Standing(phase, doing, time.monotonic())
+
+    def at(self, key: str) -> None:
+        """What this rank works on within the phase."""
+        self._standing = replace(self._standing, key=key)
+
+    def confirm(self) -> None:
+        """Raises the verdict, if there is one. Asks the store where its last answer is old, as after a stop."""
+        needed = time.monotonic() - _FRESH_SECONDS
+        with self._changed:
+            if self._last_quiet < needed:
+                self._is_asked = True
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._last_quiet >= needed or self._has_ended, self._patience)
+            if self._verdict is not None:
+                raise self._verdict
+            if self._last_quiet == float("-inf"):
+                raise self._lost_store()
+
+    def wait_for(self, start: Callable[[], dist.Work], *buffers: torch.Tensor) -> None:
+        """Starts a collective and returns when it is done.
+
+        Raises:
+            LostRankError: It failed, or lasted beyond the deadline, or another rank gave up. The same on every rank.
+        """
+        with self._changed:
+            if self._verdict is not None:
+                raise self._verdict
+        self._standing = replace(self._standing, is_at_work=False)
+        work = None
+        try:
+            work = start()
+            self._wait(work, buffers[0].device)
+        except RuntimeError as error:
+            if isinstance(error, LostRankError):
+                raise
+            self._give_up(f"the backend of rank {self._rank} says: {error}")
+        finally:
+            _unfinished[:] = [kept for kept in _unfinished if not kept[0].is_completed()]
+            if work is not None and not work.is_completed():
+                _unfinished.append((work, buffers))
+
+    def leave(self, error: BaseException) -> None:
+        """Tells the others that this rank takes no further part, as after an interrupt."""
+        self._say_why(f"rank {self._rank} left: {type(error).__name__}", is_late=False)
+
+    @property
+    def seconds_left(self) -> float:
+        """Of the deadline."""
+        return self._standing.since + self.timeout_seconds - time.monotonic()
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._verdict is not None or self._store_error is not None
+
+    @property
+    def _patience(self) -> float:
+        """After which the store is lost."""
+        return _ROLL_CALL_SECONDS + 2 * _TAKE_OVER_SECONDS
+
+    def _wait(self, work: dist.Work, device: torch.device) -> None:
+        lost_at: float | None = None
+        is_done = _is_done if device.type == "cpu" else _is_done_on_device
+        while not is_done(work):
+            with self._changed:
+                if self._verdict is not None:
+                    raise self._verdict
+                if self._store_error is not None and lost_at is None:
+                    lost_at = time.monotonic()
+            # Who hosts the store and has finished ends it; what it sent is on its way.
+            if lost_at is not None and time.monotonic() > lost_at + _TAKE_OVER_SECONDS:
+                raise self._lost_store()
+            if self.seconds_left < 0:
+                self._give_up(f"rank {self._rank} waited {self.timeout_seconds:g} s (timeout_seconds)", is_late=True)
+
+    def _give_up(self, why: str, *, is_late: bool = False) -> None:
+        self._say_why(why, is_late=is_late)
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_ended, self._patience)
+            if self._verdict is not None:
+                raise self._verdict
+        raise self._lost_store()
+
+    def _say_why(self, why: str, *, is_late: bool) -> None:
+        with self._changed:
+            self._reason = (why, is_late)
+            self._changed.notify_all()
+
+    def _lost_store(self) -> LostRankError:
+        """A server that is stopped does not answer, one that died breaks the connection: one text for both."""
+        is_of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        silent = () if is_of_agent else (0,)
+        host = "the launcher's agent on the first node hosts" if is_of_agent else "rank 0 hosts"
+        reason = f"the store of the process groups, which {host}, is lost; {_ADVICE}"
+        standing = self._standing
+        return LostRankError(
+            self._operation, standing.doing, None, silent, reason, step=standing.phase, path=self._path
+        )
+
+    def _run(self) -> None:
+        """The thread: asks until there is a verdict, or the operation ends. It waits for the store's answers alone."""
+        interval = _POLL_SECONDS * (0.75 + 0.5 * (self._rank * 0.618034 % 1))
+        try:
+            # A store of its own: another thread may wait in the shared one, and blocks it meanwhile.
+            store = PrefixStore(self._prefix, _get_default_store().clone())  # type: ignore[attr-defined]
+            while not self._is_closed or self._reason is not None:
+                asked = time.monotonic()
+                if self._reason is not None or store.check([_CALL]):
+                    self._hear(self._roll_call(store))
+                    self._linger(store)
+                    return
+                with self._changed:
+                    self._last_quiet = asked
+                    self._is_asked = False
+                    self._changed.notify_all()
+                    self._changed.wait_for(lambda: self._is_closed or self._is_asked or self._reason, interval)
+        except (RuntimeError, ValueError) as error:
+            with self._changed:
+                self._store_error = str(error)
+                self._changed.notify_all()
+
+    def _hear(self, verdict: dict[str, Any]) -> None:
+        with self._changed:
+            self._verdict = LostRankError(
+                verdict["operation"],
+                verdict["doing"],
+                None,
+                tuple(verdict["silent"]),
+                f"{verdict['why']}; {_ADVICE}",
+                step=verdict["phase"],
+                path=verdict["path"],
+                late={int(rank): text for rank, text in verdict["late"].items()},
+            )
+            self._changed.notify_all()
+
+    def _roll_call(self, store: Store) -> dict[str, Any]:
+        """Answers, and waits for the verdict of who called; where that one is lost too, makes it."""
+        if self._reason is not None:
+            store.compare_set(_CALL, "", json.dumps(self._call(*self._reason)))
+        call = json.loads(store.get(_CALL))
+        store.set(f"answer/{self._rank}", json.dumps(self._answer()))
+        answers = [f"answer/{rank}" for rank in self._ranks]
+        is_caller = call["rank"] == self._rank
+        deadline = time.monotonic() + _ROLL_CALL_SECONDS + (0 if is_caller else _TAKE_OVER_SECONDS)
+        while not store.check([_VERDICT]):
+            if (is_caller and store.check(answers)) or time.monotonic() > deadline:
+                store.compare_set(_VERDICT, "", json.dumps(self._count(store, call)))
+                break
+            time.sleep(_ANSWER_POLL_SECONDS)
+        verdict: dict[str, Any] = json.loads(store.get(_VERDICT))
+        return verdict
+
+    def _call(self, why: str, is_late: bool) -> dict[str, Any]:
+        standing = self._standing
+        return {
+            "rank": self._rank,
+            "operation": self._operation,
+            "path": self._path,
+            "phase": standing.phase,
+            "doing": standing.doing,
+            "why": why,
+            "is_late": is_late,
+        }
+
+    def _answer(self) -> dict[str, Any]:
+        standing = self._standing
+        key = f"{standing.key}, " if standing.key else ""
+        seconds = time.monotonic() - standing.since
+        return {"is_at_work": standing.is_at_work, "text": f"{standing.phase}, {key}for {seconds:.0f} s"}
+
+    def _count(self, store: Store, call: dict[str, Any]) -> dict[str, Any]:
+        """The verdict: who is silent, and whom the caller waited for in vain."""
+        present = [rank for rank in self._ranks if store.check([f"answer/{rank}"])]
+        answers = {rank: json.loads(store.get(f"answer/{rank}")) for rank in present}
+        late = {rank: answer["text"] for rank, answer in answers.items() if call["is_late"] and answer["is_at_work"]}
+        silent = [rank for rank in self._ranks if rank not in answers]
+        return {**call, "silent": silent, "late": late, "num_answers": len(answers)}
+
+    def _linger(self, store: Store) -> None:
+        """The verdict is gone with the process that hosts the store: it stays until all who answered have read it."""
+        num_heard = store.add(_HEARD, 1)
+        if self._rank != 0:
+            return
+        num_answers = json.loads(store.get(_VERDICT))["num_answers"]
+        deadline = time.monotonic() + _LINGER_SECONDS
+        while num_heard < num_answers and time.monotonic() < deadline:
+            time.sleep(_ANSWER_POLL_SECONDS)
+            num_heard = store.add(_HEARD, 0)
+
+
+def _is_done(work: dist.Work) -> bool:
+    """Waits a slice of time. Raises what went wrong."""
+    try:
+        work.wait(_WAIT_SLICE)
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        # It may have been done between the two.
+        work.wait()
+    return True
+
+
+def _is_done_on_device(work: dist.Work) -> bool:
+    """A timed wait of NCCL that ends by its time destroys the communicator: the work is only asked."""
+    seconds = 1e-4
+    deadline = time.monotonic() + _WAIT_SLICE.total_seconds()
+    while not work.is_completed():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(seconds)
+        seconds = min(2 * seconds, _LONGEST_SLEEP_SECONDS)
+    work.wait()
+    return True
