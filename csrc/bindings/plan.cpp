@@ -403,8 +403,9 @@ void register_plan(py::module_& module) {
       .def("uncompared", &ReplicaDigests::uncompared, py::call_guard<py::gil_scoped_release>());
 
   py::class_<WritePlan>(module, "WritePlan", "Who writes what; see csrc/core/write_plan.h.")
-      .def(py::init<const World&, bool, const std::vector<uint32_t>&>(), py::keep_alive<1, 2>(),
-           py::call_guard<py::gil_scoped_release>(), py::arg("world"), py::arg("lowest_only"), py::arg("lowest_keys"))
+      .def(py::init<const World&, bool, const std::vector<uint32_t>&, std::vector<uint32_t>>(), py::keep_alive<1, 2>(),
+           py::call_guard<py::gil_scoped_release>(), py::arg("world"), py::arg("lowest_only"), py::arg("lowest_keys"),
+           py::arg("hosts"))
       .def("decision", [](const WritePlan& plan, int64_t rank) { return py::bytes(plan.decision(rank)); })
       .def_property_readonly("load_bytes", &WritePlan::load_bytes)
       .def("keys_of_several_boxes", &WritePlan::keys_of_several_boxes);

@@ -4,6 +4,7 @@
 #include <functional>
 #include <map>
 #include <numeric>
+#include <tuple>
 
 #include "core/check.h"
 #include "core/wire.h"
@@ -19,6 +20,47 @@ int64_t num_bytes_of(const HeldShard& shard, int64_t itemsize) {
   return total;
 }
 
+// Gives keys of one size to holders of their shard, each to the one with the fewest bytes.
+class Holders {
+ public:
+  Holders(const std::vector<int64_t>& ranks, const std::vector<uint32_t>& host_of,
+          const std::vector<int64_t>& rank_bytes, const std::vector<int64_t>& host_bytes) {
+    std::map<uint32_t, std::vector<Load>> of_host;
+    for (const int64_t rank : ranks) {
+      const auto index = static_cast<size_t>(rank);
+      of_host[host_of[index]].push_back({rank_bytes[index], rank});
+    }
+    for (auto& [host, loads] : of_host) {
+      std::sort(loads.begin(), loads.end());
+      loads.erase(std::unique(loads.begin(), loads.end()), loads.end());
+      best_.push_back({loads.front().first, host_bytes[host], loads.front().second, hosts_.size()});
+      hosts_.push_back(std::move(loads));
+    }
+    std::make_heap(best_.begin(), best_.end(), std::greater<>());
+  }
+
+  // Only the host that is taken changes, so all other entries of the heap stay right.
+  int64_t take(int64_t num_bytes) {
+    std::pop_heap(best_.begin(), best_.end(), std::greater<>());
+    auto& [rank_bytes, host_bytes, rank, host] = best_.back();
+    const int64_t taken = rank;
+    std::vector<Load>& loads = hosts_[host];
+    std::pop_heap(loads.begin(), loads.end(), std::greater<>());
+    loads.back().first = checked_add(loads.back().first, num_bytes);
+    std::push_heap(loads.begin(), loads.end(), std::greater<>());
+    rank_bytes = loads.front().first;
+    rank = loads.front().second;
+    host_bytes = checked_add(host_bytes, num_bytes);
+    std::push_heap(best_.begin(), best_.end(), std::greater<>());
+    return taken;
+  }
+
+ private:
+  using Load = std::pair<int64_t, int64_t>;                          // bytes, rank
+  std::vector<std::vector<Load>> hosts_;                             // heaps
+  std::vector<std::tuple<int64_t, int64_t, int64_t, size_t>> best_;  // a host's best rank: its bytes, the host's, it
+};
+
 }  // namespace
 
 const std::vector<HeldShard>& WritePlan::written_shards(const KeyClass& of_keys) {
@@ -26,11 +68,20 @@ const std::vector<HeldShard>& WritePlan::written_shards(const KeyClass& of_keys)
   return of_keys.replicas.empty() ? kNone : of_keys.replicas.front().shards;
 }
 
-WritePlan::WritePlan(const World& world, bool lowest_only, const std::vector<uint32_t>& lowest_keys)
+WritePlan::WritePlan(const World& world, bool lowest_only, const std::vector<uint32_t>& lowest_keys,
+                     std::vector<uint32_t> hosts)
     : world_(world),
+      host_of_(std::move(hosts)),
       load_bytes_(world.num_ranks(), 0),
       batches_(world.num_ranks()),
       position_in_class_(world.num_keys()) {
+  if (host_of_.empty()) {
+    host_of_.resize(world.num_ranks());
+    std::iota(host_of_.begin(), host_of_.end(), 0u);
+  }
+  TTE_CHECK(host_of_.size() == world.num_ranks(), "WritePlan", "got the hosts of ", host_of_.size(),
+            " ranks, expected ", world.num_ranks());
+  host_bytes_.assign(host_of_.empty() ? 0 : size_t{*std::max_element(host_of_.begin(), host_of_.end())} + 1, 0);
   struct Choice {  // a shard of several holders
     int64_t num_bytes;
     uint32_t of_class;
@@ -91,31 +142,25 @@ std::vector<uint32_t> WritePlan::keys_of_several_boxes() const {
   return keys;
 }
 
-void WritePlan::assign(uint32_t of_class, size_t shard, std::vector<uint32_t> keys, const std::vector<int64_t>& holders,
+void WritePlan::assign(uint32_t of_class, size_t shard, std::vector<uint32_t> keys, const std::vector<int64_t>& ranks,
                        int64_t num_bytes) {
   const size_t num_keys = world_.classes()[of_class].keys.size();
   const auto put = [&](int64_t rank, std::vector<uint32_t> own) {
     const int64_t more = checked_mul(num_bytes, static_cast<int64_t>(own.size()));
-    load_bytes_[static_cast<size_t>(rank)] = checked_add(load_bytes_[static_cast<size_t>(rank)], more);
+    int64_t& of_rank = load_bytes_[static_cast<size_t>(rank)];
+    int64_t& of_host = host_bytes_[host_of_[static_cast<size_t>(rank)]];
+    of_rank = checked_add(of_rank, more);
+    of_host = checked_add(of_host, more);
     if (own.size() == num_keys) own.clear();
     batches_[static_cast<size_t>(rank)].push_back({of_class, shard, std::move(own)});
   };
-  if (holders.size() == 1) {
-    put(holders[0], std::move(keys));
+  if (ranks.size() == 1) {
+    put(ranks[0], std::move(keys));
     return;
   }
-  using Load = std::pair<int64_t, int64_t>;  // bytes, rank
-  std::vector<Load> heap;
-  for (const int64_t rank : holders) heap.emplace_back(load_bytes_[static_cast<size_t>(rank)], rank);
-  std::sort(heap.begin(), heap.end());
-  heap.erase(std::unique(heap.begin(), heap.end()), heap.end());
+  Holders holders(ranks, host_of_, load_bytes_, host_bytes_);
   std::map<int64_t, std::vector<uint32_t>> keys_of_rank;
-  for (const uint32_t key : keys) {
-    std::pop_heap(heap.begin(), heap.end(), std::greater<>());
-    keys_of_rank[heap.back().second].push_back(key);
-    heap.back().first = checked_add(heap.back().first, num_bytes);
-    std::push_heap(heap.begin(), heap.end(), std::greater<>());
-  }
+  for (const uint32_t key : keys) keys_of_rank[holders.take(num_bytes)].push_back(key);
   for (auto& [rank, own] : keys_of_rank) put(rank, std::move(own));
 }
 

@@ -1,8 +1,9 @@
 // Which rank writes which shard of which key, and what each rank is told of it.
 //
 // One replica of each tensor is written. Shards with one holder are settled; the others go, largest first, to the
-// holder with the fewest bytes so far (the lowest rank of several). Objects are written by the lowest rank that has
-// them.
+// holder with the fewest bytes so far: of several to one whose host has the fewest, and of these to the lowest rank.
+// So ranks are balanced within the largest shard, and what little there is goes to as many hosts as can be. Objects are
+// written by the lowest rank that has them.
 //
 // A rank is told, for each of its classes, the sharding order, where its chunks begin in the metadata's list, and
 // whether it writes all keys of the class, none, or which of them. It works out the boxes itself.
@@ -21,8 +22,12 @@ namespace torchtitan_ext::core {
 class WritePlan {
  public:
   // After `world.agree`, which found no trouble; the world must outlive this.
-  // Args: lowest_only: every shard goes to its lowest holder; lowest_keys: so do these keys, in increasing order.
-  WritePlan(const World& world, bool lowest_only, const std::vector<uint32_t>& lowest_keys);
+  // Args:
+  //   lowest_only: every shard goes to its lowest holder;
+  //   lowest_keys: so do these keys, in increasing order;
+  //   hosts: per rank the number of its host; none where each rank has one for itself.
+  WritePlan(const World& world, bool lowest_only, const std::vector<uint32_t>& lowest_keys,
+            std::vector<uint32_t> hosts = {});
 
   // What `rank` is told.
   std::string decision(int64_t rank) const;
@@ -47,12 +52,14 @@ class WritePlan {
     std::vector<std::vector<uint32_t>> local_positions;  // per class: of its keys, where they stand among them here
   };
 
-  void assign(uint32_t of_class, size_t shard, std::vector<uint32_t> keys, const std::vector<int64_t>& holders,
+  void assign(uint32_t of_class, size_t shard, std::vector<uint32_t> keys, const std::vector<int64_t>& ranks,
               int64_t num_bytes);
   SectionPlan plan_section(const Section& section) const;
 
   const World& world_;
+  std::vector<uint32_t> host_of_;
   std::vector<int64_t> load_bytes_;
+  std::vector<int64_t> host_bytes_;
   std::vector<std::vector<Batch>> batches_;        // per rank
   std::vector<std::vector<size_t>> first_chunks_;  // per class and shard
   std::vector<uint32_t> position_in_class_;        // per key

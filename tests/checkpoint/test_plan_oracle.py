@@ -184,7 +184,7 @@ def test_each_shard_is_written_once_by_a_holder_and_bytes_are_balanced(seed: int
             for held in oracle.shards_to_write(agreed)
         ]
         holders = {(fqn, box): held.ranks for fqn, held, _ in shards for box in held.boxes}
-        plan = _core.WritePlan(agreement.world, False, [])
+        plan = _core.WritePlan(agreement.world, False, [], [])
         entries = stored_entries(agreement)
         writers: dict[Any, int] = {}
         objects: Counter[str] = Counter()
@@ -212,3 +212,53 @@ def test_each_shard_is_written_once_by_a_holder_and_bytes_are_balanced(seed: int
         paths = {fqn: path for table in reversed(tables) for fqn, path in table.stock_paths.items()}
         assert stored_paths(agreement, [encode_table(table).message for table in tables]) == paths
     assert num_planned > STATES_PER_SEED // 3
+
+
+def written_by(tables: list[KeyTable], plan: _core.WritePlan) -> list[list[str]]:
+    """The keys that each rank writes."""
+    return [
+        [fqn for writes in read_writes(plan.decision(rank), table, encode_table(table)) for fqn in writes.fqns]
+        for rank, table in enumerate(tables)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+def test_writers_of_replicas_are_spread_over_hosts(seed: int) -> None:
+    """Plain tensors, which all ranks hold, beside what each rank has for itself."""
+    numbers = random.Random(seed)
+    for _ in range(STATES_PER_SEED // 4):
+        per_host, num_hosts = numbers.randint(1, 4), numbers.randint(1, 5)
+        num_ranks = per_host * num_hosts
+        most = numbers.choice([1, 40])
+        shapes = [(numbers.randint(1, most),) for _ in range(numbers.randint(1, 2 * num_ranks))]
+        entries = {f"w{n}": TensorEntry(ShardReport(s, local_sizes=s), torch.int8, False) for n, s in enumerate(shapes)}
+        tables = [KeyTable(entries) for _ in range(num_ranks)]
+        agreement = agree(tables, every_rank_reports=True)
+        hosts = [rank // per_host for rank in range(num_ranks)]
+        if numbers.random() < 0.5:  # ranks of a host need not follow each other
+            numbers.shuffle(hosts)
+        plan = _core.WritePlan(agreement.world, False, [], hosts)
+        written = written_by(tables, plan)
+        assert written == written_by(tables, _core.WritePlan(agreement.world, False, [], hosts))
+        assert sorted(fqn for fqns in written for fqn in fqns) == sorted(entries)
+        largest = max(size for (size,) in shapes)
+        assert max(plan.load_bytes) - min(plan.load_bytes) <= largest
+        num_writing = len({hosts[rank] for rank, fqns in enumerate(written) if fqns})
+        assert num_writing == min(num_hosts, len(shapes))
+        if len(set(shapes)) == 1:  # then what hosts write differs by one tensor at most
+            of_hosts = Counter(dict.fromkeys(hosts, 0))
+            for host, num_bytes in zip(hosts, plan.load_bytes, strict=True):
+                of_hosts[host] += num_bytes
+            assert max(of_hosts.values()) - min(of_hosts.values()) <= largest
+
+
+def test_small_states_are_written_on_several_hosts() -> None:
+    """Eight norms on two hosts of eight ranks: four each, where the lowest ranks alone would all be on the first."""
+    entry = TensorEntry(ShardReport((16,), local_sizes=(16,)), torch.float32, False)
+    tables = [KeyTable({f"norm{n}": entry for n in range(8)}) for _ in range(16)]
+    agreement = agree(tables, every_rank_reports=True)
+    hosts = [rank // 8 for rank in range(16)]
+    loads = _core.WritePlan(agreement.world, False, [], hosts).load_bytes
+    assert [sum(loads[:8]), sum(loads[8:])] == [256, 256]
+    unknown = _core.WritePlan(agreement.world, False, [], []).load_bytes
+    assert [sum(unknown[:8]), sum(unknown[8:])] == [512, 0]

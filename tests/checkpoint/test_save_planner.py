@@ -4,6 +4,7 @@ import enum
 import io
 import pickle
 import re
+import socket
 import warnings
 from dataclasses import replace
 from pathlib import PurePosixPath
@@ -83,6 +84,14 @@ def test_replicas_are_balanced_by_bytes_or_left_to_the_lowest_rank() -> None:
     assert len(balanced) == 2
     lowest = save(states, lambda: tte.SavePlanner(dedup_save_to_lowest_rank=True))
     assert set(lowest.writers.values()) == {0}
+
+
+def test_replicas_are_spread_over_the_hosts_that_ranks_tell_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = [{f"w{index}": torch.zeros(10) for index in range(2)} for _ in range(6)]
+    assert set(save(states).writers.values()) == {0, 1}  # all on this host
+    hosts = iter(["a", "a", "a", "b", "b", "b"])
+    monkeypatch.setattr(socket, "gethostname", lambda: next(hosts))
+    assert set(save(states).writers.values()) == {0, 3}
 
 
 def test_objects_are_written_by_the_lowest_rank_that_has_them() -> None:

@@ -8,6 +8,7 @@ keeps under a name of its own. Only the first section has a part per rank.
 from __future__ import annotations
 
 import hashlib
+import socket
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ class RankTable:
         odd_paths: Paths that are no cut of their key at dots.
         unread: Values that a load will not read by default: by flat key the class for which it will not.
         layouts: Whether each pattern of ``layouts=`` matches a key.
+        host: Digest of the name of the rank's host; empty where it does not say. No part of the structure.
     """
 
     sections: tuple[bytes, ...]
@@ -55,9 +57,10 @@ class RankTable:
     odd_paths: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     unread: Mapping[str, str] = field(default_factory=dict)
     layouts: Mapping[str, bool] = field(default_factory=dict)
+    host: bytes = b""
 
     def structure(self) -> str:
-        """Digest of everything but the values' digests: keys, dtypes, shapes, meshes, placements, paths."""
+        """Digest of what the state is: keys, dtypes, shapes, meshes, placements, paths; not values, nor the host."""
         hasher = hashlib.blake2b(digest_size=16)
         for part in (
             *self.sections,
@@ -107,6 +110,17 @@ def encode_table(table: KeyTable) -> EncodedTable:
         layouts=table.layouts,
     )
     return EncodedTable(message, tuple(s.names for s in sections), tuple(s.kind_of for s in sections))
+
+
+def host_digest() -> bytes:
+    """Stands for this rank's host: equal on ranks of one host only."""
+    return hashlib.blake2b(socket.gethostname().encode(), digest_size=8).digest()
+
+
+def number_hosts(tables: Sequence[RankTable]) -> list[int]:
+    """Per rank the number of its host; where it does not say, it has one for itself."""
+    numbers: dict[bytes | int, int] = {}
+    return [numbers.setdefault(table.host or rank, len(numbers)) for rank, table in enumerate(tables)]
 
 
 def pack(data: bytes) -> bytes:

@@ -51,7 +51,7 @@ from torchtitan_ext.checkpoint.plan_cache import (
     own_keys,
     remember,
 )
-from torchtitan_ext.checkpoint.rank_table import EncodedTable, RankTable, encode_table
+from torchtitan_ext.checkpoint.rank_table import EncodedTable, RankTable, encode_table, host_digest, number_hosts
 from torchtitan_ext.checkpoint.stored_entries import stored_entries, stored_paths
 from torchtitan_ext.checkpoint.world import WORLD_KEY, world_record
 from torchtitan_ext.checkpoint.write_items import read_writes, write_items
@@ -177,7 +177,7 @@ class SavePlanner(StockSavePlanner):
         )
         self._table = table
         self._encoded = encode_table(table)
-        message = self._encoded.message
+        message = dataclasses.replace(self._encoded.message, host=host_digest())
         if self._enable_plan_caching:
             structure = message.structure()
             self._cached_plans_key = f"{CACHE_PREFIX}{type(self).__qualname__}:{structure}"
@@ -217,7 +217,7 @@ class SavePlanner(StockSavePlanner):
             self.metadata = dataclasses.replace(StockSavePlanner._cached_metadata[token])
             return self.global_plan, self.metadata
         token = f"{CACHE_PREFIX}{uuid.uuid4().hex}"
-        decisions = self._decide_writes(agreement, {problem.fqn for problem in differing}, token)
+        decisions = self._decide_writes(agreement, tables, {problem.fqn for problem in differing}, token)
         self.metadata = Metadata(stored_entries(agreement))
         if self.flatten_state_dict:
             self.metadata.planner_data = stored_paths(agreement, tables)
@@ -329,9 +329,11 @@ class SavePlanner(StockSavePlanner):
             return kind.is_object or not kind.is_plain
         return self._replicas == "strict"
 
-    def _decide_writes(self, agreement: Agreement, differing: set[str], token: str) -> list[WriteDecision]:
+    def _decide_writes(
+        self, agreement: Agreement, tables: Sequence[RankTable], differing: set[str], token: str
+    ) -> list[WriteDecision]:
         lowest = sorted(agreement.number_of[fqn] for fqn in differing)
-        plan = _core.WritePlan(agreement.world, self.dedup_save_to_lowest_rank, lowest)
+        plan = _core.WritePlan(agreement.world, self.dedup_save_to_lowest_rank, lowest, number_hosts(tables))
         several_boxes = [agreement.names[key] for key in plan.keys_of_several_boxes()[:_MAX_NAMED_KEYS]]
         return [
             WriteDecision(plan.decision(rank), token, rank, several_boxes) for rank in range(agreement.world.num_ranks)
