@@ -31,7 +31,53 @@ def find_cover_defect(
     global_shape: Sequence[int], boxes: Sequence[_Box]
 ) -> tuple[Literal["gap", "overlap", "out_of_bounds"], _Sizes, list[int]] | None: ...
 def may_overlap_itself(sizes: Sequence[int], strides: Sequence[int]) -> bool: ...
-def read_metadata_pickle(data: bytes) -> dict[str, Any]: ...
+
+class MetadataColumns:
+    """What a checkpoint's metadata says; keys, parts and chunk lists are known by their numbers."""
+
+    def __init__(self) -> None: ...
+    def add_chunk_list(self, chunks: list[Any], chunk_class: type, size_class: type) -> int | None:
+        """The list's number; ``None`` where a chunk is not of these classes."""
+    def add_bytes_key(self, fqn: str, /) -> None: ...
+    def add_tensor_key(
+        self,
+        fqn: str,
+        sizes: _Sizes,
+        dtype: str,
+        layout: str,
+        memory_format: int,
+        requires_grad: bool,
+        pin_memory: bool,
+        chunk_list: int,
+        /,
+    ) -> None: ...
+    def add_records(self, name: str, records: bytes, footer_offset: int) -> None:
+        """Adds where the records of a rank file lie."""
+    @property
+    def num_keys(self) -> int: ...
+    @property
+    def num_parts(self) -> int: ...
+    def names_of_keys(self) -> list[str]: ...
+    def find_key(self, fqn: str, /) -> int | None: ...
+    def key(self, number: int, /) -> tuple[_Sizes, str, str, int, bool, bool, int] | None:
+        """Sizes, dtype, layout, memory format, requires_grad, pin_memory, chunk list; ``None`` of other values."""
+    def chunk_list(self, number: int, /) -> list[tuple[_Sizes, _Sizes]]: ...
+    def find_part(self, fqn: str, offsets: Sequence[int] | None, /) -> int | None: ...
+    def index_of_part(self, number: int, /) -> tuple[str, _Sizes | None, int | None]: ...
+    def place_of_part(self, number: int, /) -> tuple[str, int, int, list[str] | None]: ...
+    def to_pickle(self, planner_data: Any, storage_meta: dict[str, Any], version: str) -> bytes | None:
+        """The file; ``None`` where a value is not plain."""
+    def to_tables(self, planner_data: Any, storage_meta: dict[str, Any], version: str) -> bytes | None:
+        """The tables of an index, without parts; ``None`` where a value is not plain."""
+
+def read_metadata_pickle(data: bytes) -> tuple[MetadataColumns, Any, Any, str | None]:
+    """Columns, planner_data, fields of storage_meta, version."""
+
+def read_metadata_tables(data: bytes, where: str) -> tuple[MetadataColumns, Any, dict[str, Any], str]:
+    """The same of the tables of an index."""
+
+def leads_outside(path: str) -> bool:
+    """Whether a file's path, relative to its checkpoint, is none."""
 
 # Files. Addresses are those of tensors' memory (data_ptr), which the caller keeps alive. System calls that fail raise
 # OSError with the path; damaged bytes raise FormatError.
@@ -92,8 +138,9 @@ def encode_index(
     metadata_digest: int,
     notes: Sequence[tuple[str, str]],
     files: Sequence[_File],
+    tables: bytes = b"",
 ) -> bytes: ...
-def parse_index(bytes: bytes, where: str) -> tuple[bytes, int, int, list[tuple[str, str]], list[_File]]: ...
+def parse_index(bytes: bytes, where: str) -> tuple[bytes, int, int, list[tuple[str, str]], list[_File], bytes]: ...
 def parse_records(
     bytes: bytes, footer_offset: int, where: str
 ) -> list[tuple[str, _Sizes | None, int | None, str, _Sizes, int, int, int]]:

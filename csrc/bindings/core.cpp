@@ -129,7 +129,7 @@ PYBIND11_MODULE(_core, module) {
              py::arg("observations"));
   module.def("find_cover_defect", &find_cover_defect_py, py::arg("global_shape"), py::arg("boxes"));
   module.def("may_overlap_itself", &may_overlap_itself_py, py::arg("sizes"), py::arg("strides"));
-  bind_metadata(module);
+  torchtitan_ext::bindings::define_metadata(module);
   torchtitan_ext::bindings::define_storage(module);
   register_plan(module);
 }

@@ -1,152 +1,229 @@
-// `.metadata` for Python: plain values out, no objects of torch.
+// A checkpoint's metadata for Python: columns that give plain values for what is asked, no objects of torch.
 #include "bindings/metadata.h"
 
 #include <pybind11/stl.h>
 
-#include <unordered_map>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
 
+#include "bindings/plain_values.h"
 #include "core/check.h"
 #include "core/metadata_pickle.h"
+#include "storage/metadata_tables.h"
 
 namespace py = pybind11;
-using namespace torchtitan_ext::core;  // NOLINT: this file only translates that namespace
 
+namespace torchtitan_ext::bindings {
 namespace {
 
-// Deeper than any state dict; a value that contains itself ends here too.
-constexpr int kMaxDepth = 200;
+using namespace core;  // NOLINT: this file only translates that namespace
 
-py::str to_str(std::string_view text) {
-  PyObject* value = PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "surrogatepass");
-  if (value == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::str>(value);
-}
-
-py::tuple to_tuple(const std::vector<int64_t>& numbers) {
+py::tuple to_tuple(std::span<const int64_t> numbers) {
   py::tuple result(numbers.size());
   for (size_t index = 0; index < numbers.size(); ++index) result[index] = py::int_(numbers[index]);
   return result;
 }
 
-// Values that were one object in the stream are one object again, so that a small file cannot become a large value.
-class PlainValues {
- public:
-  explicit PlainValues(const PickleGraph& graph) : graph_(graph) {}
-
-  py::object of(PickleGraph::Id id, int depth = 0) {
-    if (id == PickleGraph::kAbsent) return py::none();
-    TTE_CHECK(depth < kMaxDepth, ".metadata", "plain values are nested deeper than ", kMaxDepth,
-              ", or contain themselves");
-    if (const auto known = known_.find(id); known != known_.end()) return known->second;
-    py::object value = made(id, depth);
-    known_.emplace(id, value);
-    return value;
-  }
-
- private:
-  py::object made(PickleGraph::Id id, int depth) {
-    using Kind = PickleGraph::Kind;
-    switch (graph_.kind(id)) {
-      case Kind::kNone:
-        return py::none();
-      case Kind::kBool:
-        return py::bool_(graph_.integer(id) != 0);
-      case Kind::kInt:
-        return py::int_(graph_.integer(id));
-      case Kind::kFloat:
-        return py::float_(graph_.number(id));
-      case Kind::kText:
-        return to_str(graph_.text(id));
-      case Kind::kBytes:
-        return py::bytes(graph_.text(id).data(), graph_.text(id).size());
-      case Kind::kTuple:
-      case Kind::kList: {
-        py::list members;
-        for (auto member : graph_.members(id)) members.append(of(member, depth + 1));
-        if (graph_.kind(id) == Kind::kTuple) return py::tuple(members);
-        return members;
-      }
-      case Kind::kDict: {
-        py::dict members;
-        const auto pairs = graph_.members(id);
-        for (size_t index = 0; index + 1 < pairs.size(); index += 2) {
-          members[of(pairs[index], depth + 1)] = of(pairs[index + 1], depth + 1);
-        }
-        return members;
-      }
-      case Kind::kCall:
-        if (is_path(graph_.callee(id))) return of(graph_.arguments(id), depth + 1);
-        break;
-      case Kind::kName:
-        break;
-    }
-    const auto name = graph_.kind(id) == Kind::kCall ? graph_.callee(id) : id;
-    const bool is_name = graph_.kind(name) == Kind::kName;
-    throw std::invalid_argument(concat(".metadata: names ", is_name ? graph_.module_of(name) : "a call", ".",
-                                       is_name ? graph_.name_of(name) : "",
-                                       ", expected plain values; nothing was run"));
-  }
-
-  // A checkpoint_id that is a path comes out as the tuple of its parts.
-  bool is_path(PickleGraph::Id id) const {
-    if (graph_.kind(id) != PickleGraph::Kind::kName || graph_.name_of(id) != "PosixPath") return false;
-    return graph_.module_of(id) == "pathlib" || graph_.module_of(id) == "pathlib._local";
-  }
-
-  const PickleGraph& graph_;
-  std::unordered_map<PickleGraph::Id, py::object> known_;
-};
-
-py::object key_of(const SavedKey& key) {
-  if (!key.is_tensor) return py::make_tuple(to_str(key.fqn), py::none());
-  return py::make_tuple(to_str(key.fqn),
-                        py::make_tuple(to_tuple(key.sizes), to_str(key.dtype), to_str(key.layout), key.memory_format,
-                                       key.requires_grad, key.pin_memory, key.chunk_list));
+template <typename Member>
+const Member& at(const std::vector<Member>& members, size_t number) {
+  if (number >= members.size()) throw py::index_error("metadata has " + std::to_string(members.size()) + " of them");
+  return members[number];
 }
 
-py::list chunks_of(const SavedChunkList& list) {
+// ---- from Python ----
+uint32_t add_name(MetadataColumns& columns, const py::handle& name) { return columns.names.add(to_utf8(name)); }
+
+// The number of a torch.Size; none where it is something else.
+std::optional<uint32_t> add_sizes(MetadataColumns& columns, const py::handle& sizes, const py::handle& size_class) {
+  if (!py::type::handle_of(sizes).is(size_class)) return std::nullopt;
+  std::vector<int64_t> numbers;
+  for (Py_ssize_t dim = 0; dim < PyTuple_GET_SIZE(sizes.ptr()); ++dim) {
+    numbers.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(sizes.ptr(), dim)));
+    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+  }
+  return columns.sizes.add(numbers);
+}
+
+std::optional<uint32_t> add_chunk_list(MetadataColumns& columns, const py::list& list, const py::handle& chunk_class,
+                                       const py::handle& size_class) {
+  const py::str offsets_name("offsets"), sizes_name("sizes");
+  std::vector<SavedChunk> chunks;
+  for (const py::handle chunk : list) {
+    if (!py::type::handle_of(chunk).is(chunk_class)) return std::nullopt;
+    const auto offsets = add_sizes(columns, chunk.attr(offsets_name), size_class);
+    const auto sizes = add_sizes(columns, chunk.attr(sizes_name), size_class);
+    if (!offsets || !sizes) return std::nullopt;
+    chunks.push_back({*offsets, *sizes});
+  }
+  return columns.add_chunk_list(chunks);
+}
+
+void add_tensor_key(MetadataColumns& columns, const py::str& fqn, const py::handle& sizes, const py::str& dtype,
+                    const py::str& layout, int64_t memory_format, bool requires_grad, bool pin_memory,
+                    uint32_t chunk_list) {
+  const auto of_sizes = add_sizes(columns, sizes, py::type::handle_of(sizes));
+  columns.add_key({.fqn = add_name(columns, fqn),
+                   .is_tensor = true,
+                   .sizes = *of_sizes,
+                   .dtype = add_name(columns, dtype),
+                   .layout = add_name(columns, layout),
+                   .memory_format = memory_format,
+                   .requires_grad = requires_grad,
+                   .pin_memory = pin_memory,
+                   .chunk_list = chunk_list});
+}
+
+void add_records(MetadataColumns& columns, std::string name, const py::bytes& records, int64_t footer_offset) {
+  storage::SavedFile file;
+  file.name = std::move(name);
+  file.footer_offset = footer_offset;
+  file.records = static_cast<std::string_view>(records);
+  py::gil_scoped_release release;
+  storage::add_records(file, columns);
+}
+
+// ---- to Python ----
+py::list names_of_keys(const MetadataColumns& columns) {
+  py::list names;
+  for (const SavedKey& key : columns.keys()) names.append(to_str(columns.names[key.fqn]));
+  return names;
+}
+
+py::object key_at(const MetadataColumns& columns, size_t number) {
+  const SavedKey& key = at(columns.keys(), number);
+  if (!key.is_tensor) return py::none();
+  return py::make_tuple(to_tuple(columns.sizes[key.sizes]), to_str(columns.names[key.dtype]),
+                        to_str(columns.names[key.layout]), key.memory_format, key.requires_grad, key.pin_memory,
+                        key.chunk_list);
+}
+
+py::list chunk_list_at(const MetadataColumns& columns, size_t number) {
+  if (number >= columns.chunk_lists().size()) throw py::index_error("there is no such chunk list");
   py::list chunks;
-  for (size_t chunk = 0; chunk < list.num_chunks; ++chunk) {
-    const auto begin = static_cast<ptrdiff_t>(chunk * list.num_dims),
-               end = begin + static_cast<ptrdiff_t>(list.num_dims);
-    chunks.append(py::make_tuple(to_tuple({list.offsets.begin() + begin, list.offsets.begin() + end}),
-                                 to_tuple({list.sizes.begin() + begin, list.sizes.begin() + end})));
+  for (const SavedChunk& chunk : columns.chunk_lists()[number]) {
+    chunks.append(py::make_tuple(to_tuple(columns.sizes[chunk.offsets]), to_tuple(columns.sizes[chunk.sizes])));
   }
   return chunks;
 }
 
-py::tuple part_of(const SavedPart& part) {
-  py::list transforms;
-  for (auto transform : part.transforms) transforms.append(to_str(transform));
-  py::object offsets = part.offsets ? py::object(to_tuple(*part.offsets)) : py::none();
-  return py::make_tuple(to_str(part.fqn), offsets, part.index, to_str(part.path), part.offset_bytes, part.length_bytes,
-                        transforms);
+py::tuple index_of_part(const MetadataColumns& columns, size_t number) {
+  const SavedPart& part = at(columns.parts(), number);
+  const py::object offsets =
+      part.offsets == SavedPart::kNone ? py::object(py::none()) : to_tuple(columns.sizes[part.offsets]);
+  const py::object index = part.index == SavedPart::kNoIndex ? py::object(py::none()) : py::int_(part.index);
+  return py::make_tuple(to_str(columns.names[part.fqn]), offsets, index);
 }
 
-py::dict read_metadata_pickle(const py::bytes& data) {
+py::tuple place_of_part(const MetadataColumns& columns, size_t number) {
+  const SavedPart& part = at(columns.parts(), number);
+  py::object transforms = py::none();
+  if (part.transforms != SavedPart::kNone) {
+    py::list names;
+    for (const uint32_t name : columns.transforms()[part.transforms]) names.append(to_str(columns.names[name]));
+    transforms = names;
+  }
+  return py::make_tuple(to_str(columns.names[part.path]), part.offset_bytes, part.length_bytes, transforms);
+}
+
+std::optional<size_t> found(uint32_t number) {
+  return number == HashedNumbers::kNone ? std::nullopt : std::optional<size_t>(number);
+}
+
+// ---- files ----
+py::tuple read_metadata_pickle(const py::bytes& data) {
   const std::string_view view(data);
   std::optional<PickleGraph> graph;
-  SavedMetadata saved;
+  MetadataColumns columns;
+  PlainMetadata plain;
   {
     py::gil_scoped_release release;
     graph.emplace(view);
-    saved = read_metadata(*graph);
+    plain = read_metadata(*graph, columns);
   }
-  PlainValues values(*graph);
-  py::list keys, chunk_lists, parts;
-  for (const auto& key : saved.keys) keys.append(key_of(key));
-  for (const auto& list : saved.chunk_lists) chunk_lists.append(chunks_of(list));
-  for (const auto& part : saved.parts) parts.append(part_of(part));
-  py::dict result;
-  result["keys"] = keys;
-  result["chunk_lists"] = chunk_lists;
-  result["parts"] = parts;
-  result["planner_data"] = values.of(saved.planner_data);
-  result["storage_meta"] = values.of(saved.storage_meta);
-  result["version"] = saved.version.empty() ? py::object(py::none()) : py::object(to_str(saved.version));
-  return result;
+  const py::object version = plain.version.empty() ? py::object(py::none()) : py::object(to_str(plain.version));
+  return py::make_tuple(std::move(columns), plain_of_pickle(*graph, plain.planner_data),
+                        plain_of_pickle(*graph, plain.storage_meta), version);
+}
+
+void write_storage_meta(const py::dict& fields, PickleWriter& out) {
+  for (const auto& [name, value] : fields) {
+    write_plain(name, out);
+    if (py::isinstance<py::tuple>(value)) {
+      write_path(out, to_utf8(value[py::int_(0)]));
+    } else {
+      write_plain(value, out);
+    }
+  }
+}
+
+py::object write_metadata_pickle(const MetadataColumns& columns, const py::object& planner_data,
+                                 const py::dict& storage_meta, const std::string& version) {
+  const PlainWriters plain{[&](PickleWriter& out) { write_plain(planner_data, out); },
+                           [&](PickleWriter& out) { write_storage_meta(storage_meta, out); }, version};
+  try {
+    return py::bytes(write_metadata(columns, plain));
+  } catch (const NotPlain&) {
+    return py::none();
+  }
+}
+
+py::object write_tables(const MetadataColumns& columns, const py::object& planner_data, const py::dict& storage_meta,
+                        const std::string& version) {
+  storage::ByteWriter out;
+  storage::encode_columns(columns, out);
+  storage::PlainEncoder plain(out);
+  try {
+    write_plain(py::make_tuple(planner_data, storage_meta, version), plain);
+  } catch (const NotPlain&) {
+    return py::none();
+  }
+  return py::bytes(out.bytes());
+}
+
+py::tuple read_tables(const py::bytes& data, const std::string& where) {
+  storage::ByteReader reader(data, where + ", tables");
+  MetadataColumns columns = storage::parse_columns(reader);
+  const py::object plain = plain_of_bytes(reader);
+  const auto is_whole = [&] {
+    return py::isinstance<py::tuple>(plain) && py::len(plain) == 3 && py::isinstance<py::dict>(plain[py::int_(1)]) &&
+           py::isinstance<py::str>(plain[py::int_(2)]);
+  };
+  if (!is_whole() || reader.left() != 0) {
+    storage::throw_format_error(reader.where(), reader.byte(), "the tables do not end with their three plain values");
+  }
+  return py::make_tuple(std::move(columns), plain[py::int_(0)], plain[py::int_(1)], plain[py::int_(2)]);
 }
 
 }  // namespace
 
-void bind_metadata(py::module_& module) { module.def("read_metadata_pickle", &read_metadata_pickle, py::arg("data")); }
+void define_metadata(py::module_& module) {
+  py::class_<MetadataColumns>(module, "MetadataColumns")
+      .def(py::init<>())
+      .def("add_chunk_list", &add_chunk_list, py::arg("chunks"), py::arg("chunk_class"), py::arg("size_class"))
+      .def("add_bytes_key",
+           [](MetadataColumns& self, const py::str& fqn) { self.add_key({.fqn = add_name(self, fqn)}); })
+      .def("add_tensor_key", &add_tensor_key)
+      .def("add_records", &add_records, py::arg("name"), py::arg("records"), py::arg("footer_offset"))
+      .def_property_readonly("num_keys", [](const MetadataColumns& self) { return self.keys().size(); })
+      .def_property_readonly("num_parts", [](const MetadataColumns& self) { return self.parts().size(); })
+      .def("names_of_keys", &names_of_keys)
+      .def("find_key",
+           [](const MetadataColumns& self, const py::str& fqn) { return found(self.find_key(to_utf8(fqn))); })
+      .def("key", &key_at)
+      .def("chunk_list", &chunk_list_at)
+      .def("find_part",
+           [](const MetadataColumns& self, const py::str& fqn, const std::optional<Sizes>& offsets) {
+             return found(self.find_part(to_utf8(fqn), offsets));
+           })
+      .def("index_of_part", &index_of_part)
+      .def("place_of_part", &place_of_part)
+      .def("to_pickle", &write_metadata_pickle, py::arg("planner_data"), py::arg("storage_meta"), py::arg("version"))
+      .def("to_tables", &write_tables, py::arg("planner_data"), py::arg("storage_meta"), py::arg("version"));
+  module.def("read_metadata_pickle", &read_metadata_pickle, py::arg("data"));
+  module.def("read_metadata_tables", &read_tables, py::arg("data"), py::arg("where"));
+  module.def("leads_outside", &leads_outside, py::arg("path"));
+}
+
+}  // namespace torchtitan_ext::bindings

@@ -3,4 +3,8 @@
 
 #include <pybind11/pybind11.h>
 
-void bind_metadata(pybind11::module_& module);
+namespace torchtitan_ext::bindings {
+
+void define_metadata(pybind11::module_& module);
+
+}  // namespace torchtitan_ext::bindings

@@ -102,8 +102,8 @@ void define_writer(py::module_& module) {
 }
 
 py::bytes encode_index_py(std::string_view save_id, int64_t metadata_bytes, uint64_t metadata_digest, Notes notes,
-                          const std::vector<FileTuple>& tuples) {
-  Index index{to_save_id(save_id), metadata_bytes, metadata_digest, std::move(notes), {}};
+                          const std::vector<FileTuple>& tuples, std::string tables) {
+  Index index{to_save_id(save_id), metadata_bytes, metadata_digest, std::move(notes), {}, std::move(tables)};
   for (const auto& [name, rank, num_bytes, footer_offset, footer_digest, records] : tuples) {
     index.files.push_back({name, rank, num_bytes, footer_offset, footer_digest, std::string(records)});
   }
@@ -123,7 +123,7 @@ py::tuple parse_index_py(const py::bytes& bytes, const std::string& where) {
                                 py::bytes(file.records)));
   }
   return py::make_tuple(to_bytes(index.save_id), index.metadata_bytes, index.metadata_digest, py::cast(index.notes),
-                        files);
+                        files, py::bytes(index.tables));
 }
 
 py::list parse_records_py(std::string_view bytes, int64_t footer_offset, const std::string& where) {
@@ -277,7 +277,7 @@ void define_storage(py::module_& module) {
     return digest_of(view);
   });
   module.def("encode_index", &encode_index_py, py::arg("save_id"), py::arg("metadata_bytes"),
-             py::arg("metadata_digest"), py::arg("notes"), py::arg("files"));
+             py::arg("metadata_digest"), py::arg("notes"), py::arg("files"), py::arg("tables") = py::bytes());
   module.def("parse_index", &parse_index_py, py::arg("bytes"), py::arg("where"));
   module.def("parse_records", &parse_records_py, py::arg("bytes"), py::arg("footer_offset"), py::arg("where"));
   module.def("find_tensors", &find_tensors, py::arg("path"), py::arg("places"), py::arg("num_threads"));

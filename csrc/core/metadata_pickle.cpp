@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <unordered_map>
+#include <utility>
 
 #include "core/check.h"
 
@@ -19,71 +20,39 @@ constexpr std::string_view kFileSystem = "torch.distributed.checkpoint.filesyste
 // Where TensorProperties and its memory format lived before torch 2.3.
 constexpr std::string_view kOldMetadata = "torch.distributed._shard.sharded_tensor.metadata";
 
-constexpr std::array<std::string_view, 46> kDtypes = {"bool",
-                                                      "uint8",
-                                                      "int8",
-                                                      "int16",
-                                                      "int32",
-                                                      "int64",
-                                                      "uint16",
-                                                      "uint32",
-                                                      "uint64",
-                                                      "float16",
-                                                      "bfloat16",
-                                                      "float32",
-                                                      "float64",
-                                                      "complex32",
-                                                      "complex64",
-                                                      "complex128",
-                                                      "float8_e4m3fn",
-                                                      "float8_e5m2",
-                                                      "float8_e4m3fnuz",
-                                                      "float8_e5m2fnuz",
-                                                      "float8_e8m0fnu",
-                                                      "float4_e2m1fn_x2",
-                                                      "quint8",
-                                                      "qint8",
-                                                      "qint32",
-                                                      "quint4x2",
-                                                      "quint2x4",
-                                                      "bits8",
-                                                      "bits16",
-                                                      "bits1x8",
-                                                      "bits2x4",
-                                                      "bits4x2",
-                                                      "int1",
-                                                      "int2",
-                                                      "int3",
-                                                      "int4",
-                                                      "int5",
-                                                      "int6",
-                                                      "int7",
-                                                      "uint1",
-                                                      "uint2",
-                                                      "uint3",
-                                                      "uint4",
-                                                      "uint5",
-                                                      "uint6",
-                                                      "uint7"};
+// More than any class has: what a small file says again and again must not take long.
+constexpr size_t kMaxFields = 16;
+
+// A class by its name. Most files name it once, so that its node is known at once from then on.
+struct Class {
+  std::string_view module, name;
+  Id node = kAbsent;
+};
 
 class MetadataReader {
  public:
-  explicit MetadataReader(const PickleGraph& graph) : graph_(graph) {}
+  MetadataReader(const PickleGraph& graph, MetadataColumns& columns) : graph_(graph), columns_(columns) {}
 
-  SavedMetadata read() {
-    const Id fields = fields_of(graph_.root(), kMetadata, "Metadata", "Metadata");
-    read_keys(field(fields, "state_dict_metadata"));
-    const Id storage = field(fields, "storage_data");
-    if (is(storage, Kind::kDict)) read_parts(storage);
-    if (Id data = field(fields, "planner_data"); !is_none(data)) metadata_.planner_data = data;
-    if (Id meta = field(fields, "storage_meta"); !is_none(meta)) {
-      metadata_.storage_meta = fields_of(meta, kMetadata, "StorageMeta", "storage_meta");
+  PlainMetadata read() {
+    const auto fields = fields_of(graph_.root(), metadata_, "Metadata");
+    const Id keys = graph_.find(fields, "state_dict_metadata"), parts = graph_.find(fields, "storage_data"),
+             data = graph_.find(fields, "planner_data"), meta = graph_.find(fields, "storage_meta"),
+             version = graph_.find(fields, "version");
+    read_keys(keys);
+    if (is(parts, Kind::kDict)) read_parts(parts);
+    PlainMetadata plain;
+    if (!is_none(data)) plain.planner_data = data;
+    if (!is_none(version)) plain.version = text_of(version, "version");
+    if (!is_none(meta)) {
+      fields_of(meta, storage_meta_, "storage_meta");
+      plain.storage_meta = graph_.state(meta);
     }
-    if (Id version = field(fields, "version"); !is_none(version)) metadata_.version = text_of(version, "version");
-    return std::move(metadata_);
+    return plain;
   }
 
  private:
+  using Members = std::span<const Id>;
+
   [[noreturn]] static void fail(std::string_view where, std::string_view what) {
     throw std::invalid_argument(concat(".metadata: ", where, ": ", what));
   }
@@ -91,19 +60,24 @@ class MetadataReader {
   bool is(Id id, Kind kind) const { return id != kAbsent && graph_.kind(id) == kind; }
   bool is_none(Id id) const { return id == kAbsent || graph_.kind(id) == Kind::kNone; }
 
-  bool is_named(Id id, std::string_view module, std::string_view name) const {
-    return is(id, Kind::kName) && graph_.module_of(id) == module && graph_.name_of(id) == name;
+  bool is_named(Id id, Class& wanted) const {
+    if (id == wanted.node && id != kAbsent) return true;
+    if (!is(id, Kind::kName) || graph_.module_of(id) != wanted.module || graph_.name_of(id) != wanted.name)
+      return false;
+    wanted.node = id;
+    return true;
   }
 
-  // The value of a field, or kAbsent: classes of newer torch leave out fields that are None.
-  Id field(Id fields, std::string_view name) const {
-    return is(fields, Kind::kDict) ? graph_.find(fields, name) : kAbsent;
-  }
+  bool is_call_of(Id id, Class& wanted) const { return is(id, Kind::kCall) && is_named(graph_.callee(id), wanted); }
 
-  // The state of an object of one class: a dict of its fields, or the tuple that its __getstate__ makes.
-  Id fields_of(Id object, std::string_view module, std::string_view name, std::string_view where) const {
-    if (!is(object, Kind::kCall) || !is_named(graph_.callee(object), module, name)) refuse(object, where, name);
-    return graph_.state(object);
+  // The state of an object of one class: a dict of its fields, or what its __getstate__ makes. Fields that are None are
+  // left out by classes of newer torch.
+  Members fields_of(Id object, Class& of_class, std::string_view where) {
+    if (!is_call_of(object, of_class)) refuse(object, where, of_class.name);
+    const Id state = graph_.state(object);
+    if (!is(state, Kind::kDict)) return {};
+    if (graph_.num_members(state) > 2 * kMaxFields) fail(where, "has more fields than its class");
+    return graph_.members(state, fields_);
   }
 
   [[noreturn]] void refuse(Id id, std::string_view where, std::string_view expected) const {
@@ -130,161 +104,175 @@ class MetadataReader {
     return graph_.integer(id) != 0;
   }
 
-  // torch.Size((2, 3)), or a plain tuple or list.
-  std::vector<int64_t> sizes_of(Id id, std::string_view where) const {
-    if (is(id, Kind::kCall) && is_named(graph_.callee(id), "torch", "Size")) {
-      const auto arguments = graph_.members(graph_.arguments(id));
-      if (arguments.empty()) return {};
-      id = arguments[0];
-    }
-    if (!is(id, Kind::kTuple) && !is(id, Kind::kList)) refuse(id, where, "torch.Size");
-    std::vector<int64_t> sizes;
-    for (Id member : graph_.members(id)) {
-      sizes.push_back(integer_of(member, where));
-      if (sizes.back() < 0) fail(where, "has a negative offset or size");
-    }
-    return sizes;
+  // The only argument of a call.
+  Id argument_of(Id call, std::string_view where, std::string_view expected) {
+    const Members arguments = graph_.members(graph_.arguments(call), arguments_);
+    if (arguments.size() != 1) refuse(call, where, expected);
+    return arguments[0];
   }
 
-  std::string_view dtype_of(Id id, std::string_view where) const {
+  // The number of torch.Size((2, 3)), or of a plain tuple or list.
+  uint32_t sizes_of(Id id, std::string_view where) {
+    if (is_call_of(id, size_)) {
+      if (graph_.num_members(graph_.arguments(id)) == 0) return columns_.sizes.add({});
+      id = argument_of(id, where, "torch.Size");
+    }
+    if (!is(id, Kind::kTuple) && !is(id, Kind::kList)) refuse(id, where, "torch.Size");
+    const Members members = graph_.members(id, arguments_);
+    if (members.size() > kMaxDims) fail(where, concat("has more than ", kMaxDims, " dims"));
+    sizes_.clear();
+    for (const Id member : members) {
+      sizes_.push_back(integer_of(member, where));
+      if (sizes_.back() < 0) fail(where, "has a negative offset or size");
+    }
+    return columns_.sizes.add(sizes_);
+  }
+
+  uint32_t dtype_of(Id id, std::string_view where) {
     if (!is(id, Kind::kName) || graph_.module_of(id) != "torch") refuse(id, where, "a torch.dtype");
-    if (std::find(kDtypes.begin(), kDtypes.end(), graph_.name_of(id)) == kDtypes.end())
-      refuse(id, where, "a torch.dtype");
-    return graph_.name_of(id);
+    if (!is_dtype_name(graph_.name_of(id))) refuse(id, where, "a torch.dtype");
+    return columns_.names.add(graph_.name_of(id));
   }
 
   // torch.serialization._get_layout("torch.strided")
-  std::string_view layout_of(Id id, std::string_view where) const {
-    if (!is(id, Kind::kCall) || !is_named(graph_.callee(id), "torch.serialization", "_get_layout")) {
-      refuse(id, where, "a torch.layout");
-    }
-    const auto arguments = graph_.members(graph_.arguments(id));
-    if (arguments.size() != 1) fail(where, "has a torch.layout without a name");
-    return text_of(arguments[0], where);
+  uint32_t layout_of(Id id, std::string_view where) {
+    if (!is_call_of(id, get_layout_)) refuse(id, where, "a torch.layout");
+    const auto layout = text_of(argument_of(id, where, "a torch.layout"), where);
+    if (!is_layout_name(layout)) refuse(id, where, "a torch.layout");
+    return columns_.names.add(layout);
   }
 
   // A member of the enum: by value, or by name as Python 3.11 writes it (getattr(enum, name)).
-  int64_t memory_format_of(Id id, std::string_view where) const {
+  int64_t memory_format_of(Id id, std::string_view where) {
+    constexpr std::array<std::string_view, kNumMemoryFormats> kNames = {"TORCH_CONTIGUOUS_FORMAT",
+                                                                        "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT"};
     if (!is(id, Kind::kCall)) refuse(id, where, "a memory format");
     const auto arguments = graph_.members(graph_.arguments(id));
-    if (is_memory_format(graph_.callee(id)) && arguments.size() == 1) return integer_of(arguments[0], where);
-    if (is_named(graph_.callee(id), "builtins", "getattr") && arguments.size() == 2 && is_memory_format(arguments[0])) {
-      constexpr std::array<std::string_view, 3> kNames = {"TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST",
-                                                          "TORCH_PRESERVE_FORMAT"};
+    if (is_memory_format(graph_.callee(id)) && arguments.size() == 1) {
+      const int64_t value = integer_of(arguments[0], where);
+      if (value >= 0 && value < kNumMemoryFormats) return value;
+    }
+    if (is_named(graph_.callee(id), getattr_) && arguments.size() == 2 && is_memory_format(arguments[0])) {
       const auto found = std::find(kNames.begin(), kNames.end(), text_of(arguments[1], where));
       if (found != kNames.end()) return found - kNames.begin();
     }
     refuse(id, where, "a memory format");
   }
 
-  bool is_memory_format(Id id) const {
-    return is_named(id, kMetadata, "_MEM_FORMAT_ENCODING") || is_named(id, kOldMetadata, "MEM_FORMAT_ENCODING");
-  }
+  bool is_memory_format(Id id) { return is_named(id, memory_format_) || is_named(id, old_memory_format_); }
 
   void read_keys(Id dict) {
     if (!is(dict, Kind::kDict)) refuse(dict, "state_dict_metadata", "a dict");
     const auto pairs = graph_.members(dict);
-    metadata_.keys.reserve(pairs.size() / 2);
     for (size_t index = 0; index + 1 < pairs.size(); index += 2) {
-      const auto fqn = text_of(pairs[index], "state_dict_metadata");
-      metadata_.keys.push_back(key_of(fqn, pairs[index + 1]));
+      columns_.add_key(key_of(text_of(pairs[index], "state_dict_metadata"), pairs[index + 1]));
     }
   }
 
   SavedKey key_of(std::string_view fqn, Id value) {
-    SavedKey key{.fqn = fqn, .sizes = {}, .dtype = {}, .layout = {}};
-    if (is(value, Kind::kCall) && is_named(graph_.callee(value), kMetadata, "BytesStorageMetadata")) return key;
-    const Id fields = fields_of(value, kMetadata, "TensorStorageMetadata", fqn);
+    SavedKey key{.fqn = columns_.names.add(fqn)};
+    if (is_call_of(value, bytes_entry_)) return key;
+    const auto fields = fields_of(value, tensor_entry_, fqn);
+    const Id size = graph_.find(fields, "size"), properties = graph_.find(fields, "properties"),
+             chunks = graph_.find(fields, "chunks");
     key.is_tensor = true;
-    key.sizes = sizes_of(field(fields, "size"), fqn);
-    read_properties(field(fields, "properties"), key);
-    key.chunk_list = chunk_list_of(field(fields, "chunks"), fqn);
-    const auto& chunks = metadata_.chunk_lists[key.chunk_list];
-    if (chunks.num_chunks > 0 && chunks.num_dims != key.sizes.size()) fail(fqn, "has chunks of other numbers of dims");
+    key.sizes = sizes_of(size, fqn);
+    read_properties(properties, fqn, key);
+    key.chunk_list = chunk_list_of(chunks, fqn);
+    const auto& list = columns_.chunk_lists()[key.chunk_list];
+    if (!list.empty() && columns_.sizes[list[0].sizes].size() != columns_.sizes[key.sizes].size()) {
+      fail(fqn, "has chunks of other numbers of dims");
+    }
     return key;
   }
 
-  void read_properties(Id properties, SavedKey& key) {
-    if (!is(properties, Kind::kCall)) refuse(properties, key.fqn, "TensorProperties");
-    const bool is_old = is_named(graph_.callee(properties), kOldMetadata, "TensorProperties");
-    if (!is_old && !is_named(graph_.callee(properties), kMetadata, "TensorProperties")) {
-      refuse(properties, key.fqn, "TensorProperties");
+  void read_properties(Id properties, std::string_view fqn, SavedKey& key) {
+    if (!is_call_of(properties, properties_) && !is_call_of(properties, old_properties_)) {
+      refuse(properties, fqn, "TensorProperties");
     }
     const Id state = graph_.state(properties);
-    if (!is(state, Kind::kTuple)) refuse(state, key.fqn, "the state of TensorProperties");
+    if (!is(state, Kind::kTuple)) refuse(state, fqn, "the state of TensorProperties");
     const auto values = graph_.members(state);
-    if (values.size() != 5) fail(key.fqn, "has TensorProperties of other fields");
-    key.dtype = dtype_of(values[0], key.fqn);
-    key.layout = layout_of(values[1], key.fqn);
-    key.requires_grad = flag_of(values[2], key.fqn);
-    key.memory_format = memory_format_of(values[3], key.fqn);
-    key.pin_memory = flag_of(values[4], key.fqn);
+    if (values.size() != 5) fail(fqn, "has TensorProperties of other fields");
+    key.dtype = dtype_of(values[0], fqn);
+    key.layout = layout_of(values[1], fqn);
+    key.requires_grad = flag_of(values[2], fqn);
+    key.memory_format = memory_format_of(values[3], fqn);
+    key.pin_memory = flag_of(values[4], fqn);
   }
 
-  size_t chunk_list_of(Id list, std::string_view fqn) {
+  uint32_t chunk_list_of(Id list, std::string_view fqn) {
     if (!is(list, Kind::kList)) refuse(list, fqn, "a list of chunks");
-    const auto [known, is_new] = list_of_.try_emplace(list, metadata_.chunk_lists.size());
-    if (!is_new) return known->second;
-    SavedChunkList chunks;
-    for (Id chunk : graph_.members(list)) {
-      const Id fields = fields_of(chunk, kMetadata, "ChunkStorageMetadata", fqn);
-      const auto offsets = sizes_of(field(fields, "offsets"), fqn);
-      const auto sizes = sizes_of(field(fields, "sizes"), fqn);
-      if (chunks.num_chunks == 0) chunks.num_dims = offsets.size();
-      if (offsets.size() != chunks.num_dims || sizes.size() != chunks.num_dims)
+    if (const auto known = list_of_.find(list); known != list_of_.end()) return known->second;
+    std::vector<SavedChunk> chunks;
+    size_t num_dims = 0;
+    for (const Id chunk : graph_.members(list)) {
+      const auto fields = fields_of(chunk, chunk_, fqn);
+      const Id of_offsets = graph_.find(fields, "offsets"), of_sizes = graph_.find(fields, "sizes");
+      const SavedChunk saved{sizes_of(of_offsets, fqn), sizes_of(of_sizes, fqn)};
+      if (chunks.empty()) num_dims = columns_.sizes[saved.sizes].size();
+      if (columns_.sizes[saved.offsets].size() != num_dims || columns_.sizes[saved.sizes].size() != num_dims)
         fail(fqn, "has chunks of several numbers of dims");
-      chunks.offsets.insert(chunks.offsets.end(), offsets.begin(), offsets.end());
-      chunks.sizes.insert(chunks.sizes.end(), sizes.begin(), sizes.end());
-      ++chunks.num_chunks;
+      chunks.push_back(saved);
     }
-    metadata_.chunk_lists.push_back(std::move(chunks));
-    return known->second;
+    return list_of_[list] = columns_.add_chunk_list(chunks);
   }
 
   void read_parts(Id dict) {
     const auto pairs = graph_.members(dict);
-    metadata_.parts.reserve(pairs.size() / 2);
     for (size_t index = 0; index + 1 < pairs.size(); index += 2) {
-      const Id place = fields_of(pairs[index], kMetadata, "MetadataIndex", "storage_data");
-      SavedPart part{.fqn = text_of(field(place, "fqn"), "storage_data"),
-                     .offsets = {},
-                     .index = {},
-                     .path = {},
-                     .transforms = {}};
-      if (Id offsets = field(place, "offset"); !is_none(offsets)) part.offsets = sizes_of(offsets, part.fqn);
-      if (Id hint = field(place, "index"); !is_none(hint)) part.index = integer_of(hint, part.fqn);
-      const Id info = fields_of(pairs[index + 1], kFileSystem, "_StorageInfo", part.fqn);
-      part.path = text_of(field(info, "relative_path"), part.fqn);
-      if (leads_outside(part.path)) fail(part.fqn, concat("lies outside of the checkpoint: ", part.path));
-      part.offset_bytes = integer_of(field(info, "offset"), part.fqn);
-      part.length_bytes = integer_of(field(info, "length"), part.fqn);
-      if (part.offset_bytes < 0 || part.length_bytes < 0) fail(part.fqn, "has a negative place in its file");
-      if (Id transforms = field(info, "transform_descriptors"); !is_none(transforms)) {
-        if (!is(transforms, Kind::kList) && !is(transforms, Kind::kTuple))
-          refuse(transforms, part.fqn, "a list of texts");
-        for (Id transform : graph_.members(transforms)) part.transforms.push_back(text_of(transform, part.fqn));
+      SavedPart part;
+      const auto place = fields_of(pairs[index], index_, "storage_data");
+      const std::string_view fqn = text_of(graph_.find(place, "fqn"), "storage_data");
+      part.fqn = columns_.names.add(fqn);
+      if (Id hint = graph_.find(place, "index"); !is_none(hint)) part.index = integer_of(hint, fqn);
+      if (Id offsets = graph_.find(place, "offset"); !is_none(offsets)) part.offsets = sizes_of(offsets, fqn);
+      const auto info = fields_of(pairs[index + 1], storage_info_, fqn);
+      part.path = path_of(graph_.find(info, "relative_path"), fqn);
+      part.offset_bytes = integer_of(graph_.find(info, "offset"), fqn);
+      part.length_bytes = integer_of(graph_.find(info, "length"), fqn);
+      if (part.offset_bytes < 0 || part.length_bytes < 0 ||
+          part.offset_bytes > std::numeric_limits<int64_t>::max() - part.length_bytes) {
+        fail(fqn, "has a place that no file has");
       }
-      metadata_.parts.push_back(std::move(part));
+      const Id transforms = graph_.find(info, "transform_descriptors");
+      if (!is_none(transforms)) part.transforms = transforms_of(transforms, fqn);
+      columns_.add_part(part);
     }
   }
 
-  static bool leads_outside(std::string_view path) {
-    if (path.empty() || path.front() == '/' || path.find('\0') != std::string_view::npos) return true;
-    for (size_t begin = 0; begin <= path.size();) {
-      const size_t end = std::min(path.find('/', begin), path.size());
-      if (path.substr(begin, end - begin) == "..") return true;
-      begin = end + 1;
-    }
-    return false;
+  uint32_t path_of(Id id, std::string_view fqn) {
+    const std::string_view path = text_of(id, fqn);
+    if (leads_outside(path)) fail(fqn, concat("lies outside of the checkpoint: ", path));
+    return columns_.names.add(path);
+  }
+
+  uint32_t transforms_of(Id list, std::string_view fqn) {
+    if (!is(list, Kind::kList) && !is(list, Kind::kTuple)) refuse(list, fqn, "a list of texts");
+    if (const auto known = transforms_of_.find(list); known != transforms_of_.end()) return known->second;
+    std::vector<uint32_t> names;
+    for (const Id name : graph_.members(list)) names.push_back(columns_.names.add(text_of(name, fqn)));
+    return transforms_of_[list] = columns_.add_transforms(names);
   }
 
   const PickleGraph& graph_;
-  SavedMetadata metadata_;
-  std::unordered_map<Id, size_t> list_of_;
+  MetadataColumns& columns_;
+  Class metadata_{kMetadata, "Metadata"}, storage_meta_{kMetadata, "StorageMeta"},
+      tensor_entry_{kMetadata, "TensorStorageMetadata"}, bytes_entry_{kMetadata, "BytesStorageMetadata"},
+      properties_{kMetadata, "TensorProperties"}, old_properties_{kOldMetadata, "TensorProperties"},
+      memory_format_{kMetadata, "_MEM_FORMAT_ENCODING"}, old_memory_format_{kOldMetadata, "MEM_FORMAT_ENCODING"},
+      chunk_{kMetadata, "ChunkStorageMetadata"}, index_{kMetadata, "MetadataIndex"}, size_{"torch", "Size"},
+      storage_info_{kFileSystem, "_StorageInfo"}, get_layout_{"torch.serialization", "_get_layout"},
+      getattr_{"builtins", "getattr"};
+  std::unordered_map<Id, uint32_t> list_of_, transforms_of_;
+  std::vector<Id> fields_, arguments_;  // of the object that is being read
+  std::vector<int64_t> sizes_;
 };
 
 }  // namespace
 
-SavedMetadata read_metadata(const PickleGraph& graph) { return MetadataReader(graph).read(); }
+PlainMetadata read_metadata(const PickleGraph& graph, MetadataColumns& columns) {
+  return MetadataReader(graph, columns).read();
+}
 
 }  // namespace torchtitan_ext::core

@@ -19,6 +19,7 @@ class PickleMachine {
     require(byte() == 0x80, "does not begin as a pickle of protocol 2 or later");
     const uint8_t protocol = byte();
     require(protocol >= 2 && protocol <= 5, "has a protocol other than 2 to 5");
+    empty_tuple_ = add({.kind = Kind::kTuple});
     while (step(byte())) {
     }
     require(stack_.size() == 1 && marks_.empty(), "does not end with one value");
@@ -42,8 +43,10 @@ class PickleMachine {
   }
 
   uint64_t unsigned_of(size_t num_bytes) {
+    require(num_bytes <= data_.size() - at_, "ends early");
     uint64_t value = 0;
-    for (size_t index = 0; index < num_bytes; ++index) value |= static_cast<uint64_t>(byte()) << (8 * index);
+    std::memcpy(&value, data_.data() + at_, num_bytes);
+    at_ += num_bytes;
     return value;
   }
 
@@ -72,13 +75,20 @@ class PickleMachine {
 
   // ---- the graph ----
   Id add(PickleGraph::Node node) {
+    require(graph_.nodes_.size() < PickleGraph::kSmall, "has too many values");
     graph_.nodes_.push_back(node);
     return static_cast<Id>(graph_.nodes_.size() - 1);
   }
 
   void push(PickleGraph::Node node) { stack_.push_back(add(node)); }
 
-  void push_integer(Kind kind, int64_t value) { push({.kind = kind, .payload = static_cast<uint64_t>(value)}); }
+  void push_integer(int64_t value) {
+    if (value >= 0 && value < PickleGraph::kSmallEnd) {
+      stack_.push_back(static_cast<Id>(value) | PickleGraph::kSmall);
+    } else {
+      push({.kind = Kind::kInt, .payload = static_cast<uint64_t>(value)});
+    }
+  }
 
   Id pop() {
     require(stack_.size() > (marks_.empty() ? 0 : marks_.back()), "takes a value from an empty stack");
@@ -88,7 +98,7 @@ class PickleMachine {
   }
 
   Id top(Kind kind, std::string_view what) const {
-    require(!stack_.empty() && graph_.nodes_[stack_.back()].kind == kind, what);
+    require(!stack_.empty() && graph_.kind(stack_.back()) == kind, what);
     return stack_.back();
   }
 
@@ -126,13 +136,13 @@ class PickleMachine {
 
   // Members for the list or dict below them.
   void extend_below(Kind kind, size_t from, std::string_view what) {
-    require(from > 0 && from <= stack_.size() && graph_.nodes_[stack_[from - 1]].kind == kind, what);
+    require(from > 0 && from <= stack_.size() && graph_.kind(stack_[from - 1]) == kind, what);
     require(kind != Kind::kDict || (stack_.size() - from) % 2 == 0, "has a key without a value");
     extend(stack_[from - 1], from);
   }
 
   void name(Id module, Id name) {
-    require(graph_.nodes_[module].kind == Kind::kText && graph_.nodes_[name].kind == Kind::kText,
+    require(graph_.kind(module) == Kind::kText && graph_.kind(name) == Kind::kText,
             "names something by other than texts");
     push({.kind = Kind::kName, .first = module, .second = name});
   }
@@ -141,7 +151,7 @@ class PickleMachine {
     const Id arguments = top(Kind::kTuple, "calls without a tuple of arguments");
     pop();
     const Id callee = pop();
-    const Kind kind = graph_.nodes_[callee].kind;
+    const Kind kind = graph_.kind(callee);
     require(kind == Kind::kName || kind == Kind::kCall, "calls what is no name");
     push({.kind = Kind::kCall, .first = callee, .second = arguments});
   }
@@ -180,22 +190,22 @@ class PickleMachine {
         push({.kind = Kind::kNone});
         break;  // NONE
       case 0x88:
-        push_integer(Kind::kBool, 1);
+        push({.kind = Kind::kBool, .payload = 1});
         break;  // NEWTRUE
       case 0x89:
-        push_integer(Kind::kBool, 0);
+        push({.kind = Kind::kBool});
         break;  // NEWFALSE
       case 'K':
-        push_integer(Kind::kInt, byte());
+        push_integer(byte());
         break;  // BININT1
       case 'M':
-        push_integer(Kind::kInt, static_cast<int64_t>(unsigned_of(2)));
+        push_integer(static_cast<int64_t>(unsigned_of(2)));
         break;  // BININT2
       case 'J':
-        push_integer(Kind::kInt, static_cast<int32_t>(unsigned_of(4)));
+        push_integer(static_cast<int32_t>(unsigned_of(4)));
         break;  // BININT
       case 0x8a:
-        push_integer(Kind::kInt, long_integer());
+        push_integer(long_integer());
         break;     // LONG1
       case 'G': {  // BINFLOAT, big-endian
         uint64_t bits = 0;
@@ -222,7 +232,7 @@ class PickleMachine {
         stack_.push_back(text_of(Kind::kBytes, unsigned_of(8)));
         break;  // BINBYTES8
       case ')':
-        tuple(0);
+        stack_.push_back(empty_tuple_);
         break;  // EMPTY_TUPLE
       case 0x85:
         tuple(1);
@@ -300,6 +310,7 @@ class PickleMachine {
   PickleGraph& graph_;
   std::string_view data_;
   size_t at_ = 0;
+  Id empty_tuple_ = 0;
   std::vector<Id> stack_;
   std::vector<size_t> marks_;
   std::vector<Id> memo_;
@@ -316,9 +327,24 @@ std::vector<Id> PickleGraph::members(Id id) const {
   return found;
 }
 
-Id PickleGraph::find(Id dict, std::string_view key) const {
+std::span<const Id> PickleGraph::members(Id id, std::vector<Id>& scratch) const {
+  const Node& node = nodes_[id];
+  if (node.first == kAbsent) return {};
+  if (node.first == node.second) {
+    return std::span(member_ids_).subspan(segments_[node.first].begin, segments_[node.first].count);
+  }
+  scratch = members(id);
+  return scratch;
+}
+
+size_t PickleGraph::num_members(Id id) const {
+  size_t count = 0;
+  for (Id at = nodes_[id].first; at != kAbsent; at = segments_[at].next) count += segments_[at].count;
+  return count;
+}
+
+Id PickleGraph::find(std::span<const Id> pairs, std::string_view key) const {
   Id found = kAbsent;
-  const auto pairs = members(dict);
   for (size_t index = 0; index + 1 < pairs.size(); index += 2) {
     if (kind(pairs[index]) == Kind::kText && text(pairs[index]) == key) found = pairs[index + 1];
   }

@@ -6,12 +6,13 @@
 //   call  of name "torch" "Size"  with tuple(tuple(2, 3)).
 //
 // Every operation of the stream takes at least a byte and makes at most one node, so memory is bounded by the length of
-// the data. Strings are views into it.
+// the data. Strings are views into it. Small integers, most of what metadata holds, are ids without a node.
 #pragma once
 
 #include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string_view>
 #include <vector>
 
@@ -30,11 +31,14 @@ class PickleGraph {
 
   Id root() const { return root_; }
   size_t num_nodes() const { return nodes_.size(); }
-  Kind kind(Id id) const { return nodes_[id].kind; }
+  Kind kind(Id id) const { return (id & kSmall) != 0 ? Kind::kInt : nodes_[id].kind; }
 
-  int64_t integer(Id id) const { return std::bit_cast<int64_t>(nodes_[id].payload); }  // of kBool and kInt
-  double number(Id id) const { return std::bit_cast<double>(nodes_[id].payload); }     // of kFloat
-  std::string_view text(Id id) const {                                                 // of kText and kBytes
+  // Of kBool and kInt.
+  int64_t integer(Id id) const {
+    return (id & kSmall) != 0 ? int64_t{id & ~kSmall} : std::bit_cast<int64_t>(nodes_[id].payload);
+  }
+  double number(Id id) const { return std::bit_cast<double>(nodes_[id].payload); }  // of kFloat
+  std::string_view text(Id id) const {                                              // of kText and kBytes
     return data_.substr(nodes_[id].payload, nodes_[id].first);
   }
 
@@ -44,6 +48,9 @@ class PickleGraph {
 
   // Members of a kTuple or kList; of a kDict its keys and values in turn.
   std::vector<Id> members(Id id) const;
+  // The same without a copy where they were added at once; others are put together in `scratch`.
+  std::span<const Id> members(Id id, std::vector<Id>& scratch) const;
+  size_t num_members(Id id) const;
 
   // Of a kCall: what is called (a name, or another call), the tuple of arguments, and the state that the result is
   // given afterwards, or kAbsent. An object made from its class without arguments is a call of the class.
@@ -51,11 +58,16 @@ class PickleGraph {
   Id arguments(Id id) const { return nodes_[id].second; }
   Id state(Id id) const { return nodes_[id].third; }
 
-  // The value of a text key in a kDict, the last one where it stands there twice; kAbsent where there is none.
-  Id find(Id dict, std::string_view key) const;
+  // The value of a text key among the members of a kDict, the last one where it stands there twice; kAbsent where there
+  // is none.
+  Id find(std::span<const Id> pairs, std::string_view key) const;
 
  private:
   friend class PickleMachine;
+
+  // Integers of the lower 31 bits stand in the id itself; kAbsent is none of them.
+  static constexpr Id kSmall = Id{1} << 31;
+  static constexpr Id kSmallEnd = ~kSmall;
 
   // What the fields hold depends on the kind: texts their length and (payload) where they begin; names two texts;
   // tuples, lists and dicts their first and last segment; calls callee, arguments and state.

@@ -10,7 +10,7 @@ namespace torchtitan_ext::storage {
 namespace {
 
 constexpr std::string_view kMagic = "TTEINDEX";
-constexpr uint32_t kSaveTag = 1, kFileTag = 2;
+constexpr uint32_t kSaveTag = 1, kFileTag = 2, kTablesTag = 3;
 constexpr uint8_t kTensorFlag = 1, kOffsetsFlag = 2;
 constexpr uint64_t kLeastRecordBytes = 4 + 4 + 4 * 8;
 
@@ -126,18 +126,23 @@ std::string encode_index(const Index& index) {
   for (const auto& [name, value] : index.notes) save.text(name).text(value);
   std::vector<NewSection> sections{{kSaveTag, kRequiredSection, save.take()}};
   for (const SavedFile& file : index.files) sections.push_back({kFileTag, kRequiredSection, encode_file(file)});
+  if (!index.tables.empty()) sections.push_back({kTablesTag, kRequiredSection, index.tables});
   return seal(kMagic, sections);
 }
 
 Index parse_index(std::string_view bytes, const std::string& where) {
   Index index;
   bool has_save = false;
-  for (const Section& section : unseal(bytes, kMagic, {kSaveTag, kFileTag}, where, 0)) {
+  for (const Section& section : unseal(bytes, kMagic, {kSaveTag, kFileTag, kTablesTag}, where, 0)) {
     if (section.tag == kSaveTag) parse_save(section, where, index);
     if (section.tag == kFileTag) index.files.push_back(parse_file(section, where));
+    if (section.tag == kTablesTag) index.tables = section.bytes;
     has_save |= section.tag == kSaveTag;
   }
   if (!has_save) throw_format_error(where, 0, "the index does not say which save it belongs to");
+  if (index.metadata_bytes == kNoMetadata && index.tables.empty()) {
+    throw_format_error(where, 0, "the index says that there is no .metadata, and has no tables in its place");
+  }
   return index;
 }
 

@@ -3,7 +3,7 @@
 //
 //     1  save     once: save id, size and digest of the `.metadata` that this index belongs to, notes
 //     2  file     one per rank file: its name, size, footer, and its records
-//     3  tables   free: layouts per group of equal ranks, instead of records
+//     3  tables   where there is no `.metadata`: what it would say beside files and records (metadata_tables.h)
 //     4  proof    free: fingerprints of the state
 #pragma once
 
@@ -17,6 +17,8 @@
 #include "storage/footer.h"
 
 namespace torchtitan_ext::storage {
+
+constexpr int64_t kNoMetadata = -1;
 
 // One entry of a rank file.
 struct SavedRecord {
@@ -43,10 +45,11 @@ struct SavedFile {
 
 struct Index {
   SaveId save_id{};
-  int64_t metadata_bytes = 0;
+  int64_t metadata_bytes = 0;  // kNoMetadata where the tables stand for it
   uint64_t metadata_digest = 0;
   std::vector<std::pair<std::string, std::string>> notes;  // step, world size, versions: for people and later readers
   std::vector<SavedFile> files;
+  std::string tables;  // encoded; empty where there are none
 };
 
 std::string encode_records(const std::vector<SavedRecord>& records);

@@ -82,7 +82,7 @@ def test_the_error_names_file_tensor_and_rows(tmp_path: Path) -> None:
 
 
 def records_of(path: Path) -> list[tuple[Any, ...]]:
-    _, _, _, _, files = _core.parse_index((path / ".tte_index").read_bytes(), "index")
+    _, _, _, _, files, _ = _core.parse_index((path / ".tte_index").read_bytes(), "index")
     return [
         record
         for row in files

@@ -10,11 +10,14 @@ import os
 import warnings
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError
 from torchtitan_ext.storage.raw_tensor import DTYPES
+
+NO_METADATA = -1
+"""What an index says of the size of ``.metadata`` where its tables stand for that file."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +70,15 @@ class IndexedFile:
 
 @dataclass(frozen=True)
 class CheckpointIndex:
-    """The index of one save, by file name."""
+    """The index of one save, by file name.
+
+    Attributes:
+        tables: What stands for ``.metadata``, encoded; empty where there is that file.
+    """
 
     save_id: bytes
     files: dict[str, IndexedFile]
+    tables: bytes
 
 
 def metadata_path(directory: Path, rank: int | None) -> Path:
@@ -92,16 +100,16 @@ def data_path(directory: Path, relative_path: str) -> Path:
     Raises:
         DamagedCheckpointError: That is outside of the checkpoint's directory.
     """
-    relative = PurePosixPath(relative_path)
-    if relative.is_absolute() or ".." in relative.parts or not relative.parts:
+    path = directory / relative_path
+    if _core.leads_outside(relative_path) or not path.resolve().is_relative_to(directory.resolve()):
         raise DamagedCheckpointError(
             f"{directory}: .metadata names the file {relative_path!r}, which is outside of the checkpoint"
         )
-    return directory / relative
+    return path
 
 
-def read_index(path: Path, metadata: bytes, *, verify: str) -> CheckpointIndex | None:
-    """The index that belongs to these bytes of ``.metadata``.
+def read_index(path: Path, metadata: bytes | None, *, verify: str) -> CheckpointIndex | None:
+    """The index that belongs to these bytes of ``.metadata``, or that stands for the file where there is none.
 
     Returns:
         ``None`` where there is none, or another save's: stock saved over a checkpoint of ours.
@@ -115,12 +123,18 @@ def read_index(path: Path, metadata: bytes, *, verify: str) -> CheckpointIndex |
     except FileNotFoundError:
         return None
     try:
-        save_id, metadata_bytes, metadata_digest, _, files = _core.parse_index(content, str(path))
+        save_id, metadata_bytes, metadata_digest, _, files, tables = _core.parse_index(content, str(path))
     except _core.FormatError as error:
-        if verify == "none":
+        if verify == "none" and metadata is not None:
             warnings.warn(f"the index is ignored: {error}", stacklevel=2)
             return None
-        raise DamagedCheckpointError(f"{error}; verify='none' reads without the index and its checksums") from None
+        remedy = "there is no .metadata to read without it"
+        if metadata is not None:
+            remedy = "verify='none' reads without the index and its checksums"
+        raise DamagedCheckpointError(f"{error}; {remedy}") from None
+    index = CheckpointIndex(save_id, {row[0]: IndexedFile(RankFile(*row)) for row in files}, tables)
+    if metadata is None:
+        return index if metadata_bytes == NO_METADATA else None
     if (metadata_bytes, metadata_digest) != (len(metadata), _core.digest(metadata)):
         text = (
             f"{path} belongs to another .metadata than the one beside it: the checkpoint was saved over by stock DCP, "
@@ -130,7 +144,7 @@ def read_index(path: Path, metadata: bytes, *, verify: str) -> CheckpointIndex |
             raise DamagedCheckpointError(f"{text}; verify='auto' reads it without checksums")
         warnings.warn(f"{text}; it is read without checksums", stacklevel=2)
         return None
-    return CheckpointIndex(save_id, {row[0]: IndexedFile(RankFile(*row)) for row in files})
+    return index
 
 
 def write_whole(path: Path, content: bytes, *, sync: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import uuid
@@ -27,7 +28,7 @@ from torchtitan_ext.storage.checkpoint_files import (
     read_index,
 )
 from torchtitan_ext.storage.damage import describe_damage
-from torchtitan_ext.storage.metadata_file import parse_metadata
+from torchtitan_ext.storage.metadata_file import metadata_of_tables, parse_metadata
 from torchtitan_ext.storage.raw_tensor import DTYPES
 from torchtitan_ext.storage.stock_records import find_stock_tensors
 from torchtitan_ext.storage.threads import thread_count_of
@@ -83,11 +84,17 @@ class FileReader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = metadata_path(self.path, kwargs.get("rank"))
-        self._metadata = path.read_bytes()
         try:
-            metadata = parse_metadata(self._metadata)
-        except ValueError as error:
-            raise DamagedCheckpointError(f"{path}: {error}") from None
+            self._metadata = path.read_bytes()
+        except FileNotFoundError:
+            metadata = self._metadata_of_index(index_path(self.path, kwargs.get("rank")))
+            if metadata is None:
+                raise
+        else:
+            try:
+                metadata = parse_metadata(self._metadata)
+            except ValueError as error:
+                raise DamagedCheckpointError(f"{path}: {error}") from None
         # Older torch wrote none.
         meta: StorageMeta = getattr(metadata, "storage_meta", None) or StorageMeta()
         meta.load_id = self.load_id
@@ -130,6 +137,17 @@ class FileReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return FileSystemReader.validate_checkpoint_id(checkpoint_id)
+
+    def _metadata_of_index(self, path: Path) -> Metadata | None:
+        """What an index says that stands for ``.metadata``; ``None`` where there is none."""
+        self._index = read_index(path, None, verify=self.verify)
+        if self._index is None:
+            return None
+        rows = [dataclasses.astuple(indexed.file) for indexed in self._index.files.values()]
+        try:
+            return metadata_of_tables(self._index.tables, rows, path)
+        except ValueError as error:
+            raise DamagedCheckpointError(str(error)) from None
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         by_file: dict[str, list[tuple[ReadItem, Any]]] = {}

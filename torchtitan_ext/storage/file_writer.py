@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
-import pickle
 import time
 import uuid
 import warnings
@@ -21,15 +20,15 @@ from torch.distributed.checkpoint.filesystem import (
     CURRENT_DCP_VERSION,
     DEFAULT_SUFFIX,
     FileSystemWriter,
-    _StorageInfo,
 )
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter
 from torch.futures import Future
 
 from torchtitan_ext import _core
 from torchtitan_ext.storage.checkpoint_files import (
+    NO_METADATA,
     RankFile,
     index_path,
     marker_path,
@@ -39,6 +38,7 @@ from torchtitan_ext.storage.checkpoint_files import (
 )
 from torchtitan_ext.storage.raw_tensor import ELEMENT_TYPES, NAMES, Staging, raw_memory
 from torchtitan_ext.storage.threads import thread_count_of
+from torchtitan_ext.storage.written_metadata import encode_metadata, encode_tables, send_as_place
 
 # XXH3 of a block is computed while it is on its way to the file, so it should lie in a core's cache; checksums of
 # smaller blocks make loads of few rows verify less at a time, and footers larger.
@@ -68,6 +68,8 @@ class FileWriter(StorageWriter):
         sync: Wait until all files are on the disk. Without it a machine that fails soon after may lose the checkpoint.
         thread_count: Threads of each rank; by default its share of the cores, at most 8.
         overwrite: Whether a checkpoint that is there may be replaced.
+        stock_metadata: Write ``.metadata``, which stock readers need. Without it the index says all that ``FileReader``
+            needs; at thousands of ranks stock could not read ``.metadata`` in any useful time.
 
     Raises:
         OSError: (in the future of ``write_data``) A file cannot be written; names the file, the byte and the reason.
@@ -81,11 +83,13 @@ class FileWriter(StorageWriter):
         thread_count: int | None = None,
         *,
         overwrite: bool = True,
+        stock_metadata: bool = True,
     ) -> None:
         super().__init__()
         self.path = Path(path)
         self.sync = sync
         self.overwrite = overwrite
+        self.stock_metadata = stock_metadata
         self.thread_count = thread_count
         thread_count_of(thread_count)
         self.save_id = uuid.uuid4().hex
@@ -103,8 +107,8 @@ class FileWriter(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         self.path.mkdir(parents=True, exist_ok=True)
-        existing = metadata_path(self.path, None if self.use_collectives else 0)
-        if existing.exists():
+        rank = None if self.use_collectives else 0
+        if metadata_path(self.path, rank).exists() or index_path(self.path, rank).exists():
             if not self.overwrite:
                 raise RuntimeError(f"{self.path} has a checkpoint; pass overwrite=True or another directory")
             warnings.warn(f"the checkpoint in {self.path} is overwritten", stacklevel=2)
@@ -130,15 +134,9 @@ class FileWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: Sequence[RankFile | None]) -> None:  # type: ignore[override]
         files = [file for file in results if file is not None]
         metadata.version = CURRENT_DCP_VERSION
-        metadata.storage_data = {
-            MetadataIndex(fqn, offsets, hint): _StorageInfo(file.name, offset, num_bytes)
-            for file in files
-            for fqn, offsets, hint, _, _, offset, num_bytes, _ in _core.parse_records(
-                file.records, file.footer_offset, file.name
-            )
-        }
         metadata.storage_meta = self.storage_meta()
-        content = pickle.dumps(metadata)
+        content = encode_metadata(metadata, files) if self.stock_metadata else b""
+        tables = b"" if self.stock_metadata else encode_tables(metadata, files)
         notes = [
             ("world_size", str(len(results))),
             ("torch", torch.__version__),
@@ -146,17 +144,26 @@ class FileWriter(StorageWriter):
         ]
         index = _core.encode_index(
             bytes.fromhex(self.save_id),
-            len(content),
+            len(content) if self.stock_metadata else NO_METADATA,
             _core.digest(content),
             notes,
             [dataclasses.astuple(file) for file in files],
+            tables,
         )
         # The index first: where `.metadata` is not replaced any more, the index is seen to belong to another one.
         write_whole(index_path(self.path, self._own_rank), index, sync=self.sync)
-        write_whole(metadata_path(self.path, self._own_rank), content, sync=self.sync)
+        path = metadata_path(self.path, self._own_rank)
+        if self.stock_metadata:
+            write_whole(path, content, sync=self.sync)
+        else:
+            path.unlink(missing_ok=True)
         marker_path(self.path, self._own_rank).unlink(missing_ok=True)
         if self.sync:
             sync_directory(self.path)
+        if self.stock_metadata:
+            send_as_place(metadata, path, content)
+        else:
+            send_as_place(metadata, index_path(self.path, self._own_rank), index)
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)

@@ -1,0 +1,72 @@
+// Writes a pickle stream of protocol 4, which every Python from 3.4 on loads.
+//
+// The memo has 256 short numbers, for what stands in the stream again and again; the others take four bytes more. Texts
+// that were written before are taken from the memo.
+#pragma once
+
+#include <string>
+#include <unordered_map>
+
+#include "core/plain_sink.h"
+
+namespace torchtitan_ext::core {
+
+enum class PickleOp : uint8_t {
+  kMark = '(',
+  kStop = '.',
+  kEmptyTuple = ')',
+  kTuple1 = 0x85,
+  kTuple = 't',
+  kEmptyList = ']',
+  kAppends = 'e',
+  kEmptyDict = '}',
+  kSetItems = 'u',
+  kReduce = 'R',
+  kNewObject = 0x81,
+  kBuild = 'b',
+  kStackGlobal = 0x93,
+};
+
+class PickleWriter : public PlainSink {
+ public:
+  PickleWriter();
+
+  void none() override { byte('N'); }
+  void boolean(bool value) override { byte(value ? 0x88 : 0x89); }
+  void integer(int64_t value) override;
+  void number(double value) override;
+  void text(std::string_view utf8) override { shared_text(utf8, false); }
+  void bytes(std::string_view value) override;
+  void begin(PlainKind kind, size_t num_members) override;
+  void end(PlainKind kind, size_t num_members) override;
+  uint32_t share() override { return put(false); }
+  void same(uint32_t shared) override { get(shared); }
+
+  void op(PickleOp operation) { byte(static_cast<uint8_t>(operation)); }
+  // The number of a text in the memo; writes it, or what takes it from there.
+  uint32_t shared_text(std::string_view utf8, bool is_frequent);
+  // Remembers the value on top of the stack under a number, a short one for what is frequent, and takes it from there.
+  uint32_t put(bool is_frequent);
+  void get(uint32_t number);
+  // To be called between values now and then: readers take in a frame at a time.
+  void end_large_frame();
+  // Ends the stream.
+  std::string take();
+
+ private:
+  void byte(uint8_t value) { out_.push_back(static_cast<char>(value)); }
+  template <typename Number>
+  void little_endian(Number value) {
+    out_.append(reinterpret_cast<const char*>(&value), sizeof(Number));
+  }
+  void begin_frame();
+  void end_frame();
+
+  std::string out_;
+  size_t frame_begin_ = 0;
+  uint32_t next_short_ = 0;
+  uint32_t next_long_ = 256;
+  std::unordered_map<std::string, uint32_t> texts_;
+};
+
+}  // namespace torchtitan_ext::core
