@@ -5,7 +5,7 @@ Nothing here is collective, and nothing changes: a rank reads what components ha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -80,7 +80,11 @@ class Components:
 
 
 def cut_by_component(
-    state_dict: Mapping[Any, Any], opened: Sequence[OpenSource], policy: ElasticPolicy | None, size: int
+    state_dict: Mapping[Any, Any],
+    opened: Sequence[OpenSource],
+    policy: ElasticPolicy | None,
+    size: int,
+    at: Callable[[str], None],
 ) -> Components:
     """Cuts a state dict by what becomes of its entries, and asks those with a rule of their own.
 
@@ -88,16 +92,17 @@ def cut_by_component(
         opened: Where keys come from; the first that selects a key counts.
         policy: Without one all values are filled as they are, as in stock, and no component is asked.
         size: Number of ranks that load.
+        at: Called with the key of each component before it is asked.
     """
     components = Components(plans=[{} for _ in opened])
     if policy is None:
-        components.values = {
-            key: component.state_dict() if is_stateful(component) else component
-            for key, component in state_dict.items()
-        }
+        for key, component in state_dict.items():
+            at(str(key))
+            components.values[key] = component.state_dict() if is_stateful(component) else component
         return components
     carried = {}
     for key, component in state_dict.items():
+        at(str(key))
         action = _action_for(str(key), component, policy)
         if not isinstance(component, torch.Tensor):
             for plans in components.plans:
@@ -115,6 +120,7 @@ def cut_by_component(
         if policy.component_action(str(key)) == "reshard" and _has_group_list(components.values[key]):
             _cut_param_groups(key, components, opened, policy, new)
     for key, component in carried.items():
+        at(str(key))
         _ask_component(key, component, components, opened, new, policy)
     _check_samples(components)
     return components

@@ -95,7 +95,7 @@ def _prepare(
                 "the ranks of the save"
             )
             raise refusal("load", [Problem("broken_checkpoint", name, detail) for name in incomplete])
-        components = cut_by_component(state_dict, opened, policy, phases.size)
+        components = cut_by_component(state_dict, opened, policy, phases.size, phases.at)
         return f"{policy!r}, {list(sources)}, {incomplete}"
 
     problems = disagreements(phases.on_all("prepare", ask, doing=_ASKING))
