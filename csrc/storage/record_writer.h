@@ -1,7 +1,7 @@
 // Writes one rank file: records one behind the other, then a footer with the checksums of its blocks.
 //
 // Records are queued, with the addresses of their bytes, and written by write_queued(): whole blocks, by several
-// threads, each block hashed on its way out. Bytes that lie contiguous in memory go from there to the file; short and
+// threads, each block hashed as soon as it is written. Bytes that lie contiguous in memory go from there to the file; short and
 // strided ones are packed into a buffer of one block per thread first. The addresses must stay valid until
 // write_queued() returns; what is left of the last block is kept. Not for several threads at a time.
 #pragma once
@@ -60,7 +60,7 @@ class RecordWriter {
   void queue(uintptr_t address, int64_t num_bytes);
   void queue_own(std::string bytes);
   void write_blocks(int64_t end);
-  void write_block(int64_t begin, int64_t end, Scratch& scratch);
+  void lay_out(int64_t begin, int64_t end, Scratch& scratch);
   size_t first_segment(int64_t byte) const;
   void copy_out(int64_t begin, int64_t end, char* dst) const;
 

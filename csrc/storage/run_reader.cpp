@@ -21,6 +21,9 @@ constexpr int64_t kDirectBytes = 4 << 10;
 // Bytes that nobody wants are read along up to here: that costs less than another call.
 constexpr int64_t kGapBytes = 64 << 10;
 
+// So many bytes are hashed while a core's cache still holds what was read, source and destination.
+constexpr size_t kHashedBytes = 256 << 10;
+
 // A part of a block that one call reads.
 struct Span {
   int64_t begin = 0;
@@ -28,6 +31,32 @@ struct Span {
   size_t first = 0;  // its stretches
   size_t last = 0;
 };
+
+// Reads pieces that lie one behind the other in a file, and hashes them.
+void read_hashed(const File& file, std::span<const iovec> pieces, int64_t offset, Digest& digest) {
+  std::vector<iovec> part;
+  size_t part_bytes = 0;
+  const auto read_part = [&] {
+    std::vector<iovec> left = part;
+    file.read_at(left, offset);
+    for (const iovec& piece : part) digest.add(piece.iov_base, piece.iov_len);
+    offset += static_cast<int64_t>(part_bytes);
+    part.clear();
+    part_bytes = 0;
+  };
+  for (iovec piece : pieces) {
+    while (part_bytes + piece.iov_len >= kHashedBytes) {
+      const size_t num_bytes = kHashedBytes - part_bytes;
+      part.push_back({piece.iov_base, num_bytes});
+      part_bytes = kHashedBytes;
+      piece = {static_cast<char*>(piece.iov_base) + num_bytes, piece.iov_len - num_bytes};
+      read_part();
+    }
+    if (piece.iov_len > 0) part.push_back(piece);
+    part_bytes += piece.iov_len;
+  }
+  read_part();
+}
 
 char* pointer(int64_t address) { return reinterpret_cast<char*>(static_cast<uintptr_t>(address)); }
 
@@ -242,10 +271,10 @@ bool RunReader::read_unit(const Unit& unit, Verify verify, Worker& worker) const
     } else {
       worker.pieces.assign(1, {worker.room(span.end - span.begin), static_cast<size_t>(span.end - span.begin)});
     }
-    std::vector<iovec> pieces = worker.pieces;
-    source.file.read_at(pieces, span.begin);
     if (is_verified) {
-      for (const iovec& piece : worker.pieces) digest.add(piece.iov_base, piece.iov_len);
+      read_hashed(source.file, worker.pieces, span.begin, digest);
+    } else {
+      source.file.read_at(worker.pieces, span.begin);
     }
     if (!is_direct) worker.copy_from_buffer(span);
   }

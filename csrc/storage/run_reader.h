@@ -3,7 +3,7 @@
 //
 // The unit is a block of a file. Long runs that do not touch are read straight into their places by one call, with
 // what lies between them going to a buffer that nobody looks at; a block of short runs is read into a buffer and copied
-// from there. Where the file has checksums, a block that is verified is read whole and hashed before the next one.
+// from there. Where the file has checksums, a block that is verified is read whole, and hashed part by part as it comes.
 #pragma once
 
 #include <cstdint>

@@ -61,6 +61,22 @@ def test_a_flipped_bit_is_found_or_harmless(tmp_path: Path, name: str) -> None:
     assert num_found == len(content)
 
 
+def test_a_block_is_compared_to_its_last_byte(tmp_path: Path) -> None:
+    """A block is read and hashed in parts of 256 KiB, which begin and end anywhere in tensors."""
+    state = {f"w{index}": random_tensor((100_003 * (index + 1),), torch.uint8, index) for index in range(6)}
+    save(state, FileWriter(tmp_path, sync=False), tte.SavePlanner())
+    num_bytes = records_of(tmp_path)[-1][7]
+    assert num_bytes > 1 << 20
+    load_verified(tmp_path, loaded := blank(state))
+    assert differences(loaded, state) == []
+    for border in range(256 << 10, num_bytes, 256 << 10):
+        for position in (border - 1, border):
+            flip(tmp_path / DATA, position)
+            assert isinstance(failure_of(load_verified, tmp_path, blank(state)), DamagedCheckpointError)
+            flip(tmp_path / DATA, position)
+    load_verified(tmp_path, blank(state))
+
+
 def test_the_error_names_file_tensor_and_rows(tmp_path: Path) -> None:
     state = {"a": random_tensor((3,), torch.int64), "w": random_tensor((4096, 256), torch.float32)}
     save(state, FileWriter(tmp_path, sync=False), tte.SavePlanner())

@@ -31,6 +31,8 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     copy; what an asynchronous collective still writes is waited for.
     """
     held = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if type(held) is torch.Tensor and not held.requires_grad:
+        return held
     local = (held.wait() if isinstance(held, AsyncCollectiveTensor) else held).detach()
     if type(local) is torch.Tensor or is_traceable_wrapper_subclass(local):
         return local
