@@ -6,12 +6,13 @@ raises OverflowError.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 _Sizes = tuple[int, ...]
 _Step = tuple[int, int, int]
 _Box = tuple[Sequence[int], Sequence[int]]
 _Chunk = tuple[_Sizes, _Sizes, _Sizes]
+_Instance = TypeVar("_Instance")
 _Shard = tuple[_Sizes, tuple[_Chunk, ...]]
 
 def read_placements(
@@ -30,6 +31,7 @@ def resolve_steps(
 def find_cover_defect(
     global_shape: Sequence[int], boxes: Sequence[_Box]
 ) -> tuple[Literal["gap", "overlap", "out_of_bounds"], _Sizes, list[int]] | None: ...
+def instances(cls: type[_Instance], **columns: Sequence[Any]) -> list[_Instance]: ...
 def may_overlap_itself(sizes: Sequence[int], strides: Sequence[int]) -> bool: ...
 
 class MetadataColumns:

@@ -7,6 +7,7 @@
 #include <tuple>
 #include <vector>
 
+#include "bindings/instances.h"
 #include "bindings/metadata.h"
 #include "bindings/plan.h"
 #include "bindings/storage.h"
@@ -129,6 +130,7 @@ PYBIND11_MODULE(_core, module) {
              py::arg("observations"));
   module.def("find_cover_defect", &find_cover_defect_py, py::arg("global_shape"), py::arg("boxes"));
   module.def("may_overlap_itself", &may_overlap_itself_py, py::arg("sizes"), py::arg("strides"));
+  torchtitan_ext::bindings::define_instances(module);
   torchtitan_ext::bindings::define_metadata(module);
   torchtitan_ext::bindings::define_storage(module);
   register_plan(module);

@@ -280,6 +280,7 @@ class LoadPlanner(StockLoadPlanner):
         decision: ReadDecision = central_plan.planner_data
         items: list[ReadItem] = []
         problems: list[Problem] = []
+        parts: list[tuple[str, str, Part]] = []
         found: dict[object, list[Part]] = {}
         for section, (fqns, kinds) in enumerate(zip(self._encoded.names, self._encoded.kind_of, strict=True)):
             for fqn, kind in zip(fqns, kinds, strict=True):
@@ -292,10 +293,12 @@ class LoadPlanner(StockLoadPlanner):
                 alike = (section, kind, steps, chunk_list, fqn if isinstance(entry, BoxesEntry) else "")
                 if alike not in found:
                     found[alike] = chunk_list.find_parts(wanted_chunks(entry, steps))
-                of_key = tensor_items(fqn, self._saved_names.get(fqn, fqn), found[alike])
+                saved_name = self._saved_names.get(fqn, fqn)
+                of_key = [(fqn, saved_name, part) for part in found[alike]]
                 if not decision.is_cover_checked:
-                    problems += unread_problems(fqn, entry, of_key)
-                items += of_key
+                    problems += unread_problems(fqn, entry, tensor_items(of_key))
+                parts += of_key
+        items += tensor_items(parts)
         if problems:
             raise refusal("load", problems)
         self.report = decision.report

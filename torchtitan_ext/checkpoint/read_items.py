@@ -8,6 +8,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
+from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.key_table import BoxesEntry, TensorEntry
 from torchtitan_ext.checkpoint.saved_chunks import Part, is_covered
 from torchtitan_ext.errors import Problem
@@ -29,19 +30,21 @@ def object_item(fqn: str, saved_name: str) -> ReadItem:
     return ReadItem(LoadItemType.BYTE_IO, MetadataIndex(fqn), zero, saved_index, zero, zero)
 
 
-def tensor_items(fqn: str, saved_name: str, parts: Sequence[Part]) -> list[ReadItem]:
-    """What reads these parts of a tensor."""
-    return [
-        ReadItem(
-            type=LoadItemType.TENSOR,
-            dest_index=MetadataIndex(fqn, offsets, wanted),
-            dest_offsets=local_offsets,
-            storage_index=MetadataIndex(saved_name, chunk_offsets, chunk),
-            storage_offsets=saved_offsets,
-            lengths=sizes,
-        )
-        for offsets, wanted, local_offsets, chunk_offsets, chunk, saved_offsets, sizes in parts
-    ]
+def tensor_items(parts: Sequence[tuple[str, str, Part]]) -> list[ReadItem]:
+    """What reads these parts of tensors, each with the tensor's name and its name in the checkpoint."""
+    if not parts:
+        return []
+    fqns, saved_names, places = zip(*parts, strict=True)
+    offsets, positions, local_offsets, chunk_offsets, chunks, saved_offsets, sizes = zip(*places, strict=True)
+    return _core.instances(
+        ReadItem,
+        type=[LoadItemType.TENSOR] * len(parts),
+        dest_index=_core.instances(MetadataIndex, fqn=fqns, offset=offsets, index=positions),
+        dest_offsets=local_offsets,
+        storage_index=_core.instances(MetadataIndex, fqn=saved_names, offset=chunk_offsets, index=chunks),
+        storage_offsets=saved_offsets,
+        lengths=sizes,
+    )
 
 
 def in_file_order(items: list[ReadItem], metadata: Metadata) -> list[ReadItem]:

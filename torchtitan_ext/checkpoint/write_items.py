@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -50,24 +52,29 @@ def read_writes(decision: bytes, table: KeyTable, encoded: EncodedTable) -> Iter
 
 def write_items(written: Sequence[ClassWrites]) -> list[WriteItem]:
     """The items, in the order of keys. Those of keys that are held alike share what describes the data."""
-    found: dict[tuple[int, int], list[WriteItem]] = {}
+    rows: list[tuple[Any, ...]] = []
     for writes in written:
-        if isinstance(writes.entry, ObjectEntry):
-            for place, fqn in zip(writes.places, writes.fqns, strict=True):
-                found[place] = [WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO)]
-            continue
-        item_type, parts = _parts(writes.entry, writes.chunks)
-        for place, fqn in zip(writes.places, writes.fqns, strict=True):
-            found[place] = [
-                WriteItem(MetadataIndex(fqn, data.chunk.offsets, index), item_type, tensor_data=data)
-                for index, data in parts
-            ]
-    return [item for place in sorted(found) for item in found[place]]
+        parts = _parts(writes.entry, writes.chunks)
+        rows += [(place, fqn, *part) for place, fqn in zip(writes.places, writes.fqns, strict=True) for part in parts]
+    if not rows:
+        return []
+    rows.sort(key=itemgetter(0))
+    _, fqns, types, offsets, indices, data = zip(*rows, strict=True)
+    return _core.instances(
+        WriteItem,
+        index=_core.instances(MetadataIndex, fqn=fqns, offset=offsets, index=indices),
+        type=types,
+        bytes_io_data=[None] * len(rows),
+        tensor_data=data,
+    )
 
 
 def _parts(
-    entry: TensorEntry | BoxesEntry, chunks: Sequence[tuple[int, Chunk]]
-) -> tuple[WriteItemType, list[tuple[int, TensorWriteData]]]:
+    entry: KeyEntry, chunks: Sequence[tuple[int, Chunk]]
+) -> list[tuple[WriteItemType, torch.Size | None, int | None, TensorWriteData | None]]:
+    """Type, offsets, position and data of the items of a key."""
+    if isinstance(entry, ObjectEntry):
+        return [(WriteItemType.BYTE_IO, None, None, None)]
     if isinstance(entry, BoxesEntry):
         item_type, shape, requires_grad = WriteItemType.SHARD, entry.global_shape, False
     else:
@@ -75,8 +82,8 @@ def _parts(
         item_type = WriteItemType.TENSOR if is_plain else WriteItemType.SHARD
         shape, requires_grad = entry.report.global_shape, entry.requires_grad
     properties, size = TensorProperties(dtype=entry.dtype, requires_grad=requires_grad), torch.Size(shape)
-    parts = []
+    parts: list[tuple[WriteItemType, torch.Size | None, int | None, TensorWriteData | None]] = []
     for index, chunk in chunks:
         stored = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
-        parts.append((index, TensorWriteData(stored, properties, size)))
-    return item_type, parts
+        parts.append((item_type, stored.offsets, index, TensorWriteData(stored, properties, size)))
+    return parts
