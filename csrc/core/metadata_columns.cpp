@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 
 #include "core/check.h"
 
@@ -99,16 +100,19 @@ bool is_dtype_name(std::string_view name) { return std::ranges::find(kDtypes, na
 
 bool is_layout_name(std::string_view name) { return std::ranges::find(kLayouts, name) != kLayouts.end(); }
 
-void HashedNumbers::add(uint64_t hash, uint32_t number) {
-  if (2 * (num_taken_ + 1) > slots_.size()) {
-    TTE_CHECK(num_taken_ < kMostNumbers / 2, "metadata", "has more than ", kMostNumbers / 2, " parts");
-    const std::vector<Slot> old = std::move(slots_);
-    slots_.assign(std::max(kFewestSlots, 2 * old.size()), {});
-    num_taken_ = 0;
-    for (const Slot& slot : old) {
-      if (slot.number != kNone) add(slot.hash, slot.number);
-    }
+void HashedNumbers::reserve(size_t count) {
+  if (2 * count <= slots_.size()) return;
+  TTE_CHECK(count <= kMostNumbers / 2, "metadata", "has more than ", kMostNumbers / 2, " parts");
+  const std::vector<Slot> old = std::move(slots_);
+  slots_.assign(std::max(kFewestSlots, std::bit_ceil(2 * count)), {});
+  num_taken_ = 0;
+  for (const Slot& slot : old) {
+    if (slot.number != kNone) add(slot.hash, slot.number);
   }
+}
+
+void HashedNumbers::add(uint64_t hash, uint32_t number) {
+  reserve(num_taken_ + 1);
   size_t at = place(hash);
   while (slots_[at].number != kNone) at = (at + 1) & (slots_.size() - 1);
   slots_[at] = {static_cast<uint32_t>(hash), number};
@@ -116,10 +120,12 @@ void HashedNumbers::add(uint64_t hash, uint32_t number) {
 }
 
 uint32_t NameTable::add(std::string_view name) {
-  if (const auto known = number_of_.find(name); known != number_of_.end()) return known->second;
+  // Files repeat their names in the same order.
+  if (const auto next = size_t{last_} + 1; next < names_.size() && names_[next] == name) return ++last_;
+  if (const auto known = number_of_.find(name); known != number_of_.end()) return last_ = known->second;
   const auto number = static_cast<uint32_t>(names_.size());
   number_of_.emplace(names_.emplace_back(name), number);
-  return number;
+  return last_ = number;
 }
 
 std::optional<uint32_t> NameTable::find(std::string_view name) const {
@@ -164,14 +170,26 @@ uint32_t MetadataColumns::add_transforms(const std::vector<uint32_t>& names) {
   return static_cast<uint32_t>(transforms_.size() - 1);
 }
 
-void MetadataColumns::add_part(const SavedPart& part) {
-  const uint32_t known = find_part(part.fqn, part.offsets);
-  if (known != HashedNumbers::kNone) {
-    parts_[known] = part;
-    return;
+void MetadataColumns::index_parts() {
+  // Slots lie all over the memory: their lines are fetched while others are looked at.
+  constexpr size_t kAhead = 16;
+  known_parts_.reserve(parts_.size());
+  size_t num_kept = num_indexed_;
+  for (size_t at = num_indexed_; at < parts_.size(); ++at) {
+    if (at + kAhead < parts_.size()) {
+      known_parts_.prefetch(hash_of_part(parts_[at + kAhead].fqn, parts_[at + kAhead].offsets));
+    }
+    const SavedPart part = parts_[at];
+    const uint32_t known = find_part(part.fqn, part.offsets);
+    if (known != HashedNumbers::kNone) {
+      parts_[known] = part;
+      continue;
+    }
+    parts_[num_kept] = part;
+    known_parts_.add(hash_of_part(part.fqn, part.offsets), static_cast<uint32_t>(num_kept++));
   }
-  known_parts_.add(hash_of_part(part.fqn, part.offsets), static_cast<uint32_t>(parts_.size()));
-  parts_.push_back(part);
+  parts_.resize(num_kept);
+  num_indexed_ = num_kept;
 }
 
 uint32_t MetadataColumns::find_key(std::string_view fqn) const {

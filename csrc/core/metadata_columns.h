@@ -44,6 +44,8 @@ class HashedNumbers {
     }
   }
   void add(uint64_t hash, uint32_t number);
+  void reserve(size_t count);
+  void prefetch(uint64_t hash) const { __builtin_prefetch(&slots_[place(hash)]); }
 
  private:
   struct Slot {
@@ -70,6 +72,7 @@ class NameTable {
  private:
   std::deque<std::string> names_;
   std::unordered_map<std::string_view, uint32_t> number_of_;
+  uint32_t last_ = 0;  // was asked for
 };
 
 // Lists of offsets or sizes.
@@ -131,7 +134,10 @@ class MetadataColumns {
   // The number of a list of chunks; equal lists are one.
   uint32_t add_chunk_list(const std::vector<SavedChunk>& chunks);
   uint32_t add_transforms(const std::vector<uint32_t>& names);
-  void add_part(const SavedPart& part);
+  void reserve_parts(size_t count) { parts_.reserve(count); }
+  // Before parts are looked at, all that were added must be indexed.
+  void add_part(const SavedPart& part) { parts_.push_back(part); }
+  void index_parts();
 
   const std::vector<SavedKey>& keys() const { return keys_; }
   const std::deque<std::vector<SavedChunk>>& chunk_lists() const { return chunk_lists_; }
@@ -149,6 +155,7 @@ class MetadataColumns {
   std::deque<std::vector<SavedChunk>> chunk_lists_;
   std::vector<std::vector<uint32_t>> transforms_;
   std::vector<SavedPart> parts_;
+  size_t num_indexed_ = 0;
   std::unordered_map<uint32_t, uint32_t> key_of_name_;
   HashedNumbers known_lists_, known_parts_;
 };

@@ -220,6 +220,7 @@ class MetadataReader {
 
   void read_parts(Id dict) {
     const auto pairs = graph_.members(dict);
+    columns_.reserve_parts(pairs.size() / 2);
     for (size_t index = 0; index + 1 < pairs.size(); index += 2) {
       SavedPart part;
       const auto place = fields_of(pairs[index], index_, "storage_data");
@@ -239,12 +240,15 @@ class MetadataReader {
       if (!is_none(transforms)) part.transforms = transforms_of(transforms, fqn);
       columns_.add_part(part);
     }
+    columns_.index_parts();
   }
 
   uint32_t path_of(Id id, std::string_view fqn) {
+    if (id == path_node_ && id != kAbsent) return path_;  // parts of a file stand together
     const std::string_view path = text_of(id, fqn);
     if (leads_outside(path)) fail(fqn, concat("lies outside of the checkpoint: ", path));
-    return columns_.names.add(path);
+    path_node_ = id;
+    return path_ = columns_.names.add(path);
   }
 
   uint32_t transforms_of(Id list, std::string_view fqn) {
@@ -267,6 +271,8 @@ class MetadataReader {
   std::unordered_map<Id, uint32_t> list_of_, transforms_of_;
   std::vector<Id> fields_, arguments_;  // of the object that is being read
   std::vector<int64_t> sizes_;
+  Id path_node_ = kAbsent;
+  uint32_t path_ = 0;
 };
 
 }  // namespace

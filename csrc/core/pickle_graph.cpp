@@ -20,6 +20,10 @@ class PickleMachine {
     const uint8_t protocol = byte();
     require(protocol >= 2 && protocol <= 5, "has a protocol other than 2 to 5");
     empty_tuple_ = add({.kind = Kind::kTuple});
+    // About what metadata comes to; memory that is not touched costs nothing.
+    graph_.nodes_.reserve(data_.size() / 12);
+    graph_.segments_.reserve(data_.size() / 16);
+    graph_.member_ids_.reserve(data_.size() / 4);
     while (step(byte())) {
     }
     require(stack_.size() == 1 && marks_.empty(), "does not end with one value");

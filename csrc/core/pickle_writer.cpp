@@ -1,7 +1,6 @@
 #include "core/pickle_writer.h"
 
 #include <bit>
-#include <cstring>
 
 namespace torchtitan_ext::core {
 namespace {
@@ -9,15 +8,10 @@ namespace {
 static_assert(std::endian::native == std::endian::little, "pickles are little-endian, and so is every GPU host");
 
 constexpr size_t kFrameBytes = 64 << 10;  // as CPython's own pickler
-constexpr size_t kFrameHeaderBytes = 9;
 
 }  // namespace
 
-PickleWriter::PickleWriter() {
-  byte(0x80);  // PROTO
-  byte(4);
-  begin_frame();
-}
+PickleWriter::PickleWriter() : out_("\x80\x04"), frame_(2 * kFrameBytes) {}  // PROTO 4
 
 void PickleWriter::integer(int64_t value) {
   if (value >= 0 && value <= UINT8_MAX) {
@@ -45,7 +39,7 @@ void PickleWriter::number(double value) {
 void PickleWriter::bytes(std::string_view value) {
   byte(0x8e);  // BINBYTES8
   little_endian(static_cast<uint64_t>(value.size()));
-  out_.append(value);
+  raw(value);
 }
 
 uint32_t PickleWriter::shared_text(std::string_view utf8, bool is_frequent) {
@@ -61,7 +55,7 @@ uint32_t PickleWriter::shared_text(std::string_view utf8, bool is_frequent) {
     byte(0x8d);  // BINUNICODE8
     little_endian(static_cast<uint64_t>(utf8.size()));
   }
-  out_.append(utf8);
+  raw(utf8);
   return known->second = put(is_frequent);
 }
 
@@ -101,9 +95,7 @@ void PickleWriter::get(uint32_t number) {
 }
 
 void PickleWriter::end_large_frame() {
-  if (out_.size() - frame_begin_ < kFrameBytes) return;
-  end_frame();
-  begin_frame();
+  if (num_in_frame_ >= kFrameBytes) end_frame();
 }
 
 std::string PickleWriter::take() {
@@ -112,14 +104,12 @@ std::string PickleWriter::take() {
   return std::move(out_);
 }
 
-void PickleWriter::begin_frame() {
-  frame_begin_ = out_.size();
-  out_.append(kFrameHeaderBytes, static_cast<char>(0x95));  // FRAME; its length is known when it ends
-}
-
 void PickleWriter::end_frame() {
-  const uint64_t num_bytes = out_.size() - frame_begin_ - kFrameHeaderBytes;
-  std::memcpy(out_.data() + frame_begin_ + 1, &num_bytes, sizeof(num_bytes));
+  const uint64_t num_bytes = num_in_frame_;
+  out_.push_back(static_cast<char>(0x95));  // FRAME
+  out_.append(reinterpret_cast<const char*>(&num_bytes), sizeof(num_bytes));
+  out_.append(frame_.data(), num_in_frame_);
+  num_in_frame_ = 0;
 }
 
 }  // namespace torchtitan_ext::core

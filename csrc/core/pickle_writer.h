@@ -6,6 +6,7 @@
 
 #include <string>
 #include <unordered_map>
+#include <vector>
 
 #include "core/plain_sink.h"
 
@@ -54,16 +55,24 @@ class PickleWriter : public PlainSink {
   std::string take();
 
  private:
-  void byte(uint8_t value) { out_.push_back(static_cast<char>(value)); }
+  void byte(uint8_t value) {
+    if (num_in_frame_ == frame_.size()) frame_.resize(2 * frame_.size());
+    frame_[num_in_frame_++] = static_cast<char>(value);
+  }
+  void raw(std::string_view bytes) {
+    while (frame_.size() - num_in_frame_ < bytes.size()) frame_.resize(2 * frame_.size());
+    bytes.copy(frame_.data() + num_in_frame_, bytes.size());
+    num_in_frame_ += bytes.size();
+  }
   template <typename Number>
   void little_endian(Number value) {
-    out_.append(reinterpret_cast<const char*>(&value), sizeof(Number));
+    raw({reinterpret_cast<const char*>(&value), sizeof(Number)});
   }
-  void begin_frame();
   void end_frame();
 
-  std::string out_;
-  size_t frame_begin_ = 0;
+  std::string out_;          // frames that have ended
+  std::vector<char> frame_;  // room for one, of which a part is taken
+  size_t num_in_frame_ = 0;
   uint32_t next_short_ = 0;
   uint32_t next_long_ = 256;
   std::unordered_map<std::string, uint32_t> texts_;

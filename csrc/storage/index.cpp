@@ -38,7 +38,7 @@ SavedFile parse_file(const Section& section, const std::string& where) {
                        file.footer_offset);
   }
   file.records = reader.raw(reader.left());
-  parse_records(file.records, file.footer_offset, where + ", records of " + file.name);
+  parse_records(file.records, file.footer_offset, where + ", records of " + file.name, [](const SavedRecord&) {});
   return file;
 }
 
@@ -89,11 +89,19 @@ std::string encode_records(const std::vector<SavedRecord>& records) {
 }
 
 std::vector<SavedRecord> parse_records(std::string_view bytes, int64_t footer_offset, const std::string& where) {
+  std::vector<SavedRecord> records;
+  parse_records(bytes, footer_offset, where, [&](const SavedRecord& record) { records.push_back(record); });
+  return records;
+}
+
+void parse_records(std::string_view bytes, int64_t footer_offset, const std::string& where,
+                   const std::function<void(const SavedRecord&)>& take) {
   ByteReader reader(bytes, where);
   std::vector<std::string> dtypes(reader.count(reader.number<uint32_t>(), 4));
   for (std::string& dtype : dtypes) dtype = reader.text();
-  std::vector<SavedRecord> records(reader.count(reader.number<uint64_t>(), kLeastRecordBytes));
-  for (SavedRecord& record : records) {
+  const uint64_t num_records = reader.count(reader.number<uint64_t>(), kLeastRecordBytes);
+  SavedRecord record;
+  for (uint64_t number = 0; number < num_records; ++number) {
     record.fqn = reader.text();
     const auto flags = reader.number<uint8_t>();
     const auto num_dims = reader.number<uint8_t>();
@@ -114,9 +122,9 @@ std::vector<SavedRecord> parse_records(std::string_view bytes, int64_t footer_of
       size = reader.number<int64_t>();
       if (size < 0) throw_format_error(where, reader.byte(), record.fqn, " has the size ", size);
     }
+    take(record);
   }
   if (reader.left() != 0) throw_format_error(where, reader.byte(), reader.left(), " bytes stand behind the records");
-  return records;
 }
 
 std::string encode_index(const Index& index) {

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -54,7 +55,10 @@ struct Index {
 
 std::string encode_records(const std::vector<SavedRecord>& records);
 
-// Throws FormatError, also where a record does not lie before `footer_offset`.
+// Gives each record, in order, to `take`, which must not keep it. Throws FormatError, also where a record does not lie
+// before `footer_offset`.
+void parse_records(std::string_view bytes, int64_t footer_offset, const std::string& where,
+                   const std::function<void(const SavedRecord&)>& take);
 std::vector<SavedRecord> parse_records(std::string_view bytes, int64_t footer_offset, const std::string& where);
 
 std::string encode_index(const Index& index);

@@ -169,14 +169,15 @@ MetadataColumns parse_columns(ByteReader& reader) {
 void add_records(const SavedFile& file, MetadataColumns& columns) {
   SavedPart part;
   part.path = columns.names.add(file.name);
-  for (const SavedRecord& record : parse_records(file.records, file.footer_offset, file.name)) {
+  parse_records(file.records, file.footer_offset, file.name, [&](const SavedRecord& record) {
     part.fqn = columns.names.add(record.fqn);
     part.offsets = record.has_offsets ? columns.sizes.add(record.offsets) : SavedPart::kNone;
     part.index = record.index_hint < 0 ? SavedPart::kNoIndex : record.index_hint;
     part.offset_bytes = record.offset;
     part.length_bytes = record.num_bytes;
     columns.add_part(part);
-  }
+  });
+  columns.index_parts();
 }
 
 }  // namespace torchtitan_ext::storage

@@ -84,7 +84,7 @@ def _prepare(
     opened: list[OpenSource] = []
     components = Components()
 
-    def ask() -> str:
+    def ask() -> tuple[str, list[str]]:
         nonlocal components
         for source in sources:
             opened.append(_open(source, planner, phases.rank))
@@ -96,12 +96,32 @@ def _prepare(
             )
             raise refusal("load", [Problem("broken_checkpoint", name, detail) for name in incomplete])
         components = cut_by_component(state_dict, opened, policy, phases.size, phases.at)
-        return f"{policy!r}, {list(sources)}, {incomplete}"
+        seen = ["" if one.is_of_one_rank else getattr(one.reader, "metadata_digest", "") for one in opened]
+        return f"{policy!r}, {list(sources)}, {incomplete}", seen
 
-    problems = disagreements(phases.on_all("prepare", ask, doing=_ASKING))
+    rules, seen = zip(*phases.on_all("prepare", ask, doing=_ASKING), strict=True)
+    problems = disagreements(rules) or _other_metadata(seen, [one.name for one in opened])
     if problems:
         raise refusal("load", problems)
     return opened, components
+
+
+def _other_metadata(seen: Sequence[Sequence[str]], names: Sequence[str]) -> list[Problem]:
+    """A problem for each source whose metadata is not the same bytes on all ranks.
+
+    Args:
+        seen: Per rank what it saw of each source.
+    """
+    problems = []
+    for source, name in enumerate(names):
+        other = next((rank for rank, own in enumerate(seen) if own[source] != seen[0][source]), None)
+        if other is not None:
+            detail = (
+                f"rank 0 reads metadata of digest {seen[0][source]}, rank {other} of {seen[other][source]}; give a "
+                "directory that all ranks share, and load when the save into it has finished"
+            )
+            problems.append(Problem("ranks_disagree", name, detail))
+    return problems
 
 
 def _open(source: Source, planner: StockLoadPlanner, rank: int) -> OpenSource:

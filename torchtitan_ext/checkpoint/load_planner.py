@@ -421,4 +421,6 @@ class LoadPlanner(StockLoadPlanner):
 
 def _metadata_name(metadata: Metadata) -> str:
     """Equal for ranks that read the same metadata; its first file tells those apart that a rank wrote for itself."""
-    return f"{len(metadata.state_dict_metadata)} keys, {next(iter((metadata.storage_data or {}).values()), None)}"
+    places = metadata.storage_data or {}
+    first = next(iter(places), None)  # of a million places in a lazy dict only this one is made
+    return f"{len(metadata.state_dict_metadata)} keys, {None if first is None else places[first]}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
@@ -11,7 +11,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
+from torchtitan_ext import _core
 from torchtitan_ext.errors import CheckpointFailedError, Problem
+from torchtitan_ext.storage.lazy_metadata import LazyDict
 from torchtitan_ext.storage.safetensors_files import files_with_key
 
 
@@ -30,8 +32,11 @@ def storage_problems(metadata: Metadata, fqns: Iterable[str]) -> list[Problem]:
     entries = metadata.storage_data
     if not isinstance(entries, dict) or not isinstance(next(iter(entries), None), MetadataIndex):
         return []
-    paths = {entry.relative_path for entry in entries.values() if isinstance(entry, _StorageInfo)}
-    outside = sorted(path for path in paths if _leads_outside(path))
+    # FileReader refuses such paths when it reads the metadata, and its entries are made when they are asked for.
+    read_by_us = isinstance(entries, LazyDict)
+    infos = () if read_by_us else entries.values()
+    paths = {info.relative_path for info in infos if isinstance(info, _StorageInfo)}
+    outside = sorted(path for path in paths if _core.leads_outside(path))
     problems = [
         Problem("broken_checkpoint", path, "is named as a file of the checkpoint and lies outside its directory")
         for path in outside
@@ -89,10 +94,6 @@ def _lost_problem(fqn: str, metadata: Metadata) -> Problem | None:
         return None
     detail = f"{len(lost)} of its {len(indices)} part(s) are in no file of the checkpoint; load another checkpoint"
     return Problem("broken_checkpoint", fqn, detail)
-
-
-def _leads_outside(path: str) -> bool:
-    return PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -69,6 +69,8 @@ class FileReader(StorageReader):
         thread_count_of(thread_count)
         self.load_id = uuid.uuid4().hex
         self.storage_data: dict[Any, Any] = {}
+        # Of the file that the metadata was read from: equal on ranks that see the same checkpoint.
+        self.metadata_digest = ""
         self._metadata: bytes | None = None
         self._index: CheckpointIndex | None = None
         self._stock_tensors: dict[tuple[str, int], StoredTensor | None] = {}
@@ -95,6 +97,7 @@ class FileReader(StorageReader):
                 metadata = parse_metadata(self._metadata)
             except ValueError as error:
                 raise DamagedCheckpointError(f"{path}: {error}") from None
+            self.metadata_digest = f"{_core.digest(self._metadata):016x}"
         # Older torch wrote none.
         meta: StorageMeta = getattr(metadata, "storage_meta", None) or StorageMeta()
         meta.load_id = self.load_id
@@ -143,6 +146,7 @@ class FileReader(StorageReader):
         self._index = read_index(path, None, verify=self.verify)
         if self._index is None:
             return None
+        self.metadata_digest = self._index.save_id.hex()
         rows = [dataclasses.astuple(indexed.file) for indexed in self._index.files.values()]
         try:
             return metadata_of_tables(self._index.tables, rows, path)
