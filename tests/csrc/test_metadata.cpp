@@ -1,0 +1,232 @@
+// Metadata as columns: what is written reads back, from a pickle and from an index's tables, and of damaged bytes the
+// parsers make an error or columns whose numbers hold together.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <random>
+#include <string>
+#include <utility>
+
+#include "core/metadata_pickle.h"
+#include "storage/bytes.h"
+#include "storage/errors.h"
+#include "storage/metadata_tables.h"
+
+namespace torchtitan_ext {
+namespace {
+
+using core::MetadataColumns;
+using core::SavedPart;
+
+int num_fuzz_cases() {
+  const char* factor = std::getenv("TTE_SOAK");
+  return 10'000 * (factor != nullptr ? std::max(1, std::atoi(factor)) : 1);
+}
+
+std::string damage(std::string bytes, std::mt19937_64& random) {
+  const size_t num_changes = 1 + random() % 4;
+  for (size_t change = 0; change < num_changes && !bytes.empty(); ++change) {
+    const size_t at = random() % bytes.size();
+    switch (random() % 5) {
+      case 0:
+        bytes[at] = static_cast<char>(bytes[at] ^ (1 << random() % 8));
+        break;
+      case 1:
+        bytes[at] = static_cast<char>(random());
+        break;
+      case 2:
+        bytes.resize(at);
+        break;
+      case 3:
+        bytes.insert(at, bytes.substr(random() % bytes.size(), random() % 40));
+        break;
+      default:
+        bytes.erase(at, random() % 40);
+    }
+  }
+  return bytes;
+}
+
+MetadataColumns small_columns() {
+  MetadataColumns columns;
+  const auto name = [&](const char* text) { return columns.names.add(text); };
+  const auto sizes = [&](const std::vector<int64_t>& numbers) { return columns.sizes.add(numbers); };
+  const uint32_t list = columns.add_chunk_list({{sizes({0, 0}), sizes({2, 4})}, {sizes({2, 0}), sizes({1, 4})}});
+  for (const char* fqn : {"a.weight", "b.weight"}) {
+    columns.add_key({.fqn = name(fqn),
+                     .is_tensor = true,
+                     .sizes = sizes({3, 4}),
+                     .dtype = name("float32"),
+                     .layout = name("torch.strided"),
+                     .memory_format = 1,
+                     .requires_grad = true,
+                     .chunk_list = list});
+    for (int64_t chunk = 0; chunk < 2; ++chunk) {
+      SavedPart part{.fqn = name(fqn), .offsets = sizes({2 * chunk, 0}), .path = name("__0_0.distcp")};
+      part.index = chunk;
+      part.offset_bytes = 70'000 * chunk;
+      part.length_bytes = int64_t{1} << 40;
+      columns.add_part(part);
+    }
+  }
+  columns.add_key({.fqn = name("step")});
+  SavedPart step{
+      .fqn = name("step"), .path = name("__1_0.distcp"), .transforms = columns.add_transforms({name("zip")})};
+  columns.add_part(step);
+  columns.index_parts();
+  return columns;
+}
+
+std::string pickle_of(const MetadataColumns& columns) {
+  const auto write_planner_data = [](core::PickleWriter& out) {
+    out.begin(core::PlainKind::kDict, 2);
+    out.text("step");
+    out.begin(core::PlainKind::kTuple, 2);
+    out.text("optimizer");
+    out.number(0.5);
+    out.end(core::PlainKind::kTuple, 2);
+    out.end(core::PlainKind::kDict, 2);
+  };
+  const auto write_storage_meta = [](core::PickleWriter& out) {
+    out.text("checkpoint_id");
+    core::write_path(out, "/run/step-1");
+  };
+  return core::write_metadata(columns, {write_planner_data, write_storage_meta, "1.0.0"});
+}
+
+// All that the columns say, so that numbers which lead nowhere are met.
+std::string description_of(const MetadataColumns& columns) {
+  std::string text;
+  const auto add_sizes = [&](uint32_t number) {
+    for (const int64_t size : columns.sizes[number]) text += std::to_string(size) + ",";
+    text += " ";
+  };
+  for (const core::SavedKey& key : columns.keys()) {
+    text += columns.names[key.fqn] + " ";
+    if (!key.is_tensor) continue;
+    add_sizes(key.sizes);
+    text += columns.names[key.dtype] + columns.names[key.layout] + std::to_string(key.memory_format);
+    text += key.requires_grad ? "g" : "-";
+    text += key.pin_memory ? "p" : "-";
+    for (const core::SavedChunk& chunk : columns.chunk_lists()[key.chunk_list]) {
+      add_sizes(chunk.offsets);
+      add_sizes(chunk.sizes);
+    }
+  }
+  for (const SavedPart& part : columns.parts()) {
+    text += "\n" + columns.names[part.fqn] + " " + columns.names[part.path] + " ";
+    if (part.offsets != SavedPart::kNone) add_sizes(part.offsets);
+    text +=
+        std::to_string(part.index) + " " + std::to_string(part.offset_bytes) + "+" + std::to_string(part.length_bytes);
+    if (part.transforms == SavedPart::kNone) continue;
+    for (const uint32_t name : columns.transforms()[part.transforms]) text += " " + columns.names[name];
+  }
+  return text;
+}
+
+MetadataColumns read_back(const std::string& pickle) {
+  const core::PickleGraph graph(pickle);
+  MetadataColumns columns;
+  const core::PlainMetadata plain = core::read_metadata(graph, columns);
+  EXPECT_TRUE(plain.version.size() <= pickle.size());
+  return columns;
+}
+
+TEST(MetadataPickle, ReadsBackWhatWasWritten) {
+  const MetadataColumns columns = small_columns();
+  const MetadataColumns read = read_back(pickle_of(columns));
+  EXPECT_EQ(description_of(read), description_of(columns));
+  EXPECT_EQ(read.find_key("b.weight"), 1u);
+  EXPECT_EQ(read.find_part("b.weight", std::vector<int64_t>{2, 0}), 3u);
+  EXPECT_EQ(read.find_part("step", std::nullopt), 4u);
+  EXPECT_EQ(read.find_part("step", std::vector<int64_t>{}), core::HashedNumbers::kNone);
+  EXPECT_EQ(read.find_key("c"), core::HashedNumbers::kNone);
+  EXPECT_EQ(pickle_of(read), pickle_of(columns));
+}
+
+TEST(MetadataColumns, TheLastOfEqualPartsCountsInThePlaceOfTheFirst) {
+  MetadataColumns columns = small_columns();
+  SavedPart again = columns.parts()[1];
+  again.offset_bytes = 9;
+  columns.add_part(again);
+  columns.index_parts();
+  ASSERT_EQ(columns.parts().size(), 5u);
+  EXPECT_EQ(columns.parts()[1].offset_bytes, 9);
+}
+
+TEST(MetadataColumns, ManyPartsAreFound) {
+  MetadataColumns columns;
+  const uint32_t path = columns.names.add("__0_0.distcp");
+  for (int64_t number = 0; number < 50'000; ++number) {
+    SavedPart part{.fqn = columns.names.add("layers." + std::to_string(number % 100)),
+                   .offsets = columns.sizes.add(std::vector<int64_t>{number / 100, 0}),
+                   .path = path};
+    part.offset_bytes = number;
+    columns.add_part(part);
+    if (number % 7'000 == 0) columns.index_parts();
+  }
+  columns.index_parts();
+  for (int64_t number = 0; number < 50'000; number += 11) {
+    const uint32_t found =
+        columns.find_part("layers." + std::to_string(number % 100), std::vector<int64_t>{number / 100, 0});
+    ASSERT_LT(found, columns.parts().size());
+    EXPECT_EQ(columns.parts()[found].offset_bytes, number);
+  }
+  EXPECT_EQ(columns.find_part("layers.7", std::vector<int64_t>{500, 0}), core::HashedNumbers::kNone);
+}
+
+TEST(MetadataPickle, DamagedBytesAreAnErrorOrHoldTogether) {
+  const std::string bytes = pickle_of(small_columns());
+  std::mt19937_64 random(11);
+  int num_read = 0;
+  for (int round = 0; round < num_fuzz_cases(); ++round) {
+    const std::string damaged = damage(bytes, random);
+    try {
+      const MetadataColumns columns = read_back(damaged);
+      ++num_read;
+      EXPECT_LE(columns.parts().size(), damaged.size());
+      for (const SavedPart& part : columns.parts()) EXPECT_FALSE(core::leads_outside(columns.names[part.path]));
+      EXPECT_EQ(description_of(read_back(pickle_of(columns))), description_of(columns));
+    } catch (const std::invalid_argument& error) {
+      const std::string what = error.what();
+      EXPECT_TRUE(what.starts_with("pickle: at byte ") || what.starts_with(".metadata: ")) << what;
+    }
+  }
+  EXPECT_GT(num_read, 0);
+}
+
+TEST(MetadataTables, ReadBackAndDamaged) {
+  MetadataColumns columns = small_columns();
+  storage::ByteWriter out;
+  storage::encode_columns(columns, out);
+  const std::string bytes = out.take();
+  const auto read = [](const std::string& encoded) {
+    storage::ByteReader reader(encoded, "tables");
+    return storage::parse_columns(reader);
+  };
+  const std::string described = description_of(columns);
+  EXPECT_EQ(description_of(read(bytes)), described.substr(0, described.find('\n')));
+  std::mt19937_64 random(12);
+  int num_read = 0;
+  for (int round = 0; round < num_fuzz_cases(); ++round) {
+    try {
+      description_of(read(damage(bytes, random)));
+      ++num_read;
+    } catch (const storage::FormatError& error) {
+      EXPECT_TRUE(std::string(error.what()).starts_with("tables: byte ")) << error.what();
+    }
+  }
+  EXPECT_GT(num_read, 0);
+}
+
+TEST(LeadsOutside, OfPaths) {
+  for (const char* path : {"", "/x", "..", "../x", "a/..", "a/../b", "/"})
+    EXPECT_TRUE(core::leads_outside(path)) << path;
+  EXPECT_TRUE(core::leads_outside(std::string_view("a\0b", 3)));
+  for (const char* path : {"x", "a/b", "..x", "x..", "a/...", ".x", "a/./b"})
+    EXPECT_FALSE(core::leads_outside(path)) << path;
+}
+
+}  // namespace
+}  // namespace torchtitan_ext
