@@ -39,7 +39,7 @@ class MetadataReader {
              data = graph_.find(fields, "planner_data"), meta = graph_.find(fields, "storage_meta"),
              version = graph_.find(fields, "version");
     read_keys(keys);
-    if (is(parts, Kind::kDict)) read_parts(parts);
+    if (!is_none(parts)) read_parts(parts);
     PlainMetadata plain;
     if (!is_none(data)) plain.planner_data = data;
     if (!is_none(version)) plain.version = text_of(version, "version");
@@ -161,9 +161,15 @@ class MetadataReader {
 
   bool is_memory_format(Id id) { return is_named(id, memory_format_) || is_named(id, old_memory_format_); }
 
+  // The keys and values of a dict; or of dict({...}), as which a lazy dict is pickled.
+  std::vector<Id> pairs_of(Id dict, std::string_view where) {
+    if (is_call_of(dict, dict_)) dict = argument_of(dict, where, "a dict");
+    if (!is(dict, Kind::kDict)) refuse(dict, where, "a dict");
+    return graph_.members(dict);
+  }
+
   void read_keys(Id dict) {
-    if (!is(dict, Kind::kDict)) refuse(dict, "state_dict_metadata", "a dict");
-    const auto pairs = graph_.members(dict);
+    const auto pairs = pairs_of(dict, "state_dict_metadata");
     for (size_t index = 0; index + 1 < pairs.size(); index += 2) {
       columns_.add_key(key_of(text_of(pairs[index], "state_dict_metadata"), pairs[index + 1]));
     }
@@ -219,7 +225,7 @@ class MetadataReader {
   }
 
   void read_parts(Id dict) {
-    const auto pairs = graph_.members(dict);
+    const auto pairs = pairs_of(dict, "storage_data");
     columns_.reserve_parts(pairs.size() / 2);
     for (size_t index = 0; index + 1 < pairs.size(); index += 2) {
       SavedPart part;
@@ -267,7 +273,7 @@ class MetadataReader {
       memory_format_{kMetadata, "_MEM_FORMAT_ENCODING"}, old_memory_format_{kOldMetadata, "MEM_FORMAT_ENCODING"},
       chunk_{kMetadata, "ChunkStorageMetadata"}, index_{kMetadata, "MetadataIndex"}, size_{"torch", "Size"},
       storage_info_{kFileSystem, "_StorageInfo"}, get_layout_{"torch.serialization", "_get_layout"},
-      getattr_{"builtins", "getattr"};
+      getattr_{"builtins", "getattr"}, dict_{"builtins", "dict"};
   std::unordered_map<Id, uint32_t> list_of_, transforms_of_;
   std::vector<Id> fields_, arguments_;  // of the object that is being read
   std::vector<int64_t> sizes_;

@@ -19,6 +19,7 @@ import torchtitan_ext as tte
 from torchtitan_ext.errors import DamagedCheckpointError
 from torchtitan_ext.storage import FileReader, FileWriter
 from torchtitan_ext.storage.lazy_metadata import LazyDict
+from torchtitan_ext.storage.metadata_file import parse_metadata
 
 NAMES = ["a", "b", "step"]
 
@@ -54,6 +55,12 @@ def test_as_a_dict(pair: tuple[Any, dict[Any, Any]], use: Callable[[Any], Any]) 
     lazy, plain = pair
     assert isinstance(lazy, dict) and isinstance(lazy, LazyDict)
     assert use(lazy) == use(dict(plain))
+
+
+def test_pickled_again_our_reader_takes_it(tmp_path: Path, truth: Metadata) -> None:
+    metadata = FileReader(tmp_path).read_metadata()
+    truth.storage_meta = metadata.storage_meta
+    assert parse_metadata(pickle.dumps(metadata)) == truth == pickle.loads(pickle.dumps(metadata))
 
 
 def test_missing_keys(pair: tuple[Any, dict[Any, Any]]) -> None:

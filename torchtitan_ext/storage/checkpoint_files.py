@@ -124,7 +124,7 @@ def read_index(path: Path, metadata: bytes | None, *, verify: str) -> Checkpoint
         return None
     try:
         save_id, metadata_bytes, metadata_digest, _, files, tables = _core.parse_index(content, str(path))
-    except _core.FormatError as error:
+    except ValueError as error:  # a FormatError, or a name that is no UTF-8
         if verify == "none" and metadata is not None:
             warnings.warn(f"the index is ignored: {error}", stacklevel=2)
             return None

@@ -127,7 +127,7 @@ class FileReader(StorageReader):
         try:
             self._read(plan, planner)
             future.set_result(None)
-        except _core.FormatError as error:
+        except (_core.FormatError, UnicodeDecodeError) as error:
             future.set_exception(DamagedCheckpointError(str(error)))
         except Exception as error:
             future.set_exception(error)

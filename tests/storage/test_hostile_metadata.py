@@ -1,0 +1,289 @@
+"""Hostile `.metadata` and indexes: nothing in them is run, nothing outside is read, and they cost what their size says.
+
+A thousand of each with `make soak`, a tenth in the suite.
+"""
+
+import io
+import os
+import pickle
+import pickletools
+import random
+import resource
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from states import save
+from test_metadata_file import stock_file, with_names
+
+import torchtitan_ext as tte
+from torchtitan_ext import _core
+from torchtitan_ext.errors import CheckpointFailedError, DamagedCheckpointError
+from torchtitan_ext.storage import FileReader, FileWriter
+from torchtitan_ext.storage.metadata_file import parse_metadata
+
+NUM_FILES = 100 * min(10, int(os.environ.get("TTE_SOAK", 1)))
+CALLEES = ["os.system", "builtins.eval", "subprocess.Popen", "builtins.getattr", "torch.load", "shutil.rmtree"]
+CALLEES += [
+    "torch.Size.__init__",
+    "pathlib.Path.unlink",
+    "operator.attrgetter",
+    "builtins.dict",
+    "copyreg._reconstructor",
+]
+PATHS = ["../secret", "/etc/passwd", "a/../../secret", "..", "", "./../secret", "x\0y", "//etc/passwd"]
+
+
+class Call:
+    """Pickles as a call of something, by a stream of its own."""
+
+    def __init__(self, name: str, argument: str) -> None:
+        self.name = name
+        self.argument = argument
+
+    def __reduce__(self) -> Any:
+        return _Name(self.name), (self.argument,)
+
+
+class _Name:
+    """Pickled as a global of another name by `dumps`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, *args: Any) -> Any:
+        raise AssertionError("it was run")
+
+
+class Raw:
+    """Pickled as a stream of its own."""
+
+    def __init__(self, stream: bytes) -> None:
+        self.stream = stream
+
+
+class Pickler(pickle._Pickler):  # type: ignore[name-defined,misc]
+    def save(self, obj: Any, save_persistent_id: bool = True) -> None:
+        if isinstance(obj, Raw):
+            self.write(obj.stream)
+            return
+        if isinstance(obj, _Name):
+            module, _, name = obj.name.rpartition(".")
+            self.write(b"c" + module.encode() + b"\n" + name.encode() + b"\n")
+            return
+        super().save(obj, save_persistent_id)
+
+
+def dumps(value: Any, protocol: int) -> bytes:
+    stream = io.BytesIO()
+    Pickler(stream, protocol).dump(value)
+    return stream.getvalue()
+
+
+def hostile_pickles(data: bytes, source: random.Random) -> Iterator[bytes]:
+    """The metadata with a call in some place, with a path that leads out, or with bytes that are something else."""
+    while True:
+        metadata = pickle.loads(data)
+        call = Call(source.choice(CALLEES), "touch was-run")
+        places = list(metadata.storage_data)
+        kind = source.randrange(8)
+        if kind == 0:
+            field = source.choice(["state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"])
+            setattr(metadata, field, call)
+        elif kind == 1:
+            metadata.planner_data["w"] = source.choice([[call], (1, [call]), {"x": call}])
+        elif kind == 2:
+            metadata.storage_data[source.choice(places)].relative_path = source.choice(PATHS)
+        elif kind == 3:
+            info = metadata.storage_data[source.choice(places)]
+            setattr(info, source.choice(["offset", "length"]), source.choice([-1, 2**63 - 1, call, "x"]))
+            if info.offset == 2**63 - 1 or info.length == 2**63 - 1:
+                info.offset, info.length = 2**63 - 1, 1
+        elif kind == 4:
+            entry = metadata.state_dict_metadata["w"]
+            setattr(entry, source.choice(["size", "chunks", "properties"]), source.choice([call, 7, [call]]))
+        elif kind == 5:
+            metadata.storage_data[call] = metadata.storage_data[places[0]]
+        elif kind == 6:
+            metadata.state_dict_metadata["w"].chunks[0].sizes = source.choice([call, (3, 4), torch.Size([1] * 65)])
+        else:
+            yield b"\x80\x04" + source.randbytes(source.randrange(200)) + b"."
+            continue
+        yield dumps(metadata, source.choice([2, 4]))
+
+
+def test_hostile_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "checkpoint"
+    data = stock_file(path, {"w": torch.ones(3), "step": 1})
+    (tmp_path / "secret").write_bytes((path / "__0_0.distcp").read_bytes())
+    monkeypatch.chdir(tmp_path)
+    files = hostile_pickles(data, random.Random(1))
+    for number in range(NUM_FILES):
+        (path / ".metadata").write_bytes(next(files))
+        with pytest.raises(DamagedCheckpointError) as caught:
+            FileReader(path).read_metadata()
+        assert len(str(caught.value).splitlines()) <= 5, number
+        assert not Path("was-run").exists(), number
+
+
+def reseal(index: bytes) -> bytes:
+    """With the size and digest that belong to the bytes, so that the parser behind them is reached."""
+    index = index[:24] + struct.pack("<Q", len(index)) + index[32:]
+    return index[:-8] + struct.pack("<Q", _core.digest(index[:-8]))
+
+
+def test_hostile_indexes(tmp_path: Path) -> None:
+    save({"w": torch.ones(4, 8), "step": 3}, FileWriter(tmp_path, sync=False, stock_metadata=False), tte.SavePlanner())
+    content = (tmp_path / ".tte_index").read_bytes()
+    source = random.Random(2)
+    num_refused = 0
+    for _ in range(10 * NUM_FILES):
+        damaged = bytearray(content)
+        for _ in range(source.randint(1, 3)):
+            # Where numbers of eight and four bytes stand: counts, lengths, offsets, numbers of names.
+            at = source.randrange(32, len(content) - 16)
+            value = source.choice([0, 1, 255, 2**31, 2**32 - 1, 2**63 - 1, 2**64 - 1, source.getrandbits(16)])
+            damaged[at : at + 8] = struct.pack("<Q", value)
+        (tmp_path / ".tte_index").write_bytes(reseal(bytes(damaged)))
+        try:
+            metadata = FileReader(tmp_path).read_metadata()
+            assert len(list(metadata.storage_data.items())) + len(list(metadata.state_dict_metadata.items())) < 10
+        except (DamagedCheckpointError, FileNotFoundError):  # or the index says that there is a .metadata
+            num_refused += 1
+    assert num_refused > 5 * NUM_FILES
+
+
+def test_links_out_of_the_checkpoint_are_refused(tmp_path: Path) -> None:
+    for name, writer in (("ours", FileWriter), ("stock", dcp.FileSystemWriter)):
+        path = tmp_path / name
+        save({"w": torch.ones(3)}, writer(path), tte.SavePlanner())
+        (path / "__0_0.distcp").rename(tmp_path / f"{name}.distcp")
+        (path / "__0_0.distcp").symlink_to(tmp_path / f"{name}.distcp")
+        with pytest.raises(CheckpointFailedError, match="names the file '__0_0.distcp', which is outside"):
+            tte.load({"w": torch.zeros(3)}, storage_reader=FileReader(path), no_dist=True)
+        # A link that stays inside is no harm, nor is one to the checkpoint itself.
+        (path / "__0_0.distcp").unlink()
+        (tmp_path / f"{name}.distcp").rename(path / "data")
+        (path / "__0_0.distcp").symlink_to("data")
+        (tmp_path / f"link-{name}").symlink_to(path)
+        state = {"w": torch.zeros(3)}
+        tte.load(state, storage_reader=FileReader(tmp_path / f"link-{name}"), no_dist=True)
+        assert state["w"].sum() == 3
+
+
+def repeated_chunks(metadata: Any) -> None:
+    """A hundred thousand chunks that are all the same one, of sixty dims: two bytes each."""
+    chunk = metadata.state_dict_metadata["w"].chunks[0]
+    chunk.offsets = chunk.sizes = metadata.state_dict_metadata["w"].size = torch.Size(range(60))
+    metadata.state_dict_metadata["w"].chunks = [chunk] * 100_000
+
+
+def repeated_list(metadata: Any) -> None:
+    """Ten thousand keys with one list of ten thousand chunks."""
+    entry = metadata.state_dict_metadata["w"]
+    entry.chunks = entry.chunks * 10_000
+    metadata.state_dict_metadata.update({f"w{number}": entry for number in range(10_000)})
+
+
+def many_fields(metadata: Any) -> None:
+    """A place of a hundred thousand fields."""
+    vars(next(iter(metadata.storage_data))).update({f"x{number}": number for number in range(100_000)})
+
+
+def doubling_key(metadata: Any) -> None:
+    """A dict's key that takes 2^60 steps to hash: each tuple holds the one before twice."""
+    stream = b"}(X\x04\0\0\0leaftr\x00\x10\0\0"
+    for number in range(0x1000, 0x103C):
+        old, new = struct.pack("<I", number), struct.pack("<I", number + 1)
+        stream += b"0j" + old + b"j" + old + b"\x86r" + new
+    metadata.planner_data = Raw(stream + b"Ns")
+
+
+def doubling_value(metadata: Any) -> None:
+    value: Any = ["leaf"]
+    for _ in range(60):
+        value = [value, value]
+    metadata.planner_data = value
+
+
+def long_memo(metadata: Any) -> None:
+    metadata.planner_data = Raw(b"Nr" + struct.pack("<I", 2**32 - 1))
+
+
+def long_text(metadata: Any) -> None:
+    metadata.planner_data = Raw(b"\x8d" + struct.pack("<Q", 2**63) + b"x")
+
+
+@pytest.mark.parametrize(
+    "make", [repeated_chunks, repeated_list, many_fields, doubling_key, doubling_value, long_memo, long_text]
+)
+def test_a_small_file_does_not_become_large(tmp_path: Path, make: Callable[[Any], None]) -> None:
+    metadata = pickle.loads(stock_file(tmp_path, {"w": torch.ones(3), "step": 1}))
+    make(metadata)
+    content = dumps(metadata, 2)
+    assert len(content) < 4 << 20
+    answer = in_limits(lambda: len(parse_metadata(content).state_dict_metadata))
+    assert answer in ("2", "10002", "ValueError")
+
+
+def in_limits(call: Callable[[], Any]) -> str:
+    """What a call returns, or the name of its error, in a process of its own: 256 MiB more memory, 10 s of CPU."""
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), -1))
+        begin = int(resource.getrusage(resource.RUSAGE_SELF).ru_utime)
+        resource.setrlimit(resource.RLIMIT_CPU, (begin + 10, -1))
+        try:
+            answer = str(call())
+        except Exception as error:
+            answer = type(error).__name__
+        os.write(write_end, answer.encode())
+        os._exit(0)
+    os.close(write_end)
+    with os.fdopen(read_end) as stream:
+        answer = stream.read()
+    os.waitpid(child, 0)
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("names", "python"),
+    [
+        ({}, "3.10 to 3.12, 3.14"),
+        ({b"cpathlib\nPosixPath\n": b"cpathlib._local\nPosixPath\n"}, "3.13"),
+    ],
+)
+@pytest.mark.parametrize("torch_version", ["2.1", "2.6", "2.13"])
+def test_streams_of_other_versions(tmp_path: Path, names: dict[bytes, bytes], python: str, torch_version: str) -> None:
+    """By hand, from a stream of this torch and Python: the names and fields that those versions wrote."""
+    data = stock_file(tmp_path, {"model": {"w": torch.ones(3, 4)}, "step": 1})
+    metadata = pickle.loads(data)
+    if torch_version == "2.1":
+        del metadata.__dict__["storage_meta"], metadata.__dict__["version"]
+        for info in metadata.storage_data.values():
+            info.__dict__.pop("transform_descriptors", None)
+        old = b"ctorch.distributed._shard.sharded_tensor.metadata\n"
+        module = b"ctorch.distributed.checkpoint.metadata\n"
+        names = {
+            module + b"TensorProperties\n": old + b"TensorProperties\n",
+            module + b"_MEM_FORMAT_ENCODING\n": old + b"MEM_FORMAT_ENCODING\n",
+        }
+    elif torch_version == "2.6":
+        del metadata.__dict__["version"]
+    stream = with_names(pickle.dumps(metadata), names)
+    pickletools.dis(stream, out=io.StringIO())
+    parsed = parse_metadata(stream)
+    assert parsed.state_dict_metadata == metadata.state_dict_metadata
+    assert parsed.storage_data == metadata.storage_data and parsed.planner_data == metadata.planner_data
+    if torch_version != "2.1":
+        assert parsed.storage_meta == metadata.storage_meta
+    (tmp_path / ".metadata").write_bytes(stream)
+    state = {"model": {"w": torch.zeros(3, 4)}, "step": 0}
+    tte.load(state, tmp_path, no_dist=True)
+    assert state["step"] == 1 and torch.equal(state["model"]["w"], torch.ones(3, 4))
