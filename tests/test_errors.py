@@ -29,6 +29,7 @@ INSTANCES = [
     errors.CheckpointReadError("trainer.step", "its bytes are damaged"),
     errors.DamagedCheckpointError("step-3/__0_0.distcp: bytes 0 to 9 do not match their checksum; in them lie w[0:2]"),
     errors.LostRankError("sync_module_states", "tensors were sent", 2, (1,), "Connection reset by peer"),
+    errors.CannotInstallError("torch 3.0 has no function _save_state_dict"),
     errors.CannotReshardError("saved with 8 shards, this run has 12", "choose num_shards=24"),
     errors.CheckpointFailedError("load", {3: "OSError: disk full", 5: "ValueError: no"}),
     errors.TorchtitanExtError("general"),

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torchtitan_ext.fingerprints import fingerprint
     from torchtitan_ext.full_state_dicts import get_full_state_dict, set_full_state_dict
     from torchtitan_ext.full_tensors import distribute_tensor, full_tensor
+    from torchtitan_ext.integrations.install import install, installed, uninstall
     from torchtitan_ext.layout import ShardOrder
     from torchtitan_ext.storage import FileReader, FileWriter
     from torchtitan_ext.sync import broadcast_tensors, sync_module_states
@@ -37,11 +38,14 @@ __all__ = [
     "fingerprint",
     "full_tensor",
     "get_full_state_dict",
+    "install",
+    "installed",
     "load",
     "ops",
     "save",
     "set_full_state_dict",
     "sync_module_states",
+    "uninstall",
 ]
 
 # Rooms that are reached by attribute too, as after ``import torchtitan_ext.sync``.
@@ -54,6 +58,7 @@ _MODULE_OF = {
     **dict.fromkeys(("broadcast_tensors", "sync_module_states"), "sync"),
     "check_replicas": "sync.check",
     **dict.fromkeys(("FileReader", "FileWriter"), "storage"),
+    **dict.fromkeys(("install", "installed", "uninstall"), "integrations.install"),
     "ShardOrder": "layout",
     "fingerprint": "fingerprints",
 }

@@ -252,6 +252,10 @@ class CheckpointFailedError(TorchtitanExtError, RuntimeError):
         return text
 
 
+class CannotInstallError(TorchtitanExtError, RuntimeError):
+    """``tte.install`` does not know this torch, or somebody else has patched the functions that it wraps."""
+
+
 def described(value: object) -> str:
     """What a value is, for messages: "a Linear", "the class Linear"; short plain values as they are written."""
     if isinstance(value, type):

@@ -1,0 +1,329 @@
+"""Our planners and files inside DCP's own ``save``, ``load`` and ``async_save``, for code that passes none of its own.
+
+Frameworks build ``DefaultSavePlanner()`` or ``FileSystemWriter(path)`` inside their functions, or pass nothing. So the
+functions below DCP's ``save`` and ``load`` are wrapped in the modules where these look them up: names imported earlier
+reach them too. Subclasses, and any other planner or storage, are somebody's own and are left alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import (
+    _async_process_executor,
+    _async_thread_executor,
+    format_utils,
+    state_dict_loader,
+    state_dict_saver,
+)
+from torch.distributed.checkpoint._extension import ExtensionRegistry
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    _EmptyStateDictLoadPlanner,
+)
+from torch.distributed.checkpoint.filesystem import (
+    FileSystem,
+    FileSystemReader,
+    FileSystemWriter,
+    SerializationFormat,
+)
+
+from torchtitan_ext.checkpoint import LoadPlanner, SavePlanner
+from torchtitan_ext.errors import CannotInstallError
+from torchtitan_ext.storage import FileReader, FileWriter
+
+logger = logging.getLogger(__name__)
+
+# Imported before anything is wrapped: what it takes from DCP's modules by name stays stock's.
+_STOCK = format_utils
+
+OPTIONS: Mapping[type, tuple[str, ...]] = {
+    SavePlanner: ("layouts", "replicas", "hash_replicas"),
+    LoadPlanner: ("layouts", "cast", "allow_unclaimed", "weights_only"),
+    FileWriter: ("sync", "thread_count"),
+    FileReader: ("verify", "thread_count"),
+}
+"""What ``install`` takes for which of ours."""
+
+_SAVE = (
+    "state_dict",
+    "storage_writer",
+    "process_group",
+    "coordinator_rank",
+    "no_dist",
+    "planner",
+    "use_collectives",
+)
+_LOAD = ("state_dict", "storage_reader", "process_group", "coordinator_rank", "no_dist", "planner")
+_EXECUTE = (
+    "self",
+    "staging_future_or_state_dict",
+    "checkpoint_id",
+    "storage_writer",
+    "planner",
+    "process_group",
+    "no_dist",
+    "use_collectives",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Settings:
+    """Of one ``install``: what is replaced, with which options, and what has been logged."""
+
+    planners: bool
+    storage: bool
+    options: Mapping[str, Any]
+    logged: set[str] = field(default_factory=set)
+
+    def make(self, ours: type, stock: type, *args: Any, **carried: Any) -> Any:
+        """One of ours in the place of a stock object; options of ``install`` come before those of the object."""
+        options = {name: self.options[name] for name in OPTIONS[ours] if name in self.options}
+        made = ours(*args, **{**carried, **options})
+        if stock.__name__ not in self.logged:
+            self.logged.add(stock.__name__)
+            logger.info("torchtitan_ext: %s takes the place of %s", ours.__name__, stock.__name__)
+        return made
+
+
+@dataclass(frozen=True)
+class Point:
+    """A function of DCP: where it is looked up, its parameters, and what is done with its arguments before."""
+
+    owner: Any
+    name: str
+    parameters: tuple[str, ...]
+    replace: Callable[[Settings, dict[str, Any]], None]
+
+
+class Installation:
+    """What stands in DCP's place in this process. ``install`` counts once; of ``with installed()`` the last entered."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.lasting: Settings | None = None
+        self.passing: list[Settings] = []
+        self._wrapped: list[tuple[Point, Any, Any]] = []
+
+    @property
+    def active(self) -> Settings | None:
+        """What counts now; a save that has begun keeps what it began with."""
+        passing = self.passing
+        return passing[-1] if passing else self.lasting
+
+    def update(self) -> None:
+        """Wraps DCP's functions, or puts them back, as ``active`` asks for."""
+        if self.active is not None and not self._wrapped:
+            originals = [_checked(point) for point in POINTS]
+            for point, original in zip(POINTS, originals, strict=True):
+                wrapper = _wrap(self, point, original)
+                setattr(point.owner, point.name, wrapper)
+                self._wrapped.append((point, original, wrapper))
+        elif self.active is None:
+            for point, original, wrapper in self._wrapped:
+                # Who has wrapped ours meanwhile keeps it: without settings it calls stock's.
+                if getattr(point.owner, point.name) is wrapper:
+                    setattr(point.owner, point.name, original)
+            self._wrapped = []
+
+
+def install(planners: bool = True, storage: bool = True, **options: Any) -> None:
+    """Lets ``dcp.save``, ``dcp.load`` and ``dcp.async_save`` of this process use our planners and files.
+
+    Not collective: call it on every rank, before the first save or load. A second call takes the place of the first.
+
+    Args:
+        planners: Where none is passed, or exactly a ``DefaultSavePlanner`` or ``DefaultLoadPlanner``: ours, with its
+            options.
+        storage: Where none is passed, or exactly a ``FileSystemWriter`` or ``FileSystemReader``: ours, with its path
+            and options. A writer whose options ours lacks is left alone, and so are remote paths.
+        options: Of ``SavePlanner``, ``LoadPlanner``, ``FileWriter`` and ``FileReader``: see ``OPTIONS``.
+
+    Raises:
+        CannotInstallError: This torch is not known, or somebody else has patched the same functions.
+        TypeError: An option that none of ours has.
+    """
+    settings = _settings("install", planners, storage, options)
+    with _INSTALLATION.lock:
+        before, _INSTALLATION.lasting = _INSTALLATION.lasting, settings
+        try:
+            _INSTALLATION.update()
+        except CannotInstallError:
+            _INSTALLATION.lasting = before
+            raise
+
+
+def uninstall() -> None:
+    """Undoes ``install``; without one it does nothing. Inside of ``with installed()`` this goes on to its end."""
+    with _INSTALLATION.lock:
+        _INSTALLATION.lasting = None
+        _INSTALLATION.update()
+
+
+@contextmanager
+def installed(planners: bool = True, storage: bool = True, **options: Any) -> Iterator[None]:
+    """As ``install``, to the end of the ``with``, for all threads of this process. The innermost counts."""
+    settings = _settings("installed", planners, storage, options)
+    with _INSTALLATION.lock:
+        _INSTALLATION.passing.append(settings)
+        try:
+            _INSTALLATION.update()
+        except CannotInstallError:
+            _INSTALLATION.passing.remove(settings)
+            raise
+    try:
+        yield
+    finally:
+        with _INSTALLATION.lock:
+            _INSTALLATION.passing.remove(settings)
+            _INSTALLATION.update()
+
+
+def _settings(function: str, planners: bool, storage: bool, options: dict[str, Any]) -> Settings:
+    known = sorted({name for names in OPTIONS.values() for name in names})
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise TypeError(f"{function}: got the option(s) {', '.join(unknown)}, expected some of {', '.join(known)}")
+    settings = Settings(planners, storage, dict(options))
+    # Wrong values are errors here, not in the first save.
+    for ours in OPTIONS:
+        args = (".",) if ours in (FileWriter, FileReader) else ()
+        ours(*args, **{name: options[name] for name in OPTIONS[ours] if name in options})
+    return settings
+
+
+def _checked(point: Point) -> Any:
+    """The function of torch at a point, if it is the one that this module knows."""
+    where = f"{getattr(point.owner, '__qualname__', point.owner.__name__)}.{point.name}"
+    function = getattr(point.owner, point.name, None)
+    if not isinstance(function, FunctionType):
+        raise CannotInstallError(f"torch {torch.__version__} has no function {where}; use planner= and storage_writer=")
+    folder = Path(str(torch.__file__)).parent / "distributed"
+    if folder not in Path(function.__code__.co_filename).parents:
+        by = f"{function.__module__}.{function.__qualname__}"
+        raise CannotInstallError(f"{where} was patched by {by} before; install first, or without it")
+    names = tuple(inspect.signature(function).parameters)
+    if names != point.parameters:
+        got = ", ".join(names)
+        raise CannotInstallError(
+            f"torch {torch.__version__} has another {where}({got}); use planner= and storage_writer="
+        )
+    return function
+
+
+def _wrap(installation: Installation, point: Point, original: Any) -> Any:
+    @functools.wraps(original)
+    def with_ours(*args: Any, **kwargs: Any) -> Any:
+        settings = installation.active
+        if settings is None:
+            return original(*args, **kwargs)
+        passed = {**dict(zip(point.parameters, args, strict=False)), **kwargs}
+        point.replace(settings, passed)
+        self = (passed.pop("self"),) if "self" in passed else ()
+        return original(*self, **passed)
+
+    return with_ours
+
+
+def _replace_in_save(settings: Settings, passed: dict[str, Any]) -> None:
+    passed["planner"] = _save_planner(settings, passed.get("planner"))
+    passed["storage_writer"] = _writer(settings, passed["storage_writer"])
+
+
+def _replace_in_load(settings: Settings, passed: dict[str, Any]) -> None:
+    planner = passed.get("planner")
+    # Of ``_load_state_dict_from_keys``, which makes the targets from what is in the file.
+    if type(planner) is _EmptyStateDictLoadPlanner:
+        return
+    passed["planner"] = _load_planner(settings, planner)
+    passed["storage_reader"] = _reader(settings, passed["storage_reader"])
+
+
+def _replace_in_executor(settings: Settings, passed: dict[str, Any]) -> None:
+    """Before the save's thread starts, or its arguments are pickled for a process in which nothing is installed."""
+    passed["planner"] = _save_planner(settings, passed.get("planner"))
+    writer, path = passed.get("storage_writer"), passed.get("checkpoint_id")
+    if writer is None and path is not None and settings.storage and FileWriter.validate_checkpoint_id(path):
+        passed["storage_writer"] = settings.make(FileWriter, FileSystemWriter, path)
+    else:
+        passed["storage_writer"] = _writer(settings, writer)
+
+
+def _save_planner(settings: Settings, planner: Any) -> Any:
+    if not settings.planners or (planner is not None and type(planner) is not DefaultSavePlanner):
+        return planner
+    stock = DefaultSavePlanner() if planner is None else planner
+    return settings.make(
+        SavePlanner,
+        DefaultSavePlanner,
+        flatten_state_dict=stock.flatten_state_dict,
+        flatten_sharded_tensors=stock.flatten_sharded_tensors,
+        dedup_save_to_lowest_rank=stock.dedup_save_to_lowest_rank,
+        enable_plan_caching=stock._enable_plan_caching,
+    )
+
+
+def _load_planner(settings: Settings, planner: Any) -> Any:
+    if not settings.planners or (planner is not None and type(planner) is not DefaultLoadPlanner):
+        return planner
+    stock = DefaultLoadPlanner() if planner is None else planner
+    return settings.make(
+        LoadPlanner,
+        DefaultLoadPlanner,
+        flatten_state_dict=stock.flatten_state_dict,
+        flatten_sharded_tensors=stock.flatten_sharded_tensors,
+        allow_partial_load=stock.allow_partial_load,
+    )
+
+
+def _writer(settings: Settings, writer: Any) -> Any:
+    if not settings.storage or type(writer) is not FileSystemWriter or not _is_plain_writer(writer):
+        return writer
+    threads = {"thread_count": writer.thread_count} if writer.thread_count != 1 else {}
+    return settings.make(
+        FileWriter, FileSystemWriter, writer.path, sync=writer.sync_files, overwrite=writer.overwrite, **threads
+    )
+
+
+def _is_plain_writer(writer: FileSystemWriter) -> bool:
+    """Whether ours can do what it is told to."""
+    return (
+        type(writer.fs) is FileSystem
+        and FileWriter.validate_checkpoint_id(writer.path)
+        and writer.single_file_per_rank
+        and writer.serialization_format is SerializationFormat.TORCH_SAVE
+        and not writer.transforms.extensions
+    )
+
+
+def _reader(settings: Settings, reader: Any) -> Any:
+    if not settings.storage or type(reader) is not FileSystemReader or type(reader.fs) is not FileSystem:
+        return reader
+    extensions = reader.transforms.extension_registry.extensions
+    if extensions != ExtensionRegistry().extensions or not FileReader.validate_checkpoint_id(reader.path):
+        return reader
+    return settings.make(FileReader, FileSystemReader, reader.path)
+
+
+POINTS = (
+    Point(state_dict_saver, "_save_state_dict", _SAVE, _replace_in_save),
+    Point(state_dict_loader, "_load_state_dict", _LOAD, _replace_in_load),
+    Point(_async_thread_executor._ThreadBasedAsyncCheckpointExecutor, "execute_save", _EXECUTE, _replace_in_executor),
+    Point(_async_process_executor._ProcessBasedAsyncCheckpointExecutor, "execute_save", _EXECUTE, _replace_in_executor),
+)
+
+# Of the process, as what it replaces. A fork has a copy of its own, in which another thread may have held the lock.
+_INSTALLATION = Installation()
+os.register_at_fork(after_in_child=lambda: setattr(_INSTALLATION, "lock", threading.RLock()))
