@@ -6,8 +6,12 @@ A state has --gigabytes (of all processes together) in 120 tensors, or 4,000 ten
 turns, round by round; a time is the slowest process's, and a ratio is one of minima over the rounds, to the fastest raw
 way. Raw are system calls on the same bytes, with a file and as many threads per process as ours (raw_files.py). "Files
 only" is our storage writer or reader alone, on a plan that was made before and without collectives; the rest is
-planning. Megabytes are the peak of resident memory beyond the state. Peers run with the first size and the first dtype.
-Writes results/storage_<machine>.json; storage_table.py makes a table of it.
+planning. Megabytes are the peak of resident memory beyond the state.
+
+So that all of it takes minutes, only the first size in the first dtype meets the peers and cold loads, and --rounds
+rounds; the other sizes run in the first dtype, the other dtypes in the first size, and with the small tensors, whose
+peers run with the first number of processes, in half as many rounds. Writes results/storage_<machine>.json;
+storage_table.py makes tables of it.
 """
 
 import argparse
@@ -15,6 +19,7 @@ import os
 import shutil
 import tempfile
 import warnings
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,26 +30,37 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from contest import Contenders, compare, print_rows
 from result_file import write_results
-from storage_contenders import PEERS, OnlyFiles, Ours, Peer, load_with_dcp, make_peers, save_with_dcp
+from storage_contenders import (
+    PEERS,
+    OnlyFiles,
+    Ours,
+    Peer,
+    installed_versions,
+    load_with_dcp,
+    make_peers,
+    save_with_dcp,
+)
 from storage_states import COLUMNS, ROWS, State, Workload, check, clear, filled, large, local_parts, small
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+COLD_THREADS = 4
+STEPS = ("save without fsync", "save with fsync", "warm load", "cold load", "rows -> columns")
 
 
 class Case:
     """One state on one mesh: what is measured of it, in the order of the methods."""
 
     def __init__(
-        self, workload: Workload, mesh: DeviceMesh, folder: Path, peers: list[Peer], options: argparse.Namespace
+        self, workload: Workload, mesh: DeviceMesh, folder: Path, peers: list[Peer], num_rounds: int, num_threads: int
     ) -> None:
         self.workload = workload
         self.mesh = mesh
         self.folder = folder
         self.peers = peers
-        self.rounds = options.rounds
-        self.num_threads = options.threads
-        self.ours = Ours(options.threads)
+        self.num_rounds = num_rounds
+        self.num_threads = num_threads
+        self.ours = Ours(num_threads)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.raw = folder / "raw"
         self.state = filled(workload, mesh, ROWS)
@@ -65,7 +81,7 @@ class Case:
             "DCP": lambda: save_with_dcp(self.state, folder / "dcp", sync),
         }
         contenders |= {peer.name: partial(peer.save, self.state, folder / peer.name, sync) for peer in self.peers}
-        return compare(contenders, self.rounds, before=self.remove_files)
+        return compare(contenders, self.num_rounds, before=self.remove_files)
 
     def remove_files(self) -> None:
         dist.barrier()
@@ -91,17 +107,17 @@ class Case:
         return self._compare_loads(contenders, self.state, ROWS)
 
     def measure_cold_loads(self) -> dict[str, Any]:
-        """Each way with one thread and with several: a disk likes several requests at once."""
+        """Also with several threads: a disk likes several requests at once."""
         contenders: Contenders = {}
-        for num_threads in sorted({self.num_threads, 4}):
+        counts = {"": self.num_threads, f", {COLD_THREADS} threads": COLD_THREADS}
+        for suffix, num_threads in counts.items():
             for name, read in (("preadv", raw_files.read), ("O_DIRECT", raw_files.read_direct)):
-                contenders[f"raw {name}, {num_threads} threads"] = partial(
+                contenders[f"raw {name}{suffix}"] = partial(
                     read, self._raw_file(self.rank), self.parts, num_threads=num_threads
                 )
-        for num_threads in sorted({self.num_threads, 4}):
+        for suffix, num_threads in counts.items():
             loads = self._loads(Ours(num_threads), self.state, [])
-            names = ("ours, files only, unverified", "ours, tte.load, unverified", "ours, tte.load")
-            contenders |= {f"{name}, {num_threads} threads": loads[name] for name in names}
+            contenders |= {name + suffix: loads[name] for name in ("ours, files only, unverified", "ours, tte.load")}
         loads = self._loads(self.ours, self.state, self.peers)
         contenders |= {name: load for name, load in loads.items() if not name.startswith("ours")}
         return self._compare_loads(contenders, self.state, ROWS, before=self._drop_from_cache)
@@ -139,7 +155,7 @@ class Case:
     def _compare_loads(self, contenders: Contenders, state: State, dim: int, **options: Any) -> dict[str, Any]:
         return compare(
             contenders,
-            self.rounds,
+            self.num_rounds,
             before_first=lambda: clear(state),
             after_first=lambda: check(self.workload, self.mesh, dim, state),
             **options,
@@ -151,21 +167,29 @@ class Case:
         dist.barrier()
 
 
-def measure(case: Case, name: str, results: Any, *, cold: bool) -> None:
-    def record(what: str, rows: dict[str, Any]) -> None:
+def measure(case: Case, name: str, results: Any, *, steps: Sequence[str]) -> None:
+    def record(step: str, measure_step: Callable[[], dict[str, Any]]) -> None:
+        if step not in steps:
+            return
+        rows = measure_step()
         if case.rank == 0:
-            results[f"{name}, {what}"] = rows
-            print_rows(f"{name}, {what}", rows)
+            results[f"{name}, {step}"] = rows
+            print_rows(f"{name}, {step}", rows)
 
-    record("save without fsync", case.measure_saves(False))
-    record("save with fsync", case.measure_saves(True))
+    record("save without fsync", lambda: case.measure_saves(False))
+    record("save with fsync", lambda: case.measure_saves(True))
     case.write_sources()
-    record("warm load", case.measure_warm_loads())
-    if cold:
-        record("cold load", case.measure_cold_loads())
+    record("warm load", case.measure_warm_loads)
+    record("cold load", case.measure_cold_loads)
     if case.world_size > 1:
-        record("rows -> columns", case.measure_columns())
+        record("rows -> columns", case.measure_columns)
     case.remove_files()
+
+
+def states(options: argparse.Namespace) -> list[tuple[float, str]]:
+    """Each size in the first dtype, then the other dtypes in the first size."""
+    sizes = [(gigabytes, options.dtype[0]) for gigabytes in options.gigabytes]
+    return sizes + [(options.gigabytes[0], dtype) for dtype in options.dtype[1:] if options.gigabytes]
 
 
 def run(rank: int, world_size: int, folder: Path, options: argparse.Namespace, results: Any) -> None:
@@ -176,17 +200,24 @@ def run(rank: int, world_size: int, folder: Path, options: argparse.Namespace, r
     )
     mesh = init_device_mesh("cpu", (world_size,))
     peers = make_peers(options.peers)
+    fewer_rounds = max(2, options.rounds // 2)
     processes = f"{world_size} process{'es' if world_size > 1 else ''}"
-    for gigabytes in options.gigabytes:
-        for dtype in options.dtype:
-            is_first = (gigabytes, dtype) == (options.gigabytes[0], options.dtype[0])
-            workload = large(gigabytes, DTYPES[dtype], world_size)
-            case = Case(workload, mesh, folder / "files", peers if is_first else [], options)
-            measure(case, f"{processes}, {gigabytes:g} GB {dtype}", results, cold=True)
-            del case
+    files = folder / "files"
+    # One after the other: a state is let go before the next is made.
+    for index, (gigabytes, dtype) in enumerate(states(options)):
+        workload = large(gigabytes, DTYPES[dtype], world_size)
+        name = f"{processes}, {gigabytes:g} GB {dtype}"
+        if index == 0:
+            case = Case(workload, mesh, files, peers, options.rounds, options.threads)
+            measure(case, name, results, steps=STEPS)
+        else:
+            case = Case(workload, mesh, files, [], fewer_rounds, options.threads)
+            measure(case, name, results, steps=[step for step in STEPS if step != "cold load"])
+        del case
     if options.small:
-        case = Case(small(DTYPES[options.dtype[0]]), mesh, folder / "files", peers, options)
-        measure(case, f"{processes}, 4,000 x 2 KiB", results, cold=False)
+        asked = peers if world_size == options.processes[0] else []
+        case = Case(small(DTYPES[options.dtype[0]]), mesh, files, asked, fewer_rounds, options.threads)
+        measure(case, f"{processes}, 4,000 x 2 KiB", results, steps=["save with fsync", "warm load", "rows -> columns"])
     dist.destroy_process_group()
 
 
@@ -201,6 +232,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--small", action=argparse.BooleanOptionalAction, default=True, help="4,000 small tensors")
     options = parser.parse_args()
+    if not options.gigabytes and not options.small:
+        parser.error("nothing to measure: give --gigabytes or --small")
     with mp.Manager() as manager:
         results = manager.dict()
         for world_size in options.processes:
@@ -211,6 +244,7 @@ def main() -> None:
         "rounds": options.rounds,
         "threads_per_process": options.threads,
         "file_system": file_system(options.directory),
+        "peers": installed_versions(options.peers),
     }
     print(write_results("storage", sizes=sizes, results=measured))
 

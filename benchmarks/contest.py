@@ -1,4 +1,4 @@
-"""Contenders of a benchmark on several ranks: in turns, round by round; the slowest rank's time, the least of it."""
+"""Contenders of a benchmark on several ranks, in turns: the slowest rank's time, the least over the rounds."""
 
 import ctypes
 import gc
@@ -33,7 +33,7 @@ def compare(
 
     Args:
         contenders: What is timed, by name.
-        num_rounds: After a first one that warms up, in which memory is measured.
+        num_rounds: The first one warms up, measures memory, and counts as well: a minimum does not suffer from it.
         limit: How the names begin of which the fastest is the limit.
         before: Called before each call.
         before_first: Called before each call of the first round too.
@@ -48,11 +48,12 @@ def compare(
         before()
         before_first()
         rows[name] = _first_call(function, after_first)
-    seconds: dict[str, list[float]] = {name: [] for name, row in rows.items() if "failed" not in row}
-    for _ in range(num_rounds):
+    seconds = {name: [row.pop("seconds")] for name, row in rows.items() if "failed" not in row}
+    for _ in range(num_rounds - 1):
         for name, spent in seconds.items():
             before()
-            spent.append(_largest(_timed(contenders[name])))
+            dist.barrier()
+            spent.append(_largest(_seconds_of(contenders[name])))
     best = min(min(spent) for name, spent in seconds.items() if name.startswith(limit))
     for name, spent in seconds.items():
         rows[name] = {"seconds": round(min(spent), 4), "ratio": round(min(spent) / best, 2), **rows[name]}
@@ -60,30 +61,28 @@ def compare(
 
 
 def _first_call(function: Callable[[], Any], check: Callable[[], None]) -> Row:
-    """The memory of a call, or why it failed. Collective."""
+    """The time and memory of a call, or why it failed. Collective."""
     gc.collect()
     # Memory that the allocator keeps from the contender before would hide what this one takes.
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     resident = _status_megabytes("VmRSS")
-    failure = ""
+    dist.barrier()
+    seconds, peak, failure = 0.0, resident, ""
     try:
-        dist.barrier()
-        function()
+        seconds = _seconds_of(function)
         peak = _status_megabytes("VmHWM")
         check()
     except (Exception, CheckpointException) as error:
         failure = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        peak = resident
     failures: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(failures, failure)
     if any(failures):
         return {"failed": next(filter(None, failures))}
-    return {"megabytes": round(_largest(peak - resident), 1)}
+    return {"seconds": _largest(seconds), "megabytes": round(_largest(peak - resident), 1)}
 
 
-def _timed(function: Callable[[], Any]) -> float:
-    dist.barrier()
+def _seconds_of(function: Callable[[], Any]) -> float:
     begin = time.perf_counter()
     function()
     return time.perf_counter() - begin

@@ -3,10 +3,11 @@
 Every save leaves files below `path`; every load fills the state in place. All ranks call both.
 """
 
-import importlib
+import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,12 @@ def make_peers(names: Sequence[str]) -> list[Peer]:
             continue
         peers.append(make())
     return peers
+
+
+def installed_versions(names: Sequence[str]) -> dict[str, str]:
+    """Of the packages of peers."""
+    packages = sorted({PEERS[name][0] for name in names})
+    return {package: version(package) for package in packages if importlib.util.find_spec(package) is not None}
 
 
 def _own_file(path: Path) -> Path:

@@ -1,0 +1,70 @@
+"""Tables of a result file of bench_storage.py, as they stand in docs/storage.md.
+
+python benchmarks/storage_table.py benchmarks/results/storage_<machine>.json
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+Results = dict[str, dict[str, Row]]
+# By step and state, of each number of processes.
+Steps = dict[str, dict[str, dict[str, dict[str, Row]]]]
+
+# Measured of every state, beside DCP; the rest is in the table of peers.
+OURS = ("ours, files only", "ours, tte.", "ours, dcp.")
+
+
+def tables(results: Results) -> str:
+    steps: Steps = {}
+    for case, rows in results.items():
+        processes, rest = case.split(", ", 1)
+        state, step = rest.rsplit(", ", 1)
+        steps.setdefault(step, {}).setdefault(state, {})[processes.split()[0]] = rows
+    all_states = [ours_and_dcp(step, states) for step, states in steps.items()]
+    return "\n\n".join([*all_states, peers(steps)])
+
+
+def ours_and_dcp(step: str, states: dict[str, dict[str, dict[str, Row]]]) -> str:
+    """A row for each state and number of processes: the fastest raw way in milliseconds, and ratios to it."""
+    every = [rows for worlds in states.values() for rows in worlds.values()]
+    names = [name for name in every[0] if name == "DCP" or name.startswith(OURS)]
+    names = [name for name in names if all(name in rows for rows in every)]
+    lines = [f"| {step} | raw | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
+    for state, worlds in states.items():
+        for world_size, rows in worlds.items():
+            cells = [ratio(rows[name]) for name in names]
+            lines.append(f"| {state}, {world_size} | {limit(rows)} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def peers(steps: Steps) -> str:
+    """A row for each contender, of the first state: ratios by number of processes, and the most memory of any step."""
+    first = {step: next(iter(states.values())) for step, states in steps.items()}
+    every = dict.fromkeys(name for worlds in first.values() for rows in worlds.values() for name in rows)
+    names = sorted(every, key=lambda name: (not name.startswith("raw"), not name.startswith("ours")))
+    state = next(iter(next(iter(steps.values()))))
+    titles = [f"{step} ({' / '.join(worlds)})" for step, worlds in first.items()]
+    lines = [f"| {state} | " + " | ".join(titles) + " | MB |", "|---" * (len(titles) + 2) + "|"]
+    for name in names:
+        found = [[rows.get(name) for rows in worlds.values()] for worlds in first.values()]
+        cells = [" / ".join(ratio(row) for row in rows) if any(rows) else "" for rows in found]
+        most = max(row.get("megabytes", 0.0) for rows in found for row in rows if row)
+        lines.append(f"| {name} | " + " | ".join(cells) + f" | {most:.0f} |")
+    return "\n".join(lines)
+
+
+def limit(rows: dict[str, Row]) -> str:
+    return f"{1e3 * min(row['seconds'] for name, row in rows.items() if name.startswith('raw')):.0f} ms"
+
+
+def ratio(row: Row | None) -> str:
+    if row is None:
+        return "-"
+    return "fails" if "failed" in row else f"{row['ratio']:.2f}"
+
+
+if __name__ == "__main__":
+    print(tables(json.loads(Path(sys.argv[1]).read_text())["results"]))
