@@ -252,7 +252,7 @@ class LoadPlanner(StockLoadPlanner):
         if not wanted:
             problems += nothing_matches(requests, self.metadata)
         saved_wanted = set(wanted.values())
-        problems += storage_problems(self.metadata, sorted(saved_wanted))
+        problems += storage_problems(self.metadata, saved_wanted)
         problems += unclaimed_problems(saved_wanted, len(requests), self.metadata, self._allow_unclaimed)
         problems += disagreements([request.rules for request in requests])
         problems += self._unused_layouts(tables, agreement)

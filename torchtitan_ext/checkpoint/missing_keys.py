@@ -82,6 +82,8 @@ def _name_hint(fqn: str, twin: str | None, renames: Mapping[str, str], saved: Se
 
 def _prefix_twins(missing: Sequence[str], saved: Sequence[str]) -> dict[str, str]:
     """Missing keys that the checkpoint has under another prefix: a wrapper's anywhere, one component in front."""
+    if not missing:  # the checkpoint may have very many
+        return {}
     by_canonical = {canonical_fqn(fqn, strip_module=True): fqn for fqn in saved}
     known = set(saved)
     by_tail: dict[str, list[str]] = {}

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torchtitan_ext.errors import Problem
 
 # A component such as dp_rank_7 or rank_7: an entry that each rank keeps for itself. Not layers.7.
-PER_RANK = re.compile(r"(?:^|\.)(?:[^.]*_)?rank_?\d+(?=\.|$)")
+PER_RANK = re.compile(r"((?:^|\.)(?:[^.]*_)?rank_?)\d+(?=\.|$)")
 
 
 def unclaimed_problems(
@@ -24,13 +24,12 @@ def unclaimed_problems(
     """
     families: dict[str, list[str]] = {}
     for fqn, saved in metadata.state_dict_metadata.items():
-        if isinstance(saved, BytesStorageMetadata) and PER_RANK.search(fqn):
-            families.setdefault(family_of(fqn), []).append(fqn)
+        if isinstance(saved, BytesStorageMetadata) and (family := family_of(fqn)) != fqn:
+            families.setdefault(family, []).append(fqn)
     problems = []
     for family, members in families.items():
-        unclaimed = [
-            fqn for fqn in members if fqn not in wanted and not any(fnmatch.fnmatchcase(fqn, glob) for glob in allowed)
-        ]
+        unclaimed = [fqn for fqn in members if fqn not in wanted]
+        unclaimed = [fqn for fqn in unclaimed if not any(fnmatch.fnmatchcase(fqn, glob) for glob in allowed)]
         if unclaimed and len(unclaimed) < len(members) and any(fqn in wanted for fqn in members):
             problems.append(
                 Problem(
@@ -51,4 +50,5 @@ def how_to_divide(family: str) -> str:
 
 
 def family_of(fqn: str) -> str:
-    return PER_RANK.sub(lambda match: re.sub(r"\d+$", "*", match.group()), fqn)
+    """The key with ``*`` for each rank: equal for what all ranks keep under one name, itself for other keys."""
+    return PER_RANK.sub(r"\1*", fqn) if "rank" in fqn else fqn

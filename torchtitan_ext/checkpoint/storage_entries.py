@@ -45,7 +45,7 @@ def storage_problems(metadata: Metadata, fqns: Iterable[str]) -> list[Problem]:
     saved = metadata.state_dict_metadata
     num_chunks = sum(len(one.chunks) if isinstance(one, TensorStorageMetadata) else 1 for one in saved.values())
     if num_chunks != len(entries):
-        problems += [problem for fqn in fqns if (problem := _lost_problem(fqn, metadata)) is not None]
+        problems += [problem for fqn in sorted(fqns) if (problem := _lost_problem(fqn, metadata)) is not None]
     return problems
 
 
