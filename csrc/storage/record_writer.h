@@ -1,8 +1,8 @@
 // Writes one rank file: records one behind the other, then a footer with the checksums of its blocks.
 //
 // Records are queued, with the addresses of their bytes, and written by write_queued(): whole blocks, by several
-// threads, each block hashed as soon as it is written. Bytes that lie contiguous in memory go from there to the file; short and
-// strided ones are packed into a buffer of one block per thread first. The addresses must stay valid until
+// threads, each block hashed as soon as it is written. Bytes that lie contiguous in memory go from there to the file;
+// short and strided ones are packed into a buffer of one block per thread first. The addresses must stay valid until
 // write_queued() returns; what is left of the last block is kept. Not for several threads at a time.
 #pragma once
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.distributed.checkpoint._storage_utils import _storage_setup
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
@@ -231,7 +232,8 @@ def _take(state_dict: dict[Any, Any], components: Components, policy: ElasticPol
 
     def take() -> None:
         for key, component in state_dict.items():
-            phases.at(str(key))
+            if not isinstance(component, torch.Tensor):  # others may take their time
+                phases.at(str(key))
             if key in components.resharded:
                 component.load_state_dict(components.resharded[key].state)
             elif key in components.values:

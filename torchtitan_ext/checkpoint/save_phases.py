@@ -62,8 +62,10 @@ def ask_for_states(state_dict: Mapping[Any, Any], phases: Phases) -> dict[Any, A
 
     def ask() -> None:
         for key, value in state_dict.items():
-            phases.at(str(key))
-            values[key] = value.state_dict() if is_stateful(value) else value
+            if is_stateful(value):
+                phases.at(str(key))
+                value = value.state_dict()
+            values[key] = value
 
     phases.on_all("prepare", ask, doing=_ASKING)
     return values

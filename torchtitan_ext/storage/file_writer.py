@@ -40,7 +40,7 @@ from torchtitan_ext.storage.raw_tensor import ELEMENT_TYPES, NAMES, Staging, raw
 from torchtitan_ext.storage.threads import thread_count_of
 from torchtitan_ext.storage.written_metadata import encode_metadata, encode_tables, send_as_place
 
-# XXH3 of a block is computed while it is on its way to the file, so it should lie in a core's cache; checksums of
+# XXH3 of a block is computed right behind its write, so it should lie in a core's cache then; checksums of
 # smaller blocks make loads of few rows verify less at a time, and footers larger.
 BLOCK_BYTES = 1 << 20
 
