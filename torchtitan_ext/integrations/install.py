@@ -52,7 +52,7 @@ _STOCK = format_utils
 OPTIONS: Mapping[type, tuple[str, ...]] = {
     SavePlanner: ("layouts", "replicas", "hash_replicas"),
     LoadPlanner: ("layouts", "cast", "allow_unclaimed", "weights_only"),
-    FileWriter: ("sync", "thread_count"),
+    FileWriter: ("sync", "thread_count", "stock_metadata"),
     FileReader: ("verify", "thread_count"),
 }
 """What ``install`` takes for which of ours."""
