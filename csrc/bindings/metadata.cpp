@@ -32,6 +32,13 @@ const Member& at(const std::vector<Member>& members, size_t number) {
   return members[number];
 }
 
+// Throws UnicodeDecodeError, a ValueError, here and not when an entry is asked for.
+void check_names(const MetadataColumns& columns, size_t first = 0) {
+  for (size_t number = first; number < columns.names.size(); ++number) {
+    to_str(columns.names[static_cast<uint32_t>(number)]);
+  }
+}
+
 // ---- from Python ----
 uint32_t add_name(MetadataColumns& columns, const py::handle& name) { return columns.names.add(to_utf8(name)); }
 
@@ -80,8 +87,12 @@ void add_records(MetadataColumns& columns, std::string name, const py::bytes& re
   file.name = std::move(name);
   file.footer_offset = footer_offset;
   file.records = static_cast<std::string_view>(records);
-  py::gil_scoped_release release;
-  storage::add_records(file, columns);
+  const size_t num_names = columns.names.size();
+  {
+    py::gil_scoped_release release;
+    storage::add_records(file, columns);
+  }
+  check_names(columns, num_names);
 }
 
 // ---- to Python ----
@@ -142,6 +153,7 @@ py::tuple read_metadata_pickle(const py::bytes& data) {
     graph.emplace(view);
     plain = read_metadata(*graph, columns);
   }
+  check_names(columns);
   const py::object version = plain.version.empty() ? py::object(py::none()) : py::object(to_str(plain.version));
   return py::make_tuple(std::move(columns), plain_of_pickle(*graph, plain.planner_data),
                         plain_of_pickle(*graph, plain.storage_meta), version);
@@ -185,6 +197,7 @@ py::object write_tables(const MetadataColumns& columns, const py::object& planne
 py::tuple read_tables(const py::bytes& data, const std::string& where) {
   storage::ByteReader reader(data, where + ", tables");
   MetadataColumns columns = storage::parse_columns(reader);
+  check_names(columns);
   const py::object plain = plain_of_bytes(reader);
   const auto is_whole = [&] {
     return py::isinstance<py::tuple>(plain) && py::len(plain) == 3 && py::isinstance<py::dict>(plain[py::int_(1)]) &&

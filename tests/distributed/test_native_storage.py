@@ -1,5 +1,6 @@
 """FileWriter and FileReader in worlds of several ranks: stock on the other side, other meshes, every way to save."""
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor
 
 import torchtitan_ext as tte
+from torchtitan_ext.errors import StateRefusedError
 from torchtitan_ext.storage import FileReader, FileWriter
 
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
@@ -148,3 +150,36 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(run_world, tmp_path: Pat
     texts = run_world(2, save_on_a_full_disk, BY_NAME["fsdp2"], tmp_path)
     assert texts[0] == texts[1] and "rank 1" in texts[0] and "__1_0.distcp" in texts[0]
     assert not (tmp_path / ".metadata").exists()
+
+
+def save_and_read_later(rank: int, world_size: int, path: Path, stock_metadata: bool) -> tuple[bool, int, str]:
+    state = trained(build_model(BY_NAME["fsdp2_tp2"], UNEVEN))
+    writer = FileWriter(path, sync=False, stock_metadata=stock_metadata)
+    metadata = dcp.save(state, storage_writer=writer, planner=tte.SavePlanner())
+    sent_bytes = len(pickle.dumps(metadata))  # what DCP has broadcast
+    return metadata == FileReader(path).read_metadata(), sent_bytes, type(metadata).__name__
+
+
+@pytest.mark.parametrize("stock_metadata", [True, False])
+def test_the_metadata_is_not_broadcast(run_world, tmp_path: Path, stock_metadata: bool) -> None:
+    for is_equal, sent_bytes, name in run_world(4, save_and_read_later, tmp_path, stock_metadata):
+        assert is_equal and sent_bytes < 500, name
+    for target in (BY_NAME["fsdp4"], WHOLE):
+        answers = run_world(
+            target.world_size, load_trained, target, tmp_path, True, True, process_group=target.axes != ()
+        )
+        assert answers == [[]] * target.world_size
+
+
+def load_own_directory(rank: int, world_size: int, path: Path) -> str:
+    with pytest.raises(StateRefusedError) as caught:
+        tte.load({"w": torch.zeros(3)}, path / str(rank // 2))
+    return str(caught.value)
+
+
+def test_ranks_that_see_other_metadata_are_refused(run_world, tmp_path: Path) -> None:
+    for name in ("0", "1"):
+        dcp.save({"w": torch.ones(3)}, storage_writer=FileWriter(tmp_path / name, sync=False), no_dist=True)
+    (first, *others) = run_world(4, load_own_directory, tmp_path)
+    assert all(other == first for other in others)
+    assert "rank 0" in first and "rank 2" in first

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
-from golden.generate import golden_state
+from golden.generate import golden_state, small_golden_state
 from states import blank, differences, load
 
 import torchtitan_ext as tte
@@ -20,6 +20,13 @@ VERSIONS = ["version_1"]
 def test_golden_checkpoints_load(version: str, verify: Any) -> None:
     loaded = load(blank(golden_state()), FileReader(GOLDEN / version, verify), tte.LoadPlanner())
     assert differences(loaded, golden_state()) == []
+
+
+@pytest.mark.parametrize("verify", ["auto", "all", "none"])
+def test_the_one_without_metadata_loads(verify: Any) -> None:
+    reader = FileReader(GOLDEN / "version_1_index_alone", verify)
+    loaded = load(blank(small_golden_state()), reader, tte.LoadPlanner())
+    assert differences(loaded, small_golden_state()) == []
 
 
 @pytest.mark.parametrize("version", VERSIONS)
