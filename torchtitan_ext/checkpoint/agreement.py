@@ -2,7 +2,7 @@
 
 Used alike by save, load and full tensors: ranks must agree on kind, dtype and shape of each key; layouts are decided
 over all ranks; the shards are checked to cover every element exactly once per replica. The work is done per class of
-keys (``csrc/core/agreement.h``); here its answers become values and sentences.
+keys (``csrc/core/agreement.h``); here its answers become values, in ``agreement_problems`` sentences.
 """
 
 from __future__ import annotations
@@ -15,17 +15,11 @@ from typing import Any, Literal
 import torch
 
 from torchtitan_ext import _core
+from torchtitan_ext.checkpoint.agreement_problems import class_problem, cover_problem
 from torchtitan_ext.checkpoint.key_table import Box, KeyTable
-from torchtitan_ext.checkpoint.rank_table import BOXES, OBJECT, TENSOR, RankTable, encode_table, unpack
+from torchtitan_ext.checkpoint.rank_table import BOXES, OBJECT, RankTable, encode_table, unpack
 from torchtitan_ext.errors import Problem, refusal
-from torchtitan_ext.layout.layout import (
-    MeshLayout,
-    ShardReport,
-    Steps,
-    describe_report,
-    format_placements,
-    unresolved,
-)
+from torchtitan_ext.layout.layout import Steps
 from torchtitan_ext.layout.rules import unused_problem
 
 
@@ -94,7 +88,7 @@ class Agreement:
             for key in world.keys(number):
                 self.class_of[key] = number
         found = [
-            (key, _problem(world, number, self.names[key]))
+            (key, class_problem(world, number, self.names[key]))
             for number in range(world.num_classes)
             if world.trouble(number) is not None
             for key in world.keys(number)
@@ -288,7 +282,7 @@ def check_cover(
         return None
     what, element, chunks = defect
     holders = [(boxes[chunk], owners[chunk][0] if owners[chunk] else None) for chunk in chunks]
-    return _cover_problem(fqn, global_shape, kind, what, element, holders)
+    return cover_problem(fqn, global_shape, kind, what, element, holders)
 
 
 class _ReadingFrom:
@@ -335,74 +329,6 @@ def _replica_problem(agreement: Agreement, key: int, ranks: Sequence[int], diges
         f"ranks {ranks[0]} and {ranks[1]} should hold the same, got {what} with digests {words[0]} and {words[1]}; "
         f"{remedy}",
     )
-
-
-_TYPE_NAMES = {OBJECT: "non-tensor value", TENSOR: "tensor", BOXES: "tensor that describes itself"}
-
-
-def _problem(world: _core.World, of_class: int, fqn: str) -> Problem:
-    trouble = world.trouble(of_class)
-    assert trouble is not None
-    code, first, second, rest = trouble
-    if code in ("type", "dtype", "shape"):
-        values = []
-        for rank in (first, second):
-            kind, dtype, shape = world.traits(of_class, rank)
-            values.append({"type": _TYPE_NAMES[kind], "dtype": dtype, "shape": shape}[code])
-        what = "a" if code == "type" else code
-        return Problem(
-            "ranks_disagree",
-            fqn,
-            f"rank {first} has {what} {values[0]}, rank {second} has {what} {values[1]}; "
-            "give different values different keys",
-        )
-    report = _report(world, of_class, first)
-    if code == "not_exact":
-        what, element, holders = rest
-        return _cover_problem(fqn, report.global_shape, "incomplete_cover", what, element, holders)
-    if code == "absent":
-        return _absent_problem(fqn, report, rest)
-    if code == "invalid":
-        return Problem("layout_matches_nothing", fqn, f"{describe_report(report)}: {rest}")
-    index, other, coordinate = rest
-    held = _report(world, of_class, second).local_sizes
-    outcome: Literal["in_doubt", "no_match"] = "in_doubt" if code == "in_doubt" else "no_match"
-    return unresolved(fqn, report, outcome, index, other, coordinate, held)
-
-
-def _report(world: _core.World, of_class: int, rank: int) -> ShardReport:
-    shape, mesh, coordinate, placements, local_sizes, order = world.report(of_class, rank)
-    layout = None if mesh is None else MeshLayout(*mesh)
-    return ShardReport(shape, layout, coordinate, placements, local_sizes, order)
-
-
-def _absent_problem(fqn: str, report: ShardReport, absent: Sequence[int]) -> Problem:
-    return Problem(
-        "incomplete_cover",
-        fqn,
-        f"rank(s) {', '.join(map(str, absent[:8]))}{', ...' if len(absent) > 8 else ''} of its mesh ({report.mesh}), "
-        f"placements {format_placements(report.placements)}, take no part; "
-        "pass a process group that holds the whole mesh",
-    )
-
-
-def _cover_problem(
-    fqn: str,
-    global_shape: tuple[int, ...],
-    kind: Literal["incomplete_cover", "broken_checkpoint"],
-    what: str,
-    element: tuple[int, ...],
-    holders: Sequence[tuple[Box, int | None]],
-) -> Problem:
-    if what == "gap":
-        found = "is held by no rank" if kind == "incomplete_cover" else "is in no saved chunk"
-    else:
-        named = "; ".join(
-            f"{offsets}+{sizes}" + ("" if owner is None else f" of rank {owner}")
-            for (offsets, sizes), owner in holders[:4]
-        )
-        found = f"lies outside the tensor, in chunk {named}" if what == "out_of_bounds" else f"is in chunks {named}"
-    return Problem(kind, fqn, f"{what.replace('_', ' ')} in shape {tuple(global_shape)}: element {element} {found}")
 
 
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
