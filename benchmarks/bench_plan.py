@@ -10,7 +10,7 @@ Bytes gathered are the longest message times the ranks, because DCP pads. Stock 
 to --stock-ranks ranks; beyond, the coordinator's seconds and bytes grow in proportion to ranks, and are marked as
 extrapolated ("~"). Loads are on twice as many ranks as the save where the state can be had there, and on half of them.
 
-"finish" is what the coordinator makes of the ranks' write results, the pickling of `.metadata` included, which is
+"finish" is what the coordinator makes of the ranks' write results, the making of `.metadata` included, which is
 measured alone too. Beside the models (plan_cases.py) there are one tensor of 10,000 chunks, 50,000 small tensors, 200
 keys of its own on each of 1,024 ranks, and a tiny state.
 """
@@ -212,8 +212,8 @@ def print_rows(result: dict[str, Any]) -> None:
         print(
             f"{case['name']:<20} {case['num_ranks']:7,}  finish      | "
             + ";  ".join(
-                f"{name} {shown(row['finish_seconds'], 6)} s, of them {shown(row['metadata_seconds'], 6)} to pickle"
-                f" {row['metadata_bytes'] / 1e6:.1f} MB, {row['gather_bytes'] / 1e6:.1f} MB gathered"
+                f"{name} {shown(row['finish_seconds'], 6)} s, of them {shown(row['metadata_seconds'], 6)} for"
+                f" {row['metadata_bytes'] / 1e6:.1f} MB of metadata, {row['gather_bytes'] / 1e6:.1f} MB gathered"
                 for name, row in result["finish"].items()
             )
         )

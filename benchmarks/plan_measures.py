@@ -29,6 +29,7 @@ from torchtitan_ext.checkpoint.save_planner import SavePlanner
 from torchtitan_ext.layout.layout import shard_of
 from torchtitan_ext.storage.checkpoint_files import RankFile
 from torchtitan_ext.storage.file_writer import FileWriter
+from torchtitan_ext.storage.written_metadata import encode_metadata
 
 _SHORT_SECONDS = 0.005
 RULES = "None, Source()"  # what LoadPlanner() sends
@@ -252,7 +253,7 @@ def with_places(metadata: Metadata, plan: LoadPlan) -> Metadata:
 def measure_finish(case: Case, metadata: Metadata, clock: Clock) -> dict[str, Any]:
     """What the coordinator makes of the ranks' write results: ours and stock's, for the same records.
 
-    ``finish_seconds`` has the pickling of ``.metadata`` in it, which is measured alone as well; the files are small.
+    ``finish_seconds`` has the making of ``.metadata`` in it, which is measured alone as well; the files are small.
     """
     written = [_written_by(case, rank) for rank in range(case.num_ranks)]
     rows: dict[str, Any] = {}
@@ -265,29 +266,33 @@ def measure_finish(case: Case, metadata: Metadata, clock: Clock) -> dict[str, An
             ]
             for rank, records in enumerate(written)
         ]
-        writers: list[tuple[str, Any, Any]] = [
-            ("ours", ours, lambda: FileWriter(directory, sync=False)),
-            ("stock", stock, lambda: FileSystemWriter(directory, sync_files=False)),
-        ]
-        for name, results, make in writers:
-            stored = metadata if name == "ours" else _unshared(metadata)
-            rows[name] = _measure_writer(stored, results, make, clock, is_ours=name == "ours")
+        rows["ours"] = _measure_writer(
+            metadata, [result for (result,) in ours], FileWriter(directory, sync=False), encode_metadata, clock
+        )
+        writer = FileSystemWriter(directory, sync_files=False)
+        writer.set_up_storage_writer(True)
+        rows["stock"] = _measure_writer(
+            _unshared(metadata), stock, writer, lambda finished, _: pickle.dumps(finished), clock
+        )
     return rows
 
 
 def _measure_writer(
-    metadata: Metadata, results: list[Any], make: Callable[[], Any], clock: Clock, *, is_ours: bool
+    metadata: Metadata,
+    results: list[Any],
+    writer: Any,
+    encode: Callable[[Metadata, list[Any]], bytes],
+    clock: Clock,
 ) -> dict[str, float]:
-    sent = [pickle.dumps(result[0] if is_ours else result) for result in results]
+    sent = [pickle.dumps(result) for result in results]
 
     def finish() -> tuple[float, tuple[float, int]]:
-        writer, stored = make(), replace(metadata)
-        if not is_ours:
-            writer.set_up_storage_writer(True)
+        stored = replace(metadata)
         begin = time.process_time()
-        writer.finish(metadata=stored, results=[pickle.loads(result) for result in sent])
+        received = [pickle.loads(result) for result in sent]
+        writer.finish(metadata=stored, results=received)
         end = time.process_time()
-        size = len(pickle.dumps(stored))
+        size = len(encode(stored, received))
         return end - begin, (time.process_time() - end, size)
 
     seconds, (metadata_seconds, metadata_bytes) = clock.best(finish)
