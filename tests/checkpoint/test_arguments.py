@@ -55,6 +55,16 @@ def test_wrong_arguments_are_named(tmp_path: Path, call: Callable[..., Any], nam
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("call", [tte.save, tte.load, tte.async_save])
+def test_times_to_wait(tmp_path: Path, call: Callable[..., Any]) -> None:
+    with pytest.raises(TypeError, match=f"^{call.__name__}: got timeout_seconds='3', expected a number of seconds"):
+        call(STATE, tmp_path, timeout_seconds="3")
+    for wrong in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"^{call.__name__}: got timeout_seconds={wrong}, expected more than 0"):
+            call(STATE, tmp_path, timeout_seconds=wrong)
+    assert not list(tmp_path.iterdir())
+
+
 def test_storage_of_the_wrong_kind(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="save: got storage_writer=a FileSystemReader, expected a DCP storage writer"):
         tte.save(STATE, storage_writer=FileSystemReader(tmp_path))  # type: ignore[arg-type]

@@ -1,0 +1,77 @@
+"""Bytes of every length arrive whole, in one message or two; what is given up keeps its memory."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torchtitan_ext.errors import LostRankError
+from torchtitan_ext.ranks import watch as watches
+from torchtitan_ext.ranks.timed_exchange import TimedExchange
+from torchtitan_ext.ranks.watch import Watch
+
+# Around the room of the first message: 1024 less one length, or two.
+LENGTHS = [0, 1, 1007, 1008, 1009, 1015, 1016, 1017, 1024, 5000]
+
+
+def part_of(rank: int, length: int) -> bytes:
+    """Another length on every rank."""
+    return bytes((rank + position) % 251 for position in range(max(0, length - 3 * rank)))
+
+
+def exchange_all(rank: int, world_size: int) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    watch = Watch("save", group, path="/step", timeout_seconds=60)
+    exchange = TimedExchange(group, watch)
+    watch.begin("plan", "testing")
+    for length in LENGTHS:
+        data = part_of(rank, length)
+        everyone = [part_of(other, length) for other in range(world_size)]
+        assert [bytes(one) for one in exchange.rest_on_all(data, exchange.heads(data))] == everyone
+        gathered = exchange.rest_on_coordinator(data, exchange.heads(data))
+        assert [bytes(one) for one in gathered] == (everyone if rank == 0 else [])
+        assert bytes(exchange.scatter(everyone if rank == 0 else [])) == data
+        assert bytes(exchange.broadcast(everyone[0] if rank == 0 else b"")) == everyone[0]
+    watch.confirm()
+    watch.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_length_arrives_whole(run_world: Callable[..., Any], world_size: int) -> None:
+    run_world(world_size, exchange_all)
+
+
+def give_up(rank: int, world_size: int) -> tuple[str, int, bool]:
+    """Rank 1 comes late: the memory into which rank 0 still receives is kept, and let go when it has come."""
+    group = dist.group.WORLD
+    assert group is not None
+    watch = Watch("save", group, path="/step", timeout_seconds=0.5)
+    exchange = TimedExchange(group, watch)
+    watch.begin("plan", "testing")
+    watch.at("model")
+    if rank == 1:
+        time.sleep(4)
+    with pytest.raises(LostRankError) as caught:
+        exchange.heads(b"data")
+    num_kept = len(watches._unfinished)
+    watch.close()
+    if rank == 1:
+        # As one that came too late and knows nothing: what rank 0 waits for comes.
+        dist.all_gather([torch.zeros(1024, dtype=torch.uint8) for _ in range(2)], torch.ones(1024, dtype=torch.uint8))
+    else:
+        work, (_, rows) = watches._unfinished[0]
+        work.wait()
+        assert rows[1].eq(1).all()
+    is_kept = any(not work.is_completed() for work, _ in watches._unfinished)
+    watches._unfinished.clear()
+    return str(caught.value), num_kept, is_kept
+
+
+def test_what_was_given_up_keeps_its_memory(run_world: Callable[..., Any]) -> None:
+    (first, num_kept, is_kept), (second, num_late, _) = run_world(2, give_up)
+    assert first == second and "rank 1 is still at work (plan, model, for " in first
+    assert (num_kept, is_kept, num_late) == (1, False, 0)
