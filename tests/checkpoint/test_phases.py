@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from torchtitan_ext.checkpoint.phases import Phases
 from torchtitan_ext.errors import CheckpointFailedError, CheckpointReadError
@@ -56,6 +57,45 @@ def phases_of(phases: Phases, rank: int, world_size: int) -> tuple[Any, ...]:
 
 def test_results_go_where_they_should(run_world: Callable[..., Any]) -> None:
     assert run_world(3, all_three) == [([0, 1, 2], 10 * rank, 3) for rank in range(3)]
+
+
+def in_a_group(rank: int, world_size: int) -> tuple[Any, ...] | None:
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return None
+    with Phases("save", group) as phases:
+        return phases_of(phases, rank - 1, 2)
+
+
+def test_ranks_are_counted_in_the_group(run_world: Callable[..., Any]) -> None:
+    assert run_world(3, in_a_group) == [None, ([0, 1], 0, 1), ([0, 1], 10, 1)]
+
+
+class Unreadable:
+    """What one rank sends and no rank can read back."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+def send_what_cannot_be_read(rank: int, world_size: int) -> list[str]:
+    texts = []
+    with Phases("load", path="/step") as phases:
+        for value in (Unreadable(), lambda: None):
+            with pytest.raises(CheckpointFailedError) as caught:
+                phases.to_coordinator("plan", lambda value=value: value if rank == 1 else 0, len, doing="testing")
+            texts.append(str(caught.value))
+        assert phases.on_all("again", lambda: rank, doing="testing") == [0, 1]
+    return texts
+
+
+def test_a_result_that_cannot_be_read_or_sent_names_its_rank(run_world: Callable[..., Any]) -> None:
+    first, second = run_world(2, send_what_cannot_be_read)
+    assert first == second
+    assert first[0].startswith(
+        "load failed on 1 rank(s): rank 1: RuntimeError: its result cannot be read back: ValueErr"
+    )
+    assert first[1].startswith("load failed on 1 rank(s): rank 1: ") and "pickle" in first[1]
 
 
 def test_a_process_alone_needs_no_group() -> None:
