@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torchtitan.components.checkpointer import DATALOADER, MODEL, TRAIN_STATE, AsyncMode, CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.config.override import derive, override
@@ -28,6 +27,7 @@ from torchtitan_ext.checkpoint import async_save, load, save
 from torchtitan_ext.checkpoint.policy import Action, Strict
 from torchtitan_ext.elastic import ElasticDataLoader, ElasticPolicy, TorchtitanTextStreams
 from torchtitan_ext.errors import Problem, refusal
+from torchtitan_ext.storage import FileReader
 
 
 class ElasticCheckpointManager(CheckpointManager):
@@ -92,7 +92,7 @@ class ElasticCheckpointManager(CheckpointManager):
         """A run that goes on without its step would overwrite the steps that it has: no policy answers that."""
         others = tuple(name for name in self.states if name != MODEL)
         asked = [name for name in others if name in state_dict]
-        saved = FileSystemReader(checkpoint_id).read_metadata().state_dict_metadata
+        saved = FileReader(checkpoint_id).read_metadata().state_dict_metadata
         if not asked or any(key.split(".")[0] in others for key in saved):
             return
         detail = (
