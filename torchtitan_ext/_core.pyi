@@ -108,10 +108,12 @@ class RecordWriter:
         """Size of the file, where its footer begins, the footer's digest, the records for the index."""
 
 class RunReader:
-    def add_file(self, path: str, num_bytes: int, /) -> int:
-        """A file without checksums; its size is checked where ``num_bytes`` is not negative."""
+    def add_file(self, path: str, num_bytes: int, descriptor: int = -1) -> int:
+        """A file without checksums; its size is checked where ``num_bytes`` is not negative.
+
+        Here and below a descriptor that is not negative is what is read, and the path is for messages."""
     def add_checked_file(
-        self, path: str, num_bytes: int, footer_offset: int, footer_digest: int, save_id: bytes, /
+        self, path: str, num_bytes: int, footer_offset: int, footer_digest: int, save_id: bytes, descriptor: int = -1
     ) -> int: ...
     def add_box(
         self,
@@ -134,6 +136,10 @@ def frame_tensor(type: ElementType, sizes: Sequence[int], record_offset: int, al
     """What stands before and behind a tensor's bytes in its record."""
 
 def digest(bytes: bytes, /) -> int: ...
+def exchange_paths(first: str, second: str, /) -> None:
+    """Two paths of one file system change places at once; an OSError where the file system cannot."""
+
+def is_on_fuse(path: str, /) -> bool: ...
 def encode_index(
     save_id: bytes,
     metadata_bytes: int,
@@ -149,7 +155,7 @@ def parse_records(
     """fqn, offsets, index hint, dtype (empty for no tensor), sizes, record offset, record bytes, data offset."""
 
 def find_tensors(
-    path: str, places: Sequence[tuple[int, int]], num_threads: int
+    path: str, places: Sequence[tuple[int, int]], num_threads: int, descriptor: int = -1
 ) -> list[tuple[str, str, _Sizes, _Sizes, int, int, int] | None]:
     """Storage class, dtype, sizes, strides, storage offset, data offset in the file, data bytes; None for others."""
 

@@ -221,6 +221,62 @@ class DamagedCheckpointError(TorchtitanExtError, RuntimeError):
         return f"load: {self.reason}; load another step"
 
 
+class SaveInProgressError(TorchtitanExtError, RuntimeError):
+    """Another save is under way in the same place, or took it over; this one wrote nothing that anybody reads.
+
+    Args:
+        path: Where.
+        owner: Who saves there: process, host, since when.
+        lock: The file that says so.
+    """
+
+    def __init__(self, path: str, owner: str, lock: str) -> None:
+        super().__init__(path, owner, lock)
+        self.path = path
+        self.owner = owner
+        self.lock = lock
+
+    def __str__(self) -> str:
+        return (
+            f"save: {self.path} is being saved to by {self.owner}; wait for it, end it, or save to another directory. "
+            f"If it is gone, remove {self.lock}"
+        )
+
+
+class SavedOverError(TorchtitanExtError, RuntimeError):
+    """A checkpoint was saved over, or removed, while it was loaded. The same on every rank; nothing was mixed.
+
+    Args:
+        path: The checkpoint.
+        detail: What of the earlier one is gone.
+    """
+
+    def __init__(self, path: str, detail: str) -> None:
+        super().__init__(path, detail)
+        self.path = path
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"load: {self.path} was saved over while it was read ({self.detail}); load it again"
+
+
+class NoCheckpointError(TorchtitanExtError, RuntimeError):
+    """A run has no checkpoint of the step that was asked for, or none that is good.
+
+    Args:
+        run: The directory of the run.
+        detail: What was asked for and what is there.
+    """
+
+    def __init__(self, run: str, detail: str) -> None:
+        super().__init__(run, detail)
+        self.run = run
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"load: {self.run} {self.detail}"
+
+
 class CheckpointFailedError(TorchtitanExtError, RuntimeError):
     """Ranks failed while planning, writing or reading, for reasons outside this package (a full disk, a lost file).
 

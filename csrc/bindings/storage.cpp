@@ -139,9 +139,9 @@ py::list parse_records_py(std::string_view bytes, int64_t footer_offset, const s
 
 // Opens a file that ends with a footer and takes the checksums from there.
 int64_t add_checked_file(RunReader& reader, const std::string& path, int64_t num_bytes, int64_t footer_offset,
-                         uint64_t footer_digest, std::string_view save_id) {
+                         uint64_t footer_digest, std::string_view save_id, int descriptor) {
   const SaveId expected_id = to_save_id(save_id);
-  const File file = File::open(path);
+  File file = File::open(path, descriptor);
   if (file.num_bytes() != num_bytes) {
     throw_format_error(path, std::min(num_bytes, file.num_bytes()), "the file has ", file.num_bytes(),
                        " bytes, expected ", num_bytes);
@@ -154,7 +154,8 @@ int64_t add_checked_file(RunReader& reader, const std::string& path, int64_t num
   if (digest_of(bytes) != footer_digest) {
     throw_format_error(path, footer_offset, "the footer is not the one that the index names");
   }
-  return reader.add_file(path, num_bytes, {footer.block_bytes, footer.covered_bytes, std::move(footer.checksums)});
+  return reader.add_file(std::move(file), num_bytes,
+                         {footer.block_bytes, footer.covered_bytes, std::move(footer.checksums)});
 }
 
 void add_box(RunReader& reader, int64_t file, int64_t data_offset, int64_t item_bytes, const Sizes& stored_sizes,
@@ -183,9 +184,14 @@ std::vector<std::tuple<int64_t, int64_t, int64_t>> read_py(RunReader& reader, in
 void define_reader(py::module_& module) {
   py::class_<RunReader>(module, "RunReader")
       .def(py::init<>())
-      .def("add_file", [](RunReader& self, std::string path,
-                          int64_t num_bytes) { return self.add_file(std::move(path), num_bytes, {}); })
-      .def("add_checked_file", &add_checked_file)
+      .def(
+          "add_file",
+          [](RunReader& self, std::string path, int64_t num_bytes, int descriptor) {
+            return self.add_file(File::open(std::move(path), descriptor), num_bytes, {});
+          },
+          py::arg("path"), py::arg("num_bytes"), py::arg("descriptor") = -1)
+      .def("add_checked_file", &add_checked_file, py::arg("path"), py::arg("num_bytes"), py::arg("footer_offset"),
+           py::arg("footer_digest"), py::arg("save_id"), py::arg("descriptor") = -1)
       .def("add_box", &add_box)
       .def("add_bytes", &RunReader::add_bytes)
       .def("read", &read_py, Unlocked());
@@ -222,12 +228,12 @@ class RecordFile {
   std::string head_, tail_, other_;
 };
 
-py::list find_tensors(const std::string& path, const std::vector<std::tuple<int64_t, int64_t>>& places,
-                      int num_threads) {
+py::list find_tensors(const std::string& path, const std::vector<std::tuple<int64_t, int64_t>>& places, int num_threads,
+                      int descriptor) {
   std::vector<std::optional<StoredTensor>> found(places.size());
   {
     py::gil_scoped_release release;
-    const File file = File::open(path);
+    const File file = File::open(path, descriptor);
     const int64_t file_bytes = file.num_bytes();
     parallel_for_items(num_threads, static_cast<int64_t>(places.size()), [&](int, int64_t item) {
       const auto [offset, num_bytes] = places[static_cast<size_t>(item)];
@@ -280,7 +286,10 @@ void define_storage(py::module_& module) {
              py::arg("metadata_digest"), py::arg("notes"), py::arg("files"), py::arg("tables") = py::bytes());
   module.def("parse_index", &parse_index_py, py::arg("bytes"), py::arg("where"));
   module.def("parse_records", &parse_records_py, py::arg("bytes"), py::arg("footer_offset"), py::arg("where"));
-  module.def("find_tensors", &find_tensors, py::arg("path"), py::arg("places"), py::arg("num_threads"));
+  module.def("find_tensors", &find_tensors, py::arg("path"), py::arg("places"), py::arg("num_threads"),
+             py::arg("descriptor") = -1);
+  module.def("exchange_paths", &exchange_paths, Unlocked());
+  module.def("is_on_fuse", &is_on_fuse, Unlocked());
 }
 
 }  // namespace torchtitan_ext::bindings

@@ -1,12 +1,15 @@
 #include "storage/file.h"
 
 #include <fcntl.h>
+#include <linux/magic.h>
 #include <sys/stat.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <climits>
+#include <cstdio>
 #include <cstring>
 #include <utility>
 
@@ -45,8 +48,8 @@ File File::create(std::string path) {
   return File(std::move(path), descriptor);
 }
 
-File File::open(std::string path) {
-  const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+File File::open(std::string path, int descriptor) {
+  descriptor = descriptor < 0 ? ::open(path.c_str(), O_RDONLY | O_CLOEXEC) : ::fcntl(descriptor, F_DUPFD_CLOEXEC, 0);
   if (descriptor < 0) throw_errno(path, "cannot open the file");
   return File(std::move(path), descriptor);
 }
@@ -105,6 +108,18 @@ void File::sync() const {
 void File::close() {
   // Linux closes the descriptor whatever it answers, EINTR too.
   if (::close(std::exchange(descriptor_, -1)) != 0 && errno != EINTR) throw_errno(path_, "cannot close the file");
+}
+
+void exchange_paths(const std::string& first, const std::string& second) {
+  if (::renameat2(AT_FDCWD, first.c_str(), AT_FDCWD, second.c_str(), RENAME_EXCHANGE) != 0) {
+    throw_errno(second, core::concat("cannot exchange it with ", first));
+  }
+}
+
+bool is_on_fuse(const std::string& path) {
+  struct statfs status{};
+  if (::statfs(path.c_str(), &status) != 0) throw_errno(path, "cannot ask for the file system");
+  return status.f_type == FUSE_SUPER_MAGIC;
 }
 
 std::string read_file(const std::string& path, int64_t max_bytes) {

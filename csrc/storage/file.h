@@ -15,7 +15,9 @@ class File {
  public:
   // A new file: one of that name is unlinked first, so who reads it keeps what he opened.
   static File create(std::string path);
-  static File open(std::string path);
+  // Where a descriptor is given it is that file, whatever lies at the path by now, which is for messages only. The
+  // descriptor stays the caller's.
+  static File open(std::string path, int descriptor = -1);
   File(File&& other) noexcept;
   File& operator=(File&&) = delete;
   ~File();
@@ -40,6 +42,13 @@ class File {
   std::string path_;
   int descriptor_;
 };
+
+// Two paths of one file system change places, at once (RENAME_EXCHANGE). An IoError with EINVAL, ENOSYS or EOPNOTSUPP
+// where the file system cannot.
+void exchange_paths(const std::string& first, const std::string& second);
+
+// Whether a path lies on FUSE, where a rename may be a copy.
+bool is_on_fuse(const std::string& path);
 
 // The whole content of a file of at most `max_bytes`.
 std::string read_file(const std::string& path, int64_t max_bytes);

@@ -145,8 +145,8 @@ struct RunReader::Worker {
   }
 };
 
-int64_t RunReader::add_file(std::string path, int64_t num_bytes, FileChecksums checksums) {
-  Source source{File::open(std::move(path)), 0, std::move(checksums), {}};
+int64_t RunReader::add_file(File file, int64_t num_bytes, FileChecksums checksums) {
+  Source source{std::move(file), 0, std::move(checksums), {}};
   source.num_bytes = source.file.num_bytes();
   if (num_bytes >= 0 && source.num_bytes != num_bytes) {
     throw_format_error(source.file.path(), std::min(num_bytes, source.num_bytes), "the file has ", source.num_bytes,

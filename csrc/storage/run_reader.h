@@ -36,8 +36,8 @@ struct DamagedBlock {
 
 class RunReader {
  public:
-  // Opens a file. Where `num_bytes` >= 0 it must have that size: else FormatError. Returns its number.
-  int64_t add_file(std::string path, int64_t num_bytes, FileChecksums checksums);
+  // Takes a file. Where `num_bytes` >= 0 it must have that size: else FormatError. Returns its number.
+  int64_t add_file(File file, int64_t num_bytes, FileChecksums checksums);
 
   // A box of the tensor whose elements lie at `data_offset` of a file, into memory that begins at `address`. Sizes,
   // offsets and strides count elements. Throws FormatError where it does not lie in the file or in the tensor,

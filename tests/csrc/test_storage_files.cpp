@@ -125,8 +125,8 @@ TEST_F(Files, RecordsOfAllKindsComeBackWhateverTheBlocksAndThreads) {
       const Footer footer =
           parse_footer(std::string_view(content).substr(saved.footer_offset), "file", saved.footer_offset);
       RunReader reader;
-      const int64_t file =
-          reader.add_file(path("file"), saved.num_bytes, {footer.block_bytes, footer.covered_bytes, footer.checksums});
+      const int64_t file = reader.add_file(File::open(path("file")), saved.num_bytes,
+                                           {footer.block_bytes, footer.covered_bytes, footer.checksums});
       std::vector<std::vector<int32_t>> loaded;
       std::vector<SavedRecord> records = parse_records(saved.records, saved.footer_offset, "file");
       ASSERT_EQ(records.size(), 54u);
@@ -189,8 +189,8 @@ TEST_F(Files, ErrorsNameThePath) {
   iovec more{room, 2};
   EXPECT_THROW(File::open(path("short")).read_at({&more, 1}, 0), IoError);
   RunReader reader;
-  EXPECT_THROW(reader.add_file(path("short"), 2, {}), FormatError);
-  const int64_t number = reader.add_file(path("short"), 1, {});
+  EXPECT_THROW(reader.add_file(File::open(path("short")), 2, {}), FormatError);
+  const int64_t number = reader.add_file(File::open(path("short")), 1, {});
   EXPECT_THROW(reader.add_bytes(number, 0, 2, 0), FormatError);
   EXPECT_THROW(reader.add_bytes(number, INT64_MAX, 1, 0), FormatError);
   EXPECT_THROW(reader.add_bytes(number, -1, 1, 0), FormatError);
@@ -210,7 +210,7 @@ TEST_F(Files, ABlockThatIsDamagedIsNamed) {
   damaged.write_at({&piece, 1}, 0);
   damaged.close();
   RunReader reader;
-  const int64_t file = reader.add_file(path("file"), -1, {4096, footer.covered_bytes, footer.checksums});
+  const int64_t file = reader.add_file(File::open(path("file")), -1, {4096, footer.covered_bytes, footer.checksums});
   const auto damaged_blocks = [&](int64_t begin, int64_t num_bytes, Verify verify) {
     reader.add_bytes(file, begin, num_bytes, reinterpret_cast<uintptr_t>(bytes.data()));
     return reader.read(2, verify).size();

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 import torchtitan_ext as tte
-from torchtitan_ext.storage import FileReader, FileWriter, file_writer
+from torchtitan_ext.storage import FileReader, FileWriter, commit, file_writer
 
 
 def test_files_of_a_checkpoint(tmp_path: Path) -> None:
@@ -122,10 +122,10 @@ def test_a_failing_planner_is_the_error_of_the_future(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_is_not_shared_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_writer, "_MARKER_SECONDS", 0.1)
+    monkeypatch.setattr(commit, "_SHOWN_SECONDS", 0.1)
     writer = FileWriter(tmp_path)
     writer.set_up_storage_writer(False, rank=3)
-    with pytest.raises(RuntimeError, match="not a shared directory: rank 3 does not see"):
+    with pytest.raises(RuntimeError, match="not in a shared directory: rank 3 does not see"):
         writer.write_data(SavePlan([]), dcp.DefaultSavePlanner()).wait()
 
 

@@ -25,6 +25,10 @@ from torchtitan_ext.checkpoint.report import LoadReport
 from torchtitan_ext.checkpoint.save_phases import SaveResult, ask_for_states, save_values, writer_at
 from torchtitan_ext.checkpoint.save_planner import SavePlanner
 from torchtitan_ext.checkpoint.staging import CpuStager
+from torchtitan_ext.errors import SavedOverError
+
+# Saves over one checkpoint come far apart: who meets a second one while he loads is told so.
+_MAX_ATTEMPTS = 3
 
 __all__ = ["CpuStager", "LoadPlanner", "LoadReport", "SavePlanner", "SaveResult", "async_save", "load", "save"]
 
@@ -122,10 +126,26 @@ def load(
         policy = ElasticPolicy()
     place = ", ".join(str(source.path) for source in sources if source.path is not None) or None
     with Phases("load", process_group, no_dist=no_dist, path=place, timeout_seconds=timeout_seconds) as phases:
-        report = load_state_dict(state_dict, sources, planner, policy or planned_by, phases)
+        report = _load_what_stays(state_dict, sources, planner, policy or planned_by, phases)
     if isinstance(planner, LoadPlanner):
         planner.report = report
     return report
+
+
+def _load_what_stays(
+    state_dict: dict[str, Any],
+    sources: Sequence[Source],
+    planner: StockLoadPlanner,
+    policy: ElasticPolicy | None,
+    phases: Phases,
+) -> LoadReport | None:
+    """Begins anew where another job's save took the place of a checkpoint before anything was read. Collective."""
+    for _ in range(_MAX_ATTEMPTS - 1):
+        try:
+            return load_state_dict(state_dict, sources, planner, policy, phases)
+        except SavedOverError:  # the same on every rank
+            pass
+    return load_state_dict(state_dict, sources, planner, policy, phases)
 
 
 def async_save(

@@ -84,8 +84,6 @@ def save_values(values: dict[Any, Any], writer: StorageWriter, planner: StockSav
         plans, metadata = planner.create_global_plan(plans)
         return writer.prepare_global_plan(plans)
 
-    plan = phases.through_coordinator("plan", plan_own_part, plan_all_parts, doing=_EXCHANGING)
-
     def write() -> Any:
         final_plan = planner.finish_plan(plan)
         written = writer.write_data(final_plan, planner)
@@ -100,7 +98,13 @@ def save_values(values: dict[Any, Any], writer: StorageWriter, planner: StockSav
         path = getattr(storage_meta, "checkpoint_id", None)
         return str(path or type(writer).__name__), str(getattr(storage_meta, "save_id", "")), _num_bytes(results)
 
-    path, save_id, num_bytes = phases.to_coordinator("write", write, commit, then="commit", doing=_EXCHANGING)
+    try:
+        plan = phases.through_coordinator("plan", plan_own_part, plan_all_parts, doing=_EXCHANGING)
+        path, save_id, num_bytes = phases.to_coordinator("write", write, commit, then="commit", doing=_EXCHANGING)
+    except BaseException:
+        if isinstance(writer, FileWriter):
+            writer.abandon()
+        raise
     return SaveResult(path, save_id, num_bytes, dict(phases.seconds))
 
 

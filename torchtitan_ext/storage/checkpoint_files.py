@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import warnings
 from dataclasses import dataclass
@@ -85,13 +86,10 @@ def metadata_path(directory: Path, rank: int | None) -> Path:
     return directory / (".metadata" if rank is None else f"__{rank}.metadata")
 
 
-def index_path(directory: Path, rank: int | None) -> Path:
-    return directory / (".tte_index" if rank is None else f"__{rank}.tte_index")
-
-
-def marker_path(directory: Path, rank: int | None) -> Path:
-    """Holds the id of the save that is under way, for the ranks to read."""
-    return directory / (".tte_save" if rank is None else f"__{rank}.tte_save")
+def index_path(directory: Path, rank: int | None, save_id: str | None = None) -> Path:
+    """A save in place names its index by its id: the one of the checkpoint that is there stays until the commit."""
+    name = ".tte_index" if rank is None else f"__{rank}.tte_index"
+    return directory / (name if save_id is None else f"{name}.{save_id}")
 
 
 def data_path(directory: Path, relative_path: str) -> Path:
@@ -108,20 +106,20 @@ def data_path(directory: Path, relative_path: str) -> Path:
     return path
 
 
-def read_index(path: Path, metadata: bytes | None, *, verify: str) -> CheckpointIndex | None:
+def parse_index(path: Path, content: bytes, metadata: bytes | None, *, verify: str) -> CheckpointIndex | None:
     """The index that belongs to these bytes of ``.metadata``, or that stands for the file where there is none.
 
+    Args:
+        path: Of the index, for messages.
+        content: What it holds.
+
     Returns:
-        ``None`` where there is none, or another save's: stock saved over a checkpoint of ours.
+        ``None`` where it is another save's: stock saved over a checkpoint of ours.
 
     Raises:
         DamagedCheckpointError: The index is damaged or newer than this reader; with ``verify="all"`` also where it
             belongs to another ``.metadata``, which a damaged one cannot be told from.
     """
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return None
     try:
         save_id, metadata_bytes, metadata_digest, _, files, tables = _core.parse_index(content, str(path))
     except ValueError as error:  # a FormatError, or a name that is no UTF-8
@@ -147,21 +145,23 @@ def read_index(path: Path, metadata: bytes | None, *, verify: str) -> Checkpoint
     return index
 
 
-def write_whole(path: Path, content: bytes, *, sync: bool) -> None:
-    """Writes a file beside its place and renames it there, so that nobody reads half of it."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
+def write_file(path: Path, content: bytes, *, sync: bool) -> None:
+    with path.open("wb", buffering=0) as stream:
+        rest = memoryview(content)
+        while rest:
+            rest = rest[stream.write(rest) :]
         if sync:
             os.fsync(stream.fileno())
-    temporary.replace(path)
 
 
 def sync_directory(path: Path) -> None:
+    """Makes the names in a directory last. Some file systems know no such call (EINVAL): their names last anyway."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
     finally:
         os.close(descriptor)
 

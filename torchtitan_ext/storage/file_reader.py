@@ -7,6 +7,7 @@ import io
 import os
 import uuid
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,17 +19,17 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from torchtitan_ext import _core
-from torchtitan_ext.errors import DamagedCheckpointError
+from torchtitan_ext.errors import DamagedCheckpointError, SavedOverError
 from torchtitan_ext.storage.checkpoint_files import (
     CheckpointIndex,
     StoredTensor,
-    data_path,
     index_path,
     metadata_path,
-    read_index,
+    parse_index,
 )
 from torchtitan_ext.storage.damage import describe_damage
 from torchtitan_ext.storage.metadata_file import metadata_of_tables, parse_metadata
+from torchtitan_ext.storage.opened import OpenedCheckpoint
 from torchtitan_ext.storage.raw_tensor import DTYPES
 from torchtitan_ext.storage.stock_records import find_stock_tensors
 from torchtitan_ext.storage.threads import thread_count_of
@@ -37,6 +38,13 @@ Verify = Literal["auto", "all", "none"]
 
 # What planners make for a load (values, targets that commit_tensor copies from) is let go after so many bytes.
 _BATCH_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class MetadataMark:
+    """Travels with a rank's plan: which ``.metadata`` it was made by."""
+
+    digest: int
 
 
 class FileReader(StorageReader):
@@ -54,8 +62,15 @@ class FileReader(StorageReader):
     Raises:
         DamagedCheckpointError: Bytes are not what was written; names the file, the tensors and their rows. Targets may
             be part-written.
+        SavedOverError: Another save has taken the place of the checkpoint meanwhile. ``tte.load`` begins anew.
         OSError: A file cannot be read.
     """
+
+    _opened: OpenedCheckpoint | None
+    _metadata: bytes | None
+    _mark: MetadataMark | None
+    _index: CheckpointIndex | None
+    _stock_tensors: dict[tuple[str, int], StoredTensor | None]
 
     def __init__(
         self, path: str | os.PathLike[str], verify: Verify = "auto", *, thread_count: int | None = None
@@ -69,29 +84,23 @@ class FileReader(StorageReader):
         thread_count_of(thread_count)
         self.load_id = uuid.uuid4().hex
         self.storage_data: dict[Any, Any] = {}
-        # Of the file that the metadata was read from: equal on ranks that see the same checkpoint.
-        self.metadata_digest = ""
-        self._metadata: bytes | None = None
-        self._index: CheckpointIndex | None = None
-        self._stock_tensors: dict[tuple[str, int], StoredTensor | None] = {}
+        self._forget()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id:
             self.path = Path(checkpoint_id)
         self.load_id = uuid.uuid4().hex
-        self.storage_data = {}
-        self._metadata = None
-        self._index = None
-        self._stock_tensors = {}
+        self._forget()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        self._forget()
         path = metadata_path(self.path, kwargs.get("rank"))
         try:
-            self._metadata = path.read_bytes()
-        except FileNotFoundError:
+            self._metadata = self.files.read_metadata(kwargs.get("rank"))
+        except FileNotFoundError as error:
             metadata = self._metadata_of_index(index_path(self.path, kwargs.get("rank")))
             if metadata is None:
-                raise
+                raise error
         else:
             try:
                 metadata = parse_metadata(self._metadata)
@@ -111,15 +120,25 @@ class FileReader(StorageReader):
         if self._metadata is None:
             return
         rank = None if kwargs.get("use_collectives", True) else kwargs.get("rank")
-        self._index = read_index(index_path(self.path, rank), self._metadata, verify=self.verify)
+        if rank is None:  # else each rank has read its own
+            self._mark = MetadataMark(_core.digest(self._metadata))
+        if self._index is not None:  # it stands for the metadata
+            return
+        path, content = self.files.read_index(rank, getattr(metadata.storage_meta, "save_id", None))
+        if content is not None:
+            self._index = parse_index(path, content, self._metadata, verify=self.verify)
         self._metadata = None
         if self._index is None and self.verify == "all":
             warnings.warn(f"{self.path} has no checksums: nothing of it can be verified", stacklevel=2)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
+        self.files.hold(self.storage_data[item.storage_index].relative_path for item in plan.items)
+        return plan if self._mark is None else dataclasses.replace(plan, storage_data=self._mark)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        marks = {plan.storage_data for plan in plans if isinstance(plan.storage_data, MetadataMark)}
+        if len(marks) > 1:
+            raise SavedOverError(str(self.path), "ranks have read the metadata of different saves")
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[Any]:
@@ -134,6 +153,13 @@ class FileReader(StorageReader):
         return future
 
     @property
+    def files(self) -> OpenedCheckpoint:
+        """The checkpoint's files, as they were when they were opened."""
+        if self._opened is None:
+            self._opened = OpenedCheckpoint(self.path)
+        return self._opened
+
+    @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
         return self.path
 
@@ -143,7 +169,8 @@ class FileReader(StorageReader):
 
     def _metadata_of_index(self, path: Path) -> Metadata | None:
         """What an index says that stands for ``.metadata``; ``None`` where there is none."""
-        self._index = read_index(path, None, verify=self.verify)
+        self._metadata = self.files.read_index_alone(path.name)
+        self._index = parse_index(path, self._metadata, None, verify=self.verify)
         if self._index is None:
             return None
         self.metadata_digest = self._index.save_id.hex()
@@ -152,6 +179,15 @@ class FileReader(StorageReader):
             return metadata_of_tables(self._index.tables, rows, path)
         except ValueError as error:
             raise DamagedCheckpointError(str(error)) from None
+
+    def _forget(self) -> None:
+        # Of the file that the metadata was read from: equal on ranks that see the same checkpoint.
+        self.metadata_digest = ""
+        self._opened = None
+        self._metadata = None
+        self._mark = None
+        self._index = None
+        self._stock_tensors = {}
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         by_file: dict[str, list[tuple[ReadItem, Any]]] = {}
@@ -178,22 +214,23 @@ class FileReader(StorageReader):
             return self._index.files[name].tensors
         places = {info.offset: info.length for item, info in members if item.type != LoadItemType.BYTE_IO}
         new = {offset: length for offset, length in places.items() if (name, offset) not in self._stock_tensors}
-        path = data_path(self.path, name)
-        for offset, tensor in find_stock_tensors(path, new, thread_count_of(self.thread_count)).items():
+        num_threads, descriptor = thread_count_of(self.thread_count), self.files.descriptor(name)
+        for offset, tensor in find_stock_tensors(self.path / name, new, num_threads, descriptor).items():
             self._stock_tensors[name, offset] = tensor
         known = {offset: self._stock_tensors[name, offset] for offset in places}
         return {offset: tensor for offset, tensor in known.items() if tensor is not None}
 
     def open_file(self, runs: _core.RunReader, name: str) -> int:
-        path = str(data_path(self.path, name))
+        path, descriptor = str(self.path / name), self.files.descriptor(name)
         indexed = None if self._index is None else self._index.files.get(name)
         if indexed is None:
-            return runs.add_file(path, -1)
+            return runs.add_file(path, -1, descriptor)
         file = indexed.file
         if self.verify == "none":
-            return runs.add_file(path, file.num_bytes)
+            return runs.add_file(path, file.num_bytes, descriptor)
         assert self._index is not None
-        return runs.add_checked_file(path, file.num_bytes, file.footer_offset, file.footer_digest, self._index.save_id)
+        save_id = self._index.save_id
+        return runs.add_checked_file(path, file.num_bytes, file.footer_offset, file.footer_digest, save_id, descriptor)
 
     def read_runs(self, runs: _core.RunReader, names: list[str]) -> None:
         """Reads what was added.

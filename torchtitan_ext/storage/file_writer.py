@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
-import time
 import uuid
 import warnings
 from collections.abc import Sequence
@@ -18,7 +17,6 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.filesystem import (
     CURRENT_DCP_VERSION,
-    DEFAULT_SUFFIX,
     FileSystemWriter,
 )
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -27,15 +25,8 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from torch.futures import Future
 
 from torchtitan_ext import _core
-from torchtitan_ext.storage.checkpoint_files import (
-    NO_METADATA,
-    RankFile,
-    index_path,
-    marker_path,
-    metadata_path,
-    sync_directory,
-    write_whole,
-)
+from torchtitan_ext.storage.checkpoint_files import NO_METADATA, RankFile, index_path, metadata_path
+from torchtitan_ext.storage.commit import RunningSave, begin_save, find_place
 from torchtitan_ext.storage.raw_tensor import ELEMENT_TYPES, NAMES, Staging, raw_memory
 from torchtitan_ext.storage.threads import thread_count_of
 from torchtitan_ext.storage.written_metadata import encode_metadata, encode_tables, send_as_place
@@ -46,9 +37,6 @@ BLOCK_BYTES = 1 << 20
 
 # What a planner makes for the save (pickled values, copies) is let go after so many bytes.
 _BATCH_BYTES = 256 << 20
-
-# The marker of a shared directory is there before any rank looks for it; some network file systems show it later.
-_MARKER_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -65,11 +53,13 @@ _VERSION = version("torchtitan-ext")
 class FileWriter(StorageWriter):
     """Drop-in for ``FileSystemWriter``, as ``storage_writer=`` to ``dcp.save`` or ``tte.save``; for any planner.
 
-    Writes what stock ``FileSystemReader`` reads, and an index and checksums for ``FileReader``; see docs/format.md.
+    Writes what stock ``FileSystemReader`` reads, and an index and checksums for ``FileReader``; see docs/format.md. A
+    checkpoint that is there stays whole until the new one is (docs/storage.md).
 
     Args:
         path: Directory of the checkpoint; made where it is missing.
-        sync: Wait until all files are on the disk. Without it a machine that fails soon after may lose the checkpoint.
+        sync: Wait until all files are on the disk. Without it a process may be killed at any time all the same, but a
+            machine that fails soon after may lose this checkpoint, and the one that it replaced.
         thread_count: Threads of each rank; by default its share of the cores, at most 8.
         overwrite: Whether a checkpoint that is there may be replaced.
         stock_metadata: Write ``.metadata``, which stock readers need. Without it the index says all that ``FileReader``
@@ -77,6 +67,7 @@ class FileWriter(StorageWriter):
 
     Raises:
         OSError: (in the future of ``write_data``) A file cannot be written; names the file, the byte and the reason.
+        SaveInProgressError: Another save is under way in the same place.
         RuntimeError: There is a checkpoint, and ``overwrite`` is false; or the directory is not shared by all ranks.
     """
 
@@ -99,8 +90,10 @@ class FileWriter(StorageWriter):
         self.save_id = uuid.uuid4().hex
         self.rank: int | None = None
         self.use_collectives = True
+        self._save: RunningSave | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self.abandon()
         if checkpoint_id:
             self.path = Path(checkpoint_id)
         self.save_id = uuid.uuid4().hex
@@ -110,7 +103,6 @@ class FileWriter(StorageWriter):
         self.use_collectives = kwargs.get("use_collectives", True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        self.path.mkdir(parents=True, exist_ok=True)
         rank = None if self.use_collectives else 0
         if metadata_path(self.path, rank).exists() or index_path(self.path, rank).exists():
             if not self.overwrite:
@@ -121,7 +113,8 @@ class FileWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        write_whole(marker_path(self.path, self._own_rank), self.save_id.encode(), sync=False)
+        self.abandon()
+        self._save = begin_save(self.path, self.save_id, self._own_rank)
         return [
             dataclasses.replace(plan, storage_data=FilePrefix(f"__{index}_")) if plan.storage_data is None else plan
             for index, plan in enumerate(plans)
@@ -136,11 +129,15 @@ class FileWriter(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: Sequence[RankFile | None]) -> None:  # type: ignore[override]
+        assert self._save is not None, "finish without prepare_global_plan, please report"
         files = [file for file in results if file is not None]
+        self._save.check_names([file.name for file in files])
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_meta = self.storage_meta()
-        content = encode_metadata(metadata, files) if self.stock_metadata else b""
-        tables = b"" if self.stock_metadata else encode_tables(metadata, files)
+        # In place the rename of `.metadata` is the commit.
+        needs_metadata = self.stock_metadata or not self._save.place.is_staged
+        content = encode_metadata(metadata, files) if needs_metadata else b""
+        tables = b"" if needs_metadata else encode_tables(metadata, files)
         notes = [
             ("world_size", str(len(results))),
             ("torch", torch.__version__),
@@ -148,26 +145,22 @@ class FileWriter(StorageWriter):
         ]
         index = _core.encode_index(
             bytes.fromhex(self.save_id),
-            len(content) if self.stock_metadata else NO_METADATA,
+            len(content) if needs_metadata else NO_METADATA,
             _core.digest(content),
             notes,
             [dataclasses.astuple(file) for file in files],
             tables,
         )
-        # The index first: where `.metadata` is not replaced any more, the index is seen to belong to another one.
-        write_whole(index_path(self.path, self._own_rank), index, sync=self.sync)
-        path = metadata_path(self.path, self._own_rank)
-        if self.stock_metadata:
-            write_whole(path, content, sync=self.sync)
-        else:
-            path.unlink(missing_ok=True)
-        marker_path(self.path, self._own_rank).unlink(missing_ok=True)
-        if self.sync:
-            sync_directory(self.path)
-        if self.stock_metadata:
-            send_as_place(metadata, path, content)
-        else:
-            send_as_place(metadata, index_path(self.path, self._own_rank), index)
+        path = self._save.commit(index, content if needs_metadata else None, sync=self.sync)
+        self._save = None
+        send_as_place(metadata, path, content if needs_metadata else index)
+
+    def abandon(self) -> None:
+        """Removes what a save that has failed on all ranks left behind. ``tte.save`` calls it; for the coordinator,
+        without an effect on others. After a failed ``dcp.save`` the next save does the same."""
+        if self._save is not None:
+            self._save.abandon()
+            self._save = None
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
@@ -186,12 +179,13 @@ class FileWriter(StorageWriter):
         return None if self.use_collectives else self.rank
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> RankFile | None:
-        save_id = self._read_marker()
+        # The id of the save does not travel in the plans: cached ones would bring back an old one.
+        place = find_place(self.path, self.rank or 0, is_own=not self.use_collectives)
         if not plan.items:
             return None
-        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+        name = place.data_name(plan.storage_data.prefix)
         num_threads = thread_count_of(self.thread_count)
-        records = _core.RecordWriter(str(self.path / name), BLOCK_BYTES, num_threads, self.sync)
+        records = _core.RecordWriter(str(place.directory / name), BLOCK_BYTES, num_threads, self.sync)
         batch = _Batch(records)
         # As stock: values first. Planners may count on it.
         for item in sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO):
@@ -204,22 +198,7 @@ class FileWriter(StorageWriter):
                 batch.write()
         batch.write()
         rank = self.rank or 0
-        return RankFile(name, rank, *records.finish(save_id, rank))
-
-    def _read_marker(self) -> bytes:
-        """The id of this save. It does not travel in the plans: cached ones would bring back an old one."""
-        path = marker_path(self.path, self._own_rank)
-        deadline = time.monotonic() + _MARKER_SECONDS
-        while True:
-            try:
-                return bytes.fromhex(path.read_text())
-            except FileNotFoundError:
-                if time.monotonic() > deadline:
-                    raise RuntimeError(
-                        f"{self.path} is not a shared directory: rank {self.rank} does not see what the coordinator "
-                        "wrote there; save to a file system that all ranks have"
-                    ) from None
-            time.sleep(0.05)
+        return RankFile(name, rank, *records.finish(bytes.fromhex(place.save_id), rank))
 
 
 class _Batch:

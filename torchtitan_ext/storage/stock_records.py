@@ -11,11 +11,13 @@ from torchtitan_ext.storage.checkpoint_files import StoredTensor
 from torchtitan_ext.storage.raw_tensor import DTYPES, NAMES, dtype_of
 
 
-def find_stock_tensors(path: Path, places: Mapping[int, int], num_threads: int) -> dict[int, StoredTensor | None]:
+def find_stock_tensors(
+    path: Path, places: Mapping[int, int], num_threads: int, descriptor: int = -1
+) -> dict[int, StoredTensor | None]:
     """The plain tensor in each of some records; ``None`` for records that only ``torch.load`` understands.
 
     Args:
-        path: A data file.
+        path: A data file; for messages only where there is a descriptor.
         places: Length by offset of the records.
 
     Raises:
@@ -24,7 +26,7 @@ def find_stock_tensors(path: Path, places: Mapping[int, int], num_threads: int) 
     if not places:
         return {}
     try:
-        found = _core.find_tensors(str(path), list(places.items()), num_threads)
+        found = _core.find_tensors(str(path), list(places.items()), num_threads, descriptor)
     except _core.FormatError as error:
         raise DamagedCheckpointError(str(error)) from None
     tensors: dict[int, StoredTensor | None] = {}

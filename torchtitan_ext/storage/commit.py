@@ -1,0 +1,272 @@
+"""How a save becomes the checkpoint at its place: by one rename; before it the old one is whole, after it the new.
+
+Staged, where the target is absent, empty or holds only files of a checkpoint: all files go into a hidden directory
+beside the target, which then takes its name, or changes places with the checkpoint that is there (RENAME_EXCHANGE).
+
+In place, where the target holds files of others, or directories cannot change places (NFS, FUSE, Lustre), or each rank
+has metadata of its own: files named by the save's id beside those that are there; the rename of ``.metadata`` commits.
+
+With ``sync`` everything is on the disk before that rename, and it is before anything that it replaced is removed.
+The coordinator calls ``begin_save`` and then ``commit`` or ``abandon``; the others learn from the lock file, by
+``find_place``, where to write.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
+
+from torchtitan_ext import _core
+from torchtitan_ext.errors import CheckpointFailedError
+from torchtitan_ext.storage.checkpoint_files import index_path, metadata_path, sync_directory, write_file
+from torchtitan_ext.storage.leftovers import (
+    LOCK_PREFIX,
+    checkpoint_names,
+    remove_dead_files,
+    remove_dead_stages,
+    remove_directory,
+    remove_files,
+    remove_replaced,
+    same_owner_and_mode,
+    save_id_of,
+    stage_path,
+)
+from torchtitan_ext.storage.save_lock import SaveLock, read_lock
+
+# The lock of a shared directory is there before any rank looks for it; some network file systems show it later.
+_SHOWN_SECONDS = 10.0
+
+_CANNOT_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
+
+
+@dataclass(frozen=True)
+class SavePlace:
+    """Where the ranks of one save write."""
+
+    save_id: str
+    target: Path
+    is_staged: bool
+
+    @property
+    def directory(self) -> Path:
+        return stage_path(self.target, self.save_id) if self.is_staged else self.target
+
+    def data_name(self, prefix: str) -> str:
+        return f"{prefix}{'0' if self.is_staged else self.save_id}{DEFAULT_SUFFIX}"
+
+
+class RunningSave:
+    """A save that holds the lock of its target. For the rank that commits; not collective.
+
+    Args:
+        rank: Whose metadata it is, where each rank has its own.
+        new_parents: Directories that got a new one in them.
+    """
+
+    def __init__(self, lock: SaveLock, place: SavePlace, rank: int | None, new_parents: Sequence[Path]) -> None:
+        self.place = place
+        self._lock = lock
+        self._rank = rank
+        self._new_parents = new_parents
+
+    def check_names(self, names: Sequence[str]) -> None:
+        """Raises CheckpointFailedError where a rank wrote under the names of another save: it saw an older lock."""
+        marks = {name for name in names if save_id_of(name) != (None if self.place.is_staged else self.place.save_id)}
+        if marks:
+            text = f"{', '.join(sorted(marks))} belong to another save: the file system showed these ranks an old lock"
+            raise CheckpointFailedError("save", {0: text})
+
+    def commit(self, index: bytes, metadata: bytes | None, *, sync: bool) -> Path:
+        """Makes what all ranks have written the checkpoint, and removes what it replaces.
+
+        Args:
+            metadata: ``None`` where the index stands for it; not in place.
+
+        Returns:
+            Where the metadata lies now, or the index that stands for it.
+
+        Raises:
+            SaveInProgressError: Another save took this one for dead. What is at the target is whole.
+        """
+        if self.place.is_staged:
+            self._commit_stage(index, metadata, sync)
+        else:
+            assert metadata is not None, "a save in place commits by its .metadata, please report"
+            self._commit_in_place(index, metadata, sync)
+        self._lock.release()
+        target = self.place.target
+        return index_path(target, None) if metadata is None else metadata_path(target, self._rank)
+
+    def abandon(self) -> None:
+        """Removes what was written; for a save that has failed on all ranks. The target stays as it was."""
+        if self.place.is_staged:
+            remove_directory(self.place.directory, None)
+        else:
+            names = [name for name in os.listdir(self.place.target) if save_id_of(name) == self.place.save_id]
+            mine = f"__{self._rank}"
+            remove_files(self.place.target, [name for name in names if self._rank is None or name.startswith(mine)])
+        self._lock.release()
+
+    def _commit_stage(self, index: bytes, metadata: bytes | None, sync: bool) -> None:
+        stage, target = self.place.directory, self.place.target
+        write_file(index_path(stage, None), index, sync=sync)
+        if metadata is not None:
+            write_file(metadata_path(stage, None), metadata, sync=sync)
+        if sync:
+            sync_directory(stage)
+        self._lock.check()
+        try:
+            os.rename(stage, target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            _core.exchange_paths(str(stage), str(target))
+        self._sync_parents(sync)
+        remove_directory(stage, target)
+
+    def _commit_in_place(self, index: bytes, metadata: bytes, sync: bool) -> None:
+        target, save_id = self.place.target, self.place.save_id
+        path = metadata_path(target, self._rank)
+        temporary = path.with_name(f"{path.name}.tmp")
+        write_file(index_path(target, self._rank, save_id), index, sync=sync)
+        write_file(temporary, metadata, sync=sync)
+        if sync:
+            sync_directory(target)
+        self._lock.check()
+        os.rename(temporary, path)
+        if sync:
+            sync_directory(target)
+        self._sync_parents(sync)
+        remove_replaced(target, save_id, self._rank)
+
+    def _sync_parents(self, sync: bool) -> None:
+        if sync:
+            parents = [self.place.target.parent] if self.place.is_staged else []
+            for directory in dict.fromkeys([*parents, *self._new_parents]):
+                sync_directory(directory)
+
+
+def begin_save(path: Path, save_id: str, rank: int | None) -> RunningSave:
+    """Takes the lock of a target, removes what dead saves left there, and makes room for a new one.
+
+    Args:
+        rank: Whose metadata it is, where each rank has its own.
+
+    Raises:
+        SaveInProgressError: Another save is under way there.
+    """
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "save: got a file, expected a directory", str(target))
+    new_parents = _make_directories(target.parent)
+    lock_file = _lock_path(target, rank)
+    if lock_file.parent == target:
+        new_parents += _make_directories(target)
+    lock = SaveLock.acquire(lock_file, save_id, target)
+    try:
+        if lock_file.parent != target:
+            remove_dead_stages(target.parent, lock_file)
+        if target.exists():
+            remove_dead_files(target, rank)
+        is_staged = lock_file.parent != target and _make_stage(target, save_id)
+        if not is_staged:
+            new_parents += _make_directories(target)
+        lock.add_line(json.dumps({"is_staged": is_staged}))
+    except BaseException:
+        lock.release()
+        raise
+    return RunningSave(lock, SavePlace(save_id, target, is_staged), rank, new_parents)
+
+
+def find_place(path: Path, rank: int, *, is_own: bool) -> SavePlace:
+    """Where this rank is to write, as the coordinator's ``begin_save`` has decided. For every rank.
+
+    Args:
+        is_own: Whether each rank has metadata of its own.
+
+    Raises:
+        RuntimeError: This rank does not see the lock: the file system is not shared.
+    """
+    target = Path(os.path.realpath(path))
+    lock_files = {_lock_path(target, rank if is_own else None), target / _lock_name(rank if is_own else None)}
+    deadline = time.monotonic() + _SHOWN_SECONDS
+    while True:
+        for lock_file in lock_files:
+            state = read_lock(lock_file)
+            if state is not None and state.owner is not None and state.lines:
+                return SavePlace(state.owner.save_id, target, json.loads(state.lines[0])["is_staged"])
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"{path} is not in a shared directory: rank {rank} does not see what the coordinator wrote there; "
+                "save to a file system that all ranks have"
+            )
+        time.sleep(0.05)
+
+
+def _lock_path(target: Path, rank: int | None) -> Path:
+    """Beside the target, which may be replaced as a whole; in it where there is no room beside it."""
+    beside = target.parent / f"{LOCK_PREFIX}{_core.digest(target.name.encode()):016x}"
+    has_room = os.access(target.parent, os.W_OK | os.X_OK) and not _is_mounted(target)
+    return beside if rank is None and has_room else target / _lock_name(rank)
+
+
+def _lock_name(rank: int | None) -> str:
+    return ".tte_save" if rank is None else f"__{rank}.tte_save"
+
+
+def _is_mounted(target: Path) -> bool:
+    """Whether a file system, or a directory of the same one, is mounted there: such a place cannot be renamed."""
+    if os.path.ismount(target):
+        return True
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as stream:
+        places = {line.split()[4] for line in stream}
+    return str(target).replace("\\", "\\134").replace(" ", "\\040") in places
+
+
+def _make_stage(target: Path, save_id: str) -> bool:
+    """Makes the directory that is to take the target's place; says whether that can be."""
+    if _core.is_on_fuse(str(target.parent)):
+        return False
+    exists = target.exists()
+    ours, others = checkpoint_names(target) if exists else ([], [])
+    if others:
+        return False
+    stage = stage_path(target, save_id)
+    stage.mkdir()
+    if exists:
+        stage.chmod(target.stat().st_mode & 0o7777)
+        if not same_owner_and_mode(stage, target) or (ours and not _can_exchange(stage)):
+            stage.rmdir()
+            return False
+    return True
+
+
+def _can_exchange(directory: Path) -> bool:
+    """Whether directories can change places on a file system; tried with two new ones."""
+    pair = [directory / "a", directory / "b"]
+    for path in pair:
+        path.mkdir()
+    try:
+        _core.exchange_paths(str(pair[0]), str(pair[1]))
+    except OSError as error:
+        if error.errno not in _CANNOT_EXCHANGE:
+            raise
+        return False
+    finally:
+        for path in pair:
+            path.rmdir()
+    return True
+
+
+def _make_directories(path: Path) -> list[Path]:
+    """Makes a directory and those that it is in; returns where each new one lies."""
+    missing = [directory for directory in (path, *path.parents) if not directory.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    return [directory.parent for directory in missing]

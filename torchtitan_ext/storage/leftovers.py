@@ -1,0 +1,154 @@
+"""Which files are a checkpoint's, and which of them nobody needs any more.
+
+Only files whose names a save of ours or of stock DCP gives are ever removed: a target may hold files of others.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+
+from torchtitan_ext.storage.checkpoint_files import metadata_path, sync_directory
+from torchtitan_ext.storage.metadata_file import parse_metadata
+from torchtitan_ext.storage.save_lock import is_surely_dead, read_lock
+
+LOCK_PREFIX = ".tte_save-"
+
+_STAGE = re.compile(r"\.tte-([0-9a-f]{32})")
+_OF_CHECKPOINT = re.compile(
+    r"(__\d+)?\.metadata(\.tmp)?|__\d+_(\d+|[0-9a-f]{32})\.distcp|(__\d+)?\.tte_index(\.[0-9a-f]{32})?"
+)
+_SAVE_ID = re.compile(r"__\d+_([0-9a-f]{32})\.distcp|(?:__\d+)?\.tte_index\.([0-9a-f]{32})")
+_OF_RANK = re.compile(r"__(\d+)[._].*")
+_RANK_METADATA = re.compile(r"__\d+\.metadata")
+
+
+def stage_path(target: Path, save_id: str) -> Path:
+    """Where a save of this id puts its files until its commit. torchtitan takes names with ``step-<number>``, wherever
+    it stands in them, for checkpoints."""
+    return target.parent / f".tte-{save_id}"
+
+
+def checkpoint_names(directory: Path) -> tuple[list[str], list[str]]:
+    """The names in a directory: files of a checkpoint, and all others."""
+    ours: list[str] = []
+    others: list[str] = []
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            is_ours = _OF_CHECKPOINT.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)
+            (ours if is_ours else others).append(entry.name)
+    return ours, others
+
+
+def remove_dead_stages(directory: Path, own_lock: Path) -> None:
+    """Removes what dead saves left beside their targets in a directory; living ones are known by their locks."""
+    # In this order: a save makes its lock before its stage, and removes it after.
+    stages = {match[1]: directory / match[0] for name in os.listdir(directory) if (match := _STAGE.fullmatch(name))}
+    locks = [directory / name for name in os.listdir(directory) if name.startswith(LOCK_PREFIX)]
+    states = {path: state for path in locks if (state := read_lock(path)) is not None}
+    owners = {state.owner.save_id: state for state in states.values() if state.owner is not None}
+    dead = {path: state for path, state in states.items() if path != own_lock and is_surely_dead(state)}
+    dead_ids = {state.owner.save_id for state in dead.values() if state.owner is not None}
+    removed = [save_id for save_id in stages if save_id not in owners or save_id in dead_ids]
+    if removed:
+        # A dead save's rename may not be on the disk: what it replaced must not be lost before that is.
+        sync_directory(directory)
+    for save_id in removed:
+        state = owners.get(save_id)
+        target = None if state is None or state.owner is None else Path(state.owner.path)
+        remove_directory(stages[save_id], target)
+    for path in dead:
+        path.unlink(missing_ok=True)
+
+
+def remove_dead_files(target: Path, rank: int | None) -> None:
+    """Removes what dead saves left in place, under names with their ids: all but what ``.metadata`` belongs to.
+
+    Args:
+        rank: Whose metadata it is, where each rank has its own; only that rank's files are looked at then.
+    """
+    names, _ = checkpoint_names(target)
+    kinds = {name for name in names if name == ".metadata" or _RANK_METADATA.fullmatch(name)}
+    if kinds & {".metadata"} if rank is not None else kinds - {".metadata"}:
+        return  # a checkpoint of the other kind may own them
+    own = _of_rank(names, rank)
+    ids = {name: found for name in own if (found := save_id_of(name))}
+    path = metadata_path(target, rank)
+    is_one_save = len(set(ids.values())) == 1 and not any(name.endswith(".distcp") for name in set(own) - set(ids))
+    if not ids or (is_one_save and path.exists() and any(".tte_index." in name for name in ids)):
+        return  # reading the metadata, to know more, may take seconds
+    committed = _committed_id(path)
+    dead = [name for name, save_id in ids.items() if save_id != committed]
+    if dead and committed != "":
+        sync_directory(target)
+        remove_files(target, dead)
+
+
+def remove_replaced(target: Path, save_id: str, rank: int | None) -> None:
+    """Removes what a save in place has replaced: all other files of a checkpoint, of this rank where it has its own."""
+    names, _ = checkpoint_names(target)
+    if rank is not None and ".metadata" in names:
+        return  # the checkpoint of all ranks may own them
+    kept = {metadata_path(target, rank).name}
+    remove_files(target, [name for name in _of_rank(names, rank) if name not in kept and save_id_of(name) != save_id])
+
+
+def remove_directory(directory: Path, target: Path | None) -> None:
+    """Removes a directory of a checkpoint; what is no checkpoint's is moved to the target, or stays where it is."""
+    try:
+        ours, others = checkpoint_names(directory)
+    except FileNotFoundError:
+        return
+    # What makes it a checkpoint first: half of one is not to be taken for one.
+    remove_files(directory, sorted(ours, key=lambda name: not name.endswith(".metadata")))
+    for name in others:
+        if target is not None and target.is_dir() and not os.path.lexists(target / name):
+            os.rename(directory / name, target / name)
+    try:
+        directory.rmdir()
+    except OSError as error:
+        warnings.warn(f"{directory} stays: it holds files that are no checkpoint's ({error})", stacklevel=2)
+
+
+def remove_files(directory: Path, names: Iterable[str]) -> None:
+    """Unlinks files; one that cannot be removed is left for the next save, with a warning."""
+    for name in names:
+        try:
+            (directory / name).unlink(missing_ok=True)
+        except OSError as error:
+            warnings.warn(f"{directory / name} stays: it cannot be removed ({error})", stacklevel=2)
+
+
+def save_id_of(name: str) -> str | None:
+    """The save id in the name of a file; ``None`` where there is none."""
+    match = _SAVE_ID.fullmatch(name)
+    return None if match is None else match[1] or match[2]
+
+
+def same_owner_and_mode(first: Path, second: Path) -> bool:
+    """Whether two directories belong to the same user and group and let the same ones in."""
+    one, other = first.stat(), second.stat()
+    return (one.st_uid, one.st_gid, stat.S_IMODE(one.st_mode)) == (
+        other.st_uid,
+        other.st_gid,
+        stat.S_IMODE(other.st_mode),
+    )
+
+
+def _of_rank(names: Iterable[str], rank: int | None) -> list[str]:
+    return [name for name in names if rank is None or ((match := _OF_RANK.fullmatch(name)) and match[1] == str(rank))]
+
+
+def _committed_id(metadata: Path) -> str | None:
+    """The id of the save that ``.metadata`` is of; ``None`` without one, empty where it cannot be told."""
+    try:
+        meta = parse_metadata(metadata.read_bytes()).storage_meta
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        return ""
+    return "" if meta is None or meta.save_id is None else meta.save_id

@@ -1,0 +1,118 @@
+"""A checkpoint as it was when it was opened: who loads while the next save commits reads one of the two, whole.
+
+Every file is opened relative to one descriptor of the directory, which goes on to mean the same directory when a save
+puts another in its place; and those that a rank needs are opened together, when its plan is known. What a save has
+removed before that is an error, the same on every rank; it is never taken from the newer checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterable
+from pathlib import Path
+
+from torchtitan_ext.errors import DamagedCheckpointError, SavedOverError
+from torchtitan_ext.storage.checkpoint_files import data_path, index_path, metadata_path
+from torchtitan_ext.storage.leftovers import checkpoint_names
+
+# A rank of a much smaller world than the one that saved may need thousands of files: the rest is opened late.
+_MAX_HELD = 512
+
+
+class OpenedCheckpoint:
+    """Holds the directory, and files of it, open until it is forgotten."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._files: dict[str, int] = {}
+        self._directory = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._metadata_name = ""
+        self._metadata = b""
+
+    def __del__(self) -> None:
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        if hasattr(self, "_directory"):
+            os.close(self._directory)
+
+    def __reduce__(self) -> tuple[type[OpenedCheckpoint], tuple[Path]]:
+        return OpenedCheckpoint, (self.directory,)
+
+    def read_metadata(self, rank: int | None) -> bytes:
+        """The bytes of ``.metadata``, by which it is known from then on whether another save has taken the place."""
+        self._metadata_name = metadata_path(self.directory, rank).name
+        self._metadata = self._read(self._metadata_name)
+        return self._metadata
+
+    def read_index_alone(self, name: str) -> bytes:
+        """The bytes of an index that stands for ``.metadata``; it is known by them then."""
+        self._metadata = self._read(name)
+        self._metadata_name = name
+        return self._metadata
+
+    def read_index(self, rank: int | None, save_id: str | None) -> tuple[Path, bytes | None]:
+        """The index of a save, and its place; where there is none of this save any other, which is stale; or ``None``.
+
+        Raises:
+            SavedOverError: The index is gone, with its checkpoint.
+        """
+        path = index_path(self.directory, rank)
+        prefix = f"{path.name}."
+        named = [] if save_id is None else [f"{prefix}{save_id}"]
+        for name in [*named, path.name]:
+            try:
+                return self.directory / name, self._read(name)
+            except FileNotFoundError:
+                pass
+        self._check_not_saved_over(path.name)
+        others = [name for name in checkpoint_names(self.directory)[0] if name.startswith(prefix)]
+        return (self.directory / others[0], self._read(others[0])) if others else (path, None)
+
+    def hold(self, names: Iterable[str]) -> None:
+        """Opens files that are to be read.
+
+        Raises:
+            SavedOverError: One is gone, with its checkpoint.
+        """
+        limit = min(_MAX_HELD, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        for name in sorted(set(names))[:limit]:
+            self.descriptor(name)
+
+    def descriptor(self, name: str) -> int:
+        """An open file, by its name in ``.metadata``. It stays this object's.
+
+        Raises:
+            DamagedCheckpointError: The file lies outside of the checkpoint's directory.
+            FileNotFoundError: There is none.
+            SavedOverError: It is gone, with its checkpoint.
+        """
+        if name not in self._files:
+            data_path(self.directory, name)
+            descriptor = self._open(name)
+            self._files[name] = descriptor
+            lies_in = f"{os.readlink(f'/proc/self/fd/{self._directory}')}/"
+            if not os.readlink(f"/proc/self/fd/{descriptor}").startswith(lies_in.replace(" (deleted)/", "/")):
+                raise DamagedCheckpointError(f"{self.directory / name} is a link to a place outside of the checkpoint")
+        return self._files[name]
+
+    def _open(self, name: str) -> int:
+        try:
+            return os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._directory)
+        except OSError as error:
+            self._check_not_saved_over(name)
+            raise OSError(error.errno, error.strerror, str(self.directory / name)) from None
+
+    def _read(self, name: str) -> bytes:
+        with os.fdopen(self._open(name), "rb") as stream:
+            return stream.read()
+
+    def _check_not_saved_over(self, missing: str) -> None:
+        if not self._metadata_name or missing == self._metadata_name:
+            return
+        try:
+            same = (self.directory / self._metadata_name).read_bytes() == self._metadata
+        except OSError:
+            same = False
+        if not same:
+            raise SavedOverError(str(self.directory), f"{missing} of the earlier save is gone")
