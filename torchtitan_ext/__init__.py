@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torchtitan_ext.full_tensors import distribute_tensor, full_tensor
     from torchtitan_ext.integrations.install import install, installed, uninstall
     from torchtitan_ext.layout import ShardOrder
-    from torchtitan_ext.storage import FileReader, FileWriter
+    from torchtitan_ext.storage import FileReader, FileWriter, latest
     from torchtitan_ext.sync import broadcast_tensors, sync_module_states
     from torchtitan_ext.sync.check import check_replicas
 
@@ -40,6 +40,7 @@ __all__ = [
     "get_full_state_dict",
     "install",
     "installed",
+    "latest",
     "load",
     "ops",
     "save",
@@ -57,7 +58,7 @@ _MODULE_OF = {
     **dict.fromkeys(("get_full_state_dict", "set_full_state_dict"), "full_state_dicts"),
     **dict.fromkeys(("broadcast_tensors", "sync_module_states"), "sync"),
     "check_replicas": "sync.check",
-    **dict.fromkeys(("FileReader", "FileWriter"), "storage"),
+    **dict.fromkeys(("FileReader", "FileWriter", "latest"), "storage"),
     **dict.fromkeys(("install", "installed", "uninstall"), "integrations.install"),
     "ShardOrder": "layout",
     "fingerprint": "fingerprints",

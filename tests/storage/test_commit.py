@@ -219,7 +219,7 @@ def test_any_save_of_a_run_cleans_up_after_dead_ones(tmp_path: Path, other_job: 
 
 
 def written_by_another_machine(path: Path, seconds_ago: float) -> Path:
-    lock = commit._lock_path(path, None)
+    lock = commit.lock_path(path, None)
     owner = save_lock.Owner("7" * 32, str(path), "node-7", "another boot", 4711, 4711, "1", 1e9)
     lock.write_text(json.dumps(owner.__dict__) + "\n" + json.dumps({"is_staged": True}) + "\n")
     os.utime(lock, (0, os.stat(lock).st_mtime - seconds_ago))
@@ -250,7 +250,7 @@ def test_a_lock_without_its_first_line_is_dead_after_two_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(save_lock, "_EMPTY_SECONDS", 0.3)
-    commit._lock_path(tmp_path / "step-1", None).write_text('{"save_id"')
+    commit.lock_path(tmp_path / "step-1", None).write_text('{"save_id"')
     save_step(tmp_path / "step-1", 1)
     assert names(tmp_path) == ["step-1"]
 
@@ -258,7 +258,7 @@ def test_a_lock_without_its_first_line_is_dead_after_two_seconds(
 def test_a_living_save_touches_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save_lock, "HEARTBEAT_SECONDS", 0.05)
     running = commit.begin_save(tmp_path / "step-1", "1" * 32, None)
-    lock = commit._lock_path(tmp_path / "step-1", None)
+    lock = commit.lock_path(tmp_path / "step-1", None)
     os.utime(lock, (0, 0))
     for _ in range(200):
         if os.stat(lock).st_mtime > 0:
@@ -281,7 +281,7 @@ def test_who_was_taken_for_dead_does_not_commit(tmp_path: Path, foreign: bool) -
         stopped.commit(b"index", b"metadata", sync=False)
     check_step(target, 2)
     running = commit.begin_save(target, "2" * 32, None)
-    commit._lock_path(target, None).unlink()
+    commit.lock_path(target, None).unlink()
     written_by_another_machine(target, 0)
     with pytest.raises(SaveInProgressError, match="node-7"):
         running.commit(b"index", b"metadata", sync=False)

@@ -25,6 +25,7 @@ from torchtitan_ext.checkpoint.report import LoadReport
 from torchtitan_ext.checkpoint.save_phases import SaveResult, ask_for_states, save_values, writer_at
 from torchtitan_ext.checkpoint.save_planner import SavePlanner
 from torchtitan_ext.checkpoint.staging import CpuStager
+from torchtitan_ext.checkpoint.steps import Step, check_step, choose_step
 from torchtitan_ext.errors import SavedOverError
 
 # Saves over one checkpoint come far apart: who meets a second one while he loads is told so.
@@ -42,6 +43,7 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     timeout_seconds: float = TIMEOUT_SECONDS,
+    keep: int | None = None,
 ) -> SaveResult:
     """Saves a state dict; any layout, exactly. Collective over ``process_group``.
 
@@ -53,6 +55,8 @@ def save(
         process_group: The ranks that take part; all by default.
         no_dist: Save from this process alone.
         timeout_seconds: How long a rank waits for the others in each phase.
+        keep: How many whole checkpoints of the run stay, where ``path`` is ``<run>/step-<number>``: older steps are
+            removed after this one is committed, which itself always stays.
 
     Returns:
         Where, how much, how long; the metadata is read when asked for.
@@ -60,22 +64,24 @@ def save(
     Raises:
         StateRefusedError: Nothing was written; the same on every rank, listing all problems.
         CheckpointFailedError: A rank failed while planning or writing; names the ranks and their errors.
+        SaveInProgressError: Another save is under way in the same place; names it.
         LostRankError: A rank died, hangs, or did not come in time; the same on every rank, and names it.
         TypeError: An argument is of another type.
-        ValueError: Neither a path nor storage.
+        ValueError: Neither a path nor storage; or ``keep`` for a directory of another name.
     """
     check_save("save", state_dict, path, planner, storage_writer, process_group)
     check_seconds("save", timeout_seconds)
     with Phases("save", process_group, no_dist=no_dist, path=path, timeout_seconds=timeout_seconds) as phases:
         values = ask_for_states(state_dict, phases)
-        writer = writer_at(path, storage_writer)
-        return save_values(values, writer, SavePlanner() if planner is None else planner, phases)
+        writer = writer_at(path, storage_writer, keep)
+        return save_values(values, writer, SavePlanner() if planner is None else planner, phases, keep)
 
 
 def load(
     state_dict: dict[str, Any],
     path: str | os.PathLike[str] | None = None,
     *,
+    step: Step | None = None,
     planner: StockLoadPlanner | None = None,
     storage_reader: StorageReader | None = None,
     policy: ElasticPolicy | None = None,
@@ -91,7 +97,9 @@ def load(
 
     Args:
         state_dict: The targets; tensors are filled, other values replaced.
-        path: Directory of the checkpoint (``checkpoint_id``).
+        path: Directory of the checkpoint (``checkpoint_id``); with a step that of the run.
+        step: A number, or ``"latest"``, of ``<run>/step-<number>``; or ``"last-good"``: the latest whose files are all
+            whole, which is verified by reading them; what is skipped is a warning.
         planner: A ``LoadPlanner`` with options other than the defaults.
         storage_reader: Any DCP storage reader; by default a ``FileReader`` at ``path``.
         policy: What to do with each component, and about missing and unexpected keys.
@@ -106,6 +114,7 @@ def load(
     Raises:
         StateRefusedError: No target was changed; the same on every rank, listing all problems.
         CheckpointFailedError: A rank failed while reading; targets may be part-written, and it names them.
+        NoCheckpointError: The run has no such step, or none that is good.
         LostRankError: A rank died, hangs, or did not come in time; the same on every rank, and names it.
         TypeError: An argument is of another type.
         ValueError: Both ``path`` and ``sources``, or two policies; or a policy for a planner that knows none.
@@ -113,12 +122,17 @@ def load(
     check_rules("load", policy, sources)
     check_load(state_dict, path, planner, storage_reader, process_group, has_sources=bool(sources))
     check_seconds("load", timeout_seconds)
+    if step is not None:
+        check_step(path, step)
     planner = LoadPlanner() if planner is None else planner
     if not isinstance(planner, LoadPlanner) and (policy is not None or sources):
         raise ValueError(f"load: got a policy or sources and a {type(planner).__name__}, expected a LoadPlanner")
     planned_by = planner.rules.policy if isinstance(planner, LoadPlanner) else None
     if policy is not None and planned_by is not None:
         raise ValueError("load: got a policy and a planner with a policy, expected one of them")
+    if path is not None and step is not None:
+        with Phases("load", process_group, no_dist=no_dist, path=path, timeout_seconds=timeout_seconds) as phases:
+            path = choose_step(path, step, phases)
     if not sources:
         source = planner.rules.source if isinstance(planner, LoadPlanner) else Source()
         sources = [dataclasses.replace(source, path=path, storage_reader=storage_reader)]
@@ -156,6 +170,7 @@ def async_save(
     storage_writer: StorageWriter | None = None,
     process_group: dist.ProcessGroup | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
+    keep: int | None = None,
 ) -> Future[SaveResult]:
     """Copies the state dict to the CPU (``staging``), then saves it in a thread. Collective over ``process_group``.
 
@@ -169,19 +184,19 @@ def async_save(
     copies: dict[str, Any] = {}
     try:
         values = ask_for_states(state_dict, phases)
-        writer = writer_at(path, storage_writer)
+        writer = writer_at(path, storage_writer, keep)
         phases.on_all("stage", lambda: copies.update(CpuStager().stage(values)), doing="values were copied to the CPU")
     except BaseException:
         phases.close()
         raise
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torchtitan_ext.async_save")
-    saved = thread.submit(_save_copies, copies, writer, SavePlanner() if planner is None else planner, phases)
+    saved = thread.submit(_save_copies, copies, writer, SavePlanner() if planner is None else planner, phases, keep)
     thread.shutdown(wait=False)
     return saved
 
 
 def _save_copies(
-    copies: dict[str, Any], writer: StorageWriter, planner: StockSavePlanner, phases: Phases
+    copies: dict[str, Any], writer: StorageWriter, planner: StockSavePlanner, phases: Phases, keep: int | None
 ) -> SaveResult:
     with phases:
-        return save_values(copies, writer, planner, phases)
+        return save_values(copies, writer, planner, phases, keep)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 from torch.distributed.checkpoint._storage_utils import _storage_setup
@@ -16,9 +17,11 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torchtitan_ext.checkpoint.component import is_stateful
 from torchtitan_ext.checkpoint.phases import Phases
 from torchtitan_ext.checkpoint.set_up import set_up_save
+from torchtitan_ext.checkpoint.steps import check_keep
 from torchtitan_ext.checkpoint.storage_entries import check_all_written
 from torchtitan_ext.storage import FileReader, FileWriter
 from torchtitan_ext.storage.checkpoint_files import RankFile
+from torchtitan_ext.storage.runs import remove_old_steps
 
 _ASKING = "components were asked for their state; nothing was changed"
 _EXCHANGING = "ranks exchanged plans and results; checkpoints in other directories are as they were"
@@ -46,8 +49,16 @@ class SaveResult:
         return FileReader(self.path).read_metadata()
 
 
-def writer_at(path: str | os.PathLike[str] | None, storage_writer: StorageWriter | None) -> StorageWriter:
-    """The storage that a save goes to, told its place; by default our files, for a remote path those of DCP."""
+def writer_at(
+    path: str | os.PathLike[str] | None, storage_writer: StorageWriter | None, keep: int | None = None
+) -> StorageWriter:
+    """The storage that a save goes to, told its place; by default our files, for a remote path those of DCP.
+
+    Raises:
+        ValueError: ``keep`` and a place that is no step of a run.
+    """
+    if keep is not None:
+        check_keep(keep, getattr(storage_writer, "path", None) if path is None else path)
     if storage_writer is None and path is not None and FileWriter.validate_checkpoint_id(path):
         return FileWriter(path)
     return cast(StorageWriter, _storage_setup(storage_writer, path, reader=False))
@@ -71,8 +82,14 @@ def ask_for_states(state_dict: Mapping[Any, Any], phases: Phases) -> dict[Any, A
     return values
 
 
-def save_values(values: dict[Any, Any], writer: StorageWriter, planner: StockSavePlanner, phases: Phases) -> SaveResult:
-    """Plans, writes and commits. Collective."""
+def save_values(
+    values: dict[Any, Any],
+    writer: StorageWriter,
+    planner: StockSavePlanner,
+    phases: Phases,
+    keep: int | None = None,
+) -> SaveResult:
+    """Plans, writes and commits; then removes old steps of the run, where ``keep`` says so. Collective."""
     metadata: Metadata | None = None
 
     def plan_own_part() -> SavePlan:
@@ -105,6 +122,8 @@ def save_values(values: dict[Any, Any], writer: StorageWriter, planner: StockSav
         if isinstance(writer, FileWriter):
             writer.abandon()
         raise
+    if keep is not None and phases.is_coordinator:
+        remove_old_steps(Path(path), keep)
     return SaveResult(path, save_id, num_bytes, dict(phases.seconds))
 
 

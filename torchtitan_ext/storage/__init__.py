@@ -2,5 +2,6 @@
 
 from torchtitan_ext.storage.file_reader import FileReader
 from torchtitan_ext.storage.file_writer import FileWriter
+from torchtitan_ext.storage.runs import latest
 
-__all__ = ["FileReader", "FileWriter"]
+__all__ = ["FileReader", "FileWriter", "latest"]

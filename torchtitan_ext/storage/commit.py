@@ -166,7 +166,7 @@ def begin_save(path: Path, save_id: str, rank: int | None) -> RunningSave:
     if target.exists() and not target.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, "save: got a file, expected a directory", str(target))
     new_parents = _make_directories(target.parent)
-    lock_file = _lock_path(target, rank)
+    lock_file = lock_path(target, rank)
     if lock_file.parent == target:
         new_parents += _make_directories(target)
     lock = SaveLock.acquire(lock_file, save_id, target)
@@ -195,7 +195,7 @@ def find_place(path: Path, rank: int, *, is_own: bool) -> SavePlace:
         RuntimeError: This rank does not see the lock: the file system is not shared.
     """
     target = Path(os.path.realpath(path))
-    lock_files = {_lock_path(target, rank if is_own else None), target / _lock_name(rank if is_own else None)}
+    lock_files = {lock_path(target, rank if is_own else None), target / _lock_name(rank if is_own else None)}
     deadline = time.monotonic() + _SHOWN_SECONDS
     while True:
         for lock_file in lock_files:
@@ -210,7 +210,7 @@ def find_place(path: Path, rank: int, *, is_own: bool) -> SavePlace:
         time.sleep(0.05)
 
 
-def _lock_path(target: Path, rank: int | None) -> Path:
+def lock_path(target: Path, rank: int | None) -> Path:
     """Beside the target, which may be replaced as a whole; in it where there is no room beside it."""
     beside = target.parent / f"{LOCK_PREFIX}{_core.digest(target.name.encode()):016x}"
     has_room = os.access(target.parent, os.W_OK | os.X_OK) and not _is_mounted(target)

@@ -232,6 +232,10 @@ class FileReader(StorageReader):
         save_id = self._index.save_id
         return runs.add_checked_file(path, file.num_bytes, file.footer_offset, file.footer_digest, save_id, descriptor)
 
+    def has_checksums(self, name: str) -> bool:
+        """Whether there are checksums of a file's blocks."""
+        return self._index is not None and name in self._index.files
+
     def read_runs(self, runs: _core.RunReader, names: list[str]) -> None:
         """Reads what was added.
 

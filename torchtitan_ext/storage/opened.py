@@ -41,8 +41,9 @@ class OpenedCheckpoint:
 
     def read_metadata(self, rank: int | None) -> bytes:
         """The bytes of ``.metadata``, by which it is known from then on whether another save has taken the place."""
-        self._metadata_name = metadata_path(self.directory, rank).name
-        self._metadata = self._read(self._metadata_name)
+        name = metadata_path(self.directory, rank).name
+        self._metadata = self._read(name)
+        self._metadata_name = name
         return self._metadata
 
     def read_index_alone(self, name: str) -> bytes:
@@ -66,7 +67,7 @@ class OpenedCheckpoint:
             except FileNotFoundError:
                 pass
         self._check_not_saved_over(path.name)
-        others = [name for name in checkpoint_names(self.directory)[0] if name.startswith(prefix)]
+        others = sorted(name for name in checkpoint_names(self.directory)[0] if name.startswith(prefix))
         return (self.directory / others[0], self._read(others[0])) if others else (path, None)
 
     def hold(self, names: Iterable[str]) -> None:

@@ -1,0 +1,78 @@
+"""The checkpoints of a run, in directories ``step-<number>`` as torchtitan names them."""
+
+from __future__ import annotations
+
+import os
+import re
+import uuid
+import warnings
+from pathlib import Path
+
+from torchtitan_ext.errors import SaveInProgressError
+from torchtitan_ext.storage.commit import lock_path
+from torchtitan_ext.storage.leftovers import checkpoint_names, remove_directory, remove_files, stage_path
+from torchtitan_ext.storage.save_lock import SaveLock
+from torchtitan_ext.storage.verify import is_whole
+
+_STEP = re.compile(r"step-(\d+)")
+
+
+def latest(run_dir: str | os.PathLike[str]) -> Path | None:
+    """The checkpoint of the highest step in a run whose save has finished; ``None`` where there is none. Not
+    collective, and reads no checkpoint: ``tte.load(..., step="last-good")`` does."""
+    finished = [number for number, is_finished in find_steps(Path(run_dir)).items() if is_finished]
+    return step_path(Path(run_dir), max(finished)) if finished else None
+
+
+def find_steps(run: Path) -> dict[int, bool]:
+    """The steps that a run has directories of, and whether their saves have finished."""
+    names = os.listdir(run) if run.is_dir() else []
+    numbers = [int(match[1]) for name in names if (match := _STEP.fullmatch(name)) and (run / name).is_dir()]
+    return {number: (step_path(run, number) / ".metadata").is_file() for number in numbers}
+
+
+def step_path(run: Path, number: int) -> Path:
+    return run / f"step-{number}"
+
+
+def step_of(path: str | os.PathLike[str]) -> int | None:
+    """The step that a directory is of, by its name; ``None`` where it has another name."""
+    match = _STEP.fullmatch(Path(os.path.abspath(path)).name)
+    return None if match is None else int(match[1])
+
+
+def remove_old_steps(saved: Path, keep: int) -> None:
+    """Removes what is older than the ``keep`` newest whole checkpoints of a run; never the one that was just saved.
+
+    A checkpoint that is not whole does not count as one of them, so a good one behind it stays. What cannot be removed
+    stays, with a warning.
+    """
+    run = Path(os.path.abspath(saved)).parent
+    newest = sorted(find_steps(run), reverse=True)
+    num_whole = 0
+    for number in newest:
+        path = step_path(run, number)
+        if num_whole < keep:
+            num_whole += is_whole(path)
+        elif number != step_of(saved):
+            _remove_step(path)
+
+
+def _remove_step(path: Path) -> None:
+    """Out of sight first, so that nobody takes half of it for a checkpoint. Files of others stay, in their place."""
+    try:
+        lock = SaveLock.acquire(lock_path(path, None), save_id := uuid.uuid4().hex, path)
+    except (SaveInProgressError, OSError) as error:
+        warnings.warn(f"{path} is kept: {error}", stacklevel=2)
+        return
+    try:
+        ours, others = checkpoint_names(path)
+        if others:
+            remove_files(path, sorted(ours, key=lambda name: not name.endswith(".metadata")))
+        else:
+            os.rename(path, stage_path(path, save_id))
+            remove_directory(stage_path(path, save_id), None)
+    except OSError as error:
+        warnings.warn(f"{path} stays: it cannot be removed ({error})", stacklevel=2)
+    finally:
+        lock.release()
