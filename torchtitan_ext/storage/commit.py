@@ -28,6 +28,7 @@ from torchtitan_ext.errors import CheckpointFailedError
 from torchtitan_ext.storage.checkpoint_files import index_path, metadata_path, sync_directory, write_file
 from torchtitan_ext.storage.leftovers import (
     LOCK_PREFIX,
+    PROBES,
     checkpoint_names,
     remove_dead_files,
     remove_dead_stages,
@@ -250,7 +251,7 @@ def _make_stage(target: Path, save_id: str) -> bool:
 
 def _can_exchange(directory: Path) -> bool:
     """Whether directories can change places on a file system; tried with two new ones."""
-    pair = [directory / "a", directory / "b"]
+    pair = [directory / name for name in PROBES]
     for path in pair:
         path.mkdir()
     try:

@@ -18,6 +18,9 @@ from torchtitan_ext.storage.save_lock import is_surely_dead, read_lock
 
 LOCK_PREFIX = ".tte_save-"
 
+# Two directories in a new stage that try to change places, before a save counts on it.
+PROBES = (".tte_probe-1", ".tte_probe-2")
+
 _STAGE = re.compile(r"\.tte-([0-9a-f]{32})")
 _OF_CHECKPOINT = re.compile(
     r"(__\d+)?\.metadata(\.tmp)?|__\d+_(\d+|[0-9a-f]{32})\.distcp|(__\d+)?\.tte_index(\.[0-9a-f]{32})?"
@@ -106,7 +109,9 @@ def remove_directory(directory: Path, target: Path | None) -> None:
     # What makes it a checkpoint first: half of one is not to be taken for one.
     remove_files(directory, sorted(ours, key=lambda name: not name.endswith(".metadata")))
     for name in others:
-        if target is not None and target.is_dir() and not os.path.lexists(target / name):
+        if name in PROBES:
+            (directory / name).rmdir()
+        elif target is not None and target.is_dir() and not os.path.lexists(target / name):
             os.rename(directory / name, target / name)
     try:
         directory.rmdir()

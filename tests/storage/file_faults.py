@@ -1,0 +1,199 @@
+"""Saves that are killed, or whose calls fail, at a chosen operation on files: a driver of ``file_faults.c``.
+
+One process with that library preloaded has imported torch; it forks the ranks of each save, which takes milliseconds.
+Run as a program this file is that process: it reads a case per line and answers with what became of each rank.
+"""
+
+import ctypes
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchtitan_ext as tte
+from torchtitan_ext.errors import NoCheckpointError, StateRefusedError
+from torchtitan_ext.storage import FileReader, FileWriter
+
+SOURCE = Path(__file__).with_suffix(".c")
+SOAK = int(os.environ.get("TTE_SOAK", "1"))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One save of ``value`` into ``target``; at most one rank meets a fault.
+
+    Attributes:
+        root: The directory whose files are watched.
+        at: Which call of ``rank`` on files under it, from 1; 0 for none.
+        code: The errno with which it fails; 0: the process is killed there, and all others with it.
+        after_seconds: All ranks are killed then, wherever they are.
+    """
+
+    root: str
+    target: str
+    value: int = 2
+    world_size: int = 1
+    rank: int = 0
+    at: int = 0
+    code: int = 0
+    no_exchange: bool = False
+    log: str = ""
+    num_threads: int = 1
+    num_rows: int = 40
+    after_seconds: float = 0.0
+    sync: bool = True
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of the ranks: "saved", "killed", or the text of an error; and how many calls each made."""
+
+    ranks: list[str]
+    num_calls: list[int]
+
+    @property
+    def has_saved(self) -> bool:
+        return self.ranks == ["saved"] * len(self.ranks)
+
+
+def state_of(value: int, world_size: int, num_rows: int = 40) -> dict[str, Any]:
+    own = {f"rank_{rank}": torch.full((50,), float(value + rank)) for rank in range(world_size)}
+    return {"w": torch.full((num_rows, 30), float(value)), "step": value, **own}
+
+
+def loaded_value(path: Path, world_size: int, step: Any = None) -> int | str:
+    """The value that a checkpoint holds in all its parts; "none" where there is no checkpoint, "mix" for two."""
+    loaded = state_of(0, world_size)
+    reader = None if step is not None else FileReader(path, "all")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tte.load(loaded, path, step=step, storage_reader=reader, no_dist=True)
+    except (NoCheckpointError, StateRefusedError):
+        return "none"
+    truth = state_of(loaded["step"], world_size)
+    same = all(torch.equal(loaded[key], truth[key]) for key in truth if key != "step")
+    return loaded["step"] if same else "mix"
+
+
+class FaultServer:
+    """The process that forks the ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        library = folder / "file_faults.so"
+        compiler = os.environ.get("CC", "cc")
+        subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", library, SOURCE, "-ldl", "-lpthread"], check=True)
+        environment = os.environ | {"LD_PRELOAD": str(library), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", __file__, str(library)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment | {"TORCH_CPP_LOG_LEVEL": "ERROR"},
+        )
+
+    def run(self, case: Case) -> Outcome:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(dataclasses.asdict(case)) + "\n")
+        self._process.stdin.flush()
+        return Outcome(**json.loads(self._process.stdout.readline()))
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def skip_or_fail(reason: str) -> None:
+    """A tool that is missing: a reason to skip, but not where continuous integration promises all of them."""
+    if os.environ.get("CI"):
+        pytest.fail(f"{reason}, and CI is set")
+    pytest.skip(reason)
+
+
+def fast_folder() -> str:
+    """Where a thousand saves take minutes; only what is killed, not what is lost with power, depends on it."""
+    return tempfile.mkdtemp(prefix="tte_faults_", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
+
+
+# ---- the server ----
+
+
+def serve(library: str) -> None:
+    torch.set_num_threads(1)
+    faults = ctypes.CDLL(library)
+    faults.tte_faults_count.restype = ctypes.c_long
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        case = Case(**json.loads(line))
+        scratch = tempfile.mkdtemp(prefix="tte_faults_scratch_")
+        answers.write(json.dumps(dataclasses.asdict(run_ranks(case, faults, scratch))) + "\n")
+        answers.flush()
+        shutil.rmtree(scratch)
+
+
+def run_ranks(case: Case, faults: Any, scratch: str) -> Outcome:
+    children: dict[int, int] = {}
+    for rank in range(case.world_size):
+        pid = os.fork()
+        if pid == 0:
+            save_as_rank(rank, case, faults, scratch)
+        children[pid] = rank
+    ranks = ["killed"] * case.world_size
+    deadline = time.monotonic() + (case.after_seconds or 60.0)
+    while children:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            rank = children.pop(pid)
+            if os.WIFEXITED(status):
+                ranks[rank] = json.loads(Path(scratch, f"{rank}").read_text())[0]
+        if time.monotonic() > deadline or (pid and os.WIFSIGNALED(status)):
+            for other in children:
+                os.kill(other, signal.SIGKILL)
+        if not pid:
+            time.sleep(0.001)
+    found = [Path(scratch, f"{rank}") for rank in range(case.world_size)]
+    return Outcome(ranks, [json.loads(path.read_text())[1] if path.exists() else 0 for path in found])
+
+
+def save_as_rank(rank: int, case: Case, faults: Any, scratch: str) -> None:
+    """Never returns."""
+    answer = "saved"
+    try:
+        if case.world_size > 1:
+            store = dist.FileStore(f"{scratch}/store", case.world_size)
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=case.world_size, timeout=timedelta(seconds=30)
+            )
+        state = state_of(case.value, case.world_size, case.num_rows)
+        if case.world_size > 1:
+            state = {key: value for key, value in state.items() if key in ("w", "step", f"rank_{rank}")}
+        writer = FileWriter(case.target, sync=case.sync, thread_count=case.num_threads)
+        at = case.at if rank == case.rank else 0
+        root, log = case.root.encode(), case.log.encode() if rank == case.rank else b""
+        faults.tte_faults_arm(root, ctypes.c_long(at), case.code, int(case.no_exchange), log)
+        tte.save(state, storage_writer=writer, no_dist=case.world_size == 1)
+    except BaseException as error:
+        answer = f"{type(error).__name__}: {error}"
+    count = faults.tte_faults_count()
+    Path(scratch, f"{rank}").write_text(json.dumps([answer, count]))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])
