@@ -58,10 +58,14 @@ static void resolve(int directory, const char* path, char* result) {
   }
 }
 
-static void write_log(const char* name, const char* first, const char* second, long offset,
-                      const struct iovec* pieces, int num_pieces) {
+// Writes a call down, with its bytes; one that has failed under another name.
+static long logged(long result, const char* name, const char* first, const char* second, long offset,
+                   const struct iovec* pieces, int num_pieces) {
   static ssize_t (*real_write)(int, const void*, size_t) = NULL;
-  if (log_descriptor < 0) return;
+  const int code = errno;
+  if (log_descriptor < 0 || !is_watched(first)) return result;
+  if (result < 0) name = "failed";
+  pthread_mutex_lock(&mutex);
   if (!real_write) *(void**)&real_write = dlsym(RTLD_NEXT, "write");
   size_t total = 0;
   for (int i = 0; i < num_pieces; ++i) total += pieces[i].iov_len;
@@ -71,15 +75,16 @@ static void write_log(const char* name, const char* first, const char* second, l
   for (int i = 0; i < num_pieces; ++i) {
     if (real_write(log_descriptor, pieces[i].iov_base, pieces[i].iov_len) != (ssize_t)pieces[i].iov_len) abort();
   }
+  pthread_mutex_unlock(&mutex);
+  errno = code;
+  return result;
 }
 
 // Counts a call. 1: it is to fail, with errno set. 2: it is the last one of this process, which may do half of it.
-static int count(const char* name, const char* first, const char* second, long offset, const struct iovec* pieces,
-                 int num_pieces) {
+static int count(const char* first) {
   if (!is_watched(first)) return 0;
   pthread_mutex_lock(&mutex);
   const long call = ++num_calls;
-  if (call != fault_at) write_log(name, first, second, offset, pieces, num_pieces);
   pthread_mutex_unlock(&mutex);
   if (call != fault_at) return 0;
   if (fault_errno) {
@@ -94,46 +99,47 @@ __attribute__((noreturn)) static void die(void) {
   for (;;) pause();
 }
 
-#define REAL(name, result, arguments)   \
+#define REAL(name, result, arguments)    \
   static result(*real) arguments = NULL; \
   if (!real) *(void**)&real = dlsym(RTLD_NEXT, name)
-#define FAIL_OR_DIE(verdict)   \
-  do {                         \
+#define FAIL_OR_DIE(verdict)     \
+  do {                           \
     if (verdict == 1) return -1; \
-    if (verdict == 2) die();   \
+    if (verdict == 2) die();     \
   } while (0)
 
-static int counted_open(int directory, const char* path, int flags) {
-  char full[PATH_MAX];
-  if (!(flags & (O_CREAT | O_TRUNC))) return 0;
-  resolve(directory, path, full);
-  return count("create", full, "", 0, NULL, 0);
-}
+static int changes_files(int flags) { return flags & (O_CREAT | O_TRUNC); }
 
-#define DEFINE_OPEN(function)                            \
-  int function(const char* path, int flags, ...) {       \
-    REAL(#function, int, (const char*, int, ...));     \
-    va_list arguments;                                   \
-    va_start(arguments, flags);                          \
-    const int mode = va_arg(arguments, int);             \
-    va_end(arguments);                                   \
-    const int verdict = counted_open(AT_FDCWD, path, flags); \
-    FAIL_OR_DIE(verdict);                                \
-    return real(path, flags, mode);                      \
+#define DEFINE_OPEN(function)                                                    \
+  int function(const char* path, int flags, ...) {                               \
+    REAL(#function, int, (const char*, int, ...));                               \
+    va_list arguments;                                                           \
+    va_start(arguments, flags);                                                  \
+    const int mode = va_arg(arguments, int);                                     \
+    va_end(arguments);                                                           \
+    if (!changes_files(flags)) return real(path, flags, mode);                   \
+    char full[PATH_MAX];                                                         \
+    resolve(AT_FDCWD, path, full);                                               \
+    const int verdict = count(full);                                             \
+    FAIL_OR_DIE(verdict);                                                        \
+    return (int)logged(real(path, flags, mode), "create", full, "", 0, NULL, 0); \
   }
 DEFINE_OPEN(open)
 DEFINE_OPEN(open64)
 
-#define DEFINE_OPENAT(function)                              \
-  int function(int directory, const char* path, int flags, ...) { \
-    REAL(#function, int, (int, const char*, int, ...));    \
-    va_list arguments;                                       \
-    va_start(arguments, flags);                              \
-    const int mode = va_arg(arguments, int);                 \
-    va_end(arguments);                                       \
-    const int verdict = counted_open(directory, path, flags);   \
-    FAIL_OR_DIE(verdict);                                    \
-    return real(directory, path, flags, mode);               \
+#define DEFINE_OPENAT(function)                                                             \
+  int function(int directory, const char* path, int flags, ...) {                           \
+    REAL(#function, int, (int, const char*, int, ...));                                     \
+    va_list arguments;                                                                      \
+    va_start(arguments, flags);                                                             \
+    const int mode = va_arg(arguments, int);                                                \
+    va_end(arguments);                                                                      \
+    if (!changes_files(flags)) return real(directory, path, flags, mode);                   \
+    char full[PATH_MAX];                                                                    \
+    resolve(directory, path, full);                                                         \
+    const int verdict = count(full);                                                        \
+    FAIL_OR_DIE(verdict);                                                                   \
+    return (int)logged(real(directory, path, flags, mode), "create", full, "", 0, NULL, 0); \
   }
 DEFINE_OPENAT(openat)
 DEFINE_OPENAT(openat64)
@@ -144,22 +150,22 @@ ssize_t write(int descriptor, const void* data, size_t size) {
   if (!root[0]) return real(descriptor, data, size);
   resolve(descriptor, NULL, full);
   const struct iovec piece = {(void*)data, size};
-  const int verdict = count("append", full, "", 0, &piece, 1);
+  const int verdict = count(full);
   if (verdict == 2 && real(descriptor, data, size / 2) >= 0) die();
   FAIL_OR_DIE(verdict);
-  return real(descriptor, data, size);
+  return logged(real(descriptor, data, size), "append", full, "", 0, &piece, 1);
 }
 
-#define DEFINE_PWRITEV(function)                                                          \
-  ssize_t function(int descriptor, const struct iovec* pieces, int num_pieces, off_t offset) { \
-    REAL(#function, ssize_t, (int, const struct iovec*, int, off_t));                    \
-    char full[PATH_MAX];                                                                  \
-    if (!root[0]) return real(descriptor, pieces, num_pieces, offset);                    \
-    resolve(descriptor, NULL, full);                                                      \
-    const int verdict = count("write", full, "", (long)offset, pieces, num_pieces);       \
-    if (verdict == 2 && real(descriptor, pieces, (num_pieces + 1) / 2, offset) >= 0) die(); \
-    FAIL_OR_DIE(verdict);                                                                 \
-    return real(descriptor, pieces, num_pieces, offset);                                  \
+#define DEFINE_PWRITEV(function)                                                                                      \
+  ssize_t function(int descriptor, const struct iovec* pieces, int num_pieces, off_t offset) {                        \
+    REAL(#function, ssize_t, (int, const struct iovec*, int, off_t));                                                 \
+    char full[PATH_MAX];                                                                                              \
+    if (!root[0]) return real(descriptor, pieces, num_pieces, offset);                                                \
+    resolve(descriptor, NULL, full);                                                                                  \
+    const int verdict = count(full);                                                                                  \
+    if (verdict == 2 && real(descriptor, pieces, (num_pieces + 1) / 2, offset) >= 0) die();                           \
+    FAIL_OR_DIE(verdict);                                                                                             \
+    return logged(real(descriptor, pieces, num_pieces, offset), "write", full, "", (long)offset, pieces, num_pieces); \
   }
 DEFINE_PWRITEV(pwritev)
 DEFINE_PWRITEV(pwritev64)
@@ -168,73 +174,62 @@ int fsync(int descriptor) {
   REAL("fsync", int, (int));
   char full[PATH_MAX];
   resolve(descriptor, NULL, full);
-  const int verdict = count("fsync", full, "", 0, NULL, 0);
+  const int verdict = count(full);
   FAIL_OR_DIE(verdict);
-  return real(descriptor);
+  return (int)logged(real(descriptor), "fsync", full, "", 0, NULL, 0);
 }
 
-static int counted_pair(const char* name, int from, const char* first, int to, const char* second) {
-  char one[PATH_MAX], other[PATH_MAX];
-  resolve(from, first, one);
-  resolve(to, second, other);
-  return count(name, one, other, 0, NULL, 0);
-}
+#define RENAME(kind, from, first, to, second, call) \
+  char one[PATH_MAX], other[PATH_MAX];              \
+  resolve(from, first, one);                        \
+  resolve(to, second, other);                       \
+  const int verdict = count(one);                   \
+  FAIL_OR_DIE(verdict);                             \
+  return (int)logged(call, kind, one, other, 0, NULL, 0)
 
 int rename(const char* first, const char* second) {
   REAL("rename", int, (const char*, const char*));
-  const int verdict = counted_pair("rename", AT_FDCWD, first, AT_FDCWD, second);
-  FAIL_OR_DIE(verdict);
-  return real(first, second);
+  RENAME("rename", AT_FDCWD, first, AT_FDCWD, second, real(first, second));
 }
 
 int renameat(int from, const char* first, int to, const char* second) {
   REAL("renameat", int, (int, const char*, int, const char*));
-  const int verdict = counted_pair("rename", from, first, to, second);
-  FAIL_OR_DIE(verdict);
-  return real(from, first, to, second);
+  RENAME("rename", from, first, to, second, real(from, first, to, second));
 }
 
 int renameat2(int from, const char* first, int to, const char* second, unsigned int flags) {
   REAL("renameat2", int, (int, const char*, int, const char*, unsigned int));
-  const int verdict = counted_pair(flags == RENAME_EXCHANGE ? "exchange" : "rename", from, first, to, second);
-  FAIL_OR_DIE(verdict);
   if (refuses_exchange && flags == RENAME_EXCHANGE) {
     errno = EINVAL;
     return -1;
   }
-  return real(from, first, to, second, flags);
+  const char* kind = flags == RENAME_EXCHANGE ? "exchange" : "rename";
+  RENAME(kind, from, first, to, second, real(from, first, to, second, flags));
 }
 
-static int counted_one(const char* name, int directory, const char* path) {
-  char full[PATH_MAX];
-  resolve(directory, path, full);
-  return count(name, full, "", 0, NULL, 0);
-}
+#define CHANGE(kind, directory, path, call) \
+  char full[PATH_MAX];                      \
+  resolve(directory, path, full);           \
+  const int verdict = count(full);          \
+  FAIL_OR_DIE(verdict);                     \
+  return (int)logged(call, kind, full, "", 0, NULL, 0)
 
 int unlink(const char* path) {
   REAL("unlink", int, (const char*));
-  const int verdict = counted_one("unlink", AT_FDCWD, path);
-  FAIL_OR_DIE(verdict);
-  return real(path);
+  CHANGE("unlink", AT_FDCWD, path, real(path));
 }
 
 int unlinkat(int directory, const char* path, int flags) {
   REAL("unlinkat", int, (int, const char*, int));
-  const int verdict = counted_one(flags & AT_REMOVEDIR ? "rmdir" : "unlink", directory, path);
-  FAIL_OR_DIE(verdict);
-  return real(directory, path, flags);
+  CHANGE(flags & AT_REMOVEDIR ? "rmdir" : "unlink", directory, path, real(directory, path, flags));
 }
 
 int rmdir(const char* path) {
   REAL("rmdir", int, (const char*));
-  const int verdict = counted_one("rmdir", AT_FDCWD, path);
-  FAIL_OR_DIE(verdict);
-  return real(path);
+  CHANGE("rmdir", AT_FDCWD, path, real(path));
 }
 
 int mkdir(const char* path, mode_t mode) {
   REAL("mkdir", int, (const char*, mode_t));
-  const int verdict = counted_one("mkdir", AT_FDCWD, path);
-  FAIL_OR_DIE(verdict);
-  return real(path, mode);
+  CHANGE("mkdir", AT_FDCWD, path, real(path, mode));
 }
