@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -106,12 +107,21 @@ def data_path(directory: Path, relative_path: str) -> Path:
     return path
 
 
-def parse_index(path: Path, content: bytes, metadata: bytes | None, *, verify: str) -> CheckpointIndex | None:
+def parse_index(
+    path: Path,
+    content: bytes,
+    metadata: bytes | None,
+    *,
+    verify: str,
+    has_file: Callable[[RankFile], bool] = lambda file: False,
+) -> CheckpointIndex | None:
     """The index that belongs to these bytes of ``.metadata``, or that stands for the file where there is none.
 
     Args:
         path: Of the index, for messages.
         content: What it holds.
+        has_file: Whether ``.metadata`` names a file of the index that is still as the index says. Stock would have
+            written it anew; so it is ``.metadata`` that is damaged.
 
     Returns:
         ``None`` where it is another save's: stock saved over a checkpoint of ours.
@@ -130,10 +140,16 @@ def parse_index(path: Path, content: bytes, metadata: bytes | None, *, verify: s
         if metadata is not None:
             remedy = "verify='none' reads without the index and its checksums"
         raise DamagedCheckpointError(f"{error}; {remedy}") from None
-    index = CheckpointIndex(save_id, {row[0]: IndexedFile(RankFile(*row)) for row in files}, tables)
+    rank_files = [RankFile(*row) for row in files]
+    index = CheckpointIndex(save_id, {file.name: IndexedFile(file) for file in rank_files}, tables)
     if metadata is None:
         return index if metadata_bytes == NO_METADATA else None
     if (metadata_bytes, metadata_digest) != (len(metadata), _core.digest(metadata)):
+        if verify != "none" and any(map(has_file, rank_files)):
+            raise DamagedCheckpointError(
+                f"the .metadata beside {path} is not the one that was saved with its files: what it says of keys and "
+                "places is not to be trusted"
+            )
         text = (
             f"{path} belongs to another .metadata than the one beside it: the checkpoint was saved over by stock DCP, "
             "or .metadata is damaged"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import os
 import uuid
@@ -126,7 +127,14 @@ class FileReader(StorageReader):
             return
         path, content = self.files.read_index(rank, getattr(metadata.storage_meta, "save_id", None))
         if content is not None:
-            self._index = parse_index(path, content, self._metadata, verify=self.verify)
+            named = functools.cache(lambda: {info.relative_path for info in self.storage_data.values()})
+            self._index = parse_index(
+                path,
+                content,
+                self._metadata,
+                verify=self.verify,
+                has_file=lambda file: file.name in named() and self.files.has(file),
+            )
         self._metadata = None
         if self._index is None and self.verify == "all":
             warnings.warn(f"{self.path} has no checksums: nothing of it can be verified", stacklevel=2)

@@ -12,8 +12,9 @@ import resource
 from collections.abc import Iterable
 from pathlib import Path
 
+from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError, SavedOverError
-from torchtitan_ext.storage.checkpoint_files import data_path, index_path, metadata_path
+from torchtitan_ext.storage.checkpoint_files import RankFile, data_path, index_path, metadata_path
 from torchtitan_ext.storage.leftovers import checkpoint_names
 
 # A rank of a much smaller world than the one that saved may need thousands of files: the rest is opened late.
@@ -96,6 +97,15 @@ class OpenedCheckpoint:
             if not os.readlink(f"/proc/self/fd/{descriptor}").startswith(lies_in.replace(" (deleted)/", "/")):
                 raise DamagedCheckpointError(f"{self.directory / name} is a link to a place outside of the checkpoint")
         return self._files[name]
+
+    def has(self, file: RankFile) -> bool:
+        """Whether a rank file is there with the footer that its index knows."""
+        try:
+            descriptor = self.descriptor(file.name)
+        except (DamagedCheckpointError, FileNotFoundError):
+            return False
+        footer = os.pread(descriptor, file.num_bytes - file.footer_offset + 1, file.footer_offset)
+        return len(footer) == file.num_bytes - file.footer_offset and _core.digest(footer) == file.footer_digest
 
     def _open(self, name: str) -> int:
         try:

@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 
 from torchtitan_ext.errors import SaveInProgressError
+from torchtitan_ext.storage.checkpoint_files import index_path, metadata_path
 from torchtitan_ext.storage.commit import lock_path
 from torchtitan_ext.storage.leftovers import checkpoint_names, remove_directory, remove_files, stage_path
 from torchtitan_ext.storage.save_lock import SaveLock
@@ -28,7 +29,12 @@ def find_steps(run: Path) -> dict[int, bool]:
     """The steps that a run has directories of, and whether their saves have finished."""
     names = os.listdir(run) if run.is_dir() else []
     numbers = [int(match[1]) for name in names if (match := _STEP.fullmatch(name)) and (run / name).is_dir()]
-    return {number: (step_path(run, number) / ".metadata").is_file() for number in numbers}
+    return {number: _has_finished(step_path(run, number)) for number in numbers}
+
+
+def _has_finished(path: Path) -> bool:
+    """Whether there is metadata, or an index that stands for it."""
+    return metadata_path(path, None).is_file() or index_path(path, None).is_file()
 
 
 def step_path(run: Path, number: int) -> Path:

@@ -46,7 +46,10 @@ def is_whole(path: Path) -> bool:
     """Whether all files of a checkpoint are there, of their sizes, and belong together; reads none of the data."""
     opened = OpenedCheckpoint(path)
     try:
-        metadata = opened.read_metadata(None)
+        try:
+            metadata: bytes | None = opened.read_metadata(None)
+        except FileNotFoundError:
+            metadata = None
         # The name of an index in place needs the id in the metadata; one of another save does not match it.
         place, content = opened.read_index(None, None)
         index = None if content is None else parse_index(place, content, metadata, verify="all")
