@@ -2,8 +2,8 @@
 the power failed at any point of it.
 
 A file keeps the bytes of its last ``fsync``; of later ones any number of leading ones, or none. A directory keeps
-the names of its last ``fsync``, and any number of the changes after that, in their order. So a rename that is not synced may
-be there or not, and a file whose name is there may be empty.
+the names of its last ``fsync``, and any number of the changes after that, in their order. So a rename that is not
+synced may be there or not, and a file whose name is there may be empty.
 """
 
 from __future__ import annotations

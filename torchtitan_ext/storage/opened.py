@@ -91,11 +91,7 @@ class OpenedCheckpoint:
         """
         if name not in self._files:
             data_path(self.directory, name)
-            descriptor = self._open(name)
-            self._files[name] = descriptor
-            lies_in = f"{os.readlink(f'/proc/self/fd/{self._directory}')}/"
-            if not os.readlink(f"/proc/self/fd/{descriptor}").startswith(lies_in.replace(" (deleted)/", "/")):
-                raise DamagedCheckpointError(f"{self.directory / name} is a link to a place outside of the checkpoint")
+            self._files[name] = self._open(name)
         return self._files[name]
 
     def has(self, file: RankFile) -> bool:
