@@ -76,6 +76,7 @@ class RunningSave:
         self._lock = lock
         self._rank = rank
         self._new_parents = new_parents
+        self._is_committed = False
 
     def check_names(self, names: Sequence[str]) -> None:
         """Raises CheckpointFailedError where a rank wrote under the names of another save: it saw an older lock."""
@@ -106,8 +107,11 @@ class RunningSave:
         return index_path(target, None) if metadata is None else metadata_path(target, self._rank)
 
     def abandon(self) -> None:
-        """Removes what was written; for a save that has failed on all ranks. The target stays as it was."""
-        if self.place.is_staged:
+        """Removes what was written; for a save that has failed on all ranks. The target stays as it was. After the
+        rename nothing is removed: what is there may be all that there is, or, until it is synced, what it replaced."""
+        if self._is_committed:
+            pass
+        elif self.place.is_staged:
             remove_directory(self.place.directory, None)
         else:
             names = [name for name in os.listdir(self.place.target) if save_id_of(name) == self.place.save_id]
@@ -129,6 +133,7 @@ class RunningSave:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
             _core.exchange_paths(str(stage), str(target))
+        self._is_committed = True
         self._sync_parents(sync)
         remove_directory(stage, target)
 
@@ -142,6 +147,7 @@ class RunningSave:
             sync_directory(target)
         self._lock.check()
         os.rename(temporary, path)
+        self._is_committed = True
         if sync:
             sync_directory(target)
         self._sync_parents(sync)
