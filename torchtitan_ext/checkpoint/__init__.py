@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from torchtitan_ext.checkpoint.arguments import check_can_send_from_cpu, check_load, check_save, check_seconds
-from torchtitan_ext.checkpoint.load_phases import load_state_dict
+from torchtitan_ext.checkpoint.load_phases import OtherMetadataError, load_state_dict
 from torchtitan_ext.checkpoint.load_planner import LoadPlanner
 from torchtitan_ext.checkpoint.phases import TIMEOUT_SECONDS, Phases
 from torchtitan_ext.checkpoint.policy import ElasticPolicy, Source, check_rules
@@ -157,7 +157,7 @@ def _load_what_stays(
     for _ in range(_MAX_ATTEMPTS - 1):
         try:
             return load_state_dict(state_dict, sources, planner, policy, phases)
-        except SavedOverError:  # the same on every rank
+        except (SavedOverError, OtherMetadataError):  # the same on every rank
             pass
     return load_state_dict(state_dict, sources, planner, policy, phases)
 

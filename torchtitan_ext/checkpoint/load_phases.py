@@ -26,11 +26,15 @@ from torchtitan_ext.checkpoint.phases import Phases
 from torchtitan_ext.checkpoint.policy import ElasticPolicy, Source
 from torchtitan_ext.checkpoint.report import LoadReport, disagreements, join_reports
 from torchtitan_ext.checkpoint.set_up import read_metadata, set_up_load
-from torchtitan_ext.errors import Problem, StateRefusedError, refusal
+from torchtitan_ext.errors import Problem, ReplicaMismatchError, StateRefusedError, refusal
 from torchtitan_ext.storage import FileReader
 
 _ASKING = "components were asked for their part; nothing was changed"
 _PLANNING = "the load was planned; nothing was changed"
+
+
+class OtherMetadataError(ReplicaMismatchError):
+    """Ranks have read the metadata of different saves: one of them has committed in between, or they share no files."""
 
 
 @dataclass(frozen=True)
@@ -101,9 +105,12 @@ def _prepare(
         return f"{policy!r}, {list(sources)}, {incomplete}", seen
 
     rules, seen = zip(*phases.on_all("prepare", ask, doing=_ASKING), strict=True)
-    problems = disagreements(rules) or _other_metadata(seen, [one.name for one in opened])
+    problems = disagreements(rules)
     if problems:
         raise refusal("load", problems)
+    problems = _other_metadata(seen, [one.name for one in opened])
+    if problems:
+        raise OtherMetadataError("load", tuple(problems))
     return opened, components
 
 
