@@ -84,6 +84,19 @@ void File::write_at(std::span<iovec> pieces, int64_t offset) const { transfer(pi
 
 void File::read_at(std::span<iovec> pieces, int64_t offset) const { transfer(pieces, offset, false); }
 
+bool File::read_cached_at(std::span<const iovec> pieces, int64_t offset) const {
+#ifdef RWF_NOWAIT
+  if (pieces.size() > kMaxPieces) return false;
+  ssize_t num_bytes = 0;
+  for (const iovec& piece : pieces) num_bytes += static_cast<ssize_t>(piece.iov_len);
+  return ::preadv2(descriptor_, pieces.data(), static_cast<int>(pieces.size()), offset, RWF_NOWAIT) == num_bytes;
+#else
+  (void)pieces;
+  (void)offset;
+  return false;
+#endif
+}
+
 int64_t File::num_bytes() const {
   struct stat status{};
   if (::fstat(descriptor_, &status) != 0) throw_errno(path_, "cannot ask for the file's size");

@@ -26,6 +26,9 @@ class File {
   void write_at(std::span<iovec> pieces, int64_t offset) const;
   // Reads all bytes of all pieces; a file that ends before is an IoError (ENODATA).
   void read_at(std::span<iovec> pieces, int64_t offset) const;
+  // Reads what the page cache holds, without waiting for the disk. False where a byte is not there, or the system cannot
+  // tell: the pieces hold part of the bytes then.
+  bool read_cached_at(std::span<const iovec> pieces, int64_t offset) const;
   int64_t num_bytes() const;
   // Asks the system to begin with writing these bytes out. Only a hint: errors show in sync().
   void start_write_back(int64_t offset, int64_t num_bytes) const;

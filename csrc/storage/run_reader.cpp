@@ -18,8 +18,10 @@ namespace {
 constexpr int64_t kBlockBytes = 1 << 20;
 // Runs from this length on go straight to their places; of shorter ones a call would take too many pieces.
 constexpr int64_t kDirectBytes = 4 << 10;
-// Bytes that nobody wants are read along up to here: that costs less than another call.
+// Bytes that nobody wants are read along up to here: that costs less than another call. It is less where the page cache
+// holds the bytes: a call costs what copying a page costs there, on a disk it is a seek.
 constexpr int64_t kGapBytes = 64 << 10;
+constexpr int64_t kCachedGapBytes = 4 << 10;
 
 // So many bytes are hashed while a core's cache still holds what was read, source and destination.
 constexpr size_t kHashedBytes = 256 << 10;
@@ -106,12 +108,12 @@ struct RunReader::Worker {
     std::ranges::sort(stretches, {}, [](const Stretch& stretch) { return stretch.file_bytes; });
   }
 
-  // What to read for all stretches, which are sorted: cut where nobody wants more than kGapBytes.
-  std::vector<Span> spans() const {
+  // What to read for stretches [first, last), which are sorted: cut where nobody wants more than `max_gap`.
+  std::vector<Span> spans(size_t first, size_t last, int64_t max_gap) const {
     std::vector<Span> spans;
-    for (size_t index = 0; index < stretches.size(); ++index) {
+    for (size_t index = first; index < last; ++index) {
       const Stretch& stretch = stretches[index];
-      if (spans.empty() || stretch.file_bytes > spans.back().end + kGapBytes) {
+      if (spans.empty() || stretch.file_bytes > spans.back().end + max_gap) {
         spans.push_back({stretch.file_bytes, stretch.file_end(), index, index + 1});
       } else {
         spans.back().end = std::max(spans.back().end, stretch.file_end());
@@ -119,6 +121,21 @@ struct RunReader::Worker {
       }
     }
     return spans;
+  }
+
+  // Reads the runs of a span, as long as the page cache holds them without their gaps; the rest with gaps.
+  void read_long_runs(const File& file, const Span& span) {
+    Span rest = span;
+    const std::vector<Span> parts = spans(span.first, span.last, kCachedGapBytes);
+    for (size_t index = 0; parts.size() > 1 && index < parts.size(); ++index) {
+      lay_out(parts[index]);
+      if (!file.read_cached_at(pieces, parts[index].begin)) break;
+      rest.first = parts[index].last;
+    }
+    if (rest.first == rest.last) return;
+    rest.begin = stretches[rest.first].file_bytes;
+    lay_out(rest);
+    file.read_at(pieces, rest.begin);
   }
 
   // Pieces of memory that take a span of long runs, with the gaps in the buffer.
@@ -262,10 +279,14 @@ bool RunReader::read_unit(const Unit& unit, Verify verify, Worker& worker) const
       (verify == Verify::kAll || (verify == Verify::kAuto && 2 * worker.wanted_bytes() >= unit.end - unit.begin));
   const bool is_direct = worker.split_into_long_runs();
   if (!is_direct) Worker::sort(worker.stretches);
-  std::vector<Span> spans = worker.spans();
+  std::vector<Span> spans = worker.spans(0, worker.stretches.size(), kGapBytes);
   if (is_verified) spans = {{unit.begin, unit.end, 0, worker.stretches.size()}};
   Digest digest;
   for (const Span& span : spans) {
+    if (is_direct && !is_verified) {
+      worker.read_long_runs(source.file, span);
+      continue;
+    }
     if (is_direct) {
       worker.lay_out(span);
     } else {

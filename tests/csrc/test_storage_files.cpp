@@ -1,4 +1,5 @@
 // Files written and read in one piece and in many, on one thread and on several, against bytes put together by hand.
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -157,6 +158,57 @@ TEST_F(Files, RecordsOfAllKindsComeBackWhateverTheBlocksAndThreads) {
       EXPECT_EQ(loaded.back(), numbers);
     }
   }
+}
+
+// Leaves every other piece of this many bytes of a file in the page cache, as far as the file system can do that.
+void drop_from_cache(const std::string& path, int64_t num_bytes, int64_t piece_bytes) {
+  const int descriptor = ::open(path.c_str(), O_RDONLY);
+  for (int64_t begin = 0; begin < num_bytes; begin += 2 * piece_bytes) {
+    EXPECT_EQ(::posix_fadvise(descriptor, begin, piece_bytes, POSIX_FADV_DONTNEED), 0);
+  }
+  ::close(descriptor);
+}
+
+TEST_F(Files, LongRunsWithGapsComeBackFromTheCacheAndFromTheDisk) {
+  constexpr int64_t kRows = 200, kRowInts = 6000, kWanted = 2048;
+  std::vector<int32_t> numbers(kRows * kRowInts);
+  std::iota(numbers.begin(), numbers.end(), 0);
+  File file = File::create(path("rows"));
+  iovec piece{numbers.data(), numbers.size() * 4};
+  file.write_at({&piece, 1}, 0);
+  file.sync();
+  file.close();
+  for (const int64_t dropped_bytes : {int64_t{0}, int64_t{512} << 10, int64_t{100} << 20}) {
+    if (dropped_bytes > 0) drop_from_cache(path("rows"), kRows * kRowInts * 4, dropped_bytes);
+    std::vector<int32_t> loaded(kRows * kWanted, -1);
+    RunReader reader;
+    const int64_t number = reader.add_file(File::open(path("rows")), -1, {});
+    const core::Sizes stored{kRows, kRowInts}, stored_strides{kRowInts, 1}, offsets{0, 1000}, sizes{kRows, kWanted};
+    const core::Sizes strides{kWanted, 1};
+    reader.add_box(number,
+                   {0, 4, stored, stored_strides, offsets, sizes, reinterpret_cast<uintptr_t>(loaded.data()), strides});
+    reader.read(2, Verify::kNone);
+    for (int64_t row = 0; row < kRows; ++row) {
+      for (int64_t column = 0; column < kWanted; ++column) {
+        ASSERT_EQ(loaded[static_cast<size_t>(row * kWanted + column)], row * kRowInts + 1000 + column);
+      }
+    }
+  }
+}
+
+TEST_F(Files, WhatTheCacheHoldsIsReadWholeOrNotAtAll) {
+  std::string bytes = "0123456789";
+  File file = File::create(path("digits"));
+  iovec written{bytes.data(), bytes.size()};
+  file.write_at({&written, 1}, 0);
+  file.close();
+  const File opened = File::open(path("digits"));
+  std::string head(4, ' '), tail(3, ' ');
+  const std::vector<iovec> pieces{{head.data(), 4}, {tail.data(), 3}};
+  if (opened.read_cached_at(pieces, 2)) {
+    EXPECT_EQ(head + tail, "2345678");
+  }
+  EXPECT_FALSE(opened.read_cached_at(pieces, 5));
 }
 
 TEST_F(Files, ManyShortPiecesAreWrittenWhole) {
