@@ -103,6 +103,16 @@ int64_t File::num_bytes() const {
   return status.st_size;
 }
 
+void File::reserve(int64_t offset, int64_t num_bytes) const {
+#ifdef FALLOC_FL_KEEP_SIZE
+  // Never posix_fallocate: where the file system cannot reserve, it writes zeros.
+  (void)::fallocate(descriptor_, FALLOC_FL_KEEP_SIZE, offset, num_bytes);
+#else
+  (void)offset;
+  (void)num_bytes;
+#endif
+}
+
 void File::start_write_back(int64_t offset, int64_t num_bytes) const {
 #ifdef SYNC_FILE_RANGE_WRITE
   ::sync_file_range(descriptor_, offset, num_bytes, SYNC_FILE_RANGE_WRITE);

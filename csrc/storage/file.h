@@ -30,6 +30,9 @@ class File {
   // tell: the pieces hold part of the bytes then.
   bool read_cached_at(std::span<const iovec> pieces, int64_t offset) const;
   int64_t num_bytes() const;
+  // Reserves room for bytes that are written next, so that the file system finds it in one piece. Only a hint: a full
+  // disk shows when they are written.
+  void reserve(int64_t offset, int64_t num_bytes) const;
   // Asks the system to begin with writing these bytes out. Only a hint: errors show in sync().
   void start_write_back(int64_t offset, int64_t num_bytes) const;
   void sync() const;

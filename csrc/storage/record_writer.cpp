@@ -138,6 +138,7 @@ void RecordWriter::write_blocks(int64_t end) {
   const size_t first_checksum = checksums_.size();
   checksums_.resize(first_checksum + static_cast<size_t>(num_blocks));
   std::vector<Scratch> scratches(static_cast<size_t>(options_.num_threads));
+  if (num_blocks > 1) file_.reserve(written_, end - written_);
   parallel_for_items(options_.num_threads, num_blocks, [&](int worker, int64_t item) {
     const int64_t begin = written_ + item * block_bytes;
     const int64_t block_end = std::min(begin + block_bytes, end);
