@@ -27,6 +27,7 @@ def edit(path: Path, change: Callable[[Metadata], None]) -> None:
     metadata = pickle.loads((path / ".metadata").read_bytes())
     change(metadata)
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    (path / ".tte_index").unlink()  # by which FileReader would refuse it at once
 
 
 def lose_entry(metadata: Metadata) -> None:

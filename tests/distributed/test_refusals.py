@@ -426,6 +426,7 @@ def damage(path: Path, change: Callable[[Any], None]) -> None:
     metadata = pickle.loads((path / ".metadata").read_bytes())
     change(metadata.state_dict_metadata["weight"])
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    (path / ".tte_index").unlink()  # by which FileReader would refuse it at once
 
 
 def save_rows(rank: int, world_size: int, path: Path) -> None:

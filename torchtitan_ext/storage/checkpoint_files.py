@@ -148,7 +148,7 @@ def parse_index(
         if verify != "none" and any(map(has_file, rank_files)):
             raise DamagedCheckpointError(
                 f"the .metadata beside {path} is not the one that was saved with its files: what it says of keys and "
-                "places is not to be trusted"
+                "places is not to be trusted; verify='none' reads it all the same"
             )
         text = (
             f"{path} belongs to another .metadata than the one beside it: the checkpoint was saved over by stock DCP, "
