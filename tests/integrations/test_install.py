@@ -1,5 +1,6 @@
 """Ours inside plain ``dcp.save``, ``dcp.load`` and ``dcp.async_save``: what is replaced, and what is left alone."""
 
+import functools
 import logging
 import multiprocessing
 import shutil
@@ -10,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -350,6 +352,40 @@ def test_a_function_that_somebody_has_patched_is_refused(monkeypatch: pytest.Mon
         with pytest.raises(CannotInstallError), tte.installed():
             pass
         assert state_dict_saver._save_state_dict is STOCK[state_dict_saver, "_save_state_dict"]
+
+
+@pytest.mark.parametrize("patched", [mock.Mock(), functools.partial(print)], ids=["mock", "partial"])
+def test_what_is_no_function_was_patched_too(monkeypatch: pytest.MonkeyPatch, patched: Any) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(state_dict_loader, "_load_state_dict", patched)
+        with pytest.raises(CannotInstallError, match="_load_state_dict was patched by "):
+            tte.install()
+
+
+def test_ours_that_somebody_puts_back_later_is_taken_again(tmp_path: Path) -> None:
+    tte.install()
+    ours = state_dict_saver._save_state_dict
+    state_dict_saver._save_state_dict = functools.wraps(ours)(lambda *args, **kwargs: ours(*args, **kwargs))
+    tte.uninstall()
+    state_dict_saver._save_state_dict = ours
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "stock")
+    with tte.installed():
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "ours")
+    assert not is_native(tmp_path / "stock") and is_native(tmp_path / "ours")
+
+
+def test_wrong_arguments_are_those_of_stock(tmp_path: Path) -> None:
+    writer = FileSystemWriter(tmp_path)
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        (({},), {}),
+        (({}, writer, None, 0, True, None, True, 8), {}),
+        (({}, writer), {"storage_writer": writer}),
+        (({}, writer), {"no_such": 1}),
+    ]
+    with tte.installed():
+        for args, kwargs in calls:
+            with pytest.raises(TypeError):
+                state_dict_saver._save_state_dict(*args, **kwargs)
 
 
 def test_who_patches_after_us_keeps_it(users: list[Any], tmp_path: Path) -> None:

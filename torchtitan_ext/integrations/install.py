@@ -208,8 +208,13 @@ def _checked(point: Point) -> Any:
     """The function of torch at a point, if it is the one that this module knows."""
     where = f"{getattr(point.owner, '__qualname__', point.owner.__name__)}.{point.name}"
     function = getattr(point.owner, point.name, None)
-    if not isinstance(function, FunctionType):
+    if function is None:
         raise CannotInstallError(f"torch {torch.__version__} has no function {where}; use planner= and storage_writer=")
+    if _is_ours(function):
+        # Who had wrapped it when we were undone has put it back since.
+        function = function.__wrapped__
+    if not isinstance(function, FunctionType):
+        raise CannotInstallError(f"{where} was patched by {function!r} before; install first, or without it")
     folder = Path(str(torch.__file__)).parent / "distributed"
     if folder not in Path(function.__code__.co_filename).parents:
         by = f"{function.__module__}.{function.__qualname__}"
@@ -224,17 +229,23 @@ def _checked(point: Point) -> Any:
 
 
 def _wrap(installation: Installation, point: Point, original: Any) -> Any:
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
     def with_ours(*args: Any, **kwargs: Any) -> Any:
         settings = installation.active
         if settings is None:
             return original(*args, **kwargs)
-        passed = {**dict(zip(point.parameters, args, strict=False)), **kwargs}
-        point.replace(settings, passed)
-        self = (passed.pop("self"),) if "self" in passed else ()
-        return original(*self, **passed)
+        passed = signature.bind(*args, **kwargs)
+        point.replace(settings, passed.arguments)
+        return original(*passed.args, **passed.kwargs)
 
     return with_ours
+
+
+def _is_ours(function: Any) -> bool:
+    """Whether this module has made it; what wraps it has its attributes too."""
+    return isinstance(function, FunctionType) and function.__code__.co_filename == _wrap.__code__.co_filename
 
 
 def _replace_in_save(settings: Settings, passed: dict[str, Any]) -> None:
