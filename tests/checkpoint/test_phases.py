@@ -1,6 +1,7 @@
 """Phases of one operation: an error of any rank reaches all of them, as ours."""
 
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -96,6 +97,32 @@ def test_a_result_that_cannot_be_read_or_sent_names_its_rank(run_world: Callable
         "load failed on 1 rank(s): rank 1: RuntimeError: its result cannot be read back: ValueErr"
     )
     assert first[1].startswith("load failed on 1 rank(s): rank 1: ") and "pickle" in first[1]
+
+
+def work_longer_than_the_deadline(rank: int, world_size: int) -> list[int]:
+    with Phases("save", timeout_seconds=3) as phases:
+        return phases.on_all("write", lambda: time.sleep(3.2 + rank) or rank, doing="testing")
+
+
+def test_the_deadline_counts_waiting_for_others_not_own_work(run_world: Callable[..., Any]) -> None:
+    assert run_world(2, work_longer_than_the_deadline) == [[0, 1]] * 2
+
+
+def leave_in_a_phase(rank: int, world_size: int, error: BaseException) -> str:
+    def work() -> None:
+        if rank == 1:
+            raise error
+
+    with pytest.raises(BaseException) as caught, Phases("save", path="/step") as phases:
+        phases.to_coordinator("write", work, len, doing="testing")
+    return repr(caught.value)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)], ids=repr)
+def test_who_is_told_to_end_ends_and_the_others_are_told(run_world: Callable[..., Any], error: BaseException) -> None:
+    other, own = run_world(2, leave_in_a_phase, error)
+    assert own == repr(error)
+    assert other.startswith(f"CheckpointFailedError('save', {{1: '{type(error).__name__}: ")
 
 
 def test_a_process_alone_needs_no_group() -> None:

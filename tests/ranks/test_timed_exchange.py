@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from torchtitan_ext.checkpoint.phases import Phases
 from torchtitan_ext.errors import LostRankError
 from torchtitan_ext.ranks import watch as watches
 from torchtitan_ext.ranks.timed_exchange import TimedExchange
@@ -75,3 +76,42 @@ def test_what_was_given_up_keeps_its_memory(run_world: Callable[..., Any]) -> No
     (first, num_kept, is_kept), (second, num_late, _) = run_world(2, give_up)
     assert first == second and "rank 1 is still at work (plan, model, for " in first
     assert (num_kept, is_kept, num_late) == (1, False, 0)
+
+
+def through_a_store_that_cannot_be_asked(rank: int, world_size: int, folder: str) -> tuple[list[int], str]:
+    class Relay(dist.Store):
+        """What a process group needs of a store, and no more: neither ``clone`` nor ``check``."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.files = dist.FileStore(f"{folder}/relayed", world_size)
+
+        def set(self, key: str, value: Any) -> None:
+            self.files.set(key, value)
+
+        def get(self, key: str) -> bytes:
+            return self.files.get(key)
+
+        def add(self, key: str, value: int) -> int:
+            return self.files.add(key, value)
+
+        def wait(self, keys: list[str], *timeout: Any) -> None:
+            self.files.wait(keys, *timeout)
+
+    dist.init_process_group("gloo", store=Relay(), rank=rank, world_size=world_size)
+    try:
+        with Phases("save") as phases:
+            ranks = phases.on_all("plan", lambda: rank, doing="testing")
+        if rank == 1:  # does not come
+            return ranks, ""
+        with pytest.raises(LostRankError) as caught, Phases("save", timeout_seconds=0.5) as phases:
+            phases.on_all("write", lambda: rank, doing="testing")
+        return ranks, str(caught.value)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_ranks_whose_store_cannot_be_asked_have_their_deadlines(run_world: Callable[..., Any], tmp_path: Any) -> None:
+    results = run_world(2, through_a_store_that_cannot_be_asked, str(tmp_path), process_group=False)
+    assert [ranks for ranks, _ in results] == [[0, 1]] * 2
+    assert results[0][1].startswith("save failed on rank 0 in phase write while testing; rank(s) 1 did not answer")

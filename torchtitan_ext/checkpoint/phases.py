@@ -23,7 +23,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 TIMEOUT_SECONDS = 300.0
-"""How long a rank waits for the others in one phase."""
+"""How long a rank waits for the others in one phase, its own part done."""
 
 
 class PhaseFailure(Exception):
@@ -39,7 +39,8 @@ class Phases:
 
     Used in a ``with``. Every method but ``at`` is collective. It raises on all ranks what a rank raised: our own error
     where it is one and nothing is undefined by then, else a ``CheckpointFailedError`` with the errors of all ranks that
-    failed; and a ``LostRankError`` where a rank does not come within ``timeout_seconds``, or its connection breaks.
+    failed; and a ``LostRankError`` where a rank does not come within ``timeout_seconds``, or its connection breaks. Who
+    was interrupted or told to exit raises that itself.
 
     Args:
         operation: ``"save"`` or ``"load"``, for messages.
@@ -170,6 +171,9 @@ class Phases:
             if watch is not None:
                 watch.confirm()
         except PhaseFailure as failure:
+            own = failure.errors.get(self.rank)
+            if isinstance(own, (KeyboardInterrupt, SystemExit)):
+                raise own from None
             raise self._own_error(failure.errors, name, undefined) from None
         except LostRankError:
             raise

@@ -9,6 +9,8 @@ where their ranks stand, who gave up counts the answers and writes the verdict, 
     rank 1:    stopped                      ...goes on later, finds the verdict, raises the same
 
 A verdict stays in the store: collectives of such a group may be under way still, so it serves no save or load again.
+
+A deadline begins when a rank has done its own part of a phase: writing for an hour is no fault where all ranks do.
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ class Watch:
     Args:
         operation: ``"save"`` or ``"load"``, for messages.
         path: Of the checkpoint, for messages.
-        timeout_seconds: How long a rank waits for others in one phase.
+        timeout_seconds: How long a rank waits for others in one phase, its own part done.
     """
 
     def __init__(self, operation: str, group: dist.ProcessGroup, *, path: str, timeout_seconds: float) -> None:
@@ -85,6 +87,7 @@ class Watch:
         self._ranks = dist.get_process_group_ranks(group)
         self._prefix = f"torchtitan_ext/watch/{group.group_name}"
         self._standing = Standing("", "", time.monotonic())
+        self._deadline: float | None = None
         # All below is guarded by the condition.
         self._changed = threading.Condition()
         self._reason: tuple[str, bool] | None = None
@@ -93,19 +96,23 @@ class Watch:
         self._store_error: str | None = None
         self._is_asked = False
         self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name="torchtitan_ext.watch", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        if _can_be_asked(_get_default_store()):
+            self._thread = threading.Thread(target=self._run, name="torchtitan_ext.watch", daemon=True)
+            self._thread.start()
 
     def close(self) -> None:
         """Ends the thread; where its store hangs it is left behind."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        self._thread.join(_LINGER_SECONDS)
+        if self._thread is not None:
+            self._thread.join(_LINGER_SECONDS)
 
     def begin(self, phase: str, doing: str) -> None:
-        """From now on this rank works in a phase; the deadline counts from here."""
+        """From now on this rank works in a phase; the deadline counts from its first wait in it."""
         self._standing = Standing(phase, doing, time.monotonic())
+        self._deadline = None
 
     def at(self, key: str) -> None:
         """What this rank works on within the phase."""
@@ -113,6 +120,8 @@ class Watch:
 
     def confirm(self) -> None:
         """Raises the verdict, if there is one. Asks the store where its last answer is old, as after a stop."""
+        if self._thread is None:
+            return
         needed = time.monotonic() - _FRESH_SECONDS
         with self._changed:
             if self._last_quiet < needed:
@@ -134,6 +143,8 @@ class Watch:
             if self._verdict is not None:
                 raise self._verdict
         self._standing = replace(self._standing, is_at_work=False)
+        if self._deadline is None:
+            self._deadline = time.monotonic() + self.timeout_seconds
         work = None
         try:
             work = start()
@@ -154,7 +165,7 @@ class Watch:
     @property
     def seconds_left(self) -> float:
         """Of the deadline."""
-        return self._standing.since + self.timeout_seconds - time.monotonic()
+        return self.timeout_seconds if self._deadline is None else self._deadline - time.monotonic()
 
     @property
     def _has_ended(self) -> bool:
@@ -181,6 +192,8 @@ class Watch:
                 self._give_up(f"rank {self._rank} waited {self.timeout_seconds:g} s (timeout_seconds)", is_late=True)
 
     def _give_up(self, why: str, *, is_late: bool = False) -> None:
+        if self._thread is None:
+            raise self._unasked(why)
         self._say_why(why, is_late=is_late)
         with self._changed:
             self._changed.wait_for(lambda: self._has_ended, self._patience)
@@ -202,6 +215,15 @@ class Watch:
         standing = self._standing
         return LostRankError(
             self._operation, standing.doing, None, silent, reason, step=standing.phase, path=self._path
+        )
+
+    def _unasked(self, why: str) -> LostRankError:
+        """Where ranks cannot ask each other, each says what it knows."""
+        others = tuple(rank for rank in self._ranks if rank != self._rank)
+        reason = f"{why}; ranks cannot be asked through the store of these process groups; {_ADVICE}"
+        standing = self._standing
+        return LostRankError(
+            self._operation, standing.doing, self._rank, others, reason, step=standing.phase, path=self._path
         )
 
     def _run(self) -> None:
@@ -293,6 +315,12 @@ class Watch:
         while num_heard < num_answers and time.monotonic() < deadline:
             time.sleep(_ANSWER_POLL_SECONDS)
             num_heard = store.add(_HEARD, 0)
+
+
+def _can_be_asked(store: Store | None) -> bool:
+    """MPI has no store, and stores of other kinds need not have ``clone`` and ``check``."""
+    inner = getattr(store, "_underlying_non_prefix_store", store)
+    return isinstance(inner, (dist.TCPStore, dist.FileStore, dist.HashStore))
 
 
 def _is_done(work: dist.Work) -> bool:
