@@ -26,7 +26,9 @@ def main(arguments: list[str]) -> None:
     if is_module:
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = os.path.dirname(os.path.abspath(rest[0]))
+        # As Python does: the script's own folder, where a link leads to; none with -P.
+        if not getattr(sys.flags, "safe_path", False):
+            sys.path[0] = os.path.dirname(os.path.realpath(rest[0]))
         runpy.run_path(rest[0], run_name="__main__")
 
 

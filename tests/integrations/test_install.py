@@ -3,6 +3,7 @@
 import functools
 import logging
 import multiprocessing
+import os
 import shutil
 import subprocess
 import sys
@@ -470,6 +471,21 @@ def test_run_installs_for_a_script(tmp_path: Path, form: str) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "saved" in done.stdout and "--more" in done.stdout and is_native(tmp_path / "step")
+
+
+@pytest.mark.parametrize("flags", [[], ["-P"]] if sys.version_info >= (3, 11) else [[]], ids=" ".join)
+def test_a_script_that_is_run_finds_the_modules_that_it_finds_alone(tmp_path: Path, flags: list[str]) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "script.py").write_text("import sys; print(*sys.path)")
+    link = tmp_path / "link.py"
+    link.symlink_to(tmp_path / "real" / "script.py")
+    found = []
+    for how in ([], ["-m", "torchtitan_ext.run"]):
+        command = [sys.executable, *flags, *how, str(link)]
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path / "first")}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=environment)
+        found.append(done.stdout)
+    assert found[0] == found[1]
 
 
 def test_run_says_how_it_is_called() -> None:
