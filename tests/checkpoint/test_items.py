@@ -1,6 +1,7 @@
 """The items of plans, which are made by columns, are those that DCP's classes make of the same values."""
 
 import pickle
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, WriteItem, WriteItemType
 
 from torchtitan_ext import _core
+from torchtitan_ext.checkpoint.item_columns import items_of
 from torchtitan_ext.checkpoint.key_table import ObjectEntry, TensorEntry
 from torchtitan_ext.checkpoint.read_items import tensor_items
 from torchtitan_ext.checkpoint.write_items import ClassWrites, write_items
@@ -67,3 +69,30 @@ def test_columns_have_one_length() -> None:
     with pytest.raises(ValueError, match="index: column has 2 rows, expected 1"):
         _core.instances(MetadataIndex, fqn=["a"], offset=[None], index=[1, 2])
     assert _core.instances(MetadataIndex, fqn=[], offset=[], index=[]) == []
+
+
+def test_a_class_with_another_field_is_made_by_its_constructor() -> None:
+    """As a later torch may have it."""
+
+    @dataclass(frozen=True)
+    class Later(MetadataIndex):
+        replica: int = 7
+
+        def __init__(self, fqn: str, offset: Any = None, index: Any = None) -> None:
+            super().__init__(fqn, offset, index)
+            object.__setattr__(self, "replica", 8)
+
+    (later,) = items_of(Later, fqn=["a"], offset=[torch.Size((1,))], index=[2])
+    assert vars(later) == vars(Later("a", torch.Size((1,)), 2)) and later.replica == 8
+    assert items_of(Later, fqn=[], offset=[], index=[]) == []
+
+
+def test_a_class_that_looks_at_its_values_is_made_by_its_constructor() -> None:
+    @dataclass(frozen=True)
+    class Doubled:
+        value: int
+
+        def __post_init__(self) -> None:
+            object.__setattr__(self, "value", 2 * self.value)
+
+    assert items_of(Doubled, value=[1, 2]) == [Doubled(1), Doubled(2)]

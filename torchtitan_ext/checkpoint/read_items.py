@@ -8,7 +8,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from torchtitan_ext import _core
+from torchtitan_ext.checkpoint.item_columns import items_of
 from torchtitan_ext.checkpoint.key_table import BoxesEntry, TensorEntry
 from torchtitan_ext.checkpoint.saved_chunks import Part, is_covered
 from torchtitan_ext.errors import Problem
@@ -36,12 +36,12 @@ def tensor_items(parts: Sequence[tuple[str, str, Part]]) -> list[ReadItem]:
         return []
     fqns, saved_names, places = zip(*parts, strict=True)
     offsets, positions, local_offsets, chunk_offsets, chunks, saved_offsets, sizes = zip(*places, strict=True)
-    return _core.instances(
+    return items_of(
         ReadItem,
         type=[LoadItemType.TENSOR] * len(parts),
-        dest_index=_core.instances(MetadataIndex, fqn=fqns, offset=offsets, index=positions),
+        dest_index=items_of(MetadataIndex, fqn=fqns, offset=offsets, index=positions),
         dest_offsets=local_offsets,
-        storage_index=_core.instances(MetadataIndex, fqn=saved_names, offset=chunk_offsets, index=chunks),
+        storage_index=items_of(MetadataIndex, fqn=saved_names, offset=chunk_offsets, index=chunks),
         storage_offsets=saved_offsets,
         lengths=sizes,
     )

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from torchtitan_ext import _core
+from torchtitan_ext.checkpoint.item_columns import items_of
 from torchtitan_ext.checkpoint.key_table import BoxesEntry, KeyEntry, KeyTable, ObjectEntry, TensorEntry
 from torchtitan_ext.checkpoint.rank_table import EncodedTable
 from torchtitan_ext.layout.layout import Chunk, num_elements, shard_of
@@ -60,9 +61,9 @@ def write_items(written: Sequence[ClassWrites]) -> list[WriteItem]:
         return []
     rows.sort(key=itemgetter(0))
     _, fqns, types, offsets, indices, data = zip(*rows, strict=True)
-    return _core.instances(
+    return items_of(
         WriteItem,
-        index=_core.instances(MetadataIndex, fqn=fqns, offset=offsets, index=indices),
+        index=items_of(MetadataIndex, fqn=fqns, offset=offsets, index=indices),
         type=types,
         bytes_io_data=[None] * len(rows),
         tensor_data=data,
