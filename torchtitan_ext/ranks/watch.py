@@ -55,6 +55,9 @@ _LONGEST_SLEEP_SECONDS = 0.01
 _CALL, _VERDICT, _HEARD = "call", "verdict", "heard"
 _ADVICE = "this process group can serve no further save or load: make a new one, or restart"
 
+# Those with ``clone`` and ``check``.
+_ASKED_STORES = (dist.TCPStore, dist.FileStore, dist.HashStore)  # type: ignore[attr-defined]
+
 # Of collectives that were given up: the backend may still write there. In the module, because they outlive all else.
 _unfinished: list[tuple[dist.Work, tuple[torch.Tensor, ...]]] = []
 
@@ -318,9 +321,9 @@ class Watch:
 
 
 def _can_be_asked(store: Store | None) -> bool:
-    """MPI has no store, and stores of other kinds need not have ``clone`` and ``check``."""
+    """MPI has no store, and one that is written in Python need not have what a watch asks."""
     inner = getattr(store, "_underlying_non_prefix_store", store)
-    return isinstance(inner, (dist.TCPStore, dist.FileStore, dist.HashStore))
+    return isinstance(inner, _ASKED_STORES)
 
 
 def _is_done(work: dist.Work) -> bool:
