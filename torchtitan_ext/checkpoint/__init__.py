@@ -174,6 +174,9 @@ def async_save(
 ) -> Future[SaveResult]:
     """Copies the state dict to the CPU (``staging``), then saves it in a thread. Collective over ``process_group``.
 
+    The next save or load on this group begins when this one has ended. Other collectives in CPU memory would meet its
+    own: where there are any meanwhile, give it a group of its own, as ``dist.new_group(backend="gloo")``.
+
     Returns:
         A future of what ``save`` returns; it raises what ``save`` raises. The caller may change the state dict at once.
     """

@@ -7,6 +7,7 @@ Each wait has a deadline; a rank that is late, stopped or dead is the same error
 from __future__ import annotations
 
 import pickle
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from torchtitan_ext.errors import CheckpointFailedError, LostRankError, TorchtitanExtError
 from torchtitan_ext.ranks.timed_exchange import TimedExchange
+from torchtitan_ext.ranks.turns import Turn
 from torchtitan_ext.ranks.watch import Watch
 
 T = TypeVar("T")
@@ -37,10 +39,10 @@ class PhaseFailure(Exception):
 class Phases:
     """Runs the phases of one operation over a process group, and keeps how long each took on this rank.
 
-    Used in a ``with``. Every method but ``at`` is collective. It raises on all ranks what a rank raised: our own error
-    where it is one and nothing is undefined by then, else a ``CheckpointFailedError`` with the errors of all ranks that
-    failed; and a ``LostRankError`` where a rank does not come within ``timeout_seconds``, or its connection breaks. Who
-    was interrupted or told to exit raises that itself.
+    Made when earlier operations on the group have ended, and used in a ``with``. Every method but ``at`` is collective.
+    It raises on all ranks what a rank raised: our own error where it is one and nothing is undefined by then, else a
+    ``CheckpointFailedError`` with the errors of all ranks that failed; and a ``LostRankError`` where a rank does not
+    come within ``timeout_seconds``, or its connection breaks. Who was interrupted or told to exit raises that itself.
 
     Args:
         operation: ``"save"`` or ``"load"``, for messages.
@@ -69,9 +71,15 @@ class Phases:
         """Number of ranks that take part."""
         self.seconds: dict[str, float] = {}
         self._ranks: tuple[Watch, TimedExchange] | None = None
+        self._turn: Turn | None = None
         if group is not None:
-            watch = Watch(operation, group, path=self._path, timeout_seconds=timeout_seconds)
-            self._ranks = watch, TimedExchange(group, watch)
+            self._turn = Turn(group)
+            try:
+                watch = Watch(operation, group, path=self._path, timeout_seconds=timeout_seconds)
+                self._ranks = watch, TimedExchange(group, watch)
+            except BaseException:
+                self.close()
+                raise
 
     def __enter__(self) -> Phases:
         return self
@@ -82,9 +90,11 @@ class Phases:
         self.close()
 
     def close(self) -> None:
-        """Ends the watch over the ranks. Not collective."""
+        """Ends the watch over the ranks, and lets the next operation on the group begin. Not collective."""
         if self._ranks is not None:
             self._ranks[0].close()
+        if self._turn is not None:
+            self._turn.end()
 
     @property
     def is_coordinator(self) -> bool:
@@ -164,6 +174,8 @@ class Phases:
     def _phase(self, name: str, doing: str, undefined: tuple[str, ...] = ()) -> Iterator[None]:
         begin = time.perf_counter()
         watch = None if self._ranks is None else self._ranks[0]
+        if self._turn is not None:
+            self._turn.in_phase = threading.get_ident()
         try:
             if watch is not None:
                 watch.begin(name, doing)
@@ -182,6 +194,8 @@ class Phases:
                 watch.leave(error)
             raise
         finally:
+            if self._turn is not None:
+                self._turn.in_phase = None
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
 
     def _own_error(

@@ -1,0 +1,103 @@
+"""Saves and loads on one process group at once: each is whole, none waits for one that waits for it."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchtitan_ext as tte
+from torchtitan_ext.checkpoint.phases import Phases
+from torchtitan_ext.ranks import turns
+from torchtitan_ext.ranks.turns import Turn
+
+
+def save_beside_saves(rank: int, world_size: int, path: Path) -> list[float]:
+    """Ranks get on with their threads at other speeds."""
+    values = []
+    for step in range(5):
+        first = tte.async_save({"w": torch.full((4,), step), f"of_{rank}": rank}, path / f"first-{step}")
+        second = tte.async_save({"w": torch.full((4,), 10 + step)}, path / f"second-{step}")
+        tte.save({"w": torch.full((4,), 20 + step)}, path / f"third-{step}")
+        first.result()
+        second.result()
+        for name in ("first", "second", "third"):
+            state = {"w": torch.zeros(4, dtype=torch.int64)}
+            tte.load(state, path / f"{name}-{step}")
+            values.append(state["w"][3].item())
+    assert not turns._last
+    return values
+
+
+def test_saves_in_threads_and_others_on_one_group(run_world: Callable[..., Any], tmp_path: Path) -> None:
+    expected = [add + step for step in range(5) for add in (0, 10, 20)]
+    assert run_world(2, save_beside_saves, tmp_path) == [expected] * 2
+
+
+def begin_in_a_phase(rank: int, world_size: int) -> list[list[int]]:
+    def begin_another() -> list[int]:
+        with Phases("load") as inner:
+            return inner.on_all("inner", lambda: rank, doing="testing")
+
+    with Phases("save") as outer:
+        return outer.on_all("outer", begin_another, doing="testing")
+
+
+def test_what_begins_in_a_phase_waits_for_nobody(run_world: Callable[..., Any]) -> None:
+    assert run_world(2, begin_in_a_phase) == [[[0, 1]] * 2] * 2
+
+
+def take_turns(rank: int, world_size: int) -> list[str]:
+    group, order = dist.group.WORLD, []
+    assert group is not None
+    first = Turn(group)
+
+    def second() -> None:
+        turn = Turn(group)
+        order.append("second")
+        turn.end()
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    thread.join(0.3)
+    order.append("first")
+    first.end()
+    thread.join()
+    assert not turns._last
+    return order
+
+
+def test_the_next_begins_when_the_first_has_ended(run_world: Callable[..., Any]) -> None:
+    assert run_world(1, take_turns) == [["first", "second"]]
+
+
+def fail_to_begin(rank: int, world_size: int) -> bool:
+    with (
+        mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")),
+        pytest.raises(RuntimeError, match="new thread"),
+    ):
+        Phases("save")
+    return not turns._last
+
+
+def test_what_cannot_begin_holds_up_nobody(run_world: Callable[..., Any]) -> None:
+    assert run_world(1, fail_to_begin) == [True]
+
+
+def test_an_interrupt_while_waiting_leaves_the_turn_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    group: Any = object()
+    first = Turn(group)
+
+    def interrupted(*args: Any) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(first._ended, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Turn(group)
+    assert turns._last[group] is first
+    first.end()
+    assert not turns._last
