@@ -116,11 +116,13 @@ class LazyDict(dict[_Key, _Value]):
         if source is None:
             return
         known = {key: dict.__getitem__(self, key) for key in dict.keys(self)}
-        self._source = None
-        super().clear()
+        entries: dict[_Key, _Value] = {}
         for number in range(len(source)):
             key = source.key(number)
-            super().__setitem__(key, known[key] if key in known else source.value(number))
+            entries[key] = known[key] if key in known else source.value(number)
+        super().clear()
+        super().update(entries)
+        self._source = None  # last: what another thread asks for meanwhile is found
 
 
 def _filling(name: str) -> Callable[..., Any]:

@@ -13,6 +13,8 @@ right before the commit; until then saves do not touch each other's files.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import socket
@@ -38,6 +40,9 @@ _VERY_OLD_SECONDS = 86_400.0
 # Between making the file and writing its line lie two system calls.
 _EMPTY_SECONDS = 2.0
 
+# NFS says ESTALE of a file that another machine removes while it is opened.
+_GONE = (errno.ENOENT, errno.ESTALE)
+
 
 @dataclass(frozen=True)
 class Owner:
@@ -45,6 +50,7 @@ class Owner:
 
     Attributes:
         path: Where.
+        host: Copies of a virtual machine differ in nothing else.
         machine: Of its kernel's boot and its process ids; containers of one machine have process ids of their own.
         started: When the thread started, in ticks since the machine did; numbers of threads are used again.
         time: When the save began, seconds since 1970 by the owner's clock; for people.
@@ -128,19 +134,21 @@ class SaveLock:
             return
         self._released.set()
         inode = os.fstat(self._descriptor).st_ino
-        os.close(self._descriptor)
         state = read_lock(self.path)
         if state is not None and state.inode == inode:
             self.path.unlink(missing_ok=True)
+        os.close(self._descriptor)  # last: till then no other file has this inode
 
 
 def read_lock(path: Path) -> LockState | None:
     """The state of a lock; ``None`` where there is none."""
     try:
-        with path.open() as stream:
+        with path.open(encoding="utf-8", errors="replace") as stream:
             status = os.fstat(stream.fileno())
             *lines, _ = stream.read().split("\n")
-    except FileNotFoundError:
+    except OSError as error:
+        if error.errno not in _GONE:
+            raise
         return None
     try:
         owner = Owner(**json.loads(lines[0]))
@@ -161,7 +169,8 @@ def remove_dead_lock(path: Path) -> Owner | None:
     if not is_dead(path, state):
         raise _in_progress(path, "" if state.owner is None else state.owner.path, state.owner)
     current = read_lock(path)
-    if current is not None and current.inode == state.inode:
+    # The number of an inode alone would not do: a new file may get that of the one that was just removed.
+    if current is not None and (current.inode, current.owner) == (state.inode, state.owner):
         path.unlink(missing_ok=True)
     return state.owner
 
@@ -172,17 +181,17 @@ def is_dead(path: Path, state: LockState) -> bool:
         return _stays_untouched(path, state, _EMPTY_SECONDS)
     if is_surely_dead(state):
         return True
-    return time.time() - state.touched > STALE_SECONDS and _stays_untouched(path, state, _WATCH_SECONDS)
+    # Also where it was touched in the future: one of the clocks was wrong.
+    return abs(time.time() - state.touched) > STALE_SECONDS and _stays_untouched(path, state, _WATCH_SECONDS)
 
 
 def is_surely_dead(state: LockState) -> bool:
     """Whether that is known without watching the lock: its owner was of this machine, or it is very old."""
     owner = state.owner
-    if owner is not None and owner.machine == _machine():
+    if owner is not None and (owner.machine, owner.host) == (_machine(), socket.gethostname()):
         if (owner.pid, owner.thread) == (os.getpid(), threading.get_native_id()):
             return True
-        if _start_of(owner.pid, owner.thread) != owner.started:
-            return True
+        return _has_ended(owner)
     return time.time() - state.touched > _VERY_OLD_SECONDS
 
 
@@ -203,7 +212,8 @@ def _in_progress(lock: Path, path: str, owner: Owner | None) -> SaveInProgressEr
 def _keep_alive(descriptor: int, released: threading.Event, lock: weakref.ref[SaveLock]) -> None:
     try:
         while not released.wait(HEARTBEAT_SECONDS) and lock() is not None:
-            os.utime(descriptor)
+            with contextlib.suppress(OSError):  # a file server that is away for a while
+                os.utime(descriptor)
     finally:
         os.close(descriptor)
 
@@ -212,6 +222,20 @@ def _this_thread(save_id: str, target: Path) -> Owner:
     pid, thread = os.getpid(), threading.get_native_id()
     started = _start_of(pid, thread)
     return Owner(save_id, str(target), socket.gethostname(), _machine(), pid, thread, started, time.time())
+
+
+def _has_ended(owner: Owner) -> bool:
+    """Whether a thread of this machine has; not where that cannot be seen."""
+    started = _start_of(owner.pid, owner.thread)
+    if started:
+        return started != owner.started
+    try:
+        os.kill(owner.pid, 0)
+    except PermissionError:  # another user's, and this machine may hide those (hidepid)
+        return False
+    except ProcessLookupError:
+        pass
+    return True
 
 
 def _start_of(pid: int, thread: int) -> str:
@@ -231,3 +255,5 @@ def _machine() -> str:
 
 def _append_line(descriptor: int, text: str) -> None:
     os.write(descriptor, f"{text}\n".encode())
+    # NFS sends what was written when any descriptor of the file is closed; until then other machines see none of it.
+    os.close(os.dup(descriptor))
