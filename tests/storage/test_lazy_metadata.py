@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import gc
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from states import blank, differences, load, mixed_state, save
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 import torchtitan_ext as tte
 from torchtitan_ext.errors import DamagedCheckpointError
@@ -143,6 +144,27 @@ def test_metadata_that_was_changed_is_sent_whole(tmp_path: Path) -> None:
     metadata.storage_data = {MetadataIndex("w", [0]): _StorageInfo("other", 0, 1)}
     received = pickle.loads(pickle.dumps(metadata))
     assert type(received) is Metadata and vars(received) == {k: v for k, v in vars(metadata).items() if k != "_written"}
+
+
+@pytest.mark.parametrize("field", ["planner_data", "version", "storage_meta", "state_dict_metadata"])
+def test_any_field_that_was_changed_is_sent(tmp_path: Path, field: str) -> None:
+    writer = FileWriter(tmp_path / "step-1", sync=False)
+    metadata: Any = dcp.save({"w": torch.ones(3)}, storage_writer=writer, planner=tte.SavePlanner(), no_dist=True)
+    if field == "state_dict_metadata":
+        metadata.state_dict_metadata["other"] = BytesStorageMetadata()
+    else:
+        setattr(metadata, field, None)
+    received = pickle.loads(pickle.dumps(metadata))
+    assert getattr(received, field) == getattr(metadata, field) and received == metadata
+
+
+def test_a_copy_does_not_need_the_file(tmp_path: Path) -> None:
+    writer = FileWriter(tmp_path / "step-1", sync=False)
+    metadata = dcp.save({"w": torch.ones(3)}, storage_writer=writer, planner=tte.SavePlanner(), no_dist=True)
+    copies = [copy.copy(metadata), copy.deepcopy(metadata)]
+    shutil.rmtree(tmp_path / "step-1")
+    assert copies == [metadata, metadata]
+    assert copies[1].state_dict_metadata["w"] is not metadata.state_dict_metadata["w"]
 
 
 def test_metadata_whose_file_is_gone_or_replaced(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -72,7 +73,7 @@ def send_as_place(metadata: Metadata, path: Path, content: bytes) -> None:
     if type(metadata) is Metadata:
         place = _Place(path, len(content), _core.digest(content))
         _change_class(metadata, _WrittenMetadata)
-        vars(metadata)["_written"] = (place, metadata.state_dict_metadata, metadata.storage_data)
+        vars(metadata)["_written"] = (place, _fields_of(metadata))
 
 
 @dataclass(frozen=True)
@@ -105,12 +106,22 @@ class _WrittenMetadata(Metadata):
         return isinstance(other, Metadata) and all(getattr(self, name) == getattr(other, name) for name in _FIELDS)
 
     def __reduce__(self) -> Any:
-        values = {name: value for name, value in vars(self).items() if name != "_written"}
-        place, entries, parts = vars(self).get("_written", (None, None, None))
-        is_same = values["state_dict_metadata"] is entries and values["storage_data"] is parts
-        if place is not None and is_same and place.is_there():
+        place, written = vars(self).get("_written", (None, ()))
+        if place is not None and _is_same(written, _fields_of(self)) and place.is_there():
             return _ReadLater, (place,)
-        return Metadata.__new__, (Metadata,), values
+        return Metadata.__new__, (Metadata,), self._values()
+
+    def __copy__(self) -> Metadata:
+        """Without a word on a file, which may be gone before the copy is used."""
+        plain = Metadata.__new__(Metadata)
+        vars(plain).update(self._values())
+        return plain
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Metadata:
+        return copy.deepcopy(self.__copy__(), memo)
+
+    def _values(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_written"}
 
 
 class _ReadLater(Metadata):
@@ -131,6 +142,17 @@ class _ReadLater(Metadata):
 
     def __reduce__(self) -> Any:
         return _ReadLater, (vars(self)["_place"],)
+
+
+def _fields_of(metadata: Metadata) -> list[tuple[Any, int]]:
+    """The fields, and how large they are: what tells of most changes without a look at millions of parts."""
+    values = [getattr(metadata, name) for name in sorted(_FIELDS)]
+    return [(value, len(value) if isinstance(value, dict) else 0) for value in values]
+
+
+def _is_same(written: Sequence[tuple[Any, int]], now: Sequence[tuple[Any, int]]) -> bool:
+    pairs = zip(written, now, strict=True)
+    return all(old is new and old_size == new_size for (old, old_size), (new, new_size) in pairs)
 
 
 def _become(later: _ReadLater) -> None:
