@@ -83,6 +83,12 @@ class CheckpointIndex:
     tables: bytes
 
 
+def is_local(checkpoint_id: str | os.PathLike[str]) -> bool:
+    """Whether this names a directory and no URL. Stock asks for a directory above it that can be written to, so that it
+    knows no storage for a checkpoint in read-only ones, or at a mount point below them."""
+    return isinstance(checkpoint_id, Path) or "://" not in str(checkpoint_id)
+
+
 def metadata_path(directory: Path, rank: int | None) -> Path:
     return directory / (".metadata" if rank is None else f"__{rank}.metadata")
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,14 +36,16 @@ from torchtitan_ext.storage.leftovers import (
     remove_directory,
     remove_files,
     remove_replaced,
-    same_owner_and_mode,
+    same_attributes,
     save_id_of,
     stage_path,
 )
-from torchtitan_ext.storage.save_lock import SaveLock, read_lock
+from torchtitan_ext.storage.save_lock import SaveLock, read_lock, remove_dead_lock
 
 # The lock of a shared directory is there before any rank looks for it; some network file systems show it later.
 _SHOWN_SECONDS = 10.0
+
+_LOCK_OF_RANK = re.compile(r"__\d+\.tte_save")
 
 _CANNOT_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 
@@ -178,6 +181,9 @@ def begin_save(path: Path, save_id: str, rank: int | None) -> RunningSave:
         new_parents += _make_directories(target)
     lock = SaveLock.acquire(lock_file, save_id, target)
     try:
+        for other in _excluded_locks(target, rank):
+            if other != lock_file:
+                remove_dead_lock(other)
         if lock_file.parent != target:
             remove_dead_stages(target.parent, lock_file)
         if target.exists():
@@ -202,7 +208,7 @@ def find_place(path: Path, rank: int, *, is_own: bool) -> SavePlace:
         RuntimeError: This rank does not see the lock: the file system is not shared.
     """
     target = Path(os.path.realpath(path))
-    lock_files = {lock_path(target, rank if is_own else None), target / _lock_name(rank if is_own else None)}
+    lock_files = [target / _lock_name(rank)] if is_own else [_lock_beside(target), target / _lock_name(None)]
     deadline = time.monotonic() + _SHOWN_SECONDS
     while True:
         for lock_file in lock_files:
@@ -219,13 +225,24 @@ def find_place(path: Path, rank: int, *, is_own: bool) -> SavePlace:
 
 def lock_path(target: Path, rank: int | None) -> Path:
     """Beside the target, which may be replaced as a whole; in it where there is no room beside it."""
-    beside = target.parent / f"{LOCK_PREFIX}{_core.digest(target.name.encode()):016x}"
     has_room = os.access(target.parent, os.W_OK | os.X_OK) and not _is_mounted(target)
-    return beside if rank is None and has_room else target / _lock_name(rank)
+    return _lock_beside(target) if rank is None and has_room else target / _lock_name(rank)
+
+
+def _lock_beside(target: Path) -> Path:
+    return target.parent / f"{LOCK_PREFIX}{_core.digest(os.fsencode(target.name)):016x}"
 
 
 def _lock_name(rank: int | None) -> str:
     return ".tte_save" if rank is None else f"__{rank}.tte_save"
+
+
+def _excluded_locks(target: Path, rank: int | None) -> list[Path]:
+    """Locks under which nobody may save meanwhile: both of all ranks together, as the place may have been mounted for
+    an earlier job, and for such a save those of single ranks."""
+    names = os.listdir(target) if rank is None and target.exists() else []
+    of_ranks = [target / name for name in names if _LOCK_OF_RANK.fullmatch(name)]
+    return [_lock_beside(target), target / _lock_name(None), *of_ranks]
 
 
 def _is_mounted(target: Path) -> bool:
@@ -243,13 +260,14 @@ def _make_stage(target: Path, save_id: str) -> bool:
         return False
     exists = target.exists()
     ours, others = checkpoint_names(target) if exists else ([], [])
-    if others:
+    # A process whose directory is replaced would stand in one that is gone.
+    if others or (exists and os.path.samefile(target, os.curdir)):
         return False
     stage = stage_path(target, save_id)
     stage.mkdir()
     if exists:
         stage.chmod(target.stat().st_mode & 0o7777)
-        if not same_owner_and_mode(stage, target) or (ours and not _can_exchange(stage)):
+        if not same_attributes(stage, target) or (ours and not _can_exchange(stage)):
             stage.rmdir()
             return False
     return True

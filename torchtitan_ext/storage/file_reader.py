@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
@@ -25,6 +24,7 @@ from torchtitan_ext.storage.checkpoint_files import (
     CheckpointIndex,
     StoredTensor,
     index_path,
+    is_local,
     metadata_path,
     parse_index,
 )
@@ -173,7 +173,7 @@ class FileReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return FileSystemReader.validate_checkpoint_id(checkpoint_id)
+        return is_local(checkpoint_id)
 
     def _metadata_of_index(self, path: Path) -> Metadata | None:
         """What an index says that stands for ``.metadata``; ``None`` where there is none."""

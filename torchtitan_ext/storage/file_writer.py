@@ -15,17 +15,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.filesystem import (
-    CURRENT_DCP_VERSION,
-    FileSystemWriter,
-)
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter
 from torch.futures import Future
 
 from torchtitan_ext import _core
-from torchtitan_ext.storage.checkpoint_files import NO_METADATA, RankFile, index_path, metadata_path
+from torchtitan_ext.storage.checkpoint_files import NO_METADATA, RankFile, index_path, is_local, metadata_path
 from torchtitan_ext.storage.commit import RunningSave, begin_save, find_place
 from torchtitan_ext.storage.raw_tensor import ELEMENT_TYPES, NAMES, Staging, raw_memory
 from torchtitan_ext.storage.threads import thread_count_of
@@ -82,6 +79,8 @@ class FileWriter(StorageWriter):
     ) -> None:
         super().__init__()
         self.path = Path(path)
+        # The working directory may be another one when an asynchronous save comes to it.
+        self._target = self.path.absolute()
         self.sync = sync
         self.overwrite = overwrite
         self.stock_metadata = stock_metadata
@@ -96,6 +95,7 @@ class FileWriter(StorageWriter):
         self.abandon()
         if checkpoint_id:
             self.path = Path(checkpoint_id)
+            self._target = self.path.absolute()
         self.save_id = uuid.uuid4().hex
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -103,8 +103,13 @@ class FileWriter(StorageWriter):
         self.use_collectives = kwargs.get("use_collectives", True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        rank = None if self.use_collectives else 0
-        if metadata_path(self.path, rank).exists() or index_path(self.path, rank).exists():
+        has_one_of_all = self._has_checkpoint(None)
+        if has_one_of_all and not self.use_collectives:
+            raise RuntimeError(
+                f"{self.path} has a checkpoint of all ranks together, which a load would read instead of those of "
+                "single ranks (use_collectives=False); use another directory"
+            )
+        if has_one_of_all or (not self.use_collectives and self._has_checkpoint(self.rank)):
             if not self.overwrite:
                 raise RuntimeError(f"{self.path} has a checkpoint; pass overwrite=True or another directory")
             warnings.warn(f"the checkpoint in {self.path} is overwritten", stacklevel=2)
@@ -114,7 +119,7 @@ class FileWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self.abandon()
-        self._save = begin_save(self.path, self.save_id, self._own_rank)
+        self._save = begin_save(self._target, self.save_id, self._own_rank)
         return [
             dataclasses.replace(plan, storage_data=FilePrefix(f"__{index}_")) if plan.storage_data is None else plan
             for index, plan in enumerate(plans)
@@ -171,7 +176,10 @@ class FileWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return FileSystemWriter.validate_checkpoint_id(checkpoint_id)
+        return is_local(checkpoint_id)
+
+    def _has_checkpoint(self, rank: int | None) -> bool:
+        return metadata_path(self._target, rank).exists() or index_path(self._target, rank).exists()
 
     @property
     def _own_rank(self) -> int | None:
@@ -180,7 +188,7 @@ class FileWriter(StorageWriter):
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> RankFile | None:
         # The id of the save does not travel in the plans: cached ones would bring back an old one.
-        place = find_place(self.path, self.rank or 0, is_own=not self.use_collectives)
+        place = find_place(self._target, self.rank or 0, is_own=not self.use_collectives)
         if not plan.items:
             return None
         name = place.data_name(plan.storage_data.prefix)

@@ -5,6 +5,7 @@ Only files whose names a save of ours or of stock DCP gives are ever removed: a 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from torchtitan_ext.storage.checkpoint_files import metadata_path, sync_directory
 from torchtitan_ext.storage.metadata_file import parse_metadata
-from torchtitan_ext.storage.save_lock import is_surely_dead, read_lock
+from torchtitan_ext.storage.save_lock import LockState, is_surely_dead, read_lock
 
 LOCK_PREFIX = ".tte_save-"
 
@@ -52,20 +53,27 @@ def remove_dead_stages(directory: Path, own_lock: Path) -> None:
     # In this order: a save makes its lock before its stage, and removes it after.
     stages = {match[1]: directory / match[0] for name in os.listdir(directory) if (match := _STAGE.fullmatch(name))}
     locks = [directory / name for name in os.listdir(directory) if name.startswith(LOCK_PREFIX)]
-    states = {path: state for path in locks if (state := read_lock(path)) is not None}
+    states: dict[Path, LockState] = {}
+    are_all_known = True
+    for path in locks:
+        try:
+            state = read_lock(path)
+        except PermissionError:  # another user's, who lets nobody read his files
+            are_all_known = False
+        else:
+            states |= {} if state is None else {path: state}
     owners = {state.owner.save_id: state for state in states.values() if state.owner is not None}
     dead = {path: state for path, state in states.items() if path != own_lock and is_surely_dead(state)}
     dead_ids = {state.owner.save_id for state in dead.values() if state.owner is not None}
-    removed = [save_id for save_id in stages if save_id not in owners or save_id in dead_ids]
+    removed = [save_id for save_id in stages if save_id in dead_ids or (are_all_known and save_id not in owners)]
     if removed:
         # A dead save's rename may not be on the disk: what it replaced must not be lost before that is.
         sync_directory(directory)
     for save_id in removed:
-        state = owners.get(save_id)
-        target = None if state is None or state.owner is None else Path(state.owner.path)
+        owner_state = owners.get(save_id)
+        target = None if owner_state is None or owner_state.owner is None else Path(owner_state.owner.path)
         remove_directory(stages[save_id], target)
-    for path in dead:
-        path.unlink(missing_ok=True)
+    remove_files(directory, [path.name for path in dead])
 
 
 def remove_dead_files(target: Path, rank: int | None) -> None:
@@ -101,22 +109,22 @@ def remove_replaced(target: Path, save_id: str, rank: int | None) -> None:
 
 
 def remove_directory(directory: Path, target: Path | None) -> None:
-    """Removes a directory of a checkpoint; what is no checkpoint's is moved to the target, or stays where it is."""
+    """Removes a directory of a checkpoint; what is no checkpoint's is moved to the target, or stays where it is, with a
+    warning."""
     try:
         ours, others = checkpoint_names(directory)
-    except FileNotFoundError:
-        return
-    # What makes it a checkpoint first: half of one is not to be taken for one.
-    remove_files(directory, sorted(ours, key=lambda name: not name.endswith(".metadata")))
-    for name in others:
-        if name in PROBES:
-            (directory / name).rmdir()
-        elif target is not None and target.is_dir() and not os.path.lexists(target / name):
-            os.rename(directory / name, target / name)
-    try:
+        # What makes it a checkpoint first: half of one is not to be taken for one.
+        remove_files(directory, sorted(ours, key=lambda name: not name.endswith(".metadata")))
+        for name in others:
+            if name in PROBES:
+                (directory / name).rmdir()
+            elif target is not None and target.is_dir() and not os.path.lexists(target / name):
+                os.rename(directory / name, target / name)
         directory.rmdir()
+    except FileNotFoundError:
+        pass
     except OSError as error:
-        warnings.warn(f"{directory} stays: it holds files that are no checkpoint's ({error})", stacklevel=2)
+        warnings.warn(f"{directory} stays: it cannot be removed, or holds others' files ({error})", stacklevel=2)
 
 
 def remove_files(directory: Path, names: Iterable[str]) -> None:
@@ -134,14 +142,17 @@ def save_id_of(name: str) -> str | None:
     return None if match is None else match[1] or match[2]
 
 
-def same_owner_and_mode(first: Path, second: Path) -> bool:
-    """Whether two directories belong to the same user and group and let the same ones in."""
-    one, other = first.stat(), second.stat()
-    return (one.st_uid, one.st_gid, stat.S_IMODE(one.st_mode)) == (
-        other.st_uid,
-        other.st_gid,
-        stat.S_IMODE(other.st_mode),
-    )
+def same_attributes(first: Path, second: Path) -> bool:
+    """Whether two directories have the same user, group, mode and extended attributes (access lists, stripes)."""
+    return _attributes(first) == _attributes(second)
+
+
+def _attributes(path: Path) -> tuple[int, int, int, dict[str, bytes]]:
+    status = path.stat()
+    extended: dict[str, bytes] = {}
+    with contextlib.suppress(OSError):  # a file system that has none
+        extended = {name: os.getxattr(path, name) for name in os.listxattr(path)}
+    return status.st_uid, status.st_gid, stat.S_IMODE(status.st_mode), extended
 
 
 def _of_rank(names: Iterable[str], rank: int | None) -> list[str]:

@@ -54,7 +54,11 @@ def remove_old_steps(saved: Path, keep: int) -> None:
     stays, with a warning.
     """
     run = Path(os.path.abspath(saved)).parent
-    newest = sorted(find_steps(run), reverse=True)
+    try:
+        newest = sorted(find_steps(run), reverse=True)
+    except OSError as error:
+        warnings.warn(f"old steps of {run} stay: they cannot be listed ({error})", stacklevel=2)
+        return
     num_whole = 0
     for number in newest:
         path = step_path(run, number)

@@ -44,8 +44,8 @@ def find_damage(path: Path, *, part: int = 0, num_parts: int = 1) -> str | None:
 
 def is_whole(path: Path) -> bool:
     """Whether all files of a checkpoint are there, of their sizes, and belong together; reads none of the data."""
-    opened = OpenedCheckpoint(path)
     try:
+        opened = OpenedCheckpoint(path)
         try:
             metadata: bytes | None = opened.read_metadata(None)
         except FileNotFoundError:
