@@ -9,9 +9,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemWriter
 
 import torchtitan_ext as tte
 from torchtitan_ext.checkpoint.phases import Phases
+from torchtitan_ext.errors import LostRankError
 from torchtitan_ext.ranks import turns
 from torchtitan_ext.ranks.turns import Turn
 
@@ -86,6 +88,43 @@ def fail_to_begin(rank: int, world_size: int) -> bool:
 
 def test_what_cannot_begin_holds_up_nobody(run_world: Callable[..., Any]) -> None:
     assert run_world(1, fail_to_begin) == [True]
+
+
+def test_nobody_waits_for_one_that_is_lost() -> None:
+    group: Any = object()
+    first = Turn(group)
+    first.check = mock.Mock(side_effect=LostRankError("save", "ranks wrote", None, (1,), "gone"))
+    with pytest.raises(LostRankError, match="gone"):
+        Turn(group)
+    first.end()
+    assert not turns._last
+
+
+def wait_behind_a_write_that_hangs(rank: int, world_size: int, path: Path) -> str:
+    hangs, group = threading.Event(), dist.new_group([0, 1])
+
+    class Writer(FileSystemWriter):
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            if rank == 1:
+                hangs.wait(60)
+            return super().write_data(plan, planner)
+
+    state = {"w": torch.ones(2)}
+    writer = Writer(path / "a")
+    saved = tte.async_save(state, path / "a", storage_writer=writer, process_group=group, timeout_seconds=1)
+    with pytest.raises(LostRankError) as caught:
+        tte.save(state, path / "b", process_group=group, timeout_seconds=1)
+    hangs.set()
+    with pytest.raises(LostRankError):
+        saved.result()
+    if rank == 1:  # What rank 0 gave up comes to its end, else the group could not be destroyed.
+        dist.all_gather(list(torch.empty(2, 1024, dtype=torch.uint8)), torch.empty(1024, dtype=torch.uint8), group)
+    return str(caught.value)
+
+
+def test_a_save_behind_one_that_hangs_is_lost_with_it(run_world: Callable[..., Any], tmp_path: Path) -> None:
+    first, second = run_world(2, wait_behind_a_write_that_hangs, tmp_path)
+    assert first == second and "rank 1 is still at work (write, for " in first
 
 
 def test_an_interrupt_while_waiting_leaves_the_turn_to_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,6 +77,7 @@ class Phases:
             try:
                 watch = Watch(operation, group, path=self._path, timeout_seconds=timeout_seconds)
                 self._ranks = watch, TimedExchange(group, watch)
+                self._turn.check = watch.check
             except BaseException:
                 self.close()
                 raise

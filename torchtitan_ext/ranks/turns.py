@@ -7,12 +7,16 @@ them. All ranks begin operations in one order, as they do collectives, so that a
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import torch.distributed as dist
 
 # Of this process: who began last on a group, and has not ended.
 _last: dict[dist.ProcessGroup, Turn] = {}
 _changing = threading.Lock()
+
+# How often who waits asks whether the one before is lost.
+_WAIT_SLICE_SECONDS = 1.0
 
 
 class Turn:
@@ -21,6 +25,8 @@ class Turn:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.in_phase: int | None = None
         """The thread that works in a phase of the operation."""
+        self.check: Callable[[], None] = lambda: None
+        """Raises where the operation is lost, as in a write that never returns: nobody waits for it then."""
         self._group = group
         self._ended = threading.Event()
         with _changing:
@@ -28,7 +34,8 @@ class Turn:
             _last[group] = self
         try:
             if self._earlier is not None and self._earlier.in_phase != threading.get_ident():
-                self._earlier._ended.wait()
+                while not self._earlier._ended.wait(_WAIT_SLICE_SECONDS):
+                    self._earlier.check()
         except BaseException:
             self.end()
             raise

@@ -121,6 +121,12 @@ class Watch:
         """What this rank works on within the phase."""
         self._standing = replace(self._standing, key=key)
 
+    def check(self) -> None:
+        """Raises the verdict, if there is one by now."""
+        with self._changed:
+            if self._verdict is not None:
+                raise self._verdict
+
     def confirm(self) -> None:
         """Raises the verdict, if there is one. Asks the store where its last answer is old, as after a stop."""
         if self._thread is None:
@@ -142,9 +148,7 @@ class Watch:
         Raises:
             LostRankError: It failed, or lasted beyond the deadline, or another rank gave up. The same on every rank.
         """
-        with self._changed:
-            if self._verdict is not None:
-                raise self._verdict
+        self.check()
         self._standing = replace(self._standing, is_at_work=False)
         if self._deadline is None:
             self._deadline = time.monotonic() + self.timeout_seconds
