@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 import warnings
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from states import blank, differences
+from torch.distributed.checkpoint.api import CheckpointException
 
 import torchtitan_ext as tte
 from torchtitan_ext.errors import SaveInProgressError
@@ -183,6 +185,42 @@ def test_ranks_of_their_own_do_not_save_behind_a_checkpoint_of_all(tmp_path: Pat
     with pytest.raises(Exception, match="which a load would read"):
         dcp.save(state_of(2), storage_writer=FileWriter(tmp_path / "step-1"), use_collectives=False)
     check_step(tmp_path / "step-1", 1)
+
+
+def test_a_writer_whose_save_has_failed_can_be_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``dcp.async_save`` sends it to its process."""
+    writer = FileWriter(tmp_path / "step-1", sync=False)
+    with monkeypatch.context() as patched, pytest.raises(CheckpointException):
+        patched.setattr(commit, "write_file", lambda *_, **__: 1 / 0)
+        dcp.save(state_of(1), storage_writer=writer, no_dist=True)
+    ids = set()
+    for step in range(2):
+        sent = pickle.loads(pickle.dumps(writer))
+        dcp.save(state_of(step), storage_writer=sent, no_dist=True)
+        check_step(tmp_path / "step-1", step)
+        ids.add(sent.save_id)
+    assert len(ids) == 2
+
+
+@pytest.mark.parametrize("use_collectives", [True, False])
+def test_a_writer_that_is_used_again_does_not_write_over_its_last_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use_collectives: bool
+) -> None:
+    (tmp_path / "logs").mkdir()  # so that files are replaced in place
+    writer = FileWriter(tmp_path, sync=False)
+    dcp.save(state_of(1), storage_writer=writer, use_collectives=use_collectives)
+    with monkeypatch.context() as patched, pytest.raises((CheckpointException, ZeroDivisionError)):
+        patched.setattr(commit, "write_file", lambda *_, **__: 1 / 0)
+        dcp.save(state_of(2), storage_writer=writer, use_collectives=use_collectives)
+    check_step(tmp_path, 1)
+    dcp.save(state_of(3), storage_writer=writer, use_collectives=use_collectives)
+    check_step(tmp_path, 3)
+
+
+def test_the_file_that_is_missed_is_metadata(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as missed:
+        FileReader(tmp_path).read_metadata()
+    assert missed.value.filename == str(tmp_path / ".metadata")
 
 
 def test_attributes_of_the_directory_stay(tmp_path: Path) -> None:

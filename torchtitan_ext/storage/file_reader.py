@@ -177,7 +177,10 @@ class FileReader(StorageReader):
 
     def _metadata_of_index(self, path: Path) -> Metadata | None:
         """What an index says that stands for ``.metadata``; ``None`` where there is none."""
-        self._metadata = self.files.read_index_alone(path.name)
+        try:
+            self._metadata = self.files.read_index_alone(path.name)
+        except FileNotFoundError:
+            return None
         self._index = parse_index(path, self._metadata, None, verify=self.verify)
         if self._index is None:
             return None

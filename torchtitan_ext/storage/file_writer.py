@@ -87,9 +87,14 @@ class FileWriter(StorageWriter):
         self.thread_count = thread_count
         thread_count_of(thread_count)
         self.save_id = uuid.uuid4().hex
+        self._has_named_a_save = False
         self.rank: int | None = None
         self.use_collectives = True
         self._save: RunningSave | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A save stays with the process that holds its lock, and each copy saves under a name of its own.
+        return {**vars(self), "_save": None, "_has_named_a_save": True}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self.abandon()
@@ -97,8 +102,13 @@ class FileWriter(StorageWriter):
             self.path = Path(checkpoint_id)
             self._target = self.path.absolute()
         self.save_id = uuid.uuid4().hex
+        self._has_named_a_save = False
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        # ``dcp.save`` resets a writer only where it is given a path; files of two saves must not have the same names.
+        if self._has_named_a_save:
+            self.save_id = uuid.uuid4().hex
+        self._has_named_a_save = True
         self.rank = kwargs.get("rank")
         self.use_collectives = kwargs.get("use_collectives", True)
 
