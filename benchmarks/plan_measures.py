@@ -288,6 +288,7 @@ def _measure_writer(
 
     def finish() -> tuple[float, tuple[float, int]]:
         stored = replace(metadata)
+        writer.prepare_global_plan([])
         begin = time.process_time()
         received = [pickle.loads(result) for result in sent]
         writer.finish(metadata=stored, results=received)
