@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
-import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,12 +23,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner as StockLoadPlanner
 from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 
-from torchtitan_ext.checkpoint.agreement import (
-    Agreement,
-    agree,
-    unforeseen_steps,
-    unused_layouts,
-)
+from torchtitan_ext.checkpoint.agreement import Agreement, agree, unforeseen_steps, unused_layouts
 from torchtitan_ext.checkpoint.cast import CastPolicy, number_for, number_from
 from torchtitan_ext.checkpoint.key_table import (
     BoxesEntry,
@@ -52,9 +46,9 @@ from torchtitan_ext.checkpoint.read_items import (
     unread_problems,
     wanted_chunks,
 )
-from torchtitan_ext.checkpoint.report import LoadReport, build_report, disagreements
+from torchtitan_ext.checkpoint.report import LoadReport, build_report, disagreements, warn_of_leftovers
 from torchtitan_ext.checkpoint.saved_chunks import ChunkList, Part, SavedChunks, cover_problems
-from torchtitan_ext.checkpoint.storage_entries import name_files_of_overlap, storage_problems
+from torchtitan_ext.checkpoint.storage_entries import name_files_of_overlap, name_metadata, storage_problems
 from torchtitan_ext.checkpoint.world import World, named_axes
 from torchtitan_ext.errors import CheckpointReadError, Problem, check_argument, refusal
 from torchtitan_ext.layout.dtensor import local_tensor, local_view
@@ -69,8 +63,6 @@ from torchtitan_ext.state.nested import (
     set_value,
 )
 from torchtitan_ext.state.plain_value import read_value
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -149,7 +141,6 @@ class LoadPlanner(StockLoadPlanner):
         self.flatten_state_dict = flatten_state_dict
         self.flatten_sharded_tensors = flatten_sharded_tensors
         self.allow_partial_load = allow_partial_load
-        self._flat = FlatStateDict()
         self._layouts = LayoutRules(layouts)
         self._cast = cast
         self._allow_unclaimed = tuple(allow_unclaimed)
@@ -227,7 +218,7 @@ class LoadPlanner(StockLoadPlanner):
         self._encoded = encode_table(self._table)
         request = ReadRequest(
             self._encoded.message,
-            _metadata_name(self.metadata),
+            name_metadata(self.metadata),
             rules=f"{rules.policy}, {rules.source}",
             saved_names=self._saved_names,
             missing=() if self.allow_partial_load else tuple(missing),
@@ -302,12 +293,8 @@ class LoadPlanner(StockLoadPlanner):
         if problems:
             raise refusal("load", problems)
         self.report = decision.report
-        policy = self.rules.policy
-        if self.is_coordinator and self.report is not None and policy is not None:
-            if policy.strict == "warn" and (self.report.missing or self.report.unexpected):
-                logger.warning("load: %s", self.report)
-            elif policy.strict != "ignore" and self.report.unused:
-                logger.warning("load: the policy names what is not there: %s", ", ".join(self.report.unused))
+        if self.is_coordinator and self.report is not None and self.rules.policy is not None:
+            warn_of_leftovers(self.report, self.rules.policy)
         if not self.rules.values_first:
             self.change_targets()
         return dataclasses.replace(central_plan, items=in_file_order(items, self.metadata))
@@ -417,10 +404,3 @@ class LoadPlanner(StockLoadPlanner):
         saved = self.metadata.state_dict_metadata[self._saved_names.get(fqn, fqn)]
         assert isinstance(saved, TensorStorageMetadata)
         return self._saved_chunks.of(saved)
-
-
-def _metadata_name(metadata: Metadata) -> str:
-    """Equal for ranks that read the same metadata; its first file tells those apart that a rank wrote for itself."""
-    places = metadata.storage_data or {}
-    first = next(iter(places), None)  # of a million places in a lazy dict only this one is made
-    return f"{len(metadata.state_dict_metadata)} keys, {None if first is None else places[first]}"

@@ -6,6 +6,7 @@ Pure functions of what the ranks ask for and of the checkpoint's metadata, calle
 from __future__ import annotations
 
 import fnmatch
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,8 @@ from torchtitan_ext.checkpoint.policy_names import name_problems, unused_names
 from torchtitan_ext.checkpoint.remedy import find_remedy, joined_remedy
 from torchtitan_ext.checkpoint.world import World, saved_world
 from torchtitan_ext.errors import Problem
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -191,6 +194,14 @@ def join_reports(reports: Sequence[tuple[str, LoadReport]], policy: ElasticPolic
         tuple(problem for _, report in reports for problem in report.problems),
         joined_remedy([report.remedy_policy for _, report in reports if report.problems], policy),
     )
+
+
+def warn_of_leftovers(report: LoadReport, policy: ElasticPolicy) -> None:
+    """Logs what a load leaves aside, as far as the policy asks for that."""
+    if policy.strict == "warn" and (report.missing or report.unexpected):
+        logger.warning("load: %s", report)
+    elif policy.strict != "ignore" and report.unused:
+        logger.warning("load: the policy names what is not there: %s", ", ".join(report.unused))
 
 
 def disagreements(rules: Sequence[str]) -> list[Problem]:

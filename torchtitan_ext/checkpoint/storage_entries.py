@@ -49,6 +49,13 @@ def storage_problems(metadata: Metadata, fqns: Iterable[str]) -> list[Problem]:
     return problems
 
 
+def name_metadata(metadata: Metadata) -> str:
+    """Equal for ranks that read the same metadata; its first file tells those apart that a rank wrote for itself."""
+    places = metadata.storage_data or {}
+    first = next(iter(places), None)  # of a million places in a lazy dict only this one is made
+    return f"{len(metadata.state_dict_metadata)} keys, {None if first is None else places[first]}"
+
+
 def name_files_of_overlap(problem: Problem, metadata: Metadata) -> Problem:
     """The same problem, with the safetensors files where several hold its key: DCP takes each for a part."""
     place = next((index for index in metadata.storage_data or () if index.fqn == problem.fqn), None)
