@@ -26,6 +26,7 @@ from torchtitan_ext.errors import Problem, described, refusal
 from torchtitan_ext.layout.dtensor import local_tensor
 from torchtitan_ext.layout.layout import MeshLayout, ShardReport, Steps, shard_of
 from torchtitan_ext.layout.rules import LayoutRules, ShardOrder
+from torchtitan_ext.layout.wrapper import dense_values
 from torchtitan_ext.ranks.exchange import check_usable, gather_values
 from torchtitan_ext.state.nested import flatten_state_dict
 from torchtitan_ext.state.value_digest import digest_value
@@ -145,7 +146,7 @@ def _tensor_digest(
     local = local_tensor(value)
     shard = shard_of(report, steps)
     with torch.no_grad():
-        total = ops.fingerprint_shard(local.resolve_conj().resolve_neg(), shard, report.global_shape)
+        total = ops.fingerprint_shard(dense_values(local).resolve_conj().resolve_neg(), shard, report.global_shape)
     replica = tuple(index for index, (dim, _) in zip(report.coordinate, report.placements, strict=True) if dim < 0)
     return (_mesh_name(report.mesh, mesh_names), report.placements, replica), (
         total,

@@ -32,6 +32,7 @@ from torchtitan_ext.layout.layout import (
     shard_of,
 )
 from torchtitan_ext.layout.rules import LayoutRules, ShardOrder
+from torchtitan_ext.layout.wrapper import dense_values
 from torchtitan_ext.ranks.exchange import Scope, all_gather_bytes, broadcast_bytes, device_of, gather_values
 
 # Sent at once by all ranks together. Of it, two and a half times as much is held meanwhile, by gloo too.
@@ -48,7 +49,8 @@ def full_tensor(tensor: torch.Tensor, *, layout: ShardOrder | None = None) -> to
     differentiable.
 
     Args:
-        tensor: A DTensor of any layout but Partial, any dtype; of a plain tensor a copy is made.
+        tensor: A DTensor of any layout but Partial, any dtype; of a plain tensor a copy is made. Of a wrapper subclass
+            (fp8 weights and their scales) the values that its ``copy_`` writes into a plain tensor.
         layout: The order in which the axes were sharded, where placements cannot say it.
 
     Returns:
@@ -163,7 +165,7 @@ def decide_layouts(values: Mapping[str, torch.Tensor], rules: LayoutRules) -> tu
 
 def gather_full(value: torch.Tensor, report: ShardReport, steps: Steps) -> torch.Tensor:
     """The global tensor on every rank, new. Collective over the mesh of a DTensor."""
-    local = local_tensor(value).resolve_conj().resolve_neg()
+    local = dense_values(local_tensor(value)).resolve_conj().resolve_neg()
     axes = [axis for axis, (dim, _) in enumerate(report.placements) if dim >= 0]
     if not isinstance(value, DTensor) or not axes:
         return local.clone(memory_format=torch.contiguous_format)

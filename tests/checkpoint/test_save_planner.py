@@ -197,7 +197,7 @@ REFUSED: dict[str, tuple[Any, type[StateRefusedError], str]] = {
     "wrapper": (
         lambda: of_local(TwoTensor(torch.zeros(2), torch.zeros(2)), Shard(0)),
         LayoutError,
-        "its local tensor is a TwoTensor, which is not one block of memory",
+        "TwoTensor, which no load reads; allow it with torch.serialization.add_safe_globals",
     ),
     "sparse": (lambda: [{"w": SPARSE}], LayoutError, "w: is torch.sparse_coo; convert it to a dense"),
     "quantised": (lambda: [{"w": QUANTISED}], LayoutError, "w: is quantised; convert it"),

@@ -15,9 +15,17 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 
 from torchtitan_ext.errors import Problem
-from torchtitan_ext.layout.dtensor import Describer, describes_itself, is_on_mesh, local_tensor, why_not_dense
+from torchtitan_ext.layout.dtensor import (
+    Describer,
+    describes_itself,
+    holds_wrapper,
+    is_on_mesh,
+    local_tensor,
+    why_not_dense,
+)
 from torchtitan_ext.layout.layout import ShardReport, is_replicated, num_elements
 from torchtitan_ext.layout.rules import LayoutRules
+from torchtitan_ext.layout.wrapper import is_wrapper, why_not_whole
 from torchtitan_ext.state.plain_value import why_not_plain
 from torchtitan_ext.state.value_digest import digest_tensor, digest_value
 
@@ -65,6 +73,7 @@ class KeyTable:
         problems: What this rank alone can already tell to be wrong.
         unread: Values that a load will not read by default: by flat key the class for which it will not.
         layouts: Whether each pattern of ``layouts=`` matches a key.
+        wrappers: Tensors whose local tensor is a wrapper subclass. Other ranks are not told.
     """
 
     entries: Mapping[str, KeyEntry]
@@ -73,6 +82,7 @@ class KeyTable:
     problems: tuple[Problem, ...] = ()
     unread: Mapping[str, str] = field(default_factory=dict)
     layouts: Mapping[str, bool] = field(default_factory=dict)
+    wrappers: tuple[str, ...] = ()
 
 
 def describe_state(
@@ -82,6 +92,8 @@ def describe_state(
     describer = Describer(rules)
     known: dict[tuple[int, torch.dtype, bool], TensorEntry] = {}
     entries: dict[str, KeyEntry] = {}
+    wrappers: list[str] = []
+    reasons: dict[Any, str | None] = {}
     problems: list[Problem] = []
     for fqn, value in values.items():
         if not isinstance(value, torch.Tensor) and not _has_boxes(value):
@@ -89,13 +101,19 @@ def describe_state(
             continue
         if not is_on_mesh(value):
             continue
-        entry = _describe_tensor(fqn, value, describer, known)
+        entry = _describe_tensor(fqn, value, describer, known, reasons)
         if isinstance(entry, Problem):
             problems.append(entry)
         else:
             entries[fqn] = entry
+            if isinstance(entry, TensorEntry) and holds_wrapper(value):
+                wrappers.append(fqn)
     return KeyTable(
-        entries=entries, stock_paths=dict(stock_paths), problems=tuple(problems), layouts=rules.matches(values)
+        entries=entries,
+        stock_paths=dict(stock_paths),
+        problems=tuple(problems),
+        layouts=rules.matches(values),
+        wrappers=tuple(wrappers),
     )
 
 
@@ -144,7 +162,11 @@ def _has_boxes(value: Any) -> bool:
 
 
 def _describe_tensor(
-    fqn: str, value: Any, describer: Describer, known: dict[tuple[int, torch.dtype, bool], TensorEntry]
+    fqn: str,
+    value: Any,
+    describer: Describer,
+    known: dict[tuple[int, torch.dtype, bool], TensorEntry],
+    reasons: dict[Any, str | None],
 ) -> TensorEntry | BoxesEntry | Problem:
     """The entry of a tensor, the same object for tensors that share a report, which the entry keeps alive."""
     if describes_itself(value):
@@ -152,7 +174,7 @@ def _describe_tensor(
         boxes = tuple((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks)
         return BoxesEntry(tuple(value.size()), value.dtype, boxes)
     local = local_tensor(value)
-    reason = why_not_dense(local)
+    reason = why_not_whole(local, reasons) if is_wrapper(local) else why_not_dense(local)
     if reason is not None:
         return Problem("unsupported_tensor", fqn, reason)
     report = describer.describe(fqn, value)

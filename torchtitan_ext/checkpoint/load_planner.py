@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_ext.checkpoint.agreement import Agreement, agree, unforeseen_steps, unused_layouts
 from torchtitan_ext.checkpoint.cast import CastPolicy, number_for, number_from
+from torchtitan_ext.checkpoint.cuts import unfillable_cuts
 from torchtitan_ext.checkpoint.key_table import (
     BoxesEntry,
     KeyEntry,
@@ -51,9 +52,10 @@ from torchtitan_ext.checkpoint.saved_chunks import ChunkList, Part, SavedChunks,
 from torchtitan_ext.checkpoint.storage_entries import name_files_of_overlap, name_metadata, storage_problems
 from torchtitan_ext.checkpoint.world import World, named_axes
 from torchtitan_ext.errors import CheckpointReadError, Problem, check_argument, refusal
-from torchtitan_ext.layout.dtensor import local_tensor, local_view
+from torchtitan_ext.layout.dtensor import local_tensor
 from torchtitan_ext.layout.layout import ShardReport, Steps
 from torchtitan_ext.layout.rules import LayoutRules, ShardOrder
+from torchtitan_ext.layout.wrapper import box_of, parts_of, why_not_whole
 from torchtitan_ext.state.nested import (
     FlatStateDict,
     Path,
@@ -179,7 +181,7 @@ class LoadPlanner(StockLoadPlanner):
         self._saved_chunks = SavedChunks()
         self.is_coordinator = is_coordinator
         if self.flatten_state_dict:
-            self._flat = flatten_state_dict(state_dict, is_opaque=self._is_saved_whole)
+            self._flat = flatten_state_dict(state_dict, is_opaque=self._is_saved_whole, is_whole=self._is_wrapper_whole)
         else:
             paths: dict[str, Path] = {fqn: (fqn,) for fqn in state_dict}
             self._flat = FlatStateDict(values=dict(state_dict), paths=paths, stock_paths=paths)
@@ -214,7 +216,9 @@ class LoadPlanner(StockLoadPlanner):
             if saved_name != fqn:
                 self._saved_names[fqn] = saved_name
         problems += [problem for problem in table.problems if problem.fqn not in left]
-        self._table = KeyTable(entries=wanted, problems=tuple(problems), layouts=table.layouts)
+        wanted_table = KeyTable(entries=wanted, layouts=table.layouts, wrappers=table.wrappers)
+        problems += unfillable_cuts(self.state_dict, wanted_table, self._chunk_list)
+        self._table = dataclasses.replace(wanted_table, problems=tuple(problems))
         self._encoded = encode_table(self._table)
         request = ReadRequest(
             self._encoded.message,
@@ -357,7 +361,10 @@ class LoadPlanner(StockLoadPlanner):
 
     def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
         """The box of the local tensor that an item fills. For subclasses, as in stock."""
-        return local_view(tensor, read_item.dest_offsets, read_item.lengths)
+        box = box_of(tensor, read_item.dest_offsets, read_item.lengths)
+        if isinstance(box, str):  # of an order of sharding that only all ranks together could tell
+            raise CheckpointReadError(read_item.dest_index.fqn, box)
+        return box
 
     def _entry_as_saved(
         self, fqn: str, entry: KeyEntry, saved: TensorStorageMetadata | BytesStorageMetadata
@@ -399,6 +406,14 @@ class LoadPlanner(StockLoadPlanner):
     def _is_saved_whole(self, fqn: str) -> bool:
         saved = self.metadata.state_dict_metadata.get(self.rules.source.saved_name(fqn))
         return isinstance(saved, BytesStorageMetadata)
+
+    def _is_wrapper_whole(self, fqn: str, wrapper: torch.Tensor) -> bool:
+        """Whether a tensor that consists of others is one value in the checkpoint; if not there, in what we save."""
+        saved_name, saved = self.rules.source.saved_name, self.metadata.state_dict_metadata
+        if saved_name(fqn) in saved:
+            return True
+        is_walked = any(saved_name(f"{fqn}.{name}") in saved for name in parts_of(wrapper))
+        return not is_walked and why_not_whole(wrapper, {}) is None
 
     def _chunk_list(self, fqn: str) -> ChunkList:
         saved = self.metadata.state_dict_metadata[self._saved_names.get(fqn, fqn)]

@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 from torchtitan_ext.checkpoint.cast import CastPolicy, cast_problem
 from torchtitan_ext.checkpoint.key_table import BoxesEntry, KeyEntry, ObjectEntry, TensorEntry
 from torchtitan_ext.errors import Problem
-from torchtitan_ext.layout.dtensor import describes_itself, may_overlap_itself
+from torchtitan_ext.layout.dtensor import describes_itself, holds_wrapper, local_tensor, may_overlap_itself
+from torchtitan_ext.layout.wrapper import why_not_materialized
 from torchtitan_ext.state.nested import holds_dtensor
 
 SavedEntry = TensorStorageMetadata | BytesStorageMetadata
@@ -51,6 +52,10 @@ def find_misfit(fqn: str, target: Any, entry: KeyEntry, saved: SavedEntry, cast:
     if isinstance(entry, TensorEntry) and may_overlap_itself(target):
         detail = "cannot be filled: several elements of the target share memory; load into a clone() of it"
         return Problem("unsupported_tensor", fqn, detail)
+    if isinstance(entry, TensorEntry) and target.is_meta and holds_wrapper(target):
+        reason = why_not_materialized(local_tensor(target))
+        if reason is not None:
+            return Problem("unsupported_tensor", fqn, reason)
     return cast_problem(fqn, saved.properties.dtype, entry.dtype, cast)
 
 

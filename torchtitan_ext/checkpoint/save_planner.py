@@ -33,6 +33,7 @@ from torchtitan_ext.checkpoint.agreement import (
     uncompared_replicas,
     unused_layouts,
 )
+from torchtitan_ext.checkpoint.cuts import unwritable_cuts
 from torchtitan_ext.checkpoint.key_table import (
     KeyTable,
     TensorEntry,
@@ -56,9 +57,10 @@ from torchtitan_ext.checkpoint.stored_entries import stored_entries, stored_path
 from torchtitan_ext.checkpoint.world import WORLD_KEY, world_record
 from torchtitan_ext.checkpoint.write_items import read_writes, write_items
 from torchtitan_ext.errors import Problem, StateRefusedError, refusal
-from torchtitan_ext.layout.dtensor import local_tensor, local_view
+from torchtitan_ext.layout.dtensor import local_tensor
 from torchtitan_ext.layout.layout import Chunk, num_elements
 from torchtitan_ext.layout.rules import LayoutRules, ShardOrder
+from torchtitan_ext.layout.wrapper import box_of
 from torchtitan_ext.state.nested import flatten_state_dict
 
 logger = logging.getLogger(__name__)
@@ -172,7 +174,12 @@ class SavePlanner(StockSavePlanner):
         table = dataclasses.replace(
             table,
             digests=self._timed_digests(table),
-            problems=(*table.problems, *_meta_problems(self.state_dict, table), *unwritable),
+            problems=(
+                *table.problems,
+                *_meta_problems(self.state_dict, table),
+                *unwritable_cuts(self.state_dict, table),
+                *unwritable,
+            ),
             unread=unread,
         )
         self._table = table
@@ -269,9 +276,13 @@ class SavePlanner(StockSavePlanner):
             return find_state_dict_object(self.state_dict, index)
         local = local_tensor(self.state_dict[index.fqn])
         if num_elements(entry.report.global_shape) == 0:
-            return local.new_empty(entry.report.global_shape)
+            is_whole = tuple(local.shape) == entry.report.global_shape
+            return local if is_whole else local.new_empty(entry.report.global_shape)
         chunk = self._chunks[index.fqn, tuple(index.offset or ())]
-        return local_view(local, chunk.local_offsets, chunk.sizes)
+        box = box_of(local, chunk.local_offsets, chunk.sizes)
+        if isinstance(box, str):  # of an order of sharding that only all ranks together could tell
+            raise refusal("save", [Problem("unsupported_tensor", index.fqn, box)])
+        return box
 
     def transform_object(self, write_item: WriteItem, value: Any) -> Any:
         """What is written for a value: objects are serialised. For subclasses, as in stock."""

@@ -40,6 +40,14 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
         return local.as_subclass(torch.Tensor)
 
 
+def holds_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether the local tensor of a tensor consists of others, such as quantised values and their scales."""
+    held = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if type(held) in (torch.Tensor, torch.nn.Parameter):
+        return False
+    return is_traceable_wrapper_subclass(local_tensor(tensor))
+
+
 def why_not_dense(local: torch.Tensor) -> str | None:
     """Why the elements of a local tensor are not one block of strided memory, or ``None`` where they are."""
     if local.is_nested:

@@ -2,7 +2,7 @@
 
 Keys are those of stock DCP (path components joined by dots), so that either side reads what the other wrote. Beyond
 stock: int keys stay ints, tuples that hold tensors can be walked like lists, and tensor subclasses that consist of
-inner tensors (``__tensor_flatten__``) are walked like dicts.
+inner tensors (``__tensor_flatten__``) and that stock could not load back are walked like dicts.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchtitan_ext.layout.dtensor import on_device
+from torchtitan_ext.layout.wrapper import parts_of, why_not_whole
 
 Path = tuple[Any, ...]
 """Keys and indices from the root of a state dict to a value, as they stand in the containers."""
@@ -45,7 +46,7 @@ def flatten_state_dict(
     state_dict: Mapping[str, Any],
     *,
     is_opaque: Callable[[str], bool] = lambda fqn: False,
-    walk_wrappers: bool = True,
+    is_whole: Callable[[str, torch.Tensor], bool] | None = None,
     tuples: Literal["walked", "as_stock"] = "walked",
 ) -> FlatStateDict:
     """Flattens nested dicts, and lists and tuples that hold tensors.
@@ -54,7 +55,8 @@ def flatten_state_dict(
         state_dict: The nested state dict; unchanged, and not copied.
         is_opaque: Says of the flat key of a container whether it is kept as one value, because a checkpoint has it so
             (stock DCP pickles tuples whole; before torch 2.4 it did the same with dicts without tensors).
-        walk_wrappers: Whether tensors that consist of others (fp8 weights and their scales) are flattened too.
+        is_whole: Says of the flat key of a tensor that consists of others (fp8 weights and their scales) whether it is
+            kept as one value. By default those are that stock DCP can load back so; the others are walked.
         tuples: ``"as_stock"`` keeps tuples of plain tensors as one value, and walks only those that would not come
             back from one: with DTensors (each rank would get one rank's shard), with tensors that consist of others,
             and named tuples, whose class no load reads by default.
@@ -65,10 +67,12 @@ def flatten_state_dict(
     flat = FlatStateDict()
     is_walked = _holds_tensor if tuples == "walked" else _needs_walk
     holders: dict[int, str] = {}
+    reasons: dict[Any, str | None] = {}
+    keeps_whole = is_whole or (lambda fqn, wrapper: why_not_whole(wrapper, reasons) is None)
 
     def visit(path: Path, stock_path: Path, value: Any) -> None:
         fqn = ".".join(map(str, path))
-        members = _members(value, is_walked, walk_wrappers)
+        members = _members(fqn, value, is_walked, keeps_whole)
         if members is not None and not is_opaque(fqn):
             if id(value) in holders:
                 raise ValueError(
@@ -131,7 +135,7 @@ def materialize_meta(state_dict: dict[str, Any], flat: FlatStateDict, fqns: Iter
 
 
 def _members(
-    value: Any, is_walked: Callable[[Any], bool], walk_wrappers: bool
+    fqn: str, value: Any, is_walked: Callable[[Any], bool], is_whole: Callable[[str, torch.Tensor], bool]
 ) -> list[tuple[Any, str | int, Any]] | None:
     """Keys, keys in stock's record and members of a container whose members have keys of their own, or ``None``."""
     if isinstance(value, Mapping):
@@ -139,8 +143,8 @@ def _members(
     if isinstance(value, (list, tuple)):
         is_container = is_walked(value) if isinstance(value, tuple) else _is_walked_list(value, is_walked)
         return [(index, index, member) for index, member in enumerate(value)] if is_container else None
-    if walk_wrappers and _consists_of_tensors(value):
-        return [(name, name, getattr(value, name)) for name in value.__tensor_flatten__()[0]]
+    if _consists_of_tensors(value) and not is_whole(fqn, value):
+        return [(name, name, part) for name, part in parts_of(value).items()]
     return None
 
 

@@ -40,6 +40,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchtitan_ext.layout.dtensor import as_bytes, local_tensor
+from torchtitan_ext.layout.wrapper import is_wrapper, parts_of
 
 _DIGEST_BYTES = 16
 
@@ -58,9 +59,12 @@ def digest_tensor(tensor: torch.Tensor) -> bytes:
     """Digest of dtype, shape and bits of a tensor (of a DTensor: of this rank's local tensor). NaN payloads count.
 
     Args:
-        tensor: Dense and strided; any dtype, device and strides. A tensor on an accelerator is copied to the CPU.
+        tensor: Dense and strided, or a wrapper subclass of such tensors; any dtype, device and strides. A tensor on an
+            accelerator is copied to the CPU.
     """
     local = local_tensor(tensor)
+    if is_wrapper(local):
+        return _hash(_class_name(local), *(digest_tensor(part) for part in parts_of(local).values()))
     hasher = hashlib.blake2b(f"{local.dtype}{tuple(local.shape)}".encode(), digest_size=_DIGEST_BYTES)
     if local.numel() > 0:
         hasher.update(as_bytes(local.cpu()).numpy().data)

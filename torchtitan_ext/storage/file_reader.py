@@ -19,7 +19,9 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from torchtitan_ext import _core
-from torchtitan_ext.errors import DamagedCheckpointError, SavedOverError
+from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError, SavedOverError
+from torchtitan_ext.layout.dtensor import local_view
+from torchtitan_ext.layout.wrapper import box_of, dense_values, is_wrapper
 from torchtitan_ext.storage.checkpoint_files import (
     CheckpointIndex,
     StoredTensor,
@@ -308,11 +310,11 @@ class _Batch:
             if target is None:
                 self._planner.load_bytes(item, io.BytesIO(content))
             else:
-                self._targets.append((item, target, _loaded_box(item, content)))
+                self._targets.append((item, target, _loaded_box(item, content, target)))
         with torch.no_grad():
-            for _, target, source in self._targets:
+            for item, target, source in self._targets:
                 if source is not None:
-                    target.copy_(source)
+                    _copy(item, target, source)
         # Autograd has not seen what was written from outside. Inference tensors count no versions.
         written = [target for _, target, source in self._targets if source is None and not target.is_inference()]
         torch.autograd.graph.increment_version(written)
@@ -343,10 +345,27 @@ def _address(content: bytearray) -> int:
     return torch.frombuffer(content, dtype=torch.uint8).data_ptr() if content else 0
 
 
-def _loaded_box(item: ReadItem, content: bytearray) -> torch.Tensor:
-    """The box of a whole ``torch.save`` record that an item wants."""
+def _loaded_box(item: ReadItem, content: bytearray, target: torch.Tensor) -> torch.Tensor:
+    """The box of a whole ``torch.save`` record that an item wants.
+
+    Where it cuts a block of a quantised tensor, a plain target takes the values that the tensor stands for.
+    """
     tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-        if (offset, length) != (0, tensor.size(dim)):
-            tensor = tensor.narrow(dim, offset, length)
-    return tensor
+    box = box_of(tensor, item.storage_offsets, item.lengths)
+    if not isinstance(box, str):
+        return box
+    if is_wrapper(target):
+        raise CheckpointReadError(item.dest_index.fqn, f"as it was saved, {box}")
+    return local_view(dense_values(tensor), item.storage_offsets, item.lengths)
+
+
+def _copy(item: ReadItem, target: torch.Tensor, source: torch.Tensor) -> None:
+    if not is_wrapper(target) and not is_wrapper(source):
+        target.copy_(source)
+        return
+    try:
+        target.copy_(source)
+    except Exception as error:  # whatever the subclass raises
+        kinds = f"a {type(source).__name__} was saved, the target is a {type(target).__name__}"
+        reason = f"{kinds}, and copy_ fails ({type(error).__name__}: {error}); load into a target of the saved kind"
+        raise CheckpointReadError(item.dest_index.fqn, reason) from error

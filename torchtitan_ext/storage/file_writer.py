@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from torch.futures import Future
 
 from torchtitan_ext import _core
+from torchtitan_ext.layout.wrapper import is_wrapper, without_slack
 from torchtitan_ext.storage.checkpoint_files import NO_METADATA, RankFile, index_path, is_local, metadata_path
 from torchtitan_ext.storage.commit import RunningSave, begin_save, find_place
 from torchtitan_ext.storage.raw_tensor import ELEMENT_TYPES, NAMES, Staging, raw_memory
@@ -267,6 +268,8 @@ def _saved_by_torch(tensor: torch.Tensor) -> io.BytesIO:
     if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
         if tensor.untyped_storage().size() != tensor.nbytes:
             tensor = tensor.clone()
+    elif is_wrapper(tensor):
+        tensor = without_slack(tensor)
     stream = io.BytesIO()
     torch.save(tensor, stream)
     return stream

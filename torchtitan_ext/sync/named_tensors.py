@@ -42,7 +42,7 @@ def list_tensors(
     """
     named: list[NamedTensor] = []
     if isinstance(source, Mapping):
-        flat = flatten_state_dict(source, walk_wrappers=False).values
+        flat = flatten_state_dict(source, is_whole=lambda fqn, wrapper: True).values
         named = [
             NamedTensor(canonical_fqn(fqn), value, "state") for fqn, value in flat.items() if isinstance(value, Tensor)
         ]

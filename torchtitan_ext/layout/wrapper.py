@@ -1,0 +1,169 @@
+"""Wrapper subclasses: tensors that consist of others, such as quantised values and their scales.
+
+Stock DCP saves such a tensor as one value, cuts it by the subclass's own slices and fills it by its ``copy_``. So do
+we: nothing here knows what the parts mean. What a subclass cannot do is tried before anything is written, on copies
+without memory.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from torchtitan_ext.layout.dtensor import local_view
+
+Box = tuple[Sequence[int], Sequence[int]]
+"""Offsets and sizes in a local tensor."""
+
+
+def is_wrapper(local: torch.Tensor) -> bool:
+    """Whether a local tensor consists of others."""
+    return type(local) is not torch.Tensor and is_traceable_wrapper_subclass(local)
+
+
+def parts_of(wrapper: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors that it consists of, by the names of its attributes."""
+    return _flattened(wrapper)[0]
+
+
+def why_not_whole(wrapper: torch.Tensor, known: dict[Any, str | None]) -> str | None:
+    """Why stock DCP could not load it back as the one value that it saves, or ``None`` where it can.
+
+    Args:
+        known: Answers so far, by what tensors of a class may differ in.
+    """
+    parts, context = _flattened(wrapper)
+    alike = (type(wrapper), tuple(parts), repr(context))
+    if alike not in known:
+        known[alike] = _why_no_round_trip(wrapper)
+    return known[alike]
+
+
+def box_of(local: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor | str:
+    """The box of a local tensor, or why a wrapper subclass has none: most often the box cuts a quantisation block."""
+    if not is_wrapper(local):
+        return local_view(local, offsets, sizes)
+    where = f"its {type(local).__name__} of {tuple(local.shape)} cannot be cut at {tuple(offsets)}, {tuple(sizes)}"
+    remedy = "use meshes whose shards end between its blocks, or a tensor without the subclass"
+    try:
+        box = local_view(local, offsets, sizes)
+    except Exception as error:  # whatever the subclass raises
+        return f"{where} ({type(error).__name__}: {_first_line(error)}); {remedy}"
+    if type(box) is not type(local) or tuple(box.shape) != tuple(sizes):
+        return f"{where} (its slice is a {type(box).__name__} of {tuple(box.shape)}); {remedy}"
+    return box
+
+
+def why_not_cut(local: torch.Tensor, boxes: Iterable[Box], *, is_written: bool) -> str | None:
+    """The first reason why one of these boxes cannot be read, or written to, by the subclass's slices."""
+    for offsets, sizes in boxes:
+        box = box_of(local, offsets, sizes)
+        if isinstance(box, str):
+            return box
+        if is_written and not _lies_in(box, local):
+            return (
+                f"a slice of its {type(local).__name__} is a copy, so that nothing can be written through it; "
+                "load into a tensor of the saved layout, or one without the subclass"
+            )
+    return None
+
+
+def why_not_materialized(wrapper: torch.Tensor) -> str | None:
+    """Why a wrapper on the meta device cannot be given memory, or ``None`` where it can."""
+    try:
+        made = torch.empty_like(wrapper)
+    except Exception as error:  # whatever the subclass raises
+        reason = f"{type(error).__name__}: {_first_line(error)}"
+    else:
+        if type(made) is type(wrapper) and made.shape == wrapper.shape:
+            return None
+        reason = f"empty_like of it is a {type(made).__name__}"
+    return f"is a {type(wrapper).__name__} on the meta device ({reason}); give it memory before the load"
+
+
+def dense_values(local: torch.Tensor) -> torch.Tensor:
+    """The values that a wrapper stands for, as its ``copy_`` writes them into a new plain tensor; others as they are.
+
+    So shards can be joined that are cut anywhere.
+    """
+    if not is_wrapper(local):
+        return local
+    dense = torch.empty(local.shape, dtype=local.dtype, device=local.device)
+    with torch.no_grad():
+        dense.copy_(local)
+    return dense
+
+
+def without_slack(wrapper: torch.Tensor) -> torch.Tensor:
+    """The same wrapper, of copies where parts lie in larger memory: all of that would be written with them."""
+    parts, context = _flattened(wrapper)
+    kept = {name: _without_slack(part) for name, part in parts.items()}
+    return wrapper if all(kept[name] is parts[name] for name in parts) else _made_of(wrapper, kept, context)
+
+
+def _without_slack(part: torch.Tensor) -> torch.Tensor:
+    if is_wrapper(part):
+        return without_slack(part)
+    is_plain = type(part) is torch.Tensor and part.layout is torch.strided
+    return part.clone() if is_plain and part.untyped_storage().size() != part.nbytes else part
+
+
+def _why_no_round_trip(wrapper: torch.Tensor) -> str | None:
+    name = f"{type(wrapper).__module__}.{type(wrapper).__qualname__}"
+    if wrapper.is_nested:
+        return f"is a {name}, which has no one shape"
+    stream = io.BytesIO()
+    try:
+        empty = _on_meta(wrapper).detach()
+        torch.save(empty, stream)
+        stream.seek(0)
+        loaded = torch.load(stream, weights_only=True)
+        with torch.no_grad():
+            empty.copy_(loaded)
+    except pickle.UnpicklingError:
+        return f"consists of a {name}, which no load reads; allow it with torch.serialization.add_safe_globals"
+    except Exception as error:  # whatever the subclass raises
+        return (
+            f"consists of a {name}, which cannot be saved, read and copied "
+            f"({type(error).__name__}: {_first_line(error)}); convert it to a plain tensor"
+        )
+    if type(empty) is not type(wrapper) or type(loaded) is not type(wrapper):
+        return f"consists of a {name}, which loses its class on the way; convert it to a plain tensor"
+    return None
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    if not is_wrapper(tensor):
+        return torch.empty_like(tensor, device="meta", requires_grad=False)
+    parts, context = _flattened(tensor)
+    return _made_of(tensor, {name: _on_meta(part) for name, part in parts.items()}, context)
+
+
+def _flattened(wrapper: Any) -> tuple[dict[str, torch.Tensor], Any]:
+    """Its parts, and what else is needed to make it of them."""
+    names, context = wrapper.__tensor_flatten__()
+    return {name: getattr(wrapper, name) for name in names}, context
+
+
+def _made_of(wrapper: Any, parts: dict[str, torch.Tensor], context: Any) -> torch.Tensor:
+    made: torch.Tensor = type(wrapper).__tensor_unflatten__(parts, context, wrapper.shape, wrapper.stride())
+    return made
+
+
+def _lies_in(box: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Whether what is written to a slice reaches the tensor; parts that are not cut may be copies."""
+    if not is_wrapper(whole):
+        return box.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() or box.numel() == 0
+    of_whole = parts_of(whole)
+    return all(
+        part.shape == of_whole[name].shape or _lies_in(part, of_whole[name]) for name, part in parts_of(box).items()
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
