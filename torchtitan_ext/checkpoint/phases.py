@@ -138,9 +138,8 @@ class Phases:
             gathered = self._gather(name, work, doing)
             parts: list[bytes] = []
             if self.is_coordinator:
-                whole = _pickled(lambda: make_parts(_values(gathered)), self.rank)
-                made = pickle.loads(whole)
-                parts = [whole] * self.size if isinstance(made, PhaseFailure) else made
+                made = _attempt(lambda: make_parts(_values(gathered)), self.rank)
+                parts = [pickle.dumps(made)] * self.size if isinstance(made, PhaseFailure) else made
             return cast(R, _value(parts[0] if self._ranks is None else self._ranks[1].scatter(parts)))
 
     def to_coordinator(
@@ -209,14 +208,20 @@ class Phases:
         return CheckpointFailedError(self._operation, texts, undefined, name, self._path)
 
 
-def _pickled(work: Callable[[], Any], rank: int) -> bytes:
+def _attempt(work: Callable[[], T], rank: int) -> T | PhaseFailure:
     """What the work gives, or a ``PhaseFailure`` with what it raises."""
     try:
-        return pickle.dumps(work())
+        return work()
     except PhaseFailure as failure:
-        return pickle.dumps(failure)
+        return failure
     except BaseException as error:
-        return pickle.dumps(PhaseFailure({rank: _readable(error)}))
+        return PhaseFailure({rank: _readable(error)})
+
+
+def _pickled(work: Callable[[], Any], rank: int) -> bytes:
+    """What the work gives, or a ``PhaseFailure`` with what it, or pickling that, raises."""
+    made = _attempt(lambda: pickle.dumps(work()), rank)
+    return pickle.dumps(made) if isinstance(made, PhaseFailure) else made
 
 
 def _readable(error: BaseException) -> BaseException:
