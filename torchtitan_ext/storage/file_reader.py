@@ -45,9 +45,9 @@ _BATCH_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class MetadataMark:
-    """Travels with a rank's plan: which ``.metadata`` it was made by."""
+    """Travels with a rank's plan: which metadata it was made by."""
 
-    digest: int
+    digest: str
 
 
 class FileReader(StorageReader):
@@ -124,7 +124,7 @@ class FileReader(StorageReader):
             return
         rank = None if kwargs.get("use_collectives", True) else kwargs.get("rank")
         if rank is None:  # else each rank has read its own
-            self._mark = MetadataMark(_core.digest(self._metadata))
+            self._mark = MetadataMark(self.metadata_digest)
         if self._index is not None:  # it stands for the metadata
             return
         path, content = self.files.read_index(rank, getattr(metadata.storage_meta, "save_id", None))
