@@ -111,7 +111,7 @@ FORCE:
 # cmake and ninja of the environment, so that the build directory outlives pip's temporary one.
 $(STAMPS)/package: pyproject.toml $(STAMPS)/torch $(STAMPS)/modules
 	@echo "Compiling the package ..."
-	$(PIP) "scikit-build-core>=0.11" "pybind11>=3.0" "cmake>=3.26" ninja
+	$(PIP) "scikit-build-core>=0.11" "pybind11>=3.0" "cmake>=3.26" ninja "typer>=0.15"
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(PIP) --no-deps --no-build-isolation -Cbuild-dir=$(BUILD) --editable .
 	@touch $@
 

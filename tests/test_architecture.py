@@ -25,7 +25,9 @@ ROWS = [
     {"full_state_dicts"},
     {"elastic"},
     {"integrations"},
-    {"__init__", "run"},
+    {"offline"},
+    {"cli"},
+    {"__init__", "__main__", "run"},
 ]
 ROW_OF = {room: position for position, rooms in enumerate(ROWS) for room in rooms}
 

@@ -1,0 +1,28 @@
+"""``torchtitan-ext latest``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torchtitan_ext.cli.output import UNREADABLE, print_json
+from torchtitan_ext.storage.runs import latest, step_of
+
+
+def run(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Directory with step-<number> in it.")],
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """The newest finished checkpoint of a run. Reads no data: `verify` does.
+
+    Example: torchtitan-ext latest outputs/checkpoint
+    """
+    path = latest(run_dir)
+    if json:
+        print_json({"path": None if path is None else str(path), "step": None if path is None else step_of(path)})
+    elif path is not None:
+        print(path)
+    if path is None:
+        raise typer.Exit(UNREADABLE)

@@ -1,0 +1,39 @@
+"""What commands print: tables for people, JSON for programs, and the exit codes of all of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+FINE = 0
+DIFFERS = 1
+"""Two checkpoints differ, or one is damaged."""
+WRONG_USAGE = 2
+UNREADABLE = 3
+
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on stdout. Keys are part of the interface: docs/cli.md lists them."""
+    print(json.dumps(value))
+
+
+def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Columns as wide as their longest cell; numbers to the right. Plain text, so that a thousand rows take no time."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(titles, *cells, strict=True)]
+    is_right = [all(cell[:1].isdigit() for cell in column) and bool(column) for column in zip(*cells, strict=True)]
+    for line in (titles, *cells):
+        columns = zip(line, widths, is_right or [False] * len(widths), strict=True)
+        print("  ".join(cell.rjust(width) if right else cell.ljust(width) for cell, width, right in columns).rstrip())
+
+
+def text_of_bytes(num_bytes: float) -> str:
+    """``1.2 GB``: three digits, powers of 1,000."""
+    for unit in _UNITS:
+        if num_bytes < 999.5 or unit == _UNITS[-1]:
+            break
+        num_bytes /= 1000
+    return f"{num_bytes:.0f} {unit}" if unit == "B" or num_bytes >= 99.5 else f"{num_bytes:.2g} {unit}"
