@@ -277,6 +277,26 @@ class NoCheckpointError(TorchtitanExtError, RuntimeError):
         return f"load: {self.run} {self.detail}"
 
 
+class UnknownFormatError(TorchtitanExtError, RuntimeError):
+    """What lies at a path is no checkpoint of a format that this package knows, or one whose save has not finished.
+
+    Args:
+        path: Of the file or directory.
+        detail: What is there, or is not.
+    """
+
+    def __init__(self, path: str, detail: str) -> None:
+        super().__init__(path, detail)
+        self.path = path
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return (
+            f"{self.path} is no checkpoint: {self.detail}; expected a directory of torch.distributed.checkpoint, "
+            "safetensors files, or a file of torch.save"
+        )
+
+
 class CheckpointFailedError(TorchtitanExtError, RuntimeError):
     """Ranks failed while planning, writing or reading, for reasons outside this package (a full disk, a lost file).
 

@@ -1,7 +1,30 @@
-"""Checkpoint files at the speed of the disk: a DCP StorageWriter and StorageReader over csrc/storage."""
+"""Checkpoint files at the speed of the disk: a DCP StorageWriter and StorageReader over csrc/storage.
 
-from torchtitan_ext.storage.file_reader import FileReader
-from torchtitan_ext.storage.file_writer import FileWriter
-from torchtitan_ext.storage.runs import latest
+Names are imported when they are first used (PEP 562): describing and verifying a checkpoint need no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchtitan_ext.storage.file_reader import FileReader
+    from torchtitan_ext.storage.file_writer import FileWriter
+    from torchtitan_ext.storage.runs import latest
 
 __all__ = ["FileReader", "FileWriter", "latest"]
+
+_MODULE_OF = {"FileReader": "file_reader", "FileWriter": "file_writer", "latest": "runs"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

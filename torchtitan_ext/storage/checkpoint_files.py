@@ -16,7 +16,9 @@ from pathlib import Path
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError
-from torchtitan_ext.storage.raw_tensor import DTYPES
+from torchtitan_ext.storage.element_types import ITEM_BYTES
+
+DATA_SUFFIX = ".distcp"
 
 NO_METADATA = -1
 """What an index says of the size of ``.metadata`` where its tables stand for that file."""
@@ -61,12 +63,12 @@ class IndexedFile:
 
     @cached_property
     def tensors(self) -> dict[int, StoredTensor]:
-        """The plain tensors of dtypes that this torch has, by the offset of their records."""
+        """The plain tensors of known dtypes, by the offset of their records."""
         rows = _core.parse_records(self.file.records, self.file.footer_offset, self.file.name)
         return {
             offset: StoredTensor(dtype, sizes, _row_major(sizes), data_offset)
             for _, _, _, dtype, sizes, offset, _, data_offset in rows
-            if dtype in DTYPES
+            if dtype in ITEM_BYTES
         }
 
 

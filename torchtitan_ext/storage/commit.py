@@ -22,11 +22,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
-
 from torchtitan_ext import _core
 from torchtitan_ext.errors import CheckpointFailedError
-from torchtitan_ext.storage.checkpoint_files import index_path, metadata_path, sync_directory, write_file
+from torchtitan_ext.storage.checkpoint_files import DATA_SUFFIX, index_path, metadata_path, sync_directory, write_file
 from torchtitan_ext.storage.leftovers import (
     LOCK_PREFIX,
     PROBES,
@@ -63,7 +61,7 @@ class SavePlace:
         return stage_path(self.target, self.save_id) if self.is_staged else self.target
 
     def data_name(self, prefix: str) -> str:
-        return f"{prefix}{'0' if self.is_staged else self.save_id}{DEFAULT_SUFFIX}"
+        return f"{prefix}{'0' if self.is_staged else self.save_id}{DATA_SUFFIX}"
 
 
 class RunningSave:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_ext.storage.checkpoint_files import CheckpointIndex
-from torchtitan_ext.storage.raw_tensor import DTYPES
+from torchtitan_ext.storage.element_types import ITEM_BYTES
 
 _MAX_NAMED = 4
 
@@ -40,7 +40,7 @@ def _rows(position: Any, info: Any, begin: int, end: int, index: CheckpointIndex
     stored = None if index is None else index.files[info.relative_path].tensors.get(info.offset)
     if stored is None or not stored.sizes or 0 in stored.sizes:
         return str(position.fqn)
-    row_bytes = stored.strides[0] * DTYPES[stored.dtype].itemsize
+    row_bytes = stored.strides[0] * ITEM_BYTES[stored.dtype]
     first = max(0, (begin - stored.data_offset) // row_bytes)
     last = min(stored.sizes[0], -(-(end - stored.data_offset) // row_bytes))
     start = position.offset[0] if position.offset else 0

@@ -13,8 +13,8 @@ import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
+from torchtitan_ext import _core
 from torchtitan_ext.storage.checkpoint_files import metadata_path, sync_directory
-from torchtitan_ext.storage.metadata_file import parse_metadata
 from torchtitan_ext.storage.save_lock import LockState, is_surely_dead, read_lock
 
 LOCK_PREFIX = ".tte_save-"
@@ -162,9 +162,9 @@ def _of_rank(names: Iterable[str], rank: int | None) -> list[str]:
 def _committed_id(metadata: Path) -> str | None:
     """The id of the save that ``.metadata`` is of; ``None`` without one, empty where it cannot be told."""
     try:
-        meta = parse_metadata(metadata.read_bytes()).storage_meta
+        _, _, meta, _ = _core.read_metadata_pickle(metadata.read_bytes())
     except FileNotFoundError:
         return None
     except ValueError:
         return ""
-    return "" if meta is None or meta.save_id is None else meta.save_id
+    return (meta or {}).get("save_id") or ""

@@ -1,4 +1,4 @@
-"""Which tensors are plain memory, so that their bytes can be written and read as they are, and what torch calls these.
+"""Which tensors are plain memory, so that their bytes can be written and read as they are.
 
 All others (subclasses, sparse, quantised) travel as whole ``torch.save`` records.
 """
@@ -9,53 +9,11 @@ from collections.abc import Callable
 
 import torch
 
-from torchtitan_ext import _core
+from torchtitan_ext.storage import element_types
 
-# Names in pickles: torch.save has a storage class for each of the older dtypes and writes the name of the younger ones.
-_STORAGE_CLASSES = {
-    torch.float64: "DoubleStorage",
-    torch.float32: "FloatStorage",
-    torch.float16: "HalfStorage",
-    torch.bfloat16: "BFloat16Storage",
-    torch.int64: "LongStorage",
-    torch.int32: "IntStorage",
-    torch.int16: "ShortStorage",
-    torch.int8: "CharStorage",
-    torch.uint8: "ByteStorage",
-    torch.bool: "BoolStorage",
-    torch.complex128: "ComplexDoubleStorage",
-    torch.complex64: "ComplexFloatStorage",
-}
-_YOUNGER = [
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.float8_e4m3fn,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2,
-    torch.float8_e5m2fnuz,
-    torch.float8_e8m0fnu,
-]
-UNTYPED = "UntypedStorage"
-
-_DTYPE_OF_CLASS = {name: dtype for dtype, name in _STORAGE_CLASSES.items()}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-ELEMENT_TYPES = {
-    **{dtype: _core.ElementType(name, "", dtype.itemsize) for dtype, name in _STORAGE_CLASSES.items()},
-    **{dtype: _core.ElementType(UNTYPED, dtype_name(dtype), dtype.itemsize) for dtype in _YOUNGER},
-}
-NAMES = {dtype: dtype_name(dtype) for dtype in ELEMENT_TYPES}
-DTYPES = {name: dtype for dtype, name in NAMES.items()}
-
-
-def dtype_of(storage_class: str, name: str) -> torch.dtype | None:
-    """The dtype that a pickle means; ``None`` where it is none of plain memory."""
-    return DTYPES.get(name) if storage_class == UNTYPED else _DTYPE_OF_CLASS.get(storage_class)
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in element_types.ELEMENT_TYPES}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+ELEMENT_TYPES = {dtype: element_types.ELEMENT_TYPES[name] for name, dtype in DTYPES.items()}
 
 
 def raw_memory(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError
 from torchtitan_ext.storage.checkpoint_files import StoredTensor
-from torchtitan_ext.storage.raw_tensor import DTYPES, NAMES, dtype_of
+from torchtitan_ext.storage.element_types import ITEM_BYTES, dtype_name_of
 
 
 def find_stock_tensors(
@@ -35,12 +35,12 @@ def find_stock_tensors(
         if row is None:
             continue
         storage_class, name, sizes, strides, storage_offset, data_offset, data_bytes = row
-        dtype = dtype_of(storage_class, name)
+        dtype = dtype_name_of(storage_class, name)
         if dtype is None or not _is_in_file_order(sizes, strides):
             continue
-        data_offset += storage_offset * dtype.itemsize
-        tensor = StoredTensor(NAMES[dtype], sizes, strides, data_offset)
-        if storage_offset * dtype.itemsize + _extent_bytes(tensor) > data_bytes:
+        data_offset += storage_offset * ITEM_BYTES[dtype]
+        tensor = StoredTensor(dtype, sizes, strides, data_offset)
+        if storage_offset * ITEM_BYTES[dtype] + _extent_bytes(tensor) > data_bytes:
             raise DamagedCheckpointError(
                 f"{path}: record at byte {offset}: the tensor needs {_extent_bytes(tensor)} bytes, its storage has "
                 f"{data_bytes}"
@@ -53,7 +53,7 @@ def _extent_bytes(tensor: StoredTensor) -> int:
     if 0 in tensor.sizes:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.sizes, tensor.strides, strict=True))
-    return (last + 1) * DTYPES[tensor.dtype].itemsize
+    return (last + 1) * ITEM_BYTES[tensor.dtype]
 
 
 def _is_in_file_order(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:

@@ -1,0 +1,91 @@
+"""Which format lies at a path."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from states import save
+
+from torchtitan_ext.errors import UnknownFormatError
+from torchtitan_ext.storage import FileWriter
+from torchtitan_ext.storage.formats import format_of
+
+STATE = {"w": torch.arange(6.0), "step": 3}
+
+
+def make(path: Path, kind: str) -> Path:
+    if kind == "stock":
+        save(STATE, dcp.FileSystemWriter(path))
+    elif kind == "ours":
+        save(STATE, FileWriter(path, sync=False))
+    elif kind == "ours without .metadata":
+        save(STATE, FileWriter(path, sync=False, stock_metadata=False))
+    elif kind == "of one rank":
+        path.mkdir()
+        (path / "__3.metadata").touch()
+    elif kind == "safetensors directory":
+        path.mkdir()
+        save_file({"w": STATE["w"]}, path / "model-00001-of-00002.safetensors")
+    elif kind == "safetensors":
+        save_file({"w": STATE["w"]}, path)
+    else:
+        torch.save(STATE, path, _use_new_zipfile_serialization=kind == "torch.save")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("stock", "dcp"),
+        ("ours", "dcp"),
+        ("ours without .metadata", "dcp"),
+        ("of one rank", "dcp"),
+        ("safetensors directory", "safetensors"),
+        ("safetensors", "safetensors"),
+        ("torch.save", "torch"),
+        ("torch.save of torch 1.5", "torch"),
+    ],
+)
+def test_every_format_is_known(tmp_path: Path, kind: str, expected: str) -> None:
+    assert format_of(make(tmp_path / "checkpoint", kind)) == expected
+
+
+def test_a_cut_archive_is_still_torchs(tmp_path: Path) -> None:
+    path = make(tmp_path / "model.pt", "torch.save")
+    os.truncate(path, path.stat().st_size // 2)
+    assert format_of(path) == "torch"
+
+
+def test_what_is_none_is_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        UnknownFormatError, match=r"is no checkpoint: the directory has no .metadata.*; expected a direc"
+    ):
+        format_of(tmp_path)
+    (tmp_path / "step-5").mkdir()
+    with pytest.raises(UnknownFormatError, match="the directory of a run: name one of its steps"):
+        format_of(tmp_path)
+    (tmp_path / "step-5" / "__0_0.distcp").touch()
+    with pytest.raises(UnknownFormatError, match="a save that has not finished"):
+        format_of(tmp_path / "step-5")
+    (tmp_path / "notes").write_text("hello world")
+    with pytest.raises(UnknownFormatError, match="begins as none of"):
+        format_of(tmp_path / "notes")
+    with pytest.raises(FileNotFoundError):
+        format_of(tmp_path / "nothing")
+
+
+def test_no_torch_is_imported() -> None:
+    modules = "formats checkpoint_files commit damage leftovers opened save_lock stock_records"
+    code = "import sys, importlib\n" + "".join(
+        f"importlib.import_module('torchtitan_ext.storage.{name}')\n" for name in modules.split()
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code + "print({'torch', 'numpy'} & set(sys.modules))"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout == "set()\n"

@@ -1,0 +1,47 @@
+"""The dtypes whose elements are plain memory, by their names: item sizes, and what torch calls them in pickles. Imports
+no torch.
+"""
+
+from __future__ import annotations
+
+from torchtitan_ext import _core
+
+# torch.save has a storage class for each of the older dtypes and writes the name of the younger ones.
+_STORAGE_CLASSES = {
+    "float64": ("DoubleStorage", 8),
+    "float32": ("FloatStorage", 4),
+    "float16": ("HalfStorage", 2),
+    "bfloat16": ("BFloat16Storage", 2),
+    "int64": ("LongStorage", 8),
+    "int32": ("IntStorage", 4),
+    "int16": ("ShortStorage", 2),
+    "int8": ("CharStorage", 1),
+    "uint8": ("ByteStorage", 1),
+    "bool": ("BoolStorage", 1),
+    "complex128": ("ComplexDoubleStorage", 16),
+    "complex64": ("ComplexFloatStorage", 8),
+}
+_YOUNGER = {
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+}
+UNTYPED = "UntypedStorage"
+
+_NAME_OF_CLASS = {storage_class: name for name, (storage_class, _) in _STORAGE_CLASSES.items()}
+
+ITEM_BYTES = {**{name: num_bytes for name, (_, num_bytes) in _STORAGE_CLASSES.items()}, **_YOUNGER}
+ELEMENT_TYPES = {
+    **{name: _core.ElementType(kind, "", num_bytes) for name, (kind, num_bytes) in _STORAGE_CLASSES.items()},
+    **{name: _core.ElementType(UNTYPED, name, num_bytes) for name, num_bytes in _YOUNGER.items()},
+}
+
+
+def dtype_name_of(storage_class: str, name: str) -> str | None:
+    """The dtype that a pickle means; ``None`` where it is none of plain memory."""
+    return (name if name in ITEM_BYTES else None) if storage_class == UNTYPED else _NAME_OF_CLASS.get(storage_class)
