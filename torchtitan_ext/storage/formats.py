@@ -11,8 +11,8 @@ from typing import Literal
 from torchtitan_ext.errors import UnknownFormatError
 
 Format = Literal["dcp", "safetensors", "torch"]
-"""``dcp``: a directory of torch.distributed.checkpoint, stock's or ours. ``safetensors``: a file, or a directory of them
-as Hugging Face makes. ``torch``: a file of ``torch.save``."""
+"""``dcp``: a directory of torch.distributed.checkpoint, stock's or ours. ``safetensors``: a file, or a directory of such
+files. ``torch``: a file of ``torch.save``."""
 
 _DCP_NAME = re.compile(r"(__\d+)?\.(metadata|tte_index)(\.[0-9a-f]{32})?")
 
