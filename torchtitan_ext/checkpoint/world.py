@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -38,9 +39,16 @@ def world_record(size: int, meshes: Iterable[tuple[Sequence[int], Sequence[str]]
 
 
 def saved_world(metadata: Metadata) -> World:
-    """The world that saved a checkpoint; of size 0 where stock DCP wrote it, which does not say."""
+    """The world that saved a checkpoint; of size 0 where stock DCP wrote it, which does not say, or it is no world."""
     record = (metadata.planner_data or {}).get(WORLD_KEY) if isinstance(metadata.planner_data, dict) else None
-    return World(record["size"], record["mesh"]) if record else World(0)
+    size, mesh = (record.get("size"), record.get("mesh")) if isinstance(record, dict) else (0, {})
+    if not _is_count(size) or not isinstance(mesh, dict):
+        return World(0)
+    return World(size, {axis: length for axis, length in mesh.items() if isinstance(axis, str) and _is_count(length)})
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return type(value) is int and value > 0
 
 
 def named_axes(meshes: Iterable[tuple[Sequence[str] | None, Sequence[int]]]) -> dict[str, int]:

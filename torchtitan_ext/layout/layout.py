@@ -121,7 +121,15 @@ def local_shard(
     global_shape: Sequence[int], mesh_shape: Sequence[int], steps: Sequence[Step], coordinate: Sequence[int]
 ) -> LocalShard:
     """What the rank at ``coordinate`` holds, from plain values alone."""
-    sizes, chunks = _core.shard_at(global_shape, mesh_shape, steps, coordinate)
+    return _made_of(*_core.shard_at(global_shape, mesh_shape, steps, coordinate))
+
+
+def local_shards(global_shape: Sequence[int], mesh_shape: Sequence[int], steps: Sequence[Step]) -> list[LocalShard]:
+    """What the ranks at all coordinates hold, in row-major order of the mesh."""
+    return [_made_of(*shard) for shard in _core.all_shards(global_shape, mesh_shape, steps)]
+
+
+def _made_of(sizes: tuple[int, ...], chunks: Sequence[Sequence[tuple[int, ...]]]) -> LocalShard:
     return LocalShard(sizes, tuple(Chunk(*chunk) for chunk in chunks))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from torchtitan_ext.errors import Problem, argument_error, check_argument
@@ -58,7 +58,7 @@ class LayoutRules:
 
     def matches(self, fqns: Collection[str]) -> dict[str, bool]:
         """Whether each pattern applies to one of these keys."""
-        return {pattern: any(_rule_applies(pattern, fqn) for fqn in fqns) for pattern in self._layouts}
+        return {pattern: any(rule_applies(pattern, fqn) for fqn in fqns) for pattern in self._layouts}
 
     def __bool__(self) -> bool:
         """Whether there are any."""
@@ -68,12 +68,17 @@ class LayoutRules:
         """The order stated for a key, or ``None``. Raises ValueError where two rules of one rank differ."""
         if not self._layouts:
             return None
-        matching = [pattern for pattern in self._layouts if _rule_applies(pattern, fqn)]
-        exact = [pattern for pattern in matching if not any(char in pattern for char in "*?[")]
-        chosen = exact or matching
+        chosen = patterns_for(fqn, self._layouts)
         if len({self._layouts[pattern] for pattern in chosen}) > 1:
             raise ValueError(f"layouts: the rules {chosen} say different things of {fqn}; make one of them narrower")
         return self._layouts[chosen[0]] if chosen else None
+
+
+def patterns_for(fqn: str, patterns: Iterable[str]) -> list[str]:
+    """Those of the patterns that apply to a key: names, or only where there are none globs; see ``LayoutRules``."""
+    matching = [pattern for pattern in patterns if rule_applies(pattern, fqn)]
+    exact = [pattern for pattern in matching if not any(char in pattern for char in "*?[")]
+    return exact or matching
 
 
 def unused_problem(pattern: str, fqns: Collection[str]) -> Problem:
@@ -108,7 +113,8 @@ def _is_step(step: object) -> bool:
     return isinstance(axis, (int, str)) and isinstance(dim, int) and isinstance(split_factor, int)
 
 
-def _rule_applies(pattern: str, fqn: str) -> bool:
+def rule_applies(pattern: str, fqn: str) -> bool:
+    """Whether a rule for a parameter, by name or glob, is one for this key; see ``LayoutRules``."""
     names = [fqn, canonical_fqn(fqn, strip_module=True)]
     names += [match.group(1) for name in tuple(names) if (match := _OPTIMIZER_STATE.search(name))]
     return any(fnmatch.fnmatchcase(name, form) for name in names for form in (pattern, f"*.{pattern}"))

@@ -1,0 +1,282 @@
+"""How the tensors of a checkpoint would lie on a mesh of which only names and sizes are known.
+
+What each axis does with a tensor:
+  1. A rule of the user says so: ``{"*.wo.weight": {"tp": 1}}`` cuts dim 1 by ``tp``; ``None`` for a dim replicates.
+  2. ``dp_replicate``, and what else has *replicate* in its name, replicates; other ``dp*`` and ``*fsdp*`` axes cut dim
+     0, as FSDP2 does. Tensors that several ranks saved whole are buffers and counters: these stay whole.
+  3. An axis that the save had too, by name, cuts the dim that it cut then: that one whose boxes are the saved ones.
+  4. ``tp`` that the save had not: a dim beyond 0 that was cut; else dim 0 of matrices and nothing of vectors, which is
+     assumed, and said so.
+
+Axes further right cut first, and FSDP cuts what tensor parallelism has left, as in ``csrc/core/shard_layout.h``:
+
+    dp 4 x tp 2, 9 rows, both on dim 0:   tp 0: 0-4, tp 1: 5-8;   dp then cuts each by 4
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from torchtitan_ext import _core
+from torchtitan_ext.checkpoint.key_table import Box
+from torchtitan_ext.checkpoint.saved_chunks import ChunkList, SavedChunks
+from torchtitan_ext.checkpoint.world import World, saved_world
+from torchtitan_ext.errors import argument_error, check_argument, refusal
+from torchtitan_ext.layout.layout import LocalShard, MeshLayout, Steps, local_shards, num_elements
+from torchtitan_ext.layout.rules import patterns_for, rule_applies, unused_problem
+
+Placements = tuple[tuple[int, int], ...]
+"""Per mesh axis tensor dim, or -1 for replicated, and split factor: as in ``ShardReport``."""
+
+DimOf = Mapping[str, int | None]
+"""Which dim each named axis cuts; none for an axis that replicates."""
+
+_REPLICATED = (-1, 1)
+
+# More combinations of dims of an unusual save are not tried: two axes of four-dimensional tensors have 25.
+_MAX_COMBINATIONS = 200
+
+
+class Placed(NamedTuple):
+    """How one tensor lies on the mesh.
+
+    Attributes:
+        placements: None where it is a plain tensor, whole on every rank.
+        steps: The order in which it is cut.
+        is_assumed: Whether neither a rule nor the checkpoint says which dims ``tp`` cuts.
+    """
+
+    placements: Placements | None
+    steps: Steps
+    is_assumed: bool = False
+
+
+class PlacementRules:
+    """Places tensors on a mesh.
+
+    Args:
+        mesh: Size of each axis by name, leftmost first: ``{"dp_shard": 4, "tp": 2}``.
+        rules: By canonical fqn or glob, as the ``layouts`` of planners, which dim each axis cuts. A rule without
+            wildcards comes before a glob, an earlier one before a later one.
+        metadata: Of the checkpoint whose tensors these are.
+
+    Raises:
+        TypeError: An argument is of another type.
+        ValueError: A size below 1; an axis of which nothing says what it cuts; a rule for an axis that the mesh lacks.
+    """
+
+    def __init__(
+        self,
+        mesh: Mapping[str, int],
+        rules: Mapping[str, DimOf] | None = None,
+        *,
+        metadata: Metadata | None = None,
+    ) -> None:
+        _check_mesh(mesh)
+        self._rules = _checked_rules(rules, mesh)
+        self.mesh = MeshLayout(tuple(mesh.values()), tuple(range(num_elements(tuple(mesh.values())))), tuple(mesh))
+        old = World(0) if metadata is None else saved_world(metadata)
+        self._old = World(old.size, {axis: size for axis, size in old.mesh.items() if size > 1})
+        self._was_cut = _was_cut(metadata, self._old.mesh)
+        self._known: dict[tuple[tuple[int, ...], ChunkList | None], tuple[DimOf | None, bool]] = {}
+        for axis in mesh:
+            _check_axis(axis, self._old.mesh, self._rules)
+
+    def place(self, fqn: str, shape: Sequence[int], chunks: ChunkList | None = None) -> Placed:
+        """How a tensor lies on the mesh.
+
+        Args:
+            chunks: How it was saved, the same object for equal lists (``SavedChunks``).
+
+        Raises:
+            ValueError: A rule names a dim that it has not.
+        """
+        rule = self._rule_for(fqn)
+        alike = (tuple(shape), chunks)
+        if alike not in self._known:
+            self._known[alike] = self._dims_by_default(tuple(shape), chunks)
+        default, is_assumed = self._known[alike]
+        if rule is None and default is None:
+            return Placed(None, ())
+        dims = {**(default or {}), **(rule or {})}
+        for axis, dim in dims.items():
+            if dim is not None and not -len(shape) <= dim < len(shape):
+                raise ValueError(f"placements: got dim {dim} for {axis} of {fqn}, which has {len(shape)} dims")
+        named = self.mesh.dim_names or ()
+        of_axes = [dims.get(axis) for axis in named]
+        placements = _placements([None if dim is None else dim % len(shape) for dim in of_axes], self.mesh.shape)
+        steps = tuple(_core.read_placements(placements, self.mesh.shape, "nested"))
+        return Placed(placements, steps, is_assumed and not (rule or {}).keys() >= {"tp"})
+
+    def shards(self, shape: Sequence[int], placed: Placed) -> list[LocalShard]:
+        """What each rank holds of a tensor, in the order of ranks (row-major on the mesh)."""
+        return local_shards(shape, self.mesh.shape, placed.steps)
+
+    def check_used(self, fqns: Sequence[str]) -> None:
+        """Refuses rules that apply to none of these keys.
+
+        Raises:
+            LayoutError: Names the rules, and the key that each was perhaps meant for.
+        """
+        unused = [pattern for pattern in self._rules if not any(rule_applies(pattern, fqn) for fqn in fqns)]
+        if unused:
+            raise refusal("plan", [unused_problem(pattern, fqns) for pattern in unused])
+
+    def _rule_for(self, fqn: str) -> DimOf | None:
+        matching = patterns_for(fqn, self._rules) if self._rules else []
+        return self._rules[matching[0]] if matching else None
+
+    def _dims_by_default(self, shape: tuple[int, ...], chunks: ChunkList | None) -> tuple[DimOf | None, bool]:
+        """The dims that axes cut where no rule says so, and whether one of them is a guess; none for plain tensors."""
+        boxes = [] if chunks is None else chunks.index.boxes()
+        if not shape or (self._was_cut and len(boxes) == 1 and shape[0] > 1):
+            return None, False
+        beyond = _dims_cut_beyond(shape, boxes)
+        found: DimOf = {}
+        is_assumed = False
+        named = self.mesh.dim_names or ()
+        if any(axis in self._old.mesh and not _is_data_parallel(axis) for axis in named):
+            found, is_assumed = _saved_dims(shape, boxes, self._old)
+        dims: dict[str, int | None] = {}
+        for axis in named:
+            if _is_data_parallel(axis):
+                dims[axis] = None if _replicates(axis) else 0
+            elif axis in found:
+                dims[axis] = found[axis]
+            else:
+                dims[axis] = beyond[0] if beyond else 0 if axis == "tp" and len(shape) > 1 else None
+                is_assumed = is_assumed or (axis == "tp" and not beyond)
+        return dims, is_assumed
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """``"dp=8,tp=2"`` as the description of a mesh. Raises ValueError for anything else."""
+    mesh: dict[str, int] = {}
+    for part in text.split(","):
+        name, is_there, size = part.strip().partition("=")
+        if not name or not is_there or not size.isdigit() or name in mesh:
+            raise ValueError(f"mesh: got {text!r}, expected axes and sizes such as dp=8,tp=2")
+        mesh[name] = int(size)
+    return mesh
+
+
+def parse_rules(texts: Sequence[str]) -> dict[str, dict[str, int | None]]:
+    """``["*.wo.weight=tp:1"]`` as rules; ``tp:none`` replicates. Raises ValueError for anything else."""
+    rules: dict[str, dict[str, int | None]] = {}
+    for text in texts:
+        pattern, _, cuts = text.rpartition("=")
+        for cut in cuts.split(","):
+            axis, _, dim = cut.strip().partition(":")
+            if not pattern or not axis or not (dim == "none" or dim.lstrip("-").isdigit()):
+                raise ValueError(f"rule: got {text!r}, expected a glob, axes and dims such as '*.wo.weight=tp:1'")
+            rules.setdefault(pattern, {})[axis] = None if dim == "none" else int(dim)
+    return rules
+
+
+def _check_mesh(mesh: Any) -> None:
+    expected = "sizes of named axes such as {'dp': 8, 'tp': 2}"
+    check_argument("plan", "mesh", mesh, Mapping, expected)
+    for axis, size in mesh.items():
+        if not isinstance(axis, str) or isinstance(size, bool) or not isinstance(size, int):
+            raise argument_error("plan", "mesh", {axis: size}, expected)
+        if size < 1:
+            raise ValueError(f"mesh: got {axis}={size}, expected at least 1")
+    if not mesh:
+        raise ValueError("mesh: got no axes, expected sizes such as {'dp': 8, 'tp': 2}")
+
+
+def _checked_rules(rules: Any, mesh: Mapping[str, int]) -> dict[str, DimOf]:
+    expected = "dims of axes by glob such as {'*.wo.weight': {'tp': 1}}"
+    check_argument("plan", "placements", rules, (Mapping, type(None)), expected)
+    for pattern, dims in (rules or {}).items():
+        if not isinstance(pattern, str) or not isinstance(dims, Mapping):
+            raise argument_error("plan", "placements", rules, expected)
+        for axis, dim in dims.items():
+            if axis not in mesh:
+                raise ValueError(f"placements: {pattern!r} names axis {axis!r}, the mesh has {', '.join(mesh)}")
+            if isinstance(dim, bool) or not isinstance(dim, (int, type(None))):
+                raise argument_error("plan", "placements", dim, expected)
+    return dict(rules or {})
+
+
+def _check_axis(axis: str, saved_axes: Mapping[str, int], rules: Mapping[str, DimOf]) -> None:
+    if axis == "pp":
+        raise ValueError(
+            "mesh: got the axis pp, and stages of a pipeline hold different keys; pass the state dict of each stage"
+        )
+    is_known = _is_data_parallel(axis) or axis == "tp" or axis in saved_axes
+    if not is_known and not any(axis in dims for dims in rules.values()):
+        raise ValueError(
+            f"mesh: nothing says what the axis {axis!r} cuts; state it with placements={{'*': {{{axis!r}: 0}}}}, or "
+            "name it dp_shard, dp_replicate or tp where it is one"
+        )
+
+
+def _is_data_parallel(axis: str) -> bool:
+    return _replicates(axis) or _is_fsdp(axis)
+
+
+def _replicates(axis: str) -> bool:
+    return "replicate" in axis
+
+
+def _is_fsdp(axis: str) -> bool:
+    return not _replicates(axis) and (axis.startswith("dp") or "fsdp" in axis)
+
+
+def _was_cut(metadata: Metadata | None, saved_axes: Mapping[str, int]) -> bool:
+    """Whether FSDP cut the tensors of a save: what is whole in it was no parameter then."""
+    if metadata is None:
+        return False
+    if saved_axes:
+        return any(_is_fsdp(axis) and size > 1 for axis, size in saved_axes.items())
+    entries = metadata.state_dict_metadata.values()
+    return any(isinstance(one, TensorStorageMetadata) and len(one.chunks) > 1 for one in entries)
+
+
+def _saved_dims(shape: tuple[int, ...], boxes: Sequence[Box], old: World) -> tuple[DimOf, bool]:
+    """The dims that axes of the save cut, and whether that is a guess: no dims have the saved boxes."""
+    fixed = {axis: None if _replicates(axis) else 0 for axis in old.mesh if _is_data_parallel(axis)}
+    open_axes = [axis for axis in old.mesh if axis not in fixed]
+    choices: list[int | None] = [*range(len(shape)), None] if len(shape) > 1 else [None, 0]
+    # Axes of several meshes, which together are more than there were ranks, are no one mesh.
+    if num_elements(tuple(old.mesh.values())) <= old.size:
+        saved = {(tuple(offsets), tuple(lengths)) for offsets, lengths in boxes}
+        for chosen in itertools.islice(itertools.product(choices, repeat=len(open_axes)), _MAX_COMBINATIONS):
+            dims = {**fixed, **dict(zip(open_axes, chosen, strict=True))}
+            if _boxes_of(shape, dims, old.mesh) == saved:
+                return dims, False
+    beyond = _dims_cut_beyond(shape, boxes)
+    return {**fixed, **dict.fromkeys(open_axes, beyond[0] if beyond else None)}, not beyond
+
+
+def _boxes_of(shape: tuple[int, ...], dims: DimOf, mesh: Mapping[str, int]) -> set[Box]:
+    sizes = tuple(mesh.values())
+    steps = _core.read_placements(_placements([dims[axis] for axis in mesh], sizes), sizes, "nested")
+    return {(chunk.offsets, chunk.sizes) for shard in local_shards(shape, sizes, steps) for chunk in shard.chunks}
+
+
+def _dims_cut_beyond(shape: tuple[int, ...], boxes: Sequence[Box]) -> list[int]:
+    """Dims other than 0 that the saved boxes cut."""
+    return [dim for dim in range(1, len(shape)) if len({offsets[dim] for offsets, _ in boxes}) > 1]
+
+
+def _placements(dims: Sequence[int | None], sizes: Sequence[int]) -> Placements:
+    """As DTensor writes them: the split factor stands for the axes further right that cut the same dim before."""
+    placements = []
+    for axis, dim in enumerate(dims):
+        after = zip(dims[axis + 1 :], sizes[axis + 1 :], strict=True)
+        factor = num_elements([size for other, size in after if other == dim])
+        placements.append(_REPLICATED if dim is None else (dim, factor))
+    return tuple(placements)
+
+
+def saved_chunk_lists(metadata: Metadata) -> dict[str, ChunkList]:
+    """How each tensor was saved, by key."""
+    chunks = SavedChunks()
+    entries = metadata.state_dict_metadata.items()
+    return {fqn: chunks.of(saved) for fqn, saved in entries if isinstance(saved, TensorStorageMetadata)}
