@@ -24,7 +24,7 @@ export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 CPP_FILES = $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh tests/csrc/*.cpp tests/csrc/*.h benchmarks/*.cpp)
 PY_PATHS := torchtitan_ext tests examples benchmarks
 
-.PHONY: sanitize sanitize-asan sanitize-tsan help demo build test test-cpp test-python soak lint format clean
+.PHONY: sanitize sanitize-asan sanitize-tsan help demo build test test-cpp test-python test-clients soak lint format clean
 
 help:  ## Say what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -46,6 +46,11 @@ test-cpp: $(STAMPS)/gtest $(STAMPS)/package
 
 test-python: build $(STAMPS)/test
 	$(VENV)/bin/pytest
+
+test-clients: build $(STAMPS)/clients  ## The tests that need other people's libraries, which it installs (Python 3.11+)
+	TTE_REQUIRE_CLIENTS=1 $(VENV)/bin/pytest $(CLIENT_TESTS)
+# What `make test` skips where a library is missing.
+CLIENT_TESTS = $(shell grep -rl --include='test_*.py' 'pytest.importorskip' tests)
 
 soak: build $(STAMPS)/test  ## The property tests and fuzzers with many more cases (minutes to hours: TTE_SOAK=factor)
 	TTE_SOAK=$${TTE_SOAK:-20} $(VENV)/bin/pytest -m "not needs_cuda" --timeout 7200
@@ -117,6 +122,11 @@ $(STAMPS)/package: pyproject.toml $(STAMPS)/torch $(STAMPS)/modules
 
 $(STAMPS)/test: pyproject.toml $(STAMPS)/torch
 	$(PIP) "pytest>=8" pytest-timeout "hypothesis>=6.100" safetensors
+	@touch $@
+
+$(STAMPS)/clients: tests/clients/requirements.txt $(STAMPS)/test
+	$(PY) -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $@.constraints
+	$(PIP) --requirement $< --constraint $@.constraints
 	@touch $@
 
 $(STAMPS)/lint: pyproject.toml $(STAMPS)/torch $(STAMPS)/test
