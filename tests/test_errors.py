@@ -27,6 +27,7 @@ INSTANCES = [
         )
     ),
     errors.CheckpointReadError("trainer.step", "its bytes are damaged"),
+    errors.DamagedValueError("trainer.step", "its bytes are damaged"),
     errors.DamagedCheckpointError("step-3/__0_0.distcp: bytes 0 to 9 do not match their checksum; in them lie w[0:2]"),
     errors.LostRankError("sync_module_states", "tensors were sent", 2, (1,), "Connection reset by peer"),
     errors.SaveInProgressError("run/step-3", "process 7 on node1 since 12:00:00", "run/.tte_save-1"),

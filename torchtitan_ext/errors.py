@@ -44,17 +44,39 @@ _MAX_SHOWN = 60
 
 
 @dataclass(frozen=True)
+class Remedy:
+    """An option that would make a refused operation go, for callers whose users give it in another way.
+
+    Attributes:
+        option: ``"cast"``; ``"num_shards"`` of a data loader; ``"reshard"`` for per-rank entries, whose value is the
+            number of them.
+        value: What to give it.
+    """
+
+    option: Literal["cast", "num_shards", "reshard"]
+    value: str | int
+
+
+@dataclass(frozen=True)
 class Problem:
-    """One reason why a state is refused: what kind, which key, and a sentence with both values and what to do."""
+    """One reason why a state is refused: what kind, which key, and a sentence with both values and what to do.
+
+    Attributes:
+        advice: The end of the sentence, where it says what to do in calls of this package.
+        remedy: The same as a value.
+    """
 
     kind: ProblemKind
     fqn: str
     detail: str
+    advice: str = ""
+    remedy: Remedy | None = None
 
     def __str__(self) -> str:
         # Sentences of stock DCP name the key at their end. A key such as "w" is in many sentences that do not name it.
-        is_named = any(f" {self.fqn}{mark}" in self.detail for mark in ".;")
-        return self.detail if is_named else f"{self.fqn}: {self.detail}"
+        text = self.detail + self.advice
+        is_named = any(f" {self.fqn}{mark}" in text for mark in ".;")
+        return text if is_named else f"{self.fqn}: {text}"
 
 
 class TorchtitanExtError(Exception):
@@ -88,8 +110,8 @@ class StateRefusedError(TorchtitanExtError, RuntimeError, ValueError):
             lines += [f"  {problem}" for problem in members[:_MAX_LINES_PER_KIND]]
             if len(members) > _MAX_LINES_PER_KIND:
                 lines.append(f"  ... and {len(members) - _MAX_LINES_PER_KIND} more")
-        if self.report is not None and self.report.remedy:
-            lines.append(f"To go on without these: policy={self.report.remedy}")
+        if self.report is not None and self.report.way_on:
+            lines.append(self.report.way_on)
         return "\n".join(lines)
 
     def _headline(self) -> str:
@@ -183,12 +205,14 @@ class CannotReshardError(TorchtitanExtError, RuntimeError):
     Args:
         reason: Why, with the saved and the wanted values.
         remedy: What the user can do.
+        option: The same as a value, where it is one option.
     """
 
-    def __init__(self, reason: str, remedy: str) -> None:
-        super().__init__(reason, remedy)
+    def __init__(self, reason: str, remedy: str, option: Remedy | None = None) -> None:
+        super().__init__(reason, remedy, option)
         self.reason = reason
         self.remedy = remedy
+        self.option = option
 
     def __str__(self) -> str:
         return f"{self.reason}; {self.remedy}"
@@ -204,6 +228,13 @@ class CheckpointReadError(TorchtitanExtError, RuntimeError):
 
     def __str__(self) -> str:
         return f"load: cannot read {self.fqn}: {self.reason}"
+
+
+class DamagedValueError(CheckpointReadError):
+    """The bytes of a value of the checkpoint are not those of a value."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}; load another step"
 
 
 class DamagedCheckpointError(TorchtitanExtError, RuntimeError):

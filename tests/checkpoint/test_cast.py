@@ -105,4 +105,4 @@ def test_the_same_dtype_is_no_cast() -> None:
 )
 def test_the_message_says_what_to_do(policy: str, words: str) -> None:
     problem = cast_problem("w", torch.float32, torch.bfloat16, policy)  # type: ignore[arg-type]
-    assert problem is not None and words in problem.detail
+    assert problem is not None and words in str(problem)

@@ -16,7 +16,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import torchtitan_ext as tte
 from torchtitan_ext.elastic import ElasticPolicy, Resharded, Source, World
-from torchtitan_ext.errors import CheckpointFailedError, LostRankError, ReplicaMismatchError, TorchtitanExtError
+from torchtitan_ext.errors import (
+    CheckpointFailedError,
+    LostRankError,
+    ReplicaMismatchError,
+    StateRefusedError,
+    TorchtitanExtError,
+)
 from torchtitan_ext.ranks import watch
 
 FAILING_RANK = 1
@@ -173,6 +179,22 @@ def test_lost_and_cut_files_are_one_error_on_all_ranks(run_world: Callable[..., 
         damage(damaged)
         texts = run_world(2, load_damaged, damaged)
         assert texts[0] == texts[1] and all(text.startswith("load") for text in texts[0]), name
+
+
+def cut_values(path: Path) -> None:
+    """Makes the place of a rank no value any more; stock's files have no checksums that would tell."""
+    data = path / "__0_0.distcp"
+    assert b"K\n\x85" in data.read_bytes()
+    data.write_bytes(data.read_bytes().replace(b"K\n\x85", b"\xff\xff\xff"))
+
+
+@pytest.mark.parametrize("damage", [cut_values, lambda path: os.truncate(path / "__0_0.distcp", 300)])
+def test_damage_is_no_reason_to_start_a_component_anew(damage: Callable[[Path], object], tmp_path: Path) -> None:
+    dcp.save({"places": Places(0), "w": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
+    damage(tmp_path)
+    with pytest.raises(TorchtitanExtError) as caught:
+        tte.load({"places": Places(0), "w": torch.ones(3)}, tmp_path, policy=ElasticPolicy(), no_dist=True)
+    assert "reset" not in str(caught.value) and not isinstance(caught.value, StateRefusedError)
 
 
 def other_arguments(rank: int, world_size: int, path: Path) -> list[str]:

@@ -216,6 +216,32 @@ def test_casts(saved_dtype: torch.dtype, wanted_dtype: torch.dtype, cast: Any, i
     assert bool((state["w"] == (not is_refused)).all()) and state["w"].dtype == wanted_dtype
 
 
+def test_a_refusal_for_the_dtype_names_each_key_once_and_keeps_the_mesh() -> None:
+    saved = save(shards(torch.zeros(8), (4,), Shard(0)))
+    mesh = mesh_at(0, (1,), ("dp",))
+    target = DTensor.from_local(torch.zeros(8, dtype=torch.bfloat16), mesh, [Shard(0)], run_check=False)
+    with pytest.raises(ReshardError) as refused:
+        load(saved, [{"w": target}], lambda: tte.LoadPlanner(policy=ElasticPolicy()))
+    assert [problem.kind for problem in refused.value.problems] == ["wrong_dtype"]
+    assert "loaded by 1 rank (dp 1)" in str(refused.value) and "unexpected" not in str(refused.value)
+
+
+def test_what_has_another_kind_is_asked_for_all_the_same() -> None:
+    with pytest.raises(ReshardError) as refused:
+        load(save([{"step": 3}]), [{"step": torch.zeros(2)}], lambda: tte.LoadPlanner(policy=ElasticPolicy()))
+    assert [problem.kind for problem in refused.value.problems] == ["wrong_type"]
+    assert refused.value.report.unexpected == ()
+
+
+def test_a_cast_does_not_hide_the_remedy_for_the_rest() -> None:
+    saved = save([{"w": torch.zeros(3), "gone": torch.zeros(2)}])
+    with pytest.raises(ReshardError) as refused:
+        targets = {"w": torch.zeros(3, dtype=torch.bfloat16)}
+        load(saved, [targets], lambda: tte.LoadPlanner(policy=ElasticPolicy()))
+    assert "w: saved as torch.float32" in str(refused.value) and "pass cast='allow' to accept" in str(refused.value)
+    assert refused.value.report.remedy == "ElasticPolicy({'gone': 'omit'})"
+
+
 # What is refused, before a target changes.
 
 

@@ -15,7 +15,7 @@ from simulated_loaders import Ranks
 
 from torchtitan_ext.elastic import ElasticDataLoader, TorchtitanTextStreams
 from torchtitan_ext.elastic.indexed import IndexedPart, run_of
-from torchtitan_ext.errors import CannotReshardError
+from torchtitan_ext.errors import CannotReshardError, DamagedCheckpointError
 
 SAVED = Path(__file__).parent / "torchtitan_0_3_0"
 SEQ_LEN = 16
@@ -295,7 +295,8 @@ def test_states_that_are_not_exact_are_refused(change: Any, reason: str) -> None
 
 def test_other_bytes_are_refused() -> None:
     states = states_of("8_ranks_first_epoch")
-    assert "its bytes are damaged" in refusal({**states, "dp_rank_2": states["dp_rank_2"][:40]}, 8).reason
+    with pytest.raises(DamagedCheckpointError, match="dp_rank_2: its bytes are damaged .*; load another step"):
+        refusal({**states, "dp_rank_2": states["dp_rank_2"][:40]}, 8)
     assert "it is a dict, not the pickle" in refusal({**states, "dp_rank_2": {}}, 8).reason
 
 

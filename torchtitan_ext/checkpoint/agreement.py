@@ -18,6 +18,7 @@ from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.agreement_problems import class_problem, cover_problem
 from torchtitan_ext.checkpoint.key_table import Box, KeyTable
 from torchtitan_ext.checkpoint.rank_table import BOXES, OBJECT, RankTable, encode_table, unpack
+from torchtitan_ext.checkpoint.world import World, world_of
 from torchtitan_ext.errors import Problem, refusal
 from torchtitan_ext.layout.layout import Steps
 from torchtitan_ext.layout.rules import unused_problem
@@ -103,6 +104,10 @@ class Agreement:
     def number_of(self) -> dict[str, int]:
         """The number of each key in the world."""
         return {fqn: number for number, fqn in enumerate(self.names)}
+
+    def ranks_and_meshes(self) -> World:
+        """The ranks whose tables these are, and the axes of their meshes."""
+        return world_of(self.world.meshes(), [numbers[0] for numbers in self.sections])
 
     def has(self, key: int) -> bool:
         """Whether a rank holds the key of this number, and there is no problem with it."""

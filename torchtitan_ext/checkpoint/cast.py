@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from torchtitan_ext.errors import Problem
+from torchtitan_ext.errors import Problem, Remedy
 
 CastPolicy = Literal["exact", "allow", "forbid"]
 """Dtype changes: those that keep every value, those that keep the kind of number, none."""
@@ -56,17 +56,18 @@ def cast_problem(fqn: str, source: torch.dtype, target: torch.dtype, policy: Cas
     """Why a tensor of dtype ``source`` may not become one of dtype ``target``, or ``None`` where it may."""
     if source == target:
         return None
+    found = f"saved as {source}, the target is {target}"
     if policy == "forbid":
-        reason = "cast='forbid' allows no change of dtype; use a target of the saved dtype"
-    elif is_exact(source, target):
+        detail = f"{found}: cast='forbid' allows no change of dtype; use a target of the saved dtype"
+        return Problem("wrong_dtype", fqn, detail)
+    if is_exact(source, target):
         return None
-    elif _kind(source) > _kind(target):
-        reason = "the kind of number would change; convert it yourself"
-    elif policy == "allow":
+    if _kind(source) > _kind(target):
+        return Problem("wrong_dtype", fqn, f"{found}: the kind of number would change; convert it yourself")
+    if policy == "allow":
         return None
-    else:
-        reason = "values can change; pass cast='allow' to accept that"
-    return Problem("wrong_dtype", fqn, f"saved as {source}, the target is {target}: {reason}")
+    advice = "; pass cast='allow' to accept that"
+    return Problem("wrong_dtype", fqn, f"{found}: values can change", advice, Remedy("cast", "allow"))
 
 
 def number_for(value: Any, dtype: torch.dtype, policy: CastPolicy) -> int | float | complex:

@@ -21,7 +21,13 @@ from torchtitan_ext.checkpoint.param_groups import find_moved, merge_param_group
 from torchtitan_ext.checkpoint.policy import Action, ElasticPolicy, Source
 from torchtitan_ext.checkpoint.saved_values import paths_below, read_saved
 from torchtitan_ext.checkpoint.world import World, named_axes, saved_world
-from torchtitan_ext.errors import CannotReshardError, CheckpointReadError, Problem
+from torchtitan_ext.errors import (
+    CannotReshardError,
+    CheckpointReadError,
+    DamagedCheckpointError,
+    DamagedValueError,
+    Problem,
+)
 from torchtitan_ext.state.nested import flatten_state_dict
 
 
@@ -202,6 +208,8 @@ def _merge_groups(
     prefix = opened.source.saved_name(f"{name}.param_groups.x").removesuffix(".x")
     try:
         saved = read_saved(opened.reader, opened.metadata, prefix, weights_only=opened.weights_only)
+    except DamagedValueError:
+        raise
     except CheckpointReadError as error:
         return ComponentPlan("reshard", "", Problem("cannot_reshard", name, str(error)), prefix), None
     if not isinstance(saved, list) or not all("params" in group for group in saved):
@@ -230,7 +238,7 @@ def _merge_groups(
 def _ask(
     name: str, component: Any, opened: OpenSource, new: World, policy: ElasticPolicy
 ) -> tuple[ComponentPlan, Resharded | None]:
-    """What a component makes of what it saved."""
+    """What a component makes of what it saved. Damaged or lost files are errors, not reasons to start it anew."""
     prefix = opened.source.saved_prefix(name)
     part = next((glob for glob in policy.actions if glob.startswith(f"{name}.") and glob != f"{name}.*"), None)
     if part is not None:
@@ -245,10 +253,18 @@ def _ask(
         return ComponentPlan("reshard", "missing, left as is", problem), None
     try:
         saved = read_saved(opened.reader, opened.metadata, prefix, weights_only=opened.weights_only)
+    except DamagedValueError:
+        raise
+    except CheckpointReadError as error:
+        return ComponentPlan("reshard", "", Problem("cannot_reshard", name, str(error)), prefix), None
+    try:
         resharded = reshard_state(component, saved, saved_world(opened.metadata), new)
         return ComponentPlan("reshard", resharded.note, saved_prefix=prefix), resharded
     except CannotReshardError as error:
-        return ComponentPlan("reshard", "", Problem("cannot_reshard", name, str(error)), prefix), None
+        problem = Problem("cannot_reshard", name, error.reason, f"; {error.remedy}", error.option)
+        return ComponentPlan("reshard", "", problem, prefix), None
+    except DamagedCheckpointError:
+        raise
     except Exception as error:
         detail = f"{type(component).__name__} cannot take what was saved ({type(error).__name__}: {error})"
         return ComponentPlan("reshard", "", Problem("cannot_reshard", name, detail), prefix), None

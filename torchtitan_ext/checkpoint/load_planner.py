@@ -50,8 +50,7 @@ from torchtitan_ext.checkpoint.read_items import (
 from torchtitan_ext.checkpoint.report import LoadReport, build_report, disagreements, warn_of_leftovers
 from torchtitan_ext.checkpoint.saved_chunks import ChunkList, Part, SavedChunks, cover_problems
 from torchtitan_ext.checkpoint.storage_entries import name_files_of_overlap, name_metadata, storage_problems
-from torchtitan_ext.checkpoint.world import World, named_axes
-from torchtitan_ext.errors import CheckpointReadError, Problem, check_argument, refusal
+from torchtitan_ext.errors import CheckpointReadError, DamagedValueError, Problem, check_argument, refusal
 from torchtitan_ext.layout.dtensor import local_tensor
 from torchtitan_ext.layout.layout import ShardReport, Steps
 from torchtitan_ext.layout.rules import LayoutRules, ShardOrder
@@ -64,7 +63,7 @@ from torchtitan_ext.state.nested import (
     on_devices_of,
     set_value,
 )
-from torchtitan_ext.state.plain_value import read_value
+from torchtitan_ext.state.plain_value import DamagedBytesError, read_value
 
 
 @dataclass(frozen=True)
@@ -198,7 +197,7 @@ class LoadPlanner(StockLoadPlanner):
         problems: list[Problem] = []
         wanted: dict[str, KeyEntry] = {}
         self._saved_names, self._numbers = {}, {}
-        missing, left = [], []
+        missing, left, refused = [], [], []
         for fqn, entry in table.entries.items():
             if not rules.is_loaded(fqn, is_tensor=not isinstance(entry, ObjectEntry)):
                 left.append(fqn)
@@ -211,7 +210,9 @@ class LoadPlanner(StockLoadPlanner):
             problem = find_misfit(fqn, self.state_dict[fqn], entry, saved, self._cast)
             if problem is not None:
                 problems.append(problem)
-                continue
+                if problem.kind != "wrong_dtype":  # where only the dtype does not fit, all else is compared
+                    refused.append(fqn)
+                    continue
             wanted[fqn] = self._entry_as_saved(fqn, entry, saved)
             if saved_name != fqn:
                 self._saved_names[fqn] = saved_name
@@ -228,6 +229,7 @@ class LoadPlanner(StockLoadPlanner):
             missing=() if self.allow_partial_load else tuple(missing),
             skipped=tuple(missing) if self.allow_partial_load else (),
             left=tuple(left),
+            refused=tuple(refused),
             components=rules.components,
         )
         return LoadPlan([], planner_data=request)
@@ -257,9 +259,15 @@ class LoadPlanner(StockLoadPlanner):
             absent = dict.fromkeys(fqn for request in requests for fqn in request.missing)
             problems += missing_problems(list(absent), self.metadata, len(requests))
         else:
-            new = World(len(requests), named_axes((names, shape) for shape, names in agreement.world.meshes()))
             report = build_report(
-                requests, wanted, new, self.metadata, rules.policy, rules.source, rules.selects, problems
+                requests,
+                wanted,
+                agreement.ranks_and_meshes(),
+                self.metadata,
+                rules.policy,
+                rules.source,
+                rules.selects,
+                problems,
             )
             problems = list(report.problems)
         if problems:
@@ -313,7 +321,8 @@ class LoadPlanner(StockLoadPlanner):
         try:
             loaded = self._as_target(fqn, read_value(value, weights_only=self.weights_only))
         except ValueError as error:
-            raise CheckpointReadError(fqn, str(error)) from None
+            kind = DamagedValueError if isinstance(error, DamagedBytesError) else CheckpointReadError
+            raise kind(fqn, str(error)) from None
         if self.rules.values_first:
             self._values_read[fqn] = loaded
         else:

@@ -77,6 +77,7 @@ class ReadRequest:
         missing: Keys that the checkpoint lacks.
         skipped: Those that it may lack (``allow_partial_load``).
         left: Keys that are not loaded, by the policy or because no source selects them.
+        refused: Keys whose saved value is of another kind or shape than the target.
         components: By top-level key.
         rules: By which policy, and from which source, as text.
         metadata_name: Which metadata it read: ranks have one each after ``use_collectives=False``.
@@ -89,6 +90,7 @@ class ReadRequest:
     missing: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
     components: Mapping[str, ComponentPlan] = field(default_factory=dict)
 
 

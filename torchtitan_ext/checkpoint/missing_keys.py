@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from torchtitan_ext.checkpoint.load_rules import MODEL, ComponentPlan, ReadRequest, component_of
 from torchtitan_ext.checkpoint.per_rank_keys import PER_RANK, family_of, how_to_divide
 from torchtitan_ext.checkpoint.policy import ElasticPolicy, Source
-from torchtitan_ext.errors import Problem
+from torchtitan_ext.errors import Problem, Remedy
 from torchtitan_ext.layout.rules import canonical_fqn
 
 MAX_NAMED_KEYS = 10
@@ -37,12 +38,13 @@ def missing_problems(missing: Sequence[str], metadata: Metadata, num_ranks: int)
         families.setdefault(family_of(fqn), []).append(fqn)
     problems = []
     for position, (family, members) in enumerate(families.items()):
-        fqn = members[0]
-        hint = ""
+        problem = Problem("missing_key", members[0], f"Missing key in checkpoint state_dict: {members[0]}.")
         # Nearest names cost a pass over all keys, and the report shows ten lines.
         if position < MAX_NAMED_KEYS:
-            hint = _per_rank_hint(family, members, saved, num_ranks) or _name_hint(fqn, twins.get(fqn), renames, saved)
-        problems.append(Problem("missing_key", fqn, f"Missing key in checkpoint state_dict: {fqn}.{hint}"))
+            per_rank = _of_other_ranks(problem, family, members, saved, num_ranks)
+            hint = _name_hint(members[0], twins.get(members[0]), renames, saved) if per_rank is None else ""
+            problem = per_rank or replace(problem, detail=problem.detail + hint)
+        problems.append(problem)
     return problems
 
 
@@ -59,16 +61,21 @@ def nothing_matches(requests: Sequence[ReadRequest], metadata: Metadata) -> list
     return [Problem("missing_key", skipped[0], detail)]
 
 
-def _per_rank_hint(family: str, members: Sequence[str], saved: Sequence[str], num_ranks: int) -> str:
+def _of_other_ranks(
+    problem: Problem, family: str, members: Sequence[str], saved: Sequence[str], num_ranks: int
+) -> Problem | None:
+    """The problem with its reason, where each rank keeps such an entry and the checkpoint has those of other ranks."""
     relatives = [key for key in saved if family != members[0] and family_of(key) == family]
     if not relatives:
-        return ""
+        return None
     which = f"It, and others up to {members[-1]}, are" if len(members) > 1 else "It is"
-    return (
-        f" {which} of ranks that the save did not have: the checkpoint has {len(relatives)} of these, "
+    detail = (
+        f"{problem.detail} {which} of ranks that the save did not have: the checkpoint has {len(relatives)} of these, "
         f"{relatives[0]} and so on, this load has {num_ranks} rank(s), and nothing says how to divide them among "
-        f"other ranks: {how_to_divide(family)}."
+        "other ranks"
     )
+    remedy = Remedy("reshard", len(relatives))
+    return replace(problem, detail=detail, advice=f": {how_to_divide(family)}.", remedy=remedy)
 
 
 def _name_hint(fqn: str, twin: str | None, renames: Mapping[str, str], saved: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from torchtitan_ext.errors import Problem
+from torchtitan_ext.errors import Problem, Remedy
 
 # A component such as dp_rank_7 or rank_7: an entry that each rank keeps for itself. Not layers.7.
 PER_RANK = re.compile(r"((?:^|\.)(?:[^.]*_)?rank_?)\d+(?=\.|$)")
@@ -37,7 +37,9 @@ def unclaimed_problems(
                     family,
                     f"the checkpoint has {len(members)} of these, the {num_ranks} rank(s) of this load ask for "
                     f"{sum(fqn in wanted for fqn in members)}; {unclaimed[0]} would be dropped; load on as many "
-                    f"ranks as saved, {how_to_divide(family)}, or pass LoadPlanner(allow_unclaimed=[{family!r}])",
+                    "ranks as saved",
+                    f", {how_to_divide(family)}, or pass LoadPlanner(allow_unclaimed=[{family!r}])",
+                    Remedy("reshard", len(members)),
                 )
             )
     return problems

@@ -55,7 +55,7 @@ def find_remedy(
             actions[_common_glob(problem.fqn, missing, wanted)] = "reset"
         elif problem.kind == "unexpected_key" and not is_long:
             actions[_common_glob(problem.fqn, unexpected, wanted)] = "omit"
-        elif problem.kind not in ("missing_key", "unexpected_key"):
+        elif problem.kind not in ("missing_key", "unexpected_key") and problem.remedy is None:
             return None
     whole = {name for name, action in actions.items() if name in components}
     actions = {

@@ -70,6 +70,11 @@ class LoadReport:
         """The policy that would make it go, as the call that makes it; empty where none would."""
         return "" if self.remedy_policy is None else repr(self.remedy_policy)
 
+    @property
+    def way_on(self) -> str:
+        """The last line of a refusal: how the load would go. Frameworks say it in their users' terms."""
+        return f"To go on without these: policy={self.remedy}" if self.remedy else ""
+
     def __str__(self) -> str:
         widths = [max((len(line.name) for line in self.components), default=0), max(map(len, ("reshard", "action")))]
         lines = [f"saved by {self.old}, loaded by {self.new}"]
@@ -120,7 +125,8 @@ def build_report(
     )
     if MODEL in loaded:
         components.setdefault(MODEL, ComponentPlan(policy.component_action(MODEL)))
-    known = {*wanted.values(), *(source.saved_name(fqn) for fqn in left)}
+    refused = (fqn for request in requests for fqn in request.refused)
+    known = {*wanted.values(), *map(source.saved_name, chain(left, refused))}
     unexpected = [
         fqn for fqn in unexpected_keys(metadata, known, components, policy, source, selects) if fqn not in settled
     ]

@@ -229,7 +229,7 @@ class SavePlanner(StockSavePlanner):
         if self.flatten_state_dict:
             self.metadata.planner_data = stored_paths(agreement, tables)
             if every_rank_reports:
-                self.metadata.planner_data[WORLD_KEY] = world_record(len(tables), agreement.world.meshes())
+                self.metadata.planner_data[WORLD_KEY] = world_record(agreement.ranks_and_meshes())
         self.global_plan = [
             dataclasses.replace(plan, planner_data=decision, usable=True)
             for plan, decision in zip(all_plans, decisions, strict=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
@@ -33,9 +35,31 @@ WORLD_KEY = "torchtitan_ext.world"
 """Where a save's metadata says which world wrote it: in ``planner_data``, which readers look up by key only."""
 
 
-def world_record(size: int, meshes: Iterable[tuple[Sequence[int], Sequence[str]]]) -> dict[str, object]:
-    """What a save writes of its world: how many ranks, and the named axes of its meshes."""
-    return {"size": size, "mesh": named_axes((names, shape) for shape, names in meshes)}
+def world_of(meshes: Sequence[tuple[Sequence[int], Sequence[str] | None]], held: Sequence[Hashable]) -> World:
+    """The world of ranks that hold tensors on these meshes, with an axis ``pp`` for the stages of a pipeline.
+
+    A stage's tensors lie on a mesh of its own, which does not know of the others: stages are told from the ranks, where
+    these hold different keys in groups as large as the mesh.
+
+    Args:
+        meshes: Shape and axis names of each; those of all stages are one.
+        held: Per rank what stands for the keys that it holds on meshes, equal for equal keys.
+
+    Example:
+        >>> str(world_of([((4,), ("dp",))], ["stage 0"] * 4 + ["stage 1"] * 4))
+        '8 ranks (pp 2 x dp 4)'
+    """
+    axes = named_axes((names, shape) for shape, names in meshes)
+    stages = Counter(held)
+    largest = max((math.prod(shape) for shape, _ in meshes), default=0)
+    if len(stages) > 1 and set(stages.values()) == {largest} and "pp" not in axes:
+        axes = {"pp": len(stages), **axes}
+    return World(len(held), axes)
+
+
+def world_record(world: World) -> dict[str, object]:
+    """What a save writes of its world."""
+    return {"size": world.size, "mesh": dict(world.mesh)}
 
 
 def saved_world(metadata: Metadata) -> World:

@@ -21,8 +21,8 @@ from torchtitan_ext.elastic.indexed import IndexedPart, IndexedStream, IndexedSt
 from torchtitan_ext.elastic.packing import PackedTokens, packed_state
 from torchtitan_ext.elastic.streams import HuggingFaceStreams
 from torchtitan_ext.elastic.virtual_shards import ShardState, shard_key, to_entry
-from torchtitan_ext.errors import CannotReshardError, argument_error
-from torchtitan_ext.state.plain_value import read_pickle
+from torchtitan_ext.errors import CannotReshardError, DamagedCheckpointError, argument_error
+from torchtitan_ext.state.plain_value import DamagedBytesError, read_pickle
 
 _RANK_KEY = "dp_rank_"
 _BUFFERS = ("inputs_buffer", "labels_buffer", "positions_buffer")
@@ -100,6 +100,8 @@ class TorchtitanTextStreams(PackedTokens):
             try:
                 saved_rank = _read_rank(ranks[rank])
                 shard = self._shard_state(saved_rank, rank, world_size)
+            except DamagedBytesError as error:
+                raise DamagedCheckpointError(f"torchtitan's state {_RANK_KEY}{rank}: {error}") from None
             except ValueError as error:
                 _refuse(f"torchtitan's state {_RANK_KEY}{rank} cannot be taken over: {error}", world_size)
             except (KeyError, TypeError, AttributeError) as error:

@@ -106,6 +106,10 @@ class NotPlainError(ValueError):
         return f"it is not plain data (found {self.found}); {self.remedy}"
 
 
+class DamagedBytesError(ValueError):
+    """The bytes of a value cannot be read as one."""
+
+
 def read_value(stream: io.BytesIO, *, weights_only: bool) -> Any:
     """The value that ``torch.save`` wrote to a stream; tensors in it are on the CPU.
 
@@ -114,7 +118,8 @@ def read_value(stream: io.BytesIO, *, weights_only: bool) -> Any:
         weights_only: Refuse values of classes that are not plain data.
 
     Raises:
-        ValueError: The value is not plain data, or the bytes are damaged; says which class or what is wrong.
+        NotPlainError: Says which class is not plain data.
+        DamagedBytesError: Says what is wrong.
     """
     try:
         with torch.serialization.safe_globals(_PLAIN_GLOBALS):
@@ -124,12 +129,12 @@ def read_value(stream: io.BytesIO, *, weights_only: bool) -> Any:
         reason = error.__context__ if isinstance(error.__context__, pickle.UnpicklingError) else error
         found = re.search(r"GLOBAL (\S+)", str(error)) or re.search(r"but got <class '(.+)'>", str(reason))
         if not weights_only or found is None:
-            raise ValueError(f"its bytes are damaged ({_first_line(reason)})") from None
+            raise DamagedBytesError(f"its bytes are damaged ({_first_line(reason)})") from None
         raise NotPlainError(
             found[1], _remedy(found[1], "pass weights_only=False if you trust the checkpoint")
         ) from None
     except Exception as error:
-        raise ValueError(f"its bytes are damaged ({type(error).__name__}: {_first_line(error)})") from None
+        raise DamagedBytesError(f"its bytes are damaged ({type(error).__name__}: {_first_line(error)})") from None
 
 
 def why_not_plain(value: Any) -> str | None:
@@ -216,14 +221,15 @@ def read_pickle(data: bytes) -> Any:
     with ``torch.serialization.add_safe_globals`` too.
 
     Raises:
-        ValueError: The value is not plain data, or the bytes are damaged; says which class or what is wrong.
+        NotPlainError: Says which class is not plain data.
+        DamagedBytesError: Says what is wrong.
     """
     try:
         return _PlainUnpickler(io.BytesIO(data)).load()
     except _NotAllowedError as error:
         raise NotPlainError(str(error), _remedy(str(error), "store plain data instead")) from None
     except Exception as error:
-        raise ValueError(f"its bytes are damaged ({type(error).__name__}: {_first_line(error)})") from None
+        raise DamagedBytesError(f"its bytes are damaged ({type(error).__name__}: {_first_line(error)})") from None
 
 
 class _NotAllowedError(Exception):
