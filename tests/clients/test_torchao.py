@@ -1,5 +1,6 @@
 """torchao's float8 all-gather weights and 8-bit optimizer states under FSDP2: stock's files, both ways."""
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.functional import mse_loss
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import torchtitan_ext as tte
@@ -20,7 +23,7 @@ from torchtitan_ext.storage import FileReader, FileWriter
 
 pytest.importorskip("torchao")
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-from torchao.optim import AdamW8bit
+from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
 
 WRITERS = {"stock": (DefaultSavePlanner, FileSystemWriter), "ours": (tte.SavePlanner, FileWriter)}
 READERS = {"stock": (DefaultLoadPlanner, FileSystemReader), "ours": (tte.LoadPlanner, FileReader)}
@@ -139,3 +142,99 @@ def test_moments_that_are_quantised_on_some_worlds_only(run_world, tmp_path: Pat
     for text in run_world(2, load_moments, tmp_path / "4"):
         assert "exp_avg: its OptimState8bit of (56, 160) cannot be cut at (0, 0), (28, 160)" in text
         assert "align with block boundary" in text and "use meshes whose shards end between its blocks" in text
+
+
+NUM_STEPS = 3
+
+
+class GatherBytes(DefaultAllGather):
+    """gloo has no float8."""
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        return super().__call__(output_tensor.view(torch.uint8), input_tensor.view(torch.uint8), group, async_op)
+
+
+class Job:
+    """A training job whose losses do not depend on the number of ranks: each has the whole batch, and ends of shards
+    are ends of quantisation blocks. The second weight is too small for torchao to quantise its moments."""
+
+    def __init__(self, world_size: int, optimizer: type[torch.optim.Optimizer], seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(512, 48, bias=False), nn.Linear(48, 48, bias=False))
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+        convert_to_float8_training(self.model, config=config)
+        if world_size > 1:
+            fully_shard(self.model, mesh=init_device_mesh("cpu", (world_size,))).set_custom_all_gather(GatherBytes())
+        self.optimizer = optimizer(self.model.parameters(), lr=0.01)
+
+    def state(self) -> dict[str, Any]:
+        weights, moments = get_state_dict(self.model, self.optimizer)
+        return {"model": weights, "optimizer": moments}
+
+    def save(self, path: Path) -> None:
+        dcp.save(self.state(), checkpoint_id=path)
+
+    def load(self, path: Path) -> None:
+        state = self.state()
+        dcp.load(state, checkpoint_id=path)
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+    def train(self, first_step: int, num_steps: int) -> list[float]:
+        losses = []
+        for step in range(first_step, first_step + num_steps):
+            generator = torch.Generator().manual_seed(step)
+            inputs, wanted = torch.randn(32, 512, generator=generator), torch.randn(32, 48, generator=generator)
+            loss = mse_loss(self.model(inputs), wanted)
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+
+def of_side(side: str) -> AbstractContextManager[None]:
+    return tte.installed() if side == "ours" else nullcontext()
+
+
+def first_job(rank: int, world_size: int, optimizer: type[torch.optim.Optimizer], path: Path) -> list[float]:
+    with torch.compiler.set_stance("force_eager"):
+        job = Job(world_size, optimizer, seed=0)
+        losses = job.train(0, NUM_STEPS)
+        for side in WRITERS:
+            with of_side(side):
+                job.save(path / side)
+    return losses
+
+
+def next_jobs(
+    rank: int, world_size: int, optimizer: type[torch.optim.Optimizer], first_step: int, old: Path, new: Path
+) -> dict[str, list[float]]:
+    """Resumes every checkpoint with ``install`` and without, and saves as it has loaded."""
+    losses = {}
+    with torch.compiler.set_stance("force_eager"):
+        for checkpoint in sorted(old.iterdir()):
+            for side in READERS:
+                way = f"{checkpoint.name} -> {side}"
+                job = Job(world_size, optimizer, seed=1)
+                with of_side(side):
+                    job.load(checkpoint)
+                    losses[way] = job.train(first_step, NUM_STEPS)
+                    job.save(new / way)
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [AdamW8bit, AdamW4bit, AdamWFp8])
+def test_losses_go_on_from_four_to_two_to_three_ranks(
+    run_world, tmp_path: Path, optimizer: type[torch.optim.Optimizer]
+) -> None:
+    with torch.compiler.set_stance("force_eager"):
+        wanted = Job(1, optimizer, seed=0).train(0, 3 * NUM_STEPS)
+    assert run_world(4, first_job, optimizer, tmp_path / "4")[0] == pytest.approx(wanted[:3], rel=1e-6)
+    second = run_world(2, next_jobs, optimizer, NUM_STEPS, tmp_path / "4", tmp_path / "2")[0]
+    third = run_world(3, next_jobs, optimizer, 2 * NUM_STEPS, tmp_path / "2", tmp_path / "3")[0]
+    assert (len(second), len(third)) == (4, 8)
+    for losses in second.values():
+        assert losses == pytest.approx(wanted[3:6], rel=1e-6)
+    for losses in third.values():
+        assert losses == pytest.approx(wanted[6:], rel=1e-6)
