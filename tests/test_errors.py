@@ -34,6 +34,7 @@ INSTANCES = [
     errors.SavedOverError("run/step-3", "__0_0.distcp is gone"),
     errors.NoCheckpointError("run", "got step=3, expected one of 1, 2"),
     errors.UnknownFormatError("model", "the directory is empty"),
+    errors.UnsafePickleError("model.pt", "it names os.system"),
     errors.CannotInstallError("torch 3.0 has no function _save_state_dict"),
     errors.CannotReshardError("saved with 8 shards, this run has 12", "choose num_shards=24"),
     errors.CheckpointFailedError("load", {3: "OSError: disk full", 5: "ValueError: no"}),

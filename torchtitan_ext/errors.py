@@ -328,6 +328,23 @@ class UnknownFormatError(TorchtitanExtError, RuntimeError):
         )
 
 
+class UnsafePickleError(TorchtitanExtError, RuntimeError):
+    """A file's pickle names what is not on the list of what may be unpickled; nothing of it was run.
+
+    Args:
+        path: Of the file.
+        detail: What it names.
+    """
+
+    def __init__(self, path: str, detail: str) -> None:
+        super().__init__(path, detail)
+        self.path = path
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.path} is not unpickled, which could run any code: {self.detail}"
+
+
 class CheckpointFailedError(TorchtitanExtError, RuntimeError):
     """Ranks failed while planning, writing or reading, for reasons outside this package (a full disk, a lost file).
 

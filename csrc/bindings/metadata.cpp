@@ -6,11 +6,13 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <unordered_map>
 #include <vector>
 
 #include "bindings/plain_values.h"
 #include "core/check.h"
 #include "core/metadata_pickle.h"
+#include "core/metadata_summary.h"
 #include "storage/metadata_tables.h"
 
 namespace py = pybind11;
@@ -119,12 +121,14 @@ py::list chunk_list_at(const MetadataColumns& columns, size_t number) {
   return chunks;
 }
 
+py::object to_offsets(const MetadataColumns& columns, uint32_t offsets) {
+  return offsets == SavedPart::kNone ? py::object(py::none()) : to_tuple(columns.sizes[offsets]);
+}
+
 py::tuple index_of_part(const MetadataColumns& columns, size_t number) {
   const SavedPart& part = at(columns.parts(), number);
-  const py::object offsets =
-      part.offsets == SavedPart::kNone ? py::object(py::none()) : to_tuple(columns.sizes[part.offsets]);
   const py::object index = part.index == SavedPart::kNoIndex ? py::object(py::none()) : py::int_(part.index);
-  return py::make_tuple(to_str(columns.names[part.fqn]), offsets, index);
+  return py::make_tuple(to_str(columns.names[part.fqn]), to_offsets(columns, part.offsets), index);
 }
 
 py::tuple place_of_part(const MetadataColumns& columns, size_t number) {
@@ -136,6 +140,46 @@ py::tuple place_of_part(const MetadataColumns& columns, size_t number) {
     transforms = names;
   }
   return py::make_tuple(to_str(columns.names[part.path]), part.offset_bytes, part.length_bytes, transforms);
+}
+
+py::list describe_keys(const MetadataColumns& columns) {
+  const std::vector<PartSum> sums = sum_parts_by_key(columns);
+  // Many keys share dtype and sizes: one object each.
+  std::unordered_map<uint32_t, py::object> dtypes, sizes;
+  const auto shared = [](auto& known, uint32_t number, const auto& make) -> const py::object& {
+    const auto [at, is_new] = known.try_emplace(number);
+    if (is_new) at->second = make();
+    return at->second;
+  };
+  py::list rows;
+  for (size_t number = 0; number < sums.size(); ++number) {
+    const SavedKey& key = columns.keys()[number];
+    const py::str name = to_str(columns.names[key.fqn]);
+    if (!key.is_tensor) {
+      rows.append(py::make_tuple(name, py::none(), py::none(), sums[number].num_parts, sums[number].num_bytes));
+      continue;
+    }
+    rows.append(py::make_tuple(name, shared(dtypes, key.dtype, [&] { return to_str(columns.names[key.dtype]); }),
+                               shared(sizes, key.sizes, [&] { return to_tuple(columns.sizes[key.sizes]); }),
+                               columns.chunk_lists()[key.chunk_list].size(), sums[number].num_bytes));
+  }
+  return rows;
+}
+
+py::list describe_files(const MetadataColumns& columns) {
+  py::list rows;
+  for (const auto& [path, sum] : sum_parts_by_file(columns)) {
+    rows.append(py::make_tuple(to_str(columns.names[path]), sum.num_parts, sum.num_bytes, sum.end));
+  }
+  return rows;
+}
+
+py::list unplaced_chunks(const MetadataColumns& columns, size_t limit) {
+  py::list rows;
+  for (const auto& [key, offsets] : find_unplaced(columns, limit)) {
+    rows.append(py::make_tuple(to_str(columns.names[columns.keys()[key].fqn]), to_offsets(columns, offsets)));
+  }
+  return rows;
 }
 
 std::optional<size_t> found(uint32_t number) {
@@ -226,6 +270,9 @@ void define_metadata(py::module_& module) {
            [](const MetadataColumns& self, const py::str& fqn) { return found(self.find_key(to_utf8(fqn))); })
       .def("key", &key_at)
       .def("chunk_list", &chunk_list_at)
+      .def("describe_keys", &describe_keys)
+      .def("describe_files", &describe_files)
+      .def("unplaced_chunks", &unplaced_chunks, py::arg("limit"))
       .def("find_part",
            [](const MetadataColumns& self, const py::str& fqn, const std::optional<Sizes>& offsets) {
              return found(self.find_part(to_utf8(fqn), offsets));

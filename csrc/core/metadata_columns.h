@@ -147,10 +147,9 @@ class MetadataColumns {
   // Positions in keys() and parts(); HashedNumbers::kNone where there is none.
   uint32_t find_key(std::string_view fqn) const;
   uint32_t find_part(std::string_view fqn, const std::optional<std::vector<int64_t>>& offsets) const;
+  uint32_t find_part(uint32_t fqn, uint32_t offsets) const;  // both by their numbers in the tables
 
  private:
-  uint32_t find_part(uint32_t fqn, uint32_t offsets) const;
-
   std::vector<SavedKey> keys_;
   std::deque<std::vector<SavedChunk>> chunk_lists_;
   std::vector<std::vector<uint32_t>> transforms_;

@@ -24,8 +24,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.two_tensor import TwoTensor
 
 import torchtitan_ext as tte
-from torchtitan_ext.checkpoint.world import WORLD_KEY
 from torchtitan_ext.errors import LayoutError, ReplicaMismatchError, StateRefusedError
+from torchtitan_ext.storage.saved_metadata import WORLD_KEY
 
 
 class Boxes(torch.Tensor):

@@ -4,12 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from calls import call as call_here
+from calls import call_process as call
+
+from torchtitan_ext.cli.app import _SUMMARY_OF
 from torchtitan_ext.cli.output import FINE, UNREADABLE, WRONG_USAGE, text_of_bytes
-
-
-def call(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torchtitan_ext", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def test_help_lists_the_commands_without_importing_them() -> None:
@@ -25,16 +25,25 @@ def test_help_lists_the_commands_without_importing_them() -> None:
 
 
 def test_exit_codes(tmp_path: Path) -> None:
-    assert call("latest", tmp_path).returncode == UNREADABLE
-    assert call("no-such-command").returncode == WRONG_USAGE
+    assert call("latest", tmp_path).code == UNREADABLE
+    assert call("no-such-command").code == WRONG_USAGE
     (tmp_path / "step-3").mkdir()
     (tmp_path / "step-3" / ".metadata").write_bytes(b"")
     result = call("latest", tmp_path)
-    assert result.returncode == FINE
-    assert result.stdout == f"{tmp_path / 'step-3'}\n"
+    assert result.code == FINE
+    assert result.out == f"{tmp_path / 'step-3'}\n"
 
 
 def test_bytes_have_three_digits_and_a_unit() -> None:
     assert [text_of_bytes(n) for n in (0, 999, 1000, 1_230_000, 999_600, 123_456_789)] == [
         "0 B", "999 B", "1 kB", "1.2 MB", "1 MB", "123 MB",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", _SUMMARY_OF)
+def test_the_help_of_a_command_fits_a_screen_and_has_an_example(command: str) -> None:
+    shown = call_here(command, "--help")
+    assert shown.code == FINE
+    assert len(shown.out.splitlines()) <= 24, shown.out
+    assert f"Example: torchtitan-ext {command} " in shown.out
+    assert _SUMMARY_OF[command].split(":")[0].rstrip(".") in shown.out

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "core/metadata_pickle.h"
+#include "core/metadata_summary.h"
 #include "storage/bytes.h"
 #include "storage/errors.h"
 #include "storage/metadata_tables.h"
@@ -153,6 +154,34 @@ TEST(MetadataColumns, TheLastOfEqualPartsCountsInThePlaceOfTheFirst) {
   columns.index_parts();
   ASSERT_EQ(columns.parts().size(), 5u);
   EXPECT_EQ(columns.parts()[1].offset_bytes, 9);
+}
+
+TEST(MetadataSummary, PartsPerKeyAndFile) {
+  const MetadataColumns columns = small_columns();
+  const std::vector<core::PartSum> keys = core::sum_parts_by_key(columns);
+  ASSERT_EQ(keys.size(), 3u);
+  EXPECT_EQ(keys[1].num_parts, 2);
+  EXPECT_EQ(keys[1].num_bytes, int64_t{2} << 40);
+  EXPECT_EQ(keys[2].num_bytes, 0);
+  const std::vector<core::FileSum> files = core::sum_parts_by_file(columns);
+  ASSERT_EQ(files.size(), 2u);
+  EXPECT_EQ(columns.names[files[0].path], "__0_0.distcp");
+  EXPECT_EQ(files[0].sum.num_parts, 4);
+  EXPECT_EQ(files[0].sum.end, 70'000 + (int64_t{1} << 40));
+  EXPECT_TRUE(core::find_unplaced(columns, 9).empty());
+}
+
+TEST(MetadataSummary, ChunksWithoutAPart) {
+  MetadataColumns columns = small_columns();
+  core::SavedKey third = columns.keys()[0];
+  third.fqn = columns.names.add("c.weight");
+  columns.add_key(third);
+  columns.add_key({.fqn = columns.names.add("epoch")});
+  const std::vector<core::UnplacedChunk> found = core::find_unplaced(columns, 9);
+  ASSERT_EQ(found.size(), 3u);
+  EXPECT_EQ(found[0].key, 3u);
+  EXPECT_EQ(found[2].offsets, SavedPart::kNone);
+  EXPECT_EQ(core::find_unplaced(columns, 1).size(), 1u);
 }
 
 TEST(MetadataColumns, ManyPartsAreFound) {

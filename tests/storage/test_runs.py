@@ -14,7 +14,7 @@ from states import blank, differences, save
 import torchtitan_ext as tte
 from torchtitan_ext.errors import NoCheckpointError
 from torchtitan_ext.storage import FileWriter, commit, save_lock
-from torchtitan_ext.storage.runs import find_steps
+from torchtitan_ext.storage.steps import find_steps
 from torchtitan_ext.storage.verify import find_damage, is_whole
 
 

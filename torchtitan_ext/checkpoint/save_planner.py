@@ -54,7 +54,7 @@ from torchtitan_ext.checkpoint.plan_cache import (
 )
 from torchtitan_ext.checkpoint.rank_table import EncodedTable, RankTable, encode_table, host_digest, number_hosts
 from torchtitan_ext.checkpoint.stored_entries import stored_entries, stored_paths
-from torchtitan_ext.checkpoint.world import WORLD_KEY, world_record
+from torchtitan_ext.checkpoint.world import world_record
 from torchtitan_ext.checkpoint.write_items import read_writes, write_items
 from torchtitan_ext.errors import Problem, StateRefusedError, refusal
 from torchtitan_ext.layout.dtensor import local_tensor
@@ -62,6 +62,7 @@ from torchtitan_ext.layout.layout import Chunk, num_elements
 from torchtitan_ext.layout.rules import LayoutRules, ShardOrder
 from torchtitan_ext.layout.wrapper import box_of
 from torchtitan_ext.state.nested import flatten_state_dict
+from torchtitan_ext.storage.saved_metadata import WORLD_KEY
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torchtitan_ext.checkpoint.phases import Phases
 from torchtitan_ext.errors import NoCheckpointError, argument_error
-from torchtitan_ext.storage.runs import find_steps, step_of, step_path
+from torchtitan_ext.storage.steps import find_steps, step_of, step_path
 from torchtitan_ext.storage.verify import find_damage
 
 Step = int | Literal["latest", "last-good"]

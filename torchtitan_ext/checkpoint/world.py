@@ -10,6 +10,8 @@ from typing import TypeGuard
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from torchtitan_ext.storage.saved_metadata import WORLD_KEY
+
 
 @dataclass(frozen=True)
 class World:
@@ -29,10 +31,6 @@ class World:
         axes = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
         ranks = f"{self.size} rank{'s' if self.size > 1 else ''}"
         return f"{ranks} ({axes})" if axes else ranks
-
-
-WORLD_KEY = "torchtitan_ext.world"
-"""Where a save's metadata says which world wrote it: in ``planner_data``, which readers look up by key only."""
 
 
 def world_of(meshes: Sequence[tuple[Sequence[int], Sequence[str] | None]], held: Sequence[Hashable]) -> World:

@@ -6,16 +6,19 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from torchtitan_ext.cli.output import UNREADABLE
-from torchtitan_ext.errors import TorchtitanExtError
+from torchtitan_ext.cli.output import UNREADABLE, print_problem
+from torchtitan_ext.errors import DamagedCheckpointError, TorchtitanExtError
 
 _SUMMARY_OF = {
+    "inspect": "What a checkpoint holds: keys, dtypes, shapes, files.",
+    "verify": "Whether a checkpoint, or each of a run, is whole.",
     "latest": "The newest finished checkpoint of a run.",
 }
 """The commands, in the order of the help, and a line on each. ``torchtitan_ext.cli.<name>.run`` is the command."""
@@ -52,8 +55,17 @@ def _about() -> None:
 
 def main() -> None:
     """Runs the command that the arguments of this process name, and exits with its code."""
+    warnings.showwarning = _print_warning
     try:
         app(prog_name="torchtitan-ext")
-    except (TorchtitanExtError, OSError) as error:
-        print(f"torchtitan-ext: {error}", file=sys.stderr)
+    except DamagedCheckpointError as error:
+        print_problem(error.reason)
         sys.exit(UNREADABLE)
+    except (TorchtitanExtError, OSError) as error:
+        print_problem(str(error))
+        sys.exit(UNREADABLE)
+
+
+def _print_warning(message: Warning | str, *where: object, **options: object) -> None:
+    """Without the line of our source that warns."""
+    print_problem(f"warning: {message}")

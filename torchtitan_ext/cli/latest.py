@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from torchtitan_ext.cli.output import UNREADABLE, print_json
-from torchtitan_ext.storage.runs import latest, step_of
+from torchtitan_ext.storage.runs import latest
+from torchtitan_ext.storage.steps import step_of
 
 
 def run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -18,6 +19,11 @@ _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 def print_json(value: Any) -> None:
     """One JSON document on stdout. Keys are part of the interface: docs/cli.md lists them."""
     print(json.dumps(value))
+
+
+def print_problem(text: str) -> None:
+    """One line on stderr."""
+    print(f"torchtitan-ext: {text}", file=sys.stderr)
 
 
 def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

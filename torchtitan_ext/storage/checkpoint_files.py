@@ -78,11 +78,13 @@ class CheckpointIndex:
 
     Attributes:
         tables: What stands for ``.metadata``, encoded; empty where there is that file.
+        notes: What the save says of itself: ``world_size``, and the versions of ``torch`` and ``torchtitan_ext``.
     """
 
     save_id: bytes
     files: dict[str, IndexedFile]
     tables: bytes
+    notes: dict[str, str]
 
 
 def is_local(checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -139,7 +141,7 @@ def parse_index(
             belongs to another ``.metadata``, which a damaged one cannot be told from.
     """
     try:
-        save_id, metadata_bytes, metadata_digest, _, files, tables = _core.parse_index(content, str(path))
+        save_id, metadata_bytes, metadata_digest, notes, files, tables = _core.parse_index(content, str(path))
     except ValueError as error:  # a FormatError, or a name that is no UTF-8
         if verify == "none" and metadata is not None:
             warnings.warn(f"the index is ignored: {error}", stacklevel=2)
@@ -149,7 +151,7 @@ def parse_index(
             remedy = "verify='none' reads without the index and its checksums"
         raise DamagedCheckpointError(f"{error}; {remedy}") from None
     rank_files = [RankFile(*row) for row in files]
-    index = CheckpointIndex(save_id, {file.name: IndexedFile(file) for file in rank_files}, tables)
+    index = CheckpointIndex(save_id, {file.name: IndexedFile(file) for file in rank_files}, tables, dict(notes))
     if metadata is None:
         return index if metadata_bytes == NO_METADATA else None
     if (metadata_bytes, metadata_digest) != (len(metadata), _core.digest(metadata)):

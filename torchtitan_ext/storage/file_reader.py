@@ -30,7 +30,7 @@ from torchtitan_ext.storage.checkpoint_files import (
     metadata_path,
     parse_index,
 )
-from torchtitan_ext.storage.damage import describe_damage
+from torchtitan_ext.storage.damage import Part, describe_damage
 from torchtitan_ext.storage.metadata_file import metadata_of_tables, parse_metadata
 from torchtitan_ext.storage.opened import OpenedCheckpoint
 from torchtitan_ext.storage.raw_tensor import DTYPES
@@ -245,10 +245,6 @@ class FileReader(StorageReader):
         save_id = self._index.save_id
         return runs.add_checked_file(path, file.num_bytes, file.footer_offset, file.footer_digest, save_id, descriptor)
 
-    def has_checksums(self, name: str) -> bool:
-        """Whether there are checksums of a file's blocks."""
-        return self._index is not None and name in self._index.files
-
     def read_runs(self, runs: _core.RunReader, names: list[str]) -> None:
         """Reads what was added.
 
@@ -258,7 +254,13 @@ class FileReader(StorageReader):
         damaged = runs.read(thread_count_of(self.thread_count), self.verify)
         if damaged:
             blocks = [(names[file], begin, end) for file, begin, end in damaged]
-            raise DamagedCheckpointError(describe_damage(self.path, blocks, self.storage_data, self._index))
+            parts = (
+                Part(place.fqn, place.offset, info.relative_path, info.offset, info.length)
+                for place, info in self.storage_data.items()
+            )
+            text = describe_damage(self.path, blocks, parts, self._index)
+            remedy = "Load another checkpoint, or verify='none' to take the bytes as they are"
+            raise DamagedCheckpointError(f"{text}. {remedy}")
 
 
 class _Batch:

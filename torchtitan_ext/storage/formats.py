@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import os
 import re
-import zipfile
 from pathlib import Path
 from typing import Literal
 
 from torchtitan_ext.errors import UnknownFormatError
 
 Format = Literal["dcp", "safetensors", "torch"]
-"""``dcp``: a directory of torch.distributed.checkpoint, stock's or ours. ``safetensors``: a file, or a directory of such
-files. ``torch``: a file of ``torch.save``."""
+"""``dcp``: a directory of torch.distributed.checkpoint, stock's or ours. ``safetensors``: a file, or a directory with
+some. ``torch``: a file of ``torch.save``."""
 
 _DCP_NAME = re.compile(r"(__\d+)?\.(metadata|tte_index)(\.[0-9a-f]{32})?")
 
 # How torch.save began before it wrote zip archives (torch 1.5): protocol 2, then its magic number as a long integer.
 _LEGACY_START = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
+
+# The local header of a zip archive's first entry, and its name.
+_ZIP_START = b"PK\x03\x04"
+_NAME_OFFSET = 30
+_HEAD_BYTES = 4096
 
 
 def format_of(path: str | os.PathLike[str]) -> Format:
@@ -36,21 +40,18 @@ def format_of(path: str | os.PathLike[str]) -> Format:
             return "safetensors"
         raise UnknownFormatError(str(place), _missing(names))
     with place.open("rb") as stream:
-        head = stream.read(len(_LEGACY_START))
-    if head == _LEGACY_START or (head[:4] == b"PK\x03\x04" and _is_torch_archive(place)):
+        head = stream.read(_HEAD_BYTES)
+    if head.startswith(_LEGACY_START) or _is_torch_archive(head):
         return "torch"
     if place.suffix == ".safetensors" or head[8:9] == b"{":
         return "safetensors"
     raise UnknownFormatError(str(place), "the file begins as none of safetensors or torch.save does")
 
 
-def _is_torch_archive(path: Path) -> bool:
-    """Whether a zip archive has the pickle of ``torch.save``; a cut one, whose directory is gone, may have had it."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return any(name.endswith("/data.pkl") for name in archive.namelist())
-    except (zipfile.BadZipFile, NotImplementedError):
-        return True
+def _is_torch_archive(head: bytes) -> bool:
+    """Whether a zip archive begins with the pickle of ``torch.save``, as those do; others begin with other entries."""
+    name_bytes = int.from_bytes(head[26:28], "little")
+    return head.startswith(_ZIP_START) and head[_NAME_OFFSET : _NAME_OFFSET + name_bytes].endswith(b"/data.pkl")
 
 
 def _missing(names: list[str]) -> str:

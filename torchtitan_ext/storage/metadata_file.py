@@ -24,6 +24,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from torchtitan_ext import _core
 from torchtitan_ext.storage.lazy_metadata import lazy_entries, lazy_parts
+from torchtitan_ext.storage.raw_tensor import dtype_name
+from torchtitan_ext.storage.saved_metadata import columns_of_tables
 
 _ENCODED_MEMORY_FORMATS = {
     torch.contiguous_format: _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT.value,
@@ -62,10 +64,7 @@ def metadata_of_tables(tables: bytes, files: Sequence[tuple[str, int, int, int, 
     Args:
         files: Rows of ``_core.parse_index``.
     """
-    columns, *rest = _core.read_metadata_tables(tables, str(path))
-    for name, _, _, footer_offset, _, records in files:
-        columns.add_records(name, records, footer_offset)
-    return _lazy_metadata(columns, *rest)
+    return _lazy_metadata(*columns_of_tables(tables, files, path))
 
 
 def columns_of(state_dict_metadata: Mapping[str, Any]) -> _core.MetadataColumns | None:
@@ -91,7 +90,7 @@ def columns_of(state_dict_metadata: Mapping[str, Any]) -> _core.MetadataColumns 
         columns.add_tensor_key(
             fqn,
             entry.size,
-            str(properties.dtype).removeprefix("torch."),
+            dtype_name(properties.dtype),
             str(properties.layout),
             _ENCODED_MEMORY_FORMATS[properties.memory_format],
             *flags,

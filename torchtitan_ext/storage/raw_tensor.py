@@ -16,6 +16,10 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 ELEMENT_TYPES = {dtype: element_types.ELEMENT_TYPES[name] for name, dtype in DTYPES.items()}
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def raw_memory(tensor: torch.Tensor) -> torch.Tensor | None:
     """The tensor itself where its elements lie as they are in memory, a copy where they are conjugated or negated.
 

@@ -1,21 +1,18 @@
-"""The checkpoints of a run, in directories ``step-<number>`` as torchtitan names them."""
+"""The checkpoints of a run: the latest, and which of them stay."""
 
 from __future__ import annotations
 
 import os
-import re
 import uuid
 import warnings
 from pathlib import Path
 
 from torchtitan_ext.errors import SaveInProgressError
-from torchtitan_ext.storage.checkpoint_files import index_path, metadata_path
 from torchtitan_ext.storage.commit import lock_path
 from torchtitan_ext.storage.leftovers import checkpoint_names, remove_directory, remove_files, stage_path
 from torchtitan_ext.storage.save_lock import SaveLock
+from torchtitan_ext.storage.steps import find_steps, step_of, step_path
 from torchtitan_ext.storage.verify import is_whole
-
-_STEP = re.compile(r"step-(\d+)")
 
 
 def latest(run_dir: str | os.PathLike[str]) -> Path | None:
@@ -23,28 +20,6 @@ def latest(run_dir: str | os.PathLike[str]) -> Path | None:
     collective, and reads no checkpoint: ``tte.load(..., step="last-good")`` does."""
     finished = [number for number, is_finished in find_steps(Path(run_dir)).items() if is_finished]
     return step_path(Path(run_dir), max(finished)) if finished else None
-
-
-def find_steps(run: Path) -> dict[int, bool]:
-    """The steps that a run has directories of, and whether their saves have finished."""
-    names = os.listdir(run) if run.is_dir() else []
-    numbers = [int(match[1]) for name in names if (match := _STEP.fullmatch(name)) and (run / name).is_dir()]
-    return {number: _has_finished(step_path(run, number)) for number in numbers}
-
-
-def _has_finished(path: Path) -> bool:
-    """Whether there is metadata, or an index that stands for it."""
-    return metadata_path(path, None).is_file() or index_path(path, None).is_file()
-
-
-def step_path(run: Path, number: int) -> Path:
-    return run / f"step-{number}"
-
-
-def step_of(path: str | os.PathLike[str]) -> int | None:
-    """The step that a directory is of, by its name; ``None`` where it has another name."""
-    match = _STEP.fullmatch(Path(os.path.abspath(path)).name)
-    return None if match is None else int(match[1])
 
 
 def remove_old_steps(saved: Path, keep: int) -> None:

@@ -1,28 +1,168 @@
-"""Which safetensors files of a directory hold a key."""
+"""Headers of safetensors files, and what a file or a directory of them holds. Imports no torch.
+
+A file is 8 bytes with the length of its header, little-endian, that many bytes of JSON (per tensor its dtype, shape and
+the bytes it takes behind the header), and the bytes of all tensors, without gaps
+(https://huggingface.co/docs/safetensors). Beside several files of one model Hugging Face has a
+``*.safetensors.index.json``, which says of each key the file. DCP's writer for Hugging Face notes in ``__metadata__``
+which chunk of a tensor a file has.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-# A header is the names, dtypes and places of a file's tensors: 100 MB is the format's own limit.
+from torchtitan_ext.errors import DamagedCheckpointError
+from torchtitan_ext.storage.contents import ContentChunk, ContentFile, ContentKey, Contents, bytes_of
+from torchtitan_ext.storage.element_types import ITEM_BYTES
+from torchtitan_ext.storage.steps import step_of
+
+# The format's own limit.
 _MAX_HEADER_BYTES = 100_000_000
+
+_DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
+    "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "C64": "complex64",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SafetensorsEntry:
+    """One tensor of a file.
+
+    Attributes:
+        dtype: As torch calls it; as the file does where torch has none of that name.
+        sizes: Of what lies in this file.
+        offsets: Of that in the tensor, by DCP's note; zeros without one.
+        begin: Its first byte in the file.
+    """
+
+    dtype: str
+    sizes: tuple[int, ...]
+    offsets: tuple[int, ...]
+    begin: int
+    num_bytes: int
 
 
 def files_with_key(directory: Path, fqn: str) -> list[str]:
-    """Names of the ``*.safetensors`` files that hold a tensor of this name, sorted; damaged ones are left out.
-
-    Reads headers only: 8 bytes with the length, little-endian, then that many bytes of JSON, one entry per tensor
-    (https://huggingface.co/docs/safetensors).
-    """
+    """Names of the ``*.safetensors`` files that hold a tensor of this name, sorted; damaged ones are left out."""
     found = []
-    for path in sorted(directory.glob("*.safetensors")):
+    for path in safetensors_paths(directory):
         try:
-            with path.open("rb") as file:
-                num_bytes = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(num_bytes)) if num_bytes <= _MAX_HEADER_BYTES else {}
-        except (OSError, ValueError):
+            if fqn in read_header(path):
+                found.append(path.name)
+        except (OSError, DamagedCheckpointError):
             continue
-        if isinstance(header, dict) and fqn in header:
-            found.append(path.name)
     return found
+
+
+def safetensors_paths(path: Path) -> list[Path]:
+    """A file itself, or the ``*.safetensors`` of a directory, sorted."""
+    return sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+
+
+def read_header(path: Path) -> dict[str, SafetensorsEntry]:
+    """The tensors of a file, by name, in the order of their bytes.
+
+    Raises:
+        DamagedCheckpointError: The header is no header, or does not describe all bytes of the file once.
+    """
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        file_bytes = path.stat().st_size
+        if header_bytes > min(_MAX_HEADER_BYTES, file_bytes - 8):
+            text = f"a header of {header_bytes} bytes is announced, and {max(0, file_bytes - 8)} follow"
+            raise DamagedCheckpointError(f"{path}: {text}")
+        text_bytes = file.read(header_bytes)
+    try:
+        header = json.loads(text_bytes)
+        notes = header.pop("__metadata__", None) or {}
+        boxes = json.loads(notes["DCP_SHARDING_INFO"]) if "DCP_SHARDING_INFO" in notes else {}
+        entries = {str(fqn): _entry(entry, boxes.get(fqn), 8 + header_bytes) for fqn, entry in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{path}: its header is none of safetensors ({error})") from None
+    entries = dict(sorted(entries.items(), key=lambda item: item[1].begin))
+    _check_places(path, entries, 8 + header_bytes, file_bytes)
+    return entries
+
+
+def read_weight_map(directory: Path) -> dict[str, str] | None:
+    """The file of each key, as the index of a directory says; ``None`` where there is no index.
+
+    Raises:
+        DamagedCheckpointError: It is none.
+    """
+    paths = sorted(directory.glob("*.safetensors.index.json")) if directory.is_dir() else []
+    if not paths:
+        return None
+    try:
+        files = json.loads(paths[0].read_bytes())["weight_map"]
+        if not all(isinstance(name, str) for name in files.values()):
+            raise ValueError("a file's name is no text")
+        return dict(files)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{paths[0]}: is no index of safetensors files ({error})") from None
+
+
+def describe_safetensors(path: Path) -> Contents:
+    """What a file, or a directory of files, holds.
+
+    Raises:
+        DamagedCheckpointError: A header is.
+    """
+    chunks: dict[str, list[ContentChunk]] = {}
+    dtypes: dict[str, str] = {}
+    files = []
+    for file in safetensors_paths(path):
+        entries = read_header(file)
+        files.append(ContentFile(file.name, file.stat().st_size, len(entries)))
+        for fqn, entry in entries.items():
+            dtypes.setdefault(fqn, entry.dtype)
+            chunk = ContentChunk(entry.offsets, entry.sizes, file.name, entry.begin, entry.num_bytes)
+            chunks.setdefault(fqn, []).append(chunk)
+    keys = [_key(fqn, dtypes[fqn], of_key) for fqn, of_key in chunks.items()]
+    return Contents(path, "safetensors", keys, files, lambda fqn: chunks[fqn], step=step_of(path))
+
+
+def _key(fqn: str, dtype: str, chunks: list[ContentChunk]) -> ContentKey:
+    ends = [
+        [start + size for start, size in zip(chunk.offsets or (), chunk.sizes or (), strict=True)] for chunk in chunks
+    ]
+    sizes = tuple(map(max, zip(*ends, strict=False)))
+    return ContentKey(
+        fqn, dtype, sizes, bytes_of(dtype, sizes, sum(chunk.num_bytes or 0 for chunk in chunks)), len(chunks)
+    )
+
+
+def _entry(entry: Any, box: Any, data_begin: int) -> SafetensorsEntry:
+    sizes = tuple(map(_count, entry["shape"]))
+    begin, end = map(_count, entry["data_offsets"])
+    offsets = (0,) * len(sizes) if box is None else tuple(map(_count, box["saved_offsets"]))
+    if len(offsets) != len(sizes):
+        raise ValueError("a chunk has other dims than its tensor")
+    dtype = _DTYPES.get(str(entry["dtype"]), str(entry["dtype"]))
+    num_bytes = math.prod(sizes) * ITEM_BYTES[dtype] if dtype in ITEM_BYTES else end - begin
+    if end - begin != num_bytes:
+        raise ValueError(f"{num_bytes} bytes are needed where {end - begin} are given")
+    return SafetensorsEntry(dtype, sizes, offsets, data_begin + begin, num_bytes)
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"got {value!r}, expected a number that is not negative")
+    return value
+
+
+def _check_places(path: Path, entries: dict[str, SafetensorsEntry], data_begin: int, file_bytes: int) -> None:
+    at = data_begin
+    for fqn, entry in entries.items():
+        if entry.begin != at:
+            text = f"{fqn} begins at byte {entry.begin}, the tensor before it ends at byte {at}"
+            raise DamagedCheckpointError(f"{path}: {text}")
+        at += entry.num_bytes
+    if at != file_bytes:
+        raise DamagedCheckpointError(f"{path}: the tensors end at byte {at}, the file at byte {file_bytes}")

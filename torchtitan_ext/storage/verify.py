@@ -1,45 +1,53 @@
-"""Whether a checkpoint is whole: every file there, of its size and its save, and every byte as it was written."""
+"""Whether a checkpoint of any format is whole. Imports no torch."""
 
 from __future__ import annotations
 
 import os
-import warnings
+from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
-from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError, TorchtitanExtError
+from torchtitan_ext.storage.archives import archive_damage
 from torchtitan_ext.storage.checkpoint_files import parse_index
-from torchtitan_ext.storage.file_reader import FileReader
+from torchtitan_ext.storage.dcp_damage import DcpLook, verify_dcp
+from torchtitan_ext.storage.formats import Format, format_of
 from torchtitan_ext.storage.opened import OpenedCheckpoint
+from torchtitan_ext.storage.safetensors_files import read_header, read_weight_map, safetensors_paths
+from torchtitan_ext.storage.verdict import Damage, OnBytes, Verdict
 
-# What is read at a time: a multiple of the blocks that have checksums.
-_READ_BYTES = 16 << 20
+_ZIP_START = b"PK\x03\x04"
+
+
+def verify(path: Path, *, is_deep: bool = False, on_bytes: OnBytes = lambda num_bytes: None) -> Verdict:
+    """Looks for everything that is wrong with a checkpoint.
+
+    Args:
+        is_deep: Read every byte and compare it with its checksum, where it has one; else look at names, sizes, ids, and
+            whether the metadata is complete.
+
+    Raises:
+        UnknownFormatError: There is no checkpoint.
+    """
+    verifiers: dict[Format, Callable[..., Verdict]] = {
+        "dcp": verify_dcp,
+        "safetensors": _verify_safetensors,
+        "torch": _verify_torch,
+    }
+    return verifiers[format_of(path)](path, is_deep=is_deep, on_bytes=on_bytes)
 
 
 def find_damage(path: Path, *, part: int = 0, num_parts: int = 1) -> str | None:
-    """What is wrong with a checkpoint: reads all bytes of the files that fall to one of several parts.
+    """What is wrong with a DCP checkpoint: reads all bytes of the files that fall to one of several parts.
 
     Returns:
         ``None`` where nothing is; files of stock DCP have no checksums: their sizes are looked at.
     """
-    reader = FileReader(path, "all")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of checksums that stock's checkpoints do not have
-            metadata = reader.read_metadata()
-            reader.set_up_storage_reader(metadata, is_coordinator=False)
-        ends: dict[str, int] = {}
-        for info in reader.storage_data.values():
-            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-        for name in sorted(ends)[part::num_parts]:
-            _check_file(reader, name, ends[name])
-    except TorchtitanExtError as error:
-        return error.reason if isinstance(error, DamagedCheckpointError) else str(error)
-    except (OSError, ValueError) as error:
+        look = DcpLook(OpenedCheckpoint(path), None, is_deep=True, with_crcs=False, on_bytes=lambda num_bytes: None)
+        damage = next(look.damages(part, num_parts), None)
+    except (TorchtitanExtError, OSError, ValueError) as error:
         return str(error)
-    return None
+    return None if damage is None else damage.what
 
 
 def is_whole(path: Path) -> bool:
@@ -62,17 +70,47 @@ def is_whole(path: Path) -> bool:
         return False
 
 
-def _check_file(reader: FileReader, name: str, num_bytes: int) -> None:
-    runs = _core.RunReader()
+def _verify_safetensors(path: Path, *, is_deep: bool, on_bytes: OnBytes) -> Verdict:
+    """The headers describe all bytes of their files, and the index names what is there; there are no checksums."""
+    damages: list[Damage] = []
+    keys_of: dict[str, set[str]] = {}
+    files = safetensors_paths(path)
+    for file in files:
+        try:
+            keys_of[file.name] = set(read_header(file))
+        except (DamagedCheckpointError, OSError) as error:
+            keys_of[file.name] = set()
+            damages.append(Damage(file.name, _reason(error)))
+        on_bytes(file.stat().st_size)
     try:
-        file = reader.open_file(runs, name)
-    except _core.FormatError as error:
-        raise DamagedCheckpointError(str(error)) from None
-    if os.fstat(reader.files.descriptor(name)).st_size < num_bytes:
-        raise DamagedCheckpointError(f"{reader.path / name} ends before its last record, at byte {num_bytes}")
-    if not reader.has_checksums(name):
-        return
-    buffer = torch.empty(min(num_bytes, _READ_BYTES), dtype=torch.uint8)
-    for begin in range(0, num_bytes, _READ_BYTES):
-        runs.add_bytes(file, begin, min(_READ_BYTES, num_bytes - begin), buffer.data_ptr())
-        reader.read_runs(runs, [name])
+        weight_map = read_weight_map(path) or {}
+    except DamagedCheckpointError as error:
+        damages.append(Damage(Path(error.reason.split(":")[0]).name, error.reason))
+        weight_map = {}
+    damaged = {damage.file for damage in damages}
+    for name in sorted(set(weight_map.values()) - set(keys_of)):
+        num_keys = sum(file == name for file in weight_map.values())
+        damages.append(Damage(name, f"{path / name}: the index names it for {num_keys} keys, and it is not there"))
+    for fqn, name in weight_map.items():
+        if name in keys_of and name not in damaged and fqn not in keys_of[name]:
+            damages.append(Damage(name, f"{path / name}: the index names it for {fqn}, which it does not hold"))
+    num_bytes = sum(file.stat().st_size for file in files)
+    num_files = len(set(keys_of) | set(weight_map.values()))
+    return Verdict(path, "safetensors", is_deep, damages, num_files, num_bytes, list(keys_of) if is_deep else [])
+
+
+def _verify_torch(path: Path, *, is_deep: bool, on_bytes: OnBytes) -> Verdict:
+    damages: list[Damage] = []
+    is_proved = False
+    with path.open("rb") as stream:
+        is_zip = stream.read(len(_ZIP_START)) == _ZIP_START
+        stream.seek(0)
+        if is_zip:
+            problem, is_proved = archive_damage(stream, is_deep=is_deep, on_bytes=on_bytes)
+            damages += [] if problem is None else [Damage(path.name, f"{path}: {problem}")]
+    unproved = [] if is_proved or not is_deep else [path.name]
+    return Verdict(path, "torch", is_deep, damages, 1, path.stat().st_size, unproved)
+
+
+def _reason(error: DamagedCheckpointError | OSError) -> str:
+    return error.reason if isinstance(error, DamagedCheckpointError) else str(error)

@@ -1,0 +1,39 @@
+// What the parts of a checkpoint come to, per key and per file, and which of its chunks lie nowhere. All in one pass over
+// the parts, of which a thousand ranks make millions.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "core/metadata_columns.h"
+
+namespace torchtitan_ext::core {
+
+struct PartSum {
+  int64_t num_parts = 0;
+  int64_t num_bytes = 0;
+  int64_t end = 0;  // one past the last byte of the last part in its file
+};
+
+// One per key, in their order. Parts of names that are no keys count nowhere.
+std::vector<PartSum> sum_parts_by_key(const MetadataColumns& columns);
+
+struct FileSum {
+  uint32_t path = 0;  // a name
+  PartSum sum;
+};
+
+// In the order in which the parts first name the files.
+std::vector<FileSum> sum_parts_by_file(const MetadataColumns& columns);
+
+// A chunk, or a value that is no tensor, that has no part.
+struct UnplacedChunk {
+  size_t key = 0;
+  uint32_t offsets = SavedPart::kNone;
+};
+
+// The first `limit` of them.
+std::vector<UnplacedChunk> find_unplaced(const MetadataColumns& columns, size_t limit);
+
+}  // namespace torchtitan_ext::core

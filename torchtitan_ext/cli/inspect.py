@@ -1,0 +1,108 @@
+"""``torchtitan-ext inspect``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from torchtitan_ext.cli.output import print_json, print_problem, print_table, text_of_bytes
+from torchtitan_ext.storage.contents import ContentChunk, ContentKey, Contents
+from torchtitan_ext.storage.describe import describe
+
+_FORMAT_NAMES = {"dcp": "DCP", "safetensors": "safetensors", "torch": "torch.save"}
+
+
+def run(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint: DCP, safetensors or torch.save.")],
+    glob: Annotated[str | None, typer.Argument(metavar="[GLOB]", help="Only keys that match, as in *.wq.*")] = None,
+    shards: Annotated[bool, typer.Option("--shards", help="Where each chunk of a key lies.")] = False,
+    rank: Annotated[int | None, typer.Option(help="Whose, where each rank has metadata of its own.")] = None,
+    unsafe_unpickle: Annotated[bool, typer.Option("--unsafe-unpickle", help="Run a torch.save file's pickle.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """What a checkpoint holds: keys, dtypes, shapes, files. Reads no data.
+
+    Example: torchtitan-ext inspect outputs/checkpoint/step-100 "*norm*" --shards
+    """
+    contents = describe(path, rank=rank, unsafe_unpickle=unsafe_unpickle)
+    keys = contents.matching(glob)
+    if glob is not None and not keys:
+        print_problem(f"no key matches {glob}")
+    if json:
+        print_json(_plain(contents, keys, shards))
+        return
+    for line in _headline(contents):
+        print(line)
+    print()
+    if shards:
+        print_table(("key", "offsets", "sizes", "bytes", "file", "at byte"), _shard_rows(contents, keys))
+    else:
+        print_table(("key", "dtype", "shape", "bytes", "chunks"), map(_key_row, keys))
+
+
+def _headline(contents: Contents) -> Iterator[str]:
+    versions = ", ".join(f"{name} {version}" for name, version in contents.versions.items())
+    yield f"{contents.path}: {_FORMAT_NAMES[contents.format]}{f' ({versions})' if versions else ''}"
+    tensors = [key for key in contents.keys if key.dtype is not None]
+    size = text_of_bytes(sum(key.num_bytes for key in tensors))
+    yield f"{len(tensors):,} tensors of {size}, {len(contents.keys) - len(tensors):,} other values"
+    there = [file.num_bytes for file in contents.files if file.num_bytes is not None]
+    missing = len(contents.files) - len(there)
+    lost = f", {missing:,} not there" if missing else ""
+    yield f"{len(contents.files):,} files of {text_of_bytes(sum(there))}{lost}; {_checksums(contents)}"
+    if contents.world_size:
+        axes = " x ".join(f"{name} {size}" for name, size in contents.mesh.items())
+        yield f"saved by {contents.world_size:,} ranks{f' ({axes})' if axes else ''}"
+
+
+def _checksums(contents: Contents) -> str:
+    return "checksums of all bytes" if contents.has_checksums else "no checksums of ours"
+
+
+def _key_row(key: ContentKey) -> Sequence[object]:
+    if key.dtype is None:
+        return key.fqn, "-", "-", text_of_bytes(key.num_bytes), key.num_chunks
+    return key.fqn, key.dtype, _shape(key.sizes), text_of_bytes(key.num_bytes), key.num_chunks
+
+
+def _shard_rows(contents: Contents, keys: Sequence[ContentKey]) -> Iterator[Sequence[object]]:
+    for key in keys:
+        for chunk in contents.chunks_of(key.fqn):
+            num_bytes = "-" if chunk.num_bytes is None else text_of_bytes(chunk.num_bytes)
+            place = ("nowhere" if chunk.file is None else chunk.file, "-" if chunk.offset is None else chunk.offset)
+            yield key.fqn, _shape(chunk.offsets), _shape(chunk.sizes), num_bytes, *place
+
+
+def _shape(sizes: Sequence[int] | None) -> str:
+    return "-" if sizes is None else f"[{', '.join(map(str, sizes))}]"
+
+
+def _plain(contents: Contents, keys: Sequence[ContentKey], shards: bool) -> dict[str, Any]:
+    rows = [_plain_key(key) for key in keys]
+    if shards:
+        for row, key in zip(rows, keys, strict=True):
+            row["chunks"] = [_plain_chunk(chunk) for chunk in contents.chunks_of(key.fqn)]
+    names = ("format", "step", "save_id", "world_size", "mesh", "versions", "has_checksums")
+    tensors = [key for key in contents.keys if key.dtype is not None]
+    return {
+        "path": str(contents.path),
+        **{name: getattr(contents, name) for name in names},
+        "num_keys": len(contents.keys),
+        "num_tensors": len(tensors),
+        "tensor_bytes": sum(key.num_bytes for key in tensors),
+        "files": [{"name": name, "bytes": size, "num_records": count} for name, size, count in contents.files],
+        "keys": rows,
+    }
+
+
+def _plain_key(key: ContentKey) -> dict[str, Any]:
+    fqn, dtype, sizes, num_bytes, num_chunks = key
+    return {"name": fqn, "dtype": dtype, "shape": sizes, "bytes": num_bytes, "num_chunks": num_chunks}
+
+
+def _plain_chunk(chunk: ContentChunk) -> dict[str, Any]:
+    offsets, sizes, file, offset, num_bytes = chunk
+    return {"offsets": offsets, "sizes": sizes, "file": file, "at_byte": offset, "bytes": num_bytes}

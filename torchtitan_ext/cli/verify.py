@@ -1,0 +1,114 @@
+"""``torchtitan-ext verify``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from torchtitan_ext.cli.output import DIFFERS, print_json, text_of_bytes
+from torchtitan_ext.cli.progress import byte_progress
+from torchtitan_ext.errors import UnknownFormatError
+from torchtitan_ext.storage.formats import format_of
+from torchtitan_ext.storage.steps import find_steps, step_path
+from torchtitan_ext.storage.verdict import Verdict
+from torchtitan_ext.storage.verify import verify
+
+_MAX_UNPROVED = 4
+
+
+def run(
+    path: Annotated[Path, typer.Argument(metavar="PATH|RUN", help="A checkpoint, or a run with step-<number> in it.")],
+    deep: Annotated[bool, typer.Option("--deep", help="Read every byte and compare its checksum.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Whether a checkpoint, or each of a run, is whole: all files, of their sizes, of one save; exits with 1 if not.
+
+    Example: torchtitan-ext verify outputs/checkpoint/step-100 --deep
+    """
+    steps = _steps_of(path)
+    if steps is None:
+        verdict = _look(path, deep)
+        is_whole = not verdict.damages
+        if json:
+            print_json(_plain(verdict))
+        else:
+            _print(verdict)
+    else:
+        is_whole = _verify_run(path, steps, deep, json)
+    if not is_whole:
+        raise typer.Exit(DIFFERS)
+
+
+def _verify_run(run_dir: Path, steps: dict[int, bool], deep: bool, json: bool) -> bool:
+    rows = []
+    is_whole = True
+    for number in sorted(steps):
+        place = step_path(run_dir, number)
+        if steps[number]:
+            verdict = _look(place, deep)
+            is_whole = is_whole and not verdict.damages
+            rows.append({"step": number, "is_finished": True, **_plain(verdict)})
+        else:
+            rows.append({"step": number, "is_finished": False, "path": str(place)})
+        if not json:
+            _print(verdict) if steps[number] else print(f"{place}: not finished")
+    if json:
+        print_json({"path": str(run_dir), "is_whole": is_whole, "steps": rows})
+    return is_whole
+
+
+def _steps_of(path: Path) -> dict[int, bool] | None:
+    """The steps of a run; ``None`` of what is a checkpoint itself."""
+    try:
+        format_of(path)
+    except UnknownFormatError:
+        steps = find_steps(path)
+        if not steps:
+            raise
+        return steps
+    return None
+
+
+def _look(path: Path, deep: bool) -> Verdict:
+    if not deep:
+        return verify(path)
+    with byte_progress(_size_of(path), path.name) as on_bytes:
+        return verify(path, is_deep=True, on_bytes=on_bytes)
+
+
+def _size_of(path: Path) -> int:
+    if path.is_file():
+        return path.stat().st_size
+    with os.scandir(path) as entries:
+        return sum(entry.stat().st_size for entry in entries if entry.name.endswith((".distcp", ".safetensors")))
+
+
+def _print(verdict: Verdict) -> None:
+    size = f"{verdict.num_files:,} file{'s' * (verdict.num_files != 1)} of {text_of_bytes(verdict.num_bytes)}"
+    if not verdict.damages:
+        look = "all checksums match" if verdict.is_deep and not verdict.unproved else "sizes and ids"
+        print(f"{verdict.path}: whole ({size}; {look})")
+    else:
+        print(f"{verdict.path}: {len(verdict.damages)} damaged ({size})")
+        for damage in verdict.damages:
+            print(f"  {damage.file}: {damage.what}")
+    if verdict.unproved:
+        more = len(verdict.unproved) - _MAX_UNPROVED
+        names = ", ".join(verdict.unproved[:_MAX_UNPROVED]) + (f" and {more} more" if more > 0 else "")
+        print(f"  no checksum of all bytes: {names}")
+
+
+def _plain(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "path": str(verdict.path),
+        "format": verdict.format,
+        "is_whole": not verdict.damages,
+        "is_deep": verdict.is_deep,
+        "num_files": verdict.num_files,
+        "bytes": verdict.num_bytes,
+        "damages": [{"file": damage.file, "what": damage.what} for damage in verdict.damages],
+        "without_checksums": list(verdict.unproved),
+    }

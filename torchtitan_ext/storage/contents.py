@@ -1,0 +1,112 @@
+"""What any checkpoint holds, in plain values: its keys, its files, and who wrote it. Imports no torch.
+
+``describe`` (describe.py) makes a ``Contents`` of whatever lies at a path.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from torchtitan_ext.storage.element_types import ITEM_BYTES
+from torchtitan_ext.storage.formats import Format
+
+
+class ContentKey(NamedTuple):
+    """One key of a checkpoint.
+
+    Attributes:
+        dtype: As torch calls it, without the module; ``None`` of what is no tensor.
+        sizes: Global; ``None`` of what is no tensor.
+        num_bytes: Of the elements; of other values those of their records, 0 where they have none of their own.
+        num_chunks: Records that it lies in.
+    """
+
+    fqn: str
+    dtype: str | None
+    sizes: tuple[int, ...] | None
+    num_bytes: int
+    num_chunks: int
+
+
+class ContentChunk(NamedTuple):
+    """Where one chunk of a key lies.
+
+    Attributes:
+        offsets: Of its first element in the tensor; ``None`` of what is no tensor, like ``sizes``.
+        file: Relative to the checkpoint; ``None`` where the checkpoint does not say where it lies.
+        offset: Byte of the file at which its record begins; ``None`` where that is not known.
+    """
+
+    offsets: tuple[int, ...] | None
+    sizes: tuple[int, ...] | None
+    file: str | None
+    offset: int | None
+    num_bytes: int | None
+
+
+class ContentFile(NamedTuple):
+    """One data file.
+
+    Attributes:
+        num_bytes: Its size; ``None`` where it is not there.
+        num_records: How many chunks and other values lie in it.
+    """
+
+    name: str
+    num_bytes: int | None
+    num_records: int
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint says of itself. Nothing of its data was read.
+
+    Attributes:
+        keys: In the order of the checkpoint.
+        chunks_of: The chunks of a key, by its name.
+        has_checksums: Whether there is an index of ours with checksums of all bytes.
+        save_id: Of the save that wrote it; ``None`` where it had none.
+        step: By the name of the directory; ``None`` where it has another name.
+        world_size: How many ranks saved it; ``None`` where it does not say.
+        mesh: Size of each named mesh axis of the ranks that saved it; empty where it does not say.
+        versions: Of ``torch``, ``torchtitan_ext`` and the format (``dcp``), as far as it says.
+    """
+
+    path: Path
+    format: Format
+    keys: Sequence[ContentKey]
+    files: Sequence[ContentFile]
+    chunks_of: Callable[[str], Sequence[ContentChunk]]
+    has_checksums: bool = False
+    save_id: str | None = None
+    step: int | None = None
+    world_size: int | None = None
+    mesh: dict[str, int] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def matching(self, pattern: str | None) -> list[ContentKey]:
+        """The keys whose names match a shell pattern, as ``fnmatch`` reads it; all without one."""
+        if pattern is None:
+            return list(self.keys)
+        names = set(fnmatch.filter([key.fqn for key in self.keys], pattern))
+        return [key for key in self.keys if key.fqn in names]
+
+
+def bytes_of(dtype: str, sizes: Sequence[int], stored_bytes: int) -> int:
+    """The bytes of a tensor's elements; of dtypes that are no plain memory those of its records."""
+    item_bytes = ITEM_BYTES.get(dtype)
+    return stored_bytes if item_bytes is None else item_bytes * math.prod(sizes)
+
+
+def size_of(path: Path) -> int | None:
+    """The size of a file; ``None`` where there is none."""
+    try:
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,211 @@
+"""Whether a DCP checkpoint is whole: every file there, of its size and its save, and every byte as it was written.
+
+Imports no torch. Checksums are those of our index. Of records that it does not cover, such as stock's, the CRC that
+torch writes into them is compared, where that is asked for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from torchtitan_ext import _core
+from torchtitan_ext.errors import DamagedCheckpointError
+from torchtitan_ext.storage.archives import FilePart, archive_damage
+from torchtitan_ext.storage.checkpoint_files import IndexedFile
+from torchtitan_ext.storage.damage import Part, describe_damage
+from torchtitan_ext.storage.leftovers import checkpoint_names
+from torchtitan_ext.storage.opened import OpenedCheckpoint
+from torchtitan_ext.storage.saved_metadata import SavedMetadata, parts_of, ranks_with_metadata, read_saved_metadata
+from torchtitan_ext.storage.threads import thread_count_of
+from torchtitan_ext.storage.verdict import Damage, OnBytes, Verdict
+
+# What is read at a time: a multiple of the blocks that have checksums.
+_READ_BYTES = 16 << 20
+
+# Of chunks that lie nowhere the first are named.
+_MAX_UNPLACED = 10
+
+_ZIP_START = b"PK\x03\x04"
+
+
+def verify_dcp(path: Path, *, is_deep: bool, on_bytes: OnBytes) -> Verdict:
+    """Everything that is wrong with a checkpoint; with that of each rank where each has metadata of its own.
+
+    Raises:
+        FileNotFoundError: There is neither metadata nor an index that stands for it.
+    """
+    opened = OpenedCheckpoint(path)
+    names, _ = checkpoint_names(path)
+    is_own = not {".metadata", ".tte_index"} & set(names)
+    looks = [
+        DcpLook(opened, rank, is_deep, True, on_bytes) for rank in (ranks_with_metadata(path) if is_own else [None])
+    ]
+    damages = [damage for look in looks for damage in look.damages()]
+    unproved = sorted(set().union(*(look.unproved for look in looks))) if is_deep else []
+    files = set().union(*(look.names for look in looks))
+    there = sum((path / name).stat().st_size for name in files if (path / name).is_file())
+    return Verdict(path, "dcp", is_deep, damages, len(files), there, unproved)
+
+
+class DcpLook:
+    """A look at one metadata and the files that it names.
+
+    Args:
+        rank: Whose metadata it is, where each rank has its own.
+        is_deep: Whether to read the bytes of the files.
+        with_crcs: Whether to read those, too, that have no checksums of ours.
+
+    Attributes:
+        names: The data files, known once damages were asked for; like ``unproved``, those of which some bytes have no
+            checksum.
+    """
+
+    def __init__(
+        self, files: OpenedCheckpoint, rank: int | None, is_deep: bool, with_crcs: bool, on_bytes: OnBytes
+    ) -> None:
+        self.names: set[str] = set()
+        self.unproved: set[str] = set()
+        self._files = files
+        self._rank = rank
+        self._is_deep = is_deep
+        self._with_crcs = with_crcs
+        self._on_bytes = on_bytes
+
+    def damages(self, part: int = 0, num_parts: int = 1) -> Iterator[Damage]:
+        """What is wrong with the metadata, and with those files that fall to one of several parts."""
+        try:
+            saved = read_saved_metadata(self._files, self._rank, verify="all")
+            ends = {name: end for name, _, _, end in saved.columns.describe_files()}
+            metadata_damages = list(_metadata_damages(saved, self._metadata_name)) if part == 0 else []
+        except DamagedCheckpointError as error:
+            yield Damage(self._file_named_in(error.reason), error.reason)
+            return
+        except OverflowError as error:
+            yield Damage(self._metadata_name, f"{self._files.directory}: its records have no end ({error})")
+            return
+        yield from metadata_damages
+        indexed = {} if saved.index is None else saved.index.files
+        self.names |= ends.keys() | indexed.keys()
+        for name in sorted(self.names)[part::num_parts]:
+            yield from self._file_damages(saved, name, ends.get(name, 0), indexed.get(name))
+
+    @property
+    def _metadata_name(self) -> str:
+        name = ".metadata" if self._rank is None else f"__{self._rank}.metadata"
+        return name if (self._files.directory / name).exists() else ".tte_index"
+
+    def _file_named_in(self, sentence: str) -> str:
+        names, _ = checkpoint_names(self._files.directory)
+        places = {sentence.find(f"/{name}"): name for name in sorted(names)}
+        return places[min(at for at in places if at >= 0)] if max(places, default=-1) >= 0 else self._metadata_name
+
+    def _file_damages(
+        self, saved: SavedMetadata, name: str, num_bytes: int, indexed: IndexedFile | None
+    ) -> Iterator[Damage]:
+        path = self._files.directory / name
+        try:
+            descriptor = self._files.descriptor(name)
+        except DamagedCheckpointError as error:
+            yield Damage(name, error.reason)
+            return
+        except OSError as error:
+            yield Damage(name, f"{path}: {error.strerror}")
+            return
+        runs = _core.RunReader()
+        if indexed is not None:
+            file = indexed.file
+            assert saved.index is not None
+            try:
+                runs.add_checked_file(
+                    str(path), file.num_bytes, file.footer_offset, file.footer_digest, saved.index.save_id, descriptor
+                )
+            except (_core.FormatError, OSError) as error:
+                yield Damage(name, str(error))
+                return
+            num_bytes = file.footer_offset
+        elif os.fstat(descriptor).st_size < num_bytes:
+            yield Damage(name, f"{path} ends before its last record, at byte {num_bytes}")
+            return
+        if self._is_deep:
+            yield from self._byte_damages(saved, runs, descriptor, path, num_bytes, indexed is not None)
+
+    def _byte_damages(
+        self, saved: SavedMetadata, runs: _core.RunReader, descriptor: int, path: Path, num_bytes: int, is_indexed: bool
+    ) -> Iterator[Damage]:
+        name = path.relative_to(self._files.directory).as_posix()
+        try:
+            if is_indexed:
+                damaged = self._damaged_bytes(runs, num_bytes)
+                parts = [part for part in parts_of(saved.columns) if part.path == name] if damaged else []
+                for begin, end in damaged:
+                    text = describe_damage(self._files.directory, [(name, begin, end)], parts, saved.index)
+                    yield Damage(name, text)
+            elif self._with_crcs:
+                of_file = (part for part in parts_of(saved.columns) if part.path == name)
+                yield from self._record_damages(path, descriptor, of_file)
+        except OSError as error:
+            yield Damage(name, f"{path} cannot be read: {error.strerror}")
+
+    def _damaged_bytes(self, runs: _core.RunReader, num_bytes: int) -> list[tuple[int, int]]:
+        """Ranges of bytes of a file that do not match their checksums; neighbouring blocks are one."""
+        buffer = ctypes.create_string_buffer(min(num_bytes, _READ_BYTES))
+        ranges: list[tuple[int, int]] = []
+        for begin in range(0, num_bytes, _READ_BYTES):
+            count = min(_READ_BYTES, num_bytes - begin)
+            runs.add_bytes(0, begin, count, ctypes.addressof(buffer))
+            for _, first, last in runs.read(thread_count_of(None), "all"):
+                if ranges and ranges[-1][1] == first:
+                    ranges[-1] = (ranges[-1][0], last)
+                else:
+                    ranges.append((first, last))
+            self._on_bytes(count)
+        return ranges
+
+    def _record_damages(self, path: Path, descriptor: int, parts: Iterator[Part]) -> Iterator[Damage]:
+        for part in parts:
+            if os.pread(descriptor, len(_ZIP_START), part.offset) != _ZIP_START:
+                self.unproved.add(path.name)
+                self._on_bytes(part.num_bytes)
+                continue
+            record = cast(BinaryIO, io.BufferedReader(FilePart(descriptor, part.offset, part.num_bytes), 1 << 18))
+            problem, is_proved = archive_damage(record, is_deep=True, on_bytes=self._on_bytes)
+            if problem is not None:
+                at = f"{part.fqn}{_at(part.offsets)}"
+                yield Damage(path.name, f"{path}: the record of {at} at byte {part.offset}: {problem}")
+            elif not is_proved:
+                self.unproved.add(path.name)
+
+
+def _metadata_damages(saved: SavedMetadata, name: str) -> Iterator[Damage]:
+    """What the metadata alone shows: chunks that lie nowhere, tensors that their chunks do not cover once."""
+    for fqn, offsets in saved.columns.unplaced_chunks(_MAX_UNPLACED):
+        yield Damage(name, f"{name} does not say in which file {fqn}{_at(offsets)} lies")
+    known: dict[tuple[int, tuple[int, ...]], str | None] = {}
+    for number, fqn in enumerate(saved.columns.names_of_keys()):
+        entry = saved.columns.key(number)
+        if entry is None:
+            continue
+        sizes, chunk_list = entry[0], entry[-1]
+        if (chunk_list, sizes) not in known:
+            known[chunk_list, sizes] = _cover_defect(sizes, saved.columns.chunk_list(chunk_list))
+        defect = known[chunk_list, sizes]
+        if defect is not None:
+            yield Damage(name, f"{name}: the chunks of {fqn} {list(sizes)} {defect}: it cannot be loaded")
+
+
+def _cover_defect(sizes: tuple[int, ...], chunks: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> str | None:
+    found = _core.find_cover_defect(sizes, chunks)
+    if found is None:
+        return None
+    kind, where, _ = found
+    text = {"gap": "leave out", "overlap": "hold twice", "out_of_bounds": "lie outside of it, at"}[kind]
+    return f"{text} {list(where)}"
+
+
+def _at(offsets: Sequence[int] | None) -> str:
+    return f" at {list(offsets)}" if offsets and any(offsets) else ""

@@ -1,0 +1,141 @@
+"""The metadata of a DCP checkpoint as columns, with the index beside it, or that stands for it. Imports no torch.
+
+``metadata_file`` makes of the columns what DCP knows.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan_ext import _core
+from torchtitan_ext.errors import DamagedCheckpointError
+from torchtitan_ext.storage.checkpoint_files import CheckpointIndex, index_path, parse_index
+from torchtitan_ext.storage.damage import Part
+from torchtitan_ext.storage.opened import OpenedCheckpoint
+
+WORLD_KEY = "torchtitan_ext.world"
+"""Where a save's metadata says which world wrote it: in ``planner_data``, which readers look up by key only."""
+
+_RANK_METADATA = re.compile(r"__(\d+)\.metadata")
+
+
+@dataclass(frozen=True)
+class SavedMetadata:
+    """What a DCP checkpoint says of itself.
+
+    Attributes:
+        columns: Keys, chunks and parts.
+        storage_meta: The fields of DCP's ``StorageMeta``; empty where older torch wrote none.
+        version: Of DCP's format.
+        index: ``None`` where there is none, or that of another save.
+    """
+
+    columns: _core.MetadataColumns
+    planner_data: Any
+    storage_meta: dict[str, Any]
+    version: str | None
+    index: CheckpointIndex | None
+
+    @property
+    def save_id(self) -> str | None:
+        return _save_id(self.storage_meta)
+
+    @property
+    def world(self) -> tuple[int | None, dict[str, int]]:
+        """How many ranks saved, and the sizes of their named mesh axes, as far as the checkpoint says."""
+        record = self.planner_data.get(WORLD_KEY) if isinstance(self.planner_data, dict) else None
+        if isinstance(record, dict):
+            mesh = record.get("mesh")
+            return record.get("size"), mesh if isinstance(mesh, dict) else {}
+        size = "" if self.index is None else self.index.notes.get("world_size", "")
+        return int(size) if size.isdecimal() else None, {}
+
+
+def ranks_with_metadata(directory: Path) -> list[int]:
+    """The ranks that have metadata of their own (``use_collectives=False``), in order."""
+    return sorted(int(match[1]) for name in os.listdir(directory) if (match := _RANK_METADATA.fullmatch(name)))
+
+
+def read_saved_metadata(files: OpenedCheckpoint, rank: int | None, *, verify: str) -> SavedMetadata:
+    """Reads metadata and index of a checkpoint.
+
+    Args:
+        rank: Whose metadata it is, where each rank has its own.
+        verify: As ``FileReader`` takes it: with ``"none"`` a damaged index is a warning where there is ``.metadata``.
+
+    Raises:
+        DamagedCheckpointError: One of them is damaged, or they do not belong together.
+        FileNotFoundError: There is neither metadata nor an index that stands for it.
+    """
+    try:
+        data = files.read_metadata(rank)
+    except FileNotFoundError as error:
+        return _of_index_alone(files, rank, verify, error)
+    path = files.directory / (".metadata" if rank is None else f"__{rank}.metadata")
+    try:
+        columns, planner_data, fields, version = _core.read_metadata_pickle(data)
+    except (ValueError, OverflowError) as error:
+        raise DamagedCheckpointError(f"{path}: {error}") from None
+    fields = fields if isinstance(fields, dict) else {}
+    place, content = files.read_index(rank, _save_id(fields))
+    index = None
+    if content is not None:
+        named = {name for name, *_ in columns.describe_files()}
+        index = parse_index(
+            place, content, data, verify=verify, has_file=lambda file: file.name in named and files.has(file)
+        )
+    return SavedMetadata(columns, planner_data, fields, version, index)
+
+
+def columns_of_tables(
+    tables: bytes, files: Sequence[tuple[str, int, int, int, int, bytes]], path: Path
+) -> tuple[_core.MetadataColumns, Any, dict[str, Any], str]:
+    """What an index says that stands for ``.metadata``: columns, planner_data, fields of StorageMeta, version.
+
+    Args:
+        files: Rows of ``_core.parse_index``.
+
+    Raises:
+        FormatError: The index is damaged, or belongs to a checkpoint with a ``.metadata``.
+    """
+    columns, planner_data, fields, version = _core.read_metadata_tables(tables, str(path))
+    for name, _, _, footer_offset, _, records in files:
+        columns.add_records(name, records, footer_offset)
+    return columns, planner_data, fields, version
+
+
+def parts_of(columns: _core.MetadataColumns) -> Iterator[Part]:
+    """Every part, one at a time: at a thousand ranks there are millions."""
+    for number in range(columns.num_parts):
+        fqn, offsets, _ = columns.index_of_part(number)
+        path, offset, num_bytes, _ = columns.place_of_part(number)
+        yield Part(fqn, offsets, path, offset, num_bytes)
+
+
+def _of_index_alone(
+    files: OpenedCheckpoint, rank: int | None, verify: str, missing: FileNotFoundError
+) -> SavedMetadata:
+    path = index_path(files.directory, rank)
+    try:
+        content = files.read_index_alone(path.name)
+    except FileNotFoundError:
+        raise missing from None
+    index = parse_index(path, content, None, verify=verify)
+    if index is None:
+        raise missing
+    rows = [astuple(indexed.file) for indexed in index.files.values()]
+    try:
+        columns, planner_data, fields, version = columns_of_tables(index.tables, rows, path)
+    except (ValueError, OverflowError) as error:
+        raise DamagedCheckpointError(str(error)) from None
+    return SavedMetadata(columns, planner_data, fields, version, index)
+
+
+def _save_id(fields: dict[str, Any]) -> str | None:
+    save_id = fields.get("save_id")
+    return save_id if isinstance(save_id, str) and save_id else None

@@ -1,0 +1,73 @@
+"""What a file of ``torch.save`` holds. Tensors are made without memory (meta), and nothing but them and plain values is
+unpickled unless the caller says so.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchtitan_ext.errors import DamagedCheckpointError, UnsafePickleError
+from torchtitan_ext.state.nested import flatten_state_dict
+from torchtitan_ext.storage.contents import ContentChunk, ContentFile, ContentKey, Contents
+from torchtitan_ext.storage.raw_tensor import dtype_name
+from torchtitan_ext.storage.steps import step_of
+
+
+def describe_torch(path: Path, *, unsafe_unpickle: bool = False) -> Contents:
+    """What a file of ``torch.save`` holds, its nested keys joined by dots.
+
+    Args:
+        unsafe_unpickle: Run whatever the pickle names.
+
+    Raises:
+        DamagedCheckpointError: It cannot be read.
+        UnsafePickleError: It names what ``torch.load(weights_only=True)`` does not know.
+    """
+    value = _load_on_meta(path, unsafe_unpickle)
+    flat = flatten_state_dict(value).values if isinstance(value, Mapping) else {"": value}
+    keys = [_key(str(fqn), member) for fqn, member in flat.items()]
+    by_name = {key.fqn: key for key in keys}
+    files = [ContentFile(path.name, path.stat().st_size, sum(key.dtype is not None for key in keys))]
+    return Contents(
+        path,
+        "torch",
+        keys,
+        files,
+        lambda fqn: [_chunk(by_name[fqn], path.name)],
+        step=step_of(path.parent),
+        versions={"torch.save": "zip" if zipfile.is_zipfile(path) else "legacy"},
+    )
+
+
+def _load_on_meta(path: Path, unsafe_unpickle: bool) -> Any:
+    is_zip = zipfile.is_zipfile(path)
+    if not is_zip and _begins_as_zip(path):
+        raise DamagedCheckpointError(f"{path}: the archive has no end: the file was cut, or is still being written")
+    try:
+        return torch.load(path, map_location="meta", weights_only=not unsafe_unpickle, mmap=is_zip)
+    except pickle.UnpicklingError as error:
+        raise UnsafePickleError(str(path), str(error).splitlines()[0]) from None
+    except (RuntimeError, EOFError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise DamagedCheckpointError(f"{path}: {str(error).splitlines()[0]}") from None
+
+
+def _begins_as_zip(path: Path) -> bool:
+    with path.open("rb") as stream:
+        return stream.read(2) == b"PK"
+
+
+def _key(fqn: str, value: Any) -> ContentKey:
+    if not isinstance(value, torch.Tensor):
+        return ContentKey(fqn, None, None, 0, 0)
+    return ContentKey(fqn, dtype_name(value.dtype), tuple(value.shape), value.nbytes, 1)
+
+
+def _chunk(key: ContentKey, name: str) -> ContentChunk:
+    offsets = None if key.sizes is None else (0,) * len(key.sizes)
+    return ContentChunk(offsets, key.sizes, name, None, key.num_bytes)
