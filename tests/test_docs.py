@@ -17,7 +17,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 EXAMPLES = re.findall(
     r"```python\n# torchrun --nproc-per-node (\d+)\n(.*?)```", (DOCS / "layouts.md").read_text(), re.S
 )
-ROOMS = ("", ".checkpoint", ".elastic", ".errors", ".layout", ".ops", ".storage", ".sync")
+ROOMS = ("", ".checkpoint", ".elastic", ".errors", ".layout", ".metrics", ".ops", ".storage", ".sync")
 
 
 @pytest.mark.parametrize(("num_ranks", "code"), EXAMPLES, ids=["nine rows", "fused QKV"])

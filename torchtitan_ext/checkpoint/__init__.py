@@ -9,6 +9,7 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from torchtitan_ext.checkpoint.save_phases import SaveResult, ask_for_states, sa
 from torchtitan_ext.checkpoint.save_planner import SavePlanner
 from torchtitan_ext.checkpoint.staging import CpuStager
 from torchtitan_ext.checkpoint.steps import Step, check_step, choose_step
+from torchtitan_ext.checkpoint.trace import begin_trace
 from torchtitan_ext.errors import SavedOverError
 
 # Saves over one checkpoint come far apart: who meets a second one while he loads is told so.
@@ -44,6 +46,7 @@ def save(
     no_dist: bool = False,
     timeout_seconds: float = TIMEOUT_SECONDS,
     keep: int | None = None,
+    trace: str | os.PathLike[str] | None = None,
 ) -> SaveResult:
     """Saves a state dict; any layout, exactly. Collective over ``process_group``.
 
@@ -57,6 +60,7 @@ def save(
         timeout_seconds: How long a rank waits for the others in each phase.
         keep: How many whole checkpoints of the run stay, where ``path`` is ``<run>/step-<number>``: older steps are
             removed after this one is committed, which itself always stays.
+        trace: A file that shows when each rank did what, written by the coordinator: see docs/observability.md.
 
     Returns:
         Where, how much, how long; the metadata is read when asked for.
@@ -71,7 +75,10 @@ def save(
     """
     check_save("save", state_dict, path, planner, storage_writer, process_group)
     check_seconds("save", timeout_seconds)
-    with Phases("save", process_group, no_dist=no_dist, path=path, timeout_seconds=timeout_seconds) as phases:
+    spans = begin_trace("save", trace)
+    with Phases(
+        "save", process_group, no_dist=no_dist, path=path, timeout_seconds=timeout_seconds, trace=spans
+    ) as phases:
         values = ask_for_states(state_dict, phases)
         writer = writer_at(path, storage_writer, keep)
         return save_values(values, writer, SavePlanner() if planner is None else planner, phases, keep)
@@ -89,6 +96,7 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     timeout_seconds: float = TIMEOUT_SECONDS,
+    trace: str | os.PathLike[str] | None = None,
 ) -> LoadReport | None:
     """Loads a checkpoint into a state dict of any layout, in place. Collective over ``process_group``.
 
@@ -107,6 +115,7 @@ def load(
         process_group: The ranks that take part; all by default.
         no_dist: Load into this process alone.
         timeout_seconds: How long a rank waits for the others in each phase.
+        trace: As in ``save``.
 
     Returns:
         With a policy or sources what was done, the same on every rank.
@@ -130,8 +139,10 @@ def load(
     planned_by = planner.rules.policy if isinstance(planner, LoadPlanner) else None
     if policy is not None and planned_by is not None:
         raise ValueError("load: got a policy and a planner with a policy, expected one of them")
+    spans = begin_trace("load", trace)
+    phases_at = partial(Phases, "load", process_group, no_dist=no_dist, timeout_seconds=timeout_seconds, trace=spans)
     if path is not None and step is not None:
-        with Phases("load", process_group, no_dist=no_dist, path=path, timeout_seconds=timeout_seconds) as phases:
+        with phases_at(path=path) as phases:
             path = choose_step(path, step, phases)
     if not sources:
         source = planner.rules.source if isinstance(planner, LoadPlanner) else Source()
@@ -139,7 +150,7 @@ def load(
     elif policy is None and planned_by is None:
         policy = ElasticPolicy()
     place = ", ".join(str(source.path) for source in sources if source.path is not None) or None
-    with Phases("load", process_group, no_dist=no_dist, path=place, timeout_seconds=timeout_seconds) as phases:
+    with phases_at(path=place) as phases:
         report = _load_what_stays(state_dict, sources, planner, policy or planned_by, phases)
     if isinstance(planner, LoadPlanner):
         planner.report = report
@@ -158,7 +169,7 @@ def _load_what_stays(
         try:
             return load_state_dict(state_dict, sources, planner, policy, phases)
         except (SavedOverError, OtherMetadataError):  # the same on every rank
-            pass
+            phases.num_retries += 1
     return load_state_dict(state_dict, sources, planner, policy, phases)
 
 
@@ -171,6 +182,7 @@ def async_save(
     process_group: dist.ProcessGroup | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
     keep: int | None = None,
+    trace: str | os.PathLike[str] | None = None,
 ) -> Future[SaveResult]:
     """Copies the state dict to the CPU (``staging``), then saves it in a thread. Collective over ``process_group``.
 
@@ -183,7 +195,8 @@ def async_save(
     check_save("async_save", state_dict, path, planner, storage_writer, process_group)
     check_seconds("async_save", timeout_seconds)
     check_can_send_from_cpu("async_save", process_group)
-    phases = Phases("save", process_group, path=path, timeout_seconds=timeout_seconds)
+    spans = begin_trace("async_save", trace)
+    phases = Phases("save", process_group, path=path, timeout_seconds=timeout_seconds, trace=spans)
     copies: dict[str, Any] = {}
     try:
         values = ask_for_states(state_dict, phases)

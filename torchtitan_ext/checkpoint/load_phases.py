@@ -7,6 +7,7 @@ then do components take their new state. Without a policy it is the same, by sto
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -28,6 +29,8 @@ from torchtitan_ext.checkpoint.report import LoadReport, disagreements, join_rep
 from torchtitan_ext.checkpoint.set_up import read_metadata, set_up_load
 from torchtitan_ext.errors import Problem, ReplicaMismatchError, StateRefusedError, refusal
 from torchtitan_ext.storage import FileReader
+
+logger = logging.getLogger(__name__)
 
 _ASKING = "components were asked for their part; nothing was changed"
 _PLANNING = "the load was planned; nothing was changed"
@@ -73,8 +76,9 @@ def load_state_dict(
     """
     opened, components = _prepare(state_dict, sources, planner, policy, phases)
     planned = _plan(opened, components, planner, policy, phases)
-    _read(planned, components, policy, phases)
+    num_bytes = _read(planned, components, policy, phases)
     _take(state_dict, components, policy, phases)
+    phases.log_metrics(logger, num_bytes, path=", ".join(one.name for one in opened))
     return _joined([(one.name, other.report) for one, other in zip(opened, planned, strict=True)], policy)
 
 
@@ -206,8 +210,12 @@ def _plan_source(one: OpenSource, planner: StockLoadPlanner, values: dict[Any, A
 
 def _read(
     planned: Sequence[PlannedSource], components: Components, policy: ElasticPolicy | None, phases: Phases
-) -> None:
-    """Non-tensor values first, and apart: where one cannot be read nothing is changed yet."""
+) -> int:
+    """Non-tensor values first, and apart: where one cannot be read nothing is changed yet.
+
+    Returns:
+        The bytes that all ranks have read, as far as the readers say.
+    """
     plans: list[LoadPlan] = []
 
     def read_values() -> None:
@@ -221,17 +229,18 @@ def _read(
                 plan = replace(plan, items=tensors)
             plans.append(plan)
 
-    def read_tensors() -> None:
+    def read_tensors() -> int:
         for one, plan in zip(planned, plans, strict=True):
             if isinstance(one.planner, LoadPlanner):
                 one.planner.change_targets()
             if plan.items:
                 one.reader.read_data(plan, one.planner).wait()
+        return sum(one.reader.num_bytes_read for one in planned if isinstance(one.reader, FileReader))
 
     phases.on_all("read values", read_values, doing="values were read; nothing was changed")
     loaded = components.loaded(policy)
     doing = f"tensors were read; these may be part-written: {', '.join(loaded)}"
-    phases.on_all("read", read_tensors, doing=doing, undefined=loaded)
+    return sum(phases.on_all("read", read_tensors, doing=doing, undefined=loaded))
 
 
 def _take(state_dict: dict[Any, Any], components: Components, policy: ElasticPolicy | None, phases: Phases) -> None:

@@ -6,17 +6,19 @@ Each wait has a deadline; a rank that is late, stopped or dead is the same error
 
 from __future__ import annotations
 
+import logging
 import pickle
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
+from torchtitan_ext.checkpoint.trace import Trace, Traced
 from torchtitan_ext.errors import CheckpointFailedError, LostRankError, TorchtitanExtError
+from torchtitan_ext.metrics import log_metrics, timed
 from torchtitan_ext.ranks.timed_exchange import TimedExchange
 from torchtitan_ext.ranks.turns import Turn
 from torchtitan_ext.ranks.watch import Watch
@@ -26,6 +28,8 @@ R = TypeVar("R")
 
 TIMEOUT_SECONDS = 300.0
 """How long a rank waits for the others in one phase, its own part done."""
+
+_COORDINATOR = "coordinator's part"
 
 
 class PhaseFailure(Exception):
@@ -50,6 +54,7 @@ class Phases:
         no_dist: Only this process does.
         path: Of the checkpoint, for messages.
         timeout_seconds: How long a rank waits for the others in one phase.
+        trace: Where each phase is recorded; the coordinator writes it at the end.
     """
 
     def __init__(
@@ -60,6 +65,7 @@ class Phases:
         no_dist: bool = False,
         path: object = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
+        trace: Trace | None = None,
     ) -> None:
         self._operation = operation
         self._path = "" if path is None else str(path)
@@ -70,6 +76,12 @@ class Phases:
         self.size = 1 if group is None else dist.get_world_size(group)
         """Number of ranks that take part."""
         self.seconds: dict[str, float] = {}
+        """How long each phase took on this rank."""
+        self.num_retries = 0
+        """How often the operation began anew."""
+        self._trace = trace
+        if trace is not None:
+            trace.rank = self.rank
         self._ranks: tuple[Watch, TimedExchange] | None = None
         self._turn: Turn | None = None
         if group is not None:
@@ -96,6 +108,8 @@ class Phases:
             self._ranks[0].close()
         if self._turn is not None:
             self._turn.end()
+        if self._trace is not None and self.is_coordinator:
+            self._trace.write(self._operation, self._path)
 
     @property
     def is_coordinator(self) -> bool:
@@ -107,6 +121,24 @@ class Phases:
         if self._ranks is not None:
             self._ranks[0].at(key)
 
+    def log_metrics(self, logger: logging.Logger, num_bytes: int, *, path: str = "") -> None:
+        """Logs on the coordinator what it all took, when it is done. Not collective.
+
+        Args:
+            num_bytes: What all ranks have moved, as far as the storage says.
+            path: Of the checkpoint, where the storage knows it.
+        """
+        if self.is_coordinator:
+            log_metrics(
+                logger,
+                self._operation,
+                path=path or self._path,
+                ranks=self.size,
+                num_bytes=num_bytes,
+                phase_seconds=self.seconds,
+                retries=self.num_retries,
+            )
+
     def on_all(self, name: str, work: Callable[[], T], *, doing: str, undefined: tuple[str, ...] = ()) -> list[T]:
         """The results of all ranks, on all ranks.
 
@@ -117,11 +149,11 @@ class Phases:
             undefined: Components that may be part-written if a rank fails.
         """
         with self._phase(name, doing, undefined):
-            data = _pickled(work, self.rank)
+            data = self._own_part(work)
             if self._ranks is None:
-                return _values([data])
+                return _values([data], self._trace)
             exchange = self._ranks[1]
-            return _values(exchange.rest_on_all(data, exchange.heads(data)))
+            return _values(exchange.rest_on_all(data, exchange.heads(data)), self._trace)
 
     def through_coordinator(
         self, name: str, work: Callable[[], T], on_coordinator: Callable[[list[T]], list[R]], *, doing: str
@@ -138,7 +170,8 @@ class Phases:
             gathered = self._gather(name, work, doing)
             parts: list[bytes] = []
             if self.is_coordinator:
-                made = _attempt(lambda: make_parts(_values(gathered)), self.rank)
+                make = self._recorded(_COORDINATOR, lambda: make_parts(_values(gathered, self._trace)))
+                made = _attempt(make, self.rank)
                 parts = [pickle.dumps(made)] * self.size if isinstance(made, PhaseFailure) else made
             return cast(R, _value(parts[0] if self._ranks is None else self._ranks[1].scatter(parts)))
 
@@ -152,12 +185,15 @@ class Phases:
         """
         with self._phase(name, doing):
             gathered = self._gather(then or name, work, doing)
-            made = _pickled(lambda: on_coordinator(_values(gathered)), self.rank) if self.is_coordinator else b""
+            made = b""
+            if self.is_coordinator:
+                make = self._recorded(then or _COORDINATOR, lambda: on_coordinator(_values(gathered, self._trace)))
+                made = _pickled(make, self.rank)
             return cast(R, _value(made if self._ranks is None else self._ranks[1].broadcast(made)))
 
     def _gather(self, then: str, work: Callable[[], T], doing: str) -> Sequence[bytes | memoryview]:
         """What the ranks have made, on the coordinator. From here on all wait for the coordinator."""
-        data = _pickled(work, self.rank)
+        data = self._own_part(work)
         if self._ranks is None:
             return [data]
         watch, exchange = self._ranks
@@ -170,33 +206,50 @@ class Phases:
             watch.begin(then, doing)
         return gathered
 
+    def _own_part(self, work: Callable[[], T]) -> bytes:
+        """What this rank makes in a phase, or raises, as it is sent."""
+        data = _pickled(self._recorded("own part", work), self.rank)
+        return data if self._trace is None else pickle.dumps(Traced(data, self._trace.unsent()))
+
+    def _recorded(self, name: str, work: Callable[[], T]) -> Callable[[], T]:
+        """The work, as a span of the trace where there is one."""
+        trace = self._trace
+        if trace is None:
+            return work
+
+        def record() -> T:
+            with trace.span(name):
+                return work()
+
+        return record
+
     @contextmanager
     def _phase(self, name: str, doing: str, undefined: tuple[str, ...] = ()) -> Iterator[None]:
-        begin = time.perf_counter()
         watch = None if self._ranks is None else self._ranks[0]
         if self._turn is not None:
             self._turn.in_phase = threading.get_ident()
-        try:
-            if watch is not None:
-                watch.begin(name, doing)
-            yield
-            if watch is not None:
-                watch.confirm()
-        except PhaseFailure as failure:
-            own = failure.errors.get(self.rank)
-            if isinstance(own, (KeyboardInterrupt, SystemExit)):
-                raise own from None
-            raise self._own_error(failure.errors, name, undefined) from None
-        except LostRankError:
-            raise
-        except BaseException as error:
-            if watch is not None:
-                watch.leave(error)
-            raise
-        finally:
-            if self._turn is not None:
-                self._turn.in_phase = None
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
+        span = nullcontext() if self._trace is None else self._trace.span(name)
+        with timed(self.seconds, name), span:
+            try:
+                if watch is not None:
+                    watch.begin(name, doing)
+                yield
+                if watch is not None:
+                    watch.confirm()
+            except PhaseFailure as failure:
+                own = failure.errors.get(self.rank)
+                if isinstance(own, (KeyboardInterrupt, SystemExit)):
+                    raise own from None
+                raise self._own_error(failure.errors, name, undefined) from None
+            except LostRankError:
+                raise
+            except BaseException as error:
+                if watch is not None:
+                    watch.leave(error)
+                raise
+            finally:
+                if self._turn is not None:
+                    self._turn.in_phase = None
 
     def _own_error(
         self, errors: Mapping[int, BaseException], name: str, undefined: tuple[str, ...]
@@ -233,15 +286,19 @@ def _readable(error: BaseException) -> BaseException:
     return error
 
 
-def _value(data: bytes | memoryview) -> Any:
+def _value(data: bytes | memoryview, trace: Trace | None = None) -> Any:
     value = pickle.loads(data)
+    if isinstance(value, Traced):
+        if trace is not None:
+            trace.add(value.spans)
+        value = pickle.loads(value.data)
     if isinstance(value, PhaseFailure):
         raise value
     return value
 
 
-def _values(gathered: Sequence[bytes | memoryview]) -> list[Any]:
-    """The results of all ranks.
+def _values(gathered: Sequence[bytes | memoryview], trace: Trace | None) -> list[Any]:
+    """The results of all ranks, whose spans go into the trace.
 
     Raises:
         PhaseFailure: With the errors of all ranks that failed.
@@ -250,7 +307,7 @@ def _values(gathered: Sequence[bytes | memoryview]) -> list[Any]:
     errors: dict[int, BaseException] = {}
     for rank, data in enumerate(gathered):
         try:
-            values.append(_value(data))
+            values.append(_value(data, trace))
         except PhaseFailure as failure:
             errors.update(failure.errors)
         except Exception as error:

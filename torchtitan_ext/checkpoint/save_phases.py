@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from torchtitan_ext.checkpoint.storage_entries import check_all_written
 from torchtitan_ext.storage import FileReader, FileWriter
 from torchtitan_ext.storage.checkpoint_files import RankFile
 from torchtitan_ext.storage.runs import remove_old_steps
+
+logger = logging.getLogger(__name__)
 
 _ASKING = "components were asked for their state; nothing was changed"
 _EXCHANGING = "ranks exchanged plans and results; checkpoints in other directories are as they were"
@@ -124,6 +127,7 @@ def save_values(
         raise
     if keep is not None and phases.is_coordinator:
         remove_old_steps(Path(path), keep)
+    phases.log_metrics(logger, num_bytes, path=path)
     return SaveResult(path, save_id, num_bytes, dict(phases.seconds))
 
 

@@ -8,6 +8,7 @@ import io
 import os
 import uuid
 import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +34,7 @@ from torchtitan_ext.storage.checkpoint_files import (
 from torchtitan_ext.storage.damage import Part, describe_damage
 from torchtitan_ext.storage.metadata_file import metadata_of_tables, parse_metadata
 from torchtitan_ext.storage.opened import OpenedCheckpoint
+from torchtitan_ext.storage.progress import progress
 from torchtitan_ext.storage.raw_tensor import DTYPES
 from torchtitan_ext.storage.stock_records import find_stock_tensors
 from torchtitan_ext.storage.threads import thread_count_of
@@ -87,6 +89,7 @@ class FileReader(StorageReader):
         thread_count_of(thread_count)
         self.load_id = uuid.uuid4().hex
         self.storage_data: dict[Any, Any] = {}
+        self._is_coordinator = False
         self._forget()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -120,6 +123,7 @@ class FileReader(StorageReader):
         if metadata.storage_data is None:
             raise ValueError(f"FileReader: the metadata of {self.path} does not say where its records lie")
         self.storage_data = metadata.storage_data
+        self._is_coordinator = is_coordinator
         if self._metadata is None:
             return
         rank = None if kwargs.get("use_collectives", True) else kwargs.get("rank")
@@ -196,6 +200,8 @@ class FileReader(StorageReader):
     def _forget(self) -> None:
         # Of the file that the metadata was read from: equal on ranks that see the same checkpoint.
         self.metadata_digest = ""
+        # Since the metadata was read: what was wanted, not what lay between.
+        self.num_bytes_read = 0
         self._opened = None
         self._metadata = None
         self._mark = None
@@ -212,14 +218,17 @@ class FileReader(StorageReader):
                     "load it with FileSystemReader"
                 )
             by_file.setdefault(info.relative_path, []).append((item, info))
-        batch = _Batch(self, planner)
-        for name, members in by_file.items():
-            tensors = self._tensors_of(name, members)
-            for item, info in members:
-                batch.add(name, item, info, tensors.get(info.offset))
-                if batch.num_bytes >= _BATCH_BYTES:
-                    batch.read()
-        batch.read()
+        stored = {name: self._tensors_of(name, members) for name, members in by_file.items()}
+        with progress(
+            "load", is_coordinator=self._is_coordinator, total_bytes=lambda: _wanted_bytes(by_file, stored)
+        ) as advance:
+            batch = _Batch(self, planner, advance)
+            for name, members in by_file.items():
+                for item, info in members:
+                    batch.add(name, item, info, stored[name].get(info.offset))
+                    if batch.num_bytes >= _BATCH_BYTES:
+                        batch.read()
+            batch.read()
 
     def _tensors_of(self, name: str, members: list[tuple[ReadItem, Any]]) -> dict[int, StoredTensor]:
         """The plain tensors among some records of a file, by the records' offsets."""
@@ -266,9 +275,10 @@ class FileReader(StorageReader):
 class _Batch:
     """Items that are read together; their planner hears of them in stock's order."""
 
-    def __init__(self, reader: FileReader, planner: LoadPlanner) -> None:
+    def __init__(self, reader: FileReader, planner: LoadPlanner, advance: Callable[[int], object]) -> None:
         self._reader = reader
         self._planner = planner
+        self._advance = advance  # called with the bytes that were read
         self._runs = _core.RunReader()
         self._files: dict[str, int] = {}
         self._targets: list[tuple[ReadItem, torch.Tensor, torch.Tensor | None]] = []  # with what to copy from
@@ -308,6 +318,8 @@ class _Batch:
 
     def read(self) -> None:
         self._reader.read_runs(self._runs, list(self._files))
+        self._reader.num_bytes_read += self.num_bytes
+        self._advance(self.num_bytes)
         for item, content, target in self._values:
             if target is None:
                 self._planner.load_bytes(item, io.BytesIO(content))
@@ -332,6 +344,17 @@ class _Batch:
                 "target of another size than its item"
             )
         return target
+
+
+def _wanted_bytes(
+    by_file: Mapping[str, Sequence[tuple[ReadItem, Any]]], stored: Mapping[str, Mapping[int, StoredTensor]]
+) -> int:
+    num_bytes = 0
+    for name, members in by_file.items():
+        for item, info in members:
+            tensor = stored[name].get(info.offset)
+            num_bytes += info.length if tensor is None else item.lengths.numel() * DTYPES[tensor.dtype].itemsize
+    return num_bytes
 
 
 def _is_plain_target(target: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -7,7 +7,7 @@ import io
 import os
 import uuid
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -25,6 +25,7 @@ from torchtitan_ext import _core
 from torchtitan_ext.layout.wrapper import is_wrapper, without_slack
 from torchtitan_ext.storage.checkpoint_files import NO_METADATA, RankFile, index_path, is_local, metadata_path
 from torchtitan_ext.storage.commit import RunningSave, begin_save, find_place
+from torchtitan_ext.storage.progress import progress
 from torchtitan_ext.storage.raw_tensor import ELEMENT_TYPES, NAMES, Staging, raw_memory
 from torchtitan_ext.storage.threads import thread_count_of
 from torchtitan_ext.storage.written_metadata import encode_metadata, encode_tables, send_as_place
@@ -91,6 +92,7 @@ class FileWriter(StorageWriter):
         self._has_named_a_save = False
         self.rank: int | None = None
         self.use_collectives = True
+        self._is_coordinator = False
         self._save: RunningSave | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -110,6 +112,7 @@ class FileWriter(StorageWriter):
         if self._has_named_a_save:
             self.save_id = uuid.uuid4().hex
         self._has_named_a_save = True
+        self._is_coordinator = is_coordinator
         self.rank = kwargs.get("rank")
         self.use_collectives = kwargs.get("use_collectives", True)
 
@@ -205,26 +208,34 @@ class FileWriter(StorageWriter):
         name = place.data_name(plan.storage_data.prefix)
         num_threads = thread_count_of(self.thread_count)
         records = _core.RecordWriter(str(place.directory / name), BLOCK_BYTES, num_threads, self.sync)
-        batch = _Batch(records)
-        # As stock: values first. Planners may count on it.
-        for item in sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO):
-            value = planner.resolve_data(item)
-            if isinstance(value, io.BytesIO):
-                batch.add_value(item, value)
-            else:
-                batch.add_tensor(item, value.detach())
-            if records.queued_bytes >= _BATCH_BYTES:
-                batch.write()
-        batch.write()
+        with progress(
+            "save", is_coordinator=self._is_coordinator, total_bytes=lambda: _tensor_bytes(plan.items)
+        ) as advance:
+            batch = _Batch(records, advance)
+            # As stock: values first. Planners may count on it.
+            for item in sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO):
+                value = planner.resolve_data(item)
+                if isinstance(value, io.BytesIO):
+                    batch.add_value(item, value)
+                else:
+                    batch.add_tensor(item, value.detach())
+                if records.queued_bytes >= _BATCH_BYTES:
+                    batch.write()
+            batch.write()
         rank = self.rank or 0
         return RankFile(name, rank, *records.finish(bytes.fromhex(place.save_id), rank))
 
 
 class _Batch:
-    """Queues records, and keeps alive what they lie in until they are written."""
+    """Queues records, and keeps alive what they lie in until they are written.
 
-    def __init__(self, records: _core.RecordWriter) -> None:
+    Args:
+        advance: Called with the bytes that were written.
+    """
+
+    def __init__(self, records: _core.RecordWriter, advance: Callable[[int], object]) -> None:
         self._records = records
+        self._advance = advance
         self._held: list[Any] = []
         self._staging: Staging | None = None
 
@@ -254,12 +265,19 @@ class _Batch:
             self._records.end_tensor()
 
     def write(self) -> None:
+        num_bytes = self._records.queued_bytes
         self._records.write_queued()
         self._held.clear()
+        self._advance(num_bytes)
 
     def _write_staged(self, address: int, num_bytes: int) -> None:
         self._records.add_bytes(address, num_bytes)
         self.write()
+
+
+def _tensor_bytes(items: Sequence[WriteItem]) -> int:
+    """What will be written, but for values and for what frames the records."""
+    return sum(item.tensor_storage_size() or 0 for item in items)
 
 
 def _saved_by_torch(tensor: torch.Tensor) -> io.BytesIO:

@@ -6,6 +6,7 @@ all of them before any data moved.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from types import NoneType
 from typing import Any
@@ -16,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_ext import ops
 from torchtitan_ext.errors import SyncMismatchError, check_argument, refusal
-from torchtitan_ext.ranks.exchange import Scope, check_usable
+from torchtitan_ext.metrics import log_metrics, timed
+from torchtitan_ext.ranks.exchange import Scope, check_usable, scope_ranks
 from torchtitan_ext.ranks.lost_ranks import naming_lost_ranks
 from torchtitan_ext.sync.broadcast import broadcast_replicas
 from torchtitan_ext.sync.check import compare_replicas
@@ -26,6 +28,8 @@ from torchtitan_ext.sync.outside_graphs import outside_graphs
 from torchtitan_ext.sync.replicas import Replicas, collect_replicas
 from torchtitan_ext.sync.same_call import confirm_same_call
 from torchtitan_ext.sync.tensor_list import collect_list
+
+logger = logging.getLogger(__name__)
 
 
 @outside_graphs
@@ -63,7 +67,9 @@ def broadcast_tensors(
     options = Options(src=src, bucket_bytes=bucket_bytes)
     found = collect_list(tensors, group, src)
     found.problems += [problem for problem in option_problems(options) if problem.fqn == "bucket_bytes"]
-    _agree_and_send("broadcast_tensors", group, options, found, check=check)
+    seconds: dict[str, float] = {}
+    _agree_and_send("broadcast_tensors", group, options, found, seconds, check=check)
+    _log("broadcast_tensors", group, found, seconds)
 
 
 @outside_graphs
@@ -132,18 +138,34 @@ def _sync(operation: str, source: ModuleOrState, mesh: DeviceMesh | None, option
         return
     check_usable(operation, mesh)
     found = collect_replicas(source, mesh, options)
-    _agree_and_send(operation, mesh, options, found)
+    seconds: dict[str, float] = {}
+    _agree_and_send(operation, mesh, options, found, seconds)
     if options.verify:
-        differences = compare_replicas(operation, mesh, options, found)
+        with timed(seconds, "verify"):
+            differences = compare_replicas(operation, mesh, options, found)
         if differences:
             raise SyncMismatchError(operation, tuple(entry.problem() for entry in differences))
+    _log(operation, mesh, found, seconds)
 
 
-def _agree_and_send(operation: str, scope: Scope, options: Options, found: Replicas, *, check: bool = True) -> None:
+def _agree_and_send(
+    operation: str, scope: Scope, options: Options, found: Replicas, seconds: dict[str, float], *, check: bool = True
+) -> None:
     if check:
-        with naming_lost_ranks(operation, "ranks agreed on what to sync; nothing was changed", scope):
-            confirm_same_call(operation, scope, options, found)
+        with timed(seconds, "agree"):
+            with naming_lost_ranks(operation, "ranks agreed on what to sync; nothing was changed", scope):
+                confirm_same_call(operation, scope, options, found)
     elif found.problems:
         raise refusal(operation, found.problems)
-    with naming_lost_ranks(operation, "tensors were sent; some may be part-written", scope):
+    with timed(seconds, "send"), naming_lost_ranks(operation, "tensors were sent; some may be part-written", scope):
         broadcast_replicas(found, options.bucket_bytes)
+
+
+def _log(operation: str, scope: Scope, found: Replicas, seconds: Mapping[str, float]) -> None:
+    """Logs a sync on the first of its ranks. Thousands of tensors are counted only where somebody listens."""
+    if not logger.isEnabledFor(logging.INFO):
+        return
+    ranks = scope_ranks(scope)
+    if not dist.is_initialized() or dist.get_rank() == ranks[0]:
+        num_bytes = sum(local.nbytes for batch in found.batches.values() for local in batch.locals)
+        log_metrics(logger, operation, ranks=len(ranks), num_bytes=num_bytes, phase_seconds=seconds)

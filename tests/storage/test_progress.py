@@ -1,0 +1,81 @@
+"""The bar of a long save or load: on a terminal, on the coordinator, and nowhere else."""
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import torchtitan_ext as tte
+from torchtitan_ext.storage import progress
+from torchtitan_ext.storage.progress import progress as show
+
+STATE = {"w": torch.zeros(1000, 100), "v": torch.zeros(1000)}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def show_at_once(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """A terminal in the place of stderr, and bars that do not wait. Called in tests, since pytest sets stderr anew."""
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(progress, "_DELAY_SECONDS", 0.0)
+    return stream
+
+
+def test_a_save_and_a_load_show_their_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = show_at_once(monkeypatch)
+    ends: list[tuple[int, int]] = []
+
+    class Bar(progress.tqdm):  # type: ignore[misc]
+        def close(self) -> None:
+            ends.append((self.n, self.total))
+            super().close()
+
+    monkeypatch.setattr(progress, "tqdm", Bar)
+    dcp.save(STATE, storage_writer=tte.FileWriter(tmp_path / "step"))
+    dcp.load(STATE, storage_reader=tte.FileReader(tmp_path / "step"))
+    (written, total_written), (read, total_read) = ends[0], ends[-1]
+    assert total_written == total_read == read == 404_000
+    assert 404_000 <= written < 415_000  # with what frames the two records
+    assert "save, rank 0:   0%" in terminal.getvalue() and "load, rank 0:   0%" in terminal.getvalue()
+    assert "404k" in terminal.getvalue()
+
+
+def test_short_ones_show_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = show_at_once(monkeypatch)
+    monkeypatch.setattr(progress, "_DELAY_SECONDS", 2.0)
+    tte.save(STATE, tmp_path / "step")
+    assert terminal.getvalue() == ""
+
+
+def refuse_bars(*args: Any, **kwargs: Any) -> None:
+    raise AssertionError("a bar was made")
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), None])
+def test_a_log_gets_no_bar(stream: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(progress, "tqdm", refuse_bars)
+    tte.save(STATE, tmp_path / "step")
+    tte.load(STATE, tmp_path / "step")
+
+
+def test_other_ranks_show_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    show_at_once(monkeypatch)
+    monkeypatch.setattr(progress, "tqdm", refuse_bars)
+    with show("save", is_coordinator=False, total_bytes=lambda: 1) as advance:
+        advance(1)
+
+
+def test_without_tqdm_there_is_no_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = show_at_once(monkeypatch)
+    monkeypatch.setattr(progress, "tqdm", None)
+    tte.save(STATE, tmp_path / "step")
+    assert terminal.getvalue() == ""

@@ -1,0 +1,51 @@
+"""How far a long save or load is: a bar of tqdm where that is installed, on the coordinator, and on a terminal only."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+try:
+    from tqdm import tqdm
+except ImportError:
+    tqdm = None
+
+# What takes less needs no bar.
+_DELAY_SECONDS = 2.0
+
+
+@contextmanager
+def progress(
+    operation: str, *, is_coordinator: bool, total_bytes: Callable[[], int]
+) -> Iterator[Callable[[int], object]]:
+    """Shows the bytes of this rank while it reads or writes, and their rate.
+
+    Args:
+        total_bytes: How many there will be; called only where the bar is shown.
+
+    Yields:
+        What is to be called with each number of bytes that is done.
+    """
+    if tqdm is None or not is_coordinator or not _is_terminal():
+        yield _ignore
+        return
+    with tqdm(
+        total=total_bytes(),
+        desc=f"{operation}, rank 0",
+        unit="B",
+        unit_scale=True,
+        delay=_DELAY_SECONDS,
+        leave=False,
+        dynamic_ncols=True,
+    ) as bar:
+        yield bar.update
+
+
+def _ignore(num_bytes: int) -> None:
+    """Nobody looks on."""
+
+
+def _is_terminal() -> bool:
+    # Services have no stderr, and a daemon has closed it.
+    return sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty()
