@@ -1,0 +1,129 @@
+"""Which rank holds which rows and columns of a tensor, as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.collections import PatchCollection
+from matplotlib.colors import Normalize
+from matplotlib.patches import Rectangle as Patch
+from matplotlib.ticker import MaxNLocator
+
+from torchtitan_ext.cli.pictures.holders import (
+    Holder,
+    Rectangle,
+    drawn_dims,
+    is_cut_behind,
+    rectangles,
+    text_of_ranks,
+)
+from torchtitan_ext.cli.pictures.style import GREY, LABEL_POINTS, figure_at, set_title
+
+_INCHES = (6.4, 4.8)
+
+# Of the part of the picture in which boxes lie, about.
+_PLANE_POINTS = (360.0, 280.0)
+
+_MAX_TICKS = 9
+
+# Letters are about so wide, as a part of their height.
+_LETTER_WIDTH = 0.62
+_LINE_HEIGHT = 1.3
+
+# Names that reach into boxes of others would seem to be theirs where the colours differ by more than this part.
+_ALIKE = 0.2
+
+
+def plot_layout(path: Path, title: str, shape: Sequence[int], holders: Sequence[Holder], *, holder: str) -> None:
+    """Draws the boxes of all ranks; of many that lie below each other every second, third, ... is named.
+
+    Args:
+        path: Of the picture: see ``figure_at``.
+        shape: Global.
+        holder: What holds them: ``"rank"`` or ``"file"``.
+    """
+    parts = rectangles(shape, holders)
+    height = max((part.rows[1] for part in parts), default=1)
+    width = max((part.cols[1] for part in parts), default=1)
+    norm = Normalize(0, max([1, *(part.ranks[-1] for part in parts)]))
+    colours = ScalarMappable(norm, mpl.colormaps["cividis"])
+    with figure_at(path, inches=_INCHES) as figure:
+        axes = figure.add_subplot()
+        axes.set(xlim=(0, width), ylim=(height, 0))
+        axes.spines[:].set_visible(False)
+        per_point = (width / _PLANE_POINTS[0], height / _PLANE_POINTS[1])
+        _draw_boxes(axes, parts, colours, per_point)
+        _name_ranks(axes, parts, norm, per_point)
+        _name_sides(axes, shape, holders, parts)
+        set_title(axes, title)
+        if len(parts) > 1:
+            ticks = MaxNLocator(nbins=_MAX_TICKS, integer=True)
+            bar = figure.colorbar(colours, ax=axes, label=holder, ticks=ticks, pad=0.02, shrink=0.8)
+            bar.outline.set_visible(False)
+
+
+def _draw_boxes(
+    axes: Axes, parts: Sequence[Rectangle], colours: ScalarMappable, per_point: tuple[float, float]
+) -> None:
+    patches = [
+        Patch((part.cols[0], part.rows[0]), part.cols[1] - part.cols[0], part.rows[1] - part.rows[0]) for part in parts
+    ]
+    wide = [min(patch.get_width() / per_point[0], patch.get_height() / per_point[1]) for patch in patches]
+    faces = colours.to_rgba(np.array([part.ranks[0] for part in parts], dtype=float))
+    widths = [_border_points(points) for points in wide]
+    axes.add_collection(PatchCollection(patches, facecolors=faces, edgecolors=GREY, linewidths=widths))
+
+
+def _border_points(box_points: float) -> float:
+    """The width of a border that does not hide its box."""
+    return 0.6 if box_points >= 10 else 0.25 if box_points >= 3 else 0.0
+
+
+def _name_ranks(axes: Axes, parts: Sequence[Rectangle], norm: Normalize, per_point: tuple[float, float]) -> None:
+    """Writes into boxes whose they are, as far as names neither touch each other nor leave the picture."""
+    named: list[tuple[float, float, float, float]] = []  # left, right, top, bottom
+    right, bottom = axes.get_xlim()[1], axes.get_ylim()[0]
+    for part in parts:
+        text = text_of_ranks(part.ranks)
+        x, y = sum(part.cols) / 2, sum(part.rows) / 2
+        half_width = LABEL_POINTS * _LETTER_WIDTH * (len(text) + 1) / 2 * per_point[0]
+        half_height = LABEL_POINTS * _LINE_HEIGHT / 2 * per_point[1]
+        place = (x - half_width, x + half_width, y - half_height, y + half_height)
+        if place[0] < 0 or place[1] > right or place[2] < 0 or place[3] > bottom:
+            continue
+        if any(_touch(place, other) for other in named):
+            continue
+        shade = norm(part.ranks[0])
+        below = (norm(other.ranks[0]) for other in parts if _touch(place, (*other.cols, *other.rows)))
+        if any(abs(shade - other) > _ALIKE for other in below):
+            continue
+        named.append(place)
+        colour = "white" if shade < 0.5 else "black"
+        axes.text(x, y, text, color=colour, size=LABEL_POINTS, ha="center", va="center")
+
+
+def _touch(one: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
+    return one[0] < other[1] and other[0] < one[1] and one[2] < other[3] and other[2] < one[3]
+
+
+def _name_sides(axes: Axes, shape: Sequence[int], holders: Sequence[Holder], parts: Sequence[Rectangle]) -> None:
+    dims = drawn_dims(shape, holders)
+    axes.set_yticks(_ticks({cut for part in parts for cut in part.rows}) if dims else [])
+    axes.set_xticks(_ticks({cut for part in parts for cut in part.cols}) if len(dims) > 1 else [])
+    if len(dims) > 1:
+        behind = "; where the index of other dims is 0" if is_cut_behind(shape, holders) else ""
+        axes.set_xlabel(f"dim {dims[1]}{behind}")
+    if dims:
+        axes.set_ylabel(f"dim {dims[0]}")
+
+
+def _ticks(cuts: set[int]) -> list[int]:
+    """Where boxes begin and end; of many every second, third, ... and the last."""
+    ordered = sorted(cuts)
+    stride = len(ordered) // _MAX_TICKS + 1
+    return [*ordered[:-1:stride], *ordered[-1:]]
