@@ -327,7 +327,7 @@ def test_the_note_names_both_worlds() -> None:
     ranks = Ranks(loader_over(streams_of([3] * 4), batch_size=1), 4)
     ranks.step()
     note = loader_over(streams_of([3] * 4), batch_size=1)(0, 2).reshard(ranks.state(), None, None).note
-    assert note == "goes on after 4 samples, 4 virtual shards, data-parallel ranks 4 -> 2"
+    assert note == "goes on after 4 samples in epoch 0, 4 virtual shards, data-parallel ranks 4 -> 2"
 
 
 def test_sampling_twice_the_same_epoch_gives_the_same() -> None:

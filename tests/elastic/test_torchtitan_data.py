@@ -15,6 +15,7 @@ from simulated_loaders import Ranks
 
 from torchtitan_ext.elastic import ElasticDataLoader, TorchtitanTextStreams
 from torchtitan_ext.elastic.indexed import IndexedPart, run_of
+from torchtitan_ext.elastic.virtual_shards import ShardState, from_entry, shard_key
 from torchtitan_ext.errors import CannotReshardError, DamagedCheckpointError
 
 SAVED = Path(__file__).parent / "torchtitan_0_3_0"
@@ -197,16 +198,56 @@ def test_an_adopted_loader_saves_its_own_state_and_goes_on_anywhere() -> None:
     note = finer.reshard(saved, None, None).note
     samples = sum_of_samples("8_ranks_two_epochs") + 9 * 16
     assert note == (
-        f"goes on after {samples} samples, virtual shards 16 -> 32, each dealt to 2, data-parallel ranks 16 -> 2"
+        f"goes on after {samples} samples in epochs 1 to 3, virtual shards 16 -> 32, each dealt to 2, "
+        "data-parallel ranks 16 -> 2"
     )
 
 
 def test_the_note_says_whose_state_it_was() -> None:
     note = loader_of(16)(0, 16).reshard(states_of("8_ranks_first_epoch"), None, None).note
     assert note == (
-        "adopted from torchtitan, goes on after 48 samples, virtual shards 8 -> 16, each dealt to 2, "
+        "adopted from torchtitan, goes on after 48 samples in epoch 0, virtual shards 8 -> 16, each dealt to 2, "
         "data-parallel ranks 8 -> 16"
     )
+
+
+@pytest.mark.parametrize("name", ["8_ranks_first_epoch", "8_ranks_two_epochs", "16_ranks_first_epoch"])
+def test_shards_go_back_as_what_torchtitan_saved(name: str) -> None:
+    states = states_of(name)
+    num_ranks = states["world_size"]
+    source = source_of(num_ranks)
+    adopted = source.adopt(states)
+    assert adopted is not None
+    for rank in range(num_ranks):
+        theirs = pickle.loads(states[f"dp_rank_{rank}"])
+        served = theirs["_sampler_iter_state"]["samples_yielded"]
+        shard = from_entry(shard_key(rank, num_ranks), adopted)
+        state = source.as_torchtitan(rank, shard, samples_served=served, batch_size=2)
+        assert state is not None and pickle.loads(state) == theirs
+
+
+def test_streaming_shards_go_back_as_what_torchtitan_saved(streamed: Any) -> None:
+    states = states_of("2_ranks_streaming")
+    source = source_of(2, streamed)
+    adopted = source.adopt(states)
+    assert adopted is not None
+    theirs = pickle.loads(states["dp_rank_1"])
+    shard = from_entry(shard_key(1, 2), adopted)
+    served = theirs["_sampler_iter_state"]["samples_yielded"]
+    state = source.as_torchtitan(1, shard, samples_served=served, batch_size=1)
+    assert state is not None and pickle.loads(state)["dataset_state"] == theirs["dataset_state"]
+
+
+def test_parts_of_a_shard_and_ended_data_do_not_go_back() -> None:
+    half = Ranks(loader_of(16, endless=True), 16, states_of("8_ranks_first_epoch")).loaders[3].state_dict()
+    shard = from_entry(shard_key(3, 16), half)
+    assert source_of(16).as_torchtitan(3, shard, samples_served=4, batch_size=2) is None
+    assert source_of(2).as_torchtitan(1, ShardState(finished=True), samples_served=4, batch_size=2) is None
+
+
+def test_our_own_states_are_read_where_both_are_there() -> None:
+    states = states_of("8_ranks_first_epoch")
+    assert source_of(8).adopt({**states, "loader": ({},)}) is None
 
 
 def refusal(states: dict[str, Any], num_shards: int = 2, dp_size: int = 2, **options: Any) -> CannotReshardError:

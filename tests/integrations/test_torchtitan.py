@@ -1,8 +1,10 @@
 """torchtitan 0.3.0's checkpoint manager and data loader beside ours; docs/torchtitan.md says what its trainer did."""
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,13 +14,15 @@ pytest.importorskip("torchtitan")
 pytest.importorskip("datasets")
 
 from datasets import Dataset
-from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.checkpointer import AsyncMode, CheckpointManager
 from torchtitan.config.override import apply_overrides
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
+from torchtitan.tools.logging import logger
 
 from torchtitan_ext.errors import StateRefusedError
+from torchtitan_ext.integrations import torchtitan as ours
 from torchtitan_ext.integrations.torchtitan import ElasticCheckpointManager, ElasticTextDataLoader
 
 SEQ_LEN = 8
@@ -60,15 +64,17 @@ def loader_of(config: Any, rank: int, world_size: int) -> Any:
     )
 
 
-def manager_of(config: Any, path: Path, loader: Any) -> Any:
-    model = torch.nn.Linear(2, 2)
+def manager_of(
+    config: Any, path: Path, loader: Any, dtype: torch.dtype = torch.float32, trainer: Part | None = None
+) -> Any:
+    model = torch.nn.Linear(2, 2, bias=False, dtype=dtype)
     torch.nn.init.zeros_(model.weight)
     return config.build(
         dataloader=loader,
         model_parts=[model],
         optimizers=Part(lr=0),
         lr_schedulers=Part(last_epoch=0),
-        states={"train_state": Part(step=0, ntokens_seen=0)},
+        states={"train_state": trainer or Part(step=0, ntokens_seen=0)},
         sd_adapter=None,
         base_folder=str(path),
     )
@@ -146,6 +152,8 @@ def refuse(rank: int, world_size: int, path: Path) -> str:
     manager = manager_of(options, path, loader)
     assert manager.load()
     assert manager.states["train_state"].step == manager.states["optimizer"].lr == 3
+    # The loader was not loaded, and the run has seen as many tokens.
+    assert manager.states["train_state"].ntokens_seen == 4 * 3 * SEQ_LEN // world_size
     return str(refusal.value)
 
 
@@ -155,8 +163,13 @@ def test_torchtitans_own_loader_is_refused_or_reset(run_world, tmp_path: Path) -
     for world_size, reason in ((2, "would be dropped"), (8, "ranks that the save did not have")):
         texts = run_world(world_size, refuse, tmp_path)
         assert len(set(texts)) == 1
-        assert reason in texts[0] and "read torchtitan's text data with ElasticDataLoader" in texts[0]
-        assert "policy=ElasticPolicy({'dataloader': 'reset'})" in texts[0]
+        assert reason in texts[0] and "ElasticDataLoader" not in texts[0] and "LoadPlanner" not in texts[0]
+        flags = re.findall(r"--override.imports (.*)", texts[0])
+        num_shards = 4 if world_size == 2 else 8
+        assert flags == [
+            f"{OVERRIDES}.elastic_checkpoint '{OVERRIDES}.elastic_data={{\"num_shards\": {num_shards}}}'",
+            f'\'{OVERRIDES}.elastic_checkpoint={{"policy": {{"dataloader": "reset"}}}}\'',
+        ]
 
 
 def save_model_alone(rank: int, world_size: int, path: Path) -> tuple[str, int]:
@@ -179,6 +192,137 @@ def test_a_run_does_not_go_on_from_a_model_alone(run_world, tmp_path: Path) -> N
         assert "strict" not in text and step == 2
 
 
+def exclude(rank: int, world_size: int, path: Path) -> tuple[dict[str, int], str]:
+    """What the train state is on another number of ranks where the data are excluded, and what was logged."""
+    loader = loader_of(ElasticTextDataLoader.Config(dataset="documents", num_shards=8), rank, world_size)
+    config = ElasticCheckpointManager.Config(**OPTIONS, exclude_from_loading=["dataloader"])
+    manager = manager_of(config, path, loader)
+    logged: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logger, "info", lambda text, *_: logged.append(text))
+        assert manager.load()
+    assert loader.samples_seen == 0
+    return manager.states["train_state"].state_dict(), "\n".join(logged)
+
+
+def save_elastic(rank: int, world_size: int, path: Path, num_shards: int) -> list[int]:
+    loader = loader_of(ElasticTextDataLoader.Config(dataset="documents", num_shards=num_shards), rank, world_size)
+    return train(manager_of(ElasticCheckpointManager.Config(**OPTIONS), path, loader), loader, 3)
+
+
+def test_tokens_are_those_of_the_run_whether_or_not_the_data_are_loaded(run_world, tmp_path: Path) -> None:
+    run_world(2, save_elastic, tmp_path, 8)
+    ((state, logged),) = run_world(1, exclude, tmp_path)
+    assert state == {"step": 3, "ntokens_seen": 2 * 3 * SEQ_LEN}
+    assert "dataloader    omit     not loaded (--checkpoint.exclude_from_loading)" in logged
+    assert f"step 3, {2 * 3 * SEQ_LEN} tokens of the run" in logged
+
+
+def go_back(rank: int, world_size: int, path: Path) -> list[int]:
+    """torchtitan's own manager and loader, from a step of ours."""
+    loader = loader_of(HuggingFaceTextDataLoader.Config(dataset="documents"), rank, world_size)
+    manager = manager_of(CheckpointManager.Config(**OPTIONS), path, loader)
+    assert manager.load()
+    assert manager.states["train_state"].state_dict() == {"step": 3, "ntokens_seen": 3 * SEQ_LEN}
+    return train(manager, loader, 2)
+
+
+def go_without_a_break(rank: int, world_size: int, path: Path) -> list[int]:
+    loader = loader_of(HuggingFaceTextDataLoader.Config(dataset="documents"), rank, world_size)
+    return train(manager_of(CheckpointManager.Config(**OPTIONS), path, loader), loader, 5)
+
+
+def test_torchtitan_alone_goes_on_where_shards_equal_ranks(run_world, tmp_path: Path) -> None:
+    first = run_world(2, save_elastic, tmp_path / "ours", 2)
+    then = run_world(2, go_back, tmp_path / "ours")
+    whole = run_world(2, go_without_a_break, tmp_path / "theirs")
+    assert [before + after for before, after in zip(first, then, strict=True)] == whole
+
+
+def cast(rank: int, world_size: int, path: Path) -> tuple[str, bool]:
+    loader = loader_of(ElasticTextDataLoader.Config(dataset="documents", num_shards=8), rank, world_size)
+    train(manager_of(ElasticCheckpointManager.Config(**OPTIONS), path, loader), loader, 2)
+    manager = manager_of(ElasticCheckpointManager.Config(**OPTIONS), path, loader, torch.bfloat16)
+    with pytest.raises(StateRefusedError) as refused:
+        manager.load()
+    manager = manager_of(ElasticCheckpointManager.Config(**OPTIONS, cast="allow"), path, loader, torch.bfloat16)
+    assert manager.load()
+    return str(refused.value), bool((manager.states["model"].model[0].weight == 2).all())
+
+
+def test_float32_goes_into_bfloat16_where_the_run_says_so(run_world, tmp_path: Path) -> None:
+    ((text, is_loaded),) = run_world(1, cast, tmp_path)
+    assert is_loaded and text.count("weight") == 1
+    assert f'--override.imports \'{OVERRIDES}.elastic_checkpoint={{"cast": "allow"}}\'' in text
+
+
+def keep_two(rank: int, world_size: int, path: Path, async_mode: str) -> list[str]:
+    """Saves steps 1 to 4, goes back to step 3 of these and saves another step 2: the folder after each part."""
+    loader = loader_of(ElasticTextDataLoader.Config(dataset="documents", num_shards=8), rank, world_size)
+    config = ElasticCheckpointManager.Config(**{**OPTIONS, "keep_latest_k": 2}, async_mode=async_mode)
+    manager = manager_of(config, path, loader)
+    for step in range(1, 5):
+        manager.save(step)
+    manager.maybe_wait_for_saving()
+    manager.close()  # the purge thread ends when it has done its work
+    names = [_names(path)]
+    manager = manager_of(config, path, loader)
+    assert manager.load(step=3)
+    manager.save(2)
+    manager.maybe_wait_for_saving()
+    manager.close()
+    return [*names, _names(path)]
+
+
+def _names(path: Path) -> str:
+    return " ".join(sorted(entry.name for entry in (path / "checkpoint").iterdir()))
+
+
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+def test_the_newest_steps_stay_and_the_one_that_is_saved(run_world, tmp_path: Path, async_mode: str) -> None:
+    (names,) = run_world(1, keep_two, tmp_path, async_mode)
+    assert names == ["step-3 step-4", "step-2 step-3 step-4"]
+
+
+def test_the_timeout_reaches_saves_and_loads(monkeypatch: Any, tmp_path: Path) -> None:
+    seen: list[float] = []
+    for name in ("save", "async_save", "load"):
+        monkeypatch.setattr(ours, name, lambda *_, timeout_seconds, **__: seen.append(timeout_seconds))
+    loader = loader_of(ElasticTextDataLoader.Config(dataset="documents", num_shards=8), 0, 1)
+    manager = manager_of(ElasticCheckpointManager.Config(**OPTIONS, timeout_seconds=7.5), tmp_path, loader)
+    manager.dcp_save({}, "step-1", AsyncMode.DISABLED)
+    manager.dcp_save({}, "step-1", AsyncMode.ASYNC)
+    with pytest.raises(AssertionError, match="has a report"):
+        manager.dcp_load({}, "step-1", from_hf=False, from_quantized=False)
+    assert seen == [7.5] * 3
+
+
+def test_elastic_data_that_replaced_nothing_is_warned_of(caplog: Any, tmp_path: Path) -> None:
+    loader = loader_of(HuggingFaceTextDataLoader.Config(dataset="documents"), 0, 1)
+    manager = manager_of(ElasticCheckpointManager.Config(**OPTIONS), tmp_path, loader)
+    trainer = manager.states["train_state"]
+    for imports, is_warned in (
+        ([f"{OVERRIDES}.elastic_checkpoint"], False),
+        ([(f"{OVERRIDES}.elastic_data", {})], True),
+    ):
+        trainer.config = SimpleNamespace(override=SimpleNamespace(imports=imports))
+        with caplog.at_level("WARNING"):
+            manager_of(ElasticCheckpointManager.Config(**OPTIONS), tmp_path, loader, trainer=trainer)
+        assert (
+            "elastic_data has replaced nothing: the data loader is a HuggingFaceTextDataLoader" in caplog.text
+        ) == is_warned
+
+
+def test_epochs_that_begin_are_logged(caplog: Any) -> None:
+    loader = loader_of(ElasticTextDataLoader.Config(dataset="documents", num_shards=1), 0, 1)
+    with caplog.at_level("WARNING"):
+        for _ in zip(range(100), loader, strict=False):
+            pass
+    assert [record.message for record in caplog.records if "re-looped" in record.message] == [
+        "the data is being re-looped (epoch 1)"
+    ]
+
+
 def test_shards_that_do_not_divide_are_warned_of(caplog: Any) -> None:
     with caplog.at_level("WARNING"):
         loader_of(ElasticTextDataLoader.Config(dataset="documents", num_shards=8), 0, 4)
@@ -191,13 +335,20 @@ def test_overrides_replace_the_configs_of_the_trainer() -> None:
     config = llama3_debugmodel()
     config.dataloader.dataset = "documents"
     config.override.imports = [
-        (f"{OVERRIDES}.elastic_checkpoint", json.loads('{"policy": {"dataloader": "reset"}, "strict": "warn"}')),
+        (
+            f"{OVERRIDES}.elastic_checkpoint",
+            json.loads('{"policy": {"dataloader": "reset"}, "strict": "warn", "cast": "allow"}'),
+        ),
         (f"{OVERRIDES}.elastic_data", {"num_shards": 12}),
     ]
     validation = type(config.validator.dataloader)
     apply_overrides(config.override, config)
     assert isinstance(config.checkpoint, ElasticCheckpointManager.Config)
-    assert (config.checkpoint.policy, config.checkpoint.strict) == ({"dataloader": "reset"}, "warn")
+    assert config.checkpoint.changed_options() == {
+        "policy": {"dataloader": "reset"},
+        "strict": "warn",
+        "cast": "allow",
+    }
     assert config.checkpoint.interval == 10
     assert isinstance(config.dataloader, ElasticTextDataLoader.Config)
     assert (config.dataloader.dataset, config.dataloader.num_shards) == ("documents", 12)

@@ -34,6 +34,9 @@ class _Batches(Protocol):
     @property
     def num_padding(self) -> int: ...
 
+    @property
+    def epoch(self) -> int: ...
+
     def __iter__(self) -> Iterator[Any]: ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -168,6 +171,11 @@ class ElasticDataLoader:
         """How many samples at the end of this rank's latest batch are padding."""
         return self._batches.num_padding
 
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next sample; over streams the latest that a shard of this rank is in."""
+        return self._batches.epoch
+
     def state_dict(self) -> dict[str, Any]:
         """The position after the latest batch. Call it on all ranks after the same step."""
         return self._batches.state_dict()
@@ -212,6 +220,10 @@ class _SampleBatches:
     @property
     def padded(self) -> int:
         return self._sampler.position.padded
+
+    @property
+    def epoch(self) -> int:
+        return self._sampler.position.epoch
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._sampler.load_state_dict(state_dict)

@@ -11,7 +11,7 @@ import numpy as np
 from torchtitan_ext.elastic.streams import check_num_shards
 from torchtitan_ext.errors import CannotReshardError, argument_error
 
-_TORCHTITAN_SEED = 42
+TORCHTITAN_SEED = 42
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class IndexedStreams:
         seed: Of the order of later epochs.
     """
 
-    def __init__(self, data: Any, *, num_shards: int, seed: int = _TORCHTITAN_SEED) -> None:
+    def __init__(self, data: Any, *, num_shards: int, seed: int = TORCHTITAN_SEED) -> None:
         check_map_style("IndexedStreams", data)
         check_num_shards("IndexedStreams", num_shards)
         self.num_shards = num_shards
@@ -89,7 +89,7 @@ class IndexedStreams:
 class IndexedStream:
     """The samples of one part of a map-style data set; see ``IndexedStreams``."""
 
-    def __init__(self, data: Any, part: IndexedPart, epoch: int, seed: int = _TORCHTITAN_SEED) -> None:
+    def __init__(self, data: Any, part: IndexedPart, epoch: int, seed: int = TORCHTITAN_SEED) -> None:
         self._data = data
         self._part = part
         self._epoch = epoch
@@ -115,7 +115,7 @@ class IndexedStream:
 
 def _part_of(data: Any, seed: int, state: dict[str, Any]) -> IndexedPart:
     """The part that a stream of this data had saved. States of torchtitan have no seed: it is the default one."""
-    fields = {"seed": _TORCHTITAN_SEED, **state}
+    fields = {"seed": TORCHTITAN_SEED, **state}
     saved_seed = fields.pop("seed")
     if saved_seed != seed:
         raise CannotReshardError(

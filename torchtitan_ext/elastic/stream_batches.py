@@ -15,7 +15,7 @@ from torchtitan_ext.elastic.index_order import local_size
 from torchtitan_ext.elastic.sampler import Last, common_entry
 from torchtitan_ext.elastic.streams import AdoptsStates, ChecksStates, SplitsStates, StreamSource
 from torchtitan_ext.elastic.virtual_shards import ShardReader, ShardState, from_entry, shard_key, to_entry
-from torchtitan_ext.errors import CannotReshardError
+from torchtitan_ext.errors import CannotReshardError, Remedy
 
 _KIND = "streams"
 
@@ -48,6 +48,11 @@ class StreamBatches:
         self.dropped = 0
         self.padded = 0
         self.num_padding = 0
+
+    @property
+    def epoch(self) -> int:
+        """The latest epoch that one of the own shards is in."""
+        return self._reader.epoch
 
     def __iter__(self) -> Iterator[Any]:
         while True:
@@ -99,7 +104,7 @@ class StreamBatches:
         return {"loader": (common,), **self._entries(self._reader.states())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        common, states = self._read(state_dict)
+        common, states, _ = self._read(state_dict)
         self._reader.load(states)
         self.samples_seen = common["samples_seen"]
         self.dropped = common["dropped"]
@@ -107,10 +112,12 @@ class StreamBatches:
         self.num_padding = 0
 
     def reshard(self, saved: Mapping[str, Any], old: World, new: World) -> Resharded:
-        common, states = self._read(saved)
+        common, states, epochs = self._read(saved)
         num_saved = common["num_shards"]
         note = f"adopted from {common['adopted_from']}, " if "adopted_from" in common else ""
-        note += f"goes on after {common['samples_seen']} samples, "
+        first, last = epochs[0], epochs[-1]
+        where = f"epoch {first}" if first == last else f"epochs {first} to {last}"
+        note += f"goes on after {common['samples_seen']} samples in {where}, "
         if num_saved == self._source.num_shards:
             note += f"{num_saved} virtual shards, "
         else:
@@ -123,8 +130,9 @@ class StreamBatches:
     def _entries(self, states: Mapping[int, ShardState]) -> dict[str, Any]:
         return {shard_key(shard, self._source.num_shards): to_entry(state) for shard, state in states.items()}
 
-    def _read(self, saved: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[int, ShardState]]:
-        """The common entry and the states of the own shards, after a split where the loader has more shards."""
+    def _read(self, saved: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[int, ShardState], list[int]]:
+        """The common entry, the states of the own shards, after a split where the loader has more shards, and the
+        epochs that the saved shards are in."""
         if isinstance(self._source, AdoptsStates):
             saved = self._source.adopt(saved) or saved
         common = common_entry(saved, _KIND)
@@ -140,6 +148,7 @@ class StreamBatches:
                 f"the checkpoint has {num_saved} virtual shards{whose}, this loader {self._source.num_shards}, "
                 f"and {reason}",
                 self._what_to_choose(num_saved),
+                Remedy("num_shards", num_saved),
             )
         parents = {
             shard: from_entry(shard_key(shard, num_saved), saved)
@@ -158,9 +167,9 @@ class StreamBatches:
                 if parents[parent].stream is not None:
                     self._source.check_state(parents[parent].stream)
         if num_parts == 1:
-            return common, {shard: parents[shard] for shard in self._reader.own}
+            return common, {shard: parents[shard] for shard in self._reader.own}, epochs
         split = {parent: self._split(parents[parent], parent, num_saved) for parent in self._parents(num_saved)}
-        return common, {shard: split[shard % num_saved][shard // num_saved] for shard in self._reader.own}
+        return common, {shard: split[shard % num_saved][shard // num_saved] for shard in self._reader.own}, epochs
 
     def _parents(self, num_saved: int) -> set[int]:
         """The saved shards that the own ones come from: shard v of a loader from shard v % num_saved."""

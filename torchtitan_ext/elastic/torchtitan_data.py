@@ -12,12 +12,13 @@ more shards then deals each in equal parts (see ``IndexedPart``); rank 3 of 8 ha
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import itemgetter
 from typing import Any, NoReturn
 
-from torchtitan_ext.elastic.indexed import IndexedPart, IndexedStream, IndexedStreams, run_of
+from torchtitan_ext.elastic.indexed import TORCHTITAN_SEED, IndexedPart, IndexedStream, IndexedStreams, run_of
 from torchtitan_ext.elastic.packing import PackedTokens, packed_state
 from torchtitan_ext.elastic.streams import HuggingFaceStreams
 from torchtitan_ext.elastic.virtual_shards import ShardState, shard_key, to_entry
@@ -26,6 +27,7 @@ from torchtitan_ext.state.plain_value import DamagedBytesError, read_pickle
 
 _RANK_KEY = "dp_rank_"
 _BUFFERS = ("inputs_buffer", "labels_buffer", "positions_buffer")
+_LISTS = ("inputs", "labels", "positions")  # of a PackedStream, in the same order
 # HuggingFaceTextDataset.state_dict hands out its lists themselves, and a worker's queue pickles them in a thread of its
 # own: by then the next documents may have been appended, and only those two numbers disagree.
 _RACE = "torchtitan's workers save these tokens while they change"
@@ -75,6 +77,8 @@ class TorchtitanTextStreams(PackedTokens):
 
     def adopt(self, saved: Mapping[str, Any]) -> dict[str, Any] | None:
         """See ``AdoptsStates``."""
+        if "loader" in saved:  # ours, with torchtitan's beside them
+            return None
         keys = {key.removeprefix(_RANK_KEY): value for key, value in saved.items() if key.startswith(_RANK_KEY)}
         ranks = {int(rank): value for rank, value in keys.items() if rank.isdecimal()}
         if not ranks:
@@ -122,6 +126,43 @@ class TorchtitanTextStreams(PackedTokens):
             "adopted_from": "torchtitan",
         }
         return {"loader": (common,), **adopted}
+
+    def as_torchtitan(self, shard: int, state: ShardState, *, samples_served: int, batch_size: int) -> bytes | None:
+        """A shard as the state that torchtitan saves for the rank of its number, on as many ranks as shards; ``None``
+        where torchtitan has none for it: for a part of a shard that was dealt, or for the end of a finite data set.
+
+        Args:
+            samples_served: By that rank.
+            batch_size: Of that rank.
+        """
+        stream = packed_state() if state.stream is None else state.stream
+        documents = stream["documents"]
+        data_state: dict[str, Any] = {theirs: stream[ours] for ours, theirs in zip(_LISTS, _BUFFERS, strict=True)}
+        if self._num_documents is not None:
+            part = IndexedPart(self._num_documents, shard, self.num_shards)
+            place = 0 if documents is None else documents["next_place"]
+            whole = {**asdict(replace(part, next_place=place)), "seed": TORCHTITAN_SEED}
+            if state.finished or (documents is not None and {"seed": TORCHTITAN_SEED, **documents} != whole):
+                return None
+            data_state |= {"sample_idx": place, "epoch": state.epoch}
+        elif documents is None or state.finished:
+            return None
+        else:
+            data_state["data"] = documents
+        num_batches = samples_served // batch_size
+        return pickle.dumps(
+            {
+                "_index_sampler_state": None,
+                "_sampler_iter_state": {"samples_yielded": samples_served},
+                "_sampler_iter_yielded": num_batches,
+                "_num_yielded": num_batches,
+                "_IterableDataset_len_called": None,
+                "_shared_seed": None,
+                "fetcher_state": {"dataset_iter_state": None, "fetcher_ended": False},
+                "dataset_state": data_state,
+                "_iterator_finished": False,
+            }
+        )
 
     def _shard_state(self, saved: _SavedRank, rank: int, world_size: int) -> ShardState:
         """An old rank as a shard; ValueError where it cannot go on here."""

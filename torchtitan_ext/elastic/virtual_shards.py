@@ -156,6 +156,11 @@ class ShardReader:
         self._turns: list[tuple[int, int]] = []
         self._queue()
 
+    @property
+    def epoch(self) -> int:
+        """The latest epoch that one of the own shards is in."""
+        return max(shard.state.epoch for shard in self._shards.values())
+
     def states(self) -> dict[int, ShardState]:
         """A copy of the state of each own shard."""
         return {index: self._state_of(shard) for index, shard in self._shards.items()}

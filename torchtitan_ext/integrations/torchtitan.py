@@ -10,24 +10,33 @@ imports it.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.planner import LoadPlan
 from torchtitan.components.checkpointer import DATALOADER, MODEL, TRAIN_STATE, AsyncMode, CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.config.override import derive, override
 from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
+from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 
-from torchtitan_ext.checkpoint import async_save, load, save
+from torchtitan_ext.checkpoint import LoadPlanner, async_save, load, save
+from torchtitan_ext.checkpoint.cast import CastPolicy
+from torchtitan_ext.checkpoint.phases import TIMEOUT_SECONDS
 from torchtitan_ext.checkpoint.policy import Action, Strict
 from torchtitan_ext.elastic import ElasticDataLoader, ElasticPolicy, TorchtitanTextStreams
-from torchtitan_ext.errors import Problem, refusal
-from torchtitan_ext.storage import FileReader
+from torchtitan_ext.elastic.virtual_shards import from_entry, shard_key
+from torchtitan_ext.errors import MissingStateError, Problem, StateRefusedError, refusal
+from torchtitan_ext.integrations.torchtitan_flags import Options, in_flags, with_excluded
+from torchtitan_ext.integrations.torchtitan_train_state import RunTrainState
+from torchtitan_ext.storage.runs import old_steps
 
 
 class ElasticCheckpointManager(CheckpointManager):
@@ -45,14 +54,32 @@ class ElasticCheckpointManager(CheckpointManager):
         strict: Strict = "error"
         """What to do about missing and unexpected keys."""
 
+        cast: CastPolicy = "exact"
+        """Dtype changes: see ``LoadPlanner``. ``allow`` takes float32 into ``training.dtype=bfloat16``."""
+
+        timeout_seconds: float = TIMEOUT_SECONDS
+        """How long a rank waits for the others in each phase of a save or load."""
+
         def __post_init__(self) -> None:
             CheckpointManager.Config.__post_init__(self)
             if self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
                 raise ValueError('checkpoint.async_mode: got "async_with_pinned_mem", expected "disabled" or "async"')
 
+        def changed_options(self) -> dict[str, Any]:
+            """The options of ``elastic_checkpoint`` that are not the defaults."""
+            options = {"policy": {}, "strict": "error", "cast": "exact", "timeout_seconds": TIMEOUT_SECONDS}
+            own = {name: getattr(self, name) for name in options}
+            return {name: value for name, value in own.items() if value != options[name]}
+
     def __init__(self, config: Config, **components: Any) -> None:
         super().__init__(config, **components)
+        if not self.enable:
+            return
+        self._config = config
         self.policy = ElasticPolicy(config.policy, strict=config.strict)
+        self._train_state = RunTrainState(self.states[TRAIN_STATE], _num_token_ranks(self.states))
+        self._latest_save = Path()
+        _warn_of_data_not_replaced(self.states)
 
     @torch.no_grad()
     def dcp_save(
@@ -66,9 +93,12 @@ class ElasticCheckpointManager(CheckpointManager):
         """Collective, as torchtitan calls it; a future where the mode is ``async``."""
         if to_hf:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
+        self._latest_save = Path(checkpoint_id)
+        state_dict = self._with_run_tokens(state_dict)
+        timeout_seconds = self._config.timeout_seconds
         if async_mode == AsyncMode.ASYNC:
-            return async_save(state_dict, checkpoint_id, process_group=self.pg)
-        save(state_dict, checkpoint_id)
+            return async_save(state_dict, checkpoint_id, process_group=self.pg, timeout_seconds=timeout_seconds)
+        save(state_dict, checkpoint_id, timeout_seconds=timeout_seconds)
         if enable_garbage_collection:
             GarbageCollection.collect("GC collection invoked by checkpointer.")
         return None
@@ -78,29 +108,103 @@ class ElasticCheckpointManager(CheckpointManager):
         if from_hf:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
-        self._refuse_model_alone(state_dict, checkpoint_id)
-        logger.info(f"{checkpoint_id}: {load(state_dict, checkpoint_id, policy=self.policy)}")
-        if MODEL in self.states:
-            self.states[MODEL].load_state_dict(state_dict)
-        # torchtitan saves the tokens of one rank, and logs them times the ranks.
-        loader = self.states[DATALOADER]
-        if isinstance(loader, ElasticTextDataLoader):
-            trainer = self.states[TRAIN_STATE]
-            trainer.ntokens_seen = trainer.ntokens_seen * loader.saved_dp_size // loader.dp_size
-
-    def _refuse_model_alone(self, state_dict: dict[str, Any], checkpoint_id: str) -> None:
-        """A run that goes on without its step would overwrite the steps that it has: no policy answers that."""
-        others = tuple(name for name in self.states if name != MODEL)
+        others = [name for name in self.states if name != MODEL]
         asked = [name for name in others if name in state_dict]
-        saved = FileReader(checkpoint_id).read_metadata().state_dict_metadata
-        if not asked or any(key.split(".")[0] in others for key in saved):
-            return
-        detail = (
-            f"{checkpoint_id} has a model and nothing else (last_save_model_only): training cannot go on from it; pass "
-            "--checkpoint.load_step of a step that was saved whole, or begin a new run in another --checkpoint.folder "
-            "with --checkpoint.initial_load_path"
+        excluded = self.exclude_from_loading if asked else []
+        planner = _StepPlanner(asked, others, checkpoint_id, cast=self._config.cast)
+        timeout_seconds = self._config.timeout_seconds
+        values = self._with_run_tokens(state_dict)
+        try:
+            report = load(values, checkpoint_id, planner=planner, policy=self.policy, timeout_seconds=timeout_seconds)
+        except StateRefusedError as error:
+            raise in_flags(error, self._options(), excluded) from None
+        assert report is not None, "a load by a policy has a report, please report"
+        logger.info(f"{checkpoint_id}: {with_excluded(report, excluded)}")
+        if MODEL in self.states:
+            self.states[MODEL].load_state_dict(values)
+        if TRAIN_STATE in state_dict and self._train_state.counted_by_rank is not None:
+            self._count_for_the_run(checkpoint_id, self._train_state.counted_by_rank)
+
+    def _with_run_tokens(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {**state_dict, TRAIN_STATE: self._train_state} if TRAIN_STATE in state_dict else state_dict
+
+    def _count_for_the_run(self, checkpoint_id: str, rank_tokens: int) -> None:
+        """Multiplies what a rank had counted by the ranks that did: the saved data loader has them. Collective."""
+        saved: dict[str, Any] = {"world_size": 0, "loader": ()}
+        planner = LoadPlanner(allow_partial_load=True, allow_unclaimed=["*"])
+        timeout_seconds = self._config.timeout_seconds
+        try:
+            load({DATALOADER: saved}, checkpoint_id, planner=planner, timeout_seconds=timeout_seconds)
+        except MissingStateError:
+            logger.warning(f"{checkpoint_id} does not say how many ranks saved it: tokens are counted as of these")
+        dp_size = saved["loader"][0]["dp_size"] if saved["loader"] else saved["world_size"] or _dp_size(self.states)
+        # How many ranks share a sequence it does not say: those of now.
+        self._train_state.set_run_tokens(rank_tokens * dp_size * _num_token_ranks(self.states) // _dp_size(self.states))
+
+    def _options(self) -> Options:
+        loader = self.states[DATALOADER]
+        is_text = isinstance(loader, ElasticTextDataLoader) or type(loader) is HuggingFaceTextDataLoader
+        return Options(self._config.changed_options(), _dp_size(self.states), is_text)
+
+    def _purge_stale_checkpoints(self) -> None:
+        """Hands torchtitan's purge thread what is older than the ``keep_latest_k`` newest whole steps; never the step
+        that is being saved, also where a run that was set back has steps of higher numbers."""
+        if filesystem.is_remote(self.folder):
+            super()._purge_stale_checkpoints()
+        elif self._should_purge():
+            for path in old_steps(self._latest_save, self.keep_latest_k):
+                self.purge_queue.put(str(path))
+
+
+class _StepPlanner(LoadPlanner):
+    """Refuses to go on with a run from a model alone: without its step it would overwrite the steps that it has, so no
+    policy answers that.
+
+    Args:
+        asked: Components that are loaded, beside the model.
+        others: All that a whole step has.
+    """
+
+    def __init__(self, asked: Sequence[str], others: Collection[str], path: str, *, cast: CastPolicy) -> None:
+        super().__init__(cast=cast)
+        self._asked = asked
+        self._others = others
+        self._path = path
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        saved = self.metadata.state_dict_metadata
+        if self._asked and not any(key.split(".")[0] in self._others for key in saved):
+            detail = (
+                f"{self._path} has a model and nothing else (last_save_model_only): training cannot go on from it; "
+                "pass --checkpoint.load_step of a step that was saved whole, or begin a new run in another "
+                "--checkpoint.folder with --checkpoint.initial_load_path"
+            )
+            raise refusal("load", [Problem("missing_key", self._asked[0], detail)])
+        return super().create_global_plan(global_plan)
+
+
+def _dp_size(states: dict[str, Any]) -> int:
+    loader = states[DATALOADER]
+    size: int = loader.dp_size if isinstance(loader, ElasticDataLoader) else getattr(loader, "dp_world_size", 1)
+    return size
+
+
+def _num_token_ranks(states: dict[str, Any]) -> int:
+    """How many ranks see tokens of their own: torchtitan's loss mesh."""
+    dims = getattr(states[TRAIN_STATE], "parallel_dims", None)
+    return _dp_size(states) if dims is None else int(dims.dp_replicate * dims.dp_shard * dims.cp)
+
+
+def _warn_of_data_not_replaced(states: dict[str, Any]) -> None:
+    """torchtitan itself warns only where none of several overrides has replaced anything."""
+    config, loader = getattr(states[TRAIN_STATE], "config", None), states[DATALOADER]
+    imports = [] if config is None else config.override.imports
+    names = [entry if isinstance(entry, str) else entry[0] for entry in imports]
+    if f"{__name__}.elastic_data" in names and not isinstance(loader, ElasticTextDataLoader):
+        logger.warning(
+            f"elastic_data has replaced nothing: the data loader is a {type(loader).__name__}, expected a "
+            "HuggingFaceTextDataLoader; it goes on with as many data-parallel ranks as saved, no other number"
         )
-        raise refusal("load", [Problem("missing_key", asked[0], detail)])
 
 
 class ElasticTextDataLoader(ElasticDataLoader, BaseDataLoader):
@@ -141,17 +245,34 @@ class ElasticTextDataLoader(ElasticDataLoader, BaseDataLoader):
         super().__init__(
             source, batch_size=local_batch_size, dp_rank=dp_rank, dp_size=dp_world_size, endless=config.infinite
         )
-        self.saved_dp_size = dp_world_size
+        self._source = source
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See ``ElasticDataLoader``; ``saved_dp_size`` is then the number of data-parallel ranks that saved."""
-        super().load_state_dict(state_dict)
-        self.saved_dp_size = state_dict["loader"][0]["dp_size"]
+    def __iter__(self) -> Iterator[Any]:
+        """As in ``ElasticDataLoader``; logs the epochs that begin, as torchtitan does."""
+        epoch = self.epoch
+        for batch in super().__iter__():
+            if self.epoch > epoch:
+                epoch = self.epoch
+                logger.warning(f"the data is being re-looped (epoch {epoch})")
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in ``ElasticDataLoader``; with as many shards as ranks also what torchtitan's own loader would save, so
+        that torchtitan alone can go on from it."""
+        state = super().state_dict()
+        if self._source.num_shards == self.dp_size:
+            key = shard_key(self.dp_rank, self.dp_size)
+            served = self.samples_seen // self.dp_size
+            theirs = self._source.as_torchtitan(
+                self.dp_rank, from_entry(key, state), samples_served=served, batch_size=self.batch_size
+            )
+            state |= {} if theirs is None else {f"dp_rank_{self.dp_rank}": theirs, "world_size": self.dp_size}
+        return state
 
 
 @override(target=CheckpointManager.Config, exact=True, description="checkpoints that load on any number of ranks")
 def elastic_checkpoint(config: CheckpointManager.Config, **options: Any) -> ElasticCheckpointManager.Config:
-    """Options: ``policy``, ``strict``."""
+    """Options: ``policy``, ``strict``, ``cast``, ``timeout_seconds``."""
     return derive(config, ElasticCheckpointManager.Config, **options)
 
 

@@ -28,19 +28,26 @@ def remove_old_steps(saved: Path, keep: int) -> None:
     A checkpoint that is not whole does not count as one of them, so a good one behind it stays. What cannot be removed
     stays, with a warning.
     """
-    run = Path(os.path.abspath(saved)).parent
+    for path in old_steps(saved, keep):
+        _remove_step(path)
+
+
+def old_steps(saved: Path, keep: int) -> list[Path]:
+    """What is older than the ``keep`` newest whole checkpoints of a run, one that was just saved, or is being saved,
+    counted as whole; never that one."""
+    run, own = Path(os.path.abspath(saved)).parent, step_of(saved)
     try:
-        newest = sorted(find_steps(run), reverse=True)
+        newest = sorted({*find_steps(run), *([] if own is None else [own])}, reverse=True)
     except OSError as error:
         warnings.warn(f"old steps of {run} stay: they cannot be listed ({error})", stacklevel=2)
-        return
-    num_whole = 0
+        return []
+    num_whole, old = 0, []
     for number in newest:
-        path = step_path(run, number)
         if num_whole < keep:
-            num_whole += is_whole(path)
-        elif number != step_of(saved):
-            _remove_step(path)
+            num_whole += number == own or is_whole(step_path(run, number))
+        elif number != own:
+            old.append(step_path(run, number))
+    return old
 
 
 def _remove_step(path: Path) -> None:

@@ -1,0 +1,119 @@
+"""Refusals of a load in the words of torchtitan's command line: which flags would make it go."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from torchtitan_ext.checkpoint.report import ComponentLine, LoadReport
+from torchtitan_ext.errors import Problem, Remedy, StateRefusedError, refusal
+
+_OVERRIDES = "torchtitan_ext.integrations.torchtitan"
+_DATALOADER = "dataloader"
+_TRAIN_STATE = "train_state"
+
+
+@dataclass(frozen=True)
+class FlagReport(LoadReport):
+    """A report whose ways on are flags.
+
+    Attributes:
+        ways: What to pass and what it does, the best one first.
+    """
+
+    ways: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def way_on(self) -> str:
+        """See ``LoadReport``."""
+        if not self.ways:
+            return ""
+        return "\n".join(["To go on, pass:", *(f"  {flags}\n    {effect}" for flags, effect in self.ways)])
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a run has said so far.
+
+    Attributes:
+        checkpoint: The options of ``elastic_checkpoint`` that are not the defaults.
+        dp_size: Number of data-parallel ranks.
+        has_elastic_data: Whether ``elastic_data`` is, or can be, in the place of its data loader.
+    """
+
+    checkpoint: Mapping[str, Any]
+    dp_size: int
+    has_elastic_data: bool
+
+
+def in_flags(error: StateRefusedError, options: Options, excluded: Sequence[str] = ()) -> StateRefusedError:
+    """The same refusal, with flags of torchtitan in the place of calls of this package.
+
+    Args:
+        excluded: Components that the run has excluded from loading.
+    """
+    ways = _ways_on(error, options)
+    problems = [_without_calls(problem) if ways else problem for problem in error.problems]
+    if error.report is None:
+        return refusal(error.operation, problems)
+    report = with_excluded(error.report, excluded)
+    known = {field.name: getattr(report, field.name) for field in fields(LoadReport)}
+    return refusal(error.operation, problems, FlagReport(**known, ways=tuple(ways)))
+
+
+def with_excluded(report: LoadReport, excluded: Iterable[str]) -> LoadReport:
+    """The report with a line for each component that torchtitan does not ask for."""
+    lines = (ComponentLine(name, "omit", "not loaded (--checkpoint.exclude_from_loading)") for name in excluded)
+    return replace(report, components=(*report.components, *lines))
+
+
+def _ways_on(error: StateRefusedError, options: Options) -> list[tuple[str, str]]:
+    policy = None if error.report is None else error.report.remedy_policy
+    remedies = [problem.remedy for problem in error.problems if problem.remedy is not None]
+    if policy is None and len(remedies) < len(error.problems):
+        return []
+    casts = {"cast": "allow"} if any(remedy.option == "cast" for remedy in remedies) else {}
+    num_shards = _num_shards(remedies, options) if options.has_elastic_data else None
+    actions = dict(options.checkpoint.get("policy", {})) if policy is None else policy.actions
+    if actions.get(_TRAIN_STATE) == "reset":  # a run at step 0 would overwrite the steps that it has
+        return []
+    strict = {"strict": policy.strict} if policy is not None and policy.strict != "error" else {}
+    base = {**options.checkpoint, **casts, **strict}
+    ways = []
+    if num_shards is not None:
+        others = {name: action for name, action in actions.items() if name != _DATALOADER}
+        flags = _flags({**base, "policy": others}, {"num_shards": num_shards})
+        ways.append((flags, "goes on with the data from where it stood"))
+    if casts and policy is None:
+        ways.append((_flags({**base, "policy": actions}), "rounds the saved values to the dtypes of this run"))
+    elif policy is not None:
+        effect = "goes on without these" + (", and rounds the saved values to the dtypes of this run" if casts else "")
+        ways.append((_flags({**base, "policy": actions}), effect))
+    return ways
+
+
+def _num_shards(remedies: Iterable[Remedy], options: Options) -> int | None:
+    """A number of shards that takes what the checkpoint has of the data loader."""
+    for remedy in remedies:
+        if remedy.option in ("num_shards", "reshard"):
+            return math.lcm(int(remedy.value), options.dp_size)
+    return None
+
+
+def _flags(checkpoint: Mapping[str, Any], data: Mapping[str, Any] | None = None) -> str:
+    imports = [_import("elastic_checkpoint", {name: value for name, value in checkpoint.items() if value})]
+    imports += [] if data is None else [_import("elastic_data", data)]
+    return f"--override.imports {' '.join(imports)}"
+
+
+def _import(override: str, options: Mapping[str, Any]) -> str:
+    target = f"{_OVERRIDES}.{override}"
+    return shlex.quote(f"{target}={json.dumps(options)}") if options else target
+
+
+def _without_calls(problem: Problem) -> Problem:
+    return replace(problem, advice="") if problem.remedy and problem.remedy.option != "num_shards" else problem
