@@ -87,8 +87,8 @@ def test_8_ranks_to_4(run_world, tmp_path: Path) -> None:
         "  optimizer     reshard  2 entries",
         "  lr_scheduler  reshard  1 entry",
         "  train_state   reshard  2 entries",
-        "  dataloader    reshard  adopted from torchtitan, goes on after 48 samples in epoch 0, virtual shards 8 -> 16, "
-        "each dealt to 2, data-parallel ranks 8 -> 4",
+        "  dataloader    reshard  adopted from torchtitan, goes on after 48 samples in epoch 0, virtual shards "
+        "8 -> 16, each dealt to 2, data-parallel ranks 8 -> 4",
         "  model         reshard  1 entry",
     ]
 

@@ -41,6 +41,12 @@ def train(folder: Path, num_ranks: int, *arguments: str) -> tuple[dict[int, tupl
     script = Path(__file__).with_name("torchtitan_on_cpu.py")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     options = [
+        *("--module", "llama3", "--config", "llama3_debugmodel", "--validator.no-enable"),
+        *("--training.disable_cuda_graphs", "--parallelism.spmd_backend", "full_dtensor"),
+        *("--training.seq_len", "32", "--training.local_batch_size", "2", "--training.global_batch_size", "4"),
+        *("--training.mixed_precision_param", "float32", "--training.steps", "3", "--lr_scheduler.total_steps", "6"),
+        *("--checkpoint.enable", "--checkpoint.interval", "2", "--checkpoint.no-last-save-model-only"),
+    ]
         "--module",
         "llama3",
         "--config",
