@@ -10,7 +10,7 @@ from typing import TypeGuard
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from torchtitan_ext.storage.saved_metadata import WORLD_KEY
+from torchtitan_ext.storage.saved_metadata import WORLD_KEY as WORLD_KEY
 
 
 @dataclass(frozen=True)
