@@ -16,6 +16,7 @@ from matplotlib.image import imread
 from torchtitan_ext.cli.pictures import plotter
 from torchtitan_ext.cli.pictures.bytes_plot import plot_bytes
 from torchtitan_ext.cli.pictures.difference_plot import plot_differences
+from torchtitan_ext.cli.pictures.files import bytes_of_ranks, holders_of
 from torchtitan_ext.cli.pictures.holders import (
     Box,
     Holder,
@@ -96,6 +97,28 @@ def test_replicas_and_empty_boxes() -> None:
 )
 def test_ranks_in_words(ranks: Sequence[int], text: str) -> None:
     assert text_of_ranks(ranks) == text
+
+
+@pytest.mark.parametrize(
+    ("names", "numbers", "word"),
+    [
+        (["__0_0.distcp", "__10_0.distcp", "__2_1.distcp", "__2_0.distcp"], [0, 2, 10], "rank"),
+        (["sub/__1_0.0f3a.distcp"], [1], "rank"),
+        (["model-00002-of-00002.safetensors", "model-00001-of-00002.safetensors"], [0, 1], "file"),
+        (["__0_0.distcp", "other.distcp"], [0, 1], "file"),
+    ],
+)
+def test_ranks_by_files(names: list[str], numbers: list[int], word: str) -> None:
+    boxes: list[tuple[str, Box]] = [(name, ((row,), (1,))) for row, name in enumerate(names)]
+    holders, found = holders_of(boxes)
+    assert ([holder.rank for holder in holders], found) == (numbers, word)
+    assert sorted(box for holder in holders for box in holder.boxes) == [box for _, box in boxes]
+
+
+def test_bytes_by_files() -> None:
+    assert bytes_of_ranks({"__0_0.distcp": 5, "__2_0.distcp": 7, "__2_1.distcp": 1}) == [5, 0, 8]
+    assert bytes_of_ranks({"b.safetensors": 7, "a.safetensors": 5}) == [5, 7]
+    assert bytes_of_ranks({}) == []
 
 
 # ---- in characters ----
@@ -208,6 +231,14 @@ def test_bytes_before_and_after(tmp_path: Path) -> None:
     plot_bytes(path, [2_000_000] * 4, [1_000_000] * 7 + [500_000], title="llama")
     texts = texts_of(path)
     assert {"llama", "before: 4 ranks, 2 MB each", "after: 8 ranks, 500 kB to 1 MB, 938 kB on average"} <= set(texts)
+
+
+def test_bars_too_low_to_see_have_their_own_scale(tmp_path: Path) -> None:
+    path = tmp_path / "bytes.svg"
+    plot_bytes(path, [8_000_000_000] * 8, [125_000_000] * 512, title="llama")
+    texts = texts_of(path)
+    assert "after: 512 ranks, 125 MB each (its own scale)" in texts
+    assert any(text.endswith(" GB") for text in texts) and any(text.endswith("0 MB") for text in texts)
 
 
 def test_bytes_of_many_ranks_and_of_one_side(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from torchtitan_ext.cli.output import print_json, print_problem, print_table, text_of_bytes
+from torchtitan_ext.cli.pictures.layout_of_key import show_layout
 from torchtitan_ext.storage.contents import ContentChunk, ContentKey, Contents
 from torchtitan_ext.storage.describe import describe
 
@@ -19,6 +20,8 @@ def run(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint: DCP, safetensors or torch.save.")],
     glob: Annotated[str | None, typer.Argument(metavar="[GLOB]", help="Only keys that match, as in *.wq.*")] = None,
     shards: Annotated[bool, typer.Option("--shards", help="Where each chunk of a key lies.")] = False,
+    layout: Annotated[str | None, typer.Option(metavar="NAME", help="Draw which rank holds what of a tensor.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="The same as a picture: .svg, .png, .pdf.")] = None,
     rank: Annotated[int | None, typer.Option(help="Whose, where each rank has metadata of its own.")] = None,
     unsafe_unpickle: Annotated[bool, typer.Option("--unsafe-unpickle", help="Run a torch.save file's pickle.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -27,7 +30,12 @@ def run(
 
     Example: torchtitan-ext inspect outputs/checkpoint/step-100 "*norm*" --shards
     """
+    if plot is not None and layout is None:
+        raise typer.BadParameter("got no --layout NAME of a tensor to draw", param_hint="--plot")
     contents = describe(path, rank=rank, unsafe_unpickle=unsafe_unpickle)
+    if layout is not None:
+        show_layout(contents, layout, plot, json=json)
+        return
     keys = contents.matching(glob)
     if glob is not None and not keys:
         print_problem(f"no key matches {glob}")

@@ -16,9 +16,14 @@ _INCHES = (6.4, 4.4)
 # Bars of more ranks touch each other: gaps would be wider than what lies between them.
 _MAX_SINGLE_BARS = 64
 
+# Bars of a tenth of the height still show which are lower.
+_MAX_RATIO = 10
+
 
 def plot_bytes(path: Path, before: Sequence[int], after: Sequence[int], *, title: str) -> None:
-    """Draws the bytes of each rank before and after, below each other with one scale; a line is the mean.
+    """Draws the bytes of each rank before and after, below each other; a line is the mean.
+
+    Both have one scale, but where the bars of one would be too low to see.
 
     Args:
         path: Of the picture: see ``figure_at``.
@@ -27,13 +32,15 @@ def plot_bytes(path: Path, before: Sequence[int], after: Sequence[int], *, title
     """
     rows = [("before", before, BLUE), ("after", after, VERMILION)]
     rows = [row for row in rows if row[1]]
+    highest = [max(1, *num_bytes) for _, num_bytes, _ in rows]
+    has_one_scale = max(highest) <= _MAX_RATIO * min(highest)
     with figure_at(path, inches=(_INCHES[0], _INCHES[1] * (1 + len(rows)) / 3)) as figure:
         figure.suptitle(title, x=0.01, ha="left", size=10.0)
         for place, (when, num_bytes, colour) in enumerate(rows):
             axes = figure.add_subplot(len(rows), 1, place + 1)
-            axes.set_ylim(0, 1.12 * max(1, *before, *after))
+            axes.set_ylim(0, 1.12 * (max(highest) if has_one_scale else highest[place]))
             _draw_ranks(axes, num_bytes, colour)
-            set_title(axes, f"{when}: {_summary(num_bytes)}")
+            set_title(axes, f"{when}: {_summary(num_bytes)}{'' if has_one_scale else ' (its own scale)'}")
 
 
 def _draw_ranks(axes: Axes, num_bytes: Sequence[int], colour: str) -> None:

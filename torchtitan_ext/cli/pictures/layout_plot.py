@@ -125,5 +125,5 @@ def _name_sides(axes: Axes, shape: Sequence[int], holders: Sequence[Holder], par
 def _ticks(cuts: set[int]) -> list[int]:
     """Where boxes begin and end; of many every second, third, ... and the last."""
     ordered = sorted(cuts)
-    stride = len(ordered) // _MAX_TICKS + 1
+    stride = max(1, -(-len(ordered) // _MAX_TICKS))
     return [*ordered[:-1:stride], *ordered[-1:]]

@@ -1,0 +1,66 @@
+"""The layout of one tensor of a checkpoint: who holds what, from the files that its chunks lie in. Imports no torch."""
+
+from __future__ import annotations
+
+import difflib
+import shutil
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from torchtitan_ext.cli.output import print_json
+from torchtitan_ext.cli.pictures import plotter
+from torchtitan_ext.cli.pictures.files import holders_of
+from torchtitan_ext.cli.pictures.holders import Holder
+from torchtitan_ext.cli.pictures.text import draw_layout
+from torchtitan_ext.storage.contents import ContentKey, Contents
+
+
+def show_layout(contents: Contents, name: str, plot: Path | None, *, json: bool) -> None:
+    """Prints who holds what of a tensor, and draws it into a file where one is given.
+
+    Raises:
+        typer.BadParameter: The checkpoint has no such tensor; or as ``plotter``.
+    """
+    key = _tensor(contents, name)
+    shape = key.sizes or ()
+    boxes = [
+        (chunk.file or contents.path.name, (tuple(chunk.offsets), tuple(chunk.sizes)))
+        for chunk in contents.chunks_of(name)
+        if chunk.offsets is not None and chunk.sizes is not None
+    ]
+    holders, holder = holders_of(boxes)
+    title = f"{name}, {' x '.join(map(str, shape)) or 'a single number'}, {key.dtype}\n{_saved_by(contents)}"
+    if plot is not None:
+        plotter("layout_plot", plot).plot_layout(plot, title, shape, holders, holder=holder)
+    if json:
+        print_json(_plain(key, holders, holder))
+        return
+    print(f"{title}; each cell has the {holder} that holds it")
+    print(draw_layout(shape, holders, width=shutil.get_terminal_size().columns))
+
+
+def _tensor(contents: Contents, name: str) -> ContentKey:
+    tensors = {key.fqn: key for key in contents.keys if key.sizes is not None}
+    if name not in tensors:
+        close = difflib.get_close_matches(name, tensors, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise typer.BadParameter(f"{contents.path} has no tensor {name}{hint}", param_hint="--layout")
+    return tensors[name]
+
+
+def _saved_by(contents: Contents) -> str:
+    if not contents.world_size:
+        return f"in {len(contents.files):,} file{'' if len(contents.files) == 1 else 's'}"
+    axes = " x ".join(f"{name} {size}" for name, size in contents.mesh.items())
+    ranks = f"saved by {contents.world_size:,} rank{'' if contents.world_size == 1 else 's'}"
+    return f"{ranks} ({axes})" if axes else ranks
+
+
+def _plain(key: ContentKey, holders: list[Holder], holder: str) -> dict[str, Any]:
+    rows = [
+        {holder: one.rank, "boxes": [{"offsets": offsets, "sizes": sizes} for offsets, sizes in one.boxes]}
+        for one in holders
+    ]
+    return {"name": key.fqn, "dtype": key.dtype, "shape": key.sizes, "held_by": holder, "holders": rows}
