@@ -50,11 +50,11 @@ def draw_differences() -> None:
     counts = [[0] * 64 for _ in range(64)]
     counts[40][13] = 1
     title = "layers.0.attention.wq.weight, 4096 x 4096\n1 of 16,777,216 elements differs, at [2600, 871]"
-    plot_differences(FOLDER / "difference-one.png", title, counts, sizes=(4096, 4096), dims=(0, 1))
+    plot_differences(FOLDER / "difference-one.png", title, counts, sizes=(4096, 4096), cell_sizes=(64, 64), dims=(0, 1))
     draw = random.Random(0)
     counts = [[int(4096 * draw.random() ** 4) if row >= 48 else 0 for _ in range(64)] for row in range(64)]
     title = f"layers.0.attention.wq.weight, 4096 x 4096\n{sum(map(sum, counts)):,} of 16,777,216 elements differ"
-    plot_differences(FOLDER / "difference-rank.png", title, counts, sizes=(4096, 4096), dims=(0, 1))
+    plot_differences(FOLDER / "difference-rank.png", title, counts, sizes=(4096, 4096), cell_sizes=(64, 64), dims=(0, 1))
 
 
 if __name__ == "__main__":

@@ -250,9 +250,9 @@ def test_bytes_of_many_ranks_and_of_one_side(tmp_path: Path) -> None:
 
 def test_one_element_that_differs_is_ringed(tmp_path: Path) -> None:
     counts = [[0] * 64 for _ in range(64)]
-    plot_differences(tmp_path / "none.svg", "w", counts, sizes=(4096, 4096), dims=(0, 1))
+    plot_differences(tmp_path / "none.svg", "w", counts, sizes=(4096, 4096), cell_sizes=(64, 64), dims=(0, 1))
     counts[40][13] = 1
-    plot_differences(tmp_path / "one.svg", "w", counts, sizes=(4096, 4096), dims=(0, 1))
+    plot_differences(tmp_path / "one.svg", "w", counts, sizes=(4096, 4096), cell_sizes=(64, 64), dims=(0, 1))
     none, one = (len(re.findall("#d55e00", (tmp_path / name).read_text())) for name in ("none.svg", "one.svg"))
     assert (none, one) == (0, 1)
 
@@ -260,7 +260,12 @@ def test_one_element_that_differs_is_ringed(tmp_path: Path) -> None:
 def test_many_elements_have_a_scale(tmp_path: Path) -> None:
     path = tmp_path / "many.svg"
     plot_differences(
-        path, "w", [[row * col for col in range(64)] for row in range(64)], sizes=(4090, 4000), dims=(1, 2)
+        path,
+        "w",
+        [[row * col for col in range(64)] for row in range(64)],
+        sizes=(4090, 4000),
+        cell_sizes=(64, 63),
+        dims=(1, 2),
     )
     assert {"1", "10", "100", "1,000", "dim 1", "dim 2"} <= set(texts_of(path))
     assert "#d55e00" not in path.read_text()

@@ -19,14 +19,21 @@ _MAX_RINGS = 12
 
 
 def plot_differences(
-    path: Path, title: str, counts: Sequence[Sequence[int]], *, sizes: tuple[int, int], dims: tuple[int, ...]
+    path: Path,
+    title: str,
+    counts: Sequence[Sequence[int]],
+    *,
+    sizes: tuple[int, int],
+    cell_sizes: tuple[int, int],
+    dims: tuple[int, ...],
 ) -> None:
     """Draws how many elements differ, by cells of rows and columns; where none does there is plain grey.
 
     Args:
         path: Of the picture: see ``figure_at``.
-        counts: Elements that differ, by rows and columns of cells, which are of one size but for the last.
+        counts: Elements that differ, by rows and columns of cells.
         sizes: Elements downwards and to the right.
+        cell_sizes: The same of a cell; the last of a row or column may have fewer.
         dims: Of the tensor, that lie downwards and to the right; fewer of a vector or a single number.
     """
     num_different = sum(map(sum, counts))
@@ -35,7 +42,7 @@ def plot_differences(
         axes.set(xlim=(0, sizes[1]), ylim=(sizes[0], 0), facecolor=(0.5, 0.5, 0.5, 0.2))
         axes.spines[:].set_visible(False)
         if num_different:
-            row_edges, col_edges = _edges(sizes[0], len(counts)), _edges(sizes[1], len(counts[0]))
+            row_edges, col_edges = (_edges(*each) for each in zip(sizes, cell_sizes, strict=True))
             norm = LogNorm(1, max(2, *map(max, counts)))
             shown = [[count or float("nan") for count in row] for row in counts]
             mesh = axes.pcolormesh(col_edges, row_edges, shown, norm=norm, cmap=_ramp())
@@ -49,9 +56,8 @@ def plot_differences(
         set_title(axes, title)
 
 
-def _edges(size: int, num_cells: int) -> list[int]:
-    cell = -(-size // num_cells)
-    return [min(size, place * cell) for place in range(num_cells + 1)]
+def _edges(size: int, cell_size: int) -> list[int]:
+    return [*range(0, size, cell_size), size]
 
 
 def _ramp() -> LinearSegmentedColormap:
