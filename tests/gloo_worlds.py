@@ -20,6 +20,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -53,6 +54,9 @@ PRELOADED = [
     "torch.distributed.tensor.parallel",
 ]
 
+# Of these, what the tests of this session have imported: on few cores each worker would take seconds for it.
+CLIENTS = ("accelerate", "peft", "transformers")
+
 
 class RemoteTraceback(Exception):
     """The traceback of a worker, as text. It is the cause of the exception that `WorldPool.run` raises."""
@@ -75,7 +79,9 @@ class WorldPool:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOADED)
+        self._context.set_forkserver_preload(
+            PRELOADED + [name for name in sys.modules if name.split(".")[0] in CLIENTS]
+        )
         self._workers: list[tuple[Any, Connection]] = []
 
     def run(
