@@ -121,7 +121,7 @@ $(STAMPS)/package: pyproject.toml $(STAMPS)/torch $(STAMPS)/modules
 	@touch $@
 
 $(STAMPS)/test: pyproject.toml $(STAMPS)/torch
-	$(PIP) "pytest>=8" pytest-timeout "hypothesis>=6.100" safetensors
+	$(PIP) "pytest>=8" pytest-timeout "hypothesis>=6.100" safetensors tqdm "matplotlib>=3.7"
 	@touch $@
 
 $(STAMPS)/clients: tests/clients/requirements.txt $(STAMPS)/test
