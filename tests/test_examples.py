@@ -18,7 +18,10 @@ def run_example(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_every_example_has_a_test() -> None:
     commands = {path.name for path in EXAMPLES.glob("*.py") if 'if __name__ == "__main__"' in path.read_text()}
-    assert commands == {"elastic_8_to_16.py", "ops_in_compiled_code.py", "sync_hsdp.py", "train_llama_2d.py"}
+    clients = set(
+        re.findall(r'"(\w+\.py)"', (Path(__file__).parent / "clients" / "test_client_examples.py").read_text())
+    )
+    assert commands == {"elastic_8_to_16.py", "ops_in_compiled_code.py", "sync_hsdp.py", "train_llama_2d.py", *clients}
 
 
 def test_ops_in_compiled_code() -> None:
