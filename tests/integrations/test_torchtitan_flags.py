@@ -49,6 +49,13 @@ def test_data_go_on_by_shards_that_both_worlds_divide_or_begin_anew() -> None:
     assert ways(refused(RANKS, remedy=reset), has_elastic_data=False) == both[1:]
 
 
+def test_a_loader_that_says_how_many_shards_it_can_take_is_believed() -> None:
+    choose = Problem("cannot_reshard", "dataloader", "no", "; choose num_shards=4", Remedy("num_shards", 4))
+    first, _ = ways(refused(choose, remedy=ElasticPolicy({"dataloader": "reset"})))
+    assert first["elastic_data"] == {"num_shards": 4}
+    assert "choose num_shards=4" in str(in_flags(refused(choose), Options({}, 6, True)))
+
+
 def test_options_that_were_given_stay() -> None:
     reset = ElasticPolicy({"dataloader": "reset", "optimizer": "omit"}, strict="warn")
     options = {"policy": {"optimizer": "omit"}, "strict": "warn", "timeout_seconds": 9.0}

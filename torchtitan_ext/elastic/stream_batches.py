@@ -147,8 +147,7 @@ class StreamBatches:
             raise CannotReshardError(
                 f"the checkpoint has {num_saved} virtual shards{whose}, this loader {self._source.num_shards}, "
                 f"and {reason}",
-                self._what_to_choose(num_saved),
-                Remedy("num_shards", num_saved),
+                *self._what_to_choose(num_saved),
             )
         parents = {
             shard: from_entry(shard_key(shard, num_saved), saved)
@@ -181,9 +180,12 @@ class StreamBatches:
         streams = self._source.split_state(parent.stream, shard=shard, num_shards=num_saved, num_parts=num_parts)
         return [ShardState(epoch=parent.epoch, finished=parent.finished, stream=stream) for stream in streams]
 
-    def _what_to_choose(self, num_saved: int) -> str:
+    def _what_to_choose(self, num_saved: int) -> tuple[str, Remedy | None]:
         if isinstance(self._source, SplitsStates):
-            return f"choose num_shards={math.lcm(num_saved, self._dp_size)}, or another multiple of {num_saved}"
+            fitting = math.lcm(num_saved, self._dp_size)
+            text = f"choose num_shards={fitting}, or another multiple of {num_saved}"
+            return text, Remedy("num_shards", fitting)
         if self._dp_size <= num_saved:
-            return f"choose num_shards={num_saved}"
-        return f"choose num_shards={num_saved} and at most {num_saved} data-parallel ranks, or reset the data loader"
+            return f"choose num_shards={num_saved}", Remedy("num_shards", num_saved)
+        text = f"choose num_shards={num_saved} and at most {num_saved} data-parallel ranks, or reset the data loader"
+        return text, None

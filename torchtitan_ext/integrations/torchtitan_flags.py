@@ -99,7 +99,9 @@ def _ways_on(error: StateRefusedError, options: Options) -> list[tuple[str, str]
 def _num_shards(remedies: Iterable[Remedy], options: Options) -> int | None:
     """A number of shards that takes what the checkpoint has of the data loader."""
     for remedy in remedies:
-        if remedy.option in ("num_shards", "reshard"):
+        if remedy.option == "num_shards":
+            return int(remedy.value)
+        if remedy.option == "reshard":
             return math.lcm(int(remedy.value), options.dp_size)
     return None
 
