@@ -218,11 +218,11 @@ def test_tokens_are_those_of_the_run_whether_or_not_the_data_are_loaded(run_worl
     assert f"step 3, {2 * 3 * SEQ_LEN} tokens of the run" in logged
 
 
-def go_back(rank: int, world_size: int, path: Path) -> list[int]:
-    """torchtitan's own manager and loader, from a step of ours."""
+def go_back(rank: int, world_size: int, path: Path, config_class: Any) -> list[int]:
+    """torchtitan's own loader, from a step of ours."""
     loader = loader_of(HuggingFaceTextDataLoader.Config(dataset="documents"), rank, world_size)
-    manager = manager_of(CheckpointManager.Config(**OPTIONS), path, loader)
-    assert manager.load()
+    manager = manager_of(config_class(**OPTIONS), path, loader)
+    assert manager.load(step=3)
     assert manager.states["train_state"].state_dict() == {"step": 3, "ntokens_seen": 3 * SEQ_LEN}
     return train(manager, loader, 2)
 
@@ -232,9 +232,10 @@ def go_without_a_break(rank: int, world_size: int, path: Path) -> list[int]:
     return train(manager_of(CheckpointManager.Config(**OPTIONS), path, loader), loader, 5)
 
 
-def test_torchtitan_alone_goes_on_where_shards_equal_ranks(run_world, tmp_path: Path) -> None:
+@pytest.mark.parametrize("config_class", [CheckpointManager.Config, ElasticCheckpointManager.Config])
+def test_torchtitans_loader_goes_on_where_shards_equal_ranks(run_world, tmp_path: Path, config_class: Any) -> None:
     first = run_world(2, save_elastic, tmp_path / "ours", 2)
-    then = run_world(2, go_back, tmp_path / "ours")
+    then = run_world(2, go_back, tmp_path / "ours", config_class)
     whole = run_world(2, go_without_a_break, tmp_path / "theirs")
     assert [before + after for before, after in zip(first, then, strict=True)] == whole
 

@@ -10,9 +10,10 @@ imports it.
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,9 @@ from torchtitan_ext.errors import MissingStateError, Problem, StateRefusedError,
 from torchtitan_ext.integrations.torchtitan_flags import Options, in_flags, with_excluded
 from torchtitan_ext.integrations.torchtitan_train_state import RunTrainState
 from torchtitan_ext.storage.runs import old_steps
+
+# What elastic_data saves beside torchtitan's own entries, which torchtitan's loader reads.
+_OF_ELASTIC_DATA = (f"{DATALOADER}.loader", f"{DATALOADER}.shard_*")
 
 
 class ElasticCheckpointManager(CheckpointManager):
@@ -111,7 +115,10 @@ class ElasticCheckpointManager(CheckpointManager):
         others = [name for name in self.states if name != MODEL]
         asked = [name for name in others if name in state_dict]
         excluded = self.exclude_from_loading if asked else []
-        planner = _StepPlanner(asked, others, checkpoint_id, cast=self._config.cast)
+        is_elastic = isinstance(self.states[DATALOADER], ElasticTextDataLoader)
+        planner = _StepPlanner(
+            asked, others, checkpoint_id, unused=() if is_elastic else _OF_ELASTIC_DATA, cast=self._config.cast
+        )
         timeout_seconds = self._config.timeout_seconds
         values = self._with_run_tokens(state_dict)
         try:
@@ -163,13 +170,17 @@ class _StepPlanner(LoadPlanner):
     Args:
         asked: Components that are loaded, beside the model.
         others: All that a whole step has.
+        unused: Globs of saved entries that this run has no use for.
     """
 
-    def __init__(self, asked: Sequence[str], others: Collection[str], path: str, *, cast: CastPolicy) -> None:
+    def __init__(
+        self, asked: Sequence[str], others: Collection[str], path: str, *, unused: Sequence[str], cast: CastPolicy
+    ) -> None:
         super().__init__(cast=cast)
         self._asked = asked
         self._others = others
         self._path = path
+        self._unused = unused
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         saved = self.metadata.state_dict_metadata
@@ -180,6 +191,11 @@ class _StepPlanner(LoadPlanner):
                 "--checkpoint.folder with --checkpoint.initial_load_path"
             )
             raise refusal("load", [Problem("missing_key", self._asked[0], detail)])
+        policy, unused = self.rules.policy, [glob for glob in self._unused if fnmatch.filter(saved, glob)]
+        if policy is not None and unused:
+            actions: dict[str, Action] = {**policy.actions, **dict.fromkeys(unused, "omit")}
+            policy = ElasticPolicy(actions, default=policy.default, strict=policy.strict)
+            self.rules = replace(self.rules, policy=policy)
         return super().create_global_plan(global_plan)
 
 
