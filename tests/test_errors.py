@@ -35,6 +35,7 @@ INSTANCES = [
     errors.NoCheckpointError("run", "got step=3, expected one of 1, 2"),
     errors.UnknownFormatError("model", "the directory is empty"),
     errors.UnsafePickleError("model.pt", "it names os.system"),
+    errors.WorkerLostError(-9),
     errors.CannotInstallError("torch 3.0 has no function _save_state_dict"),
     errors.CannotReshardError("saved with 8 shards, this run has 12", "choose num_shards=24"),
     errors.CheckpointFailedError("load", {3: "OSError: disk full", 5: "ValueError: no"}),

@@ -376,6 +376,22 @@ class CheckpointFailedError(TorchtitanExtError, RuntimeError):
         return text
 
 
+class WorkerLostError(TorchtitanExtError, RuntimeError):
+    """A process that did a part of the work was killed, most often for lack of memory. Nothing was committed.
+
+    Args:
+        exit_code: As ``multiprocessing`` has it: minus the number of the signal.
+    """
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(exit_code)
+        self.exit_code = exit_code
+
+    def __str__(self) -> str:
+        how = f"was killed by signal {-self.exit_code}" if self.exit_code < 0 else f"ended with {self.exit_code}"
+        return f"a worker process {how}; nothing was changed; try fewer processes or less memory"
+
+
 class CannotInstallError(TorchtitanExtError, RuntimeError):
     """``tte.install`` does not know this torch, or somebody else has patched the functions that it wraps."""
 

@@ -191,7 +191,7 @@ def _combined(gathered: list[dict[str, tuple[Any, Any]]]) -> Fingerprint:
                 of_key[replica] = digest
     values, differing = {}, []
     for fqn in sorted(replicas):
-        hexes = [_hex(digest) for digest in replicas[fqn].values()]
+        hexes = [hex_of_digest(digest) for digest in replicas[fqn].values()]
         values[fqn] = hexes[0]
         if any(other != hexes[0] for other in hexes):
             differing.append(fqn)
@@ -201,7 +201,9 @@ def _combined(gathered: list[dict[str, tuple[Any, Any]]]) -> Fingerprint:
     return Fingerprint(total.hexdigest(), values, tuple(differing))
 
 
-def _hex(digest: Any) -> str:
+def hex_of_digest(digest: Any) -> str:
+    """What a fingerprint has for a key: of the sum over all elements, dtype and shape of a tensor, or of a value's
+    digest in hexadecimal digits."""
     if isinstance(digest, str):
         return digest[:16]
     total, dtype, shape = digest

@@ -20,6 +20,9 @@ _SUMMARY_OF = {
     "inspect": "What a checkpoint holds: keys, dtypes, shapes, files.",
     "verify": "Whether a checkpoint, or each of a run, is whole.",
     "latest": "The newest finished checkpoint of a run.",
+    "diff": "What two checkpoints differ in.",
+    "reshard": "Write a checkpoint as another mesh would save it.",
+    "convert": "Write a checkpoint in another format.",
 }
 """The commands, in the order of the help, and a line on each. ``torchtitan_ext.cli.<name>.run`` is the command."""
 

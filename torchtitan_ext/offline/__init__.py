@@ -1,1 +1,1 @@
-"""Work on checkpoints without a job: what a save or load on some mesh would do, without its processes."""
+"""Work on checkpoints without a job: what a save or load on some mesh would do; comparing, resharding, converting."""

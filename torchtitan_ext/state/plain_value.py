@@ -110,12 +110,13 @@ class DamagedBytesError(ValueError):
     """The bytes of a value cannot be read as one."""
 
 
-def read_value(stream: io.BytesIO, *, weights_only: bool) -> Any:
-    """The value that ``torch.save`` wrote to a stream; tensors in it are on the CPU.
+def read_value(stream: io.BytesIO | pathlib.Path, *, weights_only: bool, map_location: str = "cpu") -> Any:
+    """The value that ``torch.save`` wrote to a stream, or to a file.
 
     Args:
-        stream: At its beginning.
+        stream: At its beginning. A file is mapped: what is not touched of its tensors is not read.
         weights_only: Refuse values of classes that are not plain data.
+        map_location: Where tensors in it are; on ``"meta"`` their storages say where in a file their bytes begin.
 
     Raises:
         NotPlainError: Says which class is not plain data.
@@ -123,7 +124,8 @@ def read_value(stream: io.BytesIO, *, weights_only: bool) -> Any:
     """
     try:
         with torch.serialization.safe_globals(_PLAIN_GLOBALS):
-            return torch.load(stream, map_location="cpu", weights_only=weights_only)
+            is_mapped = isinstance(stream, pathlib.Path) and map_location != "meta"
+            return torch.load(stream, map_location=map_location, weights_only=weights_only, mmap=is_mapped)
     except pickle.UnpicklingError as error:
         # torch puts advice of its own, which does not fit here, around the reason.
         reason = error.__context__ if isinstance(error.__context__, pickle.UnpicklingError) else error

@@ -55,6 +55,22 @@ class StoredTensor:
     data_offset: int
 
 
+@dataclass(frozen=True)
+class Record:
+    """Where a chunk of a tensor, or a value, lies.
+
+    Attributes:
+        file: Its name in the directory.
+        offset: Of the record in the file, in bytes.
+        tensor: The elements in it; ``None`` where only ``torch.load`` understands the record.
+    """
+
+    file: str
+    offset: int
+    num_bytes: int
+    tensor: StoredTensor | None
+
+
 class IndexedFile:
     """A rank file as the index describes it."""
 
@@ -66,7 +82,7 @@ class IndexedFile:
         """The plain tensors of known dtypes, by the offset of their records."""
         rows = _core.parse_records(self.file.records, self.file.footer_offset, self.file.name)
         return {
-            offset: StoredTensor(dtype, sizes, _row_major(sizes), data_offset)
+            offset: StoredTensor(dtype, sizes, row_major_strides(sizes), data_offset)
             for _, _, _, dtype, sizes, offset, _, data_offset in rows
             if dtype in ITEM_BYTES
         }
@@ -192,7 +208,7 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def _row_major(sizes: tuple[int, ...]) -> tuple[int, ...]:
+def row_major_strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
     strides = []
     stride = 1
     for size in reversed(sizes):

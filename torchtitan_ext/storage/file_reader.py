@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
@@ -25,6 +25,7 @@ from torchtitan_ext.layout.dtensor import local_view
 from torchtitan_ext.layout.wrapper import box_of, dense_values, is_wrapper
 from torchtitan_ext.storage.checkpoint_files import (
     CheckpointIndex,
+    Record,
     StoredTensor,
     index_path,
     is_local,
@@ -211,14 +212,14 @@ class FileReader(StorageReader):
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         by_file: dict[str, list[tuple[ReadItem, Any]]] = {}
         for item in plan.items:
-            info = self.storage_data[item.storage_index]
-            if getattr(info, "transform_descriptors", None):
-                raise ValueError(
-                    f"{item.storage_index.fqn} was saved through an extension ({info.transform_descriptors}); "
-                    "load it with FileSystemReader"
-                )
+            info = self._info_of(item.storage_index)
             by_file.setdefault(info.relative_path, []).append((item, info))
-        stored = {name: self._tensors_of(name, members) for name, members in by_file.items()}
+        stored = {
+            name: self._tensors_of(
+                name, {info.offset: info.length for item, info in members if item.type != LoadItemType.BYTE_IO}
+            )
+            for name, members in by_file.items()
+        }
         with progress(
             "load", is_coordinator=self._is_coordinator, total_bytes=lambda: _wanted_bytes(by_file, stored)
         ) as advance:
@@ -230,17 +231,37 @@ class FileReader(StorageReader):
                         batch.read()
             batch.read()
 
-    def _tensors_of(self, name: str, members: list[tuple[ReadItem, Any]]) -> dict[int, StoredTensor]:
-        """The plain tensors among some records of a file, by the records' offsets."""
+    def _info_of(self, index: MetadataIndex) -> Any:
+        info = self.storage_data[index]
+        if getattr(info, "transform_descriptors", None):
+            raise ValueError(
+                f"{index.fqn} was saved through an extension ({info.transform_descriptors}); "
+                "load it with FileSystemReader"
+            )
+        return info
+
+    def _tensors_of(self, name: str, places: Mapping[int, int]) -> dict[int, StoredTensor]:
+        """The plain tensors among some records of a file, by the records' offsets; ``places`` has their lengths."""
         if self._index is not None and name in self._index.files:
             return self._index.files[name].tensors
-        places = {info.offset: info.length for item, info in members if item.type != LoadItemType.BYTE_IO}
         new = {offset: length for offset, length in places.items() if (name, offset) not in self._stock_tensors}
         num_threads, descriptor = thread_count_of(self.thread_count), self.files.descriptor(name)
         for offset, tensor in find_stock_tensors(self.path / name, new, num_threads, descriptor).items():
             self._stock_tensors[name, offset] = tensor
         known = {offset: self._stock_tensors[name, offset] for offset in places}
         return {offset: tensor for offset, tensor in known.items() if tensor is not None}
+
+    def find_records(self, indices: Sequence[MetadataIndex]) -> list[Record]:
+        """Where chunks of tensors lie, for those who read without a plan."""
+        infos = [self._info_of(index) for index in indices]
+        places: dict[str, dict[int, int]] = {}
+        for info in infos:
+            places.setdefault(info.relative_path, {})[info.offset] = info.length
+        tensors = {name: self._tensors_of(name, of_file) for name, of_file in places.items()}
+        return [
+            Record(info.relative_path, info.offset, info.length, tensors[info.relative_path].get(info.offset))
+            for info in infos
+        ]
 
     def open_file(self, runs: _core.RunReader, name: str) -> int:
         path, descriptor = str(self.path / name), self.files.descriptor(name)

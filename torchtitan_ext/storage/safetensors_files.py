@@ -28,6 +28,8 @@ _DTYPES = {
     "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "C64": "complex64",
 }  # fmt: skip
+NAME_OF_DTYPE = {dtype: name for name, dtype in _DTYPES.items()}
+"""What files call the dtypes of torch."""
 
 
 @dataclass(frozen=True)

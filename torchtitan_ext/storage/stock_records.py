@@ -36,7 +36,7 @@ def find_stock_tensors(
             continue
         storage_class, name, sizes, strides, storage_offset, data_offset, data_bytes = row
         dtype = dtype_name_of(storage_class, name)
-        if dtype is None or not _is_in_file_order(sizes, strides):
+        if dtype is None or not is_in_file_order(sizes, strides):
             continue
         data_offset += storage_offset * ITEM_BYTES[dtype]
         tensor = StoredTensor(dtype, sizes, strides, data_offset)
@@ -56,7 +56,7 @@ def _extent_bytes(tensor: StoredTensor) -> int:
     return (last + 1) * ITEM_BYTES[tensor.dtype]
 
 
-def _is_in_file_order(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+def is_in_file_order(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether each stride steps over all smaller ones; elements that share bytes, or are interleaved, are rare."""
     extent = 1
     for stride, size in sorted(zip(strides, sizes, strict=True)):

@@ -1,0 +1,83 @@
+"""``torchtitan-ext convert``."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torchtitan_ext.cli.options import (
+    MaxMemory,
+    Only,
+    Overwrite,
+    Prefix,
+    Processes,
+    UnsafeUnpickle,
+    amount_of,
+    refusing_wrong_usage,
+)
+from torchtitan_ext.cli.output import print_json, text_of_bytes
+from torchtitan_ext.cli.progress import byte_progress
+from torchtitan_ext.offline.convert import convert
+from torchtitan_ext.offline.diff import num_bytes_to_read
+from torchtitan_ext.offline.selection import Selection
+from torchtitan_ext.offline.sources import open_source
+
+_MAX_NAMED = 3
+
+
+class _Format(str, Enum):
+    DCP = "dcp"
+    HF = "hf"
+    TORCH = "torch"
+
+
+def run(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint of any format.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="The new one; of torch.save a file, else a directory.")],
+    to: Annotated[_Format, typer.Option(help="DCP, safetensors as Hugging Face has them, or torch.save.")],
+    only: Only = None,
+    prefix: Prefix = "",
+    max_file_size: Annotated[str, typer.Option(metavar="BYTES", help="Of safetensors files.")] = "5GB",
+    max_memory: MaxMemory = "1GB",
+    processes: Processes = None,
+    overwrite: Overwrite = False,
+    unsafe_unpickle: UnsafeUnpickle = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Write a checkpoint in another format. DST is whole at the end, or as it was before.
+
+    Safetensors hold tensors alone: keys of other values are dropped, and named.
+
+    Example: torchtitan-ext convert run/step-100 exported --to hf --prefix model
+    """
+    begin = time.perf_counter()
+    selection = Selection(tuple(only or ()), prefix)
+    with refusing_wrong_usage():
+        opened = open_source(source, weights_only=not unsafe_unpickle)
+        with byte_progress(num_bytes_to_read(opened, selection), "convert") as progress:
+            report = convert(
+                opened,
+                target,
+                to=to.value,
+                selection=selection,
+                max_file_bytes=amount_of(max_file_size),
+                overwrite=overwrite,
+                max_bytes=amount_of(max_memory),
+                num_processes=processes,
+                weights_only=not unsafe_unpickle,
+                progress=progress,
+            )
+    if json:
+        seconds = time.perf_counter() - begin
+        print_json({**dataclasses.asdict(report), "path": str(target), "seconds": seconds})
+        return
+    print(f"{target}: {report.num_keys} keys, {text_of_bytes(report.num_bytes)} in {report.num_files} file(s)")
+    if report.dropped:
+        named = ", ".join(report.dropped[:_MAX_NAMED])
+        more = ", ..." if len(report.dropped) > _MAX_NAMED else ""
+        print(f"dropped, as safetensors hold tensors alone: {len(report.dropped)} values ({named}{more})")

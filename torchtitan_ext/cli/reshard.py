@@ -1,0 +1,68 @@
+"""``torchtitan-ext reshard``."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torchtitan_ext.cli.options import MaxMemory, Only, Overwrite, Prefix, Processes, amount_of, refusing_wrong_usage
+from torchtitan_ext.cli.output import print_json, text_of_bytes
+from torchtitan_ext.cli.progress import byte_progress
+from torchtitan_ext.offline.diff import num_bytes_to_read
+from torchtitan_ext.offline.placement_rules import parse_mesh, parse_rules
+from torchtitan_ext.offline.reshard import reshard
+from torchtitan_ext.offline.selection import Selection
+from torchtitan_ext.offline.sources import open_source
+
+
+def run(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint of any format.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="Directory of the new one.")],
+    mesh: Annotated[str, typer.Option(metavar="AXES", help="Sizes of axes, for example dp=8,tp=2.")],
+    shard: Annotated[
+        list[str] | None, typer.Option(metavar="RULE", help="Which dim an axis cuts: '*.wo.weight=tp:1'; repeatable.")
+    ] = None,
+    only: Only = None,
+    prefix: Prefix = "",
+    max_memory: MaxMemory = "1GB",
+    processes: Processes = None,
+    overwrite: Overwrite = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Write a checkpoint as the ranks of another mesh would save it, without these ranks.
+
+    DST is whole at the end, or as it was before.
+
+    Example: torchtitan-ext reshard run/step-100 resharded/step-100 --mesh dp=8,tp=2
+    """
+    begin = time.perf_counter()
+    selection = Selection(tuple(only or ()), prefix)
+    with refusing_wrong_usage():
+        sizes, rules = parse_mesh(mesh), parse_rules(shard or ())
+        opened = open_source(source)
+        with byte_progress(num_bytes_to_read(opened, selection), "reshard") as progress:
+            report = reshard(
+                opened,
+                target,
+                mesh=sizes,
+                rules=rules,
+                selection=selection,
+                overwrite=overwrite,
+                max_bytes=amount_of(max_memory),
+                num_processes=processes,
+                progress=progress,
+            )
+    seconds = time.perf_counter() - begin
+    if json:
+        print_json({**dataclasses.asdict(report), "path": str(target), "seconds": seconds})
+        return
+    print(f"{target}: {report.num_keys} keys, {text_of_bytes(report.num_bytes)} for {report.num_ranks} ranks")
+    if report.assumed:
+        print(
+            f"Assumed, as nothing says how tp cuts them: dim 0 of {len(report.assumed)} tensors, "
+            f"{report.assumed[0]} among them; --shard would say it"
+        )

@@ -1,0 +1,216 @@
+"""Boxes of a source's tensors, read into memory, and the pieces into which a large one is cut."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+from torchtitan_ext import _core
+from torchtitan_ext.checkpoint.saved_chunks import SavedChunks
+from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError
+from torchtitan_ext.layout.dtensor import local_view
+from torchtitan_ext.layout.wrapper import dense_values
+from torchtitan_ext.offline.sources import Source, read_record
+from torchtitan_ext.state.plain_value import read_value
+from torchtitan_ext.storage.checkpoint_files import Record
+from torchtitan_ext.storage.raw_tensor import DTYPES
+from torchtitan_ext.storage.stock_records import is_in_file_order
+
+# A batch of small pieces is one call of the reader; more of them at a time save nothing.
+_MAX_BATCH_PIECES = 4096
+
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor, small enough to be held."""
+
+    fqn: str
+    dtype: torch.dtype
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.sizes).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a saved chunk has of a piece: where it begins in the chunk, and its place in memory."""
+
+    index: MetadataIndex
+    offsets: tuple[int, ...]
+    place: torch.Tensor
+
+
+def cut(piece: Piece, max_bytes: int) -> Iterator[Piece]:
+    """A box in pieces of at most so many bytes, one behind the other in row-major order. Nothing of an empty one."""
+    if 0 in piece.sizes:
+        return
+    if piece.num_bytes <= max_bytes or not piece.sizes:
+        yield piece
+        return
+    (first, *other_offsets), (num_rows, *row) = piece.offsets, piece.sizes
+    row_bytes = piece.num_bytes // num_rows
+    step = max(1, max_bytes // row_bytes)
+    for begin in range(0, num_rows, step):
+        offsets = (first + begin, *other_offsets)
+        rows = Piece(piece.fqn, piece.dtype, offsets, (min(step, num_rows - begin), *row))
+        if row_bytes <= max_bytes:
+            yield rows
+        else:
+            inner = Piece(piece.fqn, piece.dtype, tuple(other_offsets), tuple(row))
+            for part in cut(inner, max_bytes):
+                yield Piece(piece.fqn, piece.dtype, (offsets[0], *part.offsets), (1, *part.sizes))
+
+
+class Sized(Protocol):
+    """What takes so many bytes."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+_Sized = TypeVar("_Sized", bound=Sized)
+
+
+def batched(pieces: Iterable[_Sized], max_bytes: int, *, max_count: int = _MAX_BATCH_PIECES) -> Iterator[list[_Sized]]:
+    """Pieces in groups that fit into a buffer of so many bytes."""
+    batch: list[_Sized] = []
+    num_bytes = 0
+    for piece in pieces:
+        size = _padded(piece.num_bytes)
+        if batch and (num_bytes + size > max_bytes or len(batch) == max_count):
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(piece)
+        num_bytes += size
+    if batch:
+        yield batch
+
+
+def views(buffer: torch.Tensor, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+    """Tensors for pieces, one behind the other in a buffer of bytes."""
+    made = []
+    begin = 0
+    for piece in pieces:
+        made.append(buffer[begin : begin + piece.num_bytes].view(piece.dtype).view(piece.sizes))
+        begin += _padded(piece.num_bytes)
+    return made
+
+
+def new_buffer(num_bytes: int) -> torch.Tensor:
+    """For ``batched`` and ``views`` of so many bytes. Pages that nobody writes to take no memory."""
+    return torch.empty(_padded(num_bytes), dtype=torch.uint8)
+
+
+class BoxReader:
+    """Reads boxes of a source's tensors, whatever chunks these were saved in."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self._chunks = SavedChunks()
+
+    def entry(self, fqn: str) -> TensorStorageMetadata:
+        """What the source says of a tensor.
+
+        Raises:
+            DamagedCheckpointError: The saved chunks do not hold every element once.
+        """
+        entry = self.source.metadata.state_dict_metadata[fqn]
+        assert isinstance(entry, TensorStorageMetadata), f"{fqn} is no tensor, please report"
+        if not self._chunks.of(entry).covers(tuple(entry.size)):
+            raise DamagedCheckpointError(
+                f"{self.source.path}: the chunks of {fqn} do not hold every element of its {tuple(entry.size)} once"
+            )
+        return entry
+
+    def read(self, pieces: Sequence[Piece], places: Sequence[torch.Tensor]) -> None:
+        """Fills each place, a contiguous tensor on the CPU, with the elements of its piece.
+
+        Raises:
+            DamagedCheckpointError: Bytes are not what was written.
+            OSError: A file cannot be read.
+        """
+        parts = [part for piece, place in zip(pieces, places, strict=True) for part in self._parts_of(piece, place)]
+        records = self.source.find_records([part.index for part in parts])
+        runs = _core.RunReader()
+        files: dict[str, int] = {}
+        later: list[tuple[torch.Tensor, torch.Tensor]] = []
+        try:
+            for part, record in zip(parts, records, strict=True):
+                if record.tensor is None:
+                    later.append((part.place, self._box_of_record(part)))
+                    continue
+                if record.file not in files:
+                    files[record.file] = self.source.open_file(runs, record.file)
+                _check_dtype(part, record)
+                if is_in_file_order(record.tensor.sizes, record.tensor.strides):
+                    _add_box(runs, files[record.file], part, record)
+                else:
+                    later.append((part.place, _add_interleaved(runs, files[record.file], part, record)))
+            self.source.read_runs(runs, list(files))
+        except (_core.FormatError, UnicodeDecodeError) as error:
+            raise DamagedCheckpointError(str(error)) from None
+        for place, values in later:
+            place.copy_(values)
+
+    def _parts_of(self, piece: Piece, place: torch.Tensor) -> list[_Part]:
+        entry = self.source.metadata.state_dict_metadata[piece.fqn]
+        assert isinstance(entry, TensorStorageMetadata)
+        chunks = self._chunks.of(entry)
+        wanted = [(piece.offsets, piece.sizes, (0,) * len(piece.sizes))]
+        parts = []
+        for _, chunk, saved_offsets, local_offsets, sizes in chunks.index.find_overlaps(wanted):
+            index = MetadataIndex(piece.fqn, torch.Size(chunks.index.box(chunk)[0]))
+            parts.append(_Part(index, saved_offsets, local_view(place, local_offsets, sizes)))
+        return parts
+
+    def _box_of_record(self, part: _Part) -> torch.Tensor:
+        """Of a tensor that is not plain memory: the values that it stands for."""
+        try:
+            value = read_value(io.BytesIO(read_record(self.source, part.index).numpy().data), weights_only=True)
+        except ValueError as error:
+            raise CheckpointReadError(part.index.fqn, str(error)) from None
+        return local_view(dense_values(value), part.offsets, part.place.shape)
+
+
+def _check_dtype(part: _Part, record: Record) -> None:
+    assert record.tensor is not None
+    if DTYPES[record.tensor.dtype] != part.place.dtype:
+        raise DamagedCheckpointError(
+            f"{record.file}: {part.index.fqn} lies there as {record.tensor.dtype}, the metadata says {part.place.dtype}"
+        )
+
+
+def _add_box(runs: _core.RunReader, file: int, part: _Part, record: Record) -> None:
+    stored, place = record.tensor, part.place
+    assert stored is not None
+    sizes, strides = stored.sizes, stored.strides
+    address = place.data_ptr()
+    item_bytes = place.element_size()
+    runs.add_box(
+        file, stored.data_offset, item_bytes, sizes, strides, part.offsets, place.shape, address, place.stride()
+    )
+
+
+def _add_interleaved(runs: _core.RunReader, file: int, part: _Part, record: Record) -> torch.Tensor:
+    """Elements that share bytes, or lie between each other: all from the first to the last are read, and viewed."""
+    stored, place = record.tensor, part.place
+    assert stored is not None
+    first = sum(offset * stride for offset, stride in zip(part.offsets, stored.strides, strict=True))
+    last = sum((size - 1) * stride for size, stride in zip(place.shape, stored.strides, strict=True))
+    extent = torch.empty(last + 1, dtype=place.dtype)
+    runs.add_bytes(file, stored.data_offset + first * extent.element_size(), extent.nbytes, extent.data_ptr())
+    return extent.as_strided(place.shape, stored.strides)
+
+
+def _padded(num_bytes: int) -> int:
+    return (num_bytes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT

@@ -1,0 +1,198 @@
+"""A checkpoint written in another format, without the memory that it would take as a whole."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from torchtitan_ext.errors import Problem, refusal
+from torchtitan_ext.offline.boxes import BoxReader
+from torchtitan_ext.offline.filled_files import Room, fill_files
+from torchtitan_ext.offline.memory import divide
+from torchtitan_ext.offline.mesh_plan import check_plain
+from torchtitan_ext.offline.processes import Progress
+from torchtitan_ext.offline.reshard import reshard
+from torchtitan_ext.offline.selection import Selection
+from torchtitan_ext.offline.sources import Source
+from torchtitan_ext.offline.targets import refuse_existing
+from torchtitan_ext.storage.checkpoint_files import sync_directory
+from torchtitan_ext.storage.raw_tensor import NAMES
+from torchtitan_ext.storage.room import make_file, sync_files
+from torchtitan_ext.storage.safetensors_places import INDEX_NAME, has_name, lay_out, num_bytes_of
+from torchtitan_ext.storage.staged_target import staged_target
+from torchtitan_ext.storage.torch_places import empty_tensors, write_without_data
+
+NewFormat = Literal["dcp", "hf", "torch"]
+
+
+@dataclass(frozen=True)
+class ConvertReport:
+    """What was written.
+
+    Attributes:
+        num_bytes: Of tensors.
+        dropped: Keys of values that the format has no room for.
+    """
+
+    num_keys: int
+    num_bytes: int
+    num_files: int
+    dropped: tuple[str, ...]
+
+
+def convert(
+    source: Source,
+    target: str | os.PathLike[str],
+    *,
+    to: NewFormat,
+    selection: Selection | None = None,
+    max_file_bytes: int = 5 * 10**9,
+    overwrite: bool = False,
+    max_bytes: int = 1 << 30,
+    num_processes: int | None = None,
+    weights_only: bool = True,
+    progress: Progress = lambda _: None,
+) -> ConvertReport:
+    """Writes a checkpoint of DCP (``"dcp"``), a directory of safetensors (``"hf"``), or a file of ``torch.save``.
+
+    The target is whole at the end, or what it was before.
+
+    Args:
+        max_file_bytes: Of safetensors files; one that holds a larger tensor is as large as that.
+        max_bytes: What all processes hold of tensors at a time.
+        num_processes: By default one per core. More than one cannot be where CUDA or a process group is in use.
+        weights_only: As the source was opened; files of ``torch.save`` get values that are more than plain data only
+            without it.
+
+    Raises:
+        FileExistsError: There is something at the target, and ``overwrite`` is false, or it holds files of others.
+        StateRefusedError: Tensors are no plain memory, or of a dtype that the format does not have.
+        DamagedCheckpointError: Bytes of the source are not what was written.
+        CheckpointReadError: A value is more than plain data.
+        OSError: A file cannot be read or written.
+    """
+    refuse_existing(Path(target), overwrite)
+    chosen = selection or Selection()
+    if to == "dcp":
+        report = reshard(
+            source,
+            target,
+            selection=chosen,
+            overwrite=overwrite,
+            max_bytes=max_bytes,
+            num_processes=num_processes,
+            progress=progress,
+        )
+        return ConvertReport(report.num_keys, report.num_bytes, report.num_ranks, ())
+    job = _Conversion(source, Path(target), chosen)
+    shares = divide(max_bytes, num_processes)
+    with staged_target(Path(target)) as staged:
+        rooms = (
+            job.lay_out_safetensors(staged, max_file_bytes) if to == "hf" else job.lay_out_torch(staged, weights_only)
+        )
+        fill_files(source, rooms, shares, progress)
+        paths = sorted({room.path for room in rooms}) or [staged]
+        sync_files(paths)
+        if to == "hf":
+            sync_directory(staged)
+    dropped = tuple(job.values) if to == "hf" else ()
+    return ConvertReport(len(job.keys) - len(dropped), job.num_bytes, len(paths), dropped)
+
+
+class _Conversion:
+    """What of a source goes to files of another format."""
+
+    def __init__(self, source: Source, target: Path, selection: Selection) -> None:
+        self.source = source
+        self.target = target
+        self.selection = selection
+        selection.check_finds(source)
+        self.keys = selection.keys_of(source)
+        entries = source.metadata.state_dict_metadata
+        reader = BoxReader(source)
+        is_tensor = {key: isinstance(entries[fqn], TensorStorageMetadata) for key, fqn in self.keys.items()}
+        self.tensors = {key: reader.entry(fqn) for key, fqn in self.keys.items() if is_tensor[key]}
+        self.values = [key for key in self.keys if not is_tensor[key]]
+        check_plain(source, {self.keys[key]: entry for key, entry in self.tensors.items()})
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(entry.size.numel() * entry.properties.dtype.itemsize for entry in self.tensors.values())
+
+    def lay_out_safetensors(self, directory: Path, max_file_bytes: int) -> list[Room]:
+        """Makes the files, without data, and the index where there are several."""
+        _refuse_other_files(self.target)
+        tensors = {key: (NAMES[entry.properties.dtype], tuple(entry.size)) for key, entry in self.tensors.items()}
+        odd = [key for key, (dtype, _) in tensors.items() if not has_name(dtype)]
+        if odd:
+            problems = [
+                Problem(
+                    "wrong_dtype",
+                    key,
+                    f"is {tensors[key][0]}, which safetensors files have no name for; "
+                    "leave it out with --only, or convert to dcp or torch",
+                )
+                for key in odd
+            ]
+            raise refusal("convert", problems)
+        groups = _grouped({key: num_bytes_of(*tensor) for key, tensor in tensors.items()}, max_file_bytes)
+        directory.mkdir()
+        rooms = []
+        weight_map: dict[str, str] = {}
+        for number, keys in enumerate(groups, start=1):
+            name = f"model-{number:05}-of-{len(groups):05}.safetensors" if len(groups) > 1 else "model.safetensors"
+            file = lay_out({key: tensors[key] for key in keys})
+            make_file(directory / name, file.header, file.num_bytes)
+            rooms += [Room(self.keys[key], directory / name, offset) for key, offset in file.offsets.items()]
+            weight_map |= dict.fromkeys(keys, name)
+        if len(groups) > 1:
+            index = {"metadata": {"total_size": self.num_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+            text = json.dumps(index, indent=2).encode()
+            make_file(directory / INDEX_NAME, text, len(text))
+            sync_files([directory / INDEX_NAME])
+        return sorted(rooms, key=lambda room: (room.path, room.offset))
+
+    def lay_out_torch(self, path: Path, weights_only: bool) -> list[Room]:
+        """Makes the file, with its values and without the data of tensors."""
+        if self.target.is_dir():
+            raise FileExistsError(f"{self.target} is a directory, and a file is to be written there")
+        leaves: dict[str, Any] = dict(
+            empty_tensors({key: (entry.properties.dtype, entry.size) for key, entry in self.tensors.items()})
+        )
+        leaves |= {key: self.source.read_value(self.keys[key]) for key in self.values}
+        paths = self.selection.paths_of(self.source)
+        ordered = {key: leaves[key] for key in self.keys}
+        state = unflatten_state_dict(ordered, {key: paths[key] for key in ordered})
+        records = write_without_data(state, path, weights_only=weights_only)
+        rooms = [Room(self.keys[key], path, records[key].offset) for key in self.tensors]
+        return sorted(rooms, key=lambda room: room.offset)
+
+
+def _grouped(num_bytes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
+    """Tensors in the order of the checkpoint, in files of at most so many bytes; at least one file."""
+    groups: list[list[str]] = [[]]
+    total = 0
+    for key, size in num_bytes.items():
+        if groups[-1] and total + size > max_bytes:
+            groups.append([])
+            total = 0
+        groups[-1].append(key)
+        total += size
+    return groups
+
+
+def _refuse_other_files(target: Path) -> None:
+    """A directory is replaced as a whole: it must hold nothing but safetensors."""
+    names = os.listdir(target) if target.is_dir() else []
+    others = [name for name in names if not name.endswith(".safetensors") and name != INDEX_NAME]
+    if others:
+        raise FileExistsError(
+            f"{target} holds {sorted(others)[0]}, which is no safetensors file; use another directory"
+        )

@@ -1,0 +1,292 @@
+"""What two checkpoints differ in, whatever their formats and layouts.
+
+Tensors are compared by their fingerprints: each checkpoint is read once, in the order of its files, and nothing is
+gathered. Only tensors of which these differ are read side by side, where it is asked how far they are apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from torchtitan_ext.errors import CheckpointReadError
+from torchtitan_ext.layout.dtensor import as_bytes
+from torchtitan_ext.offline.boxes import BoxReader, Piece, cut, new_buffer, views
+from torchtitan_ext.offline.prints import fingerprint_tensors
+from torchtitan_ext.offline.processes import Progress
+from torchtitan_ext.offline.selection import Selection
+from torchtitan_ext.offline.sources import DcpSource, Source
+from torchtitan_ext.state.value_digest import digest_value
+
+DifferenceKind = Literal["only_in_a", "only_in_b", "type", "dtype", "shape", "values", "unreadable"]
+
+# Of an element that differs: its position, and numbers and distances of 8 or 16 bytes.
+_BYTES_PER_DIFFERENT = 96
+
+_MAX_SHOWN = 60
+
+
+@dataclass(frozen=True)
+class ValueDifference:
+    """How far two tensors of one dtype and shape are apart.
+
+    Attributes:
+        num_different: Elements that differ, beyond the tolerance where there is one.
+        first_index: Of the first of them, in row-major order, in the global tensor.
+        max_abs, max_rel: Largest difference of numbers, and in proportion to the larger of the two; infinite ones and
+            NaNs do not count.
+    """
+
+    num_different: int
+    num_elements: int
+    first_index: tuple[int, ...]
+    first_a: Any
+    first_b: Any
+    max_abs: float
+    max_rel: float
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One key in which two checkpoints differ.
+
+    Attributes:
+        a, b: What each has there; ``None`` where it has nothing.
+        values: Where tensors differ, if that was asked for.
+    """
+
+    key: str
+    kind: DifferenceKind
+    a: str | None = None
+    b: str | None = None
+    values: ValueDifference | None = None
+
+
+@dataclass(frozen=True)
+class DiffReport:
+    """What two checkpoints differ in.
+
+    Attributes:
+        num_equal: Keys that are in both, and equal.
+    """
+
+    differences: tuple[Difference, ...]
+    num_equal: int
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Numbers count as equal where ``|a - b| <= atol + rtol * |b|``, and NaNs where both are."""
+
+    rtol: float = 0.0
+    atol: float = 0.0
+
+    @property
+    def is_exact(self) -> bool:
+        return self.rtol == 0 and self.atol == 0
+
+
+def diff(
+    a: Source,
+    b: Source,
+    *,
+    selection: Selection | None = None,
+    values: bool = False,
+    tolerance: Tolerance | None = None,
+    max_bytes: int = 256 << 20,
+    num_threads: int = 2,
+    progress: Progress = lambda _: None,
+) -> DiffReport:
+    """Compares two checkpoints, key by key: bits of tensors, NaNs too, and values by their digests.
+
+    Args:
+        selection: Keys to compare. In a source that has no key below its prefix all are taken as they are.
+        values: Say also where tensors differ.
+        tolerance: Tensors whose numbers are as close as that are equal.
+        max_bytes: Memory for what is read.
+        progress: Is told bytes; ``num_bytes_to_read`` is their sum.
+    """
+    (selection or Selection()).check_finds(a, b)
+    keys_a, keys_b = _keys_of(a, selection), _keys_of(b, selection)
+    differences = [Difference(key, "only_in_a", a=described(a, keys_a[key])) for key in keys_a.keys() - keys_b.keys()]
+    differences += [Difference(key, "only_in_b", b=described(b, keys_b[key])) for key in keys_b.keys() - keys_a.keys()]
+    both = sorted(keys_a.keys() & keys_b.keys())
+    tensors = []
+    for key in both:
+        found = _differs_by_metadata(key, a, keys_a[key], b, keys_b[key])
+        if found is not None:
+            differences.append(found)
+        elif isinstance(a.metadata.state_dict_metadata[keys_a[key]], TensorStorageMetadata):
+            tensors.append(key)
+    digests = [
+        fingerprint_tensors(
+            source, [keys[key] for key in tensors], max_bytes=max_bytes, num_threads=num_threads, progress=progress
+        )
+        for source, keys in ((a, keys_a), (b, keys_b))
+    ]
+    apart = Apart(a, b, tolerance or Tolerance(), max_bytes)
+    for key in tensors:
+        if digests[0][keys_a[key]] == digests[1][keys_b[key]]:
+            continue
+        found = Difference(key, "values", described(a, keys_a[key]), described(b, keys_b[key]))
+        if values or not apart.tolerance.is_exact:
+            measured = apart.measure(keys_a[key], keys_b[key])
+            if measured is None:
+                continue
+            found = replace(found, values=measured if values else None)
+        differences.append(found)
+    ordered = tuple(sorted(differences, key=lambda difference: difference.key))
+    return DiffReport(ordered, len(both) - sum(found.kind not in ("only_in_a", "only_in_b") for found in ordered))
+
+
+def num_bytes_to_read(source: Source, selection: Selection | None = None) -> int:
+    """Of the tensors that are selected."""
+    entries = (source.metadata.state_dict_metadata[fqn] for fqn in _keys_of(source, selection).values())
+    return sum(
+        entry.size.numel() * entry.properties.dtype.itemsize
+        for entry in entries
+        if isinstance(entry, TensorStorageMetadata)
+    )
+
+
+def described(source: Source, fqn: str) -> str:
+    """What a checkpoint has for a key, in a few words: ``float32 [4096, 512]``, ``3``."""
+    entry = source.metadata.state_dict_metadata[fqn]
+    if isinstance(entry, TensorStorageMetadata):
+        return f"{str(entry.properties.dtype).removeprefix('torch.')} {list(entry.size)}"
+    try:
+        text = repr(source.read_value(fqn))
+    except CheckpointReadError:
+        return "a value that is more than plain data"
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+class Apart:
+    """Measures how far tensors of two checkpoints are apart, piece by piece."""
+
+    def __init__(self, a: Source, b: Source, tolerance: Tolerance, max_bytes: int) -> None:
+        self.tolerance = tolerance
+        self._readers = (BoxReader(a), BoxReader(b))
+        self._max_bytes = max_bytes
+
+    def measure(self, fqn_a: str, fqn_b: str) -> ValueDifference | None:
+        """``None`` where all elements are equal, or as close as the tolerance wants."""
+        entry = self._readers[0].entry(fqn_a)
+        dtype, shape = entry.properties.dtype, tuple(entry.size)
+        # Both pieces, copies of what differs, and the bits of a comparison of all bytes.
+        num_elements = max(self._max_bytes // (5 * dtype.itemsize + _BYTES_PER_DIFFERENT), 1)
+        piece_bytes = num_elements * dtype.itemsize
+        buffers = [new_buffer(piece_bytes) for _ in self._readers]
+        parts = []
+        for piece in cut(Piece(fqn_a, dtype, (0,) * len(shape), shape), piece_bytes):
+            pair = []
+            for reader, buffer, fqn in zip(self._readers, buffers, (fqn_a, fqn_b), strict=True):
+                own = replace(piece, fqn=fqn)
+                (place,) = views(buffer, [own])
+                reader.read([own], [place])
+                pair.append(place)
+            parts.append(_compare(piece, pair[0], pair[1], self.tolerance))
+        found = [part for part in parts if part is not None]
+        if not found:
+            return None
+        return replace(
+            found[0],
+            num_different=sum(part.num_different for part in found),
+            num_elements=entry.size.numel(),
+            max_abs=max(part.max_abs for part in found),
+            max_rel=max(part.max_rel for part in found),
+        )
+
+
+def _keys_of(source: Source, selection: Selection | None) -> dict[str, str]:
+    """In a source that has no key below the prefix all keys are taken as they are."""
+    chosen = selection or Selection()
+    if chosen.prefix and not chosen.has_prefix_in(source):
+        chosen = replace(chosen, prefix="")
+    return chosen.keys_of(source)
+
+
+def _differs_by_metadata(key: str, a: Source, fqn_a: str, b: Source, fqn_b: str) -> Difference | None:
+    """In type, dtype, shape, or in a value that is no tensor."""
+    one, other = a.metadata.state_dict_metadata[fqn_a], b.metadata.state_dict_metadata[fqn_b]
+    kind: DifferenceKind | None = None
+    if isinstance(one, TensorStorageMetadata) and isinstance(other, TensorStorageMetadata):
+        if one.size != other.size:
+            kind = "shape"
+        elif one.properties.dtype != other.properties.dtype:
+            kind = "dtype"
+    elif isinstance(one, TensorStorageMetadata) or isinstance(other, TensorStorageMetadata):
+        kind = "type"
+    else:
+        kind = _compare_values(a, fqn_a, b, fqn_b)
+    return None if kind is None else Difference(key, kind, described(a, fqn_a), described(b, fqn_b))
+
+
+def _compare_values(a: Source, fqn_a: str, b: Source, fqn_b: str) -> DifferenceKind | None:
+    try:
+        is_equal = digest_value(a.read_value(fqn_a)) == digest_value(b.read_value(fqn_b))
+    except CheckpointReadError:
+        # What is not to be unpickled is equal where its bytes are.
+        if isinstance(a, DcpSource) and isinstance(b, DcpSource):
+            if torch.equal(a.value_record(fqn_a), b.value_record(fqn_b)):
+                return None
+        return "unreadable"
+    return None if is_equal else "values"
+
+
+def _compare(piece: Piece, a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance) -> ValueDifference | None:
+    if torch.equal(as_bytes(a), as_bytes(b)):
+        return None
+    flat_a, flat_b = a.view(-1), b.view(-1)
+    positions = _positions_of_other_bits(flat_a, flat_b)
+    numbers_a, numbers_b = _numbers(flat_a[positions]), _numbers(flat_b[positions])
+    distance = (numbers_a - numbers_b).abs()
+    if not tolerance.is_exact:
+        is_close = distance <= tolerance.atol + tolerance.rtol * numbers_b.abs()
+        is_apart = ~(is_close | (numbers_a.isnan() & numbers_b.isnan()))
+        positions, distance = positions[is_apart], distance[is_apart]
+        numbers_a, numbers_b = numbers_a[is_apart], numbers_b[is_apart]
+    if positions.numel() == 0:
+        return None
+    first = int(positions[0])
+    is_finite = distance.isfinite()
+    relative = distance / torch.maximum(numbers_a.abs(), numbers_b.abs())
+    return ValueDifference(
+        num_different=positions.numel(),
+        num_elements=piece.num_bytes // piece.dtype.itemsize,
+        first_index=_index_of(first, piece),
+        first_a=_shown(flat_a[first]),
+        first_b=_shown(flat_b[first]),
+        max_abs=float(distance[is_finite].max()) if bool(is_finite.any()) else 0.0,
+        max_rel=float(relative[is_finite].nan_to_num().max()) if bool(is_finite.any()) else 0.0,
+    )
+
+
+def _positions_of_other_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    item_bytes = a.element_size()
+    is_other = as_bytes(a).view(-1, item_bytes) != as_bytes(b).view(-1, item_bytes)
+    return is_other.any(dim=1).nonzero().view(-1)
+
+
+def _numbers(values: torch.Tensor) -> torch.Tensor:
+    if values.dtype.is_complex:
+        return values.to(torch.complex128)
+    # 8-bit floats convert to float32 only.
+    return (values.float() if values.dtype.is_floating_point and values.element_size() == 1 else values).double()
+
+
+def _index_of(position: int, piece: Piece) -> tuple[int, ...]:
+    """In the global tensor, of an element of a piece that is counted in row-major order."""
+    index = []
+    for offset, size in zip(reversed(piece.offsets), reversed(piece.sizes), strict=True):
+        index.append(offset + position % size)
+        position //= size
+    return tuple(reversed(index))
+
+
+def _shown(value: torch.Tensor) -> Any:
+    number = _numbers(value.view(1))[0].item() if value.dtype.is_floating_point else value.item()
+    return str(number) if isinstance(number, complex) else number

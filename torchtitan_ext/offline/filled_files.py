@@ -1,0 +1,78 @@
+"""Files that have room for the bytes of tensors, filled by several processes, a bounded part at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan_ext.offline.boxes import BoxReader, Piece, batched, cut, new_buffer, views
+from torchtitan_ext.offline.memory import Shares
+from torchtitan_ext.offline.processes import Progress, run_tasks
+from torchtitan_ext.offline.sources import Source
+from torchtitan_ext.storage.room import fill_room
+
+# A task is large enough that its start does not count, and small enough that processes end together.
+_TASK_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where the bytes of a tensor go, row-major: ``offset`` of a file, in bytes. ``fqn`` is its name in the source."""
+
+    fqn: str
+    path: Path
+    offset: int
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of a tensor, small enough to be held."""
+
+    path: Path
+    offset: int
+    piece: Piece
+
+    @property
+    def num_bytes(self) -> int:
+        return self.piece.num_bytes
+
+
+def fill_files(source: Source, rooms: Sequence[Room], shares: Shares, progress: Progress) -> None:
+    """Writes tensors of a source into files that are there already.
+
+    Raises:
+        DamagedCheckpointError: Bytes of the source are not what was written.
+        OSError: A file cannot be read or written.
+    """
+    reader = BoxReader(source)
+    source.thread_count = shares.num_threads
+    parts: list[_Part] = []
+    for room in rooms:
+        entry = reader.entry(room.fqn)
+        shape = tuple(entry.size)
+        whole = Piece(room.fqn, entry.properties.dtype, (0,) * len(shape), shape)
+        parts += [
+            _Part(room.path, room.offset + _bytes_before(piece, shape), piece)
+            for piece in cut(whole, shares.part_bytes)
+        ]
+    tasks = list(batched(parts, _TASK_BYTES, max_count=len(parts)))
+
+    def fill(number: int, report: Progress) -> None:
+        buffer = new_buffer(shares.part_bytes)
+        for batch in batched(tasks[number], shares.part_bytes):
+            pieces = [part.piece for part in batch]
+            places = views(buffer, pieces)
+            reader.read(pieces, places)
+            fill_room([(part.path, part.offset, place) for part, place in zip(batch, places, strict=True)])
+            report(sum(part.num_bytes for part in batch))
+
+    run_tasks(fill, len(tasks), shares.num_processes, progress)
+
+
+def _bytes_before(piece: Piece, shape: Sequence[int]) -> int:
+    """From the first element of the tensor to that of a piece."""
+    elements = 0
+    for offset, size in zip(piece.offsets, shape, strict=True):
+        elements = elements * size + offset
+    return elements * piece.dtype.itemsize

@@ -1,0 +1,42 @@
+"""How much each of several processes may hold at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchtitan_ext.storage.threads import thread_count_of
+
+# A reader and a writer hold a block of 1 MiB per thread, and the writer the last block of its file.
+_BLOCKS_PER_THREAD = 2
+_BLOCKS_PER_PROCESS = 2
+_BLOCK_BYTES = 1 << 20
+
+_LEAST_PART_BYTES = 1 << 20
+
+# Larger ones are no faster: what is read should lie in a cache when it is written.
+_MOST_PART_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How work is divided.
+
+    Attributes:
+        part_bytes: What each process reads at a time.
+    """
+
+    num_processes: int
+    num_threads: int
+    part_bytes: int
+
+
+def divide(max_bytes: int, num_processes: int | None) -> Shares:
+    """As many processes as were asked for, or cores, and as fit into so many bytes; each with its share of threads."""
+    cores = thread_count_of(None)
+    wanted = num_processes or cores
+    least = _LEAST_PART_BYTES + (_BLOCKS_PER_THREAD + _BLOCKS_PER_PROCESS) * _BLOCK_BYTES
+    fitting = max(1, min(wanted, max_bytes // least))
+    num_threads = max(1, cores // fitting)
+    kept = (_BLOCKS_PER_THREAD * num_threads + _BLOCKS_PER_PROCESS) * _BLOCK_BYTES
+    part = min(_MOST_PART_BYTES, max(_LEAST_PART_BYTES, max_bytes // fitting - kept))
+    return Shares(fitting, num_threads, part)

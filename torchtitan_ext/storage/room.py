@@ -1,0 +1,60 @@
+"""Writes bytes to their places in files that are there already."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from pathlib import Path
+
+import torch
+
+from torchtitan_ext.layout.dtensor import as_bytes
+
+
+def fill_room(parts: Sequence[tuple[Path, int, torch.Tensor]]) -> None:
+    """Writes contiguous tensors on the CPU at offsets, in bytes, of files.
+
+    Raises:
+        OSError: Names the file.
+    """
+    for path, members in groupby(parts, key=lambda part: part[0]):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            for _, offset, tensor in members:
+                _write(descriptor, offset, tensor)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from None
+        finally:
+            os.close(descriptor)
+
+
+def make_file(path: Path, head: bytes, num_bytes: int) -> None:
+    """Makes a file of a size that begins with these bytes; the rest is a hole.
+
+    Raises:
+        OSError: Names the file.
+    """
+    try:
+        with path.open("xb") as file:
+            file.write(head)
+            file.truncate(num_bytes)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def sync_files(paths: Iterable[Path]) -> None:
+    """Waits until files are on the disk."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _write(descriptor: int, offset: int, tensor: torch.Tensor) -> None:
+    rest = as_bytes(tensor).numpy().data
+    while rest:
+        num_bytes = os.pwrite(descriptor, rest, offset)
+        rest, offset = rest[num_bytes:], offset + num_bytes

@@ -1,0 +1,96 @@
+"""Safetensors files as places of tensors: where each lies in those that are there, and in new ones."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan_ext.errors import DamagedCheckpointError
+from torchtitan_ext.storage.checkpoint_files import Record, StoredTensor, row_major_strides
+from torchtitan_ext.storage.element_types import ITEM_BYTES
+from torchtitan_ext.storage.safetensors_files import NAME_OF_DTYPE, read_header, read_weight_map, safetensors_paths
+
+INDEX_NAME = "model.safetensors.index.json"
+"""Which file of a directory holds which tensor."""
+
+Place = tuple[tuple[int, ...], Record]
+"""Where a chunk begins in its tensor, and where it lies."""
+
+
+def find_safetensors(path: Path) -> dict[str, list[Place]]:
+    """The chunks of each tensor of a file, or of the files of a directory; reads headers only. Most have one.
+
+    A directory's files are those that its index names, or all where there is none.
+
+    Raises:
+        DamagedCheckpointError: A header is damaged; files lack tensors of the index, or it names files elsewhere.
+        OSError: A file cannot be read.
+    """
+    weight_map = read_weight_map(path)
+    names = {file.name for file in safetensors_paths(path)} if weight_map is None else set(weight_map.values())
+    directory = path if path.is_dir() else path.parent
+    found: dict[str, list[Place]] = {}
+    for name in sorted(names):
+        if os.path.basename(name) != name:
+            raise DamagedCheckpointError(f"{path}: its index names the file {name!r}, expected one beside it")
+        for fqn, entry in read_header(directory / name).items():
+            if entry.dtype not in ITEM_BYTES:
+                raise DamagedCheckpointError(
+                    f"{directory / name}: {fqn} is {entry.dtype}, which torch has no dtype for"
+                )
+            if weight_map is None or weight_map.get(fqn) == name:
+                stored = StoredTensor(entry.dtype, entry.sizes, row_major_strides(entry.sizes), entry.begin)
+                record = Record(name, entry.begin, entry.num_bytes, stored)
+                found.setdefault(fqn, []).append((entry.offsets, record))
+    lost = sorted((weight_map or {}).keys() - found.keys())
+    if lost:
+        raise DamagedCheckpointError(
+            f"{path}: {len(lost)} tensor(s) of its index are not in their files, for example {lost[0]}"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class NewSafetensors:
+    """A file that is to be written.
+
+    Attributes:
+        header: What it begins with.
+        offsets: Where each tensor's bytes go, in the file; tensors lie in this order, without gaps.
+    """
+
+    header: bytes
+    offsets: dict[str, int]
+    num_bytes: int
+
+
+def lay_out(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> NewSafetensors:
+    """A file for tensors of these dtypes and shapes. Larger elements come first, so that all are aligned."""
+    by_size = sorted(tensors, key=lambda fqn: (-ITEM_BYTES[tensors[fqn][0]], fqn))
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begins: dict[str, int] = {}
+    end = 0
+    for fqn in by_size:
+        dtype, sizes = tensors[fqn]
+        begins[fqn], end = end, end + num_bytes_of(dtype, sizes)
+        entries[fqn] = {"dtype": NAME_OF_DTYPE[dtype], "shape": list(sizes), "data_offsets": [begins[fqn], end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    header = len(text).to_bytes(8, "little") + text
+    return NewSafetensors(header, {fqn: start + begin for fqn, begin in begins.items()}, start + end)
+
+
+def has_name(dtype: str) -> bool:
+    """Whether the format has a name for a dtype."""
+    return dtype in NAME_OF_DTYPE
+
+
+def num_bytes_of(dtype: str, sizes: Sequence[int]) -> int:
+    """Of a tensor, from the name of its dtype and its shape."""
+    return math.prod(sizes) * ITEM_BYTES[dtype]
