@@ -73,6 +73,8 @@ class MetadataColumns:
     def find_part(self, fqn: str, offsets: Sequence[int] | None, /) -> int | None: ...
     def index_of_part(self, number: int, /) -> tuple[str, _Sizes | None, int | None]: ...
     def place_of_part(self, number: int, /) -> tuple[str, int, int, list[str] | None]: ...
+    def paths_of_parts(self, number: int, /) -> bytes:
+        """Of a key: per chunk of its list, or for its value, a uint32 that stands for a file; 2**32 - 1 for none."""
     def to_pickle(self, planner_data: Any, storage_meta: dict[str, Any], version: str) -> bytes | None:
         """The file; ``None`` where a value is not plain."""
     def to_tables(self, planner_data: Any, storage_meta: dict[str, Any], version: str) -> bytes | None:
@@ -140,6 +142,11 @@ class RunReader:
 
 def frame_tensor(type: ElementType, sizes: Sequence[int], record_offset: int, alignment: int, /) -> tuple[bytes, bytes]:
     """What stands before and behind a tensor's bytes in its record."""
+
+def rank_file_bytes(
+    values: Sequence[int], kinds: Sequence[tuple[ElementType, _Sizes]], kind_of: Sequence[int], block_bytes: int
+) -> int:
+    """The size of a rank file of values of these sizes, which come first, and a tensor of each kind of ``kind_of``."""
 
 def digest(bytes: bytes, /) -> int: ...
 def exchange_paths(first: str, second: str, /) -> None:

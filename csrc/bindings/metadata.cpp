@@ -182,6 +182,12 @@ py::list unplaced_chunks(const MetadataColumns& columns, size_t limit) {
   return rows;
 }
 
+// As bytes of uint32, for numpy.
+py::bytes paths_of_parts(const MetadataColumns& columns, size_t number) {
+  const std::vector<uint32_t> paths = columns.paths_of_parts(at(columns.keys(), number));
+  return py::bytes(reinterpret_cast<const char*>(paths.data()), paths.size() * sizeof(uint32_t));
+}
+
 std::optional<size_t> found(uint32_t number) {
   return number == HashedNumbers::kNone ? std::nullopt : std::optional<size_t>(number);
 }
@@ -279,6 +285,7 @@ void define_metadata(py::module_& module) {
            })
       .def("index_of_part", &index_of_part)
       .def("place_of_part", &place_of_part)
+      .def("paths_of_parts", &paths_of_parts)
       .def("to_pickle", &write_metadata_pickle, py::arg("planner_data"), py::arg("storage_meta"), py::arg("version"))
       .def("to_tables", &write_tables, py::arg("planner_data"), py::arg("storage_meta"), py::arg("version"));
   module.def("read_metadata_pickle", &read_metadata_pickle, py::arg("data"));

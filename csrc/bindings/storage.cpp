@@ -277,6 +277,15 @@ void define_storage(py::module_& module) {
     const RecordFrame frame = frame_tensor(type, sizes, record_offset, alignment);
     return py::make_tuple(py::bytes(frame.head), py::bytes(frame.tail));
   });
+  module.def(
+      "rank_file_bytes",
+      [](const std::vector<int64_t>& values, const std::vector<std::pair<ElementType, Sizes>>& kinds,
+         const std::vector<uint32_t>& kind_of, uint32_t block_bytes) {
+        std::vector<TensorKind> tensor_kinds;
+        for (const auto& [type, sizes] : kinds) tensor_kinds.push_back({type, sizes});
+        return rank_file_bytes(values, tensor_kinds, kind_of, block_bytes);
+      },
+      py::arg("values"), py::arg("kinds"), py::arg("kind_of"), py::arg("block_bytes"));
   module.def("digest", [](const py::bytes& bytes) {
     const std::string_view view(bytes);
     py::gil_scoped_release release;

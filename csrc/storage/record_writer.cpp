@@ -28,11 +28,34 @@ core::Sizes contiguous_strides(std::span<const int64_t> sizes) {
   return strides;
 }
 
+RecordFrame frame_at(int64_t offset, const ElementType& type, std::span<const int64_t> sizes, int64_t num_bytes) {
+  return frame_tensor(type, sizes, offset, num_bytes >= kLargeBytes ? kLargeAlignment : kAlignment);
+}
+
+int64_t num_blocks_of(int64_t num_bytes, int64_t block_bytes) { return (num_bytes + block_bytes - 1) / block_bytes; }
+
 iovec piece_of(const void* data, int64_t num_bytes) {
   return {const_cast<void*>(data), static_cast<size_t>(num_bytes)};
 }
 
 }  // namespace
+
+int64_t rank_file_bytes(std::span<const int64_t> values, std::span<const TensorKind> kinds,
+                        std::span<const uint32_t> kind_of, uint32_t block_bytes) {
+  TTE_CHECK(block_bytes > 0, "rank_file_bytes", "got blocks of 0 bytes");
+  int64_t end = 0;
+  for (const int64_t num_bytes : values) end = core::checked_add(end, num_bytes);
+  for (const uint32_t number : kind_of) {
+    TTE_CHECK(number < kinds.size(), "rank_file_bytes", "got kind ", number, " of ", kinds.size());
+    const TensorKind& tensor = kinds[number];
+    const int64_t num_bytes = core::checked_mul(core::num_elements(tensor.sizes), tensor.type.item_bytes);
+    const RecordFrame frame = frame_at(end, tensor.type, tensor.sizes, num_bytes);
+    const auto frame_bytes = static_cast<int64_t>(frame.head.size() + frame.tail.size());
+    end = core::checked_add(end, core::checked_add(num_bytes, frame_bytes));
+  }
+  const int64_t without_checksums = static_cast<int64_t>(encode_footer({{}, 0, block_bytes, end, {}}).size());
+  return core::checked_add(end, without_checksums + num_blocks_of(end, block_bytes) * int64_t{sizeof(uint64_t)});
+}
 
 struct RecordWriter::Scratch {
   std::unique_ptr<char[]> block;
@@ -55,7 +78,7 @@ void RecordWriter::queue_own(std::string bytes) {
 
 void RecordWriter::begin_tensor(SavedRecord key, const ElementType& type) {
   const int64_t num_bytes = core::checked_mul(core::num_elements(key.sizes), type.item_bytes);
-  RecordFrame frame = frame_tensor(type, key.sizes, end_, num_bytes >= kLargeBytes ? kLargeAlignment : kAlignment);
+  RecordFrame frame = frame_at(end_, type, key.sizes, num_bytes);
   key.is_tensor = true;
   key.offset = end_;
   queue_own(std::move(frame.head));
@@ -134,7 +157,7 @@ SavedFile RecordWriter::finish(const SaveId& save_id, uint32_t rank) {
 // Writes blocks from `written_` on up to `end`; all but the last of the file are full.
 void RecordWriter::write_blocks(int64_t end) {
   const int64_t block_bytes = options_.block_bytes;
-  const int64_t num_blocks = (end - written_ + block_bytes - 1) / block_bytes;
+  const int64_t num_blocks = num_blocks_of(end - written_, block_bytes);
   const size_t first_checksum = checksums_.size();
   checksums_.resize(first_checksum + static_cast<size_t>(num_blocks));
   std::vector<Scratch> scratches(static_cast<size_t>(options_.num_threads));

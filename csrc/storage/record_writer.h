@@ -27,6 +27,15 @@ struct WriteOptions {
   bool sync = true;
 };
 
+// The size of a rank file of values, which come first, and a tensor of each kind of `kind_of`: what finish() of a writer
+// says of it.
+struct TensorKind {
+  ElementType type;
+  core::Sizes sizes;
+};
+int64_t rank_file_bytes(std::span<const int64_t> values, std::span<const TensorKind> kinds,
+                        std::span<const uint32_t> kind_of, uint32_t block_bytes);
+
 class RecordWriter {
  public:
   RecordWriter(std::string path, const WriteOptions& options);

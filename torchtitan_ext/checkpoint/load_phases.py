@@ -96,7 +96,7 @@ def _prepare(
     def ask() -> tuple[str, list[str]]:
         nonlocal components
         for source in sources:
-            opened.append(_open(source, planner, phases.rank))
+            opened.append(open_source(source, planner, phases.rank))
         incomplete = [one.name for one in opened if one.is_of_one_rank]
         if incomplete and policy is not None:
             detail = (
@@ -136,7 +136,8 @@ def _other_metadata(seen: Sequence[Sequence[str]], names: Sequence[str]) -> list
     return problems
 
 
-def _open(source: Source, planner: StockLoadPlanner, rank: int) -> OpenSource:
+def open_source(source: Source, planner: StockLoadPlanner, rank: int) -> OpenSource:
+    """A source with its metadata, which this rank reads. Not collective."""
     reader = _reader_at(source)
     name = str(source.path or type(reader).__name__)
     metadata, is_of_one_rank = read_metadata(reader, name, rank)

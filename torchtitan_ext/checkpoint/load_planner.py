@@ -161,6 +161,11 @@ class LoadPlanner(StockLoadPlanner):
         self._numbers: dict[str, type] = {}
         self._values_read: dict[str, Any] = {}
 
+    @property
+    def wanted(self) -> KeyTable:
+        """What this rank reads, from step 2 on: entries by keys of the state dict, as they were saved."""
+        return self._table
+
     def with_rules(self, rules: LoadRules) -> LoadPlanner:
         """A planner with the same options that follows these rules; of the same class, subclasses included."""
         planner = copy.copy(self)

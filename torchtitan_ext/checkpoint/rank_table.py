@@ -87,9 +87,14 @@ class EncodedTable:
     kind_of: tuple[list[int], ...]
 
 
-def encode_table(table: KeyTable) -> EncodedTable:
-    """The table as it travels."""
-    sections = [_Section() for _ in range(_NUM_SECTIONS)]
+def encode_table(table: KeyTable, forms: dict[MeshLayout, Any] | None = None) -> EncodedTable:
+    """The table as it travels.
+
+    Args:
+        forms: Of meshes that were encoded before: to find one costs a pass over its ranks. New ones are added.
+    """
+    forms = {} if forms is None else forms
+    sections = [_Section(forms) for _ in range(_NUM_SECTIONS)]
     odd_paths: dict[str, tuple[Any, ...]] = {}
     paths = table.stock_paths
     for fqn, entry in table.entries.items():
@@ -157,7 +162,8 @@ def _section_of(fqn: str, entry: KeyEntry) -> int:
 class _Section:
     """The columns of one section while they grow."""
 
-    def __init__(self) -> None:
+    def __init__(self, forms: dict[MeshLayout, Any]) -> None:
+        self._forms = forms
         self.names: list[str] = []
         self.kind_of: list[int] = []
         self.boxes: list[tuple[int, Any]] = []
@@ -231,7 +237,9 @@ class _Section:
         if number is None:
             number = self._number_of_mesh.setdefault((mesh, coordinate), len(self._meshes))
             if number == len(self._meshes):
-                origin, form = _mesh_form(mesh)
+                if mesh not in self._forms:
+                    self._forms[mesh] = _mesh_form(mesh)
+                origin, form = self._forms[mesh]
                 self._meshes.append(form)
                 self.standings.append((origin, coordinate))
             self._mesh_by_id[id(mesh), coordinate] = number

@@ -15,7 +15,7 @@ from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.item_columns import items_of
 from torchtitan_ext.checkpoint.key_table import BoxesEntry, KeyEntry, KeyTable, ObjectEntry, TensorEntry
 from torchtitan_ext.checkpoint.rank_table import EncodedTable
-from torchtitan_ext.layout.layout import Chunk, num_elements, shard_of
+from torchtitan_ext.layout.layout import Chunk, Steps, num_elements, shard_of
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,22 @@ def read_writes(decision: bytes, table: KeyTable, encoded: EncodedTable) -> Iter
     for section, steps, first, keys, boxes in _core.read_decision(decision, encoded.kind_of):
         fqns = [encoded.names[section][key] for key in keys]
         entry = table.entries[fqns[0]]
-        chunks: list[tuple[int, Chunk]] = []
         if isinstance(entry, BoxesEntry):
             chunks = [(position, Chunk(offsets, sizes, (0,) * len(sizes))) for position, (offsets, sizes) in boxes]
-        elif isinstance(entry, TensorEntry) and num_elements(entry.report.global_shape) == 0:
-            zeros = (0,) * len(entry.report.global_shape)
-            chunks = [(first, Chunk(zeros, entry.report.global_shape, zeros))]
-        elif isinstance(entry, TensorEntry):
-            chunks = list(enumerate(shard_of(entry.report, steps).chunks, start=first))
+        else:
+            chunks = list(enumerate(written_chunks(entry, steps), start=first))
         yield ClassWrites(entry, fqns, [(section, key) for key in keys], chunks)
+
+
+def written_chunks(entry: TensorEntry | ObjectEntry, steps: Steps) -> Sequence[Chunk]:
+    """What a rank writes of a key that is its part, sharded by these steps; a tensor without elements is one chunk."""
+    if isinstance(entry, ObjectEntry):
+        return []
+    shape = entry.report.global_shape
+    if num_elements(shape) == 0:
+        zeros = (0,) * len(shape)
+        return [Chunk(zeros, shape, zeros)]
+    return shard_of(entry.report, steps).chunks
 
 
 def write_items(written: Sequence[ClassWrites]) -> list[WriteItem]:

@@ -19,6 +19,7 @@ from torchtitan_ext.errors import DamagedCheckpointError, TorchtitanExtError
 _SUMMARY_OF = {
     "inspect": "What a checkpoint holds: keys, dtypes, shapes, files.",
     "verify": "Whether a checkpoint, or each of a run, is whole.",
+    "plan": "What a load on another mesh would read, and what would be refused.",
     "latest": "The newest finished checkpoint of a run.",
     "diff": "What two checkpoints differ in.",
     "reshard": "Write a checkpoint as another mesh would save it.",

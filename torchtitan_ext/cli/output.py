@@ -7,13 +7,13 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from torchtitan_ext.offline.amounts import text_of_bytes as text_of_bytes
+
 FINE = 0
 DIFFERS = 1
 """Two checkpoints differ, or one is damaged."""
 WRONG_USAGE = 2
 UNREADABLE = 3
-
-_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def print_json(value: Any) -> None:
@@ -34,12 +34,3 @@ def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None
     for line in (titles, *cells):
         columns = zip(line, widths, is_right or [False] * len(widths), strict=True)
         print("  ".join(cell.rjust(width) if right else cell.ljust(width) for cell, width, right in columns).rstrip())
-
-
-def text_of_bytes(num_bytes: float) -> str:
-    """``1.2 GB``: three digits, powers of 1,000."""
-    for unit in _UNITS:
-        if num_bytes < 999.5 or unit == _UNITS[-1]:
-            break
-        num_bytes /= 1000
-    return f"{num_bytes:.0f} {unit}" if unit == "B" or num_bytes >= 99.5 else f"{num_bytes:.2g} {unit}"

@@ -37,6 +37,9 @@ DimOf = Mapping[str, int | None]
 
 _REPLICATED = (-1, 1)
 
+MAX_RANKS = 65_536
+"""Of a mesh that is described: each rank is worked out, and a slip of the finger should not take all memory."""
+
 # More combinations of dims of an unusual save are not tried: two axes of four-dimensional tensors have 25.
 _MAX_COMBINATIONS = 200
 
@@ -139,11 +142,11 @@ class PlacementRules:
         found: DimOf = {}
         is_assumed = False
         named = self.mesh.dim_names or ()
-        if any(axis in self._old.mesh and not _is_data_parallel(axis) for axis in named):
+        if any(axis in self._old.mesh and not is_data_parallel(axis) for axis in named):
             found, is_assumed = _saved_dims(shape, boxes, self._old)
         dims: dict[str, int | None] = {}
         for axis in named:
-            if _is_data_parallel(axis):
+            if is_data_parallel(axis):
                 dims[axis] = None if _replicates(axis) else 0
             elif axis in found:
                 dims[axis] = found[axis]
@@ -185,6 +188,8 @@ def _check_mesh(mesh: Any) -> None:
             raise argument_error("plan", "mesh", {axis: size}, expected)
         if size < 1:
             raise ValueError(f"mesh: got {axis}={size}, expected at least 1")
+    if num_elements(tuple(mesh.values())) > MAX_RANKS:
+        raise ValueError(f"mesh: got {num_elements(tuple(mesh.values())):,} ranks, expected at most {MAX_RANKS:,}")
     if not mesh:
         raise ValueError("mesh: got no axes, expected sizes such as {'dp': 8, 'tp': 2}")
 
@@ -208,7 +213,7 @@ def _check_axis(axis: str, saved_axes: Mapping[str, int], rules: Mapping[str, Di
         raise ValueError(
             "mesh: got the axis pp, and stages of a pipeline hold different keys; pass the state dict of each stage"
         )
-    is_known = _is_data_parallel(axis) or axis == "tp" or axis in saved_axes
+    is_known = is_data_parallel(axis) or axis == "tp" or axis in saved_axes
     if not is_known and not any(axis in dims for dims in rules.values()):
         raise ValueError(
             f"mesh: nothing says what the axis {axis!r} cuts; state it with placements={{'*': {{{axis!r}: 0}}}}, or "
@@ -216,7 +221,8 @@ def _check_axis(axis: str, saved_axes: Mapping[str, int], rules: Mapping[str, Di
         )
 
 
-def _is_data_parallel(axis: str) -> bool:
+def is_data_parallel(axis: str) -> bool:
+    """Whether ranks along an axis of this name see other data: it replicates, or shards as FSDP2 does."""
     return _replicates(axis) or _is_fsdp(axis)
 
 
@@ -240,7 +246,7 @@ def _was_cut(metadata: Metadata | None, saved_axes: Mapping[str, int]) -> bool:
 
 def _saved_dims(shape: tuple[int, ...], boxes: Sequence[Box], old: World) -> tuple[DimOf, bool]:
     """The dims that axes of the save cut, and whether that is a guess: no dims have the saved boxes."""
-    fixed = {axis: None if _replicates(axis) else 0 for axis in old.mesh if _is_data_parallel(axis)}
+    fixed = {axis: None if _replicates(axis) else 0 for axis in old.mesh if is_data_parallel(axis)}
     open_axes = [axis for axis in old.mesh if axis not in fixed]
     choices: list[int | None] = [*range(len(shape)), None] if len(shape) > 1 else [None, 0]
     # Axes of several meshes, which together are more than there were ranks, are no one mesh.

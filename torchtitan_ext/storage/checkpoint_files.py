@@ -187,6 +187,13 @@ def parse_index(
     return index
 
 
+def data_file_bytes(directory: Path) -> dict[str, int]:
+    """Sizes of the data files in a checkpoint's directory, by name."""
+    with os.scandir(directory) as entries:
+        files = [entry for entry in entries if entry.name.endswith((".distcp", ".safetensors"))]
+        return {entry.name: entry.stat().st_size for entry in sorted(files, key=lambda one: one.name)}
+
+
 def write_file(path: Path, content: bytes, *, sync: bool) -> None:
     with path.open("wb", buffering=0) as stream:
         rest = memoryview(content)

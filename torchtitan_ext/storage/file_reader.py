@@ -43,7 +43,7 @@ from torchtitan_ext.storage.threads import thread_count_of
 Verify = Literal["auto", "all", "none"]
 
 # What planners make for a load (values, targets that commit_tensor copies from) is let go after so many bytes.
-_BATCH_BYTES = 256 << 20
+BATCH_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ class FileReader(StorageReader):
             for name, members in by_file.items():
                 for item, info in members:
                     batch.add(name, item, info, stored[name].get(info.offset))
-                    if batch.num_bytes >= _BATCH_BYTES:
+                    if batch.num_bytes >= BATCH_BYTES:
                         batch.read()
             batch.read()
 

@@ -35,7 +35,7 @@ from torchtitan_ext.storage.written_metadata import encode_metadata, encode_tabl
 BLOCK_BYTES = 1 << 20
 
 # What a planner makes for the save (pickled values, copies) is let go after so many bytes.
-_BATCH_BYTES = 256 << 20
+BATCH_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ class FileWriter(StorageWriter):
                     batch.add_value(item, value)
                 else:
                     batch.add_tensor(item, value.detach())
-                if records.queued_bytes >= _BATCH_BYTES:
+                if records.queued_bytes >= BATCH_BYTES:
                     batch.write()
             batch.write()
         rank = self.rank or 0

@@ -36,6 +36,9 @@ def raw_memory(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor
 
 
+STAGING_BYTES = 64 << 20
+
+
 class Staging:
     """A kept buffer on the host through which tensors of other devices pass, a part at a time.
 
@@ -43,7 +46,7 @@ class Staging:
         num_bytes: Of the buffer. Pinned where there is a CUDA device, so that copies need no second buffer.
     """
 
-    def __init__(self, num_bytes: int = 64 << 20) -> None:
+    def __init__(self, num_bytes: int = STAGING_BYTES) -> None:
         self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
 
     def copy_out(self, tensor: torch.Tensor, write: Callable[[int, int], None]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 # More do not make one file faster: the file system lets one writer at a time into it.
-_MAX_THREADS = 8
+MAX_THREADS = 8
 
 
 def thread_count_of(given: int | None) -> int:
@@ -19,4 +19,4 @@ def thread_count_of(given: int | None) -> int:
             raise ValueError(f"thread_count: got {given}, expected at least 1")
         return given
     num_ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // num_ranks))
+    return max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // num_ranks))

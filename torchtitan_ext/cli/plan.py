@@ -1,0 +1,71 @@
+"""``torchtitan-ext plan``: what a load of a checkpoint on another mesh, and a save there, would do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from torchtitan_ext.checkpoint.policy import ElasticPolicy
+from torchtitan_ext.cli.output import DIFFERS, print_json
+from torchtitan_ext.errors import StateRefusedError
+from torchtitan_ext.offline.amounts import parse_amount
+from torchtitan_ext.offline.dry_run import dry_run
+from torchtitan_ext.offline.dry_run_result import DryRun
+from torchtitan_ext.offline.placement_rules import parse_mesh, parse_rules
+
+
+def run(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="Directory of a checkpoint.")],
+    mesh: Annotated[str, typer.Option(help="Axes and sizes: dp_replicate=2,dp_shard=4,tp=8.")],
+    component: Annotated[list[str], typer.Option(help="Component or glob of keys to load; all by default.")] = [],  # noqa: B006
+    shard: Annotated[list[str], typer.Option(help="Which dim an axis cuts: '*.wo.weight=tp:1', 'norm*=tp:none'.")] = [],  # noqa: B006
+    policy: Annotated[list[str], typer.Option(help="What becomes of a component: dataloader=reset.")] = [],  # noqa: B006
+    bandwidth: Annotated[str | None, typer.Option(help="Of one rank: 2GB/s.")] = None,
+    shared_bandwidth: Annotated[str | None, typer.Option(help="Of the storage, for all ranks together.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """What a load on another mesh would do on every rank, and a save there. Reads the metadata alone.
+
+    Exits with 1 where the load would be refused.
+
+    Example: torchtitan-ext plan outputs/step-1000 --mesh dp=8,tp=2 --bandwidth 2GB/s
+    """
+    found = _found(path, mesh, component, shard, policy, bandwidth, shared_bandwidth)
+    if json:
+        print_json(found.to_dict())
+    else:
+        print(found)
+    if found.problems:
+        raise typer.Exit(DIFFERS)
+
+
+def _found(
+    path: Path,
+    mesh: str,
+    components: list[str],
+    shards: list[str],
+    actions: list[str],
+    bandwidth: str | None,
+    shared_bandwidth: str | None,
+) -> DryRun:
+    try:
+        return dry_run(
+            path,
+            mesh=parse_mesh(mesh),
+            components=components,
+            placements=parse_rules(shards),
+            policy=ElasticPolicy(_parse_actions(actions)),
+            bandwidth_bytes_per_second=None if bandwidth is None else parse_amount(bandwidth),
+            shared_bandwidth_bytes_per_second=None if shared_bandwidth is None else parse_amount(shared_bandwidth),
+        )
+    except StateRefusedError:  # also a ValueError: the checkpoint cannot be read
+        raise
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _parse_actions(texts: list[str]) -> dict[str, Any]:
+    """``["dataloader=reset"]`` as the actions of a policy, which checks them."""
+    return {name: action for name, _, action in (text.rpartition("=") for text in texts)}

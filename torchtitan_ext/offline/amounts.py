@@ -1,0 +1,50 @@
+"""Bytes and bytes per second, as people write them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+_AMOUNT = re.compile(r"(\d+(?:\.\d*)?)\s*([kKMGTP]?)(i?)B?(?:/s)?")
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """How fast storage is, as far as it is known.
+
+    Attributes:
+        bytes_per_second: Of one rank.
+        shared_bytes_per_second: Of all ranks together.
+    """
+
+    bytes_per_second: float | None = None
+    shared_bytes_per_second: float | None = None
+
+    def seconds(self, num_bytes: Sequence[int]) -> float | None:
+        """Until all ranks have moved their bytes; ``None`` where no bandwidth is known."""
+        times = []
+        if self.bytes_per_second is not None:
+            times.append(max(num_bytes, default=0) / self.bytes_per_second)
+        if self.shared_bytes_per_second is not None:
+            times.append(sum(num_bytes) / self.shared_bytes_per_second)
+        return max(times, default=None)
+
+
+def parse_amount(text: str) -> float:
+    """``2GB/s`` or ``64MiB`` as a number of bytes. Raises ValueError for anything else."""
+    match = _AMOUNT.fullmatch(text.strip())
+    if match is None or float(match[1]) == 0:
+        raise ValueError(f"amount: got {text!r}, expected bytes such as 2GB or 64MiB")
+    power = ("", "K", "M", "G", "T", "P").index(match[2].upper())
+    return float(float(match[1]) * (1024 if match[3] else 1000) ** power)
+
+
+def text_of_bytes(num_bytes: float) -> str:
+    """``1.2 GB``: three digits, powers of 1,000."""
+    for unit in _UNITS:
+        if num_bytes < 999.5 or unit == _UNITS[-1]:
+            break
+        num_bytes /= 1000
+    return f"{num_bytes:.0f} {unit}" if unit == "B" or num_bytes >= 99.5 else f"{num_bytes:.2g} {unit}"

@@ -1,0 +1,117 @@
+"""What one rank of a job holds: of its state dict, or by the description of a mesh of what is in a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from torchtitan_ext.checkpoint.cuts import unwritable_cuts
+from torchtitan_ext.checkpoint.key_table import (
+    KeyEntry,
+    KeyTable,
+    ObjectEntry,
+    TensorEntry,
+    check_objects,
+    describe_state,
+)
+from torchtitan_ext.checkpoint.per_rank_keys import PER_RANK, family_of
+from torchtitan_ext.checkpoint.saved_chunks import ChunkList
+from torchtitan_ext.layout.layout import ShardReport, local_shard
+from torchtitan_ext.layout.rules import LayoutRules, ShardOrder
+from torchtitan_ext.offline.placement_rules import PlacementRules
+from torchtitan_ext.state.nested import flatten_state_dict
+
+
+@dataclass(frozen=True)
+class OneRank:
+    """What one rank would save.
+
+    Attributes:
+        table: Its keys.
+        value_bytes: Of its values that are no tensors, as they are written.
+        assumed: Tensors of which neither rules nor the checkpoint say which dims ``tp`` cuts.
+    """
+
+    table: KeyTable
+    value_bytes: Mapping[str, int]
+    assumed: tuple[str, ...] = ()
+
+
+def rank_of_state(values: Mapping[str, Any], layouts: Mapping[str, ShardOrder] | None) -> OneRank:
+    """What a rank holds whose state dict this is; its tensors may be on the meta device."""
+    flat = flatten_state_dict(values, tuples="as_stock")
+    table = describe_state(flat.values, flat.stock_paths, LayoutRules(layouts))
+    unread, unwritable = check_objects(flat.values, table)
+    problems = (*table.problems, *unwritable_cuts(flat.values, table), *unwritable)
+    troubled = {problem.fqn for problem in unwritable}
+    sizes = {
+        fqn: _pickled_bytes(flat.values[fqn])
+        for fqn, entry in table.entries.items()
+        if isinstance(entry, ObjectEntry) and fqn not in troubled
+    }
+    return OneRank(dataclasses.replace(table, problems=problems, unread=unread), sizes)
+
+
+def rank_of_checkpoint(metadata: Metadata, selects: Callable[[str], bool]) -> OneRank:
+    """What rank 0 holds of a job that asks for these keys of a checkpoint; its tensors are not placed yet.
+
+    Of values that ranks keep under names of their own it has its own one.
+    """
+    entries: dict[str, KeyEntry] = {}
+    sizes: dict[str, int] = {}
+    families: set[str] = set()
+    for fqn, saved in metadata.state_dict_metadata.items():
+        if not selects(fqn):
+            continue
+        if isinstance(saved, TensorStorageMetadata):
+            shape = tuple(saved.size)
+            report = ShardReport(shape, local_sizes=shape)
+            entries[fqn] = TensorEntry(report, saved.properties.dtype, saved.properties.requires_grad)
+            continue
+        family = family_of(fqn)
+        if family != fqn and family in families:
+            continue
+        families.add(family)
+        place = (metadata.storage_data or {}).get(MetadataIndex(fqn))
+        own = PER_RANK.sub(r"\g<1>0", fqn)
+        entries[own] = ObjectEntry()
+        sizes[own] = getattr(place, "length", 0)
+    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    known = {fqn: paths[fqn] for fqn in entries if isinstance(paths.get(fqn), tuple)}
+    return OneRank(KeyTable(entries, stock_paths=known), sizes)
+
+
+def place_on_mesh(one: OneRank, rules: PlacementRules, chunks: Mapping[str, ChunkList]) -> OneRank:
+    """The same with its plain tensors as the rules place them; values of single ranks stay where they are.
+
+    Args:
+        chunks: How tensors were saved.
+    """
+    entries: dict[str, KeyEntry] = {}
+    assumed = []
+    origin = (0,) * len(rules.mesh.shape)
+    for fqn, entry in one.table.entries.items():
+        entries[fqn] = entry
+        if not isinstance(entry, TensorEntry) or entry.report.mesh is not None or family_of(fqn) != fqn:
+            continue
+        shape = entry.report.global_shape
+        placed = rules.place(fqn, shape, chunks.get(fqn))
+        if placed.placements is None:
+            continue
+        sizes = local_shard(shape, rules.mesh.shape, placed.steps, origin).sizes
+        report = ShardReport(shape, rules.mesh, origin, placed.placements, sizes)
+        entries[fqn] = dataclasses.replace(entry, report=report)
+        assumed += [fqn] if placed.is_assumed else []
+    return OneRank(dataclasses.replace(one.table, entries=entries), one.value_bytes, tuple(assumed))
+
+
+def _pickled_bytes(value: Any) -> int:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.tell()
