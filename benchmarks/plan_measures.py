@@ -84,7 +84,7 @@ class Clock:
         while not self._is_done([sum(seconds) for seconds in found]):
             result = None
             self._begin([sum(seconds) for seconds in found])
-            before = _status_bytes("VmRSS")
+            before = status_bytes("VmRSS")
             times = [time.process_time()]
             received = [pickle.loads(message) for message in sent]
             times.append(time.process_time())
@@ -94,7 +94,7 @@ class Clock:
                 pickle.dumps(answer)
             times.append(time.process_time())
             gc.enable()
-            peak_bytes = max(peak_bytes, _status_bytes("VmHWM") - before)
+            peak_bytes = max(peak_bytes, status_bytes("VmHWM") - before)
             found.append(tuple(end - begin for begin, end in zip(times, times[1:], strict=False)))
             del received
         best = [min(column) for column in zip(*found, strict=True)]
@@ -112,7 +112,7 @@ class Clock:
         (gc.enable if self.is_collecting else gc.disable)()
 
 
-def _status_bytes(name: str) -> int:
+def status_bytes(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
@@ -255,10 +255,10 @@ def measure_finish(case: Case, metadata: Metadata, clock: Clock) -> dict[str, An
 
     ``finish_seconds`` has the making of ``.metadata`` in it, which is measured alone as well; the files are small.
     """
-    written = [_written_by(case, rank) for rank in range(case.num_ranks)]
+    written = [written_by(case, rank) for rank in range(case.num_ranks)]
     rows: dict[str, Any] = {}
     with TemporaryDirectory() as directory:
-        ours = [[_rank_file(Path(directory), rank, records)] for rank, records in enumerate(written)]
+        ours = [[rank_file(Path(directory), rank, records)] for rank, records in enumerate(written)]
         stock = [
             [
                 WriteResult(MetadataIndex(*record), 1, _StorageInfo(f"__{rank}_0.distcp", at, 1))
@@ -305,7 +305,7 @@ def _measure_writer(
     }
 
 
-def _written_by(case: Case, rank: int) -> list[tuple[str, Any, int | None]]:
+def written_by(case: Case, rank: int) -> list[tuple[str, Any, int | None]]:
     """Key, offsets and hint of what a rank writes where each writes all it holds of what is its own."""
     written: list[tuple[str, Any, int | None]] = []
     chunks: dict[int, Any] = {}
@@ -319,7 +319,7 @@ def _written_by(case: Case, rank: int) -> list[tuple[str, Any, int | None]]:
     return written
 
 
-def _rank_file(directory: Path, rank: int, records: Sequence[tuple[str, Any, int | None]]) -> RankFile:
+def rank_file(directory: Path, rank: int, records: Sequence[tuple[str, Any, int | None]]) -> RankFile:
     name = f"__{rank}_0.distcp"
     writer = _core.RecordWriter(str(directory / name), 1 << 20, 1, False)
     byte = ctypes.c_uint8()

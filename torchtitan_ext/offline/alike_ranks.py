@@ -237,6 +237,21 @@ class AlikeRanks:
         return PER_RANK.sub(rf"\g<1>{number}", fqn)
 
 
+def moved(table: KeyTable, num_ranks: int) -> KeyTable:
+    """The table of a rank whose meshes lie so many ranks further."""
+    meshes: dict[int, MeshLayout] = {}
+    entries: dict[str, KeyEntry] = {}
+    for fqn, entry in table.entries.items():
+        entries[fqn] = entry
+        if isinstance(entry, TensorEntry) and entry.report.mesh is not None:
+            mesh = entry.report.mesh
+            if id(mesh) not in meshes:
+                meshes[id(mesh)] = dataclasses.replace(mesh, ranks=tuple(rank + num_ranks for rank in mesh.ranks))
+            report = dataclasses.replace(entry.report, mesh=meshes[id(mesh)])
+            entries[fqn] = dataclasses.replace(entry, report=report)
+    return dataclasses.replace(table, entries=entries)
+
+
 def _fits(report: ShardReport, steps: Steps) -> bool:
     """Whether the local tensor is as these steps cut it; one without elements may have any shape."""
     sizes = shard_of(report, steps).sizes

@@ -7,6 +7,7 @@ planners' coordinator, and add up what it tells each rank (``save_forecast``, ``
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 from torchtitan_ext.checkpoint.component import is_stateful
 from torchtitan_ext.checkpoint.component_plans import OpenSource, cut_by_component
-from torchtitan_ext.checkpoint.key_table import KeyEntry, ObjectEntry, TensorEntry
+from torchtitan_ext.checkpoint.key_table import KeyEntry, KeyTable, ObjectEntry, TensorEntry
 from torchtitan_ext.checkpoint.load_phases import open_source
 from torchtitan_ext.checkpoint.load_planner import LoadPlanner
 from torchtitan_ext.checkpoint.load_rules import ComponentPlan, LoadRules, ReadRequest
@@ -34,7 +35,7 @@ from torchtitan_ext.checkpoint.world import World, named_axes
 from torchtitan_ext.errors import Problem, check_argument, refusal
 from torchtitan_ext.layout.layout import MeshLayout, num_elements
 from torchtitan_ext.layout.rules import ShardOrder
-from torchtitan_ext.offline.alike_ranks import AlikeRanks, rank_of
+from torchtitan_ext.offline.alike_ranks import AlikeRanks, moved, rank_of
 from torchtitan_ext.offline.amounts import Bandwidth
 from torchtitan_ext.offline.dry_run_result import DryRun
 from torchtitan_ext.offline.load_forecast import LoadForecast, LoadingRanks, forecast_load
@@ -63,7 +64,8 @@ def dry_run(
     Args:
         state: What the job saves and loads, in one of three forms:
             - the state dict of any one rank, with DTensors on its meshes: on the meta device, over a process group of
-              the backend ``"fake"``, or as it is in a job. Of a pipeline a list: one of any rank of each stage;
+              the backend ``"fake"``, or as it is in a job. Of a pipeline a list: one of any rank of each stage, on
+              meshes of its own ranks, or of ranks from 0 on for each;
             - a state dict of whole tensors, on any device, and ``mesh``;
             - the path of a checkpoint, and ``mesh``: the job asks for all that is in it.
         mesh: Size of each axis of the job's mesh by name, ``{"dp_shard": 4, "tp": 2}``. How axes cut tensors says
@@ -243,29 +245,40 @@ def _groups(jobs: Sequence[_Job], rules: PlacementRules | None) -> list[AlikeRan
     """The ranks of each job's table: of the described mesh, or of the meshes that its tensors lie on."""
     if rules is not None:
         return [AlikeRanks(rules.mesh.ranks, job.one.table, 0, rules.mesh) for job in jobs]
+    if len(jobs) == 1:
+        viewer, own = _ranks_of(jobs[0].one.table)
+        num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+        return [AlikeRanks(range(max(num_ranks, own[-1] + 1)), jobs[0].one.table, viewer)]
+    tables = [job.one.table for job in jobs]
+    if all(_ranks_of(table)[1][0] == 0 for table in tables):
+        # Each stage is described on a world of its own: they follow each other.
+        ends = list(itertools.accumulate(len(_ranks_of(table)[1]) for table in tables))
+        tables = [moved(table, first) for table, first in zip(tables, [0, *ends], strict=False)]
     groups = []
-    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
-    for job in jobs:
-        reports = [entry.report for entry in job.one.table.entries.values() if isinstance(entry, TensorEntry)]
-        largest = max(
-            (report for report in reports if report.mesh is not None),
-            key=lambda report: len(report.mesh.ranks) if report.mesh is not None else 0,
-            default=None,
-        )
-        if largest is None or largest.mesh is None:
-            viewer, ranks = dist.get_rank() if dist.is_initialized() else 0, list(range(num_ranks))
-        else:
-            viewer, ranks = rank_of(largest), sorted(largest.mesh.ranks)
-            if len(jobs) == 1:
-                ranks = list(range(max(num_ranks, ranks[-1] + 1)))
-        groups.append(AlikeRanks(ranks, job.one.table, viewer))
+    for table in tables:
+        viewer, own = _ranks_of(table)
+        groups.append(AlikeRanks(own, table, viewer))
     together = sorted(rank for group in groups for rank in group.ranks)
     if together != list(range(len(together))):
         raise ValueError(
             f"dry_run: the meshes of the stages have ranks {', '.join(map(str, together[:8]))}, ...; expected each "
-            "rank of the job in one of them"
+            "rank of the job in one of them, or ranks from 0 on for each"
         )
     return groups
+
+
+def _ranks_of(table: KeyTable) -> tuple[int, list[int]]:
+    """The rank that made a table, and those of the largest mesh that its tensors lie on."""
+    reports = [entry.report for entry in table.entries.values() if isinstance(entry, TensorEntry)]
+    largest = max(
+        (report for report in reports if report.mesh is not None),
+        key=lambda report: len(report.mesh.ranks) if report.mesh is not None else 0,
+        default=None,
+    )
+    if largest is None or largest.mesh is None:
+        viewer = dist.get_rank() if dist.is_initialized() else 0
+        return viewer, [viewer]
+    return rank_of(largest), sorted(largest.mesh.ranks)
 
 
 def _world(groups: Sequence[AlikeRanks], rules: PlacementRules | None) -> World:

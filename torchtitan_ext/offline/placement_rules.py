@@ -50,7 +50,7 @@ class Placed(NamedTuple):
     Attributes:
         placements: None where it is a plain tensor, whole on every rank.
         steps: The order in which it is cut.
-        is_assumed: Whether neither a rule nor the checkpoint says which dims ``tp`` cuts.
+        is_assumed: Whether neither a rule nor the checkpoint says which dim of a matrix ``tp`` cuts.
     """
 
     placements: Placements | None
@@ -112,8 +112,11 @@ class PlacementRules:
         named = self.mesh.dim_names or ()
         of_axes = [dims.get(axis) for axis in named]
         placements = _placements([None if dim is None else dim % len(shape) for dim in of_axes], self.mesh.shape)
-        steps = tuple(_core.read_placements(placements, self.mesh.shape, "nested"))
-        return Placed(placements, steps, is_assumed and not (rule or {}).keys() >= {"tp"})
+        return Placed(placements, self.steps(placements), is_assumed and "tp" not in (rule or {}))
+
+    def steps(self, placements: Placements) -> Steps:
+        """The order in which such placements cut: axes further right first."""
+        return tuple(_core.read_placements(placements, self.mesh.shape, "nested"))
 
     def shards(self, shape: Sequence[int], placed: Placed) -> list[LocalShard]:
         """What each rank holds of a tensor, in the order of ranks (row-major on the mesh)."""
@@ -152,7 +155,7 @@ class PlacementRules:
                 dims[axis] = found[axis]
             else:
                 dims[axis] = beyond[0] if beyond else 0 if axis == "tp" and len(shape) > 1 else None
-                is_assumed = is_assumed or (axis == "tp" and not beyond)
+                is_assumed = is_assumed or (axis == "tp" and not beyond and len(shape) > 1)
         return dims, is_assumed
 
 
@@ -257,7 +260,7 @@ def _saved_dims(shape: tuple[int, ...], boxes: Sequence[Box], old: World) -> tup
             if _boxes_of(shape, dims, old.mesh) == saved:
                 return dims, False
     beyond = _dims_cut_beyond(shape, boxes)
-    return {**fixed, **dict.fromkeys(open_axes, beyond[0] if beyond else None)}, not beyond
+    return {**fixed, **dict.fromkeys(open_axes, beyond[0] if beyond else None)}, not beyond and len(shape) > 1
 
 
 def _boxes_of(shape: tuple[int, ...], dims: DimOf, mesh: Mapping[str, int]) -> set[Box]:

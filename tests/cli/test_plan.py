@@ -1,0 +1,93 @@
+"""The command `plan`: what it prints, its keys of JSON, its exit codes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import torchtitan_ext as tte
+from torchtitan_ext.cli.app import app
+from torchtitan_ext.cli.output import DIFFERS, FINE, WRONG_USAGE
+from torchtitan_ext.errors import ReshardError
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("run") / "step-1"
+    state = {"model": {"w": torch.zeros(64, 16), "b": torch.zeros(7)}, "lr": 0.5, "rng": {"rank_0": [1]}}
+    tte.save(state, path, no_dist=True)
+    return path
+
+
+def plan(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["plan", *map(str, arguments)])
+
+
+def test_the_table(checkpoint: Path) -> None:
+    result = plan(checkpoint, "--mesh", "dp=4", "--policy", "rng=reset", "--bandwidth", "1kB/s")
+    assert result.exit_code == FINE
+    lines = result.stdout.splitlines()
+    assert lines[0] == "4 ranks (dp 4); tensors are held 1 times"
+    assert lines[1].split() == ["least", "median", "most", "all", "ranks"]
+    assert [line.split("  ")[1] for line in lines[2:9]] == [
+        "state",
+        "save: records",
+        "save: file",
+        "load: reads",
+        "load: bytes",
+        "load: files",
+        "load: peak memory",
+    ]
+    assert "saved by 1 rank, loaded by 4 ranks (dp 4)" in lines
+    assert "seconds" in lines[10]
+
+
+def test_a_load_that_would_be_refused(checkpoint: Path) -> None:
+    result = plan(checkpoint, "--mesh", "dp=4")
+    assert result.exit_code == DIFFERS
+    assert "A load would end with:" in result.stdout
+    assert "rng.rank_1" in result.stdout
+    assert "To go on without these: policy=ElasticPolicy({'rng': 'reset'})" in result.stdout
+
+
+def test_json(checkpoint: Path) -> None:
+    result = plan(checkpoint, "--mesh", "dp=2,tp=2", "--shard", "w=tp:1", "--component", "model", "--json")
+    assert result.exit_code == FINE
+    found: dict[str, Any] = json.loads(result.stdout)
+    assert found.keys() == {"world", "copies", "save", "load", "notes"}
+    assert found["save"].keys() == {"ranks", "num_bytes", "num_files", "num_parts", "seconds", "problems"}
+    assert found["load"].keys() == {
+        "ranks", "num_bytes", "saved_bytes", "amplification", "seconds", "problems", "report", "file_bytes",
+    }  # fmt: skip
+    assert [one["num_reads"] for one in found["load"]["ranks"]] == [2, 2, 2, 2]
+    assert found["load"]["saved_bytes"] == 64 * 16 * 4 + 7 * 4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--mesh", "dp"),
+        ("--mesh", "dp=2,ring=2"),
+        ("--mesh", "dp=2", "--shard", "w"),
+        ("--mesh", "dp=2", "--shard", "w=tp:0"),
+        ("--mesh", "dp=2", "--policy", "rng=rest"),
+        ("--mesh", "dp=2", "--bandwidth", "fast"),
+        (),
+    ],
+)
+def test_wrong_usage(checkpoint: Path, options: tuple[str, ...]) -> None:
+    assert plan(checkpoint, *options).exit_code == WRONG_USAGE
+
+
+def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+    assert isinstance(plan(tmp_path, "--mesh", "dp=2").exception, ReshardError)  # `main` makes an exit code of it
+    assert isinstance(plan(tmp_path / "none", "--mesh", "dp=2").exception, ReshardError)
+
+
+def test_the_help_fits_a_screen() -> None:
+    result = plan("--help")
+    assert "Example: torchtitan-ext plan" in result.stdout
+    assert len(result.stdout.splitlines()) <= 30
