@@ -9,11 +9,14 @@ import typer
 
 from torchtitan_ext.checkpoint.policy import ElasticPolicy
 from torchtitan_ext.cli.output import DIFFERS, print_json
+from torchtitan_ext.cli.pictures import plotter
+from torchtitan_ext.cli.pictures.files import bytes_of_ranks
 from torchtitan_ext.errors import StateRefusedError
 from torchtitan_ext.offline.amounts import parse_amount
 from torchtitan_ext.offline.dry_run import dry_run
 from torchtitan_ext.offline.dry_run_result import DryRun
 from torchtitan_ext.offline.placement_rules import parse_mesh, parse_rules
+from torchtitan_ext.storage.checkpoint_files import data_file_bytes
 
 
 def run(
@@ -24,6 +27,7 @@ def run(
     policy: Annotated[list[str], typer.Option(help="What becomes of a component: dataloader=reset.")] = [],  # noqa: B006
     bandwidth: Annotated[str | None, typer.Option(help="Of one rank: 2GB/s.")] = None,
     shared_bandwidth: Annotated[str | None, typer.Option(help="Of the storage, for all ranks together.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the bytes of each rank, .svg, .png.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """What a load on another mesh would do on every rank, and a save there. Reads the metadata alone.
@@ -32,7 +36,15 @@ def run(
 
     Example: torchtitan-ext plan outputs/step-1000 --mesh dp=8,tp=2 --bandwidth 2GB/s
     """
+    if plot is not None:
+        plotter("bytes_plot", plot)  # what it refuses, before the work
     found = _found(path, mesh, component, shard, policy, bandwidth, shared_bandwidth)
+    if plot is not None and found.load is not None:
+        before = bytes_of_ranks(data_file_bytes(path))
+        after = [one.num_bytes for one in found.load.ranks]
+        plotter("bytes_plot", plot).plot_bytes(
+            plot, before, after, title=f"{path}: files, and what is read by {found.world}"
+        )
     if json:
         print_json(found.to_dict())
     else:
