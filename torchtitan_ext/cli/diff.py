@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,8 +13,18 @@ import typer
 
 from torchtitan_ext.cli.options import Only, Prefix, UnsafeUnpickle, amount_of, refusing_wrong_usage
 from torchtitan_ext.cli.output import DIFFERS, print_json, print_table
+from torchtitan_ext.cli.pictures import plotter
 from torchtitan_ext.cli.progress import byte_progress
-from torchtitan_ext.offline.diff import Difference, DiffReport, Tolerance, ValueDifference, diff, num_bytes_to_read
+from torchtitan_ext.offline.diff import (
+    Difference,
+    DiffReport,
+    Tolerance,
+    ValueDifference,
+    diff,
+    map_differences,
+    num_bytes_to_read,
+)
+from torchtitan_ext.offline.difference_map import DifferenceMap
 from torchtitan_ext.offline.selection import Selection
 from torchtitan_ext.offline.sources import open_source
 from torchtitan_ext.storage.threads import thread_count_of
@@ -26,6 +38,7 @@ def run(
     values: Annotated[bool, typer.Option("--values", help="Say where tensors differ, and how far.")] = False,
     rtol: Annotated[float, typer.Option(help="Equal is |a - b| <= atol + rtol * |b|.", min=0.0)] = 0.0,
     atol: Annotated[float, typer.Option(help="The same.", min=0.0)] = 0.0,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw where the first such tensor differs.")] = None,
     max_memory: Annotated[str, typer.Option(help="For what is read, beside Python and torch.")] = "256MB",
     unsafe_unpickle: UnsafeUnpickle = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -36,26 +49,57 @@ def run(
 
     Example: torchtitan-ext diff run/step-100 exported.safetensors --prefix model --values
     """
+    if plot is not None:
+        plotter("difference_plot", plot)  # what it refuses, before the checkpoints are read
     with refusing_wrong_usage():
         sources = [open_source(path, weights_only=not unsafe_unpickle) for path in (a, b)]
         selection = Selection(tuple(only or ()), prefix)
+        tolerance = Tolerance(rtol, atol)
         num_bytes = sum(num_bytes_to_read(source, selection) for source in sources)
         with byte_progress(num_bytes, "diff") as progress:
             report = diff(
                 *sources,
                 selection=selection,
-                values=values,
-                tolerance=Tolerance(rtol, atol),
+                values=values or plot is not None,
+                tolerance=tolerance,
                 max_bytes=amount_of(max_memory),
                 num_threads=thread_count_of(None),
                 progress=progress,
             )
+    if plot is not None:
+        _plot(
+            plot,
+            report,
+            lambda key: map_differences(sources[0], sources[1], key, selection=selection, tolerance=tolerance),
+        )
     if json:
         print_json(_as_json(report))
     else:
         _print(report)
     if report.differences:
         raise typer.Exit(DIFFERS)
+
+
+def _plot(path: Path, report: DiffReport, map_of: Callable[[str], DifferenceMap]) -> None:
+    """Draws the first tensor whose elements differ."""
+    tensors = [(found.key, found.values) for found in report.differences if found.values is not None]
+    if not tensors:
+        print("nothing is drawn: no tensor differs in its elements", file=sys.stderr)
+        return
+    key, values = tensors[0]
+    found = map_of(key)
+    more = f"; tensors that differ: {len(tensors)}" if len(tensors) > 1 else ""
+    counts = (
+        f"{values.num_different:,} of {values.num_elements:,} elements differ, first {list(values.first_index)}{more}"
+    )
+    plotter("difference_plot", path).plot_differences(
+        path,
+        f"{key}, {' x '.join(map(str, found.shape))}\n{counts}",
+        found.counts.tolist(),
+        sizes=found.sizes,
+        cell_sizes=found.cell_sizes,
+        dims=found.dims,
+    )
 
 
 def _print(report: DiffReport) -> None:

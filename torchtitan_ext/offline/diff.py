@@ -6,6 +6,7 @@ gathered. Only tensors of which these differ are read side by side, where it is 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torchtitan_ext.errors import CheckpointReadError
 from torchtitan_ext.layout.dtensor import as_bytes
 from torchtitan_ext.offline.boxes import BoxReader, Piece, cut, new_buffer, views
+from torchtitan_ext.offline.difference_map import DifferenceMap
 from torchtitan_ext.offline.prints import fingerprint_tensors
 from torchtitan_ext.offline.processes import Progress
 from torchtitan_ext.offline.selection import Selection
@@ -142,6 +144,20 @@ def diff(
     return DiffReport(ordered, len(both) - sum(found.kind not in ("only_in_a", "only_in_b") for found in ordered))
 
 
+def map_differences(
+    a: Source,
+    b: Source,
+    key: str,
+    *,
+    selection: Selection | None = None,
+    tolerance: Tolerance | None = None,
+    max_bytes: int = 256 << 20,
+) -> DifferenceMap:
+    """Where a tensor differs that ``diff`` found to differ in its values. Arguments as there."""
+    keys = (_keys_of(source, selection)[key] for source in (a, b))
+    return Apart(a, b, tolerance or Tolerance(), max_bytes).map(*keys)
+
+
 def num_bytes_to_read(source: Source, selection: Selection | None = None) -> int:
     """Of the tensors that are selected."""
     entries = (source.metadata.state_dict_metadata[fqn] for fqn in _keys_of(source, selection).values())
@@ -174,13 +190,33 @@ class Apart:
 
     def measure(self, fqn_a: str, fqn_b: str) -> ValueDifference | None:
         """``None`` where all elements are equal, or as close as the tolerance wants."""
+        parts = [_compare(piece, one, other, self.tolerance) for piece, one, other in self._pieces(fqn_a, fqn_b)]
+        found = [part for part in parts if part is not None]
+        if not found:
+            return None
+        return replace(
+            found[0],
+            num_different=sum(part.num_different for part in found),
+            num_elements=self._readers[0].entry(fqn_a).size.numel(),
+            max_abs=max(part.max_abs for part in found),
+            max_rel=max(part.max_rel for part in found),
+        )
+
+    def map(self, fqn_a: str, fqn_b: str) -> DifferenceMap:
+        """How many elements differ, by place."""
+        found = DifferenceMap(tuple(self._readers[0].entry(fqn_a).size))
+        for piece, one, other in self._pieces(fqn_a, fqn_b):
+            found.add(piece.offsets, piece.sizes, _positions_apart(one.view(-1), other.view(-1), self.tolerance))
+        return found
+
+    def _pieces(self, fqn_a: str, fqn_b: str) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor]]:
+        """The pieces of two tensors, in memory that the next ones are read into."""
         entry = self._readers[0].entry(fqn_a)
         dtype, shape = entry.properties.dtype, tuple(entry.size)
         # Both pieces, copies of what differs, and the bits of a comparison of all bytes.
         num_elements = max(self._max_bytes // (5 * dtype.itemsize + _BYTES_PER_DIFFERENT), 1)
         piece_bytes = num_elements * dtype.itemsize
         buffers = [new_buffer(piece_bytes) for _ in self._readers]
-        parts = []
         for piece in cut(Piece(fqn_a, dtype, (0,) * len(shape), shape), piece_bytes):
             pair = []
             for reader, buffer, fqn in zip(self._readers, buffers, (fqn_a, fqn_b), strict=True):
@@ -188,17 +224,7 @@ class Apart:
                 (place,) = views(buffer, [own])
                 reader.read([own], [place])
                 pair.append(place)
-            parts.append(_compare(piece, pair[0], pair[1], self.tolerance))
-        found = [part for part in parts if part is not None]
-        if not found:
-            return None
-        return replace(
-            found[0],
-            num_different=sum(part.num_different for part in found),
-            num_elements=entry.size.numel(),
-            max_abs=max(part.max_abs for part in found),
-            max_rel=max(part.max_rel for part in found),
-        )
+            yield piece, pair[0], pair[1]
 
 
 def _keys_of(source: Source, selection: Selection | None) -> dict[str, str]:
@@ -238,19 +264,12 @@ def _compare_values(a: Source, fqn_a: str, b: Source, fqn_b: str) -> DifferenceK
 
 
 def _compare(piece: Piece, a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance) -> ValueDifference | None:
-    if torch.equal(as_bytes(a), as_bytes(b)):
-        return None
     flat_a, flat_b = a.view(-1), b.view(-1)
-    positions = _positions_of_other_bits(flat_a, flat_b)
-    numbers_a, numbers_b = _numbers(flat_a[positions]), _numbers(flat_b[positions])
-    distance = (numbers_a - numbers_b).abs()
-    if not tolerance.is_exact:
-        is_close = distance <= tolerance.atol + tolerance.rtol * numbers_b.abs()
-        is_apart = ~(is_close | (numbers_a.isnan() & numbers_b.isnan()))
-        positions, distance = positions[is_apart], distance[is_apart]
-        numbers_a, numbers_b = numbers_a[is_apart], numbers_b[is_apart]
+    positions = _positions_apart(flat_a, flat_b, tolerance)
     if positions.numel() == 0:
         return None
+    numbers_a, numbers_b = _numbers(flat_a[positions]), _numbers(flat_b[positions])
+    distance = (numbers_a - numbers_b).abs()
     first = int(positions[0])
     is_finite = distance.isfinite()
     relative = distance / torch.maximum(numbers_a.abs(), numbers_b.abs())
@@ -263,6 +282,18 @@ def _compare(piece: Piece, a: torch.Tensor, b: torch.Tensor, tolerance: Toleranc
         max_abs=float(distance[is_finite].max()) if bool(is_finite.any()) else 0.0,
         max_rel=float(relative[is_finite].nan_to_num().max()) if bool(is_finite.any()) else 0.0,
     )
+
+
+def _positions_apart(a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance) -> torch.Tensor:
+    """Of the elements of two vectors that differ, beyond the tolerance where there is one."""
+    if torch.equal(as_bytes(a), as_bytes(b)):
+        return torch.empty(0, dtype=torch.int64)
+    positions = _positions_of_other_bits(a, b)
+    if tolerance.is_exact:
+        return positions
+    numbers_a, numbers_b = _numbers(a[positions]), _numbers(b[positions])
+    is_close = (numbers_a - numbers_b).abs() <= tolerance.atol + tolerance.rtol * numbers_b.abs()
+    return positions[~(is_close | (numbers_a.isnan() & numbers_b.isnan()))]
 
 
 def _positions_of_other_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
