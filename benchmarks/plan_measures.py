@@ -22,9 +22,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.key_table import ObjectEntry, TensorEntry
-from torchtitan_ext.checkpoint.load_planner import LoadPlanner, ReadDecision
+from torchtitan_ext.checkpoint.load_planner import LoadPlanner
 from torchtitan_ext.checkpoint.load_rules import ReadRequest
 from torchtitan_ext.checkpoint.plan_cache import CachedTable
+from torchtitan_ext.checkpoint.read_items import ReadDecision
 from torchtitan_ext.checkpoint.save_planner import SavePlanner
 from torchtitan_ext.layout.layout import shard_of
 from torchtitan_ext.storage.checkpoint_files import RankFile

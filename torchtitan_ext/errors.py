@@ -28,6 +28,7 @@ ProblemKind = Literal[
     "wrong_dtype",
     "wrong_type",
     "wrong_argument",
+    "planner_subclass",
     "unclaimed_keys",
     "broken_checkpoint",
     "cannot_sync",
@@ -139,7 +140,10 @@ class SyncMismatchError(StateRefusedError):
 
 
 class WrongArgumentError(StateRefusedError, TypeError):
-    """An argument of a collective call is of another type than expected, on some rank. The same on every rank."""
+    """An argument of a collective call is of another type than expected, on some rank. The same on every rank.
+
+    A planner, too, whose class was written for DCP's default planner and keeps another protocol than ours.
+    """
 
 
 class LostRankError(TorchtitanExtError, RuntimeError):
@@ -439,6 +443,7 @@ _HEADINGS: dict[ProblemKind, str] = {
     "wrong_dtype": "Dtype mismatch",
     "wrong_type": "Type mismatch",
     "wrong_argument": "Arguments of a wrong type",
+    "planner_subclass": "Subclasses of planners that cannot be followed",
     "unclaimed_keys": "Per-rank entries that no rank asks for",
     "broken_checkpoint": "Checkpoint metadata is broken",
     "cannot_sync": "Tensors that cannot be synced",
@@ -463,6 +468,7 @@ _ERROR_OF_KIND: dict[ProblemKind, type[StateRefusedError]] = {
     "wrong_dtype": ReshardError,
     "wrong_type": ReshardError,
     "wrong_argument": WrongArgumentError,
+    "planner_subclass": WrongArgumentError,
     "unclaimed_keys": ReshardError,
     "broken_checkpoint": ReshardError,
     "cannot_sync": SyncMismatchError,

@@ -140,7 +140,7 @@ def test_meta_tensors_get_memory_in_both_dicts() -> None:
     nested = {"a": {"w": torch.empty(2, 3, device="meta", dtype=torch.bfloat16)}, "pair": (real, 1), "step": 1}
     nested["left"] = torch.empty(1, device="meta")
     flat = flatten_state_dict(nested)
-    materialize_meta(nested, flat, ["a.w", "step"])
+    materialize_meta(nested, flat.values, flat.paths, ["a.w", "step"])
     made = nested["a"]["w"]
     assert (made.device.type, made.shape, made.dtype) == ("cpu", (2, 3), torch.bfloat16)
     assert flat.values["a.w"] is made and nested["pair"][0] is real

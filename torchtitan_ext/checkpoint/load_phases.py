@@ -21,10 +21,11 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from torchtitan_ext.checkpoint.component import is_stateful
 from torchtitan_ext.checkpoint.component_plans import Components, OpenSource, cut_by_component
-from torchtitan_ext.checkpoint.load_planner import LoadPlanner, ReadDecision
+from torchtitan_ext.checkpoint.load_planner import LoadPlanner
 from torchtitan_ext.checkpoint.load_rules import LoadRules
 from torchtitan_ext.checkpoint.phases import Phases
 from torchtitan_ext.checkpoint.policy import ElasticPolicy, Source
+from torchtitan_ext.checkpoint.read_items import ReadDecision
 from torchtitan_ext.checkpoint.report import LoadReport, disagreements, join_reports
 from torchtitan_ext.checkpoint.set_up import read_metadata, set_up_load
 from torchtitan_ext.errors import Problem, ReplicaMismatchError, StateRefusedError, refusal
@@ -255,6 +256,8 @@ def _take(state_dict: dict[Any, Any], components: Components, policy: ElasticPol
                 component.load_state_dict(components.resharded[key].state)
             elif key in components.values:
                 state_dict[key] = _taken(component, components.value_for(key))
+        # Of planners that make the state dict out of the metadata.
+        state_dict.update((key, value) for key, value in components.values.items() if key not in state_dict)
         # Last: what starts anew may ask the others, as RngState asks for the step.
         for key in components.to_reset:
             phases.at(str(key))

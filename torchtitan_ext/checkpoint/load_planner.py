@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
@@ -19,11 +17,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
-from torch.distributed.checkpoint.planner import LoadPlanner as StockLoadPlanner
 from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 
-from torchtitan_ext.checkpoint.agreement import Agreement, agree, unforeseen_steps, unused_layouts
+from torchtitan_ext.checkpoint.agreement import agree, unforeseen_steps
 from torchtitan_ext.checkpoint.cast import CastPolicy, number_for, number_from
 from torchtitan_ext.checkpoint.cuts import unfillable_cuts
 from torchtitan_ext.checkpoint.key_table import (
@@ -34,31 +31,35 @@ from torchtitan_ext.checkpoint.key_table import (
     TensorEntry,
     describe_state,
 )
-from torchtitan_ext.checkpoint.load_rules import ComponentPlan, LoadRules, ReadRequest
+from torchtitan_ext.checkpoint.load_rules import LoadRules, ReadRequest, for_components
+from torchtitan_ext.checkpoint.load_targets import flatten_targets, places_of
 from torchtitan_ext.checkpoint.misfits import find_misfit
-from torchtitan_ext.checkpoint.missing_keys import missing_problems, nothing_matches
+from torchtitan_ext.checkpoint.missing_keys import missing_problems, misspelt_layouts, nothing_matches
 from torchtitan_ext.checkpoint.per_rank_keys import unclaimed_problems
 from torchtitan_ext.checkpoint.policy import ElasticPolicy, Source, check_rules
-from torchtitan_ext.checkpoint.rank_table import EncodedTable, RankTable, encode_table
-from torchtitan_ext.checkpoint.read_items import (
-    in_file_order,
-    object_item,
-    tensor_items,
-    unread_problems,
-    wanted_chunks,
-)
+from torchtitan_ext.checkpoint.rank_table import EncodedTable, encode_table
+from torchtitan_ext.checkpoint.read_items import ReadDecision, in_file_order, read_items, unread_problems
 from torchtitan_ext.checkpoint.report import LoadReport, build_report, disagreements, warn_of_leftovers
-from torchtitan_ext.checkpoint.saved_chunks import ChunkList, Part, SavedChunks, cover_problems
+from torchtitan_ext.checkpoint.saved_chunks import ChunkList, SavedChunks, cover_problems
 from torchtitan_ext.checkpoint.storage_entries import name_files_of_overlap, name_metadata, storage_problems
-from torchtitan_ext.errors import CheckpointReadError, DamagedValueError, Problem, check_argument, refusal
+from torchtitan_ext.checkpoint.subclasses import (
+    check_global_plan,
+    check_local_plans,
+    check_read_items,
+    no_place,
+    not_set_up,
+    overrides,
+    sees_items,
+    uncalled_methods,
+)
+from torchtitan_ext.errors import CheckpointReadError, DamagedValueError, check_argument, refusal
 from torchtitan_ext.layout.dtensor import local_tensor
 from torchtitan_ext.layout.layout import ShardReport, Steps
 from torchtitan_ext.layout.rules import LayoutRules, ShardOrder
-from torchtitan_ext.layout.wrapper import box_of, parts_of, why_not_whole
+from torchtitan_ext.layout.wrapper import box_of
 from torchtitan_ext.state.nested import (
     FlatStateDict,
     Path,
-    flatten_state_dict,
     materialize_meta,
     on_devices_of,
     set_value,
@@ -66,22 +67,7 @@ from torchtitan_ext.state.nested import (
 from torchtitan_ext.state.plain_value import DamagedBytesError, read_value
 
 
-@dataclass(frozen=True)
-class ReadDecision:
-    """What the coordinator tells one rank.
-
-    Attributes:
-        steps: Sharding orders that are not the first of the rank's ``candidate_steps``.
-        is_cover_checked: Whether the coordinator's metadata is the rank's own, so that its check of the cover holds.
-        report: What the load does, where a policy asked for it.
-    """
-
-    steps: Mapping[str, Steps]
-    is_cover_checked: bool
-    report: LoadReport | None
-
-
-class LoadPlanner(StockLoadPlanner):
+class LoadPlanner(DefaultLoadPlanner):
     """Drop-in for ``DefaultLoadPlanner``: pass it as ``planner=`` to ``dcp.load``.
 
     DCP calls, in this order:
@@ -93,6 +79,9 @@ class LoadPlanner(StockLoadPlanner):
 
     Everything that can be refused is refused in 3, in one report over all ranks; targets, meta tensors included, change
     from step 4 on.
+
+    It is an instance of the default planner, so that code which asks for one goes on; subclasses may do with it what
+    ``docs/drop_in.md`` lists.
 
     Args:
         flatten_state_dict: As in stock: nested containers become flat keys.
@@ -120,6 +109,8 @@ class LoadPlanner(StockLoadPlanner):
         CheckpointReadError: A value could not be read back; tensors may have been written by then.
     """
 
+    metadata: Metadata
+
     def __init__(
         self,
         flatten_state_dict: bool = True,
@@ -139,9 +130,7 @@ class LoadPlanner(StockLoadPlanner):
             raise ValueError(f"LoadPlanner: got cast={cast!r}, expected 'exact', 'allow' or 'forbid'")
         if isinstance(allow_unclaimed, str):
             raise ValueError(f"LoadPlanner: got allow_unclaimed={allow_unclaimed!r}, expected a list of globs")
-        self.flatten_state_dict = flatten_state_dict
-        self.flatten_sharded_tensors = flatten_sharded_tensors
-        self.allow_partial_load = allow_partial_load
+        super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
         self._layouts = LayoutRules(layouts)
         self._cast = cast
         self._allow_unclaimed = tuple(allow_unclaimed)
@@ -154,6 +143,9 @@ class LoadPlanner(StockLoadPlanner):
         self.metadata = Metadata({})
         self.is_coordinator = False
         self._flat = FlatStateDict()
+        self._places: dict[str, Path] = {}
+        self._is_set_up = False
+        self._shows_items = False
         self._table = KeyTable({})
         self._encoded: EncodedTable = encode_table(self._table)
         self._saved_chunks = SavedChunks()
@@ -184,22 +176,31 @@ class LoadPlanner(StockLoadPlanner):
         self.metadata = metadata
         self._saved_chunks = SavedChunks()
         self.is_coordinator = is_coordinator
-        if self.flatten_state_dict:
-            self._flat = flatten_state_dict(state_dict, is_opaque=self._is_saved_whole, is_whole=self._is_wrapper_whole)
-        else:
-            paths: dict[str, Path] = {fqn: (fqn,) for fqn in state_dict}
-            self._flat = FlatStateDict(values=dict(state_dict), paths=paths, stock_paths=paths)
-        if self.flatten_sharded_tensors and any(
-            isinstance(value, ShardedTensor) for value in self._flat.values.values()
-        ):
-            self._flat.values = _flatten_sharded_tensors(self._flat.values)
-        self.mappings = self._flat.stock_paths
-        self.state_dict = self._flat.values
+        self._flat = flatten_targets(
+            state_dict,
+            metadata.state_dict_metadata,
+            self.rules.source,
+            nested=self.flatten_state_dict,
+            sharded_tensors=self.flatten_sharded_tensors,
+        )
+        self._places = self._flat.paths
+        # Dicts of their own: subclasses change them.
+        self.mappings = dict(self._flat.stock_paths)
+        self.state_dict = dict(self._flat.values)
+        self._is_set_up = True
 
     def create_local_plan(self) -> LoadPlan:
-        rules = self._rules_for_components()
+        self._shows_items = sees_items(self, LoadPlanner)
+        request = self._request()
+        return LoadPlan(self._shown_items(), planner_data=request)
+
+    def _request(self) -> ReadRequest:
+        if not self._is_set_up:
+            not_ours = KeyTable({}, problems=(not_set_up(self, "state_dict, metadata, is_coordinator"),))
+            return ReadRequest(encode_table(not_ours).message, "")
+        rules = for_components(self.rules, self.original_state_dict)
         table = describe_state(self.state_dict, {}, self._layouts)
-        problems: list[Problem] = []
+        problems = uncalled_methods(self, LoadPlanner, DefaultLoadPlanner)
         wanted: dict[str, KeyEntry] = {}
         self._saved_names, self._numbers = {}, {}
         missing, left, refused = [], [], []
@@ -222,11 +223,15 @@ class LoadPlanner(StockLoadPlanner):
             if saved_name != fqn:
                 self._saved_names[fqn] = saved_name
         problems += [problem for problem in table.problems if problem.fqn not in left]
+        self._places = places_of(self._flat, self.state_dict, self.mappings)
+        if not overrides(self, LoadPlanner, "load_bytes", "commit_tensor"):
+            put = [fqn for fqn, entry in wanted.items() if isinstance(entry, ObjectEntry) or fqn in self._numbers]
+            problems += no_place(self, [fqn for fqn in put if fqn not in self._places])
         wanted_table = KeyTable(entries=wanted, layouts=table.layouts, wrappers=table.wrappers)
         problems += unfillable_cuts(self.state_dict, wanted_table, self._chunk_list)
         self._table = dataclasses.replace(wanted_table, problems=tuple(problems))
         self._encoded = encode_table(self._table)
-        request = ReadRequest(
+        return ReadRequest(
             self._encoded.message,
             name_metadata(self.metadata),
             rules=f"{rules.policy}, {rules.source}",
@@ -237,9 +242,10 @@ class LoadPlanner(StockLoadPlanner):
             refused=tuple(refused),
             components=rules.components,
         )
-        return LoadPlan([], planner_data=request)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        check_local_plans("load", self, global_plan, (ReadRequest,))
+        rules = self.rules
         requests: list[ReadRequest] = [plan.planner_data for plan in global_plan]
         tables = [request.table for request in requests]
         agreement = agree(tables, every_rank_reports=False)
@@ -257,9 +263,8 @@ class LoadPlanner(StockLoadPlanner):
         problems += storage_problems(self.metadata, saved_wanted)
         problems += unclaimed_problems(saved_wanted, len(requests), self.metadata, self._allow_unclaimed)
         problems += disagreements([request.rules for request in requests])
-        problems += self._unused_layouts(tables, agreement)
+        problems += misspelt_layouts(tables, agreement, self._layouts, self.metadata, rules.source)
         report = None
-        rules = self.rules
         if rules.policy is None:
             absent = dict.fromkeys(fqn for request in requests for fqn in request.missing)
             problems += missing_problems(list(absent), self.metadata, len(requests))
@@ -285,30 +290,16 @@ class LoadPlanner(StockLoadPlanner):
         return plans
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        check_global_plan("load", self, central_plan, ReadDecision)
         decision: ReadDecision = central_plan.planner_data
-        items: list[ReadItem] = []
-        problems: list[Problem] = []
-        parts: list[tuple[str, str, Part]] = []
-        found: dict[object, list[Part]] = {}
-        for section, (fqns, kinds) in enumerate(zip(self._encoded.names, self._encoded.kind_of, strict=True)):
-            for fqn, kind in zip(fqns, kinds, strict=True):
-                entry = self._table.entries[fqn]
-                if isinstance(entry, ObjectEntry):
-                    items.append(object_item(fqn, self._saved_names.get(fqn, fqn)))
-                    continue
-                chunk_list, steps = self._chunk_list(fqn), decision.steps.get(fqn)
-                # Keys of one kind and order that are saved alike are read alike; boxes may differ from key to key.
-                alike = (section, kind, steps, chunk_list, fqn if isinstance(entry, BoxesEntry) else "")
-                if alike not in found:
-                    found[alike] = chunk_list.find_parts(wanted_chunks(entry, steps))
-                saved_name = self._saved_names.get(fqn, fqn)
-                of_key = [(fqn, saved_name, part) for part in found[alike]]
-                if not decision.is_cover_checked:
-                    problems += unread_problems(fqn, entry, tensor_items(of_key))
-                parts += of_key
-        items += tensor_items(parts)
-        if problems:
-            raise refusal("load", problems)
+        items, shown = self._read_items(decision.steps), self._shown_items()
+        if central_plan.items != shown:
+            check_read_items(self, shown, central_plan.items, items)
+            items = list(central_plan.items)
+        elif not decision.is_cover_checked:
+            problems = unread_problems(self._table, items)
+            if problems:
+                raise refusal("load", problems)
         self.report = decision.report
         if self.is_coordinator and self.report is not None and self.rules.policy is not None:
             warn_of_leftovers(self.report, self.rules.policy)
@@ -338,7 +329,7 @@ class LoadPlanner(StockLoadPlanner):
 
         ``finish_plan`` calls it; where values come first ``tte.load`` does, once all ranks have read theirs.
         """
-        materialize_meta(self.original_state_dict, self._flat, self._table.entries)
+        materialize_meta(self.original_state_dict, self.state_dict, self._places, self._table.entries)
         self._bump_versions(fqn for fqn, entry in self._table.entries.items() if not isinstance(entry, ObjectEntry))
         for fqn, value in self._values_read.items():
             self._place(fqn, value)
@@ -351,7 +342,7 @@ class LoadPlanner(StockLoadPlanner):
             local_tensor(target).fill_(value)
             return
         self.state_dict[fqn] = value
-        set_value(self.original_state_dict, self._flat.paths[fqn], value)
+        set_value(self.original_state_dict, self._places[fqn], value)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         return self.transform_tensor(read_item, self.lookup_tensor(read_item.dest_index))
@@ -364,7 +355,7 @@ class LoadPlanner(StockLoadPlanner):
                 number = number_from(self.state_dict[fqn], self._numbers[fqn])
             except ValueError as error:
                 raise CheckpointReadError(fqn, str(error)) from None
-            set_value(self.original_state_dict, self._flat.paths[fqn], number)
+            set_value(self.original_state_dict, self._places[fqn], number)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """The local tensor that an index leads to. For subclasses, as in stock."""
@@ -399,35 +390,12 @@ class LoadPlanner(StockLoadPlanner):
             return number_for(loaded, target.dtype, self._cast)
         return on_devices_of(target, loaded)
 
-    def _rules_for_components(self) -> LoadRules:
-        """The rules with what becomes of each top-level key; ``tte.load`` has worked that out before."""
-        policy = self.rules.policy
-        if policy is None or self.rules.components:
-            return self.rules
-        names = [str(k) for k, value in self.original_state_dict.items() if not isinstance(value, torch.Tensor)]
-        components = {name: ComponentPlan(policy.component_action(name)) for name in names}
-        return dataclasses.replace(self.rules, components=components)
+    def _read_items(self, decided: Mapping[str, Steps]) -> list[ReadItem]:
+        return read_items(self._table, self._encoded, self._saved_names, self._chunk_list, decided)
 
-    def _unused_layouts(self, tables: Sequence[RankTable], agreement: Agreement) -> list[Problem]:
-        """Rules for keys that are in the checkpoint, but not among the targets of this load, are not misspelt."""
-        if not any(table.layouts for table in tables):
-            return []
-        saved = [name for fqn in self.metadata.state_dict_metadata for name in (fqn, self.rules.source.own_name(fqn))]
-        problems = unused_layouts(tables, agreement, saved)
-        matches = self._layouts.matches(saved) if problems else {}
-        return [problem for problem in problems if not matches.get(problem.fqn)]
-
-    def _is_saved_whole(self, fqn: str) -> bool:
-        saved = self.metadata.state_dict_metadata.get(self.rules.source.saved_name(fqn))
-        return isinstance(saved, BytesStorageMetadata)
-
-    def _is_wrapper_whole(self, fqn: str, wrapper: torch.Tensor) -> bool:
-        """Whether a tensor that consists of others is one value in the checkpoint; if not there, in what we save."""
-        saved_name, saved = self.rules.source.saved_name, self.metadata.state_dict_metadata
-        if saved_name(fqn) in saved:
-            return True
-        is_walked = any(saved_name(f"{fqn}.{name}") in saved for name in parts_of(wrapper))
-        return not is_walked and why_not_whole(wrapper, {}) is None
+    def _shown_items(self) -> list[ReadItem]:
+        """The items that a local plan has, for subclasses to look at and to change: by this rank's own reading."""
+        return self._read_items({}) if self._shows_items else []
 
     def _chunk_list(self, fqn: str) -> ChunkList:
         saved = self.metadata.state_dict_metadata[self._saved_names.get(fqn, fqn)]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
 
 from torchtitan_ext.checkpoint.policy import Action, ElasticPolicy, Source
 from torchtitan_ext.checkpoint.rank_table import RankTable
@@ -92,6 +95,15 @@ class ReadRequest:
     left: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
     components: Mapping[str, ComponentPlan] = field(default_factory=dict)
+
+
+def for_components(rules: LoadRules, state_dict: Mapping[Any, Any]) -> LoadRules:
+    """The rules with what becomes of each top-level key; ``tte.load`` has worked that out before."""
+    policy = rules.policy
+    if policy is None or rules.components:
+        return rules
+    names = [str(key) for key, value in state_dict.items() if not isinstance(value, torch.Tensor)]
+    return replace(rules, components={name: ComponentPlan(policy.component_action(name)) for name in names})
 
 
 def component_of(fqn: str, components: Collection[str], *, is_tensor: bool) -> str:

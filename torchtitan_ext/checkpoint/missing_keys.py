@@ -9,11 +9,13 @@ from dataclasses import replace
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from torchtitan_ext.checkpoint.agreement import Agreement, unused_layouts
 from torchtitan_ext.checkpoint.load_rules import MODEL, ComponentPlan, ReadRequest, component_of
 from torchtitan_ext.checkpoint.per_rank_keys import PER_RANK, family_of, how_to_divide
 from torchtitan_ext.checkpoint.policy import ElasticPolicy, Source
+from torchtitan_ext.checkpoint.rank_table import RankTable
 from torchtitan_ext.errors import Problem, Remedy
-from torchtitan_ext.layout.rules import canonical_fqn
+from torchtitan_ext.layout.rules import LayoutRules, canonical_fqn
 
 MAX_NAMED_KEYS = 10
 
@@ -46,6 +48,18 @@ def missing_problems(missing: Sequence[str], metadata: Metadata, num_ranks: int)
             problem = per_rank or replace(problem, detail=problem.detail + hint)
         problems.append(problem)
     return problems
+
+
+def misspelt_layouts(
+    tables: Sequence[RankTable], agreement: Agreement, layouts: LayoutRules, metadata: Metadata, source: Source
+) -> list[Problem]:
+    """Patterns of ``layouts=`` for no target and no saved key: what is merely not loaded this time is not misspelt."""
+    if not any(table.layouts for table in tables):
+        return []
+    saved = [name for fqn in metadata.state_dict_metadata for name in (fqn, source.own_name(fqn))]
+    problems = unused_layouts(tables, agreement, saved)
+    matches = layouts.matches(saved) if problems else {}
+    return [problem for problem in problems if not matches.get(problem.fqn)]
 
 
 def nothing_matches(requests: Sequence[ReadRequest], metadata: Metadata) -> list[Problem]:

@@ -12,14 +12,14 @@ import socket
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.key_table import BoxesEntry, KeyEntry, KeyTable, TensorEntry
 from torchtitan_ext.checkpoint.per_rank_keys import PER_RANK
-from torchtitan_ext.errors import Problem
+from torchtitan_ext.errors import Problem, refusal
 from torchtitan_ext.layout.layout import MeshLayout
 
 # As csrc/core/key_columns.h numbers them.
@@ -48,6 +48,7 @@ class RankTable:
         unread: Values that a load will not read by default: by flat key the class for which it will not.
         layouts: Whether each pattern of ``layouts=`` matches a key.
         host: Digest of the name of the rank's host; empty where it does not say. No part of the structure.
+        planner: The class of the rank's planner, where it plans by methods of its own. No part of the structure.
     """
 
     sections: tuple[bytes, ...]
@@ -58,6 +59,15 @@ class RankTable:
     unread: Mapping[str, str] = field(default_factory=dict)
     layouts: Mapping[str, bool] = field(default_factory=dict)
     host: bytes = b""
+    planner: str = ""
+
+    def __iter__(self) -> NoReturn:
+        """A subclass that plans by itself merges what it takes for the default planner's dicts of paths."""
+        detail = (
+            "its create_global_plan merges the planner_data of local plans, which are no dicts of paths; call "
+            "super().create_global_plan(), or extend DCP's default planner instead"
+        )
+        raise refusal("save", [Problem("planner_subclass", self.planner, detail)])
 
     def structure(self) -> str:
         """Digest of what the state is: keys, dtypes, shapes, meshes, placements, paths; not values, nor the host."""

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from torchtitan_ext.checkpoint.item_columns import items_of
-from torchtitan_ext.checkpoint.key_table import BoxesEntry, TensorEntry
-from torchtitan_ext.checkpoint.saved_chunks import Part, is_covered
+from torchtitan_ext.checkpoint.key_table import BoxesEntry, KeyTable, ObjectEntry, TensorEntry
+from torchtitan_ext.checkpoint.rank_table import EncodedTable
+from torchtitan_ext.checkpoint.report import LoadReport
+from torchtitan_ext.checkpoint.saved_chunks import ChunkList, Part, is_covered
 from torchtitan_ext.errors import Problem
 from torchtitan_ext.layout.layout import Chunk, Steps, num_elements, shard_of
+
+
+@dataclass(frozen=True)
+class ReadDecision:
+    """What the coordinator tells one rank.
+
+    Attributes:
+        steps: Sharding orders that are not the first of the rank's ``candidate_steps``.
+        is_cover_checked: Whether the coordinator's metadata is the rank's own, so that its check of the cover holds.
+        report: What the load does, where a policy asked for it.
+    """
+
+    steps: Mapping[str, Steps]
+    is_cover_checked: bool
+    report: LoadReport | None
 
 
 def wanted_chunks(entry: TensorEntry | BoxesEntry, steps: Steps | None) -> Sequence[Chunk]:
@@ -21,6 +39,40 @@ def wanted_chunks(entry: TensorEntry | BoxesEntry, steps: Steps | None) -> Seque
         return shard_of(entry.report, steps).chunks
     # Each box is a tensor of its own: its elements begin at 0.
     return [Chunk(offsets, sizes, (0,) * len(offsets)) for offsets, sizes in entry.boxes]
+
+
+def read_items(
+    table: KeyTable,
+    encoded: EncodedTable,
+    saved_names: Mapping[str, str],
+    chunks_of: Callable[[str], ChunkList],
+    decided: Mapping[str, Steps],
+) -> list[ReadItem]:
+    """What one rank reads: values that are no tensors, then tensors, both in the order of keys.
+
+    Args:
+        table: Its entries.
+        encoded: Their order.
+        saved_names: What keys are called in the checkpoint, where that differs.
+        chunks_of: What is saved of a key.
+        decided: Sharding orders that are not the first of the rank's ``candidate_steps``.
+    """
+    items: list[ReadItem] = []
+    parts: list[tuple[str, str, Part]] = []
+    found: dict[object, list[Part]] = {}
+    for section, (fqns, kinds) in enumerate(zip(encoded.names, encoded.kind_of, strict=True)):
+        for fqn, kind in zip(fqns, kinds, strict=True):
+            entry, saved_name = table.entries[fqn], saved_names.get(fqn, fqn)
+            if isinstance(entry, ObjectEntry):
+                items.append(object_item(fqn, saved_name))
+                continue
+            chunk_list, steps = chunks_of(fqn), decided.get(fqn)
+            # Keys of one kind and order that are saved alike are read alike; boxes may differ from key to key.
+            alike = (section, kind, steps, chunk_list, fqn if isinstance(entry, BoxesEntry) else "")
+            if alike not in found:
+                found[alike] = chunk_list.find_parts(wanted_chunks(entry, steps))
+            parts += [(fqn, saved_name, part) for part in found[alike]]
+    return items + tensor_items(parts)
 
 
 def object_item(fqn: str, saved_name: str) -> ReadItem:
@@ -60,8 +112,20 @@ def in_file_order(items: list[ReadItem], metadata: Metadata) -> list[ReadItem]:
     return sorted(items, key=place)
 
 
-def unread_problems(fqn: str, entry: TensorEntry | BoxesEntry, items: Sequence[ReadItem]) -> list[Problem]:
+def unread_problems(table: KeyTable, items: Sequence[ReadItem]) -> list[Problem]:
     """Says where the items do not fill, once, what this rank holds."""
+    by_key: dict[str, list[ReadItem]] = {}
+    for item in items:
+        by_key.setdefault(item.dest_index.fqn, []).append(item)
+    return [
+        problem
+        for fqn, entry in table.entries.items()
+        if not isinstance(entry, ObjectEntry)
+        for problem in _unread_problems(fqn, entry, by_key.get(fqn, []))
+    ]
+
+
+def _unread_problems(fqn: str, entry: TensorEntry | BoxesEntry, items: Sequence[ReadItem]) -> list[Problem]:
     if isinstance(entry, TensorEntry):
         parts = [(entry.report.local_sizes, items)]
     else:

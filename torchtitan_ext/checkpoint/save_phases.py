@@ -17,9 +17,11 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from torchtitan_ext.checkpoint.component import is_stateful
 from torchtitan_ext.checkpoint.phases import Phases
+from torchtitan_ext.checkpoint.save_planner import SavePlanner
 from torchtitan_ext.checkpoint.set_up import set_up_save
 from torchtitan_ext.checkpoint.steps import check_keep
 from torchtitan_ext.checkpoint.storage_entries import check_all_written
+from torchtitan_ext.checkpoint.subclasses import check_final_items
 from torchtitan_ext.storage import FileReader, FileWriter
 from torchtitan_ext.storage.checkpoint_files import RankFile
 from torchtitan_ext.storage.runs import remove_old_steps
@@ -106,6 +108,8 @@ def save_values(
 
     def write() -> Any:
         final_plan = planner.finish_plan(plan)
+        if isinstance(planner, SavePlanner):
+            check_final_items(planner, planner.plan.items, final_plan.items)
         written = writer.write_data(final_plan, planner)
         written.wait()
         check_all_written(final_plan, written.value(), phases.rank)

@@ -9,12 +9,12 @@ import time
 import uuid
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
@@ -54,8 +54,23 @@ from torchtitan_ext.checkpoint.plan_cache import (
 )
 from torchtitan_ext.checkpoint.rank_table import EncodedTable, RankTable, encode_table, host_digest, number_hosts
 from torchtitan_ext.checkpoint.stored_entries import stored_entries, stored_paths
+from torchtitan_ext.checkpoint.subclasses import (
+    check_global_plan,
+    check_local_plans,
+    check_write_items,
+    not_set_up,
+    overrides,
+    sees_items,
+    uncalled_methods,
+)
 from torchtitan_ext.checkpoint.world import world_record
-from torchtitan_ext.checkpoint.write_items import read_writes, write_items
+from torchtitan_ext.checkpoint.write_items import (
+    WriteDecision,
+    check_storage_takes,
+    held_writes,
+    read_writes,
+    write_items,
+)
 from torchtitan_ext.errors import Problem, StateRefusedError, refusal
 from torchtitan_ext.layout.dtensor import local_tensor
 from torchtitan_ext.layout.layout import Chunk, num_elements
@@ -71,26 +86,7 @@ logger = logging.getLogger(__name__)
 _MAX_NAMED_KEYS = 10
 
 
-@dataclass(frozen=True)
-class WriteDecision:
-    """What the coordinator tells one rank.
-
-    Attributes:
-        writes: The sharding order of each class of keys, and what the rank writes of it (``csrc/core/write_plan.h``).
-        token: The name of this plan in the coordinator's cache.
-        rank: The rank's position in this plan.
-        several_boxes: The first keys of which some rank writes more than one box.
-        known_tokens: All plans that the coordinator still knows: a rank must not refer to others.
-    """
-
-    writes: bytes
-    token: str
-    rank: int
-    several_boxes: Sequence[str]
-    known_tokens: frozenset[str] = frozenset()
-
-
-class SavePlanner(StockSavePlanner):
+class SavePlanner(DefaultSavePlanner):
     """Drop-in for ``DefaultSavePlanner``: pass it as ``planner=`` to ``dcp.save`` or ``dcp.async_save``.
 
     DCP calls, in this order:
@@ -102,6 +98,9 @@ class SavePlanner(StockSavePlanner):
 
     Layouts are decided in 3, over the reports of all ranks that travel in ``planner_data``; no other communication
     takes place. With ``use_collectives=False`` step 3 sees its own rank only and checks what that rank holds.
+
+    It is an instance of the default planner, so that code which asks for one goes on; subclasses may do with it what
+    ``docs/drop_in.md`` lists.
 
     Args:
         flatten_state_dict: As in stock: nested containers become flat keys.
@@ -140,11 +139,12 @@ class SavePlanner(StockSavePlanner):
             logger.warning("SavePlanner: dedup_replicated_tensors is deprecated and has no effect; remove the argument")
         if replicas not in ("error", "strict", "warn", "first"):
             raise ValueError(f"SavePlanner: got replicas={replicas!r}, expected 'error', 'strict', 'warn' or 'first'")
-        self.flatten_state_dict = flatten_state_dict
-        self.flatten_sharded_tensors = flatten_sharded_tensors
-        self.dedup_save_to_lowest_rank = dedup_save_to_lowest_rank
-        self.mappings: dict[str, Any] = {}
-        self._enable_plan_caching = enable_plan_caching
+        super().__init__(
+            flatten_state_dict,
+            flatten_sharded_tensors,
+            dedup_save_to_lowest_rank=dedup_save_to_lowest_rank,
+            enable_plan_caching=enable_plan_caching,
+        )
         self._cached_plans_key = f"{CACHE_PREFIX}{type(self).__qualname__}"
         self._layouts = LayoutRules(layouts)
         self._replicas = replicas
@@ -157,10 +157,14 @@ class SavePlanner(StockSavePlanner):
         self._table = KeyTable({})
         self._encoded: EncodedTable = encode_table(self._table)
         self._chunks: dict[tuple[str, tuple[int, ...]], Chunk] = {}
+        self._is_set_up = False
+        self._shows_items = False
 
     def set_up_planner(
-        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | bool | None = None, is_coordinator: bool = False
     ) -> None:
+        if isinstance(storage_meta, bool):  # subclasses written for torch before 2.3 pass is_coordinator here
+            is_coordinator = storage_meta
         if self.flatten_state_dict:
             flat = flatten_state_dict(state_dict, tuples="as_stock")
             state_dict, self.mappings = flat.values, flat.stock_paths
@@ -168,24 +172,14 @@ class SavePlanner(StockSavePlanner):
             state_dict = _flatten_sharded_tensors(state_dict)
         self.state_dict = state_dict
         self.is_coordinator = is_coordinator
+        self._is_set_up = True
 
     def create_local_plan(self) -> SavePlan:
-        table = describe_state(self.state_dict, self.mappings, self._layouts)
-        unread, unwritable = check_objects(self.state_dict, table) if self._writes_objects_by_pickle() else ({}, [])
-        table = dataclasses.replace(
-            table,
-            digests=self._timed_digests(table),
-            problems=(
-                *table.problems,
-                *_meta_problems(self.state_dict, table),
-                *unwritable_cuts(self.state_dict, table),
-                *unwritable,
-            ),
-            unread=unread,
-        )
-        self._table = table
-        self._encoded = encode_table(table)
-        message = dataclasses.replace(self._encoded.message, host=host_digest())
+        self._shows_items = False
+        self._table = self._describe_state()
+        self._encoded = encode_table(self._table)
+        planner = type(self).__qualname__ if sees_items(self, SavePlanner) else ""
+        message = dataclasses.replace(self._encoded.message, host=host_digest(), planner=planner)
         if self._enable_plan_caching:
             structure = message.structure()
             self._cached_plans_key = f"{CACHE_PREFIX}{type(self).__qualname__}:{structure}"
@@ -195,10 +189,12 @@ class SavePlanner(StockSavePlanner):
                 return SavePlan([], planner_data=data, usable=False)
         else:
             forget(StockSavePlanner._cached_final_save_plan)
-        self.plan = SavePlan([], planner_data=message)
+        self._shows_items = sees_items(self, SavePlanner)
+        self.plan = SavePlan(self._shown_items(), planner_data=message)
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        check_local_plans("save", self, all_plans, (RankTable, CachedTable))
         tables, token = self._tables_of(all_plans)
         every_rank_reports = not self._plans_one_rank_only(all_plans)
         known = known_plan(token)
@@ -251,7 +247,9 @@ class SavePlanner(StockSavePlanner):
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         if new_plan.usable:
-            _check_storage_takes(new_plan.planner_data, new_plan.storage_data)
+            check_global_plan("save", self, new_plan, WriteDecision)
+            check_write_items(self, self._shown_items(), new_plan.items)
+            check_storage_takes(new_plan.planner_data, new_plan.storage_data)
             written = list(read_writes(new_plan.planner_data.writes, self._table, self._encoded))
             self.plan = dataclasses.replace(new_plan, items=write_items(written))
             if self._enable_plan_caching:
@@ -265,7 +263,8 @@ class SavePlanner(StockSavePlanner):
         self._chunks = {
             (fqn, chunk.offsets): chunk for writes in written for fqn in writes.fqns for _, chunk in writes.chunks
         }
-        return self.plan
+        # A list of its own for a subclass, which may change it.
+        return dataclasses.replace(self.plan, items=list(self.plan.items)) if self._shows_items else self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         return self.transform_object(write_item, self.lookup_object(write_item.index))
@@ -303,10 +302,25 @@ class SavePlanner(StockSavePlanner):
             logger.info("hash_replicas: %d values in %.3f seconds", len(digests), time.perf_counter() - begin)
         return digests
 
-    def _writes_objects_by_pickle(self) -> bool:
-        """Whether what is written for an object is known: a subclass may write another."""
-        names = ("resolve_data", "lookup_object", "transform_object")
-        return all(getattr(type(self), name) is getattr(SavePlanner, name) for name in names)
+    def _describe_state(self) -> KeyTable:
+        if not self._is_set_up:
+            call = "state_dict, storage_meta=storage_meta, is_coordinator=is_coordinator"
+            return KeyTable({}, problems=(not_set_up(self, call),))
+        table = describe_state(self.state_dict, self.mappings, self._layouts)
+        writes_others = overrides(self, SavePlanner, "resolve_data", "lookup_object", "transform_object")
+        unread, unwritable = ({}, []) if writes_others else check_objects(self.state_dict, table)
+        problems = (
+            *uncalled_methods(self, SavePlanner, DefaultSavePlanner),
+            *table.problems,
+            *_meta_problems(self.state_dict, table),
+            *unwritable_cuts(self.state_dict, table),
+            *unwritable,
+        )
+        return dataclasses.replace(table, digests=self._timed_digests(table), problems=problems, unread=unread)
+
+    def _shown_items(self) -> list[WriteItem]:
+        """The items that a local plan has, for subclasses to look at: what this rank holds, replicas included."""
+        return write_items(list(held_writes(self._table, self._encoded))) if self._shows_items else []
 
     def _tables_of(self, plans: Sequence[SavePlan]) -> tuple[list[RankTable], str | None]:
         """The tables of all ranks, and the plan that was made of exactly these before, if there is one."""
@@ -350,21 +364,6 @@ class SavePlanner(StockSavePlanner):
         return [
             WriteDecision(plan.decision(rank), token, rank, several_boxes) for rank in range(agreement.world.num_ranks)
         ]
-
-
-def _check_storage_takes(decision: WriteDecision, storage_data: Any) -> None:
-    """Refuses several boxes of a key for a HuggingFaceStorageWriter, which marks its plans with these entries.
-
-    A safetensors file has one tensor per key: that writer would keep a rank's last box and drop the others.
-    """
-    if not isinstance(storage_data, dict) or not {"shard_index", "fqn_to_index_mapping"} & storage_data.keys():
-        return
-    if decision.several_boxes:
-        detail = (
-            "a rank holds several boxes of it, and safetensors files keep one per key; save with FileSystemWriter, "
-            "or redistribute it to plain Shard placements first"
-        )
-        raise refusal("save", [Problem("unsupported_tensor", fqn, detail) for fqn in decision.several_boxes])
 
 
 def _meta_problems(values: Mapping[str, Any], table: KeyTable) -> list[Problem]:

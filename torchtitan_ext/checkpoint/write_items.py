@@ -13,9 +13,29 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.item_columns import items_of
-from torchtitan_ext.checkpoint.key_table import BoxesEntry, KeyEntry, KeyTable, ObjectEntry, TensorEntry
+from torchtitan_ext.checkpoint.key_table import Box, BoxesEntry, KeyEntry, KeyTable, ObjectEntry, TensorEntry
 from torchtitan_ext.checkpoint.rank_table import EncodedTable
+from torchtitan_ext.errors import Problem, refusal
 from torchtitan_ext.layout.layout import Chunk, Steps, num_elements, shard_of
+
+
+@dataclass(frozen=True)
+class WriteDecision:
+    """What the coordinator tells one rank.
+
+    Attributes:
+        writes: The sharding order of each class of keys, and what the rank writes of it (``csrc/core/write_plan.h``).
+        token: The name of this plan in the coordinator's cache.
+        rank: The rank's position in this plan.
+        several_boxes: The first keys of which some rank writes more than one box.
+        known_tokens: All plans that the coordinator still knows: a rank must not refer to others.
+    """
+
+    writes: bytes
+    token: str
+    rank: int
+    several_boxes: Sequence[str]
+    known_tokens: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -40,14 +60,20 @@ def read_writes(decision: bytes, table: KeyTable, encoded: EncodedTable) -> Iter
     for section, steps, first, keys, boxes in _core.read_decision(decision, encoded.kind_of):
         fqns = [encoded.names[section][key] for key in keys]
         entry = table.entries[fqns[0]]
-        if isinstance(entry, BoxesEntry):
-            chunks = [(position, Chunk(offsets, sizes, (0,) * len(sizes))) for position, (offsets, sizes) in boxes]
-        else:
-            chunks = list(enumerate(written_chunks(entry, steps), start=first))
-        yield ClassWrites(entry, fqns, [(section, key) for key in keys], chunks)
+        yield ClassWrites(entry, fqns, [(section, key) for key in keys], _chunks(entry, steps, first, boxes))
 
 
-def written_chunks(entry: TensorEntry | ObjectEntry, steps: Steps) -> Sequence[Chunk]:
+def held_writes(table: KeyTable, encoded: EncodedTable) -> Iterator[ClassWrites]:
+    """All that a rank holds, as it would write it by its own reading of the layouts and without other ranks."""
+    for section, fqns in enumerate(encoded.names):
+        for position, fqn in enumerate(fqns):
+            entry = table.entries.get(fqn)
+            if entry is not None:
+                boxes = list(enumerate(entry.boxes)) if isinstance(entry, BoxesEntry) else []
+                yield ClassWrites(entry, [fqn], [(section, position)], _chunks(entry, None, 0, boxes))
+
+
+def written_chunks(entry: TensorEntry | ObjectEntry, steps: Steps | None) -> Sequence[Chunk]:
     """What a rank writes of a key that is its part, sharded by these steps; a tensor without elements is one chunk."""
     if isinstance(entry, ObjectEntry):
         return []
@@ -75,6 +101,34 @@ def write_items(written: Sequence[ClassWrites]) -> list[WriteItem]:
         bytes_io_data=[None] * len(rows),
         tensor_data=data,
     )
+
+
+def check_storage_takes(decision: WriteDecision, storage_data: Any) -> None:
+    """Refuses several boxes of a key for a HuggingFaceStorageWriter, which marks its plans with these entries.
+
+    A safetensors file has one tensor per key: that writer would keep a rank's last box and drop the others.
+    """
+    if not isinstance(storage_data, dict) or not {"shard_index", "fqn_to_index_mapping"} & storage_data.keys():
+        return
+    if decision.several_boxes:
+        detail = (
+            "a rank holds several boxes of it, and safetensors files keep one per key; save with FileSystemWriter, "
+            "or redistribute it to plain Shard placements first"
+        )
+        raise refusal("save", [Problem("unsupported_tensor", fqn, detail) for fqn in decision.several_boxes])
+
+
+def _chunks(
+    entry: KeyEntry, steps: Steps | None, first: int, boxes: Sequence[tuple[int, Box]]
+) -> list[tuple[int, Chunk]]:
+    """What is written of a key, with the places in the metadata's list, which begin with ``first``.
+
+    Args:
+        boxes: Of a tensor that describes itself, with their places.
+    """
+    if isinstance(entry, BoxesEntry):
+        return [(position, Chunk(offsets, sizes, (0,) * len(sizes))) for position, (offsets, sizes) in boxes]
+    return list(enumerate(written_chunks(entry, steps), start=first))
 
 
 def _parts(

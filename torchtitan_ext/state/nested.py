@@ -122,16 +122,23 @@ def holds_dtensor(value: Any) -> bool:
     return any(isinstance(member, DTensor) for member in _nested(value))
 
 
-def materialize_meta(state_dict: dict[str, Any], flat: FlatStateDict, fqns: Iterable[str]) -> None:
+def materialize_meta(
+    state_dict: dict[str, Any], values: dict[str, Any], paths: Mapping[str, Path], fqns: Iterable[str]
+) -> None:
     """Gives these meta tensors memory on their mesh's device (plain ones: the process group's), in place in both dicts.
 
     Others stay on meta: memory that nothing fills would pass for values.
+
+    Args:
+        values: The flat state dict.
+        paths: Where its keys stand in ``state_dict``.
     """
     for fqn in fqns:
-        value = flat.values[fqn]
+        value = values[fqn]
         if isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor) and value.is_meta:
-            flat.values[fqn] = on_device(value, load_device(value))
-            set_value(state_dict, flat.paths[fqn], flat.values[fqn])
+            values[fqn] = on_device(value, load_device(value))
+            if fqn in paths:
+                set_value(state_dict, paths[fqn], values[fqn])
 
 
 def _members(

@@ -1,0 +1,160 @@
+"""Subclasses of the planners, written as if for DCP's default ones: which of what they change cannot be followed.
+
+Our plans are decided over all ranks and have no items before ``finish_plan``. A subclass that has planning methods of
+its own is shown items all the same, as this rank alone would make them. Whatever it changes is followed, or refused on
+every rank with a ``WrongArgumentError``, which is a TypeError; ``docs/drop_in.md`` lists both.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
+
+from torchtitan_ext.errors import Problem, described, refusal
+
+_MAX_NAMED_KEYS = 10
+
+
+def overrides(planner: object, ours: type, *names: str) -> bool:
+    """Whether a planner's class has methods of its own in the place of these of ours."""
+    return any(getattr(type(planner), name) is not getattr(ours, name) for name in names)
+
+
+def sees_items(planner: object, ours: type) -> bool:
+    """Whether a planner's class may look at items before they are decided."""
+    return overrides(planner, ours, "create_local_plan", "create_global_plan", "finish_plan")
+
+
+def not_set_up(planner: object, call: str) -> Problem:
+    """For a planner whose class has replaced ``set_up_planner``.
+
+    Args:
+        call: How ours is called.
+    """
+    return _problem(
+        planner,
+        f"its set_up_planner does not call that of the class it extends; call super().set_up_planner({call}) with the "
+        "state dict as it shall be, before or after changing it",
+    )
+
+
+def no_place(planner: object, fqns: Sequence[str]) -> list[Problem]:
+    """For values that are no tensors, under keys of which nothing tells where they stand in the nested state dict."""
+    if not fqns:
+        return []
+    detail = (
+        f"nothing says where the value of {_named(fqns)} belongs, under which its state_dict has "
+        "it; say so in mappings, or rename keys by source=Source(rename=...)"
+    )
+    return [_problem(planner, detail)]
+
+
+def uncalled_methods(planner: object, ours: type, stock: type) -> list[Problem]:
+    """For a planner whose class replaces methods of DCP's default planner that ours has no use for."""
+    names = vars(stock).keys() - vars(ours).keys()
+    replaced = sorted(name for name in names if not name.startswith("__") and overrides(planner, stock, name))
+    if not replaced:
+        return []
+    detail = (
+        f"it replaces {', '.join(replaced)}, which {ours.__name__} does not call; replace a method of DCP's planner "
+        f"protocol, or extend {stock.__name__} instead"
+    )
+    return [_problem(planner, detail)]
+
+
+def check_local_plans(
+    operation: str, planner: object, plans: Sequence[SavePlan | LoadPlan], messages: tuple[type, ...]
+) -> None:
+    """Raises WrongArgumentError for what a subclass on any rank made of its local plan. For the coordinator.
+
+    Args:
+        planner: The coordinator's; others are taken to be of the same class where they do not say.
+        messages: The classes of our ``planner_data``.
+    """
+    problems: list[Problem] = []
+    for plan in plans:
+        data = plan.planner_data
+        if isinstance(data, messages):
+            found = getattr(getattr(data, "table", data), "problems", ())
+            problems += [problem for problem in found if problem.kind == "planner_subclass"]
+        else:
+            detail = (
+                f"its create_local_plan returns a plan with {described(data)} as planner_data; call "
+                "super().create_local_plan() and keep its planner_data, or extend DCP's default planner instead"
+            )
+            problems.append(_problem(planner, detail))
+    if problems:
+        raise refusal(operation, problems)
+
+
+def check_global_plan(operation: str, planner: object, plan: SavePlan | LoadPlan, decision: type) -> None:
+    """Raises WrongArgumentError where a plan that a rank is given is none of ours, but a subclass's own."""
+    if not isinstance(plan.planner_data, decision):
+        detail = (
+            f"its create_global_plan returns plans with {described(plan.planner_data)} as planner_data; call "
+            "super().create_global_plan() and keep the planner_data of its plans, or extend DCP's default planner "
+            "instead"
+        )
+        raise refusal(operation, [_problem(planner, detail)])
+
+
+def check_write_items(planner: object, shown: Sequence[WriteItem], given: Sequence[WriteItem]) -> None:
+    """Raises WrongArgumentError where a subclass, or a storage, has changed items of a save before they are decided."""
+    changed = _changed(shown, given)
+    if changed:
+        detail = (
+            f"its items of {_named(changed)} are not those that SavePlanner made, which are decided over all ranks; "
+            "change the state dict in set_up_planner, or the plan that super().finish_plan() returns"
+        )
+        raise refusal("save", [_problem(planner, detail)])
+
+
+def check_final_items(planner: object, decided: Sequence[WriteItem], final: Sequence[WriteItem]) -> None:
+    """Raises WrongArgumentError where the plan of a subclass lacks what the metadata will promise."""
+    written = {item.index for item in final}
+    lost = sorted({item.index.fqn for item in decided if item.index not in written})
+    if lost:
+        detail = (
+            f"the plan that its finish_plan returns lacks items of {_named(lost)}, which no load would find; leave "
+            "them out of the state dict in set_up_planner"
+        )
+        raise refusal("save", [_problem(planner, detail)])
+
+
+def check_read_items(
+    planner: object, shown: Sequence[ReadItem], given: Sequence[ReadItem], decided: Sequence[ReadItem]
+) -> None:
+    """Raises WrongArgumentError where items of a load were changed, of keys that all ranks together read otherwise."""
+    moved = _changed(shown, decided)
+    changed = [fqn for fqn in _changed(shown, given) if fqn in moved]
+    if changed:
+        detail = (
+            f"its items of {_named(changed)} were changed before all ranks had decided which rows this rank holds; "
+            "change the plan that super().finish_plan() returns"
+        )
+        raise refusal("load", [_problem(planner, detail)])
+
+
+def _named(fqns: Sequence[str]) -> str:
+    more = "" if len(fqns) <= _MAX_NAMED_KEYS else f" and {len(fqns) - _MAX_NAMED_KEYS} more"
+    return f"{', '.join(fqns[:_MAX_NAMED_KEYS])}{more}"
+
+
+def _changed(shown: Sequence[Any], given: Sequence[Any]) -> list[str]:
+    """The keys of which two lists do not have the same items."""
+    before, after = _by_key(shown), _by_key(given)
+    return sorted(fqn for fqn in {*before, *after} if before.get(fqn) != after.get(fqn))
+
+
+def _by_key(items: Sequence[WriteItem | ReadItem]) -> dict[str, list[Any]]:
+    by_key: dict[str, list[Any]] = defaultdict(list)
+    for item in items:
+        by_key[item.index.fqn if isinstance(item, WriteItem) else item.dest_index.fqn].append(item)
+    return by_key
+
+
+def _problem(planner: object, detail: str) -> Problem:
+    return Problem("planner_subclass", type(planner).__qualname__, detail)
