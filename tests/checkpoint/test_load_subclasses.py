@@ -15,14 +15,17 @@ import torch.distributed.checkpoint as dcp
 from reference import dtensor_steps, index_tensor
 from simulated_ranks import load, save, shards
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     _EmptyStateDictLoadPlanner,
     create_default_local_load_plan,
 )
+from torch.distributed.checkpoint.format_utils import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-from torch.distributed.tensor import Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import torchtitan_ext as tte
@@ -340,3 +343,29 @@ def test_a_state_dict_is_built_out_of_the_metadata(tmp_path: Path) -> None:
             assert torch.equal(state["model"]["w"], WHOLE) and torch.equal(state["model"]["v"], torch.ones(2))
             assert state.keys() == ({"model", "opt"} if keys is None else {"model"})
             assert keys is not None or state["opt"] == {"step": 3, "lr": [0.1, 0.2]}
+
+
+class FromTorchFile(DynamicMetaLoadPlanner, tte.LoadPlanner):
+    """The planner that goes with ``BroadcastingTorchSaveReader``: metadata by the targets of each rank."""
+
+
+def load_torch_file(rank: int, world_size: int, path: Path) -> str:
+    mesh = init_device_mesh("cpu", (world_size,))
+    if rank == 0:
+        torch.save({"w": WHOLE, "nested": {"v": WHOLE + 1}}, path)
+    state = {"w": torch.zeros_like(WHOLE), "nested": {"v": torch.zeros_like(WHOLE)}}
+    dcp.load(state, checkpoint_id=path, storage_reader=BroadcastingTorchSaveReader(), planner=FromTorchFile())
+    assert torch.equal(state["w"], WHOLE) and torch.equal(state["nested"]["v"], WHOLE + 1)
+    sharded = {"w": distribute_tensor(torch.zeros_like(WHOLE), mesh, [Shard(0)])}
+    try:
+        dcp.load(sharded, checkpoint_id=path, storage_reader=BroadcastingTorchSaveReader(), planner=FromTorchFile())
+    except CheckpointException as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.filterwarnings("ignore:.*_get_pg_default_device", "ignore:Multiple backends")
+def test_a_torch_file_is_broadcast_into_plain_targets(run_world: Callable[..., list[Any]], tmp_path: Path) -> None:
+    """Into DTensors stock ends in the middle of its collectives: each rank's metadata has its own rows alone."""
+    for text in run_world(2, load_torch_file, tmp_path / "model.pt"):
+        assert "w: gap in shape (8, 2): element (4, 0) is in no saved chunk" in text
