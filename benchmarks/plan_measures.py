@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import os
 import pickle
 import time
 from collections.abc import Callable, Sequence
@@ -322,7 +323,7 @@ def written_by(case: Case, rank: int) -> list[tuple[str, Any, int | None]]:
 
 def rank_file(directory: Path, rank: int, records: Sequence[tuple[str, Any, int | None]]) -> RankFile:
     name = f"__{rank}_0.distcp"
-    writer = _core.RecordWriter(str(directory / name), 1 << 20, 1, False)
+    writer = _core.RecordWriter(os.fsencode(directory / name), 1 << 20, 1, False)
     byte = ctypes.c_uint8()
     address = ctypes.addressof(byte)
     for fqn, offsets, hint in records:

@@ -267,7 +267,10 @@ void define_storage(py::module_& module) {
     try {
       if (pointer) std::rethrow_exception(pointer);
     } catch (const IoError& error) {
-      const py::tuple args = py::make_tuple(error.code(), error.what(), error.path());
+      // A path need not be UTF-8: it is read as Python reads file names.
+      const auto text = py::reinterpret_steal<py::str>(PyUnicode_DecodeFSDefault(error.what()));
+      const auto path = py::reinterpret_steal<py::str>(PyUnicode_DecodeFSDefault(error.path().c_str()));
+      const py::tuple args = py::make_tuple(error.code(), text, path);
       PyErr_SetObject(PyExc_OSError, args.ptr());
     }
   });

@@ -17,8 +17,9 @@ from states import blank, differences, load, save
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torchtitan_ext as tte
-from torchtitan_ext.errors import SavedOverError, SaveInProgressError
-from torchtitan_ext.storage import FileReader, FileWriter, commit, leftovers, save_lock
+from torchtitan_ext.checkpoint.phases import Phases
+from torchtitan_ext.errors import LostRankError, SavedOverError, SaveInProgressError
+from torchtitan_ext.storage import FileReader, FileWriter, checkpoint_files, commit, leftovers, save_lock
 
 pytestmark = pytest.mark.filterwarnings("ignore:the checkpoint in .* is overwritten")
 
@@ -285,6 +286,38 @@ def test_who_was_taken_for_dead_does_not_commit(tmp_path: Path, foreign: bool) -
     written_by_another_machine(target, 0)
     with pytest.raises(SaveInProgressError, match="node-7"):
         running.commit(b"index", b"metadata", sync=False)
+    check_step(target, 2)
+
+
+@pytest.mark.parametrize("place", ["staged", "in place"])
+def test_whom_the_others_gave_up_while_it_wrote_the_metadata_does_not_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """As of a coordinator that was stopped in there, and goes on."""
+    target = tmp_path / "step-1"
+    if place == "in place":
+        target.mkdir()
+        (target / "notes.txt").write_text("mine")
+    save_step(target, 1)
+    before = names(target)
+    given_up: list[str] = []
+
+    def confirm(phases: Phases) -> None:
+        if given_up:
+            raise LostRankError("save", "ranks exchanged plans", None, (0,), "rank 1 waited")
+
+    def write_and_stop(path: Path, content: bytes, *, sync: bool) -> None:
+        checkpoint_files.write_file(path, content, sync=sync)
+        given_up.append(path.name)
+
+    monkeypatch.setattr(Phases, "confirm", confirm)
+    monkeypatch.setattr(commit, "write_file", write_and_stop)
+    with pytest.raises(LostRankError, match="rank 1 waited"):
+        save_step(target, 2)
+    assert given_up and set(names(target)) - {".metadata.tmp"} == set(before) and names(tmp_path) == ["step-1"]
+    check_step(target, 1)
+    monkeypatch.undo()
+    save_step(target, 2)
     check_step(target, 2)
 
 

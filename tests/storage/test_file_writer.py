@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,17 @@ def test_overwrite_is_asked_for(tmp_path: Path) -> None:
     assert differences(load({"w": torch.zeros(3)}, FileReader(tmp_path)), {"w": torch.ones(3)}) == []
     with pytest.warns(UserWarning, match="is overwritten"):
         save({"w": torch.zeros(3)}, FileWriter(tmp_path))
+
+
+def test_one_rank_says_that_a_checkpoint_is_overwritten(tmp_path: Path) -> None:
+    save({"w": torch.ones(3)}, FileWriter(tmp_path))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for rank in range(3):
+            writer = FileWriter(tmp_path)
+            writer.set_up_storage_writer(rank == 0, rank=rank)
+            writer.prepare_local_plan(SavePlan([]))
+    assert len(caught) == 1
 
 
 def test_who_reads_a_file_keeps_it_while_it_is_written_anew(tmp_path: Path) -> None:

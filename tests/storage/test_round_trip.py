@@ -1,6 +1,7 @@
 """Every kind of tensor through our files and stock's, with every pair of writer, reader and planners."""
 
 import io
+import os
 import pickletools
 import zipfile
 from pathlib import Path
@@ -165,7 +166,7 @@ def test_tensors_of_other_devices_pass_through_a_buffer(tmp_path: Path, buffer_b
     """The way of GPU tensors, with tensors of the CPU."""
     path = str(tmp_path / "file")
     staged = {str(dtype): random_tensor((33, 65), dtype) for dtype in DTYPES} | {"t": torch.rand(9, 700).t()}
-    records = _core.RecordWriter(path, 1 << 16, 2, False)
+    records = _core.RecordWriter(os.fsencode(path), 1 << 16, 2, False)
     staging = Staging(buffer_bytes)
 
     def write(address: int, num_bytes: int) -> None:

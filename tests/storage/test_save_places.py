@@ -14,10 +14,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from states import blank, differences
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import torchtitan_ext as tte
-from torchtitan_ext.errors import SaveInProgressError
-from torchtitan_ext.storage import FileReader, FileWriter, commit, leftovers, runs, save_lock
+from torchtitan_ext.errors import DamagedCheckpointError, SaveInProgressError
+from torchtitan_ext.storage import FileReader, FileWriter, commit, leftovers, runs, save_lock, verify
 
 pytestmark = pytest.mark.filterwarnings("ignore:the checkpoint in .* is overwritten")
 
@@ -42,6 +43,22 @@ def test_the_directory_that_the_process_runs_in_stays(tmp_path: Path, monkeypatc
         save_step(".", step)
         assert os.getcwd() == str(tmp_path)
         check_step(tmp_path, step)
+
+
+@pytest.mark.parametrize("place", ["staged", "in place", "without .metadata"])
+def test_a_path_need_not_be_text(tmp_path: Path, place: str) -> None:
+    path = tmp_path / os.fsdecode(b"run-\xff") / os.fsdecode(b"step-\xfe")
+    if place == "in place":
+        path.mkdir(parents=True)
+        (path / "notes.txt").write_text("mine")
+    for step in range(2):
+        writer = FileWriter(path, sync=False, stock_metadata=place != "without .metadata")
+        tte.save(state_of(step), storage_writer=writer, no_dist=True)
+        check_step(path, step)
+    assert verify.find_damage(path) is None
+    (path / FileReader(path).read_metadata().storage_data[MetadataIndex("step")].relative_path).write_bytes(b"")
+    with pytest.raises(DamagedCheckpointError, match="run-.*has 0 bytes, expected"):
+        check_step(path, 1)
 
 
 def test_a_relative_path_means_what_it_meant_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

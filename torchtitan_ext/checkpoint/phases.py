@@ -139,6 +139,12 @@ class Phases:
                 retries=self.num_retries,
             )
 
+    def confirm(self) -> None:
+        """Raises the LostRankError of ranks that have given up, as they may while this process is stopped; not
+        collective."""
+        if self._ranks is not None:
+            self._ranks[0].confirm()
+
     def on_all(self, name: str, work: Callable[[], T], *, doing: str, undefined: tuple[str, ...] = ()) -> list[T]:
         """The results of all ranks, on all ranks.
 

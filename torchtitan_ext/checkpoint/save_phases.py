@@ -117,6 +117,8 @@ def save_values(
 
     def commit(results: list[Any]) -> tuple[str, str, int]:
         assert metadata is not None, "the coordinator has no metadata, please report"
+        if isinstance(writer, FileWriter):
+            writer.confirm = phases.confirm
         writer.finish(metadata=metadata, results=results)
         storage_meta = writer.storage_meta()
         path = getattr(storage_meta, "checkpoint_id", None)

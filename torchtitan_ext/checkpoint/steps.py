@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torchtitan_ext.checkpoint.phases import Phases
 from torchtitan_ext.errors import NoCheckpointError, argument_error
-from torchtitan_ext.storage.steps import find_steps, step_of, step_path
+from torchtitan_ext.storage.steps import find_steps, last_finished, step_of, step_path
 from torchtitan_ext.storage.verify import find_damage
 
 Step = int | Literal["latest", "last-good"]
@@ -51,11 +51,9 @@ def choose_step(run_dir: str | os.PathLike[str], step: Step, phases: Phases) -> 
     steps: dict[int, bool] = phases.to_coordinator("choose", lambda: None, lambda _: find_steps(run), doing=_LISTING)
     if step == "last-good":
         return _last_good(run, steps, phases)
-    finished = [number for number, is_finished in steps.items() if is_finished]
-    if step == "latest" and finished:
-        return step_path(run, max(finished))
-    if step in finished:
-        return step_path(run, int(step))
+    number = step if isinstance(step, int) else last_finished(steps)
+    if number is not None and steps.get(number, False):
+        return step_path(run, number)
     wanted = "no finished checkpoint" if step == "latest" else f"no finished checkpoint of step {step}"
     raise NoCheckpointError(str(run), f"has {wanted}: {_listed(steps)}")
 

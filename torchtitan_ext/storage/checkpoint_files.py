@@ -119,6 +119,11 @@ def index_path(directory: Path, rank: int | None, save_id: str | None = None) ->
     return directory / (name if save_id is None else f"{name}.{save_id}")
 
 
+def shown(path: Path) -> str:
+    """A path in messages that are made in C++: file names need not be text."""
+    return os.fsencode(path).decode(errors="backslashreplace")
+
+
 def data_path(directory: Path, relative_path: str) -> Path:
     """Where ``.metadata`` says that a record lies.
 
@@ -157,7 +162,7 @@ def parse_index(
             belongs to another ``.metadata``, which a damaged one cannot be told from.
     """
     try:
-        save_id, metadata_bytes, metadata_digest, notes, files, tables = _core.parse_index(content, str(path))
+        save_id, metadata_bytes, metadata_digest, notes, files, tables = _core.parse_index(content, shown(path))
     except ValueError as error:  # a FormatError, or a name that is no UTF-8
         if verify == "none" and metadata is not None:
             warnings.warn(f"the index is ignored: {error}", stacklevel=2)

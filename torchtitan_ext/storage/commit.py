@@ -18,7 +18,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,11 +86,14 @@ class RunningSave:
             text = f"{', '.join(sorted(marks))} belong to another save: the file system showed these ranks an old lock"
             raise CheckpointFailedError("save", {0: text})
 
-    def commit(self, index: bytes, metadata: bytes | None, *, sync: bool) -> Path:
+    def commit(
+        self, index: bytes, metadata: bytes | None, *, sync: bool, confirm: Callable[[], None] = lambda: None
+    ) -> Path:
         """Makes what all ranks have written the checkpoint, and removes what it replaces.
 
         Args:
             metadata: ``None`` where the index stands for it; not in place.
+            confirm: Called right before the rename; what it raises is raised, and nothing is committed.
 
         Returns:
             Where the metadata lies now, or the index that stands for it.
@@ -99,10 +102,10 @@ class RunningSave:
             SaveInProgressError: Another save took this one for dead. What is at the target is whole.
         """
         if self.place.is_staged:
-            self._commit_stage(index, metadata, sync)
+            self._commit_stage(index, metadata, sync, confirm)
         else:
             assert metadata is not None, "a save in place commits by its .metadata, please report"
-            self._commit_in_place(index, metadata, sync)
+            self._commit_in_place(index, metadata, sync, confirm)
         self._lock.release()
         target = self.place.target
         return index_path(target, None) if metadata is None else metadata_path(target, self._rank)
@@ -120,25 +123,26 @@ class RunningSave:
             remove_files(self.place.target, [name for name in names if self._rank is None or name.startswith(mine)])
         self._lock.release()
 
-    def _commit_stage(self, index: bytes, metadata: bytes | None, sync: bool) -> None:
+    def _commit_stage(self, index: bytes, metadata: bytes | None, sync: bool, confirm: Callable[[], None]) -> None:
         stage, target = self.place.directory, self.place.target
         write_file(index_path(stage, None), index, sync=sync)
         if metadata is not None:
             write_file(metadata_path(stage, None), metadata, sync=sync)
         if sync:
             sync_directory(stage)
+        confirm()
         self._lock.check()
         try:
             os.rename(stage, target)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            _core.exchange_paths(str(stage), str(target))
+            _core.exchange_paths(os.fsencode(stage), os.fsencode(target))
         self._is_committed = True
         self._sync_parents(sync)
         remove_directory(stage, target)
 
-    def _commit_in_place(self, index: bytes, metadata: bytes, sync: bool) -> None:
+    def _commit_in_place(self, index: bytes, metadata: bytes, sync: bool, confirm: Callable[[], None]) -> None:
         target, save_id = self.place.target, self.place.save_id
         path = metadata_path(target, self._rank)
         temporary = path.with_name(f"{path.name}.tmp")
@@ -146,6 +150,7 @@ class RunningSave:
         write_file(temporary, metadata, sync=sync)
         if sync:
             sync_directory(target)
+        confirm()
         self._lock.check()
         os.rename(temporary, path)
         self._is_committed = True
@@ -254,7 +259,7 @@ def _is_mounted(target: Path) -> bool:
 
 def _make_stage(target: Path, save_id: str) -> bool:
     """Makes the directory that is to take the target's place; says whether that can be."""
-    if _core.is_on_fuse(str(target.parent)):
+    if _core.is_on_fuse(os.fsencode(target.parent)):
         return False
     exists = target.exists()
     ours, others = checkpoint_names(target) if exists else ([], [])
@@ -277,7 +282,7 @@ def _can_exchange(directory: Path) -> bool:
     for path in pair:
         path.mkdir()
     try:
-        _core.exchange_paths(str(pair[0]), str(pair[1]))
+        _core.exchange_paths(os.fsencode(pair[0]), os.fsencode(pair[1]))
     except OSError as error:
         if error.errno not in _CANNOT_EXCHANGE:
             raise

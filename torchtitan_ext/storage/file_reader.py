@@ -31,6 +31,7 @@ from torchtitan_ext.storage.checkpoint_files import (
     is_local,
     metadata_path,
     parse_index,
+    shown,
 )
 from torchtitan_ext.storage.damage import Part, describe_damage
 from torchtitan_ext.storage.metadata_file import metadata_of_tables, parse_metadata
@@ -264,7 +265,7 @@ class FileReader(StorageReader):
         ]
 
     def open_file(self, runs: _core.RunReader, name: str) -> int:
-        path, descriptor = str(self.path / name), self.files.descriptor(name)
+        path, descriptor = shown(self.path / name), self.files.descriptor(name)
         indexed = None if self._index is None else self._index.files.get(name)
         if indexed is None:
             return runs.add_file(path, -1, descriptor)

@@ -64,6 +64,10 @@ class FileWriter(StorageWriter):
         stock_metadata: Write ``.metadata``, which stock readers need. Without it the index says all that ``FileReader``
             needs; at thousands of ranks stock could not read ``.metadata`` in any useful time.
 
+    Attributes:
+        confirm: Called when all is on the disk, right before the rename that commits; what it raises is raised, and
+            nothing is committed. For the save that has been set up.
+
     Raises:
         OSError: (in the future of ``write_data``) A file cannot be written; names the file, the byte and the reason.
         SaveInProgressError: Another save is under way in the same place.
@@ -91,13 +95,14 @@ class FileWriter(StorageWriter):
         self.save_id = uuid.uuid4().hex
         self._has_named_a_save = False
         self.rank: int | None = None
+        self.confirm: Callable[[], None] = _ask_nobody
         self.use_collectives = True
         self._is_coordinator = False
         self._save: RunningSave | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # A save stays with the process that holds its lock, and each copy saves under a name of its own.
-        return {**vars(self), "_save": None, "_has_named_a_save": True}
+        return {**vars(self), "_save": None, "_has_named_a_save": True, "confirm": _ask_nobody}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self.abandon()
@@ -113,6 +118,7 @@ class FileWriter(StorageWriter):
             self.save_id = uuid.uuid4().hex
         self._has_named_a_save = True
         self._is_coordinator = is_coordinator
+        self.confirm = _ask_nobody
         self.rank = kwargs.get("rank")
         self.use_collectives = kwargs.get("use_collectives", True)
 
@@ -126,7 +132,8 @@ class FileWriter(StorageWriter):
         if has_one_of_all or (not self.use_collectives and self._has_checkpoint(self.rank)):
             if not self.overwrite:
                 raise RuntimeError(f"{self.path} has a checkpoint; pass overwrite=True or another directory")
-            warnings.warn(f"the checkpoint in {self.path} is overwritten", stacklevel=2)
+            if self._is_coordinator:
+                warnings.warn(f"the checkpoint in {self.path} is overwritten", stacklevel=2)
         if self._own_rank is not None:
             plan = dataclasses.replace(plan, storage_data=FilePrefix(f"__{self.rank}_"))
         return plan
@@ -170,7 +177,7 @@ class FileWriter(StorageWriter):
             [dataclasses.astuple(file) for file in files],
             tables,
         )
-        path = self._save.commit(index, content if needs_metadata else None, sync=self.sync)
+        path = self._save.commit(index, content if needs_metadata else None, sync=self.sync, confirm=self.confirm)
         self._save = None
         send_as_place(metadata, path, content if needs_metadata else index)
 
@@ -207,7 +214,7 @@ class FileWriter(StorageWriter):
             return None
         name = place.data_name(plan.storage_data.prefix)
         num_threads = thread_count_of(self.thread_count)
-        records = _core.RecordWriter(str(place.directory / name), BLOCK_BYTES, num_threads, self.sync)
+        records = _core.RecordWriter(os.fsencode(place.directory / name), BLOCK_BYTES, num_threads, self.sync)
         with progress(
             "save", is_coordinator=self._is_coordinator, total_bytes=lambda: _tensor_bytes(plan.items)
         ) as advance:
@@ -224,6 +231,10 @@ class FileWriter(StorageWriter):
             batch.write()
         rank = self.rank or 0
         return RankFile(name, rank, *records.finish(bytes.fromhex(place.save_id), rank))
+
+
+def _ask_nobody() -> None:
+    """Without ``tte.save`` there is nobody to ask whether other ranks have given up."""
 
 
 class _Batch:

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torchtitan_ext import _core
+from torchtitan_ext.storage.checkpoint_files import shown
 from torchtitan_ext.storage.lazy_metadata import lazy_entries, lazy_parts
 from torchtitan_ext.storage.raw_tensor import dtype_name
 from torchtitan_ext.storage.saved_metadata import columns_of_tables
@@ -54,7 +55,7 @@ def parse_index_metadata(content: bytes, path: Path) -> Metadata:
     Raises:
         FormatError: The index is damaged, or belongs to a checkpoint with a ``.metadata``.
     """
-    _, _, _, _, files, tables = _core.parse_index(content, str(path))
+    _, _, _, _, files, tables = _core.parse_index(content, shown(path))
     return metadata_of_tables(tables, files, path)
 
 

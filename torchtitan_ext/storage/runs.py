@@ -11,15 +11,15 @@ from torchtitan_ext.errors import SaveInProgressError
 from torchtitan_ext.storage.commit import lock_path
 from torchtitan_ext.storage.leftovers import checkpoint_names, remove_directory, remove_files, stage_path
 from torchtitan_ext.storage.save_lock import SaveLock
-from torchtitan_ext.storage.steps import find_steps, step_of, step_path
+from torchtitan_ext.storage.steps import find_steps, last_finished, step_of, step_path
 from torchtitan_ext.storage.verify import is_whole
 
 
 def latest(run_dir: str | os.PathLike[str]) -> Path | None:
     """The checkpoint of the highest step in a run whose save has finished; ``None`` where there is none. Not
     collective, and reads no checkpoint: ``tte.load(..., step="last-good")`` does."""
-    finished = [number for number, is_finished in find_steps(Path(run_dir)).items() if is_finished]
-    return step_path(Path(run_dir), max(finished)) if finished else None
+    number = last_finished(find_steps(Path(run_dir)))
+    return None if number is None else step_path(Path(run_dir), number)
 
 
 def remove_old_steps(saved: Path, keep: int) -> None:

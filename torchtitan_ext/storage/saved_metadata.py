@@ -14,7 +14,7 @@ from typing import Any
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError
-from torchtitan_ext.storage.checkpoint_files import CheckpointIndex, index_path, parse_index
+from torchtitan_ext.storage.checkpoint_files import CheckpointIndex, index_path, parse_index, shown
 from torchtitan_ext.storage.damage import Part
 from torchtitan_ext.storage.opened import OpenedCheckpoint
 
@@ -103,7 +103,7 @@ def columns_of_tables(
     Raises:
         FormatError: The index is damaged, or belongs to a checkpoint with a ``.metadata``.
     """
-    columns, planner_data, fields, version = _core.read_metadata_tables(tables, str(path))
+    columns, planner_data, fields, version = _core.read_metadata_tables(tables, shown(path))
     for name, _, _, footer_offset, _, records in files:
         columns.add_records(name, records, footer_offset)
     return columns, planner_data, fields, version

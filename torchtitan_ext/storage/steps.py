@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from torchtitan_ext.storage.checkpoint_files import index_path, metadata_path
@@ -16,6 +17,11 @@ def find_steps(run: Path) -> dict[int, bool]:
     names = os.listdir(run) if run.is_dir() else []
     numbers = [int(match[1]) for name in names if (match := _STEP.fullmatch(name)) and (run / name).is_dir()]
     return {number: _has_finished(step_path(run, number)) for number in numbers}
+
+
+def last_finished(steps: Mapping[int, bool]) -> int | None:
+    """The highest of some steps whose saves have finished."""
+    return max((number for number, is_finished in steps.items() if is_finished), default=None)
 
 
 def step_path(run: Path, number: int) -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError
-from torchtitan_ext.storage.checkpoint_files import StoredTensor
+from torchtitan_ext.storage.checkpoint_files import StoredTensor, shown
 from torchtitan_ext.storage.element_types import ITEM_BYTES, dtype_name_of
 
 
@@ -26,7 +26,7 @@ def find_stock_tensors(
     if not places:
         return {}
     try:
-        found = _core.find_tensors(str(path), list(places.items()), num_threads, descriptor)
+        found = _core.find_tensors(shown(path), list(places.items()), num_threads, descriptor)
     except _core.FormatError as error:
         raise DamagedCheckpointError(str(error)) from None
     tensors: dict[int, StoredTensor | None] = {}
