@@ -163,6 +163,7 @@ class LoadPlanner(DefaultLoadPlanner):
         planner = copy.copy(self)
         planner.rules = rules
         planner._values_read = {}
+        planner._is_set_up = False
         return planner
 
     def set_up_planner(

@@ -55,6 +55,8 @@ def places_of(flat: FlatStateDict, targets: Mapping[str, Any], paths: Mapping[st
         targets: The same, or what a subclass has made of it: keys renamed, left out or added.
         paths: What the subclass says, as stock DCP records paths; of keys that are not said anew ``flat`` knows better.
     """
+    if targets.keys() == flat.paths.keys() and paths == flat.stock_paths:
+        return flat.paths
     path_of = {id(value): flat.paths[fqn] for fqn, value in flat.values.items() if isinstance(value, torch.Tensor)}
     places = {}
     for fqn, target in targets.items():

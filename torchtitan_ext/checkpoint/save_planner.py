@@ -264,7 +264,8 @@ class SavePlanner(DefaultSavePlanner):
             (fqn, chunk.offsets): chunk for writes in written for fqn in writes.fqns for _, chunk in writes.chunks
         }
         # A list of its own for a subclass, which may change it.
-        return dataclasses.replace(self.plan, items=list(self.plan.items)) if self._shows_items else self.plan
+        is_shared = sees_items(self, SavePlanner)
+        return dataclasses.replace(self.plan, items=list(self.plan.items)) if is_shared else self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         return self.transform_object(write_item, self.lookup_object(write_item.index))

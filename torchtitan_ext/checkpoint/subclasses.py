@@ -36,8 +36,8 @@ def not_set_up(planner: object, call: str) -> Problem:
     """
     return _problem(
         planner,
-        f"its set_up_planner does not call that of the class it extends; call super().set_up_planner({call}) with the "
-        "state dict as it shall be, before or after changing it",
+        f"its set_up_planner does not call that of the class it extends; call super().set_up_planner({call}), with the "
+        "state dict that shall be planned",
     )
 
 
@@ -46,8 +46,8 @@ def no_place(planner: object, fqns: Sequence[str]) -> list[Problem]:
     if not fqns:
         return []
     detail = (
-        f"nothing says where the value of {_named(fqns)} belongs, under which its state_dict has "
-        "it; say so in mappings, or rename keys by source=Source(rename=...)"
+        f"its state_dict has values under {_named(fqns)}, and nothing says where these belong; say so in mappings, or "
+        "rename keys by source=Source(rename=...)"
     )
     return [_problem(planner, detail)]
 
@@ -78,6 +78,7 @@ def check_local_plans(
     for plan in plans:
         data = plan.planner_data
         if isinstance(data, messages):
+            # A load sends its table in a request; a table that is cached was looked at before.
             found = getattr(getattr(data, "table", data), "problems", ())
             problems += [problem for problem in found if problem.kind == "planner_subclass"]
         else:
