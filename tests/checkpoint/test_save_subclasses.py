@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from reference import index_tensor
 from simulated_ranks import Processes, save, shards
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -155,6 +156,32 @@ def test_a_refusal_of_one_rank_is_that_of_all() -> None:
     made = iter([tte.SavePlanner(), SaveWithoutSetUp()])
     with pytest.raises(WrongArgumentError, match="SaveWithoutSetUp: its set_up_planner"):
         save(rows(), lambda: next(made))
+
+
+def refused_saves(rank: int, world_size: int, path: Path) -> list[str]:
+    """By a class on rank 1 alone, and at each step at which a subclass can be refused."""
+    texts = []
+    cases: list[tuple[Any, str]] = [
+        (SaveWithoutSetUp, "SaveWithoutSetUp: "),
+        (SaveExtraData, "the planner of rank 1: "),
+        (SaveByOwnGlobalPlan, "SaveByOwnGlobalPlan: "),
+        (SaveFinishedLess, "SaveFinishedLess: "),
+    ]
+    for position, (make, name) in enumerate(cases):
+        planner = make() if rank == 1 or make is SaveByOwnGlobalPlan else tte.SavePlanner()
+        state = {"w": WHOLE, f"rank_{rank}": rank}
+        with pytest.raises(WrongArgumentError, match=name) as ours:
+            tte.save(state, path / str(position), planner=planner)
+        with pytest.raises(CheckpointException, match=name):
+            dcp.save(state, checkpoint_id=path / f"dcp{position}", planner=planner)
+        texts.append(str(ours.value))
+    return texts
+
+
+def test_a_refusal_is_the_same_on_every_rank(run_world: Callable[..., list[Any]], tmp_path: Path) -> None:
+    first, second = run_world(2, refused_saves, tmp_path)
+    assert first == second
+    assert not list(tmp_path.rglob(".metadata"))
 
 
 # Saves that are followed.

@@ -245,7 +245,7 @@ class LoadPlanner(DefaultLoadPlanner):
         )
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        check_local_plans("load", self, global_plan, (ReadRequest,))
+        check_local_plans("load", self, LoadPlanner, global_plan, (ReadRequest,))
         rules = self.rules
         requests: list[ReadRequest] = [plan.planner_data for plan in global_plan]
         tables = [request.table for request in requests]

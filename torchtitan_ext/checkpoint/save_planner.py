@@ -194,7 +194,7 @@ class SavePlanner(DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        check_local_plans("save", self, all_plans, (RankTable, CachedTable))
+        check_local_plans("save", self, SavePlanner, all_plans, (RankTable, CachedTable))
         tables, token = self._tables_of(all_plans)
         every_rank_reports = not self._plans_one_rank_only(all_plans)
         known = known_plan(token)

@@ -66,27 +66,29 @@ def uncalled_methods(planner: object, ours: type, stock: type) -> list[Problem]:
 
 
 def check_local_plans(
-    operation: str, planner: object, plans: Sequence[SavePlan | LoadPlan], messages: tuple[type, ...]
+    operation: str, planner: object, ours: type, plans: Sequence[SavePlan | LoadPlan], messages: tuple[type, ...]
 ) -> None:
     """Raises WrongArgumentError for what a subclass on any rank made of its local plan. For the coordinator.
 
     Args:
-        planner: The coordinator's; others are taken to be of the same class where they do not say.
+        planner: The coordinator's; others are most often of the same class.
         messages: The classes of our ``planner_data``.
     """
     problems: list[Problem] = []
-    for plan in plans:
+    for rank, plan in enumerate(plans):
         data = plan.planner_data
         if isinstance(data, messages):
             # A load sends its table in a request; a table that is cached was looked at before.
             found = getattr(getattr(data, "table", data), "problems", ())
             problems += [problem for problem in found if problem.kind == "planner_subclass"]
-        else:
-            detail = (
-                f"its create_local_plan returns a plan with {described(data)} as planner_data; call "
-                "super().create_local_plan() and keep its planner_data, or extend DCP's default planner instead"
-            )
-            problems.append(_problem(planner, detail))
+            continue
+        is_alike = overrides(planner, ours, "create_local_plan")
+        whose = type(planner).__qualname__ if is_alike else f"the planner of rank {rank}"
+        detail = (
+            f"its create_local_plan returns a plan with {described(data)} as planner_data; call "
+            "super().create_local_plan() and keep its planner_data, or extend DCP's default planner instead"
+        )
+        problems.append(Problem("planner_subclass", whose, detail))
     if problems:
         raise refusal(operation, problems)
 
