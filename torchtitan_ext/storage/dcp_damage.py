@@ -16,7 +16,7 @@ from typing import BinaryIO, cast
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError
 from torchtitan_ext.storage.archives import FilePart, archive_damage
-from torchtitan_ext.storage.checkpoint_files import IndexedFile
+from torchtitan_ext.storage.checkpoint_files import IndexedFile, shown
 from torchtitan_ext.storage.damage import Part, describe_damage
 from torchtitan_ext.storage.leftovers import checkpoint_names
 from torchtitan_ext.storage.opened import OpenedCheckpoint
@@ -122,7 +122,7 @@ class DcpLook:
             assert saved.index is not None
             try:
                 runs.add_checked_file(
-                    str(path), file.num_bytes, file.footer_offset, file.footer_digest, saved.index.save_id, descriptor
+                    shown(path), file.num_bytes, file.footer_offset, file.footer_digest, saved.index.save_id, descriptor
                 )
             except (_core.FormatError, OSError) as error:
                 yield Damage(name, str(error))
