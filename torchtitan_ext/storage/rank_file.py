@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -25,7 +26,7 @@ class RankFileWriter:
         self._place = place
         self._rank = rank
         self._name = place.data_name(f"__{rank}_")
-        self._records = _core.RecordWriter(str(place.directory / self._name), BLOCK_BYTES, num_threads, sync)
+        self._records = _core.RecordWriter(os.fsencode(place.directory / self._name), BLOCK_BYTES, num_threads, sync)
 
     def add_value(self, fqn: str, content: torch.Tensor) -> None:
         """A whole record, as ``torch.save`` made it; 1-D uint8."""

@@ -35,7 +35,7 @@ def staged_target(target: Path) -> Iterator[Path]:
         yield staged
         lock.check()
         if staged.is_dir() and target.exists():
-            _core.exchange_paths(str(staged), str(target))
+            _core.exchange_paths(os.fsencode(staged), os.fsencode(target))
         else:
             os.replace(staged, target)
         sync_directory(target.parent)
