@@ -19,8 +19,10 @@ from torchtitan_ext.errors import DamagedCheckpointError, TorchtitanExtError
 _SUMMARY_OF = {
     "inspect": "What a checkpoint holds: keys, dtypes, shapes, files.",
     "verify": "Whether a checkpoint, or each of a run, is whole.",
-    "plan": "What a load on another mesh would read, and what would be refused.",
+    "ls": "The steps of a run, who saves there, and what dead saves left.",
     "latest": "The newest finished checkpoint of a run.",
+    "gc": "Removes old steps of a run, and what dead saves left.",
+    "plan": "What a load on another mesh would read, and what would be refused.",
     "diff": "What two checkpoints differ in.",
     "reshard": "Write a checkpoint as another mesh would save it.",
     "convert": "Write a checkpoint in another format.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -34,3 +35,8 @@ def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None
     for line in (titles, *cells):
         columns = zip(line, widths, is_right or [False] * len(widths), strict=True)
         print("  ".join(cell.rjust(width) if right else cell.ljust(width) for cell, width, right in columns).rstrip())
+
+
+def text_of_time(seconds: float) -> str:
+    """A time since 1970, as a date in UTC."""
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))

@@ -30,7 +30,7 @@ from torchtitan_ext.storage.leftovers import (
     PROBES,
     checkpoint_names,
     remove_dead_files,
-    remove_dead_stages,
+    remove_dead_saves,
     remove_directory,
     remove_files,
     remove_replaced,
@@ -188,7 +188,7 @@ def begin_save(path: Path, save_id: str, rank: int | None) -> RunningSave:
             if other != lock_file:
                 remove_dead_lock(other)
         if lock_file.parent != target:
-            remove_dead_stages(target.parent, lock_file)
+            remove_dead_saves(target.parent, lock_file)
         if target.exists():
             remove_dead_files(target, rank)
         is_staged = lock_file.parent != target and _make_stage(target, save_id)
@@ -211,7 +211,7 @@ def find_place(path: Path, rank: int, *, is_own: bool) -> SavePlace:
         RuntimeError: This rank does not see the lock: the file system is not shared.
     """
     target = Path(os.path.realpath(path))
-    lock_files = [target / _lock_name(rank)] if is_own else [_lock_beside(target), target / _lock_name(None)]
+    lock_files = [target / lock_name(rank)] if is_own else [lock_beside(target), target / lock_name(None)]
     deadline = time.monotonic() + _SHOWN_SECONDS
     while True:
         for lock_file in lock_files:
@@ -229,14 +229,16 @@ def find_place(path: Path, rank: int, *, is_own: bool) -> SavePlace:
 def lock_path(target: Path, rank: int | None) -> Path:
     """Beside the target, which may be replaced as a whole; in it where there is no room beside it."""
     has_room = os.access(target.parent, os.W_OK | os.X_OK) and not _is_mounted(target)
-    return _lock_beside(target) if rank is None and has_room else target / _lock_name(rank)
+    return lock_beside(target) if rank is None and has_room else target / lock_name(rank)
 
 
-def _lock_beside(target: Path) -> Path:
+def lock_beside(target: Path) -> Path:
+    """The lock of a target that may be replaced as a whole."""
     return target.parent / f"{LOCK_PREFIX}{_core.digest(os.fsencode(target.name)):016x}"
 
 
-def _lock_name(rank: int | None) -> str:
+def lock_name(rank: int | None) -> str:
+    """The lock of a target, in it."""
     return ".tte_save" if rank is None else f"__{rank}.tte_save"
 
 
@@ -245,7 +247,7 @@ def _excluded_locks(target: Path, rank: int | None) -> list[Path]:
     an earlier job, and for such a save those of single ranks."""
     names = os.listdir(target) if rank is None and target.exists() else []
     of_ranks = [target / name for name in names if _LOCK_OF_RANK.fullmatch(name)]
-    return [_lock_beside(target), target / _lock_name(None), *of_ranks]
+    return [lock_beside(target), target / lock_name(None), *of_ranks]
 
 
 def _is_mounted(target: Path) -> bool:

@@ -11,6 +11,7 @@ import re
 import stat
 import warnings
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_ext import _core
@@ -48,8 +49,21 @@ def checkpoint_names(directory: Path) -> tuple[list[str], list[str]]:
     return ours, others
 
 
-def remove_dead_stages(directory: Path, own_lock: Path) -> None:
-    """Removes what dead saves left beside their targets in a directory; living ones are known by their locks."""
+@dataclass(frozen=True)
+class DeadSaves:
+    """What saves that died left beside their targets.
+
+    Attributes:
+        stages: Their directories, with the target that each was to replace, where that is known.
+        locks: Their lock files.
+    """
+
+    stages: list[tuple[Path, Path | None]]
+    locks: list[Path]
+
+
+def find_dead_saves(directory: Path, own_lock: Path | None = None) -> DeadSaves:
+    """What dead saves left in a directory; living ones are known by their locks."""
     # In this order: a save makes its lock before its stage, and removes it after.
     stages = {match[1]: directory / match[0] for name in os.listdir(directory) if (match := _STAGE.fullmatch(name))}
     locks = [directory / name for name in os.listdir(directory) if name.startswith(LOCK_PREFIX)]
@@ -62,22 +76,32 @@ def remove_dead_stages(directory: Path, own_lock: Path) -> None:
             are_all_known = False
         else:
             states |= {} if state is None else {path: state}
-    owners = {state.owner.save_id: state for state in states.values() if state.owner is not None}
+    owners = {state.owner.save_id: state.owner for state in states.values() if state.owner is not None}
     dead = {path: state for path, state in states.items() if path != own_lock and is_surely_dead(state)}
     dead_ids = {state.owner.save_id for state in dead.values() if state.owner is not None}
-    removed = [save_id for save_id in stages if save_id in dead_ids or (are_all_known and save_id not in owners)]
-    if removed:
+    return DeadSaves(
+        [
+            (path, Path(owners[save_id].path) if save_id in owners else None)
+            for save_id, path in stages.items()
+            if save_id in dead_ids or (are_all_known and save_id not in owners)
+        ],
+        list(dead),
+    )
+
+
+def remove_dead_saves(directory: Path, own_lock: Path | None = None) -> None:
+    """Removes what ``find_dead_saves`` finds."""
+    found = find_dead_saves(directory, own_lock)
+    if found.stages:
         # A dead save's rename may not be on the disk: what it replaced must not be lost before that is.
         sync_directory(directory)
-    for save_id in removed:
-        owner_state = owners.get(save_id)
-        target = None if owner_state is None or owner_state.owner is None else Path(owner_state.owner.path)
-        remove_directory(stages[save_id], target)
-    remove_files(directory, [path.name for path in dead])
+    for stage, target in found.stages:
+        remove_directory(stage, target)
+    remove_files(directory, [path.name for path in found.locks])
 
 
-def remove_dead_files(target: Path, rank: int | None) -> None:
-    """Removes what dead saves left in place, under names with their ids: all but what ``.metadata`` belongs to.
+def find_dead_files(target: Path, rank: int | None) -> list[str]:
+    """What dead saves left in place, under names with their ids: all but what ``.metadata`` belongs to.
 
     Args:
         rank: Whose metadata it is, where each rank has its own; only that rank's files are looked at then.
@@ -85,16 +109,21 @@ def remove_dead_files(target: Path, rank: int | None) -> None:
     names, _ = checkpoint_names(target)
     kinds = {name for name in names if name == ".metadata" or _RANK_METADATA.fullmatch(name)}
     if kinds & {".metadata"} if rank is not None else kinds - {".metadata"}:
-        return  # a checkpoint of the other kind may own them
+        return []  # a checkpoint of the other kind may own them
     own = _of_rank(names, rank)
     ids = {name: found for name in own if (found := save_id_of(name))}
     path = metadata_path(target, rank)
     is_one_save = len(set(ids.values())) == 1 and not any(name.endswith(".distcp") for name in set(own) - set(ids))
     if not ids or (is_one_save and path.exists() and any(".tte_index." in name for name in ids)):
-        return  # reading the metadata, to know more, may take seconds
+        return []  # reading the metadata, to know more, may take seconds
     committed = _committed_id(path)
-    dead = [name for name, save_id in ids.items() if save_id != committed]
-    if dead and committed != "":
+    return [] if committed == "" else [name for name, save_id in ids.items() if save_id != committed]
+
+
+def remove_dead_files(target: Path, rank: int | None) -> None:
+    """Removes what ``find_dead_files`` finds; for who holds the lock of the target."""
+    dead = find_dead_files(target, rank)
+    if dead:
         sync_directory(target)
         remove_files(target, dead)
 

@@ -9,8 +9,17 @@ from pathlib import Path
 
 from torchtitan_ext.errors import SaveInProgressError
 from torchtitan_ext.storage.commit import lock_path
-from torchtitan_ext.storage.leftovers import checkpoint_names, remove_directory, remove_files, stage_path
+from torchtitan_ext.storage.leftovers import (
+    checkpoint_names,
+    find_dead_files,
+    remove_dead_files,
+    remove_dead_saves,
+    remove_directory,
+    remove_files,
+    stage_path,
+)
 from torchtitan_ext.storage.save_lock import SaveLock
+from torchtitan_ext.storage.saved_metadata import ranks_with_metadata
 from torchtitan_ext.storage.steps import find_steps, last_finished, step_of, step_path
 from torchtitan_ext.storage.verify import is_whole
 
@@ -29,7 +38,7 @@ def remove_old_steps(saved: Path, keep: int) -> None:
     stays, with a warning.
     """
     for path in old_steps(saved, keep):
-        _remove_step(path)
+        remove_step(path)
 
 
 def old_steps(saved: Path, keep: int) -> list[Path]:
@@ -37,20 +46,35 @@ def old_steps(saved: Path, keep: int) -> list[Path]:
     counted as whole; never that one."""
     run, own = Path(os.path.abspath(saved)).parent, step_of(saved)
     try:
-        newest = sorted({*find_steps(run), *([] if own is None else [own])}, reverse=True)
+        return [step_path(run, number) for number in steps_beyond(run, keep, own)]
     except OSError as error:
         warnings.warn(f"old steps of {run} stay: they cannot be listed ({error})", stacklevel=2)
         return []
-    num_whole, old = 0, []
-    for number in newest:
+
+
+def steps_beyond(run: Path, keep: int, own: int | None = None) -> list[int]:
+    """The steps that are older than the ``keep`` newest whole ones, newest first.
+
+    Left out are those in which each rank has metadata of its own, which are no steps of a run, and directories without
+    a file of a checkpoint of DCP.
+
+    Args:
+        own: A step that counts as whole, whether it is there or not, and never goes.
+    """
+    num_whole = 0
+    old: list[int] = []
+    for number in sorted({*find_steps(run), *([] if own is None else [own])}, reverse=True):
+        path = step_path(run, number)
         if num_whole < keep:
-            num_whole += number == own or is_whole(step_path(run, number))
+            num_whole += number == own or is_whole(path)
         elif number != own:
-            old.append(step_path(run, number))
+            ours, others = checkpoint_names(path)
+            if (ours or not others) and not ranks_with_metadata(path):
+                old.append(number)
     return old
 
 
-def _remove_step(path: Path) -> None:
+def remove_step(path: Path) -> None:
     """Out of sight first, so that nobody takes half of it for a checkpoint. Files of others stay, in their place."""
     try:
         lock = SaveLock.acquire(lock_path(path, None), save_id := uuid.uuid4().hex, path)
@@ -68,3 +92,21 @@ def _remove_step(path: Path) -> None:
         warnings.warn(f"{path} stays: it cannot be removed ({error})", stacklevel=2)
     finally:
         lock.release()
+
+
+def remove_leftovers(run: Path) -> None:
+    """Removes what dead saves left beside the steps of a run and in them; a step that is being saved is left alone."""
+    remove_dead_saves(run)
+    for number in find_steps(run):
+        path = step_path(run, number)
+        if not find_dead_files(path, None):
+            continue
+        try:
+            lock = SaveLock.acquire(lock_path(path, None), uuid.uuid4().hex, path)
+        except (SaveInProgressError, OSError) as error:
+            warnings.warn(f"{path} is left as it is: {error}", stacklevel=2)
+            continue
+        try:
+            remove_dead_files(path, None)
+        finally:
+            lock.release()

@@ -1,0 +1,164 @@
+"""``torchtitan-ext ls`` and ``gc``: what lies in a run, who saves there, and what goes."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from calls import call, make
+
+from torchtitan_ext.cli.output import FINE, UNREADABLE, WRONG_USAGE
+from torchtitan_ext.storage import FileWriter
+
+BEGIN_SAVE = """
+import os, sys
+from pathlib import Path
+from torchtitan_ext.storage.commit import begin_save
+save = begin_save(Path(sys.argv[1]), sys.argv[2] * 32, None)
+(save.place.directory / save.place.data_name("__0_")).write_bytes(bytes(5000))
+print("begun", flush=True)
+sys.stdin.read()
+os._exit(9)
+"""
+
+
+@contextmanager
+def saving(path: Path, digit: str = "a") -> Iterator[None]:
+    """Another process saves there; dies in the middle of it afterwards."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", BEGIN_SAVE, str(path), digit], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "begun\n"
+    try:
+        yield
+    finally:
+        process.communicate("")
+
+
+def die_saving(path: Path, digit: str = "a") -> None:
+    with saving(path, digit):
+        pass
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    for step in (5, 10, 15, 20):
+        make(tmp_path / f"step-{step}", "ours")
+    (tmp_path / "step-12").mkdir()
+    (tmp_path / "step-12" / "__0_0.distcp").write_bytes(bytes(1000))
+    (tmp_path / "notes.txt").write_text("mine")
+    return tmp_path
+
+
+def steps(run: Path) -> list[str]:
+    return sorted(name for name in os.listdir(run) if name.startswith("step-"))
+
+
+def test_steps_are_listed(run: Path) -> None:
+    done = call("ls", run, "--json")
+    assert (done.code, done.err) == (FINE, "")
+    rows = {step["step"]: step for step in done.json["steps"]}
+    assert list(rows) == [5, 10, 12, 15, 20] and done.json["leftovers"] == []
+    assert (rows[20]["state"], rows[20]["world_size"], rows[20]["format"]) == ("finished", 1, "dcp")
+    assert abs(rows[20]["finished_at"] - (run / "step-20" / ".metadata").stat().st_mtime) < 1
+    assert (rows[12]["state"], rows[12]["bytes"], rows[12]["finished_at"]) == ("not finished", 1000, None)
+    shown = call("ls", run).out.splitlines()
+    assert len(shown) == 6 and shown[3].split()[:5] == ["12", "not", "finished", "1", "kB"]
+
+
+def test_other_kinds_of_steps_are_told_apart(tmp_path: Path) -> None:
+    make(tmp_path / "step-1", "stock")
+    make(tmp_path / "step-2", "ours without .metadata")
+    make(tmp_path / "step-3", "safetensors directory")
+    writer = FileWriter(tmp_path / "step-4", sync=False)
+    dcp.save({"w": torch.ones(3)}, storage_writer=writer, no_dist=True, use_collectives=False)
+    states = [(step["state"], step["format"]) for step in call("ls", tmp_path, "--json").json["steps"]]
+    assert states == [("finished", "dcp"), ("finished", "dcp"), ("other", "safetensors"), ("other", "dcp")]
+    assert call("gc", tmp_path, "--keep", 1, "--yes").code == FINE
+    assert steps(tmp_path) == ["step-2", "step-3", "step-4"]
+
+
+def test_a_run_without_steps(tmp_path: Path) -> None:
+    assert call("ls", tmp_path).out == f"{tmp_path} has no step\n"
+    assert call("ls", tmp_path / "nothing").code == UNREADABLE
+    assert call("gc", tmp_path / "nothing", "--keep", 1).code == UNREADABLE
+    assert call("gc", tmp_path, "--keep", 0).code == WRONG_USAGE
+    assert call("gc", tmp_path).code == WRONG_USAGE
+
+
+def test_who_saves_is_named(run: Path) -> None:
+    with saving(run / "step-30"), saving(run / "step-5", "b"):
+        rows = {step["step"]: step for step in call("ls", run, "--json").json["steps"]}
+        assert rows[30]["state"] == "saving" and rows[30]["saver"].startswith("process ")
+        assert rows[5]["state"] == "finished" and rows[5]["saver"].startswith("process ")
+        assert call("ls", run, "--json").json["leftovers"] == []
+        assert call("gc", run, "--keep", 1, "--yes", "--json").json["leftovers"] == []
+        assert steps(run) == ["step-20", "step-5"]
+    assert len(call("ls", run, "--json").json["leftovers"]) == 4
+
+
+def test_nothing_goes_without_yes(run: Path) -> None:
+    before = sorted(str(path) for path in run.rglob("*"))
+    done = call("gc", run, "--keep", 2, "--json")
+    assert done.code == FINE and not done.json["is_done"]
+    assert [step["step"] for step in done.json["kept"]] == [15, 20]
+    assert [step["step"] for step in done.json["removed"]] == [5, 10, 12]
+    files = [path for number in (5, 10, 12) for path in (run / f"step-{number}").iterdir()]
+    assert done.json["freed_bytes"] == sum(path.stat().st_size for path in files)
+    shown = call("gc", run, "--keep", 2).out
+    assert shown.count("goes") == 3 and "would be freed: --yes does it" in shown
+    assert sorted(str(path) for path in run.rglob("*")) == before
+
+
+def test_old_steps_go(run: Path) -> None:
+    done = call("gc", run, "--keep", 2, "--yes")
+    assert done.code == FINE and done.out.splitlines()[-1].startswith("freed ")
+    assert steps(run) == ["step-15", "step-20"] and (run / "notes.txt").exists()
+    assert call("gc", run, "--keep", 2, "--yes").out.splitlines()[-1] == "freed 0 B"
+
+
+def test_a_damaged_step_does_not_count(run: Path) -> None:
+    (run / "step-20" / "__0_0.distcp").unlink()
+    assert [step["step"] for step in call("gc", run, "--keep", 1, "--json").json["kept"]] == [15, 20]
+
+
+def test_files_of_others_stay(run: Path) -> None:
+    (run / "step-5" / "config.json").write_text("{}")
+    done = call("gc", run, "--keep", 1, "--yes", "--json")
+    assert done.code == FINE and done.json["not_removed"] == []
+    assert steps(run) == ["step-20", "step-5"] and os.listdir(run / "step-5") == ["config.json"]
+    assert [step["step"] for step in call("gc", run, "--keep", 1, "--json").json["removed"]] == []
+
+
+def test_leftovers_of_dead_saves_go(run: Path) -> None:
+    (run / "step-20" / "config.json").write_text("{}")
+    die_saving(run / "step-20", "b")  # in place, as a file of others is there
+    die_saving(run / "step-25")  # staged; it has removed the other's lock
+    found = call("ls", run, "--json").json["leftovers"]
+    stage, dead_file = f".tte-{'a' * 32}", f"__0_{'b' * 32}.distcp"
+    names = {Path(leftover["path"]).name for leftover in found}
+    assert {stage, dead_file} < names and len(found) == 3
+    assert "left by dead saves, " in call("ls", run).out
+    done = call("gc", run, "--keep", 9, "--yes", "--json")
+    assert done.code == FINE and done.json["removed"] == [] and len(done.json["leftovers"]) == 3
+    assert call("ls", run, "--json").json["leftovers"] == []
+    assert not (run / stage).exists() and not (run / "step-20" / dead_file).exists()
+    assert call("verify", run, "--deep").code == FINE
+
+
+@pytest.mark.parametrize("command", [("ls",), ("gc", "--keep", "1", "--yes"), ("latest",)])
+def test_no_torch_is_imported(run: Path, command: tuple[str, ...]) -> None:
+    name, *options = command
+    code = (
+        f"import sys; sys.argv = ['torchtitan-ext', {name!r}, {str(run)!r}, *{options!r}]\n"
+        "from torchtitan_ext.cli.app import main\n"
+        "try: main()\n"
+        "finally: print({'torch', 'numpy'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("set()\n")

@@ -1,0 +1,82 @@
+"""``torchtitan-ext gc``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from torchtitan_ext.cli.ls import lines_of, plain_leftovers
+from torchtitan_ext.cli.output import DIFFERS, print_json, print_table, text_of_bytes
+from torchtitan_ext.storage.run_listing import ListedStep, checkpoint_bytes, find_leftovers, list_steps
+from torchtitan_ext.storage.runs import remove_leftovers, remove_step, steps_beyond
+from torchtitan_ext.storage.steps import step_path
+
+
+def run(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Directory with step-<number> in it.")],
+    keep: Annotated[int, typer.Option(min=1, help="How many whole steps stay, counted from the newest.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Remove; else only say what would be.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Removes old steps of a run, and what dead saves left. Never files of others, nor a step that is being saved.
+
+    Steps that are not whole do not count as kept ones. Exits with 1 if something could not be removed.
+
+    Example: torchtitan-ext gc outputs/checkpoint --keep 3 --yes
+    """
+    listed = {step.step: step for step in list_steps(run_dir)}
+    old = [number for number in steps_beyond(run_dir, keep) if listed[number].saver is None]
+    leftovers = find_leftovers(run_dir)
+    sizes = {number: checkpoint_bytes(step_path(run_dir, number)) for number in old}
+    freed = sum(sizes.values()) + sum(leftover.num_bytes for leftover in leftovers)
+    if not json:
+        _print_plan([listed[number] for number in sorted(listed)], sizes)
+        for line in lines_of(leftovers):
+            print(line)
+    if yes:
+        for number in old:
+            remove_step(step_path(run_dir, number))
+        remove_leftovers(run_dir)
+    stuck = [path for path in _paths(run_dir, old, leftovers) if yes and os.path.lexists(path) and _is_ours(path)]
+    if json:
+        print_json(
+            {
+                "path": str(run_dir),
+                "keep": keep,
+                "is_done": yes,
+                "kept": [_plain(listed[number]) for number in sorted(listed) if number not in sizes],
+                "removed": [_plain(listed[number]) for number in sorted(sizes)],
+                "leftovers": plain_leftovers(leftovers),
+                "freed_bytes": freed,
+                "not_removed": [str(path) for path in stuck],
+            }
+        )
+    else:
+        print(f"freed {text_of_bytes(freed)}" if yes else f"{text_of_bytes(freed)} would be freed: --yes does it")
+    if stuck:
+        raise typer.Exit(DIFFERS)
+
+
+def _paths(run_dir: Path, old: Sequence[int], leftovers: Sequence[Any]) -> list[Path]:
+    return [step_path(run_dir, number) for number in old] + [leftover.path for leftover in leftovers]
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether what is still there should have gone: a directory of files of others stays."""
+    return not path.is_dir() or checkpoint_bytes(path) > 0
+
+
+def _print_plan(steps: Sequence[ListedStep], sizes: dict[int, int]) -> None:
+    rows = [
+        (step.step, "goes" if step.step in sizes else "stays", step.state, text_of_bytes(step.num_bytes))
+        for step in steps
+    ]
+    print_table(("step", "", "state", "bytes"), rows)
+
+
+def _plain(step: ListedStep) -> dict[str, Any]:
+    return {"step": step.step, "state": step.state, "bytes": step.num_bytes}
