@@ -26,6 +26,7 @@ _SUMMARY_OF = {
     "diff": "What two checkpoints differ in.",
     "reshard": "Write a checkpoint as another mesh would save it.",
     "convert": "Write a checkpoint in another format.",
+    "doctor": "What to put into a bug report: versions, libraries, CUDA, gloo, disk, a save.",
 }
 """The commands, in the order of the help, and a line on each. ``torchtitan_ext.cli.<name>.run`` is the command."""
 

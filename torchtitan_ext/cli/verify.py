@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from torchtitan_ext.cli.output import DIFFERS, print_json, text_of_bytes
-from torchtitan_ext.cli.progress import byte_progress
 from torchtitan_ext.errors import UnknownFormatError
 from torchtitan_ext.storage.formats import format_of
+from torchtitan_ext.storage.progress import progress
 from torchtitan_ext.storage.steps import find_steps, step_path
 from torchtitan_ext.storage.verdict import Verdict
 from torchtitan_ext.storage.verify import verify
@@ -75,7 +75,7 @@ def _steps_of(path: Path) -> dict[int, bool] | None:
 def _look(path: Path, deep: bool) -> Verdict:
     if not deep:
         return verify(path)
-    with byte_progress(_size_of(path), path.name) as on_bytes:
+    with progress(path.name, is_coordinator=True, total_bytes=lambda: _size_of(path)) as on_bytes:
         return verify(path, is_deep=True, on_bytes=on_bytes)
 
 

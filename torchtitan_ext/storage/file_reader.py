@@ -222,7 +222,7 @@ class FileReader(StorageReader):
             for name, members in by_file.items()
         }
         with progress(
-            "load", is_coordinator=self._is_coordinator, total_bytes=lambda: _wanted_bytes(by_file, stored)
+            "load, rank 0", is_coordinator=self._is_coordinator, total_bytes=lambda: _wanted_bytes(by_file, stored)
         ) as advance:
             batch = _Batch(self, planner, advance)
             for name, members in by_file.items():

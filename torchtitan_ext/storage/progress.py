@@ -32,7 +32,7 @@ def progress(
         return
     with tqdm(
         total=total_bytes(),
-        desc=f"{operation}, rank 0",
+        desc=operation,
         unit="B",
         unit_scale=True,
         delay=_DELAY_SECONDS,
