@@ -1,5 +1,6 @@
 """The command line as a whole: its help, its exit codes."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -47,3 +48,23 @@ def test_the_help_of_a_command_fits_a_screen_and_has_an_example(command: str) ->
     assert len(shown.out.splitlines()) <= 24, shown.out
     assert f"Example: torchtitan-ext {command} " in shown.out
     assert _SUMMARY_OF[command].split(":")[0].rstrip(".") in shown.out
+
+
+def complete(*words: str) -> list[str]:
+    """What the shell is offered for the last word; and, last, whether torch was imported for it."""
+    code = (
+        "import sys; sys.argv = ['torchtitan-ext']\n"
+        "from torchtitan_ext.cli.app import main\n"
+        "try: main()\n"
+        "finally: print('torch' in sys.modules)"
+    )
+    asked = {"COMP_WORDS": " ".join(("torchtitan-ext", *words)), "COMP_CWORD": str(len(words))}
+    environment = {**os.environ, "_TORCHTITAN_EXT_COMPLETE": "complete_bash", **asked}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    return done.stdout.split()
+
+
+def test_the_shell_completes_commands_without_importing_them_and_their_options() -> None:
+    assert complete("") == [*_SUMMARY_OF, "False"]
+    assert complete("insp") == ["inspect", "False"]
+    assert complete("verify", "--") == ["--deep", "--json", "--help", "False"]

@@ -10,7 +10,7 @@ import warnings
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from torchtitan_ext.cli.output import UNREADABLE, print_problem
@@ -40,13 +40,23 @@ class _Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in _SUMMARY_OF:
             return None
-        command = typer.Typer(rich_markup_mode=None, add_completion=False)
-        command.command(cmd_name)(importlib.import_module(f"torchtitan_ext.cli.{cmd_name}").run)
-        return get_command(command)
+        # The shell's completion asks every command for its summary.
+        return TyperCommand(cmd_name, help=_SUMMARY_OF[cmd_name]) if ctx.resilient_parsing else _load(cmd_name)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] in _SUMMARY_OF:
+            return args[0], _load(args[0]), args[1:]
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(_SUMMARY_OF.items()))
+
+
+def _load(name: str) -> Any:
+    command = typer.Typer(rich_markup_mode=None, add_completion=False)
+    command.command(name)(importlib.import_module(f"torchtitan_ext.cli.{name}").run)
+    return get_command(command)
 
 
 app = typer.Typer(cls=_Commands, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True)

@@ -41,7 +41,7 @@ class Finding(NamedTuple):
 
 
 def run(
-    directory: Annotated[Path, typer.Argument(metavar="[DIRECTORY]", help="Whose disk is tried.")] = Path("."),
+    directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Whose disk is tried.")] = Path("."),
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """What to put into a bug report: versions, libraries, CUDA, gloo, disk, a tiny save and load.

@@ -18,7 +18,7 @@ _FORMAT_NAMES = {"dcp": "DCP", "safetensors": "safetensors", "torch": "torch.sav
 
 def run(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint: DCP, safetensors or torch.save.")],
-    glob: Annotated[str | None, typer.Argument(metavar="[GLOB]", help="Only keys that match, as in *.wq.*")] = None,
+    glob: Annotated[str | None, typer.Argument(metavar="GLOB", help="Only keys that match, as in *.wq.*")] = None,
     shards: Annotated[bool, typer.Option("--shards", help="Where each chunk of a key lies.")] = False,
     layout: Annotated[str | None, typer.Option(metavar="NAME", help="Draw which rank holds what of a tensor.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="The same as a picture: .svg, .png, .pdf.")] = None,
