@@ -74,7 +74,7 @@ def test_all_damages_are_named(tmp_path: Path) -> None:
     found = call("verify", path, "--deep", "--json").json["damages"]
     assert len(found) == 2 and all("__0_0.distcp: bytes " in damage["what"] for damage in found)
     shown = call("verify", path, "--deep").out.splitlines()
-    assert shown[0].startswith(f"{path}: 2 damaged") and len(shown) == 3
+    assert shown[0].startswith(f"{path}: 2 damages (") and len(shown) == 3
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_what_is_none_is_named(tmp_path: Path) -> None:
     ):
         format_of(tmp_path)
     (tmp_path / "step-5").mkdir()
-    with pytest.raises(UnknownFormatError, match="the directory of a run: name one of its steps"):
+    with pytest.raises(UnknownFormatError, match="the directory of a run, name one of its steps"):
         format_of(tmp_path)
     (tmp_path / "step-5" / "__0_0.distcp").touch()
     with pytest.raises(UnknownFormatError, match="a save that has not finished"):

@@ -32,9 +32,14 @@ def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(titles, *cells, strict=True)]
     is_right = [all(cell[:1].isdigit() for cell in column) and bool(column) for column in zip(*cells, strict=True)]
-    for line in (titles, *cells):
-        columns = zip(line, widths, is_right or [False] * len(widths), strict=True)
-        print("  ".join(cell.rjust(width) if right else cell.ljust(width) for cell, width, right in columns).rstrip())
+    sides = [">" if right else "<" for right in is_right] or ["<"] * len(widths)
+    template = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
+    print("\n".join(template.format(*line).rstrip() for line in (titles, *cells)))
+
+
+def count_of(number: int, noun: str) -> str:
+    """``1 file``, ``2,000 files``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def text_of_time(seconds: float) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from torchtitan_ext.cli.output import DIFFERS, print_json, text_of_bytes
+from torchtitan_ext.cli.output import DIFFERS, count_of, print_json, text_of_bytes
 from torchtitan_ext.errors import UnknownFormatError
 from torchtitan_ext.storage.formats import format_of
 from torchtitan_ext.storage.progress import progress
@@ -87,14 +87,14 @@ def _size_of(path: Path) -> int:
 
 
 def _print(verdict: Verdict) -> None:
-    size = f"{verdict.num_files:,} file{'s' * (verdict.num_files != 1)} of {text_of_bytes(verdict.num_bytes)}"
+    size = f"{count_of(verdict.num_files, 'file')} of {text_of_bytes(verdict.num_bytes)}"
     if not verdict.damages:
         look = "all checksums match" if verdict.is_deep and not verdict.unproved else "sizes and ids"
         print(f"{verdict.path}: whole ({size}; {look})")
     else:
-        print(f"{verdict.path}: {len(verdict.damages)} damaged ({size})")
+        print(f"{verdict.path}: {count_of(len(verdict.damages), 'damage')} ({size})")
         for damage in verdict.damages:
-            print(f"  {damage.file}: {damage.what}")
+            print(f"  {damage.what}")
     if verdict.unproved:
         more = len(verdict.unproved) - _MAX_UNPROVED
         names = ", ".join(verdict.unproved[:_MAX_UNPROVED]) + (f" and {more} more" if more > 0 else "")

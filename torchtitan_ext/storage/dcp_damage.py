@@ -81,7 +81,9 @@ class DcpLook:
         try:
             saved = read_saved_metadata(self._files, self._rank, verify="all")
             ends = {name: end for name, _, _, end in saved.columns.describe_files()}
-            metadata_damages = list(_metadata_damages(saved, self._metadata_name)) if part == 0 else []
+            metadata_damages = (
+                list(_metadata_damages(saved, self._files.directory / self._metadata_name)) if part == 0 else []
+            )
         except DamagedCheckpointError as error:
             yield Damage(self._file_named_in(error.reason), error.reason)
             return
@@ -181,10 +183,10 @@ class DcpLook:
                 self.unproved.add(path.name)
 
 
-def _metadata_damages(saved: SavedMetadata, name: str) -> Iterator[Damage]:
+def _metadata_damages(saved: SavedMetadata, path: Path) -> Iterator[Damage]:
     """What the metadata alone shows: chunks that lie nowhere, tensors that their chunks do not cover once."""
     for fqn, offsets in saved.columns.unplaced_chunks(_MAX_UNPLACED):
-        yield Damage(name, f"{name} does not say in which file {fqn}{_at(offsets)} lies")
+        yield Damage(path.name, f"{path} does not say in which file {fqn}{_at(offsets)} lies")
     known: dict[tuple[int, tuple[int, ...]], str | None] = {}
     for number, fqn in enumerate(saved.columns.names_of_keys()):
         entry = saved.columns.key(number)
@@ -195,7 +197,7 @@ def _metadata_damages(saved: SavedMetadata, name: str) -> Iterator[Damage]:
             known[chunk_list, sizes] = _cover_defect(sizes, saved.columns.chunk_list(chunk_list))
         defect = known[chunk_list, sizes]
         if defect is not None:
-            yield Damage(name, f"{name}: the chunks of {fqn} {list(sizes)} {defect}: it cannot be loaded")
+            yield Damage(path.name, f"{path}: the chunks of {fqn} {list(sizes)} {defect}: it cannot be loaded")
 
 
 def _cover_defect(sizes: tuple[int, ...], chunks: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> str | None:

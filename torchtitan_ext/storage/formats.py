@@ -58,5 +58,5 @@ def _missing(names: list[str]) -> str:
     if any(name.endswith(".distcp") for name in names):
         return "it has data files of a save that has not finished: no .metadata, and no .tte_index that stands for it"
     if any(re.fullmatch(r"step-\d+", name) for name in names):
-        return "it is the directory of a run: name one of its steps"
+        return "it is the directory of a run, name one of its steps"
     return "the directory has no .metadata, no .tte_index and no *.safetensors"

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchtitan_ext.errors import DamagedCheckpointError
 from torchtitan_ext.storage.contents import ContentChunk, ContentFile, ContentKey, Contents, bytes_of
@@ -32,8 +31,7 @@ NAME_OF_DTYPE = {dtype: name for name, dtype in _DTYPES.items()}
 """What files call the dtypes of torch."""
 
 
-@dataclass(frozen=True)
-class SafetensorsEntry:
+class SafetensorsEntry(NamedTuple):
     """One tensor of a file.
 
     Attributes:
@@ -131,6 +129,8 @@ def describe_safetensors(path: Path) -> Contents:
 
 
 def _key(fqn: str, dtype: str, chunks: list[ContentChunk]) -> ContentKey:
+    if len(chunks) == 1 and not any(chunks[0].offsets or ()):
+        return ContentKey(fqn, dtype, chunks[0].sizes, chunks[0].num_bytes or 0, 1)
     ends = [
         [start + size for start, size in zip(chunk.offsets or (), chunk.sizes or (), strict=True)] for chunk in chunks
     ]
