@@ -66,8 +66,8 @@ def test_an_example_prints_what_the_page_shows(runs: Path, example: str, monkeyp
 
 def paths_of(value: Any, path: str = "") -> set[str]:
     """``steps[].path`` for the keys of a JSON document."""
-    if isinstance(value, list):
-        return set().union(*(paths_of(member, f"{path}[]") for member in value)) if value else set()
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return set().union(*(paths_of(member, f"{path}[]") for member in value))
     if not isinstance(value, dict) or path in ("mesh", "versions"):
         return {path}
     return set().union(*(paths_of(member, f"{path}.{key}".strip(".")) for key, member in value.items()))
