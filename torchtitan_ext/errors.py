@@ -7,7 +7,7 @@ A refusal lists every problem at once, grouped by kind, and is the same on every
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Literal
@@ -108,9 +108,7 @@ class StateRefusedError(TorchtitanExtError, RuntimeError, ValueError):
         lines += [] if self.report is None else [str(self.report)]
         for kind, members in grouped.items():
             lines.append(f"{_HEADINGS[kind]} ({len(members)}):")
-            lines += [f"  {problem}" for problem in members[:_MAX_LINES_PER_KIND]]
-            if len(members) > _MAX_LINES_PER_KIND:
-                lines.append(f"  ... and {len(members) - _MAX_LINES_PER_KIND} more")
+            lines += listed(members)
         if self.report is not None and self.report.way_on:
             lines.append(self.report.way_on)
         return "\n".join(lines)
@@ -476,6 +474,14 @@ _ERROR_OF_KIND: dict[ProblemKind, type[StateRefusedError]] = {
     "unexpected_key": ReshardError,
     "policy_name": ReshardError,
 }
+
+
+def listed(problems: Sequence[Problem]) -> list[str]:
+    """A line for each of the first ten, and how many there are more."""
+    lines = [f"  {problem}" for problem in problems[:_MAX_LINES_PER_KIND]]
+    if len(problems) > _MAX_LINES_PER_KIND:
+        lines.append(f"  ... and {len(problems) - _MAX_LINES_PER_KIND} more")
+    return lines
 
 
 def refusal(operation: str, problems: Iterable[Problem], report: Any = None) -> StateRefusedError:

@@ -71,7 +71,7 @@ from torchtitan_ext.checkpoint.write_items import (
     read_writes,
     write_items,
 )
-from torchtitan_ext.errors import Problem, StateRefusedError, refusal
+from torchtitan_ext.errors import Problem, StateRefusedError, listed, refusal
 from torchtitan_ext.layout.dtensor import local_tensor
 from torchtitan_ext.layout.layout import Chunk, num_elements
 from torchtitan_ext.layout.rules import LayoutRules, ShardOrder
@@ -209,11 +209,11 @@ class SavePlanner(DefaultSavePlanner):
         if agreement.problems or fatal or unused:
             raise refusal("save", (*agreement.problems, *fatal, *unused))
         if differing and self._replicas != "first":
-            warnings.warn(f"the lowest rank's values are saved:\n{refusal('check', differing)}", stacklevel=2)
+            warnings.warn("\n".join(["the lowest rank's values are saved:", *listed(differing)]), stacklevel=2)
 
         uncompared = uncompared_replicas(tables, agreement, digests) if self._replicas != "first" else []
         if uncompared:
-            warnings.warn(f"replicas that were not compared:\n{refusal('check', uncompared)}", stacklevel=2)
+            warnings.warn("\n".join(["replicas that were not compared:", *listed(uncompared)]), stacklevel=2)
 
         _warn_of_unread_values(tables)
         if token is not None and not differing:
