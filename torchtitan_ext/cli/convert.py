@@ -21,11 +21,11 @@ from torchtitan_ext.cli.options import (
     refusing_wrong_usage,
 )
 from torchtitan_ext.cli.output import print_json, text_of_bytes
-from torchtitan_ext.cli.progress import byte_progress
 from torchtitan_ext.offline.convert import convert
 from torchtitan_ext.offline.diff import num_bytes_to_read
 from torchtitan_ext.offline.selection import Selection
 from torchtitan_ext.offline.sources import open_source
+from torchtitan_ext.storage.progress import progress
 
 _MAX_NAMED = 3
 
@@ -59,7 +59,9 @@ def run(
     selection = Selection(tuple(only or ()), prefix)
     with refusing_wrong_usage():
         opened = open_source(source, weights_only=not unsafe_unpickle)
-        with byte_progress(num_bytes_to_read(opened, selection), "convert") as progress:
+        with progress(
+            "convert", is_coordinator=True, total_bytes=lambda: num_bytes_to_read(opened, selection)
+        ) as on_bytes:
             report = convert(
                 opened,
                 target,
@@ -70,7 +72,7 @@ def run(
                 max_bytes=amount_of(max_memory),
                 num_processes=processes,
                 weights_only=not unsafe_unpickle,
-                progress=progress,
+                progress=on_bytes,
             )
     if json:
         seconds = time.perf_counter() - begin

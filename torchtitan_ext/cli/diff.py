@@ -14,7 +14,6 @@ import typer
 from torchtitan_ext.cli.options import Only, Prefix, UnsafeUnpickle, amount_of, refusing_wrong_usage
 from torchtitan_ext.cli.output import DIFFERS, print_json, print_table
 from torchtitan_ext.cli.pictures import plotter
-from torchtitan_ext.cli.progress import byte_progress
 from torchtitan_ext.offline.diff import (
     Difference,
     DiffReport,
@@ -27,6 +26,7 @@ from torchtitan_ext.offline.diff import (
 from torchtitan_ext.offline.difference_map import DifferenceMap
 from torchtitan_ext.offline.selection import Selection
 from torchtitan_ext.offline.sources import open_source
+from torchtitan_ext.storage.progress import progress
 from torchtitan_ext.storage.threads import thread_count_of
 
 
@@ -56,7 +56,7 @@ def run(
         selection = Selection(tuple(only or ()), prefix)
         tolerance = Tolerance(rtol, atol)
         num_bytes = sum(num_bytes_to_read(source, selection) for source in sources)
-        with byte_progress(num_bytes, "diff") as progress:
+        with progress("diff", is_coordinator=True, total_bytes=lambda: num_bytes) as on_bytes:
             report = diff(
                 *sources,
                 selection=selection,
@@ -64,7 +64,7 @@ def run(
                 tolerance=tolerance,
                 max_bytes=amount_of(max_memory),
                 num_threads=thread_count_of(None),
-                progress=progress,
+                progress=on_bytes,
             )
     if plot is not None:
         _plot(

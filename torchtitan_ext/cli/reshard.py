@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -11,12 +12,12 @@ import typer
 
 from torchtitan_ext.cli.options import MaxMemory, Only, Overwrite, Prefix, Processes, amount_of, refusing_wrong_usage
 from torchtitan_ext.cli.output import print_json, text_of_bytes
-from torchtitan_ext.cli.progress import byte_progress
 from torchtitan_ext.offline.diff import num_bytes_to_read
 from torchtitan_ext.offline.placement_rules import parse_mesh, parse_rules
 from torchtitan_ext.offline.reshard import reshard
 from torchtitan_ext.offline.selection import Selection
 from torchtitan_ext.offline.sources import open_source
+from torchtitan_ext.storage.progress import progress
 
 
 def run(
@@ -44,7 +45,8 @@ def run(
     with refusing_wrong_usage():
         sizes, rules = parse_mesh(mesh), parse_rules(shard or ())
         opened = open_source(source)
-        with byte_progress(num_bytes_to_read(opened, selection), "reshard") as progress:
+        total_bytes = partial(num_bytes_to_read, opened, selection)
+        with progress("reshard", is_coordinator=True, total_bytes=total_bytes) as on_bytes:
             report = reshard(
                 opened,
                 target,
@@ -54,7 +56,7 @@ def run(
                 overwrite=overwrite,
                 max_bytes=amount_of(max_memory),
                 num_processes=processes,
-                progress=progress,
+                progress=on_bytes,
             )
     seconds = time.perf_counter() - begin
     if json:
