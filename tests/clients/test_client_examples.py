@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import re
 import runpy
 import sys
@@ -23,12 +24,27 @@ def run_example(rank: int, world_size: int, name: str, path: Path) -> str:
     printed = io.StringIO()
     # The rule for what is compiled is the process's, as what is installed.
     stance = torch.compiler.set_stance("default")
+    # accelerate says in it what a plugin has chosen, and chooses a number of threads where none is set.
+    environment = mock.patch.dict(os.environ, OMP_NUM_THREADS="1")
     try:
-        with mock.patch.object(sys, "argv", [name, str(path)]), contextlib.redirect_stdout(printed), stance:
+        with (
+            mock.patch.object(sys, "argv", [name, str(path)]),
+            contextlib.redirect_stdout(printed),
+            stance,
+            environment,
+        ):
             runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     finally:
         tte.uninstall()
+        forget_accelerate()
     return printed.getvalue()
+
+
+def forget_accelerate() -> None:
+    """It keeps in a module what it has found out about a world."""
+    if state := sys.modules.get("accelerate.state"):
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
 
 
 def losses(printed: str) -> dict[int, float]:
@@ -39,7 +55,13 @@ def losses(printed: str) -> dict[int, float]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("library", "name", "old", "new"),
-    [("lightning", "lightning_fabric.py", 6, 2), ("torchao", "torchao_float8.py", 4, 3)],
+    [
+        ("lightning", "lightning_fabric.py", 6, 2),
+        ("torchao", "torchao_float8.py", 4, 3),
+        ("accelerate", "accelerate_fsdp2.py", 4, 3),
+        ("transformers", "transformers_trainer.py", 4, 3),
+        ("peft", "peft_lora.py", 4, 3),
+    ],
 )
 def test_the_example_goes_on_with_other_ranks(
     run_world: Callable[..., Any], tmp_path: Path, library: str, name: str, old: int, new: int

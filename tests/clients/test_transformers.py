@@ -30,7 +30,7 @@ from transformers.distributed.checkpoint import load_optimizer_distributed, save
 
 STEPS_BEFORE, STEPS_AFTER = 3, 3
 BATCH_SIZE, SEQUENCE = 12, 9
-# Uneven over 3 ranks. There a tied embedding of transformers' own meshes trains on stale weights, checkpoint or not.
+# Uneven over 3 ranks. There transformers' own meshes train a tied embedding otherwise, checkpoint or not.
 VOCABULARY = 40
 HOW = {"ours": tte.installed, "stock": nullcontext}
 
