@@ -38,8 +38,10 @@ class _Format(str, Enum):
 
 def run(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint of any format.")],
-    target: Annotated[Path, typer.Argument(metavar="DST", help="The new one; of torch.save a file, else a directory.")],
-    to: Annotated[_Format, typer.Option(help="DCP, safetensors as Hugging Face has them, or torch.save.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="A directory; with --to torch a file.")],
+    to: Annotated[
+        _Format, typer.Option(metavar="dcp|hf|torch", help="DCP, safetensors (tensors alone), or torch.save.")
+    ],
     only: Only = None,
     prefix: Prefix = "",
     max_file_size: Annotated[str, typer.Option(metavar="BYTES", help="Of safetensors files.")] = "5GB",
@@ -49,9 +51,7 @@ def run(
     unsafe_unpickle: UnsafeUnpickle = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Write a checkpoint in another format. DST is whole at the end, or as it was before.
-
-    Safetensors hold tensors alone: keys of other values are dropped, and named.
+    """Write a checkpoint in another format. DST is whole or as it was.
 
     Example: torchtitan-ext convert run/step-100 exported --to hf --prefix model
     """

@@ -36,18 +36,18 @@ def run(
     only: Only = None,
     prefix: Prefix = "",
     values: Annotated[bool, typer.Option("--values", help="Say where tensors differ, and how far.")] = False,
-    rtol: Annotated[float, typer.Option(help="Equal is |a - b| <= atol + rtol * |b|.", min=0.0)] = 0.0,
-    atol: Annotated[float, typer.Option(help="The same.", min=0.0)] = 0.0,
+    rtol: Annotated[
+        float, typer.Option(metavar="X", show_default=False, help="Equal is |a - b| <= atol + rtol * |b|.", min=0.0)
+    ] = 0.0,
+    atol: Annotated[float, typer.Option(metavar="X", show_default=False, help="The same.", min=0.0)] = 0.0,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw where the first such tensor differs.")] = None,
-    max_memory: Annotated[str, typer.Option(help="For what is read, beside Python and torch.")] = "256MB",
+    max_memory: Annotated[str, typer.Option(metavar="BYTES", help="Beside Python and torch.")] = "256MB",
     unsafe_unpickle: UnsafeUnpickle = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """What two checkpoints differ in: keys, dtypes, shapes, bits. Meshes and formats may differ.
+    """What two checkpoints of any meshes and formats differ in: keys, shapes, bits.
 
-    Exits with 0 where nothing does, else with 1.
-
-    Example: torchtitan-ext diff run/step-100 exported.safetensors --prefix model --values
+    Example: torchtitan-ext diff run/step-100 model.safetensors --prefix model
     """
     if plot is not None:
         plotter("difference_plot", plot)  # what it refuses, before the checkpoints are read

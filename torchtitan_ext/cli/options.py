@@ -12,11 +12,11 @@ import typer
 from torchtitan_ext.errors import TorchtitanExtError
 
 Only = Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Only keys that match; can be given again.")]
-Prefix = Annotated[str, typer.Option(metavar="KEY", help="Only what is below a key, `model` say, without its name.")]
+Prefix = Annotated[str, typer.Option(metavar="KEY", help="Only keys below this one, by the rest of their names.")]
 UnsafeUnpickle = Annotated[
-    bool, typer.Option("--unsafe-unpickle", help="Run what pickled values name. For files that you trust.")
+    bool, typer.Option("--unsafe-unpickle", help="Run what pickles name: only where you trust them.")
 ]
-MaxMemory = Annotated[str, typer.Option(metavar="BYTES", help="All processes together, beside Python and torch.")]
+MaxMemory = Annotated[str, typer.Option(metavar="BYTES", help="All processes, beside Python and torch.")]
 Processes = Annotated[int | None, typer.Option(metavar="N", min=1, help="By default one per core.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is at DST, when the new one is whole.")]
 

@@ -34,11 +34,9 @@ def run(
     overwrite: Overwrite = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Write a checkpoint as the ranks of another mesh would save it, without these ranks.
+    """Write a checkpoint as the ranks of another mesh would. DST is whole or as it was.
 
-    DST is whole at the end, or as it was before.
-
-    Example: torchtitan-ext reshard run/step-100 resharded/step-100 --mesh dp=8,tp=2
+    Example: torchtitan-ext reshard run/step-100 new/step-100 --mesh dp=8,tp=2
     """
     begin = time.perf_counter()
     selection = Selection(tuple(only or ()), prefix)
