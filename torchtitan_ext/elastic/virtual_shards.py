@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import heapq
 import itertools
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -23,6 +24,8 @@ from torchtitan_ext.errors import CannotReshardError, TorchtitanExtError
 
 # A packed shard may need several epochs of a few tokens until one sequence is full.
 _MAX_EMPTY_EPOCHS = 100
+
+_SHARD_KEY = re.compile(r"(?:^|\.)shard_\d+_of_(\d+)$")
 
 
 class TooFewShardsError(TorchtitanExtError, ValueError):
@@ -95,6 +98,12 @@ class ShardState:
 def shard_key(shard: int, num_shards: int) -> str:
     """The key of a shard's entry in the state of its owner: ``shard_7_of_16``."""
     return f"shard_{shard}_of_{num_shards}"
+
+
+def num_shards_of(fqn: str) -> int | None:
+    """How many shards there are by the flat key of one of them; ``None`` of any other key."""
+    match = _SHARD_KEY.search(fqn)
+    return None if match is None else int(match[1])
 
 
 def to_entry(state: ShardState) -> tuple[dict[str, Any]]:

@@ -154,6 +154,11 @@ class AlikeRanks:
         meshes = [kind.entry.report.mesh for kind in self._kinds.values()]
         return list({id(mesh): mesh for mesh in meshes if mesh is not None}.values())
 
+    @property
+    def num_data_parallel(self) -> int:
+        """How many ranks see other data than each other."""
+        return len(set(self._data_parallel.values()))
+
     def own_names(self, rank: int) -> dict[str, str]:
         """What a rank calls the values of its own, by what the table's rank calls them."""
         return {fqn: self._renamed(fqn, rank) for fqn in self._own}

@@ -32,6 +32,7 @@ from torchtitan_ext.checkpoint.save_planner import SavePlanner
 from torchtitan_ext.checkpoint.saved_chunks import ChunkList
 from torchtitan_ext.checkpoint.storage_entries import name_metadata
 from torchtitan_ext.checkpoint.world import World, named_axes
+from torchtitan_ext.elastic.virtual_shards import TooFewShardsError, num_shards_of
 from torchtitan_ext.errors import Problem, check_argument, refusal
 from torchtitan_ext.layout.layout import MeshLayout, num_elements
 from torchtitan_ext.layout.rules import ShardOrder
@@ -151,7 +152,8 @@ class _LoadRun:
         if self.rules is not None:
             one = place_on_mesh(one, self.rules, self.chunks)
         ranks = AlikeRanks(group.ranks, one.table, group.viewer, group.mesh, own=set(group.own_names(group.viewer)))
-        return LoadingRanks(ranks, request, list(group.state_bytes()))
+        problems = _shard_problems(one.table, ranks.num_data_parallel) if job.state is None else ()
+        return LoadingRanks(ranks, request, list(group.state_bytes()), problems)
 
     def _ask_for_all(self, one: OneRank) -> tuple[OneRank, ReadRequest]:
         """A job that asks for all of a checkpoint."""
@@ -279,6 +281,19 @@ def _ranks_of(table: KeyTable) -> tuple[int, list[int]]:
         viewer = dist.get_rank() if dist.is_initialized() else 0
         return viewer, [viewer]
     return rank_of(largest), sorted(largest.mesh.ranks)
+
+
+def _shard_problems(table: KeyTable, num_data_parallel: int) -> tuple[Problem, ...]:
+    """Data loaders whose virtual shards, which the checkpoint names, are too few."""
+    found: dict[str, int] = {}
+    for fqn in table.entries:
+        num_shards = num_shards_of(fqn)
+        if num_shards is not None and num_shards < num_data_parallel:
+            found.setdefault(fqn.rpartition(".")[0], num_shards)
+    return tuple(
+        Problem("cannot_reshard", name, str(TooFewShardsError(num_shards, num_data_parallel)))
+        for name, num_shards in found.items()
+    )
 
 
 def _world(groups: Sequence[AlikeRanks], rules: PlacementRules | None) -> World:

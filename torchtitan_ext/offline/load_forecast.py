@@ -83,11 +83,13 @@ class LoadingRanks:
         ranks: With what they read as the table.
         request: What one of them asks for.
         state_bytes: Of each rank the bytes of its tensors.
+        problems: What their objects would refuse, as far as the checkpoint tells.
     """
 
     ranks: AlikeRanks
     request: ReadRequest
     state_bytes: Sequence[int]
+    problems: tuple[Problem, ...] = ()
 
 
 @dataclass
@@ -121,7 +123,7 @@ def forecast_load(
         chunks: How tensors were saved.
         file_bytes: Bytes of each file of the checkpoint.
     """
-    problems = [problem for group in groups for problem in group.ranks.problems]
+    problems = [problem for group in groups for problem in (*group.ranks.problems, *group.problems)]
     requests = dict(request for group in groups for request in _requests(group, metadata))
     plans = [LoadPlan([], planner_data=requests[rank]) for rank in sorted(requests)]
     planner.set_up_planner({}, metadata, is_coordinator=True)
