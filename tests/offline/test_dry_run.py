@@ -170,7 +170,8 @@ def test_components_with_a_rule_of_their_own_are_asked(tmp_path: Path, fake_worl
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     state = {"w": on_meta(mesh, 8, Shard(0)), "counter": Counter()}
     found = tte.dry_run(state, checkpoint=path, policy=ElasticPolicy())
-    assert [one.detail for one in found.problems] == ["counted on 1 ranks, not on 4; count anew"]
+    (problem,) = found.problems
+    assert problem.detail.startswith("counted on 1 ranks, not on 4")
     assert tte.dry_run(state, checkpoint=path).problems == ()
 
 
@@ -213,9 +214,10 @@ def test_metadata_that_is_broken(tmp_path: Path, stock_metadata: bool) -> None:
 
 
 def test_a_hundred_thousand_keys(tmp_path: Path) -> None:
-    path = saved(tmp_path, {"model": {f"w{key}": key for key in range(100_000)}, "w": torch.zeros(8, 8)})
+    one = torch.zeros(1)
+    path = saved(tmp_path, {"model": {f"w{key}": one for key in range(100_000)}, "w": torch.zeros(8, 8)})
     found = tte.dry_run(path, mesh={"dp": 8})
-    assert found.load.ranks[3].num_reads == 100_001
+    assert found.load.ranks[0].num_reads == 100_001
     assert found.problems == ()
 
 
