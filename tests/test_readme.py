@@ -1,9 +1,11 @@
-"""The example of the README runs as it stands there."""
+"""The README tells the truth: its program fails with stock as it says, and runs in the two ways that it names."""
 
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -11,14 +13,44 @@ README = Path(__file__).parents[1] / "README.md"
 GLOO_AT_EXIT = "terminate called without an active exception"
 
 
-def test_the_example_runs_on_four_processes(tmp_path):
-    code = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL).group(1)
-    script = tmp_path / "readme.py"
-    script.write_text(code.replace("/tmp/ckpt", str(tmp_path / "checkpoint")))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)]
+def blocks() -> list[str]:
+    return re.findall(r"```(?:python)?\n(.*?)```", README.read_text(), re.DOTALL)
+
+
+def block_with(text: str) -> str:
+    return next(block for block in blocks() if text in block)
+
+
+def run_on_eight(tmp_path: Path, code: str, *launcher: str) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "nine.py"
+    script.write_text(code.replace("/tmp/nine", str(tmp_path / "checkpoint")))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8"]
     for _ in range(3):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+        done = subprocess.run(
+            [*torchrun, *launcher, str(script)], capture_output=True, text=True, timeout=180, check=False
+        )
         if GLOO_AT_EXIT not in done.stderr:
             break
+    return done
+
+
+def test_stock_fails_as_it_says(tmp_path: Path) -> None:
+    done = run_on_eight(tmp_path, block_with("# nine.py"))
+    assert done.returncode != 0
+    assert block_with("AssertionError: req").strip() in done.stderr
+
+
+@pytest.mark.parametrize("way", ["run", "planner"])
+def test_the_other_ways_load(tmp_path: Path, way: str) -> None:
+    program = block_with("# nine.py")
+    launcher: tuple[str, ...] = ()
+    if way == "run":
+        launcher = ("-m", "torchtitan_ext.run")
+    else:
+        lines = block_with("planner=tte.SavePlanner()").splitlines()
+        for call, line in zip(("dcp.save(", "dcp.load("), lines, strict=True):
+            program = re.sub(rf"^{re.escape(call)}.*$", line, program, flags=re.MULTILINE)
+        program = f"import torchtitan_ext as tte\n{program}"
+    done = run_on_eight(tmp_path, program, *launcher)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("equal") == 4
+    assert done.stdout.count("loaded (9, 3)") == 8
