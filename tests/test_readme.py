@@ -14,7 +14,7 @@ GLOO_AT_EXIT = "terminate called without an active exception"
 
 
 def blocks() -> list[str]:
-    return re.findall(r"```(?:python)?\n(.*?)```", README.read_text(), re.DOTALL)
+    return re.findall(r"```\w*\n(.*?)```", README.read_text(), re.DOTALL)
 
 
 def block_with(text: str) -> str:

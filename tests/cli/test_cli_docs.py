@@ -1,4 +1,4 @@
-"""docs/cli.md: its examples print what it shows, and its tables of JSON keys are complete.
+"""docs/cli.md and the README: their examples print what they show, and the tables of JSON keys are complete.
 
 A block ``console`` is run, here, in a directory with the runs that ``runs`` makes; a block ``text`` is only shown.
 """
@@ -16,9 +16,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import torchtitan_ext as tte
 
-PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "cli.md").read_text()
 SECTIONS = dict(re.findall(r"^## `(\w+)[^\n]*\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
-EXAMPLES = re.findall(r"```console\n(.*?)```", PAGE, re.S)
+EXAMPLES = re.findall(r"```console\n(.*?)```", (ROOT / "README.md").read_text() + PAGE, re.S)
 
 
 def save_runs(rank: int, world_size: int, place: Path) -> None:
