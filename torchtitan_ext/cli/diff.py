@@ -45,7 +45,7 @@ def run(
     unsafe_unpickle: UnsafeUnpickle = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """What two checkpoints of any meshes and formats differ in: keys, shapes, bits.
+    """What two checkpoints differ in: keys, shapes, bits. Any mesh, any format.
 
     Example: torchtitan-ext diff run/step-100 model.safetensors --prefix model
     """

@@ -21,20 +21,28 @@ from torchtitan_ext.storage.checkpoint_files import data_file_bytes
 
 def run(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="Directory of a checkpoint.")],
-    mesh: Annotated[str, typer.Option(help="Axes and sizes: dp_replicate=2,dp_shard=4,tp=8.")],
-    component: Annotated[list[str], typer.Option(help="Component or glob of keys to load; all by default.")] = [],  # noqa: B006
-    shard: Annotated[list[str], typer.Option(help="Which dim an axis cuts: '*.wo.weight=tp:1', 'norm*=tp:none'.")] = [],  # noqa: B006
-    policy: Annotated[list[str], typer.Option(help="What becomes of a component: dataloader=reset.")] = [],  # noqa: B006
-    bandwidth: Annotated[str | None, typer.Option(help="Of one rank: 2GB/s.")] = None,
-    shared_bandwidth: Annotated[str | None, typer.Option(help="Of the storage, for all ranks together.")] = None,
+    mesh: Annotated[str, typer.Option(metavar="AXES", help="Axes and sizes: dp_replicate=2,dp_shard=4,tp=8.")],
+    component: Annotated[
+        list[str], typer.Option(metavar="GLOB", help="Component or glob of keys to load; all by default.")
+    ] = [],  # noqa: B006
+    shard: Annotated[
+        list[str], typer.Option(metavar="RULE", help="Which dim an axis cuts: '*.wo.weight=tp:1', 'norm*=tp:none'.")
+    ] = [],  # noqa: B006
+    policy: Annotated[
+        list[str], typer.Option(metavar="RULE", help="What becomes of a component: dataloader=reset.")
+    ] = [],  # noqa: B006
+    bandwidth: Annotated[str | None, typer.Option(metavar="RATE", help="Of one rank: 2GB/s.")] = None,
+    shared_bandwidth: Annotated[
+        str | None, typer.Option(metavar="RATE", help="Of the storage, for all ranks together.")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the bytes of each rank, .svg, .png.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """What a load on another mesh would do on every rank, and a save there. Reads the metadata alone.
+    """What a load on another mesh would read, and what would be refused.
 
-    Exits with 1 where the load would be refused.
+    For every rank, from the metadata alone. Exits with 1 where it would be refused.
 
-    Example: torchtitan-ext plan outputs/step-1000 --mesh dp=8,tp=2 --bandwidth 2GB/s
+    Example: torchtitan-ext plan run/step-100 --mesh dp=8,tp=2 --bandwidth 2GB/s
     """
     if plot is not None:
         plotter("bytes_plot", plot)  # what it refuses, before the work

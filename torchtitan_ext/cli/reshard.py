@@ -34,7 +34,7 @@ def run(
     overwrite: Overwrite = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Write a checkpoint as the ranks of another mesh would. DST is whole or as it was.
+    """Write a checkpoint as another mesh would save it. DST is whole or as it was.
 
     Example: torchtitan-ext reshard run/step-100 new/step-100 --mesh dp=8,tp=2
     """
