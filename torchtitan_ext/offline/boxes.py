@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import mmap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -107,8 +108,12 @@ def views(buffer: torch.Tensor, pieces: Sequence[Piece]) -> list[torch.Tensor]:
 
 
 def new_buffer(num_bytes: int) -> torch.Tensor:
-    """For ``batched`` and ``views`` of so many bytes. Pages that nobody writes to take no memory."""
-    return torch.empty(_padded(num_bytes), dtype=torch.uint8)
+    """For ``batched`` and ``views`` of so many bytes. Pages that nobody writes to take no memory.
+
+    Mapped, so that it is given back at once: what an allocator keeps of several buffers would add up.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return torch.frombuffer(mmap.mmap(-1, max(_padded(num_bytes), _ALIGNMENT), flags=flags), dtype=torch.uint8)
 
 
 class BoxReader:

@@ -214,7 +214,8 @@ class Apart:
         entry = self._readers[0].entry(fqn_a)
         dtype, shape = entry.properties.dtype, tuple(entry.size)
         # Both pieces, copies of what differs, and the bits of a comparison of all bytes.
-        num_elements = max(self._max_bytes // (5 * dtype.itemsize + _BYTES_PER_DIFFERENT), 1)
+        # Half of the memory is for what allocators keep of these.
+        num_elements = max(self._max_bytes // 2 // (5 * dtype.itemsize + _BYTES_PER_DIFFERENT), 1)
         piece_bytes = num_elements * dtype.itemsize
         buffers = [new_buffer(piece_bytes) for _ in self._readers]
         for piece in cut(Piece(fqn_a, dtype, (0,) * len(shape), shape), piece_bytes):

@@ -1,4 +1,4 @@
-"""How much each of several processes may hold at a time."""
+"""How much each of several processes, or threads, may hold at a time."""
 
 from __future__ import annotations
 

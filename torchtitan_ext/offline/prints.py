@@ -12,6 +12,7 @@ from torchtitan_ext import ops
 from torchtitan_ext.fingerprints import hex_of_digest
 from torchtitan_ext.layout.layout import Chunk, LocalShard
 from torchtitan_ext.offline.boxes import BoxReader, Piece, batched, cut, new_buffer, views
+from torchtitan_ext.offline.memory import divide
 from torchtitan_ext.offline.processes import Progress
 from torchtitan_ext.offline.sources import Source
 
@@ -22,12 +23,14 @@ def fingerprint_tensors(
     """The digest of each tensor, equal to that which ``tte.fingerprint`` has for a state dict with it.
 
     Args:
-        max_bytes: Of the buffers of all threads together.
+        max_bytes: What all threads hold together; fewer are used where it is little.
     """
     reader = BoxReader(source)
     entries = {fqn: reader.entry(fqn) for fqn in fqns}
     sums = dict.fromkeys(entries, 0)
-    part_bytes = max_bytes // num_threads
+    shares = divide(max_bytes, num_threads)
+    num_threads, part_bytes = shares.num_processes, shares.part_bytes
+    source.thread_count = shares.num_threads
     chunks = [
         Piece(fqn, entry.properties.dtype, tuple(chunk.offsets), tuple(chunk.sizes))
         for fqn, entry in entries.items()

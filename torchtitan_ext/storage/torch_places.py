@@ -23,6 +23,8 @@ from torchtitan_ext.storage.raw_tensor import NAMES
 _ARCHIVE_START = b"PK\x03\x04"
 _ALIGNMENT = 64
 
+_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
+
 # Of Linux; the module knows it since Python 3.13. Pages that nobody touches count for nothing then.
 _MAP_NORESERVE = 0x4000
 
@@ -41,7 +43,8 @@ def load_without_data(path: Path, *, weights_only: bool) -> dict[str, Any]:
             )
     try:
         state = read_value(path, weights_only=weights_only, map_location="meta")
-        state = _with_values_of(state, read_value(path, weights_only=weights_only))
+        if not _holds_atoms_alone(state):  # other values may hold tensors, too
+            state = _with_values_of(state, read_value(path, weights_only=weights_only))
     except NotPlainError as error:
         raise UnsafePickleError(str(path), f"it names {error.found}") from None
     except ValueError as error:
@@ -105,6 +108,15 @@ def write_without_data(state: Mapping[str, Any], path: Path, *, weights_only: bo
         raise OSError(errno.EIO, f"torch.save failed ({str(error).partition(chr(10))[0]})", str(path)) from None
     flat = flatten_state_dict(load_without_data(path, weights_only=weights_only)).values
     return {fqn: record_of(value, path) for fqn, value in flat.items() if isinstance(value, torch.Tensor)}
+
+
+def _holds_atoms_alone(state: Any) -> bool:
+    """Whether what is no tensor is a number or text."""
+    if type(state) is dict:
+        return all(map(_holds_atoms_alone, state.values()))
+    if type(state) in (list, tuple):
+        return all(map(_holds_atoms_alone, state))
+    return isinstance(state, torch.Tensor) or type(state) in _ATOMS
 
 
 def _with_values_of(state: Any, values: Any) -> Any:

@@ -1,0 +1,81 @@
+"""``diff``, ``reshard`` and ``convert`` as commands: exit codes, output, options."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchtitan_ext as tte
+from torchtitan_ext.cli.options import amount_of
+from torchtitan_ext.cli.output import DIFFERS, FINE, UNREADABLE, WRONG_USAGE
+
+
+def call(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torchtitan_ext", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("run")
+    tte.save({"model": {"w": torch.arange(12.0).view(3, 4)}, "step": 7}, path / "a")
+    changed = torch.arange(12.0).view(3, 4)
+    changed[1, 2] = float("nan")
+    torch.save({"model": {"w": changed}, "step": 7}, path / "b.pt")
+    return path
+
+
+def test_the_story_of_a_checkpoint(run_dir: Path) -> None:
+    resharded = call(
+        "reshard", run_dir / "a", run_dir / "c", "--mesh", "dp=2,tp=2", "--shard", "*.w=tp:1", "--processes", 2
+    )
+    assert (resharded.returncode, resharded.stdout) == (FINE, f"{run_dir / 'c'}: 2 keys, 48 B for 4 ranks\n")
+    exported = call("convert", run_dir / "c", run_dir / "d", "--to", "hf", "--prefix", "model", "--json")
+    assert exported.returncode == FINE
+    report = json.loads(exported.stdout)
+    assert report.keys() == {"num_keys", "num_bytes", "num_files", "dropped", "path", "seconds"}
+    same = call("diff", run_dir / "a", run_dir / "d", "--prefix", "model")
+    assert (same.returncode, same.stdout) == (FINE, "0 keys differ, 1 are equal\n")
+    differs = call("diff", run_dir / "c", run_dir / "b.pt", "--values", "--json")
+    assert differs.returncode == DIFFERS
+    assert json.loads(differs.stdout) == {
+        "equal": False,
+        "num_equal": 1,
+        "differences": [{
+            "key": "model.w", "kind": "values", "a": "float32 [3, 4]", "b": "float32 [3, 4]",
+            "values": {
+                "num_different": 1, "num_elements": 12, "first_index": [1, 2], "first_a": 6.0, "first_b": "nan",
+                "max_abs": 0.0, "max_rel": 0.0,
+            },
+        }],
+    }  # fmt: skip
+
+
+def test_exit_codes(run_dir: Path, tmp_path: Path) -> None:
+    cases = {
+        ("convert", run_dir / "nothing", tmp_path / "x", "--to", "hf"): (UNREADABLE, "No such file"),
+        ("convert", run_dir / "a", run_dir / "b.pt", "--to", "torch"): (WRONG_USAGE, "--overwrite"),
+        ("reshard", run_dir / "a", tmp_path / "x", "--mesh", "dp"): (WRONG_USAGE, "expected axes and sizes"),
+        ("diff", run_dir / "a", tmp_path): (UNREADABLE, "is no checkpoint"),
+        ("diff", run_dir / "a", run_dir / "a", "--only", "lm_head*"): (WRONG_USAGE, "got no key"),
+    }
+    for arguments, (code, text) in cases.items():
+        result = call(*arguments)
+        assert (result.returncode, text in " ".join(result.stderr.split())) == (code, True), result.stderr
+        assert "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["diff", "reshard", "convert"])
+def test_help_fits_a_screen_and_has_an_example(command: str) -> None:
+    text = call(command, "--help").stdout
+    assert len(text.splitlines()) <= 45
+    assert f"Example: torchtitan-ext {command}" in " ".join(text.split())
+
+
+def test_amounts_of_memory() -> None:
+    amounts = [amount_of(text) for text in ("4GB", "512MiB", "1.5 gb", "2000000")]
+    assert amounts == [4 * 10**9, 512 << 20, 1_500_000_000, 2_000_000]

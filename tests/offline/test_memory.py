@@ -1,0 +1,94 @@
+"""The memory that operations take, and how they take very many keys."""
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import random_bits, save_as
+
+from torchtitan_ext.offline.convert import convert
+from torchtitan_ext.offline.diff import diff
+from torchtitan_ext.offline.reshard import reshard
+from torchtitan_ext.offline.sources import open_source
+
+# Warmed up, so that what the allocators and libraries keep is not taken for the checkpoint's.
+PROGRAM = """
+import sys
+from torchtitan_ext.offline.sources import open_source
+from torchtitan_ext.offline.reshard import reshard
+from torchtitan_ext.offline.convert import convert
+from torchtitan_ext.offline.diff import diff
+_, small, large, target, name, num_processes, max_bytes = sys.argv
+options = {"num_processes": int(num_processes), "max_bytes": int(max_bytes), "progress": lambda _: None}
+
+def run(source, target):
+    if name == "reshard":
+        reshard(open_source(source), target, mesh={"dp": 3, "tp": 2}, **options)
+    elif name == "diff":
+        diff(open_source(source), open_source(source + "-other"), values=True, max_bytes=options["max_bytes"])
+    else:
+        convert(open_source(source), target, to=name, **options)
+
+run(small, target + "-small")
+print("ready", flush=True)
+sys.stdin.readline()
+run(large, target)
+"""
+
+
+def anonymous_bytes(pid: int) -> int:
+    """Of a process and those that it started, memory that they share counted once."""
+    total = 0
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        for member in (pid, *map(int, children)):
+            rollup = Path(f"/proc/{member}/smaps_rollup").read_text()
+            found = re.search(r"Pss_Anon:\s+(\d+) kB", rollup)
+            total += 1024 * int(found[1]) if found else 0
+    except (FileNotFoundError, ProcessLookupError):  # one has ended meanwhile
+        return 0
+    return total
+
+
+@pytest.mark.parametrize(
+    ("name", "num_processes"),
+    [("reshard", 1), ("reshard", 2), ("hf", 2), ("torch", 1), ("torch", 2), ("dcp", 1), ("diff", 1)],
+)
+def test_memory_stays_below_the_bound_on_a_state_four_times_as_large(
+    tmp_path: Path, name: str, num_processes: int
+) -> None:
+    max_bytes = 48 << 20
+    for kind, num_rows in (("small", 1 << 10), ("large", 12 << 20)):
+        state = {f"w{number}": random_bits((num_rows,), torch.float32, number) for number in range(4)}
+        save_as("ours", tmp_path / kind, state)
+        state["w3"] += 1
+        save_as("torch", tmp_path / f"{kind}-other", state)
+    del state
+    paths = (tmp_path / "small", tmp_path / "large", tmp_path / "b")
+    command = [sys.executable, "-c", PROGRAM, *map(str, paths), name, str(num_processes), str(max_bytes)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None and process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    before = peak = anonymous_bytes(process.pid)
+    process.stdin.write("go\n")
+    process.stdin.close()
+    while process.poll() is None:
+        peak = max(peak, anonymous_bytes(process.pid))
+        time.sleep(0.003)
+    process.stdout.close()
+    assert process.returncode == 0
+    print(f"{name}, {num_processes}: {(peak - before) / 2**20:.1f} of {max_bytes / 2**20:.0f} MiB")
+    assert 1 << 20 < peak - before < max_bytes
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_keys(tmp_path: Path) -> None:
+    state = {f"layers.{number}.weight": torch.full((2,), float(number)) for number in range(100_000)}
+    source = save_as("ours", tmp_path / "a", state)
+    reshard(open_source(source), tmp_path / "b", mesh={"dp": 2}, num_processes=1)
+    convert(open_source(tmp_path / "b"), tmp_path / "c", to="hf", num_processes=1)
+    assert diff(open_source(source), open_source(tmp_path / "c")).num_equal == len(state)
