@@ -138,6 +138,24 @@ def test_items_changed_before_the_layout_was_decided_are_refused() -> None:
         load(saved, states, Nothing)
 
 
+def test_items_of_other_keys_are_read_as_all_ranks_decided() -> None:
+    class Less(tte.LoadPlanner):
+        def create_local_plan(self) -> LoadPlan:
+            return drop(super().create_local_plan())
+
+    placements = [_StridedShard(0, split_factor=2), Shard(0)]
+    whole = index_tensor((9, 5))
+    states = shards(whole, (4, 2), *placements, steps=dtensor_steps(placements))
+    wanted = [state["w"].to_local().clone() for state in states]
+    for state in states:
+        state["w"].to_local().zero_()
+        state["v"] = torch.zeros(2)
+    saved = save([{**state, "v": torch.ones(2)} for state in shards(whole, (3,), Shard(0))])
+    load(saved, states, Less)
+    assert all(torch.equal(state["w"].to_local(), local) for state, local in zip(states, wanted, strict=True))
+    assert not any(state["v"].any() for state in states)
+
+
 # Loads that are followed.
 
 

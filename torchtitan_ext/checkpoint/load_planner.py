@@ -45,7 +45,7 @@ from torchtitan_ext.checkpoint.storage_entries import name_files_of_overlap, nam
 from torchtitan_ext.checkpoint.subclasses import (
     check_global_plan,
     check_local_plans,
-    check_read_items,
+    followed_items,
     no_place,
     not_set_up,
     overrides,
@@ -295,8 +295,7 @@ class LoadPlanner(DefaultLoadPlanner):
         decision: ReadDecision = central_plan.planner_data
         items, shown = self._read_items(decision.steps), self._shown_items()
         if central_plan.items != shown:
-            check_read_items(self, shown, central_plan.items, items)
-            items = list(central_plan.items)
+            items = followed_items(self, shown, central_plan.items, items)
         elif not decision.is_cover_checked:
             problems = unread_problems(self._table, items)
             if problems:

@@ -127,11 +127,15 @@ def check_final_items(planner: object, decided: Sequence[WriteItem], final: Sequ
         raise refusal("save", [_problem(planner, detail)])
 
 
-def check_read_items(
+def followed_items(
     planner: object, shown: Sequence[ReadItem], given: Sequence[ReadItem], decided: Sequence[ReadItem]
-) -> None:
-    """Raises WrongArgumentError where items of a load were changed, of keys that all ranks together read otherwise."""
-    moved = _changed(shown, decided)
+) -> list[ReadItem]:
+    """What a load reads where a subclass has changed items: its own, and of keys that it left alone those decided.
+
+    Raises:
+        WrongArgumentError: It has changed items of keys that all ranks together read otherwise.
+    """
+    moved = set(_changed(shown, decided))
     changed = [fqn for fqn in _changed(shown, given) if fqn in moved]
     if changed:
         detail = (
@@ -139,6 +143,8 @@ def check_read_items(
             "change the plan that super().finish_plan() returns"
         )
         raise refusal("load", [_problem(planner, detail)])
+    others = [item for item in given if item.dest_index.fqn not in moved]
+    return [*others, *(item for item in decided if item.dest_index.fqn in moved)]
 
 
 def _named(fqns: Sequence[str]) -> str:
