@@ -79,3 +79,18 @@ def test_without_tqdm_there_is_no_bar(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(progress, "tqdm", None)
     tte.save(STATE, tmp_path / "step")
     assert terminal.getvalue() == ""
+
+
+class Tee:
+    """What jobs put in the place of stderr to have a copy of it: no more than ``print`` needs."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None: ...
+
+
+def test_a_stderr_that_does_not_say_what_it_is_shows_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Tee())
+    tte.save(STATE, tmp_path, no_dist=True)
+    tte.load({"w": torch.ones(1000, 100)}, tmp_path, no_dist=True)

@@ -47,5 +47,8 @@ def _ignore(num_bytes: int) -> None:
 
 
 def _is_terminal() -> bool:
-    # Services have no stderr, and a daemon has closed it.
-    return sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty()
+    # Services have no stderr, a daemon has closed it, and what a job puts in its place may do no more than write.
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, ValueError):
+        return False
