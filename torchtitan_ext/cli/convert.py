@@ -20,7 +20,7 @@ from torchtitan_ext.cli.options import (
     amount_of,
     refusing_wrong_usage,
 )
-from torchtitan_ext.cli.output import print_json, text_of_bytes
+from torchtitan_ext.cli.output import count_of, print_json, text_of_bytes
 from torchtitan_ext.offline.convert import convert
 from torchtitan_ext.offline.diff import num_bytes_to_read
 from torchtitan_ext.offline.selection import Selection
@@ -78,8 +78,9 @@ def run(
         seconds = time.perf_counter() - begin
         print_json({**dataclasses.asdict(report), "path": str(target), "seconds": seconds})
         return
-    print(f"{target}: {report.num_keys} keys, {text_of_bytes(report.num_bytes)} in {report.num_files} file(s)")
+    keys, files = count_of(report.num_keys, "key"), count_of(report.num_files, "file")
+    print(f"{target}: {keys}, {text_of_bytes(report.num_bytes)} in {files}")
     if report.dropped:
         named = ", ".join(report.dropped[:_MAX_NAMED])
         more = ", ..." if len(report.dropped) > _MAX_NAMED else ""
-        print(f"dropped, as safetensors hold tensors alone: {len(report.dropped)} values ({named}{more})")
+        print(f"dropped, as safetensors hold tensors alone: {count_of(len(report.dropped), 'value')} ({named}{more})")

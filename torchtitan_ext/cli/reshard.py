@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from torchtitan_ext.cli.options import MaxMemory, Only, Overwrite, Prefix, Processes, amount_of, refusing_wrong_usage
-from torchtitan_ext.cli.output import print_json, text_of_bytes
+from torchtitan_ext.cli.output import count_of, print_json, text_of_bytes
 from torchtitan_ext.offline.diff import num_bytes_to_read
 from torchtitan_ext.offline.placement_rules import parse_mesh, parse_rules
 from torchtitan_ext.offline.reshard import reshard
@@ -60,9 +60,10 @@ def run(
     if json:
         print_json({**dataclasses.asdict(report), "path": str(target), "seconds": seconds})
         return
-    print(f"{target}: {report.num_keys} keys, {text_of_bytes(report.num_bytes)} for {report.num_ranks} ranks")
+    keys, ranks = count_of(report.num_keys, "key"), count_of(report.num_ranks, "rank")
+    print(f"{target}: {keys}, {text_of_bytes(report.num_bytes)} for {ranks}")
     if report.assumed:
         print(
-            f"Assumed, as nothing says how tp cuts them: dim 0 of {len(report.assumed)} tensors, "
-            f"{report.assumed[0]} among them; --shard would say it"
+            f"nothing says which dim tp cuts of {count_of(len(report.assumed), 'tensor')}, for example "
+            f"{report.assumed[0]}: dim 0 was taken; state it with --shard"
         )
