@@ -107,9 +107,8 @@ def _print(report: DiffReport) -> None:
         print_table(("key", "differs in", "A", "B", "where"), map(_row, report.differences))
     num_different = len(report.differences)
     verb = "differs" if num_different == 1 else "differ"
-    print(
-        f"{count_of(num_different, 'key')} {verb}, {report.num_equal:,} {'is' if report.num_equal == 1 else 'are'} equal"
-    )
+    are_equal = "is equal" if report.num_equal == 1 else "are equal"
+    print(f"{count_of(num_different, 'key')} {verb}, {report.num_equal:,} {are_equal}")
 
 
 def _row(found: Difference) -> tuple[str, str, str, str, str]:
