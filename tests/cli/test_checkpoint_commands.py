@@ -38,7 +38,7 @@ def test_the_story_of_a_checkpoint(run_dir: Path) -> None:
     report = json.loads(exported.stdout)
     assert report.keys() == {"num_keys", "num_bytes", "num_files", "dropped", "path", "seconds"}
     same = call("diff", run_dir / "a", run_dir / "d", "--prefix", "model")
-    assert (same.returncode, same.stdout) == (FINE, "0 keys differ, 1 are equal\n")
+    assert (same.returncode, same.stdout) == (FINE, "0 keys differ, 1 is equal\n")
     differs = call("diff", run_dir / "c", run_dir / "b.pt", "--values", "--json")
     assert differs.returncode == DIFFERS
     assert json.loads(differs.stdout) == {
