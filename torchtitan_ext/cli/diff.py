@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from torchtitan_ext.cli.options import Only, Prefix, UnsafeUnpickle, amount_of, refusing_wrong_usage
-from torchtitan_ext.cli.output import DIFFERS, count_of, print_json, print_table
+from torchtitan_ext.cli.output import DIFFERS, print_json, print_table
 from torchtitan_ext.cli.pictures import plotter
 from torchtitan_ext.offline.diff import (
     Difference,
@@ -105,10 +105,9 @@ def _plot(path: Path, report: DiffReport, map_of: Callable[[str], DifferenceMap]
 def _print(report: DiffReport) -> None:
     if report.differences:
         print_table(("key", "differs in", "A", "B", "where"), map(_row, report.differences))
-    num_different = len(report.differences)
-    verb = "differs" if num_different == 1 else "differ"
-    are_equal = "is equal" if report.num_equal == 1 else "are equal"
-    print(f"{count_of(num_different, 'key')} {verb}, {report.num_equal:,} {are_equal}")
+    differ = "key differs" if len(report.differences) == 1 else "keys differ"
+    are = "is" if report.num_equal == 1 else "are"
+    print(f"{len(report.differences):,} {differ}, {report.num_equal:,} {are} equal")
 
 
 def _row(found: Difference) -> tuple[str, str, str, str, str]:
