@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from torchtitan_ext.cli.options import (
+    Json,
     MaxMemory,
     Only,
     Overwrite,
@@ -49,7 +50,7 @@ def run(
     processes: Processes = None,
     overwrite: Overwrite = False,
     unsafe_unpickle: UnsafeUnpickle = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: Json = False,
 ) -> None:
     """Write a checkpoint in another format. DST is whole or as it was.
 

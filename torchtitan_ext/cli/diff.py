@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from torchtitan_ext.cli.options import Only, Prefix, UnsafeUnpickle, amount_of, refusing_wrong_usage
+from torchtitan_ext.cli.options import Json, Only, Prefix, UnsafeUnpickle, amount_of, refusing_wrong_usage
 from torchtitan_ext.cli.output import DIFFERS, print_json, print_table
 from torchtitan_ext.cli.pictures import plotter
 from torchtitan_ext.offline.diff import (
@@ -43,7 +43,7 @@ def run(
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw where the first such tensor differs.")] = None,
     max_memory: Annotated[str, typer.Option(metavar="BYTES", help="Beside Python and torch.")] = "256MB",
     unsafe_unpickle: UnsafeUnpickle = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: Json = False,
 ) -> None:
     """What two checkpoints differ in: keys, shapes, bits. Any mesh, any format.
 

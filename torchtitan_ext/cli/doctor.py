@@ -17,6 +17,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from torchtitan_ext.cli.options import Json
 from torchtitan_ext.cli.output import DIFFERS, print_json, text_of_bytes
 from torchtitan_ext.storage.disk_speed import disk_speed
 
@@ -42,7 +43,7 @@ class Finding(NamedTuple):
 
 def run(
     directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Whose disk is tried.")] = Path("."),
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: Json = False,
 ) -> None:
     """What to put into a bug report: versions, libraries, CUDA, gloo, disk, a tiny save and load.
 

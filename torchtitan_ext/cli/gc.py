@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from torchtitan_ext.cli.ls import lines_of, plain_leftovers
+from torchtitan_ext.cli.options import Json, Run
 from torchtitan_ext.cli.output import DIFFERS, print_json, print_table, text_of_bytes
 from torchtitan_ext.storage.run_listing import ListedStep, checkpoint_bytes, find_leftovers, list_steps
 from torchtitan_ext.storage.runs import remove_leftovers, remove_step, steps_beyond
@@ -17,10 +18,10 @@ from torchtitan_ext.storage.steps import step_path
 
 
 def run(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Directory with step-<number> in it.")],
+    run_dir: Run,
     keep: Annotated[int, typer.Option(min=1, help="How many whole steps stay, counted from the newest.")],
     yes: Annotated[bool, typer.Option("--yes", help="Remove; else only say what would be.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: Json = False,
 ) -> None:
     """Removes old steps of a run, and what dead saves left. Never files of others, nor a step that is being saved.
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from torchtitan_ext.cli.options import Json, UnsafeUnpickle
 from torchtitan_ext.cli.output import count_of, print_json, print_problem, print_table, text_of_bytes
 from torchtitan_ext.cli.pictures.layout_of_key import show_layout
 from torchtitan_ext.storage.contents import ContentChunk, ContentKey, Contents
@@ -25,8 +26,8 @@ def run(
     layout: Annotated[str | None, typer.Option(metavar="NAME", help="Draw which rank holds what of a tensor.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="The same as a picture: .svg, .png, .pdf.")] = None,
     rank: Annotated[int | None, typer.Option(help="Whose, where each rank has metadata of its own.")] = None,
-    unsafe_unpickle: Annotated[bool, typer.Option("--unsafe-unpickle", help="Run a torch.save file's pickle.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    unsafe_unpickle: UnsafeUnpickle = False,
+    json: Json = False,
 ) -> None:
     """What a checkpoint holds: keys, dtypes, shapes, files. Reads no data.
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
 import typer
 
+from torchtitan_ext.cli.options import Json, Run
 from torchtitan_ext.cli.output import UNREADABLE, print_json
 from torchtitan_ext.storage.runs import latest
 from torchtitan_ext.storage.steps import step_of
 
 
 def run(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Directory with step-<number> in it.")],
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    run_dir: Run,
+    json: Json = False,
 ) -> None:
     """The newest finished checkpoint of a run. Reads no data: `verify` does.
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
+from torchtitan_ext.cli.options import Json, Run
 from torchtitan_ext.cli.output import print_json, print_table, text_of_bytes, text_of_time
 from torchtitan_ext.storage.run_listing import Leftover, ListedStep, find_leftovers, list_steps
 
 
 def run(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="Directory with step-<number> in it.")],
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    run_dir: Run,
+    json: Json = False,
 ) -> None:
     """The steps of a run, who saves there, and what dead saves left. Reads no data.
 

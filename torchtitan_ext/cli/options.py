@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from torchtitan_ext.errors import TorchtitanExtError
+from torchtitan_ext.offline.amounts import parse_amount
 
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="Directory with step-<number> in it.")]
+Mesh = Annotated[str, typer.Option(metavar="AXES", help="Sizes of axes, for example dp=8,tp=2.")]
+Shard = Annotated[
+    list[str] | None, typer.Option(metavar="RULE", help="Which dim an axis cuts: '*.wo.weight=tp:1'; repeatable.")
+]
 Only = Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Only keys that match; can be given again.")]
 Prefix = Annotated[str, typer.Option(metavar="KEY", help="Only keys below this one, by the rest of their names.")]
 UnsafeUnpickle = Annotated[
@@ -20,27 +27,24 @@ MaxMemory = Annotated[str, typer.Option(metavar="BYTES", help="All processes, be
 Processes = Annotated[int | None, typer.Option(metavar="N", min=1, help="By default one per core.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is at DST, when the new one is whole.")]
 
-_FACTORS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
-_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)
+# Less is not enough for one block of the storage.
 _LEAST_BYTES = 1 << 20
 
 
 def amount_of(text: str) -> int:
-    """Bytes of ``4GB``, ``512MiB``."""
-    match = _AMOUNT.fullmatch(text.strip())
-    if match is None:
-        raise typer.BadParameter(f"got {text!r}, expected an amount such as 4GB or 512MiB")
-    number, unit, is_binary = match.groups()
-    factor = _FACTORS[unit.upper()]
-    num_bytes = int(float(number) * (2 ** (10 * "KMGT".index(unit.upper()) + 10) if is_binary and unit else factor))
+    """Bytes of ``4GB``, ``512MiB``; less than 1 MiB is a wrong usage."""
+    try:
+        num_bytes = int(parse_amount(text))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     if num_bytes < _LEAST_BYTES:
-        raise typer.BadParameter(f"got {text!r}, expected at least 1MB")
+        raise typer.BadParameter(f"got {text!r}, expected at least 1MiB")
     return num_bytes
 
 
 @contextmanager
 def refusing_wrong_usage() -> Iterator[None]:
-    """Arguments that do not fit what is there are a wrong usage, too."""
+    """Makes a ``ValueError`` or ``FileExistsError`` in the ``with`` a wrong usage; errors of this package stay."""
     try:
         yield
     except TorchtitanExtError:

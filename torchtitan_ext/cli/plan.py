@@ -2,51 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from torchtitan_ext.checkpoint.policy import ElasticPolicy
+from torchtitan_ext.cli.options import Json, Mesh, Shard, refusing_wrong_usage
 from torchtitan_ext.cli.output import DIFFERS, print_json
 from torchtitan_ext.cli.pictures import plotter
 from torchtitan_ext.cli.pictures.files import bytes_of_ranks
-from torchtitan_ext.errors import StateRefusedError
 from torchtitan_ext.offline.amounts import parse_amount
 from torchtitan_ext.offline.dry_run import dry_run
-from torchtitan_ext.offline.dry_run_result import DryRun
 from torchtitan_ext.offline.placement_rules import parse_mesh, parse_rules
 from torchtitan_ext.storage.checkpoint_files import data_file_bytes
 
 
 def run(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="Directory of a checkpoint.")],
-    mesh: Annotated[str, typer.Option(metavar="AXES", help="Axes and sizes: dp_replicate=2,dp_shard=4,tp=8.")],
-    component: Annotated[
-        list[str], typer.Option(metavar="GLOB", help="Component or glob of keys to load; all by default.")
-    ] = [],  # noqa: B006
-    shard: Annotated[
-        list[str], typer.Option(metavar="RULE", help="Which dim an axis cuts: '*.wo.weight=tp:1', 'norm*=tp:none'.")
-    ] = [],  # noqa: B006
-    policy: Annotated[
-        list[str], typer.Option(metavar="RULE", help="What becomes of a component: dataloader=reset.")
-    ] = [],  # noqa: B006
-    bandwidth: Annotated[str | None, typer.Option(metavar="RATE", help="Of one rank: 2GB/s.")] = None,
-    shared_bandwidth: Annotated[
-        str | None, typer.Option(metavar="RATE", help="Of the storage, for all ranks together.")
-    ] = None,
+    mesh: Mesh,
+    component: Annotated[list[str] | None, typer.Option(help="Component or glob of keys; by default all.")] = None,
+    shard: Shard = None,
+    policy: Annotated[list[str] | None, typer.Option(help="What becomes of a component: dataloader=reset.")] = None,
+    bandwidth: Annotated[str | None, typer.Option(help="Of one rank: 2GB/s.")] = None,
+    shared_bandwidth: Annotated[str | None, typer.Option(help="Of the storage, for all ranks together.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the bytes of each rank, .svg, .png.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: Json = False,
 ) -> None:
     """What a load on another mesh would read, and what would be refused.
 
-    For every rank, from the metadata alone. Exits with 1 where it would be refused.
+    And the same of a save there. Reads the metadata alone. Exits with 1 where the load would be refused.
 
     Example: torchtitan-ext plan run/step-100 --mesh dp=8,tp=2 --bandwidth 2GB/s
     """
     if plot is not None:
         plotter("bytes_plot", plot)  # what it refuses, before the work
-    found = _found(path, mesh, component, shard, policy, bandwidth, shared_bandwidth)
+    with refusing_wrong_usage():
+        found = dry_run(
+            path,
+            mesh=parse_mesh(mesh),
+            components=component or (),
+            placements=parse_rules(shard or ()),
+            policy=ElasticPolicy(_parse_actions(policy or ())),
+            bandwidth_bytes_per_second=None if bandwidth is None else parse_amount(bandwidth),
+            shared_bandwidth_bytes_per_second=None if shared_bandwidth is None else parse_amount(shared_bandwidth),
+        )
     if plot is not None and found.load is not None:
         before = bytes_of_ranks(data_file_bytes(path))
         after = [one.num_bytes for one in found.load.ranks]
@@ -61,31 +62,6 @@ def run(
         raise typer.Exit(DIFFERS)
 
 
-def _found(
-    path: Path,
-    mesh: str,
-    components: list[str],
-    shards: list[str],
-    actions: list[str],
-    bandwidth: str | None,
-    shared_bandwidth: str | None,
-) -> DryRun:
-    try:
-        return dry_run(
-            path,
-            mesh=parse_mesh(mesh),
-            components=components,
-            placements=parse_rules(shards),
-            policy=ElasticPolicy(_parse_actions(actions)),
-            bandwidth_bytes_per_second=None if bandwidth is None else parse_amount(bandwidth),
-            shared_bandwidth_bytes_per_second=None if shared_bandwidth is None else parse_amount(shared_bandwidth),
-        )
-    except StateRefusedError:  # also a ValueError: the checkpoint cannot be read
-        raise
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-
-
-def _parse_actions(texts: list[str]) -> dict[str, Any]:
+def _parse_actions(texts: Sequence[str]) -> dict[str, Any]:
     """``["dataloader=reset"]`` as the actions of a policy, which checks them."""
     return {name: action for name, _, action in (text.rpartition("=") for text in texts)}

@@ -10,7 +10,18 @@ from typing import Annotated
 
 import typer
 
-from torchtitan_ext.cli.options import MaxMemory, Only, Overwrite, Prefix, Processes, amount_of, refusing_wrong_usage
+from torchtitan_ext.cli.options import (
+    Json,
+    MaxMemory,
+    Mesh,
+    Only,
+    Overwrite,
+    Prefix,
+    Processes,
+    Shard,
+    amount_of,
+    refusing_wrong_usage,
+)
 from torchtitan_ext.cli.output import count_of, print_json, text_of_bytes
 from torchtitan_ext.offline.diff import num_bytes_to_read
 from torchtitan_ext.offline.placement_rules import parse_mesh, parse_rules
@@ -23,16 +34,14 @@ from torchtitan_ext.storage.progress import progress
 def run(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint of any format.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="Directory of the new one.")],
-    mesh: Annotated[str, typer.Option(metavar="AXES", help="Sizes of axes, for example dp=8,tp=2.")],
-    shard: Annotated[
-        list[str] | None, typer.Option(metavar="RULE", help="Which dim an axis cuts: '*.wo.weight=tp:1'; repeatable.")
-    ] = None,
+    mesh: Mesh,
+    shard: Shard = None,
     only: Only = None,
     prefix: Prefix = "",
     max_memory: MaxMemory = "1GB",
     processes: Processes = None,
     overwrite: Overwrite = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: Json = False,
 ) -> None:
     """Write a checkpoint as another mesh would save it. DST is whole or as it was.
 

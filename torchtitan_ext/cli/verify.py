@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from torchtitan_ext.cli.options import Json
 from torchtitan_ext.cli.output import DIFFERS, count_of, print_json, text_of_bytes
 from torchtitan_ext.errors import UnknownFormatError
 from torchtitan_ext.storage.formats import format_of
@@ -22,7 +23,7 @@ _MAX_UNPROVED = 4
 def run(
     path: Annotated[Path, typer.Argument(metavar="PATH|RUN", help="A checkpoint, or a run with step-<number> in it.")],
     deep: Annotated[bool, typer.Option("--deep", help="Read every byte and compare its checksum.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: Json = False,
 ) -> None:
     """Whether a checkpoint, or each of a run, is whole: all files, of their sizes, of one save; exits with 1 if not.
 

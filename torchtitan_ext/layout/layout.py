@@ -239,11 +239,16 @@ def is_replicated(report: ShardReport) -> bool:
     return any(dim < 0 and size > 1 for (dim, _), size in zip(report.placements, report.mesh.shape, strict=True))
 
 
+def row_major_position(index: Sequence[int], shape: Sequence[int]) -> int:
+    """How many elements of an array of this shape come before the one at ``index``, in row-major order."""
+    position = 0
+    for at, size in zip(index, shape, strict=True):
+        position = position * size + at
+    return position
+
+
 def _rank_at(mesh: MeshLayout, coordinate: Sequence[int]) -> int:
-    index = 0
-    for size, position in zip(mesh.shape, coordinate, strict=True):
-        index = index * size + position
-    return mesh.ranks[index]
+    return mesh.ranks[row_major_position(coordinate, mesh.shape)]
 
 
 def _format_steps(report: ShardReport, steps: Sequence[Step]) -> str:

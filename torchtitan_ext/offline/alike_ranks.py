@@ -25,6 +25,7 @@ from torchtitan_ext.layout.layout import (
     local_shard,
     mesh_coordinates,
     num_elements,
+    row_major_position,
     shard_of,
     unresolved,
 )
@@ -275,10 +276,7 @@ def _is_even(report: ShardReport, steps: Steps) -> bool:
 def rank_of(report: ShardReport) -> int:
     """The rank that made a report on a tensor on a mesh."""
     assert report.mesh is not None
-    position = 0
-    for at, size in zip(report.coordinate, report.mesh.shape, strict=True):
-        position = position * size + at
-    return report.mesh.ranks[position]
+    return report.mesh.ranks[row_major_position(report.coordinate, report.mesh.shape)]
 
 
 def sibling_meshes(mesh: MeshLayout, ranks: Sequence[int]) -> dict[int, Standing]:
@@ -303,10 +301,7 @@ def sibling_meshes(mesh: MeshLayout, ranks: Sequence[int]) -> dict[int, Standing
         if origin not in siblings:
             members = tuple(other - mesh.ranks[0] + origin for other in mesh.ranks)
             siblings[origin] = mesh if members == mesh.ranks else dataclasses.replace(mesh, ranks=members)
-        position = 0
-        for index, size in zip(at, mesh.shape, strict=True):
-            position = position * size + index
-        if siblings[origin].ranks[position] != rank:
+        if siblings[origin].ranks[row_major_position(at, mesh.shape)] != rank:
             raise ValueError(
                 f"mesh: {mesh} of ranks {', '.join(map(str, mesh.ranks[:8]))}, ... does not tell on which mesh "
                 f"rank {rank} stands; give a state dict of tensors on meshes that init_device_mesh has made"
@@ -331,10 +326,6 @@ def _data_parallel_ranks(ranks: Sequence[int], meshes: Sequence[MeshLayout]) -> 
         return {rank: rank for rank in ranks}
     mesh = max(named, key=lambda one: len(one.ranks))
     axes = [axis for axis, name in enumerate(mesh.dim_names or ()) if is_data_parallel(name)]
-    found = {}
-    for rank, standing in sibling_meshes(mesh, ranks).items():
-        number = 0
-        for axis in axes:
-            number = number * mesh.shape[axis] + standing.coordinate[axis]
-        found[rank] = number
-    return found
+    sizes = [mesh.shape[axis] for axis in axes]
+    standings = sibling_meshes(mesh, ranks).items()
+    return {rank: row_major_position([one.coordinate[axis] for axis in axes], sizes) for rank, one in standings}

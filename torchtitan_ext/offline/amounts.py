@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
-_AMOUNT = re.compile(r"(\d+(?:\.\d*)?)\s*([kKMGTP]?)(i?)B?(?:/s)?")
+_AMOUNT = re.compile(r"(\d+(?:\.\d*)?)\s*([KMGTP]?)(i?)B?(?:/s)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)

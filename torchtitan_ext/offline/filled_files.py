@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchtitan_ext.layout.layout import row_major_position
 from torchtitan_ext.offline.boxes import BoxReader, Piece, batched, cut, new_buffer, views
 from torchtitan_ext.offline.memory import Shares
 from torchtitan_ext.offline.processes import Progress, run_tasks
@@ -53,7 +54,7 @@ def fill_files(source: Source, rooms: Sequence[Room], shares: Shares, progress: 
         shape = tuple(entry.size)
         whole = Piece(room.fqn, entry.properties.dtype, (0,) * len(shape), shape)
         parts += [
-            _Part(room.path, room.offset + _bytes_before(piece, shape), piece)
+            _Part(room.path, room.offset + row_major_position(piece.offsets, shape) * piece.dtype.itemsize, piece)
             for piece in cut(whole, shares.part_bytes)
         ]
     tasks = list(batched(parts, _TASK_BYTES, max_count=len(parts)))
@@ -68,11 +69,3 @@ def fill_files(source: Source, rooms: Sequence[Room], shares: Shares, progress: 
             report(sum(part.num_bytes for part in batch))
 
     run_tasks(fill, len(tasks), shares.num_processes, progress)
-
-
-def _bytes_before(piece: Piece, shape: Sequence[int]) -> int:
-    """From the first element of the tensor to that of a piece."""
-    elements = 0
-    for offset, size in zip(piece.offsets, shape, strict=True):
-        elements = elements * size + offset
-    return elements * piece.dtype.itemsize
