@@ -26,7 +26,6 @@ from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.storage_entries import storage_problems
 from torchtitan_ext.checkpoint.world import WORLD_KEY
 from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError, refusal
-from torchtitan_ext.state.nested import flatten_state_dict
 from torchtitan_ext.state.plain_value import read_value
 from torchtitan_ext.storage.checkpoint_files import Record
 from torchtitan_ext.storage.file_reader import FileReader
@@ -34,7 +33,7 @@ from torchtitan_ext.storage.formats import format_of
 from torchtitan_ext.storage.raw_tensor import DTYPES
 from torchtitan_ext.storage.safetensors_places import Place, find_safetensors
 from torchtitan_ext.storage.threads import thread_count_of
-from torchtitan_ext.storage.torch_places import load_without_data, record_of
+from torchtitan_ext.storage.torch_places import read_torch_file
 
 
 class Source(Protocol):
@@ -183,11 +182,13 @@ def safetensors_source(path: Path) -> PlainFiles:
 
 def torch_source(path: Path, *, weights_only: bool) -> PlainFiles:
     """A file of ``torch.save``."""
-    flat = flatten_state_dict(load_without_data(path, weights_only=weights_only))
-    tensors = {fqn: value for fqn, value in flat.values.items() if isinstance(value, torch.Tensor)}
-    places = {fqn: [((0,) * tensor.dim(), record_of(tensor, path))] for fqn, tensor in tensors.items()}
-    values = {fqn: value for fqn, value in flat.values.items() if fqn not in places}
-    return PlainFiles(path, places, values, flat.stock_paths)
+    file = read_torch_file(path, weights_only=weights_only)
+    places = {
+        fqn: [((0,) * len(record.tensor.sizes), record)]
+        for fqn, record in file.tensors.items()
+        if record.tensor is not None
+    }
+    return PlainFiles(path, places, file.values, file.paths)
 
 
 def paths_of(source: Source) -> dict[str, tuple[Any, ...]]:

@@ -9,12 +9,20 @@ from __future__ import annotations
 import io
 import os
 import struct
+import sys
 import zipfile
+from pathlib import Path
 from typing import BinaryIO
 
+from torchtitan_ext.errors import DamagedCheckpointError
 from torchtitan_ext.storage.verdict import OnBytes
 
 _READ_BYTES = 1 << 20
+
+# The lengths of name and extra field end the local header of an entry.
+_ENTRY_HEAD = struct.Struct("<26xHH")
+
+_SAVE_AGAIN = "load and save it once more"
 
 # What zipfile raises where an archive is not as it should be.
 _BAD_ARCHIVE = (
@@ -55,6 +63,39 @@ class FilePart(io.RawIOBase):
         found = os.preadv(self._descriptor, [memoryview(buffer)[:count]], self._begin + self._at)
         self._at += found
         return found
+
+
+def find_entries(path: Path) -> dict[str, tuple[int, int]]:
+    """Where the bytes of each entry of an archive begin, and how many these are, by name.
+
+    Raises:
+        DamagedCheckpointError: It is no archive of ``torch.save``, or its entries do not lie there as in memory.
+    """
+    entries: dict[str, tuple[int, int]] = {}
+    byte_order: str = sys.byteorder
+    try:
+        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+            listed = archive.infolist()
+            for entry in listed:
+                head = os.pread(file.fileno(), _ENTRY_HEAD.size, entry.header_offset)
+                begin = entry.header_offset + _ENTRY_HEAD.size + sum(_ENTRY_HEAD.unpack(head))
+                entries[entry.filename.partition("/")[2]] = (begin, entry.file_size)
+                if entry.filename.endswith("/byteorder"):
+                    byte_order = archive.read(entry).decode()
+    except _BAD_ARCHIVE as error:
+        raise DamagedCheckpointError(
+            f"{path} is no archive of torch.save: it is damaged, or of torch before 1.6 ({error}); {_SAVE_AGAIN}"
+        ) from None
+    compressed = [entry.filename for entry in listed if entry.compress_type != zipfile.ZIP_STORED]
+    if compressed:
+        raise DamagedCheckpointError(
+            f"{path}: its entry {compressed[0]} is compressed, which torch.save never does; {_SAVE_AGAIN}"
+        )
+    if byte_order != sys.byteorder:
+        raise DamagedCheckpointError(
+            f"{path}: its numbers are {byte_order}-endian, expected {sys.byteorder}-endian ones; {_SAVE_AGAIN}"
+        )
+    return entries
 
 
 def archive_damage(stream: BinaryIO, *, is_deep: bool, on_bytes: OnBytes) -> tuple[str | None, bool]:

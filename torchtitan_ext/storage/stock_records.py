@@ -40,16 +40,17 @@ def find_stock_tensors(
             continue
         data_offset += storage_offset * ITEM_BYTES[dtype]
         tensor = StoredTensor(dtype, sizes, strides, data_offset)
-        if storage_offset * ITEM_BYTES[dtype] + _extent_bytes(tensor) > data_bytes:
+        if storage_offset * ITEM_BYTES[dtype] + extent_bytes(tensor) > data_bytes:
             raise DamagedCheckpointError(
-                f"{path}: record at byte {offset}: the tensor needs {_extent_bytes(tensor)} bytes, its storage has "
+                f"{path}: record at byte {offset}: the tensor needs {extent_bytes(tensor)} bytes, its storage has "
                 f"{data_bytes}"
             )
         tensors[offset] = tensor
     return tensors
 
 
-def _extent_bytes(tensor: StoredTensor) -> int:
+def extent_bytes(tensor: StoredTensor) -> int:
+    """From its first element to behind its last one."""
     if 0 in tensor.sizes:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.sizes, tensor.strides, strict=True))

@@ -4,7 +4,6 @@ unpickled unless the caller says so.
 
 from __future__ import annotations
 
-import pickle
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,9 @@ from typing import Any
 import torch
 
 from torchtitan_ext.errors import DamagedCheckpointError, UnsafePickleError
-from torchtitan_ext.state.nested import flatten_state_dict
+from torchtitan_ext.state.nested import FlatStateDict, flatten_state_dict
+from torchtitan_ext.state.plain_value import NotPlainError, read_value
+from torchtitan_ext.storage.archives import find_entries
 from torchtitan_ext.storage.contents import ContentChunk, ContentFile, ContentKey, Contents
 from torchtitan_ext.storage.raw_tensor import dtype_name
 from torchtitan_ext.storage.steps import step_of
@@ -27,10 +28,13 @@ def describe_torch(path: Path, *, unsafe_unpickle: bool = False) -> Contents:
 
     Raises:
         DamagedCheckpointError: It cannot be read.
-        UnsafePickleError: It names what ``torch.load(weights_only=True)`` does not know.
+        UnsafePickleError: It names what is not plain data.
     """
     value = _load_on_meta(path, unsafe_unpickle)
-    flat = flatten_state_dict(value).values if isinstance(value, Mapping) else {"": value}
+    try:
+        flat = flat_form(value).values if isinstance(value, Mapping) else {"": value}
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{path}: {error}") from None
     keys = [_key(str(fqn), member) for fqn, member in flat.items()]
     by_name = {key.fqn: key for key in keys}
     files = [ContentFile(path.name, path.stat().st_size, sum(key.dtype is not None for key in keys))]
@@ -45,16 +49,30 @@ def describe_torch(path: Path, *, unsafe_unpickle: bool = False) -> Contents:
     )
 
 
+def flat_form(state: Mapping[Any, Any]) -> FlatStateDict:
+    """A state dict with the flat keys that DCP would give it.
+
+    Raises:
+        ValueError: It has none: two values have one key, a dict holds itself, a key is no text of Unicode.
+    """
+    flat = flatten_state_dict(state, tuples="as_stock")
+    for fqn in flat.values:
+        fqn.encode()
+    return flat
+
+
 def _load_on_meta(path: Path, unsafe_unpickle: bool) -> Any:
     is_zip = zipfile.is_zipfile(path)
     if not is_zip and _begins_as_zip(path):
         raise DamagedCheckpointError(f"{path}: the archive has no end: the file was cut, or is still being written")
+    if is_zip:
+        find_entries(path)  # of numbers in another order of bytes torch crashes on the meta device
     try:
-        return torch.load(path, map_location="meta", weights_only=not unsafe_unpickle, mmap=is_zip)
-    except pickle.UnpicklingError as error:
-        raise UnsafePickleError(str(path), str(error).splitlines()[0]) from None
-    except (RuntimeError, EOFError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise DamagedCheckpointError(f"{path}: {str(error).splitlines()[0]}") from None
+        return read_value(path, weights_only=not unsafe_unpickle, map_location="meta")
+    except NotPlainError as error:
+        raise UnsafePickleError(str(path), f"it names {error.found}") from None
+    except ValueError as error:
+        raise DamagedCheckpointError(f"{path}: {error}") from None
 
 
 def _begins_as_zip(path: Path) -> bool:
@@ -65,7 +83,7 @@ def _begins_as_zip(path: Path) -> bool:
 def _key(fqn: str, value: Any) -> ContentKey:
     if not isinstance(value, torch.Tensor):
         return ContentKey(fqn, None, None, 0, 0)
-    return ContentKey(fqn, dtype_name(value.dtype), tuple(value.shape), value.nbytes, 1)
+    return ContentKey(fqn, dtype_name(value.dtype), tuple(value.shape), value.numel() * value.element_size(), 1)
 
 
 def _chunk(key: ContentKey, name: str) -> ContentChunk:

@@ -7,20 +7,25 @@ meta device notes where the bytes of each storage begin.
 from __future__ import annotations
 
 import errno
+import io
 import mmap
+import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from torchtitan_ext.errors import DamagedCheckpointError, UnsafePickleError
-from torchtitan_ext.state.nested import flatten_state_dict
+from torchtitan_ext.state.nested import FlatStateDict
 from torchtitan_ext.state.plain_value import NotPlainError, read_value
+from torchtitan_ext.storage.archives import find_entries
 from torchtitan_ext.storage.checkpoint_files import Record, StoredTensor
 from torchtitan_ext.storage.raw_tensor import NAMES
+from torchtitan_ext.storage.room import fill_room
+from torchtitan_ext.storage.stock_records import extent_bytes
+from torchtitan_ext.storage.torch_files import flat_form
 
-_ARCHIVE_START = b"PK\x03\x04"
 _ALIGNMENT = 64
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
@@ -29,47 +34,37 @@ _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _MAP_NORESERVE = 0x4000
 
 
-def load_without_data(path: Path, *, weights_only: bool) -> dict[str, Any]:
-    """The state dict in a file, nested, with its tensors on the meta device.
+class TorchFile(NamedTuple):
+    """What a file holds, by flat key.
+
+    Attributes:
+        tensors: Where each lies.
+        paths: Where each key stands in the nested state dict.
+    """
+
+    tensors: dict[str, Record]
+    values: dict[str, Any]
+    paths: dict[str, tuple[Any, ...]]
+
+
+def read_torch_file(path: Path, *, weights_only: bool) -> TorchFile:
+    """The state dict in a file: its values, and places of its tensors.
 
     Raises:
-        DamagedCheckpointError: The file is damaged, was written by torch before 1.6, or holds no state dict.
+        DamagedCheckpointError: The file is damaged, was written by torch before 1.6 or on a machine with another order
+            of bytes, or holds no state dict of plain memory.
         UnsafePickleError: It holds more than plain data.
     """
-    with path.open("rb") as file:
-        if file.read(len(_ARCHIVE_START)) != _ARCHIVE_START:
-            raise DamagedCheckpointError(
-                f"{path} is no archive of torch.save: it is damaged, or of torch before 1.6; load and save it once more"
-            )
-    try:
-        state = read_value(path, weights_only=weights_only, map_location="meta")
-        if not _holds_atoms_alone(state):  # other values may hold tensors, too
-            state = _with_values_of(state, read_value(path, weights_only=weights_only))
-    except NotPlainError as error:
-        raise UnsafePickleError(str(path), f"it names {error.found}") from None
-    except ValueError as error:
-        raise DamagedCheckpointError(f"{path}: {error}") from None
-    if not isinstance(state, Mapping):
-        raise DamagedCheckpointError(f"{path} holds a {type(state).__name__}, expected a state dict")
-    return dict(state)
-
-
-def record_of(tensor: torch.Tensor, path: Path) -> Record:
-    """Where a tensor that ``load_without_data`` gave lies in the file.
-
-    Raises:
-        DamagedCheckpointError: It is no plain memory.
-    """
-    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-    begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", None) if is_plain else None
-    if begin is None or tensor.dtype not in NAMES or tensor.is_conj() or tensor.is_neg():
-        kind = f"{type(tensor).__name__} of {tensor.dtype}, {tensor.layout}"
-        raise DamagedCheckpointError(
-            f"{path}: a {kind} is no plain memory, which is all that can be read of such files"
-        )
-    offset = begin + tensor.storage_offset() * tensor.element_size()
-    stored = StoredTensor(NAMES[tensor.dtype], tuple(tensor.shape), tensor.stride(), offset)
-    return Record(path.name, offset, tensor.nbytes, stored)
+    sizes = dict(find_entries(path).values())
+    flat = _load(path, weights_only, "meta")
+    tensors = {
+        fqn: _record_of(value, path, sizes) for fqn, value in flat.values.items() if isinstance(value, torch.Tensor)
+    }
+    values = {fqn: value for fqn, value in flat.values.items() if fqn not in tensors}
+    if not _ATOMS.issuperset(map(type, values.values())):  # other values may hold tensors, too
+        with_data = _load(path, weights_only, "cpu").values
+        values = {fqn: with_data[fqn] for fqn in values}
+    return TorchFile(tensors, values, flat.stock_paths)
 
 
 def empty_tensors(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> dict[str, torch.Tensor]:
@@ -95,6 +90,8 @@ def empty_tensors(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> d
 def write_without_data(state: Mapping[str, Any], path: Path, *, weights_only: bool) -> dict[str, Record]:
     """Writes a file with room where the bytes of its tensors go, and says where, by flat key. The room is a hole.
 
+    Tensors within values that are no tensors, such as a tuple of some, are written with their bytes.
+
     Args:
         weights_only: Whether the file may hold plain data only.
 
@@ -106,25 +103,63 @@ def write_without_data(state: Mapping[str, Any], path: Path, *, weights_only: bo
             torch.save(state, path)
     except RuntimeError as error:  # torch's archives say no more of a full disk
         raise OSError(errno.EIO, f"torch.save failed ({str(error).partition(chr(10))[0]})", str(path)) from None
-    flat = flatten_state_dict(load_without_data(path, weights_only=weights_only)).values
-    return {fqn: record_of(value, path) for fqn, value in flat.items() if isinstance(value, torch.Tensor)}
+    records = read_torch_file(path, weights_only=weights_only).tensors
+    rooms = {record.offset for record in records.values()}
+    begins = {name: begin for name, (begin, _) in find_entries(path).items()}
+    for number, storage in enumerate(_StorageList(state).storages):
+        begin = begins[f"data/{number}"]
+        if begin not in rooms and storage.nbytes():
+            fill_room([(path, begin, torch.empty(0, dtype=torch.uint8).set_(storage))])
+    return records
 
 
-def _holds_atoms_alone(state: Any) -> bool:
-    """Whether what is no tensor is a number or text."""
-    if type(state) is dict:
-        return all(map(_holds_atoms_alone, state.values()))
-    if type(state) in (list, tuple):
-        return all(map(_holds_atoms_alone, state))
-    return isinstance(state, torch.Tensor) or type(state) in _ATOMS
+class _StorageList(pickle.Pickler):
+    """The storages of all tensors in a value, in the order in which ``torch.save`` numbers them."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(io.BytesIO(), protocol=torch.serialization.DEFAULT_PROTOCOL)
+        self._found: dict[int, torch.UntypedStorage] = {}
+        self.dump(value)
+
+    @property
+    def storages(self) -> list[torch.UntypedStorage]:
+        return list(self._found.values())
+
+    def persistent_id(self, value: Any) -> str | None:
+        if isinstance(value, torch.storage.TypedStorage):
+            value = value._untyped_storage
+        if not isinstance(value, torch.UntypedStorage):
+            return None
+        self._found.setdefault(value._cdata, value)
+        return "storage"
 
 
-def _with_values_of(state: Any, values: Any) -> Any:
-    """The nested state, with what is no tensor from another reading of the same file."""
-    if isinstance(state, torch.Tensor):
-        return state
-    if type(state) is dict:
-        return {key: _with_values_of(member, values[key]) for key, member in state.items()}
-    if type(state) in (list, tuple):
-        return type(state)(_with_values_of(*pair) for pair in zip(state, values, strict=True))
-    return values
+def _load(path: Path, weights_only: bool, location: str) -> FlatStateDict:
+    try:
+        state = read_value(path, weights_only=weights_only, map_location=location)
+        if not isinstance(state, Mapping):
+            raise DamagedCheckpointError(f"{path} holds a {type(state).__name__}, expected a state dict")
+        return flat_form(state)
+    except NotPlainError as error:
+        raise UnsafePickleError(str(path), f"it names {error.found}") from None
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{path}: {error}") from None
+
+
+def _record_of(tensor: torch.Tensor, path: Path, sizes: Mapping[int, int]) -> Record:
+    """Where a tensor on the meta device lies in the file, whose entries have these sizes by their first bytes."""
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", None) if is_plain else None
+    if begin is None or tensor.dtype not in NAMES or tensor.is_conj() or tensor.is_neg():
+        kind = f"{type(tensor).__name__} of {tensor.dtype}, {tensor.layout}"
+        raise DamagedCheckpointError(
+            f"{path}: a {kind} is no plain memory, which is all that can be read of such files"
+        )
+    offset = begin + tensor.storage_offset() * tensor.element_size()
+    stored = StoredTensor(NAMES[tensor.dtype], tuple(tensor.shape), tensor.stride(), offset)
+    end = offset - begin + extent_bytes(stored)
+    if tensor.numel() and end > sizes.get(begin, 0):
+        raise DamagedCheckpointError(
+            f"{path}: a tensor needs {end} bytes of its storage at byte {begin}, which has {sizes.get(begin, 0)}"
+        )
+    return Record(path.name, offset, tensor.nbytes, stored)
