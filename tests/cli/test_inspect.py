@@ -154,6 +154,8 @@ def test_nothing_is_run_unless_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         b'{"w": {"dtype": "F32", "shape": [9], "data_offsets": [0, 4]}}',
         b'{"w": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}',
         b'{"w": {"dtype": "F32", "shape": [1e99], "data_offsets": [0, 4]}}',
+        b'{"w": {"dtype": "F32", "shape": [99999999999999999999999, 0], "data_offsets": [0, 0]}}',
+        b'{"\\ud800": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}',
         b'{"__metadata__": 3}',
         b"[" * 50_000,
         b"\xff\xfe",

@@ -1,12 +1,14 @@
 """What two checkpoints differ in, across formats and meshes."""
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import flip_byte, random_bits, save_as, tensors, training_state
+from safetensors.torch import save_file
 
 import torchtitan_ext as tte
 from torchtitan_ext.errors import DamagedCheckpointError
@@ -97,6 +99,27 @@ def test_numbers_within_a_tolerance_are_equal(tmp_path: Path) -> None:
     (found,) = compared(*pair, tolerance=Tolerance(atol=0.01), values=True).differences
     assert found.values is not None
     assert (found.values.num_different, found.values.first_index) == (1, (1,))
+
+
+def test_nothing_finite_is_close_to_infinity(tmp_path: Path) -> None:
+    a, b = torch.tensor([5.0, float("inf"), 1.0]), torch.tensor([float("inf"), -float("inf"), 1.0])
+    pair = save_as("ours", tmp_path / "a", {"w": a}), save_as("ours", tmp_path / "b", {"w": b})
+    (found,) = compared(*pair, tolerance=Tolerance(rtol=0.1, atol=0.1), values=True).differences
+    assert found.values is not None and found.values.num_different == 2
+
+
+@pytest.mark.parametrize(("dtype", "sizes", "offsets"), [(torch.uint8, (1, 1), (0, 1)), (torch.int8, (1,), (1,))])
+def test_chunks_of_one_tensor_are_of_one_dtype_and_of_as_many_dims(
+    tmp_path: Path, dtype: torch.dtype, sizes: tuple[int, ...], offsets: tuple[int, ...]
+) -> None:
+    def save_chunk(name: str, tensor: torch.Tensor, begin: tuple[int, ...]) -> None:
+        note = {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": begin}})}
+        save_file({"w": tensor}, tmp_path / name, note)
+
+    save_chunk("a.safetensors", torch.ones(1, dtype=torch.uint8), (0,))
+    save_chunk("b.safetensors", torch.ones(sizes, dtype=dtype), offsets)
+    with pytest.raises(DamagedCheckpointError, match="the chunks of w"):
+        open_source(tmp_path)
 
 
 def test_a_prefix_finds_the_model_of_a_training_checkpoint(tmp_path: Path) -> None:

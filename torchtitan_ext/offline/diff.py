@@ -294,6 +294,7 @@ def _positions_apart(a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance) -> 
         return positions
     numbers_a, numbers_b = _numbers(a[positions]), _numbers(b[positions])
     is_close = (numbers_a - numbers_b).abs() <= tolerance.atol + tolerance.rtol * numbers_b.abs()
+    is_close &= numbers_a.isfinite() & numbers_b.isfinite()  # nothing else is close to infinity
     return positions[~(is_close | (numbers_a.isnan() & numbers_b.isnan()))]
 
 

@@ -82,6 +82,7 @@ def read_header(path: Path) -> dict[str, SafetensorsEntry]:
         header = json.loads(text_bytes)
         notes = header.pop("__metadata__", None) or {}
         boxes = json.loads(notes["DCP_SHARDING_INFO"]) if "DCP_SHARDING_INFO" in notes else {}
+        "".join(header).encode()  # JSON can spell what is no text
         entries = {str(fqn): _entry(entry, boxes.get(fqn), 8 + header_bytes) for fqn, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpointError(f"{path}: its header is none of safetensors ({error})") from None
@@ -154,8 +155,8 @@ def _entry(entry: Any, box: Any, data_begin: int) -> SafetensorsEntry:
 
 
 def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"got {value!r}, expected a number that is not negative")
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"got {value!r}, expected a number of bytes or elements")
     return value
 
 

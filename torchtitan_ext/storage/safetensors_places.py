@@ -47,6 +47,10 @@ def find_safetensors(path: Path) -> dict[str, list[Place]]:
                 stored = StoredTensor(entry.dtype, entry.sizes, row_major_strides(entry.sizes), entry.begin)
                 record = Record(name, entry.begin, entry.num_bytes, stored)
                 found.setdefault(fqn, []).append((entry.offsets, record))
+    for fqn, places in found.items():
+        kinds = {(record.tensor.dtype, len(offsets)) for offsets, record in places if record.tensor is not None}
+        if len(kinds) > 1:
+            raise DamagedCheckpointError(f"{path}: the chunks of {fqn} are of several dtypes, or of other dims")
     lost = sorted((weight_map or {}).keys() - found.keys())
     if lost:
         raise DamagedCheckpointError(
