@@ -162,3 +162,18 @@ def test_no_torch_is_imported(run: Path, command: tuple[str, ...]) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("set()\n")
+
+
+def test_names_that_no_save_gives_are_no_steps(run: Path) -> None:
+    (run / "step-007").mkdir()
+    assert [row["step"] for row in call("ls", run, "--json").json["steps"]] == [5, 10, 12, 15, 20]
+    assert call("gc", run, "--keep", 1, "--yes").code == FINE
+    assert steps(run) == ["step-007", "step-20"]
+
+
+def test_links_to_steps_elsewhere_stay(run: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    elsewhere = make(tmp_path_factory.mktemp("archive") / "kept", "ours")
+    names = sorted(os.listdir(elsewhere))
+    (run / "step-1").symlink_to(elsewhere)
+    assert call("gc", run, "--keep", 1, "--yes").code == FINE
+    assert steps(run) == ["step-1", "step-20"] and sorted(os.listdir(elsewhere)) == names

@@ -55,8 +55,8 @@ def old_steps(saved: Path, keep: int) -> list[Path]:
 def steps_beyond(run: Path, keep: int, own: int | None = None) -> list[int]:
     """The steps that are older than the ``keep`` newest whole ones, newest first.
 
-    Left out are those in which each rank has metadata of its own, which are no steps of a run, and directories without
-    a file of a checkpoint of DCP.
+    Left out are those in which each rank has metadata of its own, which are no steps of a run, directories without a
+    file of a checkpoint of DCP, and links, which lead to what need not be this run's.
 
     Args:
         own: A step that counts as whole, whether it is there or not, and never goes.
@@ -67,7 +67,7 @@ def steps_beyond(run: Path, keep: int, own: int | None = None) -> list[int]:
         path = step_path(run, number)
         if num_whole < keep:
             num_whole += number == own or is_whole(path)
-        elif number != own:
+        elif number != own and not path.is_symlink():
             ours, others = checkpoint_names(path)
             if (ours or not others) and not ranks_with_metadata(path):
                 old.append(number)

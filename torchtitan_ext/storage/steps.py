@@ -15,8 +15,9 @@ _STEP = re.compile(r"step-(\d+)")
 def find_steps(run: Path) -> dict[int, bool]:
     """The steps that a run has directories of, and whether their saves have finished."""
     names = os.listdir(run) if run.is_dir() else []
-    numbers = [int(match[1]) for name in names if (match := _STEP.fullmatch(name)) and (run / name).is_dir()]
-    return {number: _has_finished(step_path(run, number)) for number in numbers}
+    numbers = {int(match[1]) for name in names if (match := _STEP.fullmatch(name))}
+    # There may be step-007 alone, a name that no save gives.
+    return {number: _has_finished(path) for number in numbers if (path := step_path(run, number)).is_dir()}
 
 
 def last_finished(steps: Mapping[int, bool]) -> int | None:
