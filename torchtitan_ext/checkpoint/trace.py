@@ -109,7 +109,7 @@ class Trace:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.write_text(json.dumps(content))
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a path may be no name of a file
             warnings.warn(f"the trace of a {operation} is not written: {error}", stacklevel=2)
 
     def _record(self, span: Span) -> None:
