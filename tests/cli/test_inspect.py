@@ -73,13 +73,14 @@ def test_a_pattern_chooses_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS[:4])
-def test_neither_torch_nor_numpy_is_imported(tmp_path: Path, kind: str) -> None:
+def test_neither_torch_nor_numpy_nor_what_draws_is_imported(tmp_path: Path, kind: str) -> None:
     path = make(tmp_path / "c", kind)
     code = (
         f"import sys; sys.argv = ['torchtitan-ext', 'inspect', {str(path)!r}]\n"
         "from torchtitan_ext.cli.app import main\n"
+        "drawing = 'torchtitan_ext.cli.pictures.layout_of_key'\n"
         "try: main()\n"
-        "finally: print({'torch', 'numpy'} & set(sys.modules))"
+        "finally: print({'torch', 'numpy', drawing} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "layers.0.wq" in done.stdout and done.stdout.endswith("set()\n")

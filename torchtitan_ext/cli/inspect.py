@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +13,6 @@ import typer
 
 from torchtitan_ext.cli.options import Json, UnsafeUnpickle
 from torchtitan_ext.cli.output import count_of, print_json, print_problem, print_table, text_of_bytes
-from torchtitan_ext.cli.pictures.layout_of_key import show_layout
 from torchtitan_ext.storage.contents import ContentChunk, ContentKey, Contents
 from torchtitan_ext.storage.describe import describe
 
@@ -39,7 +39,8 @@ def run(
         contents = describe(path, rank=rank, unsafe_unpickle=unsafe_unpickle)
         keys = contents.matching(glob)
     if layout is not None:
-        show_layout(contents, layout, plot, json=json)
+        pictures = importlib.import_module("torchtitan_ext.cli.pictures.layout_of_key")
+        pictures.show_layout(contents, layout, plot, json=json)
         return
     if glob is not None and not keys:
         print_problem(f"no key matches {glob}")
