@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 import torchtitan_ext as tte
 from torchtitan_ext.errors import DamagedCheckpointError
 from torchtitan_ext.offline.diff import Difference, DiffReport, Tolerance, ValueDifference, diff, map_differences
-from torchtitan_ext.offline.prints import fingerprint_tensors
 from torchtitan_ext.offline.selection import Selection
 from torchtitan_ext.offline.sources import open_source
+from torchtitan_ext.offline.tensor_fingerprints import fingerprint_tensors
 
 FORMATS = ["ours", "stock", "torch", "safetensors", "safetensors file", "dp=4,tp=2", "dp_replicate=2,dp_shard=3"]
 CHANGES = [(kind, "model.wide") for kind in FORMATS] + [("dp=4,tp=2", key) for key in tensors() if "empty" not in key]

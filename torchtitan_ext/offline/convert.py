@@ -17,15 +17,17 @@ from torchtitan_ext.offline.boxes import BoxReader
 from torchtitan_ext.offline.filled_files import Room, fill_files
 from torchtitan_ext.offline.memory import divide
 from torchtitan_ext.offline.mesh_plan import check_plain
-from torchtitan_ext.offline.processes import Progress
 from torchtitan_ext.offline.reshard import reshard
 from torchtitan_ext.offline.selection import Selection
-from torchtitan_ext.offline.sources import Source
+from torchtitan_ext.offline.sources import Source, tensor_bytes
 from torchtitan_ext.offline.targets import refuse_existing
 from torchtitan_ext.storage.checkpoint_files import sync_directory
+from torchtitan_ext.storage.element_types import num_bytes_of
+from torchtitan_ext.storage.progress import OnBytes
 from torchtitan_ext.storage.raw_tensor import NAMES
 from torchtitan_ext.storage.room import make_file, sync_files
-from torchtitan_ext.storage.safetensors_places import INDEX_NAME, has_name, lay_out, num_bytes_of
+from torchtitan_ext.storage.safetensors_files import NAME_OF_DTYPE
+from torchtitan_ext.storage.safetensors_places import INDEX_NAME, lay_out
 from torchtitan_ext.storage.staged_target import staged_target
 from torchtitan_ext.storage.torch_places import empty_tensors, write_without_data
 
@@ -58,7 +60,7 @@ def convert(
     max_bytes: int = 1 << 30,
     num_processes: int | None = None,
     weights_only: bool = True,
-    progress: Progress = lambda _: None,
+    progress: OnBytes = lambda _: None,
 ) -> ConvertReport:
     """Writes a checkpoint of DCP (``"dcp"``), a directory of safetensors (``"hf"``), or a file of ``torch.save``.
 
@@ -124,13 +126,13 @@ class _Conversion:
 
     @property
     def num_bytes(self) -> int:
-        return sum(entry.size.numel() * entry.properties.dtype.itemsize for entry in self.tensors.values())
+        return sum(map(tensor_bytes, self.tensors.values()))
 
     def lay_out_safetensors(self, directory: Path, max_file_bytes: int) -> list[Room]:
         """Makes the files, without data, and the index where there are several."""
         _refuse_other_files(self.target)
         tensors = {key: (NAMES[entry.properties.dtype], tuple(entry.size)) for key, entry in self.tensors.items()}
-        odd = [key for key, (dtype, _) in tensors.items() if not has_name(dtype)]
+        odd = [key for key, (dtype, _) in tensors.items() if dtype not in NAME_OF_DTYPE]
         if odd:
             problems = [
                 Problem(

@@ -17,11 +17,11 @@ from torchtitan_ext.errors import CheckpointReadError
 from torchtitan_ext.layout.dtensor import as_bytes
 from torchtitan_ext.offline.boxes import BoxReader, Piece, cut, new_buffer, views
 from torchtitan_ext.offline.difference_map import DifferenceMap
-from torchtitan_ext.offline.prints import fingerprint_tensors
-from torchtitan_ext.offline.processes import Progress
 from torchtitan_ext.offline.selection import Selection
-from torchtitan_ext.offline.sources import DcpSource, Source
+from torchtitan_ext.offline.sources import DcpSource, Source, tensor_bytes
+from torchtitan_ext.offline.tensor_fingerprints import fingerprint_tensors
 from torchtitan_ext.state.value_digest import digest_value
+from torchtitan_ext.storage.progress import OnBytes
 
 DifferenceKind = Literal["only_in_a", "only_in_b", "type", "dtype", "shape", "values", "unreadable"]
 
@@ -100,7 +100,7 @@ def diff(
     tolerance: Tolerance | None = None,
     max_bytes: int = 256 << 20,
     num_threads: int = 2,
-    progress: Progress = lambda _: None,
+    progress: OnBytes = lambda _: None,
 ) -> DiffReport:
     """Compares two checkpoints, key by key: bits of tensors, NaNs too, and values by their digests.
 
@@ -129,13 +129,13 @@ def diff(
         )
         for source, keys in ((a, keys_a), (b, keys_b))
     ]
-    apart = Apart(a, b, tolerance or Tolerance(), max_bytes)
+    comparison = _TensorComparison(a, b, tolerance or Tolerance(), max_bytes)
     for key in tensors:
         if digests[0][keys_a[key]] == digests[1][keys_b[key]]:
             continue
         found = Difference(key, "values", described(a, keys_a[key]), described(b, keys_b[key]))
-        if values or not apart.tolerance.is_exact:
-            measured = apart.measure(keys_a[key], keys_b[key])
+        if values or not comparison.tolerance.is_exact:
+            measured = comparison.measure(keys_a[key], keys_b[key])
             if measured is None:
                 continue
             found = replace(found, values=measured if values else None)
@@ -155,17 +155,13 @@ def map_differences(
 ) -> DifferenceMap:
     """Where a tensor differs that ``diff`` found to differ in its values. Arguments as there."""
     keys = (_keys_of(source, selection)[key] for source in (a, b))
-    return Apart(a, b, tolerance or Tolerance(), max_bytes).map(*keys)
+    return _TensorComparison(a, b, tolerance or Tolerance(), max_bytes).map(*keys)
 
 
 def num_bytes_to_read(source: Source, selection: Selection | None = None) -> int:
-    """Of the tensors that are selected."""
+    """What a comparison or a copy of the selected tensors reads."""
     entries = (source.metadata.state_dict_metadata[fqn] for fqn in _keys_of(source, selection).values())
-    return sum(
-        entry.size.numel() * entry.properties.dtype.itemsize
-        for entry in entries
-        if isinstance(entry, TensorStorageMetadata)
-    )
+    return sum(tensor_bytes(entry) for entry in entries if isinstance(entry, TensorStorageMetadata))
 
 
 def described(source: Source, fqn: str) -> str:
@@ -180,7 +176,7 @@ def described(source: Source, fqn: str) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
-class Apart:
+class _TensorComparison:
     """Measures how far tensors of two checkpoints are apart, piece by piece."""
 
     def __init__(self, a: Source, b: Source, tolerance: Tolerance, max_bytes: int) -> None:

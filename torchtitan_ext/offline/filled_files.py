@@ -9,8 +9,9 @@ from pathlib import Path
 from torchtitan_ext.layout.layout import row_major_position
 from torchtitan_ext.offline.boxes import BoxReader, Piece, batched, cut, new_buffer, views
 from torchtitan_ext.offline.memory import Shares
-from torchtitan_ext.offline.processes import Progress, run_tasks
+from torchtitan_ext.offline.processes import run_tasks
 from torchtitan_ext.offline.sources import Source
+from torchtitan_ext.storage.progress import OnBytes
 from torchtitan_ext.storage.room import fill_room
 
 # A task is large enough that its start does not count, and small enough that processes end together.
@@ -39,7 +40,7 @@ class _Part:
         return self.piece.num_bytes
 
 
-def fill_files(source: Source, rooms: Sequence[Room], shares: Shares, progress: Progress) -> None:
+def fill_files(source: Source, rooms: Sequence[Room], shares: Shares, progress: OnBytes) -> None:
     """Writes tensors of a source into files that are there already.
 
     Raises:
@@ -59,7 +60,7 @@ def fill_files(source: Source, rooms: Sequence[Room], shares: Shares, progress: 
         ]
     tasks = list(batched(parts, _TASK_BYTES, max_count=len(parts)))
 
-    def fill(number: int, report: Progress) -> None:
+    def fill(number: int, report: OnBytes) -> None:
         buffer = new_buffer(shares.part_bytes)
         for batch in batched(tasks[number], shares.part_bytes):
             pieces = [part.piece for part in batch]

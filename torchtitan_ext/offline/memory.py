@@ -19,7 +19,7 @@ _MOST_PART_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Shares:
-    """How work is divided.
+    """How many processes work, and what each of them may use.
 
     Attributes:
         part_bytes: What each process reads at a time.

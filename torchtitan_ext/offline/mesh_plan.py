@@ -19,7 +19,7 @@ from torchtitan_ext.errors import Problem, refusal
 from torchtitan_ext.offline.boxes import BoxReader, Piece
 from torchtitan_ext.offline.placement_rules import Placed, PlacementRules, saved_chunk_lists
 from torchtitan_ext.offline.selection import Selection
-from torchtitan_ext.offline.sources import Source
+from torchtitan_ext.offline.sources import Source, tensor_bytes
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class MeshPlan:
     @property
     def num_bytes(self) -> int:
         """Of all tensors."""
-        return sum(entry.size.numel() * entry.properties.dtype.itemsize for entry in self.tensors.values())
+        return sum(map(tensor_bytes, self.tensors.values()))
 
     def metadata(self) -> Metadata:
         """Of the new checkpoint, without the places of its records."""

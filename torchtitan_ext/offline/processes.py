@@ -15,9 +15,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_ext.errors import WorkerLostError
-
-Progress = Callable[[int], object]
-"""Is told how many bytes were done since the last call."""
+from torchtitan_ext.storage.progress import OnBytes
 
 _Result = TypeVar("_Result")
 
@@ -25,7 +23,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def run_tasks(
-    task: Callable[[int, Progress], _Result], num_tasks: int, num_processes: int, progress: Progress
+    task: Callable[[int, OnBytes], _Result], num_tasks: int, num_processes: int, progress: OnBytes
 ) -> list[_Result]:
     """Results of ``task(number, progress)`` for all numbers. The first that fails ends all, and is raised.
 
@@ -47,7 +45,7 @@ def run_tasks(
 
 
 class _Workers(Generic[_Result]):
-    def __init__(self, task: Callable[[int, Progress], _Result], num_tasks: int, num_processes: int) -> None:
+    def __init__(self, task: Callable[[int, OnBytes], _Result], num_tasks: int, num_processes: int) -> None:
         context = multiprocessing.get_context("fork")
         self._results: dict[int, _Result] = {}
         self._num_tasks = num_tasks
@@ -64,7 +62,7 @@ class _Workers(Generic[_Result]):
             sender.close()
             self._workers[receiver] = worker
 
-    def run(self, progress: Progress) -> list[_Result]:
+    def run(self, progress: OnBytes) -> list[_Result]:
         try:
             while self._workers:
                 for receiver in wait(list(self._workers)):
@@ -76,7 +74,7 @@ class _Workers(Generic[_Result]):
                 worker.join()
         return [self._results[number] for number in range(self._num_tasks)]
 
-    def _take(self, receiver: Connection, progress: Progress) -> None:
+    def _take(self, receiver: Connection, progress: OnBytes) -> None:
         try:
             kind, *content = receiver.recv()
         except EOFError:
@@ -94,9 +92,7 @@ class _Workers(Generic[_Result]):
             self._results[number] = result
 
 
-def _work(
-    task: Callable[[int, Progress], Any], num_tasks: int, next_task: Any, sender: Connection, parent: int
-) -> None:
+def _work(task: Callable[[int, OnBytes], Any], num_tasks: int, next_task: Any, sender: Connection, parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it was gone before that
         return

@@ -14,13 +14,14 @@ from torchtitan_ext.offline.boxes import BoxReader, Piece, batched, cut, new_buf
 from torchtitan_ext.offline.memory import Shares, divide
 from torchtitan_ext.offline.mesh_plan import MeshPlan, RankBox
 from torchtitan_ext.offline.placement_rules import DimOf, PlacementRules
-from torchtitan_ext.offline.processes import Progress, run_tasks
+from torchtitan_ext.offline.processes import run_tasks
 from torchtitan_ext.offline.selection import Selection
 from torchtitan_ext.offline.sources import Source
 from torchtitan_ext.offline.targets import refuse_existing
 from torchtitan_ext.storage.checkpoint_files import RankFile
 from torchtitan_ext.storage.commit import SavePlace, find_place
 from torchtitan_ext.storage.file_writer import FileWriter
+from torchtitan_ext.storage.progress import OnBytes
 from torchtitan_ext.storage.rank_file import RankFileWriter
 
 
@@ -50,7 +51,7 @@ def reshard(
     sync: bool = True,
     max_bytes: int = 1 << 30,
     num_processes: int | None = None,
-    progress: Progress = lambda _: None,
+    progress: OnBytes = lambda _: None,
 ) -> ReshardReport:
     """Writes the files that a save on a mesh would write. The target is whole, or what it was before.
 
@@ -109,7 +110,7 @@ class _RankFiles:
         self._reader = BoxReader(plan.source)
         plan.source.thread_count = shares.num_threads
 
-    def write(self, rank: int, progress: Progress) -> RankFile | None:
+    def write(self, rank: int, progress: OnBytes) -> RankFile | None:
         """The file of one rank; none where it has nothing to write."""
         boxes = list(self._plan.boxes_of(rank))
         values = self._plan.values_of(rank)

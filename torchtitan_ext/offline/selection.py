@@ -11,11 +11,11 @@ from torchtitan_ext.state.nested import Path
 
 @dataclass(frozen=True)
 class Selection:
-    """All keys, unless it says something else.
+    """Chooses keys by globs and by a prefix; by default all.
 
     Attributes:
-        only: Globs; a key that matches one of them is in. All are, where there is none.
-        prefix: A component, such as ``model``: only keys below it are in, under names that begin behind it.
+        only: Globs; a key is chosen that matches one of them. Without globs every key is.
+        prefix: A component, such as ``model``: only keys below it are chosen, and their names lose it.
     """
 
     only: tuple[str, ...] = ()

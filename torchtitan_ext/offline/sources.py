@@ -198,6 +198,11 @@ def paths_of(source: Source) -> dict[str, tuple[Any, ...]]:
     return {fqn: tuple(paths.get(fqn, (fqn,))) for fqn in source.metadata.state_dict_metadata if fqn != WORLD_KEY}
 
 
+def tensor_bytes(entry: TensorStorageMetadata) -> int:
+    """The bytes of a tensor's elements."""
+    return entry.size.numel() * entry.properties.dtype.itemsize
+
+
 def read_record(source: Source, index: MetadataIndex) -> torch.Tensor:
     """The bytes of a whole record, as ``torch.save`` wrote them; 1-D uint8."""
     (record,) = source.find_records([index])

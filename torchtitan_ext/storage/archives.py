@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from torchtitan_ext.errors import DamagedCheckpointError
-from torchtitan_ext.storage.verdict import OnBytes
+from torchtitan_ext.storage.progress import OnBytes
 
 _READ_BYTES = 1 << 20
 

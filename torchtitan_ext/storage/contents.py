@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 import fnmatch
-import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from torchtitan_ext.storage.element_types import ITEM_BYTES
+from torchtitan_ext.storage.element_types import ITEM_BYTES, num_bytes_of
 from torchtitan_ext.storage.formats import Format
 
 
@@ -100,8 +99,7 @@ class Contents:
 
 def bytes_of(dtype: str, sizes: Sequence[int], stored_bytes: int) -> int:
     """The bytes of a tensor's elements; of dtypes that are no plain memory those of its records."""
-    item_bytes = ITEM_BYTES.get(dtype)
-    return stored_bytes if item_bytes is None else item_bytes * math.prod(sizes)
+    return num_bytes_of(dtype, sizes) if dtype in ITEM_BYTES else stored_bytes
 
 
 def size_of(path: Path) -> int | None:

@@ -18,19 +18,19 @@ from torchtitan_ext.errors import DamagedCheckpointError
 from torchtitan_ext.storage.archives import FilePart, archive_damage
 from torchtitan_ext.storage.checkpoint_files import IndexedFile, shown
 from torchtitan_ext.storage.damage import Part, describe_damage
+from torchtitan_ext.storage.formats import ZIP_START
 from torchtitan_ext.storage.leftovers import checkpoint_names
 from torchtitan_ext.storage.opened import OpenedCheckpoint
+from torchtitan_ext.storage.progress import OnBytes
 from torchtitan_ext.storage.saved_metadata import SavedMetadata, parts_of, ranks_with_metadata, read_saved_metadata
 from torchtitan_ext.storage.threads import thread_count_of
-from torchtitan_ext.storage.verdict import Damage, OnBytes, Verdict
+from torchtitan_ext.storage.verdict import Damage, Verdict
 
 # What is read at a time: a multiple of the blocks that have checksums.
 _READ_BYTES = 16 << 20
 
-# Of chunks that lie nowhere the first are named.
+# No more chunks than this are named of which the metadata has no place.
 _MAX_UNPLACED = 10
-
-_ZIP_START = b"PK\x03\x04"
 
 
 def verify_dcp(path: Path, *, is_deep: bool, on_bytes: OnBytes) -> Verdict:
@@ -170,7 +170,7 @@ class DcpLook:
 
     def _record_damages(self, path: Path, descriptor: int, parts: Iterator[Part]) -> Iterator[Damage]:
         for part in parts:
-            if os.pread(descriptor, len(_ZIP_START), part.offset) != _ZIP_START:
+            if os.pread(descriptor, len(ZIP_START), part.offset) != ZIP_START:
                 self.unproved.add(path.name)
                 self._on_bytes(part.num_bytes)
                 continue

@@ -4,6 +4,9 @@ no torch.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from torchtitan_ext import _core
 
 # torch.save has a storage class for each of the older dtypes and writes the name of the younger ones.
@@ -40,6 +43,11 @@ ELEMENT_TYPES = {
     **{name: _core.ElementType(kind, "", num_bytes) for name, (kind, num_bytes) in _STORAGE_CLASSES.items()},
     **{name: _core.ElementType(UNTYPED, name, num_bytes) for name, num_bytes in _YOUNGER.items()},
 }
+
+
+def num_bytes_of(dtype: str, sizes: Sequence[int]) -> int:
+    """The bytes of a tensor's elements, from the name of its dtype (a key of ``ITEM_BYTES``) and its shape."""
+    return math.prod(sizes) * ITEM_BYTES[dtype]
 
 
 def dtype_name_of(storage_class: str, name: str) -> str | None:

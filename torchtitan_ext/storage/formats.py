@@ -18,8 +18,10 @@ _DCP_NAME = re.compile(r"(__\d+)?\.(metadata|tte_index)(\.[0-9a-f]{32})?")
 # How torch.save began before it wrote zip archives (torch 1.5): protocol 2, then its magic number as a long integer.
 _LEGACY_START = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
 
-# The local header of a zip archive's first entry, and its name.
-_ZIP_START = b"PK\x03\x04"
+ZIP_START = b"PK\x03\x04"
+"""The first bytes of a zip archive, which torch.save writes since torch 1.6."""
+
+# Where the name of an archive's first entry begins.
 _NAME_OFFSET = 30
 _HEAD_BYTES = 4096
 
@@ -51,7 +53,7 @@ def format_of(path: str | os.PathLike[str]) -> Format:
 def _is_torch_archive(head: bytes) -> bool:
     """Whether a zip archive begins with the pickle of ``torch.save``, as those do; others begin with other entries."""
     name_bytes = int.from_bytes(head[26:28], "little")
-    return head.startswith(_ZIP_START) and head[_NAME_OFFSET : _NAME_OFFSET + name_bytes].endswith(b"/data.pkl")
+    return head.startswith(ZIP_START) and head[_NAME_OFFSET : _NAME_OFFSET + name_bytes].endswith(b"/data.pkl")
 
 
 def _missing(names: list[str]) -> str:

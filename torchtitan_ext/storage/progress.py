@@ -11,14 +11,15 @@ try:
 except ImportError:
     tqdm = None
 
-# What takes less needs no bar.
+# What ends sooner needs no bar.
 _DELAY_SECONDS = 2.0
+
+OnBytes = Callable[[int], object]
+"""Is called with the number of bytes that were read, written or looked at since its last call."""
 
 
 @contextmanager
-def progress(
-    operation: str, *, is_coordinator: bool, total_bytes: Callable[[], int]
-) -> Iterator[Callable[[int], object]]:
+def progress(operation: str, *, is_coordinator: bool, total_bytes: Callable[[], int]) -> Iterator[OnBytes]:
     """Shows the bytes of this rank while it reads or writes, and their rate.
 
     Args:
@@ -43,7 +44,7 @@ def progress(
 
 
 def _ignore(num_bytes: int) -> None:
-    """Nobody looks on."""
+    """In the place of a bar that is not shown."""
 
 
 def _is_terminal() -> bool:

@@ -10,13 +10,12 @@ which chunk of a tensor a file has.
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchtitan_ext.errors import DamagedCheckpointError
 from torchtitan_ext.storage.contents import ContentChunk, ContentFile, ContentKey, Contents, bytes_of
-from torchtitan_ext.storage.element_types import ITEM_BYTES
+from torchtitan_ext.storage.element_types import ITEM_BYTES, num_bytes_of
 from torchtitan_ext.storage.steps import step_of
 
 # The format's own limit.
@@ -148,7 +147,7 @@ def _entry(entry: Any, box: Any, data_begin: int) -> SafetensorsEntry:
     if len(offsets) != len(sizes):
         raise ValueError("a chunk has other dims than its tensor")
     dtype = _DTYPES.get(str(entry["dtype"]), str(entry["dtype"]))
-    num_bytes = math.prod(sizes) * ITEM_BYTES[dtype] if dtype in ITEM_BYTES else end - begin
+    num_bytes = num_bytes_of(dtype, sizes) if dtype in ITEM_BYTES else end - begin
     if end - begin != num_bytes:
         raise ValueError(f"{num_bytes} bytes are needed where {end - begin} are given")
     return SafetensorsEntry(dtype, sizes, offsets, data_begin + begin, num_bytes)

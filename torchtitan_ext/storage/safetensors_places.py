@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any
 
 from torchtitan_ext.errors import DamagedCheckpointError
 from torchtitan_ext.storage.checkpoint_files import Record, StoredTensor, row_major_strides
-from torchtitan_ext.storage.element_types import ITEM_BYTES
+from torchtitan_ext.storage.element_types import ITEM_BYTES, num_bytes_of
 from torchtitan_ext.storage.safetensors_files import NAME_OF_DTYPE, read_header, read_weight_map, safetensors_paths
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -23,7 +22,7 @@ Place = tuple[tuple[int, ...], Record]
 
 
 def find_safetensors(path: Path) -> dict[str, list[Place]]:
-    """The chunks of each tensor of a file, or of the files of a directory; reads headers only. Most have one.
+    """The chunks of each tensor of a file, or of the files of a directory; reads headers only. Most tensors have one.
 
     A directory's files are those that its index names, or all where there is none.
 
@@ -88,13 +87,3 @@ def lay_out(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> NewSafetensors:
     start = 8 + len(text)
     header = len(text).to_bytes(8, "little") + text
     return NewSafetensors(header, {fqn: start + begin for fqn, begin in begins.items()}, start + end)
-
-
-def has_name(dtype: str) -> bool:
-    """Whether the format has a name for a dtype."""
-    return dtype in NAME_OF_DTYPE
-
-
-def num_bytes_of(dtype: str, sizes: Sequence[int]) -> int:
-    """Of a tensor, from the name of its dtype and its shape."""
-    return math.prod(sizes) * ITEM_BYTES[dtype]

@@ -16,6 +16,7 @@ from torchtitan_ext.state.nested import FlatStateDict, flatten_state_dict
 from torchtitan_ext.state.plain_value import NotPlainError, read_value
 from torchtitan_ext.storage.archives import find_entries
 from torchtitan_ext.storage.contents import ContentChunk, ContentFile, ContentKey, Contents
+from torchtitan_ext.storage.formats import ZIP_START
 from torchtitan_ext.storage.raw_tensor import dtype_name
 from torchtitan_ext.storage.steps import step_of
 
@@ -77,7 +78,7 @@ def _load_on_meta(path: Path, unsafe_unpickle: bool) -> Any:
 
 def _begins_as_zip(path: Path) -> bool:
     with path.open("rb") as stream:
-        return stream.read(2) == b"PK"
+        return stream.read(len(ZIP_START)) == ZIP_START
 
 
 def _key(fqn: str, value: Any) -> ContentKey:

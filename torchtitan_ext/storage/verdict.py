@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from torchtitan_ext.storage.formats import Format
-
-OnBytes = Callable[[int], object]
-"""Is told how many more bytes were looked at."""
 
 
 class Damage(NamedTuple):

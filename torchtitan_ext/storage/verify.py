@@ -10,12 +10,11 @@ from torchtitan_ext.errors import DamagedCheckpointError, TorchtitanExtError
 from torchtitan_ext.storage.archives import archive_damage
 from torchtitan_ext.storage.checkpoint_files import parse_index
 from torchtitan_ext.storage.dcp_damage import DcpLook, verify_dcp
-from torchtitan_ext.storage.formats import Format, format_of
+from torchtitan_ext.storage.formats import ZIP_START, Format, format_of
 from torchtitan_ext.storage.opened import OpenedCheckpoint
+from torchtitan_ext.storage.progress import OnBytes
 from torchtitan_ext.storage.safetensors_files import read_header, read_weight_map, safetensors_paths
-from torchtitan_ext.storage.verdict import Damage, OnBytes, Verdict
-
-_ZIP_START = b"PK\x03\x04"
+from torchtitan_ext.storage.verdict import Damage, Verdict
 
 
 def verify(path: Path, *, is_deep: bool = False, on_bytes: OnBytes = lambda num_bytes: None) -> Verdict:
@@ -103,7 +102,7 @@ def _verify_torch(path: Path, *, is_deep: bool, on_bytes: OnBytes) -> Verdict:
     damages: list[Damage] = []
     is_proved = False
     with path.open("rb") as stream:
-        is_zip = stream.read(len(_ZIP_START)) == _ZIP_START
+        is_zip = stream.read(len(ZIP_START)) == ZIP_START
         stream.seek(0)
         if is_zip:
             problem, is_proved = archive_damage(stream, is_deep=is_deep, on_bytes=on_bytes)

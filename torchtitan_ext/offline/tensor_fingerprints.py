@@ -13,12 +13,12 @@ from torchtitan_ext.fingerprints import hex_of_digest
 from torchtitan_ext.layout.layout import Chunk, LocalShard
 from torchtitan_ext.offline.boxes import BoxReader, Piece, batched, cut, new_buffer, views
 from torchtitan_ext.offline.memory import divide
-from torchtitan_ext.offline.processes import Progress
 from torchtitan_ext.offline.sources import Source
+from torchtitan_ext.storage.progress import OnBytes
 
 
 def fingerprint_tensors(
-    source: Source, fqns: Iterable[str], *, max_bytes: int, num_threads: int, progress: Progress = lambda _: None
+    source: Source, fqns: Iterable[str], *, max_bytes: int, num_threads: int, progress: OnBytes = lambda _: None
 ) -> dict[str, str]:
     """The digest of each tensor, equal to that which ``tte.fingerprint`` has for a state dict with it.
 
