@@ -15,9 +15,10 @@ from checkpoints import random_bits, save_as
 from torchtitan_ext.errors import WorkerLostError
 from torchtitan_ext.offline.convert import convert
 from torchtitan_ext.offline.diff import diff
-from torchtitan_ext.offline.processes import Progress, run_tasks
+from torchtitan_ext.offline.processes import run_tasks
 from torchtitan_ext.offline.reshard import reshard
 from torchtitan_ext.offline.sources import open_source
+from torchtitan_ext.storage.progress import OnBytes
 
 Operation = Callable[..., Any]
 
@@ -71,7 +72,7 @@ def test_a_kill_leaves_what_was_there_and_no_process(tmp_path: Path, name: str, 
     assert sorted(os.listdir(tmp_path)) == ["a", "a-plain", "b", "old"]
 
 
-def die_at_two(number: int, progress: Progress) -> int:
+def die_at_two(number: int, progress: OnBytes) -> int:
     if number == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     return number

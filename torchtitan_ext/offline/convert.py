@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchtitan_ext.errors import Problem, refusal
 from torchtitan_ext.offline.boxes import BoxReader
-from torchtitan_ext.offline.filled_files import Room, fill_files
+from torchtitan_ext.offline.filled_files import TensorPlace, fill_files
 from torchtitan_ext.offline.memory import divide
 from torchtitan_ext.offline.mesh_plan import check_plain
 from torchtitan_ext.offline.reshard import reshard
@@ -25,9 +25,9 @@ from torchtitan_ext.storage.checkpoint_files import sync_directory
 from torchtitan_ext.storage.element_types import num_bytes_of
 from torchtitan_ext.storage.progress import OnBytes
 from torchtitan_ext.storage.raw_tensor import NAMES
-from torchtitan_ext.storage.room import make_file, sync_files
 from torchtitan_ext.storage.safetensors_files import NAME_OF_DTYPE
 from torchtitan_ext.storage.safetensors_places import INDEX_NAME, lay_out
+from torchtitan_ext.storage.sparse_files import make_file, sync_files
 from torchtitan_ext.storage.staged_target import staged_target
 from torchtitan_ext.storage.torch_places import empty_tensors, write_without_data
 
@@ -96,11 +96,11 @@ def convert(
     job = _Conversion(source, Path(target), chosen)
     shares = divide(max_bytes, num_processes)
     with staged_target(Path(target)) as staged:
-        rooms = (
+        places = (
             job.lay_out_safetensors(staged, max_file_bytes) if to == "hf" else job.lay_out_torch(staged, weights_only)
         )
-        fill_files(source, rooms, shares, progress)
-        paths = sorted({room.path for room in rooms}) or [staged]
+        fill_files(source, places, shares, progress)
+        paths = sorted({place.path for place in places}) or [staged]
         sync_files(paths)
         if to == "hf":
             sync_directory(staged)
@@ -128,7 +128,7 @@ class _Conversion:
     def num_bytes(self) -> int:
         return sum(map(tensor_bytes, self.tensors.values()))
 
-    def lay_out_safetensors(self, directory: Path, max_file_bytes: int) -> list[Room]:
+    def lay_out_safetensors(self, directory: Path, max_file_bytes: int) -> list[TensorPlace]:
         """Makes the files, without data, and the index where there are several."""
         _refuse_other_files(self.target)
         tensors = {key: (NAMES[entry.properties.dtype], tuple(entry.size)) for key, entry in self.tensors.items()}
@@ -146,22 +146,22 @@ class _Conversion:
             raise refusal("convert", problems)
         groups = _grouped({key: num_bytes_of(*tensor) for key, tensor in tensors.items()}, max_file_bytes)
         directory.mkdir()
-        rooms = []
+        places = []
         weight_map: dict[str, str] = {}
         for number, keys in enumerate(groups, start=1):
             name = f"model-{number:05}-of-{len(groups):05}.safetensors" if len(groups) > 1 else "model.safetensors"
             file = lay_out({key: tensors[key] for key in keys})
             make_file(directory / name, file.header, file.num_bytes)
-            rooms += [Room(self.keys[key], directory / name, offset) for key, offset in file.offsets.items()]
+            places += [TensorPlace(self.keys[key], directory / name, offset) for key, offset in file.offsets.items()]
             weight_map |= dict.fromkeys(keys, name)
         if len(groups) > 1:
             index = {"metadata": {"total_size": self.num_bytes}, "weight_map": dict(sorted(weight_map.items()))}
             text = json.dumps(index, indent=2).encode()
             make_file(directory / INDEX_NAME, text, len(text))
             sync_files([directory / INDEX_NAME])
-        return sorted(rooms, key=lambda room: (room.path, room.offset))
+        return sorted(places, key=lambda place: (place.path, place.offset))
 
-    def lay_out_torch(self, path: Path, weights_only: bool) -> list[Room]:
+    def lay_out_torch(self, path: Path, weights_only: bool) -> list[TensorPlace]:
         """Makes the file, with its values and without the data of tensors."""
         if self.target.is_dir():
             raise FileExistsError(f"{self.target} is a directory, and a file is to be written there")
@@ -173,8 +173,8 @@ class _Conversion:
         ordered = {key: leaves[key] for key in self.keys}
         state = unflatten_state_dict(ordered, {key: paths[key] for key in ordered})
         records = write_without_data(state, path, weights_only=weights_only)
-        rooms = [Room(self.keys[key], path, records[key].offset) for key in self.tensors]
-        return sorted(rooms, key=lambda room: room.offset)
+        places = [TensorPlace(self.keys[key], path, records[key].offset) for key in self.tensors]
+        return sorted(places, key=lambda place: place.offset)
 
 
 def _grouped(num_bytes: Mapping[str, int], max_bytes: int) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""Files that have room for the bytes of tensors, filled by several processes, a bounded part at a time."""
+"""Files that have places for the bytes of tensors, filled by several processes, a bounded part at a time."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torchtitan_ext.offline.memory import Shares
 from torchtitan_ext.offline.processes import run_tasks
 from torchtitan_ext.offline.sources import Source
 from torchtitan_ext.storage.progress import OnBytes
-from torchtitan_ext.storage.room import fill_room
+from torchtitan_ext.storage.sparse_files import write_parts
 
 # A task is large enough that its start does not count, and small enough that processes end together.
 _TASK_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
-class Room:
+class TensorPlace:
     """Where the bytes of a tensor go, row-major: ``offset`` of a file, in bytes. ``fqn`` is its name in the source."""
 
     fqn: str
@@ -40,7 +40,7 @@ class _Part:
         return self.piece.num_bytes
 
 
-def fill_files(source: Source, rooms: Sequence[Room], shares: Shares, progress: OnBytes) -> None:
+def fill_files(source: Source, targets: Sequence[TensorPlace], shares: Shares, progress: OnBytes) -> None:
     """Writes tensors of a source into files that are there already.
 
     Raises:
@@ -50,12 +50,12 @@ def fill_files(source: Source, rooms: Sequence[Room], shares: Shares, progress: 
     reader = BoxReader(source)
     source.thread_count = shares.num_threads
     parts: list[_Part] = []
-    for room in rooms:
-        entry = reader.entry(room.fqn)
+    for place in targets:
+        entry = reader.entry(place.fqn)
         shape = tuple(entry.size)
-        whole = Piece(room.fqn, entry.properties.dtype, (0,) * len(shape), shape)
+        whole = Piece(place.fqn, entry.properties.dtype, (0,) * len(shape), shape)
         parts += [
-            _Part(room.path, room.offset + row_major_position(piece.offsets, shape) * piece.dtype.itemsize, piece)
+            _Part(place.path, place.offset + row_major_position(piece.offsets, shape) * piece.dtype.itemsize, piece)
             for piece in cut(whole, shares.part_bytes)
         ]
     tasks = list(batched(parts, _TASK_BYTES, max_count=len(parts)))
@@ -66,7 +66,7 @@ def fill_files(source: Source, rooms: Sequence[Room], shares: Shares, progress: 
             pieces = [part.piece for part in batch]
             places = views(buffer, pieces)
             reader.read(pieces, places)
-            fill_room([(part.path, part.offset, place) for part, place in zip(batch, places, strict=True)])
+            write_parts([(part.path, part.offset, place) for part, place in zip(batch, places, strict=True)])
             report(sum(part.num_bytes for part in batch))
 
     run_tasks(fill, len(tasks), shares.num_processes, progress)

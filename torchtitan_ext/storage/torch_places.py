@@ -22,7 +22,7 @@ from torchtitan_ext.state.plain_value import NotPlainError, read_value
 from torchtitan_ext.storage.archives import find_entries
 from torchtitan_ext.storage.checkpoint_files import Record, StoredTensor
 from torchtitan_ext.storage.raw_tensor import NAMES
-from torchtitan_ext.storage.room import fill_room
+from torchtitan_ext.storage.sparse_files import write_parts
 from torchtitan_ext.storage.stock_records import extent_bytes
 from torchtitan_ext.storage.torch_files import flat_form
 
@@ -74,21 +74,21 @@ def empty_tensors(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> d
     for fqn, (dtype, sizes) in tensors.items():
         ends[fqn] = end = (end + torch.Size(sizes).numel() * dtype.itemsize + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    room = mmap.mmap(-1, max(end, 1), flags=flags)
+    memory = mmap.mmap(-1, max(end, 1), flags=flags)
     made, begin = {}, 0
     for fqn, (dtype, sizes) in tensors.items():
         num_bytes = torch.Size(sizes).numel() * dtype.itemsize
         if num_bytes == 0:
             made[fqn] = torch.empty(tuple(sizes), dtype=dtype)
         else:
-            flat = torch.frombuffer(room, dtype=torch.uint8, offset=begin, count=num_bytes)
+            flat = torch.frombuffer(memory, dtype=torch.uint8, offset=begin, count=num_bytes)
             made[fqn] = flat.view(dtype).view(tuple(sizes))
         begin = ends[fqn]
     return made
 
 
 def write_without_data(state: Mapping[str, Any], path: Path, *, weights_only: bool) -> dict[str, Record]:
-    """Writes a file with room where the bytes of its tensors go, and says where, by flat key. The room is a hole.
+    """Writes a file with holes where the bytes of its tensors go, and says where, by flat key.
 
     Tensors within values that are no tensors, such as a tuple of some, are written with their bytes.
 
@@ -104,12 +104,12 @@ def write_without_data(state: Mapping[str, Any], path: Path, *, weights_only: bo
     except RuntimeError as error:  # torch's archives say no more of a full disk
         raise OSError(errno.EIO, f"torch.save failed ({str(error).partition(chr(10))[0]})", str(path)) from None
     records = read_torch_file(path, weights_only=weights_only).tensors
-    rooms = {record.offset for record in records.values()}
+    offsets = {record.offset for record in records.values()}
     begins = {name: begin for name, (begin, _) in find_entries(path).items()}
     for number, storage in enumerate(_StorageList(state).storages):
         begin = begins[f"data/{number}"]
-        if begin not in rooms and storage.nbytes():
-            fill_room([(path, begin, torch.empty(0, dtype=torch.uint8).set_(storage))])
+        if begin not in offsets and storage.nbytes():
+            write_parts([(path, begin, torch.empty(0, dtype=torch.uint8).set_(storage))])
     return records
 
 

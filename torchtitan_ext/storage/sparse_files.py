@@ -12,7 +12,7 @@ import torch
 from torchtitan_ext.layout.dtensor import as_bytes
 
 
-def fill_room(parts: Sequence[tuple[Path, int, torch.Tensor]]) -> None:
+def write_parts(parts: Sequence[tuple[Path, int, torch.Tensor]]) -> None:
     """Writes contiguous tensors on the CPU at offsets, in bytes, of files.
 
     Raises:
