@@ -106,7 +106,7 @@ class Recording(dcp.DefaultSavePlanner):
 
 
 def test_planners_are_asked_once_and_values_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_writer, "_BATCH_BYTES", 1000)
+    monkeypatch.setattr(file_writer, "BATCH_BYTES", 1000)
     ours, stock = Recording(), Recording()
     state = mixed_state()
     save(state, FileWriter(tmp_path / "ours"), ours)
