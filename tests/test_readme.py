@@ -53,4 +53,5 @@ def test_the_other_ways_load(tmp_path: Path, way: str) -> None:
         program = f"import torchtitan_ext as tte\n{program}"
     done = run_on_eight(tmp_path, program, *launcher)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("loaded (9, 3)") == 8
+    # Ranks write to one pipe, and the words of two lines may mix.
+    assert done.stdout.count("loaded") == done.stdout.count("(9, 3)") == 8
