@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +24,6 @@ from torchtitan_ext.cli.options import (
 )
 from torchtitan_ext.cli.output import count_of, print_json, text_of_bytes
 from torchtitan_ext.offline.convert import convert
-from torchtitan_ext.offline.diff import num_bytes_to_read
 from torchtitan_ext.offline.selection import Selection
 from torchtitan_ext.offline.sources import open_source
 from torchtitan_ext.storage.progress import progress
@@ -60,9 +60,8 @@ def run(
     selection = Selection(tuple(only or ()), prefix)
     with refusing_wrong_usage():
         opened = open_source(source, weights_only=not unsafe_unpickle)
-        with progress(
-            "convert", is_coordinator=True, total_bytes=lambda: num_bytes_to_read(opened, selection)
-        ) as on_bytes:
+        total_bytes = partial(selection.num_bytes_of, opened)
+        with progress("convert", is_coordinator=True, total_bytes=total_bytes) as on_bytes:
             report = convert(
                 opened,
                 target,

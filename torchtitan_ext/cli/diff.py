@@ -6,6 +6,7 @@ import dataclasses
 import math
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,8 +56,8 @@ def run(
         sources = [open_source(path, weights_only=not unsafe_unpickle) for path in (a, b)]
         selection = Selection(tuple(only or ()), prefix)
         tolerance = Tolerance(rtol, atol)
-        num_bytes = sum(num_bytes_to_read(source, selection) for source in sources)
-        with progress("diff", is_coordinator=True, total_bytes=lambda: num_bytes) as on_bytes:
+        total_bytes = partial(num_bytes_to_read, sources[0], sources[1], selection)
+        with progress("diff", is_coordinator=True, total_bytes=total_bytes) as on_bytes:
             report = diff(
                 *sources,
                 selection=selection,

@@ -23,7 +23,6 @@ from torchtitan_ext.cli.options import (
     refusing_wrong_usage,
 )
 from torchtitan_ext.cli.output import count_of, print_json, text_of_bytes
-from torchtitan_ext.offline.diff import num_bytes_to_read
 from torchtitan_ext.offline.placement_rules import parse_mesh, parse_rules
 from torchtitan_ext.offline.reshard import reshard
 from torchtitan_ext.offline.selection import Selection
@@ -52,7 +51,7 @@ def run(
     with refusing_wrong_usage():
         sizes, rules = parse_mesh(mesh), parse_rules(shard or ())
         opened = open_source(source)
-        total_bytes = partial(num_bytes_to_read, opened, selection)
+        total_bytes = partial(selection.num_bytes_of, opened)
         with progress("reshard", is_coordinator=True, total_bytes=total_bytes) as on_bytes:
             report = reshard(
                 opened,

@@ -10,16 +10,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchtitan_ext.errors import Problem, refusal
-from torchtitan_ext.offline.boxes import BoxReader
 from torchtitan_ext.offline.filled_files import TensorPlace, fill_files
 from torchtitan_ext.offline.memory import divide
-from torchtitan_ext.offline.mesh_plan import check_plain
 from torchtitan_ext.offline.reshard import reshard
-from torchtitan_ext.offline.selection import Selection
-from torchtitan_ext.offline.sources import Source, tensor_bytes
+from torchtitan_ext.offline.selection import SelectedKeys, Selection
+from torchtitan_ext.offline.sources import Source
 from torchtitan_ext.offline.targets import refuse_existing
 from torchtitan_ext.storage.checkpoint_files import sync_directory
 from torchtitan_ext.storage.element_types import num_bytes_of
@@ -81,6 +78,7 @@ def convert(
         OSError: A file cannot be read or written.
     """
     refuse_existing(Path(target), overwrite)
+    _refuse_other_kind(Path(target), to)
     chosen = selection or Selection()
     if to == "dcp":
         report = reshard(
@@ -93,88 +91,67 @@ def convert(
             progress=progress,
         )
         return ConvertReport(report.num_keys, report.num_bytes, report.num_ranks, ())
-    job = _Conversion(source, Path(target), chosen)
+    keys = SelectedKeys(source, chosen)
     shares = divide(max_bytes, num_processes)
     with staged_target(Path(target)) as staged:
         places = (
-            job.lay_out_safetensors(staged, max_file_bytes) if to == "hf" else job.lay_out_torch(staged, weights_only)
+            _lay_out_safetensors(keys, staged, max_file_bytes)
+            if to == "hf"
+            else _lay_out_torch(keys, staged, weights_only)
         )
         fill_files(source, places, shares, progress)
         paths = sorted({place.path for place in places}) or [staged]
         sync_files(paths)
         if to == "hf":
             sync_directory(staged)
-    dropped = tuple(job.values) if to == "hf" else ()
-    return ConvertReport(len(job.keys) - len(dropped), job.num_bytes, len(paths), dropped)
+    dropped = tuple(keys.values) if to == "hf" else ()
+    return ConvertReport(len(keys.fqns) - len(dropped), keys.num_bytes, len(paths), dropped)
 
 
-class _Conversion:
-    """What of a source goes to files of another format."""
+def _lay_out_safetensors(keys: SelectedKeys, directory: Path, max_file_bytes: int) -> list[TensorPlace]:
+    """Makes the files, without data, and the index where there are several."""
+    tensors = {key: (NAMES[entry.properties.dtype], tuple(entry.size)) for key, entry in keys.tensors.items()}
+    odd = [key for key, (dtype, _) in tensors.items() if dtype not in NAME_OF_DTYPE]
+    if odd:
+        problems = [
+            Problem(
+                "wrong_dtype",
+                key,
+                f"is {tensors[key][0]}, which safetensors files have no name for; "
+                "leave it out with --only, or convert to dcp or torch",
+            )
+            for key in odd
+        ]
+        raise refusal("convert", problems)
+    groups = _grouped({key: num_bytes_of(*tensor) for key, tensor in tensors.items()}, max_file_bytes)
+    directory.mkdir()
+    places = []
+    weight_map: dict[str, str] = {}
+    for number, group in enumerate(groups, start=1):
+        name = f"model-{number:05}-of-{len(groups):05}.safetensors" if len(groups) > 1 else "model.safetensors"
+        file = lay_out({key: tensors[key] for key in group})
+        make_file(directory / name, file.header, file.num_bytes)
+        places += [TensorPlace(keys.fqns[key], directory / name, offset) for key, offset in file.offsets.items()]
+        weight_map |= dict.fromkeys(group, name)
+    if len(groups) > 1:
+        index = {"metadata": {"total_size": keys.num_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+        text = json.dumps(index, indent=2).encode()
+        make_file(directory / INDEX_NAME, text, len(text))
+        sync_files([directory / INDEX_NAME])
+    return sorted(places, key=lambda place: (place.path, place.offset))
 
-    def __init__(self, source: Source, target: Path, selection: Selection) -> None:
-        self.source = source
-        self.target = target
-        self.selection = selection
-        selection.check_finds(source)
-        self.keys = selection.keys_of(source)
-        entries = source.metadata.state_dict_metadata
-        reader = BoxReader(source)
-        is_tensor = {key: isinstance(entries[fqn], TensorStorageMetadata) for key, fqn in self.keys.items()}
-        self.tensors = {key: reader.entry(fqn) for key, fqn in self.keys.items() if is_tensor[key]}
-        self.values = [key for key in self.keys if not is_tensor[key]]
-        check_plain(source, {self.keys[key]: entry for key, entry in self.tensors.items()})
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(map(tensor_bytes, self.tensors.values()))
-
-    def lay_out_safetensors(self, directory: Path, max_file_bytes: int) -> list[TensorPlace]:
-        """Makes the files, without data, and the index where there are several."""
-        _refuse_other_files(self.target)
-        tensors = {key: (NAMES[entry.properties.dtype], tuple(entry.size)) for key, entry in self.tensors.items()}
-        odd = [key for key, (dtype, _) in tensors.items() if dtype not in NAME_OF_DTYPE]
-        if odd:
-            problems = [
-                Problem(
-                    "wrong_dtype",
-                    key,
-                    f"is {tensors[key][0]}, which safetensors files have no name for; "
-                    "leave it out with --only, or convert to dcp or torch",
-                )
-                for key in odd
-            ]
-            raise refusal("convert", problems)
-        groups = _grouped({key: num_bytes_of(*tensor) for key, tensor in tensors.items()}, max_file_bytes)
-        directory.mkdir()
-        places = []
-        weight_map: dict[str, str] = {}
-        for number, keys in enumerate(groups, start=1):
-            name = f"model-{number:05}-of-{len(groups):05}.safetensors" if len(groups) > 1 else "model.safetensors"
-            file = lay_out({key: tensors[key] for key in keys})
-            make_file(directory / name, file.header, file.num_bytes)
-            places += [TensorPlace(self.keys[key], directory / name, offset) for key, offset in file.offsets.items()]
-            weight_map |= dict.fromkeys(keys, name)
-        if len(groups) > 1:
-            index = {"metadata": {"total_size": self.num_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-            text = json.dumps(index, indent=2).encode()
-            make_file(directory / INDEX_NAME, text, len(text))
-            sync_files([directory / INDEX_NAME])
-        return sorted(places, key=lambda place: (place.path, place.offset))
-
-    def lay_out_torch(self, path: Path, weights_only: bool) -> list[TensorPlace]:
-        """Makes the file, with its values and without the data of tensors."""
-        if self.target.is_dir():
-            raise FileExistsError(f"{self.target} is a directory, and a file is to be written there")
-        leaves: dict[str, Any] = dict(
-            empty_tensors({key: (entry.properties.dtype, entry.size) for key, entry in self.tensors.items()})
-        )
-        leaves |= {key: self.source.read_value(self.keys[key]) for key in self.values}
-        paths = self.selection.paths_of(self.source)
-        ordered = {key: leaves[key] for key in self.keys}
-        state = unflatten_state_dict(ordered, {key: paths[key] for key in ordered})
-        records = write_without_data(state, path, weights_only=weights_only)
-        places = [TensorPlace(self.keys[key], path, records[key].offset) for key in self.tensors]
-        return sorted(places, key=lambda place: place.offset)
+def _lay_out_torch(keys: SelectedKeys, path: Path, weights_only: bool) -> list[TensorPlace]:
+    """Makes the file, with its values and without the data of tensors."""
+    leaves: dict[str, Any] = dict(
+        empty_tensors({key: (entry.properties.dtype, entry.size) for key, entry in keys.tensors.items()})
+    )
+    leaves |= {key: keys.source.read_value(keys.fqns[key]) for key in keys.values}
+    ordered = {key: leaves[key] for key in keys.fqns}
+    state = unflatten_state_dict(ordered, {key: keys.paths[key] for key in ordered})
+    records = write_without_data(state, path, weights_only=weights_only)
+    places = [TensorPlace(keys.fqns[key], path, records[key].offset) for key in keys.tensors]
+    return sorted(places, key=lambda place: place.offset)
 
 
 def _grouped(num_bytes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
@@ -190,9 +167,11 @@ def _grouped(num_bytes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
     return groups
 
 
-def _refuse_other_files(target: Path) -> None:
-    """A directory is replaced as a whole: it must hold nothing but safetensors."""
-    names = os.listdir(target) if target.is_dir() else []
+def _refuse_other_kind(target: Path, to: NewFormat) -> None:
+    """What is replaced must be of the kind that is written: a file, or a directory with nothing but safetensors."""
+    if to == "torch" and target.is_dir():
+        raise FileExistsError(f"{target} is a directory, and a file is to be written there")
+    names = os.listdir(target) if to == "hf" and target.is_dir() else []
     others = [name for name in names if not name.endswith(".safetensors") and name != INDEX_NAME]
     if others:
         raise FileExistsError(

@@ -18,7 +18,7 @@ from torchtitan_ext.layout.dtensor import as_bytes
 from torchtitan_ext.offline.boxes import BoxReader, Piece, cut, new_buffer, views
 from torchtitan_ext.offline.difference_map import DifferenceMap
 from torchtitan_ext.offline.selection import Selection
-from torchtitan_ext.offline.sources import DcpSource, Source, tensor_bytes
+from torchtitan_ext.offline.sources import DcpSource, Source
 from torchtitan_ext.offline.tensor_fingerprints import fingerprint_tensors
 from torchtitan_ext.state.value_digest import digest_value
 from torchtitan_ext.storage.progress import OnBytes
@@ -112,7 +112,7 @@ def diff(
         progress: Is told bytes; ``num_bytes_to_read`` is their sum.
     """
     (selection or Selection()).check_finds(a, b)
-    keys_a, keys_b = _keys_of(a, selection), _keys_of(b, selection)
+    keys_a, keys_b = (_selection_in(source, selection).keys_of(source) for source in (a, b))
     differences = [Difference(key, "only_in_a", a=described(a, keys_a[key])) for key in keys_a.keys() - keys_b.keys()]
     differences += [Difference(key, "only_in_b", b=described(b, keys_b[key])) for key in keys_b.keys() - keys_a.keys()]
     both = sorted(keys_a.keys() & keys_b.keys())
@@ -154,14 +154,13 @@ def map_differences(
     max_bytes: int = 256 << 20,
 ) -> DifferenceMap:
     """Where a tensor differs that ``diff`` found to differ in its values. Arguments as there."""
-    keys = (_keys_of(source, selection)[key] for source in (a, b))
+    keys = (_selection_in(source, selection).keys_of(source)[key] for source in (a, b))
     return _TensorComparison(a, b, tolerance or Tolerance(), max_bytes).map(*keys)
 
 
-def num_bytes_to_read(source: Source, selection: Selection | None = None) -> int:
-    """What a comparison or a copy of the selected tensors reads."""
-    entries = (source.metadata.state_dict_metadata[fqn] for fqn in _keys_of(source, selection).values())
-    return sum(tensor_bytes(entry) for entry in entries if isinstance(entry, TensorStorageMetadata))
+def num_bytes_to_read(a: Source, b: Source, selection: Selection | None = None) -> int:
+    """What a comparison reads of the selected tensors."""
+    return sum(_selection_in(source, selection).num_bytes_of(source) for source in (a, b))
 
 
 def described(source: Source, fqn: str) -> str:
@@ -224,12 +223,10 @@ class _TensorComparison:
             yield piece, pair[0], pair[1]
 
 
-def _keys_of(source: Source, selection: Selection | None) -> dict[str, str]:
+def _selection_in(source: Source, selection: Selection | None) -> Selection:
     """In a source that has no key below the prefix all keys are taken as they are."""
     chosen = selection or Selection()
-    if chosen.prefix and not chosen.has_prefix_in(source):
-        chosen = replace(chosen, prefix="")
-    return chosen.keys_of(source)
+    return chosen if chosen.has_prefix_in(source) else replace(chosen, prefix="")
 
 
 def _differs_by_metadata(key: str, a: Source, fqn_a: str, b: Source, fqn_b: str) -> Difference | None:

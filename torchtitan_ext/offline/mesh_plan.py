@@ -9,17 +9,13 @@ import torch
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
 )
 
 from torchtitan_ext.checkpoint.key_table import Box
 from torchtitan_ext.checkpoint.world import WORLD_KEY, World, world_record
-from torchtitan_ext.errors import Problem, refusal
-from torchtitan_ext.offline.boxes import BoxReader, Piece
+from torchtitan_ext.offline.boxes import Piece
 from torchtitan_ext.offline.placement_rules import Placed, PlacementRules, saved_chunk_lists
-from torchtitan_ext.offline.selection import Selection
-from torchtitan_ext.offline.sources import Source, tensor_bytes
+from torchtitan_ext.offline.selection import SelectedKeys
 
 
 @dataclass(frozen=True)
@@ -53,32 +49,22 @@ class MeshPlan:
         rules: Of the mesh; one rank writes everything where there are none.
 
     Raises:
-        DamagedCheckpointError: Chunks of a tensor are missing, or overlap.
-        LayoutError: Tensors are no plain memory, or a rule applies to none.
+        ValueError: A rule applies to none of the tensors.
     """
 
-    def __init__(self, source: Source, selection: Selection, rules: PlacementRules | None) -> None:
-        self.source = source
+    def __init__(self, keys: SelectedKeys, rules: PlacementRules | None) -> None:
+        self.keys = keys
         self.rules = rules
         self.num_ranks = 1 if rules is None else len(rules.mesh.ranks)
-        selection.check_finds(source)
-        self.keys = selection.keys_of(source)
-        self._paths = selection.paths_of(source)
-        entries = source.metadata.state_dict_metadata
-        reader = BoxReader(source)
-        of_tensors = [key for key, fqn in self.keys.items() if isinstance(entries[fqn], TensorStorageMetadata)]
-        self.tensors = {key: reader.entry(self.keys[key]) for key in of_tensors}
-        self.values = [key for key in self.keys if key not in self.tensors]
-        check_plain(source, {self.keys[key]: entry for key, entry in self.tensors.items()})
         if rules is not None:
-            rules.check_used(list(self.tensors))
-        saved = saved_chunk_lists(source.metadata)
+            rules.check_used(list(keys.tensors))
+        saved = saved_chunk_lists(keys.source.metadata)
         self.assumed: list[str] = []
         cuts: dict[tuple[tuple[int, ...], Placed], _Cut] = {}
         self._cuts: dict[str, _Cut] = {}
-        for key, entry in self.tensors.items():
+        for key, entry in keys.tensors.items():
             shape = tuple(entry.size)
-            placed = Placed(None, ()) if rules is None else rules.place(key, shape, saved[self.keys[key]])
+            placed = Placed(None, ()) if rules is None else rules.place(key, shape, saved[keys.fqns[key]])
             self.assumed += [key] if placed.is_assumed else []
             alike = (shape, placed)
             if alike not in cuts:
@@ -87,7 +73,7 @@ class MeshPlan:
 
     def boxes_of(self, rank: int) -> Iterator[RankBox]:
         """The chunks of tensors that a rank writes, under the names of the source."""
-        for number, (key, entry) in enumerate(self.tensors.items()):
+        for number, (key, entry) in enumerate(self.keys.tensors.items()):
             cut = self._cuts[key]
             for position in cut.boxes_of_rank.get(rank, ()):
                 holders = cut.holders[position]
@@ -97,22 +83,17 @@ class MeshPlan:
 
     def values_of(self, rank: int) -> list[str]:
         """The keys of the values that a rank writes."""
-        return self.values[rank :: self.num_ranks]
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all tensors."""
-        return sum(map(tensor_bytes, self.tensors.values()))
+        return self.keys.values[rank :: self.num_ranks]
 
     def metadata(self) -> Metadata:
         """Of the new checkpoint, without the places of its records."""
         entries = {
-            key: replace(self.tensors[key], chunks=self._cuts[key].chunks)
-            if key in self.tensors
-            else self.source.metadata.state_dict_metadata[fqn]
-            for key, fqn in self.keys.items()
+            key: replace(self.keys.tensors[key], chunks=self._cuts[key].chunks)
+            if key in self.keys.tensors
+            else self.keys.source.metadata.state_dict_metadata[fqn]
+            for key, fqn in self.keys.fqns.items()
         }
-        planner_data: dict[str, object] = dict(self._paths)
+        planner_data: dict[str, object] = dict(self.keys.paths)
         mesh = (
             {} if self.rules is None else dict(zip(self.rules.mesh.dim_names or (), self.rules.mesh.shape, strict=True))
         )
@@ -135,13 +116,3 @@ class MeshPlan:
                 boxes_of_rank.setdefault(rank, []).append(position)
         chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
         return _Cut(boxes, [holders[box] for box in boxes], chunks, boxes_of_rank)
-
-
-def check_plain(source: Source, tensors: Mapping[str, TensorStorageMetadata]) -> None:
-    """Refuses tensors whose bytes are not elements, one behind the other: subclasses, quantised and sparse ones."""
-    indices = [MetadataIndex(fqn, chunk.offsets) for fqn, entry in tensors.items() for chunk in entry.chunks]
-    records = source.find_records(indices)
-    odd = dict.fromkeys(index.fqn for index, record in zip(indices, records, strict=True) if record.tensor is None)
-    if odd:
-        what = "is a tensor subclass, quantised or sparse; load and save it in a job, or leave it out"
-        raise refusal("reshard", [Problem("unsupported_tensor", fqn, what) for fqn in odd])

@@ -15,7 +15,7 @@ from torchtitan_ext.offline.memory import Shares, divide
 from torchtitan_ext.offline.mesh_plan import MeshPlan, RankBox
 from torchtitan_ext.offline.placement_rules import DimOf, PlacementRules
 from torchtitan_ext.offline.processes import run_tasks
-from torchtitan_ext.offline.selection import Selection
+from torchtitan_ext.offline.selection import SelectedKeys, Selection
 from torchtitan_ext.offline.sources import Source
 from torchtitan_ext.offline.targets import refuse_existing
 from torchtitan_ext.storage.checkpoint_files import RankFile
@@ -71,7 +71,8 @@ def reshard(
     """
     refuse_existing(Path(target), overwrite)
     placements = None if mesh is None else PlacementRules(mesh, rules, metadata=source.metadata)
-    plan = MeshPlan(source, selection or Selection(), placements)
+    keys = SelectedKeys(source, selection or Selection())
+    plan = MeshPlan(keys, placements)
     writer = FileWriter(target, sync=sync)
     writer.set_up_storage_writer(True, rank=0)
     writer.prepare_global_plan([SavePlan([])])
@@ -82,7 +83,7 @@ def reshard(
         writer.finish(plan.metadata(), files)
     finally:
         writer.abandon()
-    return ReshardReport(plan.num_ranks, len(plan.keys), plan.num_bytes, tuple(plan.assumed))
+    return ReshardReport(plan.num_ranks, len(keys.fqns), keys.num_bytes, tuple(plan.assumed))
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,10 @@ class _RankFiles:
         self._plan = plan
         self._place = place
         self._sync = sync
-        self._reader = BoxReader(plan.source)
-        plan.source.thread_count = shares.num_threads
+        self._source = plan.keys.source
+        self._fqns = plan.keys.fqns
+        self._reader = BoxReader(self._source)
+        self._source.thread_count = shares.num_threads
 
     def write(self, rank: int, progress: OnBytes) -> RankFile | None:
         """The file of one rank; none where it has nothing to write."""
@@ -118,7 +121,7 @@ class _RankFiles:
             return None
         file = RankFileWriter(self._place, rank, num_threads=self.shares.num_threads, sync=self._sync)
         for key in values:
-            content = self._plan.source.value_record(self._plan.keys[key])
+            content = self._source.value_record(self._fqns[key])
             file.add_value(key, content)
             file.write()
         buffer = new_buffer(self.shares.part_bytes)
@@ -135,7 +138,7 @@ class _RankFiles:
 
     def _copy(self, batch: list[_Part], buffer: torch.Tensor, file: RankFileWriter) -> None:
         places = views(buffer, [part.piece for part in batch])
-        saved = [replace(part.piece, fqn=self._plan.keys[part.piece.fqn]) for part in batch]
+        saved = [replace(part.piece, fqn=self._fqns[part.piece.fqn]) for part in batch]
         self._reader.read(saved, places)
         for part, place in zip(batch, places, strict=True):
             whole = part.box.piece

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from torchtitan_ext.offline.sources import Source, paths_of
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+from torchtitan_ext.errors import Problem, refusal
+from torchtitan_ext.offline.boxes import BoxReader
+from torchtitan_ext.offline.sources import Source, paths_of, tensor_bytes
 from torchtitan_ext.state.nested import Path
 
 
@@ -37,6 +42,11 @@ class Selection:
         paths = paths_of(source)
         return {key: _below(key, fqn, paths[fqn]) for key, fqn in self.keys_of(source).items()}
 
+    def num_bytes_of(self, source: Source) -> int:
+        """Of the tensors that are chosen."""
+        entries = (source.metadata.state_dict_metadata[fqn] for fqn in self.keys_of(source).values())
+        return sum(tensor_bytes(entry) for entry in entries if isinstance(entry, TensorStorageMetadata))
+
     def has_prefix_in(self, source: Source) -> bool:
         """Whether there is a key below the prefix."""
         return any(fqn.startswith(self._begin) for fqn in paths_of(source))
@@ -47,6 +57,50 @@ class Selection:
 
     def _is_in(self, fqn: str) -> bool:
         return fqn.startswith(self._begin) and (not self.only or any(fnmatchcase(fqn, glob) for glob in self.only))
+
+
+class SelectedKeys:
+    """The keys of a checkpoint that are copied: tensors of plain memory, and values.
+
+    Attributes:
+        fqns: Names in the source by the names that keys get, in the source's order.
+        paths: Where each key stands in the nested state dict, by the name that it gets.
+        tensors: What the metadata says of each tensor, by the name that it gets.
+        values: The names of what is no tensor.
+
+    Raises:
+        ValueError: Nothing is selected.
+        DamagedCheckpointError: Chunks of a tensor are missing, or overlap.
+        LayoutError: The bytes of a tensor are not its elements, one behind the other: it is a subclass, quantised or
+            sparse.
+    """
+
+    def __init__(self, source: Source, selection: Selection) -> None:
+        selection.check_finds(source)
+        self.source = source
+        self.fqns = selection.keys_of(source)
+        self.paths = selection.paths_of(source)
+        entries = source.metadata.state_dict_metadata
+        reader = BoxReader(source)
+        self.tensors = {
+            key: reader.entry(fqn) for key, fqn in self.fqns.items() if isinstance(entries[fqn], TensorStorageMetadata)
+        }
+        self.values = [key for key in self.fqns if key not in self.tensors]
+        _check_plain(source, {self.fqns[key]: entry for key, entry in self.tensors.items()})
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(map(tensor_bytes, self.tensors.values()))
+
+
+def _check_plain(source: Source, tensors: Mapping[str, TensorStorageMetadata]) -> None:
+    indices = [MetadataIndex(fqn, chunk.offsets) for fqn, entry in tensors.items() for chunk in entry.chunks]
+    records = source.find_records(indices)
+    odd = dict.fromkeys(index.fqn for index, record in zip(indices, records, strict=True) if record.tensor is None)
+    if odd:
+        what = "is a tensor subclass, quantised or sparse; load and save it in a job, or leave it out"
+        raise refusal("copy", [Problem("unsupported_tensor", fqn, what) for fqn in odd])
 
 
 def _below(key: str, fqn: str, path: Path) -> Path:
