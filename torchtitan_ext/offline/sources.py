@@ -31,6 +31,7 @@ from torchtitan_ext.storage.checkpoint_files import Record
 from torchtitan_ext.storage.file_reader import FileReader
 from torchtitan_ext.storage.formats import format_of
 from torchtitan_ext.storage.raw_tensor import DTYPES
+from torchtitan_ext.storage.safetensors_files import sizes_of_tensor
 from torchtitan_ext.storage.safetensors_places import Place, find_safetensors
 from torchtitan_ext.storage.threads import thread_count_of
 from torchtitan_ext.storage.torch_places import read_torch_file
@@ -218,13 +219,8 @@ def read_record(source: Source, index: MetadataIndex) -> torch.Tensor:
 
 
 def _entry_of(places: list[Place]) -> TensorStorageMetadata:
-    chunks = [
-        ChunkStorageMetadata(torch.Size(offsets), torch.Size(record.tensor.sizes))
-        for offsets, record in places
-        if record.tensor is not None
-    ]
-    ends = [[start + size for start, size in zip(chunk.offsets, chunk.sizes, strict=True)] for chunk in chunks]
-    dtypes = {record.tensor.dtype for _, record in places if record.tensor is not None}
-    return TensorStorageMetadata(
-        TensorProperties(dtype=DTYPES[min(dtypes)]), torch.Size(map(max, zip(*ends, strict=True))), chunks
-    )
+    tensors = [(offsets, record.tensor) for offsets, record in places if record.tensor is not None]
+    chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(tensor.sizes)) for offsets, tensor in tensors]
+    dtype = DTYPES[min({tensor.dtype for _, tensor in tensors})]
+    sizes = sizes_of_tensor([(offsets, tensor.sizes) for offsets, tensor in tensors])
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(sizes), chunks)

@@ -10,6 +10,7 @@ which chunk of a tensor a file has.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,6 +91,12 @@ def read_header(path: Path) -> dict[str, SafetensorsEntry]:
     return entries
 
 
+def sizes_of_tensor(chunks: Iterable[tuple[Sequence[int], Sequence[int]]]) -> tuple[int, ...]:
+    """Of the tensor that consists of chunks, given as offsets and sizes: no file has them."""
+    ends = [map(sum, zip(offsets, sizes, strict=True)) for offsets, sizes in chunks]
+    return tuple(map(max, zip(*ends, strict=True)))
+
+
 def read_weight_map(directory: Path) -> dict[str, str] | None:
     """The file of each key, as the index of a directory says; ``None`` where there is no index.
 
@@ -131,10 +138,7 @@ def describe_safetensors(path: Path) -> Contents:
 def _key(fqn: str, dtype: str, chunks: list[ContentChunk]) -> ContentKey:
     if len(chunks) == 1 and not any(chunks[0].offsets or ()):
         return ContentKey(fqn, dtype, chunks[0].sizes, chunks[0].num_bytes or 0, 1)
-    ends = [
-        [start + size for start, size in zip(chunk.offsets or (), chunk.sizes or (), strict=True)] for chunk in chunks
-    ]
-    sizes = tuple(map(max, zip(*ends, strict=False)))
+    sizes = sizes_of_tensor([(chunk.offsets or (), chunk.sizes or ()) for chunk in chunks])
     return ContentKey(
         fqn, dtype, sizes, bytes_of(dtype, sizes, sum(chunk.num_bytes or 0 for chunk in chunks)), len(chunks)
     )

@@ -32,10 +32,7 @@ def describe_torch(path: Path, *, unsafe_unpickle: bool = False) -> Contents:
         UnsafePickleError: It names what is not plain data.
     """
     value = _load_on_meta(path, unsafe_unpickle)
-    try:
-        flat = flat_form(value).values if isinstance(value, Mapping) else {"": value}
-    except (ValueError, RecursionError) as error:
-        raise DamagedCheckpointError(f"{path}: {error}") from None
+    flat = flat_form(path, value).values if isinstance(value, Mapping) else {"": value}
     keys = [_key(str(fqn), member) for fqn, member in flat.items()]
     by_name = {key.fqn: key for key in keys}
     files = [ContentFile(path.name, path.stat().st_size, sum(key.dtype is not None for key in keys))]
@@ -50,15 +47,33 @@ def describe_torch(path: Path, *, unsafe_unpickle: bool = False) -> Contents:
     )
 
 
-def flat_form(state: Mapping[Any, Any]) -> FlatStateDict:
-    """A state dict with the flat keys that DCP would give it.
+def load_file(path: Path, *, weights_only: bool, map_location: str) -> Any:
+    """What a file of ``torch.save`` holds, with its tensors on a device.
 
     Raises:
-        ValueError: It has none: two values have one key, a dict holds itself, a key is no text of Unicode.
+        DamagedCheckpointError: It cannot be read.
+        UnsafePickleError: It names what is not plain data.
     """
-    flat = flatten_state_dict(state, tuples="as_stock")
-    for fqn in flat.values:
-        fqn.encode()
+    try:
+        return read_value(path, weights_only=weights_only, map_location=map_location)
+    except NotPlainError as error:
+        raise UnsafePickleError(str(path), f"it names {error.found}") from None
+    except ValueError as error:
+        raise DamagedCheckpointError(f"{path}: {error}") from None
+
+
+def flat_form(path: Path, state: Mapping[Any, Any]) -> FlatStateDict:
+    """The state dict of a file with the flat keys that DCP would give it.
+
+    Raises:
+        DamagedCheckpointError: It has none: two values have one key, a dict holds itself, a key is no text of Unicode.
+    """
+    try:
+        flat = flatten_state_dict(state, tuples="as_stock")
+        for fqn in flat.values:
+            fqn.encode()
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{path}: {error}") from None
     return flat
 
 
@@ -68,12 +83,7 @@ def _load_on_meta(path: Path, unsafe_unpickle: bool) -> Any:
         raise DamagedCheckpointError(f"{path}: the archive has no end: the file was cut, or is still being written")
     if is_zip:
         find_entries(path)  # of numbers in another order of bytes torch crashes on the meta device
-    try:
-        return read_value(path, weights_only=not unsafe_unpickle, map_location="meta")
-    except NotPlainError as error:
-        raise UnsafePickleError(str(path), f"it names {error.found}") from None
-    except ValueError as error:
-        raise DamagedCheckpointError(f"{path}: {error}") from None
+    return load_file(path, weights_only=not unsafe_unpickle, map_location="meta")
 
 
 def _begins_as_zip(path: Path) -> bool:

@@ -16,15 +16,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchtitan_ext.errors import DamagedCheckpointError, UnsafePickleError
+from torchtitan_ext.errors import DamagedCheckpointError
 from torchtitan_ext.state.nested import FlatStateDict
-from torchtitan_ext.state.plain_value import NotPlainError, read_value
 from torchtitan_ext.storage.archives import find_entries
 from torchtitan_ext.storage.checkpoint_files import Record, StoredTensor
 from torchtitan_ext.storage.raw_tensor import NAMES
 from torchtitan_ext.storage.sparse_files import write_parts
 from torchtitan_ext.storage.stock_records import extent_bytes
-from torchtitan_ext.storage.torch_files import flat_form
+from torchtitan_ext.storage.torch_files import flat_form, load_file
 
 _ALIGNMENT = 64
 
@@ -135,15 +134,10 @@ class _StorageList(pickle.Pickler):
 
 
 def _load(path: Path, weights_only: bool, location: str) -> FlatStateDict:
-    try:
-        state = read_value(path, weights_only=weights_only, map_location=location)
-        if not isinstance(state, Mapping):
-            raise DamagedCheckpointError(f"{path} holds a {type(state).__name__}, expected a state dict")
-        return flat_form(state)
-    except NotPlainError as error:
-        raise UnsafePickleError(str(path), f"it names {error.found}") from None
-    except (ValueError, RecursionError) as error:
-        raise DamagedCheckpointError(f"{path}: {error}") from None
+    state = load_file(path, weights_only=weights_only, map_location=location)
+    if not isinstance(state, Mapping):
+        raise DamagedCheckpointError(f"{path} holds a {type(state).__name__}, expected a state dict")
+    return flat_form(path, state)
 
 
 def _record_of(tensor: torch.Tensor, path: Path, sizes: Mapping[int, int]) -> Record:
