@@ -206,12 +206,9 @@ def _merge_groups(
 ) -> tuple[ComponentPlan, list[dict[str, Any]] | None]:
     """Saved options for the current groups; none where the checkpoint has no list of groups."""
     prefix = opened.source.saved_name(f"{name}.param_groups.x").removesuffix(".x")
-    try:
-        saved = read_saved(opened.reader, opened.metadata, prefix, weights_only=opened.weights_only)
-    except DamagedValueError:
-        raise
-    except CheckpointReadError as error:
-        return ComponentPlan("reshard", "", Problem("cannot_reshard", name, str(error)), prefix), None
+    saved, refused = _read(name, prefix, opened)
+    if refused is not None:
+        return refused, None
     if not isinstance(saved, list) or not all("params" in group for group in saved):
         return ComponentPlan("reshard"), None
     options = option_keys(name, current)
@@ -219,26 +216,36 @@ def _merge_groups(
     groups, notes = merge_param_groups(
         saved, current, keeps=lambda index, option: chosen.get((index, option)) in ("reset", "omit")
     )
-    refused = "; ".join(note.text for note in notes if note.kind == "problem")
+    reason = "; ".join(note.text for note in notes if note.kind == "problem")
     old = saved_world(opened.metadata)
     bound = [fqn for place, fqn in options.items() if chosen[place] == "error"]
     if bound and old.size != new.size:
-        refused = refused or f"the action of {bound[0]} is 'error', and it was saved by {old}, not by {new}"
+        reason = reason or f"the action of {bound[0]} is 'error', and it was saved by {old}, not by {new}"
     moved = find_moved(saved, current)
-    if moved and not refused:
-        refused = (
+    if moved and not reason:
+        reason = (
             f"its state is saved by position, and {', '.join(moved[:8])} have another one here: they would get the "
             "state of others; save and load by get_optimizer_state_dict, which goes by name"
         )
-    problem = Problem("cannot_reshard", name, refused) if refused else None
+    problem = Problem("cannot_reshard", name, reason) if reason else None
     plan = ComponentPlan("reshard", "; ".join(map(str, notes)), problem, prefix, tuple(options.values()))
     return plan, groups
+
+
+def _read(name: str, prefix: str, opened: OpenSource) -> tuple[Any, ComponentPlan | None]:
+    """What a component saved, or a plan that refuses it. Damaged or lost files are errors: no reason to start anew."""
+    try:
+        return read_saved(opened.reader, opened.metadata, prefix, weights_only=opened.weights_only), None
+    except DamagedValueError:
+        raise
+    except CheckpointReadError as error:
+        return None, ComponentPlan("reshard", "", Problem("cannot_reshard", name, str(error)), prefix)
 
 
 def _ask(
     name: str, component: Any, opened: OpenSource, new: World, policy: ElasticPolicy
 ) -> tuple[ComponentPlan, Resharded | None]:
-    """What a component makes of what it saved. Damaged or lost files are errors, not reasons to start it anew."""
+    """What a component makes of what it saved."""
     prefix = opened.source.saved_prefix(name)
     part = next((glob for glob in policy.actions if glob.startswith(f"{name}.") and glob != f"{name}.*"), None)
     if part is not None:
@@ -251,12 +258,9 @@ def _ask(
         detail = f"Missing key in checkpoint state_dict: {prefix}. The checkpoint has nothing of this component"
         problem = Problem("missing_key", name, detail) if is_refused else None
         return ComponentPlan("reshard", "missing, left as is", problem), None
-    try:
-        saved = read_saved(opened.reader, opened.metadata, prefix, weights_only=opened.weights_only)
-    except DamagedValueError:
-        raise
-    except CheckpointReadError as error:
-        return ComponentPlan("reshard", "", Problem("cannot_reshard", name, str(error)), prefix), None
+    saved, refused = _read(name, prefix, opened)
+    if refused is not None:
+        return refused, None
     try:
         resharded = reshard_state(component, saved, saved_world(opened.metadata), new)
         return ComponentPlan("reshard", resharded.note, saved_prefix=prefix), resharded
