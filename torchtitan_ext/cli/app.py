@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
+from torchtitan_ext.cli.collector import without_collector
 from torchtitan_ext.cli.output import UNREADABLE, print_problem
 from torchtitan_ext.errors import DamagedCheckpointError, TorchtitanExtError
 
@@ -55,7 +56,9 @@ class _Commands(TyperGroup):
 
 def _load(name: str) -> Any:
     command = typer.Typer(rich_markup_mode=None, add_completion=False)
-    command.command(name)(importlib.import_module(f"torchtitan_ext.cli.{name}").run)
+    with without_collector():
+        module = importlib.import_module(f"torchtitan_ext.cli.{name}")
+    command.command(name)(module.run)
     return get_command(command)
 
 

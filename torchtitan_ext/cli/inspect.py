@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import importlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from torchtitan_ext.cli.collector import without_collector
 from torchtitan_ext.cli.options import Json, UnsafeUnpickle
 from torchtitan_ext.cli.output import count_of, print_json, print_problem, print_table, text_of_bytes
 from torchtitan_ext.storage.contents import ContentChunk, ContentKey, Contents
@@ -35,7 +34,7 @@ def run(
     """
     if plot is not None and layout is None:
         raise typer.BadParameter("got no --layout NAME of a tensor to draw", param_hint="--plot")
-    with _without_collector():
+    with without_collector():
         contents = describe(path, rank=rank, unsafe_unpickle=unsafe_unpickle)
         keys = contents.matching(glob)
     if layout is not None:
@@ -54,18 +53,6 @@ def run(
         print_table(("key", "offsets", "sizes", "bytes", "file", "at byte"), _shard_rows(contents, keys))
     else:
         print_table(("key", "dtype", "shape", "bytes", "chunks"), map(_key_row, keys))
-
-
-@contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
-    """A hundred thousand keys are no garbage: to look through them again and again takes a third of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _headline(contents: Contents) -> Iterator[str]:
