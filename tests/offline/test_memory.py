@@ -54,21 +54,27 @@ def anonymous_bytes(pid: int) -> int:
     return total
 
 
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A small and a large checkpoint, and beside each another with one tensor that differs."""
+    folder = tmp_path_factory.mktemp("sources")
+    for kind, num_rows in (("small", 1 << 10), ("large", 12 << 20)):
+        state = {f"w{number}": random_bits((num_rows,), torch.float32, number) for number in range(4)}
+        save_as("ours", folder / kind, state)
+        state["w3"] += 1
+        save_as("torch", folder / f"{kind}-other", state)
+    return folder / "small", folder / "large"
+
+
 @pytest.mark.parametrize(
     ("name", "num_processes"),
     [("reshard", 1), ("reshard", 2), ("hf", 2), ("torch", 1), ("torch", 2), ("dcp", 1), ("diff", 1)],
 )
 def test_memory_stays_below_the_bound_on_a_state_four_times_as_large(
-    tmp_path: Path, name: str, num_processes: int
+    tmp_path: Path, sources: tuple[Path, Path], name: str, num_processes: int
 ) -> None:
     max_bytes = 48 << 20
-    for kind, num_rows in (("small", 1 << 10), ("large", 12 << 20)):
-        state = {f"w{number}": random_bits((num_rows,), torch.float32, number) for number in range(4)}
-        save_as("ours", tmp_path / kind, state)
-        state["w3"] += 1
-        save_as("torch", tmp_path / f"{kind}-other", state)
-    del state
-    paths = (tmp_path / "small", tmp_path / "large", tmp_path / "b")
+    paths = (*sources, tmp_path / "target")
     command = [sys.executable, "-c", PROGRAM, *map(str, paths), name, str(num_processes), str(max_bytes)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None and process.stdout is not None

@@ -25,6 +25,9 @@ from torchtitan_ext.storage.stock_records import is_in_file_order
 # A batch of small pieces is one call of the reader; more of them at a time save nothing.
 _MAX_BATCH_PIECES = 4096
 
+# Files stay open from one call to the next: to open one again is to read the checksums of all its blocks again.
+_MAX_OPEN_FILES = 128
+
 _ALIGNMENT = 64
 
 
@@ -117,11 +120,12 @@ def new_buffer(num_bytes: int) -> torch.Tensor:
 
 
 class BoxReader:
-    """Reads boxes of a source's tensors, whatever chunks these were saved in."""
+    """Reads boxes of a source's tensors, whatever chunks these were saved in. Each thread has one of its own."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
         self._chunks = SavedChunks()
+        self._close()
 
     def entry(self, fqn: str) -> TensorStorageMetadata:
         """What the source says of a tensor.
@@ -146,8 +150,7 @@ class BoxReader:
         """
         parts = [part for piece, place in zip(pieces, places, strict=True) for part in self._parts_of(piece, place)]
         records = self.source.find_records([part.index for part in parts])
-        runs = _core.RunReader()
-        files: dict[str, int] = {}
+        runs, files = self._runs, self._files
         later: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
             for part, record in zip(parts, records, strict=True):
@@ -162,10 +165,19 @@ class BoxReader:
                 else:
                     later.append((part.place, _add_interleaved(runs, files[record.file], part, record)))
             self.source.read_runs(runs, list(files))
-        except (_core.FormatError, UnicodeDecodeError) as error:
-            raise DamagedCheckpointError(str(error)) from None
+        except BaseException as error:
+            self._close()  # what was added is not to be read by another call
+            if isinstance(error, (_core.FormatError, UnicodeDecodeError)):
+                raise DamagedCheckpointError(str(error)) from None
+            raise
+        if len(files) > _MAX_OPEN_FILES:
+            self._close()
         for place, values in later:
             place.copy_(values)
+
+    def _close(self) -> None:
+        self._runs = _core.RunReader()
+        self._files: dict[str, int] = {}
 
     def _parts_of(self, piece: Piece, place: torch.Tensor) -> list[_Part]:
         entry = self.source.metadata.state_dict_metadata[piece.fqn]

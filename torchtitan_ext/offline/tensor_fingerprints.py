@@ -37,17 +37,17 @@ def fingerprint_tensors(
         for chunk in entry.chunks
     ]
     pieces = (piece for chunk in _in_file_order(source, chunks) for piece in cut(chunk, part_bytes))
-    buffers = [new_buffer(part_bytes) for _ in range(num_threads)]
+    free = [(BoxReader(source), new_buffer(part_bytes)) for _ in range(num_threads)]
 
     def digest(batch: Sequence[Piece]) -> list[int]:
-        buffer = buffers.pop()
+        reader, buffer = free.pop()
         try:
             places = views(buffer, batch)
             reader.read(batch, places)
             shapes = [tuple(entries[piece.fqn].size) for piece in batch]
             return [_sum_of(*one) for one in zip(places, batch, shapes, strict=True)]
         finally:
-            buffers.append(buffer)
+            free.append((reader, buffer))
 
     for batch, totals in _map_in_threads(digest, batched(pieces, part_bytes), num_threads):
         for piece, total in zip(batch, totals, strict=True):
