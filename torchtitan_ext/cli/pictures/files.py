@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 
 from torchtitan_ext.cli.pictures.holders import Box, Holder
 
-_OF_RANK = re.compile(r"__(\d+)_")
+# No cluster has more ranks: a longer number in the name of a foreign file is none.
+_OF_RANK = re.compile(r"__(\d{1,7})_")
 
 
 def rank_of_file(name: str) -> int | None:
