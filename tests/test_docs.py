@@ -11,7 +11,9 @@ from types import ModuleType
 import pytest
 from test_readme import GLOO_AT_EXIT
 
+import torchtitan_ext
 from torchtitan_ext import errors
+from torchtitan_ext.errors.problems import HEADINGS
 
 DOCS = Path(__file__).parents[1] / "docs"
 EXAMPLES = re.findall(
@@ -54,7 +56,7 @@ def test_every_kind_of_problem_has_a_remedy() -> None:
 
 def test_every_heading_stands_with_its_kind() -> None:
     lines = (DOCS / "errors.md").read_text().splitlines()
-    for kind, heading in errors._HEADINGS.items():
+    for kind, heading in HEADINGS.items():
         assert any(line.startswith(f"| `{kind}`") and heading in line for line in lines), heading
 
 
@@ -65,12 +67,13 @@ def test_every_exception_is_explained() -> None:
 
 def public_names(module: ModuleType) -> set[str]:
     """Its ``__all__``; of a module without one, what is defined in it. Functions of ``errors`` serve the package."""
+    if module is errors:
+        return {name for name in errors.__all__ if inspect.isclass(getattr(errors, name))}
     if hasattr(module, "__all__"):
         return set(module.__all__)
-    kinds = inspect.isclass if module is errors else lambda member: inspect.isclass(member) or inspect.isroutine(member)
     return {
         name
-        for name, member in inspect.getmembers(module, kinds)
+        for name, member in inspect.getmembers(module, lambda one: inspect.isclass(one) or inspect.isroutine(one))
         if member.__module__ == module.__name__ and not name.startswith("_")
     }
 
@@ -81,13 +84,13 @@ def test_every_public_name_is_in_the_index(room: str) -> None:
 
 
 def test_every_room_with_public_names_is_looked_at() -> None:
-    package = Path(errors.__file__).parent
+    package = Path(torchtitan_ext.__file__).parent
     lists = {path for path in package.rglob("*.py") if re.search(r"^__all__ = ", path.read_text(), re.M)}
     assert lists <= {Path(str(importlib.import_module(f"torchtitan_ext{room}").__file__)) for room in ROOMS}
 
 
 def test_the_index_names_nothing_that_is_not_there() -> None:
     known = {name for room in ROOMS for name in public_names(importlib.import_module(f"torchtitan_ext{room}"))}
-    titan = (Path(errors.__file__).parent / "integrations" / "torchtitan.py").read_text()
+    titan = (Path(torchtitan_ext.__file__).parent / "integrations" / "torchtitan.py").read_text()
     known |= set(re.findall(r"^(?:class|def) ([^\W_]\w*)", titan, re.M))
     assert documented("api.md") == known

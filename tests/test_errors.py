@@ -8,6 +8,8 @@ from torch.distributed.checkpoint.api import CheckpointException, _wrap_exceptio
 
 from torchtitan_ext import errors
 from torchtitan_ext.errors import Problem, refusal
+from torchtitan_ext.errors.problems import HEADINGS
+from torchtitan_ext.errors.refusals import ERROR_OF_KIND
 
 PROBLEMS = (
     Problem("missing_key", "model.weight", "Missing key in checkpoint state_dict: model.weight."),
@@ -89,7 +91,7 @@ def test_the_report_groups_by_kind_and_shows_ten_lines_of_each() -> None:
 
 def test_every_kind_of_problem_has_a_heading_and_a_class() -> None:
     kinds = set(errors.ProblemKind.__args__)  # type: ignore[attr-defined]
-    assert kinds == set(errors._HEADINGS) == set(errors._ERROR_OF_KIND)
+    assert kinds == set(HEADINGS) == set(ERROR_OF_KIND)
 
 
 def test_a_failure_names_its_ranks() -> None:

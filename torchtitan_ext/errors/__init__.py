@@ -1,0 +1,72 @@
+"""The errors of the package: ordinary exceptions that survive pickling with their fields.
+
+A refusal lists every problem at once, grouped by kind, and is the same on every rank. Through ``tte.save`` and
+``tte.load`` it reaches the caller as it is; stock ``dcp.save`` and ``dcp.load`` wrap it in ``CheckpointException``
+(a BaseException), whose text then ends with it.
+
+Kinds of problems stand in ``problems``, the classes of refusals in ``refusals``, all other exceptions in ``failures``.
+"""
+
+from __future__ import annotations
+
+from torchtitan_ext.errors.arguments import argument_error, check_argument, check_counts, described
+from torchtitan_ext.errors.failures import (
+    CannotInstallError,
+    CannotReshardError,
+    CheckpointFailedError,
+    CheckpointReadError,
+    DamagedCheckpointError,
+    DamagedValueError,
+    LostRankError,
+    NoCheckpointError,
+    SavedOverError,
+    SaveInProgressError,
+    TorchtitanExtError,
+    UnknownFormatError,
+    UnsafePickleError,
+    WorkerLostError,
+)
+from torchtitan_ext.errors.problems import Problem, ProblemKind, Remedy, listed
+from torchtitan_ext.errors.refusals import (
+    LayoutError,
+    MissingStateError,
+    ReplicaMismatchError,
+    ReshardError,
+    StateRefusedError,
+    SyncMismatchError,
+    WrongArgumentError,
+    refusal,
+)
+
+__all__ = [
+    "CannotInstallError",
+    "CannotReshardError",
+    "CheckpointFailedError",
+    "CheckpointReadError",
+    "DamagedCheckpointError",
+    "DamagedValueError",
+    "LayoutError",
+    "LostRankError",
+    "MissingStateError",
+    "NoCheckpointError",
+    "Problem",
+    "ProblemKind",
+    "Remedy",
+    "ReplicaMismatchError",
+    "ReshardError",
+    "SaveInProgressError",
+    "SavedOverError",
+    "StateRefusedError",
+    "SyncMismatchError",
+    "TorchtitanExtError",
+    "UnknownFormatError",
+    "UnsafePickleError",
+    "WorkerLostError",
+    "WrongArgumentError",
+    "argument_error",
+    "check_argument",
+    "check_counts",
+    "described",
+    "listed",
+    "refusal",
+]

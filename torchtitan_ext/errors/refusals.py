@@ -1,0 +1,111 @@
+"""Refusals: what is raised before anything is written or changed, with every problem of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torchtitan_ext.errors.failures import TorchtitanExtError
+from torchtitan_ext.errors.problems import HEADINGS, Problem, ProblemKind, listed
+
+
+class StateRefusedError(TorchtitanExtError, RuntimeError, ValueError):
+    """A state dict is refused as a whole: nothing was written, and no target was changed.
+
+    Args:
+        operation: What was refused, for example ``"save"``.
+        problems: Every problem found, over all ranks.
+        report: What the operation would have done with each component, and what to pass to make it go, where a policy
+            asked for it (``torchtitan_ext.checkpoint.report.LoadReport``).
+    """
+
+    def __init__(self, operation: str, problems: tuple[Problem, ...], report: Any = None) -> None:
+        super().__init__(operation, problems, report)
+        self.operation = operation
+        self.problems = problems
+        self.report = report
+
+    def __str__(self) -> str:
+        grouped: dict[ProblemKind, list[Problem]] = {}
+        for problem in self.problems:
+            grouped.setdefault(problem.kind, []).append(problem)
+        lines = [f"{self._headline()}; {len(self.problems)} problem(s):"]
+        lines += [] if self.report is None else [str(self.report)]
+        for kind, members in grouped.items():
+            lines.append(f"{HEADINGS[kind]} ({len(members)}):")
+            lines += listed(members)
+        if self.report is not None and self.report.way_on:
+            lines.append(self.report.way_on)
+        return "\n".join(lines)
+
+    def _headline(self) -> str:
+        return f"{self.operation} refused, nothing was changed"
+
+
+class LayoutError(StateRefusedError):
+    """A tensor's layout cannot be described exactly: Partial, in doubt, or at odds with the local tensors."""
+
+
+class ReplicaMismatchError(StateRefusedError):
+    """Ranks that should hold the same value, shape or dtype do not."""
+
+
+class SyncMismatchError(StateRefusedError):
+    """Ranks that sync, or check, replicas disagree on what these are, or a tensor cannot be synced, or replicas differ.
+
+    The same on every rank. Raised before any data moved, except where replicas are found to differ after a sync.
+    """
+
+    def _headline(self) -> str:
+        if {problem.kind for problem in self.problems} == {"replicas_differ"}:
+            return f"{self.operation}: replicas are not equal"
+        return super()._headline()
+
+
+class WrongArgumentError(StateRefusedError, TypeError):
+    """An argument of a collective call is of another type than expected, on some rank. The same on every rank.
+
+    A planner, too, whose class was written for DCP's default planner and keeps another protocol than ours.
+    """
+
+
+class MissingStateError(StateRefusedError):
+    """The checkpoint lacks keys that the state dict asks for."""
+
+
+class ReshardError(StateRefusedError):
+    """The checkpoint cannot become the state that the targets ask for."""
+
+
+ERROR_OF_KIND: dict[ProblemKind, type[StateRefusedError]] = {
+    "partial_placement": LayoutError,
+    "unknown_placement": LayoutError,
+    "layout_in_doubt": LayoutError,
+    "layout_matches_nothing": LayoutError,
+    "incomplete_cover": LayoutError,
+    "unsupported_tensor": LayoutError,
+    "unsupported_value": StateRefusedError,
+    "unused_layout": LayoutError,
+    "ranks_disagree": ReplicaMismatchError,
+    "replicas_differ": ReplicaMismatchError,
+    "missing_key": MissingStateError,
+    "wrong_shape": ReshardError,
+    "wrong_dtype": ReshardError,
+    "wrong_type": ReshardError,
+    "wrong_argument": WrongArgumentError,
+    "planner_subclass": WrongArgumentError,
+    "unclaimed_keys": ReshardError,
+    "broken_checkpoint": ReshardError,
+    "cannot_sync": SyncMismatchError,
+    "cannot_reshard": ReshardError,
+    "unexpected_key": ReshardError,
+    "policy_name": ReshardError,
+}
+
+
+def refusal(operation: str, problems: Iterable[Problem], report: Any = None) -> StateRefusedError:
+    """The error for these problems: the class they share, or ``StateRefusedError`` where they are of several."""
+    unique = tuple(dict.fromkeys(problems))
+    classes = {ERROR_OF_KIND[problem.kind] for problem in unique}
+    error_class = classes.pop() if len(classes) == 1 else StateRefusedError
+    return error_class(operation, unique, report)
