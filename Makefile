@@ -108,7 +108,7 @@ $(STAMPS)/torch: | $(PY)
 	@mkdir -p $(STAMPS) && touch $@
 
 # An editable install knows the modules that were there when it was made: a new file means a new install.
-MODULES := $(sort $(wildcard torchtitan_ext/*.py torchtitan_ext/*/*.py))
+MODULES := $(sort $(wildcard $(addprefix torchtitan_ext,/*.py /*/*.py /*/*/*.py)))
 $(STAMPS)/modules: FORCE | $(PY)
 	@mkdir -p $(STAMPS) && echo "$(MODULES)" | cmp -s - $@ || echo "$(MODULES)" > $@
 FORCE:
