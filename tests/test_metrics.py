@@ -121,6 +121,39 @@ def test_a_callback_that_raises_harms_no_save(tmp_path: Path, capsys: pytest.Cap
     assert "ValueError: no network" in capsys.readouterr().err
 
 
+class FailingHandler(logging.Handler):
+    """Somebody's handler that lets its errors through."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        raise OSError("no space for the log")
+
+
+OPERATIONS: dict[str, Callable[[dict[str, Any], Path], object]] = {
+    "save": tte.save,
+    "async_save": lambda state, path: tte.async_save(state, path).result(),
+    "load": tte.load,
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_handler_that_raises_does_not_make_an_operation_fail_after_its_end(
+    operation: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tte.save({"w": torch.ones(4)}, tmp_path / "step")
+    state = {"w": torch.full((4,), 7.0)}
+    handler = FailingHandler()
+    with heard():
+        LOGGER.addHandler(handler)
+        try:
+            OPERATIONS[operation](state, tmp_path / ("step" if operation == "load" else "other"))
+        finally:
+            LOGGER.removeHandler(handler)
+    assert "OSError: no space for the log" in capsys.readouterr().err
+    loaded = {"w": torch.zeros(4)}
+    tte.load(loaded, tmp_path / ("step" if operation == "load" else "other"))
+    assert loaded["w"].tolist() == state["w"].tolist()
+
+
 def test_other_records_have_no_metrics() -> None:
     with heard() as metrics:
         logging.getLogger("torchtitan_ext.storage").info("something else")

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from torchtitan_ext.errors import only_printed
+
 __all__ = ["MetricsHandler"]
 
 
@@ -62,7 +64,7 @@ def log_metrics(
     phase_seconds: Mapping[str, float],
     retries: int = 0,
 ) -> None:
-    """Logs an operation that has ended. To be called on the coordinator.
+    """Logs an operation that has ended. To be called on the coordinator. What a handler raises is printed.
 
     Args:
         path: Of the checkpoint; empty where there is none.
@@ -87,4 +89,5 @@ def log_metrics(
     phases = ", ".join(f"{name} {one:.3f}" for name, one in phase_seconds.items())
     by = f"{ranks} rank" if ranks == 1 else f"{ranks} ranks"
     text = f"{place}: {num_bytes:,} bytes by {by} in {seconds:.2f} s, {rate:.3g} GB/s ({phases})"
-    logger.info(text, extra={"metrics": metrics})
+    with only_printed():
+        logger.info(text, extra={"metrics": metrics})

@@ -1,6 +1,7 @@
 """Traces: one file of all ranks, in the format of Chrome and Perfetto, whether the operation ends well or not."""
 
 import json
+import warnings
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -121,6 +122,14 @@ def test_a_trace_that_cannot_be_written_is_a_warning(name: str, tmp_path: Path) 
     with pytest.warns(UserWarning, match="the trace of a save is not written: "):
         tte.save({"w": torch.ones(4)}, tmp_path / "step", trace=tmp_path / name)
     assert (tmp_path / "step" / ".metadata").exists()
+
+
+def test_a_trace_that_cannot_be_written_makes_no_save_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="the trace of")
+        tte.save({"w": torch.ones(4)}, tmp_path / "step", trace=tmp_path / "file" / "trace.json")
+    assert "UserWarning: the trace of a save is not written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("operation", [tte.save, tte.load, tte.async_save])

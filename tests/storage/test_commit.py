@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,28 @@ def test_a_target_that_cannot_be_renamed_is_written_in_place(
         save_step(target, step)
         check_step(target, step)
     assert without_ids(target) == IN_PLACE and names(tmp_path) == ["step-1"]
+
+
+@pytest.mark.parametrize("is_staged", [True, False])
+def test_what_cannot_be_removed_after_the_rename_does_not_make_a_save_fail(
+    tmp_path: Path, is_staged: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "step-1"
+    save_step(target, 0)
+    if not is_staged:
+        (target / "config.json").touch()
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr(commit.SaveLock, "release", lambda lock: None)
+    monkeypatch.setattr(leftovers.Path, "unlink", refuse)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".* stays: it cannot be removed")
+        save_step(target, 1)
+    monkeypatch.undo()
+    check_step(target, 1)
+    assert "stays: it cannot be removed (not yours)" in capsys.readouterr().err
 
 
 def test_mounts_are_known() -> None:

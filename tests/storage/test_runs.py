@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from states import blank, differences, save
 
 import torchtitan_ext as tte
-from torchtitan_ext.errors import NoCheckpointError
+from torchtitan_ext.errors import CheckpointFailedError, NoCheckpointError
 from torchtitan_ext.storage import FileWriter, commit, save_lock
 from torchtitan_ext.storage.steps import find_steps
 from torchtitan_ext.storage.verify import find_damage, is_whole
@@ -137,6 +137,24 @@ def test_all_ranks_verify_and_agree(run_world: Any, tmp_path: Path) -> None:
     assert run_world(3, load_last_good, tmp_path) == [(2, 1), (2, 0), (2, 0)]
 
 
+def load_last_good_strictly(rank: int, world_size: int, run: Path) -> str:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*newer skipped")
+        try:
+            tte.load({f"rank_{rank}": torch.zeros(300_000)}, run, step="last-good", timeout_seconds=5)
+        except CheckpointFailedError as error:
+            return str(error)
+    return "loaded"
+
+
+def test_a_warning_of_skipped_steps_that_is_an_error_is_one_on_all_ranks(run_world: Any, tmp_path: Path) -> None:
+    run_world(2, save_steps, tmp_path)
+    flip(tmp_path / "step-3" / "__1_0.distcp", 500_000)
+    first, second = run_world(2, load_last_good_strictly, tmp_path)
+    assert first == second
+    assert "rank 0: UserWarning" in first and "step 2 is loaded, 1 newer skipped" in first
+
+
 # ---- retention ----
 
 
@@ -185,6 +203,17 @@ def test_a_step_that_is_being_saved_stays(run: Path) -> None:
         patch.setattr(save_lock, "_stays_untouched", lambda *_: False)
         save_step(run, 30, keep=1)
     assert 10 in steps(run)
+
+
+def test_what_cannot_be_removed_does_not_make_a_save_fail(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lock = commit.lock_path(run / "step-10", None)
+    lock.write_text("{")
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        patch.setattr(save_lock, "_stays_untouched", lambda *_: False)
+        warnings.filterwarnings("error", message=".* is kept")
+        save_step(run, 30, keep=1)
+    assert loaded_step(run, "latest") == 30
+    assert "step-10 is kept" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from torchtitan_ext.checkpoint.trace import Trace, Traced
-from torchtitan_ext.errors import CheckpointFailedError, LostRankError, TorchtitanExtError
+from torchtitan_ext.errors import CheckpointFailedError, LostRankError, TorchtitanExtError, only_printed
 from torchtitan_ext.metrics import log_metrics, timed
 from torchtitan_ext.ranks.timed_exchange import TimedExchange
 from torchtitan_ext.ranks.turns import Turn
@@ -109,7 +109,8 @@ class Phases:
         if self._turn is not None:
             self._turn.end()
         if self._trace is not None and self.is_coordinator:
-            self._trace.write(self._operation, self._path)
+            with only_printed():
+                self._trace.write(self._operation, self._path)
 
     @property
     def is_coordinator(self) -> bool:

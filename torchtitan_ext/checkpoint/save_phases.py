@@ -22,6 +22,7 @@ from torchtitan_ext.checkpoint.set_up import set_up_save
 from torchtitan_ext.checkpoint.steps import check_keep
 from torchtitan_ext.checkpoint.storage_entries import check_all_written
 from torchtitan_ext.checkpoint.subclasses import check_final_items
+from torchtitan_ext.errors import only_printed
 from torchtitan_ext.storage import FileReader, FileWriter
 from torchtitan_ext.storage.checkpoint_files import RankFile
 from torchtitan_ext.storage.runs import remove_old_steps
@@ -132,7 +133,8 @@ def save_values(
             writer.abandon()
         raise
     if keep is not None and phases.is_coordinator:
-        remove_old_steps(Path(path), keep)
+        with only_printed():
+            remove_old_steps(Path(path), keep)
     phases.log_metrics(logger, num_bytes, path=path)
     return SaveResult(path, save_id, num_bytes, dict(phases.seconds))
 

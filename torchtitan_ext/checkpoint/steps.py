@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,13 +68,18 @@ def _last_good(run: Path, steps: dict[int, bool], phases: Phases) -> Path:
             found = phases.on_all("verify", lambda: _damage_on(path, phases), doing=_VERIFYING)  # noqa: B023
             reason = next((damage for damage in found if damage is not None), None)
         if reason is None:
-            if skipped and phases.is_coordinator:
-                text = f"{run}: step {number} is loaded, {len(skipped)} newer skipped: {'; '.join(skipped)}"
-                warnings.warn(text, stacklevel=4)
+            if skipped:
+                _warn_of_skipped(run, number, skipped, phases)
             return path
         skipped.append(f"step {number}: {reason}")
     detail = f"has no good checkpoint: {'; '.join(skipped[:_MAX_LISTED]) or 'it has no step at all'}"
     raise NoCheckpointError(str(run), detail)
+
+
+def _warn_of_skipped(run: Path, number: int, skipped: Sequence[str], phases: Phases) -> None:
+    """Warns on the coordinator, in a phase: where a filter turns warnings into errors, all ranks hear of it."""
+    text = f"{run}: step {number} is loaded, {len(skipped)} newer skipped: {'; '.join(skipped)}"
+    phases.to_coordinator("choose", lambda: None, lambda _: warnings.warn(text, stacklevel=2), doing=_VERIFYING)
 
 
 def _damage_on(path: Path, phases: Phases) -> str | None:

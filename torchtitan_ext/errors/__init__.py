@@ -9,6 +9,7 @@ Kinds of problems stand in ``problems``, the classes of refusals in ``refusals``
 
 from __future__ import annotations
 
+from torchtitan_ext.errors.afterwards import only_printed
 from torchtitan_ext.errors.arguments import argument_error, check_argument, check_counts, described
 from torchtitan_ext.errors.failures import (
     CannotInstallError,
@@ -68,5 +69,6 @@ __all__ = [
     "check_counts",
     "described",
     "listed",
+    "only_printed",
     "refusal",
 ]

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_ext import _core
-from torchtitan_ext.errors import CheckpointFailedError
+from torchtitan_ext.errors import CheckpointFailedError, only_printed
 from torchtitan_ext.storage.checkpoint_files import DATA_SUFFIX, index_path, metadata_path, sync_directory, write_file
 from torchtitan_ext.storage.leftovers import (
     LOCK_PREFIX,
@@ -140,7 +140,8 @@ class RunningSave:
             _core.exchange_paths(os.fsencode(stage), os.fsencode(target))
         self._is_committed = True
         self._sync_parents(sync)
-        remove_directory(stage, target)
+        with only_printed():
+            remove_directory(stage, target)
 
     def _commit_in_place(self, index: bytes, metadata: bytes, sync: bool, confirm: Callable[[], None]) -> None:
         target, save_id = self.place.target, self.place.save_id
@@ -157,7 +158,8 @@ class RunningSave:
         if sync:
             sync_directory(target)
         self._sync_parents(sync)
-        remove_replaced(target, save_id, self._rank)
+        with only_printed():
+            remove_replaced(target, save_id, self._rank)
 
     def _sync_parents(self, sync: bool) -> None:
         if sync:
