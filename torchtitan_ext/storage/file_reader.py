@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import io
 import os
 import uuid
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from torchtitan_ext import _core
-from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError, SavedOverError
-from torchtitan_ext.layout.dtensor import local_view
-from torchtitan_ext.layout.wrapper import box_of, dense_values, is_wrapper
+from torchtitan_ext.errors import DamagedCheckpointError, SavedOverError
 from torchtitan_ext.storage.checkpoint_files import (
     CheckpointIndex,
     Record,
@@ -38,6 +34,7 @@ from torchtitan_ext.storage.metadata_file import metadata_of_tables, parse_metad
 from torchtitan_ext.storage.opened import OpenedCheckpoint
 from torchtitan_ext.storage.progress import progress
 from torchtitan_ext.storage.raw_tensor import DTYPES
+from torchtitan_ext.storage.read_batch import ReadBatch
 from torchtitan_ext.storage.stock_records import find_stock_tensors
 from torchtitan_ext.storage.threads import thread_count_of
 
@@ -224,7 +221,12 @@ class FileReader(StorageReader):
         with progress(
             "load, rank 0", is_coordinator=self._is_coordinator, total_bytes=lambda: _wanted_bytes(by_file, stored)
         ) as advance:
-            batch = _Batch(self, planner, advance)
+
+            def count(num_bytes: int) -> None:
+                self.num_bytes_read += num_bytes
+                advance(num_bytes)
+
+            batch = ReadBatch(planner, self.open_file, self.read_runs, count)
             for name, members in by_file.items():
                 for item, info in members:
                     batch.add(name, item, info, stored[name].get(info.offset))
@@ -294,80 +296,6 @@ class FileReader(StorageReader):
             raise DamagedCheckpointError(f"{text}. {remedy}")
 
 
-class _Batch:
-    """Items that are read together; their planner hears of them in stock's order."""
-
-    def __init__(self, reader: FileReader, planner: LoadPlanner, advance: Callable[[int], object]) -> None:
-        self._reader = reader
-        self._planner = planner
-        self._advance = advance  # called with the bytes that were read
-        self._runs = _core.RunReader()
-        self._files: dict[str, int] = {}
-        self._targets: list[tuple[ReadItem, torch.Tensor, torch.Tensor | None]] = []  # with what to copy from
-        self._values: list[tuple[ReadItem, bytearray, torch.Tensor | None]] = []
-        self.num_bytes = 0
-
-    def add(self, name: str, item: ReadItem, info: Any, stored: StoredTensor | None) -> None:
-        if name not in self._files:
-            self._files[name] = self._reader.open_file(self._runs, name)
-        file = self._files[name]
-        if item.type == LoadItemType.BYTE_IO or stored is None:
-            target = None if item.type == LoadItemType.BYTE_IO else self._target(item)
-            content = bytearray(info.length)
-            self._values.append((item, content, target))
-            self._runs.add_bytes(file, info.offset, info.length, _address(content))
-            self.num_bytes += info.length
-            return
-        target = self._target(item)
-        dtype = DTYPES[stored.dtype]
-        place = target
-        if not _is_plain_target(target, dtype):
-            place = torch.empty(target.shape, dtype=dtype)
-        offsets, sizes = item.storage_offsets, item.lengths
-        self._runs.add_box(
-            file,
-            stored.data_offset,
-            dtype.itemsize,
-            stored.sizes,
-            stored.strides,
-            offsets,
-            sizes,
-            place.data_ptr(),
-            place.stride(),
-        )
-        self._targets.append((item, target, None if place is target else place))
-        self.num_bytes += place.nbytes
-
-    def read(self) -> None:
-        self._reader.read_runs(self._runs, list(self._files))
-        self._reader.num_bytes_read += self.num_bytes
-        self._advance(self.num_bytes)
-        for item, content, target in self._values:
-            if target is None:
-                self._planner.load_bytes(item, io.BytesIO(content))
-            else:
-                self._targets.append((item, target, _loaded_box(item, content, target)))
-        with torch.no_grad():
-            for item, target, source in self._targets:
-                if source is not None:
-                    _copy(item, target, source)
-        # Autograd has not seen what was written from outside. Inference tensors count no versions.
-        written = [target for _, target, source in self._targets if source is None and not target.is_inference()]
-        torch.autograd.graph.increment_version(written)
-        for item, target, _ in self._targets:
-            self._planner.commit_tensor(item, target)
-        self._targets, self._values, self.num_bytes = [], [], 0
-
-    def _target(self, item: ReadItem) -> torch.Tensor:
-        target = self._planner.resolve_tensor(item).detach()
-        if target.shape != item.lengths:
-            raise ValueError(
-                f"req {item.storage_index} mismatch sizes {target.size()} vs {item.lengths}: the planner resolved a "
-                "target of another size than its item"
-            )
-        return target
-
-
 def _wanted_bytes(
     by_file: Mapping[str, Sequence[tuple[ReadItem, Any]]], stored: Mapping[str, Mapping[int, StoredTensor]]
 ) -> int:
@@ -377,42 +305,3 @@ def _wanted_bytes(
             tensor = stored[name].get(info.offset)
             num_bytes += info.length if tensor is None else item.lengths.numel() * DTYPES[tensor.dtype].itemsize
     return num_bytes
-
-
-def _is_plain_target(target: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether the elements of a saved dtype can be written into the target's memory as they are."""
-    if type(target) is not torch.Tensor or target.layout is not torch.strided or not target.is_cpu:
-        return False
-    if target.dtype != dtype or target.is_conj() or target.is_neg():
-        return False
-    return target.is_contiguous() or not _core.may_overlap_itself(target.shape, target.stride())
-
-
-def _address(content: bytearray) -> int:
-    return torch.frombuffer(content, dtype=torch.uint8).data_ptr() if content else 0
-
-
-def _loaded_box(item: ReadItem, content: bytearray, target: torch.Tensor) -> torch.Tensor:
-    """The box of a whole ``torch.save`` record that an item wants.
-
-    Where it cuts a block of a quantised tensor, a plain target takes the values that the tensor stands for.
-    """
-    tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    box = box_of(tensor, item.storage_offsets, item.lengths)
-    if not isinstance(box, str):
-        return box
-    if is_wrapper(target):
-        raise CheckpointReadError(item.dest_index.fqn, f"as it was saved, {box}")
-    return local_view(dense_values(tensor), item.storage_offsets, item.lengths)
-
-
-def _copy(item: ReadItem, target: torch.Tensor, source: torch.Tensor) -> None:
-    if not is_wrapper(target) and not is_wrapper(source):
-        target.copy_(source)
-        return
-    try:
-        target.copy_(source)
-    except Exception as error:  # whatever the subclass raises
-        kinds = f"a {type(source).__name__} was saved, the target is a {type(target).__name__}"
-        reason = f"{kinds}, and copy_ fails ({type(error).__name__}: {error}); load into a target of the saved kind"
-        raise CheckpointReadError(item.dest_index.fqn, reason) from error

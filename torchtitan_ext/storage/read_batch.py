@@ -1,0 +1,156 @@
+"""Reads items of a load plan together: runs straight into their targets, all else into memory of its own first."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+
+from torchtitan_ext import _core
+from torchtitan_ext.errors import CheckpointReadError
+from torchtitan_ext.layout.dtensor import local_view
+from torchtitan_ext.layout.wrapper import box_of, dense_values, is_wrapper
+from torchtitan_ext.storage.checkpoint_files import StoredTensor
+from torchtitan_ext.storage.progress import OnBytes
+from torchtitan_ext.storage.raw_tensor import DTYPES
+
+
+class ReadBatch:
+    """Items that are read together; their planner hears of them in stock's order.
+
+    Args:
+        open_file: Makes a file of the checkpoint one of those of the runs, and returns its number there.
+        read_runs: Reads the runs, which lie in files of these names, or raises.
+        on_bytes: Called with the number of bytes that were read.
+    """
+
+    def __init__(
+        self,
+        planner: LoadPlanner,
+        open_file: Callable[[_core.RunReader, str], int],
+        read_runs: Callable[[_core.RunReader, list[str]], None],
+        on_bytes: OnBytes,
+    ) -> None:
+        self._planner = planner
+        self._open_file = open_file
+        self._read_runs = read_runs
+        self._on_bytes = on_bytes
+        self._runs = _core.RunReader()
+        self._files: dict[str, int] = {}
+        self._targets: list[tuple[ReadItem, torch.Tensor, torch.Tensor | None]] = []  # with what to copy from
+        self._values: list[tuple[ReadItem, bytearray, torch.Tensor | None]] = []
+        self.num_bytes = 0
+        """What ``read`` will read."""
+
+    def add(self, name: str, item: ReadItem, info: Any, stored: StoredTensor | None) -> None:
+        """Adds an item.
+
+        Args:
+            name: Of the file.
+            info: The item's entry in the metadata's ``storage_data``.
+            stored: Where the elements lie; ``None`` where only ``torch.load`` understands the record.
+        """
+        if name not in self._files:
+            self._files[name] = self._open_file(self._runs, name)
+        file = self._files[name]
+        if item.type == LoadItemType.BYTE_IO or stored is None:
+            target = None if item.type == LoadItemType.BYTE_IO else self._target(item)
+            content = bytearray(info.length)
+            self._values.append((item, content, target))
+            self._runs.add_bytes(file, info.offset, info.length, _address(content))
+            self.num_bytes += info.length
+            return
+        target = self._target(item)
+        dtype = DTYPES[stored.dtype]
+        place = target
+        if not _is_plain_target(target, dtype):
+            place = torch.empty(target.shape, dtype=dtype)
+        offsets, sizes = item.storage_offsets, item.lengths
+        self._runs.add_box(
+            file,
+            stored.data_offset,
+            dtype.itemsize,
+            stored.sizes,
+            stored.strides,
+            offsets,
+            sizes,
+            place.data_ptr(),
+            place.stride(),
+        )
+        self._targets.append((item, target, None if place is target else place))
+        self.num_bytes += place.nbytes
+
+    def read(self) -> None:
+        """Reads what was added, and hands it to the planner.
+
+        Raises:
+            CheckpointReadError: A record of a subclass does not fit its target.
+        """
+        self._read_runs(self._runs, list(self._files))
+        self._on_bytes(self.num_bytes)
+        for item, content, target in self._values:
+            if target is None:
+                self._planner.load_bytes(item, io.BytesIO(content))
+            else:
+                self._targets.append((item, target, _loaded_box(item, content, target)))
+        with torch.no_grad():
+            for item, target, source in self._targets:
+                if source is not None:
+                    _copy(item, target, source)
+        # Autograd has not seen what was written from outside. Inference tensors count no versions.
+        written = [target for _, target, source in self._targets if source is None and not target.is_inference()]
+        torch.autograd.graph.increment_version(written)
+        for item, target, _ in self._targets:
+            self._planner.commit_tensor(item, target)
+        self._targets, self._values, self.num_bytes = [], [], 0
+
+    def _target(self, item: ReadItem) -> torch.Tensor:
+        target = self._planner.resolve_tensor(item).detach()
+        if target.shape != item.lengths:
+            raise ValueError(
+                f"req {item.storage_index} mismatch sizes {target.size()} vs {item.lengths}: the planner resolved a "
+                "target of another size than its item"
+            )
+        return target
+
+
+def _is_plain_target(target: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the elements of a saved dtype can be written into the target's memory as they are."""
+    if type(target) is not torch.Tensor or target.layout is not torch.strided or not target.is_cpu:
+        return False
+    if target.dtype != dtype or target.is_conj() or target.is_neg():
+        return False
+    return target.is_contiguous() or not _core.may_overlap_itself(target.shape, target.stride())
+
+
+def _address(content: bytearray) -> int:
+    return torch.frombuffer(content, dtype=torch.uint8).data_ptr() if content else 0
+
+
+def _loaded_box(item: ReadItem, content: bytearray, target: torch.Tensor) -> torch.Tensor:
+    """The box of a whole ``torch.save`` record that an item wants.
+
+    Where it cuts a block of a quantised tensor, a plain target takes the values that the tensor stands for.
+    """
+    tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    box = box_of(tensor, item.storage_offsets, item.lengths)
+    if not isinstance(box, str):
+        return box
+    if is_wrapper(target):
+        raise CheckpointReadError(item.dest_index.fqn, f"as it was saved, {box}")
+    return local_view(dense_values(tensor), item.storage_offsets, item.lengths)
+
+
+def _copy(item: ReadItem, target: torch.Tensor, source: torch.Tensor) -> None:
+    if not is_wrapper(target) and not is_wrapper(source):
+        target.copy_(source)
+        return
+    try:
+        target.copy_(source)
+    except Exception as error:  # whatever the subclass raises
+        kinds = f"a {type(source).__name__} was saved, the target is a {type(target).__name__}"
+        reason = f"{kinds}, and copy_ fails ({type(error).__name__}: {error}); load into a target of the saved kind"
+        raise CheckpointReadError(item.dest_index.fqn, reason) from error
