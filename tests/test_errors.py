@@ -28,6 +28,7 @@ INSTANCES = [
             errors.WrongArgumentError,
         )
     ),
+    errors.WrongValueError("mesh: got dp=0, expected at least 1"),
     errors.CheckpointReadError("trainer.step", "its bytes are damaged"),
     errors.DamagedValueError("trainer.step", "its bytes are damaged"),
     errors.DamagedCheckpointError("step-3/__0_0.distcp: bytes 0 to 9 do not match their checksum; in them lie w[0:2]"),

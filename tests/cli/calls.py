@@ -64,6 +64,19 @@ def call_process(*arguments: object) -> Done:
     return Done(done.returncode, done.stdout, done.stderr)
 
 
+def call_importing(modules: set[str], *arguments: object) -> tuple[Done, set[str]]:
+    """A command as a process, and which of these modules it has imported."""
+    code = (
+        f"import sys; sys.argv = {['torchtitan-ext', *map(str, arguments)]!r}\n"
+        "from torchtitan_ext.cli.app import main\n"
+        "try: main()\n"
+        f"finally: print(*{modules!r} & set(sys.modules), sep=',')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    *lines, imported = done.stdout.splitlines(keepends=True)
+    return Done(done.returncode, "".join(lines), done.stderr), set(filter(None, imported.strip().split(",")))
+
+
 def make(path: Path, kind: str, state: dict[str, Any] = STATE) -> Path:
     """A checkpoint of a kind."""
     tensors = {fqn: value for fqn, value in state.items() if isinstance(value, torch.Tensor)}

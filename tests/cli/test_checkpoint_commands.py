@@ -42,7 +42,7 @@ def test_the_story_of_a_checkpoint(run_dir: Path) -> None:
     differs = call("diff", run_dir / "c", run_dir / "b.pt", "--values", "--json")
     assert differs.returncode == DIFFERS
     assert json.loads(differs.stdout) == {
-        "equal": False,
+        "is_equal": False,
         "num_equal": 1,
         "differences": [{
             "key": "model.w", "kind": "values", "a": "float32 [3, 4]", "b": "float32 [3, 4]",

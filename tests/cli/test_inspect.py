@@ -3,8 +3,6 @@
 import os
 import pickle
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from calls import STATE, call, make
+from calls import STATE, call, call_importing, make
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
@@ -41,7 +39,7 @@ def test_every_format_is_described(tmp_path: Path, kind: str) -> None:
     tensors = {key["name"]: key for key in done.json["keys"] if key["dtype"] is not None}
     others = {key["name"] for key in done.json["keys"]} - set(tensors)
     assert {name: key["shape"] for name, key in tensors.items()} == SHAPES
-    assert {name: key["bytes"] for name, key in tensors.items()} == TENSOR_BYTES
+    assert {name: key["num_bytes"] for name, key in tensors.items()} == TENSOR_BYTES
     assert tensors["layers.0.norm"]["dtype"] == "bfloat16" and tensors["step"]["dtype"] == "int64"
     assert others == (set() if "safetensors" in kind else {"note"})
     assert done.json["has_checksums"] == ("ours" in kind)
@@ -56,7 +54,7 @@ def test_ours_says_who_wrote_it(tmp_path: Path) -> None:
     assert (shown["step"], shown["world_size"], len(shown["save_id"])) == (7, 1, 32)
     assert shown["versions"]["torch"] == torch.__version__
     assert shown["files"] == [
-        {"name": "__0_0.distcp", "bytes": (tmp_path / "step-7" / "__0_0.distcp").stat().st_size, "num_records": 5}
+        {"name": "__0_0.distcp", "num_bytes": (tmp_path / "step-7" / "__0_0.distcp").stat().st_size, "num_records": 5}
     ]
 
 
@@ -75,15 +73,8 @@ def test_a_pattern_chooses_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS[:4])
 def test_neither_torch_nor_numpy_nor_what_draws_is_imported(tmp_path: Path, kind: str) -> None:
     path = make(tmp_path / "c", kind)
-    code = (
-        f"import sys; sys.argv = ['torchtitan-ext', 'inspect', {str(path)!r}]\n"
-        "from torchtitan_ext.cli.app import main\n"
-        "drawing = 'torchtitan_ext.cli.pictures.layout_of_key'\n"
-        "try: main()\n"
-        "finally: print({'torch', 'numpy', drawing} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "layers.0.wq" in done.stdout and done.stdout.endswith("set()\n")
+    done, imported = call_importing({"torch", "numpy", "torchtitan_ext.cli.pictures.layout_of_key"}, "inspect", path)
+    assert "layers.0.wq" in done.out and imported == set()
 
 
 def test_what_is_no_checkpoint_is_unreadable(tmp_path: Path) -> None:
@@ -122,7 +113,7 @@ def test_missing_files_are_counted(tmp_path: Path) -> None:
     (path / "__0_0.distcp").unlink()
     done = call("inspect", path)
     assert done.code == FINE and "1 not there" in done.out
-    assert call("inspect", path, "--json").json["files"][0]["bytes"] is None
+    assert call("inspect", path, "--json").json["files"][0]["num_bytes"] is None
 
 
 def test_a_damaged_index_beside_metadata_is_a_warning(tmp_path: Path) -> None:

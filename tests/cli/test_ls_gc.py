@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from calls import call, make
+from calls import call, call_importing, make
 
 from torchtitan_ext.cli.output import FINE, UNREADABLE, WRONG_USAGE
 from torchtitan_ext.storage import FileWriter
@@ -66,7 +66,7 @@ def test_steps_are_listed(run: Path) -> None:
     assert list(rows) == [5, 10, 12, 15, 20] and done.json["leftovers"] == []
     assert (rows[20]["state"], rows[20]["world_size"], rows[20]["format"]) == ("finished", 1, "dcp")
     assert abs(rows[20]["finished_at"] - (run / "step-20" / ".metadata").stat().st_mtime) < 1
-    assert (rows[12]["state"], rows[12]["bytes"], rows[12]["finished_at"]) == ("not finished", 1000, None)
+    assert (rows[12]["state"], rows[12]["num_bytes"], rows[12]["finished_at"]) == ("not finished", 1000, None)
     shown = call("ls", run).out.splitlines()
     assert len(shown) == 6 and shown[3].split()[:5] == ["12", "not", "finished", "1", "kB"]
 
@@ -154,14 +154,8 @@ def test_leftovers_of_dead_saves_go(run: Path) -> None:
 @pytest.mark.parametrize("command", [("ls",), ("gc", "--keep", "1", "--yes"), ("latest",)])
 def test_no_torch_is_imported(run: Path, command: tuple[str, ...]) -> None:
     name, *options = command
-    code = (
-        f"import sys; sys.argv = ['torchtitan-ext', {name!r}, {str(run)!r}, *{options!r}]\n"
-        "from torchtitan_ext.cli.app import main\n"
-        "try: main()\n"
-        "finally: print({'torch', 'numpy'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.endswith("set()\n")
+    done, imported = call_importing({"torch", "numpy"}, name, run, *options)
+    assert done.code == FINE and imported == set()
 
 
 def test_names_that_no_save_gives_are_no_steps(run: Path) -> None:

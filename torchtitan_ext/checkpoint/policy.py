@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from torch.distributed.checkpoint.storage import StorageReader
 
-from torchtitan_ext.errors import argument_error, check_argument
+from torchtitan_ext.errors import WrongValueError, argument_error, check_argument
 
 Action = Literal["keep", "reshard", "reset", "omit", "error"]
 Strict = Literal["error", "warn", "ignore"]
@@ -43,7 +43,7 @@ class ElasticPolicy:
 
     Raises:
         TypeError: ``actions`` is no mapping from names to actions.
-        ValueError: An action, or ``strict``, is none of these.
+        WrongValueError: An action, or ``strict``, is none of these.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class ElasticPolicy:
             check_argument("ElasticPolicy", "name", name, str, "the text of a component or of a glob")
         for name, action in {**self.actions, "default": default}.items():
             if action not in get_args(Action):
-                raise ValueError(f"ElasticPolicy: got {action!r} for {name}, expected one of {_listed(Action)}")
+                raise WrongValueError(f"ElasticPolicy: got {action!r} for {name}, expected one of {_listed(Action)}")
         if strict not in get_args(Strict):
-            raise ValueError(f"ElasticPolicy: got strict={strict!r}, expected one of {_listed(Strict)}")
+            raise WrongValueError(f"ElasticPolicy: got strict={strict!r}, expected one of {_listed(Strict)}")
         self.default: Action = default
         self.strict: Strict = strict
 
@@ -106,7 +106,7 @@ class Source:
 
     Raises:
         TypeError: An argument is of another type; a text alone is no list of globs.
-        ValueError: The two sides of a rename have different numbers of ``*``.
+        WrongValueError: The two sides of a rename have different numbers of ``*``.
     """
 
     path: str | os.PathLike[str] | None = None
@@ -127,7 +127,7 @@ class Source:
         )
         for wanted, saved in self.rename.items():
             if wanted.count("*") != saved.count("*"):
-                raise ValueError(f"Source: rename of {wanted!r} to {saved!r}: both need the same number of '*'")
+                raise WrongValueError(f"Source: rename of {wanted!r} to {saved!r}: both need the same number of '*'")
 
     def selects(self, fqn: str) -> bool:
         """Whether a flat key of the state dict comes from here."""

@@ -15,7 +15,7 @@ from typer.main import get_command
 
 from torchtitan_ext.cli.collector import without_collector
 from torchtitan_ext.cli.output import UNREADABLE, print_problem
-from torchtitan_ext.errors import DamagedCheckpointError, TorchtitanExtError
+from torchtitan_ext.errors import DamagedCheckpointError, StateRefusedError, TorchtitanExtError
 
 _SUMMARY_OF = {
     "inspect": "What a checkpoint holds: keys, dtypes, shapes, files.",
@@ -80,6 +80,9 @@ def main() -> None:
         app(prog_name="torchtitan-ext")
     except DamagedCheckpointError as error:
         print_problem(error.reason)
+        sys.exit(UNREADABLE)
+    except StateRefusedError as error:
+        print_problem(*str(error).split("\n"))
         sys.exit(UNREADABLE)
     except (TorchtitanExtError, OSError) as error:
         print_problem(str(error))

@@ -22,7 +22,7 @@ from torchtitan_ext.cli.options import (
     amount_of,
     refusing_wrong_usage,
 )
-from torchtitan_ext.cli.output import count_of, print_json, text_of_bytes
+from torchtitan_ext.cli.output import count_of, print_json, print_line, text_of_bytes
 from torchtitan_ext.offline.convert import convert
 from torchtitan_ext.offline.selection import Selection
 from torchtitan_ext.offline.sources import open_source
@@ -79,8 +79,10 @@ def run(
         print_json({**dataclasses.asdict(report), "path": str(target), "seconds": seconds})
         return
     keys, files = count_of(report.num_keys, "key"), count_of(report.num_files, "file")
-    print(f"{target}: {keys}, {text_of_bytes(report.num_bytes)} in {files}")
+    print_line(f"{target}: {keys}, {text_of_bytes(report.num_bytes)} in {files}")
     if report.dropped:
         named = ", ".join(report.dropped[:_MAX_NAMED])
         more = ", ..." if len(report.dropped) > _MAX_NAMED else ""
-        print(f"dropped, as safetensors hold tensors alone: {count_of(len(report.dropped), 'value')} ({named}{more})")
+        print_line(
+            f"dropped, as safetensors hold tensors alone: {count_of(len(report.dropped), 'value')} ({named}{more})"
+        )

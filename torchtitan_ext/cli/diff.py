@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from torchtitan_ext.cli.options import Json, Only, Prefix, UnsafeUnpickle, amount_of, refusing_wrong_usage
-from torchtitan_ext.cli.output import DIFFERS, print_json, print_table
+from torchtitan_ext.cli.output import DIFFERS, print_json, print_line, print_table
 from torchtitan_ext.cli.pictures import plotter
 from torchtitan_ext.offline.diff import (
     Difference,
@@ -108,7 +108,7 @@ def _print(report: DiffReport) -> None:
         print_table(("key", "differs in", "A", "B", "where"), map(_row, report.differences))
     differ = "key differs" if len(report.differences) == 1 else "keys differ"
     are = "is" if report.num_equal == 1 else "are"
-    print(f"{len(report.differences):,} {differ}, {report.num_equal:,} {are} equal")
+    print_line(f"{len(report.differences):,} {differ}, {report.num_equal:,} {are} equal")
 
 
 def _row(found: Difference) -> tuple[str, str, str, str, str]:
@@ -129,7 +129,7 @@ def _as_json(report: DiffReport) -> dict[str, Any]:
     differences = [dataclasses.asdict(found) for found in report.differences]
     for values in filter(None, (found["values"] for found in differences)):
         values |= {name: _plain(values[name]) for name in ("first_a", "first_b")}
-    return {"equal": not differences, "num_equal": report.num_equal, "differences": differences}
+    return {"is_equal": not differences, "num_equal": report.num_equal, "differences": differences}
 
 
 def _plain(value: Any) -> Any:

@@ -11,7 +11,7 @@ import typer
 
 from torchtitan_ext.cli.ls import lines_of, plain_leftovers
 from torchtitan_ext.cli.options import Json, Run
-from torchtitan_ext.cli.output import DIFFERS, print_json, print_table, text_of_bytes
+from torchtitan_ext.cli.output import DIFFERS, print_json, print_line, print_table, text_of_bytes
 from torchtitan_ext.storage.run_listing import ListedStep, checkpoint_bytes, find_leftovers, list_steps
 from torchtitan_ext.storage.runs import remove_leftovers, remove_step, steps_beyond
 from torchtitan_ext.storage.steps import step_path
@@ -37,7 +37,7 @@ def run(
     if not json:
         _print_plan([listed[number] for number in sorted(listed)], sizes)
         for line in lines_of(leftovers):
-            print(line)
+            print_line(line)
     if yes:
         for number in old:
             remove_step(step_path(run_dir, number))
@@ -57,7 +57,7 @@ def run(
             }
         )
     else:
-        print(f"freed {text_of_bytes(freed)}" if yes else f"{text_of_bytes(freed)} would be freed: --yes does it")
+        print_line(f"freed {text_of_bytes(freed)}" if yes else f"{text_of_bytes(freed)} would be freed: --yes does it")
     if stuck:
         raise typer.Exit(DIFFERS)
 
@@ -80,4 +80,4 @@ def _print_plan(steps: Sequence[ListedStep], sizes: dict[int, int]) -> None:
 
 
 def _plain(step: ListedStep) -> dict[str, Any]:
-    return {"step": step.step, "state": step.state, "bytes": step.num_bytes}
+    return {"step": step.step, "state": step.state, "num_bytes": step.num_bytes}

@@ -11,7 +11,7 @@ import typer
 
 from torchtitan_ext.cli.collector import without_collector
 from torchtitan_ext.cli.options import Json, UnsafeUnpickle
-from torchtitan_ext.cli.output import count_of, print_json, print_problem, print_table, text_of_bytes
+from torchtitan_ext.cli.output import count_of, print_json, print_line, print_problem, print_table, text_of_bytes
 from torchtitan_ext.storage.contents import ContentChunk, ContentKey, Contents
 from torchtitan_ext.storage.describe import describe
 
@@ -47,7 +47,7 @@ def run(
         print_json(_plain(contents, keys, shards))
         return
     for line in _headline(contents):
-        print(line)
+        print_line(line)
     print()
     if shards:
         print_table(("key", "offsets", "sizes", "bytes", "file", "at byte"), _shard_rows(contents, keys))
@@ -105,16 +105,16 @@ def _plain(contents: Contents, keys: Sequence[ContentKey], shards: bool) -> dict
         "num_keys": len(contents.keys),
         "num_tensors": len(tensors),
         "tensor_bytes": sum(key.num_bytes for key in tensors),
-        "files": [{"name": name, "bytes": size, "num_records": count} for name, size, count in contents.files],
+        "files": [{"name": name, "num_bytes": size, "num_records": count} for name, size, count in contents.files],
         "keys": rows,
     }
 
 
 def _plain_key(key: ContentKey) -> dict[str, Any]:
     fqn, dtype, sizes, num_bytes, num_chunks = key
-    return {"name": fqn, "dtype": dtype, "shape": sizes, "bytes": num_bytes, "num_chunks": num_chunks}
+    return {"name": fqn, "dtype": dtype, "shape": sizes, "num_bytes": num_bytes, "num_chunks": num_chunks}
 
 
 def _plain_chunk(chunk: ContentChunk) -> dict[str, Any]:
     offsets, sizes, file, offset, num_bytes = chunk
-    return {"offsets": offsets, "sizes": sizes, "file": file, "at_byte": offset, "bytes": num_bytes}
+    return {"offsets": offsets, "sizes": sizes, "file": file, "at_byte": offset, "num_bytes": num_bytes}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_ext.cli.options import Json, Run
-from torchtitan_ext.cli.output import print_json, print_table, text_of_bytes, text_of_time
+from torchtitan_ext.cli.output import print_json, print_line, print_table, text_of_bytes, text_of_time
 from torchtitan_ext.storage.run_listing import Leftover, ListedStep, find_leftovers, list_steps
 
 
@@ -26,9 +26,9 @@ def run(
     if steps:
         print_table(("step", "state", "bytes", "finished", "ranks", "saved by"), map(_row, steps))
     else:
-        print(f"{run_dir} has no step")
+        print_line(f"{run_dir} has no step")
     for line in lines_of(leftovers):
-        print(line)
+        print_line(line)
 
 
 def lines_of(leftovers: Sequence[Leftover]) -> Iterator[str]:
@@ -41,7 +41,7 @@ def lines_of(leftovers: Sequence[Leftover]) -> Iterator[str]:
 
 def plain_leftovers(leftovers: Sequence[Leftover]) -> list[dict[str, Any]]:
     """The same for programs."""
-    return [{"path": str(leftover.path), "bytes": leftover.num_bytes} for leftover in leftovers]
+    return [{"path": str(leftover.path), "num_bytes": leftover.num_bytes} for leftover in leftovers]
 
 
 def _row(step: ListedStep) -> Sequence[object]:
@@ -57,7 +57,7 @@ def _plain(run_dir: Path, steps: Sequence[ListedStep], leftovers: Sequence[Lefto
             "step": step.step,
             "state": step.state,
             "format": step.format,
-            "bytes": step.num_bytes,
+            "num_bytes": step.num_bytes,
             "finished_at": step.finished_at,
             "world_size": step.world_size,
             "saver": step.saver,

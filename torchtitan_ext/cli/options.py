@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from torchtitan_ext.errors import TorchtitanExtError
+from torchtitan_ext.cli.output import printable
+from torchtitan_ext.errors import WrongValueError
 from torchtitan_ext.offline.amounts import parse_amount
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -35,7 +36,7 @@ def amount_of(text: str) -> int:
     """Bytes of ``4GB``, ``512MiB``; less than 1 MiB is a wrong usage."""
     try:
         num_bytes = int(parse_amount(text))
-    except ValueError as error:
+    except WrongValueError as error:
         raise typer.BadParameter(str(error)) from None
     if num_bytes < _LEAST_BYTES:
         raise typer.BadParameter(f"got {text!r}, expected at least 1MiB")
@@ -44,13 +45,11 @@ def amount_of(text: str) -> int:
 
 @contextmanager
 def refusing_wrong_usage() -> Iterator[None]:
-    """Makes a ``ValueError`` or ``FileExistsError`` in the ``with`` a wrong usage; errors of this package stay."""
+    """Makes of a wrong value of an argument, and of a target that is there already, a wrong usage of the command."""
     try:
         yield
-    except TorchtitanExtError:
-        raise
     except FileExistsError as error:
         text = str(error) if error.filename is None else f"{error.filename} {error.strerror}"
-        raise typer.BadParameter(text) from None
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise typer.BadParameter(printable(text)) from None
+    except WrongValueError as error:
+        raise typer.BadParameter(printable(str(error))) from None

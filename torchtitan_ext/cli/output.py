@@ -22,14 +22,34 @@ def print_json(value: Any) -> None:
     print(json.dumps(value))
 
 
-def print_problem(text: str) -> None:
-    """One line on stderr."""
-    print(f"torchtitan-ext: {text}", file=sys.stderr)
+def printable(text: str) -> str:
+    """The text with what is no printable character as Python writes it, ``\\x1b`` and so on.
+
+    Names in checkpoints may hold whatever a terminal obeys, and names of files need not be text.
+    """
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def print_line(text: str) -> None:
+    """One line on stdout."""
+    print(printable(text))
+
+
+def print_text(text: str) -> None:
+    """Several lines on stdout."""
+    print("\n".join(map(printable, text.split("\n"))))
+
+
+def print_problem(text: str, *more: str) -> None:
+    """One line on stderr, and below it those of a refusal that lists its problems."""
+    print("\n".join(map(printable, (f"torchtitan-ext: {text}", *more))), file=sys.stderr)
 
 
 def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Columns as wide as their longest cell; numbers to the right. Plain text, so that a thousand rows take no time."""
-    cells = [[str(cell) for cell in row] for row in rows]
+    cells = [[printable(str(cell)) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(titles, *cells, strict=True)]
     is_right = [all(cell[:1].isdigit() for cell in column) and bool(column) for column in zip(*cells, strict=True)]
     sides = [">" if right else "<" for right in is_right] or ["<"] * len(widths)

@@ -10,7 +10,7 @@ import typer
 
 from torchtitan_ext.checkpoint.policy import ElasticPolicy
 from torchtitan_ext.cli.options import Json, Mesh, Shard, refusing_wrong_usage
-from torchtitan_ext.cli.output import DIFFERS, print_json
+from torchtitan_ext.cli.output import DIFFERS, print_json, print_text
 from torchtitan_ext.cli.pictures import plotter
 from torchtitan_ext.cli.pictures.files import bytes_of_ranks
 from torchtitan_ext.offline.amounts import parse_amount
@@ -57,7 +57,7 @@ def run(
     if json:
         print_json(found.to_dict())
     else:
-        print(found)
+        print_text(str(found))
     if found.problems:
         raise typer.Exit(DIFFERS)
 

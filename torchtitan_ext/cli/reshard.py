@@ -22,7 +22,7 @@ from torchtitan_ext.cli.options import (
     amount_of,
     refusing_wrong_usage,
 )
-from torchtitan_ext.cli.output import count_of, print_json, text_of_bytes
+from torchtitan_ext.cli.output import count_of, print_json, print_line, text_of_bytes
 from torchtitan_ext.offline.placement_rules import parse_mesh, parse_rules
 from torchtitan_ext.offline.reshard import reshard
 from torchtitan_ext.offline.selection import Selection
@@ -69,9 +69,9 @@ def run(
         print_json({**dataclasses.asdict(report), "path": str(target), "seconds": seconds})
         return
     keys, ranks = count_of(report.num_keys, "key"), count_of(report.num_ranks, "rank")
-    print(f"{target}: {keys}, {text_of_bytes(report.num_bytes)} for {ranks}")
+    print_line(f"{target}: {keys}, {text_of_bytes(report.num_bytes)} for {ranks}")
     if report.assumed:
-        print(
+        print_line(
             f"nothing says which dim tp cuts of {count_of(len(report.assumed), 'tensor')}, for example "
             f"{report.assumed[0]}: dim 0 was taken; state it with --shard"
         )

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from torchtitan_ext.cli.options import Json
-from torchtitan_ext.cli.output import DIFFERS, count_of, print_json, text_of_bytes
+from torchtitan_ext.cli.output import DIFFERS, count_of, print_json, print_line, text_of_bytes
 from torchtitan_ext.errors import UnknownFormatError
 from torchtitan_ext.storage.formats import format_of
 from torchtitan_ext.storage.progress import progress
@@ -55,7 +55,7 @@ def _verify_run(run_dir: Path, steps: dict[int, bool], deep: bool, json: bool) -
         else:
             rows.append({"step": number, "is_finished": False, "path": str(place)})
         if not json:
-            _print(verdict) if steps[number] else print(f"{place}: not finished")
+            _print(verdict) if steps[number] else print_line(f"{place}: not finished")
     if json:
         print_json({"path": str(run_dir), "is_whole": is_whole, "steps": rows})
     return is_whole
@@ -91,15 +91,15 @@ def _print(verdict: Verdict) -> None:
     size = f"{count_of(verdict.num_files, 'file')} of {text_of_bytes(verdict.num_bytes)}"
     if not verdict.damages:
         look = "all checksums match" if verdict.is_deep and not verdict.unproved else "sizes and ids"
-        print(f"{verdict.path}: whole ({size}; {look})")
+        print_line(f"{verdict.path}: whole ({size}; {look})")
     else:
-        print(f"{verdict.path}: {count_of(len(verdict.damages), 'damage')} ({size})")
+        print_line(f"{verdict.path}: {count_of(len(verdict.damages), 'damage')} ({size})")
         for damage in verdict.damages:
-            print(f"  {damage.what}")
+            print_line(f"  {damage.what}")
     if verdict.unproved:
         more = len(verdict.unproved) - _MAX_UNPROVED
         names = ", ".join(verdict.unproved[:_MAX_UNPROVED]) + (f" and {more} more" if more > 0 else "")
-        print(f"  no checksum of all bytes: {names}")
+        print_line(f"  no checksum of all bytes: {names}")
 
 
 def _plain(verdict: Verdict) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def _plain(verdict: Verdict) -> dict[str, Any]:
         "is_whole": not verdict.damages,
         "is_deep": verdict.is_deep,
         "num_files": verdict.num_files,
-        "bytes": verdict.num_bytes,
+        "num_bytes": verdict.num_bytes,
         "damages": [{"file": damage.file, "what": damage.what} for damage in verdict.damages],
         "without_checksums": list(verdict.unproved),
     }

@@ -26,6 +26,7 @@ from torchtitan_ext.errors.failures import (
     UnknownFormatError,
     UnsafePickleError,
     WorkerLostError,
+    WrongValueError,
 )
 from torchtitan_ext.errors.problems import Problem, ProblemKind, Remedy, listed
 from torchtitan_ext.errors.refusals import (
@@ -64,6 +65,7 @@ __all__ = [
     "UnsafePickleError",
     "WorkerLostError",
     "WrongArgumentError",
+    "WrongValueError",
     "argument_error",
     "check_argument",
     "check_counts",

@@ -11,6 +11,10 @@ class TorchtitanExtError(Exception):
     """Base of all errors of the package."""
 
 
+class WrongValueError(TorchtitanExtError, ValueError):
+    """An argument has a value that cannot be, alone, beside the others, or for this checkpoint."""
+
+
 class LostRankError(TorchtitanExtError, RuntimeError):
     """A collective of a sync, check, save or load failed: a rank died, hangs, or raised something else first.
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torchtitan_ext.checkpoint.key_table import BoxesEntry, KeyEntry, KeyTable, ObjectEntry, TensorEntry, local_bytes
 from torchtitan_ext.checkpoint.per_rank_keys import PER_RANK, family_of
 from torchtitan_ext.checkpoint.rank_table import EncodedTable, encode_table
-from torchtitan_ext.errors import Problem
+from torchtitan_ext.errors import Problem, WrongValueError
 from torchtitan_ext.layout.layout import (
     MeshLayout,
     ShardReport,
@@ -75,7 +75,7 @@ class AlikeRanks:
             which they were cut: FSDP2 is assumed.
 
     Raises:
-        ValueError: A mesh of which the other ranks' cannot be worked out.
+        WrongValueError: A mesh of which the other ranks' cannot be worked out.
     """
 
     def __init__(
@@ -286,7 +286,7 @@ def sibling_meshes(mesh: MeshLayout, ranks: Sequence[int]) -> dict[int, Standing
     another one.
 
     Raises:
-        ValueError: The ranks of the mesh do not tell which that is.
+        WrongValueError: The ranks of the mesh do not tell which that is.
     """
     coordinates = mesh_coordinates(mesh.shape)
     position_of = {rank: position for position, rank in enumerate(mesh.ranks)}
@@ -302,7 +302,7 @@ def sibling_meshes(mesh: MeshLayout, ranks: Sequence[int]) -> dict[int, Standing
             members = tuple(other - mesh.ranks[0] + origin for other in mesh.ranks)
             siblings[origin] = mesh if members == mesh.ranks else dataclasses.replace(mesh, ranks=members)
         if siblings[origin].ranks[row_major_position(at, mesh.shape)] != rank:
-            raise ValueError(
+            raise WrongValueError(
                 f"mesh: {mesh} of ranks {', '.join(map(str, mesh.ranks[:8]))}, ... does not tell on which mesh "
                 f"rank {rank} stands; give a state dict of tensors on meshes that init_device_mesh has made"
             )

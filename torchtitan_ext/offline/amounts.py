@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torchtitan_ext.errors import WrongValueError
+
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _AMOUNT = re.compile(r"(\d+(?:\.\d*)?)\s*([KMGTP]?)(i?)B?(?:/s)?", re.IGNORECASE)
 
@@ -33,10 +35,10 @@ class Bandwidth:
 
 
 def parse_amount(text: str) -> float:
-    """``2GB/s`` or ``64MiB`` as a number of bytes. Raises ValueError for anything else."""
+    """``2GB/s`` or ``64MiB`` as a number of bytes. Raises WrongValueError for anything else."""
     match = _AMOUNT.fullmatch(text.strip())
     if match is None or float(match[1]) == 0:
-        raise ValueError(f"amount: got {text!r}, expected bytes such as 2GB or 64MiB")
+        raise WrongValueError(f"amount: got {text!r}, expected bytes such as 2GB or 64MiB")
     power = ("", "K", "M", "G", "T", "P").index(match[2].upper())
     return float(float(match[1]) * (1024 if match[3] else 1000) ** power)
 

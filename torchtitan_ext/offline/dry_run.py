@@ -33,7 +33,7 @@ from torchtitan_ext.checkpoint.saved_chunks import ChunkList
 from torchtitan_ext.checkpoint.storage_entries import name_metadata
 from torchtitan_ext.checkpoint.world import World, named_axes
 from torchtitan_ext.elastic.virtual_shards import TooFewShardsError, num_shards_of
-from torchtitan_ext.errors import Problem, check_argument, refusal
+from torchtitan_ext.errors import Problem, WrongValueError, check_argument, refusal
 from torchtitan_ext.layout.layout import MeshLayout, num_elements
 from torchtitan_ext.layout.rules import ShardOrder
 from torchtitan_ext.offline.alike_ranks import AlikeRanks, moved, rank_of
@@ -84,7 +84,7 @@ def dry_run(
 
     Raises:
         TypeError: An argument is of another type.
-        ValueError: Arguments that do not go together, or a mesh that says too little.
+        WrongValueError: Arguments that do not go together, or a mesh that says too little.
         StateRefusedError: The checkpoint has no metadata that can be read.
     """
     _check_arguments(state, mesh, checkpoint, components, placements, policy)
@@ -201,13 +201,15 @@ def _check_arguments(state: Any, mesh: Any, checkpoint: Any, components: Any, pl
     check_rules("dry_run", policy)
     is_path = isinstance(state, (str, os.PathLike))
     if is_path and checkpoint is not None:
-        raise ValueError("dry_run: got the path of a checkpoint twice; give one of them, or a state dict")
+        raise WrongValueError("dry_run: got the path of a checkpoint twice; give one of them, or a state dict")
     if is_path and mesh is None:
-        raise ValueError("dry_run: got a checkpoint and no mesh, expected mesh={'dp': 8, 'tp': 2} or a state dict")
+        raise WrongValueError("dry_run: got a checkpoint and no mesh, expected mesh={'dp': 8, 'tp': 2} or a state dict")
     if placements is not None and mesh is None:
-        raise ValueError("dry_run: got placements and no mesh; state dicts with DTensors have placements of their own")
+        raise WrongValueError(
+            "dry_run: got placements and no mesh; state dicts with DTensors have placements of their own"
+        )
     if components and not is_path and checkpoint is None:
-        raise ValueError("dry_run: got components and no checkpoint, expected checkpoint= with these in it")
+        raise WrongValueError("dry_run: got components and no checkpoint, expected checkpoint= with these in it")
     if is_path:
         return
     expected = "a state dict, a list with that of each pipeline stage, or the path of a checkpoint"
@@ -216,16 +218,16 @@ def _check_arguments(state: Any, mesh: Any, checkpoint: Any, components: Any, pl
     for one in stages:
         check_argument("dry_run", "state", one, Mapping, expected)
     if not stages:
-        raise ValueError("dry_run: got no state dict, expected one per pipeline stage")
+        raise WrongValueError("dry_run: got no state dict, expected one per pipeline stage")
     if len(stages) > 1 and mesh is not None:
-        raise ValueError("dry_run: got several stages and a mesh; give stages DTensors on meshes of their ranks")
+        raise WrongValueError("dry_run: got several stages and a mesh; give stages DTensors on meshes of their ranks")
 
 
 def _bandwidth(of_rank: Any, shared: Any) -> Bandwidth:
     for name, given in (("bandwidth_bytes_per_second", of_rank), ("shared_bandwidth_bytes_per_second", shared)):
         check_argument("dry_run", name, given, (Real, NoneType), "a number of bytes")
         if given is not None and not given > 0:
-            raise ValueError(f"dry_run: got {name}={given}, expected more than 0")
+            raise WrongValueError(f"dry_run: got {name}={given}, expected more than 0")
     return Bandwidth(of_rank, shared)
 
 
@@ -262,7 +264,7 @@ def _groups(jobs: Sequence[_Job], rules: PlacementRules | None) -> list[AlikeRan
         groups.append(AlikeRanks(own, table, viewer))
     together = sorted(rank for group in groups for rank in group.ranks)
     if together != list(range(len(together))):
-        raise ValueError(
+        raise WrongValueError(
             f"dry_run: the meshes of the stages have ranks {', '.join(map(str, together[:8]))}, ...; expected each "
             "rank of the job in one of them, or ranks from 0 on for each"
         )

@@ -25,7 +25,7 @@ from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.key_table import Box
 from torchtitan_ext.checkpoint.saved_chunks import ChunkList, SavedChunks
 from torchtitan_ext.checkpoint.world import World, saved_world
-from torchtitan_ext.errors import argument_error, check_argument, refusal
+from torchtitan_ext.errors import WrongValueError, argument_error, check_argument, refusal
 from torchtitan_ext.layout.layout import LocalShard, MeshLayout, Steps, local_shards, num_elements
 from torchtitan_ext.layout.rules import patterns_for, rule_applies, unused_problem
 
@@ -69,7 +69,8 @@ class PlacementRules:
 
     Raises:
         TypeError: An argument is of another type.
-        ValueError: A size below 1; an axis of which nothing says what it cuts; a rule for an axis that the mesh lacks.
+        WrongValueError: A size below 1; an axis of which nothing says what it cuts; a rule for an axis that the mesh
+            lacks.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class PlacementRules:
             chunks: How it was saved, the same object for equal lists (``SavedChunks``).
 
         Raises:
-            ValueError: A rule names a dim that it has not.
+            WrongValueError: A rule names a dim that it has not.
         """
         rule = self._rule_for(fqn)
         alike = (tuple(shape), chunks)
@@ -108,7 +109,7 @@ class PlacementRules:
         dims = {**(default or {}), **(rule or {})}
         for axis, dim in dims.items():
             if dim is not None and not -len(shape) <= dim < len(shape):
-                raise ValueError(f"placements: got dim {dim} for {axis} of {fqn}, which has {len(shape)} dims")
+                raise WrongValueError(f"placements: got dim {dim} for {axis} of {fqn}, which has {len(shape)} dims")
         named = self.mesh.dim_names or ()
         of_axes = [dims.get(axis) for axis in named]
         placements = _placements([None if dim is None else dim % len(shape) for dim in of_axes], self.mesh.shape)
@@ -160,25 +161,25 @@ class PlacementRules:
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """``"dp=8,tp=2"`` as the description of a mesh. Raises ValueError for anything else."""
+    """``"dp=8,tp=2"`` as the description of a mesh. Raises WrongValueError for anything else."""
     mesh: dict[str, int] = {}
     for part in text.split(","):
         name, is_there, size = part.strip().partition("=")
         if not name or not is_there or not size.isdigit() or name in mesh:
-            raise ValueError(f"mesh: got {text!r}, expected axes and sizes such as dp=8,tp=2")
+            raise WrongValueError(f"mesh: got {text!r}, expected axes and sizes such as dp=8,tp=2")
         mesh[name] = int(size)
     return mesh
 
 
 def parse_rules(texts: Sequence[str]) -> dict[str, dict[str, int | None]]:
-    """``["*.wo.weight=tp:1"]`` as rules; ``tp:none`` replicates. Raises ValueError for anything else."""
+    """``["*.wo.weight=tp:1"]`` as rules; ``tp:none`` replicates. Raises WrongValueError for anything else."""
     rules: dict[str, dict[str, int | None]] = {}
     for text in texts:
         pattern, _, cuts = text.rpartition("=")
         for cut in cuts.split(","):
             axis, _, dim = cut.strip().partition(":")
             if not pattern or not axis or not (dim == "none" or dim.lstrip("-").isdigit()):
-                raise ValueError(f"rule: got {text!r}, expected a glob, axes and dims such as '*.wo.weight=tp:1'")
+                raise WrongValueError(f"rule: got {text!r}, expected a glob, axes and dims such as '*.wo.weight=tp:1'")
             rules.setdefault(pattern, {})[axis] = None if dim == "none" else int(dim)
     return rules
 
@@ -190,11 +191,11 @@ def _check_mesh(mesh: Any) -> None:
         if not isinstance(axis, str) or isinstance(size, bool) or not isinstance(size, int):
             raise argument_error("plan", "mesh", {axis: size}, expected)
         if size < 1:
-            raise ValueError(f"mesh: got {axis}={size}, expected at least 1")
+            raise WrongValueError(f"mesh: got {axis}={size}, expected at least 1")
     if num_elements(tuple(mesh.values())) > MAX_RANKS:
-        raise ValueError(f"mesh: got {num_elements(tuple(mesh.values())):,} ranks, expected at most {MAX_RANKS:,}")
+        raise WrongValueError(f"mesh: got {num_elements(tuple(mesh.values())):,} ranks, expected at most {MAX_RANKS:,}")
     if not mesh:
-        raise ValueError("mesh: got no axes, expected sizes such as {'dp': 8, 'tp': 2}")
+        raise WrongValueError("mesh: got no axes, expected sizes such as {'dp': 8, 'tp': 2}")
 
 
 def _checked_rules(rules: Any, mesh: Mapping[str, int]) -> dict[str, DimOf]:
@@ -205,7 +206,7 @@ def _checked_rules(rules: Any, mesh: Mapping[str, int]) -> dict[str, DimOf]:
             raise argument_error("plan", "placements", rules, expected)
         for axis, dim in dims.items():
             if axis not in mesh:
-                raise ValueError(f"placements: {pattern!r} names axis {axis!r}, the mesh has {', '.join(mesh)}")
+                raise WrongValueError(f"placements: {pattern!r} names axis {axis!r}, the mesh has {', '.join(mesh)}")
             if isinstance(dim, bool) or not isinstance(dim, (int, type(None))):
                 raise argument_error("plan", "placements", dim, expected)
     return dict(rules or {})
@@ -213,12 +214,12 @@ def _checked_rules(rules: Any, mesh: Mapping[str, int]) -> dict[str, DimOf]:
 
 def _check_axis(axis: str, saved_axes: Mapping[str, int], rules: Mapping[str, DimOf]) -> None:
     if axis == "pp":
-        raise ValueError(
+        raise WrongValueError(
             "mesh: got the axis pp, and stages of a pipeline hold different keys; pass the state dict of each stage"
         )
     is_known = is_data_parallel(axis) or axis == "tp" or axis in saved_axes
     if not is_known and not any(axis in dims for dims in rules.values()):
-        raise ValueError(
+        raise WrongValueError(
             f"mesh: nothing says what the axis {axis!r} cuts; state it with placements={{'*': {{{axis!r}: 0}}}}, or "
             "name it dp_shard, dp_replicate or tp where it is one"
         )

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from torchtitan_ext.errors import Problem, refusal
+from torchtitan_ext.errors import Problem, WrongValueError, refusal
 from torchtitan_ext.offline.boxes import BoxReader
 from torchtitan_ext.offline.sources import Source, paths_of, tensor_bytes
 from torchtitan_ext.state.nested import Path
@@ -31,11 +31,11 @@ class Selection:
         return {fqn[len(self._begin) :]: fqn for fqn in paths_of(source) if self._is_in(fqn)}
 
     def check_finds(self, *sources: Source) -> None:
-        """Raises ValueError where nothing is selected in any of these, though there are keys."""
+        """Raises WrongValueError where nothing is selected in any of these, though there are keys."""
         if not any(map(self.keys_of, sources)) and any(map(paths_of, sources)):
             below = f" below {self.prefix}" if self.prefix else ""
             matches = f" that matches {' or '.join(self.only)}" if self.only else ""
-            raise ValueError(f"{' and '.join(str(source.path) for source in sources)}: got no key{below}{matches}")
+            raise WrongValueError(f"{' and '.join(str(source.path) for source in sources)}: got no key{below}{matches}")
 
     def paths_of(self, source: Source) -> dict[str, Path]:
         """Where each key stands in the nested state dict, by the name that it gets."""
@@ -69,7 +69,7 @@ class SelectedKeys:
         values: The names of what is no tensor.
 
     Raises:
-        ValueError: Nothing is selected.
+        WrongValueError: Nothing is selected.
         DamagedCheckpointError: Chunks of a tensor are missing, or overlap.
         LayoutError: The bytes of a tensor are not its elements, one behind the other: it is a subclass, quantised or
             sparse.

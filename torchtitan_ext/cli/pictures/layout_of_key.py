@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from torchtitan_ext.cli.output import print_json
+from torchtitan_ext.cli.output import print_json, print_text
 from torchtitan_ext.cli.pictures import plotter
 from torchtitan_ext.cli.pictures.files import holders_of
 from torchtitan_ext.cli.pictures.holders import Holder
@@ -37,8 +37,8 @@ def show_layout(contents: Contents, name: str, plot: Path | None, *, json: bool)
     if json:
         print_json(_plain(key, holders, holder))
         return
-    print(f"{title}; each cell has the {holder} that holds it")
-    print(draw_layout(shape, holders, width=shutil.get_terminal_size().columns))
+    print_text(f"{title}; each cell has the {holder} that holds it")
+    print_text(draw_layout(shape, holders, width=shutil.get_terminal_size().columns))
 
 
 def _tensor(contents: Contents, name: str) -> ContentKey:
