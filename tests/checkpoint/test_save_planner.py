@@ -61,7 +61,7 @@ class Boxes(torch.Tensor):
         ((3,), [_StridedShard(0, split_factor=3)], None),
         ((2, 2, 2), [Shard(0), Shard(1), Shard(0)], None),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_every_element_is_written_once(mesh_shape: Any, placements: Any, steps: Any) -> None:
     whole = index_tensor((9, 5))
