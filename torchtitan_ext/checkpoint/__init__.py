@@ -131,30 +131,43 @@ def load(
     check_rules("load", policy, sources)
     check_load(state_dict, path, planner, storage_reader, process_group, has_sources=bool(sources))
     check_seconds("load", timeout_seconds)
-    if step is not None:
-        check_step(path, step)
+    check_step(path, step)
     planner = LoadPlanner() if planner is None else planner
-    if not isinstance(planner, LoadPlanner) and (policy is not None or sources):
-        raise ValueError(f"load: got a policy or sources and a {type(planner).__name__}, expected a LoadPlanner")
-    planned_by = planner.rules.policy if isinstance(planner, LoadPlanner) else None
-    if policy is not None and planned_by is not None:
-        raise ValueError("load: got a policy and a planner with a policy, expected one of them")
+    policy = _policy_of_load(policy, planner, has_sources=bool(sources))
     spans = begin_trace("load", trace)
     phases_at = partial(Phases, "load", process_group, no_dist=no_dist, timeout_seconds=timeout_seconds, trace=spans)
     if path is not None and step is not None:
         with phases_at(path=path) as phases:
             path = choose_step(path, step, phases)
-    if not sources:
-        source = planner.rules.source if isinstance(planner, LoadPlanner) else Source()
-        sources = [dataclasses.replace(source, path=path, storage_reader=storage_reader)]
-    elif policy is None and planned_by is None:
-        policy = ElasticPolicy()
+    sources = sources or [_source_at(path, storage_reader, planner)]
     place = ", ".join(str(source.path) for source in sources if source.path is not None) or None
     with phases_at(path=place) as phases:
-        report = _load_what_stays(state_dict, sources, planner, policy or planned_by, phases)
-    if isinstance(planner, LoadPlanner):
-        planner.report = report
-    return report
+        return _load_what_stays(state_dict, sources, planner, policy, phases)
+
+
+def _policy_of_load(
+    policy: ElasticPolicy | None, planner: StockLoadPlanner, *, has_sources: bool
+) -> ElasticPolicy | None:
+    """The one that is given or the planner's own; several sources are never loaded without any.
+
+    Raises:
+        ValueError: There are two, or the planner knows none.
+    """
+    if not isinstance(planner, LoadPlanner):
+        if policy is not None or has_sources:
+            raise ValueError(f"load: got a policy or sources and a {type(planner).__name__}, expected a LoadPlanner")
+        return None
+    if policy is not None and planner.rules.policy is not None:
+        raise ValueError("load: got a policy and a planner with a policy, expected one of them")
+    return policy or planner.rules.policy or (ElasticPolicy() if has_sources else None)
+
+
+def _source_at(
+    path: str | os.PathLike[str] | None, storage_reader: StorageReader | None, planner: StockLoadPlanner
+) -> Source:
+    """One checkpoint as a source: which keys come from it, and under which names, the planner knows."""
+    source = planner.rules.source if isinstance(planner, LoadPlanner) else Source()
+    return dataclasses.replace(source, path=path, storage_reader=storage_reader)
 
 
 def _load_what_stays(

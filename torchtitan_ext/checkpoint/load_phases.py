@@ -64,7 +64,8 @@ def load_state_dict(
         state_dict: By component; tensors are filled, ``Stateful`` objects take their new state, other values are
             replaced.
         sources: Where keys come from; the first that selects a key counts.
-        planner: With the options of the load. Several sources, and a policy, need a ``LoadPlanner``.
+        planner: With the options of the load. Several sources, and a policy, need a ``LoadPlanner``, which is given
+            the report too.
         policy: What to do with each component; ``None``: as stock.
 
     Returns:
@@ -80,7 +81,10 @@ def load_state_dict(
     num_bytes = _read(planned, components, policy, phases)
     _take(state_dict, components, policy, phases)
     phases.log_metrics(logger, num_bytes, path=", ".join(one.name for one in opened))
-    return _joined([(one.name, other.report) for one, other in zip(opened, planned, strict=True)], policy)
+    report = _joined([(one.name, other.report) for one, other in zip(opened, planned, strict=True)], policy)
+    if isinstance(planner, LoadPlanner):
+        planner.report = report
+    return report
 
 
 def _prepare(

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorStorageMetadata,
@@ -28,11 +27,10 @@ from torchtitan_ext.checkpoint.key_table import (
     KeyEntry,
     KeyTable,
     ObjectEntry,
-    TensorEntry,
     describe_state,
 )
 from torchtitan_ext.checkpoint.load_rules import LoadRules, ReadRequest, for_components
-from torchtitan_ext.checkpoint.load_targets import flatten_targets, places_of
+from torchtitan_ext.checkpoint.load_targets import entry_as_saved, flatten_targets, places_of
 from torchtitan_ext.checkpoint.misfits import find_misfit
 from torchtitan_ext.checkpoint.missing_keys import missing_problems, misspelt_layouts, nothing_matches
 from torchtitan_ext.checkpoint.per_rank_keys import unclaimed_problems
@@ -54,7 +52,7 @@ from torchtitan_ext.checkpoint.subclasses import (
 )
 from torchtitan_ext.errors import CheckpointReadError, DamagedValueError, check_argument, refusal
 from torchtitan_ext.layout.dtensor import local_tensor
-from torchtitan_ext.layout.layout import ShardReport, Steps
+from torchtitan_ext.layout.layout import Steps
 from torchtitan_ext.layout.rules import LayoutRules, ShardOrder
 from torchtitan_ext.layout.wrapper import box_of
 from torchtitan_ext.state.nested import (
@@ -220,7 +218,10 @@ class LoadPlanner(DefaultLoadPlanner):
                 if problem.kind != "wrong_dtype":  # where only the dtype does not fit, all else is compared
                     refused.append(fqn)
                     continue
-            wanted[fqn] = self._entry_as_saved(fqn, entry, saved)
+            wanted[fqn] = entry_as_saved(entry, saved)
+            if isinstance(entry, ObjectEntry) and isinstance(saved, TensorStorageMetadata):
+                self._numbers[fqn] = type(self.state_dict[fqn])
+                self.state_dict[fqn] = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
             if saved_name != fqn:
                 self._saved_names[fqn] = saved_name
         problems += [problem for problem in table.problems if problem.fqn not in left]
@@ -370,19 +371,6 @@ class LoadPlanner(DefaultLoadPlanner):
         if isinstance(box, str):  # of an order of sharding that only all ranks together could tell
             raise CheckpointReadError(read_item.dest_index.fqn, box)
         return box
-
-    def _entry_as_saved(
-        self, fqn: str, entry: KeyEntry, saved: TensorStorageMetadata | BytesStorageMetadata
-    ) -> KeyEntry:
-        """The entry of what is read: not that of the target where one of them is a number and the other a tensor."""
-        if isinstance(saved, BytesStorageMetadata):
-            return ObjectEntry()
-        if not isinstance(entry, ObjectEntry):
-            return entry
-        self._numbers[fqn] = type(self.state_dict[fqn])
-        self.state_dict[fqn] = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
-        shape = tuple(saved.size)
-        return TensorEntry(ShardReport(global_shape=shape, local_sizes=shape), saved.properties.dtype, False)
 
     def _as_target(self, fqn: str, loaded: Any) -> Any:
         target = self.state_dict[fqn]

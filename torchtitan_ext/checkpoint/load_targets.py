@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
+from torchtitan_ext.checkpoint.key_table import KeyEntry, ObjectEntry, TensorEntry
 from torchtitan_ext.checkpoint.policy import Source
+from torchtitan_ext.layout.layout import ShardReport
 from torchtitan_ext.layout.wrapper import parts_of, why_not_whole
 from torchtitan_ext.state.nested import FlatStateDict, Path, flatten_state_dict
 
@@ -45,6 +47,16 @@ def flatten_targets(
     if sharded_tensors and any(isinstance(value, ShardedTensor) for value in flat.values.values()):
         flat.values = _flatten_sharded_tensors(flat.values)
     return flat
+
+
+def entry_as_saved(entry: KeyEntry, saved: TensorStorageMetadata | BytesStorageMetadata) -> KeyEntry:
+    """The entry of what is read: not that of the target where one of them is a number and the other a tensor."""
+    if isinstance(saved, BytesStorageMetadata):
+        return ObjectEntry()
+    if not isinstance(entry, ObjectEntry):
+        return entry
+    shape = tuple(saved.size)
+    return TensorEntry(ShardReport(global_shape=shape, local_sizes=shape), saved.properties.dtype, False)
 
 
 def places_of(flat: FlatStateDict, targets: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[str, Path]:

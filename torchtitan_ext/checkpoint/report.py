@@ -107,10 +107,9 @@ def build_report(
         problems: Those known already; of components, and of missing and unexpected keys, they are found here.
     """
     components = {name: plan for request in reversed(requests) for name, plan in request.components.items()}
-    problems = list(problems)
-    problems += [plan.problem for request in requests for plan in request.components.values() if plan.problem]
     old = saved_world(metadata)
-    problems += _world_problems(components, policy, wanted, old, new)
+    of_components = [plan.problem for request in requests for plan in request.components.values() if plan.problem]
+    problems = [*problems, *of_components, *_world_problems(components, policy, wanted, old, new)]
     left = {fqn for request in requests for fqn in request.left}
     absent = list(dict.fromkeys(fqn for request in requests for fqn in request.missing))
     saved = metadata.state_dict_metadata

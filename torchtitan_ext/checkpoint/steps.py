@@ -22,7 +22,9 @@ _MAX_LISTED = 8
 
 
 def check_step(path: Any, step: Any) -> None:
-    """Raises TypeError or ValueError unless this is a step of a run at ``path``."""
+    """Raises TypeError or ValueError unless this is a step of a run at ``path``, or ``None``."""
+    if step is None:
+        return
     if not (isinstance(step, int) and not isinstance(step, bool)) and step not in ("latest", "last-good"):
         raise argument_error("load", "step", step, "a number, 'latest' or 'last-good'")
     if path is None:

@@ -37,7 +37,8 @@ def world_of(meshes: Sequence[tuple[Sequence[int], Sequence[str] | None]], held:
     """The world of ranks that hold tensors on these meshes, with an axis ``pp`` for the stages of a pipeline.
 
     A stage's tensors lie on a mesh of its own, which does not know of the others: stages are told from the ranks, where
-    these hold different keys in groups as large as the mesh.
+    these hold different keys in groups as large as the mesh. Groups of experts that hold keys of their own in the same
+    way, and none that are everybody's, look alike.
 
     Args:
         meshes: Shape and axis names of each; those of all stages are one.
