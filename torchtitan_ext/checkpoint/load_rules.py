@@ -15,7 +15,6 @@ from torchtitan_ext.errors import Problem
 MODEL = "model"
 """The component of tensors that stand at the top of a state dict, as torchtitan flattens its model."""
 
-
 UNTOUCHED = "left as is"
 
 

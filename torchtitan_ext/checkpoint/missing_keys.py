@@ -14,10 +14,8 @@ from torchtitan_ext.checkpoint.load_rules import MODEL, ComponentPlan, ReadReque
 from torchtitan_ext.checkpoint.per_rank_keys import PER_RANK, family_of, how_to_divide
 from torchtitan_ext.checkpoint.policy import ElasticPolicy, Source
 from torchtitan_ext.checkpoint.rank_table import RankTable
-from torchtitan_ext.errors import Problem, Remedy
+from torchtitan_ext.errors import MAX_NAMED, Problem, Remedy
 from torchtitan_ext.layout.rules import LayoutRules, canonical_fqn
-
-MAX_NAMED_KEYS = 10
 
 # A rename of more lines is no remedy to copy from a message.
 _MAX_RENAMES = 3
@@ -42,7 +40,7 @@ def missing_problems(missing: Sequence[str], metadata: Metadata, num_ranks: int)
     for position, (family, members) in enumerate(families.items()):
         problem = Problem("missing_key", members[0], f"Missing key in checkpoint state_dict: {members[0]}.")
         # Nearest names cost a pass over all keys, and the report shows ten lines.
-        if position < MAX_NAMED_KEYS:
+        if position < MAX_NAMED:
             per_rank = _of_other_ranks(problem, family, members, saved, num_ranks)
             hint = _name_hint(members[0], twins.get(members[0]), renames, saved) if per_rank is None else ""
             problem = per_rank or replace(problem, detail=problem.detail + hint)
@@ -194,7 +192,7 @@ def _is_at_top(fqn: str, metadata: Metadata) -> bool:
 def unexpected_problems(unexpected: Sequence[str], missing: Sequence[str]) -> list[Problem]:
     problems = []
     for position, fqn in enumerate(unexpected):
-        near = difflib.get_close_matches(fqn, missing, n=1, cutoff=0.8) if position < MAX_NAMED_KEYS else []
+        near = difflib.get_close_matches(fqn, missing, n=1, cutoff=0.8) if position < MAX_NAMED else []
         hint = f"; nearest that is asked for: {near[0]}" if near else ""
         problems.append(Problem("unexpected_key", fqn, f"it is in the checkpoint and nothing asks for it{hint}"))
     return problems

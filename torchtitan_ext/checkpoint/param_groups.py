@@ -13,6 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from torchtitan_ext.errors import named
+
 GroupNoteKind = Literal["filled", "kept", "dropped", "new", "removed", "frozen", "unfrozen", "problem"]
 
 # What names the members of a group instead of saying how they are optimized.
@@ -86,7 +88,7 @@ def merge_param_groups(
         sources = sorted({owner[name] for name in names if name in owner})
         added = [name for name in names if name not in owner]
         if not sources:
-            notes.append(GroupNote("new", f"group {index} ({_listed(names)}) keeps this run's options"))
+            notes.append(GroupNote("new", f"group {index} ({named(names, _MAX_NAMES)}) keeps this run's options"))
             merged.append(dict(group))
             continue
         own = {option for option in {*saved[sources[0]], *group} - {*_MEMBERS} if keeps(index, option)}
@@ -96,7 +98,9 @@ def merge_param_groups(
             merged.append(dict(group))
             continue
         if added:
-            notes.append(GroupNote("unfrozen", f"group {index} has {_listed(added)}, which the checkpoint does not"))
+            notes.append(
+                GroupNote("unfrozen", f"group {index} has {named(added, _MAX_NAMES)}, which the checkpoint does not")
+            )
         result, group_notes = _merged_group(index, saved[sources[0]], group, own)
         merged.append(result)
         notes += group_notes
@@ -261,20 +265,15 @@ def _left_out(saved_names: Sequence[Sequence[Any]], current_names: Sequence[Sequ
     for index, names in enumerate(saved_names):
         left = [name for name in names if name not in held]
         if left and len(left) == len(names):
-            notes.append(GroupNote("removed", f"saved group {index} ({_listed(left)}) has no parameter here"))
+            notes.append(GroupNote("removed", f"saved group {index} ({named(left, _MAX_NAMES)}) has no parameter here"))
         elif left:
-            notes.append(GroupNote("frozen", f"saved group {index} has {_listed(left)}, not optimized here"))
+            notes.append(GroupNote("frozen", f"saved group {index} has {named(left, _MAX_NAMES)}, not optimized here"))
     return notes
 
 
 def _like(current: Any, saved: Any) -> Any:
     """A saved list as a tuple where one stood: some checkpoints do not tell them apart."""
     return tuple(saved) if isinstance(current, tuple) and isinstance(saved, list) else saved
-
-
-def _listed(names: Sequence[Any]) -> str:
-    shown = ", ".join(map(str, names[:_MAX_NAMES]))
-    return shown if len(names) <= _MAX_NAMES else f"{shown} and {len(names) - _MAX_NAMES} more"
 
 
 def _options(keys: Iterable[str]) -> dict[str, tuple[str, str, str]]:

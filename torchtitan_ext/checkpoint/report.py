@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from torchtitan_ext.checkpoint.load_rules import MODEL, UNTOUCHED, ComponentPlan, ReadRequest, component_of
 from torchtitan_ext.checkpoint.missing_keys import (
-    MAX_NAMED_KEYS,
     missing_problems,
     read_prefixes,
     unexpected_keys,
@@ -27,7 +26,7 @@ from torchtitan_ext.checkpoint.policy import Action, ElasticPolicy, Source
 from torchtitan_ext.checkpoint.policy_names import name_problems, unused_names
 from torchtitan_ext.checkpoint.remedy import find_remedy, joined_remedy
 from torchtitan_ext.checkpoint.world import World, saved_world
-from torchtitan_ext.errors import Problem
+from torchtitan_ext.errors import Problem, named
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +81,7 @@ class LoadReport:
         titles = ("missing", "unexpected", "named by the policy, and not there")
         for title, keys in zip(titles, (self.missing, self.unexpected, self.unused), strict=True):
             if keys:
-                more = f" and {len(keys) - MAX_NAMED_KEYS} more" if len(keys) > MAX_NAMED_KEYS else ""
-                lines.append(f"  {title}: {', '.join(keys[:MAX_NAMED_KEYS])}{more}")
+                lines.append(f"  {title}: {named(keys)}")
         return "\n".join(lines)
 
 

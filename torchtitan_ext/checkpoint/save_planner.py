@@ -71,7 +71,7 @@ from torchtitan_ext.checkpoint.write_items import (
     read_writes,
     write_items,
 )
-from torchtitan_ext.errors import Problem, StateRefusedError, listed, refusal
+from torchtitan_ext.errors import MAX_NAMED, Problem, StateRefusedError, listed, named, refusal
 from torchtitan_ext.layout.dtensor import local_tensor
 from torchtitan_ext.layout.layout import Chunk, num_elements
 from torchtitan_ext.layout.rules import LayoutRules, ShardOrder
@@ -80,10 +80,6 @@ from torchtitan_ext.state.nested import flatten_state_dict
 from torchtitan_ext.storage.saved_metadata import WORLD_KEY
 
 logger = logging.getLogger(__name__)
-
-
-# A report shows ten lines of a kind.
-_MAX_NAMED_KEYS = 10
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -361,7 +357,7 @@ class SavePlanner(DefaultSavePlanner):
     ) -> list[WriteDecision]:
         lowest = sorted(agreement.number_of[fqn] for fqn in differing)
         plan = _core.WritePlan(agreement.world, self.dedup_save_to_lowest_rank, lowest, number_hosts(tables))
-        several_boxes = [agreement.names[key] for key in plan.keys_of_several_boxes()[:_MAX_NAMED_KEYS]]
+        several_boxes = [agreement.names[key] for key in plan.keys_of_several_boxes()[:MAX_NAMED]]
         return [
             WriteDecision(plan.decision(rank), token, rank, several_boxes) for rank in range(agreement.world.num_ranks)
         ]
@@ -379,10 +375,9 @@ def _warn_of_unread_values(tables: Sequence[RankTable]) -> None:
     unread = {fqn: name for table in tables for fqn, name in table.unread.items()}
     if not unread:
         return
-    named = ", ".join(f"{fqn} ({name})" for fqn, name in list(unread.items())[:_MAX_NAMED_KEYS])
-    more = f" and {len(unread) - _MAX_NAMED_KEYS} more" if len(unread) > _MAX_NAMED_KEYS else ""
+    values = named([f"{fqn} ({name})" for fqn, name in unread.items()])
     warnings.warn(
-        f"a load will refuse these values by default, because they are not plain data: {named}{more}; load them with "
+        f"a load will refuse these values by default, because they are not plain data: {values}; load them with "
         "LoadPlanner(weights_only=False), allow their classes with torch.serialization.add_safe_globals in the "
         "job that loads, or save what they hold instead",
         stacklevel=3,

@@ -13,9 +13,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
 
-from torchtitan_ext.errors import Problem, described, refusal
-
-_MAX_NAMED_KEYS = 10
+from torchtitan_ext.errors import Problem, described, named, refusal
 
 
 def overrides(planner: object, ours: type, *names: str) -> bool:
@@ -46,7 +44,7 @@ def no_place(planner: object, fqns: Sequence[str]) -> list[Problem]:
     if not fqns:
         return []
     detail = (
-        f"its state_dict has values under {_named(fqns)}, and nothing says where these belong; say so in mappings, or "
+        f"its state_dict has values under {named(fqns)}, and nothing says where these belong; say so in mappings, or "
         "rename keys by source=Source(rename=...)"
     )
     return [_problem(planner, detail)]
@@ -109,7 +107,7 @@ def check_write_items(planner: object, shown: Sequence[WriteItem], given: Sequen
     changed = _changed(shown, given)
     if changed:
         detail = (
-            f"its items of {_named(changed)} are not those that SavePlanner made, which are decided over all ranks; "
+            f"its items of {named(changed)} are not those that SavePlanner made, which are decided over all ranks; "
             "change the state dict in set_up_planner, or the plan that super().finish_plan() returns"
         )
         raise refusal("save", [_problem(planner, detail)])
@@ -121,7 +119,7 @@ def check_final_items(planner: object, decided: Sequence[WriteItem], final: Sequ
     lost = sorted({item.index.fqn for item in decided if item.index not in written})
     if lost:
         detail = (
-            f"the plan that its finish_plan returns lacks items of {_named(lost)}, which no load would find; leave "
+            f"the plan that its finish_plan returns lacks items of {named(lost)}, which no load would find; leave "
             "them out of the state dict in set_up_planner"
         )
         raise refusal("save", [_problem(planner, detail)])
@@ -139,17 +137,12 @@ def followed_items(
     changed = [fqn for fqn in _changed(shown, given) if fqn in moved]
     if changed:
         detail = (
-            f"its items of {_named(changed)} were changed before all ranks had decided which rows this rank holds; "
+            f"its items of {named(changed)} were changed before all ranks had decided which rows this rank holds; "
             "change the plan that super().finish_plan() returns"
         )
         raise refusal("load", [_problem(planner, detail)])
     others = [item for item in given if item.dest_index.fqn not in moved]
     return [*others, *(item for item in decided if item.dest_index.fqn in moved)]
-
-
-def _named(fqns: Sequence[str]) -> str:
-    more = "" if len(fqns) <= _MAX_NAMED_KEYS else f" and {len(fqns) - _MAX_NAMED_KEYS} more"
-    return f"{', '.join(fqns[:_MAX_NAMED_KEYS])}{more}"
 
 
 def _changed(shown: Sequence[Any], given: Sequence[Any]) -> list[str]:

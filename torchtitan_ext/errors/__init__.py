@@ -28,7 +28,7 @@ from torchtitan_ext.errors.failures import (
     WorkerLostError,
     WrongValueError,
 )
-from torchtitan_ext.errors.problems import Problem, ProblemKind, Remedy, listed
+from torchtitan_ext.errors.problems import MAX_NAMED, Problem, ProblemKind, Remedy, listed, named
 from torchtitan_ext.errors.refusals import (
     LayoutError,
     MissingStateError,
@@ -49,6 +49,7 @@ __all__ = [
     "DamagedValueError",
     "LayoutError",
     "LostRankError",
+    "MAX_NAMED",
     "MissingStateError",
     "NoCheckpointError",
     "Problem",
@@ -71,6 +72,7 @@ __all__ = [
     "check_counts",
     "described",
     "listed",
+    "named",
     "only_printed",
     "refusal",
 ]

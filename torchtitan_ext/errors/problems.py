@@ -57,8 +57,8 @@ HEADINGS: dict[ProblemKind, str] = {
 }
 """What each kind is called in a report."""
 
-# A report stays readable for a model of ten thousand tensors.
-_MAX_LINES_PER_KIND = 10
+MAX_NAMED = 10
+"""A report stays readable for a model of ten thousand tensors."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,15 @@ class Problem:
         return text if is_named else f"{self.fqn}: {text}"
 
 
+def named(names: Sequence[object], most: int = MAX_NAMED) -> str:
+    """For sentences: the first of some names, and how many there are more."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(map(str, names[:most]))}{more}"
+
+
 def listed(problems: Sequence[Problem]) -> list[str]:
-    """A line for each of the first ten, and how many there are more."""
-    lines = [f"  {problem}" for problem in problems[:_MAX_LINES_PER_KIND]]
-    if len(problems) > _MAX_LINES_PER_KIND:
-        lines.append(f"  ... and {len(problems) - _MAX_LINES_PER_KIND} more")
+    """For reports: a line for each of the first ten problems, and how many there are more."""
+    lines = [f"  {problem}" for problem in problems[:MAX_NAMED]]
+    if len(problems) > MAX_NAMED:
+        lines.append(f"  ... and {len(problems) - MAX_NAMED} more")
     return lines

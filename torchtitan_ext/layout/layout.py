@@ -18,8 +18,6 @@ from torchtitan_ext.errors import Problem, ProblemKind
 from torchtitan_ext.layout.rules import canonical_fqn
 
 Step = tuple[int, int, int]
-
-
 """Mesh axis, tensor dim, split factor."""
 
 Steps = tuple[Step, ...]

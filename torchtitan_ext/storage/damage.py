@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from torchtitan_ext.errors import named
 from torchtitan_ext.storage.checkpoint_files import CheckpointIndex
 from torchtitan_ext.storage.element_types import ITEM_BYTES
 
@@ -35,11 +36,10 @@ def describe_damage(
             if part.path == name and part.offset < end and part.offset + part.num_bytes > begin:
                 names.append(_rows(part, begin, end, index))
                 break
-    shown = ", ".join(names[:_MAX_NAMED]) or "no tensor, only padding"
-    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    lie = named(names, _MAX_NAMED) or "no tensor, only padding"
     name, begin, end = blocks[0]
     others = f" and {len(blocks) - 1} more blocks" if len(blocks) > 1 else ""
-    return f"{directory / name}: bytes {begin} to {end}{others} do not match their checksum; in them lie {shown}{more}"
+    return f"{directory / name}: bytes {begin} to {end}{others} do not match their checksum; in them lie {lie}"
 
 
 def _rows(part: Part, begin: int, end: int, index: CheckpointIndex | None) -> str:

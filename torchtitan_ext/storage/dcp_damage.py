@@ -16,7 +16,7 @@ from typing import BinaryIO, cast
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError
 from torchtitan_ext.storage.archives import FilePart, archive_damage
-from torchtitan_ext.storage.checkpoint_files import IndexedFile, shown
+from torchtitan_ext.storage.checkpoint_files import IndexedFile, index_path, metadata_path, shown
 from torchtitan_ext.storage.damage import Part, describe_damage
 from torchtitan_ext.storage.formats import ZIP_START
 from torchtitan_ext.storage.leftovers import checkpoint_names
@@ -98,8 +98,8 @@ class DcpLook:
 
     @property
     def _metadata_name(self) -> str:
-        name = ".metadata" if self._rank is None else f"__{self._rank}.metadata"
-        return name if (self._files.directory / name).exists() else ".tte_index"
+        path = metadata_path(self._files.directory, self._rank)
+        return path.name if path.exists() else index_path(path.parent, self._rank).name
 
     def _file_named_in(self, sentence: str) -> str:
         names, _ = checkpoint_names(self._files.directory)

@@ -14,7 +14,7 @@ from typing import Any
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError
-from torchtitan_ext.storage.checkpoint_files import CheckpointIndex, index_path, parse_index, shown
+from torchtitan_ext.storage.checkpoint_files import CheckpointIndex, index_path, metadata_path, parse_index, shown
 from torchtitan_ext.storage.damage import Part
 from torchtitan_ext.storage.opened import OpenedCheckpoint
 
@@ -76,7 +76,7 @@ def read_saved_metadata(files: OpenedCheckpoint, rank: int | None, *, verify: st
         data = files.read_metadata(rank)
     except FileNotFoundError as error:
         return _of_index_alone(files, rank, verify, error)
-    path = files.directory / (".metadata" if rank is None else f"__{rank}.metadata")
+    path = metadata_path(files.directory, rank)
     try:
         columns, planner_data, fields, version = _core.read_metadata_pickle(data)
     except (ValueError, OverflowError) as error:

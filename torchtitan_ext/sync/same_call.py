@@ -15,7 +15,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_ext import ops
-from torchtitan_ext.errors import Problem, StateRefusedError, SyncMismatchError, WrongArgumentError
+from torchtitan_ext.errors import Problem, StateRefusedError, SyncMismatchError, WrongArgumentError, named
 from torchtitan_ext.ranks.exchange import Scope, gather_values, scope_ranks
 from torchtitan_ext.sync.faults import listed_fault
 from torchtitan_ext.sync.options import Options
@@ -266,5 +266,4 @@ def _by_ranks(values: Mapping[int, str]) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {named(ranks, 8)}"
