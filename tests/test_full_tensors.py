@@ -156,6 +156,19 @@ def test_full_tensor_refuses_what_it_cannot_tell(run_world) -> None:
     assert "two ways" in texts[0] and "layouts=" in texts[0]
 
 
+def refused_dtypes(rank: int, world_size: int) -> str:
+    mesh = init_device_mesh("cpu", (world_size,))
+    local = torch.ones(2, dtype=[torch.float32, torch.bfloat16][rank])
+    with pytest.raises(tte.errors.ReplicaMismatchError) as caught:
+        tte.full_tensor(DTensor.from_local(local, mesh, [Shard(0)], run_check=False))
+    return str(caught.value)
+
+
+def test_ranks_that_disagree_are_told_so(run_world) -> None:
+    first, second = run_world(2, refused_dtypes)
+    assert first == second and "rank 0 has dtype torch.float32, rank 1 has dtype torch.bfloat16" in first
+
+
 def distribute_handmade(rank: int, world_size: int, layout: HandMade, src_data_rank: int | None) -> list[str]:
     truth = handmade_truth()
     axes = tuple(f"axis{axis}" for axis in range(len(layout.mesh_shape)))

@@ -1,6 +1,6 @@
 """Full tensors from DTensors and back, right on every layout the planners know.
 
-Layouts are decided as for a checkpoint: over the reports of all ranks of the mesh, in one exchange per mesh. Shards are
+Layouts are decided as for a checkpoint (docs/plans.md), in one exchange per mesh of tables per kind of key. Shards are
 then sent in parts, straight to their places, so a rank holds one full tensor beside its shard and at most a few
 buffers of ``_GATHER_BYTES``.
 """
@@ -19,6 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from torchtitan_ext import ops
+from torchtitan_ext.checkpoint.agreement import TensorAgreement, agree
+from torchtitan_ext.checkpoint.key_table import KeyTable, TensorEntry
+from torchtitan_ext.checkpoint.rank_table import encode_table
 from torchtitan_ext.errors import Problem, argument_error, check_argument, refusal
 from torchtitan_ext.layout.dtensor import Describer, as_bytes, local_tensor
 from torchtitan_ext.layout.layout import (
@@ -29,6 +32,7 @@ from torchtitan_ext.layout.layout import (
     mesh_coordinates,
     narrowed,
     num_elements,
+    row_major_position,
     shard_of,
 )
 from torchtitan_ext.layout.rules import LayoutRules, ShardOrder
@@ -138,28 +142,35 @@ def _check_placements(mesh: DeviceMesh, placements: Sequence[Placement]) -> None
 
 
 def decide_layouts(values: Mapping[str, torch.Tensor], rules: LayoutRules) -> tuple[dict[str, Decided], list[Problem]]:
-    """The layouts of tensors that this rank holds a part of. Collective over the meshes of the DTensors among them."""
+    """The layouts of tensors that this rank holds a part of, and what is wrong with some of them on any rank.
+
+    Collective over the meshes of the DTensors among them. Problems count ranks on the mesh.
+    """
     describer = Describer(rules)
-    described = {fqn: describer.describe(fqn, value) for fqn, value in values.items()}
-    by_mesh: dict[DeviceMesh, list[str]] = {}
+    of_mesh: dict[DeviceMesh, dict[str, ShardReport]] = {}
+    own_problems: dict[DeviceMesh, list[Problem]] = {}
     decided: dict[str, Decided] = {}
-    problems: list[Problem] = []
     for fqn, value in values.items():
-        report = described[fqn]
+        report = describer.describe(fqn, value)
         if isinstance(value, DTensor):
-            by_mesh.setdefault(value.device_mesh, []).append(fqn)
+            reports = of_mesh.setdefault(value.device_mesh, {})
+            if isinstance(report, ShardReport):
+                reports[fqn] = report
+            else:
+                own_problems.setdefault(value.device_mesh, []).append(report)
         elif isinstance(report, ShardReport):
             decided[fqn] = (report, ())
-    for mesh, fqns in by_mesh.items():
-        per_rank = gather_values([described[fqn] for fqn in fqns], mesh)
-        for fqn, *reports in zip(fqns, *per_rank, strict=True):
-            problem = next((report for report in reports if isinstance(report, Problem)), None)
-            steps = decide(fqn, reports) if problem is None else problem
-            own = described[fqn]
-            if isinstance(steps, Problem) or isinstance(own, Problem):
-                problems.append(steps)  # type: ignore[arg-type]  # a rank's own problem is among the reports
-            else:
-                decided[fqn] = (own, steps)
+    problems: list[Problem] = []
+    for mesh, reports in of_mesh.items():
+        entries = {fqn: TensorEntry(report, values[fqn].dtype, requires_grad=False) for fqn, report in reports.items()}
+        table = encode_table(KeyTable(entries, problems=tuple(own_problems.get(mesh, ())))).message
+        agreement = agree(gather_values(table, mesh), every_rank_reports=False)
+        problems += agreement.problems
+        rank = row_major_position(mesh.get_coordinate() or (), mesh.shape)
+        for fqn, report in reports.items():
+            agreed = agreement.keys.get(fqn)
+            if isinstance(agreed, TensorAgreement):
+                decided[fqn] = (report, agreed.steps[rank])
     return decided, problems
 
 
