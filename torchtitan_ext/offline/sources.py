@@ -98,7 +98,6 @@ class DcpSource:
 
     def __init__(self, path: Path, *, weights_only: bool = True) -> None:
         self.path = path
-        self.thread_count: int | None = None
         self._weights_only = weights_only
         # A copy of damaged bytes would get checksums that match them.
         self._reader = FileReader(path, "all")
@@ -110,6 +109,14 @@ class DcpSource:
         if problems:
             raise refusal("load", problems)
 
+    @property
+    def thread_count(self) -> int | None:
+        return self._reader.thread_count
+
+    @thread_count.setter
+    def thread_count(self, count: int | None) -> None:
+        self._reader.thread_count = count
+
     def find_records(self, indices: Sequence[MetadataIndex]) -> list[Record]:
         try:
             return self._reader.find_records(indices)
@@ -120,7 +127,6 @@ class DcpSource:
         return self._reader.open_file(runs, name)
 
     def read_runs(self, runs: _core.RunReader, names: list[str]) -> None:
-        self._reader.thread_count = self.thread_count
         self._reader.read_runs(runs, names)
 
     def read_value(self, fqn: str) -> Any:
