@@ -101,6 +101,30 @@ def test_numbers_within_a_tolerance_are_equal(tmp_path: Path) -> None:
     assert (found.values.num_different, found.values.first_index) == (1, (1,))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "a", "b"),
+    [
+        (torch.int64, 2**53, 2**53 + 1),
+        (torch.int64, -(2**63), -(2**63) + 1),
+        (torch.int64, -(2**63), 2**63 - 1),
+        (torch.uint64, 2**64 - 2, 2**64 - 1),
+        (torch.uint64, 2**64 - 1, 0),
+        (torch.uint8, 255, 1),
+    ],
+)
+def test_integers_are_compared_exactly(tmp_path: Path, dtype: torch.dtype, a: int, b: int) -> None:
+    numbers = (torch.tensor([7, number], dtype=dtype) for number in (a, b))
+    pair = [save_as("ours", tmp_path / name, {"w": one}) for name, one in zip("ab", numbers, strict=True)]
+    distance = abs(a - b)
+    (found,) = compared(*pair, tolerance=Tolerance(atol=distance * 0.75), values=True).differences
+    assert found.values is not None
+    assert (found.values.num_different, found.values.max_abs) == (1, distance)
+    assert (found.values.first_a, found.values.first_b) == (a, b)
+    (found,) = compared(*pair, tolerance=Tolerance(rtol=distance / max(abs(b), 1) * 0.75)).differences
+    assert compared(*pair, tolerance=Tolerance(atol=float(distance))) == DiffReport((), 1)
+    assert compared(*pair, tolerance=Tolerance(rtol=1e30, atol=1e30)) == DiffReport((), 1)
+
+
 def test_nothing_finite_is_close_to_infinity(tmp_path: Path) -> None:
     a, b = torch.tensor([5.0, float("inf"), 1.0]), torch.tensor([float("inf"), -float("inf"), 1.0])
     pair = save_as("ours", tmp_path / "a", {"w": a}), save_as("ours", tmp_path / "b", {"w": b})

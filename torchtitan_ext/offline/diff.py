@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -30,6 +32,8 @@ _BYTES_PER_DIFFERENT = 96
 
 _MAX_SHOWN = 60
 
+_Numbers: TypeAlias = npt.NDArray[Any]
+
 
 @dataclass(frozen=True)
 class ValueDifference:
@@ -39,7 +43,7 @@ class ValueDifference:
         num_different: Elements that differ, beyond the tolerance where there is one.
         first_index: Of the first of them, in row-major order, in the global tensor.
         max_abs, max_rel: Largest difference of numbers, and in proportion to the larger of the two; infinite ones and
-            NaNs do not count.
+            NaNs do not count. ``max_abs`` of integers is an exact int.
     """
 
     num_different: int
@@ -263,18 +267,19 @@ def _compare(piece: Piece, a: torch.Tensor, b: torch.Tensor, tolerance: Toleranc
     if positions.numel() == 0:
         return None
     numbers_a, numbers_b = _numbers(flat_a[positions]), _numbers(flat_b[positions])
-    distance = (numbers_a - numbers_b).abs()
+    distance = _distances(numbers_a, numbers_b)
+    with np.errstate(invalid="ignore"):  # 0 and -0, or two infinities
+        relative = distance / np.maximum(_magnitudes(numbers_a), _magnitudes(numbers_b))
+    is_finite = np.isfinite(distance)
     first = int(positions[0])
-    is_finite = distance.isfinite()
-    relative = distance / torch.maximum(numbers_a.abs(), numbers_b.abs())
     return ValueDifference(
         num_different=positions.numel(),
         num_elements=piece.num_bytes // piece.dtype.itemsize,
         first_index=_index_of(first, piece),
         first_a=_shown(flat_a[first]),
         first_b=_shown(flat_b[first]),
-        max_abs=float(distance[is_finite].max()) if bool(is_finite.any()) else 0.0,
-        max_rel=float(relative[is_finite].nan_to_num().max()) if bool(is_finite.any()) else 0.0,
+        max_abs=distance[is_finite].max(initial=0).item(),
+        max_rel=np.nan_to_num(relative[is_finite]).max(initial=0.0).item(),
     )
 
 
@@ -285,10 +290,7 @@ def _positions_apart(a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance) -> 
     positions = _positions_of_other_bits(a, b)
     if tolerance.is_exact:
         return positions
-    numbers_a, numbers_b = _numbers(a[positions]), _numbers(b[positions])
-    is_close = (numbers_a - numbers_b).abs() <= tolerance.atol + tolerance.rtol * numbers_b.abs()
-    is_close &= numbers_a.isfinite() & numbers_b.isfinite()  # nothing else is close to infinity
-    return positions[~(is_close | (numbers_a.isnan() & numbers_b.isnan()))]
+    return positions[torch.from_numpy(~_are_close(_numbers(a[positions]), _numbers(b[positions]), tolerance))]
 
 
 def _positions_of_other_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -297,11 +299,37 @@ def _positions_of_other_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return is_other.any(dim=1).nonzero().view(-1)
 
 
-def _numbers(values: torch.Tensor) -> torch.Tensor:
+def _numbers(values: torch.Tensor) -> _Numbers:
+    """As float64 or complex128, and integers as they are: a float64 does not hold all of 64 bits."""
     if values.dtype.is_complex:
-        return values.to(torch.complex128)
+        return values.to(torch.complex128).numpy()
+    if not values.dtype.is_floating_point:
+        return (values.byte() if values.dtype is torch.bool else values).numpy()
     # 8-bit floats convert to float32 only.
-    return (values.float() if values.dtype.is_floating_point and values.element_size() == 1 else values).double()
+    return (values.float() if values.element_size() == 1 else values).double().numpy()
+
+
+def _are_close(a: _Numbers, b: _Numbers, tolerance: Tolerance) -> npt.NDArray[np.bool_]:
+    distance = _distances(a, b)
+    with np.errstate(over="ignore", invalid="ignore"):
+        limit = tolerance.atol + tolerance.rtol * _magnitudes(b)
+    if distance.dtype == np.uint64:
+        whole = np.fmin(np.fmax(np.floor(limit), 0.0), np.nextafter(2.0**64, 0.0)).astype(np.uint64)
+        return (distance <= whole) | (limit >= 2.0**64)
+    is_close = (distance <= limit) & np.isfinite(a) & np.isfinite(b)  # nothing else is close to infinity
+    return is_close | (np.isnan(a) & np.isnan(b))
+
+
+def _distances(a: _Numbers, b: _Numbers) -> _Numbers:
+    """Absolute differences: float64, of integers exactly as uint64."""
+    if a.dtype.kind in "iu":
+        return np.maximum(a, b).astype(np.uint64) - np.minimum(a, b).astype(np.uint64)  # modulo 2**64
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.abs(a - b)
+
+
+def _magnitudes(numbers: _Numbers) -> npt.NDArray[np.float64]:
+    return np.abs(numbers.astype(np.float64) if numbers.dtype.kind in "iu" else numbers)
 
 
 def _index_of(position: int, piece: Piece) -> tuple[int, ...]:
