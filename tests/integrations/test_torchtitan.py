@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,9 +22,10 @@ from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLo
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.tools.logging import logger
 
-from torchtitan_ext.errors import StateRefusedError
+from torchtitan_ext.errors import CheckpointFailedError, StateRefusedError
 from torchtitan_ext.integrations import torchtitan as ours
 from torchtitan_ext.integrations.torchtitan import ElasticCheckpointManager, ElasticTextDataLoader
+from torchtitan_ext.storage import FileWriter
 
 SEQ_LEN = 8
 # Document d has 10 words of its own, none below 3.
@@ -283,6 +285,27 @@ def _names(path: Path) -> str:
 def test_the_newest_steps_stay_and_the_one_that_is_saved(run_world, tmp_path: Path, async_mode: str) -> None:
     (names,) = run_world(1, keep_two, tmp_path, async_mode)
     assert names == ["step-3 step-4", "step-2 step-3 step-4"]
+
+
+def fail_in_the_thread(rank: int, world_size: int, path: Path) -> tuple[str, bool]:
+    """Step 3 fails when the purge has counted it beside step 2: what is left, and whether step 2 loads."""
+    loader = loader_of(ElasticTextDataLoader.Config(dataset="documents", num_shards=8), rank, world_size)
+    config = ElasticCheckpointManager.Config(**{**OPTIONS, "keep_latest_k": 2}, async_mode="async")
+    manager = manager_of(config, path, loader)
+    manager.save(1)
+    manager.save(2)
+    manager.maybe_wait_for_saving()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileWriter, "finish", Mock(side_effect=OSError("disk full")))
+        manager.save(3)
+        with pytest.raises(CheckpointFailedError, match="disk full"):
+            manager.maybe_wait_for_saving()
+    manager.close()
+    return _names(path), manager_of(config, path, loader).load(step=2)
+
+
+def test_the_newest_whole_step_stays_where_the_next_save_fails(run_world, tmp_path: Path) -> None:
+    assert run_world(1, fail_in_the_thread, tmp_path) == [("step-2", True)]
 
 
 def test_the_timeout_reaches_saves_and_loads(monkeypatch: Any, tmp_path: Path) -> None:

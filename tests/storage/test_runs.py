@@ -172,6 +172,20 @@ def test_so_many_steps_stay(tmp_path: Path) -> None:
     assert steps(tmp_path) == [6]
 
 
+class DiskFull(FileWriter):
+    """Fails when all else is done, right before the commit."""
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        raise OSError("no space left on device")
+
+
+def test_a_save_in_a_thread_that_fails_removes_no_older_step(run: Path) -> None:
+    future = tte.async_save(state_of(60), storage_writer=DiskFull(run / "step-60"), keep=1)
+    with pytest.raises(CheckpointFailedError, match="no space left"):
+        future.result()
+    assert steps(run) == [5, 10, 20, 40] and loaded_step(run, "latest") == 20
+
+
 def test_what_is_not_whole_does_not_count(run: Path) -> None:
     (run / "step-20" / "__0_0.distcp").unlink()
     assert not is_whole(run / "step-20") and is_whole(run / "step-10")

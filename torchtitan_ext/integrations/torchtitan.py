@@ -82,7 +82,7 @@ class ElasticCheckpointManager(CheckpointManager):
         self._config = config
         self.policy = ElasticPolicy(config.policy, strict=config.strict)
         self._train_state = RunTrainState(self.states[TRAIN_STATE], _num_token_ranks(self.states))
-        self._latest_save = Path()
+        self._latest_save: Path | None = None
         _warn_of_data_not_replaced(self.states)
 
     @torch.no_grad()
@@ -158,7 +158,7 @@ class ElasticCheckpointManager(CheckpointManager):
         that is being saved, also where a run that was set back has steps of higher numbers."""
         if filesystem.is_remote(self.folder):
             super()._purge_stale_checkpoints()
-        elif self._should_purge():
+        elif self._latest_save is not None and self._should_purge():
             for path in old_steps(self._latest_save, self.keep_latest_k):
                 self.purge_queue.put(str(path))
 

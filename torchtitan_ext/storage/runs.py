@@ -42,8 +42,11 @@ def remove_old_steps(saved: Path, keep: int) -> None:
 
 
 def old_steps(saved: Path, keep: int) -> list[Path]:
-    """What is older than the ``keep`` newest whole checkpoints of a run, one that was just saved, or is being saved,
-    counted as whole; never that one."""
+    """What is older than the ``keep`` newest whole checkpoints of a run; never the one that was just saved.
+
+    That one counts as whole. So does one that is being saved: with a ``keep`` of 2 or more a whole one stays where its
+    save fails.
+    """
     run, own = Path(os.path.abspath(saved)).parent, step_of(saved)
     try:
         return [step_path(run, number) for number in steps_beyond(run, keep, own)]
