@@ -222,7 +222,8 @@ class SavePlanner(DefaultSavePlanner):
         if self.flatten_state_dict:
             self.metadata.planner_data = stored_paths(agreement, tables)
             if every_rank_reports:
-                self.metadata.planner_data[WORLD_KEY] = world_record(agreement.ranks_and_meshes())
+                # The path of a key of this name is worth more.
+                self.metadata.planner_data.setdefault(WORLD_KEY, world_record(agreement.ranks_and_meshes()))
         self.global_plan = [
             dataclasses.replace(plan, planner_data=decision, usable=True)
             for plan, decision in zip(all_plans, decisions, strict=True)

@@ -97,7 +97,7 @@ class MeshPlan:
         mesh = (
             {} if self.rules is None else dict(zip(self.rules.mesh.dim_names or (), self.rules.mesh.shape, strict=True))
         )
-        planner_data[WORLD_KEY] = world_record(World(self.num_ranks, mesh))
+        planner_data.setdefault(WORLD_KEY, world_record(World(self.num_ranks, mesh)))
         return Metadata(entries, planner_data=planner_data)
 
     def _cut(self, shape: tuple[int, ...], placed: Placed) -> _Cut:

@@ -19,7 +19,8 @@ from torchtitan_ext.storage.damage import Part
 from torchtitan_ext.storage.opened import OpenedCheckpoint
 
 WORLD_KEY = "torchtitan_ext.world"
-"""Where a save's metadata says which world wrote it: in ``planner_data``, which readers look up by key only."""
+"""Where a save's metadata says which world wrote it: in ``planner_data``, which readers look up by key only. Not where
+a key has this name."""
 
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 
