@@ -19,7 +19,10 @@ Mesh = Annotated[str, typer.Option(metavar="AXES", help="Sizes of axes, for exam
 Shard = Annotated[
     list[str] | None, typer.Option(metavar="RULE", help="Which dim an axis cuts: '*.wo.weight=tp:1'; repeatable.")
 ]
-Only = Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Only keys that match; can be given again.")]
+Only = Annotated[
+    list[str] | None,
+    typer.Option(metavar="GLOB", help="Only keys whose names, without --prefix, match; can be given again."),
+]
 Prefix = Annotated[str, typer.Option(metavar="KEY", help="Only keys below this one, by the rest of their names.")]
 UnsafeUnpickle = Annotated[
     bool, typer.Option("--unsafe-unpickle", help="Run what pickles name: only where you trust them.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -13,13 +13,16 @@ from torchtitan_ext.offline.boxes import BoxReader
 from torchtitan_ext.offline.sources import Source, paths_of, tensor_bytes
 from torchtitan_ext.state.nested import Path
 
+# Empty dicts in lists have no keys. Positions that are said to be further on are none.
+_MAX_MEMBERS_WITHOUT_KEY = 1 << 20
+
 
 @dataclass(frozen=True)
 class Selection:
     """Chooses keys by globs and by a prefix; by default all.
 
     Attributes:
-        only: Globs; a key is chosen that matches one of them. Without globs every key is.
+        only: Globs; a key is chosen that matches one of them, by the name that it gets. Without globs every key is.
         prefix: A component, such as ``model``: only keys below it are chosen, and their names lose it.
     """
 
@@ -28,19 +31,25 @@ class Selection:
 
     def keys_of(self, source: Source) -> dict[str, str]:
         """Keys of a source by the names that they get, in its order."""
-        return {fqn[len(self._begin) :]: fqn for fqn in paths_of(source) if self._is_in(fqn)}
+        begin = self._begin
+        below = [fqn for fqn in source.metadata.state_dict_metadata if fqn.startswith(begin)]
+        return {key: fqn for fqn in below if self._is_chosen(key := fqn[len(begin) :])}
 
     def check_finds(self, *sources: Source) -> None:
         """Raises WrongValueError where nothing is selected in any of these, though there are keys."""
-        if not any(map(self.keys_of, sources)) and any(map(paths_of, sources)):
-            below = f" below {self.prefix}" if self.prefix else ""
-            matches = f" that matches {' or '.join(self.only)}" if self.only else ""
-            raise WrongValueError(f"{' and '.join(str(source.path) for source in sources)}: got no key{below}{matches}")
+        if any(map(self.keys_of, sources)) or not any(source.metadata.state_dict_metadata for source in sources):
+            return
+        below = f" below {self.prefix}" if self.prefix else ""
+        by_rest = " by the rest of its name" if self.prefix else ""
+        matches = f" that matches {' or '.join(self.only)}{by_rest}" if self.only else ""
+        raise WrongValueError(f"{' and '.join(str(source.path) for source in sources)}: got no key{below}{matches}")
 
     def paths_of(self, source: Source) -> dict[str, Path]:
-        """Where each key stands in the nested state dict, by the name that it gets."""
+        """Where each key stands in the nested state dict, by the name that it gets; all at its top where what
+        the checkpoint says of them is no nesting."""
         paths = paths_of(source)
-        return {key: _below(key, fqn, paths[fqn]) for key, fqn in self.keys_of(source).items()}
+        chosen = {key: _below(key, fqn, paths[fqn]) for key, fqn in self.keys_of(source).items()}
+        return chosen if _is_nesting(chosen.values(), len(paths)) else {key: (key,) for key in chosen}
 
     def num_bytes_of(self, source: Source) -> int:
         """Of the tensors that are chosen."""
@@ -49,14 +58,14 @@ class Selection:
 
     def has_prefix_in(self, source: Source) -> bool:
         """Whether there is a key below the prefix."""
-        return any(fqn.startswith(self._begin) for fqn in paths_of(source))
+        return any(fqn.startswith(self._begin) for fqn in source.metadata.state_dict_metadata)
 
     @property
     def _begin(self) -> str:
         return f"{self.prefix.rstrip('.')}." if self.prefix else ""
 
-    def _is_in(self, fqn: str) -> bool:
-        return fqn.startswith(self._begin) and (not self.only or any(fnmatchcase(fqn, glob) for glob in self.only))
+    def _is_chosen(self, key: str) -> bool:
+        return not self.only or any(fnmatchcase(key, glob) for glob in self.only)
 
 
 class SelectedKeys:
@@ -110,3 +119,23 @@ def _below(key: str, fqn: str, path: Path) -> Path:
         num_dropped -= len(str(path[0])) + 1
         path = path[1:]
     return path if num_dropped == 0 else (key,)
+
+
+def _is_nesting(paths: Collection[Path], num_keys: int) -> bool:
+    """Whether there is a state dict in which values stand at these paths; a list has what may be left out of it.
+
+    Args:
+        num_keys: Of the whole checkpoint, by which the lengths of lists are bounded.
+    """
+    kinds: dict[Path, type] = {(): str}
+    ends: dict[Path, int] = {}
+    for path in paths:
+        for depth, key in enumerate(path):
+            holder = path[:depth]
+            if kinds.setdefault(holder, type(key)) is not type(key):
+                return False
+            if isinstance(key, int):
+                if key < 0:
+                    return False
+                ends[holder] = max(ends.get(holder, 0), key)
+    return kinds.keys().isdisjoint(paths) and sum(ends.values()) <= num_keys + _MAX_MEMBERS_WITHOUT_KEY

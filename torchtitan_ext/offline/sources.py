@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.metadata import (
 
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.storage_entries import storage_problems
-from torchtitan_ext.checkpoint.world import WORLD_KEY
 from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError, refusal
 from torchtitan_ext.state.plain_value import read_value
 from torchtitan_ext.storage.checkpoint_files import Record
@@ -198,11 +197,14 @@ def torch_source(path: Path, *, weights_only: bool) -> PlainFiles:
     return PlainFiles(path, places, file.values, file.paths)
 
 
-def paths_of(source: Source) -> dict[str, tuple[Any, ...]]:
-    """Where each key of a checkpoint stands in the nested state dict; at its top where the checkpoint does not say."""
+def paths_of(source: Source) -> dict[str, tuple[str | int, ...]]:
+    """Where each key of a checkpoint stands in the nested state dict; at its top where the checkpoint does not say.
+
+    A recorded path counts where it gives the key: keys of dicts, and positions in lists, joined by dots.
+    """
     recorded = source.metadata.planner_data
     paths = recorded if isinstance(recorded, dict) else {}
-    return {fqn: tuple(paths.get(fqn, (fqn,))) for fqn in source.metadata.state_dict_metadata if fqn != WORLD_KEY}
+    return {fqn: _checked_path(paths.get(fqn), fqn) for fqn in source.metadata.state_dict_metadata}
 
 
 def tensor_bytes(entry: TensorStorageMetadata) -> int:
@@ -222,6 +224,12 @@ def read_record(source: Source, index: MetadataIndex) -> torch.Tensor:
     except (_core.FormatError, UnicodeDecodeError) as error:
         raise DamagedCheckpointError(str(error)) from None
     return content
+
+
+def _checked_path(path: Any, fqn: str) -> tuple[str | int, ...]:
+    if type(path) is tuple and path and {str, int}.issuperset(map(type, path)) and ".".join(map(str, path)) == fqn:
+        return path
+    return (fqn,)
 
 
 def _entry_of(places: list[Place]) -> TensorStorageMetadata:
