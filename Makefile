@@ -3,9 +3,11 @@
 #   TORCH=torch==2.13.0  the torch to install: pip's own choice of build, on most machines that for CUDA (gigabytes)
 #   VENV=path            a virtual environment of yours: a torch that is there already is used as it is
 #   JOBS=2               compile jobs
+#   TEST_JOBS=2          test processes; each starts worlds of up to eight more
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 JOBS ?= $(shell nproc)
+TEST_JOBS ?= 2
 VENV ?= .venv
 BUILD ?= build/dev
 
@@ -17,6 +19,8 @@ SHELL := /bin/bash
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 STAMPS := $(VENV)/.stamps
+# The tests of a file share checkpoints and worlds: they stay together.
+PYTEST = $(VENV)/bin/pytest --numprocesses $(TEST_JOBS) --dist loadfile
 CMAKE := $(VENV)/bin/cmake
 # Two builds in one directory at once break each other.
 LOCK = flock $(BUILD)/.lock
@@ -45,15 +49,15 @@ test-cpp: $(STAMPS)/gtest $(STAMPS)/package
 	$(VENV)/bin/ctest --test-dir $(BUILD) --output-on-failure
 
 test-python: build $(STAMPS)/test
-	$(VENV)/bin/pytest
+	$(PYTEST)
 
 test-clients: build $(STAMPS)/clients  ## The tests that need other people's libraries, which it installs (Python 3.11+)
-	TTE_REQUIRE_CLIENTS=1 $(VENV)/bin/pytest $(CLIENT_TESTS)
+	TTE_REQUIRE_CLIENTS=1 $(PYTEST) $(CLIENT_TESTS)
 # What `make test` skips where a library is missing.
 CLIENT_TESTS = $(shell grep -rl --include='test_*.py' 'pytest.importorskip' tests)
 
 soak: build $(STAMPS)/test  ## The property tests and fuzzers with many more cases (minutes to hours: TTE_SOAK=factor)
-	TTE_SOAK=$${TTE_SOAK:-20} $(VENV)/bin/pytest -m "not needs_cuda" --timeout 7200
+	TTE_SOAK=$${TTE_SOAK:-20} $(PYTEST) -m "not needs_cuda" --timeout 7200
 
 # Python cannot run sanitized code from the editable install: each sanitizer has a small environment of its own beside its build,
 # which sees the packages of .venv and holds the package with sanitized libraries.
@@ -121,7 +125,7 @@ $(STAMPS)/package: pyproject.toml $(STAMPS)/torch $(STAMPS)/modules
 	@touch $@
 
 $(STAMPS)/test: pyproject.toml $(STAMPS)/torch
-	$(PIP) "pytest>=8" pytest-timeout "hypothesis>=6.100" safetensors tqdm "matplotlib>=3.7"
+	$(PIP) "pytest>=8" pytest-timeout pytest-xdist "hypothesis>=6.100" safetensors tqdm "matplotlib>=3.7"
 	@touch $@
 
 $(STAMPS)/clients: tests/clients/requirements.txt $(STAMPS)/test
