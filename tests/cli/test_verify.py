@@ -14,6 +14,7 @@ from torch.utils.serialization import config
 
 from torchtitan_ext.cli.output import DIFFERS, FINE, UNREADABLE
 from torchtitan_ext.storage import FileWriter
+from torchtitan_ext.storage.verify import verify
 
 KINDS = ["stock", "ours", "ours without .metadata", "safetensors directory", "safetensors", "torch"]
 DATA = {
@@ -176,3 +177,13 @@ def test_no_torch_is_imported(tmp_path: Path, kind: str) -> None:
     path = make(tmp_path / "c", kind)
     done, imported = call_importing({"torch", "numpy"}, "verify", "--deep", path)
     assert ": whole (" in done.out and imported == set()
+
+
+def test_a_damaged_index_is_named_whatever_the_directory_is_called(tmp_path: Path) -> None:
+    directory = tmp_path / "run: second/model"
+    directory.mkdir(parents=True)
+    (directory / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    (directory / "model.safetensors.index.json").write_text("{")
+    (damage,) = verify(directory).damages
+    assert damage.file == "model.safetensors.index.json"
+    assert "is no index of safetensors files" in damage.what

@@ -97,22 +97,24 @@ def sizes_of_tensor(chunks: Iterable[tuple[Sequence[int], Sequence[int]]]) -> tu
     return tuple(map(max, zip(*ends, strict=True)))
 
 
-def read_weight_map(directory: Path) -> dict[str, str] | None:
-    """The file of each key, as the index of a directory says; ``None`` where there is no index.
+def find_weight_map(directory: Path) -> Path | None:
+    """The index of a directory, which says in which file each tensor lies; ``None`` where there is none."""
+    return min(directory.glob("*.safetensors.index.json"), default=None) if directory.is_dir() else None
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """The file of each key, as an index says.
 
     Raises:
         DamagedCheckpointError: It is none.
     """
-    paths = sorted(directory.glob("*.safetensors.index.json")) if directory.is_dir() else []
-    if not paths:
-        return None
     try:
-        files = json.loads(paths[0].read_bytes())["weight_map"]
+        files = json.loads(index.read_bytes())["weight_map"]
         if not all(isinstance(name, str) for name in files.values()):
             raise ValueError("a file's name is no text")
         return dict(files)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedCheckpointError(f"{paths[0]}: is no index of safetensors files ({error})") from None
+        raise DamagedCheckpointError(f"{index}: is no index of safetensors files ({error})") from None
 
 
 def describe_safetensors(path: Path) -> Contents:

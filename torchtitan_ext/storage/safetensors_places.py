@@ -12,7 +12,13 @@ from typing import Any
 from torchtitan_ext.errors import DamagedCheckpointError
 from torchtitan_ext.storage.checkpoint_files import Record, StoredTensor, row_major_strides
 from torchtitan_ext.storage.element_types import ITEM_BYTES, num_bytes_of
-from torchtitan_ext.storage.safetensors_files import NAME_OF_DTYPE, read_header, read_weight_map, safetensors_paths
+from torchtitan_ext.storage.safetensors_files import (
+    NAME_OF_DTYPE,
+    find_weight_map,
+    read_header,
+    read_weight_map,
+    safetensors_paths,
+)
 
 INDEX_NAME = "model.safetensors.index.json"
 """Which file of a directory holds which tensor."""
@@ -30,7 +36,8 @@ def find_safetensors(path: Path) -> dict[str, list[Place]]:
         DamagedCheckpointError: A header is damaged; files lack tensors of the index, or it names files elsewhere.
         OSError: A file cannot be read.
     """
-    weight_map = read_weight_map(path)
+    index = find_weight_map(path)
+    weight_map = None if index is None else read_weight_map(index)
     names = {file.name for file in safetensors_paths(path)} if weight_map is None else set(weight_map.values())
     directory = path if path.is_dir() else path.parent
     found: dict[str, list[Place]] = {}

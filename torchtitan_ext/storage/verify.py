@@ -13,7 +13,7 @@ from torchtitan_ext.storage.dcp_damage import DcpLook, verify_dcp
 from torchtitan_ext.storage.formats import ZIP_START, Format, format_of
 from torchtitan_ext.storage.opened import OpenedCheckpoint
 from torchtitan_ext.storage.progress import OnBytes
-from torchtitan_ext.storage.safetensors_files import read_header, read_weight_map, safetensors_paths
+from torchtitan_ext.storage.safetensors_files import find_weight_map, read_header, read_weight_map, safetensors_paths
 from torchtitan_ext.storage.verdict import Damage, Verdict
 
 
@@ -81,11 +81,13 @@ def _verify_safetensors(path: Path, *, is_deep: bool, on_bytes: OnBytes) -> Verd
             keys_of[file.name] = set()
             damages.append(Damage(file.name, _reason(error)))
         on_bytes(file.stat().st_size)
-    try:
-        weight_map = read_weight_map(path) or {}
-    except DamagedCheckpointError as error:
-        damages.append(Damage(Path(error.reason.split(":")[0]).name, error.reason))
-        weight_map = {}
+    weight_map: dict[str, str] = {}
+    index = find_weight_map(path)
+    if index is not None:
+        try:
+            weight_map = read_weight_map(index)
+        except DamagedCheckpointError as error:
+            damages.append(Damage(index.name, error.reason))
     damaged = {damage.file for damage in damages}
     for name in sorted(set(weight_map.values()) - set(keys_of)):
         num_keys = sum(file == name for file in weight_map.values())
