@@ -29,6 +29,7 @@ from torchtitan_ext.storage.leftovers import (
     LOCK_PREFIX,
     PROBES,
     checkpoint_names,
+    of_rank,
     remove_dead_files,
     remove_dead_saves,
     remove_directory,
@@ -113,14 +114,11 @@ class RunningSave:
     def abandon(self) -> None:
         """Removes what was written; for a save that has failed on all ranks. The target stays as it was. After the
         rename nothing is removed: what is there may be all that there is, or, until it is synced, what it replaced."""
-        if self._is_committed:
-            pass
-        elif self.place.is_staged:
+        if not self._is_committed and self.place.is_staged:
             remove_directory(self.place.directory, None)
-        else:
-            names = [name for name in os.listdir(self.place.target) if save_id_of(name) == self.place.save_id]
-            mine = f"__{self._rank}"
-            remove_files(self.place.target, [name for name in names if self._rank is None or name.startswith(mine)])
+        elif not self._is_committed:
+            names = of_rank(os.listdir(self.place.target), self._rank)
+            remove_files(self.place.target, [name for name in names if save_id_of(name) == self.place.save_id])
         self._lock.release()
 
     def _commit_stage(self, index: bytes, metadata: bytes | None, sync: bool, confirm: Callable[[], None]) -> None:

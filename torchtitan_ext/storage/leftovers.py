@@ -110,7 +110,7 @@ def find_dead_files(target: Path, rank: int | None) -> list[str]:
     kinds = {name for name in names if name == ".metadata" or _RANK_METADATA.fullmatch(name)}
     if kinds & {".metadata"} if rank is not None else kinds - {".metadata"}:
         return []  # a checkpoint of the other kind may own them
-    own = _of_rank(names, rank)
+    own = of_rank(names, rank)
     ids = {name: found for name in own if (found := save_id_of(name))}
     path = metadata_path(target, rank)
     is_one_save = len(set(ids.values())) == 1 and not any(name.endswith(".distcp") for name in set(own) - set(ids))
@@ -134,7 +134,7 @@ def remove_replaced(target: Path, save_id: str, rank: int | None) -> None:
     if rank is not None and ".metadata" in names:
         return  # the checkpoint of all ranks may own them
     kept = {metadata_path(target, rank).name}
-    remove_files(target, [name for name in _of_rank(names, rank) if name not in kept and save_id_of(name) != save_id])
+    remove_files(target, [name for name in of_rank(names, rank) if name not in kept and save_id_of(name) != save_id])
 
 
 def remove_directory(directory: Path, target: Path | None) -> None:
@@ -171,6 +171,11 @@ def save_id_of(name: str) -> str | None:
     return None if match is None else match[1] or match[2]
 
 
+def of_rank(names: Iterable[str], rank: int | None) -> list[str]:
+    """Those of the names of files that are of one rank's part; all of them without a rank."""
+    return [name for name in names if rank is None or ((match := _OF_RANK.fullmatch(name)) and match[1] == str(rank))]
+
+
 def same_attributes(first: Path, second: Path) -> bool:
     """Whether two directories have the same user, group, mode and extended attributes (access lists, stripes)."""
     return _attributes(first) == _attributes(second)
@@ -182,10 +187,6 @@ def _attributes(path: Path) -> tuple[int, int, int, dict[str, bytes]]:
     with contextlib.suppress(OSError):  # a file system that has none
         extended = {name: os.getxattr(path, name) for name in os.listxattr(path)}
     return status.st_uid, status.st_gid, stat.S_IMODE(status.st_mode), extended
-
-
-def _of_rank(names: Iterable[str], rank: int | None) -> list[str]:
-    return [name for name in names if rank is None or ((match := _OF_RANK.fullmatch(name)) and match[1] == str(rank))]
 
 
 def _committed_id(metadata: Path) -> str | None:
