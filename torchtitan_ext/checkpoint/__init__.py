@@ -202,8 +202,17 @@ def async_save(
     The next save or load on this group begins when this one has ended. Other collectives in CPU memory would meet its
     own: where there are any meanwhile, give it a group of its own, as ``dist.new_group(backend="gloo")``.
 
+    Args:
+        state_dict: And all others: as in ``save``.
+
     Returns:
         A future of what ``save`` returns; it raises what ``save`` raises. The caller may change the state dict at once.
+
+    Raises:
+        CheckpointFailedError: A component, or the copy, failed on a rank; names the ranks and their errors.
+        LostRankError: A rank did not come to the copy in time; the same on every rank, and names it.
+        TypeError: An argument is of another type.
+        ValueError: As in ``save``; or the group cannot send from CPU memory.
     """
     check_save("async_save", state_dict, path, planner, storage_writer, process_group)
     check_seconds("async_save", timeout_seconds)

@@ -193,58 +193,6 @@ class LoadPlanner(DefaultLoadPlanner):
         request = self._request()
         return LoadPlan(self._shown_items(), planner_data=request)
 
-    def _request(self) -> ReadRequest:
-        if not self._is_set_up:
-            not_ours = KeyTable({}, problems=(not_set_up(self, "state_dict, metadata, is_coordinator"),))
-            return ReadRequest(encode_table(not_ours).message, "")
-        rules = for_components(self.rules, self.original_state_dict)
-        table = describe_state(self.state_dict, {}, self._layouts)
-        problems = uncalled_methods(self, LoadPlanner, DefaultLoadPlanner)
-        wanted: dict[str, KeyEntry] = {}
-        self._saved_names, self._numbers = {}, {}
-        missing, left, refused = [], [], []
-        for fqn, entry in table.entries.items():
-            if not rules.is_loaded(fqn, is_tensor=not isinstance(entry, ObjectEntry)):
-                left.append(fqn)
-                continue
-            saved_name = rules.source.saved_name(fqn)
-            saved = self.metadata.state_dict_metadata.get(saved_name)
-            if saved is None:
-                missing.append(fqn)
-                continue
-            problem = find_misfit(fqn, self.state_dict[fqn], entry, saved, self._cast)
-            if problem is not None:
-                problems.append(problem)
-                if problem.kind != "wrong_dtype":  # where only the dtype does not fit, all else is compared
-                    refused.append(fqn)
-                    continue
-            wanted[fqn] = entry_as_saved(entry, saved)
-            if isinstance(entry, ObjectEntry) and isinstance(saved, TensorStorageMetadata):
-                self._numbers[fqn] = type(self.state_dict[fqn])
-                self.state_dict[fqn] = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
-            if saved_name != fqn:
-                self._saved_names[fqn] = saved_name
-        problems += [problem for problem in table.problems if problem.fqn not in left]
-        self._places = places_of(self._flat, self.state_dict, self.mappings)
-        if not overrides(self, LoadPlanner, "load_bytes", "commit_tensor"):
-            put = [fqn for fqn, entry in wanted.items() if isinstance(entry, ObjectEntry) or fqn in self._numbers]
-            problems += no_place(self, [fqn for fqn in put if fqn not in self._places])
-        wanted_table = KeyTable(entries=wanted, layouts=table.layouts, wrappers=table.wrappers)
-        problems += unfillable_cuts(self.state_dict, wanted_table, self._chunk_list)
-        self._table = dataclasses.replace(wanted_table, problems=tuple(problems))
-        self._encoded = encode_table(self._table)
-        return ReadRequest(
-            self._encoded.message,
-            name_metadata(self.metadata),
-            rules=f"{rules.policy}, {rules.source}",
-            saved_names=self._saved_names,
-            missing=() if self.allow_partial_load else tuple(missing),
-            skipped=tuple(missing) if self.allow_partial_load else (),
-            left=tuple(left),
-            refused=tuple(refused),
-            components=rules.components,
-        )
-
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         check_local_plans("load", self, LoadPlanner, global_plan, (ReadRequest,))
         rules = self.rules
@@ -308,11 +256,6 @@ class LoadPlanner(DefaultLoadPlanner):
             self.change_targets()
         return dataclasses.replace(central_plan, items=in_file_order(items, self.metadata))
 
-    def _bump_versions(self, fqns: Iterable[str]) -> None:
-        """Of DTensors: they count apart from the local tensors that are written, and graphs hold the DTensors."""
-        values = [self.state_dict[fqn] for fqn in fqns]
-        torch.autograd.graph.increment_version([value for value in values if isinstance(value, DTensor)])
-
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         fqn = read_item.dest_index.fqn
         try:
@@ -335,15 +278,6 @@ class LoadPlanner(DefaultLoadPlanner):
         for fqn, value in self._values_read.items():
             self._place(fqn, value)
         self._values_read.clear()
-
-    def _place(self, fqn: str, value: Any) -> None:
-        target = self.state_dict[fqn]
-        if isinstance(target, torch.Tensor):
-            self._bump_versions([fqn])
-            local_tensor(target).fill_(value)
-            return
-        self.state_dict[fqn] = value
-        set_value(self.original_state_dict, self._places[fqn], value)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         return self.transform_tensor(read_item, self.lookup_tensor(read_item.dest_index))
@@ -371,6 +305,72 @@ class LoadPlanner(DefaultLoadPlanner):
         if isinstance(box, str):  # of an order of sharding that only all ranks together could tell
             raise CheckpointReadError(read_item.dest_index.fqn, box)
         return box
+
+    def _request(self) -> ReadRequest:
+        if not self._is_set_up:
+            not_ours = KeyTable({}, problems=(not_set_up(self, "state_dict, metadata, is_coordinator"),))
+            return ReadRequest(encode_table(not_ours).message, "")
+        rules = for_components(self.rules, self.original_state_dict)
+        table = describe_state(self.state_dict, {}, self._layouts)
+        problems = uncalled_methods(self, LoadPlanner, DefaultLoadPlanner)
+        wanted: dict[str, KeyEntry] = {}
+        self._saved_names, self._numbers = {}, {}
+        missing, left, refused = [], [], []
+        for fqn, entry in table.entries.items():
+            if not rules.is_loaded(fqn, is_tensor=not isinstance(entry, ObjectEntry)):
+                left.append(fqn)
+                continue
+            saved_name = rules.source.saved_name(fqn)
+            saved = self.metadata.state_dict_metadata.get(saved_name)
+            if saved is None:
+                missing.append(fqn)
+                continue
+            problem = find_misfit(fqn, self.state_dict[fqn], entry, saved, self._cast)
+            if problem is not None:
+                problems.append(problem)
+                if problem.kind != "wrong_dtype":  # where only the dtype does not fit, all else is compared
+                    refused.append(fqn)
+                    continue
+            wanted[fqn] = entry_as_saved(entry, saved)
+            if isinstance(entry, ObjectEntry) and isinstance(saved, TensorStorageMetadata):
+                self._numbers[fqn] = type(self.state_dict[fqn])
+                self.state_dict[fqn] = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
+            if saved_name != fqn:
+                self._saved_names[fqn] = saved_name
+        problems += [problem for problem in table.problems if problem.fqn not in left]
+        self._places = places_of(self._flat, self.state_dict, self.mappings)
+        if not overrides(self, LoadPlanner, "load_bytes", "commit_tensor"):
+            put = [fqn for fqn, entry in wanted.items() if isinstance(entry, ObjectEntry) or fqn in self._numbers]
+            problems += no_place(self, [fqn for fqn in put if fqn not in self._places])
+        wanted_table = KeyTable(entries=wanted, layouts=table.layouts, wrappers=table.wrappers)
+        problems += unfillable_cuts(self.state_dict, wanted_table, self._chunk_list)
+        self._table = dataclasses.replace(wanted_table, problems=tuple(problems))
+        self._encoded = encode_table(self._table)
+        return ReadRequest(
+            self._encoded.message,
+            name_metadata(self.metadata),
+            rules=f"{rules.policy}, {rules.source}",
+            saved_names=self._saved_names,
+            missing=() if self.allow_partial_load else tuple(missing),
+            skipped=tuple(missing) if self.allow_partial_load else (),
+            left=tuple(left),
+            refused=tuple(refused),
+            components=rules.components,
+        )
+
+    def _place(self, fqn: str, value: Any) -> None:
+        target = self.state_dict[fqn]
+        if isinstance(target, torch.Tensor):
+            self._bump_versions([fqn])
+            local_tensor(target).fill_(value)
+            return
+        self.state_dict[fqn] = value
+        set_value(self.original_state_dict, self._places[fqn], value)
+
+    def _bump_versions(self, fqns: Iterable[str]) -> None:
+        """Of DTensors: they count apart from the local tensors that are written, and graphs hold the DTensors."""
+        values = [self.state_dict[fqn] for fqn in fqns]
+        torch.autograd.graph.increment_version([value for value in values if isinstance(value, DTensor)])
 
     def _as_target(self, fqn: str, loaded: Any) -> Any:
         target = self.state_dict[fqn]

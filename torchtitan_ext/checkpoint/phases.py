@@ -43,10 +43,11 @@ class PhaseFailure(Exception):
 class Phases:
     """Runs the phases of one operation over a process group, and keeps how long each took on this rank.
 
-    Made when earlier operations on the group have ended, and used in a ``with``. Every method but ``at`` is collective.
-    It raises on all ranks what a rank raised: our own error where it is one and nothing is undefined by then, else a
-    ``CheckpointFailedError`` with the errors of all ranks that failed; and a ``LostRankError`` where a rank does not
-    come within ``timeout_seconds``, or its connection breaks. Who was interrupted or told to exit raises that itself.
+    Made when earlier operations on the group have ended, and used in a ``with``. ``on_all``, ``through_coordinator``
+    and ``to_coordinator`` run a phase and are collective. They raise on all ranks what a rank raised: our own error
+    where it is one and nothing is undefined by then, else a ``CheckpointFailedError`` with the errors of all ranks that
+    failed; and a ``LostRankError`` where a rank does not come within ``timeout_seconds``, or its connection breaks. Who
+    was interrupted or told to exit raises that itself.
 
     Args:
         operation: ``"save"`` or ``"load"``, for messages.
