@@ -248,6 +248,28 @@ TEST_F(Files, ErrorsNameThePath) {
   EXPECT_THROW(reader.add_bytes(number, -1, 1, 0), FormatError);
 }
 
+TEST_F(Files, TheSizeOfARankFileIsKnownBeforeItIsWritten) {
+  const std::vector<int32_t> numbers(300'000, 7);  // a tensor of all of them is large enough to begin with a page
+  const std::vector<TensorKind> kinds = {{kInt, {3, 5}}, {kInt, {300'000}}, {kInt, {0, 4}}, {kInt, {}}};
+  const std::vector<uint32_t> kind_of = {0, 1, 2, 3, 0, 1};
+  const std::vector<int64_t> values = {15, 0, 700};
+  for (const uint32_t block_bytes : {512u, 1u << 20}) {
+    RecordWriter writer(path("file"), {block_bytes, 2, false});
+    const auto address = reinterpret_cast<uintptr_t>(numbers.data());
+    for (const int64_t num_bytes : values) writer.add_record(key_of("value", {}), address, num_bytes);
+    for (const uint32_t number : kind_of) {
+      const core::Sizes& sizes = kinds[number].sizes;
+      writer.begin_tensor(key_of("tensor", sizes), kInt);
+      writer.add_bytes(address, core::num_elements(sizes) * kInt.item_bytes);
+      writer.end_tensor();
+    }
+    EXPECT_EQ(rank_file_bytes(values, kinds, kind_of, block_bytes), writer.finish({}, 0).num_bytes);
+  }
+  EXPECT_EQ(rank_file_bytes({}, {}, {}, 512), RecordWriter(path("file"), {512, 1, false}).finish({}, 0).num_bytes);
+  EXPECT_THROW(rank_file_bytes({}, kinds, std::vector<uint32_t>{4}, 512), std::invalid_argument);
+  EXPECT_THROW(rank_file_bytes(values, kinds, kind_of, 0), std::invalid_argument);
+}
+
 TEST_F(Files, ABlockThatIsDamagedIsNamed) {
   std::vector<char> bytes(100'000, 'a');
   RecordWriter writer(path("file"), {4096, 2, false});
