@@ -1,4 +1,4 @@
-"""Whether archives of ``torch.save`` are whole, by the CRC-32 of their entries. Imports no torch.
+"""Whether archives of ``torch.save`` are whole, by the CRC-32 of their entries and their sizes. Imports no torch.
 
 torch writes a CRC of each entry, and compares none when it reads. Zero stands for none: so it is with torch's option
 ``compute_crc32=False``, and in records of ours, whose files have better checksums.
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from torchtitan_ext.errors import DamagedCheckpointError
+from torchtitan_ext.storage.pickled_storages import find_storages
 from torchtitan_ext.storage.progress import OnBytes
 
 _READ_BYTES = 1 << 20
@@ -77,11 +78,9 @@ def find_entries(path: Path) -> dict[str, tuple[int, int]]:
         with path.open("rb") as file, zipfile.ZipFile(file) as archive:
             listed = archive.infolist()
             for entry in listed:
-                head = os.pread(file.fileno(), _ENTRY_HEAD.size, entry.header_offset)
-                begin = entry.header_offset + _ENTRY_HEAD.size + sum(_ENTRY_HEAD.unpack(head))
-                entries[entry.filename.partition("/")[2]] = (begin, entry.file_size)
-                if entry.filename.endswith("/byteorder"):
-                    byte_order = archive.read(entry).decode()
+                entries[_name_in_archive(entry)] = (_begin_of(file, entry), entry.file_size)
+                if _name_in_archive(entry) == "byteorder" and entry.compress_type == zipfile.ZIP_STORED:
+                    byte_order = read_entry(file, entry).decode()
     except _BAD_ARCHIVE as error:
         raise DamagedCheckpointError(
             f"{path} is no archive of torch.save: it is damaged, or of torch before 1.6 ({error}); {_SAVE_AGAIN}"
@@ -98,24 +97,50 @@ def find_entries(path: Path) -> dict[str, tuple[int, int]]:
     return entries
 
 
+def read_entry(stream: BinaryIO, entry: zipfile.ZipInfo) -> bytes:
+    """The bytes of an entry that is not compressed; no CRC is compared, which need not be there."""
+    stream.seek(_begin_of(stream, entry))
+    return stream.read(entry.file_size)
+
+
 def archive_damage(stream: BinaryIO, *, is_deep: bool, on_bytes: OnBytes) -> tuple[str | None, bool]:
     """What is wrong with an archive, or ``None``; and whether all of its entries have a CRC.
 
     Args:
-        is_deep: Read all entries and compare; else look at the archive's directory alone.
+        is_deep: Read all entries and compare; else look at the archive's directory and its pickle alone.
     """
     is_proved = True
     try:
         with zipfile.ZipFile(stream) as archive:
-            for entry in archive.infolist():
+            entries = {_name_in_archive(entry): entry for entry in archive.infolist()}
+            for entry in entries.values():
                 if entry.compress_type != zipfile.ZIP_STORED:
                     return f"its entry {entry.filename} is compressed, which torch.save never does", False
                 is_proved = is_proved and (entry.CRC != 0 or entry.file_size == 0)
                 if is_deep and entry.CRC != 0:
                     _compare(archive, entry, on_bytes)
+            if "data.pkl" not in entries:
+                return "the archive has no data.pkl, in which torch.save says what it holds", False
+            found = find_storages(read_entry(stream, entries["data.pkl"]))
+            for storage, num_bytes in found.items():
+                data = entries.get(f"data/{storage}")
+                if data is None or data.file_size < num_bytes:
+                    there = 0 if data is None else data.file_size
+                    return f"storage {storage} has {there} bytes, what is in it needs {num_bytes}", False
     except _BAD_ARCHIVE as error:
         return f"the archive of torch.save is damaged ({error})", False
     return None, is_proved
+
+
+def _name_in_archive(entry: zipfile.ZipInfo) -> str:
+    """Without the folder that is named as the file."""
+    return entry.filename.partition("/")[2]
+
+
+def _begin_of(stream: BinaryIO, entry: zipfile.ZipInfo) -> int:
+    stream.seek(entry.header_offset)
+    head = stream.read(_ENTRY_HEAD.size)
+    return entry.header_offset + _ENTRY_HEAD.size + sum(_ENTRY_HEAD.unpack(head))
 
 
 def _compare(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, on_bytes: OnBytes) -> None:

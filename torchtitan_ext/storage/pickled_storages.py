@@ -1,0 +1,83 @@
+"""How many bytes the tensors of a pickle by ``torch.save`` need of each storage. Imports no torch, and runs nothing
+that the pickle names.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any, NamedTuple
+
+from torchtitan_ext.storage.element_types import ITEM_BYTES, UNTYPED, dtype_name_of
+
+_REBUILD = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3")
+
+# Behind strides, in the arguments of _rebuild_tensor_v3, whose storages are untyped.
+_DTYPE_POSITION = 2
+
+
+def find_storages(data: bytes) -> dict[str, int]:
+    """The bytes that are needed of each storage, by its name in the archive.
+
+    Raises:
+        ValueError: It is no pickle, or one of something else.
+    """
+    reader = _StorageReader(data)
+    try:
+        reader.load()
+    except Exception as error:  # whatever bytes make of a pickle's machine
+        raise ValueError(f"its pickle cannot be read: {type(error).__name__}, {error}") from None
+    return reader.needed
+
+
+class _Storage(NamedTuple):
+    name: str
+    storage_class: str
+
+
+class _Anything:
+    """Stands for whatever else a pickle names or makes; takes all that is done with it."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __call__(self, *_: Any, **__: Any) -> _Anything:
+        return self
+
+    __setstate__ = __setitem__ = append = extend = add = __call__
+
+
+class _StorageReader(pickle._Unpickler):  # the one in C takes the memory that a hostile pickle asks for
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self.needed: dict[str, int] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch._utils" and name in _REBUILD:
+            return self._add_tensor
+        return type(name, (_Anything,), {})
+
+    def persistent_load(self, pid: Any) -> Any:
+        kind, storage_class, name, _, num_elements = pid
+        if kind != "storage":
+            raise ValueError(f"{kind!r} is no storage")
+        storage = _Storage(str(name), storage_class.__name__)
+        self._add(storage, 1 if storage.storage_class == UNTYPED else _item_bytes(storage, ""), num_elements)
+        return storage
+
+    def _add_tensor(self, storage: _Storage, offset: int, sizes: Any, strides: Any, *rest: Any) -> _Anything:
+        num_elements = 0
+        if 0 not in sizes:
+            num_elements = offset + 1 + sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
+        dtype = rest[_DTYPE_POSITION] if len(rest) > _DTYPE_POSITION else None
+        self._add(storage, _item_bytes(storage, getattr(dtype, "__name__", "")), num_elements)
+        return _Anything()
+
+    def _add(self, storage: _Storage, item_bytes: int, num_elements: int) -> None:
+        self.needed[storage.name] = max(self.needed.get(storage.name, 0), item_bytes * num_elements)
+
+
+def _item_bytes(storage: _Storage, dtype: str) -> int:
+    """0 where they are not known, as of quantised numbers."""
+    name = dtype_name_of(storage.storage_class, dtype)
+    return 0 if name is None else ITEM_BYTES[name]
