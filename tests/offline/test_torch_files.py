@@ -1,6 +1,7 @@
 """Files of ``torch.save`` as sources and targets, also those that lie otherwise than in memory."""
 
 import argparse
+import pickle
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -9,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from checkpoints import save_as
 
-from torchtitan_ext.errors import DamagedCheckpointError
+from torchtitan_ext.errors import DamagedCheckpointError, LayoutError
 from torchtitan_ext.offline.convert import convert
 from torchtitan_ext.offline.diff import DiffReport, diff
 from torchtitan_ext.offline.sources import open_source
+from torchtitan_ext.storage import FileReader
 from torchtitan_ext.storage.describe import describe
 
 
@@ -69,6 +72,29 @@ def test_bytes_that_do_not_lie_as_in_memory_are_refused(tmp_path: Path) -> None:
     for path in (others["compressed"], others["big-endian"]):
         with pytest.raises(DamagedCheckpointError):
             describe(path)
+
+
+def test_numbers_of_another_order_of_bytes_in_stock_checkpoints_are_turned_around(tmp_path: Path) -> None:
+    """As torch.load does it; of copies they are refused."""
+    values = torch.arange(5.0)
+    dcp.save({"w": values}, checkpoint_id=tmp_path / "a", no_dist=True)
+    torch.save(values, tmp_path / "little")
+    turned = {"byteorder": b"big", "0": values.numpy().byteswap().tobytes()}
+    record = packed_anew(
+        tmp_path / "little", tmp_path / "big", lambda name, data: turned.get(name.rpartition("/")[2], data)
+    ).read_bytes()
+    (tmp_path / "a" / "__0_0.distcp").write_bytes(record)
+    metadata = dcp.FileSystemReader(tmp_path / "a").read_metadata()
+    for place in metadata.storage_data.values():
+        place.offset, place.length = 0, len(record)
+    (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(metadata))
+    loaded = {"w": torch.zeros(5)}
+    dcp.load(loaded, storage_reader=FileReader(tmp_path / "a"), no_dist=True)
+    assert torch.equal(loaded["w"], values)
+    source = open_source(tmp_path / "a")
+    assert diff(source, open_source(save_as("ours", tmp_path / "b", {"w": values}))) == DiffReport((), 1)
+    with pytest.raises(LayoutError, match="w: is .* of a machine with another order of bytes"):
+        convert(source, tmp_path / "c", to="torch", num_processes=1)
 
 
 def test_states_without_a_flat_form_are_refused(tmp_path: Path) -> None:

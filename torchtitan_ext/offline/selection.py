@@ -108,7 +108,10 @@ def _check_plain(source: Source, tensors: Mapping[str, TensorStorageMetadata]) -
     records = source.find_records(indices)
     odd = dict.fromkeys(index.fqn for index, record in zip(indices, records, strict=True) if record.tensor is None)
     if odd:
-        what = "is a tensor subclass, quantised or sparse; load and save it in a job, or leave it out"
+        what = (
+            "is a tensor subclass, quantised or sparse, or of a machine with another order of bytes; load and save it "
+            "in a job, or leave it out"
+        )
         raise refusal("copy", [Problem("unsupported_tensor", fqn, what) for fqn in odd])
 
 
