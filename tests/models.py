@@ -95,6 +95,8 @@ LAYOUTS = [
     Layout("fsdp2_tp2_dim1", (2, 2), ("dp", "tp"), fsdp_dim=1),
 ]
 
+BY_NAME = {layout.name: layout for layout in LAYOUTS}
+
 
 def refused_by_fsdp(layout: Layout, sizes: Sizes) -> bool:
     """FSDP2 shards uneven dims along dim 0 only."""
@@ -266,6 +268,8 @@ HANDMADE = [
     left_to_right("replicate_strided", (2, 2, 2), Replicate(), strided(0, 2), Shard(0)),
     left_to_right("replicate_only", (2,), Replicate()),
 ]
+
+HANDMADE_BY_NAME = {layout.name: layout for layout in HANDMADE}
 
 # Fused QKV interleaved over TP (one third of q, k and v each), then FSDP2's plain chunk: the placements of FSDP2 read
 # otherwise, at the same sizes.

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import (
-    LAYOUTS,
+    BY_NAME,
     UNEVEN,
     Layout,
     build_model,
@@ -21,8 +21,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import torchtitan_ext as tte
-
-BY_NAME = {layout.name: layout for layout in LAYOUTS}
 
 
 def get_full(rank: int, world_size: int, layout: Layout) -> list[str]:

@@ -9,7 +9,6 @@ import torch
 from models import (
     HANDMADE,
     INTERLEAVED_QKV,
-    LAYOUTS,
     HandMade,
     build_handmade,
     differences,
@@ -24,8 +23,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import torchtitan_ext as tte
 from torchtitan_ext import full_tensors
-
-BY_NAME = {layout.name: layout for layout in LAYOUTS}
 
 
 def stated(layout: HandMade) -> tte.ShardOrder | None:

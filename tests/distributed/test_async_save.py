@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from models import (
-    HANDMADE,
-    LAYOUTS,
+    BY_NAME,
+    HANDMADE_BY_NAME,
     UNEVEN,
     HandMade,
     Layout,
@@ -28,9 +28,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import torchtitan_ext as tte
-
-BY_NAME = {layout.name: layout for layout in LAYOUTS}
-HANDMADE_BY_NAME = {layout.name: layout for layout in HANDMADE}
 
 
 def save_and_change(start: Callable[[dict[str, Any]], Any], state: dict[str, Any]) -> None:

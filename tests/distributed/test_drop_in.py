@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from models import (
+    BY_NAME,
     INTERLEAVED_QKV,
-    LAYOUTS,
     UNEVEN,
     build_handmade,
     build_model,
@@ -37,8 +37,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import torchtitan_ext as tte
 from torchtitan_ext.storage.saved_metadata import WORLD_KEY
-
-BY_NAME = {layout.name: layout for layout in LAYOUTS}
 
 
 def assert_all_empty(answers: list[list[str]]) -> None:

@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from models import (
+    BY_NAME,
     EVEN,
     HANDMADE,
+    HANDMADE_BY_NAME,
     INTERLEAVED_QKV,
-    LAYOUTS,
     UNEVEN,
     HandMade,
     Layout,
@@ -33,9 +34,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_s
 from torch.distributed.tensor import Shard
 
 import torchtitan_ext as tte
-
-BY_NAME = {layout.name: layout for layout in LAYOUTS}
-HANDMADE_BY_NAME = {layout.name: layout for layout in HANDMADE}
 
 # Layouts that stock describes right, as targets of its planner.
 STOCK_TARGETS = [left_to_right("fsdp", (4,), Shard(0)), left_to_right("fsdp_dim1", (2,), Shard(1))]

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from models import (
-    LAYOUTS,
+    BY_NAME,
     UNEVEN,
     Layout,
     Sizes,
@@ -32,7 +32,6 @@ import torchtitan_ext as tte
 from torchtitan_ext.errors import StateRefusedError
 from torchtitan_ext.storage import FileReader, FileWriter
 
-BY_NAME = {layout.name: layout for layout in LAYOUTS}
 WHOLE = Layout("whole", (1,), ())
 
 

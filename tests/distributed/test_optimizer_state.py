@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from models import (
-    LAYOUTS,
+    BY_NAME,
     UNEVEN,
     Layout,
     Sizes,
@@ -31,8 +31,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import torchtitan_ext as tte
-
-BY_NAME = {layout.name: layout for layout in LAYOUTS}
 
 FORMS = {
     "for_loop": {"foreach": False},

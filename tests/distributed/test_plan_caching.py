@@ -6,8 +6,8 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from models import (
-    HANDMADE,
-    LAYOUTS,
+    BY_NAME,
+    HANDMADE_BY_NAME,
     UNEVEN,
     build_handmade,
     build_model,
@@ -24,9 +24,6 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
 
 import torchtitan_ext as tte
-
-BY_NAME = {layout.name: layout for layout in LAYOUTS}
-HANDMADE_BY_NAME = {layout.name: layout for layout in HANDMADE}
 
 
 class WatchedPlanner(tte.SavePlanner):

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from models import (
+    BY_NAME,
     INTERLEAVED_QKV,
-    LAYOUTS,
     UNEVEN,
     build_handmade,
     build_model,
@@ -29,8 +29,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import torchtitan_ext as tte
-
-BY_NAME = {layout.name: layout for layout in LAYOUTS}
 
 Refusal = tuple[str, str, tuple[Any, ...]]
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from models import (
-    LAYOUTS,
+    BY_NAME,
     UNEVEN,
     Layout,
     Sizes,
@@ -36,8 +36,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import torchtitan_ext as tte
 from torchtitan_ext.storage import FileReader, FileWriter
-
-BY_NAME = {layout.name: layout for layout in LAYOUTS}
 
 
 def save(state: dict[str, Any], path: Path, **options: Any) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import (
+    BY_NAME,
     EVEN,
     LAYOUTS,
     UNEVEN,
@@ -31,7 +32,6 @@ from torchtitan_ext.errors import SyncMismatchError
 from torchtitan_ext.sync import broadcast, sync_state_dict
 
 Locals = dict[str, Tensor]
-BY_NAME = {layout.name: layout for layout in LAYOUTS}
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
