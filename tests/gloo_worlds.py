@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 MAX_WORLD_SIZE = 8
@@ -219,6 +220,7 @@ def run_task(rank: int, world_size: int, store_path: str | None, task: bytes) ->
         if dist.is_initialized():
             dist.destroy_process_group()
         forget_meshes()
+        forget_plans()
     return answer
 
 
@@ -229,6 +231,12 @@ def forget_meshes() -> None:
     for cached in (entry for entry in gc.get_objects() if type(entry) is functools._lru_cache_wrapper):
         if str(getattr(cached, "__module__", "")).startswith("torch.distributed.tensor"):
             cached.cache_clear()
+
+
+def forget_plans() -> None:
+    """Empties the caches of stock's planner and ours: a plan of an earlier world does not fit the ranks of the next."""
+    for name in [name for name in vars(SavePlanner) if name.startswith("_cached_")]:
+        getattr(SavePlanner, name).clear()
 
 
 def pickle_error(error: BaseException) -> bytes:
