@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,28 @@ def test_a_save_in_a_thread_that_fails_removes_no_older_step(run: Path) -> None:
     with pytest.raises(CheckpointFailedError, match="no space left"):
         future.result()
     assert steps(run) == [5, 10, 20, 40] and loaded_step(run, "latest") == 20
+
+
+def test_a_save_in_a_thread_removes_steps_of_its_own_run_whatever_the_working_directory_is_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("own", "other"):
+        for step in (1, 2):
+            save_step(tmp_path / name / "run", step)
+    has_moved, finish = threading.Event(), FileWriter.finish
+
+    def finish_later(writer: FileWriter, metadata: Any, results: Any) -> None:
+        assert has_moved.wait(60)
+        finish(writer, metadata, results)
+
+    monkeypatch.setattr(FileWriter, "finish", finish_later)
+    monkeypatch.chdir(tmp_path / "own")
+    future = tte.async_save(state_of(3), "run/step-3", keep=1)
+    monkeypatch.chdir(tmp_path / "other")
+    has_moved.set()
+    saved = future.result()
+    assert (steps(tmp_path / "own" / "run"), steps(tmp_path / "other" / "run")) == ([3], [1, 2])
+    assert saved.path == str(tmp_path / "own" / "run" / "step-3") and "w" in saved.metadata.state_dict_metadata
 
 
 def test_what_is_not_whole_does_not_count(run: Path) -> None:

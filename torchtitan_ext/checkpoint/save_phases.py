@@ -38,7 +38,8 @@ class SaveResult:
     """What a save wrote.
 
     Attributes:
-        path: Where (DCP's ``checkpoint_id``), as far as the storage says. The same on every rank.
+        path: Where, as far as the storage says: of a ``FileWriter`` from the root on, of others DCP's
+            ``checkpoint_id``. The same on every rank.
         save_id: The name of this save. The same on every rank.
         num_bytes: What all ranks wrote, as far as the storage says.
         seconds: How long each phase took on this rank: ``prepare``, ``plan`` and ``write``, which ends with the commit.
@@ -122,7 +123,7 @@ def save_values(
             writer.confirm = phases.confirm
         writer.finish(metadata=metadata, results=results)
         storage_meta = writer.storage_meta()
-        path = getattr(storage_meta, "checkpoint_id", None)
+        path = writer.target if isinstance(writer, FileWriter) else getattr(storage_meta, "checkpoint_id", None)
         return str(path or type(writer).__name__), str(getattr(storage_meta, "save_id", "")), _num_bytes(results)
 
     try:

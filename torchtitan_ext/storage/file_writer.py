@@ -65,6 +65,8 @@ class FileWriter(StorageWriter):
             needs; at thousands of ranks stock could not read ``.metadata`` in any useful time.
 
     Attributes:
+        target: The path as it was meant when it was given: the working directory may be another one when an
+            asynchronous save comes to it.
         confirm: Called when all is on the disk, right before the rename that commits; what it raises is raised, and
             nothing is committed. For the save that has been set up.
 
@@ -85,8 +87,7 @@ class FileWriter(StorageWriter):
     ) -> None:
         super().__init__()
         self.path = Path(path)
-        # The working directory may be another one when an asynchronous save comes to it.
-        self._target = self.path.absolute()
+        self.target = self.path.absolute()
         self.sync = sync
         self.overwrite = overwrite
         self.stock_metadata = stock_metadata
@@ -108,7 +109,7 @@ class FileWriter(StorageWriter):
         self.abandon()
         if checkpoint_id:
             self.path = Path(checkpoint_id)
-            self._target = self.path.absolute()
+            self.target = self.path.absolute()
         self.save_id = uuid.uuid4().hex
         self._has_named_a_save = False
 
@@ -140,7 +141,7 @@ class FileWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self.abandon()
-        self._save = begin_save(self._target, self.save_id, self._own_rank)
+        self._save = begin_save(self.target, self.save_id, self._own_rank)
         return [
             dataclasses.replace(plan, storage_data=FilePrefix(f"__{index}_")) if plan.storage_data is None else plan
             for index, plan in enumerate(plans)
@@ -200,7 +201,7 @@ class FileWriter(StorageWriter):
         return is_local(checkpoint_id)
 
     def _has_checkpoint(self, rank: int | None) -> bool:
-        return metadata_path(self._target, rank).exists() or index_path(self._target, rank).exists()
+        return metadata_path(self.target, rank).exists() or index_path(self.target, rank).exists()
 
     @property
     def _own_rank(self) -> int | None:
@@ -209,7 +210,7 @@ class FileWriter(StorageWriter):
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> RankFile | None:
         # The id of the save does not travel in the plans: cached ones would bring back an old one.
-        place = find_place(self._target, self.rank or 0, is_own=not self.use_collectives)
+        place = find_place(self.target, self.rank or 0, is_own=not self.use_collectives)
         if not plan.items:
             return None
         name = place.data_name(plan.storage_data.prefix)
