@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoints import Hostile, flip_byte, random_bits, save_as, tensors, training_state
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import torchtitan_ext as tte
 from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError, ReshardError, UnsafePickleError
@@ -157,16 +157,37 @@ def test_targets_that_exist(tmp_path: Path, to: Any) -> None:
     assert stat.S_ISREG((tmp_path / "b").stat().st_mode) == (to == "torch")
 
 
-def test_files_of_others_are_not_replaced(tmp_path: Path) -> None:
+def test_files_of_others_stay(tmp_path: Path) -> None:
     source = save_as("ours", tmp_path / "a", tensors())
     target = tmp_path / "b"
     target.mkdir()
     (target / "tokenizer.json").write_text("{}")
-    with pytest.raises(FileExistsError, match="tokenizer.json"):
-        converted(source, target, to="hf", overwrite=True)
+    with pytest.raises(FileExistsError, match="pass --overwrite"):
+        converted(source, target, to="hf")
+    for max_file_bytes in (1 << 30, 17_000, 16_000, 1 << 30):
+        converted(source, target, to="hf", overwrite=True, max_file_bytes=max_file_bytes)
+        assert diff(open_source(source), open_source(target)) == DiffReport((), len(tensors()))
+        assert (target / "tokenizer.json").read_text() == "{}"
+    assert sorted(os.listdir(target)) == ["model.safetensors", "tokenizer.json"]
     with pytest.raises(FileExistsError, match="is a directory"):
         converted(source, target, to="torch", overwrite=True)
-    assert os.listdir(target) == ["tokenizer.json"]
+
+
+def test_safetensors_are_not_put_beside_what_they_would_not_count_beside(tmp_path: Path) -> None:
+    source = save_as("ours", tmp_path / "a", tensors())
+    other = save_as("ours", tmp_path / "b", {"w": torch.ones(1)})
+    with pytest.raises(FileExistsError, match=r"of a checkpoint of DCP"):
+        converted(source, other, to="hf", overwrite=True)
+    chunks = tmp_path / "c"
+    chunks.mkdir()
+    for name in ("x", "y"):
+        save_file({"w": torch.ones(1)}, chunks / f"{name}.safetensors")
+    (chunks / "config.json").touch()
+    with pytest.raises(FileExistsError, match="several files have chunks"):
+        converted(source, chunks, to="hf", overwrite=True)
+    (chunks / "config.json").unlink()
+    converted(source, chunks, to="hf", overwrite=True)
+    assert os.listdir(chunks) == ["model.safetensors"]
 
 
 def test_values_that_run_code_are_run_only_where_that_is_said(tmp_path: Path, monkeypatch: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,10 +22,11 @@ from torchtitan_ext.storage.element_types import num_bytes_of
 from torchtitan_ext.storage.progress import OnBytes
 from torchtitan_ext.storage.raw_tensor import NAMES
 from torchtitan_ext.storage.safetensors_files import NAME_OF_DTYPE
-from torchtitan_ext.storage.safetensors_places import INDEX_NAME, lay_out
+from torchtitan_ext.storage.safetensors_places import INDEX_NAME, index_of, lay_out
 from torchtitan_ext.storage.sparse_files import make_file, sync_files
-from torchtitan_ext.storage.staged_target import staged_target
+from torchtitan_ext.storage.staged_target import staged_target, take_place
 from torchtitan_ext.storage.torch_places import empty_tensors, write_without_data
+from torchtitan_ext.storage.weights_directory import refuse_irreplaceable, replace_weights
 
 NewFormat = Literal["dcp", "hf", "torch"]
 
@@ -61,7 +61,8 @@ def convert(
 ) -> ConvertReport:
     """Writes a checkpoint of DCP (``"dcp"``), a directory of safetensors (``"hf"``), or a file of ``torch.save``.
 
-    The target is whole at the end, or what it was before.
+    The target is whole at the end, or what it was before; ``replace_weights`` says what that is of a directory of
+    safetensors that holds other files, too, which stay.
 
     Args:
         max_file_bytes: Of safetensors files; one that holds a larger tensor is as large as that.
@@ -71,7 +72,7 @@ def convert(
             without it.
 
     Raises:
-        FileExistsError: There is something at the target, and ``overwrite`` is false, or it holds files of others.
+        FileExistsError: There is something at the target, and ``overwrite`` is false, or it is of another kind.
         StateRefusedError: Tensors are no plain memory, or of a dtype that the format does not have.
         DamagedCheckpointError: Bytes of the source are not what was written.
         CheckpointReadError: A value is more than plain data.
@@ -93,7 +94,7 @@ def convert(
         return ConvertReport(report.num_keys, report.num_bytes, report.num_ranks, ())
     keys = SelectedKeys(source, chosen)
     shares = divide(max_bytes, num_processes)
-    with staged_target(Path(target)) as staged:
+    with staged_target(Path(target), replace_weights if to == "hf" else take_place) as staged:
         places = (
             _lay_out_safetensors(keys, staged, max_file_bytes)
             if to == "hf"
@@ -134,8 +135,7 @@ def _lay_out_safetensors(keys: SelectedKeys, directory: Path, max_file_bytes: in
         places += [TensorPlace(keys.fqns[key], directory / name, offset) for key, offset in file.offsets.items()]
         weight_map |= dict.fromkeys(group, name)
     if len(groups) > 1:
-        index = {"metadata": {"total_size": keys.num_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-        text = json.dumps(index, indent=2).encode()
+        text = index_of(weight_map, keys.num_bytes)
         make_file(directory / INDEX_NAME, text, len(text))
         sync_files([directory / INDEX_NAME])
     return sorted(places, key=lambda place: (place.path, place.offset))
@@ -168,12 +168,8 @@ def _grouped(num_bytes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
 
 
 def _refuse_other_kind(target: Path, to: NewFormat) -> None:
-    """What is replaced must be of the kind that is written: a file, or a directory with nothing but safetensors."""
+    """What is replaced must be of the kind that is written: a file, or a directory without a checkpoint of DCP."""
     if to == "torch" and target.is_dir():
         raise FileExistsError(f"{target} is a directory, and a file is to be written there")
-    names = os.listdir(target) if to == "hf" and target.is_dir() else []
-    others = [name for name in names if not name.endswith(".safetensors") and name != INDEX_NAME]
-    if others:
-        raise FileExistsError(
-            f"{target} holds {sorted(others)[0]}, which is no safetensors file; use another directory"
-        )
+    if to == "hf" and target.is_dir():
+        refuse_irreplaceable(target)

@@ -46,7 +46,7 @@ _SHOWN_SECONDS = 10.0
 
 _LOCK_OF_RANK = re.compile(r"__\d+\.tte_save")
 
-_CANNOT_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
+NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ def _can_exchange(directory: Path) -> bool:
     try:
         _core.exchange_paths(os.fsencode(pair[0]), os.fsencode(pair[1]))
     except OSError as error:
-        if error.errno not in _CANNOT_EXCHANGE:
+        if error.errno not in NOT_SUPPORTED:
             raise
         return False
     finally:

@@ -22,6 +22,8 @@ from torchtitan_ext.storage.steps import step_of
 # The format's own limit.
 _MAX_HEADER_BYTES = 100_000_000
 
+INDEX_SUFFIX = ".safetensors.index.json"
+
 _DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
     "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
@@ -99,7 +101,7 @@ def sizes_of_tensor(chunks: Iterable[tuple[Sequence[int], Sequence[int]]]) -> tu
 
 def find_weight_map(directory: Path) -> Path | None:
     """The index of a directory, which says in which file each tensor lies; ``None`` where there is none."""
-    return min(directory.glob("*.safetensors.index.json"), default=None) if directory.is_dir() else None
+    return min(directory.glob(f"*{INDEX_SUFFIX}"), default=None) if directory.is_dir() else None
 
 
 def read_weight_map(index: Path) -> dict[str, str]:

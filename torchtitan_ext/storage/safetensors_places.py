@@ -65,6 +65,12 @@ def find_safetensors(path: Path) -> dict[str, list[Place]]:
     return found
 
 
+def index_of(weight_map: Mapping[str, str], num_bytes: int) -> bytes:
+    """The index of a directory, from the file of each tensor and the bytes of all."""
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+    return json.dumps(index, indent=2).encode()
+
+
 @dataclass(frozen=True)
 class NewSafetensors:
     """A file that is to be written.

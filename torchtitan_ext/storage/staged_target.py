@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,11 +16,14 @@ from torchtitan_ext.storage.save_lock import SaveLock
 
 
 @contextmanager
-def staged_target(target: Path) -> Iterator[Path]:
-    """A path beside the target that takes its name, and replaces what is there, when the block ends without an error.
+def staged_target(target: Path, replace: Callable[[Path, Path], None]) -> Iterator[Path]:
+    """A path beside the target that takes its place when the block ends without an error.
 
     The target is what it was before, or whole, whoever is killed meanwhile. What a dead predecessor left is removed
     first. The block makes a file or a directory at the path, and syncs what is in it.
+
+    Args:
+        replace: Puts the first in the place of the second: ``take_place``, or what does more.
 
     Raises:
         SaveInProgressError: Somebody else writes to the target.
@@ -34,14 +37,23 @@ def staged_target(target: Path) -> Iterator[Path]:
         _remove(staged)
         yield staged
         lock.check()
-        if staged.is_dir() and target.exists():
-            _core.exchange_paths(os.fsencode(staged), os.fsencode(target))
-        else:
-            os.replace(staged, target)
+        replace(staged, target)
         sync_directory(target.parent)
     finally:
         _remove(staged)
         lock.release()
+
+
+def take_place(staged: Path, target: Path) -> None:
+    """Gives a file or a directory the name of another one, at once; a directory that was there has the first name then.
+
+    Raises:
+        OSError: Among others, that the file system cannot let directories change places.
+    """
+    if staged.is_dir() and target.exists():
+        _core.exchange_paths(os.fsencode(staged), os.fsencode(target))
+    else:
+        os.replace(staged, target)
 
 
 def _remove(path: Path) -> None:
