@@ -47,7 +47,7 @@ def compare(
     for name, function in contenders.items():
         before()
         before_first()
-        rows[name] = _first_call(function, after_first)
+        rows[name] = first_call(function, after_first)
     seconds = {name: [row.pop("seconds")] for name, row in rows.items() if "failed" not in row}
     for _ in range(num_rounds - 1):
         for name, spent in seconds.items():
@@ -60,7 +60,7 @@ def compare(
     return rows
 
 
-def _first_call(function: Callable[[], Any], check: Callable[[], None]) -> Row:
+def first_call(function: Callable[[], Any], check: Callable[[], None] = nothing) -> Row:
     """The time and memory of a call, or why it failed. Collective."""
     gc.collect()
     # Memory that the allocator keeps from the contender before would hide what this one takes.

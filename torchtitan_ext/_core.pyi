@@ -143,10 +143,11 @@ class RunReader:
 def frame_tensor(type: ElementType, sizes: Sequence[int], record_offset: int, alignment: int, /) -> tuple[bytes, bytes]:
     """What stands before and behind a tensor's bytes in its record."""
 
-def rank_file_bytes(
+def rank_file_sizes(
     values: Sequence[int], kinds: Sequence[tuple[ElementType, _Sizes]], kind_of: Sequence[int], block_bytes: int
-) -> int:
-    """The size of a rank file of values of these sizes, which come first, and a tensor of each kind of ``kind_of``."""
+) -> tuple[int, int]:
+    """Of a rank file of values of these sizes, which come first, and a tensor of each kind of ``kind_of``: its size,
+    and what offsets and lengths of its records take in ``.metadata``."""
 
 def digest(bytes: bytes, /) -> int: ...
 def exchange_paths(first: bytes, second: bytes, /) -> None:

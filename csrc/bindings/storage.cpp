@@ -281,12 +281,13 @@ void define_storage(py::module_& module) {
     return py::make_tuple(py::bytes(frame.head), py::bytes(frame.tail));
   });
   module.def(
-      "rank_file_bytes",
+      "rank_file_sizes",
       [](const std::vector<int64_t>& values, const std::vector<std::pair<ElementType, Sizes>>& kinds,
          const std::vector<uint32_t>& kind_of, uint32_t block_bytes) {
         std::vector<TensorKind> tensor_kinds;
         for (const auto& [type, sizes] : kinds) tensor_kinds.push_back({type, sizes});
-        return rank_file_bytes(values, tensor_kinds, kind_of, block_bytes);
+        const RankFileSizes sizes = rank_file_sizes(values, tensor_kinds, kind_of, block_bytes);
+        return py::make_tuple(sizes.num_bytes, sizes.pickled_place_bytes);
       },
       py::arg("values"), py::arg("kinds"), py::arg("kind_of"), py::arg("block_bytes"));
   module.def("digest", [](const py::bytes& bytes) {

@@ -30,6 +30,12 @@ void PickleWriter::integer(int64_t value) {
   }
 }
 
+int64_t PickleWriter::integer_bytes(int64_t value) {
+  if (value >= 0 && value <= UINT8_MAX) return 2;
+  if (value >= 0 && value <= UINT16_MAX) return 3;
+  return value >= INT32_MIN && value <= INT32_MAX ? 5 : 10;
+}
+
 void PickleWriter::number(double value) {
   byte('G');  // BINFLOAT, big-endian
   const auto bits = std::bit_cast<uint64_t>(value);

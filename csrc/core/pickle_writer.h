@@ -35,6 +35,7 @@ class PickleWriter : public PlainSink {
   void none() override { byte('N'); }
   void boolean(bool value) override { byte(value ? 0x88 : 0x89); }
   void integer(int64_t value) override;
+  static int64_t integer_bytes(int64_t value);  // that integer() writes
   void number(double value) override;
   void text(std::string_view utf8) override { shared_text(utf8, false); }
   void bytes(std::string_view value) override;

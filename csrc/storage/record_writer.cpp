@@ -5,6 +5,7 @@
 #include <memory>
 #include <utility>
 
+#include "core/pickle_writer.h"
 #include "storage/digest.h"
 #include "storage/parallel.h"
 #include "storage/run_window.h"
@@ -40,21 +41,27 @@ iovec piece_of(const void* data, int64_t num_bytes) {
 
 }  // namespace
 
-int64_t rank_file_bytes(std::span<const int64_t> values, std::span<const TensorKind> kinds,
-                        std::span<const uint32_t> kind_of, uint32_t block_bytes) {
-  TTE_CHECK(block_bytes > 0, "rank_file_bytes", "got blocks of 0 bytes");
+RankFileSizes rank_file_sizes(std::span<const int64_t> values, std::span<const TensorKind> kinds,
+                              std::span<const uint32_t> kind_of, uint32_t block_bytes) {
+  TTE_CHECK(block_bytes > 0, "rank_file_sizes", "got blocks of 0 bytes");
   int64_t end = 0;
-  for (const int64_t num_bytes : values) end = core::checked_add(end, num_bytes);
+  int64_t pickled_place_bytes = 0;
+  const auto add_record = [&](int64_t num_bytes) {
+    pickled_place_bytes += core::PickleWriter::integer_bytes(end) + core::PickleWriter::integer_bytes(num_bytes);
+    end = core::checked_add(end, num_bytes);
+  };
+  for (const int64_t num_bytes : values) add_record(num_bytes);
   for (const uint32_t number : kind_of) {
-    TTE_CHECK(number < kinds.size(), "rank_file_bytes", "got kind ", number, " of ", kinds.size());
+    TTE_CHECK(number < kinds.size(), "rank_file_sizes", "got kind ", number, " of ", kinds.size());
     const TensorKind& tensor = kinds[number];
     const int64_t num_bytes = core::checked_mul(core::num_elements(tensor.sizes), tensor.type.item_bytes);
     const RecordFrame frame = frame_at(end, tensor.type, tensor.sizes, num_bytes);
     const auto frame_bytes = static_cast<int64_t>(frame.head.size() + frame.tail.size());
-    end = core::checked_add(end, core::checked_add(num_bytes, frame_bytes));
+    add_record(core::checked_add(num_bytes, frame_bytes));
   }
   const int64_t without_checksums = static_cast<int64_t>(encode_footer({{}, 0, block_bytes, end, {}}).size());
-  return core::checked_add(end, without_checksums + num_blocks_of(end, block_bytes) * int64_t{sizeof(uint64_t)});
+  const int64_t footer_bytes = without_checksums + num_blocks_of(end, block_bytes) * int64_t{sizeof(uint64_t)};
+  return {core::checked_add(end, footer_bytes), pickled_place_bytes};
 }
 
 struct RecordWriter::Scratch {

@@ -28,13 +28,17 @@ struct WriteOptions {
 };
 
 // The size of a rank file of values, which come first, and a tensor of each kind of `kind_of`: what finish() of a writer
-// says of it.
+// says of it. And what offsets and lengths of its records take in `.metadata`.
 struct TensorKind {
   ElementType type;
   core::Sizes sizes;
 };
-int64_t rank_file_bytes(std::span<const int64_t> values, std::span<const TensorKind> kinds,
-                        std::span<const uint32_t> kind_of, uint32_t block_bytes);
+struct RankFileSizes {
+  int64_t num_bytes = 0;
+  int64_t pickled_place_bytes = 0;
+};
+RankFileSizes rank_file_sizes(std::span<const int64_t> values, std::span<const TensorKind> kinds,
+                              std::span<const uint32_t> kind_of, uint32_t block_bytes);
 
 class RecordWriter {
  public:

@@ -11,7 +11,9 @@ from typer.testing import CliRunner
 import torchtitan_ext as tte
 from torchtitan_ext.cli.app import app
 from torchtitan_ext.cli.output import DIFFERS, FINE, WRONG_USAGE, text_of_bytes
-from torchtitan_ext.errors import ReshardError
+from torchtitan_ext.errors import ReshardError, UnknownFormatError
+
+PAGE = (Path(__file__).parents[2] / "docs" / "dry_run.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -32,17 +34,19 @@ def test_the_table(checkpoint: Path) -> None:
     lines = result.stdout.splitlines()
     assert lines[0] == "4 ranks (dp 4); tensors are held 1 times"
     assert lines[1].split() == ["least", "median", "most", "all", "ranks"]
-    assert [line.split("  ")[1] for line in lines[2:9]] == [
+    assert [line.split("  ")[1] for line in lines[2:10]] == [
         "state",
         "save: records",
         "save: file",
+        "save: host memory",
         "load: reads",
         "load: bytes",
         "load: files",
-        "load: peak memory",
+        "load: host memory",
     ]
     assert "saved by 1 rank, loaded by 4 ranks (dp 4)" in lines
-    assert "seconds" in lines[10]
+    assert [line.split(":")[0] for line in lines[10:14]] == ["save", "save", "load", "load"]
+    assert all(line.endswith("seconds") for line in lines[10:14])
 
 
 def test_a_load_that_would_be_refused(checkpoint: Path) -> None:
@@ -57,11 +61,17 @@ def test_json(checkpoint: Path) -> None:
     result = plan(checkpoint, "--mesh", "dp=2,tp=2", "--shard", "w=tp:1", "--component", "model", "--json")
     assert result.exit_code == FINE
     found: dict[str, Any] = json.loads(result.stdout)
-    assert found.keys() == {"world", "copies", "save", "load", "notes"}
-    assert found["save"].keys() == {"ranks", "num_bytes", "num_files", "num_parts", "seconds", "problems"}
-    assert found["load"].keys() == {
-        "ranks", "num_bytes", "saved_bytes", "amplification", "seconds", "problems", "report", "file_bytes",
+    assert found.keys() == {"world", "device", "copies", "save", "load", "notes"}
+    assert found["save"].keys() == {
+        "ranks", "num_bytes", "num_files", "num_parts", "metadata_bytes", "index_bytes", "seconds", "metadata_seconds",
+        "problems",
     }  # fmt: skip
+    assert found["load"].keys() == {
+        "ranks", "num_bytes", "saved_bytes", "amplification", "metadata_bytes", "seconds", "metadata_seconds",
+        "problems", "report", "file_bytes",
+    }  # fmt: skip
+    for part in (found, found["save"], found["load"], found["save"]["ranks"][0], found["load"]["ranks"][0]):
+        assert all(f"`{key}`" in PAGE or f"`load.{key}`" in PAGE for key in part), part.keys()
     assert [one["num_reads"] for one in found["load"]["ranks"]] == [2, 2, 2, 2]
     assert found["load"]["saved_bytes"] == 64 * 16 * 4 + 7 * 4
 
@@ -75,6 +85,8 @@ def test_json(checkpoint: Path) -> None:
         ("--mesh", "dp=2", "--shard", "w=tp:0"),
         ("--mesh", "dp=2", "--policy", "rng=rest"),
         ("--mesh", "dp=2", "--bandwidth", "fast"),
+        ("--mesh", "dp=2", "--device", "tpu"),
+        ("--mesh", "pp=2,dp=2"),
         (),
     ],
 )
@@ -83,8 +95,33 @@ def test_wrong_usage(checkpoint: Path, options: tuple[str, ...]) -> None:
 
 
 def test_what_is_no_checkpoint(tmp_path: Path) -> None:
-    assert isinstance(plan(tmp_path, "--mesh", "dp=2").exception, ReshardError)  # `main` makes an exit code of it
+    assert isinstance(plan(tmp_path, "--mesh", "dp=2").exception, UnknownFormatError)  # `main` makes an exit code of it
     assert isinstance(plan(tmp_path / "none", "--mesh", "dp=2").exception, ReshardError)
+
+
+def test_files_of_other_formats(tmp_path: Path) -> None:
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    tensors = {"w": torch.zeros(64, 16), "b": torch.zeros(7)}
+    (tmp_path / "hf").mkdir()
+    save_file(tensors, tmp_path / "hf" / "model.safetensors")
+    torch.save({**tensors, "lr": 0.5}, tmp_path / "model.pt")
+
+    loads = plan(tmp_path / "hf", "--mesh", "dp=4", "--device", "cpu", "--plot", tmp_path / "bytes.svg")
+    assert loads.exit_code == FINE
+    assert f"storage_reader=HuggingFaceStorageReader('{tmp_path / 'hf'}')" in loads.stdout
+    for file in (tmp_path / "model.pt", tmp_path / "hf" / "model.safetensors"):
+        refused = plan(file, "--mesh", "dp=4", "--json")
+        assert refused.exit_code == DIFFERS
+        load = json.loads(refused.stdout)["load"]
+        assert f"torchtitan-ext convert {file} <directory> --to dcp" in load["problems"][0]["detail"]
+        assert load["saved_bytes"] >= 64 * 16 * 4 + 7 * 4
+
+
+def test_stages_of_a_pipeline(checkpoint: Path) -> None:
+    stages = ("--shard", "w=pp:0", "--shard", "b=pp:1", "--component", "model", "--json")
+    found = json.loads(plan(checkpoint, "--mesh", "pp=2,dp=2", *stages).stdout)
+    assert found["world"] == {"size": 4, "mesh": {"pp": 2, "dp": 2}}
+    assert [one["state_bytes"] for one in found["load"]["ranks"]] == [2048, 2048, 16, 12]
 
 
 def test_the_help_fits_a_screen() -> None:

@@ -263,11 +263,21 @@ TEST_F(Files, TheSizeOfARankFileIsKnownBeforeItIsWritten) {
       writer.add_bytes(address, core::num_elements(sizes) * kInt.item_bytes);
       writer.end_tensor();
     }
-    EXPECT_EQ(rank_file_bytes(values, kinds, kind_of, block_bytes), writer.finish({}, 0).num_bytes);
+    const SavedFile file = writer.finish({}, 0);
+    int64_t place_bytes = 0;
+    for (const SavedRecord& record : parse_records(file.records, file.footer_offset, "file")) {
+      core::PickleWriter pickle, empty;
+      pickle.integer(record.offset);
+      pickle.integer(record.num_bytes);
+      place_bytes += static_cast<int64_t>(pickle.take().size() - empty.take().size());
+    }
+    const RankFileSizes sizes = rank_file_sizes(values, kinds, kind_of, block_bytes);
+    EXPECT_EQ(sizes.num_bytes, file.num_bytes);
+    EXPECT_EQ(sizes.pickled_place_bytes, place_bytes);
   }
-  EXPECT_EQ(rank_file_bytes({}, {}, {}, 512), RecordWriter(path("file"), {512, 1, false}).finish({}, 0).num_bytes);
-  EXPECT_THROW(rank_file_bytes({}, kinds, std::vector<uint32_t>{4}, 512), std::invalid_argument);
-  EXPECT_THROW(rank_file_bytes(values, kinds, kind_of, 0), std::invalid_argument);
+  EXPECT_EQ(rank_file_sizes({}, {}, {}, 512).num_bytes, RecordWriter(path("file"), {512, 1, false}).finish({}, 0).num_bytes);
+  EXPECT_THROW(rank_file_sizes({}, kinds, std::vector<uint32_t>{4}, 512), std::invalid_argument);
+  EXPECT_THROW(rank_file_sizes(values, kinds, kind_of, 0), std::invalid_argument);
 }
 
 TEST_F(Files, ABlockThatIsDamagedIsNamed) {

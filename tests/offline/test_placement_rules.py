@@ -133,7 +133,7 @@ def test_meshes_and_rules_as_text() -> None:
         ({"dp": 0}, None, ValueError, "got dp=0, expected at least 1"),
         ({"dp": True}, None, TypeError, "sizes of named axes"),
         ("dp=8", None, TypeError, "sizes of named axes"),
-        ({"pp": 2, "dp": 2}, None, ValueError, "pass the state dict of each stage"),
+        ({"pp": 2, "dp": 2}, None, ValueError, "stages of a pipeline hold different keys; leave it out"),
         ({"ring": 2}, None, ValueError, "nothing says what the axis 'ring' cuts"),
         ({"dp": 2}, {"w": {"tp": 1}}, ValueError, "names axis 'tp', the mesh has dp"),
         ({"dp": 2}, {"w": 1}, TypeError, "dims of axes by glob"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -15,16 +15,17 @@ from torchtitan_ext.cli.pictures import plotter
 from torchtitan_ext.cli.pictures.files import bytes_of_ranks
 from torchtitan_ext.offline.amounts import parse_amount
 from torchtitan_ext.offline.dry_run import dry_run
+from torchtitan_ext.offline.host_memory import Device
 from torchtitan_ext.offline.placement_rules import parse_mesh, parse_rules
-from torchtitan_ext.storage.checkpoint_files import data_file_bytes
 
 
 def run(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="Directory of a checkpoint.")],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint of any format.")],
     mesh: Mesh,
     component: Annotated[list[str] | None, typer.Option(help="Component or glob of keys; by default all.")] = None,
     shard: Shard = None,
     policy: Annotated[list[str] | None, typer.Option(help="What becomes of a component: dataloader=reset.")] = None,
+    device: Annotated[str | None, typer.Option(help="Where the job's tensors lie: cuda (by default) or cpu.")] = None,
     bandwidth: Annotated[str | None, typer.Option(help="Of one rank: 2GB/s.")] = None,
     shared_bandwidth: Annotated[str | None, typer.Option(help="Of the storage, for all ranks together.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the bytes of each rank, .svg, .png.")] = None,
@@ -45,11 +46,12 @@ def run(
             components=component or (),
             placements=parse_rules(shard or ()),
             policy=ElasticPolicy(_parse_actions(policy or ())),
+            device=cast("Device | None", device),  # dry_run refuses others
             bandwidth_bytes_per_second=None if bandwidth is None else parse_amount(bandwidth),
             shared_bandwidth_bytes_per_second=None if shared_bandwidth is None else parse_amount(shared_bandwidth),
         )
     if plot is not None and found.load is not None:
-        before = bytes_of_ranks(data_file_bytes(path))
+        before = bytes_of_ranks(found.load.file_bytes)
         after = [one.num_bytes for one in found.load.ranks]
         plotter("bytes_plot", plot).plot_bytes(
             plot, before, after, title=f"{path}: files, and what is read by {found.world}"

@@ -100,13 +100,8 @@ class AlikeRanks:
             if (entry := self._known_entry(fqn, given, table)) is not None
         }
         self._data_parallel = _data_parallel_ranks(self.ranks, self.meshes() if mesh is None else [mesh])
-        families: dict[str, list[str]] = {}
-        for fqn, entry in entries.items():
-            if "rank" in fqn and (isinstance(entry, ObjectEntry) or entry.report.mesh is None):
-                families.setdefault(family_of(fqn), []).append(fqn)
-        alone = [members[0] for members in families.values() if len(members) == 1]
         if own is None:
-            own = [fqn for fqn in alone if family_of(fqn) != fqn and self._renamed(fqn, viewer) == fqn]
+            own = [fqn for fqn in names_with_rank(entries) if self._renamed(fqn, viewer) == fqn]
         self._own = {fqn: entries.pop(fqn) for fqn in own if fqn in entries}
         self._own_paths = {fqn: table.stock_paths[fqn] for fqn in self._own if fqn in table.stock_paths}
         paths = {fqn: path for fqn, path in table.stock_paths.items() if fqn not in self._own}
@@ -241,6 +236,16 @@ class AlikeRanks:
     def _renamed(self, fqn: str, rank: int) -> str:
         number = self._data_parallel[rank] if "dp_rank" in fqn else rank
         return PER_RANK.sub(rf"\g<1>{number}", fqn)
+
+
+def names_with_rank(entries: Mapping[str, KeyEntry]) -> list[str]:
+    """Keys of values with the number of a rank in them, of which there are none with other numbers."""
+    families: dict[str, list[str]] = {}
+    for fqn, entry in entries.items():
+        if "rank" in fqn and (not isinstance(entry, TensorEntry) or entry.report.mesh is None):
+            families.setdefault(family_of(fqn), []).append(fqn)
+    alone = [members[0] for members in families.values() if len(members) == 1]
+    return [fqn for fqn in alone if family_of(fqn) != fqn]
 
 
 def moved(table: KeyTable, num_ranks: int) -> KeyTable:

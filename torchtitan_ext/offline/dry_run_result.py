@@ -11,8 +11,9 @@ from typing import Any
 from torchtitan_ext.checkpoint.world import World
 from torchtitan_ext.errors import Problem, refusal
 from torchtitan_ext.offline.amounts import text_of_bytes
-from torchtitan_ext.offline.load_forecast import LoadForecast
-from torchtitan_ext.offline.save_forecast import SaveForecast
+from torchtitan_ext.offline.host_memory import Device
+from torchtitan_ext.offline.load_forecast import LoadForecast, RankLoad
+from torchtitan_ext.offline.save_forecast import RankSave, SaveForecast
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class DryRun:
 
     Attributes:
         world: The ranks of the job.
+        device: Where their tensors lie: ``"cpu"``, or ``"cuda"``, which tensors reach through the host's memory.
         copies: How many times its tensors are held, over all ranks: 1 where nothing is replicated.
         save: What a save would do.
         load: What a load of the checkpoint would do; ``None`` without one.
@@ -28,6 +30,7 @@ class DryRun:
     """
 
     world: World
+    device: Device
     copies: float
     save: SaveForecast
     load: LoadForecast | None
@@ -48,6 +51,7 @@ class DryRun:
             load["report"] = None if report is None else {"text": str(report), "remedy": report.remedy}
         return {
             "world": {"size": self.world.size, "mesh": dict(self.world.mesh)},
+            "device": self.device,
             "copies": self.copies,
             "save": save,
             "load": load,
@@ -60,12 +64,12 @@ class DryRun:
         if not self.save.problems:
             rows += [_row("save: records", [one.num_records for one in self.save.ranks], _number)]
             rows += [_row("save: file", [one.file_bytes for one in self.save.ranks], text_of_bytes)]
+            rows += [_row("save: host memory", self._host_bytes(self.save.ranks), text_of_bytes)]
         if self.load is not None:
             rows += [_row("load: reads", [one.num_reads for one in self.load.ranks], _number)]
             rows += [_row("load: bytes", [one.num_bytes for one in self.load.ranks], text_of_bytes)]
             rows += [_row("load: files", [one.num_files for one in self.load.ranks], _number)]
-            peaks = [one.state_bytes + one.buffer_bytes for one in self.load.ranks]
-            rows += [_row("load: peak memory", peaks, text_of_bytes)]
+            rows += [_row("load: host memory", self._host_bytes(self.load.ranks), text_of_bytes)]
         lines = [f"{self.world}; tensors are held {self.copies:.3g} times", *_aligned(rows), *self._sentences()]
         if self.save.problems:
             lines.append(f"A save would end with:\n{refusal('save', self.save.problems)}")
@@ -75,12 +79,21 @@ class DryRun:
             lines.append(str(self.load.report))
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
+    def _host_bytes(self, ranks: Sequence[RankSave] | Sequence[RankLoad]) -> list[int]:
+        """The peak of each rank; of a job on GPUs its tensors lie elsewhere."""
+        return [one.buffer_bytes + (one.state_bytes if self.device == "cpu" else 0) for one in ranks]
+
     def _sentences(self) -> list[str]:
         lines = []
         if not self.save.problems:
             files = f"{self.save.num_files:,} file{'s' if self.save.num_files != 1 else ''}"
             lines.append(f"save: {files}, {self.save.num_parts:,} parts{_duration(self.save.seconds)}")
+            sizes = f"{text_of_bytes(self.save.metadata_bytes)}, index {text_of_bytes(self.save.index_bytes)}"
+            lines.append(f"save: then .metadata {sizes}, by rank 0{_duration(self.save.metadata_seconds)}")
         if self.load is not None:
+            if self.load.metadata_bytes:
+                size, duration = text_of_bytes(self.load.metadata_bytes), _duration(self.load.metadata_seconds)
+                lines.append(f"load: each rank first reads metadata and index, {size}{duration}")
             whole = sum(one.whole_chunk_bytes for one in self.load.ranks)
             lines.append(
                 f"load: each byte is read {self.load.amplification:.3g} times; {text_of_bytes(whole)} by a reader of "

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
@@ -20,10 +22,9 @@ from torchtitan_ext.errors import Problem, StateRefusedError
 from torchtitan_ext.layout.layout import num_elements
 from torchtitan_ext.offline.alike_ranks import AlikeRanks
 from torchtitan_ext.offline.amounts import Bandwidth
-from torchtitan_ext.storage.file_reader import BATCH_BYTES
-from torchtitan_ext.storage.file_writer import BLOCK_BYTES
+from torchtitan_ext.offline.host_memory import Device, loading_bytes
+from torchtitan_ext.offline.load_source import LoadSource
 from torchtitan_ext.storage.lazy_metadata import LazyDict
-from torchtitan_ext.storage.threads import MAX_THREADS
 
 _NO_FILE = np.iinfo(np.uint32).max
 
@@ -38,7 +39,7 @@ class RankLoad:
         num_bytes: Of these.
         num_files: That they lie in.
         whole_chunk_bytes: What a reader reads that takes each chunk as a whole, as stock's does.
-        buffer_bytes: At most, in the memory of the host, beside the state: what is copied to a GPU, cast or unpickled.
+        buffer_bytes: At most, in the memory of the host, beside the state (``host_memory``).
     """
 
     rank: int
@@ -59,7 +60,9 @@ class LoadForecast:
         num_bytes: All ranks together.
         saved_bytes: Of what is read, each byte once.
         amplification: How many times the same bytes are read: the former over the latter.
+        metadata_bytes: Of ``.metadata`` and index together, which each rank reads; 0 where that is not known.
         seconds: Until the slowest rank has read its part, at the given bandwidth.
+        metadata_seconds: Until all ranks have read ``.metadata`` and index, which comes before.
         problems: Why it would be refused; none where it would not.
         report: What becomes of each component, where there is a policy.
         file_bytes: Bytes of each file of the checkpoint, by name.
@@ -69,7 +72,9 @@ class LoadForecast:
     num_bytes: int
     saved_bytes: int
     amplification: float
+    metadata_bytes: int
     seconds: float | None
+    metadata_seconds: float | None
     problems: tuple[Problem, ...]
     report: LoadReport | None
     file_bytes: Mapping[str, int]
@@ -83,12 +88,14 @@ class LoadingRanks:
         ranks: With what they read as the table.
         request: What one of them asks for.
         state_bytes: Of each rank the bytes of its tensors.
+        is_packed: Whether some of their tensors lie otherwise in memory than row by row.
         problems: What their objects would refuse, as far as the checkpoint tells.
     """
 
     ranks: AlikeRanks
     request: ReadRequest
     state_bytes: Sequence[int]
+    is_packed: bool
     problems: tuple[Problem, ...] = ()
 
 
@@ -97,12 +104,13 @@ class _ReadAlike:
     """Keys whose tensors are held alike and were saved alike.
 
     Attributes:
+        dtype: That was saved.
         files: The numbers of the files of the chunks of each key, without repeats: a row per chunk list.
     """
 
     entry: KeyEntry
     chunks: ChunkList
-    itemsize: int
+    dtype: torch.dtype
     num_keys: int = 0
     files: dict[bytes, None] = field(default_factory=dict)
 
@@ -110,20 +118,25 @@ class _ReadAlike:
 def forecast_load(
     groups: Sequence[LoadingRanks],
     planner: LoadPlanner,
-    metadata: Metadata,
+    source: LoadSource,
     chunks: Mapping[str, ChunkList],
     bandwidth: Bandwidth,
-    file_bytes: Mapping[str, int],
+    device: Device,
 ) -> LoadForecast:
     """What a load by all ranks would do.
 
     Args:
         groups: Together ranks 0, 1, ... of the job.
         planner: With the options and rules of the load.
-        chunks: How tensors were saved.
-        file_bytes: Bytes of each file of the checkpoint.
+        source: The checkpoint.
+        chunks: How its tensors were saved.
+        device: Where the ranks' tensors lie.
     """
-    problems = [problem for group in groups for problem in (*group.ranks.problems, *group.problems)]
+    metadata = source.opened.metadata
+    problems = [
+        *source.problems,
+        *(problem for group in groups for problem in (*group.ranks.problems, *group.problems)),
+    ]
     requests = dict(request for group in groups for request in _requests(group, metadata))
     plans = [LoadPlan([], planner_data=requests[rank]) for rank in sorted(requests)]
     planner.set_up_planner({}, metadata, is_coordinator=True)
@@ -132,19 +145,22 @@ def forecast_load(
     except StateRefusedError as error:
         problems += error.problems
         report = error.report
-    files = _Files(metadata)
-    ranks = sorted((one for group in groups for one in _ranks(group, metadata, chunks, files)), key=lambda o: o.rank)
+    reading = _Reading(source, chunks, device)
+    ranks = sorted((one for group in groups for one in reading.ranks(group)), key=lambda one: one.rank)
     num_bytes = sum(one.num_bytes for one in ranks)
     saved_bytes = _saved_bytes(groups, metadata)
+    metadata_bytes = sum(source.metadata_bytes)
     return LoadForecast(
         tuple(ranks),
         num_bytes,
         saved_bytes,
         num_bytes / saved_bytes if saved_bytes else 1.0,
+        metadata_bytes,
         bandwidth.seconds([one.num_bytes for one in ranks]),
+        bandwidth.seconds([metadata_bytes] * len(ranks)),
         tuple(dict.fromkeys(problems)),
         report,
-        file_bytes,
+        source.file_bytes,
     )
 
 
@@ -157,50 +173,85 @@ def _requests(group: LoadingRanks, metadata: Metadata) -> Iterator[tuple[int, Re
         yield rank, dataclasses.replace(group.request, table=table, missing=(*group.request.missing, *absent))
 
 
-def _ranks(
-    group: LoadingRanks, metadata: Metadata, chunks: Mapping[str, ChunkList], files: _Files
-) -> Iterator[RankLoad]:
-    """What each rank reads."""
-    saved = metadata.state_dict_metadata
-    alike: dict[tuple[int, int, int], _ReadAlike] = {}
-    values: list[str] = []
-    for fqn, entry in group.ranks.table.entries.items():
-        if isinstance(entry, ObjectEntry):
-            values.append(fqn)
-            continue
-        of_tensor = saved[fqn]
-        assert isinstance(of_tensor, TensorStorageMetadata)
-        itemsize = of_tensor.properties.dtype.itemsize
-        key = (id(entry), id(chunks[fqn]), itemsize)
-        of_key = alike.setdefault(key, _ReadAlike(entry, chunks[fqn], itemsize))
-        of_key.num_keys += 1
-        of_key.files.setdefault(files.of(fqn))
-    value_bytes = sum(map(files.value_bytes, values))
-    value_files = {number for fqn in values for number in np.frombuffer(files.of(fqn), np.uint32).tolist()}
-    of_files = {key: np.array([np.frombuffer(row, np.uint32) for row in one.files]) for key, one in alike.items()}
-    for rank, state_bytes in zip(group.ranks.ranks, group.state_bytes, strict=True):
-        own = [name for name in group.ranks.own_names(rank).values() if name in saved]
-        found = set(value_files).union(*(np.frombuffer(files.of(name), np.uint32).tolist() for name in own))
-        num_reads = len(values) + len(own)
-        held_bytes = num_bytes = whole_bytes = value_bytes + sum(map(files.value_bytes, own))
-        largest = 0
-        for key, one in alike.items():
+class _Reading:
+    """What ranks read of a checkpoint.
+
+    Args:
+        chunks: How its tensors were saved.
+        device: Where the ranks' tensors lie.
+    """
+
+    def __init__(self, source: LoadSource, chunks: Mapping[str, ChunkList], device: Device) -> None:
+        self._source = source
+        self._saved = source.opened.metadata.state_dict_metadata
+        self._chunks = chunks
+        self._device = device
+        self._files = _Files(source.opened.metadata)
+
+    def ranks(self, group: LoadingRanks) -> Iterator[RankLoad]:
+        """What each rank of a group reads."""
+        alike: dict[tuple[int, int, torch.dtype], _ReadAlike] = {}
+        values: list[str] = []
+        for fqn, entry in group.ranks.table.entries.items():
+            if isinstance(entry, ObjectEntry):
+                values.append(fqn)
+                continue
+            of_tensor = self._saved[fqn]
+            assert isinstance(of_tensor, TensorStorageMetadata)
+            chunks, dtype = self._chunks[fqn], of_tensor.properties.dtype
+            of_key = alike.setdefault((id(entry), id(chunks), dtype), _ReadAlike(entry, chunks, dtype))
+            of_key.num_keys += 1
+            of_key.files.setdefault(self._files.of(fqn))
+        kinds = [(one, np.array([np.frombuffer(row, np.uint32) for row in one.files])) for one in alike.values()]
+        for rank, state_bytes in zip(group.ranks.ranks, group.state_bytes, strict=True):
+            own = [name for name in group.ranks.own_names(rank).values() if name in self._saved]
+            yield self._rank(rank, state_bytes, [*values, *own], kinds, group)
+
+    def _rank(
+        self,
+        rank: int,
+        state_bytes: int,
+        values: Sequence[str],
+        kinds: Sequence[tuple[_ReadAlike, NDArray[np.uint32]]],
+        group: LoadingRanks,
+    ) -> RankLoad:
+        """What one rank reads.
+
+        Args:
+            values: Keys of what is no tensor.
+            kinds: Of tensors, each with the files of its keys.
+        """
+        value_bytes = list(map(self._files.value_bytes, values))
+        found = {number for fqn in values for number in np.frombuffer(self._files.of(fqn), np.uint32).tolist()}
+        num_reads = len(values)
+        num_bytes = whole_bytes = sum(value_bytes)
+        staged_bytes = largest_staged_bytes = 0
+        for one, files in kinds:
             entry = group.ranks.entry(rank, one.entry)
             assert isinstance(entry, TensorEntry)
             parts = one.chunks.find_parts(wanted_chunks(entry, group.ranks.steps(one.entry)))
             of_chunk = [part[4] for part in parts]
-            sizes = [num_elements(part[6]) * one.itemsize for part in parts]
+            sizes = [num_elements(part[6]) * one.dtype.itemsize for part in parts]
             num_reads += one.num_keys * len(parts)
             num_bytes += one.num_keys * sum(sizes)
             whole = (num_elements(one.chunks.index.box(chunk)[1]) for chunk in of_chunk)
-            whole_bytes += one.num_keys * sum(whole) * one.itemsize
-            largest = max(largest, *sizes) if sizes else largest
+            whole_bytes += one.num_keys * sum(whole) * one.dtype.itemsize
+            if self._device != "cpu" or entry.dtype != one.dtype:
+                staged_bytes += one.num_keys * sum(sizes)
+                largest_staged_bytes = max(largest_staged_bytes, *sizes) if sizes else largest_staged_bytes
             if of_chunk:
-                found.update(np.unique(of_files[key][:, of_chunk]).tolist())
-        buffers = held_bytes + MAX_THREADS * BLOCK_BYTES + BATCH_BYTES + largest
-        yield RankLoad(
-            rank, state_bytes, num_reads, num_bytes, len(found - {_NO_FILE}), whole_bytes, min(num_bytes, buffers)
+                found.update(np.unique(files[:, of_chunk]).tolist())
+        buffer_bytes = loading_bytes(
+            num_reads=num_reads,
+            num_bytes=num_bytes,
+            value_bytes=value_bytes,
+            is_packed=group.is_packed or whole_bytes > num_bytes,
+            staged_bytes=staged_bytes,
+            largest_staged_bytes=largest_staged_bytes,
+            metadata_bytes=self._source.metadata_bytes[0],
+            index_bytes=self._source.metadata_bytes[1],
         )
+        return RankLoad(rank, state_bytes, num_reads, num_bytes, len(found - {_NO_FILE}), whole_bytes, buffer_bytes)
 
 
 def _saved_bytes(groups: Sequence[LoadingRanks], metadata: Metadata) -> int:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from torchtitan_ext.checkpoint.cuts import unwritable_cuts
 from torchtitan_ext.checkpoint.key_table import (
@@ -22,8 +23,10 @@ from torchtitan_ext.checkpoint.key_table import (
 )
 from torchtitan_ext.checkpoint.per_rank_keys import PER_RANK, family_of
 from torchtitan_ext.checkpoint.saved_chunks import ChunkList
+from torchtitan_ext.layout.dtensor import local_tensor
 from torchtitan_ext.layout.layout import ShardReport, local_shard
 from torchtitan_ext.layout.rules import LayoutRules, ShardOrder
+from torchtitan_ext.offline.host_memory import Device
 from torchtitan_ext.offline.placement_rules import PlacementRules
 from torchtitan_ext.state.nested import flatten_state_dict
 
@@ -36,11 +39,20 @@ class OneRank:
         table: Its keys.
         value_bytes: Of its values that are no tensors, as they are written.
         assumed: Tensors of which neither rules nor the checkpoint say which dims ``tp`` cuts.
+        is_packed: Whether elements of some tensor lie otherwise in memory than row by row.
+        device: Where its tensors lie: on the CPU, or also elsewhere; none where nothing says it.
     """
 
     table: KeyTable
     value_bytes: Mapping[str, int]
     assumed: tuple[str, ...] = ()
+    is_packed: bool = False
+    device: Device | None = None
+
+    def restricted(self, holds: Callable[[str], bool]) -> OneRank:
+        """The same with the keys for which ``holds`` says so."""
+        entries = {fqn: entry for fqn, entry in self.table.entries.items() if holds(fqn)}
+        return dataclasses.replace(self, table=dataclasses.replace(self.table, entries=entries))
 
 
 def rank_of_state(values: Mapping[str, Any], layouts: Mapping[str, ShardOrder] | None) -> OneRank:
@@ -55,7 +67,10 @@ def rank_of_state(values: Mapping[str, Any], layouts: Mapping[str, ShardOrder] |
         for fqn, entry in table.entries.items()
         if isinstance(entry, ObjectEntry) and fqn not in troubled
     }
-    return OneRank(dataclasses.replace(table, problems=problems, unread=unread), sizes)
+    tensors = [value for value in flat.values.values() if isinstance(value, torch.Tensor)]
+    is_packed = any(type(local) is torch.Tensor and not local.is_contiguous() for local in map(local_tensor, tensors))
+    table = dataclasses.replace(table, problems=problems, unread=unread)
+    return OneRank(table, sizes, is_packed=is_packed, device=_device_of(tensors))
 
 
 def rank_of_checkpoint(metadata: Metadata, selects: Callable[[str], bool]) -> OneRank:
@@ -108,7 +123,14 @@ def place_on_mesh(one: OneRank, rules: PlacementRules, chunks: Mapping[str, Chun
         report = ShardReport(shape, rules.mesh, origin, placed.placements, sizes)
         entries[fqn] = dataclasses.replace(entry, report=report)
         assumed += [fqn] if placed.is_assumed else []
-    return OneRank(dataclasses.replace(one.table, entries=entries), one.value_bytes, tuple(assumed))
+    return dataclasses.replace(one, table=dataclasses.replace(one.table, entries=entries), assumed=tuple(assumed))
+
+
+def _device_of(tensors: Iterable[torch.Tensor]) -> Device | None:
+    """Where tensors lie; of those on meta as their meshes say."""
+    found = {value.device_mesh.device_type if isinstance(value, DTensor) else value.device.type for value in tensors}
+    found.discard("meta")
+    return None if not found else "cpu" if found == {"cpu"} else "cuda"
 
 
 def _pickled_bytes(value: Any) -> int:

@@ -16,7 +16,7 @@ Axes further right cut first, and FSDP cuts what tensor parallelism has left, as
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -66,6 +66,7 @@ class PlacementRules:
         rules: By canonical fqn or glob, as the ``layouts`` of planners, which dim each axis cuts. A rule without
             wildcards comes before a glob, an earlier one before a later one.
         metadata: Of the checkpoint whose tensors these are.
+        ranks: Of the mesh, row-major; by default from 0 on.
 
     Raises:
         TypeError: An argument is of another type.
@@ -79,10 +80,12 @@ class PlacementRules:
         rules: Mapping[str, DimOf] | None = None,
         *,
         metadata: Metadata | None = None,
+        ranks: Sequence[int] | None = None,
     ) -> None:
-        _check_mesh(mesh)
-        self._rules = _checked_rules(rules, mesh)
-        self.mesh = MeshLayout(tuple(mesh.values()), tuple(range(num_elements(tuple(mesh.values())))), tuple(mesh))
+        check_mesh(mesh)
+        self._rules = checked_rules(rules, mesh)
+        sizes = tuple(mesh.values())
+        self.mesh = MeshLayout(sizes, tuple(range(num_elements(sizes)) if ranks is None else ranks), tuple(mesh))
         old = World(0) if metadata is None else saved_world(metadata)
         self._old = World(old.size, {axis: size for axis, size in old.mesh.items() if size > 1})
         self._was_cut = _was_cut(metadata, self._old.mesh)
@@ -129,9 +132,7 @@ class PlacementRules:
         Raises:
             LayoutError: Names the rules, and the key that each was perhaps meant for.
         """
-        unused = [pattern for pattern in self._rules if not any(rule_applies(pattern, fqn) for fqn in fqns)]
-        if unused:
-            raise refusal("plan", [unused_problem(pattern, fqns) for pattern in unused])
+        check_patterns_used(self._rules, fqns)
 
     def _rule_for(self, fqn: str) -> DimOf | None:
         matching = patterns_for(fqn, self._rules) if self._rules else []
@@ -184,7 +185,15 @@ def parse_rules(texts: Sequence[str]) -> dict[str, dict[str, int | None]]:
     return rules
 
 
-def _check_mesh(mesh: Any) -> None:
+def check_patterns_used(patterns: Iterable[str], fqns: Sequence[str]) -> None:
+    """Refuses fqns and globs that apply to none of these keys. Raises LayoutError."""
+    unused = [pattern for pattern in patterns if not any(rule_applies(pattern, fqn) for fqn in fqns)]
+    if unused:
+        raise refusal("plan", [unused_problem(pattern, fqns) for pattern in unused])
+
+
+def check_mesh(mesh: Any) -> None:
+    """Raises TypeError or WrongValueError unless these are sizes of named axes, of a mesh that can be worked out."""
     expected = "sizes of named axes such as {'dp': 8, 'tp': 2}"
     check_argument("plan", "mesh", mesh, Mapping, expected)
     for axis, size in mesh.items():
@@ -198,7 +207,8 @@ def _check_mesh(mesh: Any) -> None:
         raise WrongValueError("mesh: got no axes, expected sizes such as {'dp': 8, 'tp': 2}")
 
 
-def _checked_rules(rules: Any, mesh: Mapping[str, int]) -> dict[str, DimOf]:
+def checked_rules(rules: Any, mesh: Mapping[str, int]) -> dict[str, DimOf]:
+    """The same rules. Raises TypeError or WrongValueError unless they say numbers for axes of the mesh."""
     expected = "dims of axes by glob such as {'*.wo.weight': {'tp': 1}}"
     check_argument("plan", "placements", rules, (Mapping, type(None)), expected)
     for pattern, dims in (rules or {}).items():
@@ -215,7 +225,8 @@ def _checked_rules(rules: Any, mesh: Mapping[str, int]) -> dict[str, DimOf]:
 def _check_axis(axis: str, saved_axes: Mapping[str, int], rules: Mapping[str, DimOf]) -> None:
     if axis == "pp":
         raise WrongValueError(
-            "mesh: got the axis pp, and stages of a pipeline hold different keys; pass the state dict of each stage"
+            "mesh: got the axis pp, and stages of a pipeline hold different keys; leave it out: ranks of any mesh read "
+            "what each asks for"
         )
     is_known = is_data_parallel(axis) or axis == "tp" or axis in saved_axes
     if not is_known and not any(axis in dims for dims in rules.values()):

@@ -199,6 +199,19 @@ def data_file_bytes(directory: Path) -> dict[str, int]:
         return {entry.name: entry.stat().st_size for entry in sorted(files, key=lambda one: one.name)}
 
 
+def metadata_file_bytes(directory: Path, save_id: str | None) -> tuple[int, int]:
+    """Sizes of ``.metadata`` and of the index that a reader takes with it; 0 where there is none.
+
+    Args:
+        save_id: Of the save that ``.metadata`` names.
+    """
+    sizes = []
+    named = [index_path(directory, None, save_id)] if save_id else []
+    for paths in ([metadata_path(directory, None)], [*named, index_path(directory, None)]):
+        sizes.append(next((path.stat().st_size for path in paths if path.exists()), 0))
+    return sizes[0], sizes[1]
+
+
 def write_file(path: Path, content: bytes, *, sync: bool) -> None:
     with path.open("wb", buffering=0) as stream:
         rest = memoryview(content)

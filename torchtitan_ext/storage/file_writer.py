@@ -165,16 +165,11 @@ class FileWriter(StorageWriter):
         needs_metadata = self.stock_metadata or not self._save.place.is_staged
         content = encode_metadata(metadata, files) if needs_metadata else b""
         tables = b"" if needs_metadata else encode_tables(metadata, files)
-        notes = [
-            ("world_size", str(len(results))),
-            ("torch", torch.__version__),
-            ("torchtitan_ext", _VERSION),
-        ]
         index = _core.encode_index(
             bytes.fromhex(self.save_id),
             len(content) if needs_metadata else NO_METADATA,
             _core.digest(content),
-            notes,
+            notes_of_save(len(results)),
             [dataclasses.astuple(file) for file in files],
             tables,
         )
@@ -232,6 +227,11 @@ class FileWriter(StorageWriter):
             batch.write()
         rank = self.rank or 0
         return RankFile(name, rank, *records.finish(bytes.fromhex(place.save_id), rank))
+
+
+def notes_of_save(num_ranks: int) -> list[tuple[str, str]]:
+    """What a save says of itself in its index."""
+    return [("world_size", str(num_ranks)), ("torch", torch.__version__), ("torchtitan_ext", _VERSION)]
 
 
 def _ask_nobody() -> None:
