@@ -275,7 +275,8 @@ TEST_F(Files, TheSizeOfARankFileIsKnownBeforeItIsWritten) {
     EXPECT_EQ(sizes.num_bytes, file.num_bytes);
     EXPECT_EQ(sizes.pickled_place_bytes, place_bytes);
   }
-  EXPECT_EQ(rank_file_sizes({}, {}, {}, 512).num_bytes, RecordWriter(path("file"), {512, 1, false}).finish({}, 0).num_bytes);
+  EXPECT_EQ(rank_file_sizes({}, {}, {}, 512).num_bytes,
+            RecordWriter(path("file"), {512, 1, false}).finish({}, 0).num_bytes);
   EXPECT_THROW(rank_file_sizes({}, kinds, std::vector<uint32_t>{4}, 512), std::invalid_argument);
   EXPECT_THROW(rank_file_sizes(values, kinds, kind_of, 0), std::invalid_argument);
 }

@@ -190,7 +190,9 @@ def _notes(stages: Sequence[Stage]) -> list[str]:
         )
     uneven = [fqn for group in groups for fqn in group.uneven]
     if uneven:
-        notes.append(f"{named(uneven)}: this rank's shape does not tell in which order axes cut; FSDP2's order is assumed")
+        notes.append(
+            f"{named(uneven)}: this rank's shape does not tell in which order axes cut; FSDP2's order is assumed"
+        )
     for group in groups:
         for own in group.own_names(group.viewer):
             notes.append(f"each rank is taken to ask for a value of its own, such as {own}")
