@@ -165,7 +165,8 @@ def main() -> None:
         rows = list(results)
     for row in rows:
         print(
-            f"{row['world_size']} ranks  {row['kind']}  {row['case']:<28}{row['predicted_bytes'] / 1e6:8.1f} MB foretold"
+            f"{row['world_size']} ranks  {row['kind']}  {row['case']:<28}"
+            f"{row['predicted_bytes'] / 1e6:8.1f} MB foretold"
             f"{row['measured_bytes'] / 1e6:8.1f} MB taken{row['predicted / measured']:8.2f}"
         )
     written = write_results("dry_run_memory", sizes={"mebibytes_per_rank": options.mebibytes}, results={"rows": rows})

@@ -75,8 +75,8 @@ class PipelineRules:
         unknown = [fqn for fqn in tensors if self._is_pipeline and not patterns_for(fqn, self._stage_of)]
         if unknown:
             raise WrongValueError(
-                f"mesh: nothing says which stage of {AXIS} holds {len(unknown)} tensors ({named(unknown)}); state it with "
-                f"placements={{'layers.0.*': {{'{AXIS}': 0}}}}, None for all stages, on the command line "
+                f"mesh: nothing says which stage of {AXIS} holds {len(unknown)} tensors ({named(unknown)}); state it "
+                f"with placements={{'layers.0.*': {{'{AXIS}': 0}}}}, None for all stages, on the command line "
                 f"--shard 'layers.0.*={AXIS}:0'; or give a list with the state dict of each stage"
             )
 
