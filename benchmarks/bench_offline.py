@@ -6,8 +6,9 @@ The state is that of a training (weights and two moments of AdamW, fp32) of --gi
 would. Each contender is a process of its own, timed from its start to its end, so that importing torch counts. They
 take turns, round by round, and a ratio is one of minima. The limit is `cp -r` and an fsync of every file it wrote; ours
 waits for the disk too. Stock's converter (dcp_to_torch, which does not) stands beside `convert --to torch`. Files are
-in the page cache. Megabytes are the peak of resident memory, torch itself included. Writes
-results/offline_<machine>.json.
+in the page cache.
+
+First: `inspect` of --keys tiny tensors, beside Python and typer alone. Writes results/offline_<machine>.json.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 from result_file import write_results
+from safetensors.torch import save_file
 
 import torchtitan_ext as tte
 from torchtitan_ext.offline.reshard import reshard
@@ -76,60 +78,76 @@ def contenders(source: Path, target: Path) -> dict[str, list[str]]:
     }  # fmt: skip
 
 
-def run(command: list[str], target: Path) -> tuple[float, float]:
-    """Seconds, and the peak of resident memory in MB."""
+def run(command: list[str], target: Path) -> float:
+    """Seconds. What the command has written goes."""
     os.sync()
     begin = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     seconds = time.perf_counter() - begin
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode != 0:
-        raise subprocess.CalledProcessError(process.returncode, command)
     if target.is_dir():
         shutil.rmtree(target)
     else:
         target.unlink(missing_ok=True)
-    return seconds, usage.ru_maxrss * 1024 / 1e6
+    return seconds
 
 
-def measure(folder: Path, num_bytes: int, num_rounds: int) -> dict[str, Any]:
-    source, target = folder / "source", folder / "target"
-    write_source(source, num_bytes)
-    commands = contenders(source, target)
+def compare(commands: dict[str, list[str]], target: Path, limit: str, num_rounds: int) -> dict[str, Any]:
+    """Seconds of each command, and the ratio to the limit's."""
     seconds: dict[str, list[float]] = {name: [] for name in commands}
-    megabytes = dict.fromkeys(commands, 0.0)
     for _ in range(num_rounds):
         for name, command in commands.items():
-            spent, peak = run(command, target)
-            seconds[name].append(spent)
-            megabytes[name] = max(megabytes[name], peak)
-    shutil.rmtree(source)
-    limit = min(seconds["cp and fsync"])
+            seconds[name].append(run(command, target))
+    least = min(seconds[limit])
     return {
-        name: {
-            "seconds": round(min(spent), 2),
-            "ratio": round(min(spent) / limit, 2),
-            "megabytes": round(megabytes[name]),
-        }
+        name: {"seconds": round(min(spent), 2), "ratio": round(min(spent) / least, 2)}
         for name, spent in seconds.items()
     }
+
+
+def compare_copies(folder: Path, num_bytes: int, num_rounds: int) -> dict[str, Any]:
+    source, target = folder / "source", folder / "target"
+    write_source(source, num_bytes)
+    rows = compare(contenders(source, target), target, "cp and fsync", num_rounds)
+    shutil.rmtree(source)
+    return rows
+
+
+def compare_inspects(folder: Path, num_keys: int, num_rounds: int) -> dict[str, Any]:
+    state = {f"layers.{number}.weight": torch.full((2,), float(number)) for number in range(num_keys)}
+    tte.save(state, folder / "keys")
+    save_file(state, folder / "keys.safetensors")
+    inspect = [sys.executable, "-m", "torchtitan_ext", "inspect"]
+    commands = {
+        "Python and typer": [sys.executable, "-c", "import typer"],
+        "inspect": [*inspect, str(folder / "keys")],
+        "inspect of safetensors": [*inspect, str(folder / "keys.safetensors")],
+    }
+    rows = compare(commands, folder / "none", "Python and typer", num_rounds)
+    shutil.rmtree(folder / "keys")
+    return rows
+
+
+def print_rows(title: str, rows: dict[str, Any]) -> None:
+    print(f"\n{title}")
+    for name, row in rows.items():
+        print(f"  {name:24} {row['seconds']:8.2f} s {row['ratio']:8.2f}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, help="where checkpoints go; by default that of temporary files")
     parser.add_argument("--gigabytes", type=float, nargs="+", default=[1, 4], help="sizes of the state")
+    parser.add_argument("--keys", type=int, nargs="+", default=[1000, 100_000])
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     results = {}
     with TemporaryDirectory(dir=arguments.directory) as folder:
+        for num_keys in arguments.keys:
+            results[f"{num_keys:,} keys"] = compare_inspects(Path(folder), num_keys, arguments.rounds)
+            print_rows(f"{num_keys:,} keys", results[f"{num_keys:,} keys"])
         for gigabytes in arguments.gigabytes:
-            rows = measure(Path(folder), int(gigabytes * 1e9), arguments.rounds)
-            results[f"{gigabytes:g} GB"] = rows
-            print(f"\n{gigabytes:g} GB")
-            for name, row in rows.items():
-                print(f"  {name:24} {row['seconds']:8.2f} s {row['ratio']:8.2f} {row['megabytes']:8} MB", flush=True)
+            results[f"{gigabytes:g} GB"] = compare_copies(Path(folder), int(gigabytes * 1e9), arguments.rounds)
+            print_rows(f"{gigabytes:g} GB", results[f"{gigabytes:g} GB"])
     sizes = {"saved_mesh": SAVED_MESH, "hidden": HIDDEN, "rounds": arguments.rounds}
     print(f"\nwritten: benchmarks/results/{write_results('offline', sizes=sizes, results=results).name}")
 
