@@ -180,6 +180,56 @@ class FileReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return is_local(checkpoint_id)
 
+    def find_records(self, indices: Sequence[MetadataIndex]) -> list[Record]:
+        """Where chunks of tensors lie, for those who read without a plan."""
+        infos = [self._info_of(index) for index in indices]
+        places: dict[str, dict[int, int]] = {}
+        for info in infos:
+            places.setdefault(info.relative_path, {})[info.offset] = info.length
+        tensors = {name: self._tensors_of(name, of_file) for name, of_file in places.items()}
+        return [
+            Record(info.relative_path, info.offset, info.length, tensors[info.relative_path].get(info.offset))
+            for info in infos
+        ]
+
+    def open_file(self, runs: _core.RunReader, name: str) -> int:
+        """Makes a file one of those that runs are read from, with its checksums, and returns its number there.
+
+        Raises:
+            FormatError: It is not the file that the index names, or its footer is damaged.
+            OSError: It cannot be read.
+        """
+        path, descriptor = shown(self.path / name), self.files.descriptor(name)
+        indexed = None if self._index is None else self._index.files.get(name)
+        if indexed is None:
+            return runs.add_file(path, -1, descriptor)
+        file = indexed.file
+        if self.verify == "none":
+            return runs.add_file(path, file.num_bytes, descriptor)
+        assert self._index is not None
+        save_id = self._index.save_id
+        return runs.add_checked_file(path, file.num_bytes, file.footer_offset, file.footer_digest, save_id, descriptor)
+
+    def read_runs(self, runs: _core.RunReader, names: list[str]) -> None:
+        """Reads what was added.
+
+        Args:
+            names: Of the files, by their numbers.
+
+        Raises:
+            DamagedCheckpointError: Blocks do not match their checksums.
+        """
+        damaged = runs.read(thread_count_of(self.thread_count), self.verify)
+        if damaged:
+            blocks = [(names[file], begin, end) for file, begin, end in damaged]
+            parts = (
+                Part(place.fqn, place.offset, info.relative_path, info.offset, info.length)
+                for place, info in self.storage_data.items()
+            )
+            text = describe_damage(self.path, blocks, parts, self._index)
+            remedy = "Load another checkpoint, or verify='none' to take the bytes as they are"
+            raise DamagedCheckpointError(f"{text}. {remedy}")
+
     def _metadata_of_index(self, path: Path) -> Metadata | None:
         """What an index says that stands for ``.metadata``; ``None`` where there is none."""
         try:
@@ -253,47 +303,6 @@ class FileReader(StorageReader):
             self._stock_tensors[name, offset] = tensor
         known = {offset: self._stock_tensors[name, offset] for offset in places}
         return {offset: tensor for offset, tensor in known.items() if tensor is not None}
-
-    def find_records(self, indices: Sequence[MetadataIndex]) -> list[Record]:
-        """Where chunks of tensors lie, for those who read without a plan."""
-        infos = [self._info_of(index) for index in indices]
-        places: dict[str, dict[int, int]] = {}
-        for info in infos:
-            places.setdefault(info.relative_path, {})[info.offset] = info.length
-        tensors = {name: self._tensors_of(name, of_file) for name, of_file in places.items()}
-        return [
-            Record(info.relative_path, info.offset, info.length, tensors[info.relative_path].get(info.offset))
-            for info in infos
-        ]
-
-    def open_file(self, runs: _core.RunReader, name: str) -> int:
-        path, descriptor = shown(self.path / name), self.files.descriptor(name)
-        indexed = None if self._index is None else self._index.files.get(name)
-        if indexed is None:
-            return runs.add_file(path, -1, descriptor)
-        file = indexed.file
-        if self.verify == "none":
-            return runs.add_file(path, file.num_bytes, descriptor)
-        assert self._index is not None
-        save_id = self._index.save_id
-        return runs.add_checked_file(path, file.num_bytes, file.footer_offset, file.footer_digest, save_id, descriptor)
-
-    def read_runs(self, runs: _core.RunReader, names: list[str]) -> None:
-        """Reads what was added.
-
-        Raises:
-            DamagedCheckpointError: Blocks do not match their checksums.
-        """
-        damaged = runs.read(thread_count_of(self.thread_count), self.verify)
-        if damaged:
-            blocks = [(names[file], begin, end) for file, begin, end in damaged]
-            parts = (
-                Part(place.fqn, place.offset, info.relative_path, info.offset, info.length)
-                for place, info in self.storage_data.items()
-            )
-            text = describe_damage(self.path, blocks, parts, self._index)
-            remedy = "Load another checkpoint, or verify='none' to take the bytes as they are"
-            raise DamagedCheckpointError(f"{text}. {remedy}")
 
 
 def _wanted_bytes(
