@@ -18,7 +18,7 @@ from torchtitan_ext.checkpoint.key_table import ObjectEntry, TensorEntry
 from torchtitan_ext.checkpoint.policy import ElasticPolicy, Source, check_rules
 from torchtitan_ext.checkpoint.save_planner import SavePlanner
 from torchtitan_ext.checkpoint.saved_chunks import ChunkList
-from torchtitan_ext.errors import WrongValueError, check_argument, named
+from torchtitan_ext.errors import WrongValueError, check_argument, named, refusal
 from torchtitan_ext.layout.layout import num_elements
 from torchtitan_ext.layout.rules import ShardOrder
 from torchtitan_ext.offline.amounts import Bandwidth
@@ -146,7 +146,13 @@ def _stages(
     layouts: Mapping[str, ShardOrder] | None,
     chunks: Mapping[str, ChunkList],
 ) -> list[Stage]:
-    """The ranks of the job, and what they hold."""
+    """The ranks of the job, and what they hold.
+
+    Raises:
+        StateRefusedError: Its objects would have to be read from files that no job reads.
+    """
+    if source is not None and source.problems and not isinstance(state, (str, os.PathLike)):
+        raise refusal("dry run", source.problems)
     if mesh is None:
         assert not isinstance(state, (str, os.PathLike)), "a path needs a mesh, please report"
         return stages_of_states([state] if isinstance(state, Mapping) else state, layouts)

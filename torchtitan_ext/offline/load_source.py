@@ -30,7 +30,7 @@ class LoadSource:
         opened: Its metadata, and what a job reads it by.
         file_bytes: Of its data files, by name, as far as they are in a local directory.
         metadata_bytes: Of ``.metadata``, and of the index beside it; 0 where there is none, or that is not known.
-        problems: Why a job cannot load it as it is.
+        problems: Why a job cannot load it as it is; nothing of it can be read by ``opened.reader`` then.
         notes: How a job loads it.
     """
 
@@ -79,10 +79,12 @@ def _with_files(files: Files, kind: Format, source: Source) -> LoadSource:
     what = "one safetensors file" if kind == "safetensors" else "a file of torch.save"
     detail = (
         f"is {what}, which no load of a job reads; write it as DCP first: torchtitan-ext convert {name} <directory> "
-        "--to dcp; all else here is as it would be then"
+        "--to dcp"
     )
     problem = Problem("broken_checkpoint", name, detail)
-    return LoadSource(OpenSource(name, source, FileReader(path), metadata), file_bytes, problems=(problem,))
+    note = "what a load reads is told as if the checkpoint had been converted, by one rank"
+    opened = OpenSource(name, source, FileReader(path), metadata)
+    return LoadSource(opened, file_bytes, problems=(problem,), notes=(note,))
 
 
 def _places(files: Files) -> dict[MetadataIndex, _StorageInfo]:
