@@ -167,11 +167,19 @@ class _File:
 
 @dataclass(frozen=True)
 class _RankWrites:
-    """What one rank writes; no file where that is nothing."""
+    """What one rank writes; no file where that is nothing.
+
+    Attributes:
+        value_bytes: Of each value.
+        has_tensors: Whether it writes any.
+    """
 
     rank: int
     state_bytes: int
-    writes: Sequence[_Writes]
+    num_records: int
+    num_bytes: int
+    value_bytes: Sequence[int]
+    has_tensors: bool
     file: _File | None
     group: SavingRanks
 
@@ -188,7 +196,16 @@ def _ranks_write(
         )
         if writes and alike not in known:
             known[alike] = _file_of(writes, encoded[rank].names)
-        yield _RankWrites(rank, state_bytes, writes, known[alike] if writes else None, group)
+        yield _RankWrites(
+            rank,
+            state_bytes,
+            sum(len(one.places[1]) * max(1, len(one.sizes)) for one in writes),
+            sum(len(one.places[1]) * one.num_bytes for one in writes),
+            [one.num_bytes for one in writes for _ in one.places[1] if not one.is_plain],
+            any(one.is_plain for one in writes),
+            known[alike] if writes else None,
+            group,
+        )
 
 
 def _writes_of(decision: bytes, group: SavingRanks, rank: int, encoded: EncodedTable) -> list[_Writes]:
@@ -213,20 +230,18 @@ def _writes_of(decision: bytes, group: SavingRanks, rank: int, encoded: EncodedT
 
 
 def _rank_save(one: _RankWrites, metadata_bytes: int, index_bytes: int) -> RankSave:
-    writes, is_coordinator = one.writes, one.rank == 0
-    num_records = sum(len(each.places[1]) * max(1, len(each.sizes)) for each in writes)
-    num_bytes = sum(len(each.places[1]) * each.num_bytes for each in writes)
+    is_coordinator = one.rank == 0
     buffer_bytes = saving_bytes(
-        num_records=num_records,
-        num_bytes=num_bytes,
-        value_bytes=[each.num_bytes for each in writes for _ in each.places[1] if not each.is_plain],
+        num_records=one.num_records,
+        num_bytes=one.num_bytes,
+        value_bytes=one.value_bytes,
         is_packed=one.group.is_packed,
-        is_staged=one.group.device != "cpu" and any(each.is_plain for each in writes),
+        is_staged=one.group.device != "cpu" and one.has_tensors,
         metadata_bytes=metadata_bytes if is_coordinator else 0,
         index_bytes=index_bytes if is_coordinator else 0,
     )
     file_bytes = one.file.num_bytes if one.file else 0
-    return RankSave(one.rank, one.state_bytes, num_records, num_bytes, file_bytes, buffer_bytes)
+    return RankSave(one.rank, one.state_bytes, one.num_records, one.num_bytes, file_bytes, buffer_bytes)
 
 
 def _file_of(writes: Sequence[_Writes], names: Sequence[Sequence[str]]) -> _File:
