@@ -20,7 +20,7 @@ from torchtitan_ext.offline.sources import Source, read_record
 from torchtitan_ext.state.plain_value import read_value
 from torchtitan_ext.storage.checkpoint_files import Record
 from torchtitan_ext.storage.raw_tensor import DTYPES
-from torchtitan_ext.storage.stock_records import boxes_in_file_order
+from torchtitan_ext.storage.stored_boxes import Copy, add_box
 
 # A batch of small pieces is one call of the reader; more of them at a time save nothing.
 _MAX_BATCH_PIECES = 4096
@@ -29,9 +29,6 @@ _MAX_BATCH_PIECES = 4096
 _MAX_OPEN_FILES = 128
 
 _ALIGNMENT = 64
-
-_Copy = tuple[torch.Tensor, torch.Tensor]
-"""Where to, and from where."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +151,7 @@ class BoxReader:
         parts = [part for piece, place in zip(pieces, places, strict=True) for part in self._parts_of(piece, place)]
         records = self.source.find_records([part.index for part in parts])
         runs, files = self._runs, self._files
-        later: list[_Copy] = []
+        later: list[Copy] = []
         try:
             for part, record in zip(parts, records, strict=True):
                 if record.tensor is None:
@@ -163,7 +160,7 @@ class BoxReader:
                 if record.file not in files:
                     files[record.file] = self.source.open_file(runs, record.file)
                 _check_dtype(part, record)
-                later += _add_boxes(runs, files[record.file], part, record)
+                later += add_box(runs, files[record.file], record.tensor, part.offsets, part.place)
             self.source.read_runs(runs, list(files))
         except BaseException as error:
             self._close()  # what was added is not to be read by another call
@@ -205,26 +202,6 @@ def _check_dtype(part: _Part, record: Record) -> None:
         raise DamagedCheckpointError(
             f"{record.file}: {part.index.fqn} lies there as {record.tensor.dtype}, the metadata says {part.place.dtype}"
         )
-
-
-def _add_boxes(runs: _core.RunReader, file: int, part: _Part, record: Record) -> list[_Copy]:
-    """Adds what is to be read of a part; the copies that complete it then, in their order."""
-    stored, place = record.tensor, part.place
-    assert stored is not None
-    copies = []
-    for dim, stride in enumerate(stored.strides):
-        if stride == 0 and place.shape[dim] > 1:  # one element for all: it is read once
-            first = place.narrow(dim, 0, 1)
-            copies.append((place.narrow(dim, 1, place.shape[dim] - 1), first))
-            place = first
-    for begins, sizes in boxes_in_file_order(place.shape, stored.strides):
-        offsets = [offset + begin for offset, begin in zip(part.offsets, begins, strict=True)]
-        box = local_view(place, begins, sizes)
-        address, item_bytes = box.data_ptr(), box.element_size()
-        runs.add_box(
-            file, stored.data_offset, item_bytes, stored.sizes, stored.strides, offsets, sizes, address, box.stride()
-        )
-    return copies[::-1]
 
 
 def _padded(num_bytes: int) -> int:

@@ -16,6 +16,7 @@ from torchtitan_ext.layout.wrapper import box_of, dense_values, is_wrapper
 from torchtitan_ext.storage.checkpoint_files import StoredTensor
 from torchtitan_ext.storage.progress import OnBytes
 from torchtitan_ext.storage.raw_tensor import DTYPES
+from torchtitan_ext.storage.stored_boxes import Copy, add_box
 
 
 class ReadBatch:
@@ -42,6 +43,7 @@ class ReadBatch:
         self._files: dict[str, int] = {}
         self._targets: list[tuple[ReadItem, torch.Tensor, torch.Tensor | None]] = []  # with what to copy from
         self._values: list[tuple[ReadItem, bytearray, torch.Tensor | None]] = []
+        self._copies: list[Copy] = []  # within what is read
         self.num_bytes = 0
         """What ``read`` will read."""
 
@@ -68,18 +70,7 @@ class ReadBatch:
         place = target
         if not _is_plain_target(target, dtype):
             place = torch.empty(target.shape, dtype=dtype)
-        offsets, sizes = item.storage_offsets, item.lengths
-        self._runs.add_box(
-            file,
-            stored.data_offset,
-            dtype.itemsize,
-            stored.sizes,
-            stored.strides,
-            offsets,
-            sizes,
-            place.data_ptr(),
-            place.stride(),
-        )
+        self._copies += add_box(self._runs, file, stored, item.storage_offsets, place)
         self._targets.append((item, target, None if place is target else place))
         self.num_bytes += place.nbytes
 
@@ -97,6 +88,8 @@ class ReadBatch:
             else:
                 self._targets.append((item, target, _loaded_box(item, content, target)))
         with torch.no_grad():
+            for place, values in self._copies:
+                place.copy_(values)
             for item, target, source in self._targets:
                 if source is not None:
                     _copy(item, target, source)
@@ -105,7 +98,7 @@ class ReadBatch:
         torch.autograd.graph.increment_version(written)
         for item, target, _ in self._targets:
             self._planner.commit_tensor(item, target)
-        self._targets, self._values, self.num_bytes = [], [], 0
+        self._targets, self._values, self._copies, self.num_bytes = [], [], [], 0
 
     def _target(self, item: ReadItem) -> torch.Tensor:
         target = self._planner.resolve_tensor(item).detach()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from torchtitan_ext import _core
@@ -36,7 +36,7 @@ def find_stock_tensors(
             continue
         storage_class, name, sizes, strides, storage_offset, data_offset, data_bytes = row
         dtype = dtype_name_of(storage_class, name)
-        if dtype is None or not is_in_file_order(sizes, strides):
+        if dtype is None:
             continue
         data_offset += storage_offset * ITEM_BYTES[dtype]
         tensor = StoredTensor(dtype, sizes, strides, data_offset)
@@ -55,45 +55,3 @@ def extent_bytes(tensor: StoredTensor) -> int:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.sizes, tensor.strides, strict=True))
     return (last + 1) * ITEM_BYTES[tensor.dtype]
-
-
-def is_in_file_order(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether each stride steps over all smaller ones; elements that share bytes, or are interleaved, are rare."""
-    return _dim_to_cut(sizes, strides) is None
-
-
-def boxes_in_file_order(
-    sizes: Sequence[int], strides: Sequence[int]
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offsets and sizes of boxes of which each is in file order, as ``is_in_file_order`` says, and that are one box.
-
-    Args:
-        strides: None is 0 of a dim with several elements.
-
-    Example:
-        Windows of 4 elements, each 2 behind the last one, have elements in common: of three windows, which have sizes
-        (3, 4) and strides (2, 1), the left and the right half become a box each, of sizes (3, 2).
-    """
-    dim = _dim_to_cut(sizes, strides)
-    if dim is None:
-        yield (0,) * len(sizes), tuple(sizes)
-        return
-    half = sizes[dim] // 2
-    for begin, size in ((0, half), (half, sizes[dim] - half)):
-        part = (*sizes[:dim], size, *sizes[dim + 1 :])
-        for offsets, part_sizes in boxes_in_file_order(part, strides):
-            yield (*offsets[:dim], begin + offsets[dim], *offsets[dim + 1 :]), part_sizes
-
-
-def _dim_to_cut(sizes: Sequence[int], strides: Sequence[int]) -> int | None:
-    """Where to halve a box, so that few halves are needed until all are in file order; ``None`` where it is."""
-    extent, inner = 1, None
-    for stride, size, dim in sorted(zip(strides, sizes, range(len(sizes)), strict=True)):
-        if size <= 1:
-            continue
-        if stride < extent:
-            # What lies inside is cut until it fits into one step of this dim, or this dim until it makes no step.
-            return dim if inner is None or -(-extent // max(stride, 1)) >= size else inner
-        extent += stride * (size - 1)
-        inner = dim
-    return None
