@@ -9,7 +9,7 @@ import torch
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError
 from torchtitan_ext.layout.dtensor import local_view
-from torchtitan_ext.storage.checkpoint_files import StoredTensor
+from torchtitan_ext.storage.checkpoint_files import StoredTensor, row_major_strides
 
 Copy = tuple[torch.Tensor, torch.Tensor]
 """Where to, and from where."""
@@ -35,6 +35,9 @@ def add_box(
             f"a tensor of sizes {list(stored.sizes)} lies at byte {stored.data_offset} of its file, expected one of "
             f"{place.dim()} dims"
         )
+    if stored.strides == row_major_strides(stored.sizes):  # as nearly all are, of which there may be very many
+        _add(runs, file, stored, offsets, place)
+        return []
     copies = []
     for dim, stride in enumerate(stored.strides):
         if stride == 0 and place.shape[dim] > 1:
@@ -42,18 +45,15 @@ def add_box(
             copies.append((place.narrow(dim, 1, place.shape[dim] - 1), first))
             place = first
     for begins, sizes in boxes_in_file_order(place.shape, stored.strides):
-        runs.add_box(
-            file,
-            stored.data_offset,
-            place.element_size(),
-            stored.sizes,
-            stored.strides,
-            [offset + begin for offset, begin in zip(offsets, begins, strict=True)],
-            sizes,
-            local_view(place, begins, sizes).data_ptr(),
-            place.stride(),
-        )
+        part_offsets = [offset + begin for offset, begin in zip(offsets, begins, strict=True)]
+        _add(runs, file, stored, part_offsets, local_view(place, begins, sizes))
     return copies[::-1]
+
+
+def _add(runs: _core.RunReader, file: int, stored: StoredTensor, offsets: Sequence[int], place: torch.Tensor) -> None:
+    address, item_bytes = place.data_ptr(), place.element_size()
+    sizes, strides = stored.sizes, stored.strides
+    runs.add_box(file, stored.data_offset, item_bytes, sizes, strides, offsets, place.shape, address, place.stride())
 
 
 def boxes_in_file_order(
