@@ -88,7 +88,7 @@ def _dim_to_cut(sizes: Sequence[int], strides: Sequence[int]) -> int | None:
             continue
         if stride < extent:
             # What lies inside is cut until it fits into one step of this dim, or this dim until it makes no step.
-            return dim if inner is None or -(-extent // max(stride, 1)) >= size else inner
+            return dim if inner is None or -(-extent // stride) >= size else inner
         extent += stride * (size - 1)
         inner = dim
     return None
