@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,9 @@ def test_results_are_plain_data(tmp_path: Path) -> None:
     assert loaded["world"] == {"size": 4, "mesh": {"dp": 4}}
     assert loaded["load"]["report"]["text"].startswith("saved by 1 rank, loaded by 4 ranks (dp 4)")
     assert [one["num_bytes"] for one in loaded["load"]["ranks"]] == [found.load.ranks[0].num_bytes] * 4
+    sizes = [(path / name).stat().st_size for name in (".metadata", ".tte_index")]
+    assert loaded["load"]["metadata_bytes"] == sum(sizes)
+    assert loaded["load"]["metadata_seconds"] == sum(sizes) / 1e9
     assert loaded["load"]["file_bytes"] == {"__0_0.distcp": (path / "__0_0.distcp").stat().st_size}
     assert "load: bytes" in str(found)
 
@@ -216,10 +220,28 @@ def test_metadata_that_is_broken(tmp_path: Path, stock_metadata: bool) -> None:
 
 def test_a_hundred_thousand_keys(tmp_path: Path) -> None:
     one = torch.zeros(1)
-    path = saved(tmp_path, {"model": {f"w{key}": one for key in range(100_000)}, "w": torch.zeros(8, 8)})
+    state = {"model": {f"w{key}": one for key in range(100_000)}, "w": torch.zeros(8, 8)}
+    path = saved(tmp_path, state)
     found = tte.dry_run(path, mesh={"dp": 8})
     assert found.load.ranks[0].num_reads == 100_001
     assert found.problems == ()
+    save = tte.dry_run(state).save
+    assert save.index_bytes == (path / ".tte_index").stat().st_size
+    assert save.metadata_bytes == pytest.approx((path / ".metadata").stat().st_size, rel=1e-4)  # in many frames
+
+
+class Part(Enum):
+    """Pickle names it by its module."""
+
+    HEAD = 1
+
+
+def test_keys_that_are_no_plain_values(tmp_path: Path) -> None:
+    state = {"parts": {Part.HEAD: torch.zeros(8, 8), "tail": torch.zeros(8)}, "step": 3}
+    path = saved(tmp_path, state)
+    save = tte.dry_run(state).save
+    assert save.index_bytes == (path / ".tte_index").stat().st_size
+    assert save.metadata_bytes == pytest.approx((path / ".metadata").stat().st_size, rel=0.3)
 
 
 def test_checkpoints_without_tensors(tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ is counted: in the index all numbers have a fixed width (``csrc/storage/index.cp
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
@@ -75,12 +76,16 @@ def foresee_index(files: Sequence[FileRecords], num_ranks: int) -> int:
 
 
 def foresee_metadata(metadata: Metadata, files: Sequence[FileRecords]) -> int:
-    """Bytes of ``.metadata``, but for the length of the checkpoint's path, which stands in it."""
+    """Bytes of ``.metadata``, but for the length of the checkpoint's path, which stands in it.
+
+    An estimate where keys of the state dict are no plain values: Python's pickle writes the file then.
+    """
     columns = columns_of(metadata.state_dict_metadata)
-    assert columns is not None, "our planner's metadata has other classes than DCP's, please report"
     storage_meta = StorageMeta(Path("/"), "0" * 32)  # held meanwhile: what others hold too has a number in the pickle
-    content = columns.to_pickle(metadata.planner_data, storage_meta_fields(storage_meta), CURRENT_DCP_VERSION)
-    assert content is not None, "our planner's data has no plain values, please report"
+    fields = storage_meta_fields(storage_meta)
+    content = None if columns is None else columns.to_pickle(metadata.planner_data, fields, CURRENT_DCP_VERSION)
+    if content is None:
+        content = pickle.dumps(replace(metadata, storage_meta=storage_meta))
     without_entries = len(content) - len("/")
     entries = metadata.state_dict_metadata.values()
     num_chunks = [len(entry.chunks) for entry in entries if isinstance(entry, TensorStorageMetadata)]
@@ -92,7 +97,9 @@ def foresee_metadata(metadata: Metadata, files: Sequence[FileRecords]) -> int:
     num_bytes += sum(count * _OFFSETS_BYTES + _positions_bytes(count) for count in num_chunks)
     num_bytes += sum(2 + len(_name_of(file)) + file.pickled_place_bytes for file in files)
     num_bytes += -(-num_entries // _BATCH_ENTRIES) * _MARKS_BYTES
-    return without_entries + num_bytes + num_bytes // _FRAME_BYTES * _FRAME_HEADER_BYTES
+    # A frame ends behind the entry that fills it, so that there may be one less.
+    num_frames = (without_entries + num_bytes) // _FRAME_BYTES - without_entries // _FRAME_BYTES
+    return without_entries + num_bytes + num_frames * _FRAME_HEADER_BYTES
 
 
 def _name_of(file: FileRecords) -> str:
