@@ -7,9 +7,8 @@ is counted: in the index all numbers have a fixed width (``csrc/storage/index.cp
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
@@ -76,16 +75,13 @@ def foresee_index(files: Sequence[FileRecords], num_ranks: int) -> int:
 
 
 def foresee_metadata(metadata: Metadata, files: Sequence[FileRecords]) -> int:
-    """Bytes of ``.metadata``, but for the length of the checkpoint's path, which stands in it.
-
-    An estimate where keys of the state dict are no plain values: Python's pickle writes the file then.
-    """
+    """Bytes of ``.metadata``, but for the length of the checkpoint's path, which stands in it."""
     columns = columns_of(metadata.state_dict_metadata)
+    assert columns is not None, "our planner's metadata has other classes than DCP's, please report"
     storage_meta = StorageMeta(Path("/"), "0" * 32)  # held meanwhile: what others hold too has a number in the pickle
     fields = storage_meta_fields(storage_meta)
-    content = None if columns is None else columns.to_pickle(metadata.planner_data, fields, CURRENT_DCP_VERSION)
-    if content is None:
-        content = pickle.dumps(replace(metadata, storage_meta=storage_meta))
+    content = columns.to_pickle(metadata.planner_data, fields, CURRENT_DCP_VERSION)
+    assert content is not None, "our planner's data has more than plain values, please report"
     without_entries = len(content) - len("/")
     entries = metadata.state_dict_metadata.values()
     num_chunks = [len(entry.chunks) for entry in entries if isinstance(entry, TensorStorageMetadata)]
