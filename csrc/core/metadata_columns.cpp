@@ -96,6 +96,22 @@ bool leads_outside(std::string_view path) {
   return false;
 }
 
+bool is_text(std::string_view utf8) {
+  for (size_t at = utf8.find('\xed'); at != std::string_view::npos; at = utf8.find('\xed', at + 1)) {
+    if (at + 1 < utf8.size() && static_cast<uint8_t>(utf8[at + 1]) >= 0xa0) return false;
+  }
+  return true;
+}
+
+bool can_be_sizes(std::span<const int64_t> sizes) {
+  constexpr int64_t kMostItemBytes = 16;  // of complex128
+  int64_t num_bytes = kMostItemBytes;
+  for (const int64_t size : sizes) {
+    if (__builtin_mul_overflow(num_bytes, std::max<int64_t>(size, 1), &num_bytes)) return false;
+  }
+  return true;
+}
+
 bool is_dtype_name(std::string_view name) { return std::ranges::find(kDtypes, name) != kDtypes.end(); }
 
 bool is_layout_name(std::string_view name) { return std::ranges::find(kLayouts, name) != kLayouts.end(); }

@@ -20,6 +20,12 @@ namespace torchtitan_ext::core {
 // Whether a file's path, relative to its checkpoint, is none: empty, absolute, with a ".." or a zero byte in it.
 bool leads_outside(std::string_view path);
 
+// Whether UTF-8, as pickle writes it, has no halves of surrogate pairs, which Python's texts may have.
+bool is_text(std::string_view utf8);
+
+// Whether there can be a tensor of these sizes, or an element at these offsets: as many bytes as an int64 counts.
+bool can_be_sizes(std::span<const int64_t> sizes);
+
 // Names that a dtype ("float32") or a layout ("torch.strided") of any torch may have.
 bool is_dtype_name(std::string_view name);
 bool is_layout_name(std::string_view name);

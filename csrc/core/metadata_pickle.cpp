@@ -125,6 +125,7 @@ class MetadataReader {
       sizes_.push_back(integer_of(member, where));
       if (sizes_.back() < 0) fail(where, "has a negative offset or size");
     }
+    if (!can_be_sizes(sizes_)) fail(where, "has offsets or sizes that no tensor can have");
     return columns_.sizes.add(sizes_);
   }
 
@@ -252,6 +253,7 @@ class MetadataReader {
   uint32_t path_of(Id id, std::string_view fqn) {
     if (id == path_node_ && id != kAbsent) return path_;  // parts of a file stand together
     const std::string_view path = text_of(id, fqn);
+    if (!is_text(path)) fail(fqn, "lies in a file whose name is no text");
     if (leads_outside(path)) fail(fqn, concat("lies outside of the checkpoint: ", path));
     path_node_ = id;
     return path_ = columns_.names.add(path);

@@ -28,6 +28,9 @@ void parse_sizes(ByteReader& reader, MetadataColumns& columns) {
       size = reader.number<int64_t>();
       if (size < 0) throw_format_error(reader.where(), reader.byte(), "has the offset or size ", size);
     }
+    if (!core::can_be_sizes(sizes)) {
+      throw_format_error(reader.where(), reader.byte(), "has offsets or sizes that no tensor can have");
+    }
     if (columns.sizes.add(sizes) != number) throw_format_error(reader.where(), reader.byte(), "has equal sizes twice");
   }
 }

@@ -6,11 +6,11 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeGuard
 
 from torch.distributed.checkpoint.metadata import Metadata
 
 from torchtitan_ext.storage.saved_metadata import WORLD_KEY as WORLD_KEY
+from torchtitan_ext.storage.saved_metadata import recorded_world
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,8 @@ def world_record(world: World) -> dict[str, object]:
 
 def saved_world(metadata: Metadata) -> World:
     """The world that saved a checkpoint; of size 0 where stock DCP wrote it, which does not say, or it is no world."""
-    record = (metadata.planner_data or {}).get(WORLD_KEY) if isinstance(metadata.planner_data, dict) else None
-    size, mesh = (record.get("size"), record.get("mesh")) if isinstance(record, dict) else (0, {})
-    if not _is_count(size) or not isinstance(mesh, dict):
-        return World(0)
-    return World(size, {axis: length for axis, length in mesh.items() if isinstance(axis, str) and _is_count(length)})
-
-
-def _is_count(value: object) -> TypeGuard[int]:
-    return type(value) is int and value > 0
+    recorded = recorded_world(metadata.planner_data)
+    return World(0) if recorded is None else World(*recorded)
 
 
 def named_axes(meshes: Iterable[tuple[Sequence[str] | None, Sequence[int]]]) -> dict[str, int]:

@@ -36,16 +36,20 @@ def run(
         raise typer.BadParameter("got no --layout NAME of a tensor to draw", param_hint="--plot")
     with without_collector():
         contents = describe(path, rank=rank, unsafe_unpickle=unsafe_unpickle)
+        if layout is not None:
+            pictures = importlib.import_module("torchtitan_ext.cli.pictures.layout_of_key")
+            pictures.show_layout(contents, layout, plot, json=json)
+            return
         keys = contents.matching(glob)
-    if layout is not None:
-        pictures = importlib.import_module("torchtitan_ext.cli.pictures.layout_of_key")
-        pictures.show_layout(contents, layout, plot, json=json)
-        return
-    if glob is not None and not keys:
-        print_problem(f"no key matches {glob}")
-    if json:
-        print_json(_plain(contents, keys, shards))
-        return
+        if glob is not None and not keys:
+            print_problem(f"no key matches {glob}")
+        if json:
+            print_json(_plain(contents, keys, shards))
+        else:
+            _print(contents, keys, shards)
+
+
+def _print(contents: Contents, keys: Sequence[ContentKey], shards: bool) -> None:
     for line in _headline(contents):
         print_line(line)
     print()

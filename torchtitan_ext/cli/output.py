@@ -49,7 +49,9 @@ def print_problem(text: str, *more: str) -> None:
 
 def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Columns as wide as their longest cell; numbers to the right. Plain text, so that a thousand rows take no time."""
-    cells = [[printable(str(cell)) for cell in row] for row in rows]
+    cells = [[str(cell) for cell in row] for row in rows]
+    if not "".join(map("".join, cells)).isprintable():
+        cells = [list(map(printable, row)) for row in cells]
     widths = [max(map(len, column)) for column in zip(titles, *cells, strict=True)]
     is_right = [all(cell[:1].isdigit() for cell in column) and bool(column) for column in zip(*cells, strict=True)]
     sides = [">" if right else "<" for right in is_right] or ["<"] * len(widths)

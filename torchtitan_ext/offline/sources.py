@@ -159,7 +159,7 @@ class PlainFiles:
         self._directory = path if path.is_dir() else path.parent
         self._records = {(fqn, offsets): record for fqn, chunks in places.items() for offsets, record in chunks}
         self._values = values
-        entries = {fqn: _entry_of(places[fqn]) if fqn in places else BytesStorageMetadata() for fqn in paths}
+        entries = {fqn: _entry_of(path, fqn, places[fqn]) if fqn in places else BytesStorageMetadata() for fqn in paths}
         self.metadata = Metadata(entries, planner_data=dict(paths))
 
     def find_records(self, indices: Sequence[MetadataIndex]) -> list[Record]:
@@ -232,9 +232,9 @@ def _checked_path(path: Any, fqn: str) -> tuple[str | int, ...]:
     return (fqn,)
 
 
-def _entry_of(places: list[Place]) -> TensorStorageMetadata:
+def _entry_of(path: Path, fqn: str, places: list[Place]) -> TensorStorageMetadata:
     tensors = [(offsets, record.tensor) for offsets, record in places if record.tensor is not None]
     chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(tensor.sizes)) for offsets, tensor in tensors]
     dtype = DTYPES[min({tensor.dtype for _, tensor in tensors})]
-    sizes = sizes_of_tensor([(offsets, tensor.sizes) for offsets, tensor in tensors])
+    sizes = sizes_of_tensor(f"{path}: {fqn}", [(offsets, tensor.sizes) for offsets, tensor in tensors])
     return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(sizes), chunks)

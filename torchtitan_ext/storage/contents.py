@@ -103,8 +103,8 @@ def bytes_of(dtype: str, sizes: Sequence[int], stored_bytes: int) -> int:
 
 
 def size_of(path: Path) -> int | None:
-    """The size of a file; ``None`` where there is none."""
+    """The size of a file; ``None`` where there is none, or can be none of this name."""
     try:
         return os.stat(path).st_size
-    except FileNotFoundError:
+    except OSError:
         return None

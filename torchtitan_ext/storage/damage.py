@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from torchtitan_ext import _core
 from torchtitan_ext.errors import named
 from torchtitan_ext.storage.checkpoint_files import CheckpointIndex
 from torchtitan_ext.storage.element_types import ITEM_BYTES
@@ -40,6 +41,16 @@ def describe_damage(
     name, begin, end = blocks[0]
     others = f" and {len(blocks) - 1} more blocks" if len(blocks) > 1 else ""
     return f"{directory / name}: bytes {begin} to {end}{others} do not match their checksum; in them lie {lie}"
+
+
+def cover_defect(sizes: Sequence[int], chunks: Sequence[tuple[Sequence[int], Sequence[int]]]) -> str | None:
+    """What is wrong with the chunks of a tensor, offsets and sizes, that should hold every element once."""
+    found = _core.find_cover_defect(sizes, chunks)
+    if found is None:
+        return None
+    kind, where, _ = found
+    text = {"gap": "leave out", "overlap": "hold twice", "out_of_bounds": "lie outside of it, at"}[kind]
+    return f"{text} {list(where)}"
 
 
 def _rows(part: Part, begin: int, end: int, index: CheckpointIndex | None) -> str:

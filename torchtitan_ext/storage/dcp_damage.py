@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import io
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -17,7 +18,8 @@ from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError
 from torchtitan_ext.storage.archives import FilePart, archive_damage
 from torchtitan_ext.storage.checkpoint_files import IndexedFile, index_path, metadata_path, shown
-from torchtitan_ext.storage.damage import Part, describe_damage
+from torchtitan_ext.storage.contents import size_of
+from torchtitan_ext.storage.damage import Part, cover_defect, describe_damage
 from torchtitan_ext.storage.formats import ZIP_START
 from torchtitan_ext.storage.leftovers import checkpoint_names
 from torchtitan_ext.storage.opened import OpenedCheckpoint
@@ -48,7 +50,7 @@ def verify_dcp(path: Path, *, is_deep: bool, on_bytes: OnBytes) -> Verdict:
     damages = [damage for look in looks for damage in look.damages()]
     unproved = sorted(set().union(*(look.unproved for look in looks))) if is_deep else []
     files = set().union(*(look.names for look in looks))
-    there = sum((path / name).stat().st_size for name in files if (path / name).is_file())
+    there = sum(size_of(path / name) or 0 for name in files)
     return Verdict(path, "dcp", is_deep, damages, len(files), there, unproved)
 
 
@@ -118,6 +120,10 @@ class DcpLook:
         except OSError as error:
             yield Damage(name, f"{path}: {error.strerror}")
             return
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            yield Damage(name, f"{path} is no file")
+            return
         runs = _core.RunReader()
         if indexed is not None:
             file = indexed.file
@@ -130,7 +136,7 @@ class DcpLook:
                 yield Damage(name, str(error))
                 return
             num_bytes = file.footer_offset
-        elif os.fstat(descriptor).st_size < num_bytes:
+        elif status.st_size < num_bytes:
             yield Damage(name, f"{path} ends before its last record, at byte {num_bytes}")
             return
         if self._is_deep:
@@ -194,19 +200,10 @@ def _metadata_damages(saved: SavedMetadata, path: Path) -> Iterator[Damage]:
             continue
         sizes, chunk_list = entry[0], entry[-1]
         if (chunk_list, sizes) not in known:
-            known[chunk_list, sizes] = _cover_defect(sizes, saved.columns.chunk_list(chunk_list))
+            known[chunk_list, sizes] = cover_defect(sizes, saved.columns.chunk_list(chunk_list))
         defect = known[chunk_list, sizes]
         if defect is not None:
             yield Damage(path.name, f"{path}: the chunks of {fqn} {list(sizes)} {defect}: it cannot be loaded")
-
-
-def _cover_defect(sizes: tuple[int, ...], chunks: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> str | None:
-    found = _core.find_cover_defect(sizes, chunks)
-    if found is None:
-        return None
-    kind, where, _ = found
-    text = {"gap": "leave out", "overlap": "hold twice", "out_of_bounds": "lie outside of it, at"}[kind]
-    return f"{text} {list(where)}"
 
 
 def _at(offsets: Sequence[int] | None) -> str:

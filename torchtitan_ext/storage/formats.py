@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from pathlib import Path
 from typing import Literal
 
@@ -41,6 +42,8 @@ def format_of(path: str | os.PathLike[str]) -> Format:
         if any(name.endswith(".safetensors") for name in names):
             return "safetensors"
         raise UnknownFormatError(str(place), _missing(names))
+    if not stat.S_ISREG(place.stat().st_mode):
+        raise UnknownFormatError(str(place), "it is neither a file nor a directory")
     with place.open("rb") as stream:
         head = stream.read(_HEAD_BYTES)
     if head.startswith(_LEGACY_START) or _is_torch_archive(head):

@@ -10,7 +10,10 @@ which chunk of a tensor a file has.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import math
+import os
+import stat
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +26,9 @@ from torchtitan_ext.storage.steps import step_of
 _MAX_HEADER_BYTES = 100_000_000
 
 INDEX_SUFFIX = ".safetensors.index.json"
+# Numbers of bytes and elements are 64 bits wide.
+_TOO_LARGE = 1 << 63
+_MAX_ITEM_BYTES = 16
 
 _DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
@@ -73,9 +79,12 @@ def read_header(path: Path) -> dict[str, SafetensorsEntry]:
     Raises:
         DamagedCheckpointError: The header is no header, or does not describe all bytes of the file once.
     """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise DamagedCheckpointError(f"{path} is no file")
+    file_bytes = status.st_size
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
-        file_bytes = path.stat().st_size
         if header_bytes > min(_MAX_HEADER_BYTES, file_bytes - 8):
             text = f"a header of {header_bytes} bytes is announced, and {max(0, file_bytes - 8)} follow"
             raise DamagedCheckpointError(f"{path}: {text}")
@@ -93,10 +102,22 @@ def read_header(path: Path) -> dict[str, SafetensorsEntry]:
     return entries
 
 
-def sizes_of_tensor(chunks: Iterable[tuple[Sequence[int], Sequence[int]]]) -> tuple[int, ...]:
-    """Of the tensor that consists of chunks, given as offsets and sizes: no file has them."""
+def sizes_of_tensor(where: str, chunks: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[int, ...]:
+    """Of the tensor that consists of chunks, given as offsets and sizes: no file has them.
+
+    Args:
+        where: The checkpoint and the tensor, for messages.
+
+    Raises:
+        DamagedCheckpointError: The chunks are of no one tensor.
+    """
+    if len({len(offsets) for offsets, _ in chunks}) > 1:
+        raise DamagedCheckpointError(f"{where}: its chunks have several numbers of dims")
     ends = [map(sum, zip(offsets, sizes, strict=True)) for offsets, sizes in chunks]
-    return tuple(map(max, zip(*ends, strict=True)))
+    found = tuple(map(max, zip(*ends, strict=True)))
+    if not _can_be(found):
+        raise DamagedCheckpointError(f"{where}: its chunks lie in a tensor of {list(found)}, which is too large to be")
+    return found
 
 
 def find_weight_map(directory: Path) -> Path | None:
@@ -111,10 +132,11 @@ def read_weight_map(index: Path) -> dict[str, str]:
         DamagedCheckpointError: It is none.
     """
     try:
-        files = json.loads(index.read_bytes())["weight_map"]
-        if not all(isinstance(name, str) for name in files.values()):
-            raise ValueError("a file's name is no text")
-        return dict(files)
+        files = dict(json.loads(index.read_bytes())["weight_map"])
+        for name in set(files.values()):
+            if os.path.basename(name) != name or "\0" in name or not name.encode():
+                raise ValueError(f"it names the file {name!r}, expected one beside it")
+        return files
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpointError(f"{index}: is no index of safetensors files ({error})") from None
 
@@ -125,46 +147,52 @@ def describe_safetensors(path: Path) -> Contents:
     Raises:
         DamagedCheckpointError: A header is.
     """
-    chunks: dict[str, list[ContentChunk]] = {}
-    dtypes: dict[str, str] = {}
+    entries: dict[str, list[tuple[str, SafetensorsEntry]]] = {}
     files = []
     for file in safetensors_paths(path):
-        entries = read_header(file)
-        files.append(ContentFile(file.name, file.stat().st_size, len(entries)))
-        for fqn, entry in entries.items():
-            dtypes.setdefault(fqn, entry.dtype)
-            chunk = ContentChunk(entry.offsets, entry.sizes, file.name, entry.begin, entry.num_bytes)
-            chunks.setdefault(fqn, []).append(chunk)
-    keys = [_key(fqn, dtypes[fqn], of_key) for fqn, of_key in chunks.items()]
-    return Contents(path, "safetensors", keys, files, lambda fqn: chunks[fqn], step=step_of(path))
+        of_file = read_header(file)
+        files.append(ContentFile(file.name, file.stat().st_size, len(of_file)))
+        for fqn, entry in of_file.items():
+            entries.setdefault(fqn, []).append((file.name, entry))
+    keys = [_key(path, fqn, [entry for _, entry in places]) for fqn, places in entries.items()]
+    return Contents(path, "safetensors", keys, files, lambda fqn: list(map(_chunk, entries[fqn])), step=step_of(path))
 
 
-def _key(fqn: str, dtype: str, chunks: list[ContentChunk]) -> ContentKey:
-    if len(chunks) == 1 and not any(chunks[0].offsets or ()):
-        return ContentKey(fqn, dtype, chunks[0].sizes, chunks[0].num_bytes or 0, 1)
-    sizes = sizes_of_tensor([(chunk.offsets or (), chunk.sizes or ()) for chunk in chunks])
-    return ContentKey(
-        fqn, dtype, sizes, bytes_of(dtype, sizes, sum(chunk.num_bytes or 0 for chunk in chunks)), len(chunks)
-    )
+def _key(path: Path, fqn: str, entries: Sequence[SafetensorsEntry]) -> ContentKey:
+    first = entries[0]
+    if len(entries) == 1 and not any(first.offsets):
+        return ContentKey(fqn, first.dtype, first.sizes, first.num_bytes, 1)
+    sizes = sizes_of_tensor(f"{path}: {fqn}", [(entry.offsets, entry.sizes) for entry in entries])
+    num_bytes = bytes_of(first.dtype, sizes, sum(entry.num_bytes for entry in entries))
+    return ContentKey(fqn, first.dtype, sizes, num_bytes, len(entries))
+
+
+def _chunk(place: tuple[str, SafetensorsEntry]) -> ContentChunk:
+    name, entry = place
+    return ContentChunk(entry.offsets, entry.sizes, name, entry.begin, entry.num_bytes)
 
 
 def _entry(entry: Any, box: Any, data_begin: int) -> SafetensorsEntry:
-    sizes = tuple(map(_count, entry["shape"]))
-    begin, end = map(_count, entry["data_offsets"])
-    offsets = (0,) * len(sizes) if box is None else tuple(map(_count, box["saved_offsets"]))
+    sizes = tuple(entry["shape"])
+    begin, end = entry["data_offsets"]
+    offsets = (0,) * len(sizes) if box is None else tuple(box["saved_offsets"])
+    for value in (*sizes, *offsets, begin, end):
+        if type(value) is not int or not 0 <= value < _TOO_LARGE:
+            raise ValueError(f"got {value!r}, expected a number of bytes or elements")
     if len(offsets) != len(sizes):
         raise ValueError("a chunk has other dims than its tensor")
-    dtype = _DTYPES.get(str(entry["dtype"]), str(entry["dtype"]))
+    dtype = _DTYPES.get(entry["dtype"]) or str(entry["dtype"])
     num_bytes = num_bytes_of(dtype, sizes) if dtype in ITEM_BYTES else end - begin
     if end - begin != num_bytes:
         raise ValueError(f"{num_bytes} bytes are needed where {end - begin} are given")
+    if 0 in sizes and not _can_be(sizes):
+        raise ValueError(f"got the shape {list(sizes)}, which is too large to be")
     return SafetensorsEntry(dtype, sizes, offsets, data_begin + begin, num_bytes)
 
 
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError(f"got {value!r}, expected a number of bytes or elements")
-    return value
+def _can_be(sizes: Sequence[int]) -> bool:
+    """Whether torch can count the elements of such a tensor; it multiplies sizes even where one is zero."""
+    return math.prod(size or 1 for size in sizes) < _TOO_LARGE // _MAX_ITEM_BYTES
 
 
 def _check_places(path: Path, entries: dict[str, SafetensorsEntry], data_begin: int, file_bytes: int) -> None:

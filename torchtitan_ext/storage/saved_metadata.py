@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError
@@ -49,12 +49,20 @@ class SavedMetadata:
     @property
     def world(self) -> tuple[int | None, dict[str, int]]:
         """How many ranks saved, and the sizes of their named mesh axes, as far as the checkpoint says."""
-        record = self.planner_data.get(WORLD_KEY) if isinstance(self.planner_data, dict) else None
-        if isinstance(record, dict):
-            mesh = record.get("mesh")
-            return record.get("size"), mesh if isinstance(mesh, dict) else {}
+        recorded = recorded_world(self.planner_data)
+        if recorded is not None:
+            return recorded
         size = "" if self.index is None else self.index.notes.get("world_size", "")
         return int(size) if size.isdecimal() else None, {}
+
+
+def recorded_world(planner_data: Any) -> tuple[int, dict[str, int]] | None:
+    """How many ranks saved, and their named mesh axes, as a save of ours notes it; ``None`` where there is no note."""
+    record = planner_data.get(WORLD_KEY) if isinstance(planner_data, dict) else None
+    size, mesh = (record.get("size"), record.get("mesh")) if isinstance(record, dict) else (None, None)
+    if not _is_count(size) or not isinstance(mesh, dict):
+        return None
+    return size, {axis: length for axis, length in mesh.items() if isinstance(axis, str) and _is_count(length)}
 
 
 def ranks_with_metadata(directory: Path) -> list[int]:
@@ -135,6 +143,10 @@ def _of_index_alone(
     except (ValueError, OverflowError) as error:
         raise DamagedCheckpointError(str(error)) from None
     return SavedMetadata(columns, planner_data, fields, version, index)
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return type(value) is int and value > 0
 
 
 def _save_id(fields: dict[str, Any]) -> str | None:

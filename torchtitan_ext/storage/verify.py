@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from torchtitan_ext.errors import DamagedCheckpointError, TorchtitanExtError
 from torchtitan_ext.storage.archives import archive_damage
 from torchtitan_ext.storage.checkpoint_files import parse_index
+from torchtitan_ext.storage.damage import cover_defect
 from torchtitan_ext.storage.dcp_damage import DcpLook, verify_dcp
 from torchtitan_ext.storage.formats import ZIP_START, Format, format_of
 from torchtitan_ext.storage.opened import OpenedCheckpoint
 from torchtitan_ext.storage.progress import OnBytes
-from torchtitan_ext.storage.safetensors_files import find_weight_map, read_header, read_weight_map, safetensors_paths
+from torchtitan_ext.storage.safetensors_files import (
+    SafetensorsEntry,
+    find_weight_map,
+    read_header,
+    read_weight_map,
+    safetensors_paths,
+    sizes_of_tensor,
+)
 from torchtitan_ext.storage.verdict import Damage, Verdict
 
 
@@ -72,13 +82,13 @@ def is_whole(path: Path) -> bool:
 def _verify_safetensors(path: Path, *, is_deep: bool, on_bytes: OnBytes) -> Verdict:
     """The headers describe all bytes of their files, and the index names what is there; there are no checksums."""
     damages: list[Damage] = []
-    keys_of: dict[str, set[str]] = {}
+    headers: dict[str, dict[str, SafetensorsEntry]] = {}
     files = safetensors_paths(path)
     for file in files:
         try:
-            keys_of[file.name] = set(read_header(file))
+            headers[file.name] = read_header(file)
         except (DamagedCheckpointError, OSError) as error:
-            keys_of[file.name] = set()
+            headers[file.name] = {}
             damages.append(Damage(file.name, _reason(error)))
         on_bytes(file.stat().st_size)
     weight_map: dict[str, str] = {}
@@ -88,16 +98,47 @@ def _verify_safetensors(path: Path, *, is_deep: bool, on_bytes: OnBytes) -> Verd
             weight_map = read_weight_map(index)
         except DamagedCheckpointError as error:
             damages.append(Damage(index.name, error.reason))
-    damaged = {damage.file for damage in damages}
-    for name in sorted(set(weight_map.values()) - set(keys_of)):
-        num_keys = sum(file == name for file in weight_map.values())
-        damages.append(Damage(name, f"{path / name}: the index names it for {num_keys} keys, and it is not there"))
-    for fqn, name in weight_map.items():
-        if name in keys_of and name not in damaged and fqn not in keys_of[name]:
-            damages.append(Damage(name, f"{path / name}: the index names it for {fqn}, which it does not hold"))
+    damages += _index_damages(path, weight_map, headers, {damage.file for damage in damages})
+    if not damages:
+        damages += _chunk_damages(path, weight_map, headers)
     num_bytes = sum(file.stat().st_size for file in files)
-    num_files = len(set(keys_of) | set(weight_map.values()))
-    return Verdict(path, "safetensors", is_deep, damages, num_files, num_bytes, list(keys_of) if is_deep else [])
+    num_files = len(set(headers) | set(weight_map.values()))
+    return Verdict(path, "safetensors", is_deep, damages, num_files, num_bytes, list(headers) if is_deep else [])
+
+
+def _index_damages(
+    path: Path, weight_map: Mapping[str, str], headers: Mapping[str, Mapping[str, Any]], damaged: set[str]
+) -> Iterator[Damage]:
+    """Files and tensors that an index names and that are not there."""
+    for name, num_keys in sorted(Counter(weight_map.values()).items()):
+        if name not in headers:
+            yield Damage(name, f"{path / name}: the index names it for {num_keys} keys, and it is not there")
+    for fqn, name in weight_map.items():
+        if name in headers and name not in damaged and fqn not in headers[name]:
+            yield Damage(name, f"{path / name}: the index names it for {fqn}, which it does not hold")
+
+
+def _chunk_damages(
+    path: Path, weight_map: Mapping[str, str], headers: Mapping[str, Mapping[str, SafetensorsEntry]]
+) -> Iterator[Damage]:
+    """Tensors whose chunks, in the files where they count, do not make up one tensor."""
+    chunks: dict[str, list[tuple[str, SafetensorsEntry]]] = {}
+    for name, entries in headers.items():
+        for fqn, entry in entries.items():
+            if weight_map.get(fqn, name) == name:
+                chunks.setdefault(fqn, []).append((name, entry))
+    for fqn, places in chunks.items():
+        if len(places) == 1 and not any(places[0][1].offsets):
+            continue
+        boxes = [(entry.offsets, entry.sizes) for _, entry in places]
+        try:
+            sizes = sizes_of_tensor(f"{path}: {fqn}", boxes)
+        except DamagedCheckpointError as error:
+            yield Damage(places[0][0], error.reason)
+            continue
+        defect = cover_defect(sizes, boxes)
+        if defect is not None:
+            yield Damage(places[0][0], f"{path}: the chunks of {fqn} {list(sizes)} {defect}: it cannot be loaded")
 
 
 def _verify_torch(path: Path, *, is_deep: bool, on_bytes: OnBytes) -> Verdict:
