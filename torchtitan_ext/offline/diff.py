@@ -120,6 +120,8 @@ def diff(
     differences = [Difference(key, "only_in_a", a=described(a, keys_a[key])) for key in keys_a.keys() - keys_b.keys()]
     differences += [Difference(key, "only_in_b", b=described(b, keys_b[key])) for key in keys_b.keys() - keys_a.keys()]
     both = sorted(keys_a.keys() & keys_b.keys())
+    for source, keys in ((a, keys_a), (b, keys_b)):
+        source.check_files(keys[key] for key in both)
     tensors = []
     for key in both:
         found = _differs_by_metadata(key, a, keys_a[key], b, keys_b[key])

@@ -6,10 +6,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchtitan_ext.errors import Problem, WrongValueError, refusal
-from torchtitan_ext.offline.boxes import BoxReader
+from torchtitan_ext.offline.boxes import BoxReader, Piece
+from torchtitan_ext.offline.saved_records import records_of
 from torchtitan_ext.offline.sources import Source, paths_of, tensor_bytes
 from torchtitan_ext.state.nested import Path
 
@@ -79,7 +80,7 @@ class SelectedKeys:
 
     Raises:
         WrongValueError: Nothing is selected.
-        DamagedCheckpointError: Chunks of a tensor are missing, or overlap.
+        DamagedCheckpointError: Data files are not there; chunks of a tensor are missing, or overlap.
         LayoutError: The bytes of a tensor are not its elements, one behind the other: it is a subclass, quantised or
             sparse.
     """
@@ -89,6 +90,7 @@ class SelectedKeys:
         self.source = source
         self.fqns = selection.keys_of(source)
         self.paths = selection.paths_of(source)
+        source.check_files(self.fqns.values())
         entries = source.metadata.state_dict_metadata
         reader = BoxReader(source)
         self.tensors = {
@@ -104,9 +106,13 @@ class SelectedKeys:
 
 
 def _check_plain(source: Source, tensors: Mapping[str, TensorStorageMetadata]) -> None:
-    indices = [MetadataIndex(fqn, chunk.offsets) for fqn, entry in tensors.items() for chunk in entry.chunks]
-    records = source.find_records(indices)
-    odd = dict.fromkeys(index.fqn for index, record in zip(indices, records, strict=True) if record.tensor is None)
+    chunks = [
+        Piece(fqn, entry.properties.dtype, tuple(chunk.offsets), tuple(chunk.sizes))
+        for fqn, entry in tensors.items()
+        for chunk in entry.chunks
+    ]
+    records = records_of(source, chunks)
+    odd = dict.fromkeys(chunk.fqn for chunk, record in zip(chunks, records, strict=True) if record.tensor is None)
     if odd:
         what = (
             "is a tensor subclass, quantised or sparse, or of a machine with another order of bytes; load and save it "

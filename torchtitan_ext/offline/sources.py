@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,6 +27,7 @@ from torchtitan_ext.checkpoint.storage_entries import storage_problems
 from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError, refusal
 from torchtitan_ext.state.plain_value import read_value
 from torchtitan_ext.storage.checkpoint_files import Record
+from torchtitan_ext.storage.contents import size_of
 from torchtitan_ext.storage.file_reader import FileReader
 from torchtitan_ext.storage.formats import format_of
 from torchtitan_ext.storage.raw_tensor import DTYPES
@@ -47,6 +48,10 @@ class Source(Protocol):
     path: Path
     metadata: Metadata
     thread_count: int | None
+
+    def check_files(self, fqns: Iterable[str]) -> None:
+        """Raises DamagedCheckpointError where a data file of one of these keys is not there, or is cut."""
+        ...
 
     def find_records(self, indices: Sequence[MetadataIndex]) -> list[Record]:
         """Where chunks of tensors lie."""
@@ -104,6 +109,7 @@ class DcpSource:
             warnings.simplefilter("ignore")  # of checksums that stock's checkpoints do not have
             self.metadata = self._reader.read_metadata()
             self._reader.set_up_storage_reader(self.metadata, is_coordinator=False)
+        self._num_files, self._lost_files = _data_files(path, self.metadata)
         problems = storage_problems(self.metadata, self.metadata.state_dict_metadata)
         if problems:
             raise refusal("load", problems)
@@ -115,6 +121,20 @@ class DcpSource:
     @thread_count.setter
     def thread_count(self, count: int | None) -> None:
         self._reader.thread_count = count
+
+    def check_files(self, fqns: Iterable[str]) -> None:
+        if not self._lost_files:
+            return
+        for fqn in fqns:
+            entry = self.metadata.state_dict_metadata[fqn]
+            chunks = entry.chunks if isinstance(entry, TensorStorageMetadata) else ()
+            for index in [MetadataIndex(fqn, chunk.offsets) for chunk in chunks] or [MetadataIndex(fqn)]:
+                place = self.metadata.storage_data.get(index)
+                if place is not None and place.relative_path in self._lost_files:
+                    raise DamagedCheckpointError(
+                        f"{self.path}: {len(self._lost_files):,} of its {self._num_files:,} data files are not there, "
+                        f"or are cut: {fqn} lies in {place.relative_path}"
+                    )
 
     def find_records(self, indices: Sequence[MetadataIndex]) -> list[Record]:
         try:
@@ -161,6 +181,9 @@ class PlainFiles:
         self._values = values
         entries = {fqn: _entry_of(path, fqn, places[fqn]) if fqn in places else BytesStorageMetadata() for fqn in paths}
         self.metadata = Metadata(entries, planner_data=dict(paths))
+
+    def check_files(self, fqns: Iterable[str]) -> None:
+        """The files are there: their headers were read."""
 
     def find_records(self, indices: Sequence[MetadataIndex]) -> list[Record]:
         return [self._records[index.fqn, tuple(index.offset or ())] for index in indices]
@@ -230,6 +253,16 @@ def _checked_path(path: Any, fqn: str) -> tuple[str | int, ...]:
     if type(path) is tuple and path and {str, int}.issuperset(map(type, path)) and ".".join(map(str, path)) == fqn:
         return path
     return (fqn,)
+
+
+def _data_files(path: Path, metadata: Metadata) -> tuple[int, set[str]]:
+    """How many files metadata names that our reader has read, and those that are not there or end before a record."""
+    try:
+        ends = {name: end for name, _, _, end in metadata.storage_data.columns.describe_files()}
+    except OverflowError as error:
+        raise DamagedCheckpointError(f"{path}: its records have no end ({error})") from None
+    sizes = {name: size_of(path / name) for name in ends}
+    return len(ends), {name for name, size in sizes.items() if size is None or size < ends[name]}
 
 
 def _entry_of(path: Path, fqn: str, places: list[Place]) -> TensorStorageMetadata:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from torchtitan_ext import ops
 from torchtitan_ext.fingerprints import hex_of_digest
 from torchtitan_ext.layout.layout import Chunk, LocalShard
 from torchtitan_ext.offline.boxes import BoxReader, Piece, batched, cut, new_buffer, views
 from torchtitan_ext.offline.memory import divide
+from torchtitan_ext.offline.saved_records import records_of
 from torchtitan_ext.offline.sources import Source
 from torchtitan_ext.storage.progress import OnBytes
 
@@ -65,8 +65,7 @@ def _sum_of(values: torch.Tensor, piece: Piece, shape: tuple[int, ...]) -> int:
 
 
 def _in_file_order(source: Source, chunks: Sequence[Piece]) -> list[Piece]:
-    records = source.find_records([MetadataIndex(chunk.fqn, torch.Size(chunk.offsets)) for chunk in chunks])
-    places = [(record.file, record.offset) for record in records]
+    places = [(record.file, record.offset) for record in records_of(source, chunks)]
     return [chunks[position] for position in sorted(range(len(chunks)), key=places.__getitem__)]
 
 
