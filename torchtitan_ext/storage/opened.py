@@ -34,6 +34,7 @@ class OpenedCheckpoint:
         self._directory = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._metadata_name = ""
         self._metadata = b""
+        self._identity: tuple[int, ...] = ()
 
     def __del__(self) -> None:
         for descriptor in self._files.values():
@@ -47,15 +48,11 @@ class OpenedCheckpoint:
     def read_metadata(self, rank: int | None) -> bytes:
         """The bytes of ``.metadata``, by which it is known from then on whether another save has taken the place."""
         name = metadata_path(self.directory, rank).name
-        self._metadata = self._read(name)
-        self._metadata_name = name
-        return self._metadata
+        return self._read_as_metadata(name)
 
     def read_index_alone(self, name: str) -> bytes:
         """The bytes of an index that stands for ``.metadata``; it is known by them then."""
-        self._metadata = self._read(name)
-        self._metadata_name = name
-        return self._metadata
+        return self._read_as_metadata(name)
 
     def read_index(self, rank: int | None, save_id: str | None) -> tuple[Path, bytes | None]:
         """The index of a save, and its place; where there is none of this save any other, which is stale; or ``None``.
@@ -115,6 +112,13 @@ class OpenedCheckpoint:
             self._check_not_saved_over(name)
             raise OSError(error.errno, error.strerror, str(self.directory / name)) from None
 
+    def _read_as_metadata(self, name: str) -> bytes:
+        with os.fdopen(self._open(name), "rb") as stream:
+            self._identity = _identity(os.fstat(stream.fileno()))
+            self._metadata = stream.read()
+        self._metadata_name = name
+        return self._metadata
+
     def _read(self, name: str) -> bytes:
         with os.fdopen(self._open(name), "rb") as stream:
             return stream.read()
@@ -122,9 +126,16 @@ class OpenedCheckpoint:
     def _check_not_saved_over(self, missing: str) -> None:
         if not self._metadata_name or missing == self._metadata_name:
             return
+        path = self.directory / self._metadata_name
         try:
-            same = (self.directory / self._metadata_name).read_bytes() == self._metadata
+            # It has a hundred megabytes at a thousand ranks, and each of their files may be missing.
+            same = _identity(path.stat()) == self._identity or path.read_bytes() == self._metadata
         except OSError:
             same = False
         if not same:
             raise SavedOverError(str(self.directory), f"{missing} of the earlier save is gone")
+
+
+def _identity(status: os.stat_result) -> tuple[int, ...]:
+    """Equal for a file that nobody has replaced or written to."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
