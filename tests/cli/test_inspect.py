@@ -3,7 +3,6 @@
 import os
 import pickle
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from calls import STATE, call, call_importing, make
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from torchtitan_ext import _core
 from torchtitan_ext.cli.output import FINE, UNREADABLE, WRONG_USAGE
 from torchtitan_ext.storage import FileWriter
-from torchtitan_ext.storage.describe import describe
 
 KINDS = ["stock", "ours", "ours without .metadata", "safetensors directory", "safetensors", "torch"]
 SHAPES = {fqn: list(value.shape) for fqn, value in STATE.items() if isinstance(value, torch.Tensor)}
@@ -176,30 +172,3 @@ def test_each_rank_with_metadata_of_its_own(tmp_path: Path) -> None:
     assert done.code == UNREADABLE and "each rank has metadata of its own (rank 0)" in done.err
     assert call("inspect", path, "--rank", 0, "--json").json["keys"][0]["shape"] == [3]
     assert call("inspect", path, "--rank", 1).code == UNREADABLE
-
-
-def huge_index(path: Path, num_keys: int) -> None:
-    """A checkpoint of many tensors, of which there is the index only."""
-    columns = _core.MetadataColumns()
-    sizes = torch.Size([4, 8])
-    assert (
-        columns.add_chunk_list([ChunkStorageMetadata(torch.Size([0, 0]), sizes)], ChunkStorageMetadata, torch.Size) == 0
-    )
-    for number in range(num_keys):
-        columns.add_tensor_key(f"layers.{number}.weight", sizes, "float32", "torch.strided", 0, False, False, 0)
-    tables = columns.to_tables({}, {"save_id": "0" * 32}, "1.0.0")
-    assert tables is not None
-    path.mkdir()
-    (path / ".tte_index").write_bytes(_core.encode_index(bytes(16), -1, 0, [], [], tables))
-
-
-def test_a_hundred_thousand_tensors(tmp_path: Path) -> None:
-    huge_index(tmp_path / "c", 100_000)
-    begin = time.process_time()
-    done = call("inspect", tmp_path / "c", "--json")
-    assert time.process_time() - begin < 3
-    assert done.json["num_tensors"] == 100_000 and done.json["tensor_bytes"] == 100_000 * 128
-    begin = time.process_time()
-    assert len(call("inspect", tmp_path / "c").out.splitlines()) > 100_000
-    assert time.process_time() - begin < 3
-    assert describe(tmp_path / "c").keys[-1].fqn == "layers.99999.weight"

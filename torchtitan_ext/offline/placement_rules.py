@@ -16,6 +16,7 @@ Axes further right cut first, and FSDP cuts what tensor parallelism has left, as
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -265,7 +266,7 @@ def _saved_dims(shape: tuple[int, ...], boxes: Sequence[Box], old: World) -> tup
     open_axes = [axis for axis in old.mesh if axis not in fixed]
     choices: list[int | None] = [*range(len(shape)), None] if len(shape) > 1 else [None, 0]
     # Axes of several meshes, which together are more than there were ranks, are no one mesh.
-    if num_elements(tuple(old.mesh.values())) <= old.size:
+    if math.prod(old.mesh.values()) <= min(old.size, MAX_RANKS):
         saved = {(tuple(offsets), tuple(lengths)) for offsets, lengths in boxes}
         for chosen in itertools.islice(itertools.product(choices, repeat=len(open_axes)), _MAX_COMBINATIONS):
             dims = {**fixed, **dict(zip(open_axes, chosen, strict=True))}
