@@ -25,7 +25,7 @@ def run(
     component: Annotated[list[str] | None, typer.Option(help="Component or glob of keys; by default all.")] = None,
     shard: Shard = None,
     policy: Annotated[list[str] | None, typer.Option(help="What becomes of a component: dataloader=reset.")] = None,
-    device: Annotated[str | None, typer.Option(help="Where the job's tensors lie: cuda (by default) or cpu.")] = None,
+    device: Annotated[str | None, typer.Option(help="Of the job: cuda (by default) or cpu.")] = None,
     bandwidth: Annotated[str | None, typer.Option(help="Of one rank: 2GB/s.")] = None,
     shared_bandwidth: Annotated[str | None, typer.Option(help="Of the storage, for all ranks together.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the bytes of each rank, .svg, .png.")] = None,
