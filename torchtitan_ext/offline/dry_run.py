@@ -59,11 +59,10 @@ def dry_run(
             ``torchtitan_ext/offline/placement_rules.py``.
         checkpoint: What is loaded; without one there is only a save.
         components: What is loaded of it: components, and globs of flat keys. All by default.
-        placements: With ``mesh``, which dim each axis cuts, by canonical fqn or glob: ``{"*.wo.weight": {"tp": 1}}``.
+        placements: With ``mesh``, by canonical fqn or glob, dims of axes and stages: ``{"wo.weight": {"tp": 1}}``.
         layouts: Sharding orders, as of the planners.
         policy: As of ``tte.load``. Objects of the state dict that reshard by a rule of their own are asked.
-        device: Where the job's tensors lie: by default where those of the state dict do, else ``"cuda"``. It says what
-            passes through the host's memory.
+        device: Where the job's tensors lie; by default where those of the state dict do, else ``"cuda"``.
         bandwidth_bytes_per_second: Of one rank.
         shared_bandwidth_bytes_per_second: Of the storage, for all ranks together.
 
@@ -80,10 +79,9 @@ def dry_run(
     bandwidth = _bandwidth(bandwidth_bytes_per_second, shared_bandwidth_bytes_per_second)
     path = state if isinstance(state, (str, os.PathLike)) else checkpoint
     source = None if path is None else open_load_source(Source(path, include=tuple(components) or ("*",)))
-    metadata = None if source is None else source.opened.metadata
-    chunks = {} if metadata is None else saved_chunk_lists(metadata)
+    chunks = {} if source is None else saved_chunk_lists(source.opened.metadata)
     stages = _stages(state, source, mesh, placements, layouts, chunks)
-    notes = [*_notes(stages), *(source.notes if source is not None else ())]
+    notes = [*_notes(stages), *(() if source is None else source.notes)]
     held = device or _device_of(stages)
     with _warnings_as(notes):
         saving = [SavingRanks(stage.ranks, stage.one.value_bytes, stage.one.is_packed, held) for stage in stages]
@@ -94,8 +92,7 @@ def dry_run(
         with _warnings_as(notes):
             loading = [requests.of_stage(stage) for stage in stages]
             load = forecast_load(loading, requests.planner({}), source, chunks, bandwidth, held)
-    world, copies = world_of_stages(stages, mesh), _copies(stages)
-    return DryRun(world, held, copies, save, load, tuple(dict.fromkeys(notes)))
+    return DryRun(world_of_stages(stages, mesh), held, _copies(stages), save, load, tuple(dict.fromkeys(notes)))
 
 
 def _check_arguments(
