@@ -257,5 +257,23 @@ TEST(LeadsOutside, OfPaths) {
     EXPECT_FALSE(core::leads_outside(path)) << path;
 }
 
+TEST(IsText, OfNames) {
+  EXPECT_TRUE(core::is_text(""));
+  EXPECT_TRUE(core::is_text("layers.0.w\xc3\xa9"));
+  EXPECT_TRUE(core::is_text("\xed\x9f\xbf"));    // the last character before surrogates
+  EXPECT_FALSE(core::is_text("a\xed\xa0\x80"));  // the first half of a pair
+  EXPECT_TRUE(core::is_text("\xed"));
+}
+
+TEST(CanBeSizes, CountsBytesOfTheLargestElements) {
+  constexpr int64_t kMost = (int64_t{1} << 59) - 1;
+  for (const std::vector<int64_t>& sizes : {std::vector<int64_t>{}, {0, 0}, {kMost}, {0, kMost}, {1 << 29, 1 << 29}}) {
+    EXPECT_TRUE(core::can_be_sizes(sizes));
+  }
+  for (const std::vector<int64_t>& sizes : {std::vector<int64_t>{kMost + 1}, {0, kMost + 1}, {1 << 30, 1 << 29}}) {
+    EXPECT_FALSE(core::can_be_sizes(sizes));
+  }
+}
+
 }  // namespace
 }  // namespace torchtitan_ext

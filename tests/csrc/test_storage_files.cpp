@@ -9,6 +9,7 @@
 #include <random>
 #include <string>
 
+#include "core/pickle_writer.h"
 #include "storage/errors.h"
 #include "storage/file.h"
 #include "storage/parallel.h"
