@@ -32,7 +32,6 @@ from torchtitan_ext.storage.metadata_file import columns_of, metadata_of_tables,
 from torchtitan_ext.storage.written_metadata import encode_metadata
 
 NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=300)
-NUMBERS = st.integers(0, 2**62)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.uint16])
 PROPERTIES = st.builds(
     TensorProperties,
@@ -54,10 +53,16 @@ PLAIN = st.recursive(
 )
 
 
+def corners(num_dims: int) -> Any:
+    """Offsets or sizes; of as many bytes as a tensor can have, in elements of 16."""
+    numbers = st.integers(0, 2 ** (58 // max(1, num_dims)))
+    return st.lists(numbers, min_size=num_dims, max_size=num_dims)
+
+
 @st.composite
 def tensors(draw: Any) -> TensorStorageMetadata:
     num_dims = draw(st.integers(0, 3))
-    sizes = st.lists(NUMBERS, min_size=num_dims, max_size=num_dims).map(torch.Size)
+    sizes = corners(num_dims).map(torch.Size)
     chunks = draw(st.lists(st.builds(ChunkStorageMetadata, sizes, sizes), max_size=4))
     return TensorStorageMetadata(draw(PROPERTIES), draw(sizes), chunks)
 
@@ -80,7 +85,7 @@ def rank_files(draw: Any) -> tuple[list[RankFile], dict[MetadataIndex, _StorageI
     for rank in range(draw(st.integers(0, 3))):
         records, end = [], 0
         for fqn in draw(st.lists(NAMES, max_size=4)):
-            offsets = draw(st.none() | st.lists(NUMBERS, max_size=3).map(tuple))
+            offsets = draw(st.none() | st.integers(0, 3).flatmap(corners).map(tuple))
             index, num_bytes = draw(st.none() | st.integers(0, 2**40)), draw(st.integers(0, 2**40))
             records.append((fqn, offsets, index, end, num_bytes))
             place = MetadataIndex(fqn, offsets, index)
