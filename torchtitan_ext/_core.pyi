@@ -150,6 +150,9 @@ def rank_file_sizes(
     and what offsets and lengths of its records take in ``.metadata``."""
 
 def digest(bytes: bytes, /) -> int: ...
+def start_write_back(descriptor: int, offset: int, num_bytes: int) -> None:
+    """Asks the system to begin with writing these bytes of an open file out. Only a hint."""
+
 def exchange_paths(first: bytes, second: bytes, /) -> None:
     """Two paths of one file system change places at once; an OSError where the file system cannot."""
 

@@ -301,6 +301,8 @@ void define_storage(py::module_& module) {
   module.def("parse_records", &parse_records_py, py::arg("bytes"), py::arg("footer_offset"), py::arg("where"));
   module.def("find_tensors", &find_tensors, py::arg("path"), py::arg("places"), py::arg("num_threads"),
              py::arg("descriptor") = -1);
+  module.def("start_write_back", &start_write_back, py::arg("descriptor"), py::arg("offset"), py::arg("num_bytes"),
+             Unlocked());
   module.def("exchange_paths", &exchange_paths, Unlocked());
   module.def("is_on_fuse", &is_on_fuse, Unlocked());
 }

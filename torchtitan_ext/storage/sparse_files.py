@@ -9,11 +9,15 @@ from pathlib import Path
 
 import torch
 
+from torchtitan_ext import _core
 from torchtitan_ext.layout.dtensor import as_bytes
+
+# Of smaller tensors the system finds the time itself: a call for each would take longer than the disk.
+_WRITE_BACK_BYTES = 1 << 20
 
 
 def write_parts(parts: Sequence[tuple[Path, int, torch.Tensor]]) -> None:
-    """Writes contiguous tensors on the CPU at offsets, in bytes, of files.
+    """Writes contiguous tensors on the CPU at offsets, in bytes, of files, and lets the disk begin with them.
 
     Raises:
         OSError: Names the file.
@@ -23,6 +27,8 @@ def write_parts(parts: Sequence[tuple[Path, int, torch.Tensor]]) -> None:
         try:
             for _, offset, tensor in members:
                 _write(descriptor, offset, tensor)
+                if tensor.nbytes >= _WRITE_BACK_BYTES:
+                    _core.start_write_back(descriptor, offset, tensor.nbytes)
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(path)) from None
         finally:
