@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -36,8 +37,12 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 MAX_WORLD_SIZE = 8
 
-# A collective that waits longer than this fails on its own.
-COLLECTIVE_TIMEOUT_SECONDS = 60
+# A collective that waits longer than this fails on its own. Long: on a busy machine with a slow disk a worker that has
+# rested for a while may take a minute to come back.
+COLLECTIVE_TIMEOUT_SECONDS = 150
+
+# Where the ranks of a world find each other: in memory, where it can be, since a busy disk would keep them waiting.
+STORES = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 # When one rank has failed, the others usually notice the closed connections at once; then they are killed.
 GRACE_SECONDS = 10
@@ -71,6 +76,10 @@ class RemoteTraceback(Exception):
         return f"rank {self.rank} failed:\n{self.text}"
 
 
+class WorldSetUpError(RuntimeError):
+    """The process group of a world could not be set up: nothing of the test has run."""
+
+
 class WorldHungError(RuntimeError):
     """A world that did not answer in time. Its workers have been killed; the next world starts new ones."""
 
@@ -91,7 +100,7 @@ class WorldPool:
         function: Callable[..., Any],
         *args: Any,
         process_group: bool = True,
-        timeout_seconds: float = 180,
+        timeout_seconds: float = 240,
     ) -> list[Any]:
         """Runs `function(rank, world_size, *args)` on every rank of a fresh world and returns the results by rank.
 
@@ -108,8 +117,16 @@ class WorldPool:
         if not 1 <= world_size <= MAX_WORLD_SIZE:
             raise ValueError(f"run: world_size: got {world_size}, expected 1 to {MAX_WORLD_SIZE}")
         task = pickle.dumps((function, args))
+        try:
+            return self._run(world_size, task, process_group, timeout_seconds)
+        except WorldSetUpError as error:
+            warnings.warn(f"a world of {world_size} is set up again with new workers: {error}", stacklevel=2)
+            self.close()
+            return self._run(world_size, task, process_group, timeout_seconds)
+
+    def _run(self, world_size: int, task: bytes, process_group: bool, timeout_seconds: float) -> list[Any]:
         self._start(world_size)
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(dir=STORES) as folder:
             store_path = os.path.join(folder, "store") if process_group else None
             for rank in range(world_size):
                 self._workers[rank][1].send((rank, world_size, store_path, task))
@@ -202,13 +219,7 @@ def run_task(rank: int, world_size: int, store_path: str | None, task: bytes) ->
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     try:
         if store_path is not None:
-            dist.init_process_group(
-                "gloo",
-                store=dist.FileStore(store_path, world_size),
-                rank=rank,
-                world_size=world_size,
-                timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS),
-            )
+            set_up_process_group(rank, world_size, store_path)
         function, args = pickle.loads(task)
         answer = pickle.dumps(("result", function(rank, world_size, *args)))
         if store_path is not None:
@@ -222,6 +233,15 @@ def run_task(rank: int, world_size: int, store_path: str | None, task: bytes) ->
         forget_meshes()
         forget_plans()
     return answer
+
+
+def set_up_process_group(rank: int, world_size: int, store_path: str) -> None:
+    timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)
+    store = dist.FileStore(store_path, world_size)
+    try:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    except Exception as error:
+        raise WorldSetUpError(f"rank {rank}: {error}") from error
 
 
 def forget_meshes() -> None:

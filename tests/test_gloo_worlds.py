@@ -1,5 +1,6 @@
 import os
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +64,24 @@ def test_a_failing_rank_is_named_and_the_world_goes_on(run_world) -> None:
     assert "rank 1 failed" in str(caught.value.__cause__)
     assert "fail_on_rank_1" in str(caught.value.__cause__)
     assert run_world(3, total, 0) == [3] * 3
+
+
+def break_the_next_set_up(rank: int, world_size: int) -> None:
+    dist.init_process_group = refuse
+
+
+def refuse(*_: Any, **__: Any) -> None:
+    raise RuntimeError("no interface")
+
+
+def test_a_world_that_cannot_be_set_up_gets_new_workers() -> None:
+    pool = WorldPool()
+    try:
+        pool.run(2, break_the_next_set_up)
+        with pytest.warns(UserWarning, match="set up again with new workers: rank [01]: no interface"):
+            assert pool.run(2, total, 0) == [1, 1]
+    finally:
+        pool.close()
 
 
 def test_a_hanging_world_is_killed_and_replaced() -> None:
