@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import mmap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from torchtitan_ext import _core
-from torchtitan_ext.checkpoint.saved_chunks import SavedChunks
+from torchtitan_ext.checkpoint.saved_chunks import ChunkList, SavedChunks
 from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError
 from torchtitan_ext.layout.dtensor import local_view
 from torchtitan_ext.layout.wrapper import dense_values
@@ -52,6 +52,15 @@ class _Part:
     index: MetadataIndex
     offsets: tuple[int, ...]
     place: torch.Tensor
+
+
+def chunks_of(tensors: Mapping[str, TensorStorageMetadata]) -> list[Piece]:
+    """The chunks that tensors were saved in, by the names in the source."""
+    return [
+        Piece(fqn, entry.properties.dtype, tuple(chunk.offsets), tuple(chunk.sizes))
+        for fqn, entry in tensors.items()
+        for chunk in entry.chunks
+    ]
 
 
 def cut(piece: Piece, max_bytes: int) -> Iterator[Piece]:
@@ -120,12 +129,24 @@ def new_buffer(num_bytes: int) -> torch.Tensor:
 
 
 class BoxReader:
-    """Reads boxes of a source's tensors, whatever chunks these were saved in. Each thread has one of its own."""
+    """Reads boxes of a source's tensors, whatever chunks these were saved in. Each thread has one of its own.
 
-    def __init__(self, source: Source) -> None:
+    Args:
+        chunks: Those that another reader of the source knows.
+    """
+
+    def __init__(self, source: Source, chunks: SavedChunks | None = None) -> None:
         self.source = source
-        self._chunks = SavedChunks()
+        self._chunks = SavedChunks() if chunks is None else chunks
         self._close()
+
+    def another(self) -> BoxReader:
+        """A reader of the same source, for another thread."""
+        return BoxReader(self.source, self._chunks)
+
+    def chunk_list(self, entry: TensorStorageMetadata) -> ChunkList:
+        """How a tensor of the source was saved."""
+        return self._chunks.of(entry)
 
     def entry(self, fqn: str) -> TensorStorageMetadata:
         """What the source says of a tensor.
@@ -135,7 +156,7 @@ class BoxReader:
         """
         entry = self.source.metadata.state_dict_metadata[fqn]
         assert isinstance(entry, TensorStorageMetadata), f"{fqn} is no tensor, please report"
-        if not self._chunks.of(entry).covers(tuple(entry.size)):
+        if not self.chunk_list(entry).covers(tuple(entry.size)):
             raise DamagedCheckpointError(
                 f"{self.source.path}: the chunks of {fqn} do not hold every element of its {tuple(entry.size)} once"
             )
@@ -179,7 +200,7 @@ class BoxReader:
     def _parts_of(self, piece: Piece, place: torch.Tensor) -> list[_Part]:
         entry = self.source.metadata.state_dict_metadata[piece.fqn]
         assert isinstance(entry, TensorStorageMetadata)
-        chunks = self._chunks.of(entry)
+        chunks = self.chunk_list(entry)
         wanted = [(piece.offsets, piece.sizes, (0,) * len(piece.sizes))]
         parts = []
         for _, chunk, saved_offsets, local_offsets, sizes in chunks.index.find_overlaps(wanted):

@@ -100,7 +100,7 @@ def convert(
             if to == "hf"
             else _lay_out_torch(keys, staged, weights_only)
         )
-        fill_files(source, places, shares, progress)
+        fill_files(keys.reader, places, shares, progress)
         paths = sorted({place.path for place in places}) or [staged]
         sync_files(paths)
         if to == "hf":

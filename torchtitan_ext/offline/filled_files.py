@@ -10,7 +10,6 @@ from torchtitan_ext.layout.layout import row_major_position
 from torchtitan_ext.offline.boxes import BoxReader, Piece, batched, cut, new_buffer, views
 from torchtitan_ext.offline.memory import Shares
 from torchtitan_ext.offline.processes import run_tasks
-from torchtitan_ext.offline.sources import Source
 from torchtitan_ext.storage.progress import OnBytes
 from torchtitan_ext.storage.sparse_files import write_parts
 
@@ -40,15 +39,14 @@ class _Part:
         return self.piece.num_bytes
 
 
-def fill_files(source: Source, targets: Sequence[TensorPlace], shares: Shares, progress: OnBytes) -> None:
-    """Writes tensors of a source into files that are there already.
+def fill_files(reader: BoxReader, targets: Sequence[TensorPlace], shares: Shares, progress: OnBytes) -> None:
+    """Writes tensors of a reader's source into files that are there already.
 
     Raises:
         DamagedCheckpointError: Bytes of the source are not what was written.
         OSError: A file cannot be read or written.
     """
-    reader = BoxReader(source)
-    source.thread_count = shares.num_threads
+    reader.source.thread_count = shares.num_threads
     parts: list[_Part] = []
     for place in targets:
         entry = reader.entry(place.fqn)

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import (
 from torchtitan_ext.checkpoint.key_table import Box
 from torchtitan_ext.checkpoint.world import WORLD_KEY, World, world_record
 from torchtitan_ext.offline.boxes import Piece
-from torchtitan_ext.offline.placement_rules import Placed, PlacementRules, saved_chunk_lists
+from torchtitan_ext.offline.placement_rules import Placed, PlacementRules
 from torchtitan_ext.offline.selection import SelectedKeys
 
 
@@ -49,7 +49,7 @@ class MeshPlan:
         rules: Of the mesh; one rank writes everything where there are none.
 
     Raises:
-        ValueError: A rule applies to none of the tensors.
+        LayoutError: A rule applies to none of the tensors.
     """
 
     def __init__(self, keys: SelectedKeys, rules: PlacementRules | None) -> None:
@@ -58,13 +58,12 @@ class MeshPlan:
         self.num_ranks = 1 if rules is None else len(rules.mesh.ranks)
         if rules is not None:
             rules.check_used(list(keys.tensors))
-        saved = saved_chunk_lists(keys.source.metadata)
         self.assumed: list[str] = []
         cuts: dict[tuple[tuple[int, ...], Placed], _Cut] = {}
         self._cuts: dict[str, _Cut] = {}
         for key, entry in keys.tensors.items():
             shape = tuple(entry.size)
-            placed = Placed(None, ()) if rules is None else rules.place(key, shape, saved[keys.fqns[key]])
+            placed = Placed(None, ()) if rules is None else rules.place(key, shape, keys.reader.chunk_list(entry))
             self.assumed += [key] if placed.is_assumed else []
             alike = (shape, placed)
             if alike not in cuts:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.planner import SavePlan
 
-from torchtitan_ext.offline.boxes import BoxReader, Piece, batched, cut, new_buffer, views
+from torchtitan_ext.offline.boxes import Piece, batched, cut, new_buffer, views
 from torchtitan_ext.offline.memory import Shares, divide
 from torchtitan_ext.offline.mesh_plan import MeshPlan, RankBox
 from torchtitan_ext.offline.placement_rules import DimOf, PlacementRules
@@ -110,7 +110,7 @@ class _RankFiles:
         self._sync = sync
         self._source = plan.keys.source
         self._fqns = plan.keys.fqns
-        self._reader = BoxReader(self._source)
+        self._reader = plan.keys.reader
         self._source.thread_count = shares.num_threads
 
     def write(self, rank: int, progress: OnBytes) -> RankFile | None:

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchtitan_ext.errors import Problem, WrongValueError, refusal
-from torchtitan_ext.offline.boxes import BoxReader, Piece
+from torchtitan_ext.offline.boxes import BoxReader, chunks_of
 from torchtitan_ext.offline.saved_records import records_of
 from torchtitan_ext.offline.sources import Source, paths_of, tensor_bytes
 from torchtitan_ext.state.nested import Path
@@ -73,6 +73,7 @@ class SelectedKeys:
     """The keys of a checkpoint that are copied: tensors of plain memory, and values.
 
     Attributes:
+        reader: Of the source; it knows the chunks of all tensors.
         fqns: Names in the source by the names that keys get, in the source's order.
         paths: Where each key stands in the nested state dict, by the name that it gets.
         tensors: What the metadata says of each tensor, by the name that it gets.
@@ -88,15 +89,14 @@ class SelectedKeys:
     def __init__(self, source: Source, selection: Selection) -> None:
         selection.check_finds(source)
         self.source = source
+        self.reader = BoxReader(source)
         self.fqns = selection.keys_of(source)
         self.paths = selection.paths_of(source)
         source.check_files(self.fqns.values())
         entries = source.metadata.state_dict_metadata
-        reader = BoxReader(source)
-        self.tensors = {
-            key: reader.entry(fqn) for key, fqn in self.fqns.items() if isinstance(entries[fqn], TensorStorageMetadata)
-        }
-        self.values = [key for key in self.fqns if key not in self.tensors]
+        is_tensor = {key: isinstance(entries[fqn], TensorStorageMetadata) for key, fqn in self.fqns.items()}
+        self.tensors = {key: self.reader.entry(fqn) for key, fqn in self.fqns.items() if is_tensor[key]}
+        self.values = [key for key in self.fqns if not is_tensor[key]]
         _check_plain(source, {self.fqns[key]: entry for key, entry in self.tensors.items()})
 
     @property
@@ -106,11 +106,7 @@ class SelectedKeys:
 
 
 def _check_plain(source: Source, tensors: Mapping[str, TensorStorageMetadata]) -> None:
-    chunks = [
-        Piece(fqn, entry.properties.dtype, tuple(chunk.offsets), tuple(chunk.sizes))
-        for fqn, entry in tensors.items()
-        for chunk in entry.chunks
-    ]
+    chunks = chunks_of(tensors)
     records = records_of(source, chunks)
     odd = dict.fromkeys(chunk.fqn for chunk, record in zip(chunks, records, strict=True) if record.tensor is None)
     if odd:

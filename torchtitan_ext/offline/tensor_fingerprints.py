@@ -10,7 +10,7 @@ import torch
 from torchtitan_ext import ops
 from torchtitan_ext.fingerprints import hex_of_digest
 from torchtitan_ext.layout.layout import Chunk, LocalShard
-from torchtitan_ext.offline.boxes import BoxReader, Piece, batched, cut, new_buffer, views
+from torchtitan_ext.offline.boxes import BoxReader, Piece, batched, chunks_of, cut, new_buffer, views
 from torchtitan_ext.offline.memory import divide
 from torchtitan_ext.offline.saved_records import records_of
 from torchtitan_ext.offline.sources import Source
@@ -31,13 +31,9 @@ def fingerprint_tensors(
     shares = divide(max_bytes, num_threads)
     num_threads, part_bytes = shares.num_processes, shares.part_bytes
     source.thread_count = shares.num_threads
-    chunks = [
-        Piece(fqn, entry.properties.dtype, tuple(chunk.offsets), tuple(chunk.sizes))
-        for fqn, entry in entries.items()
-        for chunk in entry.chunks
-    ]
-    pieces = (piece for chunk in _in_file_order(source, chunks) for piece in cut(chunk, part_bytes))
-    free = [(BoxReader(source), new_buffer(part_bytes)) for _ in range(num_threads)]
+    chunks = _in_file_order(source, chunks_of(entries))
+    pieces = (piece for chunk in chunks for piece in cut(chunk, part_bytes))
+    free = [(reader.another(), new_buffer(part_bytes)) for _ in range(num_threads)]
 
     def digest(batch: Sequence[Piece]) -> list[int]:
         reader, buffer = free.pop()
