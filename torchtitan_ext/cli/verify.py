@@ -10,7 +10,7 @@ import typer
 
 from torchtitan_ext.cli.options import Json
 from torchtitan_ext.cli.output import DIFFERS, count_of, print_json, print_line, text_of_bytes
-from torchtitan_ext.errors import UnknownFormatError
+from torchtitan_ext.errors import UnknownFormatError, named
 from torchtitan_ext.storage.formats import format_of
 from torchtitan_ext.storage.progress import progress
 from torchtitan_ext.storage.steps import find_steps, step_path
@@ -97,9 +97,7 @@ def _print(verdict: Verdict) -> None:
         for damage in verdict.damages:
             print_line(f"  {damage.what}")
     if verdict.unproved:
-        more = len(verdict.unproved) - _MAX_UNPROVED
-        names = ", ".join(verdict.unproved[:_MAX_UNPROVED]) + (f" and {more} more" if more > 0 else "")
-        print_line(f"  no checksum of all bytes: {names}")
+        print_line(f"  no checksum of all bytes: {named(verdict.unproved, _MAX_UNPROVED)}")
 
 
 def _plain(verdict: Verdict) -> dict[str, Any]:

@@ -84,8 +84,8 @@ def dry_run(
     notes = [*_notes(stages), *(() if source is None else source.notes)]
     held = device or _device_of(stages)
     with _warnings_as(notes):
-        saving = [SavingRanks(stage.ranks, stage.one.value_bytes, stage.one.is_packed, held) for stage in stages]
-        save = forecast_save(saving, SavePlanner(layouts=layouts), bandwidth)
+        saving = [SavingRanks(stage.ranks, stage.one.value_bytes, stage.one.is_packed) for stage in stages]
+        save = forecast_save(saving, SavePlanner(layouts=layouts), bandwidth, held)
     load = None
     if source is not None:
         requests = LoadRequests(source.opened, policy, layouts, chunks, len(save.ranks))

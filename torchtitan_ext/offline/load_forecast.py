@@ -145,10 +145,11 @@ def forecast_load(
     except StateRefusedError as error:
         problems += error.problems
         report = error.report
-    reading = _Reading(source, chunks, device)
+    files = _Files(metadata)
+    reading = _Reading(source, chunks, files, device)
     ranks = sorted((one for group in groups for one in reading.ranks(group)), key=lambda one: one.rank)
     num_bytes = sum(one.num_bytes for one in ranks)
-    saved_bytes = _saved_bytes(groups, metadata)
+    saved_bytes = _saved_bytes(groups, metadata, files)
     metadata_bytes = sum(source.metadata_bytes)
     return LoadForecast(
         tuple(ranks),
@@ -178,15 +179,16 @@ class _Reading:
 
     Args:
         chunks: How its tensors were saved.
+        files: Where its parts lie.
         device: Where the ranks' tensors lie.
     """
 
-    def __init__(self, source: LoadSource, chunks: Mapping[str, ChunkList], device: Device) -> None:
+    def __init__(self, source: LoadSource, chunks: Mapping[str, ChunkList], files: _Files, device: Device) -> None:
         self._source = source
         self._saved = source.opened.metadata.state_dict_metadata
         self._chunks = chunks
         self._device = device
-        self._files = _Files(source.opened.metadata)
+        self._files = files
 
     def ranks(self, group: LoadingRanks) -> Iterator[RankLoad]:
         """What each rank of a group reads."""
@@ -254,9 +256,9 @@ class _Reading:
         return RankLoad(rank, state_bytes, num_reads, num_bytes, len(found - {_NO_FILE}), whole_bytes, buffer_bytes)
 
 
-def _saved_bytes(groups: Sequence[LoadingRanks], metadata: Metadata) -> int:
+def _saved_bytes(groups: Sequence[LoadingRanks], metadata: Metadata, files: _Files) -> int:
     """Bytes of all tensors and values that any rank reads, each once."""
-    saved, files = metadata.state_dict_metadata, _Files(metadata)
+    saved = metadata.state_dict_metadata
     wanted = {fqn for group in groups for fqn in group.ranks.table.entries}
     for group in groups:
         for rank in group.ranks.ranks:

@@ -79,21 +79,22 @@ class SavingRanks:
     Attributes:
         value_bytes: Of their values as they are written.
         is_packed: Whether some of their tensors lie otherwise in memory than row by row.
-        device: Where their tensors lie.
     """
 
     ranks: AlikeRanks
     value_bytes: Mapping[str, int]
     is_packed: bool
-    device: Device
 
 
-def forecast_save(groups: Sequence[SavingRanks], planner: SavePlanner, bandwidth: Bandwidth) -> SaveForecast:
+def forecast_save(
+    groups: Sequence[SavingRanks], planner: SavePlanner, bandwidth: Bandwidth, device: Device
+) -> SaveForecast:
     """What a save of all ranks would do.
 
     Args:
         groups: Together ranks 0, 1, ... of the job.
         planner: With the options of the save.
+        device: Where the ranks' tensors lie.
     """
     encoded = {rank: group.ranks.encoded(rank) for group in groups for rank in group.ranks.ranks}
     plans = [SavePlan([], planner_data=encoded[rank].message) for rank in sorted(encoded)]
@@ -108,7 +109,7 @@ def forecast_save(groups: Sequence[SavingRanks], planner: SavePlanner, bandwidth
     written.sort(key=lambda one: one.rank)
     files = [FileRecords(one.rank, one.file.index_bytes, one.file.pickled_place_bytes) for one in written if one.file]
     metadata_bytes, index_bytes = foresee_metadata(metadata, files), foresee_index(files, len(written))
-    ranks = [_rank_save(one, metadata_bytes, index_bytes) for one in written]
+    ranks = [_rank_save(one, metadata_bytes, index_bytes, device) for one in written]
     saved = metadata.state_dict_metadata.values()
     return SaveForecast(
         tuple(ranks),
@@ -229,14 +230,14 @@ def _writes_of(decision: bytes, group: SavingRanks, rank: int, encoded: EncodedT
     return writes
 
 
-def _rank_save(one: _RankWrites, metadata_bytes: int, index_bytes: int) -> RankSave:
+def _rank_save(one: _RankWrites, metadata_bytes: int, index_bytes: int, device: Device) -> RankSave:
     is_coordinator = one.rank == 0
     buffer_bytes = saving_bytes(
         num_records=one.num_records,
         num_bytes=one.num_bytes,
         value_bytes=one.value_bytes,
         is_packed=one.group.is_packed,
-        is_staged=one.group.device != "cpu" and one.has_tensors,
+        is_staged=device != "cpu" and one.has_tensors,
         metadata_bytes=metadata_bytes if is_coordinator else 0,
         index_bytes=index_bytes if is_coordinator else 0,
     )
