@@ -131,6 +131,22 @@ def test_metadata_that_cannot_be_loaded_is_damaged(tmp_path: Path) -> None:
     assert "the chunks of layers.0.wq [2000, 1000] leave out [1500, 0]: it cannot be loaded" in done.out
 
 
+def test_records_are_compared_with_the_metadata(tmp_path: Path) -> None:
+    path = make(tmp_path / "c", "stock")
+
+    def claim(metadata: dcp.Metadata) -> None:
+        entry = metadata.state_dict_metadata["layers.0.wq"]
+        entry.size = entry.chunks[0].sizes = torch.Size([2001, 1000])
+        metadata.state_dict_metadata["step"].properties.dtype = torch.float64
+
+    patch_metadata(path, claim)
+    assert call("verify", path).code == FINE
+    done = call("verify", path, "--deep")
+    assert done.code == DIFFERS
+    assert "it is float32 [2000, 1000], the metadata says float32 [2001, 1000]" in done.out
+    assert "it is int64 [], the metadata says float64 []" in done.out
+
+
 def test_an_index_of_safetensors_is_compared_with_the_files(tmp_path: Path) -> None:
     path = make(tmp_path / "c", "safetensors directory")
     index = path / "model.safetensors.index.json"

@@ -11,7 +11,8 @@ from torchtitan_ext.errors import DamagedCheckpointError
 from torchtitan_ext.offline.boxes import Piece
 from torchtitan_ext.offline.sources import Source
 from torchtitan_ext.storage.checkpoint_files import Record
-from torchtitan_ext.storage.raw_tensor import DTYPES
+from torchtitan_ext.storage.damage import shape_defect
+from torchtitan_ext.storage.raw_tensor import NAMES
 
 
 def records_of(source: Source, chunks: Sequence[Piece]) -> list[Record]:
@@ -22,10 +23,8 @@ def records_of(source: Source, chunks: Sequence[Piece]) -> list[Record]:
     """
     records = source.find_records([MetadataIndex(chunk.fqn, torch.Size(chunk.offsets)) for chunk in chunks])
     for chunk, record in zip(chunks, records, strict=True):
-        stored = record.tensor
-        if stored is not None and (stored.sizes != chunk.sizes or DTYPES[stored.dtype] != chunk.dtype):
-            found, expected = f"{stored.dtype} {list(stored.sizes)}", f"{chunk.dtype} {list(chunk.sizes)}"
-            raise DamagedCheckpointError(
-                f"{source.path}: {chunk.fqn} lies in {record.file} as {found}, the metadata says {expected}"
-            )
+        dtype = NAMES.get(chunk.dtype, str(chunk.dtype))
+        defect = None if record.tensor is None else shape_defect(record.tensor, dtype, chunk.sizes)
+        if defect is not None:
+            raise DamagedCheckpointError(f"{source.path}: {chunk.fqn} in {record.file} {defect}")
     return records

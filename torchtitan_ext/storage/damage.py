@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import named
-from torchtitan_ext.storage.checkpoint_files import CheckpointIndex
+from torchtitan_ext.storage.checkpoint_files import CheckpointIndex, StoredTensor
 from torchtitan_ext.storage.element_types import ITEM_BYTES
 
 _MAX_NAMED = 4
@@ -41,6 +41,13 @@ def describe_damage(
     name, begin, end = blocks[0]
     others = f" and {len(blocks) - 1} more blocks" if len(blocks) > 1 else ""
     return f"{directory / name}: bytes {begin} to {end}{others} do not match their checksum; in them lie {lie}"
+
+
+def shape_defect(stored: StoredTensor, dtype: str, sizes: Sequence[int]) -> str | None:
+    """What is wrong with a tensor that lies in a file, where the metadata says what it should be."""
+    if (stored.dtype, tuple(stored.sizes)) == (dtype, tuple(sizes)):
+        return None
+    return f"is {stored.dtype} {list(stored.sizes)}, the metadata says {dtype} {list(sizes)}"
 
 
 def cover_defect(sizes: Sequence[int], chunks: Sequence[tuple[Sequence[int], Sequence[int]]]) -> str | None:

@@ -1,7 +1,7 @@
 """Whether a DCP checkpoint is whole: every file there, of its size and its save, and every byte as it was written.
 
 Imports no torch. Checksums are those of our index. Of records that it does not cover, such as stock's, the CRC that
-torch writes into them is compared, where that is asked for.
+torch writes into them is compared, and what they say of their tensor with the metadata, where that is asked for.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from torchtitan_ext.errors import DamagedCheckpointError
 from torchtitan_ext.storage.archives import FilePart, archive_damage
 from torchtitan_ext.storage.checkpoint_files import IndexedFile, index_path, metadata_path, shown
 from torchtitan_ext.storage.contents import size_of
-from torchtitan_ext.storage.damage import Part, cover_defect, describe_damage
+from torchtitan_ext.storage.damage import Part, cover_defect, describe_damage, shape_defect
 from torchtitan_ext.storage.formats import ZIP_START
 from torchtitan_ext.storage.leftovers import checkpoint_names
 from torchtitan_ext.storage.opened import OpenedCheckpoint
 from torchtitan_ext.storage.progress import OnBytes
-from torchtitan_ext.storage.saved_metadata import SavedMetadata, parts_of, ranks_with_metadata, read_saved_metadata
+from torchtitan_ext.storage.saved_metadata import SavedMetadata, SavedParts, ranks_with_metadata, read_saved_metadata
+from torchtitan_ext.storage.stock_records import find_stock_tensors
 from torchtitan_ext.storage.threads import thread_count_of
 from torchtitan_ext.storage.verdict import Damage, Verdict
 
@@ -95,8 +96,9 @@ class DcpLook:
         yield from metadata_damages
         indexed = {} if saved.index is None else saved.index.files
         self.names |= ends.keys() | indexed.keys()
+        parts = SavedParts(saved.columns)
         for name in sorted(self.names)[part::num_parts]:
-            yield from self._file_damages(saved, name, ends.get(name, 0), indexed.get(name))
+            yield from self._file_damages(saved, parts, name, ends.get(name, 0), indexed.get(name))
 
     @property
     def _metadata_name(self) -> str:
@@ -109,7 +111,7 @@ class DcpLook:
         return places[min(at for at in places if at >= 0)] if max(places, default=-1) >= 0 else self._metadata_name
 
     def _file_damages(
-        self, saved: SavedMetadata, name: str, num_bytes: int, indexed: IndexedFile | None
+        self, saved: SavedMetadata, parts: SavedParts, name: str, num_bytes: int, indexed: IndexedFile | None
     ) -> Iterator[Damage]:
         path = self._files.directory / name
         try:
@@ -140,24 +142,24 @@ class DcpLook:
             yield Damage(name, f"{path} ends before its last record, at byte {num_bytes}")
             return
         if self._is_deep:
-            yield from self._byte_damages(saved, runs, descriptor, path, num_bytes, indexed is not None)
+            if indexed is None:
+                damages = self._record_damages(path, descriptor, parts) if self._with_crcs else iter(())
+            else:
+                damages = self._block_damages(saved, parts, runs, path, num_bytes)
+            try:
+                yield from damages
+            except OSError as error:
+                yield Damage(name, f"{path} cannot be read: {error.strerror}")
 
-    def _byte_damages(
-        self, saved: SavedMetadata, runs: _core.RunReader, descriptor: int, path: Path, num_bytes: int, is_indexed: bool
+    def _block_damages(
+        self, saved: SavedMetadata, parts: SavedParts, runs: _core.RunReader, path: Path, num_bytes: int
     ) -> Iterator[Damage]:
-        name = path.relative_to(self._files.directory).as_posix()
-        try:
-            if is_indexed:
-                damaged = self._damaged_bytes(runs, num_bytes)
-                parts = [part for part in parts_of(saved.columns) if part.path == name] if damaged else []
-                for begin, end in damaged:
-                    text = describe_damage(self._files.directory, [(name, begin, end)], parts, saved.index)
-                    yield Damage(name, text)
-            elif self._with_crcs:
-                of_file = (part for part in parts_of(saved.columns) if part.path == name)
-                yield from self._record_damages(path, descriptor, of_file)
-        except OSError as error:
-            yield Damage(name, f"{path} cannot be read: {error.strerror}")
+        """Bytes that do not match our checksums."""
+        name = self._name_of(path)
+        damaged = self._damaged_bytes(runs, num_bytes)
+        of_file = list(parts.of_file(name)) if damaged else []
+        for begin, end in damaged:
+            yield Damage(name, describe_damage(self._files.directory, [(name, begin, end)], of_file, saved.index))
 
     def _damaged_bytes(self, runs: _core.RunReader, num_bytes: int) -> list[tuple[int, int]]:
         """Ranges of bytes of a file that do not match their checksums; neighbouring blocks are one."""
@@ -174,19 +176,48 @@ class DcpLook:
             self._on_bytes(count)
         return ranges
 
-    def _record_damages(self, path: Path, descriptor: int, parts: Iterator[Part]) -> Iterator[Damage]:
-        for part in parts:
+    def _record_damages(self, path: Path, descriptor: int, parts: SavedParts) -> Iterator[Damage]:
+        """Records of torch that do not match their CRCs, or whose tensors are not what the metadata says."""
+        name = self._name_of(path)
+        tensors: list[Part] = []
+        for part in parts.of_file(name):
             if os.pread(descriptor, len(ZIP_START), part.offset) != ZIP_START:
-                self.unproved.add(path.name)
+                self.unproved.add(name)
                 self._on_bytes(part.num_bytes)
                 continue
             record = cast(BinaryIO, io.BufferedReader(FilePart(descriptor, part.offset, part.num_bytes), 1 << 18))
             problem, is_proved = archive_damage(record, is_deep=True, on_bytes=self._on_bytes)
             if problem is not None:
-                at = f"{part.fqn}{_at(part.offsets)}"
-                yield Damage(path.name, f"{path}: the record of {at} at byte {part.offset}: {problem}")
-            elif not is_proved:
-                self.unproved.add(path.name)
+                yield _damage_of(path, name, part, problem)
+                continue
+            if not is_proved:
+                self.unproved.add(name)
+            if part.offsets is not None:
+                tensors.append(part)
+        yield from self._shape_damages(path, descriptor, parts, tensors)
+
+    def _shape_damages(
+        self, path: Path, descriptor: int, parts: SavedParts, tensors: Sequence[Part]
+    ) -> Iterator[Damage]:
+        name = self._name_of(path)
+        lengths = {part.offset: part.num_bytes for part in tensors}
+        try:
+            found = find_stock_tensors(path, lengths, thread_count_of(None), descriptor)
+        except DamagedCheckpointError as error:
+            yield Damage(name, error.reason)
+            return
+        for part in tensors:
+            stored, chunk = found[part.offset], parts.chunk_of(part)
+            defect = None if stored is None or chunk is None else shape_defect(stored, *chunk)
+            if defect is not None:
+                yield _damage_of(path, name, part, f"it {defect}")
+
+    def _name_of(self, path: Path) -> str:
+        return path.relative_to(self._files.directory).as_posix()
+
+
+def _damage_of(path: Path, name: str, part: Part, what: str) -> Damage:
+    return Damage(name, f"{path}: the record of {part.fqn}{_at(part.offsets)} at byte {part.offset}: {what}")
 
 
 def _metadata_damages(saved: SavedMetadata, path: Path) -> Iterator[Damage]:

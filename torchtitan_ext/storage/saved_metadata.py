@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import re
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -118,12 +120,40 @@ def columns_of_tables(
     return columns, planner_data, fields, version
 
 
-def parts_of(columns: _core.MetadataColumns) -> Iterator[Part]:
-    """Every part, one at a time: at a thousand ranks there are millions."""
-    for number in range(columns.num_parts):
-        fqn, offsets, _ = columns.index_of_part(number)
-        path, offset, num_bytes, _ = columns.place_of_part(number)
-        yield Part(fqn, offsets, path, offset, num_bytes)
+class SavedParts:
+    """The parts of a checkpoint by the file that they lie in. All are looked up once, when the first file is asked for:
+    at a thousand ranks there are millions.
+    """
+
+    def __init__(self, columns: _core.MetadataColumns) -> None:
+        self._columns = columns
+        self._sizes: dict[int, dict[tuple[int, ...], tuple[int, ...]]] = {}
+
+    def of_file(self, name: str) -> Iterator[Part]:
+        """Those that lie in a file, one at a time."""
+        for number in self._numbers.get(name, ()):
+            fqn, offsets, _ = self._columns.index_of_part(number)
+            path, offset, num_bytes, _ = self._columns.place_of_part(number)
+            yield Part(fqn, offsets, path, offset, num_bytes)
+
+    def chunk_of(self, part: Part) -> tuple[str, tuple[int, ...]] | None:
+        """Dtype and sizes that the metadata gives a part; ``None`` where it is not that of a tensor."""
+        number = self._columns.find_key(part.fqn)
+        entry = None if number is None else self._columns.key(number)
+        if entry is None or part.offsets is None:
+            return None
+        dtype, chunk_list = entry[1], entry[-1]
+        if chunk_list not in self._sizes:
+            self._sizes[chunk_list] = dict(self._columns.chunk_list(chunk_list))
+        sizes = self._sizes[chunk_list].get(tuple(part.offsets))
+        return None if sizes is None else (dtype, sizes)
+
+    @cached_property
+    def _numbers(self) -> dict[str, array[int]]:
+        numbers: dict[str, array[int]] = {}
+        for number in range(self._columns.num_parts):
+            numbers.setdefault(self._columns.place_of_part(number)[0], array("Q")).append(number)
+        return numbers
 
 
 def _of_index_alone(
