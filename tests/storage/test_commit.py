@@ -253,7 +253,7 @@ def written_by_another_machine(path: Path, seconds_ago: float) -> Path:
 def test_another_machine_is_dead_when_it_does_not_touch_its_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(save_lock, "_WATCH_SECONDS", 0.5)
+    monkeypatch.setattr(save_lock, "_WATCH_SECONDS", 1.5)
     target = tmp_path / "step-1"
     lock = written_by_another_machine(target, save_lock.STALE_SECONDS - 30)
     with pytest.raises(SaveInProgressError, match="process 4711 on node-7, since 2001-09-09 01:46:40 UTC"):
