@@ -38,6 +38,8 @@ class Fault:
 
     def __init__(self, kind: str, phase: str, rank: int) -> None:
         self.kind, self.phase, self.rank = kind, phase, rank
+        # Who raises says so, however long the others wait for it.
+        self.deadline_seconds = 100.0 if kind == "raise" else DEADLINE_SECONDS
 
     def at(self, phase: str) -> None:
         if not self.kind or phase != self.phase or dist.get_rank() != self.rank:
@@ -105,12 +107,12 @@ def state_of(fault: Fault) -> dict[str, Any]:
 
 def operate(operation: str, state: dict[str, Any], path: Path, fault: Fault) -> None:
     if operation == "load":
-        tte.load(state, path, storage_reader=FaultyReader(path, fault), timeout_seconds=DEADLINE_SECONDS)
+        tte.load(state, path, storage_reader=FaultyReader(path, fault), timeout_seconds=fault.deadline_seconds)
     elif operation == "save":
-        tte.save(state, path, storage_writer=FaultyWriter(path, fault), timeout_seconds=DEADLINE_SECONDS)
+        tte.save(state, path, storage_writer=FaultyWriter(path, fault), timeout_seconds=fault.deadline_seconds)
     else:
         writer = FaultyWriter(path, fault)
-        tte.async_save(state, path, storage_writer=writer, timeout_seconds=DEADLINE_SECONDS).result()
+        tte.async_save(state, path, storage_writer=writer, timeout_seconds=fault.deadline_seconds).result()
 
 
 def work(rank: int, size: int, port: int, channels: Any, operation: str, path: Path, fault: Fault) -> None:

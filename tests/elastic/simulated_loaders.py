@@ -94,7 +94,7 @@ class Ranks:
 
     def _sum(self, rank: int, count: int) -> int:
         self._counts[rank] = count
-        self._barrier.wait(30)
+        self._barrier.wait(200)
         total = sum(self._counts)
-        self._barrier.wait(30)
+        self._barrier.wait(200)
         return total
