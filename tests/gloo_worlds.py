@@ -112,6 +112,7 @@ class WorldPool:
 
         Raises:
             The exception of the rank that failed first, whatever its class, with the worker's traceback as its cause.
+            WorldSetUpError: The process group could not be set up, not with new workers either.
             WorldHungError: Some ranks did not answer in time.
         """
         if not 1 <= world_size <= MAX_WORLD_SIZE:
