@@ -21,6 +21,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
 import torchtitan_ext as tte
+from torchtitan_ext.storage.verify import verify
 
 NUM_STATES = 1000 if os.environ.get("TTE_SOAK") else 120
 
@@ -66,6 +67,8 @@ def test_random_states_in_four_directions(tmp_path: Path) -> None:
         stock_error, _ = save(STOCK, state, by_stock)
         our_error, _ = save(OURS, state, by_us)
         assert our_error is None, (seed, our_error)
+        for path in [by_us, *([] if stock_error else [by_stock])]:
+            assert not verify(path, is_deep=True).damages, seed
         ours = outcome(TRUSTING, state, by_us)
         assert ours == "equal", (seed, ours)
         by_default = outcome(OURS, state, by_us)

@@ -23,7 +23,7 @@ from torchtitan_ext.offline.reshard import ReshardReport, reshard
 from torchtitan_ext.offline.selection import Selection
 from torchtitan_ext.offline.sources import open_source
 from torchtitan_ext.storage import FileReader
-from torchtitan_ext.storage.verify import find_damage
+from torchtitan_ext.storage.verify import find_damage, verify
 
 
 def resharded(source: Path, target: Path, **options: Any) -> ReshardReport:
@@ -93,6 +93,15 @@ def test_chunks_are_those_of_a_real_save_on_that_mesh(tmp_path: Path, run_world:
     assert diff(open_source(tmp_path / "offline"), open_source(tmp_path / "new")).differences == ()
     names = [{path.name for path in (tmp_path / name).iterdir()} for name in ("offline", "new")]
     assert names[0] == names[1]
+
+
+def test_an_empty_view_may_begin_behind_its_memory(tmp_path: Path) -> None:
+    state = {"none": torch.zeros(3, 0)[1:], "w": torch.arange(12.0)}
+    for kind in ("stock", "torch"):
+        source, target = save_as(kind, tmp_path / kind, state), tmp_path / f"{kind}-resharded"
+        assert not verify(source, is_deep=True).damages
+        resharded(source, target, mesh={"dp": 2})
+        assert diff(open_source(source), open_source(target)).differences == ()
 
 
 def test_rules_say_which_dims_are_cut(tmp_path: Path) -> None:

@@ -38,11 +38,13 @@ def find_stock_tensors(
         dtype = dtype_name_of(storage_class, name)
         if dtype is None:
             continue
-        data_offset += storage_offset * ITEM_BYTES[dtype]
-        tensor = StoredTensor(dtype, sizes, strides, data_offset)
-        if storage_offset * ITEM_BYTES[dtype] + extent_bytes(tensor) > data_bytes:
+        first_byte = storage_offset * ITEM_BYTES[dtype]
+        tensor = StoredTensor(dtype, sizes, strides, data_offset + first_byte)
+        num_bytes = extent_bytes(tensor)
+        # An empty one may be a view of what lies behind the end.
+        if num_bytes > 0 and first_byte + num_bytes > data_bytes:
             raise DamagedCheckpointError(
-                f"{path}: record at byte {offset}: the tensor needs {extent_bytes(tensor)} bytes, its storage has "
+                f"{path}: record at byte {offset}: the tensor needs {first_byte + num_bytes} bytes, its storage has "
                 f"{data_bytes}"
             )
         tensors[offset] = tensor
