@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from gloo_worlds import COLLECTIVE_TIMEOUT_SECONDS
+from gloo_worlds import LONGEST_SECONDS
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -25,8 +25,6 @@ from torchtitan_ext.ranks import lost_ranks
 from torchtitan_ext.ranks.lost_ranks import naming_lost_ranks
 
 LOST_RANK = 1
-# Who notices only by the timeout of the process group takes as long as that.
-LONGEST_SECONDS = COLLECTIVE_TIMEOUT_SECONDS - 30
 LARGE = 25_000_000
 # In the middle of a transfer gloo often says nothing (a plain dist.broadcast: in 10 of 12 trials), and the error comes
 # with the timeout of the process group, which is half an hour by default.

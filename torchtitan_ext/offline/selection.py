@@ -94,9 +94,12 @@ class SelectedKeys:
         self.paths = selection.paths_of(source)
         source.check_files(self.fqns.values())
         entries = source.metadata.state_dict_metadata
-        is_tensor = {key: isinstance(entries[fqn], TensorStorageMetadata) for key, fqn in self.fqns.items()}
-        self.tensors = {key: self.reader.entry(fqn) for key, fqn in self.fqns.items() if is_tensor[key]}
-        self.values = [key for key in self.fqns if not is_tensor[key]]
+        self.tensors = {
+            key: self.reader.entry(fqn)
+            for key, fqn in self.fqns.items()
+            if isinstance(entries[fqn], TensorStorageMetadata)
+        }
+        self.values = [key for key in self.fqns if key not in self.tensors]
         _check_plain(source, {self.fqns[key]: entry for key, entry in self.tensors.items()})
 
     @property

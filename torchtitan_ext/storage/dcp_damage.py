@@ -143,19 +143,18 @@ class DcpLook:
             return
         if self._is_deep:
             if indexed is None:
-                damages = self._record_damages(path, descriptor, parts) if self._with_crcs else iter(())
+                damages = self._record_damages(name, descriptor, parts) if self._with_crcs else iter(())
             else:
-                damages = self._block_damages(saved, parts, runs, path, num_bytes)
+                damages = self._block_damages(saved, parts, runs, name, num_bytes)
             try:
                 yield from damages
             except OSError as error:
                 yield Damage(name, f"{path} cannot be read: {error.strerror}")
 
     def _block_damages(
-        self, saved: SavedMetadata, parts: SavedParts, runs: _core.RunReader, path: Path, num_bytes: int
+        self, saved: SavedMetadata, parts: SavedParts, runs: _core.RunReader, name: str, num_bytes: int
     ) -> Iterator[Damage]:
         """Bytes that do not match our checksums."""
-        name = self._name_of(path)
         damaged = self._damaged_bytes(runs, num_bytes)
         of_file = list(parts.of_file(name)) if damaged else []
         for begin, end in damaged:
@@ -176,9 +175,8 @@ class DcpLook:
             self._on_bytes(count)
         return ranges
 
-    def _record_damages(self, path: Path, descriptor: int, parts: SavedParts) -> Iterator[Damage]:
+    def _record_damages(self, name: str, descriptor: int, parts: SavedParts) -> Iterator[Damage]:
         """Records of torch that do not match their CRCs, or whose tensors are not what the metadata says."""
-        name = self._name_of(path)
         tensors: list[Part] = []
         for part in parts.of_file(name):
             if os.pread(descriptor, len(ZIP_START), part.offset) != ZIP_START:
@@ -188,21 +186,20 @@ class DcpLook:
             record = cast(BinaryIO, io.BufferedReader(FilePart(descriptor, part.offset, part.num_bytes), 1 << 18))
             problem, is_proved = archive_damage(record, is_deep=True, on_bytes=self._on_bytes)
             if problem is not None:
-                yield _damage_of(path, name, part, problem)
+                yield self._damage_of(part, problem)
                 continue
             if not is_proved:
                 self.unproved.add(name)
             if part.offsets is not None:
                 tensors.append(part)
-        yield from self._shape_damages(path, descriptor, parts, tensors)
+        yield from self._shape_damages(name, descriptor, parts, tensors)
 
     def _shape_damages(
-        self, path: Path, descriptor: int, parts: SavedParts, tensors: Sequence[Part]
+        self, name: str, descriptor: int, parts: SavedParts, tensors: Sequence[Part]
     ) -> Iterator[Damage]:
-        name = self._name_of(path)
         lengths = {part.offset: part.num_bytes for part in tensors}
         try:
-            found = find_stock_tensors(path, lengths, thread_count_of(None), descriptor)
+            found = find_stock_tensors(self._files.directory / name, lengths, thread_count_of(None), descriptor)
         except DamagedCheckpointError as error:
             yield Damage(name, error.reason)
             return
@@ -210,14 +207,11 @@ class DcpLook:
             stored, chunk = found[part.offset], parts.chunk_of(part)
             defect = None if stored is None or chunk is None else shape_defect(stored, *chunk)
             if defect is not None:
-                yield _damage_of(path, name, part, f"it {defect}")
+                yield self._damage_of(part, f"it {defect}")
 
-    def _name_of(self, path: Path) -> str:
-        return path.relative_to(self._files.directory).as_posix()
-
-
-def _damage_of(path: Path, name: str, part: Part, what: str) -> Damage:
-    return Damage(name, f"{path}: the record of {part.fqn}{_at(part.offsets)} at byte {part.offset}: {what}")
+    def _damage_of(self, part: Part, what: str) -> Damage:
+        path = self._files.directory / part.path
+        return Damage(part.path, f"{path}: the record of {part.fqn}{_at(part.offsets)} at byte {part.offset}: {what}")
 
 
 def _metadata_damages(saved: SavedMetadata, path: Path) -> Iterator[Damage]:
