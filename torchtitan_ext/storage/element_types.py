@@ -50,6 +50,13 @@ def num_bytes_of(dtype: str, sizes: Sequence[int]) -> int:
     return math.prod(sizes) * ITEM_BYTES[dtype]
 
 
+def elements_needed(sizes: Sequence[int], strides: Sequence[int], storage_offset: int) -> int:
+    """Up to which element a tensor needs its storage: 0 of an empty one, which may begin behind the storage's end."""
+    if 0 in sizes:
+        return 0
+    return storage_offset + 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+
+
 def dtype_name_of(storage_class: str, name: str) -> str | None:
     """The dtype that a pickle means; ``None`` where it is none of plain memory."""
     return (name if name in ITEM_BYTES else None) if storage_class == UNTYPED else _NAME_OF_CLASS.get(storage_class)

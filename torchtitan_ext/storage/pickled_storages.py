@@ -8,7 +8,7 @@ import io
 import pickle
 from typing import Any, NamedTuple
 
-from torchtitan_ext.storage.element_types import ITEM_BYTES, UNTYPED, dtype_name_of
+from torchtitan_ext.storage.element_types import ITEM_BYTES, UNTYPED, dtype_name_of, elements_needed
 
 _REBUILD = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3")
 
@@ -66,11 +66,9 @@ class _StorageReader(pickle._Unpickler):  # the one in C takes the memory that a
         return storage
 
     def _add_tensor(self, storage: _Storage, offset: int, sizes: Any, strides: Any, *rest: Any) -> _Anything:
-        num_elements = 0
-        if 0 not in sizes:
-            num_elements = offset + 1 + sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
         dtype = rest[_DTYPE_POSITION] if len(rest) > _DTYPE_POSITION else None
-        self._add(storage, _item_bytes(storage, getattr(dtype, "__name__", "")), num_elements)
+        item_bytes = _item_bytes(storage, getattr(dtype, "__name__", ""))
+        self._add(storage, item_bytes, elements_needed(sizes, strides, offset))
         return _Anything()
 
     def _add(self, storage: _Storage, item_bytes: int, num_elements: int) -> None:

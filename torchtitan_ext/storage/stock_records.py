@@ -8,7 +8,7 @@ from pathlib import Path
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError
 from torchtitan_ext.storage.checkpoint_files import StoredTensor, shown
-from torchtitan_ext.storage.element_types import ITEM_BYTES, dtype_name_of
+from torchtitan_ext.storage.element_types import ITEM_BYTES, dtype_name_of, elements_needed
 
 
 def find_stock_tensors(
@@ -38,22 +38,11 @@ def find_stock_tensors(
         dtype = dtype_name_of(storage_class, name)
         if dtype is None:
             continue
-        first_byte = storage_offset * ITEM_BYTES[dtype]
-        tensor = StoredTensor(dtype, sizes, strides, data_offset + first_byte)
-        num_bytes = extent_bytes(tensor)
-        # An empty one may be a view of what lies behind the end.
-        if num_bytes > 0 and first_byte + num_bytes > data_bytes:
+        item_bytes = ITEM_BYTES[dtype]
+        num_bytes = elements_needed(sizes, strides, storage_offset) * item_bytes
+        if num_bytes > data_bytes:
             raise DamagedCheckpointError(
-                f"{path}: record at byte {offset}: the tensor needs {first_byte + num_bytes} bytes, its storage has "
-                f"{data_bytes}"
+                f"{path}: record at byte {offset}: the tensor needs {num_bytes} bytes, its storage has {data_bytes}"
             )
-        tensors[offset] = tensor
+        tensors[offset] = StoredTensor(dtype, sizes, strides, data_offset + storage_offset * item_bytes)
     return tensors
-
-
-def extent_bytes(tensor: StoredTensor) -> int:
-    """From its first element to behind its last one."""
-    if 0 in tensor.sizes:
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.sizes, tensor.strides, strict=True))
-    return (last + 1) * ITEM_BYTES[tensor.dtype]

@@ -20,9 +20,9 @@ from torchtitan_ext.errors import DamagedCheckpointError
 from torchtitan_ext.state.nested import FlatStateDict
 from torchtitan_ext.storage.archives import find_entries
 from torchtitan_ext.storage.checkpoint_files import Record, StoredTensor
+from torchtitan_ext.storage.element_types import elements_needed
 from torchtitan_ext.storage.raw_tensor import NAMES
 from torchtitan_ext.storage.sparse_files import write_parts
-from torchtitan_ext.storage.stock_records import extent_bytes
 from torchtitan_ext.storage.torch_files import flat_form, load_file
 
 _ALIGNMENT = 64
@@ -151,8 +151,8 @@ def _record_of(tensor: torch.Tensor, path: Path, sizes: Mapping[int, int]) -> Re
         )
     offset = begin + tensor.storage_offset() * tensor.element_size()
     stored = StoredTensor(NAMES[tensor.dtype], tuple(tensor.shape), tensor.stride(), offset)
-    end = offset - begin + extent_bytes(stored)
-    if tensor.numel() and end > sizes.get(begin, 0):
+    end = elements_needed(tensor.shape, tensor.stride(), int(tensor.storage_offset())) * tensor.element_size()
+    if end > sizes.get(begin, 0):
         raise DamagedCheckpointError(
             f"{path}: a tensor needs {end} bytes of its storage at byte {begin}, which has {sizes.get(begin, 0)}"
         )
