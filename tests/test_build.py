@@ -11,6 +11,7 @@ import torch
 
 from torchtitan_ext import ops
 from torchtitan_ext.layout import Chunk, LocalShard
+from torchtitan_ext.op_library import full_abi_path
 
 ROOT = Path(__file__).parents[1]
 CORE = [
@@ -51,11 +52,13 @@ def test_the_oldest_compiler_builds_the_core_and_hashes_alike(tmp_path: Path) ->
         assert hash_contiguous(tensor.data_ptr(), tensor.nbytes, tensor.itemsize) == expected
 
 
-def cuda_architectures(nvcc_version: str, tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def result_of(
+    function: str, argument: str, tmp_path: Path, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """What ``tte_<function>`` of ``cmake/<function>.cmake`` makes of its argument, on stderr."""
     script = tmp_path / "print.cmake"
     script.write_text(
-        f'include("{ROOT / "cmake/cuda_architectures.cmake"}")\n'
-        f'tte_cuda_architectures("{nvcc_version}" found)\nmessage("${{found}}")\n'
+        f'include("{ROOT / "cmake" / function}.cmake")\ntte_{function}("{argument}" found)\nmessage("${{found}}")\n'
     )
     variables = {name: value for name, value in os.environ.items() if name not in ("CUDAARCHS", "TORCH_CUDA_ARCH_LIST")}
     cmake = shutil.which("cmake") or str(ROOT / ".venv/bin/cmake")
@@ -80,12 +83,30 @@ needs_cmake = pytest.mark.skipif(
     ],
 )
 def test_cuda_architectures(nvcc_version: str, environment: dict[str, str], expected: str, tmp_path: Path) -> None:
-    done = cuda_architectures(nvcc_version, tmp_path, **environment)
+    done = result_of("cuda_architectures", nvcc_version, tmp_path, **environment)
     assert (done.returncode, done.stderr.strip()) == (0, expected)
 
 
 @needs_cmake
 def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
-    done = cuda_architectures("13.0", tmp_path, TORCH_CUDA_ARCH_LIST="9.0;Hoper")
+    done = result_of("cuda_architectures", "13.0", tmp_path, TORCH_CUDA_ARCH_LIST="9.0;Hoper")
     assert done.returncode != 0
     assert "TORCH_CUDA_ARCH_LIST has 'Hoper', expected compute capabilities" in " ".join(done.stderr.split())
+
+
+@needs_cmake
+@pytest.mark.parametrize(
+    "version, expected",
+    [
+        ("2.13.0", "_full_abi_2_13"),
+        ("2.13.1+cu130", "_full_abi_2_13"),
+        ("2.9.1.post3+gitabc", "_full_abi_2_9"),
+        ("2.15.0.dev20261101+cpu", "_full_abi_2_15_0_dev20261101_cpu"),
+        ("2.15.0rc2", "_full_abi_2_15_0rc2"),
+        ("2.10.0a0+b4e4ee81d3.nv25.12", "_full_abi_2_10_0a0_b4e4ee81d3_nv25_12"),
+    ],
+)
+def test_only_releases_share_a_binary_of_the_full_abi(version: str, expected: str, tmp_path: Path) -> None:
+    """The build gives the library the name that the package looks for."""
+    assert result_of("full_abi_name", version, tmp_path).stderr.strip() == expected
+    assert full_abi_path(version).name == f"{expected}.so"

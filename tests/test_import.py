@@ -2,8 +2,10 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 import torchtitan_ext as tte
 
@@ -40,6 +42,52 @@ def test_importing_the_package_imports_nothing_of_it() -> None:
     rooms = "(name for name in sys.modules if name.split('.')[0] in ('torch', 'torchtitan_ext'))"
     done = run(f"import sys, torchtitan_ext; print(*{rooms})")
     assert done.stdout.split() == ["torchtitan_ext"]
+
+
+def test_beside_torch_the_import_registers_the_operators() -> None:
+    """Eager calls, gradients and fake kernels hold, and half a second of DTensor is not paid for it."""
+    code = """
+import sys, torch
+before = "torch.distributed.tensor" in sys.modules
+import torchtitan_ext
+op = torch.ops.torchtitan_ext.pack_shard
+weight = torch.arange(6.0).requires_grad_()
+op(weight, [0], [2], [1, 2, 0]).sum().backward()
+assert weight.grad.tolist() == [0, 1, 1, 0, 0, 0]
+assert op(torch.empty(6, device="meta"), [0], [2], [1, 2, 0]).shape == (2,)
+assert before or "torch.distributed.tensor" not in sys.modules
+"""
+    done = run(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_saved_program_with_the_operators_loads_after_the_import(tmp_path: Path) -> None:
+    class Packs(torch.nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return torch.ops.torchtitan_ext.pack_shard(weight, [0], [2], [1, 2, 0]) * 2
+
+    torch.export.save(torch.export.export(Packs(), (torch.arange(6.0),)), tmp_path / "packs.pt2")
+    done = run(
+        "import torch, torchtitan_ext; "
+        f"program = torch.export.load({str(tmp_path / 'packs.pt2')!r}); "
+        "print(program.module()(torch.arange(6.0)).tolist())"
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "[2.0, 4.0]"), done.stderr
+
+
+def test_operators_that_do_not_load_leave_the_package_importable() -> None:
+    code = """
+import torch
+def broken(path):
+    raise OSError("undefined symbol: aoti_torch_new")
+torch.ops.load_library = broken
+import torchtitan_ext, torchtitan_ext.errors
+try:
+    torchtitan_ext.ops
+except ImportError as error:
+    print(error)
+"""
+    assert "_ops.so does not load beside torch" in run(code).stdout
 
 
 @pytest.mark.parametrize("name", tte.__all__)

@@ -477,6 +477,12 @@ import torch
 
 torch.__version__, said = "9.9.0", "this installation has no _full_abi_9_9.so"
 """
+PRE_RELEASE = """
+import torch
+
+torch.__version__ = ".".join(torch.__version__.split("+")[0].split(".")[:2]) + ".0.dev20261101+cpu"
+said = "_0_dev20261101_cpu.so, which is built for one minor version or pre-release of torch"
+"""
 BROKEN_LIBRARY = """
 import torch
 
@@ -491,7 +497,9 @@ torch.ops.load_library = broken
 """
 
 
-@pytest.mark.parametrize("missing", [NO_SUCH_LIBRARY, BROKEN_LIBRARY], ids=["no file", "does not load"])
+@pytest.mark.parametrize(
+    "missing", [NO_SUCH_LIBRARY, PRE_RELEASE, BROKEN_LIBRARY], ids=["no file", "a pre-release", "does not load"]
+)
 def test_in_place_without_the_library_of_this_torch(missing: str) -> None:
     program = """
 from torchtitan_ext import ops

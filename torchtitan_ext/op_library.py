@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from torchtitan_ext import _core
 
@@ -26,19 +27,22 @@ def _load_library() -> None:
         ) from error
 
 
-def full_abi_path() -> Path:
-    """The library for this minor version of torch: collectives, and what autograd must know of ops in place."""
-    major, minor = torch.__version__.split(".")[:2]
-    return Path(_core.__file__).with_name(f"_full_abi_{major}_{minor}.so")
+def full_abi_path(version: str) -> Path:
+    """The library for a version of torch: collectives, and what autograd must know of ops in place.
+
+    Releases of one minor version share a library; a pre-release has one of its own (``cmake/full_abi_name.cmake``).
+    """
+    name = re.sub(r"^(\d+\.\d+)(\.\d+)*(\.post\d+)?(\+.*)?$", r"\1", version)
+    return Path(_core.__file__).with_name(f"_full_abi_{re.sub('[^A-Za-z0-9]+', '_', name)}.so")
 
 
 def load_full_abi(path: Path) -> str:
     """Loads it. Returns why it cannot be, or nothing: a broken one must not keep those from working who need none."""
     if not path.exists():
-        return f"this installation has no {path.name}, which is built for one minor version of torch"
+        return f"this installation has no {path.name}, which is built for one minor version or pre-release of torch"
     try:
         torch.ops.load_library(path)
-    except OSError as error:  # of another build of this version, a nightly for example
+    except OSError as error:  # built beside a torch whose sources differ
         return (
             f"{path.name} does not load beside torch {torch.__version__} (the loader says: {error.__cause__ or error})"
         )
@@ -46,7 +50,7 @@ def load_full_abi(path: Path) -> str:
 
 
 _load_library()
-full_abi_is_missing = load_full_abi(full_abi_path())
+full_abi_is_missing = load_full_abi(full_abi_path(torch.__version__))
 """Why, in one sentence; empty where it is there."""
 kernels = torch.ops.torchtitan_ext
 _library = torch.library.Library("torchtitan_ext", "IMPL")
@@ -213,6 +217,8 @@ class _Transformed(torch.autograd.Function):
 def _explained(name: str, args: tuple[Any, ...], error: RuntimeError) -> Exception:
     """The error of a call that failed, in one sentence. Looked for only now, so that good calls do not pay for it."""
     schema = getattr(kernels, name).default._schema
+    # Importing DTensor takes half a second; where nobody has, no argument can be one.
+    dtensor_class = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     for argument, value in zip(schema.arguments, args, strict=True):
         kind = str(argument.type)
         values = value if "List" in kind and isinstance(value, (list, tuple)) else [value]
@@ -221,7 +227,7 @@ def _explained(name: str, args: tuple[Any, ...], error: RuntimeError) -> Excepti
                 return ValueError(f"{name}: got a {type(item).__name__} as {argument.name}, expected a tensor")
             if isinstance(item, Tensor) and item.is_nested:
                 return ValueError(f"{name}: got a nested tensor as {argument.name}; pass the tensor of its values")
-            if isinstance(item, DTensor):
+            if isinstance(item, dtensor_class):
                 return ValueError(f"{name}: got a DTensor as {argument.name}; pass the rank's own tensor, .to_local()")
             if isinstance(item, Tensor) and argument.is_write and (item.is_conj() or item.is_neg()):
                 return ValueError(f"{name}: {argument.name} is a lazily conjugated or negated view; pass what it views")

@@ -118,7 +118,7 @@ def _collectives() -> str:
     library = importlib.import_module("torchtitan_ext.op_library")
     if library.full_abi_is_missing:
         raise ImportError(library.full_abi_is_missing)
-    return f"{library.full_abi_path().name} loads"
+    return f"{library.full_abi_path(importlib.import_module('torch').__version__).name} loads"
 
 
 def _abi() -> str:
