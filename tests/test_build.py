@@ -52,9 +52,7 @@ def test_the_oldest_compiler_builds_the_core_and_hashes_alike(tmp_path: Path) ->
         assert hash_contiguous(tensor.data_ptr(), tensor.nbytes, tensor.itemsize) == expected
 
 
-def result_of(
-    function: str, argument: str, tmp_path: Path, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def result_of(function: str, argument: str, tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """What ``tte_<function>`` of ``cmake/<function>.cmake`` makes of its argument, on stderr."""
     script = tmp_path / "print.cmake"
     script.write_text(

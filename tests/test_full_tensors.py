@@ -13,6 +13,7 @@ from models import (
     build_handmade,
     differences,
     handmade_truth,
+    left_to_right,
     local_of,
     random_whole,
 )
@@ -151,6 +152,20 @@ def test_full_tensor_refuses_what_it_cannot_tell(run_world) -> None:
     texts = run_world(4, refused_interleaved)
     assert len(set(texts)) == 1
     assert "two ways" in texts[0] and "layouts=" in texts[0]
+
+
+def gather_literal(rank: int, world_size: int) -> list[str]:
+    layout = left_to_right("literal", INTERLEAVED_QKV.mesh_shape, *INTERLEAVED_QKV.placements)
+    truth = handmade_truth()
+    tensors = build_handmade(layout, truth)
+    for tensor in tensors.values():
+        tensor._spec.use_strided_shard_as_shard_order = False
+    return differences({name: tte.full_tensor(tensor) for name, tensor in tensors.items()}, truth)
+
+
+def test_a_spec_that_says_so_is_read_literally(run_world) -> None:
+    """Views of DTensors say so (torch 2.13): their strided placements mean DTensor's own arithmetic."""
+    assert run_world(4, gather_literal) == [[]] * 4
 
 
 def refused_dtypes(rank: int, world_size: int) -> str:

@@ -159,7 +159,7 @@ class Describer:
         local_sizes, shard_order = tensor._local_tensor.shape, getattr(spec, "shard_order", None)
         # Not the placements themselves: not all have a hash, and a _StridedShard may equal a Shard.
         placements = tuple((type(p), getattr(p, "dim", 0), getattr(p, "split_factor", 0)) for p in spec.placements)
-        alike = (id(tensor.device_mesh), placements, spec.shape, local_sizes, shard_order)
+        alike = (id(tensor.device_mesh), placements, spec.shape, local_sizes, shard_order, _is_literal(spec))
         known = None if self._rules else self._known.get(alike)
         if known is not None:
             return known
@@ -256,10 +256,23 @@ def _describe_placement(
     return (dim + num_dims if dim < 0 else dim, split_factor)
 
 
+def _is_literal(spec: Any) -> bool:
+    """Whether the spec says that its strided placements mean DTensor's own arithmetic, as those that views make do.
+
+    True is no statement of the contrary: FSDP2's nested shards have it, and so has what ``from_local`` makes of any
+    strided placements (pytorch#174831).
+    """
+    return getattr(spec, "use_strided_shard_as_shard_order", None) is False
+
+
 def _order_in_spec(tensor: DTensor, placements: Sequence[tuple[int, int]]) -> Steps | None:
-    """The order that DTensor itself records (``DTensorSpec.shard_order``), where it is not left to right."""
+    """The order that DTensor itself records, where it is not left to right or placements alone would leave it open."""
+    if any(split_factor != 1 for _, split_factor in placements):
+        if not _is_literal(tensor._spec):
+            return None
+        return tuple(_core.read_placements(placements, tuple(tensor.device_mesh.shape), "left_to_right"))
     shard_order = getattr(tensor._spec, "shard_order", None)
-    if not shard_order or any(split_factor != 1 for _, split_factor in placements):
+    if not shard_order:
         return None
     steps = tuple((axis, entry.tensor_dim, 1) for entry in shard_order for axis in entry.mesh_dims)
     left_to_right = all(list(entry.mesh_dims) == sorted(entry.mesh_dims) for entry in shard_order)
