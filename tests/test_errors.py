@@ -8,6 +8,7 @@ from torch.distributed.checkpoint.api import CheckpointException, _wrap_exceptio
 
 from torchtitan_ext import errors
 from torchtitan_ext.errors import Problem, refusal
+from torchtitan_ext.errors.near_names import names_hint, nearest_glob, nearest_name
 from torchtitan_ext.errors.problems import HEADINGS
 from torchtitan_ext.errors.refusals import ERROR_OF_KIND
 
@@ -108,3 +109,28 @@ def test_a_wrong_type_is_named(value: object, got: str) -> None:
         errors.check_argument("save", "state_dict", value, list, "a list")
     assert str(caught.value) == f"save: got state_dict={got}, expected a list"
     errors.check_argument("save", "state_dict", [], list, "a list")
+
+
+KEYS = ["model.layers.0.w", "optimizer.state.layers.0.w.exp_avg", "dataloader.step"]
+
+
+@pytest.mark.parametrize(
+    ("glob", "meant"),
+    [
+        ("modle", "model"),
+        ("optimiser.state.*.exp_avgs", "optimizer.state.*.exp_avg"),
+        ("model.layers.17.w", None),  # a number is another layer, not a misspelt one
+        ("model.lorra*", None),
+        ("ema", None),
+    ],
+)
+def test_misspelt_words_of_a_glob_are_found(glob: str, meant: str | None) -> None:
+    assert nearest_glob(glob, KEYS) == meant
+
+
+def test_a_name_that_is_not_there_is_answered_with_those_that_are() -> None:
+    assert nearest_name("datalader.step", KEYS) == "dataloader.step"
+    assert nearest_name("datalader", KEYS, likeness=0.8) is None
+    assert names_hint("modle", KEYS) == "perhaps 'model' is meant; there are model, optimizer, dataloader"
+    assert names_hint("ema", KEYS) == "there are model, optimizer, dataloader"
+    assert names_hint("ema", []) == "there are none"

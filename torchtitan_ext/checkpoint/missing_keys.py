@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -15,6 +14,7 @@ from torchtitan_ext.checkpoint.per_rank_keys import PER_RANK, family_of, how_to_
 from torchtitan_ext.checkpoint.policy import ElasticPolicy, Source
 from torchtitan_ext.checkpoint.rank_table import RankTable
 from torchtitan_ext.errors import MAX_NAMED, Problem, Remedy
+from torchtitan_ext.errors.near_names import CLOSE, nearest_name
 from torchtitan_ext.layout.rules import LayoutRules, canonical_fqn
 
 # A rename of more lines is no remedy to copy from a message.
@@ -92,8 +92,8 @@ def _of_other_ranks(
 
 def _name_hint(fqn: str, twin: str | None, renames: Mapping[str, str], saved: Sequence[str]) -> str:
     if twin is None:
-        near = difflib.get_close_matches(fqn, saved, n=1, cutoff=0.8)
-        return f" Nearest: {near[0]}." if near else ""
+        near = nearest_name(fqn, saved, likeness=CLOSE)
+        return "" if near is None else f" Nearest: {near}."
     strip = "strip the wrapper's prefix on one side"
     remedy = f"pass LoadPlanner(source=Source(rename={renames!r})), or {strip}" if renames else strip
     return f" It has {twin}, which differs only by prefix: {remedy}."
@@ -192,7 +192,7 @@ def _is_at_top(fqn: str, metadata: Metadata) -> bool:
 def unexpected_problems(unexpected: Sequence[str], missing: Sequence[str]) -> list[Problem]:
     problems = []
     for position, fqn in enumerate(unexpected):
-        near = difflib.get_close_matches(fqn, missing, n=1, cutoff=0.8) if position < MAX_NAMED else []
-        hint = f"; nearest that is asked for: {near[0]}" if near else ""
+        near = nearest_name(fqn, missing, likeness=CLOSE) if position < MAX_NAMED else None
+        hint = "" if near is None else f"; nearest that is asked for: {near}"
         problems.append(Problem("unexpected_key", fqn, f"it is in the checkpoint and nothing asks for it{hint}"))
     return problems

@@ -6,13 +6,13 @@ or reaches into a value that is loaded whole, the policy does not do what its au
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import re
 from collections.abc import Collection, Iterable, Sequence
 
 from torchtitan_ext.checkpoint.policy import ElasticPolicy
 from torchtitan_ext.errors import Problem
+from torchtitan_ext.errors.near_names import CLOSE, nearest_glob
 
 _WILDCARDS = re.compile(r"[*?\[]")
 
@@ -42,24 +42,16 @@ def name_problems(unused: Sequence[str], keys: Collection[str], whole: Iterable[
     if not unused:
         return []
     problems = []
-    words = {part for key in keys for part in key.split(".")}
     values = set(whole)
     for name in unused:
         fixed = _WILDCARDS.split(name)[0].split(".")
         holders = {".".join(fixed[:depth]) for depth in range(1, len(fixed))} & values
-        meant = ".".join(_nearest(part, words) for part in name.split("."))
+        meant = nearest_glob(name, keys, likeness=CLOSE)
         if holders:
             detail = f"{min(holders)} is loaded as one value, this name reaches into it; name all of it"
-        elif meant != name:
+        elif meant is not None:
             detail = f"nothing has this name, perhaps {meant!r} is meant; correct it, or leave it out"
         else:
             continue
         problems.append(Problem("policy_name", name, detail))
     return problems
-
-
-def _nearest(part: str, words: Collection[str]) -> str:
-    """A word that is there in the place of one that is not; itself where none is near, or it has wildcards."""
-    if part in words or _WILDCARDS.search(part):
-        return part
-    return next(iter(difflib.get_close_matches(part, words, n=1, cutoff=0.8)), part)

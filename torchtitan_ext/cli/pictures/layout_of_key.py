@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from torchtitan_ext.cli.pictures import plotter
 from torchtitan_ext.cli.pictures.files import holders_of
 from torchtitan_ext.cli.pictures.holders import Holder
 from torchtitan_ext.cli.pictures.text import draw_layout
+from torchtitan_ext.errors.near_names import nearest_name
 from torchtitan_ext.storage.contents import ContentKey, Contents
 
 
@@ -44,8 +44,8 @@ def show_layout(contents: Contents, name: str, plot: Path | None, *, json: bool)
 def _tensor(contents: Contents, name: str) -> ContentKey:
     tensors = {key.fqn: key for key in contents.keys if key.sizes is not None}
     if name not in tensors:
-        close = difflib.get_close_matches(name, tensors, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        near = nearest_name(name, tensors)
+        hint = "" if near is None else f"; did you mean {near}?"
         raise typer.BadParameter(f"{contents.path} has no tensor {name}{hint}", param_hint="--layout")
     return tensors[name]
 

@@ -1,0 +1,62 @@
+"""Names that are there, for messages about one that is not: the word that was perhaps meant, and what there is.
+
+Names are flat keys; globs of them are compared word by word, between the dots. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Iterable
+
+from torchtitan_ext.errors.problems import named
+
+_WILDCARDS = re.compile(r"[*?\[]")
+
+# In a message a guess may be wide; where a name is refused for being close to another one it may not.
+_WIDE = 0.6
+CLOSE = 0.8
+"""At least so alike, of 1, are words of which one is taken for the other misspelt."""
+
+
+def nearest_name(name: str, names: Iterable[str], *, likeness: float = _WIDE) -> str | None:
+    """The name that is there and most like one that is not; ``None`` where none is near.
+
+    Args:
+        likeness: How alike they are at least, as ``difflib`` counts it, of 1.
+    """
+    return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=likeness)), None)
+
+
+def nearest_glob(glob: str, names: Iterable[str], *, likeness: float = _WIDE) -> str | None:
+    """A glob of flat keys, or a component, with its misspelt words replaced; ``None`` where no word is near another.
+
+    Numbers and words with wildcards are not misspelt.
+
+    Example:
+        >>> nearest_glob("optimiser.state.*.exp_avgs", ["optimizer.state.w.exp_avg"])
+        'optimizer.state.*.exp_avg'
+    """
+    words = {part for name in names for part in name.split(".")}
+    meant = ".".join(_nearest_word(part, words, likeness) for part in glob.split("."))
+    return None if meant == glob else meant
+
+
+def names_hint(glob: str, names: Collection[str]) -> str:
+    """The end of a sentence about a glob that matches none of these names.
+
+    Example:
+        >>> names_hint("modle", ["model.w", "optimizer.step"])
+        "perhaps 'model' is meant; there are model, optimizer"
+    """
+    if not names:
+        return "there are none"
+    meant = nearest_glob(glob, names)
+    there = f"there are {named(list(dict.fromkeys(name.split('.')[0] for name in names)))}"
+    return there if meant is None else f"perhaps {meant!r} is meant; {there}"
+
+
+def _nearest_word(part: str, words: Collection[str], likeness: float) -> str:
+    if part in words or part.isdecimal() or _WILDCARDS.search(part):
+        return part
+    return nearest_name(part, words, likeness=likeness) or part
