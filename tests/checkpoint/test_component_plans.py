@@ -1,6 +1,8 @@
 """What components may be, and how each is read: odd names and states, torch's own objects, parts of a world."""
 
+import enum
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import torchtitan_ext as tte
 from torchtitan_ext.elastic import ElasticPolicy, Resharded, Source, World, reshard_state
-from torchtitan_ext.errors import CannotReshardError, StateRefusedError
+from torchtitan_ext.errors import CannotReshardError, CheckpointReadError, StateRefusedError
 
 
 class Box:
@@ -36,6 +38,15 @@ class Box:
 class ElasticBox(Box):
     def reshard(self, saved: Mapping[str, Any], old: World, new: World) -> Resharded:
         return Resharded(saved, f"{old.size} -> {new.size}")  # type: ignore[arg-type]
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+@dataclass
+class Settings:
+    colour: Colour
 
 
 class FullBox(ElasticBox):
@@ -300,3 +311,26 @@ def eight(rank: int, world_size: int, path: Path) -> None:
 
 def test_eight_ranks(run_world, tmp_path: Path) -> None:
     run_world(8, eight, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:a load will refuse")
+@pytest.mark.parametrize("policy", [None, ElasticPolicy()], ids=["as stock", "by policy"])
+def test_classes_are_allowed_for_values_of_every_kind(tmp_path: Path, policy: ElasticPolicy | None) -> None:
+    """Of the groups of an optimizer, as Shampoo's are, of an object with a rule of its own, and of plain values."""
+    options = Settings(Colour.RED)
+
+    def state(given: Settings | None) -> dict[str, Any]:
+        groups = [{"params": ["w"], "settings": given}]
+        return {"optimizer": {"state": {}, "param_groups": groups}, "box": ElasticBox({"a": given}), "plain": given}
+
+    tte.save(state(options), tmp_path, no_dist=True)
+    names = f"{__name__}.Colour, {__name__}.Settings"
+    with pytest.raises((CheckpointReadError, StateRefusedError)) as caught:
+        tte.load(state(None), tmp_path, policy=policy, no_dist=True)
+    assert f"pass allow_classes=[{names}] to tte.load, LoadPlanner or tte.install" in str(caught.value)
+    loaded = state(None)
+    tte.load(loaded, tmp_path, policy=policy, allow_classes=[Settings, Colour], no_dist=True)
+    assert loaded["optimizer"]["param_groups"][0]["settings"] == options == loaded["plain"]
+    assert loaded["box"].state == {"a": options}
+    with pytest.raises(ValueError, match=r"^load: got allow_classes and a planner; give them to it"):
+        tte.load(loaded, tmp_path, planner=tte.LoadPlanner(), allow_classes=[Settings], no_dist=True)

@@ -1,5 +1,6 @@
 """The load planner with simulated ranks in one process: what is read, by whom, and what is refused before a change."""
 
+import collections
 import copy
 import io
 import pickle
@@ -12,7 +13,7 @@ from reference import dtensor_steps, fsdp_steps, index_tensor
 from simulated_ranks import Saved, load, mesh_at, save, sent, shards
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
@@ -418,6 +419,10 @@ def test_a_partial_load_may_find_nothing_for_some_ranks() -> None:
     [
         ({"cast": "always"}, "got cast='always', expected 'exact', 'allow' or 'forbid'"),
         ({"allow_unclaimed": "a.*"}, r"got allow_unclaimed='a.\*', expected a list of globs"),
+        ({"allow_classes": "m.A"}, "got allow_classes='m.A', expected a list of classes"),
+        ({"allow_classes": dict}, "got allow_classes=the class dict, expected a list of classes"),
+        ({"allow_classes": ["m.A"]}, "got 'm.A' in allow_classes, expected classes"),
+        ({"allow_classes": [dict, getattr]}, "got builtins.getattr in allow_classes, expected classes"),
         ({"layouts": {"w": [("dp", 0, 1)]}}, "got list for 'w', expected a ShardOrder"),
     ],
 )
@@ -442,6 +447,40 @@ def test_values_of_foreign_classes_are_read_on_request_only() -> None:
         load(saved, [state])
     load(saved, [state], lambda: tte.LoadPlanner(weights_only=False))
     assert isinstance(state["hook"], Outsider)
+
+
+class Stranger:
+    """Another one."""
+
+
+def test_foreign_classes_of_all_values_are_named_at_once() -> None:
+    values = {"a": Outsider(), "b": 3, "c": [Stranger()], "d": collections.deque([1])}
+    saved = save([values])
+    state: dict[str, Any] = {"a": None, "b": None, "c": None, "e": None}
+    names = f"{__name__}.Outsider, {__name__}.Stranger"
+    allowing = rf"pass allow_classes=\[{names}\] to tte.load, LoadPlanner or tte.install; or weights_only=False to"
+    with pytest.raises(
+        CheckpointReadError, match=rf"cannot read a, c: they are not plain data \(found {names}\); {allowing}"
+    ):
+        load(saved, [state], lambda: tte.LoadPlanner(allow_partial_load=True))
+    with pytest.raises(CheckpointReadError, match=r"cannot read c: it is not plain data \(found \S*Stranger\)"):
+        load(saved, [state], lambda: tte.LoadPlanner(allow_partial_load=True, allow_classes=[Outsider]))
+    planner = tte.LoadPlanner(allow_partial_load=True, allow_classes=[Outsider, Stranger])
+    load(saved, [state], lambda: planner)
+    assert isinstance(state["a"], Outsider) and state["b"] == 3 and isinstance(state["c"][0], Stranger)
+    with pytest.raises(CheckpointReadError, match="cannot read d: .* allow_classes does not help with collections.deq"):
+        load(saved, [{"d": None}], lambda: planner)
+
+
+def test_a_subclass_that_keeps_values_to_itself_hides_no_foreign_class() -> None:
+    class Keeping(tte.LoadPlanner):
+        def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+            if read_item.dest_index.fqn != "b":
+                super().load_bytes(read_item, value)
+
+    saved = save([{"a": Outsider(), "b": 3}])
+    with pytest.raises(CheckpointReadError, match="cannot read a: it is not plain data"):
+        load(saved, [{"a": None, "b": None}], Keeping)
 
 
 # Ranks that saved alone (use_collectives=False).

@@ -105,6 +105,20 @@ def test_random_states_are_as_with_stock(tmp_path: Path) -> None:
     assert num_equal > 50
 
 
+class Outsider:
+    """A class that nothing allows to be loaded."""
+
+
+def test_classes_that_a_load_may_take(tmp_path: Path) -> None:
+    dcp.save({"hook": Outsider()}, checkpoint_id=tmp_path, no_dist=True)
+    state: dict[str, Any] = {"hook": None}
+    with tte.installed(), pytest.raises(CheckpointException, match=r"allow_classes=\[\S*Outsider\] to .* tte.install"):
+        dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    with tte.installed(allow_classes=[Outsider]):
+        dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    assert isinstance(state["hook"], Outsider)
+
+
 def nine_rows(rank: int, world_size: int, path: Path, is_installed: bool) -> str:
     """dp 4 x tp 2, which stock saves and cannot load back."""
     mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))

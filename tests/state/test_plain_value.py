@@ -14,6 +14,7 @@ import pickle
 import random
 import types
 import uuid
+from dataclasses import dataclass
 from typing import Any
 from zoneinfo import ZoneInfo
 
@@ -22,11 +23,20 @@ import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from torchtitan_ext.state.plain_value import read_pickle, read_value, why_not_plain
+from torchtitan_ext.state.plain_value import NotPlain, NotPlainError, read_pickle, read_value, why_not_plain
 
 
 class Colour(enum.Enum):
     RED = 1
+
+
+@dataclass
+class Settings:
+    colour: Colour
+
+
+class Lookup(dict[str, int]):
+    """torch.load fills no dict of another class."""
 
 
 class Hostile:
@@ -107,16 +117,37 @@ def test_a_stream_comes_back() -> None:
 @pytest.mark.parametrize("value", [Colour.RED, [Colour.RED]], ids=str)
 def test_other_values_are_refused_by_name_unless_trusted(value: Any) -> None:
     name = rf"{__name__}.Colour"
-    with pytest.raises(ValueError, match=rf"not plain data \(found \S*{name}\).*add_safe_globals.*weights_only=False"):
+    with pytest.raises(NotPlainError, match=rf"not plain data \(found \S*{name}\)$") as caught:
         read_value(saved(value), weights_only=True)
+    assert caught.value.found.can_be_allowed
     assert read_value(saved(value), weights_only=False) == value
+    assert read_value(saved(value), weights_only=True, allow_classes=[Colour]) == value
+
+
+def test_all_classes_are_named_at_once() -> None:
+    value = {"a": [Settings(Colour.RED)], "b": (ZoneInfo("UTC"), Colour.RED), "c": Lookup(a=1)}
+    with pytest.raises(NotPlainError) as caught:
+        read_value(saved(value), weights_only=True)
+    names = ("getattr", f"{__name__}.Colour", f"{__name__}.Lookup", f"{__name__}.Settings", "zoneinfo.ZoneInfo")
+    assert caught.value.found == NotPlain(names, can_be_allowed=False)
+    settings = Settings(Colour.RED)
+    assert read_value(saved([settings]), weights_only=True, allow_classes=[Settings, Colour]) == [settings]
+    with pytest.raises(NotPlainError, match=r"found \S*Settings\)$"):
+        read_value(saved([settings]), weights_only=True, allow_classes=[Colour])
+
+
+def test_what_was_allowed_before_stays_so_and_no_more() -> None:
+    with torch.serialization.safe_globals([Colour, bytes]):
+        before = set(torch.serialization.get_safe_globals())
+        read_value(saved([Settings(Colour.RED)]), weights_only=True, allow_classes=[Settings, Colour])
+        assert set(torch.serialization.get_safe_globals()) == before
 
 
 @pytest.mark.parametrize("value, name", [({"f": print}, "print"), (ZoneInfo("UTC"), "getattr")], ids=str)
 def test_nobody_is_told_to_allow_a_builtin_function(value: Any, name: str) -> None:
-    with pytest.raises(ValueError, match=rf"not plain data \(found {name}\); pass weights_only=False") as caught:
+    with pytest.raises(NotPlainError, match=rf"not plain data \(found {name}\b") as caught:
         read_value(saved(value), weights_only=True)
-    assert "safe_globals" not in str(caught.value)
+    assert not caught.value.found.can_be_allowed
     assert read_value(saved(value), weights_only=False) == value
     with pytest.raises(ValueError, match=rf"not plain data \(found builtins.{name}\); store plain data instead"):
         read_pickle(pickle.dumps(value))
@@ -143,10 +174,14 @@ NOT_PLAIN = [
     (TwoTensor(torch.ones(1), torch.ones(1)), "torch.testing._internal.two_tensor.TwoTensor"),
 ]  # fmt: skip
 
+CANNOT_BE_ALLOWED = ("collections.deque", "zoneinfo.ZoneInfo", "builtins.builtin_function_or_method")
+
 
 @pytest.mark.parametrize("value, name", NOT_PLAIN, ids=lambda value: type(value).__name__)
 def test_what_will_not_be_read_is_known_when_it_is_saved(value: Any, name: str) -> None:
-    assert why_not_plain(value) == name
+    found = why_not_plain(value)
+    assert found is not None and found.names == (name,)
+    assert found.can_be_allowed == (name not in CANNOT_BE_ALLOWED)
     with pytest.raises(ValueError, match="not plain data"):
         read_value(saved(value), weights_only=True)
 
@@ -183,9 +218,10 @@ def test_a_class_that_torch_cannot_fill_is_not_called_damaged() -> None:
     window = collections.deque([1.5, 2.5])
     with (
         torch.serialization.safe_globals([collections.deque]),
-        pytest.raises(ValueError, match=r"found collections.deque\).*weights_only=False"),
+        pytest.raises(NotPlainError, match=r"found collections.deque\)$") as caught,
     ):
         read_value(saved(window), weights_only=True)
+    assert not caught.value.found.can_be_allowed
     assert read_value(saved(window), weights_only=False) == window
 
 

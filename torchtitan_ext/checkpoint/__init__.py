@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -17,7 +17,13 @@ from torch.distributed.checkpoint.planner import LoadPlanner as StockLoadPlanner
 from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-from torchtitan_ext.checkpoint.arguments import check_can_send_from_cpu, check_load, check_save, check_seconds
+from torchtitan_ext.checkpoint.arguments import (
+    check_can_send_from_cpu,
+    check_classes,
+    check_load,
+    check_save,
+    check_seconds,
+)
 from torchtitan_ext.checkpoint.load_phases import OtherMetadataError, load_state_dict
 from torchtitan_ext.checkpoint.load_planner import LoadPlanner
 from torchtitan_ext.checkpoint.phases import TIMEOUT_SECONDS, Phases
@@ -93,6 +99,7 @@ def load(
     storage_reader: StorageReader | None = None,
     policy: ElasticPolicy | None = None,
     sources: Sequence[Source] = (),
+    allow_classes: Collection[Callable[..., Any]] = (),
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     timeout_seconds: float = TIMEOUT_SECONDS,
@@ -112,6 +119,7 @@ def load(
         storage_reader: Any DCP storage reader; by default a ``FileReader`` at ``path``.
         policy: What to do with each component, and about missing and unexpected keys.
         sources: Several checkpoints and which keys come from each, instead of ``path``.
+        allow_classes: Classes that values may be of beside plain data, see ``LoadPlanner``; a planner has its own.
         process_group: The ranks that take part; all by default.
         no_dist: Load into this process alone.
         timeout_seconds: How long a rank waits for the others in each phase.
@@ -126,13 +134,17 @@ def load(
         NoCheckpointError: The run has no such step, or none that is good.
         LostRankError: A rank died, hangs, or did not come in time; the same on every rank, and names it.
         TypeError: An argument is of another type.
-        ValueError: Both ``path`` and ``sources``, or two policies; or a policy for a planner that knows none.
+        ValueError: Both ``path`` and ``sources``, two policies, or ``allow_classes`` and a planner; or a policy for a
+            planner that knows none.
     """
     check_rules("load", policy, sources)
     check_load(state_dict, path, planner, storage_reader, process_group, has_sources=bool(sources))
     check_seconds("load", timeout_seconds)
     check_step(path, step)
-    planner = LoadPlanner() if planner is None else planner
+    check_classes("load", allow_classes)
+    if allow_classes and planner is not None:
+        raise ValueError("load: got allow_classes and a planner; give them to it: LoadPlanner(allow_classes=[...])")
+    planner = LoadPlanner(allow_classes=allow_classes) if planner is None else planner
     policy = _policy_of_load(policy, planner, has_sources=bool(sources))
     spans = begin_trace("load", trace)
     phases_at = partial(Phases, "load", process_group, no_dist=no_dist, timeout_seconds=timeout_seconds, trace=spans)

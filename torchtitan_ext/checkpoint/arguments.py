@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from numbers import Real
 from types import NoneType
 from typing import Any
@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-from torchtitan_ext.errors import check_argument
+from torchtitan_ext.errors import argument_error, check_argument, described
+from torchtitan_ext.state.plain_value import is_builtin_function
 
 # A month: timers of the backends count in milliseconds.
 _LONGEST_SECONDS = 30 * 24 * 3600
@@ -38,6 +39,19 @@ def check_load(state_dict: Any, path: Any, planner: Any, storage_reader: Any, gr
     expected = "a DCP storage reader, such as FileSystemReader(path)"
     check_argument("load", "storage_reader", storage_reader, (StorageReader, NoneType), expected)
     _check_group("load", group)
+
+
+def check_classes(operation: str, allow_classes: Any) -> None:
+    """Raises TypeError unless these are classes, or functions that build values, which a load may call."""
+    expected = "a list of classes"
+    if isinstance(allow_classes, str):
+        raise argument_error(operation, "allow_classes", allow_classes, expected)
+    check_argument(operation, "allow_classes", allow_classes, Collection, expected)
+    for one in allow_classes:
+        name = f"{getattr(one, '__module__', '')}.{getattr(one, '__qualname__', '')}"
+        if not callable(one) or is_builtin_function(name):
+            got = name if callable(one) else described(one)
+            raise TypeError(f"{operation}: got {got} in allow_classes, expected classes")
 
 
 def check_can_send_from_cpu(operation: str, group: dist.ProcessGroup | None) -> None:

@@ -38,7 +38,7 @@ class OpenSource:
     Attributes:
         name: Its path, or what reads it, for messages.
         is_of_one_rank: Whether the metadata is of this rank's part alone (``use_collectives=False``).
-        weights_only: See ``LoadPlanner``.
+        weights_only: See ``LoadPlanner``; so too ``allow_classes``.
         allows_missing: Whether a component may be missing (``allow_partial_load``).
     """
 
@@ -48,6 +48,7 @@ class OpenSource:
     metadata: Metadata
     is_of_one_rank: bool = False
     weights_only: bool = True
+    allow_classes: tuple[Callable[..., Any], ...] = ()
     allows_missing: bool = False
 
 
@@ -235,7 +236,14 @@ def _merge_groups(
 def _read(name: str, prefix: str, opened: OpenSource) -> tuple[Any, ComponentPlan | None]:
     """What a component saved, or a plan that refuses it. Damaged or lost files are errors: no reason to start anew."""
     try:
-        return read_saved(opened.reader, opened.metadata, prefix, weights_only=opened.weights_only), None
+        saved = read_saved(
+            opened.reader,
+            opened.metadata,
+            prefix,
+            weights_only=opened.weights_only,
+            allow_classes=opened.allow_classes,
+        )
+        return saved, None
     except DamagedValueError:
         raise
     except CheckpointReadError as error:

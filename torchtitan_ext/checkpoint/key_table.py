@@ -6,7 +6,7 @@ process group.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from torchtitan_ext.layout.dtensor import (
 from torchtitan_ext.layout.layout import ShardReport, is_replicated, num_elements
 from torchtitan_ext.layout.rules import LayoutRules
 from torchtitan_ext.layout.wrapper import is_wrapper, why_not_whole
-from torchtitan_ext.state.plain_value import why_not_plain
+from torchtitan_ext.state.plain_value import NotPlain, why_not_plain
 from torchtitan_ext.state.value_digest import digest_tensor, digest_value
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -71,7 +71,7 @@ class KeyTable:
         digests: Of the values that are compared between replicas, by flat key.
         stock_paths: Where each key stands in the nested state dict, as DCP's metadata records it.
         problems: What this rank alone can already tell to be wrong.
-        unread: Values that a load will not read by default: by flat key the class for which it will not.
+        unread: Values that a load will not read by default: by flat key the classes for which it will not.
         layouts: Whether each pattern of ``layouts=`` matches a key.
         wrappers: Tensors whose local tensor is a wrapper subclass. Other ranks are not told.
     """
@@ -80,7 +80,7 @@ class KeyTable:
     digests: Mapping[str, bytes] = field(default_factory=dict)
     stock_paths: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
-    unread: Mapping[str, str] = field(default_factory=dict)
+    unread: Mapping[str, NotPlain] = field(default_factory=dict)
     layouts: Mapping[str, bool] = field(default_factory=dict)
     wrappers: tuple[str, ...] = ()
 
@@ -117,9 +117,9 @@ def describe_state(
     )
 
 
-def check_objects(values: Mapping[str, Any], table: KeyTable) -> tuple[dict[str, str], list[Problem]]:
-    """Which values a load will not read by default, and for which class; and which cannot be written at all."""
-    unread: dict[str, str] = {}
+def check_objects(values: Mapping[str, Any], table: KeyTable) -> tuple[dict[str, NotPlain], list[Problem]]:
+    """Which values a load will not read by default, and for which classes; and which cannot be written at all."""
+    unread: dict[str, NotPlain] = {}
     problems: list[Problem] = []
     for fqn, entry in table.entries.items():
         if isinstance(entry, ObjectEntry):
@@ -131,6 +131,16 @@ def check_objects(values: Mapping[str, Any], table: KeyTable) -> tuple[dict[str,
                 if found is not None:
                     unread[fqn] = found
     return unread, problems
+
+
+def how_to_read(unread: Collection[NotPlain]) -> str:
+    """What makes a load read these values, as the end of a sentence: all their classes at once."""
+    trusting = "weights_only=False to LoadPlanner or tte.install, if you trust the checkpoint"
+    not_allowed = {name for found in unread if not found.can_be_allowed for name in found.names}
+    if not_allowed:
+        return f"pass {trusting}: allow_classes does not help with {', '.join(sorted(not_allowed))}"
+    names = {name for found in unread for name in found.names}
+    return f"pass allow_classes=[{', '.join(sorted(names))}] to tte.load, LoadPlanner or tte.install; or {trusting}"
 
 
 def digest_values(values: Mapping[str, Any], table: KeyTable, *, hash_replicas: bool) -> dict[str, bytes]:

@@ -148,7 +148,14 @@ def open_source(source: Source, planner: StockLoadPlanner, rank: int) -> OpenSou
     metadata, is_of_one_rank = read_metadata(reader, name, rank)
     if isinstance(planner, LoadPlanner):
         return OpenSource(
-            name, source, reader, metadata, is_of_one_rank, planner.weights_only, planner.allow_partial_load
+            name,
+            source,
+            reader,
+            metadata,
+            is_of_one_rank,
+            planner.weights_only,
+            planner.allow_classes,
+            planner.allow_partial_load,
         )
     return OpenSource(name, source, reader, metadata, is_of_one_rank)
 

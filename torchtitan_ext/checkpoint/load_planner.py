@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,11 +15,12 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 
 from torchtitan_ext.checkpoint.agreement import agree, unforeseen_steps
+from torchtitan_ext.checkpoint.arguments import check_classes
 from torchtitan_ext.checkpoint.cast import CastPolicy, number_for, number_from
 from torchtitan_ext.checkpoint.cuts import unfillable_cuts
 from torchtitan_ext.checkpoint.key_table import (
@@ -28,6 +29,7 @@ from torchtitan_ext.checkpoint.key_table import (
     KeyTable,
     ObjectEntry,
     describe_state,
+    how_to_read,
 )
 from torchtitan_ext.checkpoint.load_rules import LoadRules, ReadRequest, for_components
 from torchtitan_ext.checkpoint.load_targets import entry_as_saved, flatten_targets, places_of
@@ -50,7 +52,7 @@ from torchtitan_ext.checkpoint.subclasses import (
     sees_items,
     uncalled_methods,
 )
-from torchtitan_ext.errors import CheckpointReadError, DamagedValueError, check_argument, refusal
+from torchtitan_ext.errors import CheckpointReadError, DamagedValueError, check_argument, named, refusal
 from torchtitan_ext.layout.dtensor import local_tensor
 from torchtitan_ext.layout.layout import Steps
 from torchtitan_ext.layout.rules import LayoutRules, ShardOrder
@@ -62,7 +64,7 @@ from torchtitan_ext.state.nested import (
     on_devices_of,
     set_value,
 )
-from torchtitan_ext.state.plain_value import DamagedBytesError, read_value
+from torchtitan_ext.state.plain_value import DamagedBytesError, NotPlain, NotPlainError, read_value
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -93,6 +95,9 @@ class LoadPlanner(DefaultLoadPlanner):
             may stay unread.
         weights_only: Read non-tensor values without running code from the checkpoint. ``False`` trusts it, as stock
             does.
+        allow_classes: Classes, and functions that build values, which non-tensor values may name beside plain data: an
+            enum, a dataclass. Nothing else of the checkpoint is run. What ``torch.serialization.add_safe_globals``
+            has allowed is so already.
         policy: What to do with each component, and with keys that are missing or unexpected. Without one, keys that
             the checkpoint lacks are refused and those that nothing asks for ignored, as in stock. Objects that
             reshard by a rule of their own need ``tte.load``: it reads what they saved before the plan is made.
@@ -119,6 +124,7 @@ class LoadPlanner(DefaultLoadPlanner):
         cast: CastPolicy = "exact",
         allow_unclaimed: Collection[str] = (),
         weights_only: bool = True,
+        allow_classes: Collection[Callable[..., Any]] = (),
         policy: ElasticPolicy | None = None,
         source: Source | None = None,
     ) -> None:
@@ -132,7 +138,9 @@ class LoadPlanner(DefaultLoadPlanner):
         self._layouts = LayoutRules(layouts)
         self._cast = cast
         self._allow_unclaimed = tuple(allow_unclaimed)
+        check_classes("LoadPlanner", allow_classes)
         self.weights_only = weights_only
+        self.allow_classes = tuple(allow_classes)
         self.rules = LoadRules(Source() if source is None else source, policy=policy)
         self.report: LoadReport | None = None
         self.original_state_dict: dict[str, Any] = {}
@@ -150,6 +158,8 @@ class LoadPlanner(DefaultLoadPlanner):
         self._saved_names: dict[str, str] = {}
         self._numbers: dict[str, type] = {}
         self._values_read: dict[str, Any] = {}
+        self._values_due: set[str] = set()
+        self._refused: dict[str, NotPlain] = {}
 
     @property
     def wanted(self) -> KeyTable:
@@ -254,19 +264,28 @@ class LoadPlanner(DefaultLoadPlanner):
             warn_of_leftovers(self.report, self.rules.policy)
         if not self.rules.values_first:
             self.change_targets()
+        self._values_due, self._refused = {i.dest_index.fqn for i in items if i.type == LoadItemType.BYTE_IO}, {}
         return dataclasses.replace(central_plan, items=in_file_order(items, self.metadata))
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         fqn = read_item.dest_index.fqn
+        self._values_due.discard(fqn)
         try:
-            loaded = self._as_target(fqn, read_value(value, weights_only=self.weights_only))
+            read = read_value(value, weights_only=self.weights_only, allow_classes=self.allow_classes)
+            loaded = self._as_target(fqn, read)
+        except NotPlainError as error:
+            self._refused[fqn] = error.found
         except ValueError as error:
             kind = DamagedValueError if isinstance(error, DamagedBytesError) else CheckpointReadError
             raise kind(fqn, str(error)) from None
-        if self.rules.values_first:
-            self._values_read[fqn] = loaded
         else:
-            self._place(fqn, loaded)
+            if self.rules.values_first:
+                self._values_read[fqn] = loaded
+            else:
+                self._place(fqn, loaded)
+        # All that is not plain is named at once. A subclass may keep values to itself: there the last is not known.
+        if self._refused and (not self._values_due or overrides(self, LoadPlanner, "load_bytes")):
+            raise self._not_plain()
 
     def change_targets(self) -> None:
         """From here on targets change: meta tensors get memory, versions are bumped, values read so far are placed.
@@ -357,6 +376,13 @@ class LoadPlanner(DefaultLoadPlanner):
             refused=tuple(refused),
             components=rules.components,
         )
+
+    def _not_plain(self) -> CheckpointReadError:
+        found, self._refused = self._refused, {}
+        names = sorted({name for one in found.values() for name in one.names})
+        verb = "it is" if len(found) == 1 else "they are"
+        reason = f"{verb} not plain data (found {', '.join(names)}); {how_to_read(found.values())}"
+        return CheckpointReadError(named(list(found)), reason)
 
     def _place(self, fqn: str, value: Any) -> None:
         target = self.state_dict[fqn]

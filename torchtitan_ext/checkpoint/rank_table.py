@@ -21,6 +21,7 @@ from torchtitan_ext.checkpoint.key_table import BoxesEntry, KeyEntry, KeyTable, 
 from torchtitan_ext.checkpoint.per_rank_keys import PER_RANK
 from torchtitan_ext.errors import Problem, refusal
 from torchtitan_ext.layout.layout import MeshLayout
+from torchtitan_ext.state.plain_value import NotPlain
 
 # As csrc/core/key_columns.h numbers them.
 NONE, OBJECT, TENSOR, BOXES = range(4)
@@ -45,7 +46,7 @@ class RankTable:
         digests: Of the values of each section, packed.
         problems: What this rank alone can already tell to be wrong.
         odd_paths: Paths that are no cut of their key at dots.
-        unread: Values that a load will not read by default: by flat key the class for which it will not.
+        unread: Values that a load will not read by default: by flat key the classes for which it will not.
         layouts: Whether each pattern of ``layouts=`` matches a key.
         host: Digest of the name of the rank's host; empty where it does not say. No part of the structure.
         planner: The class of the rank's planner, where it plans by methods of its own. No part of the structure.
@@ -56,7 +57,7 @@ class RankTable:
     digests: tuple[bytes, ...]
     problems: tuple[Problem, ...] = ()
     odd_paths: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    unread: Mapping[str, str] = field(default_factory=dict)
+    unread: Mapping[str, NotPlain] = field(default_factory=dict)
     layouts: Mapping[str, bool] = field(default_factory=dict)
     host: bytes = b""
     planner: str = ""

@@ -40,6 +40,7 @@ from torchtitan_ext.checkpoint.key_table import (
     check_objects,
     describe_state,
     digest_values,
+    how_to_read,
 )
 from torchtitan_ext.checkpoint.plan_cache import (
     CACHE_PREFIX,
@@ -373,14 +374,13 @@ def _meta_problems(values: Mapping[str, Any], table: KeyTable) -> list[Problem]:
 
 
 def _warn_of_unread_values(tables: Sequence[RankTable]) -> None:
-    unread = {fqn: name for table in tables for fqn, name in table.unread.items()}
+    unread = {fqn: found for table in tables for fqn, found in table.unread.items()}
     if not unread:
         return
-    values = named([f"{fqn} ({name})" for fqn, name in unread.items()])
+    values = named([f"{fqn} ({found})" for fqn, found in unread.items()])
     warnings.warn(
-        f"a load will refuse these values by default, because they are not plain data: {values}; load them with "
-        "LoadPlanner(weights_only=False), allow their classes with torch.serialization.add_safe_globals in the "
-        "job that loads, or save what they hold instead",
+        f"a load will refuse these values by default, because they are not plain data: {values}; in the job that loads "
+        f"{how_to_read(unread.values())}. Or save what they hold instead",
         stacklevel=3,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -13,7 +14,14 @@ from torchtitan_ext.checkpoint.load_planner import LoadPlanner
 from torchtitan_ext.state.nested import Path
 
 
-def read_saved(reader: StorageReader, metadata: Metadata, prefix: str, *, weights_only: bool) -> Any:
+def read_saved(
+    reader: StorageReader,
+    metadata: Metadata,
+    prefix: str,
+    *,
+    weights_only: bool,
+    allow_classes: Collection[Callable[..., Any]] = (),
+) -> Any:
     """Everything below a key of a checkpoint, nested as it was saved, tensors whole and on the CPU. Not collective."""
     paths = paths_below(prefix, metadata)
     saved = {fqn: metadata.state_dict_metadata[fqn] for fqn in paths}
@@ -21,7 +29,7 @@ def read_saved(reader: StorageReader, metadata: Metadata, prefix: str, *, weight
         fqn: torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
         for fqn, entry in saved.items()
     }
-    planner = LoadPlanner(flatten_state_dict=False, weights_only=weights_only)
+    planner = LoadPlanner(flatten_state_dict=False, weights_only=weights_only, allow_classes=allow_classes)
     planner.set_up_planner(values, metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, True)
     (plan,) = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])

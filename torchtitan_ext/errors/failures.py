@@ -84,7 +84,12 @@ class CannotReshardError(TorchtitanExtError, RuntimeError):
 
 
 class CheckpointReadError(TorchtitanExtError, RuntimeError):
-    """A value of the checkpoint could not be read back after loading had begun; targets may be part-written."""
+    """A value of the checkpoint could not be read back after loading had begun; targets may be part-written.
+
+    Args:
+        fqn: The key of the value; where several are no plain data, the first ten of their keys.
+        reason: Why not, and what to do.
+    """
 
     def __init__(self, fqn: str, reason: str) -> None:
         super().__init__(fqn, reason)

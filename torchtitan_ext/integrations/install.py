@@ -51,7 +51,7 @@ _STOCK = format_utils
 
 OPTIONS: Mapping[type, tuple[str, ...]] = {
     SavePlanner: ("layouts", "replicas", "hash_replicas"),
-    LoadPlanner: ("layouts", "cast", "allow_unclaimed", "weights_only"),
+    LoadPlanner: ("layouts", "cast", "allow_unclaimed", "weights_only", "allow_classes"),
     FileWriter: ("sync", "thread_count", "stock_metadata"),
     FileReader: ("verify", "thread_count"),
 }

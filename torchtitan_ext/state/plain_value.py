@@ -20,9 +20,12 @@ import ipaddress
 import pathlib
 import pickle
 import re
+import sys
 import types
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -89,58 +92,109 @@ _SURELY_PLAIN_CONTAINERS: frozenset[type] = frozenset(
 # Beyond it pickle may not follow: whether it does is tried.
 _MAX_SURE_DEPTH = 50
 
+# torch.load takes nothing of these modules, whatever is allowed.
+_BLOCKED_MODULES = ("sys", "os", "posix", "nt")
+
+
+@dataclass(frozen=True)
+class NotPlain:
+    """What of a value is not plain data.
+
+    Attributes:
+        names: All classes and functions that a load does not take by default, as they are named in the pickle.
+        can_be_allowed: Whether a load takes the value where these are allowed. Builtin functions are not: ``getattr``
+            among what may be called is as good as no check at all. Nor does ``torch.load`` fill lists, dicts and deques
+            of other classes.
+    """
+
+    names: tuple[str, ...]
+    can_be_allowed: bool
+
+    def __str__(self) -> str:
+        return ", ".join(self.names)
+
 
 class NotPlainError(ValueError):
     """A value is not plain data.
 
     Args:
-        found: The class or function that is not allowed, as it is named in the pickle.
+        found: Why not.
+        remedy: What to do.
     """
 
-    def __init__(self, found: str, remedy: str) -> None:
+    def __init__(self, found: NotPlain, remedy: str = "") -> None:
         super().__init__(found, remedy)
         self.found = found
         self.remedy = remedy
 
     def __str__(self) -> str:
-        return f"it is not plain data (found {self.found}); {self.remedy}"
+        return f"it is not plain data (found {self.found})" + (f"; {self.remedy}" if self.remedy else "")
 
 
 class DamagedBytesError(ValueError):
     """The bytes of a value cannot be read as one."""
 
 
-def read_value(stream: io.BytesIO | pathlib.Path, *, weights_only: bool, map_location: str = "cpu") -> Any:
+def read_value(
+    stream: io.BytesIO | pathlib.Path,
+    *,
+    weights_only: bool,
+    allow_classes: Collection[Callable[..., Any]] = (),
+    map_location: str = "cpu",
+) -> Any:
     """The value that ``torch.save`` wrote to a stream, or to a file.
 
     Args:
         stream: At its beginning. A file is mapped: what is not touched of its tensors is not read.
         weights_only: Refuse values of classes that are not plain data.
+        allow_classes: Take values of these classes too.
         map_location: Where tensors in it are; on ``"meta"`` their storages say where in a file their bytes begin.
 
     Raises:
-        NotPlainError: Says which class is not plain data.
+        NotPlainError: Says which classes are not plain data.
         DamagedBytesError: Says what is wrong.
     """
     try:
-        with torch.serialization.safe_globals(_PLAIN_GLOBALS):
+        with _allowed(allow_classes):
             is_mapped = isinstance(stream, pathlib.Path) and map_location != "meta"
             return torch.load(stream, map_location=map_location, weights_only=weights_only, mmap=is_mapped)
     except pickle.UnpicklingError as error:
         # torch puts advice of its own, which does not fit here, around the reason.
         reason = error.__context__ if isinstance(error.__context__, pickle.UnpicklingError) else error
-        found = re.search(r"GLOBAL (\S+)", str(error)) or re.search(r"but got <class '(.+)'>", str(reason))
+        unknown = re.search(r"GLOBAL (\S+)", str(error))
+        found = unknown or re.search(r"but got <class '(.+)'>", str(reason))
         if not weights_only or found is None:
             raise DamagedBytesError(f"its bytes are damaged ({_first_line(reason)})") from None
-        raise NotPlainError(
-            found[1], _remedy(found[1], "pass weights_only=False if you trust the checkpoint")
-        ) from None
+        names = {found[1], *_names_not_allowed(stream, allow_classes)}
+        # What torch knows and does not fill is no matter of permission.
+        can_be_allowed = unknown is not None and all(map(_can_be_allowed, names))
+        raise NotPlainError(NotPlain(tuple(sorted(names)), can_be_allowed)) from None
     except Exception as error:
         raise DamagedBytesError(f"its bytes are damaged ({type(error).__name__}: {_first_line(error)})") from None
 
 
-def why_not_plain(value: Any) -> str | None:
-    """The class for which ``read_value`` will refuse a value with ``weights_only=True``, or ``None``.
+@contextmanager
+def _allowed(classes: Collection[Callable[..., Any]]) -> Iterator[None]:
+    """Lets ``torch.load`` take plain data and these classes; what the user has allowed stays allowed afterwards."""
+    held = set(torch.serialization.get_safe_globals())
+    with torch.serialization.safe_globals([entry for entry in (*_PLAIN_GLOBALS, *classes) if entry not in held]):
+        yield
+
+
+def _names_not_allowed(stream: io.BytesIO | pathlib.Path, classes: Collection[Callable[..., Any]]) -> list[str]:
+    """All names in a pickle that ``torch.load`` does not take; none where only unpickling it would tell."""
+    if isinstance(stream, io.BytesIO):
+        stream.seek(0)
+    try:
+        with _allowed(classes):
+            names = torch.serialization.get_unsafe_globals_in_checkpoint(stream)
+    except Exception:  # a file of an older torch, or operations of pickle that it does not know
+        return []
+    return [name.removeprefix("builtins.") for name in names]
+
+
+def why_not_plain(value: Any) -> NotPlain | None:
+    """The classes for which ``read_value`` will refuse a value with ``weights_only=True``, or ``None``.
 
     Classes that the user allowed with ``torch.serialization.add_safe_globals`` are read. Values of builtin classes are
     only looked at; others are written and read once, without the bytes of their tensors.
@@ -162,9 +216,11 @@ def why_not_plain(value: Any) -> str | None:
         try:
             read_value(stream, weights_only=True)
         except NotPlainError as error:
-            return name if _is_builtin_function(error.found) else error.found
+            # A function that builds values of a class says less than the class.
+            classes = tuple(found for found in error.found.names if not is_builtin_function(found))
+            return replace(error.found, names=classes or (name,))
         except ValueError:
-            return name
+            return NotPlain((name,), can_be_allowed=False)
     return None
 
 
@@ -204,14 +260,17 @@ def _is_plain_array(value: Any) -> bool:
     return not value.is_nested and value.layout is torch.strided and not value.is_quantized and not vars(value)
 
 
-def _remedy(found: str, otherwise: str) -> str:
-    """Functions are not advised: ``getattr`` among what may be called is as good as no check at all."""
-    if _is_builtin_function(found):
-        return otherwise
-    return f"allow its class with torch.serialization.add_safe_globals, or {otherwise}"
+def _can_be_allowed(name: str) -> bool:
+    """Whether ``torch.load`` makes values of a class once it is allowed. Nothing is imported to tell."""
+    module, _, member = name.rpartition(".")
+    if module in _BLOCKED_MODULES or is_builtin_function(name):
+        return False
+    held = vars(sys.modules[module]).get(member) if module in sys.modules else None
+    return not (isinstance(held, type) and issubclass(held, (list, dict, collections.deque)))
 
 
-def _is_builtin_function(found: str) -> bool:
+def is_builtin_function(found: str) -> bool:
+    """Whether a name is that of a function such as ``getattr`` and ``exec``, with which a pickle can do anything."""
     name = found.removeprefix("__builtin__.").removeprefix("builtins.")
     return "." not in name and not isinstance(getattr(builtins, name, None), type)
 
@@ -229,7 +288,9 @@ def read_pickle(data: bytes) -> Any:
     try:
         return _PlainUnpickler(io.BytesIO(data)).load()
     except _NotAllowedError as error:
-        raise NotPlainError(str(error), _remedy(str(error), "store plain data instead")) from None
+        found = NotPlain((str(error),), can_be_allowed=not is_builtin_function(str(error)))
+        allowing = "allow its class with torch.serialization.add_safe_globals, or " if found.can_be_allowed else ""
+        raise NotPlainError(found, f"{allowing}store plain data instead") from None
     except Exception as error:
         raise DamagedBytesError(f"its bytes are damaged ({type(error).__name__}: {_first_line(error)})") from None
 
