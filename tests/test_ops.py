@@ -747,6 +747,42 @@ def test_bad_lists_are_refused_and_nothing_is_written() -> None:
         ops.flatten_tensors([None])  # type: ignore[list-item]
 
 
+def test_a_tensor_is_no_list_of_tensors() -> None:
+    zero, shards = torch.zeros(1), [LocalShard((1,), ())]
+    calls: list[tuple[str, Callable[..., object]]] = [
+        ("flatten_tensors: got tensors", ops.flatten_tensors),
+        ("flatten_into_: got tensors", lambda wrong: ops.flatten_into_(wrong, torch.zeros(1))),
+        ("unflatten_tensors_: got tensors", lambda wrong: ops.unflatten_tensors_(wrong, torch.zeros(1))),
+        ("flat_offsets: got tensors", ops.flat_offsets),
+        ("flat_views: got like", lambda wrong: ops.flat_views(torch.zeros(1), wrong)),
+        ("pack_shards: got src", lambda wrong: ops.pack_shards(wrong, shards)),
+        ("unpack_shards_: got dst", lambda wrong: ops.unpack_shards_(wrong, [zero], shards)),
+        ("unpack_shards_: got locals", lambda wrong: ops.unpack_shards_([zero], wrong, shards)),
+        ("broadcast_coalesced_: got tensors", lambda wrong: ops.broadcast_coalesced_(wrong, "no group")),
+        ("check_broadcast: got tensors", ops.check_broadcast),
+    ]
+    for text, call in calls:
+        for wrong, what in (
+            (zero, "a Tensor"),
+            (torch.ones(2, 2), "a Tensor"),
+            (None, "None"),
+            ({"w": zero}, "a dict"),
+        ):
+            with pytest.raises(TypeError, match=f"^{text}={what}, expected a list of tensors$"):
+                call(wrong)
+    assert ops.flatten_tensors(iter([zero])).numel() == 4 and ops.pack_shards((), ()) == []
+
+
+def test_dtypes_that_the_stable_abi_does_not_know_are_one_sentence() -> None:
+    for dtype in (torch.float8_e8m0fnu, torch.float4_e2m1fn_x2, torch.uint4, torch.bits8):
+        with pytest.raises(
+            ValueError, match=rf"^flatten_tensors: got dtype={dtype}, .*take a view of the bytes as that"
+        ):
+            ops.flatten_tensors([torch.empty(64, dtype=torch.uint8)], dtype=dtype)
+    scales = torch.arange(1, 6, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    assert torch.equal(ops.flatten_tensors([scales]).view(torch.float8_e8m0fnu).float(), scales.float())
+
+
 @pytest.mark.parametrize(
     ("tables", "message"),
     [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_ext import _core
+from torchtitan_ext.errors import argument_error
 
 
 def _load_library() -> None:
@@ -79,6 +80,19 @@ def bump_version_of(name: str, argument: int) -> None:
         torch.autograd.graph.increment_version([tensor for tensor in written if not tensor.is_inference()])
 
     _library.impl(name, kernel, "ADInplaceOrView", with_keyset=True)
+
+
+def listed(name: str, argument: str, values: Iterable[Tensor]) -> list[Tensor]:
+    """An argument of an op as a list. A tensor alone is none, though it can be walked through, and is false where it
+    is zero.
+
+    Raises:
+        TypeError: It is no list of anything.
+    """
+    if not isinstance(values, (list, tuple)):
+        if isinstance(values, (Tensor, Mapping, str)) or not isinstance(values, Iterable):
+            raise argument_error(name, argument, values, "a list of tensors")
+    return list(values)
 
 
 def call(name: str, args: tuple[Any, ...]) -> Any:
@@ -231,6 +245,11 @@ def _explained(name: str, args: tuple[Any, ...], error: RuntimeError) -> Excepti
                 return ValueError(f"{name}: got a DTensor as {argument.name}; pass the rank's own tensor, .to_local()")
             if isinstance(item, Tensor) and argument.is_write and (item.is_conj() or item.is_neg()):
                 return ValueError(f"{name}: {argument.name} is a lazily conjugated or negated view; pass what it views")
+            if isinstance(item, torch.dtype) and "Not yet supported ScalarType" in str(error):
+                return ValueError(
+                    f"{name}: got {argument.name}={item}, which LibTorch's stable ABI does not pass on; leave it out, "
+                    "and take a view of the bytes as that dtype"
+                )
             # A dtype is an int to the schema.
             if "int" in kind and not isinstance(item, torch.dtype) and not _is_int64(item):
                 return ValueError(f"{name}: got {item!r} in {argument.name}, expected an int64")

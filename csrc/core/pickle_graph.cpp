@@ -94,15 +94,18 @@ class PickleMachine {
     }
   }
 
+  // Nothing but what takes the last mark away reaches below it.
+  size_t last_mark() const { return marks_.empty() ? 0 : marks_.back(); }
+
   Id pop() {
-    require(stack_.size() > (marks_.empty() ? 0 : marks_.back()), "takes a value from an empty stack");
+    require(stack_.size() > last_mark(), "takes a value from an empty stack");
     const Id id = stack_.back();
     stack_.pop_back();
     return id;
   }
 
   Id top(Kind kind, std::string_view what) const {
-    require(!stack_.empty() && graph_.kind(stack_.back()) == kind, what);
+    require(stack_.size() > last_mark() && graph_.kind(stack_.back()) == kind, what);
     return stack_.back();
   }
 
@@ -131,7 +134,7 @@ class PickleMachine {
   }
 
   void tuple(size_t count) {
-    require(stack_.size() >= (marks_.empty() ? 0 : marks_.back()) + count, "takes a value from an empty stack");
+    require(stack_.size() >= last_mark() + count, "takes a value from an empty stack");
     const size_t from = stack_.size() - count;
     const Id id = add({.kind = Kind::kTuple});
     extend(id, from);
@@ -140,7 +143,7 @@ class PickleMachine {
 
   // Members for the list or dict below them.
   void extend_below(Kind kind, size_t from, std::string_view what) {
-    require(from > 0 && from <= stack_.size() && graph_.kind(stack_[from - 1]) == kind, what);
+    require(from > last_mark() && from <= stack_.size() && graph_.kind(stack_[from - 1]) == kind, what);
     require(kind != Kind::kDict || (stack_.size() - from) % 2 == 0, "has a key without a value");
     extend(stack_[from - 1], from);
   }
@@ -168,7 +171,7 @@ class PickleMachine {
   }
 
   void remember(uint64_t index) {
-    require(!stack_.empty(), "remembers a value of an empty stack");
+    require(stack_.size() > last_mark(), "remembers a value of an empty stack");
     require(index < data_.size(), "remembers under a number that is too large");
     if (index >= memo_.size()) memo_.resize(index + 1, PickleGraph::kAbsent);
     memo_[index] = stack_.back();

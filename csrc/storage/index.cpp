@@ -57,8 +57,9 @@ void parse_save(const Section& section, const std::string& where, Index& index) 
 void check_inside(const SavedRecord& record, int64_t footer_offset, const ByteReader& reader) {
   const bool is_inside = record.offset >= 0 && record.num_bytes >= 0 && record.offset <= footer_offset &&
                          record.num_bytes <= footer_offset - record.offset;
-  const bool is_data_inside = !record.is_tensor || (record.data_offset >= record.offset &&
-                                                    record.data_offset <= record.offset + record.num_bytes);
+  // Sums and differences of what stands outside need be no int64.
+  const bool is_data_inside = !record.is_tensor || (is_inside && record.data_offset >= record.offset &&
+                                                    record.data_offset - record.offset <= record.num_bytes);
   if (!is_inside || !is_data_inside) {
     throw_format_error(reader.where(), reader.byte(), record.fqn, " lies at byte ", record.offset, ", data at ",
                        record.data_offset, ", ", record.num_bytes, " bytes, outside of the ", footer_offset,

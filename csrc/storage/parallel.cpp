@@ -4,6 +4,7 @@
 #include <atomic>
 #include <exception>
 #include <mutex>
+#include <new>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -23,12 +24,16 @@ void parallel_for_items(int num_threads, int64_t num_items, const std::function<
       if (!failure) failure = std::current_exception();
     }
   };
-  std::vector<std::thread> threads;
   const int64_t num_others = std::min<int64_t>(num_threads, num_items) - 1;
+  std::vector<std::thread> threads;
+  // What grows the vector may throw, and threads that run must be joined first.
+  threads.reserve(static_cast<size_t>(std::max<int64_t>(num_others, 0)));
   for (int64_t worker = 1; worker <= num_others; ++worker) {
     try {
       threads.emplace_back(work, static_cast<int>(worker));
     } catch (const std::system_error&) {
+      break;
+    } catch (const std::bad_alloc&) {
       break;
     }
   }

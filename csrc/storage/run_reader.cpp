@@ -192,8 +192,8 @@ void RunReader::add_box(int64_t file, const Box& box) {
   int64_t last = 0;
   for (size_t dim = 0; dim < box.sizes.size(); ++dim) {
     if (box.offsets[dim] < 0 || box.sizes[dim] < 0 || box.offsets[dim] > box.stored_sizes[dim] - box.sizes[dim]) {
-      throw_format_error(path, box.data_offset, "elements [", box.offsets[dim], ", ", box.offsets[dim] + box.sizes[dim],
-                         ") of dim ", dim, " are wanted, the record has ", box.stored_sizes[dim]);
+      throw_format_error(path, box.data_offset, box.sizes[dim], " elements from ", box.offsets[dim], " on of dim ", dim,
+                         " are wanted, the record has ", box.stored_sizes[dim]);
     }
     if (box.sizes[dim] == 0) return;
     first = core::checked_add(first, core::checked_mul(box.offsets[dim], box.stored_strides[dim]));
@@ -240,6 +240,14 @@ std::vector<RunReader::Unit> RunReader::units_of(int64_t source_index) {
 }
 
 std::vector<DamagedBlock> RunReader::read(int num_threads, Verify verify) {
+  // Whatever happens: the memory that was to be filled need not be there any more when the next call reads.
+  struct Forgetting {
+    std::vector<Source>& sources;
+    ~Forgetting() {
+      for (Source& source : sources) source.forget_runs();
+    }
+  } forgetting{sources_};
+  TTE_CHECK(num_threads > 0, "read", "got ", num_threads, " threads, expected at least 1");
   std::vector<Unit> units;
   for (size_t index = 0; index < sources_.size(); ++index) {
     const std::vector<Unit> more = units_of(static_cast<int64_t>(index));
@@ -254,7 +262,6 @@ std::vector<DamagedBlock> RunReader::read(int num_threads, Verify verify) {
     const std::lock_guard lock(mutex);
     damaged.push_back({unit.source, unit.begin, unit.end});
   });
-  for (Source& source : sources_) source.forget_runs();
   std::ranges::sort(damaged, {}, [](const DamagedBlock& block) { return std::pair(block.file, block.begin); });
   return damaged;
 }

@@ -55,8 +55,9 @@ class RunReader {
   void add_box(int64_t file, const Box& box);
   void add_bytes(int64_t file, int64_t offset, int64_t num_bytes, uintptr_t address);
 
-  // Reads every box and range that was added, and forgets them; the files stay open. Returns the blocks whose bytes do
-  // not match their checksums, in order; what was wanted of them is in memory all the same.
+  // Reads every box and range that was added, and forgets them, also where it throws; the files stay open. Returns the
+  // blocks whose bytes do not match their checksums, in order; what was wanted of them is in memory all the same.
+  // `num_threads` is at least 1.
   std::vector<DamagedBlock> read(int num_threads, Verify verify);
 
  private:

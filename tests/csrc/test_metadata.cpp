@@ -205,6 +205,23 @@ TEST(MetadataColumns, ManyPartsAreFound) {
   EXPECT_EQ(columns.find_part("layers.7", std::vector<int64_t>{500, 0}), core::HashedNumbers::kNone);
 }
 
+TEST(PickleGraph, NothingReachesBelowAMark) {
+  const auto refusal_of = [](std::string_view operations) -> std::string {
+    try {
+      core::PickleGraph graph(operations);
+    } catch (const std::invalid_argument& error) {
+      return error.what();
+    }
+    return "";
+  };
+  using namespace std::string_view_literals;
+  EXPECT_EQ(refusal_of("\x80\002](K\001e."sv), "");  // a list, its member above a mark
+  EXPECT_NE(refusal_of("\x80\002](K\001ae."sv).find("appends to"), std::string::npos);
+  EXPECT_NE(refusal_of("\x80\002](K\001(K\002ee."sv).find("appends to"), std::string::npos);
+  EXPECT_NE(refusal_of("\x80\002}(K\001K\002su."sv).find("sets a key"), std::string::npos);
+  EXPECT_NE(refusal_of("\x80\002K\001(q\000t."sv).find("remembers"), std::string::npos);
+}
+
 TEST(MetadataPickle, DamagedBytesAreAnErrorOrHoldTogether) {
   const std::string bytes = pickle_of(small_columns());
   std::mt19937_64 random(11);

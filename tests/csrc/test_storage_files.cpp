@@ -3,8 +3,10 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <filesystem>
+#include <new>
 #include <numeric>
 #include <random>
 #include <string>
@@ -16,6 +18,23 @@
 #include "storage/record_writer.h"
 #include "storage/run_reader.h"
 #include "storage/run_window.h"
+
+namespace {
+
+// How many more allocations of this thread succeed; any number where it is negative.
+thread_local int allocations_left = -1;
+
+}  // namespace
+
+__attribute__((noinline)) void* operator new(size_t num_bytes) {
+  if (allocations_left == 0) throw std::bad_alloc();
+  if (allocations_left > 0) --allocations_left;
+  void* memory = std::malloc(num_bytes > 0 ? num_bytes : 1);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+__attribute__((noinline)) void operator delete(void* memory) noexcept { std::free(memory); }
+__attribute__((noinline)) void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 
 namespace torchtitan_ext::storage {
 namespace {
@@ -86,6 +105,25 @@ TEST(Parallel, EveryItemOnceAndTheFirstErrorIsThrown) {
                                     if (item == 7) throw IoError(5, "path", "broken");
                                   }),
                IoError);
+}
+
+TEST(Parallel, ThreadsThatRunAreJoinedWhereMemoryEnds) {
+  int num_finished = 0;
+  for (int allocations = 0; allocations < 20; ++allocations) {
+    std::atomic<int> num_done = 0;
+    const std::function<void(int, int64_t)> body = [&](int, int64_t) { ++num_done; };
+    bool is_thrown = false;
+    allocations_left = allocations;
+    try {
+      parallel_for_items(8, 100, body);
+    } catch (const std::bad_alloc&) {
+      is_thrown = true;
+    }
+    allocations_left = -1;
+    EXPECT_TRUE(num_done == 100 || (is_thrown && num_done == 0)) << allocations;
+    num_finished += num_done == 100 ? 1 : 0;
+  }
+  EXPECT_GT(num_finished, 0);
 }
 
 SavedRecord key_of(const std::string& name, core::Sizes sizes) {
@@ -247,6 +285,30 @@ TEST_F(Files, ErrorsNameThePath) {
   EXPECT_THROW(reader.add_bytes(number, 0, 2, 0), FormatError);
   EXPECT_THROW(reader.add_bytes(number, INT64_MAX, 1, 0), FormatError);
   EXPECT_THROW(reader.add_bytes(number, -1, 1, 0), FormatError);
+}
+
+TEST_F(Files, AReadThatThrowsForgetsItsRuns) {
+  std::string bytes(5000, 'x');
+  File file = File::create(path("file"));
+  iovec piece{bytes.data(), bytes.size()};
+  file.write_at({&piece, 1}, 0);
+  file.close();
+  RunReader reader;
+  const int64_t number = reader.add_file(File::open(path("file")), -1, {});
+  std::string first(5000, '-'), second(10, '-');
+  const auto add = [&](std::string& room) {
+    reader.add_bytes(number, 0, static_cast<int64_t>(room.size()), reinterpret_cast<uintptr_t>(room.data()));
+  };
+  add(first);
+  EXPECT_THROW(reader.read(0, Verify::kNone), std::invalid_argument);
+  add(first);
+  std::filesystem::resize_file(path("file"), 1000);
+  EXPECT_THROW(reader.read(2, Verify::kNone), IoError);
+  first.assign(5000, '-');
+  add(second);
+  reader.read(2, Verify::kNone);
+  EXPECT_EQ(second, std::string(10, 'x'));
+  EXPECT_EQ(first, std::string(5000, '-'));
 }
 
 TEST_F(Files, TheSizeOfARankFileIsKnownBeforeItIsWritten) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <limits>
 #include <random>
 #include <string>
 
@@ -138,6 +139,22 @@ TEST(Index, RefusesWhatDoesNotFit) {
   index = small_index();
   index.files[0].footer_offset = 7000;
   EXPECT_NE(refusal_of(index).find("its footer at 7000"), std::string::npos);
+}
+
+TEST(Index, PlacesNearTheEndOfInt64AreOutside) {
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max(), kLeast = std::numeric_limits<int64_t>::min();
+  for (const int64_t offset : {kLeast, int64_t{-1}, int64_t{0}, kMost}) {
+    for (const int64_t num_bytes : {kLeast, int64_t{-1}, kMost}) {
+      for (const int64_t data_offset : {kLeast, int64_t{0}, kMost}) {
+        SavedRecord record;
+        record.is_tensor = true;
+        record.offset = offset;
+        record.num_bytes = num_bytes;
+        record.data_offset = data_offset;
+        EXPECT_THROW(parse_records(encode_records({record}), 5000, "file"), FormatError);
+      }
+    }
+  }
 }
 
 TEST(Index, DamagedBytesAreAnError) {

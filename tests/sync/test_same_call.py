@@ -75,6 +75,10 @@ MISMATCHES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "uninitialized": (replace(0, nn.UninitializedParameter()), r"tensors\[0\]: cannot be read: ValueError"),
     "source in a tensor": (lambda call: call.update(src=torch.tensor(0)), r"src: got tensor\(0\), expected a rank"),
     "no tensor": (replace(0, "weights"), r"tensors\[0\]: is a str, expected a tensor"),  # type: ignore[arg-type]
+    "one tied to another": (
+        lambda call: call["tensors"].append(call["tensors"][0]),
+        r"tensors: is a list of 3 .*, of 4 ",
+    ),
     "two at once": (
         lambda call: (call["tensors"].pop(), call.update(bucket_bytes=64)),
         r"(?s)bucket_bytes: is .*tensors\[2\]: is a replica",

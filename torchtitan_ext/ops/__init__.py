@@ -4,9 +4,9 @@ The kernels are ``torch.ops.torchtitan_ext.*`` (schemas: ``csrc/ops/library.cpp`
 wrappers, and beside each the fake kernel and the autograd formula, which LibTorch's stable ABI cannot express.
 
 Every op works on CPU and CUDA tensors of any dtype (bytes are moved, never values) and under ``torch.compile``. Bad
-arguments raise ValueError, sizes beyond int64 OverflowError, always before the first byte moves. An op whose name ends
-in ``_`` changes its argument in place, bumps its version counter and is not differentiable; where its arguments
-require grad, call it under ``torch.no_grad()`` or use the form without ``_``.
+arguments raise ValueError, a tensor in place of a list TypeError, sizes beyond int64 OverflowError, always before the
+first byte moves. An op whose name ends in ``_`` changes its argument in place, bumps its version counter and is not
+differentiable; where its arguments require grad, call it under ``torch.no_grad()`` or use the form without ``_``.
 """
 
 from torchtitan_ext.ops.broadcast import DEFAULT_BUCKET_BYTES, BroadcastCheck, broadcast_coalesced_, check_broadcast

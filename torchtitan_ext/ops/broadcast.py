@@ -13,6 +13,7 @@ from torchtitan_ext.op_library import (
     bump_version_of,
     call,
     full_abi_is_missing,
+    listed,
 )
 
 DEFAULT_BUCKET_BYTES = 32 << 20
@@ -41,10 +42,9 @@ def broadcast_coalesced_(
         ValueError: A tensor cannot be received into (sparse, expanded, meta, overlapping), or ``src`` is out of range.
         RuntimeError: The transfer failed; tensors may be part-written.
     """
-    if not tensors:
-        return
-    args = (list(tensors), group_name, src, bucket_bytes)
-    _call_collective("broadcast_coalesced_", args)
+    given = listed("broadcast_coalesced_", "tensors", tensors)
+    if given:
+        _call_collective("broadcast_coalesced_", (given, group_name, src, bucket_bytes))
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,10 @@ class BroadcastCheck:
 
 def check_broadcast(tensors: Sequence[Tensor]) -> BroadcastCheck:
     """Makes the local checks of ``broadcast_coalesced_``. It stops at the first tensor that it refuses."""
-    if not tensors:
+    given = listed("check_broadcast", "tensors", tensors)
+    if not given:
         return BroadcastCheck((), (), "")
-    digest, positions, reason = _call_collective("check_broadcast", (list(tensors),))
+    digest, positions, reason = _call_collective("check_broadcast", (given,))
     return BroadcastCheck(tuple(digest), tuple(positions), reason)
 
 

@@ -12,6 +12,7 @@ from torchtitan_ext.op_library import (
     DifferentiableOp,
     bump_version_of,
     call,
+    listed,
 )
 
 DEFAULT_ALIGNMENT = 64
@@ -23,7 +24,7 @@ def flat_offsets(tensors: Sequence[Tensor], *, alignment: int = DEFAULT_ALIGNMEN
     if not 0 < alignment <= 2**20 or alignment & (alignment - 1):
         raise ValueError(f"flat buffer: alignment is {alignment}, expected a power of two of at most {2**20} bytes")
     offsets, end = [], 0
-    for tensor in tensors:
+    for tensor in listed("flat_offsets", "tensors", tensors):
         offsets.append((end + alignment - 1) // alignment * alignment)
         end = offsets[-1] + tensor.numel() * tensor.element_size()
     return [*offsets, end]
@@ -43,9 +44,8 @@ def flatten_tensors(
     Returns:
         A 1-d tensor of ``dtype``; ``flat_offsets`` says what lies where, ``flat_views`` gives it shape again.
     """
-    if not tensors:
-        return torch.empty(0, dtype=dtype)
-    return _FLATTEN_TENSORS((list(tensors), alignment, dtype))
+    given = listed("flatten_tensors", "tensors", tensors)
+    return _FLATTEN_TENSORS((given, alignment, dtype)) if given else torch.empty(0, dtype=dtype)
 
 
 @torch.library.register_fake("torchtitan_ext::flatten_tensors")
@@ -74,8 +74,9 @@ def flatten_into_(tensors: Sequence[Tensor], out: Tensor, *, alignment: int = DE
         out: 1-d, contiguous, uint8 or the dtype of all tensors, at least as long as needed.
         alignment: In bytes.
     """
-    if tensors:
-        call("flatten_into_", (list(tensors), alignment, out))
+    given = listed("flatten_into_", "tensors", tensors)
+    if given:
+        call("flatten_into_", (given, alignment, out))
 
 
 @torch.library.register_fake("torchtitan_ext::flatten_into_")
@@ -94,8 +95,9 @@ def unflatten_tensors_(tensors: Sequence[Tensor], flat: Tensor, *, alignment: in
         flat: 1-d, contiguous, uint8 or the dtype of all tensors.
         alignment: That of the buffer, in bytes.
     """
-    if tensors:
-        call("unflatten_tensors_", (list(tensors), flat, alignment))
+    given = listed("unflatten_tensors_", "tensors", tensors)
+    if given:
+        call("unflatten_tensors_", (given, flat, alignment))
 
 
 @torch.library.register_fake("torchtitan_ext::unflatten_tensors_")
@@ -108,6 +110,7 @@ bump_version_of("unflatten_tensors_", 0)
 
 def flat_views(flat: Tensor, like: Sequence[Tensor], *, alignment: int = DEFAULT_ALIGNMENT) -> list[Tensor]:
     """The tensors of a flat buffer as contiguous views into it, with the shapes and dtypes of ``like``."""
+    like = listed("flat_views", "like", like)
     offsets = flat_offsets(like, alignment=alignment)
     if offsets[-1] > flat.numel() * flat.element_size():
         raise ValueError(f"flat_views: the buffer has {flat.numel() * flat.element_size()} bytes, needs {offsets[-1]}")

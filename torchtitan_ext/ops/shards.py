@@ -14,6 +14,7 @@ from torchtitan_ext.op_library import (
     call,
     is_transformed,
     kernels,
+    listed,
 )
 
 
@@ -137,7 +138,9 @@ def pack_shards(
     src: Sequence[Tensor], shards: Sequence[ShardLike], *, src_offsets: Sequence[Sequence[int]] | None = None
 ) -> list[Tensor]:
     """``pack_shard`` of many tensors, of any dtypes on one device, in one call. Differentiable."""
-    return _PACK_SHARDS((list(src), _tables("pack_shards", src, shards, src_offsets))) if src else []
+    given = listed("pack_shards", "src", src)
+    tables = _tables("pack_shards", given, shards, src_offsets)
+    return _PACK_SHARDS((given, tables)) if given else []
 
 
 def _entries(src: Sequence[Tensor], tables: Sequence[int]) -> list[tuple[list[int], list[int], list[int]]]:
@@ -182,13 +185,14 @@ def unpack_shards_(
     dst_offsets: Sequence[Sequence[int]] | None = None,
 ) -> None:
     """``unpack_shard_`` of many tensors in one call. No two of ``dst`` may share memory."""
-    tables = _tables("unpack_shards_", dst, shards, dst_offsets)
-    if len(dst) != len(locals):
-        raise ValueError(f"unpack_shards_: got {len(dst)} tensors and {len(locals)} local tensors")
-    for local, shard in zip(locals, shards, strict=True):
+    given, given_locals = listed("unpack_shards_", "dst", dst), listed("unpack_shards_", "locals", locals)
+    tables = _tables("unpack_shards_", given, shards, dst_offsets)
+    if len(given) != len(given_locals):
+        raise ValueError(f"unpack_shards_: got {len(given)} tensors and {len(given_locals)} local tensors")
+    for local, shard in zip(given_locals, shards, strict=True):
         _check_shape("unpack_shards_", local, shard)
-    if dst:
-        call("unpack_shards_", (list(dst), list(locals), tables))
+    if given:
+        call("unpack_shards_", (given, given_locals, tables))
 
 
 @torch.library.register_fake("torchtitan_ext::unpack_shards_")

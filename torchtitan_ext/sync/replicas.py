@@ -100,6 +100,7 @@ class Replicas:
     Attributes:
         owners: The tensors that the user holds, of which ``tensors`` are the local memory.
         tied: Names of tensors that are left out, because another one has their memory, and that other's name.
+        num_listed: Of a plain list, how many tensors it has, tied ones too.
     """
 
     batches: dict[BatchKey, Batch | ListBatch] = field(default_factory=dict)
@@ -107,6 +108,7 @@ class Replicas:
     owners: list[Tensor] = field(default_factory=list)
     tied: dict[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    num_listed: int = 0
 
 
 def collect_replicas(source: ModuleOrState, mesh: DeviceMesh | None, options: Options) -> Replicas:

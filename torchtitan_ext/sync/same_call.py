@@ -42,6 +42,7 @@ class Table:
     problems: tuple[Problem, ...]
     batches: dict[BatchKey, list[tuple[str, Row]]]
     tied: dict[str, str] = field(default_factory=dict)
+    num_listed: int = 0
 
 
 def confirm_same_call(
@@ -81,7 +82,7 @@ def confirm_same_call(
     }
     record = Record(
         is_refused=bool(problems),
-        options=_digest(f"{name}={value}" for name, value in own_options.items()),
+        options=_digest([*(f"{name}={value}" for name, value in own_options.items()), str(replicas.num_listed)]),
         batches={
             _digest([repr(key)]): (len(key[1]), structure, (contents or {}).get(key, b""))
             for key, structure in structures.items()
@@ -95,6 +96,7 @@ def confirm_same_call(
         problems=tuple(problems),
         batches={key: [_row(batch, tensor) for tensor in batch.tensors] for key, batch in batches.items()},
         tied=replicas.tied,
+        num_listed=replicas.num_listed,
     )
     tables = dict(zip(scope_ranks(scope), gather_values(table, scope), strict=True))
     raise _mismatch(tables)
@@ -211,6 +213,9 @@ def compare_tables(tables: Mapping[int, Table]) -> list[Problem]:
             problems.append(Problem("ranks_disagree", name, f"is {_by_ranks(values)}"))
     for key in sorted({key for table in tables.values() for key in table.batches}):
         problems += _compare_batch(key, {rank: tables[rank] for rank in key[1] if rank in tables})
+    lengths = {rank: f"of {table.num_listed} tensors" for rank, table in tables.items()}
+    if not problems and len(set(lengths.values())) > 1:  # what is only on some ranks is tied to what is on all
+        problems.append(Problem("ranks_disagree", "tensors", f"is a list {_by_ranks(lengths)}"))
     return problems
 
 

@@ -27,6 +27,7 @@ def collect_list(tensors: Sequence[Tensor], group: dist.ProcessGroup, src: int) 
         found.problems.append(Problem("wrong_argument", "tensors", what))
     if found.problems or not tensors:
         return found
+    found.num_listed = len(tensors)
     addresses = _addresses(tensors) if _is_plain(tensors) else None
     if addresses is not None and len(set(addresses)) == len(addresses):
         # Thousands of tensors: nothing is looked at one by one.
