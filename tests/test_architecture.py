@@ -100,6 +100,34 @@ def test_only_op_library_names_torch_ops(source: Path) -> None:
         assert "torch.ops" not in names
 
 
+# torch takes what is not said of these from ``set_default_device`` and ``set_default_dtype``: they are the business of others.
+CONSTRUCTORS = {
+    "arange",
+    "as_tensor",
+    "asarray",
+    "empty",
+    "empty_strided",
+    "eye",
+    "full",
+    "linspace",
+    "ones",
+    "rand",
+} | {
+    *("randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros"),
+}
+
+# An empty list of tensors has no device: what is made of it goes where the caller's other tensors go.
+FOLLOWS_DEFAULTS = {"ops.flat": {"torch.empty(0, dtype=dtype)"}}
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=name_of)
+def test_new_tensors_say_device_and_dtype(source: Path) -> None:
+    calls = [node for node in ast.walk(tree_of(source)) if isinstance(node, ast.Call)]
+    made = [call for call in calls if ast.unparse(call.func) in {f"torch.{name}" for name in CONSTRUCTORS}]
+    silent = {ast.unparse(call) for call in made if not {"device", "dtype"} <= {word.arg for word in call.keywords}}
+    assert silent == FOLLOWS_DEFAULTS.get(name_of(source), set())
+
+
 @pytest.mark.parametrize("source", SOURCES, ids=name_of)
 def test_no_imports_inside_functions(source: Path) -> None:
     functions = (node for node in ast.walk(tree_of(source)) if isinstance(node, ast.FunctionDef))

@@ -116,7 +116,7 @@ def distribute_tensor(
             is_source = all(index == src_data_rank for index in mesh.get_coordinate() or ())
             source = broadcast_full(source if is_source else None, like=source, scope=mesh, src=src_data_rank)
         local = ops.pack_shard(source, shard_of(report, steps))
-    stride = torch.empty(full.shape, device="meta").stride()
+    stride = torch.empty(full.shape, dtype=full.dtype, device="meta").stride()
     dtensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=stride)
     dtensor.requires_grad_(full.requires_grad)
     return dtensor

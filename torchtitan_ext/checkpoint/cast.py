@@ -95,7 +95,7 @@ def number_for(value: Any, dtype: torch.dtype, policy: CastPolicy) -> int | floa
 def _in_dtype(value: complex, dtype: torch.dtype) -> int | float | complex:
     """What a tensor of a dtype holds for a number, infinity where it is out of range."""
     try:
-        number: int | float | complex = torch.tensor(value, dtype=dtype).item()
+        number: int | float | complex = torch.tensor(value, dtype=dtype, device="cpu").item()
     except (RuntimeError, OverflowError):
         return math.inf
     return number

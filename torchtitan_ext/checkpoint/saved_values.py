@@ -26,7 +26,9 @@ def read_saved(
     paths = paths_below(prefix, metadata)
     saved = {fqn: metadata.state_dict_metadata[fqn] for fqn in paths}
     values: dict[str, Any] = {
-        fqn: torch.empty(entry.size, dtype=entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
+        fqn: torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+        if isinstance(entry, TensorStorageMetadata)
+        else None
         for fqn, entry in saved.items()
     }
     planner = LoadPlanner(flatten_state_dict=False, weights_only=weights_only, allow_classes=allow_classes)

@@ -173,8 +173,9 @@ def _disk(directory: Path) -> str:
 def _round_trip(directory: Path) -> str:
     torch = importlib.import_module("torch")
     tte: Any = importlib.import_module("torchtitan_ext")
-    state = {"w": torch.arange(1000.0), "b": torch.ones(3, dtype=torch.bfloat16), "step": 7}
-    loaded = {"w": torch.zeros(1000), "b": torch.zeros(3, dtype=torch.bfloat16), "step": 0}
+    weights = torch.arange(1000, dtype=torch.float32, device="cpu")
+    state = {"w": weights, "b": weights[:3].bfloat16(), "step": 7}
+    loaded = {"w": torch.zeros_like(weights), "b": torch.zeros_like(state["b"]), "step": 0}
     with tempfile.TemporaryDirectory(dir=directory) as place, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tte.save(state, f"{place}/step-7", no_dist=True)

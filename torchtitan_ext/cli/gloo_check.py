@@ -17,7 +17,7 @@ def main(rank: int, store_file: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{store_file}", rank=rank, world_size=_WORLD_SIZE, timeout=_TIMEOUT
     )
-    number = torch.tensor([rank + 1])
+    number = torch.tensor([rank + 1], dtype=torch.int64, device="cpu")
     dist.all_reduce(number)
     dist.destroy_process_group()
     print(int(number))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any, Protocol, TypedDict
 
 import torch
@@ -241,7 +242,12 @@ class _SampleBatches:
 
         # Its own generator, or each iterator would draw from the global one and a resumed run differ from another.
         options = {"generator": torch.Generator(), **self._options}
-        for samples in DataLoader(self._data, batch_sampler=_Once(indices()), **options):
+        loader = DataLoader(self._data, batch_sampler=_Once(indices()), **options)
+        # It draws a seed on the default device, by the generator of another.
+        is_elsewhere = loader.generator is not None and loader.generator.device != torch.get_default_device()
+        with loader.generator.device if is_elsewhere else nullcontext():
+            served = iter(loader)
+        for samples in served:
             if self._num_loads != num_loads:
                 raise RuntimeError("ElasticDataLoader: a state was loaded under this iterator; make a new one")
             batch = ahead.popleft()

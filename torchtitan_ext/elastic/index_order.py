@@ -19,7 +19,7 @@ def index_order(num_samples: int, *, shuffle: bool, seed: int, epoch: int) -> li
         return range(num_samples)
     generator = torch.Generator()
     generator.manual_seed(seed + epoch)
-    order: list[int] = torch.randperm(num_samples, generator=generator).tolist()
+    order: list[int] = torch.randperm(num_samples, generator=generator, dtype=torch.int64, device="cpu").tolist()
     return order
 
 

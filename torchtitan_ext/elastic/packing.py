@@ -135,8 +135,7 @@ class PackedStream:
             inputs, self._inputs = self._inputs[:size], self._inputs[size:]
             labels, self._labels = self._labels[:size], self._labels[size:]
             positions, self._positions = self._positions[:size], self._positions[size:]
-            packed = {"input": torch.tensor(inputs), "positions": torch.tensor(_from_zero(positions))}
-            yield packed, torch.tensor(labels)
+            yield {"input": _tokens(inputs), "positions": _tokens(_from_zero(positions))}, _tokens(labels)
 
 
 def packed_state(
@@ -154,6 +153,10 @@ def packed_state(
         "documents": documents,
         "num_documents": num_documents,
     }
+
+
+def _tokens(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64, device="cpu")
 
 
 def _from_zero(positions: list[int]) -> list[int]:

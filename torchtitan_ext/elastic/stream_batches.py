@@ -86,7 +86,7 @@ class StreamBatches:
             )
         backend = dist.get_backend(self._group)
         device = torch.device(torch.accelerator.current_accelerator() or "cpu") if "gloo" not in backend else "cpu"
-        total = torch.tensor([count], device=device)
+        total = torch.tensor([count], dtype=torch.int64, device=device)
         dist.all_reduce(total, group=self._group)
         return int(total.item())
 

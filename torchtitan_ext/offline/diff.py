@@ -288,7 +288,7 @@ def _compare(piece: Piece, a: torch.Tensor, b: torch.Tensor, tolerance: Toleranc
 def _positions_apart(a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance) -> torch.Tensor:
     """Of the elements of two vectors that differ, beyond the tolerance where there is one."""
     if torch.equal(as_bytes(a), as_bytes(b)):
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device="cpu")
     positions = _positions_of_other_bits(a, b)
     if tolerance.is_exact:
         return positions

@@ -35,7 +35,7 @@ class DifferenceMap:
         self.sizes = rows, cols
         self.cell_sizes = -(-rows // _MAX_CELLS), -(-cols // _MAX_CELLS)
         num_cells = [-(-size // cell) for size, cell in zip(self.sizes, self.cell_sizes, strict=True)]
-        self.counts = torch.zeros(num_cells, dtype=torch.int64)
+        self.counts = torch.zeros(num_cells, dtype=torch.int64, device="cpu")
 
     def add(self, offsets: Sequence[int], sizes: Sequence[int], positions: torch.Tensor) -> None:
         """Counts elements of a box.

@@ -241,7 +241,7 @@ def tensor_bytes(entry: TensorStorageMetadata) -> int:
 def read_record(source: Source, index: MetadataIndex) -> torch.Tensor:
     """The bytes of a whole record, as ``torch.save`` wrote them; 1-D uint8."""
     (record,) = source.find_records([index])
-    content = torch.empty(record.num_bytes, dtype=torch.uint8)
+    content = torch.empty(record.num_bytes, dtype=torch.uint8, device="cpu")
     runs = _core.RunReader()
     try:
         file = source.open_file(runs, record.file)

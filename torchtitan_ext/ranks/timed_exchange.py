@@ -108,7 +108,7 @@ class TimedExchange:
 
     def _block(self, data: bytes, num_bytes: int) -> torch.Tensor:
         """1-D uint8 of ``num_bytes`` on the group's device, filled from its begin."""
-        block = torch.empty(num_bytes, dtype=torch.uint8)
+        block = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         block.numpy()[: len(data)] = memoryview(data)
         block.numpy()[len(data) :] = 0
         return block.to(self._device)

@@ -253,7 +253,7 @@ def _rebuilt(entry: Mapping[str, Any], buffers: Mapping[str, Tensor], meshes: Se
             f"unpack_state_dict: {entry['fqn']} is a DTensor on the mesh {entry['mesh']}; "
             "pass that mesh in meshes=, or a state dict in into="
         )
-    stride = torch.empty(entry["global_shape"], device="meta").stride()
+    stride = torch.empty(entry["global_shape"], dtype=dtype, device="meta").stride()
     placements = [_placement(values) for values in entry["placements"]]
     shape = torch.Size(entry["global_shape"])
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)

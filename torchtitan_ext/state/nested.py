@@ -224,7 +224,8 @@ def load_device(tensor: torch.Tensor) -> torch.device:
     device_type = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else None
     if device_type is None:
         if not (dist.is_available() and dist.is_initialized()):
-            return torch.get_default_device()
+            default = torch.get_default_device()
+            return torch.device("cpu") if default.type == "meta" else default
         device_type = dist.distributed_c10d._get_pg_default_device().type
     if device_type == "cpu":
         return torch.device("cpu")

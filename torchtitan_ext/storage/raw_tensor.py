@@ -47,7 +47,7 @@ class Staging:
     """
 
     def __init__(self, num_bytes: int = STAGING_BYTES) -> None:
-        self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
 
     def copy_out(self, tensor: torch.Tensor, write: Callable[[int, int], None]) -> None:
         """Calls ``write(address, num_bytes)`` for all bytes of a tensor, in row-major order.

@@ -69,7 +69,7 @@ class ReadBatch:
         dtype = DTYPES[stored.dtype]
         place = target
         if not _is_plain_target(target, dtype):
-            place = torch.empty(target.shape, dtype=dtype)
+            place = torch.empty(target.shape, dtype=dtype, device="cpu")
         self._copies += add_box(self._runs, file, stored, item.storage_offsets, place)
         self._targets.append((item, target, None if place is target else place))
         self.num_bytes += place.nbytes

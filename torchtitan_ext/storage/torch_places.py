@@ -78,7 +78,7 @@ def empty_tensors(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> d
     for fqn, (dtype, sizes) in tensors.items():
         num_bytes = torch.Size(sizes).numel() * dtype.itemsize
         if num_bytes == 0:
-            made[fqn] = torch.empty(tuple(sizes), dtype=dtype)
+            made[fqn] = torch.empty(tuple(sizes), dtype=dtype, device="cpu")
         else:
             flat = torch.frombuffer(memory, dtype=torch.uint8, offset=begin, count=num_bytes)
             made[fqn] = flat.view(dtype).view(tuple(sizes))
@@ -108,7 +108,7 @@ def write_without_data(state: Mapping[str, Any], path: Path, *, weights_only: bo
     for number, storage in enumerate(_StorageList(state).storages):
         begin = begins[f"data/{number}"]
         if begin not in offsets and storage.nbytes():
-            write_parts([(path, begin, torch.empty(0, dtype=torch.uint8).set_(storage))])
+            write_parts([(path, begin, torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage))])
     return records
 
 
