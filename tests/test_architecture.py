@@ -100,7 +100,7 @@ def test_only_op_library_names_torch_ops(source: Path) -> None:
         assert "torch.ops" not in names
 
 
-# torch takes what is not said of these from ``set_default_device`` and ``set_default_dtype``: they are the business of others.
+# What these do not say torch takes from ``set_default_device`` and ``set_default_dtype``, the business of others.
 CONSTRUCTORS = {
     "arange",
     "as_tensor",

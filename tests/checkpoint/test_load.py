@@ -1,5 +1,6 @@
 """`tte.load` by a policy: every component crosses a change of world size, or the one report says why not."""
 
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -483,6 +484,55 @@ def same_objects(rank: int, world_size: int, path: Path) -> None:
 
 def test_containers_are_filled_in_place(run_world, tmp_path: Path) -> None:
     run_world(1, same_objects, tmp_path)
+
+
+class Sums(dict):
+    """Adds what it is given to what it has."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, self.get(key, 0) + value)
+
+    def update(self, *others: Any, **named: Any) -> None:
+        for key, value in dict(*others, **named).items():
+            self[key] = value
+
+
+def counts_of(web: int, books: int) -> dict[str, Any]:
+    """Subclasses of dict at several depths; the second has an order of its own."""
+    ordered = OrderedDict(web=web, books=books)
+    ordered.move_to_end("web")
+    nested = [{"seen": Counter(web=web)}, [Sums(web=web), torch.tensor(web)]]
+    by_name = defaultdict(int, web=web)
+    return {"seen": Counter(web=web), "ordered": ordered, "by_name": by_name, "sums": Sums(web=web), "nested": nested}
+
+
+@pytest.mark.parametrize("policy", [None, ElasticPolicy()])
+def test_members_of_subclasses_of_dict_are_replaced(tmp_path: Path, policy: ElasticPolicy | None) -> None:
+    saved = counts_of(3, 4)
+    tte.save(saved, tmp_path)
+    for load in (
+        lambda state: tte.load(state, tmp_path, policy=policy),
+        lambda state: dcp.load(state, checkpoint_id=tmp_path, planner=tte.LoadPlanner(), no_dist=True),
+    ):
+        state = counts_of(1, 2)
+        containers = dict(state)
+        load(state)
+        assert state == saved
+        assert all(state[key] is container for key, container in containers.items())
+        assert list(state["ordered"]) == ["books", "web"]
+        assert state["by_name"]["unheard of"] == 0
+
+
+def test_a_state_dict_may_be_a_subclass_of_dict(tmp_path: Path) -> None:
+    tte.save({"web": 3, "books": {"read": 4}}, tmp_path)
+    state = Sums({"web": 1, "books": {"read": 2}})
+    tte.load(state, tmp_path)
+    assert state == {"web": 3, "books": {"read": 4}}
+    optimizer = Sums({"state": {}, "param_groups": [{"params": ["w"], "lr": 0.1}]})
+    tte.save({"optimizer": dict(optimizer)}, tmp_path / "optimizer")
+    optimizer["param_groups"] = [{"params": ["v"], "lr": 0.5}]  # added
+    tte.load({"optimizer": optimizer}, tmp_path / "optimizer", policy=ElasticPolicy())
+    assert [group["lr"] for group in optimizer["param_groups"]] == [0.1, 0.5]
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:

@@ -79,6 +79,17 @@ def test_into_an_existing_state_dict() -> None:
     assert target["flags"]._version == versions + 1
 
 
+def test_members_of_a_subclass_of_dict_are_replaced() -> None:
+    class Sums(dict):
+        def __setitem__(self, key: str, value: int) -> None:
+            super().__setitem__(key, self.get(key, 0) + value)
+
+    buffers, manifest = pack_state_dict({"seen": {"web": 3}})
+    target = {"seen": Sums(web=1)}
+    unpack_state_dict(buffers, manifest, into=target)
+    assert target["seen"]["web"] == 3
+
+
 def test_refusals() -> None:
     state = nested_state()
     buffers, manifest = pack_state_dict(state)

@@ -29,6 +29,7 @@ from torchtitan_ext.checkpoint.read_items import ReadDecision
 from torchtitan_ext.checkpoint.report import LoadReport, disagreements, join_reports
 from torchtitan_ext.checkpoint.set_up import read_metadata, set_up_load
 from torchtitan_ext.errors import Problem, ReplicaMismatchError, StateRefusedError, refusal
+from torchtitan_ext.state.nested import set_member
 from torchtitan_ext.storage import FileReader
 
 logger = logging.getLogger(__name__)
@@ -266,9 +267,11 @@ def _take(state_dict: dict[Any, Any], components: Components, policy: ElasticPol
             if key in components.resharded:
                 component.load_state_dict(components.resharded[key].state)
             elif key in components.values:
-                state_dict[key] = _taken(component, components.value_for(key))
+                set_member(state_dict, key, _taken(component, components.value_for(key)))
         # Of planners that make the state dict out of the metadata.
-        state_dict.update((key, value) for key, value in components.values.items() if key not in state_dict)
+        for key, value in components.values.items():
+            if key not in state_dict:
+                set_member(state_dict, key, value)
         # Last: what starts anew may ask the others, as RngState asks for the step.
         for key in components.to_reset:
             phases.at(str(key))
@@ -285,8 +288,9 @@ def _taken(component: Any, value: Any) -> Any:
         component.load_state_dict(value, assign=True)
     elif is_stateful(component):
         component.load_state_dict(value)
-    elif isinstance(component, dict):
-        component.update(value)
+    elif isinstance(component, dict) and value is not component:  # else it is filled by now
+        for key, member in value.items():
+            set_member(component, key, member)
     else:
         return value
     return component

@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torchtitan_ext import ops
 from torchtitan_ext.layout.dtensor import local_tensor, why_not_dense
+from torchtitan_ext.state.nested import set_member
 
 MANIFEST_VERSION = 1
 
@@ -312,7 +313,7 @@ def _replace_plain_values(container: Any, node: dict[str, Any]) -> None:
         if kind_of_item in ("dict", "list") or (kind_of_item == "tuple" and _containers(item) != _plain_tuple(item)):
             _replace_plain_values(container[key], item)
         elif kind_of_item != "tensor" and kind != "tuple":
-            container[key] = _value(item, ())
+            set_member(container, key, _value(item, ()))
 
 
 def _plain_tuple(node: dict[str, Any]) -> Any:

@@ -7,6 +7,7 @@ inner tensors (``__tensor_flatten__``) and that stock could not load back are wa
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -216,8 +217,21 @@ def _replaced(container: Any, path: Path, value: Any) -> Any:
     if isinstance(container, torch.Tensor):
         setattr(container, key, _replaced(getattr(container, key), rest, value))
         return container
-    container[key] = _replaced(container[key], rest, value)
+    set_member(container, key, _replaced(container[key], rest, value))
     return container
+
+
+def set_member(container: Any, key: Any, value: Any) -> None:
+    """Replaces a member of a mapping or list: by dict's own method, whatever a subclass of dict does when it is told.
+
+    ``OrderedDict`` keeps an order of its own, which only its own method knows.
+    """
+    if isinstance(container, OrderedDict):
+        OrderedDict.__setitem__(container, key, value)
+    elif isinstance(container, dict):
+        dict.__setitem__(container, key, value)
+    else:
+        container[key] = value
 
 
 def load_device(tensor: torch.Tensor) -> torch.device:
