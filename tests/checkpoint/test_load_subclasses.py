@@ -341,6 +341,23 @@ def test_a_subclass_takes_what_is_read_as_it_likes(reader: Any, tmp_path: Path) 
         assert torch.equal(state["w"], WHOLE + 1) and state["step"] == 103
 
 
+class CountsFinishes(tte.LoadPlanner):
+    finishes = 0
+
+    def finish_load(self) -> None:
+        assert torch.equal(self.original_state_dict["w"], WHOLE)
+        CountsFinishes.finishes += 1
+
+
+def test_a_hook_after_the_last_item_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``finish_load`` of pytorch#193909; a DCP that has it calls it itself, and ours is no obstacle to that."""
+    tte.save({"w": WHOLE}, tmp_path)
+    tte.load({"w": torch.zeros_like(WHOLE)}, tmp_path, planner=CountsFinishes())
+    assert CountsFinishes.finishes == 1
+    monkeypatch.setattr(DefaultLoadPlanner, "finish_load", lambda self: None, raising=False)
+    dcp.load({"w": torch.zeros_like(WHOLE)}, checkpoint_id=tmp_path, planner=CountsFinishes(), no_dist=True)
+
+
 # PyTorch's own subclasses, with ours put under them by inheritance.
 
 

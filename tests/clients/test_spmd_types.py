@@ -1,4 +1,4 @@
-"""FSDP2 over parameters that ``spmd_types`` annotates (pytorch#181519): plain local shards that FSDP2 turns into DTensors."""
+"""FSDP2 over parameters that ``spmd_types`` annotates (pytorch#181519): plain shards that it turns into DTensors."""
 
 from pathlib import Path
 
@@ -40,5 +40,7 @@ def test_annotated_parameters_load_whole(run_world, tmp_path: Path) -> None:
 
 def test_annotations_that_cannot_be_true_are_refused(run_world, tmp_path: Path) -> None:
     """Annotations know no uneven dim: FSDP2 then gives each tensor-parallel rank a global shape of its own."""
-    with pytest.raises(tte.errors.StateRefusedError, match=r"rows: rank 0 has shape \(10, 3\), rank 1 has shape \(8, 3\)"):
+    with pytest.raises(
+        tte.errors.StateRefusedError, match=r"rows: rank 0 has shape \(10, 3\), rank 1 has shape \(8, 3\)"
+    ):
         run_world(4, save_annotated, 9, tmp_path)

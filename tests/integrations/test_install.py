@@ -465,6 +465,26 @@ def test_asynchronous_saves(run_world: Callable[..., Any], tmp_path: Path, kind:
         assert outcome({"w": torch.arange(9.0)}, tmp_path / step) == "equal"
 
 
+def never_overwrite(init: Any) -> Any:
+    def __init__(self: Any, *args: Any, overwrite: bool = False, **kwargs: Any) -> None:
+        init(self, *args, overwrite=overwrite, **kwargs)
+
+    return __init__
+
+
+def test_a_torch_that_overwrites_only_when_asked_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DCP has announced that ``overwrite`` will be False by default."""
+    state = {"w": torch.arange(9.0)}
+    with tte.installed():
+        dcp.save(state, checkpoint_id=tmp_path / "0", no_dist=True)
+        dcp.save(state, checkpoint_id=tmp_path / "0", no_dist=True)
+        monkeypatch.setattr(FileSystemWriter, "__init__", never_overwrite(FileSystemWriter.__init__))
+        for save in (dcp.save, lambda *args, **options: dcp.async_save(*args, **options).result(timeout=120)):
+            with pytest.raises(BaseException, match="Checkpoint already exists|has a checkpoint"):
+                save(state, checkpoint_id=tmp_path / "0", no_dist=True)
+        dcp.save(state, storage_writer=FileSystemWriter(tmp_path / "0", overwrite=True), no_dist=True)
+
+
 SCRIPT = """
 import sys
 import torch

@@ -2,6 +2,8 @@
 
 import json
 import shlex
+import subprocess
+import sys
 from typing import Any
 
 from torchtitan_ext.checkpoint.policy import ElasticPolicy
@@ -79,3 +81,24 @@ def test_no_flag_takes_a_run_back_to_step_0() -> None:
 def test_excluded_components_are_in_the_report() -> None:
     text = str(in_flags(refused(CAST), Options({}, 6, True), ["dataloader"]))
     assert "  dataloader  omit     not loaded (--checkpoint.exclude_from_loading)" in text
+
+
+OTHER_TORCHTITAN = """
+import sys, types
+for name in ("", ".components", ".components.checkpointer"):
+    sys.modules["torchtitan" + name] = types.ModuleType("torchtitan" + name)
+    sys.modules["torchtitan" + name].__path__ = []
+for name in ("DATALOADER", "MODEL", "TRAIN_STATE", "AsyncMode", "CheckpointManager"):
+    setattr(sys.modules["torchtitan.components.checkpointer"], name, None)
+import torchtitan_ext.integrations.torchtitan
+"""
+
+
+def test_a_torchtitan_that_has_moved_its_parts_is_named() -> None:
+    """Its main branch has no ``components.dataloader`` any more (torchtitan#4088)."""
+    done = subprocess.run([sys.executable, "-c", OTHER_TORCHTITAN], capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1] == (
+        "ImportError: torchtitan_ext.integrations.torchtitan knows torchtitan 0.3.0, and this is another "
+        "(No module named 'torchtitan.components.dataloader'); use 0.3.0 with these overrides, or "
+        "torchtitan_ext.install() with this one"
+    )

@@ -249,6 +249,8 @@ def _read(
                 one.planner.change_targets()
             if plan.items:
                 one.reader.read_data(plan, one.planner).wait()
+            if isinstance(one.planner, LoadPlanner):
+                one.planner.finish_load()
         return sum(one.reader.num_bytes_read for one in planned if isinstance(one.reader, FileReader))
 
     phases.on_all("read values", read_values, doing="values were read; nothing was changed")

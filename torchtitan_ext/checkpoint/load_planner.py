@@ -75,7 +75,8 @@ class LoadPlanner(DefaultLoadPlanner):
     1. ``set_up_planner`` and 2. ``create_local_plan`` on every rank,
     3. ``create_global_plan`` on the coordinator,
     4. ``finish_plan`` on every rank,
-    5. ``load_bytes``, or ``resolve_tensor`` and ``commit_tensor``, on every rank, once per item it reads.
+    5. ``load_bytes``, or ``resolve_tensor`` and ``commit_tensor``, on every rank, once per item it reads,
+    6. ``finish_load`` on every rank, by ``tte.load`` and by a DCP that has this hook.
 
     Everything that can be refused is refused in 3, in one report over all ranks; targets, meta tensors included, change
     from step 4 on.
@@ -310,6 +311,9 @@ class LoadPlanner(DefaultLoadPlanner):
             except ValueError as error:
                 raise CheckpointReadError(fqn, str(error)) from None
             set_value(self.original_state_dict, self._places[fqn], number)
+
+    def finish_load(self, *args: Any, **kwargs: Any) -> None:
+        """After the last item. A hook that DCP may get (pytorch#193909); for subclasses, whatever it will be given."""
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """The local tensor that an index leads to. For subclasses, as in stock."""

@@ -16,6 +16,7 @@ from torchtitan_ext.elastic.sampler import Last, common_entry
 from torchtitan_ext.elastic.streams import AdoptsStates, ChecksStates, SplitsStates, StreamSource
 from torchtitan_ext.elastic.virtual_shards import ShardReader, ShardState, from_entry, shard_key, to_entry
 from torchtitan_ext.errors import CannotReshardError, Remedy
+from torchtitan_ext.ranks.exchange import device_of
 
 _KIND = "streams"
 
@@ -84,9 +85,7 @@ class StreamBatches:
                 f"ElasticDataLoader: {self._dp_size} data-parallel ranks must agree on the end of an epoch, but the "
                 f"process group {found}; pass the data-parallel group as group=, or endless=True"
             )
-        backend = dist.get_backend(self._group)
-        device = torch.device(torch.accelerator.current_accelerator() or "cpu") if "gloo" not in backend else "cpu"
-        total = torch.tensor([count], dtype=torch.int64, device=device)
+        total = torch.tensor([count], dtype=torch.int64, device=device_of(self._group or dist.group.WORLD))  # type: ignore[arg-type]
         dist.all_reduce(total, group=self._group)
         return int(total.item())
 

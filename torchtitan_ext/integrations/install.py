@@ -266,8 +266,10 @@ def _replace_in_executor(settings: Settings, passed: dict[str, Any]) -> None:
     """Before the save's thread starts, or its arguments are pickled for a process in which nothing is installed."""
     passed["planner"] = _save_planner(settings, passed.get("planner"))
     writer, path = passed.get("storage_writer"), passed.get("checkpoint_id")
-    if writer is None and path is not None and settings.storage and FileWriter.validate_checkpoint_id(path):
-        passed["storage_writer"] = settings.make(FileWriter, FileSystemWriter, path)
+    if writer is None and path is not None and FileWriter.validate_checkpoint_id(path):
+        # Its defaults are those of this torch, which has announced another one for ``overwrite``.
+        replaced = _writer(settings, FileSystemWriter(path))
+        passed["storage_writer"] = replaced if isinstance(replaced, FileWriter) else None
     else:
         passed["storage_writer"] = _writer(settings, writer)
 

@@ -20,13 +20,6 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.planner import LoadPlan
-from torchtitan.components.checkpointer import DATALOADER, MODEL, TRAIN_STATE, AsyncMode, CheckpointManager
-from torchtitan.components.dataloader import BaseDataLoader
-from torchtitan.config.override import derive, override
-from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
-from torchtitan.tools import filesystem
-from torchtitan.tools.logging import logger
-from torchtitan.tools.utils import GarbageCollection
 
 from torchtitan_ext.checkpoint import LoadPlanner, async_save, load, save
 from torchtitan_ext.checkpoint.cast import CastPolicy
@@ -38,6 +31,22 @@ from torchtitan_ext.errors import MissingStateError, Problem, StateRefusedError,
 from torchtitan_ext.integrations.torchtitan_flags import Options, in_flags, with_excluded
 from torchtitan_ext.integrations.torchtitan_train_state import RunTrainState
 from torchtitan_ext.storage.runs import old_steps
+
+try:
+    from torchtitan.components.checkpointer import DATALOADER, MODEL, TRAIN_STATE, AsyncMode, CheckpointManager
+    from torchtitan.components.dataloader import BaseDataLoader
+    from torchtitan.config.override import derive, override
+    from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
+    from torchtitan.tools import filesystem
+    from torchtitan.tools.logging import logger
+    from torchtitan.tools.utils import GarbageCollection
+except ImportError as error:
+    if not str(error.name).startswith("torchtitan."):
+        raise
+    raise ImportError(
+        f"torchtitan_ext.integrations.torchtitan knows torchtitan 0.3.0, and this is another ({error}); use 0.3.0 with "
+        "these overrides, or torchtitan_ext.install() with this one"
+    ) from error
 
 # What elastic_data saves beside torchtitan's own entries, which torchtitan's loader reads.
 _OF_ELASTIC_DATA = (f"{DATALOADER}.loader", f"{DATALOADER}.shard_*")
