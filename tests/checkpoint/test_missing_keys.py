@@ -1,17 +1,20 @@
 """A key that the checkpoint lacks comes with the name that was perhaps meant, and with the rename that mends it."""
 
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import torchtitan_ext as tte
 from torchtitan_ext.checkpoint.missing_keys import missing_problems, unexpected_problems
 from torchtitan_ext.elastic import Source
 from torchtitan_ext.errors import MissingStateError
+from torchtitan_ext.state.value_digest import digest_value
 
 
 def metadata_of(keys: list[str]) -> Metadata:
@@ -93,3 +96,44 @@ def test_the_rename_of_the_message_loads(tmp_path: Path, options: dict[str, Any]
         tte.load(target, tmp_path, **options)
     tte.load(target, tmp_path, planner=tte.LoadPlanner(source=Source(rename=rename_of(str(refused.value)))), **options)
     assert target["w"].tolist() == [1.0] * 3 and target["b"].tolist() == [0.0] * 2
+
+
+def stepped_optimizer() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_dropped_moments_are_warned_of_with_a_cure_that_works(tmp_path: Path) -> None:
+    model, optimizer = stepped_optimizer()
+    tte.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path)
+    fresh = torch.optim.AdamW(model.parameters())
+    with pytest.warns(UserWarning, match="get_optimizer_state_dict") as caught:
+        tte.load({"optimizer": fresh}, tmp_path)
+    (text,) = [str(warning.message) for warning in caught]
+    assert "optimizer.state.0.step, optimizer.state.0.exp_avg" in text and "exclude=['optimizer.state.*']" in text
+    assert not fresh.state
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        without = tte.LoadPlanner(source=Source(exclude=["optimizer.state.*"]))
+        tte.load({"optimizer": torch.optim.AdamW(model.parameters())}, tmp_path, planner=without)
+        model.zero_grad()
+        get_optimizer_state_dict(model, fresh)
+        tte.load({"optimizer": fresh}, tmp_path)
+    assert digest_value(fresh.state_dict()) == digest_value(optimizer.state_dict())
+
+
+def test_what_is_not_asked_for_at_all_is_not_warned_of(tmp_path: Path) -> None:
+    saved = {"w": torch.ones(3), "b": torch.ones(2), "model": {"w": torch.ones(3), "b": 1}, "optimizer": {"lr": 0.1}}
+    tte.save(saved, tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tte.load({"w": torch.zeros(3)}, tmp_path)
+        tte.load({"model": {"w": torch.zeros(3), "b": 0}}, tmp_path)
+        tte.load({"model": {"w": torch.zeros(3)}}, tmp_path, planner=tte.LoadPlanner(allow_unclaimed=["model.b"]))
+    with pytest.warns(
+        UserWarning, match="load: saved entries of model that nothing asks for are not loaded: model.b; put targets"
+    ):
+        tte.load({"model": {"w": torch.zeros(3)}}, tmp_path)

@@ -1,6 +1,7 @@
 """Names of a policy that nothing answers to: refused where they are misspelt, else warned of."""
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 import torchtitan_ext as tte
 from torchtitan_ext.checkpoint.policy_names import name_problems, unused_names
-from torchtitan_ext.elastic import ElasticPolicy
+from torchtitan_ext.elastic import ElasticPolicy, Source
 from torchtitan_ext.errors import ReshardError
 
 KEYS = ["model.layers.0.w", "optimizer.state.layers.0.w.exp_avg", "optimizer.param_groups", "dataloader.step"]
@@ -75,3 +76,76 @@ def test_a_name_for_another_job_is_warned_of(tmp_path: Path, caplog: Any, strict
 def test_misspelt_names_go_where_nothing_is_strict(tmp_path: Path, strict: Any) -> None:
     tte.save({"model": {"w": torch.ones(3)}, "counters": {"step": 7}}, tmp_path)
     assert load_by(ElasticPolicy({"countres": "reset"}, strict=strict), tmp_path)["counters"]["step"] == 7
+
+
+NESTED = {"model": {"w": torch.ones(3)}, "counters": {"step": 7}}
+FLAT = {"layers.0.w": torch.ones(3), "norm": torch.ones(2), "optimizer": {"step": torch.tensor(7.0)}}
+
+
+def zeros_like(value: Any) -> Any:
+    return {key: zeros_like(member) for key, member in value.items()} if isinstance(value, dict) else value * 0
+
+
+@pytest.mark.parametrize("takes_policy", [True, False])
+@pytest.mark.parametrize(
+    ("saved", "filters", "text"),
+    [
+        (NESTED, {"include": ["modle"]}, "modle: matches no key; perhaps 'model' is meant; there are model, counters"),
+        (NESTED, {"exclude": ["contuers.*"]}, "contuers.*: matches no key; perhaps 'counters.*' is meant"),
+        (NESTED, {"include": ["ema"]}, "ema: selects nothing of the state dict; there are model, counters"),
+        (FLAT, {"include": ["modle"]}, "modle: matches no key; perhaps 'model' is meant; there are model, optimizer"),
+        (FLAT, {"include": ["moddel", "optimizer"]}, "moddel: matches no key; perhaps 'model' is meant"),
+    ],
+)
+def test_a_filter_that_selects_nothing_is_refused(
+    tmp_path: Path, saved: dict[str, Any], filters: dict[str, list[str]], text: str, takes_policy: bool
+) -> None:
+    tte.save(saved, tmp_path)
+    planner = tte.LoadPlanner(source=Source(**filters), policy=ElasticPolicy() if takes_policy else None)
+    target = zeros_like(saved)
+    with pytest.raises(ReshardError, match=re.escape(text)) as refused:
+        tte.load(target, tmp_path, planner=planner)
+    assert "Filters that select nothing (1)" in str(refused.value)
+
+
+@pytest.mark.parametrize("filters", [{"include": ["*lora*"]}, {"exclude": ["*.lora", "ema"]}, {"include": ["ema"]}])
+def test_filters_for_another_job_are_warned_of_where_another_source_is_there(tmp_path: Path, filters: Any) -> None:
+    for name in "ab":
+        tte.save(NESTED, tmp_path / name)
+    target = zeros_like(NESTED)
+    with pytest.warns(UserWarning, match="of a source matches no key; there are model, counters"):
+        tte.load(target, sources=[Source(tmp_path / "a", **filters), Source(tmp_path / "b")])
+    assert target["model"]["w"].tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("filters", "loaded"),
+    [
+        ({"include": ["model"]}, ["layers.0.w", "norm"]),
+        ({"exclude": ["model"]}, ["optimizer.step"]),
+        ({"include": ["model", "optimizer"]}, ["layers.0.w", "norm", "optimizer.step"]),
+        ({"include": ["model"], "exclude": ["norm"]}, ["layers.0.w"]),
+        ({"include": ["norm"]}, ["norm"]),
+    ],
+)
+@pytest.mark.parametrize("policy", [None, ElasticPolicy(), ElasticPolicy({"optimizer": "keep"}, strict="ignore")])
+def test_tensors_at_the_top_are_the_component_model_of_a_source_too(
+    tmp_path: Path, filters: Any, loaded: list[str], policy: ElasticPolicy | None
+) -> None:
+    tte.save(FLAT, tmp_path)
+    target = zeros_like(FLAT)
+    tte.load(target, tmp_path, planner=tte.LoadPlanner(source=Source(**filters), policy=policy))
+    values = {"layers.0.w": target["layers.0.w"], "norm": target["norm"], "optimizer.step": target["optimizer"]["step"]}
+    assert [key for key, value in values.items() if value.any()] == loaded
+
+
+@pytest.mark.parametrize("policy", [ElasticPolicy({"model": "reset"}), ElasticPolicy({"step": "reset"})])
+def test_a_tensor_beside_an_entry_named_model_is_a_component_of_its_own(tmp_path: Path, policy: ElasticPolicy) -> None:
+    saved = {"model": {"w": torch.ones(3)}, "step": torch.ones(2)}
+    tte.save(saved, tmp_path)
+    target = zeros_like(saved)
+    report = tte.load(target, tmp_path, policy=policy)
+    assert report is not None
+    loaded = {line.name for line in report.components if line.outcome == "1 entry"}
+    assert loaded == {"model", "step"} - set(policy.actions)
+    assert target["step"].any() == ("step" in loaded) and target["model"]["w"].any() == ("model" in loaded)

@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torchtitan_ext as tte
-from torchtitan_ext.elastic import ElasticPolicy
+from torchtitan_ext.elastic import ElasticPolicy, RngState
 from torchtitan_ext.errors import LayoutError, ReshardError
 from torchtitan_ext.offline.amounts import Bandwidth, parse_amount, text_of_bytes
 
@@ -142,6 +142,32 @@ def test_virtual_shards_that_cannot_feed_all_ranks(tmp_path: Path) -> None:
     assert (problem.kind, problem.fqn) == ("cannot_reshard", "dataloader")
     assert "8 virtual shards cannot feed 16 data-parallel ranks" in problem.detail
     assert tte.dry_run(path, mesh={"dp": 16}, policy=ElasticPolicy({"dataloader": "reset"})).problems == ()
+
+
+def test_components_that_are_nowhere_are_refused_with_the_nearest_names(tmp_path: Path) -> None:
+    path = saved(tmp_path, {"layers.0.w": torch.zeros(16, 8), "optimizer": {"step": torch.tensor(3)}, "step": 3})
+    words = "no component and no key matches 'modle'; perhaps 'model' is meant; there are model, optimizer, step"
+    for state in (path, {"layers.0.w": torch.zeros(16, 8)}):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            tte.dry_run(state, mesh={"dp": 2}, components=["modle"], checkpoint=None if state is path else path)
+
+
+@pytest.mark.parametrize(
+    ("components", "num_reads"), [(["model"], 1), (["optimizer"], 1), (["model", "step"], 2), (["*"], 3)]
+)
+def test_tensors_at_the_top_are_the_component_model(tmp_path: Path, components: list[str], num_reads: int) -> None:
+    path = saved(tmp_path, {"layers.0.w": torch.zeros(16, 8), "optimizer": {"step": torch.tensor(3)}, "step": 3})
+    for policy in (None, ElasticPolicy()):
+        found = tte.dry_run(path, mesh={"dp": 2}, components=components, policy=policy)
+        assert found.problems == () and [one.num_reads for one in found.load.ranks] == [num_reads] * 2
+
+
+def test_generators_that_start_anew(tmp_path: Path) -> None:
+    path = saved(tmp_path, {"rng": RngState(0, device="cpu"), "step": 3})
+    report = tte.dry_run(path, mesh={"dp": 2}, policy=ElasticPolicy({"rng": "reset"})).load.report
+    assert {line.name: line.outcome for line in report.components} == {"rng": "starts anew", "step": "1 entry"}
+    report = tte.dry_run(path, mesh={"dp": 2}, policy=ElasticPolicy({"rng.common": "reset"})).load.report
+    assert "its own rule is for all its keys" in report.problems[0].detail
 
 
 def test_the_example_of_the_document_runs() -> None:

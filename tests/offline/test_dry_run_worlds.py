@@ -33,6 +33,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 import torchtitan_ext as tte
 from torchtitan_ext.checkpoint.world import saved_world
+from torchtitan_ext.elastic import ElasticPolicy, RngState
 from torchtitan_ext.errors import StateRefusedError
 
 ROWS_OF_TWO = left_to_right("rows", (2,), Shard(0))
@@ -309,9 +310,10 @@ def test_random_states_are_saved_and_loaded_as_foreseen(run_world, tmp_path: Pat
 def save_of_two(rank: int, world_size: int, path: Path) -> None:
     state = {"dataloader": {f"dp_rank_{rank}": rank}, "model": {"float32": torch.zeros(17, 3), "w": torch.zeros(4)}}
     tte.save(state, path)
+    tte.save({"rng": RngState(7, device="cpu", step=lambda: 12), "step": 3}, path / "rng")
 
 
-def load_on_four(rank: int, world_size: int, path: Path) -> tuple[Any, Any]:
+def load_on_four(rank: int, world_size: int, path: Path) -> tuple[Any, Any, Any, Any]:
     state: dict[str, Any] = {
         "dataloader": {f"dp_rank_{rank}": rank},
         "model": {"float32": torch.zeros(4, 5), "w": torch.zeros(4, dtype=torch.int64), "extra": torch.zeros(3)},
@@ -319,12 +321,26 @@ def load_on_four(rank: int, world_size: int, path: Path) -> tuple[Any, Any]:
     foreseen = tte.dry_run(state, checkpoint=path)
     with pytest.raises(StateRefusedError) as refused:
         tte.load(state, path)
-    return foreseen.load.problems, refused.value.problems
+    state = {"rng": RngState(7, device="cpu"), "step": 0}
+    known = tte.dry_run(state, checkpoint=path / "rng", policy=ElasticPolicy()).load
+    reader = tte.FileReader(path / "rng")
+    report = tte.load(state, storage_reader=reader, policy=ElasticPolicy())
+    return foreseen.load.problems, refused.value.problems, known, (report.components, reader.num_bytes_read)
 
 
-def test_refusals_of_a_load_are_foreseen_word_by_word(run_world, tmp_path: Path) -> None:
+def test_refusals_of_a_load_and_what_generators_do_are_foreseen_word_by_word(run_world, tmp_path: Path) -> None:
     run_world(2, save_of_two, tmp_path)
-    for foreseen, refused in run_world(4, load_on_four, tmp_path):
+    path = tmp_path / "rng"
+    plain = {"rng": RngState(7, device="cpu"), "step": 0}
+    loads = [
+        tte.dry_run(path, mesh={"dp": 4}, policy=ElasticPolicy()).load,
+        tte.dry_run(plain, checkpoint=path, mesh={"dp": 4}, policy=ElasticPolicy()).load,
+    ]
+    for rank, (foreseen, refused, known, (lines, num_bytes)) in enumerate(run_world(4, load_on_four, tmp_path)):
+        for load in (known, *loads):
+            assert set(load.report.components) == set(lines) and load.problems == ()
+            assert load.ranks[rank].num_bytes == num_bytes
+        assert "seeded from seed 7, step 12 and rank: 2 -> 4 ranks" in {line.outcome for line in lines}
         assert {problem.kind for problem in refused} == {"missing_key", "wrong_shape", "wrong_dtype"}
         assert set(foreseen) == set(refused)
     described = tte.dry_run(tmp_path, mesh={"dp": 4})

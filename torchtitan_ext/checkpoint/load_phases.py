@@ -183,7 +183,8 @@ def _plan(
         own = planner
         if isinstance(planner, LoadPlanner):
             earlier = tuple(other.source for other in opened[:position])
-            rules = LoadRules(one.source, earlier, policy, components.plans[position], values_first=True)
+            plans, is_alone = components.plans[position], len(opened) == 1
+            rules = LoadRules(one.source, earlier, policy, plans, values_first=True, is_alone=is_alone)
             own = planner.with_rules(rules)
         try:
             plan = _plan_source(one, own, components.values, phases)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -31,12 +32,18 @@ from torchtitan_ext.checkpoint.key_table import (
     describe_state,
     how_to_read,
 )
-from torchtitan_ext.checkpoint.load_rules import LoadRules, ReadRequest, for_components
+from torchtitan_ext.checkpoint.load_rules import LoadRules, ReadRequest, for_components, held_keys
 from torchtitan_ext.checkpoint.load_targets import entry_as_saved, flatten_targets, places_of
 from torchtitan_ext.checkpoint.misfits import find_misfit
-from torchtitan_ext.checkpoint.missing_keys import missing_problems, misspelt_layouts, nothing_matches
+from torchtitan_ext.checkpoint.missing_keys import (
+    missing_problems,
+    misspelt_layouts,
+    nothing_matches,
+    unclaimed_entries,
+)
 from torchtitan_ext.checkpoint.per_rank_keys import unclaimed_problems
 from torchtitan_ext.checkpoint.policy import ElasticPolicy, Source, check_rules
+from torchtitan_ext.checkpoint.policy_names import find_filters
 from torchtitan_ext.checkpoint.rank_table import EncodedTable, encode_table
 from torchtitan_ext.checkpoint.read_items import ReadDecision, in_file_order, read_items, unread_problems
 from torchtitan_ext.checkpoint.report import LoadReport, build_report, disagreements, warn_of_leftovers
@@ -225,10 +232,13 @@ class LoadPlanner(DefaultLoadPlanner):
         problems += unclaimed_problems(saved_wanted, len(requests), self.metadata, self._allow_unclaimed)
         problems += disagreements([request.rules for request in requests])
         problems += misspelt_layouts(tables, agreement, self._layouts, self.metadata, rules.source)
+        filtered, concerns = find_filters(rules, held_keys(requests, agreement.names), self.metadata)
+        problems += filtered
         report = None
         if rules.policy is None:
             absent = dict.fromkeys(fqn for request in requests for fqn in request.missing)
             problems += missing_problems(list(absent), self.metadata, len(requests))
+            concerns += unclaimed_entries(requests, wanted, self.metadata, rules, self._allow_unclaimed)
         else:
             report = build_report(
                 requests,
@@ -243,6 +253,8 @@ class LoadPlanner(DefaultLoadPlanner):
             problems = list(report.problems)
         if problems:
             raise refusal("load", problems, report)
+        for concern in concerns:
+            warnings.warn(f"load: {concern}", stacklevel=2)
         unforeseen = unforeseen_steps(requests, agreement)
         plans = []
         for rank, plan in enumerate(global_plan):

@@ -9,16 +9,21 @@ from dataclasses import replace
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from torchtitan_ext.checkpoint.agreement import Agreement, unused_layouts
-from torchtitan_ext.checkpoint.load_rules import MODEL, ComponentPlan, ReadRequest, component_of
+from torchtitan_ext.checkpoint.load_rules import MODEL, ComponentPlan, LoadRules, ReadRequest, component_of
+from torchtitan_ext.checkpoint.param_groups import find_option_gaps
 from torchtitan_ext.checkpoint.per_rank_keys import PER_RANK, family_of, how_to_divide
 from torchtitan_ext.checkpoint.policy import ElasticPolicy, Source
 from torchtitan_ext.checkpoint.rank_table import RankTable
-from torchtitan_ext.errors import MAX_NAMED, Problem, Remedy
+from torchtitan_ext.checkpoint.remedy import common_glob
+from torchtitan_ext.errors import MAX_NAMED, Problem, Remedy, named
 from torchtitan_ext.errors.near_names import CLOSE, nearest_name
 from torchtitan_ext.layout.rules import LayoutRules, canonical_fqn
 
 # A rename of more lines is no remedy to copy from a message.
 _MAX_RENAMES = 3
+
+# Of keys that are named in a warning, which is one line.
+_MAX_SHOWN = 3
 
 
 def missing_problems(missing: Sequence[str], metadata: Metadata, num_ranks: int) -> list[Problem]:
@@ -163,30 +168,74 @@ def unexpected_keys(
     components: Mapping[str, ComponentPlan],
     policy: ElasticPolicy,
     source: Source,
-    selects: Callable[[str], bool],
+    selects: Callable[[str, str], bool],
 ) -> list[str]:
     """Of the components that are loaded: saved keys that no rank asks for."""
     is_read = read_prefixes(components)
     # Of these some are asked for, and the others a problem of their own.
     per_rank = {family_of(fqn) for fqn in wanted if PER_RANK.search(fqn)}
     unexpected = []
-    for fqn, saved in metadata.state_dict_metadata.items():
+    for fqn in metadata.state_dict_metadata:  # its entries are made when they are asked for
         own_name = source.own_name(fqn)
-        if fqn in wanted or is_read(fqn) or not selects(own_name):
+        if fqn in wanted or is_read(fqn) or family_of(fqn) in per_rank:
             continue
-        if family_of(fqn) in per_rank:
+        name = component_of(own_name, components, is_tensor=True)
+        if name not in components or not selects(own_name, name):
             continue
-        name = component_of(own_name, components, is_tensor=isinstance(saved, TensorStorageMetadata))
-        is_models = name == MODEL and not any(own_name.startswith(f"{other}.") for other in components)
-        if name in components and policy.key_action(own_name, name) not in ("omit", "reset"):
-            if not is_models or own_name.startswith(f"{MODEL}.") or _is_at_top(fqn, metadata):
-                unexpected.append(own_name)
+        if components[name].is_top and not own_name.startswith(f"{MODEL}.") and not _is_tensor_at_top(fqn, metadata):
+            continue
+        if policy.key_action(own_name, name) not in ("omit", "reset"):
+            unexpected.append(own_name)
     return unexpected
 
 
-def _is_at_top(fqn: str, metadata: Metadata) -> bool:
+def unclaimed_entries(
+    requests: Sequence[ReadRequest],
+    wanted: Mapping[str, str],
+    metadata: Metadata,
+    rules: LoadRules,
+    allowed: Collection[str],
+) -> list[str]:
+    """For warnings of a load without a policy: of each entry of the state dict the saved keys that nothing asks for.
+
+    What the state dict has nothing of is left out: to load a part of a checkpoint is fine.
+
+    Args:
+        wanted: What some rank asks for, each key with its name in the checkpoint.
+        allowed: Globs of what may stay unread.
+    """
+    components = {name: plan for request in requests for name, plan in request.components.items()}
+    aside = {fqn for request in requests for fqn in (*request.left, *request.refused)}
+    known = {*wanted.values(), *map(rules.source.saved_name, aside)}
+    policy = ElasticPolicy(dict.fromkeys(allowed, "omit"))
+    unclaimed = unexpected_keys(metadata, known, components, policy, rules.source, rules.selects)
+    dropped = find_option_gaps([*wanted, *unclaimed], wanted).dropped
+    by_component: dict[str, list[str]] = {}
+    for fqn in unclaimed:
+        if fqn not in dropped:
+            by_component.setdefault(component_of(fqn, components, is_tensor=True), []).append(fqn)
+    return [_unclaimed_text(name, fqns, wanted) for name, fqns in by_component.items()]
+
+
+def _unclaimed_text(component: str, fqns: Sequence[str], wanted: Collection[str]) -> str:
+    globs = list(dict.fromkeys(common_glob(fqn, fqns, wanted) for fqn in fqns[:MAX_NAMED]))
+    cure = "put targets for them into the state dict"
+    if any(fqn.startswith(f"{component}.param_groups") for fqn in wanted):
+        cure = (
+            "an optimizer that has not stepped has no such state: call "
+            "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer) first, which makes it "
+            "without a step"
+        )
+    return (
+        f"saved entries of {component} that nothing asks for are not loaded: {named(fqns, _MAX_SHOWN)}; {cure}; to "
+        f"leave them out without this warning, pass LoadPlanner(source=Source(exclude={globs!r}))"
+    )
+
+
+def _is_tensor_at_top(fqn: str, metadata: Metadata) -> bool:
     paths = metadata.planner_data
-    return isinstance(paths, dict) and len(paths.get(fqn, ())) == 1
+    is_at_top = isinstance(paths, dict) and len(paths.get(fqn, ())) == 1
+    return is_at_top and isinstance(metadata.state_dict_metadata[fqn], TensorStorageMetadata)
 
 
 def unexpected_problems(unexpected: Sequence[str], missing: Sequence[str]) -> list[Problem]:

@@ -98,7 +98,8 @@ class Source:
 
     Attributes:
         path: Its directory (``checkpoint_id``).
-        include: Components and globs of flat keys of the state dict that come from here.
+        include: Components and globs of flat keys of the state dict that come from here. Tensors at the top of a state
+            dict are the component ``model``.
         exclude: Those that do not.
         rename: Flat keys of the state dict to keys of the checkpoint, for example ``{"model.*": "module.*"}``. A ``*``
             on the right stands for what the ``*`` on the left stands for, in order. The first match counts.
@@ -129,9 +130,25 @@ class Source:
             if wanted.count("*") != saved.count("*"):
                 raise WrongValueError(f"Source: rename of {wanted!r} to {saved!r}: both need the same number of '*'")
 
-    def selects(self, fqn: str) -> bool:
-        """Whether a flat key of the state dict comes from here."""
-        return _matches(fqn, self.include) and not _matches(fqn, self.exclude)
+    def selects(self, fqn: str, component: str = "") -> bool:
+        """Whether a flat key of the state dict comes from here.
+
+        Args:
+            component: Which one the key is of, where it does not begin with its name: ``model``, of tensors at the top.
+        """
+        return self.includes(fqn, component) and not _matches(fqn, component, self.exclude)
+
+    def includes(self, fqn: str, component: str = "") -> bool:
+        """Whether it would without ``exclude``."""
+        return _matches(fqn, component, self.include)
+
+    def unused_filters(self, names: Collection[str], components: Collection[str]) -> list[str]:
+        """Those of ``include`` and ``exclude`` that are none of these components and match none of these flat keys."""
+        return [
+            glob
+            for glob in (*self.include, *self.exclude)
+            if glob not in ("*", *components) and not any(fnmatch.filter(names, text) for text in (glob, f"{glob}.*"))
+        ]
 
     def saved_name(self, fqn: str) -> str:
         """What a flat key of the state dict is called in the checkpoint."""
@@ -168,8 +185,8 @@ def _renamed(fqn: str, patterns: Iterable[tuple[str, str]]) -> str:
     return fqn
 
 
-def _matches(fqn: str, patterns: Sequence[str]) -> bool:
-    if "*" in patterns:
+def _matches(fqn: str, component: str, patterns: Sequence[str]) -> bool:
+    if "*" in patterns or component in patterns:
         return True
     return any(fnmatch.fnmatchcase(fqn, glob) for pattern in patterns for glob in (pattern, f"{pattern}.*"))
 

@@ -52,9 +52,9 @@ def find_remedy(
         elif problem.kind in ("wrong_shape", "wrong_type"):
             actions[problem.fqn] = "reset"
         elif problem.kind == "missing_key" and not is_long:
-            actions[_common_glob(problem.fqn, missing, wanted)] = "reset"
+            actions[common_glob(problem.fqn, missing, wanted)] = "reset"
         elif problem.kind == "unexpected_key" and not is_long:
-            actions[_common_glob(problem.fqn, unexpected, wanted)] = "omit"
+            actions[common_glob(problem.fqn, unexpected, wanted)] = "omit"
         elif problem.kind not in ("missing_key", "unexpected_key") and problem.remedy is None:
             return None
     whole = {name for name, action in actions.items() if name in components}
@@ -76,7 +76,7 @@ def find_remedy(
     return ElasticPolicy({**actions, **kept, **actions}, default=policy.default, strict=strict)
 
 
-def _common_glob(fqn: str, affected: Sequence[str], others: Collection[str]) -> str:
+def common_glob(fqn: str, affected: Sequence[str], others: Collection[str]) -> str:
     """The widest ``prefix.*`` around a key, within its component, that holds affected keys only."""
     glob, prefix = fqn, fqn
     while "." in prefix:

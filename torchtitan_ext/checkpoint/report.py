@@ -92,7 +92,7 @@ def build_report(
     metadata: Metadata,
     policy: ElasticPolicy,
     source: Source,
-    selects: Callable[[str], bool],
+    selects: Callable[[str, str], bool],
     problems: Sequence[Problem],
 ) -> LoadReport:
     """Puts together what all ranks ask for.
@@ -101,7 +101,7 @@ def build_report(
         requests: One per rank, in rank order.
         wanted: What some rank asks for, each key with its name in the checkpoint.
         new: The world that loads.
-        selects: Whether a key of the state dict comes from this checkpoint.
+        selects: Whether a key of the state dict, of a component, comes from this checkpoint.
         problems: Those known already; of components, and of missing and unexpected keys, they are found here.
     """
     components = {name: plan for request in reversed(requests) for name, plan in request.components.items()}
@@ -120,8 +120,8 @@ def build_report(
         component_of(fqn, components, is_tensor=isinstance(saved.get(name), TensorStorageMetadata))
         for fqn, name in wanted.items()
     )
-    if MODEL in loaded:
-        components.setdefault(MODEL, ComponentPlan(policy.component_action(MODEL)))
+    for name in loaded:
+        components.setdefault(name, ComponentPlan(policy.component_action(name), is_top=name == MODEL))
     refused = (fqn for request in requests for fqn in request.refused)
     known = {*wanted.values(), *map(source.saved_name, chain(left, refused))}
     unexpected = [
@@ -153,7 +153,7 @@ def _outcome(
     num_loaded: int,
     counts: Mapping[str, Collection[str]],
     options: Mapping[str, Sequence[str]],
-    components: Collection[str],
+    components: Mapping[str, ComponentPlan],
     troubled: Collection[str],
 ) -> str:
     """What becomes of a component, in a line.

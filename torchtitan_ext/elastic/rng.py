@@ -73,8 +73,17 @@ class RngState:
                 "expected a seed of at least 0 and a rank below world_size"
             )
         self.seed = seed
+        self._is_told_ranks = rank is not None
         self._cuda = _cuda_device(device)
         self._step = step
+
+    def among(self, num_ranks: int) -> RngState:
+        """For dry runs: what a job of so many ranks has in its place; itself where it was told how many ranks differ."""
+        if self._is_told_ranks:
+            return self
+        return RngState(
+            self.seed, rank=min(self.rank, num_ranks - 1), world_size=num_ranks, device=self._cuda, step=self._step
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The generators as they stand. Not collective."""
@@ -173,6 +182,22 @@ class RngState:
     def _state(self, states: dict[str, Any], step: int) -> dict[str, Any]:
         common = {"seed": self.seed, "world_size": self.world_size, "step": step}
         return {f"rank_{self.rank}": (states,), "common": (common,)}
+
+
+def rng_of_saved(common: Any, old: World, num_ranks: int, num_data_parallel: int) -> RngState | None:
+    """What a job would have in the place of the ``RngState`` that saved an entry ``common``; ``None`` where none did.
+
+    It has the saved seed, and a rank's own numbers, or a data-parallel rank's, as it was in the world that saved.
+
+    Args:
+        num_ranks: Of the job.
+        num_data_parallel: How many of them differ in their data.
+    """
+    saved = common[0] if isinstance(common, (list, tuple)) and len(common) == 1 else None
+    if not isinstance(saved, Mapping) or saved.keys() != {"seed", "world_size", "step"}:
+        return None
+    is_own = old.size in (0, saved["world_size"])
+    return RngState(saved["seed"], rank=0, world_size=num_ranks if is_own else num_data_parallel, device="cpu")
 
 
 def _cuda_device(device: torch.device | str | None) -> torch.device | None:

@@ -42,8 +42,11 @@ def nearest_glob(glob: str, names: Iterable[str], *, likeness: float = _WIDE) ->
     return None if meant == glob else meant
 
 
-def names_hint(glob: str, names: Collection[str]) -> str:
+def names_hint(glob: str, names: Collection[str], components: Iterable[str] | None = None) -> str:
     """The end of a sentence about a glob that matches none of these names.
+
+    Args:
+        components: What is listed; by default the first word of each name.
 
     Example:
         >>> names_hint("modle", ["model.w", "optimizer.step"])
@@ -51,8 +54,9 @@ def names_hint(glob: str, names: Collection[str]) -> str:
     """
     if not names:
         return "there are none"
-    meant = nearest_glob(glob, names)
-    there = f"there are {named(list(dict.fromkeys(name.split('.')[0] for name in names)))}"
+    components = (name.split(".")[0] for name in names) if components is None else components
+    meant = nearest_glob(glob, {*names, *(components := list(dict.fromkeys(components)))})
+    there = f"there are {named(components)}"
     return there if meant is None else f"perhaps {meant!r} is meant; {there}"
 
 

@@ -29,6 +29,7 @@ ProblemKind = Literal[
     "cannot_reshard",
     "unexpected_key",
     "policy_name",
+    "unused_filter",
 ]
 
 HEADINGS: dict[ProblemKind, str] = {
@@ -54,6 +55,7 @@ HEADINGS: dict[ProblemKind, str] = {
     "cannot_reshard": "Components that cannot cross to this world",
     "unexpected_key": "Saved entries that nothing asks for",
     "policy_name": "Names of the policy that cannot be followed",
+    "unused_filter": "Filters that select nothing",
 }
 """What each kind is called in a report."""
 

@@ -100,6 +100,7 @@ ERROR_OF_KIND: dict[ProblemKind, type[StateRefusedError]] = {
     "cannot_reshard": ReshardError,
     "unexpected_key": ReshardError,
     "policy_name": ReshardError,
+    "unused_filter": ReshardError,
 }
 
 

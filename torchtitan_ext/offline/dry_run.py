@@ -14,11 +14,15 @@ from numbers import Real
 from types import NoneType
 from typing import Any
 
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
 from torchtitan_ext.checkpoint.key_table import ObjectEntry, TensorEntry
+from torchtitan_ext.checkpoint.load_rules import component_of
 from torchtitan_ext.checkpoint.policy import ElasticPolicy, Source, check_rules
 from torchtitan_ext.checkpoint.save_planner import SavePlanner
 from torchtitan_ext.checkpoint.saved_chunks import ChunkList
 from torchtitan_ext.errors import WrongValueError, check_argument, named, refusal
+from torchtitan_ext.errors.near_names import names_hint
 from torchtitan_ext.layout.layout import num_elements
 from torchtitan_ext.layout.rules import ShardOrder
 from torchtitan_ext.offline.amounts import Bandwidth
@@ -28,7 +32,7 @@ from torchtitan_ext.offline.job_stages import Stage, stages_of_mesh, stages_of_s
 from torchtitan_ext.offline.load_forecast import forecast_load
 from torchtitan_ext.offline.load_requests import LoadRequests
 from torchtitan_ext.offline.load_source import LoadSource, open_load_source
-from torchtitan_ext.offline.one_rank import rank_of_checkpoint, rank_of_state
+from torchtitan_ext.offline.one_rank import components_of, rank_of_checkpoint, rank_of_state
 from torchtitan_ext.offline.placement_rules import DimOf, saved_chunk_lists
 from torchtitan_ext.offline.save_forecast import SavingRanks, forecast_save
 
@@ -71,7 +75,7 @@ def dry_run(
 
     Raises:
         TypeError: An argument is of another type.
-        WrongValueError: Arguments that do not go together, or a mesh that says too little.
+        WrongValueError: Arguments that do not go together, a mesh that says too little, or components that are nowhere.
         StateRefusedError: The checkpoint has no metadata that can be read.
         UnknownFormatError: There is no checkpoint at the path.
     """
@@ -81,6 +85,8 @@ def dry_run(
     source = None if path is None else open_load_source(Source(path, include=tuple(components) or ("*",)))
     chunks = {} if source is None else saved_chunk_lists(source.opened.metadata)
     stages = _stages(state, source, mesh, placements, layouts, chunks)
+    if source is not None:
+        _check_components(source, stages)
     notes = [*_notes(stages), *(() if source is None else source.notes)]
     held = device or _device_of(stages)
     with _warnings_as(notes):
@@ -88,7 +94,7 @@ def dry_run(
         save = forecast_save(saving, SavePlanner(layouts=layouts), bandwidth, held)
     load = None
     if source is not None:
-        requests = LoadRequests(source.opened, policy, layouts, chunks, len(save.ranks))
+        requests = LoadRequests(source.opened, policy, layouts, chunks, len(save.ranks), not source.problems)
         with _warnings_as(notes):
             loading = [requests.of_stage(stage) for stage in stages]
             load = forecast_load(loading, requests.planner({}), source, chunks, bandwidth, held)
@@ -156,10 +162,26 @@ def _stages(
     metadata = None if source is None else source.opened.metadata
     if isinstance(state, (str, os.PathLike)):
         assert source is not None, "a path is opened, please report"
-        one = rank_of_checkpoint(source.opened.metadata, source.opened.source.selects)
+        one = rank_of_checkpoint(source.opened.metadata, source.opened.source)
         return stages_of_mesh(None, one, mesh, placements, metadata, chunks)
     (only,) = [state] if isinstance(state, Mapping) else state
     return stages_of_mesh(only, rank_of_state(values_of(only), layouts), mesh, placements, metadata, chunks)
+
+
+def _check_components(source: LoadSource, stages: Sequence[Stage]) -> None:
+    """Raises WrongValueError where one of the components that are to be loaded is neither saved nor in the job."""
+    chosen, metadata = source.opened.source, source.opened.metadata
+    if tuple(chosen.include) == ("*",):
+        return
+    is_tensor = {fqn: isinstance(one, TensorStorageMetadata) for fqn, one in metadata.state_dict_metadata.items()}
+    paths = dict(metadata.planner_data) if isinstance(metadata.planner_data, dict) else {}
+    for table in (stage.one.table for stage in stages):
+        is_tensor |= {fqn: not isinstance(entry, ObjectEntry) for fqn, entry in table.entries.items()}
+        paths |= table.stock_paths
+    entries = components_of(is_tensor, paths, ElasticPolicy())
+    components = dict.fromkeys(component_of(fqn, entries, is_tensor=tensor) for fqn, tensor in is_tensor.items())
+    for glob in chosen.unused_filters(is_tensor, components):
+        raise WrongValueError(f"no component and no key matches {glob!r}; {names_hint(glob, is_tensor, components)}")
 
 
 def _device_of(stages: Sequence[Stage]) -> Device:
@@ -201,7 +223,7 @@ def _notes(stages: Sequence[Stage]) -> list[str]:
             notes.append(f"each rank is taken to ask for a value of its own, such as {own}")
     entries = (entry for stage in stages if stage.state is None for entry in stage.one.table.entries.values())
     if any(isinstance(entry, ObjectEntry) for entry in entries):
-        notes.append("how the job's objects (data loader, random generators) take what was saved, they alone know")
+        notes.append("how the job's own objects, such as a data loader, take what was saved, they alone know")
     return notes
 
 

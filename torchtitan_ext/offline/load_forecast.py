@@ -90,6 +90,7 @@ class LoadingRanks:
         state_bytes: Of each rank the bytes of its tensors.
         is_packed: Whether some of their tensors lie otherwise in memory than row by row.
         problems: What their objects would refuse, as far as the checkpoint tells.
+        asked: The saved keys that objects read to work out their part.
     """
 
     ranks: AlikeRanks
@@ -97,6 +98,7 @@ class LoadingRanks:
     state_bytes: Sequence[int]
     is_packed: bool
     problems: tuple[Problem, ...] = ()
+    asked: tuple[str, ...] = ()
 
 
 @dataclass
@@ -207,7 +209,7 @@ class _Reading:
         kinds = [(one, np.array([np.frombuffer(row, np.uint32) for row in one.files])) for one in alike.values()]
         for rank, state_bytes in zip(group.ranks.ranks, group.state_bytes, strict=True):
             own = [name for name in group.ranks.own_names(rank).values() if name in self._saved]
-            yield self._rank(rank, state_bytes, [*values, *own], kinds, group)
+            yield self._rank(rank, state_bytes, [*values, *own, *group.asked], kinds, group)
 
     def _rank(
         self,
@@ -259,7 +261,7 @@ class _Reading:
 def _saved_bytes(groups: Sequence[LoadingRanks], metadata: Metadata, files: _Files) -> int:
     """Bytes of all tensors and values that any rank reads, each once."""
     saved = metadata.state_dict_metadata
-    wanted = {fqn for group in groups for fqn in group.ranks.table.entries}
+    wanted = {fqn for group in groups for fqn in (*group.ranks.table.entries, *group.asked)}
     for group in groups:
         for rank in group.ranks.ranks:
             wanted.update(group.ranks.own_names(rank).values())

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_ext.checkpoint.component_plans import OpenSource, cut_by_component
 from torchtitan_ext.checkpoint.key_table import KeyEntry, KeyTable, ObjectEntry, TensorEntry
 from torchtitan_ext.checkpoint.load_planner import LoadPlanner
-from torchtitan_ext.checkpoint.load_rules import ComponentPlan, LoadRules, ReadRequest
+from torchtitan_ext.checkpoint.load_rules import ComponentPlan, LoadRules, ReadRequest, component_of
 from torchtitan_ext.checkpoint.policy import ElasticPolicy
 from torchtitan_ext.checkpoint.rank_table import encode_table
 from torchtitan_ext.checkpoint.saved_chunks import ChunkList
+from torchtitan_ext.checkpoint.saved_values import paths_below, read_saved
 from torchtitan_ext.checkpoint.storage_entries import name_metadata
+from torchtitan_ext.checkpoint.world import saved_world
+from torchtitan_ext.elastic.rng import RngState, rng_of_saved
 from torchtitan_ext.elastic.virtual_shards import TooFewShardsError, num_shards_of
 from torchtitan_ext.errors import Problem
 from torchtitan_ext.layout.rules import ShardOrder
 from torchtitan_ext.offline.alike_ranks import AlikeRanks
 from torchtitan_ext.offline.job_stages import Stage
 from torchtitan_ext.offline.load_forecast import LoadingRanks
-from torchtitan_ext.offline.one_rank import OneRank, place_on_mesh
+from torchtitan_ext.offline.one_rank import OneRank, components_of, place_on_mesh
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class LoadRequests:
     Attributes:
         chunks: How its tensors were saved.
         num_ranks: That load it.
+        is_readable: Whether its values can be read as they are.
     """
 
     opened: OpenSource
@@ -38,36 +42,44 @@ class LoadRequests:
     layouts: Mapping[str, ShardOrder] | None
     chunks: Mapping[str, ChunkList]
     num_ranks: int
+    is_readable: bool = True
 
     def of_stage(self, stage: Stage) -> LoadingRanks:
         """What the ranks of a stage ask for: of what they hold what the policy loads and the checkpoint has."""
         group = stage.ranks
-        one, request = self._of_all(stage.one) if stage.state is None else self._of_state(stage.state, stage)
+        one, request = self._of_all(stage) if stage.state is None else self._of_state(stage.state, stage)
         if stage.rules is not None:
             one = place_on_mesh(one, stage.rules, self.chunks)
         ranks = AlikeRanks(group.ranks, one.table, group.viewer, group.mesh, own=set(group.own_names(group.viewer)))
         problems = _shard_problems(one.table, ranks.num_data_parallel) if stage.state is None else ()
-        return LoadingRanks(ranks, request, list(group.state_bytes()), stage.one.is_packed, problems)
+        asked = self._read_before(request)
+        return LoadingRanks(ranks, request, list(group.state_bytes()), stage.one.is_packed, problems, asked)
 
     def planner(self, plans: Mapping[str, ComponentPlan]) -> LoadPlanner:
         """What plans the load, with what becomes of each component."""
         load_rules = LoadRules(self.opened.source, policy=self.policy, components=plans)
         return LoadPlanner(layouts=self.layouts).with_rules(load_rules)
 
-    def _of_all(self, one: OneRank) -> tuple[OneRank, ReadRequest]:
-        """A job that asks for all of a checkpoint."""
-        paths = one.table.stock_paths
-        tops = {fqn: str(paths[fqn][0]) if paths.get(fqn) else fqn.split(".")[0] for fqn in one.table.entries}
-        plans: dict[str, ComponentPlan] = {}
-        if self.policy is not None:
-            named = {top for fqn, top in tops.items() if top != fqn or isinstance(one.table.entries[fqn], ObjectEntry)}
-            names = dict.fromkeys(top for top in tops.values() if top in named)
-            plans = {name: ComponentPlan(self.policy.component_action(name)) for name in names}
+    def _read_before(self, request: ReadRequest) -> tuple[str, ...]:
+        """The saved keys that components read to work out their part, before anything is planned."""
+        prefixes = [plan.saved_prefix for plan in request.components.values() if plan.saved_prefix is not None]
+        return tuple(fqn for prefix in prefixes for fqn in paths_below(prefix, self.opened.metadata))
+
+    def _of_all(self, stage: Stage) -> tuple[OneRank, ReadRequest]:
+        """A job that asks for all of a checkpoint. Random generators are asked for their part, as in the job."""
+        one = stage.one
+        is_tensor = {fqn: isinstance(entry, TensorEntry) for fqn, entry in one.table.entries.items()}
+        plans = components_of(is_tensor, one.table.stock_paths, self.policy or ElasticPolicy())
+        rngs = self._generators(plans, stage.ranks.num_data_parallel)
+        if rngs:
+            plans |= cut_by_component(rngs, [self.opened], self.policy, self.num_ranks, lambda name: None).plans[0]
+            is_kept = {fqn: component_of(fqn, plans, is_tensor=tensor) not in rngs for fqn, tensor in is_tensor.items()}
+            one = one.restricted(is_kept.__getitem__)
         load_rules = LoadRules(self.opened.source, policy=self.policy, components=plans)
         entries: dict[str, KeyEntry] = {}
         left = []
         for fqn, entry in one.table.entries.items():
-            if load_rules.is_loaded(fqn, is_tensor=isinstance(entry, TensorEntry)):
+            if load_rules.is_loaded(fqn, is_tensor=is_tensor[fqn]):
                 entries[fqn] = entry
             else:
                 left.append(fqn)
@@ -77,8 +89,25 @@ class LoadRequests:
         )
         return OneRank(table, one.value_bytes), request
 
+    def _generators(self, components: Iterable[str], num_data_parallel: int) -> dict[str, RngState]:
+        """The components that ``RngState`` has saved, which load by its rule, where a policy is given."""
+        metadata = self.opened.metadata
+        rngs: dict[str, RngState] = {}
+        if self.policy is None or not self.is_readable:
+            return rngs
+        for name in components:
+            key = self.opened.source.saved_prefix(name) + ".common"
+            if key in metadata.state_dict_metadata and self.policy.object_action(name) in ("reshard", "reset", "omit"):
+                common = read_saved(self.opened.reader, metadata, key, weights_only=True)
+                rng = rng_of_saved(common, saved_world(metadata), self.num_ranks, num_data_parallel)
+                rngs |= {} if rng is None else {name: rng}
+        return rngs
+
     def _of_state(self, state: Mapping[str, Any], stage: Stage) -> tuple[OneRank, ReadRequest]:
         """What the rank of a state dict asks for. What it keeps for itself is asked for whether it was saved or not."""
+        state = {
+            key: value.among(self.num_ranks) if isinstance(value, RngState) else value for key, value in state.items()
+        }
         components = cut_by_component(state, [self.opened], self.policy, self.num_ranks, lambda name: None)
         planner = self.planner(components.plans[0] if self.policy is not None else {})
         planner.set_up_planner(components.values, self.opened.metadata)

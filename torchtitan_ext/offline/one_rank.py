@@ -21,7 +21,9 @@ from torchtitan_ext.checkpoint.key_table import (
     check_objects,
     describe_state,
 )
+from torchtitan_ext.checkpoint.load_rules import ComponentPlan, component_of
 from torchtitan_ext.checkpoint.per_rank_keys import PER_RANK, family_of
+from torchtitan_ext.checkpoint.policy import ElasticPolicy, Source
 from torchtitan_ext.checkpoint.saved_chunks import ChunkList
 from torchtitan_ext.layout.dtensor import local_tensor
 from torchtitan_ext.layout.layout import ShardReport, local_shard
@@ -73,16 +75,19 @@ def rank_of_state(values: Mapping[str, Any], layouts: Mapping[str, ShardOrder] |
     return OneRank(table, sizes, is_packed=is_packed, device=_device_of(tensors))
 
 
-def rank_of_checkpoint(metadata: Metadata, selects: Callable[[str], bool]) -> OneRank:
-    """What rank 0 holds of a job that asks for these keys of a checkpoint; its tensors are not placed yet.
+def rank_of_checkpoint(metadata: Metadata, source: Source) -> OneRank:
+    """What rank 0 holds of a job that asks for what a source selects of a checkpoint; its tensors are not placed yet.
 
     Of values that ranks keep under names of their own it has its own one.
     """
+    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    saved_tensors = {fqn: isinstance(one, TensorStorageMetadata) for fqn, one in metadata.state_dict_metadata.items()}
+    components = components_of(saved_tensors, paths, ElasticPolicy())
     entries: dict[str, KeyEntry] = {}
     sizes: dict[str, int] = {}
     families: set[str] = set()
     for fqn, saved in metadata.state_dict_metadata.items():
-        if not selects(fqn):
+        if not source.selects(fqn, component_of(fqn, components, is_tensor=saved_tensors[fqn])):
             continue
         if isinstance(saved, TensorStorageMetadata):
             shape = tuple(saved.size)
@@ -97,9 +102,22 @@ def rank_of_checkpoint(metadata: Metadata, selects: Callable[[str], bool]) -> On
         own = PER_RANK.sub(r"\g<1>0", fqn)
         entries[own] = ObjectEntry()
         sizes[own] = getattr(place, "length", 0)
-    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
     known = {fqn: paths[fqn] for fqn in entries if isinstance(paths.get(fqn), tuple)}
     return OneRank(KeyTable(entries, stock_paths=known), sizes)
+
+
+def components_of(
+    is_tensor: Mapping[str, bool], paths: Mapping[str, tuple[Any, ...]], policy: ElasticPolicy
+) -> dict[str, ComponentPlan]:
+    """What the state dict with these flat keys has at its top, but for tensors, and what a load does with it.
+
+    Args:
+        is_tensor: Of each key whether it is one.
+        paths: Where keys stand in the nested state dict, as far as that is known.
+    """
+    tops = {fqn: str(paths[fqn][0]) if paths.get(fqn) else fqn.split(".")[0] for fqn in is_tensor}
+    names = dict.fromkeys(top for fqn, top in tops.items() if top != fqn or not is_tensor[fqn])
+    return {name: ComponentPlan(policy.component_action(name)) for name in names}
 
 
 def place_on_mesh(one: OneRank, rules: PlacementRules, chunks: Mapping[str, ChunkList]) -> OneRank:
