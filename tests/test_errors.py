@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.api import CheckpointException, _wrap_exceptio
 from torchtitan_ext import errors
 from torchtitan_ext.errors import Problem, refusal
 from torchtitan_ext.errors.near_names import names_hint, nearest_glob, nearest_name
-from torchtitan_ext.errors.problems import HEADINGS
+from torchtitan_ext.errors.problems import HEADINGS, LOAD_HEADINGS
 from torchtitan_ext.errors.refusals import ERROR_OF_KIND
 
 PROBLEMS = (
@@ -134,3 +134,10 @@ def test_a_name_that_is_not_there_is_answered_with_those_that_are() -> None:
     assert names_hint("modle", KEYS) == "perhaps 'model' is meant; there are model, optimizer, dataloader"
     assert names_hint("ema", KEYS) == "there are model, optimizer, dataloader"
     assert names_hint("ema", []) == "there are none"
+
+
+@pytest.mark.parametrize("kind", ["unsupported_tensor", "unsupported_value", "partial_placement"])
+def test_refusals_of_loads_have_headings_of_their_own(kind: errors.ProblemKind) -> None:
+    texts = {operation: str(refusal(operation, [Problem(kind, "w", "no")])) for operation in ("save", "load")}
+    assert f"{HEADINGS[kind]} (1):" in texts["save"] and f"{LOAD_HEADINGS[kind]} (1):" in texts["load"]
+    assert "cannot be filled" in texts["load"] and "cannot be written" not in texts["load"]

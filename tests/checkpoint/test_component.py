@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from torchtitan_ext.checkpoint.component import Resharded, can_reshard, is_stateful, reshard_state
+from torchtitan_ext.checkpoint.component import (
+    Resharded,
+    can_reshard,
+    is_stateful,
+    nested_stateful,
+    reshard_state,
+)
 from torchtitan_ext.elastic import World
 from torchtitan_ext.errors import CannotReshardError
 
@@ -60,3 +66,14 @@ def test_stateful_is_what_has_both_methods_even_a_tensor() -> None:
     assert is_stateful(Plain()) and is_stateful(StatefulTensor(1))
     for value in (torch.zeros(1), torch.nn.Parameter(torch.zeros(1)), {"state_dict": 1}, 1):
         assert not is_stateful(value)
+
+
+@pytest.mark.parametrize("value", [torch.nn.Linear(1, 1), [{"a": torch.nn.Linear(1, 1)}], (1, torch.nn.Linear(1, 1))])
+def test_an_object_below_the_top_is_named(value: Any) -> None:
+    text = "Linear below the top of a state dict is not asked for its state: pass its state_dict()"
+    assert nested_stateful(value) == text
+
+
+@pytest.mark.parametrize("value", [1, "x", [1, 2], {"a": [torch.ones(1)]}, None, torch.nn.Linear])
+def test_other_values_are_not(value: Any) -> None:
+    assert nested_stateful(value) is None

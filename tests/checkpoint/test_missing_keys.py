@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import torchtitan_ext as tte
 from torchtitan_ext.checkpoint.missing_keys import missing_problems, unexpected_problems
-from torchtitan_ext.elastic import Source
-from torchtitan_ext.errors import MissingStateError
+from torchtitan_ext.elastic import ElasticPolicy, Source
+from torchtitan_ext.errors import MissingStateError, StateRefusedError
 from torchtitan_ext.state.value_digest import digest_value
 
 
@@ -137,3 +137,14 @@ def test_what_is_not_asked_for_at_all_is_not_warned_of(tmp_path: Path) -> None:
         UserWarning, match="load: saved entries of model that nothing asks for are not loaded: model.b; put targets"
     ):
         tte.load({"model": {"w": torch.zeros(3)}}, tmp_path)
+
+
+@pytest.mark.parametrize("policy", [None, ElasticPolicy()])
+def test_an_object_below_the_top_is_to_be_given_as_its_state(tmp_path: Path, policy: ElasticPolicy | None) -> None:
+    model = torch.nn.Linear(3, 2)
+    words = re.escape("Linear below the top of a state dict is not asked for its state: pass its state_dict()")
+    with pytest.warns(UserWarning, match=rf"app.model \(torch.nn.modules.linear.Linear: {words}\)"):
+        tte.save({"app": {"model": model}}, tmp_path / "object")
+    tte.save({"app": {"model": model.state_dict()}}, tmp_path / "state")
+    with pytest.raises(StateRefusedError, match=rf"Missing key in checkpoint state_dict: app.model. {words}"):
+        tte.load({"app": {"model": model}}, tmp_path / "state", policy=policy)

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_ext.checkpoint.world import World
 from torchtitan_ext.errors import CannotReshardError
+from torchtitan_ext.state.nested import nested_members
 
 # Of these it is known that they are none: to ask the protocol costs more than to describe a tensor.
 _NOT_STATEFUL = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
@@ -81,6 +82,15 @@ def reshard_state(component: Any, saved: Mapping[str, Any], old: World, new: Wor
 def is_stateful(component: Any) -> TypeGuard[Stateful]:
     """Whether an entry of a state dict has a state of its own to give and take."""
     return type(component) not in _NOT_STATEFUL and isinstance(component, Stateful)
+
+
+def nested_stateful(value: Any) -> str | None:
+    """What to do about a ``Stateful`` object in a value below the top of a state dict; ``None`` where there is none."""
+    objects = (member for member in nested_members(value) if not isinstance(member, type))
+    found = next(filter(is_stateful, objects), None)
+    if found is None:
+        return None
+    return f"{type(found).__name__} below the top of a state dict is not asked for its state: pass its state_dict()"
 
 
 def can_reshard(component: Any) -> bool:

@@ -7,13 +7,14 @@ process group.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 
+from torchtitan_ext.checkpoint.component import nested_stateful
 from torchtitan_ext.errors import Problem
 from torchtitan_ext.layout.dtensor import (
     Describer,
@@ -129,7 +130,7 @@ def check_objects(values: Mapping[str, Any], table: KeyTable) -> tuple[dict[str,
                 problems.append(Problem("unsupported_value", fqn, f"{error}; keep to plain values"))
             else:
                 if found is not None:
-                    unread[fqn] = found
+                    unread[fqn] = replace(found, advice=nested_stateful(values[fqn]) or "")
     return unread, problems
 
 

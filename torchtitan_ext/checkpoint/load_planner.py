@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan_ext.checkpoint.agreement import agree, unforeseen_steps
 from torchtitan_ext.checkpoint.arguments import check_classes
 from torchtitan_ext.checkpoint.cast import CastPolicy, number_for, number_from
+from torchtitan_ext.checkpoint.component import nested_stateful
 from torchtitan_ext.checkpoint.cuts import unfillable_cuts
 from torchtitan_ext.checkpoint.key_table import (
     BoxesEntry,
@@ -32,7 +33,7 @@ from torchtitan_ext.checkpoint.key_table import (
     describe_state,
     how_to_read,
 )
-from torchtitan_ext.checkpoint.load_rules import LoadRules, ReadRequest, for_components, held_keys
+from torchtitan_ext.checkpoint.load_rules import LoadRules, ReadRequest, advice_of, for_components, held_keys
 from torchtitan_ext.checkpoint.load_targets import entry_as_saved, flatten_targets, places_of
 from torchtitan_ext.checkpoint.misfits import find_misfit
 from torchtitan_ext.checkpoint.missing_keys import (
@@ -237,7 +238,7 @@ class LoadPlanner(DefaultLoadPlanner):
         report = None
         if rules.policy is None:
             absent = dict.fromkeys(fqn for request in requests for fqn in request.missing)
-            problems += missing_problems(list(absent), self.metadata, len(requests))
+            problems += missing_problems(list(absent), self.metadata, len(requests), advice_of(requests))
             concerns += unclaimed_entries(requests, wanted, self.metadata, rules, self._allow_unclaimed)
         else:
             report = build_report(
@@ -387,6 +388,7 @@ class LoadPlanner(DefaultLoadPlanner):
             rules=f"{rules.policy}, {rules.source}",
             saved_names=self._saved_names,
             missing=() if self.allow_partial_load else tuple(missing),
+            advice={fqn: text for fqn in missing if (text := nested_stateful(self.state_dict[fqn])) is not None},
             skipped=tuple(missing) if self.allow_partial_load else (),
             left=tuple(left),
             refused=tuple(refused),

@@ -83,6 +83,7 @@ class ReadRequest:
         table: The entries to be read, under the names of the state dict.
         saved_names: What they are called in the checkpoint, where that differs.
         missing: Keys that the checkpoint lacks.
+        advice: What to do about some of these, known from their targets.
         skipped: Those that it may lack (``allow_partial_load``).
         left: Keys that are not loaded, by the policy or because no source selects them.
         refused: Keys whose saved value is of another kind or shape than the target.
@@ -96,6 +97,7 @@ class ReadRequest:
     rules: str = ""
     saved_names: Mapping[str, str] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
+    advice: Mapping[str, str] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
@@ -125,6 +127,11 @@ def held_keys(requests: Sequence[ReadRequest], read: Iterable[str]) -> dict[str,
     for name, plan in components.items():
         held.update(dict.fromkeys((f"{name}.*", *plan.options), name))
     return held
+
+
+def advice_of(requests: Sequence[ReadRequest]) -> dict[str, str]:
+    """What to do about missing keys, as some rank knows it."""
+    return {fqn: text for request in requests for fqn, text in request.advice.items()}
 
 
 def component_of(fqn: str, components: Mapping[str, ComponentPlan], *, is_tensor: bool) -> str:

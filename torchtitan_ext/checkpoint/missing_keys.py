@@ -26,15 +26,19 @@ _MAX_RENAMES = 3
 _MAX_SHOWN = 3
 
 
-def missing_problems(missing: Sequence[str], metadata: Metadata, num_ranks: int) -> list[Problem]:
+def missing_problems(
+    missing: Sequence[str], metadata: Metadata, num_ranks: int, advice: Mapping[str, str] | None = None
+) -> list[Problem]:
     """One problem per key that the checkpoint lacks; those that each rank keeps for itself are one together.
 
     Args:
         missing: Keys of the state dict.
         num_ranks: How many ranks load.
+        advice: What to do about some of these.
     """
     if not missing:
         return []
+    advice = advice or {}
     saved = list(metadata.state_dict_metadata)
     twins = _prefix_twins(missing, saved)
     renames = _prefix_renames(twins, saved)
@@ -47,8 +51,13 @@ def missing_problems(missing: Sequence[str], metadata: Metadata, num_ranks: int)
         # Nearest names cost a pass over all keys, and the report shows ten lines.
         if position < MAX_NAMED:
             per_rank = _of_other_ranks(problem, family, members, saved, num_ranks)
-            hint = _name_hint(members[0], twins.get(members[0]), renames, saved) if per_rank is None else ""
-            problem = per_rank or replace(problem, detail=problem.detail + hint)
+            if members[0] in advice:
+                problem = replace(problem, detail=f"{problem.detail} {advice[members[0]]}.")
+            elif per_rank is not None:
+                problem = per_rank
+            else:
+                hint = _name_hint(members[0], twins.get(members[0]), renames, saved)
+                problem = replace(problem, detail=problem.detail + hint)
         problems.append(problem)
     return problems
 

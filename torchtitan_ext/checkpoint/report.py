@@ -14,7 +14,7 @@ from itertools import chain
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from torchtitan_ext.checkpoint.load_rules import MODEL, UNTOUCHED, ComponentPlan, ReadRequest, component_of
+from torchtitan_ext.checkpoint.load_rules import MODEL, UNTOUCHED, ComponentPlan, ReadRequest, advice_of, component_of
 from torchtitan_ext.checkpoint.missing_keys import (
     missing_problems,
     read_prefixes,
@@ -132,7 +132,7 @@ def build_report(
     unused = unused_names(policy, components, names)
     if policy.strict == "error":
         problems += name_problems(unused, names, {*wanted, *left, *(f"{name}.param_groups" for name in options)})
-        problems += missing_problems(missing, metadata, new.size)
+        problems += missing_problems(missing, metadata, new.size, advice_of(requests))
         problems += unexpected_problems(unexpected, missing)
 
     troubled = {problem.fqn for problem in problems}

@@ -33,7 +33,7 @@ def run(
 ) -> None:
     """What a load on another mesh would read, and what would be refused.
 
-    And the same of a save there. Reads the metadata, and what RngState saved. Exits with 1 where the load would be refused.
+    And the same of a save there. Reads the metadata, and what RngState saved. Exits with 1 where the load is refused.
 
     Example: torchtitan-ext plan run/step-100 --mesh dp=8,tp=2 --bandwidth 2GB/s
     """

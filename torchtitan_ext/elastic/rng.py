@@ -78,7 +78,7 @@ class RngState:
         self._step = step
 
     def among(self, num_ranks: int) -> RngState:
-        """For dry runs: what a job of so many ranks has in its place; itself where it was told how many ranks differ."""
+        """What a job of so many ranks has in its place, for dry runs; itself where ``world_size`` was given."""
         if self._is_told_ranks:
             return self
         return RngState(

@@ -59,6 +59,13 @@ HEADINGS: dict[ProblemKind, str] = {
 }
 """What each kind is called in a report."""
 
+LOAD_HEADINGS: dict[ProblemKind, str] = {
+    "partial_placement": "Partial tensors cannot be filled",
+    "unsupported_tensor": "Tensors that cannot be filled",
+    "unsupported_value": "Values that cannot be filled",
+}
+"""The same of a load, where that differs."""
+
 MAX_NAMED = 10
 """A report stays readable for a model of ten thousand tensors."""
 

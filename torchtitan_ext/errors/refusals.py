@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torchtitan_ext.errors.failures import TorchtitanExtError
-from torchtitan_ext.errors.problems import HEADINGS, Problem, ProblemKind, listed
+from torchtitan_ext.errors.problems import HEADINGS, LOAD_HEADINGS, Problem, ProblemKind, listed
 
 
 class StateRefusedError(TorchtitanExtError, RuntimeError, ValueError):
@@ -31,8 +31,9 @@ class StateRefusedError(TorchtitanExtError, RuntimeError, ValueError):
             grouped.setdefault(problem.kind, []).append(problem)
         lines = [f"{self._headline()}; {len(self.problems)} problem(s):"]
         lines += [] if self.report is None else [str(self.report)]
+        headings = {**HEADINGS, **LOAD_HEADINGS} if self.operation == "load" else HEADINGS
         for kind, members in grouped.items():
-            lines.append(f"{HEADINGS[kind]} ({len(members)}):")
+            lines.append(f"{headings[kind]} ({len(members)}):")
             lines += listed(members)
         if self.report is not None and self.report.way_on:
             lines.append(self.report.way_on)

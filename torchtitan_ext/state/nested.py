@@ -107,7 +107,7 @@ def set_value(state_dict: dict[str, Any], path: Path, value: Any) -> None:
 
 def on_devices_of(target: Any, loaded: Any) -> Any:
     """A value read into CPU memory, with its tensors on the devices of those that stand at their places in a target."""
-    if all(member.device.type == "cpu" for member in _nested(target) if isinstance(member, torch.Tensor)):
+    if all(member.device.type == "cpu" for member in nested_members(target) if isinstance(member, torch.Tensor)):
         return loaded
     if isinstance(target, torch.Tensor) and isinstance(loaded, torch.Tensor):
         return loaded.to(load_device(target) if target.is_meta else target.device)
@@ -120,7 +120,7 @@ def on_devices_of(target: Any, loaded: Any) -> Any:
 
 def holds_dtensor(value: Any) -> bool:
     """Whether there is a DTensor in nested containers."""
-    return any(isinstance(member, DTensor) for member in _nested(value))
+    return any(isinstance(member, DTensor) for member in nested_members(value))
 
 
 def materialize_meta(
@@ -157,7 +157,7 @@ def _members(
 
 
 def _is_walked_list(value: list[Any], is_walked: Callable[[Any], bool]) -> bool:
-    for member in _nested(value, list):
+    for member in nested_members(value, list):
         if isinstance(member, tuple):
             if not _NUMBERS_AND_TEXT.issuperset(map(type, member)) and is_walked(member):
                 return True
@@ -167,7 +167,7 @@ def _is_walked_list(value: list[Any], is_walked: Callable[[Any], bool]) -> bool:
 
 
 def _holds_tensor(value: Any) -> bool:
-    return any(isinstance(member, torch.Tensor) for member in _nested(value))
+    return any(isinstance(member, torch.Tensor) for member in nested_members(value))
 
 
 def _needs_walk(value: Any) -> bool:
@@ -175,12 +175,12 @@ def _needs_walk(value: Any) -> bool:
         is_traceable_wrapper_subclass(member)
         or isinstance(member, ShardedTensor)
         or (isinstance(member, tuple) and type(member) not in (tuple, torch.Size) and _holds_tensor(member))
-        for member in _nested(value)
+        for member in nested_members(value)
     )
 
 
-def _nested(value: Any, containers: Any = (Mapping, list, tuple)) -> Iterator[Any]:
-    """A container and what nested containers hold, each object once; lists of numbers and text as one."""
+def nested_members(value: Any, containers: Any = (Mapping, list, tuple)) -> Iterator[Any]:
+    """A value and, of a container, what it and nested ones hold, each object once; lists of numbers and text as one."""
     pending, seen = [value], {id(value)}
     while pending:
         value = pending.pop()

@@ -105,13 +105,15 @@ class NotPlain:
         can_be_allowed: Whether a load takes the value where these are allowed. Builtin functions are not: ``getattr``
             among what may be called is as good as no check at all. Nor does ``torch.load`` fill lists, dicts and deques
             of other classes.
+        advice: What to save instead, where that is known.
     """
 
     names: tuple[str, ...]
     can_be_allowed: bool
+    advice: str = ""
 
     def __str__(self) -> str:
-        return ", ".join(self.names)
+        return ", ".join(self.names) + (f": {self.advice}" if self.advice else "")
 
 
 class NotPlainError(ValueError):
