@@ -121,7 +121,8 @@ FORCE:
 
 # cmake and ninja of the environment, so that the build directory outlives pip's temporary one.
 $(STAMPS)/package: pyproject.toml $(STAMPS)/torch $(STAMPS)/modules
-	@echo "Compiling the package ..."
+	@echo "Building the package in $(JOBS) jobs: the first time $(words $(wildcard csrc/*/*.cpp csrc/*/*.cu)) files of C++ are" \
+	  "compiled, about 3 minutes on one core, and nothing is printed meanwhile ..."
 	$(PIP) "scikit-build-core>=0.11" "pybind11>=3.0" "cmake>=3.26" ninja "typer>=0.15"
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(PIP) --no-deps --no-build-isolation -Cbuild-dir=$(BUILD) --editable .
 	@touch $@

@@ -5,9 +5,13 @@ torchrun --nproc-per-node 4 examples/accelerate_fsdp2.py /tmp/run; torchrun --np
 import os
 import sys
 
+try:
+    from accelerate import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin, PartialState
+    from accelerate.utils import DistributedType
+except ModuleNotFoundError as missing:
+    sys.exit(f"{missing}: `make test-clients` installs what this example needs")
+
 import torch
-from accelerate import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin, PartialState
-from accelerate.utils import DistributedType
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchtitan_ext as tte

@@ -4,9 +4,13 @@ torchrun --nproc-per-node 6 examples/lightning_fabric.py /tmp/run; torchrun --np
 import os
 import sys
 
+try:
+    from lightning import Fabric
+    from lightning.fabric.strategies import ModelParallelStrategy
+except ModuleNotFoundError as missing:
+    sys.exit(f"{missing}: `make test-clients` installs what this example needs")
+
 import torch
-from lightning import Fabric
-from lightning.fabric.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate

@@ -5,13 +5,17 @@ torchrun --nproc-per-node 4 examples/peft_lora.py /tmp/run; torchrun --nproc-per
 import os
 import sys
 
+try:
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+    from transformers import LlamaConfig, LlamaForCausalLM
+except ModuleNotFoundError as missing:
+    sys.exit(f"{missing}: `make test-clients` installs what this example needs")
+
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import torchtitan_ext as tte
 

@@ -4,14 +4,18 @@ torchrun --nproc-per-node 4 examples/torchao_float8.py /tmp/run; torchrun --npro
 import os
 import sys
 
+try:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.optim import AdamW8bit
+except ModuleNotFoundError as missing:
+    sys.exit(f"{missing}: `make test-clients` installs what this example needs")
+
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-from torchao.optim import AdamW8bit
 
 import torchtitan_ext as tte
 

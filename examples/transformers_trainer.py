@@ -5,10 +5,14 @@ torchrun --nproc-per-node 4 examples/transformers_trainer.py /tmp/run; torchrun 
 import os
 import sys
 
+try:
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+except ModuleNotFoundError as missing:
+    sys.exit(f"{missing}: `make test-clients` installs what this example needs")
+
 import torch
-from accelerate import PartialState
-from accelerate.utils import DistributedType
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import torchtitan_ext as tte
 

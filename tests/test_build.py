@@ -108,3 +108,11 @@ def test_only_releases_share_a_binary_of_the_full_abi(version: str, expected: st
     """The build gives the library the name that the package looks for."""
     assert result_of("full_abi_name", version, tmp_path).stderr.strip() == expected
     assert full_abi_path(version).name == f"{expected}.so"
+
+
+def test_a_first_build_says_what_it_does_and_how_long(tmp_path: Path) -> None:
+    command = ["make", "--dry-run", "demo", f"VENV={tmp_path}", "JOBS=3"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    (line,) = [line for line in done.stdout.splitlines() if "Building the package in 3 jobs" in line]
+    num_files = len([*ROOT.glob("csrc/*/*.cpp"), *ROOT.glob("csrc/*/*.cu")])
+    assert f"{num_files} files of C++" in line

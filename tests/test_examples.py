@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+CLIENT_EXAMPLES = sorted(
+    set(re.findall(r'"(\w+\.py)"', (Path(__file__).parent / "clients" / "test_client_examples.py").read_text()))
+)
 EXAMPLE_SECONDS = 300  # Far more than the minute it takes alone: a machine that is busy is no failure.
 
 
@@ -18,10 +21,8 @@ def run_example(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_every_example_has_a_test() -> None:
     commands = {path.name for path in EXAMPLES.glob("*.py") if 'if __name__ == "__main__"' in path.read_text()}
-    clients = set(
-        re.findall(r'"(\w+\.py)"', (Path(__file__).parent / "clients" / "test_client_examples.py").read_text())
-    )
-    assert commands == {"elastic_8_to_16.py", "ops_in_compiled_code.py", "sync_hsdp.py", "train_llama_2d.py", *clients}
+    own = {"elastic_8_to_16.py", "ops_in_compiled_code.py", "sync_hsdp.py", "train_llama_2d.py"}
+    assert commands == {*own, *CLIENT_EXAMPLES}
 
 
 def test_ops_in_compiled_code() -> None:
@@ -35,6 +36,27 @@ def test_sync_hsdp_finds_the_broken_replica() -> None:
     finished = run_example("sync_hsdp.py")
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert re.search(r"layers.1.ffn.w2.weight: .* rank 3 at \(1, 1\), first at \(5, 7\)", finished.stdout)
+
+
+WITHOUT_LIBRARIES = """
+import runpy, sys
+class NoLibraries:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("accelerate", "lightning", "peft", "torchao", "torchtitan", "transformers"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, NoLibraries())
+runpy.run_path(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("name", CLIENT_EXAMPLES)
+def test_an_example_says_what_installs_its_library(name: str) -> None:
+    command = [sys.executable, "-c", WITHOUT_LIBRARIES, str(EXAMPLES / name)]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=EXAMPLE_SECONDS)
+    assert finished.returncode == 1
+    assert re.fullmatch(
+        r"No module named '\w+[\w.]*': `make test-clients` installs what this example needs\n", finished.stderr
+    )
 
 
 @pytest.fixture(scope="module")

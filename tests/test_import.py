@@ -1,5 +1,6 @@
 """What importing the package costs, and what works without torch."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -99,4 +100,16 @@ def test_public_names_can_be_had_first_of_all(name: str) -> None:
 def test_other_names_are_refused() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = tte.nothing
-    assert set(tte.__all__) <= set(dir(tte))
+    assert dir(tte) == sorted([*tte.__all__, "__version__"])
+
+
+def test_a_type_checker_sees_the_public_names_and_the_rooms_and_no_others() -> None:
+    """With a ``__getattr__`` in its sight it would take any name for one of ours."""
+    tree = ast.parse(Path(str(tte.__file__)).read_text())
+    seen: set[str] = set()
+    for node in tree.body:
+        assert getattr(node, "name", "") != "__getattr__"
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            imports = [one for one in node.body if isinstance(one, ast.ImportFrom)]
+            seen |= {alias.asname or alias.name for one in imports for alias in one.names}
+    assert seen == {*tte.__all__, *tte._ROOMS}

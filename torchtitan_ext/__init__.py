@@ -12,7 +12,13 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torchtitan_ext import checkpoint as checkpoint
     from torchtitan_ext import elastic, errors, ops
+    from torchtitan_ext import layout as layout
+    from torchtitan_ext import ranks as ranks
+    from torchtitan_ext import state as state
+    from torchtitan_ext import storage as storage
+    from torchtitan_ext import sync as sync
     from torchtitan_ext.checkpoint import LoadPlanner, SavePlanner, async_save, load, save
     from torchtitan_ext.fingerprints import fingerprint
     from torchtitan_ext.full_state_dicts import get_full_state_dict, set_full_state_dict
@@ -70,22 +76,25 @@ _MODULE_OF = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__ and name not in _ROOMS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        module = importlib.import_module(f"{__name__}.{_MODULE_OF.get(name, name)}")
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise ImportError(f"torchtitan_ext.{name} needs torch 2.11 or newer; run: pip install torch") from None
-    value = getattr(module, name) if name in _MODULE_OF else module
-    globals()[name] = value
-    return value
+# A type checker that sees it takes any name for one of ours.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__ and name not in _ROOMS:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            module = importlib.import_module(f"{__name__}.{_MODULE_OF.get(name, name)}")
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            raise ImportError(f"torchtitan_ext.{name} needs torch 2.11 or newer; run: pip install torch") from None
+        value = getattr(module, name) if name in _MODULE_OF else module
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_ROOMS})
+    return sorted({*__all__, "__version__"})
 
 
 if "torch" in sys.modules:

@@ -1,6 +1,8 @@
 """The command line as a whole: its help, its exit codes."""
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,9 +10,11 @@ from pathlib import Path
 import pytest
 from calls import call as call_here
 from calls import call_process as call
+from calls import make
 
 from torchtitan_ext.cli.app import _SUMMARY_OF
 from torchtitan_ext.cli.output import FINE, UNREADABLE, WRONG_USAGE, text_of_bytes
+from torchtitan_ext.storage import progress
 
 
 def test_help_lists_the_commands_without_importing_them() -> None:
@@ -33,6 +37,27 @@ def test_exit_codes(tmp_path: Path) -> None:
     result = call("latest", tmp_path)
     assert result.code == FINE
     assert result.out == f"{tmp_path / 'step-3'}\n"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["verify", "--deep", "a"],
+        ["diff", "a", "b"],
+        ["reshard", "a", "c", "--mesh", "dp=2"],
+        ["convert", "a", "d.pt", "--to", "torch"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_long_command_is_not_silent_in_a_log(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path / "a", "ours")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(progress, "_DELAY_SECONDS", 0.0)
+    done = call_here(*command)
+    assert re.search(rf"^{command[0].replace('verify', 'a')}: \d+ of (8|16) MB in \d+ s$", done.err, re.M), done
 
 
 def test_bytes_have_three_digits_and_a_unit() -> None:

@@ -89,15 +89,26 @@ def test_a_checkpoint_goes_to_other_worlds_and_tensor_ranks_hold_the_same(
 
 
 def default_group_is_too_large(rank: int, world_size: int) -> None:
-    loader = ElasticDataLoader(streams_of([3, 3]), batch_size=1, dp_rank=rank // 2, dp_size=2)
-    with pytest.raises(
-        ValueError, match="2 data-parallel ranks must agree .* group has 4 ranks; pass the data-parallel"
-    ):
-        next(iter(loader))
+    options: dict[str, Any] = {"batch_size": 1, "dp_rank": rank // 2, "dp_size": 2, "collate_fn": list}
+    with pytest.raises(ValueError, match="2 data-parallel ranks must agree .* group has 4 ranks; pass .*get_group"):
+        ElasticDataLoader(streams_of([3, 3]), **options)
+    others = dist.new_group([0, 2])
+    if rank % 2:
+        with pytest.raises(ValueError, match="group does not hold this rank; pass"):
+            ElasticDataLoader(streams_of([3, 3]), **options, group=others)
+    next(iter(ElasticDataLoader(streams_of([3, 3]), **options, endless=True)))  # without any communication
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    assert len(list(ElasticDataLoader(streams_of([3, 3]), **options, group=mesh["dp"].get_group()))) == 3
 
 
-def test_the_wrong_group_is_named(run_world: Any) -> None:
+def test_the_wrong_group_is_named_when_the_loader_is_made(run_world: Any) -> None:
     run_world(4, default_group_is_too_large)
+
+
+def test_a_loader_may_be_made_before_the_process_group() -> None:
+    loader = ElasticDataLoader(streams_of([3, 3]), batch_size=1, dp_size=2)
+    with pytest.raises(ValueError, match="2 data-parallel ranks must agree .* process group does not exist; pass"):
+        next(iter(loader))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

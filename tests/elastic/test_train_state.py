@@ -1,13 +1,15 @@
 """Counters go on in any world."""
 
+import warnings
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import torchtitan_ext as tte
-from torchtitan_ext.elastic import TrainState, World, read_torchtitan_train_state, reshard_state
-from torchtitan_ext.errors import CannotReshardError
+from torchtitan_ext.elastic import ElasticDataLoader, TrainState, World, read_torchtitan_train_state, reshard_state
+from torchtitan_ext.errors import CannotReshardError, StateRefusedError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -24,6 +26,56 @@ def test_counts_and_crosses_worlds() -> None:
     assert repr(resumed) == "TrainState(step=3, samples_seen=24, tokens_seen=192)"
     resumed.reset()
     assert resumed.state_dict() == {"step": 0, "samples_seen": 0, "tokens_seen": 0}
+
+
+def served(num_batches: int) -> ElasticDataLoader:
+    loader = ElasticDataLoader(range(40), global_batch_size=8)
+    list(islice(loader, num_batches))
+    return loader
+
+
+def warnings_of_save(state: dict[str, Any], path: Path) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tte.save(state, path, no_dist=True)
+    return [str(entry.message) for entry in caught if str(entry.message).startswith("save: ")]
+
+
+def test_a_save_warns_of_samples_that_a_load_would_refuse(tmp_path: Path) -> None:
+    state = {"train_state": (train_state := TrainState()), "loader": served(3), "sampler": served(1)}
+    train_state.step = 3
+    (text,) = warnings_of_save(state, tmp_path)
+    counts = "samples seen by the run: loader 24, sampler 8, train_state 0"
+    assert text.startswith(f"save: {counts}; a load by a policy will refuse these. Call advance(samples=...)")
+    with pytest.raises(StateRefusedError, match=counts):
+        tte.load(state, tmp_path, policy=tte.elastic.ElasticPolicy(), no_dist=True)
+    train_state.samples_seen = 24
+    assert warnings_of_save(state, tmp_path) == []
+    tte.load(state, tmp_path, policy=tte.elastic.ElasticPolicy(), no_dist=True)
+
+
+def test_a_save_warns_of_a_step_that_is_counted_twice(tmp_path: Path) -> None:
+    state = {"train_state": (train_state := TrainState(step=5, samples_seen=40))}
+    for _ in range(2):
+        train_state.advance(samples=8)
+        train_state.step += 1
+    (text,) = warnings_of_save(state, tmp_path)
+    assert text == (
+        "save: train_state: step is 9, but advance() has counted step 7 with 56 samples; it counts the step too: leave "
+        "out what else changes step"
+    )
+    tte.load(state, tmp_path, no_dist=True)
+    train_state.advance(samples=8)
+    assert warnings_of_save(state, tmp_path) == []
+
+
+def test_counters_that_are_set_by_hand_together_are_right(tmp_path: Path) -> None:
+    train_state = TrainState()
+    for state in ({"train_state": train_state}, {"train_state": train_state, "loader": served(2)}):
+        train_state.step, train_state.samples_seen = 2, 16
+        assert warnings_of_save(state, tmp_path) == []
+        train_state.reset()
+        train_state.advance(samples=8)
 
 
 def test_a_failed_load_changes_nothing() -> None:

@@ -1,6 +1,7 @@
-"""The bar of a long save or load: on a terminal, on the coordinator, and nowhere else."""
+"""How far a long save, load or command is: a bar or lines, on the coordinator, and in logs for commands only."""
 
 import io
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ def show_at_once(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(progress, "_DELAY_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "_LINE_SECONDS", 0.0)
     return stream
 
 
@@ -60,11 +62,13 @@ def refuse_bars(*args: Any, **kwargs: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [io.StringIO(), None])
-def test_a_log_gets_no_bar(stream: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_of_a_job_gets_nothing(stream: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    show_at_once(monkeypatch)
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(progress, "tqdm", refuse_bars)
     tte.save(STATE, tmp_path / "step")
     tte.load(STATE, tmp_path / "step")
+    assert stream is None or stream.getvalue() == ""
 
 
 def test_other_ranks_show_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,11 +78,20 @@ def test_other_ranks_show_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
         advance(1)
 
 
-def test_without_tqdm_there_is_no_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tqdm_there_are_lines_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = show_at_once(monkeypatch)
     monkeypatch.setattr(progress, "tqdm", None)
     tte.save(STATE, tmp_path / "step")
-    assert terminal.getvalue() == ""
+    assert re.fullmatch(r"(save, rank 0: 0 of 0 MB in 0 s\n)+", terminal.getvalue()), terminal.getvalue()
+    monkeypatch.setattr(progress, "_LINE_SECONDS", 1000.0)
+    with show("verify", is_coordinator=True, total_bytes=lambda: 3_000_000_000) as advance:
+        advance(1_500_000_000)
+        advance(1_500_000_000)
+    assert terminal.getvalue().splitlines()[-1] == "verify: 1,500 of 3,000 MB in 0 s"
+    monkeypatch.setattr(progress, "_DELAY_SECONDS", 1000.0)
+    with show("verify", is_coordinator=True, total_bytes=lambda: 1) as advance:
+        advance(1)
+    assert "of 0 MB in 0 s" in terminal.getvalue() and terminal.getvalue().count("verify") == 1
 
 
 class Tee:

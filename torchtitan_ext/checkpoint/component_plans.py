@@ -15,7 +15,14 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
-from torchtitan_ext.checkpoint.component import Resharded, can_reshard, is_stateful, reshard_state
+from torchtitan_ext.checkpoint.component import (
+    Resharded,
+    SampleAccount,
+    can_reshard,
+    disagreeing_counts,
+    is_stateful,
+    reshard_state,
+)
 from torchtitan_ext.checkpoint.load_rules import UNTOUCHED, ComponentPlan
 from torchtitan_ext.checkpoint.param_groups import find_moved, merge_param_groups, option_keys
 from torchtitan_ext.checkpoint.policy import Action, ElasticPolicy, Source
@@ -284,15 +291,14 @@ def _ask(
 
 def _check_samples(components: Components) -> None:
     """A problem where the run counts samples that no loader has served: they were saved at different moments."""
-    served = {str(key): new.samples_seen for key, new in components.resharded.items() if new.samples_seen is not None}
-    counted = {str(key): new.samples_counted for key, new in components.resharded.items()}
-    # A run may count the padding of last batches, or not.
-    loaders = [new for new in components.resharded.values() if new.samples_seen is not None]
-    right = {*served.values(), *(new.samples_padded + (new.samples_seen or 0) for new in loaders)}
-    wrong = {name: count for name, count in counted.items() if count is not None and count not in right}
-    if not served or not wrong:
+    counts = disagreeing_counts(
+        {
+            str(key): SampleAccount(new.samples_seen, new.samples_padded, new.samples_counted)
+            for key, new in components.resharded.items()
+        }
+    )
+    if not counts:
         return
-    counts = {**served, **wrong}
     listed = ", ".join(f"{name} {count}" for name, count in counts.items())
     detail = (
         f"samples seen by the run: {listed}; load them from one checkpoint, or reset one of them, or 'keep' the one "

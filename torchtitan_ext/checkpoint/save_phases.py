@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
-from torchtitan_ext.checkpoint.component import is_stateful
+from torchtitan_ext.checkpoint.component import CountsSamples, disagreeing_counts, is_stateful
 from torchtitan_ext.checkpoint.phases import Phases
 from torchtitan_ext.checkpoint.save_planner import SavePlanner
 from torchtitan_ext.checkpoint.set_up import set_up_save
@@ -72,7 +73,7 @@ def writer_at(
 
 
 def ask_for_states(state_dict: Mapping[Any, Any], phases: Phases) -> dict[Any, Any]:
-    """The values of a state dict: ``Stateful`` objects are asked for theirs. Collective.
+    """The values of a state dict: ``Stateful`` objects are asked for theirs, and compared by samples. Collective.
 
     DCP would ask them outside of its collectives: where one of them raises, the other ranks would wait for this one.
     """
@@ -84,9 +85,27 @@ def ask_for_states(state_dict: Mapping[Any, Any], phases: Phases) -> dict[Any, A
                 phases.at(str(key))
                 value = value.state_dict()
             values[key] = value
+        if phases.is_coordinator:
+            _warn_of_samples(state_dict)
 
     phases.on_all("prepare", ask, doing=_ASKING)
     return values
+
+
+def _warn_of_samples(state_dict: Mapping[Any, Any]) -> None:
+    """Says at the save what a load would refuse: by then the run has ended."""
+    accounts = {str(key): one.sample_account() for key, one in state_dict.items() if isinstance(one, CountsSamples)}
+    counts = disagreeing_counts(accounts)
+    if counts:
+        listed = ", ".join(f"{name} {count}" for name, count in counts.items())
+        warnings.warn(
+            f"save: samples seen by the run: {listed}; a load by a policy will refuse these. Call advance(samples=...) "
+            "of the train state once per step, with the samples of the global batch, and save between steps",
+            stacklevel=2,
+        )
+    for name, account in accounts.items():
+        if account.doubt:
+            warnings.warn(f"save: {name}: {account.doubt}", stacklevel=2)
 
 
 def save_values(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, default_collate
 
-from torchtitan_ext.checkpoint.component import Resharded
+from torchtitan_ext.checkpoint.component import Resharded, SampleAccount
 from torchtitan_ext.checkpoint.world import World
 from torchtitan_ext.elastic.index_order import local_size
 from torchtitan_ext.elastic.sampler import ElasticBatchSampler, Last, LocalBatch, check_last, check_world
@@ -87,13 +87,15 @@ class ElasticDataLoader:
             a batch that is short is filled with repeats, at its end, and ``num_padding`` says how many; over streams,
             ranks without samples get padding until all are through.
         endless: Whether iteration goes on with the next epoch by itself, over streams each shard on its own.
-        group: The data-parallel process group, for streams that are not endless; the default group by default.
+        group: The data-parallel process group, for streams that are not endless, such as
+            ``mesh["dp"].get_group()``; the default group by default, which is another one where there is tensor or
+            pipeline parallelism too.
         collate_fn: From a list of samples to a batch.
         loader_options: Map-style data: more arguments of ``torch.utils.data.DataLoader``, such as ``num_workers``.
 
     Raises:
         TypeError: A size that is no number, a class in the place of a data set.
-        ValueError: For arguments that do not fit each other.
+        ValueError: For arguments that do not fit each other, ``group`` and ``dp_size`` among them.
         TooFewShardsError: More ranks than virtual shards.
     """
 
@@ -188,6 +190,10 @@ class ElasticDataLoader:
             CannotReshardError: The state is of other data or another number of shards; the loader is as it was.
         """
         self._batches.load_state_dict(state_dict)
+
+    def sample_account(self) -> SampleAccount:
+        """What it has served, for a save to compare with what a ``TrainState`` counts."""
+        return SampleAccount(served=self.samples_seen, padded=self.padded)
 
     def reset(self) -> None:
         """Goes back to the beginning of the first epoch, with the seed that the loader was made with."""

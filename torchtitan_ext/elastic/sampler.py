@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sized
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-from torchtitan_ext.checkpoint.component import Resharded
+from torchtitan_ext.checkpoint.component import Resharded, SampleAccount
 from torchtitan_ext.checkpoint.world import World
 from torchtitan_ext.elastic.index_order import index_order
 from torchtitan_ext.errors import CannotReshardError, check_argument, check_counts
@@ -166,6 +166,10 @@ class ElasticBatchSampler:
             CannotReshardError: It is of other data.
         """
         self.position = self._position_of(state_dict)
+
+    def sample_account(self) -> SampleAccount:
+        """See ``CountsSamples``."""
+        return SampleAccount(served=self.position.samples_seen, padded=self.position.padded)
 
     def reshard(self, saved: Mapping[str, Any], old: World, new: World) -> Resharded:
         """See ``Reshardable``."""

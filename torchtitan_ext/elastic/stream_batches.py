@@ -49,6 +49,9 @@ class StreamBatches:
         self.dropped = 0
         self.padded = 0
         self.num_padding = 0
+        # Where there is a process group already, a wrong one is an error here, not at the first batch.
+        if dp_size > 1 and not endless and dist.is_initialized():
+            self._check_group()
 
     @property
     def epoch(self) -> int:
@@ -79,15 +82,21 @@ class StreamBatches:
     def _sum_over_ranks(self, count: int) -> int:
         if self._dp_size == 1:
             return count
-        if not dist.is_initialized() or dist.get_world_size(self._group) != self._dp_size:
-            found = f"has {dist.get_world_size(self._group)} ranks" if dist.is_initialized() else "does not exist"
-            raise ValueError(
-                f"ElasticDataLoader: {self._dp_size} data-parallel ranks must agree on the end of an epoch, but the "
-                f"process group {found}; pass the data-parallel group as group=, or endless=True"
-            )
+        self._check_group()
         total = torch.tensor([count], dtype=torch.int64, device=device_of(self._group or dist.group.WORLD))  # type: ignore[arg-type]
         dist.all_reduce(total, group=self._group)
         return int(total.item())
+
+    def _check_group(self) -> None:
+        """Raises ValueError unless the group is that of the data-parallel ranks."""
+        size = dist.get_world_size(self._group) if dist.is_initialized() else 0
+        if size != self._dp_size:
+            found = f"has {size} ranks" if size > 0 else "does not hold this rank" if size else "does not exist"
+            raise ValueError(
+                f"ElasticDataLoader: {self._dp_size} data-parallel ranks must agree on the end of an epoch, but the "
+                f"process group {found}; pass the data-parallel group as group=, such as mesh['dp'].get_group(), or "
+                "endless=True"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         common = {

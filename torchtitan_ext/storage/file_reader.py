@@ -269,7 +269,10 @@ class FileReader(StorageReader):
             for name, members in by_file.items()
         }
         with progress(
-            "load, rank 0", is_coordinator=self._is_coordinator, total_bytes=lambda: _wanted_bytes(by_file, stored)
+            "load, rank 0",
+            is_coordinator=self._is_coordinator,
+            total_bytes=lambda: _wanted_bytes(by_file, stored),
+            in_logs=False,
         ) as advance:
 
             def count(num_bytes: int) -> None:

@@ -212,7 +212,10 @@ class FileWriter(StorageWriter):
         num_threads = thread_count_of(self.thread_count)
         records = _core.RecordWriter(os.fsencode(place.directory / name), BLOCK_BYTES, num_threads, self.sync)
         with progress(
-            "save, rank 0", is_coordinator=self._is_coordinator, total_bytes=lambda: _tensor_bytes(plan.items)
+            "save, rank 0",
+            is_coordinator=self._is_coordinator,
+            total_bytes=lambda: _tensor_bytes(plan.items),
+            in_logs=False,
         ) as advance:
             batch = _Batch(records, advance)
             # As stock: values first. Planners may count on it.
