@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
-from torchtitan_ext.checkpoint.component import CountsSamples, disagreeing_counts, is_stateful
+from torchtitan_ext.checkpoint.component import CountsSamples, SampleAccount, disagreeing_counts, is_stateful
 from torchtitan_ext.checkpoint.phases import Phases
 from torchtitan_ext.checkpoint.save_planner import SavePlanner
 from torchtitan_ext.checkpoint.set_up import set_up_save
@@ -78,23 +78,25 @@ def ask_for_states(state_dict: Mapping[Any, Any], phases: Phases) -> dict[Any, A
     DCP would ask them outside of its collectives: where one of them raises, the other ranks would wait for this one.
     """
     values: dict[Any, Any] = {}
+    accounts: dict[str, SampleAccount] = {}
 
     def ask() -> None:
         for key, value in state_dict.items():
             if is_stateful(value):
                 phases.at(str(key))
+                if isinstance(value, CountsSamples):
+                    accounts[str(key)] = value.sample_account()
                 value = value.state_dict()
             values[key] = value
         if phases.is_coordinator:
-            _warn_of_samples(state_dict)
+            _warn_of_samples(accounts)
 
     phases.on_all("prepare", ask, doing=_ASKING)
     return values
 
 
-def _warn_of_samples(state_dict: Mapping[Any, Any]) -> None:
+def _warn_of_samples(accounts: Mapping[str, SampleAccount]) -> None:
     """Says at the save what a load would refuse: by then the run has ended."""
-    accounts = {str(key): one.sample_account() for key, one in state_dict.items() if isinstance(one, CountsSamples)}
     counts = disagreeing_counts(accounts)
     if counts:
         listed = ", ".join(f"{name} {count}" for name, count in counts.items())
