@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.api import CheckpointException, _wrap_exceptio
 
 from torchtitan_ext import errors
 from torchtitan_ext.errors import Problem, refusal
-from torchtitan_ext.errors.near_names import names_hint, nearest_glob, nearest_name
+from torchtitan_ext.errors.near_names import names_hint, nearest_glob, nearest_name, refuse_unmatched
 from torchtitan_ext.errors.problems import HEADINGS, LOAD_HEADINGS
 from torchtitan_ext.errors.refusals import ERROR_OF_KIND
 
@@ -30,6 +30,7 @@ INSTANCES = [
         )
     ),
     errors.WrongValueError("mesh: got dp=0, expected at least 1"),
+    errors.WrongValueError("got no axis", "mesh", "; pass one", errors.Remedy("placements", "*=ring:0")),
     errors.CheckpointReadError("trainer.step", "its bytes are damaged"),
     errors.DamagedValueError("trainer.step", "its bytes are damaged"),
     errors.DamagedCheckpointError("step-3/__0_0.distcp: bytes 0 to 9 do not match their checksum; in them lie w[0:2]"),
@@ -126,6 +127,15 @@ KEYS = ["model.layers.0.w", "optimizer.state.layers.0.w.exp_avg", "dataloader.st
 )
 def test_misspelt_words_of_a_glob_are_found(glob: str, meant: str | None) -> None:
     assert nearest_glob(glob, KEYS) == meant
+
+
+def test_a_glob_that_matches_nothing_is_refused_where_there_are_names() -> None:
+    refuse_unmatched("only", ["model.*", "*.w"], KEYS, where="step-3")
+    refuse_unmatched("only", ["model.*"], [], where="step-3")
+    with pytest.raises(
+        errors.WrongValueError, match=r"^only: got 'modle\.\*', which .* no key of step-3; perhaps 'model\.\*'"
+    ):
+        refuse_unmatched("only", ["*.w", "modle.*"], KEYS, where="step-3")
 
 
 def test_a_name_that_is_not_there_is_answered_with_those_that_are() -> None:

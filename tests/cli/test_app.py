@@ -1,19 +1,23 @@
 """The command line as a whole: its help, its exit codes."""
 
+import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from calls import call as call_here
+from calls import call_importing, make
 from calls import call_process as call
-from calls import make
 
+import torchtitan_ext as tte
 from torchtitan_ext.cli.app import _SUMMARY_OF
-from torchtitan_ext.cli.output import FINE, UNREADABLE, WRONG_USAGE, text_of_bytes
+from torchtitan_ext.cli.output import FINE, SCHEMA_VERSION, UNREADABLE, WRONG_USAGE, text_of_bytes
 from torchtitan_ext.storage import progress
 
 
@@ -58,6 +62,70 @@ def test_a_long_command_is_not_silent_in_a_log(
     monkeypatch.setattr(progress, "_DELAY_SECONDS", 0.0)
     done = call_here(*command)
     assert re.search(rf"^{command[0].replace('verify', 'a')}: \d+ of (8|16) MB in \d+ s$", done.err, re.M), done
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda run: None, "run has no step: expected directories step-<number> in it"),
+        (lambda run: (run / "step-3").mkdir(), "run has no finished step: step 3 is not finished"),
+        (lambda run: (run / ".metadata").touch(), "run is a checkpoint itself, expected the directory of a run"),
+        (lambda run: run.rmdir(), "run: No such file or directory"),
+    ],
+)
+def test_latest_says_why_there_is_none(tmp_path: Path, make: Callable[[Path], object], words: str) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    make(run)
+    done = call_here("latest", run, "--json")
+    assert done.code == UNREADABLE and words in done.err
+    assert words in (done.json["error"]["message"] if "error" in done.json else done.json["reason"])
+
+
+def test_version_short_help_and_what_was_perhaps_meant() -> None:
+    assert call_here("--version").out == f"torchtitan-ext {tte.__version__}\n"
+    assert call_here("-h").out == call_here("--help").out and call_here("ls", "-h").out == call_here("ls", "--help").out
+    for words, meant in (("inspct", "Did you mean 'inspect'?"), ("verify x --depe", "--deep")):
+        done = call_here(*words.split())
+        assert done.code == WRONG_USAGE and meant in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "code"),
+    [
+        (["inspect", "nothing", "--json"], "FileNotFoundError", UNREADABLE),
+        (["plan", ".", "--mesh", "dp=2", "--json"], "UnknownFormatError", UNREADABLE),
+        (["verify", "--json", "--depe"], "Usage", WRONG_USAGE),
+        (["gc", ".", "--keep", "0", "--json"], "Usage", WRONG_USAGE),
+    ],
+)
+def test_errors_are_json_where_json_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], kind: str, code: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = call_here(*arguments)
+    error = done.json["error"]
+    assert (done.code, error["kind"], error["exit_code"], error["problems"]) == (code, kind, code, [])
+    assert error["message"] in done.err and done.json["schema_version"] == SCHEMA_VERSION
+
+
+def test_a_reader_who_has_seen_enough_ends_a_command(tmp_path: Path) -> None:
+    tensors = {f"{number:060}": [number] for number in range(3000)}
+    header = json.dumps({name: {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for name in tensors}).encode()
+    (tmp_path / "m.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    command = [sys.executable, "-m", "torchtitan_ext", "inspect", str(tmp_path / "m.safetensors")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode in (FINE, -signal.SIGPIPE)
+
+
+@pytest.mark.parametrize("command", ["diff", "plan", "reshard", "convert"])
+def test_help_needs_no_torch(command: str) -> None:
+    done, imported = call_importing({"torch", "numpy"}, command, "--help")
+    assert done.code == FINE and "Usage:" in done.out and imported == set()
 
 
 def test_bytes_have_three_digits_and_a_unit() -> None:

@@ -10,7 +10,7 @@ import torch
 
 import torchtitan_ext as tte
 from torchtitan_ext.cli.options import amount_of
-from torchtitan_ext.cli.output import DIFFERS, FINE, UNREADABLE, WRONG_USAGE
+from torchtitan_ext.cli.output import DIFFERS, FINE, SCHEMA_VERSION, UNREADABLE, WRONG_USAGE
 
 
 def call(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -36,12 +36,13 @@ def test_the_story_of_a_checkpoint(run_dir: Path) -> None:
     exported = call("convert", run_dir / "c", run_dir / "d", "--to", "hf", "--prefix", "model", "--json")
     assert exported.returncode == FINE
     report = json.loads(exported.stdout)
-    assert report.keys() == {"num_keys", "num_bytes", "num_files", "dropped", "path", "seconds"}
+    assert report.keys() == {"schema_version", "num_keys", "num_bytes", "num_files", "dropped", "path", "seconds"}
     same = call("diff", run_dir / "a", run_dir / "d", "--prefix", "model")
     assert (same.returncode, same.stdout) == (FINE, "0 keys differ, 1 is equal\n")
     differs = call("diff", run_dir / "c", run_dir / "b.pt", "--values", "--json")
     assert differs.returncode == DIFFERS
     assert json.loads(differs.stdout) == {
+        "schema_version": SCHEMA_VERSION,
         "is_equal": False,
         "num_equal": 1,
         "differences": [{
@@ -57,10 +58,10 @@ def test_the_story_of_a_checkpoint(run_dir: Path) -> None:
 def test_exit_codes(run_dir: Path, tmp_path: Path) -> None:
     cases = {
         ("convert", run_dir / "nothing", tmp_path / "x", "--to", "hf"): (UNREADABLE, "No such file"),
-        ("convert", run_dir / "a", run_dir / "b.pt", "--to", "torch"): (WRONG_USAGE, "--overwrite"),
+        ("convert", run_dir / "a", run_dir / "b.pt", "--to", "torch"): (WRONG_USAGE, "pass --overwrite to replace it"),
         ("reshard", run_dir / "a", tmp_path / "x", "--mesh", "dp"): (WRONG_USAGE, "expected axes and sizes"),
         ("diff", run_dir / "a", tmp_path): (UNREADABLE, "is no checkpoint"),
-        ("diff", run_dir / "a", run_dir / "a", "--only", "lm_head*"): (WRONG_USAGE, "got no key"),
+        ("diff", run_dir / "a", run_dir / "a", "--only", "lm_head*"): (WRONG_USAGE, "which matches no key"),
     }
     for arguments, (code, text) in cases.items():
         result = call(*arguments)

@@ -62,8 +62,8 @@ def test_a_pattern_chooses_keys(tmp_path: Path) -> None:
     ]
     shown = call("inspect", path, "*wq", "--shards").out.splitlines()
     assert re.fullmatch(r"layers.0.wq +\[0, 0\] +\[2000, 1000\] +8 MB +__0_0.distcp +\d+", shown[-1])
-    none = call("inspect", path, "*.bias")
-    assert none.code == FINE and "no key matches *.bias" in none.err
+    none = call("inspect", path, "layer.*.norm")
+    assert none.code == WRONG_USAGE and "matches no key" in none.err and "perhaps 'layers.*.norm' is meant" in none.err
 
 
 @pytest.mark.parametrize("kind", KINDS[:4])

@@ -24,7 +24,7 @@ def test_ranks_rows_and_columns(run_world: Callable[..., Any], tmp_path: Path) -
     run_world(4, save_on_four, tmp_path / "step-1")
     picture = tmp_path / "layout.svg"
     shown = call("inspect", tmp_path / "step-1", "--layout", "w", "--plot", picture)
-    assert (shown.code, shown.err) == (FINE, "")
+    assert (shown.code, shown.err) == (FINE, f"torchtitan-ext: wrote {picture}\n")
     assert shown.out.splitlines() == [
         "w, 6 x 8, float32",
         "saved by 4 ranks (dp 2 x tp 2); each cell has the rank that holds it",

@@ -1,5 +1,6 @@
 """``torchtitan-ext ls`` and ``gc``: what lies in a run, who saves there, and what goes."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from calls import call, call_importing, make
 
-from torchtitan_ext.cli.output import FINE, UNREADABLE, WRONG_USAGE
+from torchtitan_ext.cli.output import DIFFERS, FINE, UNREADABLE, WRONG_USAGE
 from torchtitan_ext.storage import FileWriter
 
 BEGIN_SAVE = """
@@ -125,6 +126,26 @@ def test_old_steps_go(run: Path) -> None:
 def test_a_damaged_step_does_not_count(run: Path) -> None:
     (run / "step-20" / "__0_0.distcp").unlink()
     assert [step["step"] for step in call("gc", run, "--keep", 1, "--json").json["kept"]] == [15, 20]
+
+
+@pytest.mark.parametrize("stuck", ["__0_0.distcp", ".tte_index"])
+def test_what_could_not_be_removed_is_named(run: Path, monkeypatch: pytest.MonkeyPatch, stuck: str) -> None:
+    unlink = Path.unlink
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path.name == stuck:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    done = call("gc", run, "--keep", 3, "--yes", "--json")
+    (place,) = done.json["not_removed"]
+    assert done.code == DIFFERS and "Permission denied" in done.err
+    assert (Path(place) / stuck).is_file() and "step-5" not in os.listdir(run)
+    again = call("gc", run, "--keep", 3, "--yes")
+    assert again.code == DIFFERS and f"not removed: {place}\nfreed 0 B\n" in again.out
+    monkeypatch.undo()
+    assert call("gc", run, "--keep", 3, "--yes").code == FINE and not Path(place).exists()
 
 
 def test_files_of_others_stay(run: Path) -> None:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import torchtitan_ext as tte
 from torchtitan_ext.cli.app import app
 from torchtitan_ext.cli.output import DIFFERS, FINE, WRONG_USAGE, text_of_bytes
-from torchtitan_ext.errors import ReshardError, UnknownFormatError
+from torchtitan_ext.errors import UnknownFormatError
 
 PAGE = (Path(__file__).parents[2] / "docs" / "dry_run.md").read_text()
 
@@ -61,7 +61,7 @@ def test_json(checkpoint: Path) -> None:
     result = plan(checkpoint, "--mesh", "dp=2,tp=2", "--shard", "w=tp:1", "--component", "model", "--json")
     assert result.exit_code == FINE
     found: dict[str, Any] = json.loads(result.stdout)
-    assert found.keys() == {"world", "device", "copies", "save", "load", "notes"}
+    assert found.keys() == {"schema_version", "world", "device", "copies", "save", "load", "notes"}
     assert found["save"].keys() == {
         "ranks", "num_bytes", "num_files", "num_parts", "metadata_bytes", "index_bytes", "seconds", "metadata_seconds",
         "problems",
@@ -70,6 +70,7 @@ def test_json(checkpoint: Path) -> None:
         "ranks", "num_bytes", "saved_bytes", "amplification", "metadata_bytes", "seconds", "metadata_seconds",
         "problems", "report", "file_bytes",
     }  # fmt: skip
+    del found["schema_version"]
     for part in (found, found["save"], found["load"], found["save"]["ranks"][0], found["load"]["ranks"][0]):
         assert all(f"`{key}`" in PAGE or f"`load.{key}`" in PAGE for key in part), part.keys()
     assert [one["num_reads"] for one in found["load"]["ranks"]] == [2, 2, 2, 2]
@@ -87,6 +88,10 @@ def test_json(checkpoint: Path) -> None:
         ("--mesh", "dp=2", "--bandwidth", "fast"),
         ("--mesh", "dp=2", "--device", "tpu"),
         ("--mesh", "pp=2,dp=2"),
+        ("--mesh", "dp=2", "--component", "modle"),
+        ("--mesh", "dp=2", "--component", "model", "--component", "*.wq"),
+        ("--mesh", "tp=2", "--shard", "wo=tp:0"),
+        ("--mesh", "tp=2", "--shard", "*=tp:2"),
         (),
     ],
 )
@@ -96,7 +101,7 @@ def test_wrong_usage(checkpoint: Path, options: tuple[str, ...]) -> None:
 
 def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     assert isinstance(plan(tmp_path, "--mesh", "dp=2").exception, UnknownFormatError)  # `main` makes an exit code of it
-    assert isinstance(plan(tmp_path / "none", "--mesh", "dp=2").exception, ReshardError)
+    assert isinstance(plan(tmp_path / "none", "--mesh", "dp=2").exception, FileNotFoundError)
 
 
 def test_files_of_other_formats(tmp_path: Path) -> None:

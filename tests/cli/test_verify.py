@@ -1,10 +1,12 @@
 """``torchtitan-ext verify``: what is damaged is named, on every format; what cannot be proved is said."""
 
+import errno
 import os
 import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch.utils.serialization import config
 
 from torchtitan_ext.cli.output import DIFFERS, FINE, UNREADABLE
 from torchtitan_ext.storage import FileWriter
-from torchtitan_ext.storage.verify import verify
+from torchtitan_ext.storage.verify import find_damage, verify
 
 KINDS = ["stock", "ours", "ours without .metadata", "safetensors directory", "safetensors", "torch"]
 DATA = {
@@ -49,6 +51,39 @@ def test_a_cut_file_is_damaged(tmp_path: Path, kind: str) -> None:
     assert done.code == DIFFERS
     assert [damage["file"] for damage in done.json["damages"]] == [file.name]
     assert str(file) in done.json["damages"][0]["what"]
+    assert done.json["damages"][0]["kind"] == {"safe": "header", "torc": "record"}.get(kind[:4], "size")
+
+
+@pytest.mark.parametrize("kind", KINDS[:4])
+def test_what_cannot_be_read_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Nobody knows then. A damage that is seen beside it stays one."""
+    run, name = tmp_path / "run", DATA[kind]
+    make(run / "step-1", "ours")
+    path = make(run / "step-2", kind) if "safe" not in kind else make(tmp_path / "hf", kind)
+    real_open, real_path_open = os.open, Path.open
+
+    def refuse(file: object, *arguments: Any, **options: Any) -> int:
+        if os.path.basename(str(file)) == name:
+            raise PermissionError(errno.EACCES, "Permission denied", file)
+        return real_open(file, *arguments, **options)  # type: ignore[call-overload, no-any-return]
+
+    def refuse_path(file: Path, *arguments: Any, **options: Any) -> Any:
+        if file.name == name:
+            raise PermissionError(errno.EACCES, "Permission denied", str(file))
+        return real_path_open(file, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(Path, "open", refuse_path)
+    done = call("verify", path)
+    assert (done.code, done.out) == (UNREADABLE, "")
+    assert done.err == f"torchtitan-ext: {path / name} cannot be read: Permission denied\n"
+    shown = call("verify", path, "--json")
+    assert shown.code == UNREADABLE and [damage["kind"] for damage in shown.json["damages"]] == ["unreadable"]
+    if "safe" not in kind:
+        assert find_damage(path) is not None and call("verify", run).code == UNREADABLE
+        (run / "step-3").mkdir()
+        (run / "step-3" / ".metadata").touch()
+        assert call("verify", run).code == DIFFERS
 
 
 @pytest.mark.parametrize("kind", ["stock", "ours", "ours without .metadata", "torch"])

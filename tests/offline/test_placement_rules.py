@@ -145,9 +145,24 @@ def test_descriptions_that_are_refused(mesh: Any, rules: Any, error: type[Except
         PlacementRules(mesh, rules)
 
 
+def test_a_rule_skips_what_lacks_its_dim() -> None:
+    """AdamW has a step without dims beside the moments of each parameter."""
+    rules = PlacementRules({"dp": 2, "tp": 2}, {"w": {"tp": 1}})
+    rules.check_used({"state.w.exp_avg": (4, 4), "state.w.step": (), "note": None})
+    assert rules.place("state.w.exp_avg", (4, 4)) == PlacementRules({"dp": 2, "tp": 2}, {"w": {"tp": -1}}).place(
+        "w", (4, 4)
+    )
+    for shape in ((), (4,)):
+        assert rules.place("state.w.step", shape) == PlacementRules({"dp": 2, "tp": 2}).place("w", shape)
+
+
 def test_rules_for_nothing_are_refused() -> None:
-    rules = PlacementRules({"ring": 2}, {"w": {"ring": 2}, "v": {"ring": 0}})
-    with pytest.raises(ValueError, match="got dim 2 for ring of w, which has 2 dims"):
-        rules.place("w", (4, 4))
-    with pytest.raises(LayoutError, match="v: matches no key"):
-        rules.check_used(["layers.w", "layers.wo"])
+    rules = PlacementRules({"ring": 2, "dp": 2}, {"w": {"ring": 2, "dp": 0}, "note": {"ring": 0, "dp": None}})
+    with pytest.raises(LayoutError) as caught:
+        rules.check_used({"layers.w": (4, 4), "note": None})
+    assert [problem.detail for problem in caught.value.problems] == [
+        "cuts nothing by ring: no tensor that it matches has dim 2; it matches layers.w [4, 4]",
+        "cuts nothing by ring: no tensor that it matches has dim 0; it matches values that are no tensors",
+    ]
+    with pytest.raises(LayoutError, match="note: matches no key"):
+        rules.check_used({"layers.w": (4, 4, 4), "layers.wo": (4,)})

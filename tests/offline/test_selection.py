@@ -24,8 +24,14 @@ def test_globs_match_the_names_that_keys_get(tmp_path: Path) -> None:
     chosen = Selection(("layers.1.*", "norm"), "model").keys_of(source)
     assert chosen == {"layers.1.w": "model.layers.1.w", "norm": "model.norm"}
     assert set(Selection(("model.layers.*",)).keys_of(source)) == {"model.layers.0.w", "model.layers.1.w"}
-    with pytest.raises(ValueError, match=r"got no key below model that matches model\.\* by the rest of its name"):
-        Selection(("model.*",), "model").check_finds(source)
+    with pytest.raises(
+        ValueError, match=r"only: got 'model\.\*', which matches no key of .*a below model; there are lay"
+    ):
+        Selection(("norm", "model.*"), "model").check_finds(source)
+    with pytest.raises(
+        ValueError, match="prefix: got 'modle', below which there is no key of .*; perhaps 'model' is m"
+    ):
+        Selection((), "modle").check_finds(source)
 
 
 def test_globs_choose_the_same_keys_of_a_checkpoint_without_the_prefix(tmp_path: Path) -> None:

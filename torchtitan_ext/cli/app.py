@@ -5,17 +5,31 @@ need no torch start without it.
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import sys
+import threading
 import warnings
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
+from torchtitan_ext import __version__
 from torchtitan_ext.cli.collector import without_collector
-from torchtitan_ext.cli.output import UNREADABLE, print_problem
-from torchtitan_ext.errors import DamagedCheckpointError, StateRefusedError, TorchtitanExtError
+from torchtitan_ext.cli.output import DIFFERS, FINE, UNREADABLE, print_json_error, print_line, print_problem
+from torchtitan_ext.errors import (
+    CheckpointReadError,
+    DamagedCheckpointError,
+    Problem,
+    StateRefusedError,
+    TorchtitanExtError,
+    UnsafePickleError,
+)
+from torchtitan_ext.errors.near_names import nearest_name
 
 _SUMMARY_OF = {
     "inspect": "What a checkpoint holds: keys, dtypes, shapes, files.",
@@ -30,6 +44,14 @@ _SUMMARY_OF = {
     "doctor": "What to put into a bug report: versions, libraries, CUDA, gloo, disk, a save.",
 }
 """The commands, in the order of the help, and a line on each. ``torchtitan_ext.cli.<name>.run`` is the command."""
+
+
+_SETTINGS = {"help_option_names": ["-h", "--help"]}
+
+# The class of all wrong usages is of click, which typer has under another name from version to version.
+_USAGE_ERROR: Any = typer.BadParameter.__base__
+
+_TRUST = "inspect, diff and convert read it with --unsafe-unpickle: only where you trust it"
 
 
 class _Commands(TyperGroup):
@@ -47,7 +69,8 @@ class _Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] in _SUMMARY_OF:
             return args[0], _load(args[0]), args[1:]
-        return super().resolve_command(ctx, args)
+        near = nearest_name(args[0], _SUMMARY_OF)
+        ctx.fail(f"No such command {args[0]!r}.{f' Did you mean {near!r}?' if near else ''}")
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
@@ -55,18 +78,34 @@ class _Commands(TyperGroup):
 
 
 def _load(name: str) -> Any:
-    command = typer.Typer(rich_markup_mode=None, add_completion=False)
+    command = typer.Typer(rich_markup_mode=None, add_completion=False, context_settings=_SETTINGS)
     with without_collector():
         module = importlib.import_module(f"torchtitan_ext.cli.{name}")
     command.command(name)(module.run)
     return get_command(command)
 
 
-app = typer.Typer(cls=_Commands, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True)
+app = typer.Typer(
+    cls=_Commands,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    context_settings=_SETTINGS,
+)
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print_line(f"torchtitan-ext {__version__}")
+        raise typer.Exit(FINE)
 
 
 @app.callback()
-def _about() -> None:
+def _about(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
     """Look into, prove, compare, plan and convert checkpoints.
 
     Exit codes: 0 fine, 1 differs or damaged, 2 wrong usage, 3 unreadable.
@@ -76,17 +115,61 @@ def _about() -> None:
 def main() -> None:
     """Runs the command that the arguments of this process name, and exits with its code."""
     warnings.showwarning = _print_warning
+    with _ending_with_the_reader():
+        code = _run()
+        sys.stdout.flush()
+    sys.exit(code)
+
+
+def _run() -> int:
     try:
-        app(prog_name="torchtitan-ext")
-    except DamagedCheckpointError as error:
-        print_problem(error.reason)
-        sys.exit(UNREADABLE)
+        return int(app(prog_name="torchtitan-ext", standalone_mode=False) or FINE)
+    except _USAGE_ERROR as error:
+        error.show()
+        return _failed("Usage", error.format_message(), error.exit_code)
+    except typer.Abort:
+        print_problem("aborted")
+        return _failed("Abort", "aborted", DIFFERS)
     except StateRefusedError as error:
         print_problem(*str(error).split("\n"))
-        sys.exit(UNREADABLE)
+        return _failed(type(error).__name__, str(error), UNREADABLE, error.problems)
     except (TorchtitanExtError, OSError) as error:
-        print_problem(str(error))
-        sys.exit(UNREADABLE)
+        text = _sentence(error)
+        print_problem(text)
+        return _failed(type(error).__name__, text, UNREADABLE)
+
+
+def _failed(kind: str, message: str, code: int, problems: Sequence[Problem] = ()) -> int:
+    if "--json" in sys.argv:  # a wrong usage may be found before that option is
+        print_json_error(kind, message, code, problems)
+    return code
+
+
+def _sentence(error: TorchtitanExtError | OSError) -> str:
+    """What an error says, in options of the command where it advises something."""
+    if isinstance(error, DamagedCheckpointError):
+        return error.reason
+    if isinstance(error, CheckpointReadError):
+        advice = error.advice if error.remedy is None else f"; {_TRUST}"
+        return f"cannot read {error.fqn}: {error.reason}{advice}"
+    if isinstance(error, UnsafePickleError):
+        return f"{error}; {_TRUST}"
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return str(error)
+
+
+@contextmanager
+def _ending_with_the_reader() -> Iterator[None]:
+    """A command whose output nobody reads any more ends like others, by SIGPIPE: ``inspect ... | head -1``."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGPIPE, before)
 
 
 def _print_warning(message: Warning | str, *where: object, **options: object) -> None:

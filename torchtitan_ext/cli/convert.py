@@ -7,10 +7,11 @@ import time
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from torchtitan_ext.cli.lazy import lazy
 from torchtitan_ext.cli.options import (
     Json,
     MaxMemory,
@@ -23,10 +24,16 @@ from torchtitan_ext.cli.options import (
     refusing_wrong_usage,
 )
 from torchtitan_ext.cli.output import count_of, print_json, print_line, text_of_bytes
-from torchtitan_ext.offline.convert import convert
-from torchtitan_ext.offline.selection import Selection
-from torchtitan_ext.offline.sources import open_source
 from torchtitan_ext.storage.progress import progress
+
+if TYPE_CHECKING:
+    from torchtitan_ext.offline import convert as converting
+    from torchtitan_ext.offline import selection as selecting
+    from torchtitan_ext.offline import sources
+else:
+    converting = lazy("torchtitan_ext.offline.convert")
+    selecting = lazy("torchtitan_ext.offline.selection")
+    sources = lazy("torchtitan_ext.offline.sources")
 
 _MAX_NAMED = 3
 
@@ -57,12 +64,12 @@ def run(
     Example: torchtitan-ext convert run/step-100 exported --to hf --prefix model
     """
     begin = time.perf_counter()
-    selection = Selection(tuple(only or ()), prefix)
+    selection = selecting.Selection(tuple(only or ()), prefix)
     with refusing_wrong_usage():
-        opened = open_source(source, weights_only=not unsafe_unpickle)
+        opened = sources.open_source(source, weights_only=not unsafe_unpickle)
         total_bytes = partial(selection.num_bytes_of, opened)
         with progress("convert", is_coordinator=True, total_bytes=total_bytes) as on_bytes:
-            report = convert(
+            report = converting.convert(
                 opened,
                 target,
                 to=to.value,

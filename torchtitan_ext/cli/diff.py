@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from torchtitan_ext.cli.lazy import lazy
 from torchtitan_ext.cli.options import Json, Only, Prefix, UnsafeUnpickle, amount_of, refusing_wrong_usage
-from torchtitan_ext.cli.output import DIFFERS, print_json, print_line, print_table
-from torchtitan_ext.cli.pictures import plotter
-from torchtitan_ext.offline.diff import (
-    Difference,
-    DiffReport,
-    Tolerance,
-    ValueDifference,
-    diff,
-    map_differences,
-    num_bytes_to_read,
-)
-from torchtitan_ext.offline.difference_map import DifferenceMap
-from torchtitan_ext.offline.selection import Selection
-from torchtitan_ext.offline.sources import open_source
+from torchtitan_ext.cli.output import DIFFERS, print_json, print_line, print_problem, print_table
+from torchtitan_ext.cli.pictures import plotter, say_written
 from torchtitan_ext.storage.progress import progress
 from torchtitan_ext.storage.threads import thread_count_of
+
+if TYPE_CHECKING:
+    from torchtitan_ext.offline import diff as comparing
+    from torchtitan_ext.offline import selection as selecting
+    from torchtitan_ext.offline import sources
+    from torchtitan_ext.offline.diff import Difference, DiffReport, ValueDifference
+    from torchtitan_ext.offline.difference_map import DifferenceMap
+else:
+    comparing = lazy("torchtitan_ext.offline.diff")
+    selecting = lazy("torchtitan_ext.offline.selection")
+    sources = lazy("torchtitan_ext.offline.sources")
 
 
 def run(
@@ -53,13 +52,14 @@ def run(
     if plot is not None:
         plotter("difference_plot", plot)  # what it refuses, before the checkpoints are read
     with refusing_wrong_usage():
-        sources = [open_source(path, weights_only=not unsafe_unpickle) for path in (a, b)]
-        selection = Selection(tuple(only or ()), prefix)
-        tolerance = Tolerance(rtol, atol)
-        total_bytes = partial(num_bytes_to_read, sources[0], sources[1], selection)
+        one, other = (sources.open_source(path, weights_only=not unsafe_unpickle) for path in (a, b))
+        selection = selecting.Selection(tuple(only or ()), prefix)
+        tolerance = comparing.Tolerance(rtol, atol)
+        total_bytes = partial(comparing.num_bytes_to_read, one, other, selection)
         with progress("diff", is_coordinator=True, total_bytes=total_bytes) as on_bytes:
-            report = diff(
-                *sources,
+            report = comparing.diff(
+                one,
+                other,
                 selection=selection,
                 values=values or plot is not None,
                 tolerance=tolerance,
@@ -71,7 +71,7 @@ def run(
         _plot(
             plot,
             report,
-            lambda key: map_differences(sources[0], sources[1], key, selection=selection, tolerance=tolerance),
+            lambda key: comparing.map_differences(one, other, key, selection=selection, tolerance=tolerance),
         )
     if json:
         print_json(_as_json(report))
@@ -85,7 +85,7 @@ def _plot(path: Path, report: DiffReport, map_of: Callable[[str], DifferenceMap]
     """Draws the first tensor whose elements differ."""
     tensors = [(found.key, found.values) for found in report.differences if found.values is not None]
     if not tensors:
-        print("nothing is drawn: no tensor differs in its elements", file=sys.stderr)
+        print_problem("nothing is drawn: no tensor differs in its elements")
         return
     key, values = tensors[0]
     found = map_of(key)
@@ -101,6 +101,7 @@ def _plot(path: Path, report: DiffReport, map_of: Callable[[str], DifferenceMap]
         cell_sizes=found.cell_sizes,
         dims=found.dims,
     )
+    say_written(path)
 
 
 def _print(report: DiffReport) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,8 +11,9 @@ import typer
 
 from torchtitan_ext.cli.ls import lines_of, plain_leftovers
 from torchtitan_ext.cli.options import Json, Run
-from torchtitan_ext.cli.output import DIFFERS, print_json, print_line, print_table, text_of_bytes
-from torchtitan_ext.storage.run_listing import ListedStep, checkpoint_bytes, find_leftovers, list_steps
+from torchtitan_ext.cli.output import DIFFERS, print_json, print_line, print_problem, print_table, text_of_bytes
+from torchtitan_ext.storage.leftovers import checkpoint_names
+from torchtitan_ext.storage.run_listing import Leftover, ListedStep, checkpoint_bytes, find_leftovers, list_steps
 from torchtitan_ext.storage.runs import remove_leftovers, remove_step, steps_beyond
 from torchtitan_ext.storage.steps import step_path
 
@@ -41,8 +42,12 @@ def run(
     if yes:
         for number in old:
             remove_step(step_path(run_dir, number))
-        remove_leftovers(run_dir)
-    stuck = [path for path in _paths(run_dir, old, leftovers) if yes and os.path.lexists(path) and _is_ours(path)]
+        try:
+            remove_leftovers(run_dir)
+        except OSError as error:
+            print_problem(f"what dead saves left stays: {error}")
+    stuck = _not_removed(run_dir, old) if yes else []
+    freed -= sum(left.num_bytes for left in stuck)
     if json:
         print_json(
             {
@@ -53,22 +58,26 @@ def run(
                 "removed": [_plain(listed[number]) for number in sorted(sizes)],
                 "leftovers": plain_leftovers(leftovers),
                 "freed_bytes": freed,
-                "not_removed": [str(path) for path in stuck],
+                "not_removed": [str(left.path) for left in stuck],
             }
         )
     else:
+        for left in stuck:
+            print_line(f"not removed: {left.path}")
         print_line(f"freed {text_of_bytes(freed)}" if yes else f"{text_of_bytes(freed)} would be freed: --yes does it")
     if stuck:
         raise typer.Exit(DIFFERS)
 
 
-def _paths(run_dir: Path, old: Sequence[int], leftovers: Sequence[Any]) -> list[Path]:
-    return [step_path(run_dir, number) for number in old] + [leftover.path for leftover in leftovers]
+def _not_removed(run_dir: Path, old: Sequence[int]) -> list[Leftover]:
+    """What should have gone and is still there. A directory with files of others stays, and is none."""
+    steps = [Leftover(path, checkpoint_bytes(path)) for path in map(partial(step_path, run_dir), old) if path.is_dir()]
+    return [left for left in (*steps, *find_leftovers(run_dir)) if _is_ours(left.path)]
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether what is still there should have gone: a directory of files of others stays."""
-    return not path.is_dir() or checkpoint_bytes(path) > 0
+    ours, others = checkpoint_names(path) if path.is_dir() else ([], [])
+    return bool(ours) or not others
 
 
 def _print_plan(steps: Sequence[ListedStep], sizes: dict[int, int]) -> None:

@@ -10,8 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from torchtitan_ext.cli.collector import without_collector
-from torchtitan_ext.cli.options import Json, UnsafeUnpickle
-from torchtitan_ext.cli.output import count_of, print_json, print_line, print_problem, print_table, text_of_bytes
+from torchtitan_ext.cli.options import Json, UnsafeUnpickle, refusing_wrong_usage
+from torchtitan_ext.cli.output import count_of, print_json, print_line, print_table, text_of_bytes
+from torchtitan_ext.errors.near_names import refuse_unmatched
 from torchtitan_ext.storage.contents import ContentChunk, ContentKey, Contents
 from torchtitan_ext.storage.describe import describe
 
@@ -40,9 +41,9 @@ def run(
             pictures = importlib.import_module("torchtitan_ext.cli.pictures.layout_of_key")
             pictures.show_layout(contents, layout, plot, json=json)
             return
+        with refusing_wrong_usage():
+            refuse_unmatched("glob", [] if glob is None else [glob], [key.fqn for key in contents.keys], where=path)
         keys = contents.matching(glob)
-        if glob is not None and not keys:
-            print_problem(f"no key matches {glob}")
         if json:
             print_json(_plain(contents, keys, shards))
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Annotated
 import typer
 
 from torchtitan_ext.cli.output import printable
-from torchtitan_ext.errors import WrongValueError
+from torchtitan_ext.errors import LayoutError, WrongValueError
 from torchtitan_ext.offline.amounts import parse_amount
+from torchtitan_ext.offline.targets import TargetExistsError
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Directory with step-<number> in it.")]
@@ -31,6 +33,17 @@ MaxMemory = Annotated[str, typer.Option(metavar="BYTES", help="All processes, be
 Processes = Annotated[int | None, typer.Option(metavar="N", min=1, help="By default one per core.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is at DST, when the new one is whole.")]
 
+_OPTION_OF = {
+    "mesh": "--mesh",
+    "placements": "--shard",
+    "components": "--component",
+    "only": "--only",
+    "prefix": "--prefix",
+    "glob": "GLOB",
+    "dtype": "--dtype",
+}
+"""What commands call the arguments of the functions that they call."""
+
 # Less is not enough for one block of the storage.
 _LEAST_BYTES = 1 << 20
 
@@ -48,11 +61,26 @@ def amount_of(text: str) -> int:
 
 @contextmanager
 def refusing_wrong_usage() -> Iterator[None]:
-    """Makes of a wrong value of an argument, and of a target that is there already, a wrong usage of the command."""
+    """Makes a wrong usage of what says that an option has a wrong value: one that cannot be, one that matches nothing
+    in the checkpoint, a target that is there already."""
     try:
         yield
-    except FileExistsError as error:
-        text = str(error) if error.filename is None else f"{error.filename} {error.strerror}"
+    except TargetExistsError as error:
+        text = f"{error.filename} is there already; pass --overwrite to replace it, or give another DST"
         raise typer.BadParameter(printable(text)) from None
-    except WrongValueError as error:
+    except FileExistsError as error:
         raise typer.BadParameter(printable(str(error))) from None
+    except LayoutError as error:
+        if {problem.kind for problem in error.problems} != {"unused_layout"}:
+            raise
+        text = "; ".join(map(str, error.problems))
+        raise typer.BadParameter(printable(text), param_hint="--shard") from None
+    except WrongValueError as error:
+        raise typer.BadParameter(printable(_in_options(error)), param_hint=_OPTION_OF.get(error.argument)) from None
+
+
+def _in_options(error: WrongValueError) -> str:
+    """The sentence with what to do in options of the command."""
+    if error.remedy is not None and error.remedy.option == "placements":
+        return f"{error.detail}; state it with --shard {shlex.quote(str(error.remedy.value))}"
+    return f"{error.detail}{error.advice}"

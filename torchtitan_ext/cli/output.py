@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from torchtitan_ext.errors import Problem
 from torchtitan_ext.offline.amounts import text_of_bytes as text_of_bytes
 
 FINE = 0
@@ -17,9 +19,24 @@ WRONG_USAGE = 2
 UNREADABLE = 3
 
 
-def print_json(value: Any) -> None:
+SCHEMA_VERSION = 1
+"""Of the JSON documents. It grows where a key goes, or means something else; not where one is added."""
+
+
+def print_json(value: dict[str, Any]) -> None:
     """One JSON document on stdout. Keys are part of the interface: docs/cli.md lists them."""
-    print(json.dumps(value))
+    print(json.dumps({"schema_version": SCHEMA_VERSION, **value}))
+
+
+def print_json_error(kind: str, message: str, exit_code: int, problems: Sequence[Problem] = ()) -> None:
+    """The document of a command that could not do its work.
+
+    Args:
+        kind: Name of the exception's class, ``"Usage"`` of a wrong usage.
+        problems: Of a refusal.
+    """
+    rows = [{"kind": one.kind, "key": one.fqn, "what": f"{one.detail}{one.advice}"} for one in problems]
+    print_json({"error": {"kind": kind, "message": message, "exit_code": exit_code, "problems": rows}})
 
 
 def printable(text: str) -> str:
@@ -47,14 +64,18 @@ def print_problem(text: str, *more: str) -> None:
     print("\n".join(map(printable, (f"torchtitan-ext: {text}", *more))), file=sys.stderr)
 
 
+# A number, or an amount: 7, 2,000, 0.5, 256 kB.
+_NUMBER = re.compile(r"-?[\d.,]+( [kMGTP]?B)?|-")
+
+
 def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Columns as wide as their longest cell; numbers to the right. Plain text, so that a thousand rows take no time."""
     cells = [[str(cell) for cell in row] for row in rows]
     if not "".join(map("".join, cells)).isprintable():
         cells = [list(map(printable, row)) for row in cells]
-    widths = [max(map(len, column)) for column in zip(titles, *cells, strict=True)]
-    is_right = [all(cell[:1].isdigit() for cell in column) and bool(column) for column in zip(*cells, strict=True)]
-    sides = [">" if right else "<" for right in is_right] or ["<"] * len(widths)
+    columns = list(zip(*cells, strict=True)) or [()] * len(titles)
+    widths = [max(map(len, (title, *column))) for title, column in zip(titles, columns, strict=True)]
+    sides = [">" if set(column) - {"-"} and all(map(_NUMBER.fullmatch, column)) else "<" for column in columns]
     template = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
     print("\n".join(template.format(*line).rstrip() for line in (titles, *cells)))
 

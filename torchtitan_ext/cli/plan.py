@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from torchtitan_ext.checkpoint.policy import ElasticPolicy
+from torchtitan_ext.cli.lazy import lazy
 from torchtitan_ext.cli.options import Json, Mesh, Shard, refusing_wrong_usage
 from torchtitan_ext.cli.output import DIFFERS, print_json, print_text
-from torchtitan_ext.cli.pictures import plotter
+from torchtitan_ext.cli.pictures import plotter, say_written
 from torchtitan_ext.cli.pictures.files import bytes_of_ranks
 from torchtitan_ext.offline.amounts import parse_amount
-from torchtitan_ext.offline.dry_run import dry_run
-from torchtitan_ext.offline.host_memory import Device
-from torchtitan_ext.offline.placement_rules import parse_mesh, parse_rules
+
+if TYPE_CHECKING:
+    from torchtitan_ext.checkpoint import policy as policies
+    from torchtitan_ext.offline import dry_run as dry_runs
+    from torchtitan_ext.offline import placement_rules
+else:
+    dry_runs = lazy("torchtitan_ext.offline.dry_run")
+    placement_rules = lazy("torchtitan_ext.offline.placement_rules")
+    policies = lazy("torchtitan_ext.checkpoint.policy")
+
+
+class _Device(str, Enum):
+    CUDA = "cuda"
+    CPU = "cpu"
 
 
 def run(
@@ -25,7 +37,7 @@ def run(
     component: Annotated[list[str] | None, typer.Option(help="Component or glob of keys; by default all.")] = None,
     shard: Shard = None,
     policy: Annotated[list[str] | None, typer.Option(help="What becomes of a component: dataloader=reset.")] = None,
-    device: Annotated[str | None, typer.Option(help="Of the job: cuda (by default) or cpu.")] = None,
+    device: Annotated[_Device | None, typer.Option(metavar="cuda|cpu", help="Of the job; by default cuda.")] = None,
     bandwidth: Annotated[str | None, typer.Option(help="Of one rank: 2GB/s.")] = None,
     shared_bandwidth: Annotated[str | None, typer.Option(help="Of the storage, for all ranks together.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the bytes of each rank, .svg, .png.")] = None,
@@ -40,13 +52,13 @@ def run(
     if plot is not None:
         plotter("bytes_plot", plot)  # what it refuses, before the work
     with refusing_wrong_usage():
-        found = dry_run(
+        found = dry_runs.dry_run(
             path,
-            mesh=parse_mesh(mesh),
+            mesh=placement_rules.parse_mesh(mesh),
             components=component or (),
-            placements=parse_rules(shard or ()),
-            policy=ElasticPolicy(_parse_actions(policy or ())),
-            device=cast("Device | None", device),  # dry_run refuses others
+            placements=placement_rules.parse_rules(shard or ()),
+            policy=policies.ElasticPolicy(_parse_actions(policy or ())),
+            device=None if device is None else device.value,
             bandwidth_bytes_per_second=None if bandwidth is None else parse_amount(bandwidth),
             shared_bandwidth_bytes_per_second=None if shared_bandwidth is None else parse_amount(shared_bandwidth),
         )
@@ -56,6 +68,7 @@ def run(
         plotter("bytes_plot", plot).plot_bytes(
             plot, before, after, title=f"{path}: files, and what is read by {found.world}"
         )
+        say_written(plot)
     if json:
         print_json(found.to_dict())
     else:

@@ -6,10 +6,11 @@ import dataclasses
 import time
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from torchtitan_ext.cli.lazy import lazy
 from torchtitan_ext.cli.options import (
     Json,
     MaxMemory,
@@ -23,11 +24,17 @@ from torchtitan_ext.cli.options import (
     refusing_wrong_usage,
 )
 from torchtitan_ext.cli.output import count_of, print_json, print_line, text_of_bytes
-from torchtitan_ext.offline.placement_rules import parse_mesh, parse_rules
-from torchtitan_ext.offline.reshard import reshard
-from torchtitan_ext.offline.selection import Selection
-from torchtitan_ext.offline.sources import open_source
 from torchtitan_ext.storage.progress import progress
+
+if TYPE_CHECKING:
+    from torchtitan_ext.offline import placement_rules, sources
+    from torchtitan_ext.offline import reshard as resharding
+    from torchtitan_ext.offline import selection as selecting
+else:
+    placement_rules = lazy("torchtitan_ext.offline.placement_rules")
+    resharding = lazy("torchtitan_ext.offline.reshard")
+    selecting = lazy("torchtitan_ext.offline.selection")
+    sources = lazy("torchtitan_ext.offline.sources")
 
 
 def run(
@@ -47,13 +54,13 @@ def run(
     Example: torchtitan-ext reshard run/step-100 new/step-100 --mesh dp=8,tp=2
     """
     begin = time.perf_counter()
-    selection = Selection(tuple(only or ()), prefix)
+    selection = selecting.Selection(tuple(only or ()), prefix)
     with refusing_wrong_usage():
-        sizes, rules = parse_mesh(mesh), parse_rules(shard or ())
-        opened = open_source(source)
+        sizes, rules = placement_rules.parse_mesh(mesh), placement_rules.parse_rules(shard or ())
+        opened = sources.open_source(source)
         total_bytes = partial(selection.num_bytes_of, opened)
         with progress("reshard", is_coordinator=True, total_bytes=total_bytes) as on_bytes:
-            report = reshard(
+            report = resharding.reshard(
                 opened,
                 target,
                 mesh=sizes,

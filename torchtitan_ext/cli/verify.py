@@ -9,7 +9,15 @@ from typing import Annotated, Any
 import typer
 
 from torchtitan_ext.cli.options import Json
-from torchtitan_ext.cli.output import DIFFERS, count_of, print_json, print_line, text_of_bytes
+from torchtitan_ext.cli.output import (
+    DIFFERS,
+    UNREADABLE,
+    count_of,
+    print_json,
+    print_line,
+    print_problem,
+    text_of_bytes,
+)
 from torchtitan_ext.errors import UnknownFormatError, named
 from torchtitan_ext.storage.formats import format_of
 from torchtitan_ext.storage.progress import progress
@@ -25,40 +33,44 @@ def run(
     deep: Annotated[bool, typer.Option("--deep", help="Read every byte and compare its checksum.")] = False,
     json: Json = False,
 ) -> None:
-    """Whether a checkpoint, or each of a run, is whole: all files, of their sizes, of one save; exits with 1 if not.
+    """Whether a checkpoint, or each of a run, is whole: all files, of their sizes, of one save.
+
+    Exits with 1 if one is not, with 3 if files cannot be read, so that nobody knows.
 
     Example: torchtitan-ext verify outputs/checkpoint/step-100 --deep
     """
     steps = _steps_of(path)
     if steps is None:
-        verdict = _look(path, deep)
-        is_whole = not verdict.damages
+        verdicts = [_look(path, deep)]
         if json:
-            print_json(_plain(verdict))
+            print_json(_plain(verdicts[0]))
         else:
-            _print(verdict)
+            _print(verdicts[0])
     else:
-        is_whole = _verify_run(path, steps, deep, json)
-    if not is_whole:
+        verdicts = _verify_run(path, steps, deep, json)
+    if any(verdict.is_damaged for verdict in verdicts):
         raise typer.Exit(DIFFERS)
+    if any(verdict.damages for verdict in verdicts):
+        raise typer.Exit(UNREADABLE)
 
 
-def _verify_run(run_dir: Path, steps: dict[int, bool], deep: bool, json: bool) -> bool:
+def _verify_run(run_dir: Path, steps: dict[int, bool], deep: bool, json: bool) -> list[Verdict]:
     rows = []
-    is_whole = True
+    verdicts = []
     for number in sorted(steps):
         place = step_path(run_dir, number)
         if steps[number]:
             verdict = _look(place, deep)
-            is_whole = is_whole and not verdict.damages
+            verdicts.append(verdict)
             rows.append({"step": number, "is_finished": True, **_plain(verdict)})
         else:
             rows.append({"step": number, "is_finished": False, "path": str(place)})
         if not json:
             _print(verdict) if steps[number] else print_line(f"{place}: not finished")
     if json:
+        is_whole = not any(verdict.damages for verdict in verdicts)
         print_json({"path": str(run_dir), "is_whole": is_whole, "steps": rows})
-    return is_whole
+    return verdicts
 
 
 def _steps_of(path: Path) -> dict[int, bool] | None:
@@ -92,10 +104,13 @@ def _print(verdict: Verdict) -> None:
     if not verdict.damages:
         look = "all checksums match" if verdict.is_deep and not verdict.unproved else "sizes and ids"
         print_line(f"{verdict.path}: whole ({size}; {look})")
-    else:
+    elif verdict.is_damaged:
         print_line(f"{verdict.path}: {count_of(len(verdict.damages), 'damage')} ({size})")
         for damage in verdict.damages:
             print_line(f"  {damage.what}")
+    else:
+        for damage in verdict.damages:
+            print_problem(damage.what)
     if verdict.unproved:
         print_line(f"  no checksum of all bytes: {named(verdict.unproved, _MAX_UNPROVED)}")
 
@@ -108,6 +123,6 @@ def _plain(verdict: Verdict) -> dict[str, Any]:
         "is_deep": verdict.is_deep,
         "num_files": verdict.num_files,
         "num_bytes": verdict.num_bytes,
-        "damages": [{"file": damage.file, "what": damage.what} for damage in verdict.damages],
+        "damages": [{"file": one.file, "kind": one.kind, "what": one.what} for one in verdict.damages],
         "without_checksums": list(verdict.unproved),
     }

@@ -12,7 +12,25 @@ class TorchtitanExtError(Exception):
 
 
 class WrongValueError(TorchtitanExtError, ValueError):
-    """An argument has a value that cannot be, alone, beside the others, or for this checkpoint."""
+    """An argument has a value that cannot be, alone, beside the others, or for this checkpoint.
+
+    Args:
+        detail: What is wrong with it.
+        argument: Its name, where ``detail`` does not begin with it.
+        advice: The end of the sentence, where it says what to do in calls of this package.
+        remedy: The same as a value.
+    """
+
+    def __init__(self, detail: str, argument: str = "", advice: str = "", remedy: Remedy | None = None) -> None:
+        super().__init__(detail, argument, advice, remedy)
+        self.detail = detail
+        self.argument = argument
+        self.advice = advice
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        where = f"{self.argument}: " if self.argument else ""
+        return f"{where}{self.detail}{self.advice}"
 
 
 class LostRankError(TorchtitanExtError, RuntimeError):
@@ -88,16 +106,20 @@ class CheckpointReadError(TorchtitanExtError, RuntimeError):
 
     Args:
         fqn: The key of the value; where several are no plain data, the first ten of their keys.
-        reason: Why not, and what to do.
+        reason: Why not, and what to do where ``advice`` does not say it.
+        advice: The end of the sentence, where it says what to do in calls of this package.
+        remedy: The same as a value.
     """
 
-    def __init__(self, fqn: str, reason: str) -> None:
-        super().__init__(fqn, reason)
+    def __init__(self, fqn: str, reason: str, advice: str = "", remedy: Remedy | None = None) -> None:
+        super().__init__(fqn, reason, advice, remedy)
         self.fqn = fqn
         self.reason = reason
+        self.advice = advice
+        self.remedy = remedy
 
     def __str__(self) -> str:
-        return f"load: cannot read {self.fqn}: {self.reason}"
+        return f"load: cannot read {self.fqn}: {self.reason}{self.advice}"
 
 
 class DamagedValueError(CheckpointReadError):
@@ -112,14 +134,16 @@ class DamagedCheckpointError(TorchtitanExtError, RuntimeError):
 
     Args:
         reason: The file, the byte, and which tensors' rows lie there.
+        advice: The end of the sentence, where it says how a call of this package would read them all the same.
     """
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
+    def __init__(self, reason: str, advice: str = "") -> None:
+        super().__init__(reason, advice)
         self.reason = reason
+        self.advice = advice
 
     def __str__(self) -> str:
-        return f"load: {self.reason}; load another step"
+        return f"load: {self.reason}{self.advice}; load another step"
 
 
 class SaveInProgressError(TorchtitanExtError, RuntimeError):

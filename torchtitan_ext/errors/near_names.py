@@ -6,9 +6,11 @@ Names are flat keys; globs of them are compared word by word, between the dots. 
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import re
 from collections.abc import Collection, Iterable
 
+from torchtitan_ext.errors.failures import WrongValueError
 from torchtitan_ext.errors.problems import named
 
 _WILDCARDS = re.compile(r"[*?\[]")
@@ -58,6 +60,22 @@ def names_hint(glob: str, names: Collection[str], components: Iterable[str] | No
     meant = nearest_glob(glob, {*names, *(components := list(dict.fromkeys(components)))})
     there = f"there are {named(components)}"
     return there if meant is None else f"perhaps {meant!r} is meant; {there}"
+
+
+def refuse_unmatched(argument: str, globs: Iterable[str], names: Collection[str], *, where: object) -> None:
+    """Refuses globs, as ``fnmatch`` reads them, that match none of these names; without names none is misspelt.
+
+    Args:
+        argument: What the globs were given as.
+        where: The checkpoint with the names.
+
+    Raises:
+        WrongValueError: Names the first such glob, and the nearest names.
+    """
+    for glob in globs:
+        if names and not fnmatch.filter(names, glob):
+            hint = names_hint(glob, names)
+            raise WrongValueError(f"got {glob!r}, which matches no key of {where}; {hint}", argument)
 
 
 def _nearest_word(part: str, words: Collection[str], likeness: float) -> str:

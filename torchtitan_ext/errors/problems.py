@@ -76,12 +76,12 @@ class Remedy:
 
     Attributes:
         option: ``"cast"``; ``"num_shards"`` of a data loader; ``"reshard"`` for per-rank entries, whose value is the
-            number of them.
+            number of them; ``"placements"``, whose value is a rule as ``parse_rules`` takes it; ``"weights_only"``.
         value: What to give it.
     """
 
-    option: Literal["cast", "num_shards", "reshard"]
-    value: str | int
+    option: Literal["cast", "num_shards", "reshard", "placements", "weights_only"]
+    value: str | int | bool
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def parse_amount(text: str) -> float:
     """``2GB/s`` or ``64MiB`` as a number of bytes. Raises WrongValueError for anything else."""
     match = _AMOUNT.fullmatch(text.strip())
     if match is None or float(match[1]) == 0:
-        raise WrongValueError(f"amount: got {text!r}, expected bytes such as 2GB or 64MiB")
+        raise WrongValueError(f"got {text!r}, expected bytes such as 2GB or 64MiB")
     power = ("", "K", "M", "G", "T", "P").index(match[2].upper())
     return float(float(match[1]) * (1024 if match[3] else 1000) ** power)
 

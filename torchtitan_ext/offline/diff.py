@@ -115,8 +115,9 @@ def diff(
         max_bytes: Memory for what is read.
         progress: Is told bytes; ``num_bytes_to_read`` is their sum.
     """
-    (selection or Selection()).check_finds(a, b)
-    keys_a, keys_b = (_selection_in(source, selection).keys_of(source) for source in (a, b))
+    chosen = selection or Selection()
+    chosen.check_finds(a, b)
+    keys_a, keys_b = (chosen.within(source).keys_of(source) for source in (a, b))
     differences = [Difference(key, "only_in_a", a=described(a, keys_a[key])) for key in keys_a.keys() - keys_b.keys()]
     differences += [Difference(key, "only_in_b", b=described(b, keys_b[key])) for key in keys_b.keys() - keys_a.keys()]
     both = sorted(keys_a.keys() & keys_b.keys())
@@ -160,13 +161,13 @@ def map_differences(
     max_bytes: int = 256 << 20,
 ) -> DifferenceMap:
     """Where a tensor differs that ``diff`` found to differ in its values. Arguments as there."""
-    keys = (_selection_in(source, selection).keys_of(source)[key] for source in (a, b))
+    keys = ((selection or Selection()).within(source).keys_of(source)[key] for source in (a, b))
     return _TensorComparison(a, b, tolerance or Tolerance(), max_bytes).map(*keys)
 
 
 def num_bytes_to_read(a: Source, b: Source, selection: Selection | None = None) -> int:
     """What a comparison reads of the selected tensors."""
-    return sum(_selection_in(source, selection).num_bytes_of(source) for source in (a, b))
+    return sum((selection or Selection()).within(source).num_bytes_of(source) for source in (a, b))
 
 
 def described(source: Source, fqn: str) -> str:
@@ -227,12 +228,6 @@ class _TensorComparison:
                 reader.read([own], [place])
                 pair.append(place)
             yield piece, pair[0], pair[1]
-
-
-def _selection_in(source: Source, selection: Selection | None) -> Selection:
-    """In a source that has no key below the prefix all keys are taken as they are."""
-    chosen = selection or Selection()
-    return chosen if chosen.has_prefix_in(source) else replace(chosen, prefix="")
 
 
 def _differs_by_metadata(key: str, a: Source, fqn_a: str, b: Source, fqn_b: str) -> Difference | None:

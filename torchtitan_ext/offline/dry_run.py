@@ -77,7 +77,8 @@ def dry_run(
         TypeError: An argument is of another type.
         WrongValueError: Arguments that do not go together, a mesh that says too little, or components that are nowhere.
         StateRefusedError: The checkpoint has no metadata that can be read.
-        UnknownFormatError: There is no checkpoint at the path.
+        UnknownFormatError: What lies at the path is no checkpoint.
+        OSError: There is nothing at the path, or it cannot be read.
     """
     _check_arguments(state, mesh, checkpoint, components, placements, policy, device)
     bandwidth = _bandwidth(bandwidth_bytes_per_second, shared_bandwidth_bytes_per_second)
@@ -181,7 +182,8 @@ def _check_components(source: LoadSource, stages: Sequence[Stage]) -> None:
     entries = components_of(is_tensor, paths, ElasticPolicy())
     components = dict.fromkeys(component_of(fqn, entries, is_tensor=tensor) for fqn, tensor in is_tensor.items())
     for glob in chosen.unused_filters(is_tensor, components):
-        raise WrongValueError(f"no component and no key matches {glob!r}; {names_hint(glob, is_tensor, components)}")
+        hint = names_hint(glob, is_tensor, components)
+        raise WrongValueError(f"no component and no key matches {glob!r}; {hint}", "components")
 
 
 def _device_of(stages: Sequence[Stage]) -> Device:
@@ -211,7 +213,7 @@ def _notes(stages: Sequence[Stage]) -> list[str]:
     if assumed:
         notes.append(
             f"nothing says which dims tp cuts of {len(assumed)} tensors ({named(assumed)}): of matrices dim 0 is "
-            "assumed, of vectors none; state it with placements={'*.wo.weight': {'tp': 1}}, on the command line --shard"
+            "assumed, of vectors none; a rule for them (placements, --shard) says otherwise"
         )
     uneven = [fqn for group in groups for fqn in group.uneven]
     if uneven:

@@ -83,12 +83,13 @@ def stages_of_mesh(
         LayoutError: Placements apply to none of the keys.
     """
     pipeline = PipelineRules(mesh, placements)
-    fqns = list(one.table.entries)
-    pipeline.check([fqn for fqn in fqns if isinstance(one.table.entries[fqn], TensorEntry)], fqns)
+    entries = one.table.entries.items()
+    shapes = {fqn: entry.report.global_shape if isinstance(entry, TensorEntry) else None for fqn, entry in entries}
+    pipeline.check([fqn for fqn, shape in shapes.items() if shape is not None], list(shapes))
     stages = []
     for number in range(pipeline.num_stages):
         rules = PlacementRules(pipeline.mesh, pipeline.rules, metadata=metadata, ranks=pipeline.ranks(number))
-        rules.check_used(fqns)
+        rules.check_used(shapes)
         own = place_on_mesh(one.restricted(partial(pipeline.holds, number)), rules, chunks)
         named = [fqn for fqn in names_with_rank(own.table.entries) if PER_RANK.sub(r"\g<1>0", fqn) == fqn]
         ranks = AlikeRanks(rules.mesh.ranks, own.table, rules.mesh.ranks[0], rules.mesh, own=named)

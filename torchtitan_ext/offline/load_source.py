@@ -48,10 +48,11 @@ def open_load_source(source: Source) -> LoadSource:
         StateRefusedError: It has no metadata that can be read, or each rank has its own.
         UnknownFormatError: It is none of these.
         DamagedCheckpointError: Headers or the archive are damaged.
+        OSError: There is nothing at the path, or it cannot be read.
     """
     assert source.path is not None, "a dry run names a path, please report"
     path = Path(source.path)
-    kind: Format = format_of(path) if is_local(source.path) and path.exists() else "dcp"
+    kind: Format = format_of(path) if is_local(source.path) else "dcp"
     if kind != "dcp":
         return _with_files(open_files(path), kind, source)
     opened = open_source(source, LoadPlanner(), 0)

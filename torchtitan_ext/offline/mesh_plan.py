@@ -57,7 +57,7 @@ class MeshPlan:
         self.rules = rules
         self.num_ranks = 1 if rules is None else len(rules.mesh.ranks)
         if rules is not None:
-            rules.check_used(list(keys.tensors))
+            rules.check_used({key: entry.size for key, entry in keys.tensors.items()})
         self.assumed: list[str] = []
         cuts: dict[tuple[tuple[int, ...], Placed], _Cut] = {}
         self._cuts: dict[str, _Cut] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torchtitan_ext.errors import WrongValueError, named
+from torchtitan_ext.errors import Remedy, WrongValueError, named
 from torchtitan_ext.layout.layout import mesh_coordinates
 from torchtitan_ext.layout.rules import patterns_for
 from torchtitan_ext.offline.placement_rules import DimOf, check_mesh, check_patterns_used, checked_rules
@@ -75,13 +75,15 @@ class PipelineRules:
         unknown = [fqn for fqn in tensors if self._is_pipeline and not patterns_for(fqn, self._stage_of)]
         if unknown:
             raise WrongValueError(
-                f"mesh: nothing says which stage of {AXIS} holds {len(unknown)} tensors ({named(unknown)}); state it "
-                f"with placements={{'layers.0.*': {{'{AXIS}': 0}}}}, None for all stages, on the command line "
-                f"--shard 'layers.0.*={AXIS}:0'; or give a list with the state dict of each stage"
+                f"nothing says which stage of {AXIS} holds {len(unknown)} tensors ({named(unknown)})",
+                "mesh",
+                f"; state it with placements={{'layers.0.*': {{'{AXIS}': 0}}}}, None for all stages, or give a list "
+                "with the state dict of each stage",
+                Remedy("placements", f"layers.0.*={AXIS}:0"),
             )
 
 
 def _checked_stage(pattern: str, stage: int | None, num_stages: int) -> int | None:
     if stage is not None and not 0 <= stage < num_stages:
-        raise WrongValueError(f"placements: {pattern!r} names stage {stage} of {AXIS}, the mesh has {num_stages}")
+        raise WrongValueError(f"{pattern!r} names stage {stage} of {AXIS}, the mesh has {num_stages}", "placements")
     return stage

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -26,7 +26,7 @@ from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.key_table import Box
 from torchtitan_ext.checkpoint.saved_chunks import ChunkList, SavedChunks
 from torchtitan_ext.checkpoint.world import World, saved_world
-from torchtitan_ext.errors import WrongValueError, argument_error, check_argument, refusal
+from torchtitan_ext.errors import Problem, Remedy, WrongValueError, argument_error, check_argument, named, refusal
 from torchtitan_ext.layout.layout import LocalShard, MeshLayout, Steps, local_shards, num_elements
 from torchtitan_ext.layout.rules import patterns_for, rule_applies, unused_problem
 
@@ -40,6 +40,8 @@ _REPLICATED = (-1, 1)
 
 MAX_RANKS = 65_536
 """Of a mesh that is described: each rank is worked out, and a slip of the finger should not take all memory."""
+
+_MAX_SHOWN = 4
 
 # More combinations of dims of an unusual save are not tried: two axes of four-dimensional tensors have 25.
 _MAX_COMBINATIONS = 200
@@ -100,24 +102,20 @@ class PlacementRules:
         Args:
             chunks: How it was saved, the same object for equal lists (``SavedChunks``).
 
-        Raises:
-            WrongValueError: A rule names a dim that it has not.
+        A rule says nothing of an axis whose dim the tensor lacks.
         """
-        rule = self._rule_for(fqn)
+        rule = {axis: dim for axis, dim in self._rule_for(fqn).items() if _has_dim(shape, dim)}
         alike = (tuple(shape), chunks)
         if alike not in self._known:
             self._known[alike] = self._dims_by_default(tuple(shape), chunks)
         default, is_assumed = self._known[alike]
-        if rule is None and default is None:
+        if not rule and default is None:
             return Placed(None, ())
-        dims = {**(default or {}), **(rule or {})}
-        for axis, dim in dims.items():
-            if dim is not None and not -len(shape) <= dim < len(shape):
-                raise WrongValueError(f"placements: got dim {dim} for {axis} of {fqn}, which has {len(shape)} dims")
+        dims = {**(default or {}), **rule}
         named = self.mesh.dim_names or ()
         of_axes = [dims.get(axis) for axis in named]
         placements = _placements([None if dim is None else dim % len(shape) for dim in of_axes], self.mesh.shape)
-        return Placed(placements, self.steps(placements), is_assumed and "tp" not in (rule or {}))
+        return Placed(placements, self.steps(placements), is_assumed and "tp" not in rule)
 
     def steps(self, placements: Placements) -> Steps:
         """The order in which such placements cut: axes further right first."""
@@ -127,17 +125,34 @@ class PlacementRules:
         """What each rank holds of a tensor, in the order of ranks (row-major on the mesh)."""
         return local_shards(shape, self.mesh.shape, placed.steps)
 
-    def check_used(self, fqns: Sequence[str]) -> None:
-        """Refuses rules that apply to none of these keys.
+    def check_used(self, shapes: Mapping[str, Sequence[int] | None]) -> None:
+        """Refuses rules that apply to none of these keys, or that name a dim which no tensor among them has.
+
+        Args:
+            shapes: Of tensors, by key; ``None`` of what is no tensor.
 
         Raises:
             LayoutError: Names the rules, and the key that each was perhaps meant for.
         """
-        check_patterns_used(self._rules, fqns)
+        check_patterns_used(self._rules, shapes)
+        problems = []
+        for pattern, dims in self._rules.items():
+            mine = {fqn: shape for fqn, shape in shapes.items() if shape is not None and rule_applies(pattern, fqn)}
+            cut = {axis: dim for axis, dim in dims.items() if dim is not None}
+            useless = [axis for axis, dim in cut.items() if not any(_has_dim(shape, dim) for shape in mine.values())]
+            if useless:
+                shown = [f"{fqn} {list(shape)}" for fqn, shape in mine.items()]
+                detail = (
+                    f"cuts nothing by {useless[0]}: no tensor that it matches has dim {cut[useless[0]]}; "
+                    f"it matches {named(shown, _MAX_SHOWN) or 'values that are no tensors'}"
+                )
+                problems.append(Problem("unused_layout", pattern, detail))
+        if problems:
+            raise refusal("plan", problems)
 
-    def _rule_for(self, fqn: str) -> DimOf | None:
+    def _rule_for(self, fqn: str) -> DimOf:
         matching = patterns_for(fqn, self._rules) if self._rules else []
-        return self._rules[matching[0]] if matching else None
+        return self._rules[matching[0]] if matching else {}
 
     def _dims_by_default(self, shape: tuple[int, ...], chunks: ChunkList | None) -> tuple[DimOf | None, bool]:
         """The dims that axes cut where no rule says so, and whether one of them is a guess; none for plain tensors."""
@@ -162,13 +177,17 @@ class PlacementRules:
         return dims, is_assumed
 
 
+def _has_dim(shape: Sequence[int], dim: int | None) -> bool:
+    return dim is None or -len(shape) <= dim < len(shape)
+
+
 def parse_mesh(text: str) -> dict[str, int]:
     """``"dp=8,tp=2"`` as the description of a mesh. Raises WrongValueError for anything else."""
     mesh: dict[str, int] = {}
     for part in text.split(","):
         name, is_there, size = part.strip().partition("=")
         if not name or not is_there or not size.isdigit() or name in mesh:
-            raise WrongValueError(f"mesh: got {text!r}, expected axes and sizes such as dp=8,tp=2")
+            raise WrongValueError(f"got {text!r}, expected axes and sizes such as dp=8,tp=2", "mesh")
         mesh[name] = int(size)
     return mesh
 
@@ -181,12 +200,13 @@ def parse_rules(texts: Sequence[str]) -> dict[str, dict[str, int | None]]:
         for cut in cuts.split(","):
             axis, _, dim = cut.strip().partition(":")
             if not pattern or not axis or not (dim == "none" or dim.lstrip("-").isdigit()):
-                raise WrongValueError(f"rule: got {text!r}, expected a glob, axes and dims such as '*.wo.weight=tp:1'")
+                expected = "a glob, axes and dims such as '*.wo.weight=tp:1'"
+                raise WrongValueError(f"got {text!r}, expected {expected}", "placements")
             rules.setdefault(pattern, {})[axis] = None if dim == "none" else int(dim)
     return rules
 
 
-def check_patterns_used(patterns: Iterable[str], fqns: Sequence[str]) -> None:
+def check_patterns_used(patterns: Iterable[str], fqns: Collection[str]) -> None:
     """Refuses fqns and globs that apply to none of these keys. Raises LayoutError."""
     unused = [pattern for pattern in patterns if not any(rule_applies(pattern, fqn) for fqn in fqns)]
     if unused:
@@ -201,11 +221,12 @@ def check_mesh(mesh: Any) -> None:
         if not isinstance(axis, str) or isinstance(size, bool) or not isinstance(size, int):
             raise argument_error("plan", "mesh", {axis: size}, expected)
         if size < 1:
-            raise WrongValueError(f"mesh: got {axis}={size}, expected at least 1")
+            raise WrongValueError(f"got {axis}={size}, expected at least 1", "mesh")
     if num_elements(tuple(mesh.values())) > MAX_RANKS:
-        raise WrongValueError(f"mesh: got {num_elements(tuple(mesh.values())):,} ranks, expected at most {MAX_RANKS:,}")
+        ranks = num_elements(tuple(mesh.values()))
+        raise WrongValueError(f"got {ranks:,} ranks, expected at most {MAX_RANKS:,}", "mesh")
     if not mesh:
-        raise WrongValueError("mesh: got no axes, expected sizes such as {'dp': 8, 'tp': 2}")
+        raise WrongValueError("got no axes, expected sizes such as {'dp': 8, 'tp': 2}", "mesh")
 
 
 def checked_rules(rules: Any, mesh: Mapping[str, int]) -> dict[str, DimOf]:
@@ -217,7 +238,7 @@ def checked_rules(rules: Any, mesh: Mapping[str, int]) -> dict[str, DimOf]:
             raise argument_error("plan", "placements", rules, expected)
         for axis, dim in dims.items():
             if axis not in mesh:
-                raise WrongValueError(f"placements: {pattern!r} names axis {axis!r}, the mesh has {', '.join(mesh)}")
+                raise WrongValueError(f"{pattern!r} names axis {axis!r}, the mesh has {', '.join(mesh)}", "placements")
             if isinstance(dim, bool) or not isinstance(dim, (int, type(None))):
                 raise argument_error("plan", "placements", dim, expected)
     return dict(rules or {})
@@ -226,14 +247,17 @@ def checked_rules(rules: Any, mesh: Mapping[str, int]) -> dict[str, DimOf]:
 def _check_axis(axis: str, saved_axes: Mapping[str, int], rules: Mapping[str, DimOf]) -> None:
     if axis == "pp":
         raise WrongValueError(
-            "mesh: got the axis pp, and stages of a pipeline hold different keys; leave it out: ranks of any mesh read "
-            "what each asks for"
+            "got the axis pp, and stages of a pipeline hold different keys; leave it out: ranks of any mesh read what "
+            "each asks for",
+            "mesh",
         )
     is_known = is_data_parallel(axis) or axis == "tp" or axis in saved_axes
     if not is_known and not any(axis in dims for dims in rules.values()):
         raise WrongValueError(
-            f"mesh: nothing says what the axis {axis!r} cuts; state it with placements={{'*': {{{axis!r}: 0}}}}, or "
-            "name it dp_shard, dp_replicate or tp where it is one"
+            f"nothing says what the axis {axis!r} cuts; name it dp_shard, dp_replicate or tp where it is one",
+            "mesh",
+            f", or state it with placements={{'*': {{{axis!r}: 0}}}}",
+            Remedy("placements", f"*={axis}:0"),
         )
 
 

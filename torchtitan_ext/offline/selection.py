@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchtitan_ext.errors import Problem, WrongValueError, refusal
+from torchtitan_ext.errors.near_names import names_hint, refuse_unmatched
 from torchtitan_ext.offline.boxes import BoxReader, chunks_of
 from torchtitan_ext.offline.saved_records import records_of
 from torchtitan_ext.offline.sources import Source, paths_of, tensor_bytes
@@ -32,18 +33,28 @@ class Selection:
 
     def keys_of(self, source: Source) -> dict[str, str]:
         """Keys of a source by the names that they get, in its order."""
-        begin = self._begin
-        below = [fqn for fqn in source.metadata.state_dict_metadata if fqn.startswith(begin)]
-        return {key: fqn for fqn in below if self._is_chosen(key := fqn[len(begin) :])}
+        num_dropped = len(self._begin)
+        below = filter(self._is_below, source.metadata.state_dict_metadata)
+        return {key: fqn for fqn in below if self._is_chosen(key := fqn[num_dropped:])}
+
+    def within(self, source: Source) -> Selection:
+        """For a source that may have been cut off at the prefix: there all keys are taken as they are."""
+        return self if any(map(self._is_below, source.metadata.state_dict_metadata)) else replace(self, prefix="")
 
     def check_finds(self, *sources: Source) -> None:
-        """Raises WrongValueError where nothing is selected in any of these, though there are keys."""
-        if any(map(self.keys_of, sources)) or not any(source.metadata.state_dict_metadata for source in sources):
-            return
-        below = f" below {self.prefix}" if self.prefix else ""
-        by_rest = " by the rest of its name" if self.prefix else ""
-        matches = f" that matches {' or '.join(self.only)}{by_rest}" if self.only else ""
-        raise WrongValueError(f"{' and '.join(str(source.path) for source in sources)}: got no key{below}{matches}")
+        """Refuses a prefix, and globs, that match no key of any of these, where there are keys.
+
+        Raises:
+            WrongValueError: Names the nearest keys.
+        """
+        fqns = {fqn: None for source in sources for fqn in source.metadata.state_dict_metadata}
+        where = " and ".join(dict.fromkeys(str(source.path) for source in sources))
+        if fqns and not any(map(self._is_below, fqns)):
+            text = f"got {self.prefix!r}, below which there is no key of {where}; {names_hint(self.prefix, fqns)}"
+            raise WrongValueError(text, "prefix")
+        every = replace(self, only=())
+        keys = {key: None for source in sources for key in every.within(source).keys_of(source)}
+        refuse_unmatched("only", self.only, keys, where=f"{where} below {self.prefix}" if self.prefix else where)
 
     def paths_of(self, source: Source) -> dict[str, Path]:
         """Where each key stands in the nested state dict, by the name that it gets; all at its top where what
@@ -57,9 +68,8 @@ class Selection:
         entries = (source.metadata.state_dict_metadata[fqn] for fqn in self.keys_of(source).values())
         return sum(tensor_bytes(entry) for entry in entries if isinstance(entry, TensorStorageMetadata))
 
-    def has_prefix_in(self, source: Source) -> bool:
-        """Whether there is a key below the prefix."""
-        return any(fqn.startswith(self._begin) for fqn in source.metadata.state_dict_metadata)
+    def _is_below(self, fqn: str) -> bool:
+        return fqn.startswith(self._begin)
 
     @property
     def _begin(self) -> str:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.storage_entries import storage_problems
-from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError, refusal
+from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError, Remedy, refusal
 from torchtitan_ext.state.plain_value import NotPlainError, read_value
 from torchtitan_ext.storage.checkpoint_files import Record
 from torchtitan_ext.storage.contents import size_of
@@ -152,8 +152,8 @@ class DcpSource:
         try:
             return read_value(io.BytesIO(self.value_record(fqn).numpy().data), weights_only=self._weights_only)
         except NotPlainError as error:
-            trusting = "--unsafe-unpickle (weights_only=False) unpickles it, if you trust the checkpoint"
-            raise CheckpointReadError(fqn, f"{error}; {trusting}") from None
+            advice = "; weights_only=False unpickles it, if you trust the checkpoint"
+            raise CheckpointReadError(fqn, str(error), advice, Remedy("weights_only", False)) from None
         except ValueError as error:
             raise CheckpointReadError(fqn, str(error)) from None
 

@@ -7,9 +7,12 @@ import os
 from pathlib import Path
 
 
+class TargetExistsError(FileExistsError):
+    """There is something at the place of a new checkpoint, which ``overwrite`` would replace."""
+
+
 def refuse_existing(target: Path, overwrite: bool) -> None:
-    """Raises FileExistsError where there is something else than an empty directory, unless it may be replaced."""
+    """Raises TargetExistsError where there is something else than an empty directory, unless it may be replaced."""
     is_free = not os.path.lexists(target) or (target.is_dir() and not any(target.iterdir()))
     if not overwrite and not is_free:
-        what = "is there already; pass --overwrite (overwrite=True) to replace it, or another place"
-        raise FileExistsError(errno.EEXIST, what, str(target))
+        raise TargetExistsError(errno.EEXIST, "is there already; pass overwrite=True to replace it", str(target))

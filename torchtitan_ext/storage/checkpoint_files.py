@@ -167,10 +167,10 @@ def parse_index(
         if verify == "none" and metadata is not None:
             warnings.warn(f"the index is ignored: {error}", stacklevel=2)
             return None
-        remedy = "there is no .metadata to read without it"
-        if metadata is not None:
-            remedy = "verify='none' reads without the index and its checksums"
-        raise DamagedCheckpointError(f"{error}; {remedy}") from None
+        if metadata is None:
+            raise DamagedCheckpointError(f"{error}; there is no .metadata to read without it") from None
+        advice = "; verify='none' reads without the index and its checksums"
+        raise DamagedCheckpointError(str(error), advice) from None
     rank_files = [RankFile(*row) for row in files]
     index = CheckpointIndex(save_id, {file.name: IndexedFile(file) for file in rank_files}, tables, dict(notes))
     if metadata is None:
@@ -179,14 +179,15 @@ def parse_index(
         if verify != "none" and any(map(has_file, rank_files)):
             raise DamagedCheckpointError(
                 f"the .metadata beside {path} is not the one that was saved with its files: what it says of keys and "
-                "places is not to be trusted; verify='none' reads it all the same"
+                "places is not to be trusted",
+                "; verify='none' reads it all the same",
             )
         text = (
             f"{path} belongs to another .metadata than the one beside it: the checkpoint was saved over by stock DCP, "
             "or .metadata is damaged"
         )
         if verify == "all":
-            raise DamagedCheckpointError(f"{text}; verify='auto' reads it without checksums")
+            raise DamagedCheckpointError(text, "; verify='auto' reads it without checksums")
         warnings.warn(f"{text}; it is read without checksums", stacklevel=2)
         return None
     return index

@@ -27,7 +27,7 @@ from torchtitan_ext.storage.progress import OnBytes
 from torchtitan_ext.storage.saved_metadata import SavedMetadata, SavedParts, ranks_with_metadata, read_saved_metadata
 from torchtitan_ext.storage.stock_records import find_stock_tensors
 from torchtitan_ext.storage.threads import thread_count_of
-from torchtitan_ext.storage.verdict import Damage, Verdict
+from torchtitan_ext.storage.verdict import Damage, Verdict, damage_of_error
 
 # What is read at a time: a multiple of the blocks that have checksums.
 _READ_BYTES = 16 << 20
@@ -88,10 +88,15 @@ class DcpLook:
                 list(_metadata_damages(saved, self._files.directory / self._metadata_name)) if part == 0 else []
             )
         except DamagedCheckpointError as error:
-            yield Damage(self._file_named_in(error.reason), error.reason)
+            yield Damage(self._file_named_in(error.reason), error.reason, "metadata")
+            return
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            yield damage_of_error(self._metadata_name, self._files.directory / self._metadata_name, error)
             return
         except OverflowError as error:
-            yield Damage(self._metadata_name, f"{self._files.directory}: its records have no end ({error})")
+            yield Damage(self._metadata_name, f"{self._files.directory}: its records have no end ({error})", "metadata")
             return
         yield from metadata_damages
         indexed = {} if saved.index is None else saved.index.files
@@ -117,14 +122,14 @@ class DcpLook:
         try:
             descriptor = self._files.descriptor(name)
         except DamagedCheckpointError as error:
-            yield Damage(name, error.reason)
+            yield Damage(name, error.reason, "metadata")
             return
         except OSError as error:
-            yield Damage(name, f"{path}: {error.strerror}")
+            yield damage_of_error(name, path, error)
             return
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            yield Damage(name, f"{path} is no file")
+            yield Damage(name, f"{path} is no file", "no_file")
             return
         runs = _core.RunReader()
         if indexed is not None:
@@ -134,12 +139,15 @@ class DcpLook:
                 runs.add_checked_file(
                     shown(path), file.num_bytes, file.footer_offset, file.footer_digest, saved.index.save_id, descriptor
                 )
-            except (_core.FormatError, OSError) as error:
-                yield Damage(name, str(error))
+            except _core.FormatError as error:
+                yield Damage(name, str(error), "footer" if status.st_size == file.num_bytes else "size")
+                return
+            except OSError as error:
+                yield damage_of_error(name, path, error)
                 return
             num_bytes = file.footer_offset
         elif status.st_size < num_bytes:
-            yield Damage(name, f"{path} ends before its last record, at byte {num_bytes}")
+            yield Damage(name, f"{path} ends before its last record, at byte {num_bytes}", "size")
             return
         if self._is_deep:
             if indexed is None:
@@ -149,7 +157,7 @@ class DcpLook:
             try:
                 yield from damages
             except OSError as error:
-                yield Damage(name, f"{path} cannot be read: {error.strerror}")
+                yield damage_of_error(name, path, error)
 
     def _block_damages(
         self, saved: SavedMetadata, parts: SavedParts, runs: _core.RunReader, name: str, num_bytes: int
@@ -158,7 +166,8 @@ class DcpLook:
         damaged = self._damaged_bytes(runs, num_bytes)
         of_file = list(parts.of_file(name)) if damaged else []
         for begin, end in damaged:
-            yield Damage(name, describe_damage(self._files.directory, [(name, begin, end)], of_file, saved.index))
+            what = describe_damage(self._files.directory, [(name, begin, end)], of_file, saved.index)
+            yield Damage(name, what, "checksum")
 
     def _damaged_bytes(self, runs: _core.RunReader, num_bytes: int) -> list[tuple[int, int]]:
         """Ranges of bytes of a file that do not match their checksums; neighbouring blocks are one."""
@@ -201,7 +210,7 @@ class DcpLook:
         try:
             found = find_stock_tensors(self._files.directory / name, lengths, thread_count_of(None), descriptor)
         except DamagedCheckpointError as error:
-            yield Damage(name, error.reason)
+            yield Damage(name, error.reason, "record")
             return
         for part in tensors:
             stored, chunk = found[part.offset], parts.chunk_of(part)
@@ -211,13 +220,15 @@ class DcpLook:
 
     def _damage_of(self, part: Part, what: str) -> Damage:
         path = self._files.directory / part.path
-        return Damage(part.path, f"{path}: the record of {part.fqn}{_at(part.offsets)} at byte {part.offset}: {what}")
+        return Damage(
+            part.path, f"{path}: the record of {part.fqn}{_at(part.offsets)} at byte {part.offset}: {what}", "record"
+        )
 
 
 def _metadata_damages(saved: SavedMetadata, path: Path) -> Iterator[Damage]:
     """What the metadata alone shows: chunks that lie nowhere, tensors that their chunks do not cover once."""
     for fqn, offsets in saved.columns.unplaced_chunks(_MAX_UNPLACED):
-        yield Damage(path.name, f"{path} does not say in which file {fqn}{_at(offsets)} lies")
+        yield Damage(path.name, f"{path} does not say in which file {fqn}{_at(offsets)} lies", "metadata")
     known: dict[tuple[int, tuple[int, ...]], str | None] = {}
     for number, fqn in enumerate(saved.columns.names_of_keys()):
         entry = saved.columns.key(number)
@@ -228,7 +239,8 @@ def _metadata_damages(saved: SavedMetadata, path: Path) -> Iterator[Damage]:
             known[chunk_list, sizes] = cover_defect(sizes, saved.columns.chunk_list(chunk_list))
         defect = known[chunk_list, sizes]
         if defect is not None:
-            yield Damage(path.name, f"{path}: the chunks of {fqn} {list(sizes)} {defect}: it cannot be loaded")
+            what = f"{path}: the chunks of {fqn} {list(sizes)} {defect}: it cannot be loaded"
+            yield Damage(path.name, what, "chunks")
 
 
 def _at(offsets: Sequence[int] | None) -> str:

@@ -227,8 +227,7 @@ class FileReader(StorageReader):
                 for place, info in self.storage_data.items()
             )
             text = describe_damage(self.path, blocks, parts, self._index)
-            remedy = "Load another checkpoint, or verify='none' to take the bytes as they are"
-            raise DamagedCheckpointError(f"{text}. {remedy}")
+            raise DamagedCheckpointError(text, "; verify='none' takes the bytes as they are")
 
     def _metadata_of_index(self, path: Path) -> Metadata | None:
         """What an index says that stands for ``.metadata``; ``None`` where there is none."""

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torchtitan_ext.storage.formats import Format
+
+DamageKind = Literal[
+    "lost", "no_file", "size", "footer", "checksum", "record", "header", "metadata", "chunks", "index", "unreadable"
+]
+"""What is wrong with a file:
+
+- ``lost``: it is not there; ``no_file``: a directory or a pipe is; ``size``: it is cut, or longer than it was;
+- ``footer``: its end is damaged, or of another save; ``checksum``: bytes of it are not what was written;
+- ``record``: a record, or the archive of ``torch.save``, is damaged, or of another tensor; ``header``: of safetensors;
+- ``metadata``, ``index``: it is damaged, or names what is not there; ``chunks``: those of a tensor do not make it up;
+- ``unreadable``: the system does not let it be read, so that nobody knows.
+"""
 
 
 class Damage(NamedTuple):
@@ -20,6 +33,18 @@ class Damage(NamedTuple):
 
     file: str
     what: str
+    kind: DamageKind
+
+
+# Whatever the name is of, there can be no file of it; what else the system says does not tell whether one is damaged.
+_LOST = {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
+
+
+def damage_of_error(file: str, path: Path, error: OSError) -> Damage:
+    """What an error of the system says of a file: that it is not there, or cannot be read."""
+    if error.errno in _LOST:
+        return Damage(file, f"{path}: {error.strerror}", "lost")
+    return Damage(file, f"{path} cannot be read: {error.strerror}", "unreadable")
 
 
 @dataclass(frozen=True)
@@ -42,3 +67,8 @@ class Verdict:
     num_files: int
     num_bytes: int
     unproved: Sequence[str] = ()
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether something is surely wrong. What cannot be read may be as it was."""
+        return any(damage.kind != "unreadable" for damage in self.damages)

@@ -24,7 +24,7 @@ from torchtitan_ext.storage.safetensors_files import (
     safetensors_paths,
     sizes_of_tensor,
 )
-from torchtitan_ext.storage.verdict import Damage, Verdict
+from torchtitan_ext.storage.verdict import Damage, Verdict, damage_of_error
 
 
 def verify(path: Path, *, is_deep: bool = False, on_bytes: OnBytes = lambda num_bytes: None) -> Verdict:
@@ -87,9 +87,12 @@ def _verify_safetensors(path: Path, *, is_deep: bool, on_bytes: OnBytes) -> Verd
     for file in files:
         try:
             headers[file.name] = read_header(file)
-        except (DamagedCheckpointError, OSError) as error:
+        except DamagedCheckpointError as error:
             headers[file.name] = {}
-            damages.append(Damage(file.name, _reason(error)))
+            damages.append(Damage(file.name, error.reason, "header"))
+        except OSError as error:
+            headers[file.name] = {}
+            damages.append(damage_of_error(file.name, file, error))
         on_bytes(file.stat().st_size)
     weight_map: dict[str, str] = {}
     index = find_weight_map(path)
@@ -97,7 +100,7 @@ def _verify_safetensors(path: Path, *, is_deep: bool, on_bytes: OnBytes) -> Verd
         try:
             weight_map = read_weight_map(index)
         except DamagedCheckpointError as error:
-            damages.append(Damage(index.name, error.reason))
+            damages.append(Damage(index.name, error.reason, "index"))
     damages += _index_damages(path, weight_map, headers, {damage.file for damage in damages})
     if not damages:
         damages += _chunk_damages(path, weight_map, headers)
@@ -112,10 +115,11 @@ def _index_damages(
     """Files and tensors that an index names and that are not there."""
     for name, num_keys in sorted(Counter(weight_map.values()).items()):
         if name not in headers:
-            yield Damage(name, f"{path / name}: the index names it for {num_keys} keys, and it is not there")
+            what = f"{path / name}: the index names it for {num_keys} keys, and it is not there"
+            yield Damage(name, what, "lost")
     for fqn, name in weight_map.items():
         if name in headers and name not in damaged and fqn not in headers[name]:
-            yield Damage(name, f"{path / name}: the index names it for {fqn}, which it does not hold")
+            yield Damage(name, f"{path / name}: the index names it for {fqn}, which it does not hold", "index")
 
 
 def _chunk_damages(
@@ -134,11 +138,12 @@ def _chunk_damages(
         try:
             sizes = sizes_of_tensor(f"{path}: {fqn}", boxes)
         except DamagedCheckpointError as error:
-            yield Damage(places[0][0], error.reason)
+            yield Damage(places[0][0], error.reason, "chunks")
             continue
         defect = cover_defect(sizes, boxes)
         if defect is not None:
-            yield Damage(places[0][0], f"{path}: the chunks of {fqn} {list(sizes)} {defect}: it cannot be loaded")
+            what = f"{path}: the chunks of {fqn} {list(sizes)} {defect}: it cannot be loaded"
+            yield Damage(places[0][0], what, "chunks")
 
 
 def _verify_torch(path: Path, *, is_deep: bool, on_bytes: OnBytes) -> Verdict:
@@ -149,10 +154,6 @@ def _verify_torch(path: Path, *, is_deep: bool, on_bytes: OnBytes) -> Verdict:
         stream.seek(0)
         if is_zip:
             problem, is_proved = archive_damage(stream, is_deep=is_deep, on_bytes=on_bytes)
-            damages += [] if problem is None else [Damage(path.name, f"{path}: {problem}")]
+            damages += [] if problem is None else [Damage(path.name, f"{path}: {problem}", "record")]
     unproved = [] if is_proved or not is_deep else [path.name]
     return Verdict(path, "torch", is_deep, damages, 1, path.stat().st_size, unproved)
-
-
-def _reason(error: DamagedCheckpointError | OSError) -> str:
-    return error.reason if isinstance(error, DamagedCheckpointError) else str(error)

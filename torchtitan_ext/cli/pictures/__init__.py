@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import typer
 
+from torchtitan_ext.cli.output import print_problem
+
 _ENDINGS = (".svg", ".png", ".pdf")
 
 
@@ -31,3 +33,8 @@ def plotter(kind: Literal["layout_plot", "bytes_plot", "difference_plot"], path:
             raise
         text = 'pictures need matplotlib; run: pip install "torchtitan-ext[plot]"'
         raise typer.BadParameter(text, param_hint="--plot") from None
+
+
+def say_written(path: Path) -> None:
+    """A line on stderr, so that a JSON document stays one."""
+    print_problem(f"wrote {path}")

@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from torchtitan_ext.cli.output import print_json, print_text
-from torchtitan_ext.cli.pictures import plotter
+from torchtitan_ext.cli.pictures import plotter, say_written
 from torchtitan_ext.cli.pictures.files import holders_of
 from torchtitan_ext.cli.pictures.holders import Holder
 from torchtitan_ext.cli.pictures.text import draw_layout
@@ -34,6 +34,7 @@ def show_layout(contents: Contents, name: str, plot: Path | None, *, json: bool)
     title = f"{name}, {' x '.join(map(str, shape)) or 'a single number'}, {key.dtype}\n{_saved_by(contents)}"
     if plot is not None:
         plotter("layout_plot", plot).plot_layout(plot, title, shape, holders, holder=holder)
+        say_written(plot)
     if json:
         print_json(_plain(key, holders, holder))
         return
