@@ -18,15 +18,17 @@
 static char root[PATH_MAX];
 static long num_calls, fault_at;  // calls are counted from 1
 static int fault_errno;           // 0: kill -9
+static int fault_is_late;         // of a rename: it takes effect, and fails all the same
 static int refuses_exchange;
 static int log_descriptor = -1;
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 
-void tte_faults_arm(const char* directory, long at, int code, int no_exchange, const char* log_path) {
+void tte_faults_arm(const char* directory, long at, int code, int is_late, int no_exchange, const char* log_path) {
   snprintf(root, sizeof root, "%s", directory);
   num_calls = 0;
   fault_at = at;
   fault_errno = code;
+  fault_is_late = is_late;
   refuses_exchange = no_exchange;
   log_descriptor = -1;
   if (log_path[0]) {
@@ -80,13 +82,15 @@ static long logged(long result, const char* name, const char* first, const char*
   return result;
 }
 
-// Counts a call. 1: it is to fail, with errno set. 2: it is the last one of this process, which may do half of it.
+// Counts a call. 1: it is to fail, with errno set. 2: it is the last one of this process, which may do half of it. 3: it
+// is to fail after it has taken effect.
 static int count(const char* first) {
   if (!is_watched(first)) return 0;
   pthread_mutex_lock(&mutex);
   const long call = ++num_calls;
   pthread_mutex_unlock(&mutex);
   if (call != fault_at) return 0;
+  if (fault_is_late) return 3;
   if (fault_errno) {
     errno = fault_errno;
     return 1;
@@ -179,13 +183,15 @@ int fsync(int descriptor) {
   return (int)logged(real(descriptor), "fsync", full, "", 0, NULL, 0);
 }
 
-#define RENAME(kind, from, first, to, second, call) \
-  char one[PATH_MAX], other[PATH_MAX];              \
-  resolve(from, first, one);                        \
-  resolve(to, second, other);                       \
-  const int verdict = count(one);                   \
-  FAIL_OR_DIE(verdict);                             \
-  return (int)logged(call, kind, one, other, 0, NULL, 0)
+#define RENAME(kind, from, first, to, second, call)                   \
+  char one[PATH_MAX], other[PATH_MAX];                                \
+  resolve(from, first, one);                                          \
+  resolve(to, second, other);                                         \
+  const int verdict = count(one);                                     \
+  FAIL_OR_DIE(verdict);                                               \
+  const int result = (int)logged(call, kind, one, other, 0, NULL, 0); \
+  if (verdict == 3) errno = fault_errno;                              \
+  return verdict == 3 ? -1 : result
 
 int rename(const char* first, const char* second) {
   REAL("rename", int, (const char*, const char*));

@@ -40,6 +40,7 @@ class Case:
         root: The directory whose files are watched.
         at: Which call of ``rank`` on files under it, from 1; 0 for none.
         code: The errno with which it fails; 0: the process is killed there, and all others with it.
+        is_late: Where that call is a rename: it takes effect, and fails all the same.
         after_seconds: All ranks are killed then, wherever they are.
     """
 
@@ -50,6 +51,7 @@ class Case:
     rank: int = 0
     at: int = 0
     code: int = 0
+    is_late: bool = False
     no_exchange: bool = False
     log: str = ""
     num_threads: int = 1
@@ -187,7 +189,7 @@ def save_as_rank(rank: int, case: Case, faults: Any, scratch: str) -> None:
         writer = FileWriter(case.target, sync=case.sync, thread_count=case.num_threads)
         at = case.at if rank == case.rank else 0
         root, log = case.root.encode(), case.log.encode() if rank == case.rank else b""
-        faults.tte_faults_arm(root, ctypes.c_long(at), case.code, int(case.no_exchange), log)
+        faults.tte_faults_arm(root, ctypes.c_long(at), case.code, int(case.is_late), int(case.no_exchange), log)
         tte.save(state, storage_writer=writer, no_dist=case.world_size == 1)
     except BaseException as error:
         answer = f"{type(error).__name__}: {error}"

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import torchtitan_ext as tte
 from torchtitan_ext.checkpoint.phases import Phases
-from torchtitan_ext.errors import LostRankError, SavedOverError, SaveInProgressError
+from torchtitan_ext.errors import CheckpointFailedError, LostRankError, SavedOverError, SaveInProgressError
 from torchtitan_ext.storage import FileReader, FileWriter, checkpoint_files, commit, leftovers, save_lock
 
 pytestmark = pytest.mark.filterwarnings("ignore:the checkpoint in .* is overwritten")
@@ -159,6 +160,17 @@ def test_a_link_to_a_directory_stays_one(tmp_path: Path) -> None:
     assert (tmp_path / "link").is_symlink()
 
 
+@pytest.mark.parametrize("name", [".metadata.tmp", ".metadata"])
+def test_a_link_where_a_file_of_the_save_is_to_lie_is_replaced(tmp_path: Path, name: str) -> None:
+    target, other = tmp_path / "step-1", tmp_path / "other"
+    (target / "logs").mkdir(parents=True)
+    other.write_text("theirs")
+    (target / name).symlink_to(other)
+    save_step(target, 1)
+    check_step(target, 1)
+    assert other.read_text() == "theirs" and not (target / name).is_symlink()
+
+
 def test_the_mode_of_the_directory_stays(tmp_path: Path) -> None:
     save_step(tmp_path / "step-1", 1)
     (tmp_path / "step-1").chmod(0o2750)
@@ -194,6 +206,82 @@ def test_a_failed_save_leaves_nothing_and_the_old_one_whole(
         save_step(target, 2)
     check_step(target, 1)
     assert names(target) == before and names(tmp_path) == ["step-1"]
+
+
+class Preempted(Exception):
+    """What the handler of a signal raises."""
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+@pytest.mark.parametrize("raised", [Preempted, KeyboardInterrupt, TimeoutError])
+def test_a_signal_right_after_the_rename_loses_nothing_and_is_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, foreign: bool, raised: type[BaseException]
+) -> None:
+    target = tmp_path / "step-1"
+    if foreign:
+        (target / "logs").mkdir(parents=True)
+    save_step(target, 1)
+    calls: list[str] = []
+
+    def handle(*_: object) -> None:
+        raise raised("now")
+
+    def then_signal(change: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any) -> None:
+            change(*args)
+            if "exchange" in calls or foreign:
+                calls.append("renamed")
+                signal.raise_signal(signal.SIGUSR1)
+            calls.append("exchange")  # the one of the probes
+
+        return call
+
+    place, name = (commit.os, "rename") if foreign else (commit._core, "exchange_paths")
+    with monkeypatch.context() as patch:
+        patch.setattr(place, name, then_signal(getattr(place, name)))
+        patch.setattr(commit, "sync_directory", lambda path: calls.append(f"sync {path.name}"))
+        before = signal.signal(signal.SIGUSR1, handle)
+        try:
+            with pytest.raises((raised, CheckpointFailedError), match="now"):
+                tte.save(state_of(2), target, no_dist=True)
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+    assert calls[calls.index("renamed") + 1 :] == [f"sync {target.name if foreign else tmp_path.name}"]
+    check_step(target, 2)
+    assert names(tmp_path) == ["step-1"]
+    assert (without_ids(target) == sorted([*IN_PLACE, "logs"])) if foreign else (names(target) == STAGED)
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+def test_where_nobody_can_say_whether_a_rename_took_effect_nothing_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, foreign: bool
+) -> None:
+    target = tmp_path / "step-1"
+    if foreign:
+        (target / "logs").mkdir(parents=True)
+    save_step(target, 1)
+    read = Path.read_bytes
+
+    def unreadable(path: Path) -> bytes:
+        if path.name in (".metadata", ".metadata.tmp", ".tte_index"):
+            raise OSError(errno.EIO, "the server is away")
+        return read(path)
+
+    def rename(change: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any) -> None:
+            change(*args)
+            if foreign or ".tte_probe" not in str(args[0]):
+                monkeypatch.setattr(Path, "read_bytes", unreadable)
+                raise OSError(errno.EIO, "the server is away")
+
+        return call
+
+    place, name = (commit.os, "rename") if foreign else (commit._core, "exchange_paths")
+    monkeypatch.setattr(place, name, rename(getattr(place, name)))
+    with pytest.raises(CheckpointFailedError, match="the server is away"):
+        save_step(target, 2)
+    monkeypatch.undo()
+    check_step(target, 2)
 
 
 # ---- two saves in one place ----
@@ -232,6 +320,13 @@ def test_two_jobs_in_one_place(tmp_path: Path, other_job: Any) -> None:
     save_step(tmp_path / "step-1", 1)
     check_step(tmp_path / "step-1", 1)
     assert names(tmp_path) == ["step-1", "step-2"]
+
+
+def test_the_stage_of_a_lock_that_cannot_be_read_yet_stays(tmp_path: Path, other_job: Any) -> None:
+    """Another machine sees a lock before what its owner has written into it."""
+    commit.lock_path(tmp_path / "step-1", None).write_text("")
+    save_step(tmp_path / "step-2", 2)
+    assert f".tte-{'5' * 32}" in names(tmp_path)
 
 
 def test_any_save_of_a_run_cleans_up_after_dead_ones(tmp_path: Path, other_job: Any) -> None:

@@ -75,6 +75,21 @@ def test_an_error_at_every_operation(fault_server: FaultServer, fast_path: Path,
     assert errors >= 10
 
 
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+def test_a_rename_that_takes_effect_and_fails_all_the_same_has_saved(
+    fault_server: FaultServer, fast_path: Path, scenario: Scenario
+) -> None:
+    """As NFS and FUSE answer, late."""
+    field = Field(fault_server, fast_path, scenario, 1)
+    log = fast_path / "log"
+    assert field.save(log=str(log)).has_saved
+    names = [call.name for call in read_log(log)]
+    commit = max(number for number, name in enumerate(names, 1) if name in ("rename", "exchange"))
+    outcome = field.save(at=commit, code=errno.EIO, is_late=True, log=str(log))
+    assert outcome.has_saved and [call.name for call in read_log(log)] == names
+    assert "fsync" in names[commit:] and field.check(outcome) == 2
+
+
 @pytest.mark.parametrize("num_threads", range(1, 9))
 def test_a_write_that_fails_in_any_thread_fails_the_save(
     fault_server: FaultServer, fast_path: Path, num_threads: int

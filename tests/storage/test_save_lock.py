@@ -131,6 +131,26 @@ def test_a_lock_that_goes_while_it_is_opened_is_gone(tmp_path: Path, monkeypatch
     assert read_lock(tmp_path / "lock") is None
 
 
+@pytest.mark.parametrize("kind", ["dangling link", "link to a file", "pipe"])
+def test_what_no_save_has_put_at_the_place_of_a_lock_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(save_lock, "_EMPTY_SECONDS", 0.2)
+    path, other = tmp_path / "lock", tmp_path / "other"
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(other)
+    if kind == "link to a file":
+        other.write_text("theirs")
+    lock = SaveLock.acquire(path, "1" * 32, tmp_path)
+    state = read_lock(path)
+    assert state is not None and state.owner == lock.owner and not path.is_symlink()
+    lock.release()
+    assert os.listdir(tmp_path) == (["other"] if kind == "link to a file" else [])
+    assert kind != "link to a file" or other.read_text() == "theirs"
+
+
 def test_bytes_that_are_no_text_are_no_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save_lock, "_EMPTY_SECONDS", 0.2)
     path = tmp_path / "lock"

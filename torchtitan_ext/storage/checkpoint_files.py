@@ -214,7 +214,13 @@ def metadata_file_bytes(directory: Path, save_id: str | None) -> tuple[int, int]
 
 
 def write_file(path: Path, content: bytes, *, sync: bool) -> None:
-    with path.open("wb", buffering=0) as stream:
+    """Writes a new file. What has that name is unlinked: it may be a link to a file of others, or a pipe."""
+    try:
+        file = path.open("xb", buffering=0)
+    except FileExistsError:
+        path.unlink()
+        file = path.open("xb", buffering=0)
+    with file as stream:
         rest = memoryview(content)
         while rest:
             rest = rest[stream.write(rest) :]

@@ -20,6 +20,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from torchtitan_ext import _core
@@ -78,7 +79,7 @@ class RunningSave:
         self._lock = lock
         self._rank = rank
         self._new_parents = new_parents
-        self._is_committed = False
+        self._may_be_committed = False
 
     def check_names(self, names: Sequence[str]) -> None:
         """Raises CheckpointFailedError where a rank wrote under the names of another save: it saw an older lock."""
@@ -101,69 +102,80 @@ class RunningSave:
 
         Raises:
             SaveInProgressError: Another save took this one for dead. What is at the target is whole.
+            OSError: The rename has not taken effect, or the disk does not say whether it has: then no file is removed.
+            BaseException: What a signal handler raised during the rename. If that took effect, the save has succeeded,
+                and is finished first.
         """
+        directory, target = self.place.directory, self.place.target
+        path = metadata_path(target, self._rank)
+        rename: Callable[[], None]
         if self.place.is_staged:
-            self._commit_stage(index, metadata, sync, confirm)
+            written, final, content = index_path(directory, None), index_path(target, None), index
+            write_file(written, index, sync=sync)
+            if metadata is not None:
+                write_file(metadata_path(directory, None), metadata, sync=sync)
+            rename = partial(_take_name, directory, target)
         else:
             assert metadata is not None, "a save in place commits by its .metadata, please report"
-            self._commit_in_place(index, metadata, sync, confirm)
-        self._lock.release()
-        target = self.place.target
-        return index_path(target, None) if metadata is None else metadata_path(target, self._rank)
+            written, final, content = path.with_name(f"{path.name}.tmp"), path, metadata
+            write_file(index_path(target, self._rank, self.place.save_id), index, sync=sync)
+            write_file(written, metadata, sync=sync)
+            rename = partial(os.rename, written, final)
+        if sync:
+            sync_directory(directory)
+        confirm()
+        self._lock.check()
+        raised = self._rename(rename, written, final, content)
+        try:
+            self._finish(sync)
+        finally:
+            if raised is not None:
+                raise raised
+        return final if metadata is None else path
 
     def abandon(self) -> None:
         """Removes what was written; for a save that has failed on all ranks. The target stays as it was. After the
-        rename nothing is removed: what is there may be all that there is, or, until it is synced, what it replaced."""
-        if not self._is_committed and self.place.is_staged:
+        rename, and in doubt of it, nothing is removed: what is there may be all that there is, or, until it is synced,
+        what it replaced."""
+        if not self._may_be_committed and self.place.is_staged:
             remove_directory(self.place.directory, None)
-        elif not self._is_committed:
+        elif not self._may_be_committed:
             names = of_rank(os.listdir(self.place.target), self._rank)
             remove_files(self.place.target, [name for name in names if save_id_of(name) == self.place.save_id])
         self._lock.release()
 
-    def _commit_stage(self, index: bytes, metadata: bytes | None, sync: bool, confirm: Callable[[], None]) -> None:
-        stage, target = self.place.directory, self.place.target
-        write_file(index_path(stage, None), index, sync=sync)
-        if metadata is not None:
-            write_file(metadata_path(stage, None), metadata, sync=sync)
-        if sync:
-            sync_directory(stage)
-        confirm()
-        self._lock.check()
+    def _rename(self, rename: Callable[[], None], written: Path, final: Path, content: bytes) -> BaseException | None:
+        """Renames, which makes a file of this content lie at ``final``, and no longer at ``written``.
+
+        If the call raises, these files say whether it took effect: a network file system may answer late with an
+        error, and a signal handler may raise right behind the call.
+
+        Returns:
+            What a signal handler raised although the rename took effect.
+        """
+        self._may_be_committed = True
         try:
-            os.rename(stage, target)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            rename()
+        except BaseException as error:
+            if not _holds(final, content):
+                self._may_be_committed = not _holds(written, content)
                 raise
-            _core.exchange_paths(os.fsencode(stage), os.fsencode(target))
-        self._is_committed = True
-        self._sync_parents(sync)
-        with only_printed():
-            remove_directory(stage, target)
+            # An error of the call has a number; what a handler raises, such as a TimeoutError, has none.
+            return None if isinstance(error, OSError) and error.errno is not None else error
+        return None
 
-    def _commit_in_place(self, index: bytes, metadata: bytes, sync: bool, confirm: Callable[[], None]) -> None:
-        target, save_id = self.place.target, self.place.save_id
-        path = metadata_path(target, self._rank)
-        temporary = path.with_name(f"{path.name}.tmp")
-        write_file(index_path(target, self._rank, save_id), index, sync=sync)
-        write_file(temporary, metadata, sync=sync)
+    def _finish(self, sync: bool) -> None:
+        """What follows the rename: its sync, and the removal of what it replaced."""
+        directory, target = self.place.directory, self.place.target
         if sync:
-            sync_directory(target)
-        confirm()
-        self._lock.check()
-        os.rename(temporary, path)
-        self._is_committed = True
-        if sync:
-            sync_directory(target)
-        self._sync_parents(sync)
+            for parent in dict.fromkeys([target.parent if self.place.is_staged else target, *self._new_parents]):
+                sync_directory(parent)
         with only_printed():
-            remove_replaced(target, save_id, self._rank)
-
-    def _sync_parents(self, sync: bool) -> None:
-        if sync:
-            parents = [self.place.target.parent] if self.place.is_staged else []
-            for directory in dict.fromkeys([*parents, *self._new_parents]):
-                sync_directory(directory)
+            if self.place.is_staged:
+                remove_directory(directory, target)
+            else:
+                remove_replaced(target, self.place.save_id, self._rank)
+        self._lock.release()
 
 
 def begin_save(path: Path, save_id: str, rank: int | None) -> RunningSave:
@@ -257,6 +269,24 @@ def _is_mounted(target: Path) -> bool:
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as stream:
         places = {line.split()[4] for line in stream}
     return str(target).replace("\\", "\\134").replace(" ", "\\040") in places
+
+
+def _take_name(stage: Path, target: Path) -> None:
+    """Gives a directory the name of another, which changes places with it if there is anything in it."""
+    try:
+        os.rename(stage, target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        _core.exchange_paths(os.fsencode(stage), os.fsencode(target))
+
+
+def _holds(path: Path, content: bytes) -> bool:
+    """Whether a file can be read, and has this content."""
+    try:
+        return path.read_bytes() == content
+    except OSError:
+        return False
 
 
 def _make_stage(target: Path, save_id: str) -> bool:

@@ -76,6 +76,8 @@ def find_dead_saves(directory: Path, own_lock: Path | None = None) -> DeadSaves:
             are_all_known = False
         else:
             states |= {} if state is None else {path: state}
+            # A lock that has just been made, or that this machine does not see in full yet: its stage may be any.
+            are_all_known &= state is None or state.owner is not None or is_surely_dead(state)
     owners = {state.owner.save_id: state.owner for state in states.values() if state.owner is not None}
     dead = {path: state for path, state in states.items() if path != own_lock and is_surely_dead(state)}
     dead_ids = {state.owner.save_id for state in dead.values() if state.owner is not None}

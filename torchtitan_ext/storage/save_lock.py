@@ -143,10 +143,14 @@ class SaveLock:
 def read_lock(path: Path) -> LockState | None:
     """The state of a lock; ``None`` where there is none."""
     try:
-        with path.open(encoding="utf-8", errors="replace") as stream:
-            status = os.fstat(stream.fileno())
+        # A pipe that lies there would let nobody go on.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(descriptor, encoding="utf-8", errors="replace") as stream:
+            status = os.fstat(descriptor)
             *lines, _ = stream.read().split("\n")
     except OSError as error:
+        if error.errno == errno.ELOOP:
+            return _link_state(path)
         if error.errno not in _GONE:
             raise
         return None
@@ -155,6 +159,15 @@ def read_lock(path: Path) -> LockState | None:
     except (IndexError, TypeError, ValueError):
         return LockState(None, [], status.st_ino, status.st_mtime)
     return LockState(owner, lines[1:], status.st_ino, status.st_mtime)
+
+
+def _link_state(path: Path) -> LockState | None:
+    """Of a link at the lock's place, wherever it leads: no save has made it, so it has no owner."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return None
+    return LockState(None, [], status.st_ino, status.st_mtime)
 
 
 def remove_dead_lock(path: Path) -> Owner | None:
