@@ -29,7 +29,7 @@ from torchtitan_ext.checkpoint.load_planner import LoadPlanner
 from torchtitan_ext.checkpoint.phases import TIMEOUT_SECONDS, Phases
 from torchtitan_ext.checkpoint.policy import ElasticPolicy, Source, check_rules
 from torchtitan_ext.checkpoint.report import LoadReport
-from torchtitan_ext.checkpoint.save_phases import SaveResult, ask_for_states, save_values, writer_at
+from torchtitan_ext.checkpoint.save_phases import SaveResult, ask_for_states, place_of_save, save_values, writer_at
 from torchtitan_ext.checkpoint.save_planner import SavePlanner
 from torchtitan_ext.checkpoint.staging import CpuStager
 from torchtitan_ext.checkpoint.steps import Step, check_step, choose_step
@@ -85,7 +85,7 @@ def save(
     with Phases(
         "save", process_group, no_dist=no_dist, path=path, timeout_seconds=timeout_seconds, trace=spans
     ) as phases:
-        values = ask_for_states(state_dict, phases)
+        values = ask_for_states(state_dict, phases, place_of_save(path, storage_writer))
         writer = writer_at(path, storage_writer, keep)
         return save_values(values, writer, SavePlanner() if planner is None else planner, phases, keep)
 
@@ -233,7 +233,7 @@ def async_save(
     phases = Phases("save", process_group, path=path, timeout_seconds=timeout_seconds, trace=spans)
     copies: dict[str, Any] = {}
     try:
-        values = ask_for_states(state_dict, phases)
+        values = ask_for_states(state_dict, phases, place_of_save(path, storage_writer))
         writer = writer_at(path, storage_writer, keep)
         phases.on_all("stage", lambda: copies.update(CpuStager().stage(values)), doing="values were copied to the CPU")
     except BaseException:

@@ -24,6 +24,7 @@ from torchtitan_ext.checkpoint.component_plans import Components, OpenSource, cu
 from torchtitan_ext.checkpoint.load_planner import LoadPlanner
 from torchtitan_ext.checkpoint.load_rules import LoadRules
 from torchtitan_ext.checkpoint.phases import Phases
+from torchtitan_ext.checkpoint.places import place_of
 from torchtitan_ext.checkpoint.policy import ElasticPolicy, Source
 from torchtitan_ext.checkpoint.read_items import ReadDecision
 from torchtitan_ext.checkpoint.report import LoadReport, disagreements, join_reports
@@ -112,9 +113,10 @@ def _prepare(
             raise refusal("load", [Problem("broken_checkpoint", name, detail) for name in incomplete])
         components = cut_by_component(state_dict, opened, policy, phases.size, phases.at)
         seen = ["" if one.is_of_one_rank else getattr(one.reader, "metadata_digest", "") for one in opened]
-        return f"{policy!r}, {list(sources)}, {incomplete}", seen
+        return f"{policy!r}, {[replace(source, path=None) for source in sources]}, {incomplete}", seen
 
-    rules, seen = zip(*phases.on_all("prepare", ask, doing=_ASKING), strict=True)
+    places = [place_of(source.path) for source in sources]
+    rules, seen = zip(*phases.on_all("prepare", ask, doing=_ASKING, places=places), strict=True)
     problems = disagreements(rules)
     if problems:
         raise refusal("load", problems)

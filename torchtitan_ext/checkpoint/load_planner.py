@@ -385,7 +385,7 @@ class LoadPlanner(DefaultLoadPlanner):
         return ReadRequest(
             self._encoded.message,
             name_metadata(self.metadata),
-            rules=f"{rules.policy}, {rules.source}",
+            rules=f"{rules.policy}, {dataclasses.replace(rules.source, path=None)}",
             saved_names=self._saved_names,
             missing=() if self.allow_partial_load else tuple(missing),
             advice={fqn: text for fqn in missing if (text := nested_stateful(self.state_dict[fqn])) is not None},

@@ -16,8 +16,9 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
+from torchtitan_ext.checkpoint.places import Place, place_problems
 from torchtitan_ext.checkpoint.trace import Trace, Traced
-from torchtitan_ext.errors import CheckpointFailedError, LostRankError, TorchtitanExtError, only_printed
+from torchtitan_ext.errors import CheckpointFailedError, LostRankError, TorchtitanExtError, only_printed, refusal
 from torchtitan_ext.metrics import log_metrics, timed
 from torchtitan_ext.ranks.timed_exchange import TimedExchange
 from torchtitan_ext.ranks.turns import Turn
@@ -147,7 +148,15 @@ class Phases:
         if self._ranks is not None:
             self._ranks[0].confirm()
 
-    def on_all(self, name: str, work: Callable[[], T], *, doing: str, undefined: tuple[str, ...] = ()) -> list[T]:
+    def on_all(
+        self,
+        name: str,
+        work: Callable[[], T],
+        *,
+        doing: str,
+        undefined: tuple[str, ...] = (),
+        places: Sequence[Place] | None = None,
+    ) -> list[T]:
         """The results of all ranks, on all ranks.
 
         Args:
@@ -155,13 +164,22 @@ class Phases:
             work: What each rank does.
             doing: What the ranks do meanwhile, to follow "while".
             undefined: Components that may be part-written if a rank fails.
+            places: Where the checkpoints are that this rank works on: where these differ between ranks, that is what is
+                wrong, whatever it leads to.
         """
         with self._phase(name, doing, undefined):
             data = self._own_part(work)
             if self._ranks is None:
                 return _values([data], self._trace)
             exchange = self._ranks[1]
-            return _values(exchange.rest_on_all(data, exchange.heads(data)), self._trace)
+            if places is None:
+                return _values(exchange.rest_on_all(data, exchange.heads(data)), self._trace)
+            data = pickle.dumps((tuple(places), data))
+            found = [pickle.loads(part) for part in exchange.rest_on_all(data, exchange.heads(data))]
+            problems = place_problems([of_rank for of_rank, _ in found])
+            if problems:
+                raise PhaseFailure({self.rank: refusal(self._operation, problems)})
+            return _values([part for _, part in found], self._trace)
 
     def through_coordinator(
         self, name: str, work: Callable[[], T], on_coordinator: Callable[[list[T]], list[R]], *, doing: str

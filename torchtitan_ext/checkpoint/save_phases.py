@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from torchtitan_ext.checkpoint.component import CountsSamples, SampleAccount, disagreeing_counts, is_stateful
 from torchtitan_ext.checkpoint.phases import Phases
+from torchtitan_ext.checkpoint.places import Place, place_of
 from torchtitan_ext.checkpoint.save_planner import SavePlanner
 from torchtitan_ext.checkpoint.set_up import set_up_save
 from torchtitan_ext.checkpoint.steps import check_keep
@@ -72,10 +73,16 @@ def writer_at(
     return cast(StorageWriter, _storage_setup(storage_writer, path, reader=False))
 
 
-def ask_for_states(state_dict: Mapping[Any, Any], phases: Phases) -> dict[Any, Any]:
+def ask_for_states(state_dict: Mapping[Any, Any], phases: Phases, place: Place) -> dict[Any, Any]:
     """The values of a state dict: ``Stateful`` objects are asked for theirs, and compared by samples. Collective.
 
     DCP would ask them outside of its collectives: where one of them raises, the other ranks would wait for this one.
+
+    Args:
+        place: Where they will be saved.
+
+    Raises:
+        ReplicaMismatchError: Ranks name different places.
     """
     values: dict[Any, Any] = {}
     accounts: dict[str, SampleAccount] = {}
@@ -91,7 +98,7 @@ def ask_for_states(state_dict: Mapping[Any, Any], phases: Phases) -> dict[Any, A
         if phases.is_coordinator:
             _warn_of_samples(accounts)
 
-    phases.on_all("prepare", ask, doing=_ASKING)
+    phases.on_all("prepare", ask, doing=_ASKING, places=[place])
     return values
 
 
@@ -108,6 +115,15 @@ def _warn_of_samples(accounts: Mapping[str, SampleAccount]) -> None:
     for name, account in accounts.items():
         if account.doubt:
             warnings.warn(f"save: {name}: {account.doubt}", stacklevel=2)
+
+
+def place_of_save(path: str | os.PathLike[str] | None, storage_writer: StorageWriter | None) -> Place:
+    """Where our files go; storage of others may have a directory of each rank's own."""
+    if storage_writer is None:
+        return place_of(path)
+    if not isinstance(storage_writer, FileWriter):
+        return place_of(None)
+    return place_of(storage_writer.path if path is None else path)
 
 
 def save_values(
