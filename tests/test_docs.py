@@ -1,5 +1,6 @@
 """What the documents promise: examples run, and no kind of error, exception or public name is left out."""
 
+import ast
 import importlib
 import inspect
 import re
@@ -63,6 +64,54 @@ def test_every_heading_stands_with_its_kind() -> None:
 def test_every_exception_is_explained() -> None:
     classes = {name for name, member in inspect.getmembers(errors, inspect.isclass) if issubclass(member, Exception)}
     assert classes <= documented("errors.md")
+
+
+PACKAGE = Path(torchtitan_ext.__file__).parent
+# Sites that print what was made elsewhere: phrases of it.
+MADE_ELSEWHERE = {
+    ("load_planner.py", "load: ..."): ["of a source", "saved entries of ... that nothing asks for are not loaded:"],
+    ("report.py", "load: %s"): ["load: "],
+    ("save_phases.py", "save: ...: ..."): ["it counts the step too"],
+    ("steps.py", ""): ["newer skipped:"],
+}
+
+
+def texts_of(node: ast.AST) -> list[str]:
+    """Constant texts in it; those of an f-string as one, with ... for what is filled in."""
+    found: list[str] = []
+    for one in ast.walk(node):
+        if isinstance(one, ast.JoinedStr):
+            parts = (part.value if isinstance(part, ast.Constant) else "..." for part in one.values)
+            found.append("".join(map(str, parts)))
+        elif isinstance(one, ast.Constant) and isinstance(one.value, str):
+            found.append(one.value)
+    return found
+
+
+def warning_sites() -> list[tuple[str, list[str]]]:
+    """The file and the texts of every warning of the package."""
+    sites = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("warnings.warn", "logger.warning"):
+                sites.append((path.name, [text for argument in node.args for text in texts_of(argument)]))
+    return sites
+
+
+def test_every_warning_is_explained() -> None:
+    """By a phrase of its text, and no phrase is explained that no warning has."""
+    table = (DOCS / "errors.md").read_text().split("\n## Warnings\n")[1].split("\n## ")[0]
+    phrases = re.findall(r"^\| `(.*?)`", table, re.M)
+    shown: set[str] = set()
+    for file, texts in warning_sites():
+        own = [phrase for phrase in phrases if any(phrase in text for text in texts)]
+        found = MADE_ELSEWHERE.get((file, "".join(texts[:1])), own)
+        assert found and set(found) <= set(phrases), f"docs/errors.md does not explain a warning of {file}: {texts}"
+        shown |= set(found)
+    assert shown == set(phrases)
+    everything = [text for path in PACKAGE.rglob("*.py") for text in texts_of(ast.parse(path.read_text()))]
+    for phrase in (phrase for phrases in MADE_ELSEWHERE.values() for phrase in phrases):
+        assert any(phrase in text for text in everything), phrase
 
 
 def public_names(module: ModuleType) -> set[str]:
