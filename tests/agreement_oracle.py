@@ -138,7 +138,8 @@ def _agree_on_key(
     if isinstance(first, ObjectEntry):
         return ObjectAgreement(tuple(entries))
     if isinstance(first, BoxesEntry):
-        return _agree_on_boxes(fqn, first, {r: e for r, e in entries.items() if isinstance(e, BoxesEntry)})
+        of_ranks = {rank: entry for rank, entry in entries.items() if isinstance(entry, BoxesEntry)}
+        return _agree_on_boxes(fqn, first, of_ranks, every_rank_reports)
     reports = {rank: entry.report for rank, entry in entries.items() if isinstance(entry, TensorEntry)}
     return _agree_on_layouts(fqn, first, reports, every_rank_reports, meshes)
 
@@ -151,14 +152,16 @@ def _traits(entry: KeyEntry) -> tuple[str, str, str]:
     return (kind, str(entry.dtype), str(tuple(shape)))
 
 
-def _agree_on_boxes(fqn: str, first: BoxesEntry, entries: Mapping[int, BoxesEntry]) -> TensorAgreement | Problem:
+def _agree_on_boxes(
+    fqn: str, first: BoxesEntry, entries: Mapping[int, BoxesEntry], every_rank_reports: bool
+) -> TensorAgreement | Problem:
     holders: dict[Box, list[int]] = {}
     for rank, entry in entries.items():
         for box in entry.boxes:
             holders.setdefault(box, []).append(rank)
     shards = tuple(HeldShard(tuple(ranks), (box,)) for box, ranks in holders.items() if num_elements(box[1]) > 0)
     problem = check_cover(fqn, first.global_shape, shards, "incomplete_cover")
-    if problem is not None:
+    if problem is not None and (every_rank_reports or problem.detail.startswith("out of bounds")):
         return problem
     replicas = (_with_empty_shard(first.global_shape, shards, tuple(entries)),)
     return TensorAgreement(first.global_shape, first.dtype, False, False, {}, replicas)

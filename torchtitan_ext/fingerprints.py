@@ -2,7 +2,7 @@
 
 The digest of a tensor is a sum, modulo 2^64, over its elements of a hash of (bits, row-major position in the global
 tensor), see ``csrc/ops/element_hash.h``; dtype and global shape are mixed in. Each rank sums what it holds, and the
-sums add up.
+sums add up; of a tensor that describes its own boxes it sums each box, since other ranks may hold some of them.
 """
 
 from __future__ import annotations
@@ -20,16 +20,26 @@ from torch import Tensor
 
 from torchtitan_ext import ops
 from torchtitan_ext.checkpoint.agreement import TensorAgreement, agree
-from torchtitan_ext.checkpoint.key_table import KeyTable, TensorEntry, describe_state
+from torchtitan_ext.checkpoint.key_table import (
+    Box,
+    BoxesEntry,
+    KeyTable,
+    ObjectEntry,
+    TensorEntry,
+    box_tensors,
+    describe_state,
+)
 from torchtitan_ext.checkpoint.rank_table import encode_table
 from torchtitan_ext.errors import Problem, described, refusal
 from torchtitan_ext.layout.dtensor import local_tensor
-from torchtitan_ext.layout.layout import MeshLayout, ShardReport, Steps, shard_of
+from torchtitan_ext.layout.layout import Chunk, LocalShard, MeshLayout, ShardReport, Steps, shard_of
 from torchtitan_ext.layout.rules import LayoutRules, ShardOrder
 from torchtitan_ext.layout.wrapper import dense_values
 from torchtitan_ext.ranks.exchange import check_usable, gather_values
 from torchtitan_ext.state.nested import flatten_state_dict
 from torchtitan_ext.state.value_digest import digest_value
+
+_BOXES = "boxes"  # in the place of a replica: of a tensor that describes its own boxes
 
 
 @dataclass(frozen=True)
@@ -63,8 +73,8 @@ def fingerprint(
     is that of one process. Costs one pass over the tensors and two small exchanges; tensors stay on their device.
 
     Args:
-        state_dict: Nested; DTensors, plain tensors (the lowest rank's counts) and other values (by
-            ``value_digest.digest_value``).
+        state_dict: Nested; DTensors, tensors that describe their own boxes, plain tensors (the lowest rank's counts)
+            and other values (by ``value_digest.digest_value``).
         process_group: The ranks; the default group if left out.
         layouts: Sharding orders that placements cannot express, by canonical fqn or glob.
 
@@ -73,7 +83,7 @@ def fingerprint(
         WrongArgumentError: ``state_dict`` is something else, on some rank. A ``TypeError``.
     """
     values: dict[str, Any] = {}
-    entries: dict[str, TensorEntry] = {}
+    entries: dict[str, TensorEntry | BoxesEntry] = {}
     digests: dict[str, tuple[Any, Any]] = {}
     problems: list[Problem] = []
     mesh_names: dict[int, str] = {}
@@ -89,8 +99,11 @@ def fingerprint(
     steps = _true_steps(entries, problems, process_group)
     with _failures_become(problems):
         for fqn, value in values.items():
-            if fqn in entries:
-                digests[fqn] = _tensor_digest(value, entries[fqn].report, steps.get(fqn), mesh_names)
+            entry = entries.get(fqn)
+            if isinstance(entry, BoxesEntry):
+                digests[fqn] = (_BOXES, _box_digests(value, entry))
+            elif entry is not None:
+                digests[fqn] = _tensor_digest(value, entry.report, steps.get(fqn), mesh_names)
             elif not isinstance(value, Tensor):
                 digests[fqn] = (None, digest_value(value).hex())
         digests = _synchronized(digests)
@@ -109,34 +122,42 @@ def _failures_become(problems: list[Problem]) -> Iterator[None]:
         problems.append(Problem("unsupported_tensor", "state_dict", f"{type(error).__name__}: {error}"))
 
 
-def _entries(values: Mapping[str, Any], rules: LayoutRules, problems: list[Problem]) -> dict[str, TensorEntry]:
+def _entries(
+    values: Mapping[str, Any], rules: LayoutRules, problems: list[Problem]
+) -> dict[str, TensorEntry | BoxesEntry]:
     table = describe_state({fqn: value for fqn, value in values.items() if isinstance(value, Tensor)}, {}, rules)
     problems += table.problems
-    entries = {}
+    entries: dict[str, TensorEntry | BoxesEntry] = {}
     for fqn, entry in table.entries.items():
-        if not isinstance(entry, TensorEntry):
-            what = "describes its own boxes; pass the tensors that it consists of"
-        elif local_tensor(values[fqn]).is_meta:
+        assert not isinstance(entry, ObjectEntry)
+        value = values[fqn]
+        held = box_tensors(value, entry) if isinstance(entry, BoxesEntry) else [local_tensor(value)]
+        if any(local.is_meta for local in held):
             what = "is on the meta device; give it memory with to_empty() first"
+            problems.append(Problem("unsupported_tensor", fqn, what))
         else:
             entries[fqn] = entry
-            continue
-        problems.append(Problem("unsupported_tensor", fqn, what))
     return entries
 
 
 def _true_steps(
-    entries: Mapping[str, TensorEntry], problems: list[Problem], process_group: dist.ProcessGroup | None
+    entries: Mapping[str, TensorEntry | BoxesEntry], problems: list[Problem], process_group: dist.ProcessGroup | None
 ) -> dict[str, Steps]:
     """The sharding order of each DTensor, from what all ranks say."""
-    sharded = {fqn: entry for fqn, entry in entries.items() if entry.report.mesh is not None}
+    sharded = {
+        fqn: entry for fqn, entry in entries.items() if isinstance(entry, BoxesEntry) or entry.report.mesh is not None
+    }
     tables = gather_values(encode_table(KeyTable(sharded, problems=tuple(problems))).message, process_group)
     agreement = agree(tables, every_rank_reports=True)
     if agreement.problems:
         raise refusal("fingerprint", agreement.problems)
     rank = dist.get_rank(process_group) if len(tables) > 1 else 0
     agreed = {fqn: agreement.keys[fqn] for fqn in sharded}
-    return {fqn: tensor.steps[rank] for fqn, tensor in agreed.items() if isinstance(tensor, TensorAgreement)}
+    return {
+        fqn: tensor.steps[rank]
+        for fqn, tensor in agreed.items()
+        if isinstance(tensor, TensorAgreement) and rank in tensor.steps
+    }
 
 
 def _tensor_digest(
@@ -144,15 +165,28 @@ def _tensor_digest(
 ) -> tuple[Any, Any]:
     """(which replica, (sum on the device, dtype, global shape)) of this rank's shard."""
     local = local_tensor(value)
-    shard = shard_of(report, steps)
-    with torch.no_grad():
-        total = ops.fingerprint_shard(dense_values(local).resolve_conj().resolve_neg(), shard, report.global_shape)
+    total = _sum(local, shard_of(report, steps), report.global_shape)
     replica = tuple(index for index, (dim, _) in zip(report.coordinate, report.placements, strict=True) if dim < 0)
     return (_mesh_name(report.mesh, mesh_names), report.placements, replica), (
         total,
         str(local.dtype),
         tuple(report.global_shape),
     )
+
+
+def _box_digests(value: Tensor, entry: BoxesEntry) -> tuple[Any, ...]:
+    """(sums on the device by box, dtype, global shape) of what this rank holds."""
+    sums = {}
+    for box, local in zip(entry.boxes, box_tensors(value, entry), strict=True):
+        if local.numel() > 0:
+            shard = LocalShard(box[1], (Chunk(*box, (0,) * len(box[1])),))
+            sums[box] = _sum(local, shard, entry.global_shape)
+    return sums, str(entry.dtype), entry.global_shape
+
+
+def _sum(local: Tensor, shard: LocalShard, global_shape: tuple[int, ...]) -> Tensor:
+    with torch.no_grad():
+        return ops.fingerprint_shard(dense_values(local).resolve_conj().resolve_neg(), shard, global_shape)
 
 
 def _mesh_name(mesh: MeshLayout | None, known: dict[int, str]) -> str | None:
@@ -164,31 +198,41 @@ def _mesh_name(mesh: MeshLayout | None, known: dict[int, str]) -> str | None:
 
 def _synchronized(digests: dict[str, Any]) -> dict[str, Any]:
     """With the sums as ints: one transfer per device instead of one per tensor."""
-    sums = [(fqn, digest[0]) for fqn, (_, digest) in digests.items() if isinstance(digest, tuple)]
-    by_device: dict[torch.device, list[tuple[str, Tensor]]] = defaultdict(list)
-    for fqn, total in sums:
-        by_device[total.device].append((fqn, total))
-    numbers: dict[str, int] = {}
+    by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+    for _, digest in digests.values():
+        if isinstance(digest, tuple):
+            for total in digest[0].values() if isinstance(digest[0], dict) else digest[:1]:
+                by_device[total.device].append(total)
+    numbers: dict[int, int] = {}
     for members in by_device.values():
-        values = torch.stack([total for _, total in members]).tolist()
-        numbers.update(zip([fqn for fqn, _ in members], values, strict=True))
-    return {
-        fqn: (replica, (numbers[fqn], *digest[1:]) if isinstance(digest, tuple) else digest)
-        for fqn, (replica, digest) in digests.items()
-    }
+        numbers.update(zip(map(id, members), torch.stack(members).tolist(), strict=True))
+
+    def read(digest: Any) -> Any:
+        if not isinstance(digest, tuple):
+            return digest
+        sums = digest[0]
+        is_boxes = isinstance(sums, dict)
+        return {box: numbers[id(one)] for box, one in sums.items()} if is_boxes else numbers[id(sums)], *digest[1:]
+
+    return {fqn: (replica, read(digest)) for fqn, (replica, digest) in digests.items()}
 
 
 def _combined(gathered: list[dict[str, tuple[Any, Any]]]) -> Fingerprint:
     replicas: dict[str, dict[Any, Any]] = defaultdict(dict)
+    boxes: dict[str, list[Any]] = defaultdict(list)
     for rank, digests in enumerate(gathered):
         for fqn, (replica, digest) in digests.items():
             of_key = replicas[fqn]
-            if isinstance(digest, str) or replica[0] is None:  # objects and plain tensors: each rank is a replica
+            if replica == _BOXES:
+                boxes[fqn].append(digest)
+            elif isinstance(digest, str) or replica[0] is None:  # objects and plain tensors: each rank is a replica
                 of_key[rank] = digest
             elif replica in of_key:
                 of_key[replica] = ((of_key[replica][0] + digest[0]), *digest[1:])
             else:
                 of_key[replica] = digest
+    for fqn, of_ranks in boxes.items():
+        replicas[fqn].update(enumerate(_replicas_of_boxes(of_ranks)))
     values, differing = {}, []
     for fqn in sorted(replicas):
         hexes = [hex_of_digest(digest) for digest in replicas[fqn].values()]
@@ -199,6 +243,18 @@ def _combined(gathered: list[dict[str, tuple[Any, Any]]]) -> Fingerprint:
     for fqn, digest in values.items():
         total.update(f"{len(fqn)}:{fqn}={digest};".encode())
     return Fingerprint(total.hexdigest(), values, tuple(differing))
+
+
+def _replicas_of_boxes(of_ranks: list[Any]) -> list[Any]:
+    """Of each rank the digest of the tensor with its boxes; what it lacks is taken from the first rank that has it."""
+    first: dict[Box, int] = {}
+    for sums, *_ in of_ranks:
+        for box, total in sums.items():
+            first.setdefault(box, total)
+    whole = sum(first.values())
+    return [
+        (whole + sum(total - first[box] for box, total in sums.items()), *described) for sums, *described in of_ranks
+    ]
 
 
 def hex_of_digest(digest: Any) -> str:

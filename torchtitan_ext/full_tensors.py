@@ -7,7 +7,7 @@ buffers of ``_GATHER_BYTES``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from types import NoneType
@@ -20,11 +20,12 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torchtitan_ext import ops
 from torchtitan_ext.checkpoint.agreement import TensorAgreement, agree
-from torchtitan_ext.checkpoint.key_table import KeyTable, TensorEntry
+from torchtitan_ext.checkpoint.key_table import BoxesEntry, KeyTable, TensorEntry, box_tensors, describe_state
 from torchtitan_ext.checkpoint.rank_table import encode_table
 from torchtitan_ext.errors import Problem, argument_error, check_argument, refusal
-from torchtitan_ext.layout.dtensor import Describer, as_bytes, local_tensor
+from torchtitan_ext.layout.dtensor import Describer, as_bytes, describes_itself, local_tensor
 from torchtitan_ext.layout.layout import (
+    Chunk,
     LocalShard,
     ShardReport,
     Steps,
@@ -37,7 +38,14 @@ from torchtitan_ext.layout.layout import (
 )
 from torchtitan_ext.layout.rules import LayoutRules, ShardOrder
 from torchtitan_ext.layout.wrapper import dense_values
-from torchtitan_ext.ranks.exchange import Scope, all_gather_bytes, broadcast_bytes, device_of, gather_values
+from torchtitan_ext.ranks.exchange import (
+    Scope,
+    all_gather_bytes,
+    broadcast_bytes,
+    device_of,
+    gather_values,
+    scope_ranks,
+)
 
 # Sent at once by all ranks together. Of it, two and a half times as much is held meanwhile, by gloo too.
 _GATHER_BYTES = 32 << 20
@@ -47,14 +55,16 @@ Decided = tuple[ShardReport, Steps]
 
 
 def full_tensor(tensor: torch.Tensor, *, layout: ShardOrder | None = None) -> torch.Tensor:
-    """The global tensor, on every rank. Collective over the mesh of a DTensor.
+    """The global tensor, on every rank. Collective over the mesh of a DTensor, and over the default process group for a
+    plain tensor that describes its own boxes.
 
     Unlike ``DTensor.full_tensor`` it is right for uneven strided shards and for shards of several boxes, and not
     differentiable.
 
     Args:
-        tensor: A DTensor of any layout but Partial, any dtype; of a plain tensor a copy is made. Of a wrapper subclass
-            (fp8 weights and their scales) the values that its ``copy_`` writes into a plain tensor.
+        tensor: A DTensor of any layout but Partial, any dtype, or a tensor that describes its own boxes
+            (``CheckpointableTensor``, ShardedTensor, DCP's hooks); of a plain tensor a copy is made. Of a wrapper
+            subclass (fp8 weights and their scales) the values that its ``copy_`` writes into a plain tensor.
         layout: The order in which the axes were sharded, where placements cannot say it.
 
     Returns:
@@ -66,6 +76,8 @@ def full_tensor(tensor: torch.Tensor, *, layout: ShardOrder | None = None) -> to
     """
     check_argument("full_tensor", "tensor", tensor, torch.Tensor, "a tensor")
     check_argument("full_tensor", "layout", layout, (ShardOrder, NoneType), "a ShardOrder")
+    if describes_itself(tensor):
+        return _gather_boxes(tensor)
     decided, problems = decide_layouts({_ANY: tensor}, _rule_for_any(layout))
     if problems:
         raise refusal("full_tensor", problems)
@@ -144,13 +156,21 @@ def _check_placements(mesh: DeviceMesh, placements: Sequence[Placement]) -> None
 def decide_layouts(values: Mapping[str, torch.Tensor], rules: LayoutRules) -> tuple[dict[str, Decided], list[Problem]]:
     """The layouts of tensors that this rank holds a part of, and what is wrong with some of them on any rank.
 
-    Collective over the meshes of the DTensors among them. Problems count ranks on the mesh.
+    Collective over the meshes of the DTensors among them. Problems count ranks on the mesh. Plain tensors that describe
+    their own boxes are refused: nothing says which ranks hold the others.
     """
     describer = Describer(rules)
     of_mesh: dict[DeviceMesh, dict[str, ShardReport]] = {}
     own_problems: dict[DeviceMesh, list[Problem]] = {}
     decided: dict[str, Decided] = {}
+    problems: list[Problem] = []
     for fqn, value in values.items():
+        if describes_itself(value) and not isinstance(value, DTensor):
+            detail = (
+                "describes its own boxes, which full state dicts do not follow; call full_tensor on it, or load into it"
+            )
+            problems.append(Problem("unsupported_tensor", fqn, detail))
+            continue
         report = describer.describe(fqn, value)
         if isinstance(value, DTensor):
             reports = of_mesh.setdefault(value.device_mesh, {})
@@ -160,10 +180,10 @@ def decide_layouts(values: Mapping[str, torch.Tensor], rules: LayoutRules) -> tu
                 own_problems.setdefault(value.device_mesh, []).append(report)
         elif isinstance(report, ShardReport):
             decided[fqn] = (report, ())
-    problems: list[Problem] = []
+    of_this_rank = list(problems)
     for mesh, reports in of_mesh.items():
         entries = {fqn: TensorEntry(report, values[fqn].dtype, requires_grad=False) for fqn, report in reports.items()}
-        table = encode_table(KeyTable(entries, problems=tuple(own_problems.get(mesh, ())))).message
+        table = encode_table(KeyTable(entries, problems=(*of_this_rank, *own_problems.get(mesh, ())))).message
         agreement = agree(gather_values(table, mesh), every_rank_reports=False)
         problems += agreement.problems
         rank = row_major_position(mesh.get_coordinate() or (), mesh.shape)
@@ -188,16 +208,74 @@ def gather_full(value: torch.Tensor, report: ShardReport, steps: Steps) -> torch
     shards = [shard_of(_report_at(report, axes, position), steps) for position in positions]
     own = positions.index(tuple(report.coordinate[axis] for axis in axes))
     part_elements = max(1, _GATHER_BYTES // (len(shards) * local.element_size()))
-    device = _mesh_device(value.device_mesh, local)
-    for parts in zip_longest(*(_parts(shard, part_elements) for shard in shards)):
-        num_bytes = [0 if part is None else num_elements(part.shard.sizes) * local.element_size() for part in parts]
+    parts_of = [_parts(shard, part_elements) for shard in shards]
+    locals_ = (part.of(local) for part in _parts(shards[own], part_elements))
+    mesh = value.device_mesh
+    _exchange_parts(full, parts_of, locals_, mesh, axes, _mesh_device(mesh, local))
+    return full
+
+
+def _exchange_parts(
+    full: torch.Tensor,
+    parts_of: Sequence[Iterable[_Part]],
+    own: Iterable[torch.Tensor],
+    scope: Scope,
+    axes: Sequence[int],
+    device: torch.device,
+) -> None:
+    """Fills a full tensor with the parts of all ranks, one of each at a time. Collective over the scope.
+
+    Args:
+        parts_of: What each rank sends, in the order of ``all_gather_bytes``.
+        own: This rank's memory of the parts that it sends.
+        axes: Of a mesh: those along which parts are sent.
+        device: Where the scope communicates.
+    """
+    own = iter(own)
+    for parts in zip_longest(*parts_of):
+        num_bytes = [0 if part is None else num_elements(part.shard.sizes) * full.element_size() for part in parts]
         flat = torch.zeros(max(num_bytes), dtype=torch.uint8, device=device)
-        if parts[own] is not None:
-            flat[: num_bytes[own]].copy_(as_bytes(parts[own].of(local)))
-        rows = all_gather_bytes(value.device_mesh, flat, axes).to(local.device)
+        local = next(own, None)
+        if local is not None:
+            flat[: local.nbytes].copy_(as_bytes(local))
+        rows = all_gather_bytes(scope, flat, axes).to(full.device)
         for row, part, part_bytes in zip(rows, parts, num_bytes, strict=True):
             if part is not None and part.shard.chunks:
-                ops.unpack_shard_(full, row[:part_bytes].view(local.dtype).view(part.shard.sizes), part.shard)
+                ops.unpack_shard_(full, row[:part_bytes].view(full.dtype).view(part.shard.sizes), part.shard)
+
+
+def _gather_boxes(value: torch.Tensor) -> torch.Tensor:
+    """The global tensor of one that describes its own boxes, on every rank, new.
+
+    The first rank that holds a box sends it. Collective over the mesh of a DTensor, else over the default group.
+    """
+    scope = value.device_mesh if isinstance(value, DTensor) else None
+    table = describe_state({_ANY: value}, {}, LayoutRules({}))
+    tables = gather_values(encode_table(table).message, scope)
+    agreement = agree(tables, every_rank_reports=True)
+    if agreement.problems:
+        raise refusal("full_tensor", agreement.problems)
+    agreed, entry = agreement.keys[_ANY], table.entries[_ANY]
+    assert isinstance(agreed, TensorAgreement) and isinstance(entry, BoxesEntry)
+    full = torch.empty(agreed.global_shape, dtype=agreed.dtype, device=value.device)
+    if full.numel() == 0:
+        return full
+    part_elements = max(1, _GATHER_BYTES // (len(tables) * full.element_size()))
+    parts_of: list[list[_Part]] = [[] for _ in tables]
+    local_of = dict(zip(entry.boxes, box_tensors(value, entry), strict=True))
+    locals_: list[torch.Tensor] = []
+    own = scope_ranks(scope).index(dist.get_rank()) if dist.is_initialized() else 0
+    for held in agreed.replicas[0]:
+        offsets, sizes = held.boxes[0]
+        shard = LocalShard(sizes, (Chunk(offsets, sizes, (0,) * len(sizes)),))
+        for part in _parts(shard, part_elements):
+            parts_of[held.ranks[0]].append(part)
+            if held.ranks[0] == own:
+                locals_.append(part.of(local_of[held.boxes[0]].resolve_conj().resolve_neg()))
+    if isinstance(scope, DeviceMesh):
+        _exchange_parts(full, parts_of, locals_, scope, range(scope.ndim), _mesh_device(scope, full))
+    else:
+        _exchange_parts(full, parts_of, locals_, scope, (), _group_device(scope))
     return full
 
 

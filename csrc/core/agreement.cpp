@@ -347,7 +347,7 @@ void World::agree_on(KeyClass& of_keys, bool every_rank_reports) const {
     of_keys.trouble = find_disagreement(*this, of_keys.members);
     if (of_keys.trouble) return;
     const EntryType type = kind_of(of_keys).type;
-    if (type == EntryType::kBoxes) of_keys.trouble = agree_on_boxes(of_keys);
+    if (type == EntryType::kBoxes) of_keys.trouble = agree_on_boxes(of_keys, every_rank_reports);
     if (type == EntryType::kTensor) of_keys.trouble = agree_on_layouts(of_keys, every_rank_reports);
   } catch (const std::logic_error& error) {  // a layout or boxes that make no sense
     of_keys.trouble = Trouble();
@@ -362,7 +362,7 @@ void World::agree_on(KeyClass& of_keys, bool every_rank_reports) const {
   if (of_keys.trouble && names_no_rank(of_keys.trouble->code)) of_keys.trouble->first = of_keys.members.front().rank;
 }
 
-std::optional<Trouble> World::agree_on_boxes(KeyClass& of_keys) const {
+std::optional<Trouble> World::agree_on_boxes(KeyClass& of_keys, bool every_rank_reports) const {
   Replica replica;
   std::map<std::pair<Sizes, Sizes>, size_t> positions;
   for (size_t index = 0; index < of_keys.members.size(); ++index) {
@@ -376,7 +376,9 @@ std::optional<Trouble> World::agree_on_boxes(KeyClass& of_keys) const {
     }
   }
   const Sizes& shape = kind_of(of_keys).shape;
-  if (auto trouble = find_cover_trouble(shape, replica.shards)) return trouble;
+  auto trouble = find_cover_trouble(shape, replica.shards);
+  // A load may want a part of a tensor, or a part twice.
+  if (trouble && (every_rank_reports || trouble->defect.kind == CoverDefect::Kind::kOutOfBounds)) return trouble;
   hold_empty_box(shape, replica);
   of_keys.replicas.push_back(std::move(replica));
   return std::nullopt;

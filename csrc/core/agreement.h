@@ -129,7 +129,7 @@ class World {
   uint32_t number_of_kind(const Kind& kind, const KeyColumns& columns);
   void divide_into_classes();
   void agree_on(KeyClass& of_keys, bool every_rank_reports) const;
-  std::optional<Trouble> agree_on_boxes(KeyClass& of_keys) const;
+  std::optional<Trouble> agree_on_boxes(KeyClass& of_keys, bool every_rank_reports) const;
   std::optional<Trouble> agree_on_layouts(KeyClass& of_keys, bool every_rank_reports) const;
   std::optional<Trouble> decide(const KeyClass& of_keys, const std::vector<Member>& members, bool every_rank_reports,
                                 Replica& replica) const;

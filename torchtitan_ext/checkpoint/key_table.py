@@ -6,13 +6,16 @@ process group.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
+from torch.distributed.checkpoint.utils import find_tensor_shard
+from torch.distributed.tensor import DTensor
 
 from torchtitan_ext.checkpoint.component import nested_stateful
 from torchtitan_ext.errors import Problem
@@ -22,9 +25,11 @@ from torchtitan_ext.layout.dtensor import (
     holds_wrapper,
     is_on_mesh,
     local_tensor,
+    local_view,
     why_not_dense,
 )
 from torchtitan_ext.layout.layout import ShardReport, is_replicated, num_elements
+from torchtitan_ext.layout.own_boxes import has_own_boxes, own_boxes, why_not_own_boxes
 from torchtitan_ext.layout.rules import LayoutRules
 from torchtitan_ext.layout.wrapper import is_wrapper, why_not_whole
 from torchtitan_ext.state.plain_value import NotPlain, why_not_plain
@@ -48,11 +53,18 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class BoxesEntry:
-    """A tensor that describes its own boxes through DCP's hooks (``__create_chunk_list__``), or a ShardedTensor."""
+    """A tensor that describes its own boxes: by its attributes (``layout/own_boxes.py``), through DCP's hooks
+    (``__create_chunk_list__``), or as a ShardedTensor.
+
+    Attributes:
+        local_offsets: Where each box begins in the rank's local tensor; ``None`` where each is a tensor of its own.
+    """
 
     global_shape: tuple[int, ...]
     dtype: torch.dtype
     boxes: tuple[Box, ...]
+    requires_grad: bool = False
+    local_offsets: tuple[tuple[int, ...], ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -163,9 +175,25 @@ def digest_values(values: Mapping[str, Any], table: KeyTable, *, hash_replicas: 
     return digests
 
 
+def lies_in_local(entry: KeyEntry | None) -> TypeGuard[TensorEntry | BoxesEntry]:
+    """Whether what a rank holds of a key is boxes of its one local tensor."""
+    return isinstance(entry, TensorEntry) or (isinstance(entry, BoxesEntry) and entry.local_offsets is not None)
+
+
 def local_bytes(entry: TensorEntry) -> int:
     """Bytes of the rank's local tensor."""
     return num_elements(entry.report.local_sizes) * entry.dtype.itemsize
+
+
+def box_tensors(value: Any, entry: BoxesEntry) -> Iterator[torch.Tensor]:
+    """The rank's memory of each box of a tensor that describes itself, plain and detached, in the entry's order."""
+    if entry.local_offsets is None:
+        for position, (offsets, _) in enumerate(entry.boxes):
+            yield local_tensor(find_tensor_shard(value, MetadataIndex("", torch.Size(offsets), position)))
+        return
+    local = local_tensor(value)
+    for (_, sizes), local_offsets in zip(entry.boxes, entry.local_offsets, strict=True):
+        yield local_view(local, local_offsets, sizes)
 
 
 def _has_boxes(value: Any) -> bool:
@@ -180,18 +208,49 @@ def _describe_tensor(
     reasons: dict[Any, str | None],
 ) -> TensorEntry | BoxesEntry | Problem:
     """The entry of a tensor, the same object for tensors that share a report, which the entry keeps alive."""
+    if has_own_boxes(value):
+        return _describe_own_boxes(fqn, value)
     if describes_itself(value):
         chunks = _create_chunk_list(value)
         boxes = tuple((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks)
-        return BoxesEntry(tuple(value.size()), value.dtype, boxes)
+        return BoxesEntry(tuple(value.size()), value.dtype, boxes, bool(getattr(value, "requires_grad", False)))
     local = local_tensor(value)
     reason = why_not_whole(local, reasons) if is_wrapper(local) else why_not_dense(local)
     if reason is not None:
         return Problem("unsupported_tensor", fqn, reason)
-    report = describer.describe(fqn, value)
+    report = _why_not_plain_to_stock(fqn, value) or describer.describe(fqn, value)
     if isinstance(report, Problem):
         return report
     alike = (id(report), value.dtype, value.requires_grad)
     if alike not in known:
         known[alike] = TensorEntry(report, value.dtype, value.requires_grad)
     return known[alike]
+
+
+def _why_not_plain_to_stock(fqn: str, value: torch.Tensor) -> Problem | None:
+    """Refuses what the installed torch takes for shards where we see a plain tensor: it may know more descriptions."""
+    is_bare = type(value) in (torch.Tensor, torch.nn.Parameter) and not value.__dict__
+    if is_bare or isinstance(value, DTensor):
+        return None
+    chunks = _create_chunk_list(value)
+    if [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks] == [((0,) * value.dim(), tuple(value.shape))]:
+        return None
+    held = ", ".join(f"{tuple(chunk.offsets)}+{tuple(chunk.sizes)}" for chunk in chunks[:4]) or "nothing"
+    detail = (
+        f"torch {torch.__version__} takes it for shards, of which this rank holds {held}, by a description that this "
+        "package does not know; use a DTensor, or the attributes of CheckpointableTensor"
+    )
+    return Problem("unsupported_tensor", fqn, detail)
+
+
+def _describe_own_boxes(fqn: str, tensor: torch.Tensor) -> BoxesEntry | Problem:
+    reason = why_not_dense(local_tensor(tensor))
+    if reason is not None:
+        return Problem("unsupported_tensor", fqn, reason)
+    reason = why_not_own_boxes(tensor)
+    if reason is not None:
+        return Problem("layout_matches_nothing", fqn, reason)
+    shape, chunks = own_boxes(tensor)
+    boxes = tuple((chunk.offsets, chunk.sizes) for chunk in chunks)
+    local_offsets = tuple(chunk.local_offsets for chunk in chunks)
+    return BoxesEntry(shape, tensor.dtype, boxes, tensor.requires_grad, local_offsets)

@@ -26,12 +26,12 @@ from torchtitan_ext.checkpoint.cast import CastPolicy, number_for, number_from
 from torchtitan_ext.checkpoint.component import nested_stateful
 from torchtitan_ext.checkpoint.cuts import unfillable_cuts
 from torchtitan_ext.checkpoint.key_table import (
-    BoxesEntry,
     KeyEntry,
     KeyTable,
     ObjectEntry,
     describe_state,
     how_to_read,
+    lies_in_local,
 )
 from torchtitan_ext.checkpoint.load_rules import LoadRules, ReadRequest, advice_of, for_components, held_keys
 from torchtitan_ext.checkpoint.load_targets import entry_as_saved, flatten_targets, places_of
@@ -331,7 +331,7 @@ class LoadPlanner(DefaultLoadPlanner):
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """The local tensor that an index leads to. For subclasses, as in stock."""
         entry = self._table.entries.get(index.fqn)  # none where storage brings a plan of its own
-        if entry is None or isinstance(entry, BoxesEntry):
+        if not lies_in_local(entry):
             return find_state_dict_object(self.state_dict, index)
         return local_tensor(self.state_dict[index.fqn])
 

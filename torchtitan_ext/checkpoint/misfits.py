@@ -9,11 +9,11 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 from torch.distributed.tensor import DTensor
 
 from torchtitan_ext.checkpoint.cast import CastPolicy, cast_problem
-from torchtitan_ext.checkpoint.key_table import BoxesEntry, KeyEntry, ObjectEntry, TensorEntry
+from torchtitan_ext.checkpoint.key_table import BoxesEntry, KeyEntry, ObjectEntry, TensorEntry, lies_in_local
 from torchtitan_ext.errors import Problem
 from torchtitan_ext.layout.dtensor import describes_itself, holds_wrapper, local_tensor, may_overlap_itself
 from torchtitan_ext.layout.wrapper import why_not_materialized
-from torchtitan_ext.state.nested import holds_dtensor
+from torchtitan_ext.state.nested import holds_shards
 
 SavedEntry = TensorStorageMetadata | BytesStorageMetadata
 
@@ -37,10 +37,10 @@ def find_misfit(fqn: str, target: Any, entry: KeyEntry, saved: SavedEntry, cast:
             "put a target of the saved kind there, or leave the key out",
         )
     if isinstance(entry, ObjectEntry) or isinstance(saved, BytesStorageMetadata):
-        if not holds_dtensor(target):
+        if not holds_shards(target):
             return None
-        detail = "the checkpoint has it as one value, of one rank; the target holds DTensors: load plain tensors there"
-        return Problem("wrong_type", fqn, detail)
+        detail = "the checkpoint has it as one value, of one rank; the target holds DTensors or other shards"
+        return Problem("wrong_type", fqn, f"{detail}: load plain tensors there")
     shape = entry.global_shape if isinstance(entry, BoxesEntry) else entry.report.global_shape
     if tuple(saved.size) != tuple(shape):
         return Problem(
@@ -49,7 +49,7 @@ def find_misfit(fqn: str, target: Any, entry: KeyEntry, saved: SavedEntry, cast:
             f"Size mismatch between saved {saved.size} and current: {torch.Size(shape)} for {fqn}; "
             "build the model with the saved size, or leave the key out",
         )
-    if isinstance(entry, TensorEntry) and may_overlap_itself(target):
+    if lies_in_local(entry) and may_overlap_itself(target):
         detail = "cannot be filled: several elements of the target share memory; load into a clone() of it"
         return Problem("unsupported_tensor", fqn, detail)
     if isinstance(entry, TensorEntry) and target.is_meta and holds_wrapper(target):

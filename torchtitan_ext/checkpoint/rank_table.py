@@ -226,8 +226,9 @@ class _Section:
             return number
         if isinstance(entry, BoxesEntry):
             self.boxes.append((position, entry.boxes))
-            key = (entry.dtype, entry.global_shape)
-            kind = (BOXES, str(entry.dtype), entry.dtype.itemsize, False, entry.global_shape, -1, (), None)
+            key = (entry.dtype, entry.requires_grad, entry.global_shape)
+            dtype = (BOXES, str(entry.dtype), entry.dtype.itemsize, entry.requires_grad)
+            kind = (*dtype, entry.global_shape, -1, (), None)
         else:
             key = entry is None
             kind = (NONE if entry is None else OBJECT, "", 0, False, (), -1, (), None)

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from torchtitan_ext.checkpoint.item_columns import items_of
-from torchtitan_ext.checkpoint.key_table import BoxesEntry, KeyTable, ObjectEntry, TensorEntry
+from torchtitan_ext.checkpoint.key_table import Box, BoxesEntry, KeyTable, ObjectEntry, TensorEntry
 from torchtitan_ext.checkpoint.rank_table import EncodedTable
 from torchtitan_ext.checkpoint.report import LoadReport
 from torchtitan_ext.checkpoint.saved_chunks import ChunkList, Part, is_covered
@@ -37,6 +37,8 @@ def wanted_chunks(entry: TensorEntry | BoxesEntry, steps: Steps | None) -> Seque
     """The chunks that a rank fills, sharded by these steps; see ``shard_of``."""
     if isinstance(entry, TensorEntry):
         return shard_of(entry.report, steps).chunks
+    if entry.local_offsets is not None:
+        return [Chunk(*box, begin) for box, begin in zip(entry.boxes, entry.local_offsets, strict=True)]
     # Each box is a tensor of its own: its elements begin at 0.
     return [Chunk(offsets, sizes, (0,) * len(offsets)) for offsets, sizes in entry.boxes]
 
@@ -125,15 +127,25 @@ def unread_problems(table: KeyTable, items: Sequence[ReadItem]) -> list[Problem]
     ]
 
 
+def _in_box(item: ReadItem, chunk: Chunk) -> Box:
+    """What an item fills, counted from the beginning of its box."""
+    begin = tuple(a - b for a, b in zip(item.dest_offsets, chunk.local_offsets, strict=True))
+    return begin, tuple(item.lengths)
+
+
 def _unread_problems(fqn: str, entry: TensorEntry | BoxesEntry, items: Sequence[ReadItem]) -> list[Problem]:
     if isinstance(entry, TensorEntry):
-        parts = [(entry.report.local_sizes, items)]
+        filled: list[Box] = [(tuple(item.dest_offsets), tuple(item.lengths)) for item in items]
+        parts = [(entry.report.local_sizes, filled)]
     else:
         parts = [
-            (sizes, [item for item in items if item.dest_index.offset == torch.Size(offsets)])
-            for offsets, sizes in entry.boxes
+            (
+                chunk.sizes,
+                [_in_box(item, chunk) for item in items if item.dest_index.offset == torch.Size(chunk.offsets)],
+            )
+            for chunk in wanted_chunks(entry, None)
         ]
-    if all(is_covered(sizes, [(i.dest_offsets, i.lengths) for i in members]) for sizes, members in parts):
+    if all(is_covered(sizes, boxes) for sizes, boxes in parts):
         return []
     held, found = sum(num_elements(sizes) for sizes, _ in parts), sum(num_elements(item.lengths) for item in items)
     detail = f"this rank holds {held} elements, the metadata that it saved for itself has {found} of them"

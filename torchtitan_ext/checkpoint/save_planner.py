@@ -41,6 +41,7 @@ from torchtitan_ext.checkpoint.key_table import (
     describe_state,
     digest_values,
     how_to_read,
+    lies_in_local,
 )
 from torchtitan_ext.checkpoint.plan_cache import (
     CACHE_PREFIX,
@@ -271,12 +272,12 @@ class SavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         """The value at an index: for a chunk a view of the local tensor. For subclasses, as in stock."""
         entry = self._table.entries.get(index.fqn)  # none where storage brings a plan of its own
-        if not isinstance(entry, TensorEntry):
+        if not lies_in_local(entry):
             return find_state_dict_object(self.state_dict, index)
         local = local_tensor(self.state_dict[index.fqn])
-        if num_elements(entry.report.global_shape) == 0:
-            is_whole = tuple(local.shape) == entry.report.global_shape
-            return local if is_whole else local.new_empty(entry.report.global_shape)
+        shape = entry.report.global_shape if isinstance(entry, TensorEntry) else entry.global_shape
+        if num_elements(shape) == 0:
+            return local if tuple(local.shape) == shape else local.new_empty(shape)
         chunk = self._chunks[index.fqn, tuple(index.offset or ())]
         box = box_of(local, chunk.local_offsets, chunk.sizes)
         if isinstance(box, str):  # of an order of sharding that only all ranks together could tell
@@ -369,7 +370,7 @@ def _meta_problems(values: Mapping[str, Any], table: KeyTable) -> list[Problem]:
     return [
         Problem("unsupported_tensor", fqn, "is on the meta device and holds no data; materialise it before saving")
         for fqn, entry in table.entries.items()
-        if isinstance(entry, TensorEntry) and values[fqn].is_meta
+        if lies_in_local(entry) and values[fqn].is_meta
     ]
 
 

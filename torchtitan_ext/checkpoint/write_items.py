@@ -127,7 +127,8 @@ def _chunks(
         boxes: Of a tensor that describes itself, with their places.
     """
     if isinstance(entry, BoxesEntry):
-        return [(position, Chunk(offsets, sizes, (0,) * len(sizes))) for position, (offsets, sizes) in boxes]
+        local_offsets = dict(zip(entry.boxes, entry.local_offsets or (), strict=False))
+        return [(position, Chunk(*box, local_offsets.get(box, (0,) * len(box[1])))) for position, box in boxes]
     return list(enumerate(written_chunks(entry, steps), start=first))
 
 
@@ -138,12 +139,11 @@ def _parts(
     if isinstance(entry, ObjectEntry):
         return [(WriteItemType.BYTE_IO, None, None, None)]
     if isinstance(entry, BoxesEntry):
-        item_type, shape, requires_grad = WriteItemType.SHARD, entry.global_shape, False
+        item_type, shape = WriteItemType.SHARD, entry.global_shape
     else:
         is_plain = entry.report.mesh is None
-        item_type = WriteItemType.TENSOR if is_plain else WriteItemType.SHARD
-        shape, requires_grad = entry.report.global_shape, entry.requires_grad
-    properties, size = TensorProperties(dtype=entry.dtype, requires_grad=requires_grad), torch.Size(shape)
+        item_type, shape = WriteItemType.TENSOR if is_plain else WriteItemType.SHARD, entry.report.global_shape
+    properties, size = TensorProperties(dtype=entry.dtype, requires_grad=entry.requires_grad), torch.Size(shape)
     parts: list[tuple[WriteItemType, torch.Size | None, int | None, TensorWriteData | None]] = []
     for index, chunk in chunks:
         stored = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torchtitan_ext import _core
 from torchtitan_ext.errors import Problem
 from torchtitan_ext.layout.layout import MeshLayout, ShardReport, Step, Steps, format_placements
+from torchtitan_ext.layout.own_boxes import has_own_boxes, keep_own_boxes
 from torchtitan_ext.layout.rules import LayoutRules
 
 
@@ -97,7 +98,7 @@ def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         local = torch.empty_like(tensor._local_tensor, device=device)
         return DTensor(local, tensor._spec, requires_grad=tensor.requires_grad)
-    return torch.empty_like(tensor, device=device)
+    return keep_own_boxes(tensor, torch.empty_like(tensor, device=device))
 
 
 def cpu_copy(tensor: torch.Tensor, known: dict[Any, tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
@@ -112,17 +113,18 @@ def cpu_copy(tensor: torch.Tensor, known: dict[Any, tuple[torch.Tensor, torch.Te
         return DTensor(cpu_copy(tensor._local_tensor, known), tensor._spec, requires_grad=tensor.requires_grad)
     if isinstance(tensor, AsyncCollectiveTensor):
         return cpu_copy(tensor.wait(), known)
-    if tensor.is_meta or tensor.is_quantized or tensor.layout is not torch.strided or describes_itself(tensor):
-        return copy.deepcopy(tensor.detach())
+    if tensor.is_meta or tensor.is_quantized or tensor.layout is not torch.strided or _has_hooks(tensor):
+        return keep_own_boxes(tensor, copy.deepcopy(tensor.detach()))
     if is_traceable_wrapper_subclass(tensor):
         names, context = tensor.__tensor_flatten__()
         inner = {name: cpu_copy(getattr(tensor, name), known) for name in names}
-        return type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
+        made = type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
+        return keep_own_boxes(tensor, made)
     local = local_tensor(tensor)
     memory = (local.device, local.data_ptr(), local.dtype, local.shape, local.stride(), local.is_conj(), local.is_neg())
     if memory not in known or local.numel() == 0:
         known[memory] = (local, torch.empty(local.shape, dtype=local.dtype, device="cpu").copy_(local))
-    return known[memory][1].detach().requires_grad_(tensor.requires_grad)
+    return keep_own_boxes(tensor, known[memory][1].detach().requires_grad_(tensor.requires_grad))
 
 
 def is_on_mesh(tensor: torch.Tensor) -> bool:
@@ -131,6 +133,11 @@ def is_on_mesh(tensor: torch.Tensor) -> bool:
 
 
 def describes_itself(value: Any) -> bool:
+    """Whether a value says itself which boxes a rank holds: by its attributes, or as ``_has_hooks`` says."""
+    return has_own_boxes(value) or _has_hooks(value)
+
+
+def _has_hooks(value: Any) -> bool:
     """Whether DCP's hooks, on the value or on a DTensor's local tensor, say which boxes a rank holds."""
     if isinstance(value, ShardedTensor):
         return True

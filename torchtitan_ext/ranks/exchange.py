@@ -80,9 +80,7 @@ def _gather_blocks(data: bytes, num_bytes: int, group: dist.ProcessGroup) -> lis
     """The bytes of every rank, each filled up with zeros to one length."""
     device = device_of(group)
     block = torch.frombuffer(bytearray(data.ljust(num_bytes, b"\0")), dtype=torch.uint8).to(device)
-    blocks = block.new_empty(dist.get_world_size(group), num_bytes)
-    dist.all_gather(list(blocks.unbind()), block, group=group)
-    return [row.tobytes() for row in blocks.cpu().numpy()]
+    return [row.tobytes() for row in all_gather_bytes(group, block).cpu().numpy()]
 
 
 def broadcast_value(value: T, src: int = 0) -> T:
@@ -94,17 +92,24 @@ def broadcast_value(value: T, src: int = 0) -> T:
     return box[0]  # type: ignore[return-value]
 
 
-def all_gather_bytes(mesh: DeviceMesh, flat: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
-    """The flat uint8 tensors of all ranks along some axes, one after another in row-major order of these axes.
+def all_gather_bytes(scope: Scope, flat: torch.Tensor, axes: Sequence[int] = ()) -> torch.Tensor:
+    """The flat uint8 tensors of all ranks of a group, or of a mesh along some axes in row-major order of these.
 
     Args:
-        flat: 1-D uint8, contiguous, of the same length on every rank, on the mesh's device.
-        axes: Mesh axes in increasing order.
+        flat: 1-D uint8, contiguous, of the same length on every rank, on a device from which the scope can send.
+        axes: Of a mesh: its axes in increasing order.
 
     Returns:
-        2-D uint8: one row per rank along the axes.
+        2-D uint8: one row per rank.
     """
     num_bytes = flat.numel()
+    if not isinstance(scope, DeviceMesh):
+        if scope is None and not dist.is_initialized():
+            return flat.view(1, num_bytes)
+        rows = flat.new_empty(dist.get_world_size(scope), num_bytes)
+        dist.all_gather(list(rows.unbind()), flat, group=scope)
+        return rows
+    mesh = scope
     for axis in reversed(axes):
         group = mesh.get_group(axis)
         parts = flat.new_empty(mesh.size(axis), flat.numel())

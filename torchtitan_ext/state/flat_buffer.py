@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from torchtitan_ext import ops
 from torchtitan_ext.layout.dtensor import local_tensor, why_not_dense
+from torchtitan_ext.layout.own_boxes import has_own_boxes, own_box_values, set_own_boxes, why_not_own_boxes
 from torchtitan_ext.state.nested import set_member
 
 MANIFEST_VERSION = 1
@@ -27,8 +28,9 @@ Manifest = dict[str, Any]
 """``version``, ``alignment`` (bytes), ``entries`` (one per distinct tensor) and ``tree`` (the containers).
 
 An entry has ``fqn`` (the first place the tensor stands at), ``device``, ``offset`` and ``num_bytes`` in that device's
-buffer, ``dtype``, ``shape`` (local), and for a DTensor ``global_shape``, ``mesh`` and ``placements``. A node of the
-tree is a JSON scalar or a dict with one key that names its kind.
+buffer, ``dtype``, ``shape`` (local), for a DTensor ``global_shape``, ``mesh`` and ``placements``, and for a tensor with
+the attributes of ``layout/own_boxes.py`` ``own_boxes``. A node of the tree is a JSON scalar or a dict with one key that
+names its kind.
 """
 
 
@@ -179,6 +181,11 @@ class _ManifestWriter:
             entry["global_shape"] = list(tensor.shape)
             entry["mesh"] = _mesh_values(tensor.device_mesh)
             entry["placements"] = [_placement_values(placement) for placement in tensor.placements]
+        reason = why_not_own_boxes(tensor)
+        if reason is not None:
+            raise ValueError(f"pack_state_dict: {_fqn(path)} {reason}")
+        if has_own_boxes(tensor):
+            entry["own_boxes"] = own_box_values(tensor)
         identity = (
             (local.untyped_storage()._cdata, local.storage_offset(), tuple(local.stride())),
             tuple(sorted((key, str(item)) for key, item in entry.items() if key != "fqn")),
@@ -246,6 +253,8 @@ def _rebuilt(entry: Mapping[str, Any], buffers: Mapping[str, Tensor], meshes: Se
     ) % dtype.itemsize:  # a view needs aligned memory, a tight buffer has none
         part = part.clone()
     local = part.view(dtype).view(entry["shape"])
+    if "own_boxes" in entry:
+        set_own_boxes(local, entry["own_boxes"])
     if "mesh" not in entry:
         return local
     mesh = next((mesh for mesh in meshes if _mesh_values(mesh) == entry["mesh"]), None)
@@ -285,7 +294,7 @@ def _differences(manifest: Manifest, entries: Sequence[Mapping[str, Any]], tree:
     if len(entries) != len(manifest["entries"]):
         problems.append(f"it has {len(entries)} distinct tensors, expected {len(manifest['entries'])}")
     for saved, wanted in zip(manifest["entries"], entries, strict=False):
-        for what in ("fqn", "device", "dtype", "shape", "global_shape", "mesh", "placements"):
+        for what in ("fqn", "device", "dtype", "shape", "global_shape", "mesh", "placements", "own_boxes"):
             if saved.get(what) != wanted.get(what):
                 problems.append(f"{saved['fqn']}: {what} is {wanted.get(what)}, expected {saved.get(what)}")
     if not problems and _containers(tree) != _containers(manifest["tree"]):

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchtitan_ext.layout.dtensor import on_device
+from torchtitan_ext.layout.own_boxes import has_own_boxes
 from torchtitan_ext.layout.wrapper import parts_of, why_not_whole
 
 Path = tuple[Any, ...]
@@ -59,8 +60,8 @@ def flatten_state_dict(
         is_whole: Says of the flat key of a tensor that consists of others (fp8 weights and their scales) whether it is
             kept as one value. By default those are that stock DCP can load back so; the others are walked.
         tuples: ``"as_stock"`` keeps tuples of plain tensors as one value, and walks only those that would not come
-            back from one: with DTensors (each rank would get one rank's shard), with tensors that consist of others,
-            and named tuples, whose class no load reads by default.
+            back from one: with DTensors or tensors with boxes of their own (each rank would get one rank's shard), with
+            tensors that consist of others, and named tuples, whose class no load reads by default.
 
     Raises:
         ValueError: Two paths give the same flat key, or a container holds itself.
@@ -118,9 +119,9 @@ def on_devices_of(target: Any, loaded: Any) -> Any:
     return loaded
 
 
-def holds_dtensor(value: Any) -> bool:
-    """Whether there is a DTensor in nested containers."""
-    return any(isinstance(member, DTensor) for member in nested_members(value))
+def holds_shards(value: Any) -> bool:
+    """Whether there is a DTensor, or a tensor with boxes of its own, in nested containers."""
+    return any(isinstance(member, DTensor) or has_own_boxes(member) for member in nested_members(value))
 
 
 def materialize_meta(
@@ -174,6 +175,7 @@ def _needs_walk(value: Any) -> bool:
     return any(
         is_traceable_wrapper_subclass(member)
         or isinstance(member, ShardedTensor)
+        or has_own_boxes(member)
         or (isinstance(member, tuple) and type(member) not in (tuple, torch.Size) and _holds_tensor(member))
         for member in nested_members(value)
     )
@@ -203,6 +205,7 @@ def _consists_of_tensors(value: Any) -> bool:
         and not isinstance(value, (DTensor, ShardedTensor, AsyncCollectiveTensor))
         and is_traceable_wrapper_subclass(value)
         and not hasattr(value, "__create_write_items__")
+        and not has_own_boxes(value)
     )
 
 

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from torchtitan_ext.errors import Problem, described
-from torchtitan_ext.layout.dtensor import local_tensor
+from torchtitan_ext.layout.dtensor import local_tensor, local_view
+from torchtitan_ext.layout.own_boxes import has_own_boxes, own_boxes, why_not_own_boxes
 from torchtitan_ext.ranks.exchange import ranks_along
 from torchtitan_ext.sync.faults import fault_of, inner_tensors
 from torchtitan_ext.sync.named_tensors import ModuleOrState, NamedTensor, list_tensors
@@ -158,14 +159,23 @@ def find_replicas(tensors: Sequence[NamedTensor], mesh: DeviceMesh | None, src: 
         if replication is not None and replication.coordinate is None and isinstance(tensor.value, DTensor):
             continue
         local = local_tensor(tensor.value)
-        reason = _refusal(tensor, mesh, replication) or fault_of(local)
+        reason = _refusal(tensor, mesh, replication) or fault_of(local) or why_not_own_boxes(tensor.value)
         if reason is not None:
             found.problems.append(Problem("cannot_sync", tensor.fqn, reason))
             continue
         assert replication is not None, "a tensor without a mesh was not refused, please report"
         layout = f"global shape {tuple(tensor.value.shape)}, {replication.placements}" if replication.placements else ""
+        parts = list(inner_tensors(tensor.fqn, local))
+        if has_own_boxes(tensor.value):
+            # Ranks that hold other boxes then hold tensors of other names; padding is neither sent nor compared.
+            shape, chunks = own_boxes(tensor.value)
+            layout = f"a box of a tensor of shape {shape}"
+            parts = [
+                (f"{tensor.fqn} at {chunk.offsets}", local_view(local, chunk.local_offsets, chunk.sizes))
+                for chunk in chunks
+            ]
         num_known = len(found.tensors)
-        for fqn, inner in inner_tensors(tensor.fqn, local):
+        for fqn, inner in parts:
             _add(
                 found,
                 seen,
