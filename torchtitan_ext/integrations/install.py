@@ -24,6 +24,7 @@ from torch.distributed.checkpoint import (
     _async_process_executor,
     _async_thread_executor,
     format_utils,
+    staging,
     state_dict_loader,
     state_dict_saver,
 )
@@ -42,6 +43,7 @@ from torch.distributed.checkpoint.filesystem import (
 
 from torchtitan_ext.checkpoint import LoadPlanner, SavePlanner
 from torchtitan_ext.errors import CannotInstallError
+from torchtitan_ext.layout.own_boxes import keep_own_boxes
 from torchtitan_ext.storage import FileReader, FileWriter
 
 logger = logging.getLogger(__name__)
@@ -100,12 +102,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class Point:
-    """A function of DCP: where it is looked up, its parameters, and what is done with its arguments before."""
+    """A function of DCP: where it is looked up, its parameters, what is done with its arguments before, and with these
+    and its result afterwards."""
 
     owner: Any
     name: str
     parameters: tuple[str, ...]
     replace: Callable[[Settings, dict[str, Any]], None]
+    finish: Callable[[Mapping[str, Any], Any], None] = lambda passed, result: None
 
 
 class Installation:
@@ -238,7 +242,9 @@ def _wrap(installation: Installation, point: Point, original: Any) -> Any:
             return original(*args, **kwargs)
         passed = signature.bind(*args, **kwargs)
         point.replace(settings, passed.arguments)
-        return original(*passed.args, **passed.kwargs)
+        result = original(*passed.args, **passed.kwargs)
+        point.finish(passed.arguments, result)
+        return result
 
     return with_ours
 
@@ -272,6 +278,18 @@ def _replace_in_executor(settings: Settings, passed: dict[str, Any]) -> None:
         passed["storage_writer"] = replaced if isinstance(replaced, FileWriter) else None
     else:
         passed["storage_writer"] = _writer(settings, writer)
+
+
+def _keep_own_boxes(value: Any, staged: Any) -> None:
+    """Stock's stager for its own files makes copies without attributes, which would be saved as whole tensors."""
+    if isinstance(value, torch.Tensor):
+        keep_own_boxes(value, staged)
+    elif isinstance(value, dict):
+        for key, member in value.items():
+            _keep_own_boxes(member, staged[key])
+    elif isinstance(value, (list, tuple)):
+        for members in zip(value, staged, strict=True):
+            _keep_own_boxes(*members)
 
 
 def _save_planner(settings: Settings, planner: Any) -> Any:
@@ -334,6 +352,13 @@ POINTS = (
     Point(state_dict_saver, "_save_state_dict", _SAVE, _replace_in_save),
     Point(state_dict_loader, "_load_state_dict", _LOAD, _replace_in_load),
     Point(_async_thread_executor._ThreadBasedAsyncCheckpointExecutor, "execute_save", _EXECUTE, _replace_in_executor),
+    Point(
+        staging.BlockingAsyncStager,
+        "stage",
+        ("self", "state_dict"),
+        lambda settings, passed: None,
+        lambda passed, staged: _keep_own_boxes(passed["state_dict"], staged),
+    ),
     Point(_async_process_executor._ProcessBasedAsyncCheckpointExecutor, "execute_save", _EXECUTE, _replace_in_executor),
 )
 
