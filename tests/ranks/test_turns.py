@@ -15,6 +15,7 @@ import torchtitan_ext as tte
 from torchtitan_ext.checkpoint.phases import Phases
 from torchtitan_ext.errors import LostRankError
 from torchtitan_ext.ranks import turns
+from torchtitan_ext.ranks.side_group import side_group_of
 from torchtitan_ext.ranks.turns import Turn
 
 
@@ -118,7 +119,10 @@ def wait_behind_a_write_that_hangs(rank: int, world_size: int, path: Path) -> st
     with pytest.raises(LostRankError):
         saved.result()
     if rank == 1:  # What rank 0 gave up comes to its end, else the group could not be destroyed.
-        dist.all_gather(list(torch.empty(2, 1024, dtype=torch.uint8)), torch.empty(1024, dtype=torch.uint8), group)
+        side = side_group_of(group)
+        assert side is not None
+        row = torch.empty(1024, dtype=torch.uint8)
+        side.backend.allgather([list(torch.empty(2, 1024, dtype=torch.uint8))], [row]).wait()
     return str(caught.value)
 
 

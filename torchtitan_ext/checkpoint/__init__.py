@@ -35,6 +35,7 @@ from torchtitan_ext.checkpoint.staging import CpuStager
 from torchtitan_ext.checkpoint.steps import Step, check_step, choose_step
 from torchtitan_ext.checkpoint.trace import begin_trace
 from torchtitan_ext.errors import SavedOverError
+from torchtitan_ext.ranks.side_group import SideGroupOffer
 
 # Saves over one checkpoint come far apart: who meets a second one while he loads is told so.
 _MAX_ATTEMPTS = 3
@@ -211,8 +212,9 @@ def async_save(
 ) -> Future[SaveResult]:
     """Copies the state dict to the CPU (``staging``), then saves it in a thread. Collective over ``process_group``.
 
-    The next save or load on this group begins when this one has ended. Other collectives in CPU memory would meet its
-    own: where there are any meanwhile, give it a group of its own, as ``dist.new_group(backend="gloo")``.
+    The next save or load on this group begins when this one has ended. The thread uses connections of its own (gloo,
+    made by the first call on a group, which connects each rank with each other), so that training may use the group
+    meanwhile. Only where there is no gloo or no store (MPI) it uses the group itself, and nothing else may then.
 
     Args:
         state_dict: And all others: as in ``save``.
@@ -221,10 +223,11 @@ def async_save(
         A future of what ``save`` returns; it raises what ``save`` raises. The caller may change the state dict at once.
 
     Raises:
-        CheckpointFailedError: A component, or the copy, failed on a rank; names the ranks and their errors.
+        CheckpointFailedError: A component, the copy, or connecting the ranks failed on a rank; names the ranks and
+            their errors.
         LostRankError: A rank did not come to the copy in time; the same on every rank, and names it.
         TypeError: An argument is of another type.
-        ValueError: As in ``save``; or the group cannot send from CPU memory.
+        ValueError: As in ``save``; or there is no gloo and the group cannot send from CPU memory.
     """
     check_save("async_save", state_dict, path, planner, storage_writer, process_group)
     check_seconds("async_save", timeout_seconds)
@@ -232,10 +235,15 @@ def async_save(
     spans = begin_trace("async_save", trace)
     phases = Phases("save", process_group, path=path, timeout_seconds=timeout_seconds, trace=spans)
     copies: dict[str, Any] = {}
+
+    def stage() -> SideGroupOffer | None:
+        copies.update(CpuStager().stage(values))
+        return phases.offer_side_group()
+
     try:
         values = ask_for_states(state_dict, phases, place_of_save(path, storage_writer))
         writer = writer_at(path, storage_writer, keep)
-        phases.on_all("stage", lambda: copies.update(CpuStager().stage(values)), doing="values were copied to the CPU")
+        phases.go_beside(phases.on_all("stage", stage, doing="values were copied to the CPU"))
     except BaseException:
         phases.close()
         raise

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from torchtitan_ext.errors import argument_error, check_argument, described
+from torchtitan_ext.ranks.side_group import can_have_side_group
 from torchtitan_ext.state.plain_value import is_builtin_function
 
 # A month: timers of the backends count in milliseconds.
@@ -55,8 +56,8 @@ def check_classes(operation: str, allow_classes: Any) -> None:
 
 
 def check_can_send_from_cpu(operation: str, group: dist.ProcessGroup | None) -> None:
-    """Raises ValueError where a group has no backend for CPU memory, from which a save in a thread sends."""
-    if not (dist.is_available() and dist.is_initialized()):
+    """Raises ValueError where a save in a thread can send neither beside a group nor from CPU memory over it."""
+    if not (dist.is_available() and dist.is_initialized()) or can_have_side_group():
         return
     devices = (group or dist.group.WORLD)._device_types  # type: ignore[union-attr]
     if torch.device("cpu") not in devices:

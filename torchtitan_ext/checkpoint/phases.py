@@ -11,6 +11,7 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
@@ -20,6 +21,13 @@ from torchtitan_ext.checkpoint.places import Place, place_problems
 from torchtitan_ext.checkpoint.trace import Trace, Traced
 from torchtitan_ext.errors import CheckpointFailedError, LostRankError, TorchtitanExtError, only_printed, refusal
 from torchtitan_ext.metrics import log_metrics, timed
+from torchtitan_ext.ranks.side_group import (
+    SideGroupOffer,
+    can_have_side_group,
+    make_side_group,
+    offer_of,
+    side_group_of,
+)
 from torchtitan_ext.ranks.timed_exchange import TimedExchange
 from torchtitan_ext.ranks.turns import Turn
 from torchtitan_ext.ranks.watch import Watch
@@ -73,6 +81,7 @@ class Phases:
         self._path = "" if path is None else str(path)
         is_alone = no_dist or not (dist.is_available() and dist.is_initialized())
         group = None if is_alone else process_group or dist.group.WORLD
+        self._group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         """This rank, counted in the group."""
         self.size = 1 if group is None else dist.get_world_size(group)
@@ -113,6 +122,29 @@ class Phases:
         if self._trace is not None and self.is_coordinator:
             with only_printed():
                 self._trace.write(self._operation, self._path)
+
+    def offer_side_group(self) -> SideGroupOffer | None:
+        """What this rank says before all call ``go_beside``. Not collective."""
+        if self._group is None or self.size == 1 or not can_have_side_group():
+            return None
+        return offer_of(self._group)
+
+    def go_beside(self, offers: Sequence[SideGroupOffer | None]) -> None:
+        """From here on the ranks exchange beside the group, which others may use meanwhile. Collective.
+
+        Args:
+            offers: Of all ranks.
+        """
+        if self._group is None or self._ranks is None or not all(offers):
+            return
+        watch, group = self._ranks[0], self._group
+        known = {offer.known for offer in offers if offer is not None}
+        if len(known) > 1 or None in known:
+            name = cast(SideGroupOffer, offers[0]).new
+            # In half of the time: a rank that cannot connect waits for the others, which wait for it, to hear of it.
+            connect = partial(make_side_group, group, name, timeout_seconds=watch.timeout_seconds / 2)
+            self.on_all("connect", connect, doing="ranks were connected for a save beside training")
+        self._ranks = watch, TimedExchange(group, watch, side_group_of(group))
 
     @property
     def is_coordinator(self) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
 )
 
 from torchtitan_ext.ranks.exchange import device_of
+from torchtitan_ext.ranks.side_group import SideGroup
 from torchtitan_ext.ranks.watch import Watch
 
 _FIRST_BYTES = 1024
@@ -31,14 +32,19 @@ Options = TypeVar("Options", AllgatherOptions, BroadcastOptions, GatherOptions, 
 
 
 class TimedExchange:
-    """The collectives of one operation. All methods are collective, and raise ``LostRankError`` as ``Watch`` does."""
+    """The collectives of one operation. All methods are collective, and raise ``LostRankError`` as ``Watch`` does.
 
-    def __init__(self, group: dist.ProcessGroup, watch: Watch) -> None:
-        self._group = group
+    Args:
+        side: What stands beside the group, to be used in its place.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, watch: Watch, side: SideGroup | None = None) -> None:
+        # Backends have the collectives of groups, which their stubs leave out.
+        self._group: Any = group if side is None else side.backend
         self._watch = watch
         self._size = dist.get_world_size(group)
         self._is_coordinator = dist.get_rank(group) == 0
-        self._device = device_of(group)
+        self._device = device_of(group) if side is None else torch.device("cpu")
 
     def heads(self, data: bytes) -> list[bytes]:
         """The first message of every rank: with it all have come. Its rest is for one of the next two."""

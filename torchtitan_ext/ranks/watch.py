@@ -100,7 +100,7 @@ class Watch:
         self._is_asked = False
         self._is_closed = False
         self._thread: threading.Thread | None = None
-        if _can_be_asked(_get_default_store()):
+        if can_be_asked(_get_default_store()):
             self._thread = threading.Thread(target=self._run, name="torchtitan_ext.watch", daemon=True)
             self._thread.start()
 
@@ -324,8 +324,8 @@ class Watch:
             num_heard = store.add(_HEARD, 0)
 
 
-def _can_be_asked(store: Store | None) -> bool:
-    """MPI has no store, and one that is written in Python need not have what a watch asks."""
+def can_be_asked(store: Store | None) -> bool:
+    """Whether ranks can ask each other: MPI has no store, and one written in Python need not have what it takes."""
     inner = getattr(store, "_underlying_non_prefix_store", store)
     return isinstance(inner, _ASKED_STORES)
 
