@@ -171,6 +171,9 @@ def parse_records(
 ) -> list[tuple[str, _Sizes | None, int | None, str, _Sizes, int, int, int]]:
     """fqn, offsets, index hint, dtype (empty for no tensor), sizes, record offset, record bytes, data offset."""
 
+def find_footer(path: str, descriptor: int) -> tuple[int, int, int, int, bytes] | None:
+    """Rank, size of the file, offset and digest of its footer, save id; None where the file does not end with one."""
+
 def find_tensors(
     path: str, places: Sequence[tuple[int, int]], num_threads: int, descriptor: int = -1
 ) -> list[tuple[str, str, _Sizes, _Sizes, int, int, int] | None]:

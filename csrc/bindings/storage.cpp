@@ -158,6 +158,14 @@ int64_t add_checked_file(RunReader& reader, const std::string& path, int64_t num
                          {footer.block_bytes, footer.covered_bytes, std::move(footer.checksums)});
 }
 
+// What an index would say of a file, by the file's footer: rank, size, offset and digest of the footer, save id.
+std::optional<py::tuple> find_footer_py(const std::string& path, int descriptor) {
+  const std::optional<FoundFooter> found = find_footer(File::open(path, descriptor));
+  if (!found) return std::nullopt;
+  return py::make_tuple(found->footer.rank, found->num_bytes, found->footer.covered_bytes, found->digest,
+                        to_bytes(found->footer.save_id));
+}
+
 void add_box(RunReader& reader, int64_t file, int64_t data_offset, int64_t item_bytes, const Sizes& stored_sizes,
              const Sizes& stored_strides, const Sizes& offsets, const Sizes& sizes, uintptr_t address,
              const Sizes& strides) {
@@ -299,6 +307,7 @@ void define_storage(py::module_& module) {
              py::arg("metadata_digest"), py::arg("notes"), py::arg("files"), py::arg("tables") = py::bytes());
   module.def("parse_index", &parse_index_py, py::arg("bytes"), py::arg("where"));
   module.def("parse_records", &parse_records_py, py::arg("bytes"), py::arg("footer_offset"), py::arg("where"));
+  module.def("find_footer", &find_footer_py, py::arg("path"), py::arg("descriptor"));
   module.def("find_tensors", &find_tensors, py::arg("path"), py::arg("places"), py::arg("num_threads"),
              py::arg("descriptor") = -1);
   module.def("start_write_back", &start_write_back, py::arg("descriptor"), py::arg("offset"), py::arg("num_bytes"),

@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "storage/bytes.h"
+#include "storage/digest.h"
 #include "storage/sections.h"
 
 namespace torchtitan_ext::storage {
@@ -73,6 +74,26 @@ Footer parse_footer(std::string_view bytes, const std::string& where, int64_t of
   }
   if (!has_blocks) throw_format_error(where, offset, "the footer has no checksums");
   return footer;
+}
+
+std::optional<FoundFooter> find_footer(const File& file) {
+  const int64_t num_bytes = file.num_bytes();
+  const auto read = [&](int64_t offset) {
+    std::string bytes(static_cast<size_t>(num_bytes - offset), '\0');
+    iovec piece{bytes.data(), bytes.size()};
+    file.read_at({&piece, 1}, offset);
+    return bytes;
+  };
+  const int64_t trailer_offset = num_bytes - static_cast<int64_t>(kTrailerBytes);
+  if (trailer_offset < 0) return std::nullopt;
+  const std::string trailer = read(trailer_offset);
+  if (!trailer.ends_with(kTrailerMagic)) return std::nullopt;
+  const auto offset = ByteReader(trailer, file.path(), trailer_offset).number<int64_t>();
+  if (offset < 0 || offset > trailer_offset) {
+    throw_format_error(file.path(), trailer_offset, "the footer begins at byte ", offset, ", outside of the file");
+  }
+  const std::string bytes = read(offset);
+  return FoundFooter{num_bytes, digest_of(bytes), parse_footer(bytes, file.path(), offset)};
 }
 
 }  // namespace torchtitan_ext::storage

@@ -8,9 +8,12 @@
 
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
+
+#include "storage/file.h"
 
 namespace torchtitan_ext::storage {
 
@@ -28,5 +31,14 @@ std::string encode_footer(const Footer& footer);
 
 // `bytes` are the end of a file from byte `offset` on, trailer included. Throws FormatError.
 Footer parse_footer(std::string_view bytes, const std::string& where, int64_t offset);
+
+// The footer of a file of which no index tells; none where the file does not end as one with a footer does. Throws
+// FormatError where it is damaged.
+struct FoundFooter {
+  int64_t num_bytes = 0;  // of the file
+  uint64_t digest = 0;    // of all bytes of the footer
+  Footer footer;          // lies behind the bytes that it covers
+};
+std::optional<FoundFooter> find_footer(const File& file);
 
 }  // namespace torchtitan_ext::storage

@@ -101,6 +101,19 @@ def test_a_flipped_bit_is_found_by_a_deep_look(tmp_path: Path, kind: str) -> Non
         assert "the record of layers.0.wq" in damage["what"] and "Bad CRC-32" in damage["what"]
 
 
+def test_ours_without_its_index_is_verified_by_footers_and_not_whole(tmp_path: Path) -> None:
+    path = make(tmp_path / "c", "ours")
+    (path / ".tte_index").unlink()
+    for options in ([], ["--deep"]):
+        done = call("verify", path, *options, "--json")
+        assert done.code == DIFFERS
+        assert [(one["file"], one["kind"]) for one in done.json["damages"]] == [(".tte_index", "lost")]
+    flip(path / "__0_0.distcp", 4_000_000)
+    done = call("verify", path, "--deep", "--json")
+    assert [one["kind"] for one in done.json["damages"]] == ["checksum", "lost"]
+    assert "in them lie layers.0.wq" in done.json["damages"][0]["what"]
+
+
 def test_all_damages_are_named(tmp_path: Path) -> None:
     path = make(tmp_path / "c", "ours")
     for position in (3_000_000, 3_500_000, 7_400_000):

@@ -6,12 +6,16 @@
 #include <atomic>
 #include <cstdlib>
 #include <filesystem>
+#include <limits>
 #include <new>
 #include <numeric>
+#include <optional>
 #include <random>
 #include <string>
 
 #include "core/pickle_writer.h"
+#include "storage/bytes.h"
+#include "storage/digest.h"
 #include "storage/errors.h"
 #include "storage/file.h"
 #include "storage/parallel.h"
@@ -342,6 +346,34 @@ TEST_F(Files, TheSizeOfARankFileIsKnownBeforeItIsWritten) {
             RecordWriter(path("file"), {512, 1, false}).finish({}, 0).num_bytes);
   EXPECT_THROW(rank_file_sizes({}, kinds, std::vector<uint32_t>{4}, 512), std::invalid_argument);
   EXPECT_THROW(rank_file_sizes(values, kinds, kind_of, 0), std::invalid_argument);
+}
+
+TEST_F(Files, AFooterIsFoundByTheEndOfItsFile) {
+  const auto write = [&](std::string content) {
+    File file = File::create(path("file"));
+    iovec piece{content.data(), content.size()};
+    if (!content.empty()) file.write_at({&piece, 1}, 0);
+    file.close();
+    return File::open(path("file"));
+  };
+  const std::string records(250, 'r');
+  const std::string footer = encode_footer({{7}, 3, 100, 250, {1, 2, 3}});
+  const std::optional<FoundFooter> found = find_footer(write(records + footer));
+  ASSERT_TRUE(found);
+  EXPECT_EQ(found->footer.save_id, (SaveId{7}));
+  EXPECT_EQ(found->footer.rank, 3u);
+  EXPECT_EQ(found->footer.covered_bytes, 250);
+  EXPECT_EQ(found->num_bytes, static_cast<int64_t>(250 + footer.size()));
+  EXPECT_EQ(found->digest, digest_of(footer));
+  for (const std::string& other : {std::string(), std::string(5, 'r'), records, records + footer.substr(0, 40)}) {
+    EXPECT_FALSE(find_footer(write(other)));
+  }
+  for (const int64_t offset : {int64_t{-1}, int64_t{249}, int64_t{1} << 60, std::numeric_limits<int64_t>::max()}) {
+    ByteWriter trailer;
+    trailer.number(offset).number(static_cast<uint64_t>(footer.size() - 24)).raw("TTETRAIL");
+    EXPECT_THROW(find_footer(write(records + footer.substr(0, footer.size() - 24) + trailer.take())), FormatError);
+  }
+  EXPECT_THROW(find_footer(write(records.substr(1) + footer)), FormatError);
 }
 
 TEST_F(Files, ABlockThatIsDamagedIsNamed) {

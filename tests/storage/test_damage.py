@@ -1,5 +1,6 @@
 """Bytes that are not what was written: found before they are taken for a tensor's, and named."""
 
+import pickle
 import shutil
 import warnings
 from collections.abc import Callable
@@ -16,7 +17,9 @@ import torchtitan_ext as tte
 from torchtitan_ext import _core
 from torchtitan_ext.errors import CheckpointFailedError, DamagedCheckpointError
 from torchtitan_ext.storage import FileReader, FileWriter
+from torchtitan_ext.storage import verify as verifying
 from torchtitan_ext.storage.checkpoint_files import RankFile
+from torchtitan_ext.storage.footers import Footers
 
 DATA = "__0_0.distcp"
 
@@ -167,12 +170,110 @@ def test_saving_over_stock_and_over_ours(tmp_path: Path) -> None:
         assert differences(load(blank(state), FileReader(tmp_path)), state) == []
 
 
-def test_without_the_index_it_is_a_stock_checkpoint(tmp_path: Path) -> None:
-    save(mixed_state(), FileWriter(tmp_path, sync=False), tte.SavePlanner())
-    (tmp_path / ".tte_index").unlink()
-    with pytest.warns(UserWarning, match="no checksums"):
-        loaded = load(blank(mixed_state()), FileReader(tmp_path, "all"), tte.LoadPlanner())
+# ---- the index is lost ----
+
+
+def save_without_index(path: Path, state: dict[str, Any]) -> None:
+    tte.save(state, storage_writer=FileWriter(path, sync=False), no_dist=True)
+    (path / ".tte_index").unlink()
+
+
+def kinds_of(path: Path, is_deep: bool = True) -> list[tuple[str, str]]:
+    return [(damage.file, damage.kind) for damage in verifying.verify(path, is_deep=is_deep).damages]
+
+
+LOST = (".tte_index", "lost")
+
+
+@pytest.mark.parametrize("mode", ["auto", "all"])
+def test_without_the_index_files_are_verified_by_their_footers(tmp_path: Path, mode: Any) -> None:
+    save_without_index(tmp_path, mixed_state())
+    with pytest.warns(UserWarning, match="has no index, so no checksums of .metadata: its data files are verified"):
+        loaded = load(blank(mixed_state()), FileReader(tmp_path, mode), tte.LoadPlanner())
     assert differences(loaded, mixed_state()) == []
+    assert kinds_of(tmp_path) == kinds_of(tmp_path, is_deep=False) == [LOST]
+    (lost,) = verifying.verify(tmp_path).damages
+    assert "verified by their own footers, and nothing proves what .metadata says" in lost.what
+
+
+def test_without_the_index_every_flipped_bit_is_found(tmp_path: Path) -> None:
+    state = small_state()
+    save_without_index(tmp_path, state)
+    content = (tmp_path / DATA).read_bytes()
+    for position in [*range(0, len(content), 67), *range(len(content) - 30, len(content), 3)]:
+        (tmp_path / DATA).write_bytes(content)
+        flip(tmp_path / DATA, position)
+        failure = failure_of(load_verified, tmp_path, blank(state))
+        assert isinstance(failure, DamagedCheckpointError) and DATA in str(failure), f"byte {position}: {failure}"
+        found = kinds_of(tmp_path)
+        assert found[0] in ((DATA, "checksum"), (DATA, "footer")) and len(found) <= 2, f"byte {position}: {found}"
+
+
+def test_without_the_index_the_error_names_file_and_tensor(tmp_path: Path) -> None:
+    state = {"w": random_tensor((1024, 512), torch.float32), "b": torch.ones(3)}
+    save_without_index(tmp_path, state)
+    flip(tmp_path / DATA, 1_300_000)
+    text = f"{DATA}: bytes 1048576 to .* do not match their checksum; in them lie w"
+    with pytest.warns(UserWarning, match="has no index"), pytest.raises(CheckpointFailedError, match=text):
+        tte.load(blank(state), tmp_path, no_dist=True)
+    assert text.split(":")[0] in verifying.verify(tmp_path, is_deep=True).damages[0].what
+    assert differences(load(blank(state), FileReader(tmp_path, "none"), tte.LoadPlanner()), state) == ["w"]
+
+
+@pytest.mark.filterwarnings("ignore:.* has no index")
+@pytest.mark.parametrize("kind", ["another step", "no footer", "half a footer", "stock", "cut", "the metadata's own"])
+def test_without_the_index_files_that_are_not_of_the_save_are_found(tmp_path: Path, kind: str) -> None:
+    path, other = tmp_path / "step-1", tmp_path / "step-2"
+    save_without_index(path, small_state())
+    save_without_index(other, small_state())
+    data = (path / DATA).read_bytes()
+    footer = data.rindex(b"TTEFOOTR")
+    if kind == "another step":
+        shutil.copy(other / DATA, path / DATA)
+    elif kind == "the metadata's own":
+        shutil.copy(other / ".metadata", path / ".metadata")
+    elif kind == "stock":
+        save(small_state(), dcp.FileSystemWriter(tmp_path / "stock"))
+        shutil.copy(tmp_path / "stock" / DATA, path / DATA)
+    else:
+        (path / DATA).write_bytes(data[: {"no footer": footer, "half a footer": footer + 9, "cut": footer // 2}[kind]])
+    text = "belongs to another save" if kind in ("another step", "the metadata's own") else "does not end with a footer"
+    with pytest.raises(DamagedCheckpointError, match=text):
+        tte.load(blank(small_state()), storage_reader=FileReader(path), no_dist=True)
+    assert kinds_of(path, is_deep=False)[0] == (DATA, "size" if kind == "cut" else "footer")
+    assert not verifying.is_whole(path) and verifying.is_whole(other)
+
+
+def test_without_ids_in_the_metadata_all_footers_are_of_one_save(tmp_path: Path) -> None:
+    """As of a storage writer that is a subclass of ours, or of metadata that was put together by hand."""
+    footers = Footers("an id of theirs")
+    for step in (1, 2):
+        save_without_index(tmp_path / f"step-{step}", small_state())
+        path = tmp_path / f"step-{step}" / DATA
+        with path.open("rb") as stream:
+            if step == 1:
+                assert footers.find(path, stream.fileno()) is not None and not footers.are_expected
+                continue
+            with pytest.raises(ValueError, match="step-2/__0_0.distcp: the file belongs to another save"):
+                footers.find(path, stream.fileno())
+
+
+def test_metadata_that_says_other_shapes_than_the_records_is_found_without_the_index(tmp_path: Path) -> None:
+    save_without_index(tmp_path, small_state())
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    metadata.state_dict_metadata["w"].properties.dtype = torch.int32
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert kinds_of(tmp_path) == [(DATA, "record"), LOST]
+
+
+def test_stock_saving_over_ours_without_an_index_is_stocks(tmp_path: Path) -> None:
+    save_without_index(tmp_path, mixed_state())
+    save(small_state(), dcp.FileSystemWriter(tmp_path, sync_files=False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message="torch.distributed is")
+        loaded = load(blank(small_state()), FileReader(tmp_path), tte.LoadPlanner())
+    assert differences(loaded, small_state()) == [] and kinds_of(tmp_path) == []
 
 
 def test_a_damaged_index_can_be_done_without(tmp_path: Path) -> None:

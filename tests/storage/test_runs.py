@@ -98,6 +98,15 @@ def test_the_last_good_one_is_loaded_and_says_what_was_skipped(run: Path, damage
     assert find_damage(run / "step-5") is None
 
 
+def test_the_last_good_one_is_found_without_its_index(run: Path) -> None:
+    for step in (10, 20):
+        (run / f"step-{step}" / ".tte_index").unlink()
+    flip(run / "step-20" / "__0_0.distcp", 500_000)
+    reasons = r"step 40: it has no .metadata: .*; step 20: .*step-20/__0_0.distcp: bytes .* do not match their checksum"
+    with pytest.warns(UserWarning, match=f"step 10 is loaded, 2 newer skipped: {reasons}"):
+        assert loaded_step(run, "last-good") == 10
+
+
 def test_none_is_good(run: Path) -> None:
     for step in (5, 10, 20):
         flip(run / f"step-{step}" / "__0_0.distcp", 700_000)

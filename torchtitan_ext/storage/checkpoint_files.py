@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TypeGuard
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError
 from torchtitan_ext.storage.element_types import ITEM_BYTES
 
 DATA_SUFFIX = ".distcp"
+
+# Of our saves; what stock writes has dashes in it.
+_SAVE_ID = re.compile("[0-9a-f]{32}")
 
 NO_METADATA = -1
 """What an index says of the size of ``.metadata`` where its tables stand for that file."""
@@ -101,6 +106,11 @@ class CheckpointIndex:
     files: dict[str, IndexedFile]
     tables: bytes
     notes: dict[str, str]
+
+
+def is_save_id(save_id: object) -> TypeGuard[str]:
+    """Whether this is the id of a save of ours, by its form. What a damaged checkpoint says may be anything."""
+    return isinstance(save_id, str) and _SAVE_ID.fullmatch(save_id) is not None
 
 
 def is_local(checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -187,8 +197,8 @@ def parse_index(
             "or .metadata is damaged"
         )
         if verify == "all":
-            raise DamagedCheckpointError(text, "; verify='auto' reads it without checksums")
-        warnings.warn(f"{text}; it is read without checksums", stacklevel=2)
+            raise DamagedCheckpointError(text, "; verify='auto' reads it without this index")
+        warnings.warn(f"{text}; it is read without this index", stacklevel=2)
         return None
     return index
 

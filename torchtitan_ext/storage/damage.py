@@ -62,7 +62,8 @@ def cover_defect(sizes: Sequence[int], chunks: Sequence[tuple[Sequence[int], Seq
 
 def _rows(part: Part, begin: int, end: int, index: CheckpointIndex | None) -> str:
     """``w[128:160]`` for the rows of a key that lie between two bytes of a file."""
-    stored = None if index is None else index.files[part.path].tensors.get(part.offset)
+    indexed = None if index is None else index.files.get(part.path)
+    stored = None if indexed is None else indexed.tensors.get(part.offset)
     if stored is None or not stored.sizes or 0 in stored.sizes:
         return part.fqn
     row_bytes = stored.strides[0] * ITEM_BYTES[stored.dtype]

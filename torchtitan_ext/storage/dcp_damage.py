@@ -20,6 +20,7 @@ from torchtitan_ext.storage.archives import FilePart, archive_damage
 from torchtitan_ext.storage.checkpoint_files import IndexedFile, index_path, metadata_path, shown
 from torchtitan_ext.storage.contents import size_of
 from torchtitan_ext.storage.damage import Part, cover_defect, describe_damage, shape_defect
+from torchtitan_ext.storage.footers import Footers
 from torchtitan_ext.storage.formats import ZIP_START
 from torchtitan_ext.storage.leftovers import checkpoint_names
 from torchtitan_ext.storage.opened import OpenedCheckpoint
@@ -49,6 +50,7 @@ def verify_dcp(path: Path, *, is_deep: bool, on_bytes: OnBytes) -> Verdict:
         DcpLook(opened, rank, is_deep, True, on_bytes) for rank in (ranks_with_metadata(path) if is_own else [None])
     ]
     damages = [damage for look in looks for damage in look.damages()]
+    damages += [look.lost_index for look in looks if look.lost_index is not None]
     unproved = sorted(set().union(*(look.unproved for look in looks))) if is_deep else []
     files = set().union(*(look.names for look in looks))
     there = sum(size_of(path / name) or 0 for name in files)
@@ -66,6 +68,8 @@ class DcpLook:
     Attributes:
         names: The data files, known once damages were asked for; like ``unproved``, those of which some bytes have no
             checksum.
+        lost_index: That data files of ours have no index, so that what it would prove was not looked at; known once all
+            damages were asked for, none of which it is: what the files hold can be loaded.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class DcpLook:
     ) -> None:
         self.names: set[str] = set()
         self.unproved: set[str] = set()
+        self.lost_index: Damage | None = None
         self._files = files
         self._rank = rank
         self._is_deep = is_deep
@@ -102,8 +107,13 @@ class DcpLook:
         indexed = {} if saved.index is None else saved.index.files
         self.names |= ends.keys() | indexed.keys()
         parts = SavedParts(saved.columns)
+        footers = Footers(saved.save_id)
         for name in sorted(self.names)[part::num_parts]:
-            yield from self._file_damages(saved, parts, name, ends.get(name, 0), indexed.get(name))
+            yield from self._file_damages(saved, footers, parts, name, ends.get(name, 0), indexed.get(name))
+        if saved.index is None and footers.save_id:
+            index = index_path(self._files.directory, self._rank)
+            what = "data files were verified by their own footers, and nothing proves what .metadata says"
+            self.lost_index = Damage(index.name, f"{index} is not there: {what}", "lost")
 
     @property
     def _metadata_name(self) -> str:
@@ -116,7 +126,13 @@ class DcpLook:
         return places[min(at for at in places if at >= 0)] if max(places, default=-1) >= 0 else self._metadata_name
 
     def _file_damages(
-        self, saved: SavedMetadata, parts: SavedParts, name: str, num_bytes: int, indexed: IndexedFile | None
+        self,
+        saved: SavedMetadata,
+        footers: Footers,
+        parts: SavedParts,
+        name: str,
+        num_bytes: int,
+        indexed: IndexedFile | None,
     ) -> Iterator[Damage]:
         path = self._files.directory / name
         try:
@@ -132,28 +148,28 @@ class DcpLook:
             yield Damage(name, f"{path} is no file", "no_file")
             return
         runs = _core.RunReader()
-        if indexed is not None:
-            file = indexed.file
-            assert saved.index is not None
-            try:
+        try:
+            file = footers.find(path, descriptor) if indexed is None else indexed.file
+            if file is not None:
+                save_id = footers.save_id if saved.index is None else saved.index.save_id
                 runs.add_checked_file(
-                    shown(path), file.num_bytes, file.footer_offset, file.footer_digest, saved.index.save_id, descriptor
+                    shown(path), file.num_bytes, file.footer_offset, file.footer_digest, save_id, descriptor
                 )
-            except _core.FormatError as error:
-                yield Damage(name, str(error), "footer" if status.st_size == file.num_bytes else "size")
-                return
-            except OSError as error:
-                yield damage_of_error(name, path, error)
-                return
-            num_bytes = file.footer_offset
-        elif status.st_size < num_bytes:
+        except _core.FormatError as error:
+            is_whole = status.st_size >= num_bytes if indexed is None else status.st_size == indexed.file.num_bytes
+            yield Damage(name, str(error), "footer" if is_whole else "size")
+            return
+        except OSError as error:
+            yield damage_of_error(name, path, error)
+            return
+        if (status.st_size if file is None else file.footer_offset) < num_bytes:
             yield Damage(name, f"{path} ends before its last record, at byte {num_bytes}", "size")
             return
         if self._is_deep:
-            if indexed is None:
+            if file is None:
                 damages = self._record_damages(name, descriptor, parts) if self._with_crcs else iter(())
             else:
-                damages = self._block_damages(saved, parts, runs, name, num_bytes)
+                damages = self._block_damages(saved, parts, runs, name, file.footer_offset)
             try:
                 yield from damages
             except OSError as error:
@@ -162,12 +178,15 @@ class DcpLook:
     def _block_damages(
         self, saved: SavedMetadata, parts: SavedParts, runs: _core.RunReader, name: str, num_bytes: int
     ) -> Iterator[Damage]:
-        """Bytes that do not match our checksums."""
+        """Bytes that do not match our checksums; without an index, tensors that are not what the metadata says."""
         damaged = self._damaged_bytes(runs, num_bytes)
         of_file = list(parts.of_file(name)) if damaged else []
         for begin, end in damaged:
             what = describe_damage(self._files.directory, [(name, begin, end)], of_file, saved.index)
             yield Damage(name, what, "checksum")
+        if saved.index is None and not damaged and self._with_crcs:
+            tensors = [part for part in parts.of_file(name) if part.offsets is not None]
+            yield from self._shape_damages(name, self._files.descriptor(name), parts, tensors)
 
     def _damaged_bytes(self, runs: _core.RunReader, num_bytes: int) -> list[tuple[int, int]]:
         """Ranges of bytes of a file that do not match their checksums; neighbouring blocks are one."""

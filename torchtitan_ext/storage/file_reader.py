@@ -30,6 +30,7 @@ from torchtitan_ext.storage.checkpoint_files import (
     shown,
 )
 from torchtitan_ext.storage.damage import Part, describe_damage
+from torchtitan_ext.storage.footers import Footers
 from torchtitan_ext.storage.metadata_file import metadata_of_tables, parse_metadata
 from torchtitan_ext.storage.opened import OpenedCheckpoint
 from torchtitan_ext.storage.progress import progress
@@ -59,7 +60,7 @@ class FileReader(StorageReader):
 
     Args:
         path: Directory of the checkpoint.
-        verify: Which checksums are compared, where the checkpoint has any: ``"auto"`` those of blocks of which at least
+        verify: Which checksums are compared, of files that have any: ``"auto"`` those of blocks of which at least
             half is read, ``"all"`` those of every block that is touched (it is read whole then), ``"none"`` none.
         thread_count: Threads of each rank; by default its share of the cores, at most 8.
 
@@ -74,6 +75,7 @@ class FileReader(StorageReader):
     _metadata: bytes | None
     _mark: MetadataMark | None
     _index: CheckpointIndex | None
+    _footers: Footers
     _stock_tensors: dict[tuple[str, int], StoredTensor | None]
 
     def __init__(
@@ -119,6 +121,8 @@ class FileReader(StorageReader):
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        save_id = getattr(metadata.storage_meta, "save_id", None)
+        self._footers = Footers(save_id)
         if metadata.storage_data is None:
             raise ValueError(f"FileReader: the metadata of {self.path} does not say where its records lie")
         self.storage_data = metadata.storage_data
@@ -130,7 +134,7 @@ class FileReader(StorageReader):
             self._mark = MetadataMark(self.metadata_digest)
         if self._index is not None:  # it stands for the metadata
             return
-        path, content = self.files.read_index(rank, getattr(metadata.storage_meta, "save_id", None))
+        path, content = self.files.read_index(rank, save_id)
         if content is not None:
             named = functools.cache(lambda: {info.relative_path for info in self.storage_data.values()})
             self._index = parse_index(
@@ -141,7 +145,10 @@ class FileReader(StorageReader):
                 has_file=lambda file: file.name in named() and self.files.has(file),
             )
         self._metadata = None
-        if self._index is None and self.verify == "all":
+        if self._index is None and self.verify != "none" and self._footers.are_expected:
+            text = "has no index, so no checksums of .metadata: its data files are verified by their own footers"
+            warnings.warn(f"{self.path} {text}", stacklevel=2)
+        elif self._index is None and self.verify == "all":
             warnings.warn(f"{self.path} has no checksums: nothing of it can be verified", stacklevel=2)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -196,18 +203,18 @@ class FileReader(StorageReader):
         """Makes a file one of those that runs are read from, with its checksums, and returns its number there.
 
         Raises:
-            FormatError: It is not the file that the index names, or its footer is damaged.
+            FormatError: It is not the file that the index names, or its footer is damaged; without an index, that it
+                is a file of ours without a footer, or of another save.
             OSError: It cannot be read.
         """
         path, descriptor = shown(self.path / name), self.files.descriptor(name)
         indexed = None if self._index is None else self._index.files.get(name)
-        if indexed is None:
-            return runs.add_file(path, -1, descriptor)
-        file = indexed.file
         if self.verify == "none":
-            return runs.add_file(path, file.num_bytes, descriptor)
-        assert self._index is not None
-        save_id = self._index.save_id
+            return runs.add_file(path, -1 if indexed is None else indexed.file.num_bytes, descriptor)
+        file = self._footers.find(self.path / name, descriptor) if indexed is None else indexed.file
+        if file is None:
+            return runs.add_file(path, -1, descriptor)
+        save_id = self._footers.save_id if self._index is None else self._index.save_id
         return runs.add_checked_file(path, file.num_bytes, file.footer_offset, file.footer_digest, save_id, descriptor)
 
     def read_runs(self, runs: _core.RunReader, names: list[str]) -> None:
@@ -254,6 +261,7 @@ class FileReader(StorageReader):
         self._metadata = None
         self._mark = None
         self._index = None
+        self._footers = Footers(None)
         self._stock_tensors = {}
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:

@@ -8,18 +8,14 @@ removed before that is an error, the same on every rank; it is never taken from 
 from __future__ import annotations
 
 import os
-import re
 import resource
 from collections.abc import Iterable
 from pathlib import Path
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError, SavedOverError
-from torchtitan_ext.storage.checkpoint_files import RankFile, data_path, index_path, metadata_path
+from torchtitan_ext.storage.checkpoint_files import RankFile, data_path, index_path, is_save_id, metadata_path
 from torchtitan_ext.storage.leftovers import checkpoint_names
-
-# Of our saves. What a damaged checkpoint says need be no name of a file.
-_SAVE_ID = re.compile("[0-9a-f]{32}")
 
 # A rank of a much smaller world than the one that saved may need thousands of files: the rest is opened late.
 _MAX_HELD = 512
@@ -62,7 +58,7 @@ class OpenedCheckpoint:
         """
         path = index_path(self.directory, rank)
         prefix = f"{path.name}."
-        named = [f"{prefix}{save_id}"] if save_id is not None and _SAVE_ID.fullmatch(save_id) else []
+        named = [f"{prefix}{save_id}"] if is_save_id(save_id) else []
         for name in [*named, path.name]:
             try:
                 return self.directory / name, self._read(name)

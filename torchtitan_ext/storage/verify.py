@@ -45,14 +45,18 @@ def verify(path: Path, *, is_deep: bool = False, on_bytes: OnBytes = lambda num_
     return verifiers[format_of(path)](path, is_deep=is_deep, on_bytes=on_bytes)
 
 
-def find_damage(path: Path, *, part: int = 0, num_parts: int = 1) -> str | None:
-    """What is wrong with a DCP checkpoint: reads all bytes of the files that fall to one of several parts.
+def find_damage(path: Path, *, part: int = 0, num_parts: int = 1, is_deep: bool = True) -> str | None:
+    """What is wrong with a DCP checkpoint, and with those files of it that fall to one of several parts.
+
+    Args:
+        is_deep: Whether to read all bytes of these files.
 
     Returns:
-        ``None`` where nothing is; files of stock DCP have no checksums: their sizes are looked at.
+        ``None`` where nothing is; files of stock DCP have no checksums: their sizes are looked at. That an
+        index is lost is none: files have their own footers.
     """
     try:
-        look = DcpLook(OpenedCheckpoint(path), None, is_deep=True, with_crcs=False, on_bytes=lambda num_bytes: None)
+        look = DcpLook(OpenedCheckpoint(path), None, is_deep=is_deep, with_crcs=False, on_bytes=lambda num_bytes: None)
         damage = next(look.damages(part, num_parts), None)
     except (TorchtitanExtError, OSError, ValueError) as error:
         return str(error)
@@ -71,7 +75,7 @@ def is_whole(path: Path) -> bool:
         place, content = opened.read_index(None, None)
         index = None if content is None else parse_index(place, content, metadata, verify="all")
         if index is None:
-            return find_damage(path) is None
+            return find_damage(path, is_deep=False) is None
         return all(
             os.fstat(opened.descriptor(name)).st_size == file.file.num_bytes for name, file in index.files.items()
         )
