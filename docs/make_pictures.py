@@ -1,4 +1,6 @@
-"""Draws the pictures of docs/pictures.md: python docs/make_pictures.py. Layouts are those of the package, data made up."""
+"""Draws the pictures of docs/pictures.md and docs/tutorial.md: python docs/make_pictures.py.
+
+Layouts are those of the package, data made up."""
 
 import random
 from itertools import product
@@ -38,6 +40,13 @@ def draw_layouts() -> None:
     plot_layout(FOLDER / "layout-512-columns.png", title, (16384, 16384), shards, holder="rank")
 
 
+def draw_tutorial() -> None:
+    for num_ranks in (2, 3):
+        title = f"model.0.weight, 1003 x 64, float32\nsaved by {num_ranks} ranks (dp {num_ranks})"
+        shards = holders((1003, 64), (num_ranks,), [(0, 0, 1)])
+        plot_layout(FOLDER / f"tutorial-layout-{num_ranks}.png", title, (1003, 64), shards, holder="rank")
+
+
 def draw_bytes() -> None:
     draw = random.Random(0)
     before = [12_000_000_000 + draw.randrange(400_000_000) for _ in range(8)]
@@ -60,5 +69,6 @@ def draw_differences() -> None:
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
     draw_layouts()
+    draw_tutorial()
     draw_bytes()
     draw_differences()

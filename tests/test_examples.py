@@ -21,7 +21,7 @@ def run_example(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_every_example_has_a_test() -> None:
     commands = {path.name for path in EXAMPLES.glob("*.py") if 'if __name__ == "__main__"' in path.read_text()}
-    own = {"elastic_8_to_16.py", "ops_in_compiled_code.py", "sync_hsdp.py", "train_llama_2d.py"}
+    own = {"elastic_8_to_16.py", "first_hour.py", "ops_in_compiled_code.py", "sync_hsdp.py", "train_llama_2d.py"}
     assert commands == {*own, *CLIENT_EXAMPLES}
 
 
