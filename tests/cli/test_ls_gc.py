@@ -192,3 +192,54 @@ def test_links_to_steps_elsewhere_stay(run: Path, tmp_path_factory: pytest.TempP
     (run / "step-1").symlink_to(elsewhere)
     assert call("gc", run, "--keep", 1, "--yes").code == FINE
     assert steps(run) == ["step-1", "step-20"] and sorted(os.listdir(elsewhere)) == names
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Path:
+    """A run as a Trainer with sharded FSDP states leaves it: several checkpoints in each step."""
+    for name in ("checkpoint-3/pytorch_model_fsdp_0", "checkpoint-3/optimizer_0", "checkpoint-12/pytorch_model_fsdp_0"):
+        make(tmp_path / name, "ours", {"w": torch.ones(3)})
+    (tmp_path / "checkpoint-3" / "trainer_state.json").write_text("{}")
+    return tmp_path
+
+
+def test_folders_of_several_checkpoints_are_listed(trainer: Path) -> None:
+    rows = call("ls", trainer, "--json").json["steps"]
+    assert [(row["step"], row["state"], row["checkpoints"]) for row in rows] == [
+        (3, "folder", ["optimizer_0", "pytorch_model_fsdp_0"]),
+        (12, "folder", ["pytorch_model_fsdp_0"]),
+    ]
+    assert "folder (optimizer_0, pytorch_model_fsdp_0)" in call("ls", trainer).out
+    step = trainer / "checkpoint-3"
+    for command in ("ls", "inspect"):
+        done = call(command, step)
+        assert done.code == FINE and [line.split()[:2] for line in done.out.splitlines()[-2:]] == [
+            ["optimizer_0", "DCP"],
+            ["pytorch_model_fsdp_0", "DCP"],
+        ]
+    assert call("ls", step, "--json").json["checkpoints"] == ["optimizer_0", "pytorch_model_fsdp_0"]
+    assert [row["name"] for row in call("inspect", step, "--json").json["checkpoints"]] == [
+        "optimizer_0",
+        "pytorch_model_fsdp_0",
+    ]
+    done = call("latest", trainer)
+    assert done.code == UNREADABLE and "step 12 is a folder of several checkpoints" in done.err
+    before = sorted(trainer.rglob("*"))
+    assert call("gc", trainer, "--keep", 1, "--yes").code == FINE and sorted(trainer.rglob("*")) == before
+
+
+def test_steps_of_other_names(tmp_path: Path) -> None:
+    for number in (5, 10, 20):
+        make(tmp_path / f"v{number}", "ours", {"w": torch.ones(3)})
+    pattern = ("--step-pattern", "v{step}")
+    assert [row["step"] for row in call("ls", tmp_path, *pattern, "--json").json["steps"]] == [5, 10, 20]
+    assert call("latest", tmp_path, *pattern).out == f"{tmp_path}/v20\n"
+    assert call("latest", tmp_path, *pattern, "--json").json["step"] == 20
+    assert [row["step"] for row in call("verify", tmp_path, *pattern, "--json").json["steps"]] == [5, 10, 20]
+    assert call("gc", tmp_path, "--keep", 2, "--yes", *pattern).code == FINE
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v10", "v20"]
+    for number in (10, 20):
+        (tmp_path / f"v{number}").rename(tmp_path / f"global_step_{number}")
+    assert call("latest", tmp_path).out == f"{tmp_path}/global_step_20\n"
+    for command in (("ls",), ("latest",), ("verify",), ("gc", "--keep", 1)):
+        assert call(*command, tmp_path, "--step-pattern", "v").code == WRONG_USAGE

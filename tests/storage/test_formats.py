@@ -11,9 +11,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from states import save
 
-from torchtitan_ext.errors import UnknownFormatError
+import torchtitan_ext as tte
+from torchtitan_ext.errors import ReshardError, UnknownFormatError
 from torchtitan_ext.storage import FileWriter
-from torchtitan_ext.storage.formats import format_of
+from torchtitan_ext.storage.formats import format_of, how_to_load
 
 STATE = {"w": torch.arange(6.0), "step": 3}
 
@@ -77,6 +78,37 @@ def test_what_is_none_is_named(tmp_path: Path) -> None:
         format_of(tmp_path / "notes")
     with pytest.raises(FileNotFoundError):
         format_of(tmp_path / "nothing")
+
+
+WRONG_PATHS = {
+    "run": "is the directory of a run, not a checkpoint; pass step='latest', or step=10: it has steps 5, 10",
+    "run/step-11": "is not there; near it are step-10",
+    "nowhere/step-1": "is not there, nor is PATH/nowhere; give the path of a checkpoint",
+    "safe": "holds safetensors files; pass storage_reader=HuggingFaceStorageReader('PATH/safe'), or write it as DCP "
+    "first: torchtitan-ext convert PATH/safe <directory> --to dcp",
+    "model.pt": "is a file of torch.save, which no load of a job reads; write it as DCP first: torchtitan-ext convert",
+    "folder": "is no checkpoint: it holds checkpoints, name one: model_0, optimizer_0",
+    "half": "is no checkpoint: it has data files of a save that has not finished",
+    ".": "is no checkpoint: it holds a checkpoint, name one: safe",
+}
+
+
+def test_a_load_says_what_lies_at_a_path_and_what_to_call(tmp_path: Path) -> None:
+    for name in ("run/step-5", "run/step-10", "folder/model_0", "folder/optimizer_0"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        make(tmp_path / name, "ours")
+    make(tmp_path / "safe", "safetensors directory")
+    make(tmp_path / "model.pt", "torch.save")
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "__0_0.distcp").touch()
+    for name, words in WRONG_PATHS.items():
+        for reader in (None, dcp.FileSystemReader(tmp_path / name)):
+            with pytest.raises(ReshardError) as refused:
+                tte.load({"w": torch.zeros(6)}, tmp_path / name, storage_reader=reader, no_dist=True)
+            text = str(refused.value)
+            assert words.replace("PATH", str(tmp_path)) in text, name
+            assert "Paths without a checkpoint that a load reads (1):" in text
+    assert how_to_load(tmp_path / "run" / "step-5") is None and how_to_load(tmp_path / "folder" / "model_0") is None
 
 
 def test_no_torch_is_imported() -> None:

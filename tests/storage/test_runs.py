@@ -1,6 +1,7 @@
 """Steps of a run: the latest, the last good one with what was skipped, and which of them stay."""
 
 import os
+import re
 import shutil
 import threading
 import warnings
@@ -281,3 +282,49 @@ def test_bad_steps_are_refused(run: Path) -> None:
         loaded_step(run, "newest")
     with pytest.raises(ValueError, match="got step=3 without a path"):
         tte.load({}, step=3, storage_reader=tte.FileReader(run / "step-5"), no_dist=True)
+
+
+def test_steps_of_other_names_are_loaded_kept_and_found(tmp_path: Path) -> None:
+    for step in (5, 10, 20):
+        tte.save(state_of(step), tmp_path / f"checkpoint-{step}", no_dist=True, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-20"]
+    assert tte.latest(tmp_path) == tmp_path / "checkpoint-20"
+    assert (
+        loaded_step(tmp_path, "latest") == loaded_step(tmp_path, "last-good") == 20 and loaded_step(tmp_path, 10) == 10
+    )
+    flip(tmp_path / "checkpoint-20" / "__0_0.distcp", 1_300_000)
+    with pytest.warns(UserWarning, match="step 10 is loaded, 1 newer skipped"):
+        assert loaded_step(tmp_path, "last-good") == 10
+
+
+def test_a_pattern_says_how_steps_are_named(tmp_path: Path) -> None:
+    pattern, loaded = "v{step:03d}", blank(state_of(0))
+    for step in (5, 10, 20):
+        tte.save(state_of(step), tmp_path / f"v{step:03d}", no_dist=True, keep=2, step_pattern=pattern)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v010", "v020"]
+    assert tte.latest(tmp_path, step_pattern=pattern) == tmp_path / "v020"
+    tte.load(loaded, tmp_path, step="latest", step_pattern=pattern, no_dist=True)
+    assert loaded["step"] == 20
+    with pytest.raises(NoCheckpointError, match="no finished checkpoint of step 5: it has steps 10, 20"):
+        tte.load(loaded, tmp_path, step=5, step_pattern=pattern, no_dist=True)
+    for wrong, words in ((7, TypeError), ("v", ValueError)):
+        with pytest.raises(words, match="step.pattern"):
+            tte.load(loaded, tmp_path, step=5, step_pattern=wrong, no_dist=True)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="got step_pattern='v{step}' and no step"):
+        tte.load(loaded, tmp_path, step_pattern="v{step}", no_dist=True)
+    with pytest.raises(ValueError, match="got step_pattern='v{step}' and no keep"):
+        tte.save(loaded, tmp_path / "v1", step_pattern="v{step}", no_dist=True)
+
+
+def test_a_run_without_a_finished_step_is_told_what_it_is(tmp_path: Path) -> None:
+    save_step(tmp_path / "run", 5)
+    words = f"it has none; it is a checkpoint itself: load it without step=, or give its run: {tmp_path}/run"
+    with pytest.raises(NoCheckpointError, match=re.escape(words)):
+        loaded_step(tmp_path / "run" / "step-5", "latest")
+    for name in ("checkpoint-5", "step_5"):
+        shutil.copytree(tmp_path / "run" / "step-5", tmp_path / "mixed" / name)
+    with pytest.raises(NoCheckpointError, match="named in several ways, choose one: step_pattern='step_{step}' or 'ch"):
+        loaded_step(tmp_path / "mixed", "latest")
+    shutil.copytree(tmp_path / "run" / "step-5", tmp_path / "trainer" / "checkpoint-3" / "model_0")
+    with pytest.raises(NoCheckpointError, match="checkpoint-3 holds checkpoints of its own, .*/checkpoint-3/model_0"):
+        loaded_step(tmp_path / "trainer", "latest")

@@ -53,6 +53,7 @@ def save(
     no_dist: bool = False,
     timeout_seconds: float = TIMEOUT_SECONDS,
     keep: int | None = None,
+    step_pattern: str | None = None,
     trace: str | os.PathLike[str] | None = None,
 ) -> SaveResult:
     """Saves a state dict; any layout, exactly. Collective over ``process_group``.
@@ -67,6 +68,7 @@ def save(
         timeout_seconds: How long a rank waits for the others in each phase.
         keep: How many whole checkpoints of the run stay, where ``path`` is ``<run>/step-<number>``: older steps are
             removed after this one is committed, which itself always stays.
+        step_pattern: How the run names its steps, as in ``load``.
         trace: A file that shows when each rank did what, written by the coordinator: see docs/observability.md.
 
     Returns:
@@ -87,8 +89,8 @@ def save(
         "save", process_group, no_dist=no_dist, path=path, timeout_seconds=timeout_seconds, trace=spans
     ) as phases:
         values = ask_for_states(state_dict, phases, place_of_save(path, storage_writer))
-        writer = writer_at(path, storage_writer, keep)
-        return save_values(values, writer, SavePlanner() if planner is None else planner, phases, keep)
+        writer = writer_at(path, storage_writer, keep, step_pattern)
+        return save_values(values, writer, SavePlanner() if planner is None else planner, phases, keep, step_pattern)
 
 
 def load(
@@ -96,6 +98,7 @@ def load(
     path: str | os.PathLike[str] | None = None,
     *,
     step: Step | None = None,
+    step_pattern: str | None = None,
     planner: StockLoadPlanner | None = None,
     storage_reader: StorageReader | None = None,
     policy: ElasticPolicy | None = None,
@@ -116,6 +119,8 @@ def load(
         path: Directory of the checkpoint (``checkpoint_id``); with a step that of the run.
         step: A number, or ``"latest"``, of ``<run>/step-<number>``; or ``"last-good"``: the latest whose files are all
             whole, which is verified by reading them; what is skipped is a warning.
+        step_pattern: How the run names its steps, where that is not ``step-<number>``: ``"ckpt-{step}"``. Names that
+            other trainers give, ``checkpoint-500`` among them, are known where a run has those of one kind only.
         planner: A ``LoadPlanner`` with options other than the defaults.
         storage_reader: Any DCP storage reader; by default a ``FileReader`` at ``path``.
         policy: What to do with each component, and about missing and unexpected keys.
@@ -141,7 +146,7 @@ def load(
     check_rules("load", policy, sources)
     check_load(state_dict, path, planner, storage_reader, process_group, has_sources=bool(sources))
     check_seconds("load", timeout_seconds)
-    check_step(path, step)
+    check_step(path, step, step_pattern)
     check_classes("load", allow_classes)
     if allow_classes and planner is not None:
         raise ValueError("load: got allow_classes and a planner; give them to it: LoadPlanner(allow_classes=[...])")
@@ -151,7 +156,7 @@ def load(
     phases_at = partial(Phases, "load", process_group, no_dist=no_dist, timeout_seconds=timeout_seconds, trace=spans)
     if path is not None and step is not None:
         with phases_at(path=path) as phases:
-            path = choose_step(path, step, phases)
+            path = choose_step(path, step, phases, step_pattern)
     sources = sources or [_source_at(path, storage_reader, planner)]
     place = ", ".join(str(source.path) for source in sources if source.path is not None) or None
     with phases_at(path=place) as phases:
@@ -208,6 +213,7 @@ def async_save(
     process_group: dist.ProcessGroup | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
     keep: int | None = None,
+    step_pattern: str | None = None,
     trace: str | os.PathLike[str] | None = None,
 ) -> Future[SaveResult]:
     """Copies the state dict to the CPU (``staging``), then saves it in a thread. Collective over ``process_group``.
@@ -242,19 +248,26 @@ def async_save(
 
     try:
         values = ask_for_states(state_dict, phases, place_of_save(path, storage_writer))
-        writer = writer_at(path, storage_writer, keep)
+        writer = writer_at(path, storage_writer, keep, step_pattern)
         phases.go_beside(phases.on_all("stage", stage, doing="values were copied to the CPU"))
     except BaseException:
         phases.close()
         raise
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torchtitan_ext.async_save")
-    saved = thread.submit(_save_copies, copies, writer, SavePlanner() if planner is None else planner, phases, keep)
+    saved = thread.submit(
+        _save_copies, copies, writer, SavePlanner() if planner is None else planner, phases, keep, step_pattern
+    )
     thread.shutdown(wait=False)
     return saved
 
 
 def _save_copies(
-    copies: dict[str, Any], writer: StorageWriter, planner: StockSavePlanner, phases: Phases, keep: int | None
+    copies: dict[str, Any],
+    writer: StorageWriter,
+    planner: StockSavePlanner,
+    phases: Phases,
+    keep: int | None,
+    step_pattern: str | None,
 ) -> SaveResult:
     with phases:
-        return save_values(copies, writer, planner, phases, keep)
+        return save_values(copies, writer, planner, phases, keep, step_pattern)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint._storage_utils import _storage_setup
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
 from torch.distributed.checkpoint.planner import LoadPlanner as StockLoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
@@ -148,7 +150,9 @@ def open_source(source: Source, planner: StockLoadPlanner, rank: int) -> OpenSou
     """A source with its metadata, which this rank reads. Not collective."""
     reader = _reader_at(source)
     name = str(source.path or type(reader).__name__)
-    metadata, is_of_one_rank = read_metadata(reader, name, rank)
+    is_directory = isinstance(reader, FileReader) or type(reader) is FileSystemReader
+    path = Path(reader.path) if is_directory else None  # type: ignore[attr-defined]
+    metadata, is_of_one_rank = read_metadata(reader, name, rank, path)
     if isinstance(planner, LoadPlanner):
         return OpenSource(
             name,

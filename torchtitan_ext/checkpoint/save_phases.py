@@ -59,15 +59,17 @@ class SaveResult:
 
 
 def writer_at(
-    path: str | os.PathLike[str] | None, storage_writer: StorageWriter | None, keep: int | None = None
+    path: str | os.PathLike[str] | None,
+    storage_writer: StorageWriter | None,
+    keep: int | None = None,
+    step_pattern: str | None = None,
 ) -> StorageWriter:
     """The storage that a save goes to, told its place; by default our files, for a remote path those of DCP.
 
     Raises:
         ValueError: ``keep`` and a place that is no step of a run.
     """
-    if keep is not None:
-        check_keep(keep, getattr(storage_writer, "path", None) if path is None else path)
+    check_keep(keep, getattr(storage_writer, "path", None) if path is None else path, step_pattern)
     if storage_writer is None and path is not None and FileWriter.validate_checkpoint_id(path):
         return FileWriter(path)
     return cast(StorageWriter, _storage_setup(storage_writer, path, reader=False))
@@ -132,6 +134,7 @@ def save_values(
     planner: StockSavePlanner,
     phases: Phases,
     keep: int | None = None,
+    step_pattern: str | None = None,
 ) -> SaveResult:
     """Plans, writes and commits; then removes old steps of the run, where ``keep`` says so. Collective."""
     metadata: Metadata | None = None
@@ -172,7 +175,7 @@ def save_values(
         raise
     if keep is not None and phases.is_coordinator:
         with only_printed():
-            remove_old_steps(Path(path), keep)
+            remove_old_steps(Path(path), keep, step_pattern)
     phases.log_metrics(logger, num_bytes, path=path)
     return SaveResult(path, save_id, num_bytes, dict(phases.seconds))
 

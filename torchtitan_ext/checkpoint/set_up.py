@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -12,6 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from torchtitan_ext.errors import Problem, refusal
+from torchtitan_ext.storage.formats import how_to_load
 
 
 def set_up_save(
@@ -28,11 +30,12 @@ def set_up_save(
         writer.set_up_storage_writer(is_coordinator)
 
 
-def read_metadata(reader: StorageReader, name: str, rank: int) -> tuple[Metadata, bool]:
+def read_metadata(reader: StorageReader, name: str, rank: int, path: Path | None = None) -> tuple[Metadata, bool]:
     """The metadata of a checkpoint, and whether it is of this rank's part alone (``use_collectives=False``).
 
     Args:
         name: Of the checkpoint, for messages.
+        path: Of our files, or stock's: where nothing of them is there, that is looked at.
 
     Raises:
         ReshardError: There is neither.
@@ -46,6 +49,9 @@ def read_metadata(reader: StorageReader, name: str, rank: int) -> tuple[Metadata
             return reader.read_metadata(rank=rank), True
         except Exception:
             pass
+    other = how_to_load(path) if path is not None else None
+    if other is not None:
+        raise refusal("load", [Problem("no_checkpoint", name, other)])
     detail = (
         f"has no .metadata that can be read ({type(whole).__name__}: {whole}); give the path of a checkpoint whose "
         "save has finished"

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from torchtitan_ext.checkpoint.phases import Phases
-from torchtitan_ext.errors import NoCheckpointError, argument_error
-from torchtitan_ext.storage.steps import find_steps, last_finished, step_of, step_path
+from torchtitan_ext.errors import NoCheckpointError, UnknownFormatError, argument_error, check_argument, named
+from torchtitan_ext.storage.formats import checkpoints_in, format_of
+from torchtitan_ext.storage.steps import (
+    StepPattern,
+    find_steps,
+    last_finished,
+    patterns_in,
+    step_of,
+    step_paths,
+)
 from torchtitan_ext.storage.verify import find_damage
 
 Step = int | Literal["latest", "last-good"]
@@ -21,9 +29,12 @@ _VERIFYING = "files were verified; nothing was changed"
 _MAX_LISTED = 8
 
 
-def check_step(path: Any, step: Any) -> None:
+def check_step(path: Any, step: Any, pattern: Any = None) -> None:
     """Raises TypeError or ValueError unless this is a step of a run at ``path``, or ``None``."""
+    _check_pattern("load", pattern)
     if step is None:
+        if pattern is not None:
+            raise ValueError(f"load: got step_pattern={pattern!r} and no step, expected step='latest' or a number")
         return
     if not (isinstance(step, int) and not isinstance(step, bool)) and step not in ("latest", "last-good"):
         raise argument_error("load", "step", step, "a number, 'latest' or 'last-good'")
@@ -31,17 +42,29 @@ def check_step(path: Any, step: Any) -> None:
         raise ValueError(f"load: got step={step!r} without a path, expected the directory of the run")
 
 
-def check_keep(keep: Any, path: str | os.PathLike[str] | None) -> None:
+def check_keep(keep: Any, path: str | os.PathLike[str] | None, pattern: Any = None) -> None:
     """Raises TypeError or ValueError unless so many steps of the run that ``path`` is in can be kept."""
+    _check_pattern("save", pattern)
+    if keep is None:
+        if pattern is not None:
+            raise ValueError(f"save: got step_pattern={pattern!r} and no keep, expected how many steps stay")
+        return
     if isinstance(keep, bool) or not isinstance(keep, int):
         raise argument_error("save", "keep", keep, "a whole number")
     if keep < 1:
         raise ValueError(f"save: got keep={keep}, expected at least 1")
-    if path is None or step_of(path) is None:
-        raise ValueError(f"save: got keep={keep} and the path {str(path)!r}, expected a directory <run>/step-<number>")
+    if path is None or step_of(path, pattern) is None:
+        name = "step-<number>" if pattern is None else pattern
+        raise ValueError(f"save: got keep={keep} and the path {str(path)!r}, expected a directory <run>/{name}")
 
 
-def choose_step(run_dir: str | os.PathLike[str], step: Step, phases: Phases) -> Path:
+def _check_pattern(operation: str, pattern: Any) -> None:
+    if pattern is not None:
+        check_argument(operation, "step_pattern", pattern, str, "a name such as 'checkpoint-{step}'")
+        StepPattern(pattern)
+
+
+def choose_step(run_dir: str | os.PathLike[str], step: Step, phases: Phases, pattern: str | None = None) -> Path:
     """The checkpoint of a step, the same on every rank. Collective.
 
     For the last good one all ranks read and verify a part of the files; what is skipped is a warning on the
@@ -51,20 +74,26 @@ def choose_step(run_dir: str | os.PathLike[str], step: Step, phases: Phases) -> 
         NoCheckpointError: There is none, or none that is good. The same on every rank.
     """
     run = Path(run_dir)
-    steps: dict[int, bool] = phases.to_coordinator("choose", lambda: None, lambda _: find_steps(run), doing=_LISTING)
+
+    def look(_: object) -> tuple[dict[int, bool], dict[int, str], str]:
+        steps = find_steps(run, pattern)
+        names = {number: path.name for number, path in step_paths(run, pattern).items()}
+        return steps, names, "" if any(steps.values()) else why_no_step(run, pattern)
+
+    steps, names, reason = phases.to_coordinator("choose", lambda: None, look, doing=_LISTING)
     if step == "last-good":
-        return _last_good(run, steps, phases)
+        return _last_good(run, steps, names, reason, phases)
     number = step if isinstance(step, int) else last_finished(steps)
     if number is not None and steps.get(number, False):
-        return step_path(run, number)
+        return run / names[number]
     wanted = "no finished checkpoint" if step == "latest" else f"no finished checkpoint of step {step}"
-    raise NoCheckpointError(str(run), f"has {wanted}: {_listed(steps)}")
+    raise NoCheckpointError(str(run), f"has {wanted}: {_listed(steps, reason)}")
 
 
-def _last_good(run: Path, steps: dict[int, bool], phases: Phases) -> Path:
+def _last_good(run: Path, steps: Mapping[int, bool], names: Mapping[int, str], no_steps: str, phases: Phases) -> Path:
     skipped: list[str] = []
     for number in sorted(steps, reverse=True):
-        path = step_path(run, number)
+        path = run / names[number]
         reason: str | None = "it has no .metadata: its save has not finished"
         if steps[number]:
             found = phases.on_all("verify", lambda: _damage_on(path, phases), doing=_VERIFYING)  # noqa: B023
@@ -74,8 +103,8 @@ def _last_good(run: Path, steps: dict[int, bool], phases: Phases) -> Path:
                 _warn_of_skipped(run, number, skipped, phases)
             return path
         skipped.append(f"step {number}: {reason}")
-    detail = f"has no good checkpoint: {'; '.join(skipped[:_MAX_LISTED]) or 'it has no step at all'}"
-    raise NoCheckpointError(str(run), detail)
+    reasons = "; ".join(skipped[:_MAX_LISTED]) or f"it has no step at all{no_steps}"
+    raise NoCheckpointError(str(run), f"has no good checkpoint: {reasons}")
 
 
 def _warn_of_skipped(run: Path, number: int, skipped: Sequence[str], phases: Phases) -> None:
@@ -88,8 +117,29 @@ def _damage_on(path: Path, phases: Phases) -> str | None:
     return find_damage(path, part=phases.rank, num_parts=phases.size)
 
 
-def _listed(steps: dict[int, bool]) -> str:
+def why_no_step(run: Path, pattern: str | None) -> str:
+    """Why a run has no finished step, as the end of a sentence; empty where it is only that none has finished."""
+    if not run.is_dir():
+        return ", and is not there"
+    known = [one.text for one in patterns_in(run)]
+    if pattern is None and len(known) > 1:
+        return f"; its directories are named in several ways, choose one: step_pattern={' or '.join(map(repr, known))}"
+    paths = step_paths(run, pattern)
+    held = checkpoints_in(paths[max(paths)]) if paths else []
+    if held:
+        path = paths[max(paths)]
+        return f"; {path.name} holds checkpoints of its own, load them one by one: {path / held[0]}"
+    try:
+        format_of(run)
+    except (UnknownFormatError, OSError):
+        held = checkpoints_in(run)
+        return f"; it holds checkpoints of other names: {named(held, _MAX_LISTED)}" if held else ""
+    of_run = "" if step_of(run) is None else f", or give its run: {run.parent}"
+    return f"; it is a checkpoint itself: load it without step={of_run}"
+
+
+def _listed(steps: Mapping[int, bool], reason: str) -> str:
     finished = sorted(number for number, is_finished in steps.items() if is_finished)
-    text = f"it has steps {', '.join(map(str, finished[-_MAX_LISTED:]))}" if finished else "it has none"
+    text = f"it has steps {', '.join(map(str, finished[-_MAX_LISTED:]))}" if finished else f"it has none{reason}"
     half = sorted(number for number, is_finished in steps.items() if not is_finished)
     return f"{text}; not finished are {', '.join(map(str, half[-_MAX_LISTED:]))}" if half else text

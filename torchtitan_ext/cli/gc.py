@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from torchtitan_ext.cli.ls import lines_of, plain_leftovers
-from torchtitan_ext.cli.options import Json, Run
+from torchtitan_ext.cli.options import Json, Run, StepNames, refusing_wrong_usage
 from torchtitan_ext.cli.output import DIFFERS, print_json, print_line, print_problem, print_table, text_of_bytes
 from torchtitan_ext.storage.leftovers import checkpoint_names
 from torchtitan_ext.storage.run_listing import Leftover, ListedStep, checkpoint_bytes, find_leftovers, list_steps
 from torchtitan_ext.storage.runs import remove_leftovers, remove_step, steps_beyond
-from torchtitan_ext.storage.steps import step_path
+from torchtitan_ext.storage.steps import step_paths
 
 
 def run(
     run_dir: Run,
     keep: Annotated[int, typer.Option(min=1, help="How many whole steps stay, counted from the newest.")],
     yes: Annotated[bool, typer.Option("--yes", help="Remove; else only say what would be.")] = False,
+    step_pattern: StepNames = None,
     json: Json = False,
 ) -> None:
     """Removes old steps of a run, and what dead saves left. Never files of others, nor a step that is being saved.
@@ -30,23 +30,26 @@ def run(
 
     Example: torchtitan-ext gc outputs/checkpoint --keep 3 --yes
     """
-    listed = {step.step: step for step in list_steps(run_dir)}
-    old = [number for number in steps_beyond(run_dir, keep) if listed[number].saver is None]
-    leftovers = find_leftovers(run_dir)
-    sizes = {number: checkpoint_bytes(step_path(run_dir, number)) for number in old}
+    with refusing_wrong_usage():
+        listed = {step.step: step for step in list_steps(run_dir, step_pattern)}
+    paths = step_paths(run_dir, step_pattern)
+    beyond = steps_beyond(run_dir, keep, pattern=step_pattern)
+    old = {number: paths[number] for number in beyond if listed[number].saver is None}
+    leftovers = find_leftovers(run_dir, step_pattern)
+    sizes = {number: checkpoint_bytes(path) for number, path in old.items()}
     freed = sum(sizes.values()) + sum(leftover.num_bytes for leftover in leftovers)
     if not json:
         _print_plan([listed[number] for number in sorted(listed)], sizes)
         for line in lines_of(leftovers):
             print_line(line)
     if yes:
-        for number in old:
-            remove_step(step_path(run_dir, number))
+        for path in old.values():
+            remove_step(path)
         try:
-            remove_leftovers(run_dir)
+            remove_leftovers(run_dir, step_pattern)
         except OSError as error:
             print_problem(f"what dead saves left stays: {error}")
-    stuck = _not_removed(run_dir, old) if yes else []
+    stuck = _not_removed(old.values(), find_leftovers(run_dir, step_pattern)) if yes else []
     freed -= sum(left.num_bytes for left in stuck)
     if json:
         print_json(
@@ -69,10 +72,10 @@ def run(
         raise typer.Exit(DIFFERS)
 
 
-def _not_removed(run_dir: Path, old: Sequence[int]) -> list[Leftover]:
+def _not_removed(old: Iterable[Path], leftovers: Iterable[Leftover]) -> list[Leftover]:
     """What should have gone and is still there. A directory with files of others stays, and is none."""
-    steps = [Leftover(path, checkpoint_bytes(path)) for path in map(partial(step_path, run_dir), old) if path.is_dir()]
-    return [left for left in (*steps, *find_leftovers(run_dir)) if _is_ours(left.path)]
+    steps = [Leftover(path, checkpoint_bytes(path)) for path in old if path.is_dir()]
+    return [left for left in (*steps, *leftovers) if _is_ours(left.path)]
 
 
 def _is_ours(path: Path) -> bool:

@@ -10,13 +10,16 @@ from typing import Annotated, Any
 import typer
 
 from torchtitan_ext.cli.collector import without_collector
+from torchtitan_ext.cli.ls import inner_rows
 from torchtitan_ext.cli.options import Json, UnsafeUnpickle, refusing_wrong_usage
-from torchtitan_ext.cli.output import count_of, print_json, print_line, print_table, text_of_bytes
+from torchtitan_ext.cli.output import FORMAT_NAMES, count_of, print_json, print_line, print_table, text_of_bytes
+from torchtitan_ext.errors import UnknownFormatError
 from torchtitan_ext.errors.near_names import refuse_unmatched
 from torchtitan_ext.storage.contents import ContentChunk, ContentKey, Contents
 from torchtitan_ext.storage.describe import describe
-
-_FORMAT_NAMES = {"dcp": "DCP", "safetensors": "safetensors", "torch": "torch.save"}
+from torchtitan_ext.storage.formats import checkpoints_in, format_of
+from torchtitan_ext.storage.run_listing import bytes_in
+from torchtitan_ext.storage.steps import step_paths
 
 
 def run(
@@ -31,10 +34,16 @@ def run(
 ) -> None:
     """What a checkpoint holds: keys, dtypes, shapes, files. Reads no data.
 
+    Of a folder with several checkpoints: which these are.
+
     Example: torchtitan-ext inspect outputs/checkpoint/step-100 "*norm*" --shards
     """
     if plot is not None and layout is None:
         raise typer.BadParameter("got no --layout NAME of a tensor to draw", param_hint="--plot")
+    names = _checkpoints_of_folder(path)
+    if names:
+        _show_folder(path, names, json)
+        return
     with without_collector():
         contents = describe(path, rank=rank, unsafe_unpickle=unsafe_unpickle)
         if layout is not None:
@@ -50,6 +59,27 @@ def run(
             _print(contents, keys, shards)
 
 
+def _checkpoints_of_folder(path: Path) -> list[str]:
+    """The checkpoints in a folder that is none itself; of a run its steps are to be named."""
+    if not path.is_dir() or step_paths(path):
+        return []
+    try:
+        format_of(path)
+    except UnknownFormatError:
+        return checkpoints_in(path)
+    return []
+
+
+def _show_folder(path: Path, names: Sequence[str], json: bool) -> None:
+    if json:
+        rows = [{"name": name, "format": format_of(path / name), "num_bytes": bytes_in(path / name)} for name in names]
+        print_json({"path": str(path), "checkpoints": rows})
+        return
+    print_line(f"{path} holds {count_of(len(names), 'checkpoint')}; inspect one of them")
+    print()
+    print_table(("checkpoint", "format", "bytes"), inner_rows(path, names))
+
+
 def _print(contents: Contents, keys: Sequence[ContentKey], shards: bool) -> None:
     for line in _headline(contents):
         print_line(line)
@@ -62,7 +92,7 @@ def _print(contents: Contents, keys: Sequence[ContentKey], shards: bool) -> None
 
 def _headline(contents: Contents) -> Iterator[str]:
     versions = ", ".join(f"{name} {version}" for name, version in contents.versions.items())
-    yield f"{contents.path}: {_FORMAT_NAMES[contents.format]}{f' ({versions})' if versions else ''}"
+    yield f"{contents.path}: {FORMAT_NAMES[contents.format]}{f' ({versions})' if versions else ''}"
     tensors = [key for key in contents.keys if key.dtype is not None]
     size = text_of_bytes(sum(key.num_bytes for key in tensors))
     yield f"{count_of(len(tensors), 'tensor')} of {size}, {count_of(len(contents.keys) - len(tensors), 'other value')}"

@@ -17,6 +17,10 @@ from torchtitan_ext.offline.targets import TargetExistsError
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Directory with step-<number> in it.")]
+StepNames = Annotated[
+    str | None,
+    typer.Option("--step-pattern", metavar="NAME", help="How steps are named: 'ckpt-{step}'. Common names are known."),
+]
 Mesh = Annotated[str, typer.Option(metavar="AXES", help="Sizes of axes, for example dp=8,tp=2.")]
 Shard = Annotated[
     list[str] | None, typer.Option(metavar="RULE", help="Which dim an axis cuts: '*.wo.weight=tp:1'; repeatable.")

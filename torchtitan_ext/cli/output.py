@@ -18,6 +18,9 @@ DIFFERS = 1
 WRONG_USAGE = 2
 UNREADABLE = 3
 
+FORMAT_NAMES = {"dcp": "DCP", "safetensors": "safetensors", "torch": "torch.save"}
+"""What people call the formats of checkpoints."""
+
 
 SCHEMA_VERSION = 1
 """Of the JSON documents. It grows where a key goes, or means something else; not where one is added."""

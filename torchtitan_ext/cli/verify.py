@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from torchtitan_ext.cli.options import Json
+from torchtitan_ext.cli.options import Json, StepNames, refusing_wrong_usage
 from torchtitan_ext.cli.output import (
     DIFFERS,
     UNREADABLE,
@@ -21,7 +21,7 @@ from torchtitan_ext.cli.output import (
 from torchtitan_ext.errors import UnknownFormatError, named
 from torchtitan_ext.storage.formats import format_of
 from torchtitan_ext.storage.progress import progress
-from torchtitan_ext.storage.steps import find_steps, step_path
+from torchtitan_ext.storage.steps import has_finished, step_paths
 from torchtitan_ext.storage.verdict import Verdict
 from torchtitan_ext.storage.verify import verify
 
@@ -31,6 +31,7 @@ _MAX_UNPROVED = 4
 def run(
     path: Annotated[Path, typer.Argument(metavar="PATH|RUN", help="A checkpoint, or a run with step-<number> in it.")],
     deep: Annotated[bool, typer.Option("--deep", help="Read every byte and compare its checksum.")] = False,
+    step_pattern: StepNames = None,
     json: Json = False,
 ) -> None:
     """Whether a checkpoint, or each of a run, is whole: all files, of their sizes, of one save.
@@ -39,7 +40,8 @@ def run(
 
     Example: torchtitan-ext verify outputs/checkpoint/step-100 --deep
     """
-    steps = _steps_of(path)
+    with refusing_wrong_usage():
+        steps = _steps_of(path, step_pattern)
     if steps is None:
         verdicts = [_look(path, deep)]
         if json:
@@ -54,31 +56,31 @@ def run(
         raise typer.Exit(UNREADABLE)
 
 
-def _verify_run(run_dir: Path, steps: dict[int, bool], deep: bool, json: bool) -> list[Verdict]:
+def _verify_run(run_dir: Path, steps: dict[int, Path], deep: bool, json: bool) -> list[Verdict]:
     rows = []
     verdicts = []
-    for number in sorted(steps):
-        place = step_path(run_dir, number)
-        if steps[number]:
+    for number, place in sorted(steps.items()):
+        is_finished = has_finished(place)
+        if is_finished:
             verdict = _look(place, deep)
             verdicts.append(verdict)
             rows.append({"step": number, "is_finished": True, **_plain(verdict)})
         else:
             rows.append({"step": number, "is_finished": False, "path": str(place)})
         if not json:
-            _print(verdict) if steps[number] else print_line(f"{place}: not finished")
+            _print(verdict) if is_finished else print_line(f"{place}: not finished")
     if json:
         is_whole = not any(verdict.damages for verdict in verdicts)
         print_json({"path": str(run_dir), "is_whole": is_whole, "steps": rows})
     return verdicts
 
 
-def _steps_of(path: Path) -> dict[int, bool] | None:
+def _steps_of(path: Path, pattern: str | None) -> dict[int, Path] | None:
     """The steps of a run; ``None`` of what is a checkpoint itself."""
     try:
         format_of(path)
     except UnknownFormatError:
-        steps = find_steps(path)
+        steps = step_paths(path, pattern)
         if not steps:
             raise
         return steps

@@ -97,6 +97,7 @@ ERROR_OF_KIND: dict[ProblemKind, type[StateRefusedError]] = {
     "planner_subclass": WrongArgumentError,
     "unclaimed_keys": ReshardError,
     "broken_checkpoint": ReshardError,
+    "no_checkpoint": ReshardError,
     "cannot_sync": SyncMismatchError,
     "cannot_reshard": ReshardError,
     "unexpected_key": ReshardError,

@@ -19,7 +19,7 @@ from torchtitan_ext.offline.sources import Source as Files
 from torchtitan_ext.offline.sources import open_source as open_files
 from torchtitan_ext.storage import FileReader
 from torchtitan_ext.storage.checkpoint_files import data_file_bytes, is_local, metadata_file_bytes
-from torchtitan_ext.storage.formats import Format, format_of
+from torchtitan_ext.storage.formats import Format, format_of, how_to_load
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +77,7 @@ def _with_files(files: Files, kind: Format, source: Source) -> LoadSource:
         note = f"a job loads safetensors files with storage_reader=HuggingFaceStorageReader({name!r})"
         reader = HuggingFaceStorageReader(name)
         return LoadSource(OpenSource(name, source, reader, metadata), file_bytes, notes=(note,))
-    what = "one safetensors file" if kind == "safetensors" else "a file of torch.save"
-    detail = (
-        f"is {what}, which no load of a job reads; write it as DCP first: torchtitan-ext convert {name} <directory> "
-        "--to dcp"
-    )
-    problem = Problem("broken_checkpoint", name, detail)
+    problem = Problem("broken_checkpoint", name, how_to_load(path) or "is no checkpoint that a job reads")
     note = "what a load reads is told as if the checkpoint had been converted, by one rank"
     opened = OpenSource(name, source, FileReader(path), metadata)
     return LoadSource(opened, file_bytes, problems=(problem,), notes=(note,))

@@ -10,23 +10,25 @@ from torchtitan_ext import _core
 from torchtitan_ext.errors import UnknownFormatError
 from torchtitan_ext.storage.checkpoint_files import index_path, metadata_path
 from torchtitan_ext.storage.commit import lock_beside, lock_name
-from torchtitan_ext.storage.formats import Format, format_of
+from torchtitan_ext.storage.formats import Format, checkpoints_in, format_of
 from torchtitan_ext.storage.leftovers import LOCK_PREFIX, checkpoint_names, find_dead_files, find_dead_saves
 from torchtitan_ext.storage.save_lock import LockState, is_surely_dead, read_lock
-from torchtitan_ext.storage.steps import find_steps, step_of, step_path
+from torchtitan_ext.storage.steps import has_finished, step_of, step_paths
 
-StepState = Literal["finished", "saving", "not finished", "other"]
-"""``other``: what no save of DCP made, for example an export to safetensors."""
+StepState = Literal["finished", "saving", "not finished", "folder", "other"]
+"""``folder``: no checkpoint itself, but it holds some. ``other``: what no save of DCP made, for example an export to
+safetensors."""
 
 
 class ListedStep(NamedTuple):
     """One step of a run.
 
     Attributes:
-        num_bytes: Of all files in its directory.
+        num_bytes: Of all files in its directory, and of the checkpoints that it holds.
         finished_at: When the save committed, seconds since 1970; ``None`` where it has not.
         world_size: How many ranks saved it, as its index says; ``None`` where there is none.
         saver: Who saves there now: process, host, since when. Also over a finished checkpoint.
+        checkpoints: The names of those in it, where it is none itself but holds some.
     """
 
     step: int
@@ -36,6 +38,7 @@ class ListedStep(NamedTuple):
     finished_at: float | None
     world_size: int | None
     saver: str | None
+    checkpoints: tuple[str, ...] = ()
 
 
 class Leftover(NamedTuple):
@@ -45,26 +48,28 @@ class Leftover(NamedTuple):
     num_bytes: int
 
 
-def list_steps(run: Path) -> list[ListedStep]:
+def list_steps(run: Path, pattern: str | None = None) -> list[ListedStep]:
     """The steps of a run, oldest first, with those that are being saved and have no directory yet.
+
+    Args:
+        pattern: How the run names its steps; see ``storage/steps.py``.
 
     Raises:
         OSError: The run's directory cannot be read.
     """
     os.listdir(run)
-    savers = _savers(run)
-    finished = find_steps(run)
-    steps = [_listed(step_path(run, number), number, finished[number], savers.pop(number, None)) for number in finished]
+    savers = _savers(run, pattern)
+    paths = step_paths(run, pattern)
+    steps = [_listed(path, number, savers.pop(number, None)) for number, path in paths.items()]
     steps += [ListedStep(number, "saving", None, 0, None, None, saver) for number, saver in savers.items()]
     return sorted(steps)
 
 
-def find_leftovers(run: Path) -> list[Leftover]:
+def find_leftovers(run: Path, pattern: str | None = None) -> list[Leftover]:
     """What dead saves left beside the steps and, under names with their ids, in them."""
     dead = find_dead_saves(run)
     paths = [path for path, _ in dead.stages] + dead.locks
-    for number in find_steps(run):
-        step = step_path(run, number)
+    for step in step_paths(run, pattern).values():
         if _saver_of(step) is None:
             paths += [step / name for name in find_dead_files(step, None)]
     return [Leftover(path, bytes_in(path)) for path in sorted(paths)]
@@ -84,19 +89,21 @@ def checkpoint_bytes(step: Path) -> int:
     return bytes_in(step, checkpoint_names(step)[0])
 
 
-def _listed(path: Path, number: int, is_finished: bool, saver: str | None) -> ListedStep:
-    saver = saver or _saver_of(path)
+def _listed(path: Path, number: int, saver: str | None) -> ListedStep:
+    saver, is_finished = saver or _saver_of(path), has_finished(path)
     found: Format | None = None
     try:
         found = format_of(path)
     except UnknownFormatError:
         pass
-    state: StepState = "finished" if is_finished else "saving" if saver else "not finished"
+    inner = () if found is not None else tuple(checkpoints_in(path))
+    state: StepState = "finished" if is_finished else "saving" if saver else "folder" if inner else "not finished"
     if found == "safetensors" or (found == "dcp" and not is_finished):
         state = "other"
     places = [place for place in (metadata_path(path, None), index_path(path, None)) if place.is_file()]
     finished_at = places[0].stat().st_mtime if is_finished else None
-    return ListedStep(number, state, found, bytes_in(path), finished_at, _world_size(path), saver)
+    num_bytes = bytes_in(path) + sum(bytes_in(path / name) for name in inner)
+    return ListedStep(number, state, found, num_bytes, finished_at, _world_size(path), saver, inner)
 
 
 def _world_size(path: Path) -> int | None:
@@ -110,12 +117,12 @@ def _world_size(path: Path) -> int | None:
     return None
 
 
-def _savers(run: Path) -> dict[int, str]:
+def _savers(run: Path, pattern: str | None) -> dict[int, str]:
     """Who saves which step, by the locks beside them."""
     savers = {}
     for name in os.listdir(run):
         state = _live_state(run / name) if name.startswith(LOCK_PREFIX) else None
-        step = None if state is None or state.owner is None else step_of(state.owner.path)
+        step = None if state is None or state.owner is None else step_of(state.owner.path, pattern)
         if state is not None and step is not None:
             savers[step] = str(state.owner)
     return savers

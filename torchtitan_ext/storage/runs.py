@@ -20,42 +20,51 @@ from torchtitan_ext.storage.leftovers import (
 )
 from torchtitan_ext.storage.save_lock import SaveLock
 from torchtitan_ext.storage.saved_metadata import ranks_with_metadata
-from torchtitan_ext.storage.steps import find_steps, last_finished, step_of, step_path
+from torchtitan_ext.storage.steps import has_finished, pattern_of, step_of, step_paths
 from torchtitan_ext.storage.verify import is_whole
 
 
-def latest(run_dir: str | os.PathLike[str]) -> Path | None:
+def latest(run_dir: str | os.PathLike[str], *, step_pattern: str | None = None) -> Path | None:
     """The checkpoint of the highest step in a run whose save has finished; ``None`` where there is none. Not
-    collective, and reads no checkpoint: ``tte.load(..., step="last-good")`` does."""
-    number = last_finished(find_steps(Path(run_dir)))
-    return None if number is None else step_path(Path(run_dir), number)
+    collective, and reads no checkpoint: ``tte.load(..., step="last-good")`` does.
+
+    Args:
+        step_pattern: How the run names its steps, as in ``tte.load``.
+    """
+    paths = step_paths(Path(run_dir), step_pattern)
+    return next((paths[number] for number in sorted(paths, reverse=True) if has_finished(paths[number])), None)
 
 
-def remove_old_steps(saved: Path, keep: int) -> None:
+def remove_old_steps(saved: Path, keep: int, pattern: str | None = None) -> None:
     """Removes what is older than the ``keep`` newest whole checkpoints of a run; never the one that was just saved.
 
     A checkpoint that is not whole does not count as one of them, so a good one behind it stays. What cannot be removed
     stays, with a warning.
+
+    Args:
+        pattern: How the run names its steps; by default the known pattern that the name of ``saved`` has.
     """
-    for path in old_steps(saved, keep):
+    for path in old_steps(saved, keep, pattern):
         remove_step(path)
 
 
-def old_steps(saved: Path, keep: int) -> list[Path]:
+def old_steps(saved: Path, keep: int, pattern: str | None = None) -> list[Path]:
     """What is older than the ``keep`` newest whole checkpoints of a run; never the one that was just saved.
 
     That one counts as whole. So does one that is being saved: with a ``keep`` of 2 or more a whole one stays where its
     save fails.
     """
-    run, own = Path(os.path.abspath(saved)).parent, step_of(saved)
+    run, own, known = Path(os.path.abspath(saved)).parent, step_of(saved, pattern), pattern_of(saved)
+    pattern = known.text if pattern is None and known is not None else pattern
     try:
-        return [step_path(run, number) for number in steps_beyond(run, keep, own)]
+        paths = step_paths(run, pattern)
+        return [paths[number] for number in steps_beyond(run, keep, own, pattern)]
     except OSError as error:
         warnings.warn(f"old steps of {run} stay: they cannot be listed ({error})", stacklevel=2)
         return []
 
 
-def steps_beyond(run: Path, keep: int, own: int | None = None) -> list[int]:
+def steps_beyond(run: Path, keep: int, own: int | None = None, pattern: str | None = None) -> list[int]:
     """The steps that are older than the ``keep`` newest whole ones, newest first.
 
     Left out are those in which each rank has metadata of its own, which are no steps of a run, directories without a
@@ -63,14 +72,15 @@ def steps_beyond(run: Path, keep: int, own: int | None = None) -> list[int]:
 
     Args:
         own: A step that counts as whole, whether it is there or not, and never goes.
+        pattern: How the run names its steps.
     """
     num_whole = 0
     old: list[int] = []
-    for number in sorted({*find_steps(run), *([] if own is None else [own])}, reverse=True):
-        path = step_path(run, number)
+    paths = step_paths(run, pattern)
+    for number in sorted({*paths, *([] if own is None else [own])}, reverse=True):
         if num_whole < keep:
-            num_whole += number == own or is_whole(path)
-        elif number != own and not path.is_symlink():
+            num_whole += number == own or is_whole(paths[number])
+        elif number != own and not (path := paths[number]).is_symlink():
             ours, others = checkpoint_names(path)
             if (ours or not others) and not ranks_with_metadata(path):
                 old.append(number)
@@ -97,11 +107,10 @@ def remove_step(path: Path) -> None:
         lock.release()
 
 
-def remove_leftovers(run: Path) -> None:
+def remove_leftovers(run: Path, pattern: str | None = None) -> None:
     """Removes what dead saves left beside the steps of a run and in them; a step that is being saved is left alone."""
     remove_dead_saves(run)
-    for number in find_steps(run):
-        path = step_path(run, number)
+    for path in step_paths(run, pattern).values():
         if not find_dead_files(path, None):
             continue
         try:
