@@ -107,10 +107,7 @@ py::object find_cover_defect_py(const Sizes& global_shape, const std::vector<Box
     defect = find_cover_defect(global_shape, to_chunks(boxes));
   }
   if (!defect) return py::none();
-  const char* const kind = defect->kind == CoverDefect::Kind::kGap       ? "gap"
-                           : defect->kind == CoverDefect::Kind::kOverlap ? "overlap"
-                                                                         : "out_of_bounds";
-  return py::make_tuple(kind, to_tuple(defect->element), py::cast(defect->chunks));
+  return py::make_tuple(name_of(defect->kind), to_tuple(defect->element), py::cast(defect->chunks));
 }
 
 bool may_overlap_itself_py(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {

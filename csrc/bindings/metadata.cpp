@@ -182,6 +182,18 @@ py::list unplaced_chunks(const MetadataColumns& columns, size_t limit) {
   return rows;
 }
 
+py::list cover_defects(const MetadataColumns& columns) {
+  std::vector<UncoveredKey> found;
+  {
+    py::gil_scoped_release release;
+    found = find_uncovered(columns);
+  }
+  py::list rows;
+  for (const auto& [key, defect] : found)
+    rows.append(py::make_tuple(key, name_of(defect.kind), to_tuple(defect.element)));
+  return rows;
+}
+
 // As bytes of uint32, for numpy.
 py::bytes paths_of_parts(const MetadataColumns& columns, size_t number) {
   const std::vector<uint32_t> paths = columns.paths_of_parts(at(columns.keys(), number));
@@ -279,6 +291,7 @@ void define_metadata(py::module_& module) {
       .def("describe_keys", &describe_keys)
       .def("describe_files", &describe_files)
       .def("unplaced_chunks", &unplaced_chunks, py::arg("limit"))
+      .def("cover_defects", &cover_defects)
       .def("find_part",
            [](const MetadataColumns& self, const py::str& fqn, const std::optional<Sizes>& offsets) {
              return found(self.find_part(to_utf8(fqn), offsets));

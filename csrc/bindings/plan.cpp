@@ -368,8 +368,7 @@ void register_plan(py::module_& module) {
              return boxes;
            })
       .def(
-          "covers",
-          [](const ChunkIndex& index, const Sizes& shape) { return !find_cover_defect(shape, index.chunks()); },
+          "covers", [](const ChunkIndex& index, const Sizes& shape) { return index.covers(shape); },
           py::call_guard<py::gil_scoped_release>())
       .def("find_overlaps", &overlaps_py, py::arg("wanted"));
 

@@ -202,6 +202,7 @@ void define_reader(py::module_& module) {
            py::arg("footer_digest"), py::arg("save_id"), py::arg("descriptor") = -1)
       .def("add_box", &add_box)
       .def("add_bytes", &RunReader::add_bytes)
+      .def("check_bytes", &RunReader::check_bytes, py::arg("file"), py::arg("offset"), py::arg("num_bytes"))
       .def("read", &read_py, Unlocked());
 }
 

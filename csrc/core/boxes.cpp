@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "core/check.h"
+#include "core/cover.h"
 
 namespace torchtitan_ext::core {
 namespace {
@@ -142,7 +143,25 @@ void BoxIndex::find(const Box& box, std::vector<size_t>& found) const {
 ChunkIndex::ChunkIndex(std::vector<Chunk> saved)
     : saved_(std::move(saved)),
       num_dims_(saved_.empty() ? 0 : saved_[0].offsets.size()),
-      index_(boxes_of(saved_, num_dims_), num_dims_) {}
+      index_(boxes_of(saved_, num_dims_), num_dims_),
+      end_(num_dims_, 0) {
+  for (const Chunk& chunk : saved_) {
+    for (size_t dim = 0; dim < num_dims_; ++dim) {
+      end_[dim] = std::max(end_[dim], chunk.offsets[dim] + chunk.sizes[dim]);
+    }
+  }
+}
+
+bool ChunkIndex::covers(std::span<const int64_t> shape) const {
+  if (!saved_.empty() && !std::ranges::equal(shape, end_)) {
+    if (shape.size() != num_dims_ || std::ranges::find(shape, 0) == shape.end()) return false;
+    for (size_t dim = 0; dim < num_dims_; ++dim) {
+      if (end_[dim] > shape[dim]) return false;
+    }
+    return true;  // there is nothing to hold
+  }
+  return !find_cover_defect(shape, saved_);
+}
 
 std::vector<Overlap> ChunkIndex::find_overlaps(std::span<const Chunk> wanted) const {
   std::vector<Overlap> overlaps;

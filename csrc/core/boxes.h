@@ -65,12 +65,16 @@ class ChunkIndex {
 
   // All non-empty intersections, ordered by wanted chunk, then saved chunk.
   std::vector<Overlap> find_overlaps(std::span<const Chunk> wanted) const;
+  // Whether the chunks hold every element of a tensor of this shape exactly once. They are gone through for one shape,
+  // that at which they end, and for no other one, of which a file may say thousands.
+  bool covers(std::span<const int64_t> shape) const;
   const std::vector<Chunk>& chunks() const { return saved_; }
 
  private:
   std::vector<Chunk> saved_;
   size_t num_dims_;
   BoxIndex index_;
+  Sizes end_;  // of the chunks, in each dim
 };
 
 // The same for one question.

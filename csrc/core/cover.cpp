@@ -1,6 +1,8 @@
 #include "core/cover.h"
 
 #include <algorithm>
+#include <numeric>
+#include <tuple>
 
 #include "core/boxes.h"
 #include "core/check.h"
@@ -148,6 +150,10 @@ std::optional<CoverDefect> find_defect_by_halves(std::span<const int64_t> global
 
 }  // namespace
 
+const char* name_of(CoverDefect::Kind kind) {
+  return kind == CoverDefect::Kind::kGap ? "gap" : kind == CoverDefect::Kind::kOverlap ? "overlap" : "out_of_bounds";
+}
+
 std::optional<CoverDefect> find_cover_defect(std::span<const int64_t> global_shape, std::span<const Chunk> chunks) {
   const size_t num_dims = global_shape.size();
   std::vector<bool> is_partial(num_dims, false);
@@ -170,8 +176,15 @@ std::optional<CoverDefect> find_cover_defect(std::span<const int64_t> global_sha
   if (partial_dims.size() > kMaxCornerDims) return find_defect_by_halves(global_shape, chunks);
   SignedCorners corners(partial_dims);
   corners.add(Sizes(num_dims, 0), global_shape, -1);
-  for (const Chunk& chunk : chunks) {
-    if (!is_empty(chunk.sizes)) corners.add(chunk.offsets, chunk.sizes, 1);
+  // Of equal chunks, which a small file can repeat very often, the corners are kept once.
+  std::vector<size_t> order(chunks.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  const auto place = [&](size_t index) { return std::tie(chunks[index].offsets, chunks[index].sizes); };
+  std::sort(order.begin(), order.end(), [&](size_t left, size_t right) { return place(left) < place(right); });
+  for (size_t begin = 0, end = 0; begin < order.size(); begin = end) {
+    while (end < order.size() && place(order[end]) == place(order[begin])) ++end;
+    const Chunk& chunk = chunks[order[begin]];
+    if (!is_empty(chunk.sizes)) corners.add(chunk.offsets, chunk.sizes, static_cast<int64_t>(end - begin));
   }
   const auto left_over = corners.first_left_over();
   if (!left_over) return std::nullopt;

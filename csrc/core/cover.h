@@ -28,6 +28,9 @@ struct CoverDefect {
   std::vector<size_t> chunks;  // the chunks that hold it (kOverlap), or the chunk that leaves the tensor (kOutOfBounds)
 };
 
+// "gap", "overlap" or "out_of_bounds".
+const char* name_of(CoverDefect::Kind kind);
+
 // Nothing when `chunks` hold every element of a tensor of `global_shape` exactly once. Chunks without elements are
 // ignored; `local_offsets` are not looked at.
 std::optional<CoverDefect> find_cover_defect(std::span<const int64_t> global_shape, std::span<const Chunk> chunks);

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <cstring>
+#include <random>
 
 #include "core/check.h"
 
@@ -63,11 +65,24 @@ constexpr std::array<std::string_view, 8> kLayouts = {"torch.strided",    "torch
                                                       "torch.sparse_csc", "torch.sparse_bsr", "torch.sparse_bsc",
                                                       "torch._mkldnn",    "torch.jagged"};
 
-// The finalizer of MurmurHash3: every bit of the input reaches every bit of the result.
+// Whoever writes a file chooses what is hashed. With secrets that are drawn once in a process nobody can choose the
+// hashes too, for example all the same, of which each look-up would pass by all the others.
+struct Secrets {
+  uint64_t mask = drawn(), factor = drawn() | 1;
+
+  static uint64_t drawn() {
+    std::random_device device;
+    return uint64_t{device()} << 32 | device();
+  }
+};
+
+__extension__ using Product = unsigned __int128;
+
+// Both halves of the product of two words, of which every bit depends on every bit of the value.
 uint64_t mixed(uint64_t value) {
-  value = (value ^ (value >> 33)) * 0xff51afd7ed558ccdULL;
-  value = (value ^ (value >> 33)) * 0xc4ceb9fe1a85ec53ULL;
-  return value ^ (value >> 33);
+  static const Secrets secrets;
+  const Product product = static_cast<Product>(value ^ secrets.mask) * secrets.factor;
+  return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
 }
 
 uint64_t hash_of(std::span<const int64_t> numbers) {
@@ -85,6 +100,17 @@ uint64_t hash_of(const std::vector<SavedChunk>& chunks) {
 uint64_t hash_of_part(uint32_t fqn, uint32_t offsets) { return mixed(uint64_t{fqn} << 32 | offsets); }
 
 }  // namespace
+
+size_t NameHash::operator()(std::string_view name) const {
+  uint64_t hash = name.size(), word = 0;
+  for (; name.size() >= sizeof(word); name.remove_prefix(sizeof(word))) {
+    std::memcpy(&word, name.data(), sizeof(word));
+    hash = mixed(hash ^ word);
+  }
+  word = 0;
+  if (!name.empty()) std::memcpy(&word, name.data(), name.size());
+  return mixed(hash ^ word);
+}
 
 bool leads_outside(std::string_view path) {
   if (path.empty() || path.front() == '/' || path.find('\0') != std::string_view::npos) return true;

@@ -64,6 +64,11 @@ class HashedNumbers {
   size_t num_taken_ = 0;
 };
 
+// With a secret of the process, as the hashes of all that a file chooses.
+struct NameHash {
+  size_t operator()(std::string_view name) const;
+};
+
 class NameTable {
  public:
   NameTable() = default;
@@ -77,7 +82,7 @@ class NameTable {
 
  private:
   std::deque<std::string> names_;
-  std::unordered_map<std::string_view, uint32_t> number_of_;
+  std::unordered_map<std::string_view, uint32_t, NameHash> number_of_;
   uint32_t last_ = 0;  // was asked for
 };
 

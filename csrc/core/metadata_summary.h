@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/cover.h"
 #include "core/metadata_columns.h"
 
 namespace torchtitan_ext::core {
@@ -35,5 +36,15 @@ struct UnplacedChunk {
 
 // The first `limit` of them.
 std::vector<UnplacedChunk> find_unplaced(const MetadataColumns& columns, size_t limit);
+
+// A key whose chunks do not hold every element of its tensor exactly once.
+struct UncoveredKey {
+  size_t key = 0;
+  CoverDefect defect;  // without the chunks that hold the element
+};
+
+// All of them. A list of chunks fits one shape: where a file has it for many, their first elements in row-major order
+// that are missing are looked for of a few, and of the others any one is named.
+std::vector<UncoveredKey> find_uncovered(const MetadataColumns& columns);
 
 }  // namespace torchtitan_ext::core

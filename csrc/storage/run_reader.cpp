@@ -215,6 +215,10 @@ void RunReader::add_bytes(int64_t file, int64_t offset, int64_t num_bytes, uintp
   source.runs.append_bytes(static_cast<int64_t>(address), offset, num_bytes);
 }
 
+void RunReader::check_bytes(int64_t file, int64_t offset, int64_t num_bytes) const {
+  check_inside(sources_.at(static_cast<size_t>(file)), offset, num_bytes);
+}
+
 // The blocks of a file in which a nest begins, ends, or passes through. Prepares the source for read_unit.
 std::vector<RunReader::Unit> RunReader::units_of(int64_t source_index) {
   Source& source = sources_[static_cast<size_t>(source_index)];

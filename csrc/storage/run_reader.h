@@ -54,6 +54,8 @@ class RunReader {
   };
   void add_box(int64_t file, const Box& box);
   void add_bytes(int64_t file, int64_t offset, int64_t num_bytes, uintptr_t address);
+  // Throws FormatError where a file does not have these bytes: for who makes memory for them first.
+  void check_bytes(int64_t file, int64_t offset, int64_t num_bytes) const;
 
   // Reads every box and range that was added, and forgets them, also where it throws; the files stay open. Returns the
   // blocks whose bytes do not match their checksums, in order; what was wanted of them is in memory all the same.

@@ -3,6 +3,7 @@
 A thousand of each with `make soak`, a tenth in the suite.
 """
 
+import dataclasses
 import io
 import os
 import pickle
@@ -14,17 +15,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from states import save
 from test_metadata_file import stock_file, with_names
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import torchtitan_ext as tte
 from torchtitan_ext import _core
+from torchtitan_ext.checkpoint.saved_values import paths_below
 from torchtitan_ext.errors import CheckpointFailedError, DamagedCheckpointError
+from torchtitan_ext.offline.sources import open_source, read_record
 from torchtitan_ext.storage import FileReader, FileWriter
 from torchtitan_ext.storage.metadata_file import parse_metadata
+from torchtitan_ext.storage.saved_metadata import recorded_path
+from torchtitan_ext.storage.verify import verify
 
 NUM_FILES = 100 * min(10, int(os.environ.get("TTE_SOAK", 1)))
 CALLEES = ["os.system", "builtins.eval", "subprocess.Popen", "builtins.getattr", "torch.load", "shutil.rmtree"]
@@ -228,6 +235,72 @@ def test_a_small_file_does_not_become_large(tmp_path: Path, make: Callable[[Any]
     assert len(content) < 4 << 20
     answer = in_limits(lambda: len(parse_metadata(content).state_dict_metadata))
     assert answer in ("2", "10002", "ValueError")
+
+
+@pytest.mark.parametrize("shapes", ["equal", "different"])
+def test_many_keys_with_one_list_of_equal_offsets(tmp_path: Path, shapes: str) -> None:
+    """Each of fifteen hundred keys has all of thirty thousand chunks: a quarter of a megabyte."""
+    metadata = pickle.loads(stock_file(tmp_path, {"w": torch.ones(3)}))
+    entry, (place, info) = metadata.state_dict_metadata.pop("w"), *metadata.storage_data.items()
+    entry.chunks = entry.chunks * 30_000
+    metadata.storage_data = {}
+    for number in range(1500):
+        size = torch.Size([number + 10]) if shapes == "different" else entry.size
+        metadata.state_dict_metadata[f"w{number}"] = dataclasses.replace(entry, size=size)
+        metadata.storage_data[dataclasses.replace(place, fqn=f"w{number}")] = info
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    if shapes == "different":
+        assert in_limits(lambda: len(verify(tmp_path).damages)) == "1500"
+    else:
+        state = {f"w{number}": torch.zeros(3) for number in range(1500)}
+        assert in_limits(lambda: tte.load(state, tmp_path, no_dist=True)) == "ReshardError"
+
+
+def test_sizes_with_chosen_hashes() -> None:
+    """Sizes that a known hash, the finalizer of MurmurHash3, takes to numbers whose lower halves are equal."""
+    values = np.arange(3_000_000, dtype=np.uint64) << np.uint64(32)
+    for factor in (0xC4CEB9FE1A85EC53, 0xFF51AFD7ED558CCD):
+        values = (values ^ (values >> np.uint64(33))) * np.uint64(pow(factor, -1, 2**64))
+    values ^= values >> np.uint64(33)
+    mixed = 1
+    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+        mixed = (mixed ^ (mixed >> 33)) * factor % 2**64
+    values ^= np.uint64(mixed ^ (mixed >> 33))
+    chosen = values[values < 2**59]
+    assert len(chosen) > 80_000
+    sizes = np.zeros(len(chosen), dtype=[("num_dims", "u1"), ("size", "<u8")])
+    sizes["num_dims"], sizes["size"] = 1, chosen
+    # No names, the sizes, no chunk lists, no keys; None, an empty dict and the version as plain values.
+    tables = struct.pack("<QQ", 0, len(chosen)) + sizes.tobytes() + struct.pack("<QQ", 0, 0)
+    tables += b"\6\0" + struct.pack("<Q", 3) + b"\0" + b"\x08\0" + struct.pack("<Q", 0) + b"\4" + b"\5\0\0\0" + b"1.0.0"
+    assert in_limits(lambda: _core.read_metadata_tables(tables, "tables")[3]) == "1.0.0"
+
+
+def test_paths_that_are_none(tmp_path: Path) -> None:
+    metadata = pickle.loads(stock_file(tmp_path, {"a": {"b": torch.ones(3), "c": 1}, "d": 2}))
+    path: Any = ("a", "b")
+    for _ in range(60):
+        path = (path, path)
+    for wrong in (path, ("a", path), 7, ["a", "b"], (), ("b", "a"), ("a",) * 100_000):
+        metadata.planner_data["a.b"] = wrong
+        parsed = parse_metadata(pickle.dumps(metadata))
+        assert in_limits(lambda: sorted(paths_below("a", parsed).items())) == "[('a.b', ('b',)), ('a.c', ('c',))]"  # noqa: B023
+        assert in_limits(lambda: recorded_path(parsed.planner_data, "a.b")) == "None"  # noqa: B023
+
+
+@pytest.mark.parametrize("length", [2**46, 2**60, 5000])
+def test_records_that_are_longer_than_their_file(tmp_path: Path, length: int) -> None:
+    metadata = pickle.loads(stock_file(tmp_path, {"w": torch.ones(3), "step": 1}))
+    for info in metadata.storage_data.values():
+        info.length = length
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    text = rf"the file has \d+ bytes.*, expected {length} from here on"
+    for state in ({"w": torch.zeros(3)}, {"step": 0}):
+        with pytest.raises((DamagedCheckpointError, CheckpointFailedError), match=text):
+            tte.load(state, tmp_path, no_dist=True)
+    for fqn in ("w", "step"):
+        with pytest.raises(DamagedCheckpointError, match=f"expected {length} from here on"):
+            read_record(open_source(tmp_path), MetadataIndex(fqn, torch.Size([0]) if fqn == "w" else None))
 
 
 def in_limits(call: Callable[[], Any]) -> str:

@@ -1,5 +1,6 @@
 """Archives of ``torch.save``, looked at without torch: what their pickles need of their storages."""
 
+import struct
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from states import mixed_state
+from test_hostile_metadata import in_limits
 from torch.utils.serialization import config
 
 from torchtitan_ext.offline.sources import open_source
@@ -109,3 +111,48 @@ def test_files_without_crc_are_read(tmp_path: Path) -> None:
     assert open_source(tmp_path / "a").metadata.state_dict_metadata.keys() == {"w"}
     verdict = verify(tmp_path / "a", is_deep=True)
     assert (verdict.damages, verdict.unproved) == ([], ["a"])
+
+
+def doubled(stream: bytes) -> bytes:
+    """Operations that leave sixty tuples in each other on the stack: each holds the one before twice."""
+    stream += b"r\x00\x10\0\0"
+    for number in range(0x1000, 0x103C):
+        old, new = struct.pack("<I", number), struct.pack("<I", number + 1)
+        stream += b"0j" + old + b"j" + old + b"\x86r" + new
+    return stream
+
+
+STORAGE = b"(X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpuK\x03tQ"
+TENSOR = b"ctorch._utils\n_rebuild_tensor_v2\n(" + STORAGE
+HOSTILE_PICKLES = {
+    "key": b"}" + doubled(b"K\x01") + b"K\x02s",
+    "keys": b"}(" + doubled(b"K\x01") + b"K\x02u",
+    "member of a set": b"\x8f(" + doubled(b"K\x01") + b"\x90",
+    "member of a frozen set": b"(" + doubled(b"K\x01") + b"\x91",
+    "key of an argument": b"(" + doubled(b"K\x01") + b"K\x02d",
+    "stride": TENSOR + b"K\x00\x8a\x06" + (2**46).to_bytes(6, "little") + b"\x85](K\x01e\x85tR",
+    "text as a stride": TENSOR + b"K\x00\x8a\x06" + (2**46).to_bytes(6, "little") + b"\x85X\x01\0\0\0x\x85tR",
+    "name of a storage": STORAGE.replace(b"X\x01\0\0\x000", doubled(b"K\x01")),
+    "kind of a storage": STORAGE.replace(b"X\x07\0\0\0storage", doubled(b"K\x01")),
+    "bytes": b"\x96" + struct.pack("<Q", 2**33),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_PICKLES)
+def test_a_small_pickle_takes_no_long_look(tmp_path: Path, name: str) -> None:
+    torch.save({"w": torch.zeros(3)}, tmp_path / "a")
+    pickled = b"\x80\x05" + HOSTILE_PICKLES[name] + b"."
+    hostile = changed(tmp_path / "a", tmp_path / "b", lambda name, data: pickled if name == "data.pkl" else data)
+    assert in_limits(lambda: len(verify(hostile).damages) < 2) == "True"
+
+
+def test_entries_that_the_archive_has_no_room_for_are_damage(tmp_path: Path) -> None:
+    torch.save({"w": torch.zeros(3)}, tmp_path / "a")
+    content = (tmp_path / "a").read_bytes()
+    for name in (b"data.pkl", b"byteorder"):
+        longer = bytearray(content)
+        at = content.rindex(b"a/" + name) - 22  # sizes in the central header
+        longer[at - 4 : at + 4] = struct.pack("<II", 2**31, 2**31)
+        (tmp_path / "b").write_bytes(longer)
+        assert in_limits(lambda: "its entries have" in damage(tmp_path / "b")) == "True"
+        assert in_limits(lambda: open_source(tmp_path / "b")) == "DamagedCheckpointError"

@@ -49,7 +49,7 @@ from torchtitan_ext.checkpoint.rank_table import EncodedTable, encode_table
 from torchtitan_ext.checkpoint.read_items import ReadDecision, in_file_order, read_items, unread_problems
 from torchtitan_ext.checkpoint.report import LoadReport, build_report, disagreements, warn_of_leftovers
 from torchtitan_ext.checkpoint.saved_chunks import ChunkList, SavedChunks, cover_problems
-from torchtitan_ext.checkpoint.storage_entries import name_files_of_overlap, name_metadata, storage_problems
+from torchtitan_ext.checkpoint.storage_entries import name_files_of_overlaps, name_metadata, storage_problems
 from torchtitan_ext.checkpoint.subclasses import (
     check_global_plan,
     check_local_plans,
@@ -225,7 +225,7 @@ class LoadPlanner(DefaultLoadPlanner):
         is_cover_checked = len({request.metadata_name for request in requests}) == 1
         if is_cover_checked:
             found = cover_problems(agreement, wanted, self.metadata, self._saved_chunks)
-            problems += [name_files_of_overlap(problem, self.metadata) for problem in found]
+            problems += name_files_of_overlaps(found, self.metadata)
         if not wanted:
             problems += nothing_matches(requests, self.metadata)
         saved_wanted = set(wanted.values())

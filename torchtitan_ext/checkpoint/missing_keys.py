@@ -18,6 +18,7 @@ from torchtitan_ext.checkpoint.remedy import common_glob
 from torchtitan_ext.errors import MAX_NAMED, Problem, Remedy, named
 from torchtitan_ext.errors.near_names import CLOSE, nearest_name
 from torchtitan_ext.layout.rules import LayoutRules, canonical_fqn
+from torchtitan_ext.storage.saved_metadata import recorded_path
 
 # A rename of more lines is no remedy to copy from a message.
 _MAX_RENAMES = 3
@@ -242,8 +243,7 @@ def _unclaimed_text(component: str, fqns: Sequence[str], wanted: Collection[str]
 
 
 def _is_tensor_at_top(fqn: str, metadata: Metadata) -> bool:
-    paths = metadata.planner_data
-    is_at_top = isinstance(paths, dict) and len(paths.get(fqn, ())) == 1
+    is_at_top = len(recorded_path(metadata.planner_data, fqn) or ()) == 1
     return is_at_top and isinstance(metadata.state_dict_metadata[fqn], TensorStorageMetadata)
 
 

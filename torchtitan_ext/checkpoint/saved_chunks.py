@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -82,6 +83,7 @@ def cover_problems(
         chunks: Of this metadata.
     """
     problems = []
+    known: dict[tuple[int, int], Problem | None] = {}  # thousands of keys may share a list
     for key, of_class in agreement.numbers():
         fqn, kind = agreement.names[key], agreement.kind(of_class)
         saved = metadata.state_dict_metadata[wanted[fqn]]
@@ -90,19 +92,24 @@ def cover_problems(
         chunk_list = chunks.of(saved)
         if chunk_list.covers(kind.global_shape):
             continue
-        # A checkpoint of use_collectives=False has metadata per rank: all that this rank wants must be there.
-        agreed = agreement.agreed(of_class)
-        if agreement.world.num_ranks == 1 and _is_covered_for(agreed, chunk_list):
-            continue
-        shards = [HeldShard((), (box,)) for box in chunk_list.index.boxes()]
-        problem = check_cover(fqn, kind.global_shape, shards, "broken_checkpoint")
-        problems += [] if problem is None else [problem]
+        if (id(chunk_list), of_class) not in known:
+            known[id(chunk_list), of_class] = _cover_problem(fqn, agreement, of_class, chunk_list)
+        problem = known[id(chunk_list), of_class]
+        problems += [] if problem is None else [dataclasses.replace(problem, fqn=fqn)]
     return problems
 
 
 def is_covered(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
     """Whether boxes hold every element of a shape exactly once."""
     return _core.find_cover_defect(shape, boxes) is None
+
+
+def _cover_problem(fqn: str, agreement: Agreement, of_class: int, chunk_list: ChunkList) -> Problem | None:
+    # A checkpoint of use_collectives=False has metadata per rank: all that this rank wants must be there.
+    if agreement.world.num_ranks == 1 and _is_covered_for(agreement.agreed(of_class), chunk_list):
+        return None
+    shards = [HeldShard((), (box,)) for box in chunk_list.index.boxes()]
+    return check_cover(fqn, agreement.kind(of_class).global_shape, shards, "broken_checkpoint")
 
 
 def _is_covered_for(agreed: TensorAgreement | ObjectAgreement, chunk_list: ChunkList) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from torchtitan_ext.checkpoint.load_planner import LoadPlanner
 from torchtitan_ext.state.nested import Path
+from torchtitan_ext.storage.saved_metadata import recorded_path
 
 
 def read_saved(
@@ -44,13 +46,12 @@ def read_saved(
 
 def paths_below(prefix: str, metadata: Metadata) -> dict[str, Path]:
     """The saved keys that stand below a key, and where: a key may have dots in it."""
-    recorded = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
     below: dict[str, Path] = {}
     for fqn in metadata.state_dict_metadata:
         if fqn == prefix or fqn.startswith(f"{prefix}."):
-            path = recorded.get(fqn, tuple(fqn.split(".")))
-            depths = (depth for depth in range(1, len(path) + 1) if ".".join(map(str, path[:depth])) == prefix)
-            depth = next(depths, None)
+            path = recorded_path(metadata.planner_data, fqn) or tuple(fqn.split("."))
+            ends = itertools.accumulate((len(str(part)) for part in path), lambda end, length: end + 1 + length)
+            depth = next((depth for depth, end in enumerate(ends, 1) if end == len(prefix)), None)
             if depth is not None:
-                below[fqn] = tuple(path[depth:])
+                below[fqn] = path[depth:]
     return below

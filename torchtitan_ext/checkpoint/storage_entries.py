@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,10 @@ def storage_problems(metadata: Metadata, fqns: Iterable[str]) -> list[Problem]:
         Problem("broken_checkpoint", path, "is named as a file of the checkpoint and lies outside its directory")
         for path in outside
     ]
-    # Counting is cheap; every chunk is looked up only where the numbers do not match.
+    # Counting is cheap; every chunk is looked for only where the numbers do not match.
     saved = metadata.state_dict_metadata
     num_chunks = sum(len(one.chunks) if isinstance(one, TensorStorageMetadata) else 1 for one in saved.values())
-    if num_chunks != len(entries):
-        problems += [problem for fqn in sorted(fqns) if (problem := _lost_problem(fqn, metadata)) is not None]
-    return problems
+    return problems if num_chunks == len(entries) else problems + _lost_problems(sorted(fqns), saved, entries)
 
 
 def name_metadata(metadata: Metadata) -> str:
@@ -56,13 +54,19 @@ def name_metadata(metadata: Metadata) -> str:
     return f"{len(metadata.state_dict_metadata)} keys, {None if first is None else places[first]}"
 
 
-def name_files_of_overlap(problem: Problem, metadata: Metadata) -> Problem:
-    """The same problem, with the safetensors files where several hold its key: DCP takes each for a part."""
-    place = next((index for index in metadata.storage_data or () if index.fqn == problem.fqn), None)
-    path = None if place is None else getattr(metadata.storage_data[place], "relative_path", None)
-    if "overlap" not in problem.detail or not str(path).endswith(".safetensors"):
-        return problem
-    files = files_with_key(Path(str(path)).parent, problem.fqn)
+def name_files_of_overlaps(problems: Sequence[Problem], metadata: Metadata) -> list[Problem]:
+    """The same problems, with the safetensors files where several hold a key: DCP takes each for a part."""
+    overlaps = {problem.fqn for problem in problems if "overlap" in problem.detail}
+    paths: dict[str, str] = {}
+    places = metadata.storage_data or {}
+    for index in places if overlaps else ():
+        if index.fqn in overlaps and index.fqn not in paths:
+            paths[index.fqn] = str(getattr(places[index], "relative_path", None))
+    return [_with_files(problem, paths.get(problem.fqn, "")) for problem in problems]
+
+
+def _with_files(problem: Problem, path: str) -> Problem:
+    files = files_with_key(Path(path).parent, problem.fqn) if path.endswith(".safetensors") else []
     if len(files) < 2:
         return problem
     detail = (
@@ -90,17 +94,28 @@ def check_all_written(plan: SavePlan, results: Any, rank: int) -> None:
         raise CheckpointFailedError("save", {rank: text})
 
 
-def _lost_problem(fqn: str, metadata: Metadata) -> Problem | None:
-    saved = metadata.state_dict_metadata[fqn]
-    if isinstance(saved, TensorStorageMetadata):
-        indices = [MetadataIndex(fqn, chunk.offsets) for chunk in saved.chunks]
-    else:
-        indices = [MetadataIndex(fqn)]
-    lost = [index for index in indices if index not in (metadata.storage_data or {})]
-    if not lost:
-        return None
-    detail = f"{len(lost)} of its {len(indices)} part(s) are in no file of the checkpoint; load another checkpoint"
-    return Problem("broken_checkpoint", fqn, detail)
+def _lost_problems(fqns: Sequence[str], saved: Mapping[str, Any], places: Iterable[MetadataIndex]) -> list[Problem]:
+    """Chunks, and values, that have no place. Keys that share a list of chunks, of which a file may say thousands, do
+    not go through it one by one."""
+    placed: dict[str, set[Any]] = {fqn: set() for fqn in fqns}
+    for place in places:
+        placed.get(place.fqn, set()).add(place.offset)
+    of_list: dict[int, set[Any]] = {}
+    problems = []
+    for fqn in fqns:
+        wanted: set[Any] = {None}
+        if isinstance(saved[fqn], TensorStorageMetadata):
+            chunks = saved[fqn].chunks
+            if id(chunks) not in of_list:
+                of_list[id(chunks)] = {tuple(chunk.offsets) for chunk in chunks}
+            wanted = of_list[id(chunks)]
+        num_lost = len(wanted) - len(wanted & placed[fqn])  # goes through the smaller one
+        if num_lost > 0:
+            detail = (
+                f"{num_lost} of its {len(wanted)} part(s) are in no file of the checkpoint; load another checkpoint"
+            )
+            problems.append(Problem("broken_checkpoint", fqn, detail))
+    return problems
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -35,6 +35,7 @@ from torchtitan_ext.offline.load_source import LoadSource, open_load_source
 from torchtitan_ext.offline.one_rank import components_of, rank_of_checkpoint, rank_of_state
 from torchtitan_ext.offline.placement_rules import DimOf, saved_chunk_lists
 from torchtitan_ext.offline.save_forecast import SavingRanks, forecast_save
+from torchtitan_ext.storage.saved_metadata import recorded_paths
 
 
 def dry_run(
@@ -175,7 +176,7 @@ def _check_components(source: LoadSource, stages: Sequence[Stage]) -> None:
     if tuple(chosen.include) == ("*",):
         return
     is_tensor = {fqn: isinstance(one, TensorStorageMetadata) for fqn, one in metadata.state_dict_metadata.items()}
-    paths = dict(metadata.planner_data) if isinstance(metadata.planner_data, dict) else {}
+    paths: dict[str, tuple[Any, ...]] = dict(recorded_paths(metadata.planner_data, metadata.state_dict_metadata))
     for table in (stage.one.table for stage in stages):
         is_tensor |= {fqn: not isinstance(entry, ObjectEntry) for fqn, entry in table.entries.items()}
         paths |= table.stock_paths

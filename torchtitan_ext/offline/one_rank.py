@@ -31,6 +31,7 @@ from torchtitan_ext.layout.rules import LayoutRules, ShardOrder
 from torchtitan_ext.offline.host_memory import Device
 from torchtitan_ext.offline.placement_rules import PlacementRules
 from torchtitan_ext.state.nested import flatten_state_dict
+from torchtitan_ext.storage.saved_metadata import recorded_paths
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def rank_of_checkpoint(metadata: Metadata, source: Source) -> OneRank:
 
     Of values that ranks keep under names of their own it has its own one.
     """
-    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    paths = recorded_paths(metadata.planner_data, metadata.state_dict_metadata)
     saved_tensors = {fqn: isinstance(one, TensorStorageMetadata) for fqn, one in metadata.state_dict_metadata.items()}
     components = components_of(saved_tensors, paths, ElasticPolicy())
     entries: dict[str, KeyEntry] = {}
@@ -102,7 +103,7 @@ def rank_of_checkpoint(metadata: Metadata, source: Source) -> OneRank:
         own = PER_RANK.sub(r"\g<1>0", fqn)
         entries[own] = ObjectEntry()
         sizes[own] = getattr(place, "length", 0)
-    known = {fqn: paths[fqn] for fqn in entries if isinstance(paths.get(fqn), tuple)}
+    known = {fqn: paths[fqn] for fqn in entries if fqn in paths}
     return OneRank(KeyTable(entries, stock_paths=known), sizes)
 
 

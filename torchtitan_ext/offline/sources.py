@@ -33,6 +33,7 @@ from torchtitan_ext.storage.formats import format_of
 from torchtitan_ext.storage.raw_tensor import DTYPES
 from torchtitan_ext.storage.safetensors_files import sizes_of_tensor
 from torchtitan_ext.storage.safetensors_places import Place, find_safetensors
+from torchtitan_ext.storage.saved_metadata import recorded_paths
 from torchtitan_ext.storage.threads import thread_count_of
 from torchtitan_ext.storage.torch_places import read_torch_file
 
@@ -228,9 +229,8 @@ def paths_of(source: Source) -> dict[str, tuple[str | int, ...]]:
 
     A recorded path counts where it gives the key: keys of dicts, and positions in lists, joined by dots.
     """
-    recorded = source.metadata.planner_data
-    paths = recorded if isinstance(recorded, dict) else {}
-    return {fqn: _checked_path(paths.get(fqn), fqn) for fqn in source.metadata.state_dict_metadata}
+    fqns = source.metadata.state_dict_metadata
+    return {fqn: (fqn,) for fqn in fqns} | recorded_paths(source.metadata.planner_data, fqns)
 
 
 def tensor_bytes(entry: TensorStorageMetadata) -> int:
@@ -241,21 +241,16 @@ def tensor_bytes(entry: TensorStorageMetadata) -> int:
 def read_record(source: Source, index: MetadataIndex) -> torch.Tensor:
     """The bytes of a whole record, as ``torch.save`` wrote them; 1-D uint8."""
     (record,) = source.find_records([index])
-    content = torch.empty(record.num_bytes, dtype=torch.uint8, device="cpu")
     runs = _core.RunReader()
     try:
         file = source.open_file(runs, record.file)
+        runs.check_bytes(file, record.offset, record.num_bytes)
+        content = torch.empty(record.num_bytes, dtype=torch.uint8, device="cpu")
         runs.add_bytes(file, record.offset, record.num_bytes, content.data_ptr())
         source.read_runs(runs, [record.file])
     except (_core.FormatError, UnicodeDecodeError) as error:
         raise DamagedCheckpointError(str(error)) from None
     return content
-
-
-def _checked_path(path: Any, fqn: str) -> tuple[str | int, ...]:
-    if type(path) is tuple and path and {str, int}.issuperset(map(type, path)) and ".".join(map(str, path)) == fqn:
-        return path
-    return (fqn,)
 
 
 def _data_files(path: Path, metadata: Metadata) -> tuple[int, set[str]]:

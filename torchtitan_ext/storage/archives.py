@@ -76,7 +76,7 @@ def find_entries(path: Path) -> dict[str, tuple[int, int]]:
     byte_order: str = sys.byteorder
     try:
         with path.open("rb") as file, zipfile.ZipFile(file) as archive:
-            listed = archive.infolist()
+            listed = _listed(archive, path.stat().st_size)
             for entry in listed:
                 entries[_name_in_archive(entry)] = (_begin_of(file, entry), entry.file_size)
                 if _name_in_archive(entry) == "byteorder" and entry.compress_type == zipfile.ZIP_STORED:
@@ -112,7 +112,8 @@ def archive_damage(stream: BinaryIO, *, is_deep: bool, on_bytes: OnBytes) -> tup
     is_proved = True
     try:
         with zipfile.ZipFile(stream) as archive:
-            entries = {_name_in_archive(entry): entry for entry in archive.infolist()}
+            listed = _listed(archive, stream.seek(0, os.SEEK_END))
+            entries = {_name_in_archive(entry): entry for entry in listed}
             for entry in entries.values():
                 if entry.compress_type != zipfile.ZIP_STORED:
                     return f"its entry {entry.filename} is compressed, which torch.save never does", False
@@ -130,6 +131,17 @@ def archive_damage(stream: BinaryIO, *, is_deep: bool, on_bytes: OnBytes) -> tup
     except _BAD_ARCHIVE as error:
         return f"the archive of torch.save is damaged ({error})", False
     return None, is_proved
+
+
+def _listed(archive: zipfile.ZipFile, num_bytes: int) -> list[zipfile.ZipInfo]:
+    """The entries of an archive of so many bytes. Raises BadZipFile where they cannot lie in it side by side: a small
+    file can have very many that share their bytes."""
+    entries = archive.infolist()
+    stored = [entry for entry in entries if entry.compress_type == zipfile.ZIP_STORED]
+    said = sum(max(entry.file_size, entry.compress_size) for entry in stored)
+    if said > num_bytes:
+        raise zipfile.BadZipFile(f"its entries have {said} bytes, the archive {num_bytes}")
+    return entries
 
 
 def _name_in_archive(entry: zipfile.ZipInfo) -> str:

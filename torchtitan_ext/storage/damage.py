@@ -56,6 +56,11 @@ def cover_defect(sizes: Sequence[int], chunks: Sequence[tuple[Sequence[int], Seq
     if found is None:
         return None
     kind, where, _ = found
+    return defect_text(kind, where)
+
+
+def defect_text(kind: str, where: Sequence[int]) -> str:
+    """What is wrong with the chunks of a tensor, in words: a kind of defect, and the element or chunk concerned."""
     text = {"gap": "leave out", "overlap": "hold twice", "out_of_bounds": "lie outside of it, at"}[kind]
     return f"{text} {list(where)}"
 

@@ -19,7 +19,7 @@ from torchtitan_ext.errors import DamagedCheckpointError
 from torchtitan_ext.storage.archives import FilePart, archive_damage
 from torchtitan_ext.storage.checkpoint_files import IndexedFile, index_path, metadata_path, shown
 from torchtitan_ext.storage.contents import size_of
-from torchtitan_ext.storage.damage import Part, cover_defect, describe_damage, shape_defect
+from torchtitan_ext.storage.damage import Part, defect_text, describe_damage, shape_defect
 from torchtitan_ext.storage.footers import Footers
 from torchtitan_ext.storage.formats import ZIP_START
 from torchtitan_ext.storage.leftovers import checkpoint_names
@@ -248,18 +248,12 @@ def _metadata_damages(saved: SavedMetadata, path: Path) -> Iterator[Damage]:
     """What the metadata alone shows: chunks that lie nowhere, tensors that their chunks do not cover once."""
     for fqn, offsets in saved.columns.unplaced_chunks(_MAX_UNPLACED):
         yield Damage(path.name, f"{path} does not say in which file {fqn}{_at(offsets)} lies", "metadata")
-    known: dict[tuple[int, tuple[int, ...]], str | None] = {}
-    for number, fqn in enumerate(saved.columns.names_of_keys()):
+    names = saved.columns.names_of_keys()
+    for number, kind, where in saved.columns.cover_defects():
         entry = saved.columns.key(number)
-        if entry is None:
-            continue
-        sizes, chunk_list = entry[0], entry[-1]
-        if (chunk_list, sizes) not in known:
-            known[chunk_list, sizes] = cover_defect(sizes, saved.columns.chunk_list(chunk_list))
-        defect = known[chunk_list, sizes]
-        if defect is not None:
-            what = f"{path}: the chunks of {fqn} {list(sizes)} {defect}: it cannot be loaded"
-            yield Damage(path.name, what, "chunks")
+        assert entry is not None, f"{names[number]} has chunks and is no tensor, please report"
+        text = f"the chunks of {names[number]} {list(entry[0])} {defect_text(kind, where)}"
+        yield Damage(path.name, f"{path}: {text}: it cannot be loaded", "chunks")
 
 
 def _at(offsets: Sequence[int] | None) -> str:

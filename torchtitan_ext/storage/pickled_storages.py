@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torchtitan_ext.storage.element_types import ITEM_BYTES, UNTYPED, dtype_name_of, elements_needed
@@ -38,16 +39,24 @@ class _Storage(NamedTuple):
 class _Anything:
     """Stands for whatever else a pickle names or makes; takes all that is done with it."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
+    __slots__ = ("__name__",)
+
+    def __init__(self, name: str = "") -> None:
+        self.__name__ = name
 
     def __call__(self, *_: Any, **__: Any) -> _Anything:
         return self
 
-    __setstate__ = __setitem__ = append = extend = add = __call__
+    append = extend = __call__
 
 
-class _StorageReader(pickle._Unpickler):  # the one in C takes the memory that a hostile pickle asks for
+_Unpickler: Any = pickle._Unpickler  # the one in C takes the memory that a hostile pickle asks for
+
+
+class _StorageReader(_Unpickler):
+    """Makes lists, tuples and numbers alone. Nothing is hashed or put into dicts, sets and objects: a key of tuples in
+    tuples, each of which holds the one before twice, takes for ever to hash."""
+
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
         self.needed: dict[str, int] = {}
@@ -55,24 +64,69 @@ class _StorageReader(pickle._Unpickler):  # the one in C takes the memory that a
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch._utils" and name in _REBUILD:
             return self._add_tensor
-        return type(name, (_Anything,), {})
+        return _Anything(name)
 
     def persistent_load(self, pid: Any) -> Any:
         kind, storage_class, name, _, num_elements = pid
-        if kind != "storage":
-            raise ValueError(f"{kind!r} is no storage")
-        storage = _Storage(str(name), storage_class.__name__)
-        self._add(storage, 1 if storage.storage_class == UNTYPED else _item_bytes(storage, ""), num_elements)
+        if kind != "storage" or type(name) is not str:
+            raise ValueError("a persistent id is none of a storage")
+        storage = _Storage(name, storage_class.__name__)
+        item_bytes = 1 if storage.storage_class == UNTYPED else _item_bytes(storage, "")
+        self._add(storage, item_bytes, _whole([num_elements])[0])
         return storage
 
-    def _add_tensor(self, storage: _Storage, offset: int, sizes: Any, strides: Any, *rest: Any) -> _Anything:
+    def _add_tensor(self, storage: _Storage, offset: Any, sizes: Any, strides: Any, *rest: Any) -> _Anything:
         dtype = rest[_DTYPE_POSITION] if len(rest) > _DTYPE_POSITION else None
         item_bytes = _item_bytes(storage, getattr(dtype, "__name__", ""))
-        self._add(storage, item_bytes, elements_needed(sizes, strides, offset))
+        self._add(storage, item_bytes, elements_needed(_whole(sizes), _whole(strides), *_whole([offset])))
         return _Anything()
 
     def _add(self, storage: _Storage, item_bytes: int, num_elements: int) -> None:
         self.needed[storage.name] = max(self.needed.get(storage.name, 0), item_bytes * num_elements)
+
+    def _drop_two(self) -> None:
+        del self.stack[-2:]
+
+    def _make_of_two(self) -> None:
+        self.stack[-2:] = [_Anything()]
+
+    def _make_of_three(self) -> None:
+        self.stack[-3:] = [_Anything()]
+
+    def _make_of_marked(self) -> None:
+        self.pop_mark()
+        self.append(_Anything())
+
+    def _read_bytearray(self) -> None:
+        self.append(self.read(int.from_bytes(self.read(8), "little")))  # no more than there is
+
+    def _drop_marked(self) -> None:
+        self.pop_mark()
+
+    def _drop_one(self) -> None:
+        del self.stack[-1]
+
+    dispatch: dict[int, Callable[[Any], Any]] = {
+        **_Unpickler.dispatch,
+        pickle.SETITEM[0]: _drop_two,
+        pickle.SETITEMS[0]: _drop_marked,
+        pickle.ADDITEMS[0]: _drop_marked,
+        pickle.DICT[0]: _make_of_marked,
+        pickle.FROZENSET[0]: _make_of_marked,
+        pickle.NEWOBJ[0]: _make_of_two,
+        pickle.NEWOBJ_EX[0]: _make_of_three,
+        pickle.BUILD[0]: _drop_one,
+        pickle.BYTEARRAY8[0]: _read_bytearray,
+    }
+
+
+def _whole(numbers: Any) -> list[int]:
+    """Sizes, strides and the like as a list. Raises ValueError where they are something else, such as lists, of which a
+    multiple is a longer list."""
+    found = list(numbers)
+    if not all(type(number) is int and 0 <= number < 2**63 for number in found):
+        raise ValueError("a tensor has sizes, strides or an offset that no tensor has")
+    return found
 
 
 def _item_bytes(storage: _Storage, dtype: str) -> int:

@@ -60,6 +60,7 @@ class ReadBatch:
         file = self._files[name]
         if item.type == LoadItemType.BYTE_IO or stored is None:
             target = None if item.type == LoadItemType.BYTE_IO else self._target(item)
+            self._runs.check_bytes(file, info.offset, info.length)  # before memory is asked for
             content = bytearray(info.length)
             self._values.append((item, content, target))
             self._runs.add_bytes(file, info.offset, info.length, _address(content))

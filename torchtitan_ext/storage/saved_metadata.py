@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -65,6 +65,22 @@ def recorded_world(planner_data: Any) -> tuple[int, dict[str, int]] | None:
     if not _is_count(size) or not isinstance(mesh, dict):
         return None
     return size, {axis: length for axis, length in mesh.items() if isinstance(axis, str) and _is_count(length)}
+
+
+def recorded_path(planner_data: Any, fqn: str) -> tuple[str | int, ...] | None:
+    """Where a key stands in the nested state dict, as its save noted it: keys of dicts, and positions in lists.
+
+    ``None`` where no note gives the key, joined by dots: a file may say anything, tuples without end too.
+    """
+    path = planner_data.get(fqn) if isinstance(planner_data, dict) else None
+    if type(path) is not tuple or not 0 < len(path) <= fqn.count(".") + 1 or not {str, int}.issuperset(map(type, path)):
+        return None
+    return path if ".".join(map(str, path)) == fqn else None
+
+
+def recorded_paths(planner_data: Any, fqns: Iterable[str]) -> dict[str, tuple[str | int, ...]]:
+    """The same of those keys of which there is a note."""
+    return {fqn: path for fqn in fqns if (path := recorded_path(planner_data, fqn)) is not None}
 
 
 def ranks_with_metadata(directory: Path) -> list[int]:
