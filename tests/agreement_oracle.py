@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torchtitan_ext.checkpoint.agreement import HeldShard, ObjectAgreement, TensorAgreement, check_cover
 from torchtitan_ext.checkpoint.key_table import Box, BoxesEntry, KeyEntry, KeyTable, ObjectEntry, TensorEntry
-from torchtitan_ext.errors import Problem
+from torchtitan_ext.checkpoint.replica_digests import ReplicaComparison
+from torchtitan_ext.errors import Problem, named
 from torchtitan_ext.layout.layout import (
     MeshLayout,
     ShardReport,
@@ -52,61 +53,97 @@ def agree(tables: Sequence[KeyTable], *, every_rank_reports: bool) -> Agreement:
     return Agreement(keys, tuple(problems))
 
 
-def differing_replicas(tables: Sequence[KeyTable], agreement: Agreement) -> list[Problem]:
-    """Replicas whose values differ, as far as digests tell: one problem per key."""
-    problems = []
+def compare_replicas(tables: Sequence[KeyTable], agreement: Agreement) -> tuple[ReplicaComparison, list[str]]:
+    """What digests say of replicas, and the keys that are equal on several meshes."""
+    found = ReplicaComparison([], [], [], [])
+    equal = []
     for fqn, agreed in agreement.keys.items():
-        if isinstance(agreed, ObjectAgreement):
-            groups: list[tuple[int, ...]] = [agreed.ranks]
-        elif agreed.is_plain:
-            groups = [tuple(held.ranks[0] for (held,) in agreed.replicas)]
-        else:
-            alike: dict[tuple[Box, ...], tuple[int, ...]] = {}
-            for held in (held for replica in agreed.replicas for held in replica):
-                alike[held.boxes] = (*alike.get(held.boxes, ()), *held.ranks)
-            groups = list(alike.values())
-        for ranks in groups:
-            first = next((rank for rank in ranks if fqn in tables[rank].digests), None)
-            other = next(
-                (r for r in ranks if first is not None and tables[r].digests.get(fqn) != tables[first].digests[fqn]),
-                None,
-            )
-            if first is not None and other is not None:
-                problems.append(_replica_problem(fqn, agreed, first, other, tables))
-                break
-    return problems
-
-
-def uncompared_replicas(tables: Sequence[KeyTable], agreement: Agreement) -> list[Problem]:
-    """Keys that stand for tensors on several meshes whose values no digest compares: one of them is saved."""
-    problems = []
-    for fqn, agreed in agreement.keys.items():
-        if isinstance(agreed, ObjectAgreement) or agreed.is_plain or len(agreed.replicas) < 2:
+        digests = [table.digests.get(fqn, b"") for table in tables]
+        if isinstance(agreed, ObjectAgreement) or agreed.is_plain:
+            ranks = agreed.ranks if isinstance(agreed, ObjectAgreement) else _all_ranks(agreed)
+            if (pair := _unequal(ranks, digests)) is not None:
+                found.differing.append(_replica_problem(fqn, agreed, *pair, digests))
             continue
-        held = [shard for replica in agreed.replicas for shard in replica]
-        if any(fqn not in tables[rank].digests for shard in held for rank in shard.ranks):
-            ranks = [sorted({rank for shard in replica for rank in shard.ranks}) for replica in agreed.replicas]
-            meshes = " | ".join(map(str, ranks[:4]))
-            what = f"is a tensor on each of several meshes ({meshes}), of which the first is saved"
-            problems.append(Problem("replicas_differ", fqn, f"{what}; give different tensors different keys"))
-    return problems
+        alike: dict[tuple[Box, ...], list[tuple[int, ...]]] = {}
+        for held in (held for replica in agreed.replicas for held in replica):
+            alike.setdefault(held.boxes, []).append(held.ranks)
+        declared = [pair for sides in alike.values() for ranks in sides if (pair := _unequal(ranks, digests))]
+        across = [
+            pair for sides in alike.values() if (pair := _unequal([r for ranks in sides for r in ranks], digests))
+        ]
+        is_on_meshes = all(
+            isinstance(entry := table.entries.get(fqn), TensorEntry) and entry.report.mesh is not None
+            for table in tables
+            if fqn in table.entries
+        )
+        is_comparable = all(len(sides) == len(agreed.replicas) for sides in alike.values())
+        is_lacking = num_elements(agreed.global_shape) > 0 and any(not digests[rank] for rank in _all_ranks(agreed))
+        first_steps = {agreed.steps[rank] for rank in _all_ranks(agreed)} if agreed.steps else {()}
+        if declared:
+            found.differing.append(_replica_problem(fqn, agreed, *declared[0], digests))
+        elif across and is_on_meshes:
+            found.presumed.append(_presumed_problem(fqn, agreed, *across[0], digests))
+        elif across:
+            found.differing.append(_replica_problem(fqn, agreed, *across[0], digests))
+        elif len(agreed.replicas) > 1 and (not is_comparable or is_lacking):
+            words = f"{_on_meshes(agreed)}, in different layouts or on some ranks without a digest"
+            advice = "; give different tensors different keys, and shard replicas alike"
+            found.uncompared.append(Problem("replicas_differ", fqn, words, advice))
+        elif len(agreed.replicas) > 1 and len(first_steps) == 1:
+            equal.append(fqn)
+    return found, equal
+
+
+def _all_ranks(agreed: TensorAgreement) -> list[int]:
+    return sorted({rank for replica in agreed.replicas for held in replica for rank in held.ranks})
+
+
+def _unequal(ranks: Sequence[int], digests: Sequence[bytes]) -> tuple[int, int] | None:
+    """The first rank with a digest and the first that has another, or none."""
+    first = next((rank for rank in ranks if digests[rank]), None)
+    other = next((rank for rank in ranks if first is not None and digests[rank] != digests[first]), None)
+    return None if first is None or other is None else (first, other)
+
+
+def _on_meshes(agreed: TensorAgreement) -> str:
+    ranks = [sorted({rank for held in replica for rank in held.ranks}) for replica in agreed.replicas]
+    words = [f"[{named(of_mesh, 8)}]" for of_mesh in ranks[:4]] + [f"{len(ranks) - 4} more"] * (len(ranks) > 4)
+    return f"is a tensor on each of several meshes ({' | '.join(words)})"
+
+
+def _values(first: int, other: int, digests: Sequence[bytes]) -> str | None:
+    """Of values that the tests make: b"r" and the text of the value; digests have 16 bytes."""
+    sides = [digests[rank] for rank in (first, other)]
+    texts = [side[1:].decode() if 0 < len(side) < 16 else "" for side in sides]
+    if not any(texts):
+        return None
+    names = [side.hex()[:12] or "none" for side in sides]
+    return " and ".join(text or f"a value with digest {name}" for text, name in zip(texts, names, strict=True))
+
+
+def _presumed_problem(fqn: str, agreed: TensorAgreement, first: int, other: int, digests: Sequence[bytes]) -> Problem:
+    held = _values(first, other, digests) or "different bits"
+    return Problem(
+        "replicas_differ",
+        fqn,
+        f"{_on_meshes(agreed)}, and ranks {first} and {other} hold {held}",
+        "; give different tensors different keys; make replicas equal first: tte.sync_module_states(model, mesh) with "
+        "a mesh that holds all of these ranks",
+    )
 
 
 def _replica_problem(
-    fqn: str, agreed: TensorAgreement | ObjectAgreement, first: int, other: int, tables: Sequence[KeyTable]
+    fqn: str, agreed: TensorAgreement | ObjectAgreement, first: int, other: int, digests: Sequence[bytes]
 ) -> Problem:
-    digests = [tables[rank].digests.get(fqn, b"").hex()[:12] or "none" for rank in (first, other)]
+    names = [digests[rank].hex()[:12] or "none" for rank in (first, other)]
     what, remedy = (
         ("values", "give each rank a key of its own (such as rank_0), or save one rank's value with replicas='first'")
         if isinstance(agreed, ObjectAgreement)
         else ("bits", "make the replicas equal first, or save the lowest rank's with replicas='first'")
     )
-    return Problem(
-        "replicas_differ",
-        fqn,
-        f"ranks {first} and {other} should hold the same, got {what} with digests {digests[0]} and {digests[1]}; "
-        f"{remedy}",
-    )
+    held = _values(first, other, digests) or f"{what} with digests {names[0]} and {names[1]}"
+    detail = f"ranks {first} and {other} should hold the same, got {held}"
+    return Problem("replicas_differ", fqn, detail, f"; {remedy}")
 
 
 class _MeshNumbers:
@@ -234,8 +271,18 @@ def _absent_problem(fqn: str, report: ShardReport, absent: Sequence[int]) -> Pro
     )
 
 
-def shards_to_write(agreed: TensorAgreement) -> Sequence[HeldShard]:
-    """One replica's shards; plain tensors, complete on each rank, become one shard that all of them hold."""
+def shards_to_write(agreed: TensorAgreement, is_equal: bool = False) -> Sequence[HeldShard]:
+    """One replica's shards; plain tensors, complete on each rank, become one shard that all of them hold.
+
+    Args:
+        is_equal: Whether all meshes hold the same.
+    """
+    if is_equal:
+        shards = [held for replica in agreed.replicas for held in replica]
+        return tuple(
+            HeldShard(tuple(rank for held in shards if held.boxes == first.boxes for rank in held.ranks), first.boxes)
+            for first in agreed.replicas[0]
+        )
     if not agreed.is_plain:
         return agreed.replicas[0]
     ranks = tuple(rank for (held,) in agreed.replicas for rank in held.ranks)

@@ -37,7 +37,7 @@ from torchtitan_ext.layout.rules import LayoutRules, ShardOrder
 from torchtitan_ext.layout.wrapper import dense_values
 from torchtitan_ext.ranks.exchange import check_usable, gather_values
 from torchtitan_ext.state.nested import flatten_state_dict
-from torchtitan_ext.state.value_digest import digest_value
+from torchtitan_ext.state.value_digest import digest_value, fetch_sums
 
 _BOXES = "boxes"  # in the place of a replica: of a tensor that describes its own boxes
 
@@ -198,21 +198,19 @@ def _mesh_name(mesh: MeshLayout | None, known: dict[int, str]) -> str | None:
 
 def _synchronized(digests: dict[str, Any]) -> dict[str, Any]:
     """With the sums as ints: one transfer per device instead of one per tensor."""
-    by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+    sums: dict[int, Tensor] = {}
     for _, digest in digests.values():
         if isinstance(digest, tuple):
-            for total in digest[0].values() if isinstance(digest[0], dict) else digest[:1]:
-                by_device[total.device].append(total)
-    numbers: dict[int, int] = {}
-    for members in by_device.values():
-        numbers.update(zip(map(id, members), torch.stack(members).tolist(), strict=True))
+            of_key = digest[0].values() if isinstance(digest[0], dict) else digest[:1]
+            sums.update((id(total), total) for total in of_key)
+    numbers = fetch_sums(sums)
 
     def read(digest: Any) -> Any:
         if not isinstance(digest, tuple):
             return digest
-        sums = digest[0]
-        is_boxes = isinstance(sums, dict)
-        return {box: numbers[id(one)] for box, one in sums.items()} if is_boxes else numbers[id(sums)], *digest[1:]
+        held = digest[0]
+        is_boxes = isinstance(held, dict)
+        return {box: numbers[id(one)] for box, one in held.items()} if is_boxes else numbers[id(held)], *digest[1:]
 
     return {fqn: (replica, read(digest)) for fqn, (replica, digest) in digests.items()}
 

@@ -285,18 +285,22 @@ py::list written_boxes_py(const World& world, size_t index) {
   return boxes;
 }
 
-py::list differing_py(const ReplicaDigests& digests) {
-  std::vector<ReplicaDigests::Difference> differences;
+// Differences (key, two sides of rank, digest and whether it was cut, whether presumed), equal keys, uncompared keys.
+py::tuple compare_py(const ReplicaDigests& digests) {
+  ReplicaDigests::Comparison compared;
   {
     py::gil_scoped_release release;
-    differences = digests.differing();
+    compared = digests.compare();
   }
-  py::list result;
-  for (const auto& found : differences) {
-    result.append(py::make_tuple(found.key, found.first, found.second, py::bytes(found.first_digest),
-                                 py::bytes(found.second_digest)));
+  py::list differing;
+  for (const auto& found : compared.differing) {
+    const auto side = [](int64_t rank, const std::string& digest, bool is_cut) {
+      return py::make_tuple(rank, py::bytes(digest), is_cut);
+    };
+    differing.append(py::make_tuple(found.key, side(found.first, found.first_digest, found.first_is_cut),
+                                    side(found.second, found.second_digest, found.second_is_cut), found.is_presumed));
   }
-  return result;
+  return py::make_tuple(differing, compared.equal, compared.uncompared);
 }
 
 // Per class of which something is written: section, steps, first chunk, keys, boxes with their positions.
@@ -398,13 +402,13 @@ void register_plan(py::module_& module) {
       .def("add_message", [](ReplicaDigests& digests, size_t section,
                              const py::bytes& bytes) { return digests.add_message(section, to_view(bytes)); })
       .def("add_rank", &ReplicaDigests::add_rank)
-      .def("differing", &differing_py)
-      .def("uncompared", &ReplicaDigests::uncompared, py::call_guard<py::gil_scoped_release>());
+      .def("compare", &compare_py);
 
   py::class_<WritePlan>(module, "WritePlan", "Who writes what; see csrc/core/write_plan.h.")
-      .def(py::init<const World&, bool, const std::vector<uint32_t>&, std::vector<uint32_t>>(), py::keep_alive<1, 2>(),
-           py::call_guard<py::gil_scoped_release>(), py::arg("world"), py::arg("lowest_only"), py::arg("lowest_keys"),
-           py::arg("hosts"))
+      .def(py::init<const World&, bool, const std::vector<uint32_t>&, std::vector<uint32_t>,
+                    const std::vector<uint32_t>&>(),
+           py::keep_alive<1, 2>(), py::call_guard<py::gil_scoped_release>(), py::arg("world"), py::arg("lowest_only"),
+           py::arg("lowest_keys"), py::arg("hosts"), py::arg("equal_keys") = std::vector<uint32_t>())
       .def("decision", [](const WritePlan& plan, int64_t rank) { return py::bytes(plan.decision(rank)); })
       .def_property_readonly("load_bytes", &WritePlan::load_bytes)
       .def("keys_of_several_boxes", &WritePlan::keys_of_several_boxes);

@@ -175,6 +175,24 @@ class Facts {
 
 }  // namespace
 
+std::vector<std::vector<const HeldShard*>> equal_shards(const KeyClass& of_keys) {
+  std::vector<std::vector<const HeldShard*>> groups;
+  std::map<std::vector<Sizes>, size_t> positions;
+  for (const Replica& replica : of_keys.replicas) {
+    for (const HeldShard& shard : replica.shards) {
+      std::vector<Sizes> boxes;
+      for (const Chunk& box : shard.boxes) {
+        boxes.push_back(box.offsets);
+        boxes.push_back(box.sizes);
+      }
+      const size_t position = positions.try_emplace(std::move(boxes), groups.size()).first->second;
+      if (position == groups.size()) groups.emplace_back();
+      groups[position].push_back(&shard);
+    }
+  }
+  return groups;
+}
+
 std::vector<std::string_view> cut_path(std::string_view name, const PathForm& form) {
   std::vector<std::string_view> parts;
   size_t begin = 0;

@@ -148,6 +148,9 @@ class World {
   std::vector<uint32_t> class_of_;
 };
 
+// Shards of equal boxes, of all replicas: per set of boxes the shards that have them, in the order of replicas.
+std::vector<std::vector<const HeldShard*>> equal_shards(const KeyClass& of_keys);
+
 // The parts of a path, as a form cuts the key. Throws WireError where it does not fit.
 std::vector<std::string_view> cut_path(std::string_view name, const PathForm& form);
 

@@ -11,12 +11,19 @@
 namespace torchtitan_ext::core {
 namespace {
 
-enum Mode : uint8_t { kNoDigests, kTable, kBeginnings };
+enum Mode : uint8_t { kNoDigests, kTable, kBeginnings, kMixed };
 
 // Fewer different digests than this travel whole.
 constexpr size_t kMaxTable = 32;
 // A replica that differs by accident is overlooked once in 2^40 times.
 constexpr size_t kBeginningBytes = 5;
+// What is shorter is a value, of which nothing may be left out.
+constexpr size_t kDigestBytes = 16;
+
+// The part of a digest that always travels.
+std::string_view beginning_of(std::string_view digest) {
+  return digest.size() < kDigestBytes ? digest : digest.substr(0, kBeginningBytes);
+}
 
 uint64_t mix(uint64_t hash, uint64_t value) {
   hash = (hash ^ value) * 0x9e3779b97f4a7c15u;
@@ -35,35 +42,6 @@ void add_to(std::array<uint64_t, 2>& sum, uint32_t key, std::string_view digest)
   }
 }
 
-// The ranks that should hold the same of a class: of an object and a plain tensor all, of others those of equal boxes.
-std::vector<std::vector<const Member*>> replica_groups(const World& world, const KeyClass& of_keys) {
-  std::vector<std::vector<const Member*>> groups;
-  if (of_keys.is_plain || world.kind_of(of_keys).type == EntryType::kObject) {
-    for (const Member& member : of_keys.members)
-      (groups.empty() ? groups.emplace_back() : groups[0]).push_back(&member);
-    return groups;
-  }
-  std::unordered_map<int64_t, const Member*> member_of;
-  for (const Member& member : of_keys.members) member_of[member.rank] = &member;
-  std::map<std::vector<Sizes>, size_t> positions;
-  for (const Replica& replica : of_keys.replicas) {
-    for (const HeldShard& shard : replica.shards) {
-      size_t position = groups.size();
-      if (of_keys.replicas.size() > 1) {
-        std::vector<Sizes> boxes;
-        for (const Chunk& box : shard.boxes) {
-          boxes.push_back(box.offsets);
-          boxes.push_back(box.sizes);
-        }
-        position = positions.try_emplace(std::move(boxes), groups.size()).first->second;
-      }
-      if (position == groups.size()) groups.emplace_back();
-      for (const int64_t rank : shard.ranks) groups[position].push_back(member_of.at(rank));
-    }
-  }
-  return groups;
-}
-
 }  // namespace
 
 std::string encode_digests(const std::vector<uint32_t>& kind_of, size_t num_kinds,
@@ -76,19 +54,25 @@ std::string encode_digests(const std::vector<uint32_t>& kind_of, size_t num_kind
     std::vector<std::string_view> in_order;
     bool are_long = true;
     for (const std::string_view digest : members) {
-      are_long = are_long && digest.size() >= kBeginningBytes;
+      are_long = are_long && digest.size() >= kDigestBytes;
       if (!digest.empty() && table.try_emplace(digest, table.size() + 1).second) in_order.push_back(digest);
     }
     if (table.empty()) {
       out.put(kNoDigests);
-    } else if (table.size() < kMaxTable || !are_long) {
+    } else if (table.size() < kMaxTable) {
       out.put(kTable);
       out.put(in_order.size());
       for (const std::string_view digest : in_order) out.put_string(digest);
       for (const std::string_view digest : members) out.put(digest.empty() ? 0 : table[digest]);
-    } else {
+    } else if (are_long) {
       out.put(kBeginnings);
-      for (const std::string_view digest : members) out.append(digest.substr(0, kBeginningBytes));
+      for (const std::string_view digest : members) out.append(beginning_of(digest));
+    } else {
+      out.put(kMixed);
+      for (const std::string_view digest : members) {
+        out.put(std::min(digest.size(), kDigestBytes));
+        out.append(beginning_of(digest));
+      }
     }
   }
   return out.take();
@@ -114,7 +98,7 @@ size_t ReplicaDigests::add_message(size_t section, std::string_view bytes) {
   message.is_short.assign(kind_of.size(), false);
   WireReader in(message.bytes, "digests");
   for (const std::vector<uint32_t>& keys : keys_of_kind) {
-    const size_t mode = in.get_index("mode", 3);
+    const size_t mode = in.get_index("mode", 4);
     if (mode == kTable) {
       const size_t num_digests = in.get_count("table");
       std::vector<std::string_view> table = {{}};
@@ -124,6 +108,12 @@ size_t ReplicaDigests::add_message(size_t section, std::string_view bytes) {
       for (const uint32_t key : keys) {
         message.digests[key] = in.get_bytes("beginning of a digest", kBeginningBytes);
         message.is_short[key] = true;
+      }
+    } else if (mode == kMixed) {
+      for (const uint32_t key : keys) {
+        const size_t num_bytes = in.get_index("bytes of a digest", kDigestBytes + 1);
+        message.is_short[key] = num_bytes == kDigestBytes;
+        message.digests[key] = in.get_bytes("digest", message.is_short[key] ? kBeginningBytes : num_bytes);
       }
     }
   }
@@ -175,25 +165,52 @@ ReplicaDigests::ClassSum ReplicaDigests::sum_of(const KeyClass& of_keys, const M
     ++sum.num_digests;
     sum.is_short = sum.is_short || message.is_short[position];
     add_to(sum.whole, key, digest);
-    add_to(sum.begin, key, digest.substr(0, kBeginningBytes));
+    add_to(sum.begin, key, beginning_of(digest));
   }
   return sum;
 }
 
-bool ReplicaDigests::are_alike(const KeyClass& of_keys, const std::vector<const Member*>& members) const {
-  const Message* before = &message_of(*members.front());
-  const auto is_other = [&](const Member* member) { return &message_of(*member) != before; };
-  if (std::none_of(members.begin(), members.end(), is_other)) return true;
-  const ClassSum first = sum_of(of_keys, *members.front());
-  std::unordered_set<const Message*> seen = {before};
-  for (const Member* member : members) {
-    if (seen.insert(&message_of(*member)).second && !(sum_of(of_keys, *member) == first)) return false;
+std::vector<ReplicaDigests::Group> ReplicaDigests::groups_of(const KeyClass& of_keys) const {
+  std::vector<Group> groups;
+  if (of_keys.is_plain || world_.kind_of(of_keys).type == EntryType::kObject) {
+    Group& all = groups.emplace_back();
+    for (const Member& member : of_keys.members) all.members.push_back(&member);
+    all.ends.push_back(all.members.size());
+    return groups;
   }
-  return true;
+  std::unordered_map<int64_t, const Member*> member_of;
+  for (const Member& member : of_keys.members) member_of[member.rank] = &member;
+  for (const std::vector<const HeldShard*>& shards : equal_shards(of_keys)) {
+    Group& group = groups.emplace_back();
+    for (const HeldShard* shard : shards) {
+      for (const int64_t rank : shard->ranks) group.members.push_back(member_of.at(rank));
+      group.ends.push_back(group.members.size());
+    }
+  }
+  return groups;
+}
+
+std::pair<bool, bool> ReplicaDigests::look_at(const KeyClass& of_keys, const Group& group, bool counts_digests) const {
+  const Message* const first = &message_of(*group.members.front());
+  const auto is_other = [&](const Member* member) { return &message_of(*member) != first; };
+  const bool is_one_message = std::none_of(group.members.begin(), group.members.end(), is_other);
+  if (is_one_message && !counts_digests) return {true, false};
+  const ClassSum of_first = sum_of(of_keys, *group.members.front());
+  bool are_alike = true;
+  bool are_complete = of_first.num_digests == of_keys.keys.size();
+  std::unordered_set<const Message*> seen = {first};
+  for (const Member* member : group.members) {
+    if (is_one_message || !(are_alike || (counts_digests && are_complete))) break;
+    if (!seen.insert(&message_of(*member)).second) continue;
+    const ClassSum sum = sum_of(of_keys, *member);
+    are_alike = are_alike && sum == of_first;
+    are_complete = are_complete && sum.num_digests == of_keys.keys.size();
+  }
+  return {are_alike, are_complete};
 }
 
 std::optional<ReplicaDigests::Difference> ReplicaDigests::find_difference(
-    uint32_t key, const std::vector<const Member*>& members) const {
+    uint32_t key, std::span<const Member* const> members) const {
   const Member* first = nullptr;
   std::string_view of_first;
   bool first_is_short = false;
@@ -207,51 +224,87 @@ std::optional<ReplicaDigests::Difference> ReplicaDigests::find_difference(
   for (const Member* member : members) {
     bool is_short = false;
     const std::string_view other = digest_of(*member, key, is_short);
-    const size_t length = is_short || first_is_short ? kBeginningBytes : std::string_view::npos;
-    if (other.substr(0, length) == of_first.substr(0, length)) continue;
-    return Difference{key, first->rank, member->rank, std::string(of_first), std::string(other)};
+    const bool is_equal =
+        is_short || first_is_short ? beginning_of(other) == beginning_of(of_first) : other == of_first;
+    if (is_equal) continue;
+    return Difference{
+        key, first->rank, member->rank, std::string(of_first), std::string(other), first_is_short, is_short, false};
   }
   return std::nullopt;
 }
 
-std::vector<ReplicaDigests::Difference> ReplicaDigests::differing() const {
-  std::vector<Difference> differences;
-  for (const KeyClass& of_keys : world_.classes()) {
-    if (of_keys.trouble) continue;
-    std::vector<std::vector<const Member*>> groups = replica_groups(world_, of_keys);
-    std::erase_if(groups, [&](const auto& members) { return members.size() < 2 || are_alike(of_keys, members); });
-    for (const uint32_t key : of_keys.keys) {
-      for (const auto& members : groups) {
-        if (auto difference = find_difference(key, members)) {
-          differences.push_back(std::move(*difference));
-          break;
-        }
+std::optional<ReplicaDigests::Difference> ReplicaDigests::find_difference(
+    uint32_t key, const std::vector<const Group*>& groups) const {
+  for (const Group* group : groups) {
+    size_t begin = 0;
+    for (const size_t end : group->ends) {
+      if (auto difference = find_difference(key, std::span(group->members).subspan(begin, end - begin))) {
+        return difference;
       }
+      begin = end;
     }
   }
-  std::sort(differences.begin(), differences.end(),
-            [](const Difference& a, const Difference& b) { return a.key < b.key; });
-  return differences;
+  for (const Group* group : groups) {
+    if (auto difference = find_difference(key, std::span(group->members))) {
+      difference->is_presumed = true;
+      return difference;
+    }
+  }
+  return std::nullopt;
 }
 
-std::vector<uint32_t> ReplicaDigests::uncompared() const {
-  std::vector<uint32_t> keys;
-  for (const KeyClass& of_keys : world_.classes()) {
-    if (of_keys.trouble || of_keys.is_plain || of_keys.replicas.size() < 2) continue;
-    const auto groups = replica_groups(world_, of_keys);
-    for (const uint32_t key : of_keys.keys) {
-      const auto lacks = [&](const Member* member) {
-        bool is_short = false;
-        return digest_of(*member, key, is_short).empty();
-      };
-      const bool is_compared = std::none_of(groups.begin(), groups.end(), [&](const auto& members) {
-        return std::any_of(members.begin(), members.end(), lacks);
-      });
-      if (!is_compared) keys.push_back(key);
+bool ReplicaDigests::is_lacking(uint32_t key, const std::vector<Group>& groups) const {
+  const auto lacks = [&](const Member* member) {
+    bool is_short = false;
+    return digest_of(*member, key, is_short).empty();
+  };
+  return std::any_of(groups.begin(), groups.end(), [&](const Group& group) {
+    return std::any_of(group.members.begin(), group.members.end(), lacks);
+  });
+}
+
+void ReplicaDigests::compare(const KeyClass& of_keys, Comparison& found) const {
+  const bool is_on_several = !of_keys.is_plain && of_keys.replicas.size() > 1;
+  const std::vector<Group> groups = groups_of(of_keys);
+  std::vector<const Group*> unlike;
+  bool are_complete = true;
+  for (const Group& group : groups) {
+    if (group.members.size() < 2 && !is_on_several) continue;
+    const auto [are_alike, is_complete] = look_at(of_keys, group, is_on_several);
+    if (!are_alike) unlike.push_back(&group);
+    are_complete = are_complete && is_complete;
+  }
+  if (unlike.empty() && !is_on_several) return;
+
+  const auto is_on_mesh = [&](const Member& member) { return world_.kind_of(member).kind.mesh != Kind::kPlain; };
+  const bool is_presumed = std::all_of(of_keys.members.begin(), of_keys.members.end(), is_on_mesh);
+  const auto is_everywhere = [&](const Group& group) { return group.ends.size() == of_keys.replicas.size(); };
+  const auto has_other_steps = [&](const Replica& replica) { return replica.steps != of_keys.replicas.front().steps; };
+  const bool are_comparable = std::all_of(groups.begin(), groups.end(), is_everywhere);
+  const bool are_of_one_layout = std::none_of(of_keys.replicas.begin(), of_keys.replicas.end(), has_other_steps);
+  const bool is_empty = num_elements(world_.kind_of(of_keys).shape) == 0;
+  for (const uint32_t key : of_keys.keys) {
+    if (auto difference = find_difference(key, unlike)) {
+      difference->is_presumed = difference->is_presumed && is_presumed;
+      found.differing.push_back(std::move(*difference));
+    } else if (is_on_several && (!are_comparable || (!are_complete && !is_empty && is_lacking(key, groups)))) {
+      found.uncompared.push_back(key);
+    } else if (is_on_several && are_of_one_layout) {
+      found.equal.push_back(key);
     }
   }
-  std::sort(keys.begin(), keys.end());
-  return keys;
+}
+
+ReplicaDigests::Comparison ReplicaDigests::compare() const {
+  Comparison found;
+  for (const KeyClass& of_keys : world_.classes()) {
+    if (!of_keys.trouble) compare(of_keys, found);
+  }
+  std::sort(found.differing.begin(), found.differing.end(),
+            [](const Difference& a, const Difference& b) { return a.key < b.key; });
+  std::sort(found.equal.begin(), found.equal.end());
+  std::sort(found.uncompared.begin(), found.uncompared.end());
+  return found;
 }
 
 }  // namespace torchtitan_ext::core

@@ -1,6 +1,7 @@
 #include "core/write_plan.h"
 
 #include <algorithm>
+#include <deque>
 #include <functional>
 #include <map>
 #include <numeric>
@@ -69,7 +70,7 @@ const std::vector<HeldShard>& WritePlan::written_shards(const KeyClass& of_keys)
 }
 
 WritePlan::WritePlan(const World& world, bool lowest_only, const std::vector<uint32_t>& lowest_keys,
-                     std::vector<uint32_t> hosts)
+                     std::vector<uint32_t> hosts, const std::vector<uint32_t>& equal_keys)
     : world_(world),
       host_of_(std::move(hosts)),
       load_bytes_(world.num_ranks(), 0),
@@ -82,13 +83,18 @@ WritePlan::WritePlan(const World& world, bool lowest_only, const std::vector<uin
   TTE_CHECK(host_of_.size() == world.num_ranks(), "WritePlan", "got the hosts of ", host_of_.size(),
             " ranks, expected ", world.num_ranks());
   host_bytes_.assign(host_of_.empty() ? 0 : size_t{*std::max_element(host_of_.begin(), host_of_.end())} + 1, 0);
-  struct Choice {  // a shard of several holders
+  struct Choice {  // keys whose shard has several holders
     int64_t num_bytes;
     uint32_t of_class;
     size_t shard;
+    const std::vector<uint32_t>* keys;
+    const std::vector<int64_t>* ranks;
   };
   std::vector<Choice> open;
+  std::deque<std::vector<int64_t>> ranks_of_all_meshes;
+  // By class: those that any holder may write, on the first mesh and on all meshes.
   std::vector<std::vector<uint32_t>> free_keys(world.classes().size());
+  std::vector<std::vector<uint32_t>> shared_keys(world.classes().size());
   for (uint32_t index = 0; index < world.classes().size(); ++index) {
     const KeyClass& of_keys = world.classes()[index];
     const Kind& kind = world.kind_of(of_keys);
@@ -97,8 +103,11 @@ WritePlan::WritePlan(const World& world, bool lowest_only, const std::vector<uin
       const uint32_t key = of_keys.keys[position];
       position_in_class_[key] = position;
       const bool is_lowest = lowest_only || std::binary_search(lowest_keys.begin(), lowest_keys.end(), key);
-      (is_lowest ? settled : free_keys[index]).push_back(position);
+      const bool is_shared = std::binary_search(equal_keys.begin(), equal_keys.end(), key);
+      (is_lowest ? settled : is_shared ? shared_keys[index] : free_keys[index]).push_back(position);
     }
+    const auto on_all_meshes =
+        shared_keys[index].empty() ? std::vector<std::vector<const HeldShard*>>() : equal_shards(of_keys);
     size_t first_chunk = 0;
     std::vector<size_t>& first_chunks = first_chunks_.emplace_back();
     const std::vector<HeldShard>& shards = written_shards(of_keys);
@@ -108,12 +117,21 @@ WritePlan::WritePlan(const World& world, bool lowest_only, const std::vector<uin
       first_chunks.push_back(first_chunk);
       first_chunk += shards[shard].boxes.size();
       if (!settled.empty()) assign(index, shard, settled, {ranks.front()}, num_bytes);
-      if (free_keys[index].empty()) continue;
-      if (ranks.size() == 1) {
-        assign(index, shard, free_keys[index], ranks, num_bytes);
-      } else {
-        open.push_back({num_bytes, index, shard});
+      const auto give = [&](const std::vector<uint32_t>& keys, const std::vector<int64_t>& holders) {
+        if (keys.empty()) return;
+        if (holders.size() == 1) {
+          assign(index, shard, keys, holders, num_bytes);
+        } else {
+          open.push_back({num_bytes, index, shard, &keys, &holders});
+        }
+      };
+      give(free_keys[index], ranks);
+      if (shared_keys[index].empty()) continue;
+      std::vector<int64_t>& all_ranks = ranks_of_all_meshes.emplace_back();
+      for (const HeldShard* held : on_all_meshes[shard]) {
+        all_ranks.insert(all_ranks.end(), held->ranks.begin(), held->ranks.end());
       }
+      give(shared_keys[index], all_ranks);
     }
     if (kind.type == EntryType::kObject) {
       std::vector<uint32_t> all(of_keys.keys.size());
@@ -124,8 +142,7 @@ WritePlan::WritePlan(const World& world, bool lowest_only, const std::vector<uin
   std::stable_sort(open.begin(), open.end(),
                    [](const Choice& a, const Choice& b) { return a.num_bytes > b.num_bytes; });
   for (const Choice& choice : open) {
-    const HeldShard& shard = written_shards(world.classes()[choice.of_class])[choice.shard];
-    assign(choice.of_class, choice.shard, free_keys[choice.of_class], shard.ranks, choice.num_bytes);
+    assign(choice.of_class, choice.shard, *choice.keys, *choice.ranks, choice.num_bytes);
   }
   for (const Section& section : world.sections()) section_plans_.push_back(plan_section(section));
 }

@@ -1,6 +1,7 @@
 // Which rank writes which shard of which key, and what each rank is told of it.
 //
-// One replica of each tensor is written. Shards with one holder are settled; the others go, largest first, to the
+// One replica of each tensor is written: of a tensor on several meshes that of the mesh with the lowest rank, by ranks of
+// all meshes where all are known to hold the same. Shards with one holder are settled; the others go, largest first, to the
 // holder with the fewest bytes so far: of several to one whose host has the fewest, and of these to the lowest rank.
 // So ranks are balanced within the largest shard, and what little there is goes to as many hosts as can be. Objects are
 // written by the lowest rank that has them.
@@ -25,9 +26,10 @@ class WritePlan {
   // Args:
   //   lowest_only: every shard goes to its lowest holder;
   //   lowest_keys: so do these keys, in increasing order;
-  //   hosts: per rank the number of its host; none where each rank has one for itself.
+  //   hosts: per rank the number of its host; none where each rank has one for itself;
+  //   equal_keys: keys of tensors that are equal on several meshes, in increasing order (`ReplicaDigests`).
   WritePlan(const World& world, bool lowest_only, const std::vector<uint32_t>& lowest_keys,
-            std::vector<uint32_t> hosts = {});
+            std::vector<uint32_t> hosts = {}, const std::vector<uint32_t>& equal_keys = {});
 
   // What `rank` is told.
   std::string decision(int64_t rank) const;

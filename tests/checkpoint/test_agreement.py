@@ -13,9 +13,9 @@ from torchtitan_ext.checkpoint.agreement import (
     TensorAgreement,
     agree,
     check_cover,
-    differing_replicas,
 )
 from torchtitan_ext.checkpoint.key_table import BoxesEntry, KeyEntry, KeyTable, ObjectEntry, TensorEntry
+from torchtitan_ext.checkpoint.replica_digests import compare_replicas
 from torchtitan_ext.errors import Problem
 from torchtitan_ext.layout.layout import MeshLayout, ShardReport
 
@@ -142,7 +142,7 @@ def test_problems_of_ranks_come_first_and_all_are_kept() -> None:
 
 def differing(entry: KeyEntry, *digests: bytes | None) -> list[Problem]:
     made = [KeyTable({"w": entry}, {} if digest is None else {"w": digest}) for digest in digests]
-    return differing_replicas(made, agree(made, every_rank_reports=True))
+    return compare_replicas(made, agree(made, every_rank_reports=True)).differing
 
 
 @pytest.mark.parametrize("entry", [ObjectEntry(), plain()], ids=["object", "plain"])
@@ -158,7 +158,7 @@ def test_replicas_are_compared_within_a_shard_only() -> None:
         KeyTable({"w": shard(rank, mesh=(2, 2), placements=((-1, 1), (0, 1)))}, {"w": digest})
         for rank, digest in enumerate([b"left", b"right", b"left", b"other"])
     ]
-    (problem,) = differing_replicas(made, agree(made, every_rank_reports=True))
+    (problem,) = compare_replicas(made, agree(made, every_rank_reports=True)).differing
     assert "ranks 1 and 3" in problem.detail
 
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from torchtitan_ext import _core
-from torchtitan_ext.checkpoint.agreement import TensorAgreement, agree, differing_replicas, uncompared_replicas
+from torchtitan_ext.checkpoint.agreement import TensorAgreement, agree
 from torchtitan_ext.checkpoint.key_table import BoxesEntry, KeyEntry, KeyTable, ObjectEntry, TensorEntry
 from torchtitan_ext.checkpoint.rank_table import encode_table
+from torchtitan_ext.checkpoint.replica_digests import compare_replicas
 from torchtitan_ext.checkpoint.stored_entries import stored_entries, stored_paths
 from torchtitan_ext.checkpoint.write_items import read_writes, write_items
 from torchtitan_ext.layout.layout import MeshLayout, ShardReport, Steps, candidate_steps, mesh_coordinates, shard_of
@@ -33,6 +34,7 @@ class RandomState:
         self.world_size = self.random.randint(1, 12)
         self.entries: list[dict[str, KeyEntry]] = [{} for _ in range(self.world_size)]
         self.digests: list[dict[str, bytes]] = [{} for _ in range(self.world_size)]
+        self.scalars: dict[str, bool] = {}
         self.meshes = [mesh for mesh in (self.mesh() for _ in range(3)) if mesh is not None]
 
     def mesh(self) -> MeshLayout | None:
@@ -65,7 +67,16 @@ class RandomState:
     def sharded(self, fqn: str) -> None:
         shape = tuple(self.random.choice([0, 1, 2, 3, 5, 7, 8, 9, 12]) for _ in range(self.random.randint(1, 3)))
         dtype = self.random.choice(DTYPES)
-        for mesh in self.random.sample(self.meshes, min(len(self.meshes), self.random.choice([1, 1, 1, 2]))):
+        if self.random.random() < 0.3:
+            meshes = self.siblings()
+        else:
+            meshes = self.random.sample(self.meshes, min(len(self.meshes), self.random.choice([1, 1, 1, 2])))
+        report: ShardReport | None = None
+        steps: Steps = ()
+        for mesh in meshes:
+            if report is not None and self.random.random() < 0.9 and meshes[0].shape == mesh.shape:
+                self.hold(fqn, replace(report, mesh=mesh), steps, dtype)
+                continue
             placements = tuple(
                 (-1, 1)
                 if self.random.random() < 0.3
@@ -73,14 +84,26 @@ class RandomState:
                 for _ in mesh.shape
             )
             report = ShardReport(shape, mesh, (0,) * len(mesh.shape), placements)
-            steps: Steps = self.random.choice(candidate_steps(report))
+            steps = self.random.choice(candidate_steps(report))
             if self.random.random() < 0.2:
                 report = replace(report, order=steps)
-            for coordinate, rank in zip(mesh_coordinates(mesh.shape), mesh.ranks, strict=True):
-                own = replace(report, coordinate=coordinate)
-                own = replace(own, local_sizes=shard_of(own, steps).sizes)
-                self.entries[rank][fqn] = TensorEntry(own, dtype, False)
-                self.digest(rank, fqn)
+            self.hold(fqn, report, steps, dtype)
+
+    def siblings(self) -> list[MeshLayout]:
+        """Meshes of equal shape that tile some of the world."""
+        num_meshes = self.random.randint(1, self.world_size)
+        size = self.world_size // num_meshes
+        ranks = [tuple(range(self.world_size)[first::num_meshes][:size]) for first in range(num_meshes)]
+        shape = self.random.choice([(size,), (1, size), (2, size // 2) if size % 2 == 0 else (size,)])
+        return [MeshLayout(shape, of_mesh, None) for of_mesh in ranks]
+
+    def hold(self, fqn: str, report: ShardReport, steps: Steps, dtype: torch.dtype) -> None:
+        assert report.mesh is not None
+        for coordinate, rank in zip(mesh_coordinates(report.mesh.shape), report.mesh.ranks, strict=True):
+            own = replace(report, coordinate=coordinate)
+            own = replace(own, local_sizes=shard_of(own, steps).sizes)
+            self.entries[rank][fqn] = TensorEntry(own, dtype, False)
+            self.digest(rank, fqn)
 
     def plain(self, fqn: str) -> None:
         shape = tuple(self.random.choice([0, 1, 3]) for _ in range(self.random.randint(0, 2)))
@@ -114,7 +137,9 @@ class RandomState:
     def digest(self, rank: int, fqn: str) -> None:
         if self.random.random() < 0.9:
             value = 0 if self.random.random() < 0.97 else self.random.randint(1, 3)
-            self.digests[rank][fqn] = f"{fqn}{value}".encode().ljust(16)[:16]
+            is_scalar = self.scalars.setdefault(fqn, self.random.random() < 0.2)
+            digest = f"r{value}" if is_scalar else f"{value}{fqn}".ljust(16)
+            self.digests[rank][fqn] = digest.encode()[:16]
 
     def break_something(self) -> "RandomState":
         rank = self.random.randrange(self.world_size)
@@ -161,15 +186,16 @@ def test_agreement_is_the_oracles(seed: int) -> None:
         ours, theirs = agree(tables, every_rank_reports=every), oracle.agree(tables, every_rank_reports=every)
         assert sorted(ours.problems, key=str) == sorted(theirs.problems, key=str)
         assert dict(ours.keys) == theirs.keys
-        for compare in ("differing_replicas", "uncompared_replicas"):
-            found = {"differing_replicas": differing_replicas, "uncompared_replicas": uncompared_replicas}[compare]
-            wanted = getattr(oracle, compare)(tables, theirs)
-            assert sorted(found(tables, ours), key=str) == sorted(wanted, key=str)
+        found = compare_replicas(tables, ours)
+        wanted, equal = oracle.compare_replicas(tables, theirs)
+        for kind in ("differing", "presumed", "uncompared"):
+            assert sorted(getattr(found, kind), key=str) == sorted(getattr(wanted, kind), key=str)
+        assert sorted(ours.names[key] for key in found.equal) == sorted(equal)
 
 
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
 def test_each_shard_is_written_once_by_a_holder_and_bytes_are_balanced(seed: int) -> None:
-    num_planned = 0
+    num_planned = num_equal = 0
     for number in range(STATES_PER_SEED):
         tables = RandomState(7_000_000 + 1000 * seed + number).fill(6).tables()
         agreement = agree(tables, every_rank_reports=True)
@@ -177,14 +203,17 @@ def test_each_shard_is_written_once_by_a_holder_and_bytes_are_balanced(seed: int
             continue
         num_planned += 1
         wanted = oracle.agree(tables, every_rank_reports=True).keys
+        _, equal = oracle.compare_replicas(tables, oracle.agree(tables, every_rank_reports=True))
         shards = [
             (fqn, held, oracle.num_bytes(agreed, held))
             for fqn, agreed in wanted.items()
             if isinstance(agreed, TensorAgreement)
-            for held in oracle.shards_to_write(agreed)
+            for held in oracle.shards_to_write(agreed, fqn in equal)
         ]
         holders = {(fqn, box): held.ranks for fqn, held, _ in shards for box in held.boxes}
-        plan = _core.WritePlan(agreement.world, False, [], [])
+        equal_keys = compare_replicas(tables, agreement).equal
+        num_equal += len(equal_keys)
+        plan = _core.WritePlan(agreement.world, False, [], [], equal_keys)
         entries = stored_entries(agreement)
         writers: dict[Any, int] = {}
         objects: Counter[str] = Counter()
@@ -211,7 +240,7 @@ def test_each_shard_is_written_once_by_a_holder_and_bytes_are_balanced(seed: int
         assert max(plan.load_bytes) <= max(loads.values()) + largest
         paths = {fqn: path for table in reversed(tables) for fqn, path in table.stock_paths.items()}
         assert stored_paths(agreement, [encode_table(table).message for table in tables]) == paths
-    assert num_planned > STATES_PER_SEED // 3
+    assert num_planned > STATES_PER_SEED // 3 and num_equal > 0
 
 
 def written_by(tables: list[KeyTable], plan: _core.WritePlan) -> list[list[str]]:

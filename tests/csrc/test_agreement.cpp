@@ -129,7 +129,7 @@ TEST(ReplicaDigests, NameTheKeyThatDiffers) {
   const size_t usual = digests.add_message(1, encode_digests({0, 1}, 2, {"digest of step", "digest of lr"}));
   const size_t other = digests.add_message(1, encode_digests({0, 1}, 2, {"digest of step", "another"}));
   for (int64_t rank = 0; rank < 8; ++rank) digests.add_rank({first, rank == 5 ? other : usual});
-  const auto found = digests.differing();
+  const auto found = digests.compare().differing;
   ASSERT_EQ(found.size(), 1u);
   EXPECT_EQ(world.name(found[0].key), "lr");
   EXPECT_EQ(found[0].first, 0);
@@ -157,8 +157,8 @@ TEST(ReplicaDigests, ManyDifferentOnesTravelAsTheirBeginnings) {
   const std::string other = encode_digests(kind_of, 1, {values.begin(), values.end()});
   digests.add_rank({digests.add_message(section, usual)});
   digests.add_rank({digests.add_message(section, other)});
-  ASSERT_EQ(digests.differing().size(), 1u);
-  EXPECT_EQ(world.name(digests.differing()[0].key), "key42");
+  ASSERT_EQ(digests.compare().differing.size(), 1u);
+  EXPECT_EQ(world.name(digests.compare().differing[0].key), "key42");
 }
 
 // Messages of a world with every type of entry, mutated: they are refused with a place, or they make some other world.
@@ -211,7 +211,7 @@ TEST(Messages, MutatedOnesAreRefusedOrMakeAnotherWorld) {
       const size_t none = digests.add_message(first, std::string(world.sections()[first].columns.kinds.size(), '\0'));
       const size_t message = digests.add_message(second, sent[6]);
       for (int rank = 0; rank < 4; ++rank) digests.add_rank({none, message});
-      digests.differing();
+      digests.compare();
       bool is_sound = true;
       for (const KeyClass& of_keys : world.classes()) is_sound = is_sound && !of_keys.trouble;
       if (!is_sound) continue;

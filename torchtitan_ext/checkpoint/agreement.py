@@ -196,7 +196,7 @@ def agree(tables: Sequence[KeyTable | RankTable], *, every_rank_reports: bool) -
     sections: list[list[int]] = []
     problems: list[Problem] = []
     for rank, table in enumerate(map(as_rank_table, tables)):
-        with _ReadingFrom(rank):
+        with ReadingFrom(rank):
             numbers = []
             for one in enumerate(table.sections):
                 if one not in number_of:
@@ -205,7 +205,7 @@ def agree(tables: Sequence[KeyTable | RankTable], *, every_rank_reports: bool) -
             world.add_rank(numbers, unpack(table.part))
         sections.append(numbers)
         problems += table.problems
-    with _ReadingFrom(None):
+    with ReadingFrom(None):
         world.agree(every_rank_reports)
         return Agreement(world, sections, problems)
 
@@ -223,37 +223,6 @@ def unforeseen_steps(tables: Sequence[object], agreement: Agreement) -> list[dic
         for rank in ranks:
             found[rank].update(dict.fromkeys(fqns, steps))
     return found
-
-
-def differing_replicas(
-    tables: Sequence[KeyTable | RankTable], agreement: Agreement, digests: _core.ReplicaDigests | None = None
-) -> list[Problem]:
-    """Replicas whose values differ, as far as digests tell: one problem per key.
-
-    Args:
-        digests: Those of the tables, where they have been read.
-    """
-    digests = read_digests(tables, agreement) if digests is None else digests
-    return [
-        _replica_problem(agreement, key, ranks, (first, other)) for key, *ranks, first, other in digests.differing()
-    ]
-
-
-def uncompared_replicas(
-    tables: Sequence[KeyTable | RankTable], agreement: Agreement, digests: _core.ReplicaDigests | None = None
-) -> list[Problem]:
-    """Keys that stand for tensors on several meshes whose values no digest compares: one of them is saved."""
-    digests = read_digests(tables, agreement) if digests is None else digests
-    problems = []
-    for key in digests.uncompared():
-        fqn = agreement.names[key]
-        agreed = agreement.keys[fqn]
-        assert isinstance(agreed, TensorAgreement)
-        ranks = [sorted({rank for shard in replica for rank in shard.ranks}) for replica in agreed.replicas]
-        meshes = " | ".join(map(str, ranks[:4]))
-        what = f"is a tensor on each of several meshes ({meshes}), of which the first is saved"
-        problems.append(Problem("replicas_differ", fqn, f"{what}; give different tensors different keys"))
-    return problems
 
 
 def unused_layouts(tables: Iterable[RankTable], agreement: Agreement, fqns: Collection[str]) -> list[Problem]:
@@ -290,7 +259,7 @@ def check_cover(
     return cover_problem(fqn, global_shape, kind, what, element, holders)
 
 
-class _ReadingFrom:
+class ReadingFrom:
     """What cannot be read is a refusal that names the rank that sent it."""
 
     def __init__(self, rank: int | None) -> None:
@@ -303,37 +272,6 @@ class _ReadingFrom:
         if isinstance(error, (ValueError, IndexError)):
             detail = f"what {self._sender} sent cannot be read: {error}"
             raise refusal("plan", [Problem("ranks_disagree", "key tables", detail)]) from None
-
-
-def read_digests(tables: Sequence[KeyTable | RankTable], agreement: Agreement) -> _core.ReplicaDigests:
-    """What the tables, which the ranks agreed on or equal ones, say of their values."""
-    digests = _core.ReplicaDigests(agreement.world)
-    number_of: dict[tuple[int, bytes], int] = {}
-    for rank, (table, sections) in enumerate(zip(map(as_rank_table, tables), agreement.sections, strict=True)):
-        with _ReadingFrom(rank):
-            numbers = []
-            for section, packed in zip(sections, table.digests, strict=True):
-                if (section, packed) not in number_of:
-                    number_of[section, packed] = digests.add_message(section, unpack(packed))
-                numbers.append(number_of[section, packed])
-            digests.add_rank(numbers)
-    return digests
-
-
-def _replica_problem(agreement: Agreement, key: int, ranks: Sequence[int], digests: Sequence[bytes]) -> Problem:
-    fqn = agreement.names[key]
-    words = [digest.hex()[:12] or "none" for digest in digests]
-    what, remedy = (
-        ("values", "give each rank a key of its own (such as rank_0), or save one rank's value with replicas='first'")
-        if agreement.kind_of(fqn).is_object
-        else ("bits", "make the replicas equal first, or save the lowest rank's with replicas='first'")
-    )
-    return Problem(
-        "replicas_differ",
-        fqn,
-        f"ranks {ranks[0]} and {ranks[1]} should hold the same, got {what} with digests {words[0]} and {words[1]}; "
-        f"{remedy}",
-    )
 
 
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}

@@ -28,12 +28,12 @@ from torchtitan_ext.layout.dtensor import (
     local_view,
     why_not_dense,
 )
-from torchtitan_ext.layout.layout import ShardReport, is_replicated, num_elements
+from torchtitan_ext.layout.layout import ShardReport, is_on_part, is_replicated, num_elements
 from torchtitan_ext.layout.own_boxes import has_own_boxes, own_boxes, why_not_own_boxes
 from torchtitan_ext.layout.rules import LayoutRules
 from torchtitan_ext.layout.wrapper import is_wrapper, why_not_whole
 from torchtitan_ext.state.plain_value import NotPlain, why_not_plain
-from torchtitan_ext.state.value_digest import digest_tensor, digest_value
+from torchtitan_ext.state.value_digest import brief_tensor, brief_value, digest_large
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes in a global tensor, in elements."""
@@ -156,23 +156,34 @@ def how_to_read(unread: Collection[NotPlain]) -> str:
     return f"pass allow_classes=[{', '.join(sorted(names))}] to tte.load, LoadPlanner or tte.install; or {trusting}"
 
 
-def digest_values(values: Mapping[str, Any], table: KeyTable, *, hash_replicas: bool) -> dict[str, bytes]:
-    """Digests of what replicas are compared by: every object, and tensors that other ranks may hold too.
+def digest_values(
+    values: Mapping[str, Any], table: KeyTable, *, hash_replicas: bool, world_size: int
+) -> dict[str, bytes]:
+    """What replicas are compared by: of every object, and of tensors that other ranks hold too, or may hold.
+
+    No rank knows alone whether a tensor on a mesh that is smaller than the world is on other meshes too: FSDP2 over TP
+    holds norms so, which the TP plan leaves out. Such tensors are always read, whatever their size.
 
     Args:
         values: The flat state dict of the table.
         table: Its entries.
-        hash_replicas: Also of tensors of more than ``SMALL_TENSOR_BYTES``.
+        hash_replicas: Also of replicas of more than ``SMALL_TENSOR_BYTES``.
+        world_size: How many ranks there are.
     """
     digests: dict[str, bytes] = {}
+    large: dict[str, torch.Tensor] = {}
     for fqn, entry in table.entries.items():
         if isinstance(entry, ObjectEntry):
-            digests[fqn] = digest_value(values[fqn])
-        elif isinstance(entry, TensorEntry) and is_replicated(entry.report) and not local_tensor(values[fqn]).is_meta:
-            # Ranks that hold nothing of an empty tensor may hold it in different local shapes.
-            if local_bytes(entry) > 0 and (hash_replicas or local_bytes(entry) <= SMALL_TENSOR_BYTES):
-                digests[fqn] = digest_tensor(values[fqn])
-    return digests
+            digests[fqn] = brief_value(values[fqn])
+        # Ranks that hold nothing of an empty tensor may hold it in different local shapes.
+        elif not isinstance(entry, TensorEntry) or local_bytes(entry) == 0 or local_tensor(values[fqn]).is_meta:
+            continue
+        elif is_replicated(entry.report) or is_on_part(entry.report, world_size):
+            if local_bytes(entry) <= SMALL_TENSOR_BYTES:
+                digests[fqn] = brief_tensor(values[fqn])
+            elif hash_replicas or is_on_part(entry.report, world_size):
+                large[fqn] = values[fqn]
+    return {**digests, **digest_large(large)}
 
 
 def lies_in_local(entry: KeyEntry | None) -> TypeGuard[TensorEntry | BoxesEntry]:

@@ -28,9 +28,6 @@ from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.agreement import (
     Agreement,
     agree,
-    differing_replicas,
-    read_digests,
-    uncompared_replicas,
     unused_layouts,
 )
 from torchtitan_ext.checkpoint.cuts import unwritable_cuts
@@ -55,6 +52,7 @@ from torchtitan_ext.checkpoint.plan_cache import (
     remember,
 )
 from torchtitan_ext.checkpoint.rank_table import EncodedTable, RankTable, encode_table, host_digest, number_hosts
+from torchtitan_ext.checkpoint.replica_digests import ReplicaComparison, compare_replicas
 from torchtitan_ext.checkpoint.stored_entries import stored_entries, stored_paths
 from torchtitan_ext.checkpoint.subclasses import (
     check_global_plan,
@@ -78,6 +76,7 @@ from torchtitan_ext.layout.dtensor import local_tensor
 from torchtitan_ext.layout.layout import Chunk, num_elements
 from torchtitan_ext.layout.rules import LayoutRules, ShardOrder
 from torchtitan_ext.layout.wrapper import box_of
+from torchtitan_ext.ranks.exchange import scope_ranks
 from torchtitan_ext.state.nested import flatten_state_dict
 from torchtitan_ext.storage.saved_metadata import WORLD_KEY
 
@@ -200,26 +199,23 @@ class SavePlanner(DefaultSavePlanner):
             agreement = known.agreement
         else:
             token, agreement = None, agree(tables, every_rank_reports=every_rank_reports)
-        digests = read_digests(tables, agreement)
-        differing = differing_replicas(tables, agreement, digests)
-        fatal = [problem for problem in differing if self._is_fatal(agreement, problem.fqn)]
+        compared = compare_replicas(tables, agreement)
+        fatal = [problem for problem in compared.differing if self._is_fatal(agreement, problem.fqn)]
+        if self._replicas == "strict":
+            fatal += compared.presumed
         unused = unused_layouts(tables, agreement, agreement.keys) if every_rank_reports else []
         if agreement.problems or fatal or unused:
             raise refusal("save", (*agreement.problems, *fatal, *unused))
-        if differing and self._replicas != "first":
-            warnings.warn("\n".join(["the lowest rank's values are saved:", *listed(differing)]), stacklevel=2)
-
-        uncompared = uncompared_replicas(tables, agreement, digests) if self._replicas != "first" else []
-        if uncompared:
-            warnings.warn("\n".join(["replicas that were not compared:", *listed(uncompared)]), stacklevel=2)
+        if self._replicas != "first":
+            _warn_of_replicas(compared)
 
         _warn_of_unread_values(tables)
-        if token is not None and not differing:
+        if token is not None and known is not None and not compared.differing and compared.equal == known.equal:
             self.global_plan = [SavePlan([], usable=False)] * len(all_plans)
             self.metadata = dataclasses.replace(StockSavePlanner._cached_metadata[token])
             return self.global_plan, self.metadata
         token = f"{CACHE_PREFIX}{uuid.uuid4().hex}"
-        decisions = self._decide_writes(agreement, tables, {problem.fqn for problem in differing}, token)
+        decisions = self._decide_writes(agreement, tables, compared, token)
         self.metadata = Metadata(stored_entries(agreement))
         if self.flatten_state_dict:
             self.metadata.planner_data = stored_paths(agreement, tables)
@@ -232,7 +228,11 @@ class SavePlanner(DefaultSavePlanner):
         ]
         if self._enable_plan_caching:
             plan = KnownPlan(
-                _without_digests(tables), [table.structure() for table in tables], agreement, every_rank_reports
+                _without_digests(tables),
+                [table.structure() for table in tables],
+                agreement,
+                compared.equal,
+                every_rank_reports,
             )
             forget_replaced(plan)
             remember(StockSavePlanner._cached_all_plans, token, plan)
@@ -297,7 +297,8 @@ class SavePlanner(DefaultSavePlanner):
 
     def _timed_digests(self, table: KeyTable) -> dict[str, bytes]:
         begin = time.perf_counter()
-        digests = digest_values(self.state_dict, table, hash_replicas=self._hash_replicas)
+        world_size = len(scope_ranks())
+        digests = digest_values(self.state_dict, table, hash_replicas=self._hash_replicas, world_size=world_size)
         if self._hash_replicas:
             logger.info("hash_replicas: %d values in %.3f seconds", len(digests), time.perf_counter() - begin)
         return digests
@@ -356,10 +357,11 @@ class SavePlanner(DefaultSavePlanner):
         return self._replicas == "strict"
 
     def _decide_writes(
-        self, agreement: Agreement, tables: Sequence[RankTable], differing: set[str], token: str
+        self, agreement: Agreement, tables: Sequence[RankTable], compared: ReplicaComparison, token: str
     ) -> list[WriteDecision]:
-        lowest = sorted(agreement.number_of[fqn] for fqn in differing)
-        plan = _core.WritePlan(agreement.world, self.dedup_save_to_lowest_rank, lowest, number_hosts(tables))
+        lowest = sorted(agreement.number_of[problem.fqn] for problem in compared.differing)
+        hosts = number_hosts(tables)
+        plan = _core.WritePlan(agreement.world, self.dedup_save_to_lowest_rank, lowest, hosts, compared.equal)
         several_boxes = [agreement.names[key] for key in plan.keys_of_several_boxes()[:MAX_NAMED]]
         return [
             WriteDecision(plan.decision(rank), token, rank, several_boxes) for rank in range(agreement.world.num_ranks)
@@ -372,6 +374,19 @@ def _meta_problems(values: Mapping[str, Any], table: KeyTable) -> list[Problem]:
         for fqn, entry in table.entries.items()
         if lies_in_local(entry) and values[fqn].is_meta
     ]
+
+
+def _warn_of_replicas(compared: ReplicaComparison) -> None:
+    for problems, heading in (
+        (compared.differing, "the lowest rank's values are saved:"),
+        (compared.presumed, "tensors of one key are not equal; those of the first mesh are saved{advice}:"),
+        (compared.uncompared, "replicas that were not compared; those of the first mesh are saved{advice}:"),
+    ):
+        if problems:
+            # What to do is the same for all of them, unless they differ in kind.
+            advice = "" if problems is compared.differing else problems[0].advice
+            lines = [dataclasses.replace(problem, advice="") for problem in problems] if advice else problems
+            warnings.warn("\n".join([heading.format(advice=advice), *listed(lines)]), stacklevel=3)
 
 
 def _warn_of_unread_values(tables: Sequence[RankTable]) -> None:

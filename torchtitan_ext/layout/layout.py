@@ -237,6 +237,11 @@ def is_replicated(report: ShardReport) -> bool:
     return any(dim < 0 and size > 1 for (dim, _), size in zip(report.placements, report.mesh.shape, strict=True))
 
 
+def is_on_part(report: ShardReport, world_size: int) -> bool:
+    """Whether a tensor lies on a mesh that is smaller than the world: another mesh may hold it too."""
+    return report.mesh is not None and len(report.mesh.ranks) < world_size
+
+
 def row_major_position(index: Sequence[int], shape: Sequence[int]) -> int:
     """How many elements of an array of this shape come before the one at ``index``, in row-major order."""
     position = 0

@@ -29,7 +29,7 @@ import io
 import marshal
 import struct
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from operator import itemgetter
@@ -39,7 +39,9 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from torchtitan_ext import ops
 from torchtitan_ext.layout.dtensor import as_bytes, local_tensor
+from torchtitan_ext.layout.layout import Chunk, LocalShard
 from torchtitan_ext.layout.wrapper import is_wrapper, parts_of
 
 _DIGEST_BYTES = 16
@@ -69,6 +71,101 @@ def digest_tensor(tensor: torch.Tensor) -> bytes:
     if local.numel() > 0:
         hasher.update(as_bytes(local.cpu()).numpy().data)
     return hasher.digest()
+
+
+def brief_tensor(tensor: torch.Tensor) -> bytes:
+    """What stands for a tensor where replicas are compared: of one element its bits, which ``shown`` shows; of others,
+    and of one element of 16 bytes, the digest.
+    """
+    local = local_tensor(tensor)
+    if local.numel() != 1 or is_wrapper(local) or local.dtype.itemsize >= _DIGEST_BYTES - 1:
+        return digest_tensor(tensor)
+    return b"t" + as_bytes(local.cpu()).numpy().tobytes()
+
+
+def brief_value(value: Any) -> bytes:
+    """What stands for a value that is no tensor: of a short scalar the scalar itself; of others the digest."""
+    if type(value) is float:
+        return b"f" + struct.pack("<d", value)
+    if value is None or type(value) in (bool, int, str):
+        text = repr(value).encode("utf-8", "surrogatepass") if type(value) is not str or len(value) < 16 else b""
+        if 0 < len(text) < _DIGEST_BYTES - 1:
+            return b"r" + text
+    return digest_value(value)
+
+
+def shown(brief: bytes, dtype: torch.dtype | None) -> str | None:
+    """The value that a ``brief_tensor`` (of this dtype) or ``brief_value`` holds; ``None`` where it is a digest."""
+    kind, bits = brief[:1], brief[1:]
+    if len(brief) >= _DIGEST_BYTES:
+        return None
+    if kind == b"r":
+        return bits.decode("utf-8", "backslashreplace")
+    if kind == b"f" and len(bits) == 8:
+        return scalar_text(bits, torch.float64)
+    if kind == b"t" and dtype is not None and len(bits) == dtype.itemsize:
+        return scalar_text(bits, dtype)
+    return None
+
+
+def scalar_text(bits: bytes, dtype: torch.dtype) -> str:
+    """One element as text; where that does not tell it from others, with its bits."""
+    try:
+        text = repr(torch.frombuffer(bytearray(bits), dtype=dtype).item())
+    except (RuntimeError, NotImplementedError):  # a dtype without numbers in Python
+        text = ""
+    return text if text and "nan" not in text else f"{text or dtype} (0x{bits[::-1].hex()})"
+
+
+def bit_sum(local: torch.Tensor) -> torch.Tensor:
+    """A hash of the bits of a dense tensor and of their places: 0-d int64 on its device, equal for equal bits.
+
+    Reads at the speed of memory, on the tensor's device; two different tensors have equal sums with a probability of
+    2^-64.
+    """
+    whole = (0,) * local.dim()
+    sizes = tuple(local.shape)
+    return ops.fingerprint_shard(local, LocalShard(sizes, (Chunk(whole, sizes, whole),)), sizes)
+
+
+def fetch_sums(sums: Mapping[Any, torch.Tensor]) -> dict[Any, int]:
+    """The numbers of 0-d int64 tensors: one transfer per device instead of one per tensor."""
+    of_device: dict[torch.device, list[Any]] = {}
+    for key, total in sums.items():
+        of_device.setdefault(total.device, []).append(key)
+    return {
+        key: number
+        for keys in of_device.values()
+        for key, number in zip(keys, torch.stack([sums[key] for key in keys]).tolist(), strict=True)
+    }
+
+
+def digest_large(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+    """Digests of tensors by their ``bit_sum``, for what is too large for ``digest_tensor``; of a DTensor of this rank's
+    local tensor."""
+    digests: dict[str, bytes] = {}
+    sums: dict[tuple[str, int], torch.Tensor] = {}
+    parts = {fqn: list(_dense_parts(local_tensor(tensor))) for fqn, tensor in tensors.items()}
+    with torch.no_grad():
+        for fqn, dense in parts.items():
+            try:
+                sums.update({(fqn, at): bit_sum(part.resolve_conj().resolve_neg()) for at, part in enumerate(dense)})
+            except (RuntimeError, ValueError):  # a dtype or device that the operator does not know
+                digests[fqn] = digest_tensor(tensors[fqn])
+    numbers = fetch_sums(sums)
+    for fqn, dense in parts.items():
+        if fqn not in digests:
+            what = (f"{part.dtype}{tuple(part.shape)}{numbers[fqn, at]}".encode() for at, part in enumerate(dense))
+            digests[fqn] = _hash(b"large", *what)
+    return digests
+
+
+def _dense_parts(local: torch.Tensor) -> Iterator[torch.Tensor]:
+    if not is_wrapper(local):
+        yield local
+        return
+    for part in parts_of(local).values():
+        yield from _dense_parts(local_tensor(part))
 
 
 def digest_value(value: Any) -> bytes:

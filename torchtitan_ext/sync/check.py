@@ -18,12 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_ext import ops
 from torchtitan_ext.errors import Problem, check_argument
 from torchtitan_ext.layout.dtensor import as_bytes
-from torchtitan_ext.layout.layout import Chunk, LocalShard
 from torchtitan_ext.ranks.exchange import Scope, check_usable, gather_values, scope_ranks
 from torchtitan_ext.ranks.lost_ranks import naming_lost_ranks
+from torchtitan_ext.state.value_digest import bit_sum, fetch_sums
 from torchtitan_ext.sync.named_tensors import ModuleOrState
 from torchtitan_ext.sync.options import Buffers, Options
 from torchtitan_ext.sync.outside_graphs import outside_graphs
@@ -125,27 +124,18 @@ def hash_locals(tensors: Sequence[ReplicaTensor]) -> tuple[dict[int, bytes], lis
 
     One pass, one transfer per device. What fails on this rank alone all must hear of.
     """
-    sums: dict[torch.device, list[tuple[int, Tensor]]] = {}
+    sums: dict[int, Tensor] = {}
     problems = []
     with torch.no_grad():
         for tensor in tensors:
-            local = tensor.local
-            if local.numel() == 0 or local.is_meta:
+            if tensor.local.numel() == 0 or tensor.local.is_meta:
                 continue
-            whole = (0,) * local.dim()
-            shard = LocalShard(tuple(local.shape), (Chunk(whole, tuple(local.shape), whole),))
             try:
-                total = ops.fingerprint_shard(local, shard, local.shape)
+                sums[id(tensor)] = bit_sum(tensor.local)
             except Exception as error:
                 text = str(error).removeprefix("fingerprint_shard: ")
                 problems.append(Problem("cannot_sync", tensor.fqn, f"cannot be read: {text}"))
-                continue
-            sums.setdefault(local.device, []).append((id(tensor), total))
-        hashes = {
-            key: number.to_bytes(8, "little", signed=True)
-            for entries in sums.values()
-            for (key, _), number in zip(entries, torch.stack([total for _, total in entries]).tolist(), strict=True)
-        }
+        hashes = {key: number.to_bytes(8, "little", signed=True) for key, number in fetch_sums(sums).items()}
     return hashes, problems
 
 
