@@ -127,6 +127,12 @@ def cpu_copy(tensor: torch.Tensor, known: dict[Any, tuple[torch.Tensor, torch.Te
     return keep_own_boxes(tensor, known[memory][1].detach().requires_grad_(tensor.requires_grad))
 
 
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that a mesh was sliced from; itself where there is none."""
+    root: DeviceMesh = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+    return root
+
+
 def is_on_mesh(tensor: torch.Tensor) -> bool:
     """Whether this rank holds a part: false only for a DTensor whose mesh this rank is not on."""
     return not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None

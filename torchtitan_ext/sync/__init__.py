@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import NoneType
 from typing import Any
 
@@ -25,6 +26,7 @@ from torchtitan_ext.sync.check import compare_replicas
 from torchtitan_ext.sync.named_tensors import ModuleOrState
 from torchtitan_ext.sync.options import Buffers, Options, option_problems
 from torchtitan_ext.sync.outside_graphs import outside_graphs
+from torchtitan_ext.sync.presumed import agree_on_presumed, summaries
 from torchtitan_ext.sync.replicas import Replicas, collect_replicas
 from torchtitan_ext.sync.same_call import confirm_same_call
 from torchtitan_ext.sync.tensor_list import collect_list
@@ -68,7 +70,12 @@ def broadcast_tensors(
     found = collect_list(tensors, group, src)
     found.problems += [problem for problem in option_problems(options) if problem.fqn == "bucket_bytes"]
     seconds: dict[str, float] = {}
-    _agree_and_send("broadcast_tensors", group, options, found, seconds, check=check)
+    if check:
+        with timed(seconds, "agree"), _agreeing("broadcast_tensors", group):
+            confirm_same_call("broadcast_tensors", group, options, found)
+    elif found.problems:
+        raise refusal("broadcast_tensors", found.problems)
+    _send("broadcast_tensors", group, options, found, seconds)
     _log("broadcast_tensors", group, found, seconds)
 
 
@@ -88,7 +95,9 @@ def sync_module_states(
 
     A DTensor is broadcast along the mesh axes on which it is replicated, and along no other; a plain buffer over the
     whole mesh. A plain *parameter* is synced only where an explicit ``mesh`` says that it is a replica, and otherwise
-    refused by name. Call it after ``to_empty`` and ``init_weights``, after a load, or when a replica joins.
+    refused by name. Likewise a DTensor on each of several slices of an explicit ``mesh`` (a norm that a TP plan leaves
+    out; experts, unless ignored) is broadcast along the axes that its own mesh lacks too; without ``mesh`` it is
+    left alone there. Call it after ``to_empty`` and ``init_weights``, after a load, or when a replica joins.
 
     Collective over ``mesh``; without one over the default process group, where every rank passes what it holds (its
     pipeline parts). FSDP2 modules are left resharded.
@@ -96,7 +105,7 @@ def sync_module_states(
     Args:
         module: A module, a list of pipeline parts, or a nested state dict. Wrapped by torch.compile, activation
             checkpointing or DDP alike; parameters may be frozen, offloaded to the CPU, tied, or fp8 wrappers.
-        mesh: Where plain tensors are replicated. It must hold the mesh of every DTensor.
+        mesh: Where plain tensors, and DTensors on slices of it, are replicated. It must hold the mesh of every DTensor.
         src: Coordinate of the source on every axis that replicates.
         params: Whether parameters are synced.
         buffers: Which buffers are.
@@ -139,24 +148,26 @@ def _sync(operation: str, source: ModuleOrState, mesh: DeviceMesh | None, option
     check_usable(operation, mesh)
     found = collect_replicas(source, mesh, options)
     seconds: dict[str, float] = {}
-    _agree_and_send(operation, mesh, options, found, seconds)
+    with timed(seconds, "agree"), _agreeing(operation, mesh):
+        parts = () if mesh is None else summaries(found, {})
+        records = confirm_same_call(operation, mesh, options, found, parts=parts)
+        if mesh is not None and any(record.parts for record in records):
+            found = collect_replicas(source, mesh, options, agree_on_presumed(found, mesh))
+            confirm_same_call(operation, mesh, options, found)
+    _send(operation, mesh, options, found, seconds)
     if options.verify:
         with timed(seconds, "verify"):
-            differences = compare_replicas(operation, mesh, options, found)
+            differences = compare_replicas(operation, mesh, options, found, across_meshes=False)
         if differences:
             raise SyncMismatchError(operation, tuple(entry.problem() for entry in differences))
     _log(operation, mesh, found, seconds)
 
 
-def _agree_and_send(
-    operation: str, scope: Scope, options: Options, found: Replicas, seconds: dict[str, float], *, check: bool = True
-) -> None:
-    if check:
-        with timed(seconds, "agree"):
-            with naming_lost_ranks(operation, "ranks agreed on what to sync; nothing was changed", scope):
-                confirm_same_call(operation, scope, options, found)
-    elif found.problems:
-        raise refusal(operation, found.problems)
+def _agreeing(operation: str, scope: Scope) -> AbstractContextManager[None]:
+    return naming_lost_ranks(operation, "ranks agreed on what to sync; nothing was changed", scope)
+
+
+def _send(operation: str, scope: Scope, options: Options, found: Replicas, seconds: dict[str, float]) -> None:
     with timed(seconds, "send"), naming_lost_ranks(operation, "tensors were sent; some may be part-written", scope):
         broadcast_replicas(found, options.bucket_bytes)
 

@@ -7,8 +7,8 @@ what travels together: tensors on one kind of device with the same group at the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -18,15 +18,37 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from torchtitan_ext.errors import Problem, described
-from torchtitan_ext.layout.dtensor import local_tensor, local_view
+from torchtitan_ext.layout.dtensor import local_tensor, local_view, root_mesh
+from torchtitan_ext.layout.layout import row_major_position
 from torchtitan_ext.layout.own_boxes import has_own_boxes, own_boxes, why_not_own_boxes
-from torchtitan_ext.ranks.exchange import ranks_along
+from torchtitan_ext.ranks.exchange import ranks_along, scope_ranks
 from torchtitan_ext.sync.faults import fault_of, inner_tensors
 from torchtitan_ext.sync.named_tensors import ModuleOrState, NamedTensor, list_tensors
 from torchtitan_ext.sync.options import Options, option_problems
 
+# The axis of a mesh along which ranks hold other parts of a model is called so in torchtitan and PyTorch's examples.
+_STAGES = "pp"
+
 BatchKey = tuple[int, tuple[int, ...], str]
 """Stage, global ranks of the group, device type. Sorted by it, batches go in the same order on every rank."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Of a tensor on a mesh that not all ranks are on.
+
+    Attributes:
+        mesh_shape: Of the mesh.
+        place: This rank's coordinate on the axes that shard, ``None`` on those that replicate.
+        stage: The pipeline stage of this rank, where an axis of the whole mesh is called "pp": other stages have
+            tensors of their own, which may have the same names.
+        num_peers: How many ranks of the call are in that stage; all, where there are no stages.
+    """
+
+    mesh_shape: tuple[int, ...]
+    place: tuple[int | None, ...]
+    stage: int | None
+    num_peers: int
 
 
 @dataclass(frozen=True)
@@ -39,6 +61,7 @@ class ReplicaTensor:
         replica_set: Equal for all replicas of one shard and for no other: the mesh's ranks, and the coordinate on the
             axes that shard, with ``None`` on those that replicate.
         coordinate: This rank's coordinate on the mesh.
+        part: Where other ranks may hold it too, on meshes of their own (``presumed``).
     """
 
     fqn: str
@@ -46,6 +69,7 @@ class ReplicaTensor:
     layout: str
     replica_set: tuple[Any, ...]
     coordinate: tuple[int, ...]
+    part: Part | None = None
 
 
 @dataclass
@@ -112,14 +136,16 @@ class Replicas:
     num_listed: int = 0
 
 
-def collect_replicas(source: ModuleOrState, mesh: DeviceMesh | None, options: Options) -> Replicas:
+def collect_replicas(
+    source: ModuleOrState, mesh: DeviceMesh | None, options: Options, joined: Collection[str] = ()
+) -> Replicas:
     """``find_replicas`` of ``list_tensors``. What goes wrong is a problem in the result: all ranks must hear of it."""
     problems = [*_source_problems(source), *option_problems(options)]
     if problems:
         return Replicas(problems=problems)
     try:
         tensors = list_tensors(source, params=options.params, buffers=options.buffers, ignore=options.ignore)
-        return find_replicas(tensors, mesh, options.src)
+        return find_replicas(tensors, mesh, options.src, joined)
     except Exception as error:
         return Replicas(problems=[Problem("cannot_sync", "arguments", f"{type(error).__name__}: {error}")])
 
@@ -137,7 +163,9 @@ def _source_problems(source: Any) -> list[Problem]:
     ]
 
 
-def find_replicas(tensors: Sequence[NamedTensor], mesh: DeviceMesh | None, src: int) -> Replicas:
+def find_replicas(
+    tensors: Sequence[NamedTensor], mesh: DeviceMesh | None, src: int, joined: Collection[str] = ()
+) -> Replicas:
     """Works out the batches of this rank.
 
     Args:
@@ -145,6 +173,7 @@ def find_replicas(tensors: Sequence[NamedTensor], mesh: DeviceMesh | None, src: 
         mesh: Where plain tensors are replicated. Without it plain buffers belong to the mesh of the DTensors that holds
             all others' ranks, and plain parameters and entries of state dicts are refused.
         src: Coordinate of the source on every axis that replicates.
+        joined: Names of tensors that are replicas along the axes of ``mesh`` too that their own meshes lack.
     """
     found = Replicas()
     replications = _Replications(mesh if mesh is not None else _widest_mesh(tensors), mesh, src)
@@ -164,24 +193,29 @@ def find_replicas(tensors: Sequence[NamedTensor], mesh: DeviceMesh | None, src: 
             found.problems.append(Problem("cannot_sync", tensor.fqn, reason))
             continue
         assert replication is not None, "a tensor without a mesh was not refused, please report"
-        layout = f"global shape {tuple(tensor.value.shape)}, {replication.placements}" if replication.placements else ""
+        boxes_layout = ""
         parts = list(inner_tensors(tensor.fqn, local))
         if has_own_boxes(tensor.value):
             # Ranks that hold other boxes then hold tensors of other names; padding is neither sent nor compared.
             shape, chunks = own_boxes(tensor.value)
-            layout = f"a box of a tensor of shape {shape}"
+            boxes_layout = f"a box of a tensor of shape {shape}"
             parts = [
                 (f"{tensor.fqn} at {chunk.offsets}", local_view(local, chunk.local_offsets, chunk.sizes))
                 for chunk in chunks
             ]
         num_known = len(found.tensors)
         for fqn, inner in parts:
-            _add(
-                found,
-                seen,
-                ReplicaTensor(fqn, inner, layout, replication.replica_set, replication.coordinate or ()),
-                replication,
-            )
+            if fqn in joined:
+                replication = replications.of(tensor.value, is_joined=True)
+                assert replication is not None
+                if replication.problem is not None:
+                    found.problems.append(Problem("cannot_sync", fqn, replication.problem))
+                    continue
+            text = replication.placements
+            layout = boxes_layout or (f"global shape {tuple(tensor.value.shape)}, {text}" if text else "")
+            part = None if boxes_layout else replication.part
+            replica = ReplicaTensor(fqn, inner, layout, replication.replica_set, replication.coordinate or (), part)
+            _add(found, seen, replica, replication)
         if len(found.tensors) > num_known:
             found.owners.append(tensor.value)
     return found
@@ -207,6 +241,7 @@ class _Replication:
     replica_set: tuple[Any, ...] = ()
     groups: tuple[tuple[tuple[int, ...], dist.ProcessGroup, int], ...] = ()
     problem: str | None = None
+    part: Part | None = None
 
 
 class _Replications:
@@ -215,19 +250,25 @@ class _Replications:
 
     def __init__(self, whole: DeviceMesh | None, scope: DeviceMesh | None, src: int) -> None:
         self._whole = whole
+        self._scope = scope
         self._scope_ranks = None if scope is None else frozenset(scope.mesh.flatten().tolist())
         self._src = src
         self._known: dict[Any, _Replication] = {}
         self._replica_sets: dict[Any, tuple[Any, ...]] = {}
 
-    def of(self, value: Tensor) -> _Replication | None:
-        """``None`` for a plain tensor where no mesh is known."""
+    def of(self, value: Tensor, *, is_joined: bool = False) -> _Replication | None:
+        """``None`` for a plain tensor where no mesh is known.
+
+        Args:
+            is_joined: Whether replicas lie along the axes of the scope too that the tensor's mesh lacks.
+        """
         mesh, placements = (value.device_mesh, value.placements) if isinstance(value, DTensor) else (self._whole, None)
         if mesh is None:
             return None
-        key = (id(mesh), placements)
+        key = (id(mesh), placements, is_joined)
         if key not in self._known:
-            self._known[key] = self._make(mesh, placements)
+            made = self._make(mesh, placements)
+            self._known[key] = self._join(made) if is_joined else made
         return self._known[key]
 
     def _make(self, mesh: DeviceMesh, placements: tuple[Placement, ...] | None) -> _Replication:
@@ -257,7 +298,48 @@ class _Replications:
         fixed = tuple(None if axis in groups else place for axis, place in enumerate(coordinate))
         # One object for equal ones of several meshes: comparing them again for each tensor takes long on many ranks.
         replica_set = self._replica_sets.setdefault((ranks, fixed), (ranks, fixed))
-        return _Replication(text, ranks, coordinate, replica_set, tuple(groups.values()))
+        part = None if placements is None else self._part(mesh, frozenset(ranks), fixed)
+        return _Replication(text, ranks, coordinate, replica_set, tuple(groups.values()), part=part)
+
+    def _part(self, mesh: DeviceMesh, ranks: frozenset[int], place: tuple[int | None, ...]) -> Part | None:
+        peers = frozenset(scope_ranks()) if self._scope_ranks is None else self._scope_ranks
+        stage = None
+        for whole in (root_mesh(mesh), self._scope):
+            coordinate = None if whole is None else whole.get_coordinate()
+            names = () if whole is None else whole.mesh_dim_names or ()
+            if whole is not None and coordinate is not None and _STAGES in names:
+                axis = names.index(_STAGES)
+                stage = coordinate[axis]
+                peers = peers.intersection(whole.mesh.select(axis, stage).flatten().tolist())
+                break
+        return Part(tuple(mesh.shape), place, stage, len(peers)) if ranks < peers else None
+
+    def _join(self, own: _Replication) -> _Replication:
+        """With the axes of the scope that the mesh lacks; as it was, where it is no slice of the scope."""
+        scope, coordinate = self._scope, own.coordinate
+        if scope is None or coordinate is None or own.part is None or own.problem is not None:
+            return own
+        rank, ranks, num_spanned = own.ranks[row_major_position(coordinate, own.part.mesh_shape)], set(own.ranks), 1
+        groups = list(own.groups)
+        for axis in range(scope.ndim):
+            line = tuple(ranks_along(scope, axis))
+            if ranks.issuperset(line):
+                num_spanned *= len(line)
+            elif ranks.intersection(line) != {rank}:
+                return own
+            elif (scope.mesh_dim_names or {axis: ""})[axis] != _STAGES:
+                if not 0 <= self._src < len(line):
+                    problem = f"is replicated {len(line)} times along mesh axis {axis}, src is {self._src}"
+                    return replace(own, problem=problem)
+                group = scope.get_group(axis)
+                groups.append((line, group, dist.get_group_rank(group, line[self._src])))
+        if num_spanned != len(ranks):
+            return own
+        # Ranks that do not stand at one place of their meshes would get each other's shards.
+        text = f"{own.placements} at {own.part.place} of {own.part.mesh_shape}"
+        replica_set = (tuple(scope_ranks(scope)), own.part.stage, own.part.place)
+        replica_set = self._replica_sets.setdefault(replica_set, replica_set)
+        return replace(own, placements=text, replica_set=replica_set, groups=tuple(groups), part=None)
 
 
 def _widest_mesh(tensors: Sequence[NamedTensor]) -> DeviceMesh | None:

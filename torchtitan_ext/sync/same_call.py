@@ -19,6 +19,7 @@ from torchtitan_ext.errors import Problem, StateRefusedError, SyncMismatchError,
 from torchtitan_ext.ranks.exchange import Scope, gather_values, scope_ranks
 from torchtitan_ext.sync.faults import listed_fault
 from torchtitan_ext.sync.options import Options
+from torchtitan_ext.sync.presumed import PartSummary, are_parts_equal
 from torchtitan_ext.sync.replicas import Batch, BatchKey, ListBatch, Replicas, ReplicaTensor
 
 Row = dict[str, str]
@@ -32,6 +33,7 @@ class Record:
     is_refused: bool
     options: bytes
     batches: dict[bytes, tuple[int, bytes, bytes]]
+    parts: tuple[PartSummary, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,8 @@ def confirm_same_call(
     options: Options,
     replicas: Replicas,
     contents: Mapping[BatchKey, bytes] | None = None,
-) -> bool:
+    parts: tuple[PartSummary, ...] = (),
+) -> Sequence[Record]:
     """Has all ranks of a scope agree on what they are about to do. Collective over the scope.
 
     Args:
@@ -60,9 +63,10 @@ def confirm_same_call(
         replicas: Of this rank. Its problems are raised on every rank.
         contents: Digest of the values of each batch: given where these are compared. Else the tensors are to be
             received into, and those that cannot be, because their elements share memory, are refused.
+        parts: What this rank holds on meshes that not all ranks are on; ranks need not agree on it.
 
     Returns:
-        Whether the contents of every batch, on whatever ranks, are equal on all its members.
+        What all ranks sent.
 
     Raises:
         SyncMismatchError: The same on every rank; ``WrongArgumentError`` where an argument is of a wrong type.
@@ -87,10 +91,11 @@ def confirm_same_call(
             _digest([repr(key)]): (len(key[1]), structure, (contents or {}).get(key, b""))
             for key, structure in structures.items()
         },
+        parts=parts,
     )
     records = gather_values(record, scope)
     if _is_agreed(records):
-        return _is_equal(records)
+        return records
     table = Table(
         options=own_options,
         problems=tuple(problems),
@@ -125,13 +130,14 @@ def _is_agreed(records: Sequence[Record]) -> bool:
     return all(counts[key] == size for key, (size, _) in first.items())
 
 
-def _is_equal(records: Sequence[Record]) -> bool:
+def are_equal(records: Sequence[Record]) -> bool:
+    """Whether the contents of every batch, on whatever ranks, are equal on all its members, and those of all parts."""
     contents: dict[bytes, bytes] = {}
     return all(
         contents.setdefault(key, content) == content
         for record in records
         for key, (_, _, content) in record.batches.items()
-    )
+    ) and are_parts_equal([record.parts for record in records])
 
 
 def _shared_memory(replicas: Replicas) -> list[Problem]:
