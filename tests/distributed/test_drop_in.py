@@ -380,26 +380,35 @@ def test_a_storage_that_fails_on_one_rank_fails_on_all(run_world, tmp_path: Path
     assert not (tmp_path / ".metadata").exists()
 
 
-def one_key_on_two_meshes(rank: int, world_size: int, path: Path) -> tuple[str, list[str]]:
+def one_key_on_two_meshes(rank: int, world_size: int, path: Path) -> list[str]:
     """What two pipeline stages that share a name by mistake would save."""
     meshes = [DeviceMesh("cpu", ranks) for ranks in ([0, 1], [2, 3])]
     mesh = meshes[rank // 2]
     replicated = DTensor.from_local(torch.full((2,), float(rank // 2)), mesh, [Replicate()], run_check=False)
-    with pytest.raises(tte.errors.StateRefusedError) as caught:
-        tte.save({"w": replicated}, path / "refused")
     sharded = DTensor.from_local(torch.full((2,), float(rank)), mesh, [Shard(0)], run_check=False)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        tte.save({"w": sharded}, path / "warned")
-    return str(caught.value), [str(warning.message) for warning in said if "not compared" in str(warning.message)]
+        for name, value in (("replicated", replicated), ("sharded", sharded)):
+            tte.save({"w": value}, path / name)
+            with pytest.raises(tte.errors.StateRefusedError, match="w: is a tensor on each of several meshes"):
+                tte.save({"w": value}, path / "refused", planner=tte.SavePlanner(replicas="strict"))
+    # Replicas of one mesh are refused, whatever the other mesh holds.
+    torn = DTensor.from_local(torch.full((2,), float(rank)), mesh, [Replicate()], run_check=False)
+    with pytest.raises(tte.errors.StateRefusedError, match="ranks 0 and 1 should hold the same"):
+        tte.save({"w": torn}, path / "refused")
+    assert not (path / "refused").exists()
+    return [str(warning.message) for warning in said if "several meshes" in str(warning.message)]
 
 
 def test_one_key_on_two_meshes(run_world, tmp_path: Path) -> None:
-    answers = run_world(4, one_key_on_two_meshes, tmp_path)
-    assert all("ranks 0 and 2 should hold the same" in text for text, _ in answers)
-    assert "w: is a tensor on each of several meshes ([0, 1] | [2, 3])" in answers[0][1][0]
-    # The save goes on, and nobody has seen them differ.
-    assert "refused" not in answers[0][1][0] and "differ (" not in answers[0][1][0]
+    replicated, sharded = run_world(4, one_key_on_two_meshes, tmp_path)[0]
+    for text in (replicated, sharded):
+        assert "w: is a tensor on each of several meshes ([0, 1] | [2, 3]), and ranks 0 and 2 hold different" in text
+        assert "give different tensors different keys" in text and "not compared" not in text
+    for name, wanted in (("replicated", [0.0, 0.0]), ("sharded", [0.0, 0.0, 1.0, 1.0])):
+        loaded = {"w": torch.full((len(wanted),), -1.0)}
+        tte.load(loaded, tmp_path / name)
+        assert loaded["w"].tolist() == wanted
 
 
 def load_under_a_graph(rank: int, world_size: int, path: Path) -> None:

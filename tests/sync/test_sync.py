@@ -56,9 +56,18 @@ def gathered(value: Any) -> list[Any]:
     return values
 
 
-def source_rank(tensor: Tensor, whole: DeviceMesh, src: int) -> int:
-    """The oracle: the rank at coordinate src on axes that replicate, at this rank's own on the others."""
+def source_rank(tensor: Tensor, whole: DeviceMesh, src: int, *, is_joined: bool) -> int:
+    """The oracle: the rank at coordinate src on axes that replicate, at this rank's own on the others.
+
+    Args:
+        is_joined: Whether a DTensor is also replicated on the axes of the whole mesh that its own mesh lacks.
+    """
     mesh = tensor.device_mesh if isinstance(tensor, DTensor) else whole
+    if is_joined and isinstance(tensor, DTensor):
+        axes = dict(zip(mesh.mesh_dim_names or (), tensor.placements, strict=True))
+        replicated = [isinstance(axes.get(name, Replicate()), Replicate) for name in whole.mesh_dim_names or ()]
+        own = whole.get_coordinate() or []
+        return int(whole.mesh[tuple(src if one else mine for one, mine in zip(replicated, own, strict=True))])
     placements = tensor.placements if isinstance(tensor, DTensor) else [Replicate()] * mesh.ndim
     where = [
         src if isinstance(at, Replicate) else mine for at, mine in zip(placements, mesh.get_coordinate(), strict=True)
@@ -74,7 +83,10 @@ def wrong_after_sync(module: nn.Module, whole: DeviceMesh, src: int, **options: 
     return [
         name
         for name, tensor in tensors_of(module).items()
-        if not torch.equal(bits(local_of(tensor)), bits(before[source_rank(tensor, whole, src)][name]))
+        if not torch.equal(
+            bits(local_of(tensor)),
+            bits(before[source_rank(tensor, whole, src, is_joined=options.get("mesh") is not None)][name]),
+        )
     ]
 
 
@@ -87,7 +99,13 @@ def sync_layout(rank: int, world_size: int, layout: Layout) -> list[str]:
         model = build_model(layout, sizes)
         for src in (0, 1):
             scramble(model)
-            found += wrong_after_sync(model, mesh, src, mesh=mesh if "dp" not in layout.axes else None, verify=True)
+            if "dp" in layout.axes:
+                found += wrong_after_sync(model, mesh, src, verify=True)
+            # What the TP plan leaves out lies on a mesh per TP rank.
+            unplanned = {"block.norm.weight", "block.norm.bias"} if {"dp", "tp"} <= set(layout.axes) else set()
+            scrambled = {difference.fqn for difference in tte.check_replicas(model, mesh)}
+            assert "dp" not in layout.axes or scrambled == unplanned
+            found += wrong_after_sync(model, mesh, src, mesh=mesh, verify=True)
             assert tte.check_replicas(model, mesh) == ()
     return found
 
