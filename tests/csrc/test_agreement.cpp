@@ -161,6 +161,73 @@ TEST(ReplicaDigests, ManyDifferentOnesTravelAsTheirBeginnings) {
   EXPECT_EQ(world.name(digests.compare().differing[0].key), "key42");
 }
 
+// FSDP2 on dp 4 leaves two norms out of tp 2: ranks 0, 2, 4, 6 hold them on one mesh, ranks 1, 3, 5, 7 on another.
+TEST(ReplicaDigests, TensorsOnSeveralMeshesAreComparedShardByShard) {
+  const KeyColumns norms = make_columns({strided_mesh({4}, {2})}, {sharded({7}, {{0, 1}})}, {{"a", 0}, {"b", 0}});
+  World world;
+  const size_t section = world.add_section(encode_columns(norms));
+  for (int64_t rank = 0; rank < 8; ++rank) {
+    world.add_rank({section}, encode_part(make_part(norms, {rank / 2}, rank % 2)));
+  }
+  world.agree(true);
+  const auto compared = [&](int64_t drifted, const std::string& of_b) {
+    ReplicaDigests digests(world);
+    for (int64_t rank = 0; rank < 8; ++rank) {
+      const std::string usual = "16 bytes, shard " + std::to_string(rank / 2);
+      const std::string message = encode_digests({0, 0}, 1, {usual, rank == drifted ? of_b : usual});
+      digests.add_rank({digests.add_message(section, message)});
+    }
+    return digests.compare();
+  };
+  const ReplicaDigests::Comparison sound = compared(-1, "");
+  EXPECT_TRUE(sound.differing.empty() && sound.uncompared.empty());
+  EXPECT_EQ(sound.equal, (std::vector<uint32_t>{0, 1}));
+  const ReplicaDigests::Comparison drifted = compared(5, "16 bytes, another");
+  ASSERT_EQ(drifted.differing.size(), 1u);
+  EXPECT_TRUE(drifted.differing[0].is_presumed);
+  EXPECT_EQ(drifted.differing[0].first, 4);
+  EXPECT_EQ(drifted.differing[0].second, 5);
+  EXPECT_EQ(drifted.equal, (std::vector<uint32_t>{0}));
+
+  // One mesh writes "b", both write "a": each of its elements once.
+  const WritePlan plan(world, false, {}, {}, drifted.equal);
+  std::vector<int64_t> writers(2, 0);
+  for (int64_t rank = 0; rank < 8; ++rank) {
+    for (const ClassWrites& writes : read_decision(plan.decision(rank), {norms.kind_of})) {
+      for (const uint32_t key : writes.keys) ++writers[key];
+      EXPECT_TRUE(rank % 2 == 0 || writes.keys == std::vector<uint32_t>{0});
+    }
+  }
+  EXPECT_EQ(writers, (std::vector<int64_t>{4, 4}));
+  const std::vector<int64_t>& loads = plan.load_bytes();
+  EXPECT_EQ(std::accumulate(loads.begin(), loads.end(), int64_t{0}), 2 * 4 * 7);
+  EXPECT_EQ(*std::max_element(loads.begin(), loads.end()), 2 * 4);
+}
+
+TEST(ReplicaDigests, ValuesAreNeverCut) {
+  constexpr uint32_t kNumKeys = 60;
+  std::vector<std::pair<std::string, uint32_t>> keys;
+  std::vector<std::string> values;
+  for (uint32_t key = 0; key < kNumKeys; ++key) {
+    keys.emplace_back("key" + std::to_string(key), 0);
+    values.push_back(key % 2 == 0 ? "value " + std::to_string(100 + key) : "sixteen bytes or " + std::to_string(key));
+  }
+  World world;
+  const size_t section = world.add_section(encode_columns(make_columns({}, {object()}, keys)));
+  for (int rank = 0; rank < 2; ++rank) world.add_rank({section}, encode_part({{}, {{}}, {}, {}}));
+  world.agree(true);
+  const std::vector<uint32_t> kind_of(kNumKeys, 0);
+  ReplicaDigests digests(world);
+  digests.add_rank({digests.add_message(section, encode_digests(kind_of, 1, {values.begin(), values.end()}))});
+  values[20].back() = '9';
+  digests.add_rank({digests.add_message(section, encode_digests(kind_of, 1, {values.begin(), values.end()}))});
+  const auto found = digests.compare().differing;
+  ASSERT_EQ(found.size(), 1u);
+  EXPECT_EQ(found[0].first_digest, "value 120");
+  EXPECT_EQ(found[0].second_digest, "value 129");
+  EXPECT_FALSE(found[0].first_is_cut || found[0].second_is_cut || found[0].is_presumed);
+}
+
 // Messages of a world with every type of entry, mutated: they are refused with a place, or they make some other world.
 TEST(Messages, MutatedOnesAreRefusedOrMakeAnotherWorld) {
   const KeyColumns tensors =
