@@ -2,6 +2,7 @@
 
     python benchmarks/bench_plan.py                  all cases: a table, and results/plan_<machine>.json
     python benchmarks/bench_plan.py --ranks 1024 --model 405B --json case.json
+    python benchmarks/bench_plan.py --digests        what a save reads of tensors that may be on several meshes
 
 Ranks are simulated in one process. What each rank would send is made first and pickled, as DCP's gather does. Timed, in
 CPU seconds and at the best of a few rounds, is what the coordinator then does with it: unpickling ("gather"), planning,
@@ -24,6 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from plan_cases import MODELS, NUM_STAGES, TP, Case, ManyChunks, OwnKeys, SmallTensors, Tiny, Training
 from plan_measures import (
     Clock,
@@ -38,13 +40,14 @@ from plan_measures import (
     measure_stock_saves,
     with_places,
 )
-from result_file import write_results
+from result_file import measure_seconds, write_results
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 
 from torchtitan_ext.checkpoint.load_planner import LoadPlanner
 from torchtitan_ext.checkpoint.save_planner import SavePlanner
+from torchtitan_ext.state.value_digest import digest_large
 
 WORLD_SIZES = [8, 64, 256, 1024, 8192]
 PHASES = ["first_save", "second_save", "load"]
@@ -238,21 +241,41 @@ def all_cases(worlds: Sequence[int]) -> list[tuple[Case, bool]]:
     ]
     cases += [Training(model, num_ranks, model) for model in ("8B", "70B") for num_ranks in sorted({MIN_RANKS, most})]
     cases += [Training("405B", num_ranks, "405B") for num_ranks in worlds]
-    cases += [Training(f"405B {parallel}", most, parallel=parallel) for parallel in ("hsdp", "pp")]
+    cases += [Training(f"405B {parallel}", most, parallel=parallel) for parallel in ("hsdp", "unplanned", "pp")]
     cases.append(Training("MoE", most, "MoE"))
     return [*((case, False) for case in cases), (Training("405B collector on", most), True)]
+
+
+def measure_digests(rounds: int) -> None:
+    """Bytes per second of the digests that a save makes of large tensors, by size and dtype."""
+    results = {}
+    for num_bytes in (2**20, 2**24, 2**28):
+        for dtype in (torch.float32, torch.bfloat16):
+            count = 2**28 // num_bytes
+            tensors = {str(n): torch.ones(num_bytes // dtype.itemsize, dtype=dtype) for n in range(count)}
+            seconds = measure_seconds(lambda: digest_large(tensors), num_repeats=rounds)  # noqa: B023
+            name = f"{count} x {num_bytes // 2**20} MiB, {str(dtype).removeprefix('torch.')}"
+            results[name] = {"bytes_per_second": 2**28 / seconds, "seconds_per_tensor": seconds / count}
+            print(f"{name:24} {2**28 / seconds / 1e9:6.1f} GB/s  {1e3 * seconds / count:8.3f} ms a tensor")
+    sizes = {"threads": torch.get_num_threads(), "rounds": rounds}
+    path = write_results("digests", sizes=sizes, results=results)
+    print(f"\nwritten: benchmarks/results/{path.name}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, help="one case: a multiple of 64")
     parser.add_argument("--model", choices=MODELS, default="405B")
-    parser.add_argument("--parallel", choices=["fsdp", "hsdp", "pp"], default="fsdp")
+    parser.add_argument("--parallel", choices=["fsdp", "hsdp", "unplanned", "pp"], default="fsdp")
     parser.add_argument("--json", type=Path, help="where the one case goes")
     parser.add_argument("--worlds", type=int, nargs="+", default=WORLD_SIZES, help="the worlds of the table")
     parser.add_argument("--stock-ranks", type=int, default=32, help="the most ranks that stock is run for")
     parser.add_argument("--rounds", type=int, default=3, help="of which the fastest counts")
+    parser.add_argument("--digests", action="store_true", help="the digests of tensors on part of the ranks, alone")
     arguments = parser.parse_args()
+    if arguments.digests:
+        measure_digests(arguments.rounds)
+        return
     print(HEAD)
     clocks = {collect: Clock(arguments.rounds, collect=collect) for collect in (False, True)}
     if arguments.ranks is not None:

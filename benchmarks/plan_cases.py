@@ -22,7 +22,7 @@ from torchtitan_ext.checkpoint.key_table import (
     local_bytes,
 )
 from torchtitan_ext.checkpoint.rank_table import EncodedTable, RankTable, encode_table, pack
-from torchtitan_ext.layout.layout import MeshLayout, ShardReport, candidate_steps, is_replicated, shard_of
+from torchtitan_ext.layout.layout import MeshLayout, ShardReport, candidate_steps, is_on_part, is_replicated, shard_of
 
 TP = 8
 NUM_STAGES = 8
@@ -94,8 +94,10 @@ class Case:
                 digests[name] = hashlib.blake2b(f"{name} {self.group(rank)}".encode(), digest_size=16).digest()
             elif isinstance(entry, TensorEntry) and entry.report.mesh is None:
                 digests[name] = b"plain tensors: 3"
-            elif isinstance(entry, TensorEntry) and is_replicated(entry.report):
-                if local_bytes(entry) <= SMALL_TENSOR_BYTES:
+            elif isinstance(entry, TensorEntry):
+                is_on_several = is_on_part(entry.report, self.num_ranks)
+                is_small = is_replicated(entry.report) and local_bytes(entry) <= SMALL_TENSOR_BYTES
+                if is_on_several or is_small:
                     shard = [
                         at
                         for at, (dim, _) in zip(entry.report.coordinate, entry.report.placements, strict=True)
@@ -158,7 +160,8 @@ class Training(Case):
 
     Attributes:
         model: Of MODELS. The weights of experts are 3-d, on a mesh of their own: expert parallel, then FSDP2.
-        parallel: FSDP2 x TP 8 ("fsdp"), replicas of it ("hsdp"), or one such mesh per pipeline stage of eight ("pp").
+        parallel: FSDP2 x TP 8 ("fsdp"), with the norms and embeddings on a mesh per TP rank, which the TP plan leaves
+            out ("unplanned"), replicas of it ("hsdp"), or one such mesh per pipeline stage of eight ("pp").
     """
 
     model: str = "405B"
@@ -169,6 +172,8 @@ class Training(Case):
 
     def replica(self, rank: int) -> Any:
         _, coordinate = self.standings(rank)["dense"]
+        if self.parallel == "pp":  # each tensor is compared
+            return coordinate
         return coordinate[1:] if self.parallel == "hsdp" else coordinate[:-1]
 
     def tensors(self, rank: int) -> Iterator[Held]:
@@ -184,6 +189,9 @@ class Training(Case):
         shape: tuple[int, ...] = (2, size // TP // 2, TP) if self.parallel == "hsdp" else (size // TP, TP)
         names = ("dp_replicate", "dp_shard", "tp") if self.parallel == "hsdp" else ("dp", "tp")
         standings = {"dense": _standing(rank, shape, names)}
+        if self.parallel == "unplanned":
+            ranks = tuple(range(rank % TP, size, TP))
+            standings["unplanned"] = MeshLayout((len(ranks),), ranks, ("dp",)), (rank // TP,)
         if self.model == "MoE":
             standings["experts"] = _standing(
                 rank, (size // self._num_expert_ranks, self._num_expert_ranks), ("dp_mod_ep", "ep")
@@ -206,6 +214,8 @@ class Training(Case):
                 continue
             if is_moe and "feed_forward" in fqn and layer % 2:
                 yield self._experts(fqn.replace("feed_forward", "moe.experts"), shape)
+            elif self.parallel == "unplanned" and ("norm" in fqn or "embedding" in fqn):
+                yield fqn, shape, ((0, 1),), "unplanned"
             else:
                 yield fqn, shape, (*replicas, *placements), "dense"
 

@@ -68,9 +68,8 @@ def compare_replicas(tables: Sequence[KeyTable], agreement: Agreement) -> tuple[
         for held in (held for replica in agreed.replicas for held in replica):
             alike.setdefault(held.boxes, []).append(held.ranks)
         declared = [pair for sides in alike.values() for ranks in sides if (pair := _unequal(ranks, digests))]
-        across = [
-            pair for sides in alike.values() if (pair := _unequal([r for ranks in sides for r in ranks], digests))
-        ]
+        joined = [[rank for ranks in sides for rank in ranks if digests[rank]] for sides in alike.values()]
+        across = [pair for ranks in joined if (pair := _unequal(ranks, digests))]
         is_on_meshes = all(
             isinstance(entry := table.entries.get(fqn), TensorEntry) and entry.report.mesh is not None
             for table in tables

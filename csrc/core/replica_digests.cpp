@@ -245,7 +245,10 @@ std::optional<ReplicaDigests::Difference> ReplicaDigests::find_difference(
     }
   }
   for (const Group* group : groups) {
-    if (auto difference = find_difference(key, std::span(group->members))) {
+    // A rank without a digest has not been compared with other meshes, and does not differ from them.
+    std::vector<const Member*> compared = group->members;
+    std::erase_if(compared, [&](const Member* member) { return !has_digest(*member, key); });
+    if (auto difference = find_difference(key, compared)) {
       difference->is_presumed = true;
       return difference;
     }
@@ -253,11 +256,13 @@ std::optional<ReplicaDigests::Difference> ReplicaDigests::find_difference(
   return std::nullopt;
 }
 
+bool ReplicaDigests::has_digest(const Member& member, uint32_t key) const {
+  bool is_short = false;
+  return !digest_of(member, key, is_short).empty();
+}
+
 bool ReplicaDigests::is_lacking(uint32_t key, const std::vector<Group>& groups) const {
-  const auto lacks = [&](const Member* member) {
-    bool is_short = false;
-    return digest_of(*member, key, is_short).empty();
-  };
+  const auto lacks = [&](const Member* member) { return !has_digest(*member, key); };
   return std::any_of(groups.begin(), groups.end(), [&](const Group& group) {
     return std::any_of(group.members.begin(), group.members.end(), lacks);
   });

@@ -90,6 +90,7 @@ class ReplicaDigests {
   std::string_view digest_of(const Member& member, uint32_t key, bool& is_short) const;
   std::optional<Difference> find_difference(uint32_t key, std::span<const Member* const> members) const;
   std::optional<Difference> find_difference(uint32_t key, const std::vector<const Group*>& groups) const;
+  bool has_digest(const Member& member, uint32_t key) const;
   bool is_lacking(uint32_t key, const std::vector<Group>& groups) const;
   ClassSum sum_of(const KeyClass& of_keys, const Member& member) const;
   // Whether all have equal digests, and a digest of every key.

@@ -217,3 +217,14 @@ def test_many_scalars_are_compared_whole(dtype: torch.dtype) -> None:
     _, said = warned(lambda: save([values, dict(values), other]))
     (line,) = said[0].splitlines()[1:]
     assert "step7: ranks 0 and 2 should hold the same, got 8" in line and "1099511627776" in line
+
+
+def test_a_whole_tensor_beside_one_on_a_mesh(world_of: Any) -> None:
+    """Small ones are compared; of large ones only what is on a mesh is read."""
+    world_of(3)
+    for rows, words in ((4, ""), (40_000, "on some ranks without a digest")):
+        whole = torch.arange(float(rows))
+        states: list[State] = [{"w": on_mesh(rank, torch.arange(2), whole, Replicate())} for rank in range(2)]
+        saved, said = warned(lambda: save([*states, {"w": whole}]))  # noqa: B023
+        assert ("" if not said else said[0]).count(words) == 1 and bool(said) == bool(words)
+        assert torch.equal(values_of(saved, {"w": whole})["w"], whole)
