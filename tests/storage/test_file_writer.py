@@ -1,5 +1,6 @@
 """What is written, what goes wrong meanwhile, and in which order planners are asked."""
 
+import inspect
 import io
 import os
 import pickle
@@ -16,10 +17,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from states import blank, differences, load, mixed_state, save
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 import torchtitan_ext as tte
+from torchtitan_ext.errors import WrongValueError
 from torchtitan_ext.storage import FileReader, FileWriter, commit, file_writer
 
 
@@ -63,9 +66,46 @@ def test_any_number_of_threads_writes_the_same(tmp_path: Path, thread_count: int
     assert differences(load(blank(state), FileReader(tmp_path / "several", "all")), state) == []
 
 
+@pytest.mark.parametrize(
+    ("ours", "stock"),
+    [(FileWriter, dcp.FileSystemWriter), (FileReader, dcp.FileSystemReader)],
+    ids=["writer", "reader"],
+)
+def test_what_stocks_constructors_take_is_taken_by_keyword(tmp_path: Path, ours: Any, stock: Any) -> None:
+    parameters = inspect.signature(stock).parameters.values()
+    defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
+    assert defaults and ours(tmp_path, **defaults).path == tmp_path
+
+
+def test_stocks_sync_files_is_sync(tmp_path: Path) -> None:
+    assert FileWriter(tmp_path, sync_files=True).sync and not FileWriter(tmp_path, sync_files=False).sync
+    assert not FileWriter(tmp_path, sync=False, sync_files=False).sync
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"single_file_per_rank": False}, "got single_file_per_rank=False, expected True: an index has one file"),
+        ({"cache_staged_state_dict": True}, "got cache_staged_state_dict=True, expected False: .* call tte.async_save"),
+        (
+            {"serialization_format": SerializationFormat.SAFETENSORS},
+            "got serialization_format=.* HuggingFaceStorageWriter",
+        ),
+        ({"_extensions": ["zstd"]}, "got _extensions=.*, expected none: they change the bytes"),
+        ({"sync": False, "sync_files": True}, "got sync=False, sync_files=True, expected False"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_followed_of_them_is_refused(tmp_path: Path, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(WrongValueError, match=f"FileWriter: {text}"):
+        FileWriter(tmp_path, **options)
+
+
 def test_overwrite_is_asked_for(tmp_path: Path) -> None:
     save({"w": torch.ones(3)}, FileWriter(tmp_path))
-    with pytest.raises(CheckpointException, match="has a checkpoint; pass overwrite=True"):
+    with pytest.raises(
+        CheckpointException, match="Checkpoint already exists: .* has a checkpoint; pass overwrite=True"
+    ):
         save({"w": torch.zeros(3)}, FileWriter(tmp_path, overwrite=False))
     assert differences(load({"w": torch.zeros(3)}, FileReader(tmp_path)), {"w": torch.ones(3)}) == []
     with pytest.warns(UserWarning, match="is overwritten"):

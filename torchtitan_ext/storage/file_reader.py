@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
@@ -63,6 +64,8 @@ class FileReader(StorageReader):
         verify: Which checksums are compared, of files that have any: ``"auto"`` those of blocks of which at least
             half is read, ``"all"`` those of every block that is touched (it is read whole then), ``"none"`` none.
         thread_count: Threads of each rank; by default its share of the cores, at most 8.
+        _extension_registry: Of ``FileSystemReader``. Not needed: records that were saved through an extension are
+            refused, whatever is given.
 
     Raises:
         DamagedCheckpointError: Bytes are not what was written; names the file, the tensors and their rows. Targets may
@@ -79,7 +82,12 @@ class FileReader(StorageReader):
     _stock_tensors: dict[tuple[str, int], StoredTensor | None]
 
     def __init__(
-        self, path: str | os.PathLike[str], verify: Verify = "auto", *, thread_count: int | None = None
+        self,
+        path: str | os.PathLike[str],
+        verify: Verify = "auto",
+        *,
+        thread_count: int | None = None,
+        _extension_registry: ExtensionRegistry | None = None,
     ) -> None:
         super().__init__()
         if verify not in ("auto", "all", "none"):

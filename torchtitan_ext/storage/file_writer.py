@@ -15,13 +15,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+from torch.distributed.checkpoint._extension import StreamTransformExtension
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, SerializationFormat
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter
 from torch.futures import Future
 
 from torchtitan_ext import _core
+from torchtitan_ext.errors import WrongValueError
 from torchtitan_ext.layout.wrapper import is_wrapper, without_slack
 from torchtitan_ext.storage.checkpoint_files import NO_METADATA, RankFile, index_path, is_local, metadata_path
 from torchtitan_ext.storage.commit import RunningSave, begin_save, find_place
@@ -63,6 +65,11 @@ class FileWriter(StorageWriter):
         overwrite: Whether a checkpoint that is there may be replaced.
         stock_metadata: Write ``.metadata``, which stock readers need. Without it the index says all that ``FileReader``
             needs; at thousands of ranks stock could not read ``.metadata`` in any useful time.
+        sync_files: As ``sync``, by the name that ``FileSystemWriter`` gives it.
+        per_thread_copy_ahead: Of ``FileSystemWriter``, which copies tensors of other devices ahead of its writes. Not
+            needed: they pass through one kept buffer, whatever is given.
+        single_file_per_rank, cache_staged_state_dict, serialization_format, _extensions: Of ``FileSystemWriter``; only
+            its defaults can be followed.
 
     Attributes:
         target: The path as it was meant when it was given: the working directory may be another one when an
@@ -74,6 +81,7 @@ class FileWriter(StorageWriter):
         OSError: (in the future of ``write_data``) A file cannot be written; names the file, the byte and the reason.
         SaveInProgressError: Another save is under way in the same place.
         RuntimeError: There is a checkpoint, and ``overwrite`` is false; or the directory is not shared by all ranks.
+        WrongValueError: An argument of ``FileSystemWriter`` cannot be followed.
     """
 
     def __init__(
@@ -84,11 +92,32 @@ class FileWriter(StorageWriter):
         *,
         overwrite: bool = True,
         stock_metadata: bool = True,
+        sync_files: bool | None = None,
+        single_file_per_rank: bool = True,
+        per_thread_copy_ahead: int | None = None,
+        cache_staged_state_dict: bool = False,
+        serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
+        _extensions: Sequence[StreamTransformExtension] | None = None,
     ) -> None:
         super().__init__()
+        if sync_files and not sync:
+            raise _not_followed("sync=False, sync_files", True, "False: both say whether files are synced")
+        if not single_file_per_rank:
+            raise _not_followed(
+                "single_file_per_rank", single_file_per_rank, "True: an index has one file of each rank"
+            )
+        if cache_staged_state_dict:
+            detail = "False: this writer stages nothing; pass async_stager= to dcp.async_save, or call tte.async_save"
+            raise _not_followed("cache_staged_state_dict", cache_staged_state_dict, detail)
+        if serialization_format is not SerializationFormat.TORCH_SAVE:
+            detail = "SerializationFormat.TORCH_SAVE; for safetensors save with HuggingFaceStorageWriter"
+            raise _not_followed("serialization_format", serialization_format, detail)
+        if _extensions:
+            detail = "none: they change the bytes of records, whose places this writer works out beforehand"
+            raise _not_followed("_extensions", _extensions, detail)
         self.path = Path(path)
         self.target = self.path.absolute()
-        self.sync = sync
+        self.sync = sync if sync_files is None else sync_files
         self.overwrite = overwrite
         self.stock_metadata = stock_metadata
         self.thread_count = thread_count
@@ -132,7 +161,9 @@ class FileWriter(StorageWriter):
             )
         if has_one_of_all or (not self.use_collectives and self._has_checkpoint(self.rank)):
             if not self.overwrite:
-                raise RuntimeError(f"{self.path} has a checkpoint; pass overwrite=True or another directory")
+                raise RuntimeError(
+                    f"Checkpoint already exists: {self.path} has a checkpoint; pass overwrite=True or another directory"
+                )
             if self._is_coordinator:
                 warnings.warn(f"the checkpoint in {self.path} is overwritten", stacklevel=2)
         if self._own_rank is not None:
@@ -230,6 +261,10 @@ class FileWriter(StorageWriter):
             batch.write()
         rank = self.rank or 0
         return RankFile(name, rank, *records.finish(bytes.fromhex(place.save_id), rank))
+
+
+def _not_followed(argument: str, got: object, expected: str) -> WrongValueError:
+    return WrongValueError(f"FileWriter: got {argument}={got!r}, expected {expected}")
 
 
 def notes_of_save(num_ranks: int) -> list[tuple[str, str]]:
