@@ -1,5 +1,6 @@
 """Map-style data: every sample of an epoch once, whatever the worlds and batch sizes that serve it."""
 
+import itertools
 from collections import defaultdict
 from typing import Any
 
@@ -100,6 +101,40 @@ def test_it_is_a_batch_sampler() -> None:
     sampler = ElasticBatchSampler(data, global_batch_size=4, dp_rank=1, dp_size=2, shuffle=False)
     assert [batch.tolist() for batch in DataLoader(data, batch_sampler=sampler)] == [[10, 30], [50, 70]]
     assert sampler.position.epoch == 1 and sampler.position.dropped == 2
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}], ids=str)
+def test_a_loader_of_ones_own_loses_nothing_on_resume(options: dict[str, Any]) -> None:
+    def sampler() -> ElasticBatchSampler:
+        return ElasticBatchSampler(range(22), global_batch_size=2, shuffle=False)
+
+    def loader_of(batches: ElasticBatchSampler) -> Any:
+        return DataLoader(range(22), batch_sampler=batches, collate_fn=list, **options)
+
+    first = sampler()
+    loader = loader_of(first)
+    served = list(itertools.islice(loader, 3))
+    assert first.position.samples_seen == 6 and served[-1] == [4, 5]
+    # On in the same process, and after a restart.
+    again = sampler()
+    again.load_state_dict(first.state_dict())
+    for batches, rest in ((first, loader), (again, loader_of(again))):
+        assert [sample for batch in rest for sample in batch] == list(range(6, 22))
+        assert batches.position.epoch == 1 and batches.position.next_sample == 0
+        assert next(iter(rest)) == [0, 1]
+        assert batches.position.samples_seen == 24
+        batches.load_state_dict({"loader": ({**batches.state_dict()["loader"][0], "next_sample": 20},)})
+        assert list(rest) == [[20, 21]]
+
+
+def test_batches_in_another_order_have_no_position() -> None:
+    sampler = ElasticBatchSampler(range(22), global_batch_size=2)
+    loader = DataLoader(range(22), batch_sampler=sampler, num_workers=1, in_order=False)
+    served = iter(loader)
+    next(served)
+    with pytest.raises(ValueError, match="in_order=False has no position to resume from; leave it out"):
+        sampler.state_dict()
+    assert len(list(served)) == 10 and sampler.position.epoch == 1
 
 
 def test_iterating_leaves_the_global_generator_alone() -> None:

@@ -288,7 +288,7 @@ def test_the_newest_steps_stay_and_the_one_that_is_saved(run_world, tmp_path: Pa
 
 
 def fail_in_the_thread(rank: int, world_size: int, path: Path) -> tuple[str, bool]:
-    """Step 3 fails when the purge has counted it beside step 2: what is left, and whether step 2 loads."""
+    """Step 3 fails: what is left, and whether step 2 loads."""
     loader = loader_of(ElasticTextDataLoader.Config(dataset="documents", num_shards=8), rank, world_size)
     config = ElasticCheckpointManager.Config(**{**OPTIONS, "keep_latest_k": 2}, async_mode="async")
     manager = manager_of(config, path, loader)
@@ -304,8 +304,8 @@ def fail_in_the_thread(rank: int, world_size: int, path: Path) -> tuple[str, boo
     return _names(path), manager_of(config, path, loader).load(step=2)
 
 
-def test_the_newest_whole_step_stays_where_the_next_save_fails(run_world, tmp_path: Path) -> None:
-    assert run_world(1, fail_in_the_thread, tmp_path) == [("step-2", True)]
+def test_the_newest_whole_steps_stay_where_the_next_save_fails(run_world, tmp_path: Path) -> None:
+    assert run_world(1, fail_in_the_thread, tmp_path) == [("step-1 step-2", True)]
 
 
 def test_the_timeout_reaches_saves_and_loads(monkeypatch: Any, tmp_path: Path) -> None:

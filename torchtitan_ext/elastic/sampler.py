@@ -12,9 +12,13 @@ With the same W this is what ``torch.utils.data.DistributedSampler`` in a ``Batc
 
 from __future__ import annotations
 
+import sys
+from collections import deque
 from collections.abc import Iterator, Mapping, Sized
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
+
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from torchtitan_ext.checkpoint.component import Resharded, SampleAccount
 from torchtitan_ext.checkpoint.world import World
@@ -70,8 +74,10 @@ class LocalBatch:
 class ElasticBatchSampler:
     """A batch sampler for ``torch.utils.data.DataLoader`` whose state is independent of the number of ranks.
 
-    It yields lists of indices and moves its state with each. A ``DataLoader`` with workers asks for batches ahead of
-    the training loop, so that the state is then ahead too; ``ElasticDataLoader`` keeps count of what was served.
+    It yields lists of indices. Its state counts the batches that were served: a ``DataLoader`` with workers asks for
+    batches ahead of the training loop, so the sampler goes by that loader's own count, and an epoch has ended with its
+    last batch. Whatever else reads ahead (a wrapper that looks for the last batch) is not known to it;
+    ``ElasticDataLoader`` counts what it has served itself.
 
     Args:
         data: The data set, or anything whose length is its number of samples.
@@ -114,18 +120,47 @@ class ElasticBatchSampler:
         self.dp_size = dp_size
         self.last = last
         self.endless = endless
-        self.position = SamplePosition(num_samples, shuffle, seed)
+        self._ahead: _Ahead | None = None
+        self._position = SamplePosition(num_samples, shuffle, seed)
+
+    @property
+    def position(self) -> SamplePosition:
+        """Where the job is after the batches that were served.
+
+        Raises:
+            ValueError: A loader serves batches in another order than it asks for them.
+        """
+        return self._position if self._ahead is None else self._ahead.position()
+
+    @position.setter
+    def position(self, position: SamplePosition) -> None:
+        self._position, self._ahead = position, None
 
     def __len__(self) -> int:
         """Batches of a whole epoch."""
         rest = self.global_batch_size - 1 if self.last == "pad" else 0
-        return (self.position.num_samples + rest) // self.global_batch_size
+        return (self._position.num_samples + rest) // self.global_batch_size
 
     def __iter__(self) -> Iterator[list[int]]:
+        # A loader tells its batch sampler nothing, but it is who calls this. No generator: a loader that keeps its
+        # workers sets its count back right after this call.
+        reader = sys._getframe(1).f_locals.get("self")
+        self.position = self.position
+        if isinstance(reader, _MultiProcessingDataLoaderIter):
+            self._ahead = _Ahead(reader, self._position)
+        return self._indices(self._ahead)
+
+    def _indices(self, ahead: _Ahead | None) -> Iterator[list[int]]:
         for batch in self.batches():
-            self.position = batch.position
+            if ahead is None:
+                self.position = batch.position
+            else:
+                ahead.add(batch.position)
             yield batch.indices
-        self.end_epoch()
+        if ahead is None:
+            self.end_epoch()
+        else:
+            ahead.end_epoch()
 
     def batches(self) -> Iterator[LocalBatch]:
         """The local batches from the present position to the end of the epoch, or without end; moves nothing."""
@@ -193,6 +228,39 @@ class ElasticBatchSampler:
                 "use the data set it was saved with, or reset the data loader to begin a new epoch",
             )
         return position
+
+
+class _Ahead:
+    """The positions after batches that a loader with workers has asked for, and the loader's count of those served.
+
+    Args:
+        loader: An iterator over a ``DataLoader`` with workers.
+        position: Where it begins.
+    """
+
+    def __init__(self, loader: _MultiProcessingDataLoaderIter, position: SamplePosition) -> None:
+        self._loader = loader
+        self._num_served = 0
+        # The first is that after the last batch that was served.
+        self._positions = deque([position])
+
+    def add(self, position: SamplePosition) -> None:
+        self._forget_served()
+        self._positions.append(position)
+
+    def end_epoch(self) -> None:
+        self._positions[-1] = _next_epoch(self._positions[-1])
+
+    def position(self) -> SamplePosition:
+        self._forget_served()
+        if len(self._positions) > 1 and not self._loader._in_order:
+            raise ValueError("ElasticBatchSampler: in_order=False has no position to resume from; leave it out")
+        return self._positions[0]
+
+    def _forget_served(self) -> None:
+        while self._num_served < self._loader._num_yielded:
+            self._positions.popleft()
+            self._num_served += 1
 
 
 def check_last(last: object) -> None:

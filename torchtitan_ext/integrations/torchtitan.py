@@ -106,11 +106,16 @@ class ElasticCheckpointManager(CheckpointManager):
         """Collective, as torchtitan calls it; a future where the mode is ``async``."""
         if to_hf:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
-        self._latest_save = Path(checkpoint_id)
         state_dict = self._with_run_tokens(state_dict)
         timeout_seconds = self._config.timeout_seconds
         if async_mode == AsyncMode.ASYNC:
-            return async_save(state_dict, checkpoint_id, process_group=self.pg, timeout_seconds=timeout_seconds)
+            # It purges when it is committed: too few whole steps would be there until then, and where it fails.
+            self._latest_save = None
+            keep = None if filesystem.is_remote(self.folder) else self.keep_latest_k or None
+            return async_save(
+                state_dict, checkpoint_id, process_group=self.pg, timeout_seconds=timeout_seconds, keep=keep
+            )
+        self._latest_save = Path(checkpoint_id)
         save(state_dict, checkpoint_id, timeout_seconds=timeout_seconds)
         if enable_garbage_collection:
             GarbageCollection.collect("GC collection invoked by checkpointer.")
@@ -164,7 +169,8 @@ class ElasticCheckpointManager(CheckpointManager):
 
     def _purge_stale_checkpoints(self) -> None:
         """Hands torchtitan's purge thread what is older than the ``keep_latest_k`` newest whole steps; never the step
-        that is being saved, also where a run that was set back has steps of higher numbers."""
+        that was just saved, also where a run that was set back has steps of higher numbers. A save in a thread removes
+        them itself."""
         if filesystem.is_remote(self.folder):
             super()._purge_stale_checkpoints()
         elif self._latest_save is not None and self._should_purge():
