@@ -19,6 +19,7 @@ from torchtitan_ext.offline.diff import DiffReport, diff
 from torchtitan_ext.offline.sources import open_source
 from torchtitan_ext.storage import FileReader
 from torchtitan_ext.storage.describe import describe
+from torchtitan_ext.storage.torch_places import read_torch_file
 
 
 def packed_anew(
@@ -117,3 +118,9 @@ def test_sparse_tensors_are_described(tmp_path: Path) -> None:
     torch.save({"s": torch.eye(3).to_sparse()}, tmp_path / "a.pt")
     (key,) = describe(tmp_path / "a.pt").keys
     assert (key.dtype, key.sizes, key.num_bytes) == ("float32", (3, 3), 36)
+
+
+def test_sparse_tensors_have_no_place(tmp_path: Path) -> None:
+    torch.save({"w": torch.zeros(2), "s": torch.eye(3).to_sparse()}, tmp_path / "a.pt")
+    with pytest.raises(DamagedCheckpointError, match="is no plain memory, which is all that can be read of such files"):
+        read_torch_file(tmp_path / "a.pt", weights_only=True)

@@ -20,6 +20,13 @@ from torchtitan_ext.storage.formats import ZIP_START
 from torchtitan_ext.storage.raw_tensor import dtype_name
 from torchtitan_ext.storage.steps import step_of
 
+# torch 2.14 looks at the indices of sparse tensors, which have none on the meta device, and then says this.
+_NO_INDICES = "Cannot copy out of meta tensor"
+
+
+class SparseOnMetaError(DamagedCheckpointError):
+    """A file holds sparse tensors, which this torch does not load onto the meta device."""
+
 
 def describe_torch(path: Path, *, unsafe_unpickle: bool = False) -> Contents:
     """What a file of ``torch.save`` holds, its nested keys joined by dots.
@@ -52,6 +59,7 @@ def load_file(path: Path, *, weights_only: bool, map_location: str) -> Any:
 
     Raises:
         DamagedCheckpointError: It cannot be read.
+        SparseOnMetaError: It holds sparse tensors, and this torch does not load them onto the meta device.
         UnsafePickleError: It names what is not plain data.
     """
     try:
@@ -59,6 +67,9 @@ def load_file(path: Path, *, weights_only: bool, map_location: str) -> Any:
     except NotPlainError as error:
         raise UnsafePickleError(str(path), f"it names {error.found}") from None
     except ValueError as error:
+        if map_location == "meta" and _NO_INDICES in str(error):
+            kind = "a sparse tensor is no plain memory, which is all that can be read of such files"
+            raise SparseOnMetaError(f"{path}: {kind}") from None
         raise DamagedCheckpointError(f"{path}: {error}") from None
 
 
@@ -83,7 +94,10 @@ def _load_on_meta(path: Path, unsafe_unpickle: bool) -> Any:
         raise DamagedCheckpointError(f"{path}: the archive has no end: the file was cut, or is still being written")
     if is_zip:
         find_entries(path)  # of numbers in another order of bytes torch crashes on the meta device
-    return load_file(path, weights_only=not unsafe_unpickle, map_location="meta")
+    try:
+        return load_file(path, weights_only=not unsafe_unpickle, map_location="meta")
+    except SparseOnMetaError:
+        return load_file(path, weights_only=not unsafe_unpickle, map_location="cpu")
 
 
 def _begins_as_zip(path: Path) -> bool:
