@@ -14,6 +14,7 @@ from test_hostile_metadata import in_limits
 from torch.utils.serialization import config
 
 from torchtitan_ext.offline.sources import open_source
+from torchtitan_ext.storage.torch_files import describe_torch
 from torchtitan_ext.storage.verify import verify
 
 
@@ -130,6 +131,7 @@ HOSTILE_PICKLES = {
     "member of a set": b"\x8f(" + doubled(b"K\x01") + b"\x90",
     "member of a frozen set": b"(" + doubled(b"K\x01") + b"\x91",
     "key of an argument": b"(" + doubled(b"K\x01") + b"K\x02d",
+    "argument of a call": b"ccollections\nCounter\n]" + doubled(b"K\x01") + b"a\x85R",
     "stride": TENSOR + b"K\x00\x8a\x06" + (2**46).to_bytes(6, "little") + b"\x85](K\x01e\x85tR",
     "text as a stride": TENSOR + b"K\x00\x8a\x06" + (2**46).to_bytes(6, "little") + b"\x85X\x01\0\0\0x\x85tR",
     "name of a storage": STORAGE.replace(b"X\x01\0\0\x000", doubled(b"K\x01")),
@@ -138,12 +140,19 @@ HOSTILE_PICKLES = {
 }
 
 
+ENDLESS = ["key", "keys", "member of a set", "member of a frozen set", "key of an argument", "argument of a call"]
+
+
 @pytest.mark.parametrize("name", HOSTILE_PICKLES)
 def test_a_small_pickle_takes_no_long_look(tmp_path: Path, name: str) -> None:
     torch.save({"w": torch.zeros(3)}, tmp_path / "a")
     pickled = b"\x80\x05" + HOSTILE_PICKLES[name] + b"."
     hostile = changed(tmp_path / "a", tmp_path / "b", lambda name, data: pickled if name == "data.pkl" else data)
     assert in_limits(lambda: len(verify(hostile).damages) < 2) == "True"
+    if name in ENDLESS:
+        assert in_limits(lambda: "take too long to hash" in damage(hostile)) == "True"
+        assert in_limits(lambda: open_source(hostile)) == "DamagedCheckpointError"
+        assert in_limits(lambda: describe_torch(hostile)) == "DamagedCheckpointError"
 
 
 def test_entries_that_the_archive_has_no_room_for_are_damage(tmp_path: Path) -> None:
