@@ -31,7 +31,8 @@ def fingerprint_tensors(
     shares = divide(max_bytes, num_threads)
     num_threads, part_bytes = shares.num_processes, shares.part_bytes
     source.thread_count = shares.num_threads
-    chunks = _in_file_order(source, chunks_of(entries))
+    # Of a chunk without elements nothing is read; stock may have saved another one at its offsets.
+    chunks = _in_file_order(source, [chunk for chunk in chunks_of(entries) if 0 not in chunk.sizes])
     pieces = (piece for chunk in chunks for piece in cut(chunk, part_bytes))
     free = [(reader.another(), new_buffer(part_bytes)) for _ in range(num_threads)]
 
