@@ -170,11 +170,14 @@ NOT_PLAIN = [
     (Colour.RED, NAMED), ({"a": [1, (Colour.RED,)]}, NAMED), ({Colour.RED: 1}, NAMED), (MARKED, NAMED),
     ((torch.ones(2), Colour.RED), NAMED), (argparse.Namespace(mode=Colour.RED), NAMED),
     (np.array([Colour.RED], dtype=object), NAMED), (collections.deque([1]), "collections.deque"),
-    (ZoneInfo("UTC"), "zoneinfo.ZoneInfo"), ([print], "builtins.builtin_function_or_method"),
+    (ZoneInfo("UTC"), "zoneinfo.ZoneInfo"), (ValueError("no"), "exceptions.ValueError"),
+    ([print], "builtins.builtin_function_or_method"),
     (TwoTensor(torch.ones(1), torch.ones(1)), "torch.testing._internal.two_tensor.TwoTensor"),
 ]  # fmt: skip
 
-CANNOT_BE_ALLOWED = ("collections.deque", "zoneinfo.ZoneInfo", "builtins.builtin_function_or_method")
+CANNOT_BE_ALLOWED = (
+    "collections.deque", "exceptions.ValueError", "zoneinfo.ZoneInfo", "builtins.builtin_function_or_method",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("value, name", NOT_PLAIN, ids=lambda value: type(value).__name__)

@@ -92,8 +92,8 @@ _SURELY_PLAIN_CONTAINERS: frozenset[type] = frozenset(
 # Beyond it pickle may not follow: whether it does is tried.
 _MAX_SURE_DEPTH = 50
 
-# torch.load takes nothing of these modules, whatever is allowed.
-_BLOCKED_MODULES = ("sys", "os", "posix", "nt")
+# torch.load takes nothing of these modules, whatever is allowed. The last is Python 2's: pickle names exceptions by it.
+_BLOCKED_MODULES = ("sys", "os", "posix", "nt", "exceptions")
 
 
 @dataclass(frozen=True)
