@@ -36,7 +36,17 @@ def test_the_story_of_a_checkpoint(run_dir: Path) -> None:
     exported = call("convert", run_dir / "c", run_dir / "d", "--to", "hf", "--prefix", "model", "--json")
     assert exported.returncode == FINE
     report = json.loads(exported.stdout)
-    assert report.keys() == {"schema_version", "num_keys", "num_bytes", "num_files", "dropped", "path", "seconds"}
+    assert report.keys() == {
+        "schema_version",
+        "num_keys",
+        "num_bytes",
+        "num_files",
+        "dropped",
+        "cast",
+        "is_exact",
+        "path",
+        "seconds",
+    }
     same = call("diff", run_dir / "a", run_dir / "d", "--prefix", "model")
     assert (same.returncode, same.stdout) == (FINE, "0 keys differ, 1 is equal\n")
     differs = call("diff", run_dir / "c", run_dir / "b.pt", "--values", "--json")
@@ -75,6 +85,13 @@ def test_help_fits_a_screen_and_has_an_example(command: str) -> None:
     text = call(command, "--help").stdout
     assert len(text.splitlines()) <= 45
     assert f"Example: torchtitan-ext {command}" in " ".join(text.split())
+
+
+def test_what_was_cast_is_said(run_dir: Path, tmp_path: Path) -> None:
+    done = call("convert", run_dir / "a", tmp_path / "half", "--to", "hf", "--dtype", "bfloat16", "--only", "model.*")
+    assert done.stdout.splitlines()[1:] == ["cast to bfloat16: 1 tensor (model.w); values are rounded"]
+    wrong = call("convert", run_dir / "a", tmp_path / "x", "--to", "hf", "--dtype", "int8")
+    assert wrong.returncode == WRONG_USAGE and "'bfloat16'" in wrong.stderr
 
 
 def test_amounts_of_memory() -> None:

@@ -13,6 +13,7 @@ from calls import STATE, call, call_importing, make
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from torchtitan_ext.cli.output import FINE, UNREADABLE, WRONG_USAGE
+from torchtitan_ext.state.nested import flatten_state_dict
 from torchtitan_ext.storage import FileWriter
 
 KINDS = ["stock", "ours", "ours without .metadata", "safetensors directory", "safetensors", "torch"]
@@ -43,6 +44,52 @@ def test_every_format_is_described(tmp_path: Path, kind: str) -> None:
     for key in done.json["keys"]:
         (chunk,) = key["chunks"]
         assert chunk["sizes"] == key["shape"] and chunk["file"] in {file["name"] for file in done.json["files"]}
+
+
+NUMBERS = {
+    "model": {"w": torch.zeros(4, 3), "scale": torch.tensor(0.1, dtype=torch.bfloat16)},
+    "optimizer": {"step": torch.tensor(3.7), "exp_avg": torch.zeros(4, 3), "lr": 1e-4, "betas": (0.9, 0.99)},
+    "counts": {"big": torch.tensor(-(2**62)), "is": torch.tensor(True), "z": torch.tensor(0.1 + 2j), "name": "é" * 99},
+    "step": 7,
+    "loss": float("nan"),
+    "nothing": None,
+}
+VALUES = {
+    "model.scale": 0.1, "optimizer.step": 3.7, "optimizer.lr": 1e-4, "counts.big": -(2**62), "counts.is": True,
+    "counts.z": "(0.1+2j)", "counts.name": "é" * 99, "step": 7, "loss": "nan",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["stock", "ours", "torch", "safetensors"])
+def test_values_of_scalars_and_totals_of_components(tmp_path: Path, kind: str) -> None:
+    flat = flatten_state_dict(NUMBERS, tuples="as_stock").values
+    path = make(tmp_path / "c", kind, flat if kind == "safetensors" else NUMBERS)
+    shown = call("inspect", path, "--json").json
+    found = {key["name"]: key["value"] for key in shown["keys"] if key["value"] is not None}
+    assert found == {name: value for name, value in VALUES.items() if name in {key["name"] for key in shown["keys"]}}
+    assert len(found) == len(VALUES) - (4 if kind == "safetensors" else 0)
+    totals = {total.pop("name"): tuple(total.values()) for total in shown["components"]}
+    if kind == "safetensors":  # no format for anything but tensors at the top
+        assert totals == {"model": (7, 29, 2 * 48 + 2 + 4 + 8 + 1 + 8, 0)}
+    else:
+        assert totals["model"] == (2, 13, 50, 0) and totals["optimizer"][:3] == (2, 13, 52)
+        assert totals["counts"] == (3, 3, 17, 1) and totals["step"] == (0, 0, 0, 1)
+        lines = call("inspect", path).out.splitlines()
+        assert "model has 13 parameters" in lines[1]
+        assert [line.split() for line in lines if line.startswith("optimizer ")] == [
+            ["optimizer", "2", "13", "52", "B", str(totals["optimizer"][3])]
+        ]
+        assert next(line for line in lines if line.startswith("optimizer.lr")).endswith(" 0.0001")
+
+
+def test_values_that_are_hostile_or_gone_are_left_out(tmp_path: Path) -> None:
+    path = make(tmp_path / "c", "stock", {"v": ([1], 2), "run": Runs(), "w": torch.tensor(1.0), "step": 3})
+    found = {key["name"]: key["value"] for key in call("inspect", path, "--json").json["keys"]}
+    assert found == {"v": None, "run": None, "w": 1.0, "step": 3} and not Path("was-run").exists()
+    os.truncate(path / "__0_0.distcp", 5)
+    assert {key["value"] for key in call("inspect", path, "--json").json["keys"]} == {None}
+    (path / "__0_0.distcp").unlink()
+    assert call("inspect", path).code == FINE
 
 
 def test_ours_says_who_wrote_it(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Checkpoints written in other formats."""
 
 import json
+import math
 import os
 import resource
 import stat
@@ -14,7 +15,13 @@ from checkpoints import Hostile, flip_byte, random_bits, save_as, tensors, train
 from safetensors.torch import load_file, save_file
 
 import torchtitan_ext as tte
-from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError, ReshardError, UnsafePickleError
+from torchtitan_ext.errors import (
+    CheckpointReadError,
+    DamagedCheckpointError,
+    ReshardError,
+    UnsafePickleError,
+    WrongValueError,
+)
 from torchtitan_ext.offline.convert import ConvertReport, convert
 from torchtitan_ext.offline.diff import DiffReport, diff
 from torchtitan_ext.offline.selection import Selection
@@ -225,3 +232,40 @@ def test_ours_load_what_came_from_hugging_face(tmp_path: Path) -> None:
     loaded = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
     tte.load(loaded, tmp_path / "b")
     assert tte.fingerprint(loaded) == tte.fingerprint(state)
+
+
+def saved_floats() -> dict[str, torch.Tensor]:
+    """Tensors of many dtypes, in several chunks, and numbers that are none."""
+    kinds = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2)
+    floats = {f"{kind}".removeprefix("torch."): torch.randn(37, 5).to(kind) for kind in kinds}
+    odd = {
+        "scalar": torch.tensor(0.1),
+        "empty": torch.zeros(0, 3),
+        "odd": torch.tensor([math.inf, -math.inf, math.nan]),
+    }
+    others = {"count": torch.tensor(3), "mask": torch.tensor([True, False]), "z": torch.ones(2, dtype=torch.complex64)}
+    return {**floats, **odd, **others}
+
+
+@pytest.mark.parametrize("to", ["dcp", "hf", "torch"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float8_e4m3fn])
+def test_floats_are_cast_on_the_way(tmp_path: Path, to: Any, dtype: torch.dtype) -> None:
+    state = saved_floats()
+    if dtype == torch.float8_e4m3fn:
+        del state["float64"], state["odd"]
+    report = converted(save_as("dp=3", tmp_path / "a", state), tmp_path / "b", to=to, dtype=dtype)
+    wanted = {key: value.to(dtype) if value.is_floating_point() else value for key, value in state.items()}
+    assert set(report.cast) == {key for key, value in state.items() if value.dtype != wanted[key].dtype}
+    assert report.is_exact == (dtype == torch.float64)
+    assert report.num_bytes == sum(value.nbytes for value in wanted.values())
+    torch.save(wanted, tmp_path / "wanted.pt")
+    assert diff(open_source(tmp_path / "b"), open_source(tmp_path / "wanted.pt")).differences == ()
+
+
+@pytest.mark.parametrize("to", ["dcp", "hf", "torch"])
+def test_a_number_that_the_dtype_cannot_hold_is_refused(tmp_path: Path, to: Any) -> None:
+    source = save_as("ours", tmp_path / "a", {"v": torch.ones(3), "w": torch.tensor([1.0, 1e5, math.inf])})
+    with pytest.raises(WrongValueError, match="dtype: w has the number 100000.0, which torch.float16 cannot hold"):
+        converted(source, tmp_path / "b", to=to, dtype=torch.float16)
+    assert os.listdir(tmp_path) == ["a"]
+    assert converted(source, tmp_path / "b", to=to, dtype=torch.float16, selection=Selection(("v",))).num_keys == 1

@@ -191,3 +191,23 @@ def test_a_map_has_every_element_that_differs(tmp_path: Path) -> None:
         assert {tuple(cell) for cell in found.counts.nonzero().tolist()} == cells
         assert int(found.counts.sum()) == len(places)
     assert int(map_differences(a, b, "model.wide", tolerance=Tolerance(rtol=1e30)).counts.sum()) == 0
+
+
+def test_long_values_are_shown_where_they_differ(tmp_path: Path) -> None:
+    names = [f"layer.{number}" for number in range(50)]
+    other = [*names[:40], "lm_head", *names[41:]]
+    states = {"a": {"order": ",".join(names)}, "b": {"order": ",".join(other)}}
+    sources = [open_source(save_as("ours", tmp_path / name, state)) for name, state in states.items()]
+    (found,) = diff(*sources).differences
+    assert found.a is not None and ",layer.40," in found.a and found.b is not None and ",lm_head," in found.b
+    assert all(text.startswith("...") and text.endswith("...") and len(text) <= 66 for text in (found.a, found.b))
+
+
+def test_elements_are_shown_with_as_few_digits_as_tell_them(tmp_path: Path) -> None:
+    kinds = {"float32": 0.1, "float16": 0.1, "bfloat16": 0.1, "complex64": 0.1 + 0.2j, "int64": 7, "float64": 0.1}
+    one = {name: torch.tensor([value], dtype=getattr(torch, name)) for name, value in kinds.items()}
+    other = {name: torch.zeros_like(value) for name, value in one.items()}
+    sources = [open_source(save_as("ours", tmp_path / name, state)) for name, state in (("a", one), ("b", other))]
+    found = {difference.key: difference.values for difference in diff(*sources, values=True).differences}
+    shown = {name: value.first_a for name, value in found.items() if value is not None}
+    assert shown == {**kinds, "complex64": "(0.1+0.2j)"}

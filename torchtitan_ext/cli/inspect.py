@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -15,11 +16,13 @@ from torchtitan_ext.cli.options import Json, UnsafeUnpickle, refusing_wrong_usag
 from torchtitan_ext.cli.output import FORMAT_NAMES, count_of, print_json, print_line, print_table, text_of_bytes
 from torchtitan_ext.errors import UnknownFormatError
 from torchtitan_ext.errors.near_names import refuse_unmatched
-from torchtitan_ext.storage.contents import ContentChunk, ContentKey, Contents
+from torchtitan_ext.storage.contents import MODEL, ContentChunk, ContentKey, Contents, Scalar
 from torchtitan_ext.storage.describe import describe
 from torchtitan_ext.storage.formats import checkpoints_in, format_of
 from torchtitan_ext.storage.run_listing import bytes_in
 from torchtitan_ext.storage.steps import step_paths
+
+_MAX_VALUE_CHARS = 60
 
 
 def run(
@@ -32,7 +35,7 @@ def run(
     unsafe_unpickle: UnsafeUnpickle = False,
     json: Json = False,
 ) -> None:
-    """What a checkpoint holds: keys, dtypes, shapes, files. Reads no data.
+    """What a checkpoint holds: keys, dtypes, shapes, values, files. Reads no tensors but single numbers.
 
     Of a folder with several checkpoints: which these are.
 
@@ -56,7 +59,7 @@ def run(
         if json:
             print_json(_plain(contents, keys, shards))
         else:
-            _print(contents, keys, shards)
+            _print(contents, keys, shards, has_totals=glob is None and not shards)
 
 
 def _checkpoints_of_folder(path: Path) -> list[str]:
@@ -80,22 +83,58 @@ def _show_folder(path: Path, names: Sequence[str], json: bool) -> None:
     print_table(("checkpoint", "format", "bytes"), inner_rows(path, names))
 
 
-def _print(contents: Contents, keys: Sequence[ContentKey], shards: bool) -> None:
-    for line in _headline(contents):
+def _print(contents: Contents, keys: Sequence[ContentKey], shards: bool, *, has_totals: bool) -> None:
+    totals = _totals(contents)
+    for line in _headline(contents, totals):
         print_line(line)
     print()
+    if has_totals and any(total.num_tensors for total in totals):
+        print_table(("component", "tensors", "elements", "bytes", "other values"), _total_rows(totals))
+        print()
     if shards:
         print_table(("key", "offsets", "sizes", "bytes", "file", "at byte"), _shard_rows(contents, keys))
     else:
-        print_table(("key", "dtype", "shape", "bytes", "chunks"), map(_key_row, keys))
+        values = contents.read_values([key for key in keys if not key.sizes])
+        rows = ((*_key_row(key), _cell(values[key.fqn]) if key.fqn in values else "") for key in keys)
+        print_table(("key", "dtype", "shape", "bytes", "chunks", "value"), rows)
 
 
-def _headline(contents: Contents) -> Iterator[str]:
+class _Total(NamedTuple):
+    """Of the keys of one component."""
+
+    component: str
+    num_tensors: int
+    num_elements: int
+    num_bytes: int
+    num_values: int
+
+
+def _totals(contents: Contents) -> list[_Total]:
+    totals = []
+    for name, keys in contents.components().items():
+        tensors = [key for key in keys if key.sizes is not None]
+        num_elements = sum(math.prod(key.sizes or ()) for key in tensors)
+        num_bytes = sum(key.num_bytes for key in tensors)
+        totals.append(_Total(name, len(tensors), num_elements, num_bytes, len(keys) - len(tensors)))
+    return totals
+
+
+def _total_rows(totals: Sequence[_Total]) -> Iterator[Sequence[object]]:
+    for name, num_tensors, num_elements, num_bytes, num_values in totals:
+        if num_tensors:
+            yield name, num_tensors, f"{num_elements:,}", text_of_bytes(num_bytes), num_values
+
+
+def _headline(contents: Contents, totals: Sequence[_Total]) -> Iterator[str]:
     versions = ", ".join(f"{name} {version}" for name, version in contents.versions.items())
     yield f"{contents.path}: {FORMAT_NAMES[contents.format]}{f' ({versions})' if versions else ''}"
     tensors = [key for key in contents.keys if key.dtype is not None]
     size = text_of_bytes(sum(key.num_bytes for key in tensors))
-    yield f"{count_of(len(tensors), 'tensor')} of {size}, {count_of(len(contents.keys) - len(tensors), 'other value')}"
+    others = count_of(len(contents.keys) - len(tensors), "other value")
+    parameters = "".join(
+        f"; {MODEL} has {count_of(total.num_elements, 'parameter')}" for total in totals if total.component == MODEL
+    )
+    yield f"{count_of(len(tensors), 'tensor')} of {size}, {others}{parameters}"
     there = [file.num_bytes for file in contents.files if file.num_bytes is not None]
     missing = len(contents.files) - len(there)
     lost = f", {missing:,} not there" if missing else ""
@@ -115,6 +154,11 @@ def _key_row(key: ContentKey) -> Sequence[object]:
     return key.fqn, key.dtype, _shape(key.sizes), text_of_bytes(key.num_bytes), key.num_chunks
 
 
+def _cell(value: Scalar) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_VALUE_CHARS else f"{text[:_MAX_VALUE_CHARS]}..."
+
+
 def _shard_rows(contents: Contents, keys: Sequence[ContentKey]) -> Iterator[Sequence[object]]:
     for key in keys:
         for chunk in contents.chunks_of(key.fqn):
@@ -128,11 +172,13 @@ def _shape(sizes: Sequence[int] | None) -> str:
 
 
 def _plain(contents: Contents, keys: Sequence[ContentKey], shards: bool) -> dict[str, Any]:
-    rows = [_plain_key(key) for key in keys]
+    values = contents.read_values([key for key in keys if not key.sizes])
+    rows = [{**_plain_key(key), "value": _plain_value(values.get(key.fqn))} for key in keys]
     if shards:
         for row, key in zip(rows, keys, strict=True):
             row["chunks"] = [_plain_chunk(chunk) for chunk in contents.chunks_of(key.fqn)]
     names = ("format", "step", "save_id", "world_size", "mesh", "versions", "has_checksums")
+    names_of_totals = ("name", *_Total._fields[1:])
     tensors = [key for key in contents.keys if key.dtype is not None]
     return {
         "path": str(contents.path),
@@ -140,6 +186,7 @@ def _plain(contents: Contents, keys: Sequence[ContentKey], shards: bool) -> dict
         "num_keys": len(contents.keys),
         "num_tensors": len(tensors),
         "tensor_bytes": sum(key.num_bytes for key in tensors),
+        "components": [dict(zip(names_of_totals, total, strict=True)) for total in _totals(contents)],
         "files": [{"name": name, "num_bytes": size, "num_records": count} for name, size, count in contents.files],
         "keys": rows,
     }
@@ -148,6 +195,12 @@ def _plain(contents: Contents, keys: Sequence[ContentKey], shards: bool) -> dict
 def _plain_key(key: ContentKey) -> dict[str, Any]:
     fqn, dtype, sizes, num_bytes, num_chunks = key
     return {"name": fqn, "dtype": dtype, "shape": sizes, "num_bytes": num_bytes, "num_chunks": num_chunks}
+
+
+def _plain_value(value: Scalar) -> Scalar:
+    """JSON has no complex numbers, no NaN and no infinity."""
+    is_json = not isinstance(value, (complex, float)) or (isinstance(value, float) and math.isfinite(value))
+    return value if is_json else str(value)
 
 
 def _plain_chunk(chunk: ContentChunk) -> dict[str, Any]:

@@ -12,8 +12,9 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from torchtitan_ext import _core
+from torchtitan_ext.checkpoint.cast import is_exact
 from torchtitan_ext.checkpoint.saved_chunks import ChunkList, SavedChunks
-from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError
+from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError, WrongValueError
 from torchtitan_ext.layout.dtensor import local_view
 from torchtitan_ext.layout.wrapper import dense_values
 from torchtitan_ext.offline.sources import Source, read_record
@@ -165,14 +166,18 @@ class BoxReader:
     def read(self, pieces: Sequence[Piece], places: Sequence[torch.Tensor]) -> None:
         """Fills each place, a contiguous tensor on the CPU, with the elements of its piece.
 
+        Where the piece is of another dtype than the tensor, elements are cast, by way of memory of their own.
+
         Raises:
             DamagedCheckpointError: Bytes are not what was written.
+            WrongValueError: A number is too large for the dtype of its piece.
             OSError: A file cannot be read.
         """
         parts = [part for piece, place in zip(pieces, places, strict=True) for part in self._parts_of(piece, place)]
         records = self.source.find_records([part.index for part in parts])
         runs, files = self._runs, self._files
         later: list[Copy] = []
+        casts: list[tuple[_Part, torch.Tensor]] = []
         try:
             for part, record in zip(parts, records, strict=True):
                 if record.tensor is None:
@@ -180,8 +185,11 @@ class BoxReader:
                     continue
                 if record.file not in files:
                     files[record.file] = self.source.open_file(runs, record.file)
-                _check_dtype(part, record)
-                later += add_box(runs, files[record.file], record.tensor, part.offsets, part.place)
+                saved = self._saved_dtype(part, record)
+                place = part.place if saved == part.place.dtype else torch.empty(part.place.shape, dtype=saved)
+                later += add_box(runs, files[record.file], record.tensor, part.offsets, place)
+                if place is not part.place:
+                    casts.append((part, place))
             self.source.read_runs(runs, list(files))
         except BaseException as error:
             self._close()  # what was added is not to be read by another call
@@ -192,6 +200,8 @@ class BoxReader:
             self._close()
         for place, values in later:
             place.copy_(values)
+        for part, values in casts:
+            _cast(part, values)
 
     def _close(self) -> None:
         self._runs = _core.RunReader()
@@ -208,6 +218,16 @@ class BoxReader:
             parts.append(_Part(index, saved_offsets, local_view(place, local_offsets, sizes)))
         return parts
 
+    def _saved_dtype(self, part: _Part, record: Record) -> torch.dtype:
+        entry = self.source.metadata.state_dict_metadata[part.index.fqn]
+        assert isinstance(entry, TensorStorageMetadata) and record.tensor is not None
+        dtype = entry.properties.dtype
+        if DTYPES[record.tensor.dtype] != dtype:
+            raise DamagedCheckpointError(
+                f"{record.file}: {part.index.fqn} lies there as {record.tensor.dtype}, the metadata says {dtype}"
+            )
+        return dtype
+
     def _box_of_record(self, part: _Part) -> torch.Tensor:
         """Of a tensor that is not plain memory: the values that it stands for."""
         try:
@@ -217,12 +237,22 @@ class BoxReader:
         return local_view(dense_values(value), part.offsets, part.place.shape)
 
 
-def _check_dtype(part: _Part, record: Record) -> None:
-    assert record.tensor is not None
-    if DTYPES[record.tensor.dtype] != part.place.dtype:
-        raise DamagedCheckpointError(
-            f"{record.file}: {part.index.fqn} lies there as {record.tensor.dtype}, the metadata says {part.place.dtype}"
+def _cast(part: _Part, values: torch.Tensor) -> None:
+    part.place.copy_(values)
+    if is_exact(values.dtype, part.place.dtype):
+        return
+    is_lost = _is_finite(values) & ~_is_finite(part.place)
+    if is_lost.any():
+        number = values[is_lost][0].item()
+        raise WrongValueError(
+            f"{part.index.fqn} has the number {number}, which {part.place.dtype} cannot hold; leave the tensor out, or "
+            "choose a dtype with larger numbers, such as bfloat16",
+            "dtype",
         )
+
+
+def _is_finite(values: torch.Tensor) -> torch.Tensor:
+    return (values.float() if values.element_size() == 1 else values).isfinite()
 
 
 def _padded(num_bytes: int) -> int:

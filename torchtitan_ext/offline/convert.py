@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
+from torchtitan_ext.checkpoint.cast import is_exact
 from torchtitan_ext.errors import Problem, refusal
 from torchtitan_ext.offline.filled_files import TensorPlace, fill_files
-from torchtitan_ext.offline.memory import divide
+from torchtitan_ext.offline.memory import divide, room_for_casts
 from torchtitan_ext.offline.reshard import reshard
 from torchtitan_ext.offline.selection import SelectedKeys, Selection
 from torchtitan_ext.offline.sources import Source
@@ -38,12 +40,16 @@ class ConvertReport:
     Attributes:
         num_bytes: Of tensors.
         dropped: Keys of values that the format has no room for.
+        cast: Keys of tensors whose dtype was changed.
+        is_exact: Whether every value of these is what it was, by their dtypes alone.
     """
 
     num_keys: int
     num_bytes: int
     num_files: int
     dropped: tuple[str, ...]
+    cast: tuple[str, ...] = ()
+    is_exact: bool = True
 
 
 def convert(
@@ -52,6 +58,7 @@ def convert(
     *,
     to: NewFormat,
     selection: Selection | None = None,
+    dtype: torch.dtype | None = None,
     max_file_bytes: int = 5 * 10**9,
     overwrite: bool = False,
     max_bytes: int = 1 << 30,
@@ -65,6 +72,7 @@ def convert(
     safetensors that holds other files, too, which stay.
 
     Args:
+        dtype: Cast floating-point tensors to it on the way; values can change then, as with ``cast="allow"``.
         max_file_bytes: Of safetensors files; one that holds a larger tensor is as large as that.
         max_bytes: What all processes hold of tensors at a time.
         num_processes: By default one per core. More than one cannot be where CUDA or a process group is in use.
@@ -75,6 +83,7 @@ def convert(
         FileExistsError: There is something at the target, and ``overwrite`` is false, or it is of another kind.
         StateRefusedError: Tensors are no plain memory, or of a dtype that the format does not have.
         DamagedCheckpointError: Bytes of the source are not what was written.
+        WrongValueError: A number is too large for ``dtype``, or nothing is selected.
         CheckpointReadError: A value is more than plain data.
         OSError: A file cannot be read or written.
     """
@@ -86,14 +95,16 @@ def convert(
             source,
             target,
             selection=chosen,
+            dtype=dtype,
             overwrite=overwrite,
             max_bytes=max_bytes,
             num_processes=num_processes,
             progress=progress,
         )
-        return ConvertReport(report.num_keys, report.num_bytes, report.num_ranks, ())
-    keys = SelectedKeys(source, chosen)
-    shares = divide(max_bytes, num_processes)
+        casts = ((), True) if dtype is None else _casts_of(SelectedKeys(source, chosen, dtype), dtype)
+        return ConvertReport(report.num_keys, report.num_bytes, report.num_ranks, (), *casts)
+    keys = SelectedKeys(source, chosen, dtype)
+    shares = divide(room_for_casts(max_bytes, keys.cast.values(), dtype), num_processes)
     with staged_target(Path(target), replace_weights if to == "hf" else take_place) as staged:
         places = (
             _lay_out_safetensors(keys, staged, max_file_bytes)
@@ -106,7 +117,12 @@ def convert(
         if to == "hf":
             sync_directory(staged)
     dropped = tuple(keys.values) if to == "hf" else ()
-    return ConvertReport(len(keys.fqns) - len(dropped), keys.num_bytes, len(paths), dropped)
+    num_keys = len(keys.fqns) - len(dropped)
+    return ConvertReport(num_keys, keys.num_bytes, len(paths), dropped, *_casts_of(keys, dtype))
+
+
+def _casts_of(keys: SelectedKeys, dtype: torch.dtype | None) -> tuple[tuple[str, ...], bool]:
+    return tuple(keys.cast), all(is_exact(saved, dtype or saved) for saved in keys.cast.values())
 
 
 def _lay_out_safetensors(keys: SelectedKeys, directory: Path, max_file_bytes: int) -> list[TensorPlace]:
@@ -132,7 +148,10 @@ def _lay_out_safetensors(keys: SelectedKeys, directory: Path, max_file_bytes: in
         name = f"model-{number:05}-of-{len(groups):05}.safetensors" if len(groups) > 1 else "model.safetensors"
         file = lay_out({key: tensors[key] for key in group})
         make_file(directory / name, file.header, file.num_bytes)
-        places += [TensorPlace(keys.fqns[key], directory / name, offset) for key, offset in file.offsets.items()]
+        places += [
+            TensorPlace(keys.fqns[key], keys.tensors[key].properties.dtype, directory / name, offset)
+            for key, offset in file.offsets.items()
+        ]
         weight_map |= dict.fromkeys(group, name)
     if len(groups) > 1:
         text = index_of(weight_map, keys.num_bytes)
@@ -150,7 +169,10 @@ def _lay_out_torch(keys: SelectedKeys, path: Path, weights_only: bool) -> list[T
     ordered = {key: leaves[key] for key in keys.fqns}
     state = unflatten_state_dict(ordered, {key: keys.paths[key] for key in ordered})
     records = write_without_data(state, path, weights_only=weights_only)
-    places = [TensorPlace(keys.fqns[key], path, records[key].offset) for key in keys.tensors]
+    places = [
+        TensorPlace(keys.fqns[key], entry.properties.dtype, path, records[key].offset)
+        for key, entry in keys.tensors.items()
+    ]
     return sorted(places, key=lambda place: place.offset)
 
 

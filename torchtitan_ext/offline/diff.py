@@ -6,6 +6,7 @@ gathered. Only tensors of which these differ are read side by side, where it is 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
@@ -24,6 +25,8 @@ from torchtitan_ext.offline.sources import DcpSource, Source
 from torchtitan_ext.offline.tensor_fingerprints import fingerprint_tensors
 from torchtitan_ext.state.value_digest import digest_value
 from torchtitan_ext.storage.progress import OnBytes
+from torchtitan_ext.storage.raw_tensor import dtype_name
+from torchtitan_ext.storage.scalars import shortest
 
 DifferenceKind = Literal["only_in_a", "only_in_b", "type", "dtype", "shape", "values", "unreadable"]
 
@@ -172,14 +175,29 @@ def num_bytes_to_read(a: Source, b: Source, selection: Selection | None = None) 
 
 def described(source: Source, fqn: str) -> str:
     """What a checkpoint has for a key, in a few words: ``float32 [4096, 512]``, ``3``."""
+    return _part_from(_text_of(source, fqn), 0)
+
+
+def _parts_around(a: str, b: str) -> tuple[str, str]:
+    """Of two long texts the parts in which they begin to differ."""
+    same = len(os.path.commonprefix([a, b]))
+    begin = max(0, same - _MAX_SHOWN // 2) if max(len(a), len(b)) > _MAX_SHOWN else 0
+    return _part_from(a, begin), _part_from(b, begin)
+
+
+def _part_from(text: str, begin: int) -> str:
+    end = begin + _MAX_SHOWN
+    return f"{'...' if begin else ''}{text[begin:end]}{'...' if end < len(text) else ''}"
+
+
+def _text_of(source: Source, fqn: str) -> str:
     entry = source.metadata.state_dict_metadata[fqn]
     if isinstance(entry, TensorStorageMetadata):
         return f"{str(entry.properties.dtype).removeprefix('torch.')} {list(entry.size)}"
     try:
-        text = repr(source.read_value(fqn))
+        return repr(source.read_value(fqn))
     except CheckpointReadError:
         return "a value that is more than plain data"
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 class _TensorComparison:
@@ -243,7 +261,9 @@ def _differs_by_metadata(key: str, a: Source, fqn_a: str, b: Source, fqn_b: str)
         kind = "type"
     else:
         kind = _compare_values(a, fqn_a, b, fqn_b)
-    return None if kind is None else Difference(key, kind, described(a, fqn_a), described(b, fqn_b))
+    if kind is None:
+        return None
+    return Difference(key, kind, *_parts_around(_text_of(a, fqn_a), _text_of(b, fqn_b)))
 
 
 def _compare_values(a: Source, fqn_a: str, b: Source, fqn_b: str) -> DifferenceKind | None:
@@ -339,5 +359,10 @@ def _index_of(position: int, piece: Piece) -> tuple[int, ...]:
 
 
 def _shown(value: torch.Tensor) -> Any:
-    number = _numbers(value.view(1))[0].item() if value.dtype.is_floating_point else value.item()
-    return str(number) if isinstance(number, complex) else number
+    """An element as a number with as few digits as tell it from others of its dtype."""
+    if value.dtype.is_complex:
+        parts = torch.view_as_real(value.resolve_conj())
+        return str(complex(*map(_shown, parts)))
+    if not value.dtype.is_floating_point:
+        return value.item()
+    return shortest(_numbers(value.view(1))[0].item(), dtype_name(value.dtype))

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from torchtitan_ext.layout.layout import row_major_position
 from torchtitan_ext.offline.boxes import BoxReader, Piece, batched, cut, new_buffer, views
 from torchtitan_ext.offline.memory import Shares
@@ -19,9 +21,11 @@ _TASK_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where the bytes of a tensor go, row-major: ``offset`` of a file, in bytes. ``fqn`` is its name in the source."""
+    """Where the bytes of a tensor go, row-major: ``offset`` of a file, in bytes. ``fqn`` is its name in the source,
+    ``dtype`` that of the file."""
 
     fqn: str
+    dtype: torch.dtype
     path: Path
     offset: int
 
@@ -51,7 +55,7 @@ def fill_files(reader: BoxReader, targets: Sequence[TensorPlace], shares: Shares
     for place in targets:
         entry = reader.entry(place.fqn)
         shape = tuple(entry.size)
-        whole = Piece(place.fqn, entry.properties.dtype, (0,) * len(shape), shape)
+        whole = Piece(place.fqn, place.dtype, (0,) * len(shape), shape)
         parts += [
             _Part(place.path, place.offset + row_major_position(piece.offsets, shape) * piece.dtype.itemsize, piece)
             for piece in cut(whole, shares.part_bytes)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+import torch
 
 from torchtitan_ext.storage.threads import thread_count_of
 
@@ -10,6 +13,9 @@ from torchtitan_ext.storage.threads import thread_count_of
 _BLOCKS_PER_THREAD = 2
 _BLOCKS_PER_PROCESS = 2
 _BLOCK_BYTES = 1 << 20
+
+# Of an element that is cast: float32 of one of eight bits, and three truth values.
+_LOOK_BYTES = 7
 
 _LEAST_PART_BYTES = 1 << 20
 
@@ -28,6 +34,12 @@ class Shares:
     num_processes: int
     num_threads: int
     part_bytes: int
+
+
+def room_for_casts(max_bytes: int, saved: Iterable[torch.dtype], dtype: torch.dtype | None) -> int:
+    """What is left for tensors of a dtype where those that they are cast from are held beside them, and looked at."""
+    ratios = [(kind.itemsize + _LOOK_BYTES) / dtype.itemsize for kind in saved] if dtype is not None else []
+    return int(max_bytes / (1 + max(ratios, default=0.0)))
 
 
 def divide(max_bytes: int, num_processes: int | None) -> Shares:

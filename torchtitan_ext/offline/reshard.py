@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan
 
 from torchtitan_ext.offline.boxes import Piece, batched, cut, new_buffer, views
-from torchtitan_ext.offline.memory import Shares, divide
+from torchtitan_ext.offline.memory import Shares, divide, room_for_casts
 from torchtitan_ext.offline.mesh_plan import MeshPlan, RankBox
 from torchtitan_ext.offline.placement_rules import DimOf, PlacementRules
 from torchtitan_ext.offline.processes import run_tasks
@@ -47,6 +47,7 @@ def reshard(
     mesh: Mapping[str, int] | None = None,
     rules: Mapping[str, DimOf] | None = None,
     selection: Selection | None = None,
+    dtype: torch.dtype | None = None,
     overwrite: bool = False,
     sync: bool = True,
     max_bytes: int = 1 << 30,
@@ -58,6 +59,7 @@ def reshard(
     Args:
         mesh: Size of each axis by name, for example ``{"dp_shard": 4, "tp": 2}``; without it one rank writes all.
         rules: Which dims axes cut where the checkpoint does not say; see ``PlacementRules``.
+        dtype: Of the floating-point tensors that are written; by default as in the source.
         max_bytes: What all processes hold of the checkpoint at a time.
         num_processes: By default one per core. More than one cannot be where CUDA or a process group is in use.
         progress: Is told bytes of tensors.
@@ -71,14 +73,14 @@ def reshard(
     """
     refuse_existing(Path(target), overwrite)
     placements = None if mesh is None else PlacementRules(mesh, rules, metadata=source.metadata)
-    keys = SelectedKeys(source, selection or Selection())
+    keys = SelectedKeys(source, selection or Selection(), dtype)
     plan = MeshPlan(keys, placements)
     writer = FileWriter(target, sync=sync)
     writer.set_up_storage_writer(True, rank=0)
     writer.prepare_global_plan([SavePlan([])])
     try:
         place = find_place(Path(target), 0, is_own=False)
-        job = _RankFiles(plan, place, divide(max_bytes, num_processes), sync)
+        job = _RankFiles(plan, place, divide(room_for_casts(max_bytes, keys.cast.values(), dtype), num_processes), sync)
         files = run_tasks(job.write, plan.num_ranks, job.shares.num_processes, progress)
         writer.finish(plan.metadata(), files)
     finally:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
+import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchtitan_ext.errors import Problem, WrongValueError, refusal
@@ -63,10 +64,10 @@ class Selection:
         chosen = {key: _below(key, fqn, paths[fqn]) for key, fqn in self.keys_of(source).items()}
         return chosen if _is_nesting(chosen.values(), len(paths)) else {key: (key,) for key in chosen}
 
-    def num_bytes_of(self, source: Source) -> int:
-        """Of the tensors that are chosen."""
+    def num_bytes_of(self, source: Source, dtype: torch.dtype | None = None) -> int:
+        """Of the tensors that are chosen, those of floating-point numbers in a dtype."""
         entries = (source.metadata.state_dict_metadata[fqn] for fqn in self.keys_of(source).values())
-        return sum(tensor_bytes(entry) for entry in entries if isinstance(entry, TensorStorageMetadata))
+        return sum(tensor_bytes(_in_dtype(one, dtype)) for one in entries if isinstance(one, TensorStorageMetadata))
 
     def _is_below(self, fqn: str) -> bool:
         return fqn.startswith(self._begin)
@@ -88,6 +89,10 @@ class SelectedKeys:
         paths: Where each key stands in the nested state dict, by the name that it gets.
         tensors: What the metadata says of each tensor, by the name that it gets.
         values: The names of what is no tensor.
+        cast: The dtypes in the source of tensors that are to be of another dtype.
+
+    Args:
+        dtype: Of the floating-point tensors that are copied; by default as in the source.
 
     Raises:
         WrongValueError: Nothing is selected.
@@ -96,7 +101,7 @@ class SelectedKeys:
             sparse.
     """
 
-    def __init__(self, source: Source, selection: Selection) -> None:
+    def __init__(self, source: Source, selection: Selection, dtype: torch.dtype | None = None) -> None:
         selection.check_finds(source)
         self.source = source
         self.reader = BoxReader(source)
@@ -111,11 +116,23 @@ class SelectedKeys:
         }
         self.values = [key for key in self.fqns if key not in self.tensors]
         _check_plain(source, {self.fqns[key]: entry for key, entry in self.tensors.items()})
+        self.cast: dict[str, torch.dtype] = {}
+        if dtype is not None:
+            saved = self.tensors
+            self.tensors = {key: _in_dtype(entry, dtype) for key, entry in saved.items()}
+            kinds = {key: entry.properties.dtype for key, entry in saved.items()}
+            self.cast = {key: kind for key, kind in kinds.items() if kind != self.tensors[key].properties.dtype}
 
     @property
     def num_bytes(self) -> int:
         """Of all tensors."""
         return sum(map(tensor_bytes, self.tensors.values()))
+
+
+def _in_dtype(entry: TensorStorageMetadata, dtype: torch.dtype | None) -> TensorStorageMetadata:
+    if dtype is None or not entry.properties.dtype.is_floating_point:
+        return entry
+    return replace(entry, properties=replace(entry.properties, dtype=dtype))
 
 
 def _check_plain(source: Source, tensors: Mapping[str, TensorStorageMetadata]) -> None:

@@ -26,7 +26,7 @@ _ENTRY_HEAD = struct.Struct("<26xHH")
 _SAVE_AGAIN = "load and save it once more"
 
 # What zipfile raises where an archive is not as it should be.
-_BAD_ARCHIVE = (
+BAD_ARCHIVE = (
     zipfile.BadZipFile,
     NotImplementedError,
     EOFError,
@@ -83,7 +83,7 @@ def find_entries(path: Path) -> dict[str, tuple[int, int]]:
                     _check_keys(read_entry(file, entry))
                 if _name_in_archive(entry) == "byteorder" and entry.compress_type == zipfile.ZIP_STORED:
                     byte_order = read_entry(file, entry).decode()
-    except _BAD_ARCHIVE as error:
+    except BAD_ARCHIVE as error:
         raise DamagedCheckpointError(
             f"{path} is no archive of torch.save: it is damaged, or of torch before 1.6 ({error}); {_SAVE_AGAIN}"
         ) from None
@@ -140,7 +140,7 @@ def archive_damage(stream: BinaryIO, *, is_deep: bool, on_bytes: OnBytes) -> tup
                 if data is None or data.file_size < num_bytes:
                     there = 0 if data is None else data.file_size
                     return f"storage {storage} has {there} bytes, what is in it needs {num_bytes}", False
-    except _BAD_ARCHIVE as error:
+    except BAD_ARCHIVE as error:
         return f"the archive of torch.save is damaged ({error})", False
     return None, is_proved
 

@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import fnmatch
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from torchtitan_ext.storage.element_types import ITEM_BYTES, num_bytes_of
 from torchtitan_ext.storage.formats import Format
+
+Scalar = bool | int | float | complex | str | None
+"""A value for a cell of a table."""
+
+MODEL = "model"
+"""What tensors at the top of a state dict are together."""
 
 
 class ContentKey(NamedTuple):
@@ -64,11 +70,13 @@ class ContentFile(NamedTuple):
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint says of itself. Nothing of its data was read.
+    """What a checkpoint says of itself. Nothing of its data was read, but by ``read_values``.
 
     Attributes:
         keys: In the order of the checkpoint.
         chunks_of: The chunks of a key, by its name.
+        read_values: The values of single numbers and texts among some keys, by name; of others there is none.
+        paths: Where a key stands in the nested state dict, as far as the checkpoint says.
         has_checksums: Whether there is an index of ours with checksums of all bytes.
         save_id: Of the save that wrote it; ``None`` where it had none.
         step: By the name of the directory; ``None`` where it has another name.
@@ -82,12 +90,29 @@ class Contents:
     keys: Sequence[ContentKey]
     files: Sequence[ContentFile]
     chunks_of: Callable[[str], Sequence[ContentChunk]]
+    read_values: Callable[[Sequence[ContentKey]], Mapping[str, Scalar]] = lambda keys: {}
+    paths: Mapping[str, Sequence[object]] = field(default_factory=dict)
     has_checksums: bool = False
     save_id: str | None = None
     step: int | None = None
     world_size: int | None = None
     mesh: dict[str, int] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+
+    def components(self) -> dict[str, list[ContentKey]]:
+        """The keys of each top-level key of the state dict; tensors at its top make up the component ``model``."""
+        found: dict[str, list[ContentKey]] = {}
+        nested = {key.fqn: top for key in self.keys if (top := self._top_of(key.fqn)) is not None}
+        has_own_model = MODEL in nested.values()
+        for key in self.keys:
+            at_top = key.fqn if key.dtype is None or has_own_model else MODEL
+            found.setdefault(nested.get(key.fqn, at_top), []).append(key)
+        return found
+
+    def _top_of(self, fqn: str) -> str | None:
+        path = self.paths.get(fqn)
+        is_nested = isinstance(path, (tuple, list)) and len(path) > 1 and fqn.startswith(f"{path[0]}.")
+        return str(path[0]) if path is not None and is_nested else None
 
     def matching(self, pattern: str | None) -> list[ContentKey]:
         """The keys whose names match a shell pattern, as ``fnmatch`` reads it; all without one."""

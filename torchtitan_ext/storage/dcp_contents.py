@@ -9,6 +9,7 @@ from torchtitan_ext.errors import DamagedCheckpointError, UnknownFormatError
 from torchtitan_ext.storage.contents import ContentChunk, ContentFile, ContentKey, Contents, bytes_of, size_of
 from torchtitan_ext.storage.opened import OpenedCheckpoint
 from torchtitan_ext.storage.saved_metadata import SavedMetadata, ranks_with_metadata, read_saved_metadata
+from torchtitan_ext.storage.scalars import read_scalars
 from torchtitan_ext.storage.steps import step_of
 
 
@@ -47,6 +48,8 @@ def describe_dcp(path: Path, rank: int | None = None) -> Contents:
         keys,
         files,
         lambda fqn: _chunks(saved, fqn),
+        lambda keys: read_scalars(path, saved, ((key.fqn, key.dtype is not None) for key in keys)),
+        saved.planner_data if isinstance(saved.planner_data, dict) else {},
         has_checksums=saved.index is not None,
         save_id=saved.save_id,
         step=step_of(path),

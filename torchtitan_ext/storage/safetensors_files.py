@@ -13,13 +13,15 @@ import json
 import math
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchtitan_ext.errors import DamagedCheckpointError
-from torchtitan_ext.storage.contents import ContentChunk, ContentFile, ContentKey, Contents, bytes_of
+from torchtitan_ext.storage.checkpoint_files import StoredTensor
+from torchtitan_ext.storage.contents import ContentChunk, ContentFile, ContentKey, Contents, Scalar, bytes_of
 from torchtitan_ext.storage.element_types import ITEM_BYTES, num_bytes_of
+from torchtitan_ext.storage.scalars import read_number
 from torchtitan_ext.storage.steps import step_of
 
 # The format's own limit.
@@ -155,7 +157,26 @@ def describe_safetensors(path: Path) -> Contents:
         for fqn, entry in of_file.items():
             entries.setdefault(fqn, []).append((file.name, entry))
     keys = [_key(path, fqn, [entry for _, entry in places]) for fqn, places in entries.items()]
-    return Contents(path, "safetensors", keys, files, lambda fqn: list(map(_chunk, entries[fqn])), step=step_of(path))
+    directory = path if path.is_dir() else path.parent
+    return Contents(
+        path,
+        "safetensors",
+        keys,
+        files,
+        lambda fqn: list(map(_chunk, entries[fqn])),
+        lambda wanted: _numbers(directory, {key.fqn: entries[key.fqn][0] for key in wanted}),
+        step=step_of(path),
+    )
+
+
+def _numbers(directory: Path, places: Mapping[str, tuple[str, SafetensorsEntry]]) -> dict[str, Scalar]:
+    """The elements of tensors without dims."""
+    numbers: dict[str, Scalar] = {}
+    for fqn, (name, entry) in places.items():
+        if entry.sizes == () and entry.dtype in ITEM_BYTES:
+            with (directory / name).open("rb") as file:
+                numbers |= read_number(file.fileno(), fqn, StoredTensor(entry.dtype, (), (), entry.begin))
+    return numbers
 
 
 def _key(path: Path, fqn: str, entries: Sequence[SafetensorsEntry]) -> ContentKey:

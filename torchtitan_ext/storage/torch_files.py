@@ -15,9 +15,12 @@ from torchtitan_ext.errors import DamagedCheckpointError, UnsafePickleError
 from torchtitan_ext.state.nested import FlatStateDict, flatten_state_dict
 from torchtitan_ext.state.plain_value import NotPlainError, read_value
 from torchtitan_ext.storage.archives import find_entries
-from torchtitan_ext.storage.contents import ContentChunk, ContentFile, ContentKey, Contents
+from torchtitan_ext.storage.checkpoint_files import StoredTensor
+from torchtitan_ext.storage.contents import ContentChunk, ContentFile, ContentKey, Contents, Scalar
+from torchtitan_ext.storage.element_types import ITEM_BYTES
 from torchtitan_ext.storage.formats import ZIP_START
 from torchtitan_ext.storage.raw_tensor import dtype_name
+from torchtitan_ext.storage.scalars import read_number
 from torchtitan_ext.storage.steps import step_of
 
 # torch 2.14 looks at the indices of sparse tensors, which have none on the meta device, and then says this.
@@ -39,8 +42,9 @@ def describe_torch(path: Path, *, unsafe_unpickle: bool = False) -> Contents:
         UnsafePickleError: It names what is not plain data.
     """
     value = _load_on_meta(path, unsafe_unpickle)
-    flat = flat_form(path, value).values if isinstance(value, Mapping) else {"": value}
-    keys = [_key(str(fqn), member) for fqn, member in flat.items()]
+    state = flat_form(path, value) if isinstance(value, Mapping) else FlatStateDict({"": value}, {}, {})
+    values = {str(fqn): member for fqn, member in state.values.items()}
+    keys = [_key(fqn, member) for fqn, member in values.items()]
     by_name = {key.fqn: key for key in keys}
     files = [ContentFile(path.name, path.stat().st_size, sum(key.dtype is not None for key in keys))]
     return Contents(
@@ -49,6 +53,8 @@ def describe_torch(path: Path, *, unsafe_unpickle: bool = False) -> Contents:
         keys,
         files,
         lambda fqn: [_chunk(by_name[fqn], path.name)],
+        lambda wanted: _scalars(path, {key.fqn: values[key.fqn] for key in wanted}),
+        state.stock_paths,
         step=step_of(path.parent),
         versions={"torch.save": "zip" if zipfile.is_zipfile(path) else "legacy"},
     )
@@ -109,6 +115,22 @@ def _key(fqn: str, value: Any) -> ContentKey:
     if not isinstance(value, torch.Tensor):
         return ContentKey(fqn, None, None, 0, 0)
     return ContentKey(fqn, dtype_name(value.dtype), tuple(value.shape), value.numel() * value.element_size(), 1)
+
+
+def _scalars(path: Path, values: Mapping[str, Any]) -> dict[str, Scalar]:
+    """Single values as they are, and the elements of tensors without dims, which lie in the file."""
+    found: dict[str, Scalar] = {}
+    with path.open("rb") as file:
+        for fqn, value in values.items():
+            if value is None or type(value) in (bool, int, float, complex, str):
+                found[fqn] = value
+            elif type(value) is torch.Tensor and value.layout is torch.strided and value.dim() == 0:
+                begin = getattr(value.untyped_storage(), "_checkpoint_offset", None)
+                dtype = dtype_name(value.dtype)
+                if begin is not None and dtype in ITEM_BYTES:
+                    offset = begin + int(value.storage_offset()) * ITEM_BYTES[dtype]
+                    found |= read_number(file.fileno(), fqn, StoredTensor(dtype, (), (), offset))
+    return found
 
 
 def _chunk(key: ContentKey, name: str) -> ContentChunk:
