@@ -133,7 +133,7 @@ def read_scalars(path: Path, saved: SavedMetadata, keys: Iterable[tuple[str, boo
                     values |= {} if place is None or place.sizes else read_number(descriptor, fqn, place)
                 elif num_bytes <= _MAX_RECORD_BYTES:
                     values |= _value_of_record(fqn, os.pread(descriptor, num_bytes, offset))
-        except (OSError, DamagedCheckpointError):
+        except (OSError, ValueError, OverflowError, DamagedCheckpointError):  # the metadata may say the impossible
             continue
     return values
 
