@@ -186,7 +186,11 @@ class BoxReader:
                 if record.file not in files:
                     files[record.file] = self.source.open_file(runs, record.file)
                 saved = self._saved_dtype(part, record)
-                place = part.place if saved == part.place.dtype else torch.empty(part.place.shape, dtype=saved)
+                place = (
+                    part.place
+                    if saved == part.place.dtype
+                    else torch.empty(part.place.shape, dtype=saved, device="cpu")
+                )
                 later += add_box(runs, files[record.file], record.tensor, part.offsets, place)
                 if place is not part.place:
                     casts.append((part, place))
