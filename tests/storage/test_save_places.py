@@ -190,11 +190,11 @@ def test_a_step_that_goes_while_steps_are_counted(tmp_path: Path, monkeypatch: p
     """torchtitan removes old steps, too, in a thread."""
     for step in range(3):
         save_step(tmp_path / f"step-{step}", step)
-    original = runs.find_steps
-    monkeypatch.setattr(runs, "find_steps", lambda run: original(run) | {7: True})
+    original = runs.step_paths
+    monkeypatch.setattr(runs, "step_paths", lambda run, pattern: original(run, pattern) | {7: tmp_path / "step-7"})
     tte.save(state_of(3), tmp_path / "step-3", no_dist=True, keep=2)
     monkeypatch.undo()
-    assert sorted(runs.find_steps(tmp_path)) == [2, 3]
+    assert sorted(runs.step_paths(tmp_path, None)) == [2, 3]
 
 
 def test_ranks_of_their_own_do_not_save_behind_a_checkpoint_of_all(tmp_path: Path) -> None:
