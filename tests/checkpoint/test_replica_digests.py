@@ -190,6 +190,9 @@ def test_meshes_as_large_as_the_world_are_not_read(world_of: Any, monkeypatch: p
         (0.1, 0.2, "0.1 and 0.2"),
         (0.0, -0.0, "0.0 and -0.0"),
         (None, [1], "None and a value with digest"),
+        (3, 10**5000, "3 and a value with digest"),
+        (2**63 - 1, 2**63, "values with digests"),
+        ("\ud800", "\u00e9", "'\\ud800' and '\u00e9'"),
         ({"step": 3}, {"step": 4}, "3 and 4"),
         ([3] * 40, [3] * 41, "values with digests"),
         (torch.tensor(3.0), torch.tensor(4.0), "3.0 and 4.0"),
@@ -202,7 +205,7 @@ def test_meshes_as_large_as_the_world_are_not_read(world_of: Any, monkeypatch: p
         (torch.tensor(float("nan")), torch.tensor(1.0), "nan (0x7fc00000) and 1.0"),
         (nn.Parameter(torch.zeros(2)), nn.Parameter(torch.ones(2)), "bits with digests"),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )
 def test_scalars_that_differ_are_shown_by_value(first: Any, second: Any, words: str) -> None:
     _, said = warned(lambda: save([{"x": first}, {"x": second}], lambda: tte.SavePlanner(replicas="warn")))

@@ -87,9 +87,10 @@ def brief_value(value: Any) -> bytes:
     """What stands for a value that is no tensor: of a short scalar the scalar itself; of others the digest."""
     if type(value) is float:
         return b"f" + struct.pack("<d", value)
-    if value is None or type(value) in (bool, int, str):
-        text = repr(value).encode("utf-8", "surrogatepass") if type(value) is not str or len(value) < 16 else b""
-        if 0 < len(text) < _DIGEST_BYTES - 1:
+    is_number = value is None or type(value) is bool or (type(value) is int and value.bit_length() < 64)
+    if is_number or (type(value) is str and len(value) < _DIGEST_BYTES):
+        text = repr(value).encode("utf-8", "surrogatepass")
+        if len(text) < _DIGEST_BYTES - 1:
             return b"r" + text
     return digest_value(value)
 
@@ -112,7 +113,7 @@ def scalar_text(bits: bytes, dtype: torch.dtype) -> str:
     """One element as text; where that does not tell it from others, with its bits."""
     try:
         text = repr(torch.frombuffer(bytearray(bits), dtype=dtype).item())
-    except (RuntimeError, NotImplementedError):  # a dtype without numbers in Python
+    except (RuntimeError, ValueError, TypeError):  # a dtype without numbers in Python
         text = ""
     return text if text and "nan" not in text else f"{text or dtype} (0x{bits[::-1].hex()})"
 
