@@ -61,6 +61,7 @@ def unplanned_replicas(rank: int, world_size: int, path: Path) -> dict[str, Any]
         *tte.check_replicas(model, mesh),
     ]
 
+    found["equal"] += said_by(lambda: found.update(foreseen=tte.dry_run(state).save))
     weight = dict(model.named_parameters())["embed.weight"]
     local_of(weight)[5, 7] += 1e-3 if rank == 3 else 0
     found["without mesh"] = tte.check_replicas(model, locate=True)
@@ -93,6 +94,10 @@ def test_what_a_tp_plan_leaves_out(run_world, tmp_path: Path) -> None:
         assert found["left alone"] and not found["refused"]
     (said,) = answers[0]["said"]
     assert "ranks 2 and 3 hold different bits" in said and "tte.sync_module_states(model, mesh)" in said
+
+    foreseen = [one.file_bytes for one in answers[0]["foreseen"].ranks]
+    sizes = [(tmp_path / "strict" / f"__{rank}_0.distcp").stat().st_size for rank in range(4)]
+    assert all(abs(one - other) < 0.02 * other for one, other in zip(foreseen, sizes, strict=True))
 
     torch.manual_seed(0)
     whole = TinyModel(LARGE)
