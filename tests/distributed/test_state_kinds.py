@@ -3,6 +3,7 @@
 Each is saved by stock's files and by ours, and loaded from both, by both.
 """
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,10 @@ from models import (
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import torchtitan_ext as tte
@@ -453,3 +456,61 @@ def local_shape(rank: int, world_size: int, layout: Layout) -> dict[str, tuple[i
 def test_rows_above_include_empty_shards(run_world) -> None:
     shapes = run_world(8, local_shape, BY_NAME["fsdp4_tp2"])
     assert any(0 in shape for answer in shapes for shape in answer.values())
+
+
+def hooked_dtensor(rank: int, mesh: DeviceMesh, whole: torch.Tensor) -> DTensor:
+    """As megatron-fsdp makes them: cut where placements do not say, with DCP's hooks on the local tensor."""
+    cuts = [0, 5, 7]
+    local = whole[cuts[rank] : cuts[rank + 1]].clone()
+    tensor = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+    tensor.requires_grad_()
+    chunk = ChunkStorageMetadata(offsets=torch.Size([cuts[rank], 0]), sizes=local.shape)
+
+    def write_items(fqn: str, value: Any) -> list[WriteItem]:
+        data = TensorWriteData(chunk, TensorProperties.create_from_tensor(local), whole.shape)
+        return [WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
+
+    tensor._local_tensor.__create_chunk_list__ = lambda: [chunk]
+    tensor._local_tensor.__create_write_items__ = write_items
+    return tensor
+
+
+def proofs_and_saves_of_hooked(rank: int, world_size: int, path: Path) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    whole = torch.arange(21.0).reshape(7, 3)
+    state = {"w": hooked_dtensor(rank, mesh, whole)}
+    assert torch.equal(tte.full_tensor(state["w"]), whole)
+    assert tte.fingerprint(state).total == tte.fingerprint({"w": whole}).total
+    tte.save(state, path)
+    for reader in (FileReader(path), FileSystemReader(path)):
+        target = {"w": hooked_dtensor(rank, mesh, torch.zeros(7, 3))}
+        tte.load(target, path, storage_reader=reader)
+        assert torch.equal(tte.full_tensor(target["w"]), whole)
+
+
+def test_proofs_and_saves_of_dtensors_with_hooks(run_world, tmp_path: Path) -> None:
+    run_world(2, proofs_and_saves_of_hooked, tmp_path)
+
+
+def fsdp1_local(rank: int, world_size: int, path: Path) -> None:
+    """Its shards are views that autograd knows of, of a parameter that requires a gradient."""
+
+    def local_state(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        model = FullyShardedDataParallel(nn.Linear(5, 3), device_id=torch.device("cpu"))
+        with warnings.catch_warnings(), FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+            warnings.simplefilter("ignore")
+            return model.state_dict()
+
+    state = local_state(0)
+    expected = tte.fingerprint(state).total
+    tte.save({"model": state}, path)
+    for reader in (FileReader(path), FileSystemReader(path)):
+        target = local_state(1)
+        assert tte.fingerprint(target).total != expected
+        tte.load({"model": target}, path, storage_reader=reader)
+        assert tte.fingerprint(target).total == expected
+
+
+def test_local_state_dicts_of_fsdp1(run_world, tmp_path: Path) -> None:
+    run_world(2, fsdp1_local, tmp_path)
