@@ -224,6 +224,12 @@ def test_folders_of_several_checkpoints_are_listed(trainer: Path) -> None:
     ]
     done = call("latest", trainer)
     assert done.code == UNREADABLE and "step 12 is a folder of several checkpoints" in done.err
+    rows = call("verify", trainer, "--json").json["steps"]
+    assert [(row["step"], Path(row["path"]).name, row["is_whole"]) for row in rows] == [
+        (3, "optimizer_0", True),
+        (3, "pytorch_model_fsdp_0", True),
+        (12, "pytorch_model_fsdp_0", True),
+    ]
     before = sorted(trainer.rglob("*"))
     assert call("gc", trainer, "--keep", 1, "--yes").code == FINE and sorted(trainer.rglob("*")) == before
 

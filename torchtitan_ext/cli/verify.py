@@ -19,7 +19,7 @@ from torchtitan_ext.cli.output import (
     text_of_bytes,
 )
 from torchtitan_ext.errors import UnknownFormatError, named
-from torchtitan_ext.storage.formats import format_of
+from torchtitan_ext.storage.formats import checkpoints_in, format_of
 from torchtitan_ext.storage.progress import progress
 from torchtitan_ext.storage.steps import has_finished, step_paths
 from torchtitan_ext.storage.verdict import Verdict
@@ -59,16 +59,18 @@ def run(
 def _verify_run(run_dir: Path, steps: dict[int, Path], deep: bool, json: bool) -> list[Verdict]:
     rows = []
     verdicts = []
-    for number, place in sorted(steps.items()):
-        is_finished = has_finished(place)
-        if is_finished:
+    for number, step in sorted(steps.items()):
+        # A step that is no checkpoint itself may hold some.
+        for place in [step] if has_finished(step) else [step / name for name in checkpoints_in(step)]:
             verdict = _look(place, deep)
             verdicts.append(verdict)
             rows.append({"step": number, "is_finished": True, **_plain(verdict)})
-        else:
-            rows.append({"step": number, "is_finished": False, "path": str(place)})
-        if not json:
-            _print(verdict) if is_finished else print_line(f"{place}: not finished")
+            if not json:
+                _print(verdict)
+        if not rows or rows[-1]["step"] != number:
+            rows.append({"step": number, "is_finished": False, "path": str(step)})
+            if not json:
+                print_line(f"{step}: not finished")
     if json:
         is_whole = not any(verdict.damages for verdict in verdicts)
         print_json({"path": str(run_dir), "is_whole": is_whole, "steps": rows})

@@ -108,15 +108,16 @@ def rank_of_checkpoint(metadata: Metadata, source: Source) -> OneRank:
 
 
 def components_of(
-    is_tensor: Mapping[str, bool], paths: Mapping[str, tuple[Any, ...]], policy: ElasticPolicy
+    is_tensor: Mapping[str, bool], paths: Mapping[str, Any], policy: ElasticPolicy
 ) -> dict[str, ComponentPlan]:
     """What the state dict with these flat keys has at its top, but for tensors, and what a load does with it.
 
     Args:
         is_tensor: Of each key whether it is one.
-        paths: Where keys stand in the nested state dict, as far as that is known.
+        paths: Where keys stand in the nested state dict, as a checkpoint says it; what is no path is none.
     """
-    tops = {fqn: str(paths[fqn][0]) if paths.get(fqn) else fqn.split(".")[0] for fqn in is_tensor}
+    known = {fqn: path for fqn in is_tensor if isinstance(path := paths.get(fqn), tuple) and path}
+    tops = {fqn: str(known[fqn][0]) if fqn in known else fqn.split(".")[0] for fqn in is_tensor}
     names = dict.fromkeys(top for fqn, top in tops.items() if top != fqn or not is_tensor[fqn])
     return {name: ComponentPlan(policy.component_action(name)) for name in names}
 

@@ -71,8 +71,12 @@ _COMMON = (
 
 def patterns_in(run: Path) -> list[StepPattern]:
     """The known patterns by which directories of a run are named; ``step-{step}`` alone where there is such a one."""
-    names = [entry.name for entry in os.scandir(run) if entry.is_dir()] if run.is_dir() else []
-    found = [pattern for pattern in _COMMON if any(pattern.number_of(name) is not None for name in names)]
+    names = os.listdir(run) if run.is_dir() else []
+    found = [
+        pattern
+        for pattern in _COMMON
+        if any(pattern.number_of(name) is not None and (run / name).is_dir() for name in names)
+    ]
     return [STEP] if STEP in found else found
 
 
