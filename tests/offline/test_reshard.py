@@ -152,7 +152,7 @@ def test_damage_leaves_no_target(tmp_path: Path) -> None:
 def test_an_existing_target_stays_unless_it_may_be_replaced(tmp_path: Path) -> None:
     source = save_as("ours", tmp_path / "a", tensors())
     target = save_as("ours", tmp_path / "b", {"w": torch.ones(3)})
-    with pytest.raises(FileExistsError, match="--overwrite"):
+    with pytest.raises(FileExistsError, match="pass overwrite=True"):
         resharded(source, target, mesh={"dp": 2})
     assert chunks_of(target).keys() == {"w"}
     resharded(source, target, mesh={"dp": 2}, overwrite=True)

@@ -62,9 +62,7 @@ def run(
     to: Annotated[
         _Format, typer.Option(metavar="dcp|hf|torch", help="DCP, safetensors (tensors alone), or torch.save.")
     ],
-    dtype: Annotated[
-        _Dtype | None, typer.Option(metavar="DTYPE", help="Cast floating-point tensors, for example to bfloat16.")
-    ] = None,
+    dtype: Annotated[_Dtype | None, typer.Option(metavar="DTYPE", help="Cast floats, for example to bfloat16.")] = None,
     only: Only = None,
     prefix: Prefix = "",
     max_file_size: Annotated[str, typer.Option(metavar="BYTES", help="Of safetensors files.")] = "5GB",

@@ -27,7 +27,7 @@ Shard = Annotated[
 ]
 Only = Annotated[
     list[str] | None,
-    typer.Option(metavar="GLOB", help="Only keys whose names, without --prefix, match; can be given again."),
+    typer.Option(metavar="GLOB", help="Only keys that match, below --prefix; repeatable."),
 ]
 Prefix = Annotated[str, typer.Option(metavar="KEY", help="Only keys below this one, by the rest of their names.")]
 UnsafeUnpickle = Annotated[
