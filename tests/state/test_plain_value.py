@@ -14,7 +14,10 @@ import pickle
 import random
 import types
 import uuid
+import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
 
@@ -23,7 +26,14 @@ import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from torchtitan_ext.state.plain_value import NotPlain, NotPlainError, read_pickle, read_value, why_not_plain
+from torchtitan_ext.state.plain_value import (
+    DamagedBytesError,
+    NotPlain,
+    NotPlainError,
+    read_pickle,
+    read_value,
+    why_not_plain,
+)
 
 
 class Colour(enum.Enum):
@@ -305,3 +315,36 @@ def test_damaged_pickles_raise_nothing_but_value_errors() -> None:
             read_pickle(bytes(flipped))
         except ValueError as error:
             assert "damaged" in str(error) or "not plain data" in str(error)
+
+
+# A dict with a key of tuples in tuples, each of which holds the one before twice.
+ENDLESS = b"\x80\x02})" + b"2\x86" * 60 + b"K\x01s."
+
+
+def archived(pickled: bytes) -> io.BytesIO:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        archive.writestr("archive/data.pkl", pickled)
+        archive.writestr("archive/version", "3\n")
+    stream.seek(0)
+    return stream
+
+
+def as_before_1_6(pickled: bytes) -> io.BytesIO:
+    heads = (torch.serialization.MAGIC_NUMBER, torch.serialization.PROTOCOL_VERSION, {"little_endian": True})
+    return io.BytesIO(
+        b"".join(pickle.dumps(head, protocol=2) for head in heads) + pickled + pickle.dumps([], protocol=2)
+    )
+
+
+@pytest.mark.parametrize("written", [archived, as_before_1_6])
+def test_keys_that_nobody_can_hash_in_time_are_damage(written: Callable[[bytes], io.BytesIO]) -> None:
+    assert read_value(written(pickle.dumps({((1, 2), 3): 4}, protocol=2)), weights_only=True) == {((1, 2), 3): 4}
+    with pytest.raises(DamagedBytesError, match="too long to hash"):
+        read_value(written(ENDLESS), weights_only=True)
+
+
+def test_keys_of_files_of_old_torch_are_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "old.pt").write_bytes(as_before_1_6(ENDLESS).getvalue())
+    with pytest.raises(DamagedBytesError, match="too long to hash"):
+        read_value(tmp_path / "old.pt", weights_only=True)

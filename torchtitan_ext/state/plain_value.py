@@ -23,6 +23,7 @@ import re
 import sys
 import types
 import uuid
+import zipfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,6 +31,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from torchtitan_ext.state.pickled_keys import check_keys
 
 _NUMPY_RECONSTRUCT: Any = np.empty(0).__reduce__()[0]
 _NUMPY_SCALAR: Any = np.float64(0).__reduce__()[0]
@@ -91,6 +94,9 @@ _SURELY_PLAIN_CONTAINERS: frozenset[type] = frozenset(
 
 # Beyond it pickle may not follow: whether it does is tried.
 _MAX_SURE_DEPTH = 50
+
+# Before 1.6 torch wrote a magic number, a version and facts about the machine, a pickle each, then the value.
+_LEGACY_PICKLES = 4
 
 # torch.load takes nothing of these modules, whatever is allowed. The last is Python 2's: pickle names exceptions by it.
 _BLOCKED_MODULES = ("sys", "os", "posix", "nt", "exceptions")
@@ -158,6 +164,8 @@ def read_value(
     """
     try:
         with _allowed(allow_classes):
+            if weights_only:
+                _check_keys(stream)
             is_mapped = isinstance(stream, pathlib.Path) and map_location != "meta"
             return torch.load(stream, map_location=map_location, weights_only=weights_only, mmap=is_mapped)
     except pickle.UnpicklingError as error:
@@ -173,6 +181,25 @@ def read_value(
         raise NotPlainError(NotPlain(tuple(sorted(names)), can_be_allowed)) from None
     except Exception as error:
         raise DamagedBytesError(f"its bytes are damaged ({type(error).__name__}: {_first_line(error)})") from None
+
+
+def _check_keys(stream: io.BytesIO | pathlib.Path) -> None:
+    """Raises EndlessKeyError. Of archives that are files the storage has looked at the keys before."""
+    if isinstance(stream, pathlib.Path):
+        if not zipfile.is_zipfile(stream):
+            with stream.open("rb") as file:
+                check_keys(file, stream.stat().st_size, num_pickles=_LEGACY_PICKLES)
+    elif zipfile.is_zipfile(stream):
+        with zipfile.ZipFile(stream) as archive:
+            for entry in archive.infolist():
+                if entry.filename.endswith("data.pkl"):
+                    with archive.open(entry) as pickled:
+                        check_keys(pickled, entry.file_size)
+        stream.seek(0)
+    else:
+        stream.seek(0)
+        check_keys(stream, stream.getbuffer().nbytes, num_pickles=_LEGACY_PICKLES)
+        stream.seek(0)
 
 
 @contextmanager

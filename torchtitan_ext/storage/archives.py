@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from torchtitan_ext.errors import DamagedCheckpointError
-from torchtitan_ext.storage.pickled_storages import EndlessKeyError, find_storages
+from torchtitan_ext.state.pickled_keys import check_keys
+from torchtitan_ext.storage.pickled_storages import find_storages
 from torchtitan_ext.storage.progress import OnBytes
 
 _READ_BYTES = 1 << 20
@@ -80,7 +81,7 @@ def find_entries(path: Path) -> dict[str, tuple[int, int]]:
             for entry in listed:
                 entries[_name_in_archive(entry)] = (_begin_of(file, entry), entry.file_size)
                 if _name_in_archive(entry) == "data.pkl" and entry.compress_type == zipfile.ZIP_STORED:
-                    _check_keys(read_entry(file, entry))
+                    check_keys(io.BytesIO(read_entry(file, entry)), entry.file_size)
                 if _name_in_archive(entry) == "byteorder" and entry.compress_type == zipfile.ZIP_STORED:
                     byte_order = read_entry(file, entry).decode()
     except BAD_ARCHIVE as error:
@@ -97,16 +98,6 @@ def find_entries(path: Path) -> dict[str, tuple[int, int]]:
             f"{path}: its numbers are {byte_order}-endian, expected {sys.byteorder}-endian ones; {_SAVE_AGAIN}"
         )
     return entries
-
-
-def _check_keys(pickled: bytes) -> None:
-    """Raises EndlessKeyError; what else is wrong with a pickle is for those to say who read it."""
-    try:
-        find_storages(pickled)
-    except EndlessKeyError:
-        raise
-    except ValueError:
-        pass
 
 
 def read_entry(stream: BinaryIO, entry: zipfile.ZipInfo) -> bytes:
