@@ -505,7 +505,8 @@ def fsdp1_local(rank: int, world_size: int, path: Path) -> None:
     state = local_state(0)
     expected = tte.fingerprint(state).total
     tte.save({"model": state}, path)
-    for reader in (FileReader(path), FileSystemReader(path)):
+    tte.async_save({"model": state}, path.with_name("beside")).result()
+    for reader in (FileReader(path), FileSystemReader(path), FileReader(path.with_name("beside"))):
         target = local_state(1)
         assert tte.fingerprint(target).total != expected
         tte.load({"model": target}, path, storage_reader=reader)

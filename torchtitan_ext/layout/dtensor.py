@@ -111,6 +111,8 @@ def cpu_copy(tensor: torch.Tensor, known: dict[Any, tuple[torch.Tensor, torch.Te
     """
     if isinstance(tensor, DTensor):
         return DTensor(cpu_copy(tensor._local_tensor, known), tensor._spec, requires_grad=tensor.requires_grad)
+    if isinstance(tensor, ShardedTensor):  # knows few of a tensor's attributes; .cpu() of CPU memory is no copy
+        return copy.deepcopy(tensor.cpu())
     if isinstance(tensor, AsyncCollectiveTensor):
         return cpu_copy(tensor.wait(), known)
     if tensor.is_meta or tensor.is_quantized or tensor.layout is not torch.strided or _has_hooks(tensor):
