@@ -112,8 +112,8 @@ class SavePlanner(DefaultSavePlanner):
         replicas: What to do when replicas differ. ``"error"`` refuses objects and replicated DTensors, and warns of
             plain tensors (statistics of batch norms differ legitimately); ``"strict"`` refuses these too; ``"warn"``
             only warns; ``"first"`` is silent. What is written is always one rank's value, the lowest rank's.
-        hash_replicas: Compare the data of replicated tensors above 64 KiB too. Costs a hash of their local bytes
-            (about 1 GB/s and core), logged.
+        hash_replicas: Compare replicated tensors above 64 KiB too; those on a mesh smaller than the default process
+            group always are. Costs a fingerprint of their local bytes, logged (``docs/plans.md``).
 
     Raises:
         StateRefusedError: (a subclass; inside DCP's ``CheckpointException``) from step 3, the same on every rank,
