@@ -61,7 +61,7 @@ def test_all_ranks_are_in_one_file(run_world: Callable[..., Any], tmp_path: Path
     assert phases_of(spans_of(save, 1)) == dict.fromkeys(SAVE, own)
     assert phases_of(spans_of(load, 0)) == {"choose": both} | dict.fromkeys(LOAD, own) | {"plan": both}
     assert phases_of(spans_of(load, 1)) == dict.fromkeys(["choose", *LOAD], own)
-    assert list(phases_of(spans_of(in_thread, 1))) == ["prepare", "stage", "plan", "write"]
+    assert list(phases_of(spans_of(in_thread, 1))) == ["prepare", "stage", "connect", "plan", "write"]
     content = json.loads(save.read_text())
     names = {event["pid"]: event["args"]["name"] for event in content["traceEvents"] if event["ph"] == "M"}
     assert names == {0: "rank 0", 1: "rank 1"}

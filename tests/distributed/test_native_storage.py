@@ -3,6 +3,7 @@
 import pickle
 import re
 import resource
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -192,4 +193,16 @@ def test_ranks_that_see_other_metadata_are_refused(run_world, tmp_path: Path) ->
         dcp.save({"w": torch.ones(3)}, storage_writer=FileWriter(tmp_path / name, sync=False), no_dist=True)
     (first, *others) = run_world(4, load_own_directory, tmp_path)
     assert all(other == first for other in others)
-    assert "rank 0" in first and "rank 2" in first
+    assert f"ranks 0, 1 {tmp_path}/0; ranks 2, 3 {tmp_path}/1; pass the same path on every rank" in first
+
+
+def load_own_copy(rank: int, world_size: int, path: Path) -> list[float]:
+    state = {"w": torch.zeros(3)}
+    tte.load(state, path / str(rank))
+    return state["w"].tolist()
+
+
+def test_copies_on_the_disks_of_hosts_are_one_checkpoint(run_world, tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(3)}, storage_writer=FileWriter(tmp_path / "0", sync=False), no_dist=True)
+    shutil.copytree(tmp_path / "0", tmp_path / "1")
+    assert run_world(2, load_own_copy, tmp_path) == [[1.0] * 3] * 2

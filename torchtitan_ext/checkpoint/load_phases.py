@@ -118,7 +118,8 @@ def _prepare(
         return f"{policy!r}, {[replace(source, path=None) for source in sources]}, {incomplete}", seen
 
     places = [place_of(source.path) for source in sources]
-    rules, seen = zip(*phases.on_all("prepare", ask, doing=_ASKING, places=places), strict=True)
+    answers = phases.on_all("prepare", ask, doing=_ASKING, places=places, hold_the_same=_read_the_same)
+    rules, seen = zip(*answers, strict=True)
     problems = disagreements(rules)
     if problems:
         raise refusal("load", problems)
@@ -126,6 +127,12 @@ def _prepare(
     if problems:
         raise OtherMetadataError("load", tuple(problems))
     return opened, components
+
+
+def _read_the_same(answers: Sequence[tuple[str, list[str]]]) -> bool:
+    """Whether all ranks read metadata of the same bytes, as of copies of a checkpoint on the disks of their hosts."""
+    _, first = answers[0]
+    return all(first) and all(seen == first for _, seen in answers)
 
 
 def _other_metadata(seen: Sequence[Sequence[str]], names: Sequence[str]) -> list[Problem]:

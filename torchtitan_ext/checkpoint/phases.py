@@ -188,6 +188,7 @@ class Phases:
         doing: str,
         undefined: tuple[str, ...] = (),
         places: Sequence[Place] | None = None,
+        hold_the_same: Callable[[list[T]], bool] = lambda _: False,
     ) -> list[T]:
         """The results of all ranks, on all ranks.
 
@@ -198,6 +199,7 @@ class Phases:
             undefined: Components that may be part-written if a rank fails.
             places: Where the checkpoints are that this rank works on: where these differ between ranks, that is what is
                 wrong, whatever it leads to.
+            hold_the_same: Whether the results show that places which differ hold copies of the same, which is fine.
         """
         with self._phase(name, doing, undefined):
             data = self._own_part(work)
@@ -207,11 +209,22 @@ class Phases:
             if places is None:
                 return _values(exchange.rest_on_all(data, exchange.heads(data)), self._trace)
             data = pickle.dumps((tuple(places), data))
-            found = [pickle.loads(part) for part in exchange.rest_on_all(data, exchange.heads(data))]
+            parts = exchange.rest_on_all(data, exchange.heads(data))
+            try:
+                found = [(of_rank, part) for of_rank, part in map(pickle.loads, parts)]
+            except Exception:
+                # A rank that was late meets this call with a message of an operation that the others have given up.
+                self.confirm()
+                raise
             problems = place_problems([of_rank for of_rank, _ in found])
-            if problems:
-                raise PhaseFailure({self.rank: refusal(self._operation, problems)})
-            return _values([part for _, part in found], self._trace)
+            refused = PhaseFailure({self.rank: refusal(self._operation, problems)}) if problems else None
+            try:
+                values = _values([part for _, part in found], self._trace)
+            except PhaseFailure as failure:
+                raise refused or failure from None
+            if refused is not None and not hold_the_same(values):
+                raise refused
+            return values
 
     def through_coordinator(
         self, name: str, work: Callable[[], T], on_coordinator: Callable[[list[T]], list[R]], *, doing: str

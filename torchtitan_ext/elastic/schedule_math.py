@@ -13,6 +13,7 @@ those that enter a formula stay exact.
 from __future__ import annotations
 
 import copy
+import math
 import types
 import warnings
 from collections import Counter
@@ -238,7 +239,8 @@ def scale_steps(scheduler: LRScheduler, old_batch: int, new_batch: int) -> list[
 
     def exact(steps: float) -> float:
         scaled = steps * old_batch / new_batch
-        return int(scaled) if scaled == int(scaled) else scaled
+        # After several scalings a whole number is only almost one: torch's cosine then divides by zero at its minimum.
+        return round(scaled) if math.isclose(scaled, round(scaled), rel_tol=1e-12) else scaled
 
     if type(scheduler) in _WHOLE_LENGTHS:
         name = _WHOLE_LENGTHS[type(scheduler)]
