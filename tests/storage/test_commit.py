@@ -192,14 +192,20 @@ def test_a_file_that_others_put_there_meanwhile_is_kept(tmp_path: Path, monkeypa
     assert names(tmp_path / "step-1") == [*STAGED, "meta.pt"] and names(tmp_path) == ["step-1"]
 
 
+def saved_step(run: Path, foreign: bool) -> Path:
+    """A saved step, with a directory of somebody else in it or without."""
+    target = run / "step-1"
+    if foreign:
+        (target / "logs").mkdir(parents=True)
+    save_step(target, 1)
+    return target
+
+
 @pytest.mark.parametrize("foreign", [False, True])
 def test_a_failed_save_leaves_nothing_and_the_old_one_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, foreign: bool
 ) -> None:
-    target = tmp_path / "step-1"
-    if foreign:
-        (target / "logs").mkdir(parents=True)
-    save_step(target, 1)
+    target = saved_step(tmp_path, foreign)
     before = names(target)
     monkeypatch.setattr(commit, "write_file", no_exchange)
     with pytest.raises(tte.errors.CheckpointFailedError, match="no exchange here"):
@@ -217,10 +223,7 @@ class Preempted(Exception):
 def test_a_signal_right_after_the_rename_loses_nothing_and_is_heard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, foreign: bool, raised: type[BaseException]
 ) -> None:
-    target = tmp_path / "step-1"
-    if foreign:
-        (target / "logs").mkdir(parents=True)
-    save_step(target, 1)
+    target = saved_step(tmp_path, foreign)
     calls: list[str] = []
 
     def handle(*_: object) -> None:
@@ -256,10 +259,7 @@ def test_a_signal_right_after_the_rename_loses_nothing_and_is_heard(
 def test_where_nobody_can_say_whether_a_rename_took_effect_nothing_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, foreign: bool
 ) -> None:
-    target = tmp_path / "step-1"
-    if foreign:
-        (target / "logs").mkdir(parents=True)
-    save_step(target, 1)
+    target = saved_step(tmp_path, foreign)
     read = Path.read_bytes
 
     def unreadable(path: Path) -> bytes:
@@ -390,10 +390,7 @@ def test_a_living_save_touches_its_lock(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("foreign", [False, True])
 def test_who_was_taken_for_dead_does_not_commit(tmp_path: Path, foreign: bool) -> None:
-    target = tmp_path / "step-1"
-    if foreign:
-        (target / "logs").mkdir(parents=True)
-    save_step(target, 1)
+    target = saved_step(tmp_path, foreign)
     stopped = commit.begin_save(target, "1" * 32, None)
     save_step(target, 2)  # this thread's earlier save has ended
     with pytest.raises((SaveInProgressError, FileNotFoundError)):
@@ -469,10 +466,7 @@ def saving_before(reader: FileReader, hook: str, save_over: Callable[[], None]) 
 @pytest.mark.parametrize("foreign", [False, True])
 @pytest.mark.parametrize("hook", ["read_metadata", "set_up_storage_reader", "prepare_local_plan", "read_data"])
 def test_a_load_while_the_next_save_commits_sees_one_whole(tmp_path: Path, hook: str, foreign: bool) -> None:
-    target = tmp_path / "step-1"
-    if foreign:
-        (target / "logs").mkdir(parents=True)
-    save_step(target, 1)
+    target = saved_step(tmp_path, foreign)
     reader = FileReader(target, "all")
     saving_before(reader, hook, lambda: save_step(target, 2))
     loaded = blank(state_of(1))
