@@ -33,8 +33,12 @@ from torch.distributed.checkpoint.metadata import (
 
 from torchtitan_ext import _core
 from torchtitan_ext.storage.checkpoint_files import RankFile
-from torchtitan_ext.storage.metadata_file import metadata_of_tables, parse_metadata
-from torchtitan_ext.storage.written_metadata import encode_metadata, encode_tables
+from torchtitan_ext.storage.metadata.metadata_file import (
+    encode_metadata,
+    encode_tables,
+    metadata_of_tables,
+    parse_metadata,
+)
 
 TP = 8
 CHECKED_RANKS = 256  # files of more are not compared: each copy of the objects takes gigabytes

@@ -26,7 +26,7 @@ from result_file import write_results
 from safetensors.torch import save_file
 
 import torchtitan_ext as tte
-from torchtitan_ext.offline.reshard import reshard
+from torchtitan_ext.offline.rewrite.reshard import reshard
 from torchtitan_ext.offline.sources import open_source
 
 SAVED_MESH = {"dp": 2, "tp": 2}

@@ -45,8 +45,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 
-from torchtitan_ext.checkpoint.load_planner import LoadPlanner
-from torchtitan_ext.checkpoint.save_planner import SavePlanner
+from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
+from torchtitan_ext.checkpoint.planners.save_planner import SavePlanner
 from torchtitan_ext.state.value_digest import digest_large
 
 WORLD_SIZES = [8, 64, 256, 1024, 8192]

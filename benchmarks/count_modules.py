@@ -1,6 +1,6 @@
 """Counts the modules of the package in which a function runs during one `tte.save` and one `tte.load`.
 
-Each is the second call, so that neither imports nor caches are counted: FSDP2 and AdamW on two gloo ranks, native files.
+Each is the second call, which imports nothing: FSDP2 and AdamW on two gloo ranks, native files.
 
     python benchmarks/count_modules.py [--names]
 """

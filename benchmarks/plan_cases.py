@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from torchtitan_ext import _core
-from torchtitan_ext.checkpoint.key_table import (
+from torchtitan_ext.checkpoint.tables.key_table import (
     SMALL_TENSOR_BYTES,
     KeyEntry,
     KeyTable,
@@ -21,7 +21,7 @@ from torchtitan_ext.checkpoint.key_table import (
     TensorEntry,
     local_bytes,
 )
-from torchtitan_ext.checkpoint.rank_table import EncodedTable, RankTable, encode_table, pack
+from torchtitan_ext.checkpoint.tables.rank_table import EncodedTable, RankTable, encode_table, pack
 from torchtitan_ext.layout.layout import MeshLayout, ShardReport, candidate_steps, is_on_part, is_replicated, shard_of
 
 TP = 8

@@ -22,16 +22,16 @@ from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torchtitan_ext import _core
-from torchtitan_ext.checkpoint.key_table import ObjectEntry, TensorEntry
-from torchtitan_ext.checkpoint.load_planner import LoadPlanner
-from torchtitan_ext.checkpoint.load_rules import ReadRequest
-from torchtitan_ext.checkpoint.plan_cache import CachedTable
-from torchtitan_ext.checkpoint.read_items import ReadDecision
-from torchtitan_ext.checkpoint.save_planner import SavePlanner
+from torchtitan_ext.checkpoint.planners.items import ReadDecision
+from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
+from torchtitan_ext.checkpoint.planners.plan_cache import CachedTable
+from torchtitan_ext.checkpoint.planners.save_planner import SavePlanner
+from torchtitan_ext.checkpoint.rules.load_rules import ReadRequest
+from torchtitan_ext.checkpoint.tables.key_table import ObjectEntry, TensorEntry
 from torchtitan_ext.layout.layout import shard_of
 from torchtitan_ext.storage.checkpoint_files import RankFile
-from torchtitan_ext.storage.file_writer import FileWriter
-from torchtitan_ext.storage.written_metadata import encode_metadata
+from torchtitan_ext.storage.metadata.metadata_file import encode_metadata
+from torchtitan_ext.storage.native.file_writer import FileWriter
 
 _SHORT_SECONDS = 0.005
 RULES = "None, Source()"  # what LoadPlanner() sends

@@ -16,7 +16,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 ROWS = [
     {"_core"},
     {"errors"},
-    {"metrics", "op_library"},
+    {"metrics", "op_library", "dcp_private"},
     {"ops"},
     {"layout"},
     {"state", "ranks"},
@@ -30,7 +30,31 @@ ROWS = [
     {"cli"},
     {"__init__", "__main__", "run"},
 ]
-ROW_OF = {room: position for position, rooms in enumerate(ROWS) for room in rooms}
+
+# The rooms inside the large rooms, in the same way; a module beside them counts as a room, "" is the ``__init__``.
+INNER_ROWS = {
+    "storage": [
+        {"element_types", "progress"},
+        {"checkpoint_files", "raw_tensor"},
+        {"damage", "commit"},
+        {"metadata"},
+        {"native"},
+        {"formats"},
+        {"inspect"},
+        {"runs"},
+        {""},
+    ],
+    "checkpoint": [{"tables"}, {"rules"}, {"planners"}, {"operation"}, {""}],
+    "offline": [
+        {"amounts", "sources", "workers", "placement_rules"},
+        {"boxes"},
+        {"selection"},
+        {"compare", "dry_run", "rewrite"},
+        {""},
+    ],
+}
+
+MAX_MODULES_OF_A_FOLDER = 15
 
 
 def name_of(source: Path) -> str:
@@ -60,6 +84,17 @@ def room_of(module: str) -> str:
     return module.split(".")[0]
 
 
+def inner_room_of(module: str) -> str:
+    return (module.split(".") + [""])[1]
+
+
+def allowed_rooms(room: str, rows: list[set[str]]) -> set[str]:
+    """The room and those in lower rows."""
+    position = next((place for place, rooms in enumerate(rows) if room in rooms), None)
+    assert position is not None, f"{room!r} is a new room: give it a place in the rows"
+    return {room}.union(*rows[:position])
+
+
 MODULES = {name_of(source) for source in SOURCES} | {"_core"}
 IMPORTS = {name_of(source): imported_modules(source) for source in SOURCES}
 
@@ -71,9 +106,16 @@ def attributes(source: Path) -> set[str]:
 @pytest.mark.parametrize("module", IMPORTS)
 def test_no_import_points_up(module: str) -> None:
     room = room_of(module)
-    assert room in ROW_OF, "a new room: give it a place in ROWS"
-    lower = {other for other in ROW_OF if ROW_OF[other] < ROW_OF[room]}
-    assert {room_of(imported) for imported in IMPORTS[module]} <= {room, *lower}
+    assert {room_of(imported) for imported in IMPORTS[module]} <= allowed_rooms(room, ROWS)
+    if room in INNER_ROWS:
+        inner = {inner_room_of(imported) for imported in IMPORTS[module] if room_of(imported) == room}
+        assert inner <= allowed_rooms(inner_room_of(module), INNER_ROWS[room])
+
+
+def test_no_folder_is_crowded() -> None:
+    folders = {source.parent for source in SOURCES}
+    counts = {str(folder.relative_to(PACKAGE)): len(list(folder.glob("*.py"))) for folder in folders}
+    assert {folder: count for folder, count in counts.items() if count > MAX_MODULES_OF_A_FOLDER} == {}
 
 
 @pytest.mark.parametrize("module", IMPORTS)
@@ -98,6 +140,18 @@ def test_only_op_library_names_torch_ops(source: Path) -> None:
     names = {ast.unparse(node) for node in ast.walk(tree_of(source)) if isinstance(node, ast.Attribute)}
     if name_of(source) != "op_library":
         assert "torch.ops" not in names
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=name_of)
+def test_private_names_of_dcp_come_from_dcp_private(source: Path) -> None:
+    found = [
+        f"{node.module}.{alias.name}"
+        for node in ast.walk(tree_of(source))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.distributed.checkpoint")
+        for alias in node.names
+        if "._" in f"{node.module}.{alias.name}"
+    ]
+    assert not found or name_of(source) == "dcp_private"
 
 
 # What these do not say torch takes from ``set_default_device`` and ``set_default_dtype``, the business of others.

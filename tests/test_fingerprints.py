@@ -15,8 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import torchtitan_ext as tte
 from torchtitan_ext import ops
 from torchtitan_ext.fingerprints import fingerprint
-from torchtitan_ext.layout.layout import Chunk, LocalShard
-from torchtitan_ext.layout.rules import ShardOrder
+from torchtitan_ext.layout.layout import Chunk, LocalShard, ShardOrder
 
 MASK = 2**64 - 1
 

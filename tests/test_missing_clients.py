@@ -23,6 +23,7 @@ def test_has_a_fixture_that_needs_it(library: None) -> None: ...
 def test_needs_a_gpu() -> None:
     pytest.skip("no GPU here")
 """
+HERE = Path(__file__).parent
 MODULE = 'from pytest import importorskip\nimportorskip("a_library_that_is_missing")'
 
 
@@ -33,7 +34,7 @@ def test_a_missing_library(tmp_path: Path, promised: str, expected: str) -> None
     (tmp_path / "test_some.py").write_text(TESTS)
     (tmp_path / "test_all.py").write_text(MODULE)
     command = [sys.executable, "-m", "pytest", "-p", "conftest", "--continue-on-collection-errors", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "TTE_REQUIRE_CLIENTS": promised}
+    environment = {**os.environ, "PYTHONPATH": f"{HERE}:{HERE / 'support'}", "TTE_REQUIRE_CLIENTS": promised}
     # Elsewhere, or it would read the settings of this project.
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert expected in done.stdout, done.stdout + done.stderr

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torchtitan_ext.full_tensors import distribute_tensor, full_tensor
     from torchtitan_ext.integrations.install import install, installed, uninstall
     from torchtitan_ext.layout import ShardOrder
-    from torchtitan_ext.offline.dry_run import dry_run
+    from torchtitan_ext.offline.dry_run.run import dry_run
     from torchtitan_ext.storage import FileReader, FileWriter, latest
     from torchtitan_ext.sync import broadcast_tensors, sync_module_states
     from torchtitan_ext.sync.check import check_replicas
@@ -71,7 +71,7 @@ _MODULE_OF = {
     **dict.fromkeys(("FileReader", "FileWriter", "latest"), "storage"),
     **dict.fromkeys(("install", "installed", "uninstall"), "integrations.install"),
     "ShardOrder": "layout",
-    "dry_run": "offline.dry_run",
+    "dry_run": "offline.dry_run.run",
     "fingerprint": "fingerprints",
 }
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_ext import ops
-from torchtitan_ext.checkpoint.agreement import TensorAgreement, agree
-from torchtitan_ext.checkpoint.key_table import (
+from torchtitan_ext.checkpoint.tables.agreement import TensorAgreement, agree
+from torchtitan_ext.checkpoint.tables.key_table import (
     Box,
     BoxesEntry,
     KeyTable,
@@ -29,11 +29,19 @@ from torchtitan_ext.checkpoint.key_table import (
     box_tensors,
     describe_state,
 )
-from torchtitan_ext.checkpoint.rank_table import encode_table
+from torchtitan_ext.checkpoint.tables.rank_table import encode_table
 from torchtitan_ext.errors import Problem, described, refusal
 from torchtitan_ext.layout.dtensor import local_tensor
-from torchtitan_ext.layout.layout import Chunk, LocalShard, MeshLayout, ShardReport, Steps, shard_of
-from torchtitan_ext.layout.rules import LayoutRules, ShardOrder
+from torchtitan_ext.layout.layout import (
+    Chunk,
+    LayoutRules,
+    LocalShard,
+    MeshLayout,
+    ShardOrder,
+    ShardReport,
+    Steps,
+    shard_of,
+)
 from torchtitan_ext.layout.wrapper import dense_values
 from torchtitan_ext.ranks.exchange import check_usable, gather_values
 from torchtitan_ext.state.nested import flatten_state_dict

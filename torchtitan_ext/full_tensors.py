@@ -19,14 +19,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from torchtitan_ext import ops
-from torchtitan_ext.checkpoint.agreement import TensorAgreement, agree
-from torchtitan_ext.checkpoint.key_table import BoxesEntry, KeyTable, TensorEntry, box_tensors, describe_state
-from torchtitan_ext.checkpoint.rank_table import encode_table
+from torchtitan_ext.checkpoint.tables.agreement import TensorAgreement, agree
+from torchtitan_ext.checkpoint.tables.key_table import BoxesEntry, KeyTable, TensorEntry, box_tensors, describe_state
+from torchtitan_ext.checkpoint.tables.rank_table import encode_table
 from torchtitan_ext.errors import Problem, argument_error, check_argument, refusal
 from torchtitan_ext.layout.dtensor import Describer, as_bytes, describes_itself, local_tensor
 from torchtitan_ext.layout.layout import (
     Chunk,
+    LayoutRules,
     LocalShard,
+    ShardOrder,
     ShardReport,
     Steps,
     decide,
@@ -36,7 +38,6 @@ from torchtitan_ext.layout.layout import (
     row_major_position,
     shard_of,
 )
-from torchtitan_ext.layout.rules import LayoutRules, ShardOrder
 from torchtitan_ext.layout.wrapper import dense_values
 from torchtitan_ext.ranks.exchange import (
     Scope,

@@ -9,9 +9,9 @@ import torch
 from calls import call
 
 import torchtitan_ext as tte
-from torchtitan_ext.cli import doctor
+from torchtitan_ext.cli.commands import doctor
 from torchtitan_ext.cli.output import DIFFERS, FINE
-from torchtitan_ext.storage.disk_speed import disk_speed
+from torchtitan_ext.storage.inspect.disk_speed import disk_speed
 
 
 def test_all_is_well(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ from kinds import (
 )
 
 from torchtitan_ext.cli.output import DIFFERS, FINE, UNREADABLE, WRONG_USAGE
-from torchtitan_ext.storage.opened import OpenedCheckpoint
+from torchtitan_ext.storage.commit.opened import OpenedCheckpoint
 
 COMMANDS = ["inspect", "verify", "deep", "diff", "plan", "reshard", "dcp", "hf", "torch", "ls", "latest", "gc"]
 WRITING = ["reshard", "dcp", "hf", "torch"]

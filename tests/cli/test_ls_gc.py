@@ -19,7 +19,7 @@ from torchtitan_ext.storage import FileWriter
 BEGIN_SAVE = """
 import os, sys
 from pathlib import Path
-from torchtitan_ext.storage.commit import begin_save
+from torchtitan_ext.storage.commit.commit import begin_save
 save = begin_save(Path(sys.argv[1]), sys.argv[2] * 32, None)
 (save.place.directory / save.place.data_name("__0_")).write_bytes(bytes(5000))
 print("begun", flush=True)

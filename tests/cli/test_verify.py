@@ -16,7 +16,7 @@ from torch.utils.serialization import config
 
 from torchtitan_ext.cli.output import DIFFERS, FINE, UNREADABLE
 from torchtitan_ext.storage import FileWriter
-from torchtitan_ext.storage.verify import find_damage, verify
+from torchtitan_ext.storage.inspect.verify import find_damage, verify
 
 KINDS = ["stock", "ours", "ours without .metadata", "safetensors directory", "safetensors", "torch"]
 DATA = {

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import torchtitan_ext as tte
-from torchtitan_ext.checkpoint.policy import ElasticPolicy
+from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy
 from torchtitan_ext.errors import CheckpointFailedError
 
 

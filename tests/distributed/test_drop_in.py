@@ -36,7 +36,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.two_tensor import TwoTensor
 
 import torchtitan_ext as tte
-from torchtitan_ext.storage.saved_metadata import WORLD_KEY
+from torchtitan_ext.storage.metadata.saved_metadata import WORLD_KEY
 
 
 def assert_all_empty(answers: list[list[str]]) -> None:

@@ -6,9 +6,9 @@ import subprocess
 import sys
 from typing import Any
 
-from torchtitan_ext.checkpoint.policy import ElasticPolicy
-from torchtitan_ext.checkpoint.report import ComponentLine, LoadReport
-from torchtitan_ext.checkpoint.world import World
+from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy
+from torchtitan_ext.checkpoint.rules.report import ComponentLine, LoadReport
+from torchtitan_ext.checkpoint.tables.component import World
 from torchtitan_ext.errors import Problem, Remedy, ReshardError, StateRefusedError, refusal
 from torchtitan_ext.integrations.torchtitan_flags import Options, in_flags
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan_ext.checkpoint.world import World
+from torchtitan_ext.checkpoint.tables.component import World
 from torchtitan_ext.errors import CannotReshardError
 from torchtitan_ext.integrations.torchtitan_train_state import RunTrainState
 

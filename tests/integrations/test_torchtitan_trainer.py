@@ -38,7 +38,7 @@ def make_assets(folder: Path) -> None:
 
 def train(folder: Path, num_ranks: int, *arguments: str) -> tuple[dict[int, tuple[float, float]], str]:
     """Loss and gradient norm of each step, and the log."""
-    script = Path(__file__).with_name("torchtitan_on_cpu.py")
+    script = Path(__file__).parents[1] / "support" / "torchtitan_on_cpu.py"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     options = [
         *("--module", "llama3", "--config", "llama3_debugmodel", "--validator.no-enable"),

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
 import torchtitan_ext as tte
-from torchtitan_ext.checkpoint import key_table
-from torchtitan_ext.checkpoint.staging import CpuStager
+from torchtitan_ext.checkpoint.operation.staging import CpuStager
+from torchtitan_ext.checkpoint.tables import key_table
 from torchtitan_ext.errors import LayoutError, ReshardError
 from torchtitan_ext.layout.own_boxes import has_own_boxes, own_boxes
 
@@ -231,12 +231,12 @@ def test_fingerprints_and_full_tensors_of_one_process() -> None:
 
 
 def test_what_only_a_later_torch_takes_for_shards_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    stock = key_table._create_chunk_list
+    stock = key_table.create_chunk_list
 
     def later(tensor: Any) -> Any:
         return stock(tensor[:1]) if hasattr(tensor, "newly_described") else stock(tensor)
 
-    monkeypatch.setattr(key_table, "_create_chunk_list", later)
+    monkeypatch.setattr(key_table, "create_chunk_list", later)
     tensor: Any = torch.zeros(4)
     tensor.other_attribute = 1
     save([{"w": tensor}])

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from torchtitan_ext.layout.rules import LayoutRules, ShardOrder, canonical_fqn, unused_problem
+from torchtitan_ext.layout.layout import LayoutRules, ShardOrder, canonical_fqn, unused_problem
 
 QKV = ShardOrder((("tp", 0, 3), ("dp", 0, 1)))
 

@@ -14,9 +14,9 @@ from checkpoints import random_bits, save_as
 PROGRAM = """
 import sys
 from torchtitan_ext.offline.sources import open_source
-from torchtitan_ext.offline.reshard import reshard
-from torchtitan_ext.offline.convert import convert
-from torchtitan_ext.offline.diff import diff
+from torchtitan_ext.offline.rewrite.reshard import reshard
+from torchtitan_ext.offline.rewrite.convert import convert
+from torchtitan_ext.offline.compare.diff import diff
 _, small, large, target, name, num_processes, max_bytes = sys.argv
 options = {"num_processes": int(num_processes), "max_bytes": int(max_bytes), "progress": lambda _: None}
 

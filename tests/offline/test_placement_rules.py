@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from torchtitan_ext.checkpoint.world import WORLD_KEY
+from torchtitan_ext.checkpoint.tables.component import WORLD_KEY
 from torchtitan_ext.errors import LayoutError
 from torchtitan_ext.layout.layout import local_shards
 from torchtitan_ext.offline.placement_rules import PlacementRules, parse_mesh, parse_rules, saved_chunk_lists

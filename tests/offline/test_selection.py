@@ -9,9 +9,9 @@ from checkpoints import save_as
 from torch.distributed.checkpoint.metadata import Metadata
 
 import torchtitan_ext as tte
-from torchtitan_ext.offline.convert import convert
-from torchtitan_ext.offline.diff import DiffReport, diff
-from torchtitan_ext.offline.reshard import reshard
+from torchtitan_ext.offline.compare.diff import DiffReport, diff
+from torchtitan_ext.offline.rewrite.convert import convert
+from torchtitan_ext.offline.rewrite.reshard import reshard
 from torchtitan_ext.offline.selection import Selection
 from torchtitan_ext.offline.sources import open_source
 from torchtitan_ext.storage import FileReader

@@ -10,9 +10,9 @@ import torch
 from checkpoints import random_bits, save_as
 
 import torchtitan_ext as tte
-from torchtitan_ext.offline.convert import convert
-from torchtitan_ext.offline.diff import DiffReport, diff
-from torchtitan_ext.offline.reshard import reshard
+from torchtitan_ext.offline.compare.diff import DiffReport, diff
+from torchtitan_ext.offline.rewrite.convert import convert
+from torchtitan_ext.offline.rewrite.reshard import reshard
 from torchtitan_ext.offline.sources import open_source
 
 DTYPES = [

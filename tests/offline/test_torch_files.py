@@ -14,12 +14,12 @@ import torch.distributed.checkpoint as dcp
 from checkpoints import save_as
 
 from torchtitan_ext.errors import DamagedCheckpointError, LayoutError
-from torchtitan_ext.offline.convert import convert
-from torchtitan_ext.offline.diff import DiffReport, diff
+from torchtitan_ext.offline.compare.diff import DiffReport, diff
+from torchtitan_ext.offline.rewrite.convert import convert
 from torchtitan_ext.offline.sources import open_source
 from torchtitan_ext.storage import FileReader
-from torchtitan_ext.storage.describe import describe
-from torchtitan_ext.storage.torch_places import read_torch_file
+from torchtitan_ext.storage.formats.torch_places import read_torch_file
+from torchtitan_ext.storage.inspect.describe import describe
 
 
 def packed_anew(

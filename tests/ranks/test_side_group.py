@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlan
 
 import torchtitan_ext as tte
-from torchtitan_ext.checkpoint.arguments import check_can_send_from_cpu
+from torchtitan_ext.checkpoint.operation.arguments import check_can_send_from_cpu
 from torchtitan_ext.errors import CheckpointFailedError
 from torchtitan_ext.ranks.side_group import _side_groups, side_group_of
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchtitan_ext.checkpoint.phases import Phases
+from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.errors import LostRankError
 from torchtitan_ext.ranks import watch as watches
-from torchtitan_ext.ranks.timed_exchange import TimedExchange
+from torchtitan_ext.ranks.exchange import TimedExchange
 from torchtitan_ext.ranks.watch import Watch
 
 # Around the room of the first message: 1024 less one length, or two.

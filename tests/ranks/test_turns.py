@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 
 import torchtitan_ext as tte
-from torchtitan_ext.checkpoint.phases import Phases
+from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.errors import LostRankError
-from torchtitan_ext.ranks import turns
+from torchtitan_ext.ranks import watch as turns
 from torchtitan_ext.ranks.side_group import side_group_of
-from torchtitan_ext.ranks.turns import Turn
+from torchtitan_ext.ranks.watch import Turn
 
 
 def save_beside_saves(rank: int, world_size: int, path: Path) -> list[float]:

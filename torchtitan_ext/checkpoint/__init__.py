@@ -17,25 +17,32 @@ from torch.distributed.checkpoint.planner import LoadPlanner as StockLoadPlanner
 from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-from torchtitan_ext.checkpoint.arguments import (
+from torchtitan_ext.checkpoint.operation.arguments import (
     check_can_send_from_cpu,
-    check_classes,
     check_load,
     check_save,
     check_seconds,
+    check_step,
 )
-from torchtitan_ext.checkpoint.load_phases import OtherMetadataError, load_state_dict
-from torchtitan_ext.checkpoint.load_planner import LoadPlanner
-from torchtitan_ext.checkpoint.phases import TIMEOUT_SECONDS, Phases
-from torchtitan_ext.checkpoint.policy import ElasticPolicy, Source, check_rules
-from torchtitan_ext.checkpoint.report import LoadReport
-from torchtitan_ext.checkpoint.save_phases import SaveResult, ask_for_states, place_of_save, save_values, writer_at
-from torchtitan_ext.checkpoint.save_planner import SavePlanner
-from torchtitan_ext.checkpoint.staging import CpuStager
-from torchtitan_ext.checkpoint.steps import Step, check_step, choose_step
-from torchtitan_ext.checkpoint.trace import begin_trace
+from torchtitan_ext.checkpoint.operation.load_phases import OtherMetadataError, load_state_dict
+from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, Phases
+from torchtitan_ext.checkpoint.operation.save_phases import (
+    SaveResult,
+    ask_for_states,
+    place_of_save,
+    save_values,
+    writer_at,
+)
+from torchtitan_ext.checkpoint.operation.staging import CpuStager
+from torchtitan_ext.checkpoint.operation.steps import Step, choose_step
+from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
+from torchtitan_ext.checkpoint.planners.save_planner import SavePlanner
+from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source, check_rules
+from torchtitan_ext.checkpoint.rules.report import LoadReport
 from torchtitan_ext.errors import SavedOverError
+from torchtitan_ext.metrics import begin_trace
 from torchtitan_ext.ranks.side_group import SideGroupOffer
+from torchtitan_ext.state.plain_value import check_classes
 
 # Saves over one checkpoint come far apart: who meets a second one while he loads is told so.
 _MAX_ATTEMPTS = 3

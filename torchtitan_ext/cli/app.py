@@ -19,7 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from torchtitan_ext import __version__
-from torchtitan_ext.cli.collector import without_collector
+from torchtitan_ext.cli.lazy import without_collector
 from torchtitan_ext.cli.output import DIFFERS, FINE, UNREADABLE, print_json_error, print_line, print_problem
 from torchtitan_ext.errors import (
     CheckpointReadError,
@@ -43,7 +43,7 @@ _SUMMARY_OF = {
     "convert": "Write a checkpoint in another format.",
     "doctor": "What to put into a bug report: versions, libraries, CUDA, gloo, disk, a save.",
 }
-"""The commands, in the order of the help, and a line on each. ``torchtitan_ext.cli.<name>.run`` is the command."""
+"""The commands in the order of the help, with a line on each. Each is ``run`` in its module of ``cli.commands``."""
 
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
@@ -80,7 +80,7 @@ class _Commands(TyperGroup):
 def _load(name: str) -> Any:
     command = typer.Typer(rich_markup_mode=None, add_completion=False, context_settings=_SETTINGS)
     with without_collector():
-        module = importlib.import_module(f"torchtitan_ext.cli.{name}")
+        module = importlib.import_module(f"torchtitan_ext.cli.commands.{name}")
     command.command(name)(module.run)
     return get_command(command)
 

@@ -1,12 +1,16 @@
-"""Modules that are imported when something of them is used: the help of a command need not wait for torch."""
+"""Imports that wait until they are needed, and run without Python's garbage collector.
+
+The help of a command need not wait for torch.
+"""
 
 from __future__ import annotations
 
+import gc
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
-
-from torchtitan_ext.cli.collector import without_collector
 
 
 class _LazyModule(ModuleType):
@@ -18,3 +22,15 @@ class _LazyModule(ModuleType):
 def lazy(name: str) -> Any:
     """A stand-in for a module. Where types are checked the module itself is imported under its name instead."""
     return _LazyModule(name)
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Imports and a hundred thousand keys are no garbage: looking through them again and again takes time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

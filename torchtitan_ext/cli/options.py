@@ -13,7 +13,7 @@ import typer
 from torchtitan_ext.cli.output import printable
 from torchtitan_ext.errors import LayoutError, WrongValueError
 from torchtitan_ext.offline.amounts import parse_amount
-from torchtitan_ext.offline.targets import TargetExistsError
+from torchtitan_ext.offline.rewrite.targets import TargetExistsError
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Directory with step-<number> in it.")]

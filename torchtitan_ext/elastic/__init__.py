@@ -1,9 +1,8 @@
 """Components that cross a change of world size: policies, data loader, LR scheduler, RNG."""
 
-from torchtitan_ext.checkpoint.component import Reshardable, Resharded, reshard_state
-from torchtitan_ext.checkpoint.param_groups import GroupNote, OptionGaps, find_option_gaps, merge_param_groups
-from torchtitan_ext.checkpoint.policy import ElasticPolicy, Source
-from torchtitan_ext.checkpoint.world import World
+from torchtitan_ext.checkpoint.rules.param_groups import GroupNote, OptionGaps, find_option_gaps, merge_param_groups
+from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source
+from torchtitan_ext.checkpoint.tables.component import Reshardable, Resharded, World, reshard_state
 from torchtitan_ext.elastic.dataloader import ElasticDataLoader
 from torchtitan_ext.elastic.indexed import IndexedStreams
 from torchtitan_ext.elastic.lr_scheduler import ElasticLRScheduler

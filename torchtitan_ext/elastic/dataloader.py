@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, default_collate
 
-from torchtitan_ext.checkpoint.component import Resharded, SampleAccount
-from torchtitan_ext.checkpoint.world import World
+from torchtitan_ext.checkpoint.tables.component import Resharded, SampleAccount, World
 from torchtitan_ext.elastic.index_order import local_size
 from torchtitan_ext.elastic.sampler import ElasticBatchSampler, Last, LocalBatch, check_last, check_world
 from torchtitan_ext.elastic.stream_batches import StreamBatches

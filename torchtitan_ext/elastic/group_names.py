@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from torchtitan_ext.layout.rules import canonical_fqn
+from torchtitan_ext.layout.layout import canonical_fqn
 
 _KEY = "param_names_"
 

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchtitan_ext.checkpoint.component import Resharded
-from torchtitan_ext.checkpoint.world import World
+from torchtitan_ext.checkpoint.tables.component import Resharded, World
 from torchtitan_ext.errors import CannotReshardError, argument_error, check_argument, check_counts
 
 # torch has 64-bit seeds, Python any, NumPy lists of 32-bit words; four words of 64 bits fill the pool of each.

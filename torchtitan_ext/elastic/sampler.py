@@ -20,8 +20,7 @@ from typing import Any, Literal, get_args
 
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from torchtitan_ext.checkpoint.component import Resharded, SampleAccount
-from torchtitan_ext.checkpoint.world import World
+from torchtitan_ext.checkpoint.tables.component import Resharded, SampleAccount, World
 from torchtitan_ext.elastic.index_order import index_order
 from torchtitan_ext.errors import CannotReshardError, check_argument, check_counts
 

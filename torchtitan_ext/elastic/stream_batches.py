@@ -9,8 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtitan_ext.checkpoint.component import Resharded
-from torchtitan_ext.checkpoint.world import World
+from torchtitan_ext.checkpoint.tables.component import Resharded, World
 from torchtitan_ext.elastic.index_order import local_size
 from torchtitan_ext.elastic.sampler import Last, common_entry
 from torchtitan_ext.elastic.streams import AdoptsStates, ChecksStates, SplitsStates, StreamSource

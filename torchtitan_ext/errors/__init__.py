@@ -9,8 +9,14 @@ Kinds of problems stand in ``problems``, the classes of refusals in ``refusals``
 
 from __future__ import annotations
 
-from torchtitan_ext.errors.afterwards import only_printed
-from torchtitan_ext.errors.arguments import argument_error, check_argument, check_counts, described
+from torchtitan_ext.errors.checks import (
+    argument_error,
+    check_argument,
+    check_counts,
+    described,
+    first_line,
+    only_printed,
+)
 from torchtitan_ext.errors.failures import (
     CannotInstallError,
     CannotReshardError,
@@ -71,6 +77,7 @@ __all__ = [
     "check_argument",
     "check_counts",
     "described",
+    "first_line",
     "listed",
     "named",
     "only_printed",

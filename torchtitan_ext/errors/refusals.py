@@ -16,7 +16,7 @@ class StateRefusedError(TorchtitanExtError, RuntimeError, ValueError):
         operation: What was refused, for example ``"save"``.
         problems: Every problem found, over all ranks.
         report: What the operation would have done with each component, and what to pass to make it go, where a policy
-            asked for it (``torchtitan_ext.checkpoint.report.LoadReport``).
+            asked for it (``torchtitan_ext.checkpoint.rules.report.LoadReport``).
     """
 
     def __init__(self, operation: str, problems: tuple[Problem, ...], report: Any = None) -> None:

@@ -20,20 +20,8 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import (
-    _async_process_executor,
-    _async_thread_executor,
-    format_utils,
-    staging,
-    state_dict_loader,
-    state_dict_saver,
-)
-from torch.distributed.checkpoint._extension import ExtensionRegistry
-from torch.distributed.checkpoint.default_planner import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    _EmptyStateDictLoadPlanner,
-)
+from torch.distributed.checkpoint import format_utils, staging, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import (
     FileSystem,
     FileSystemReader,
@@ -42,6 +30,12 @@ from torch.distributed.checkpoint.filesystem import (
 )
 
 from torchtitan_ext.checkpoint import LoadPlanner, SavePlanner
+from torchtitan_ext.dcp_private import (
+    EmptyStateDictLoadPlanner,
+    ExtensionRegistry,
+    async_process_executor,
+    async_thread_executor,
+)
 from torchtitan_ext.errors import CannotInstallError
 from torchtitan_ext.layout.own_boxes import keep_own_boxes
 from torchtitan_ext.storage import FileReader, FileWriter
@@ -262,7 +256,7 @@ def _replace_in_save(settings: Settings, passed: dict[str, Any]) -> None:
 def _replace_in_load(settings: Settings, passed: dict[str, Any]) -> None:
     planner = passed.get("planner")
     # Of ``_load_state_dict_from_keys``, which makes the targets from what is in the file.
-    if type(planner) is _EmptyStateDictLoadPlanner:
+    if type(planner) is EmptyStateDictLoadPlanner:
         return
     passed["planner"] = _load_planner(settings, planner)
     passed["storage_reader"] = _reader(settings, passed["storage_reader"])
@@ -351,7 +345,7 @@ def _reader(settings: Settings, reader: Any) -> Any:
 POINTS = (
     Point(state_dict_saver, "_save_state_dict", _SAVE, _replace_in_save),
     Point(state_dict_loader, "_load_state_dict", _LOAD, _replace_in_load),
-    Point(_async_thread_executor._ThreadBasedAsyncCheckpointExecutor, "execute_save", _EXECUTE, _replace_in_executor),
+    Point(async_thread_executor._ThreadBasedAsyncCheckpointExecutor, "execute_save", _EXECUTE, _replace_in_executor),
     Point(
         staging.BlockingAsyncStager,
         "stage",
@@ -359,7 +353,7 @@ POINTS = (
         lambda settings, passed: None,
         lambda passed, staged: _keep_own_boxes(passed["state_dict"], staged),
     ),
-    Point(_async_process_executor._ProcessBasedAsyncCheckpointExecutor, "execute_save", _EXECUTE, _replace_in_executor),
+    Point(async_process_executor._ProcessBasedAsyncCheckpointExecutor, "execute_save", _EXECUTE, _replace_in_executor),
 )
 
 # Of the process, as what it replaces. A fork has a copy of its own, in which another thread may have held the lock.

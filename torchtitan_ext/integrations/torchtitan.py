@@ -22,15 +22,15 @@ import torch
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from torchtitan_ext.checkpoint import LoadPlanner, async_save, load, save
-from torchtitan_ext.checkpoint.cast import CastPolicy
-from torchtitan_ext.checkpoint.phases import TIMEOUT_SECONDS
-from torchtitan_ext.checkpoint.policy import Action, Strict
+from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS
+from torchtitan_ext.checkpoint.planners.targets import CastPolicy
+from torchtitan_ext.checkpoint.rules.policy import Action, Strict
 from torchtitan_ext.elastic import ElasticDataLoader, ElasticPolicy, TorchtitanTextStreams
 from torchtitan_ext.elastic.virtual_shards import from_entry, shard_key
 from torchtitan_ext.errors import MissingStateError, Problem, StateRefusedError, refusal
 from torchtitan_ext.integrations.torchtitan_flags import Options, in_flags, with_excluded
 from torchtitan_ext.integrations.torchtitan_train_state import RunTrainState
-from torchtitan_ext.storage.runs import old_steps
+from torchtitan_ext.storage.runs.retention import old_steps
 
 try:
     from torchtitan.components.checkpointer import DATALOADER, MODEL, TRAIN_STATE, AsyncMode, CheckpointManager

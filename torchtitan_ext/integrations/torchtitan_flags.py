@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from torchtitan_ext.checkpoint.report import ComponentLine, LoadReport
+from torchtitan_ext.checkpoint.rules.report import ComponentLine, LoadReport
 from torchtitan_ext.errors import Problem, Remedy, StateRefusedError, refusal
 
 _OVERRIDES = "torchtitan_ext.integrations.torchtitan"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from torchtitan_ext.checkpoint.component import Resharded
-from torchtitan_ext.checkpoint.world import World
+from torchtitan_ext.checkpoint.tables.component import Resharded, World
 from torchtitan_ext.errors import CannotReshardError
 
 RANK_TOKENS = "ntokens_seen"

@@ -12,17 +12,16 @@ from typing import Any
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchtitan_ext import _core
-from torchtitan_ext.errors import Problem
-from torchtitan_ext.layout.layout import MeshLayout, ShardReport, Step, Steps, format_placements
+from torchtitan_ext.dcp_private import ShardedTensor
+from torchtitan_ext.errors import Problem, first_line
+from torchtitan_ext.layout.layout import LayoutRules, MeshLayout, ShardReport, Step, Steps, format_placements
 from torchtitan_ext.layout.own_boxes import has_own_boxes, keep_own_boxes
-from torchtitan_ext.layout.rules import LayoutRules
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -41,12 +40,15 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
         return local.as_subclass(torch.Tensor)
 
 
+def is_wrapper(local: torch.Tensor) -> bool:
+    """Whether a local tensor consists of others, such as quantised values and their scales."""
+    return type(local) not in (torch.Tensor, torch.nn.Parameter) and is_traceable_wrapper_subclass(local)
+
+
 def holds_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether the local tensor of a tensor consists of others, such as quantised values and their scales."""
+    """Whether the local tensor of a tensor consists of others."""
     held = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    if type(held) in (torch.Tensor, torch.nn.Parameter):
-        return False
-    return is_traceable_wrapper_subclass(local_tensor(tensor))
+    return type(held) not in (torch.Tensor, torch.nn.Parameter) and is_wrapper(local_tensor(tensor))
 
 
 def why_not_dense(local: torch.Tensor) -> str | None:
@@ -79,6 +81,21 @@ def local_view(local: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]
         if offset or size != whole:
             local = local.narrow(dim, offset, size)
     return local
+
+
+def box_of(local: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor | str:
+    """The box of a local tensor, or why a wrapper subclass has none: most often the box cuts a quantisation block."""
+    if not is_wrapper(local):
+        return local_view(local, offsets, sizes)
+    where = f"its {type(local).__name__} of {tuple(local.shape)} cannot be cut at {tuple(offsets)}, {tuple(sizes)}"
+    remedy = "use meshes whose shards end between its blocks, or a tensor without the subclass"
+    try:
+        box = local_view(local, offsets, sizes)
+    except Exception as error:  # whatever the subclass raises
+        return f"{where} ({type(error).__name__}: {first_line(error)}); {remedy}"
+    if type(box) is not type(local) or tuple(box.shape) != tuple(sizes):
+        return f"{where} (its slice is a {type(box).__name__} of {tuple(box.shape)}); {remedy}"
+    return box
 
 
 def as_bytes(local: torch.Tensor) -> torch.Tensor:

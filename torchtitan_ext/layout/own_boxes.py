@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
+from torchtitan_ext.dcp_private import ShardedTensor
 from torchtitan_ext.layout.layout import Chunk, num_elements
 
 _ATTRIBUTES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")

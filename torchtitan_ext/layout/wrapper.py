@@ -13,17 +13,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from torchtitan_ext.layout.dtensor import local_view
+from torchtitan_ext.errors import first_line
+from torchtitan_ext.layout.dtensor import box_of, is_wrapper
 
 Box = tuple[Sequence[int], Sequence[int]]
 """Offsets and sizes in a local tensor."""
-
-
-def is_wrapper(local: torch.Tensor) -> bool:
-    """Whether a local tensor consists of others."""
-    return type(local) is not torch.Tensor and is_traceable_wrapper_subclass(local)
 
 
 def parts_of(wrapper: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -42,21 +37,6 @@ def why_not_whole(wrapper: torch.Tensor, known: dict[Any, str | None]) -> str | 
     if alike not in known:
         known[alike] = _why_no_round_trip(wrapper)
     return known[alike]
-
-
-def box_of(local: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor | str:
-    """The box of a local tensor, or why a wrapper subclass has none: most often the box cuts a quantisation block."""
-    if not is_wrapper(local):
-        return local_view(local, offsets, sizes)
-    where = f"its {type(local).__name__} of {tuple(local.shape)} cannot be cut at {tuple(offsets)}, {tuple(sizes)}"
-    remedy = "use meshes whose shards end between its blocks, or a tensor without the subclass"
-    try:
-        box = local_view(local, offsets, sizes)
-    except Exception as error:  # whatever the subclass raises
-        return f"{where} ({type(error).__name__}: {_first_line(error)}); {remedy}"
-    if type(box) is not type(local) or tuple(box.shape) != tuple(sizes):
-        return f"{where} (its slice is a {type(box).__name__} of {tuple(box.shape)}); {remedy}"
-    return box
 
 
 def why_not_cut(local: torch.Tensor, boxes: Iterable[Box], *, is_written: bool) -> str | None:
@@ -78,7 +58,7 @@ def why_not_materialized(wrapper: torch.Tensor) -> str | None:
     try:
         made = torch.empty_like(wrapper)
     except Exception as error:  # whatever the subclass raises
-        reason = f"{type(error).__name__}: {_first_line(error)}"
+        reason = f"{type(error).__name__}: {first_line(error)}"
     else:
         if type(made) is type(wrapper) and made.shape == wrapper.shape:
             return None
@@ -130,7 +110,7 @@ def _why_no_round_trip(wrapper: torch.Tensor) -> str | None:
     except Exception as error:  # whatever the subclass raises
         return (
             f"consists of a {name}, which cannot be saved, read and copied "
-            f"({type(error).__name__}: {_first_line(error)}); convert it to a plain tensor"
+            f"({type(error).__name__}: {first_line(error)}); convert it to a plain tensor"
         )
     if type(empty) is not type(wrapper) or type(loaded) is not type(wrapper):
         return f"consists of a {name}, which loses its class on the way; convert it to a plain tensor"
@@ -163,7 +143,3 @@ def _lies_in(box: torch.Tensor, whole: torch.Tensor) -> bool:
     return all(
         part.shape == of_whole[name].shape or _lies_in(part, of_whole[name]) for name, part in parts_of(box).items()
     )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0]

@@ -1,4 +1,4 @@
-"""Boxes of a source's tensors, read into memory, and the pieces into which a large one is cut."""
+"""Boxes of a source's tensors: where they lie by metadata and files, and how they are read in bounded pieces."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from torchtitan_ext import _core
-from torchtitan_ext.checkpoint.cast import is_exact
-from torchtitan_ext.checkpoint.saved_chunks import ChunkList, SavedChunks
+from torchtitan_ext.checkpoint.planners.saved_metadata import ChunkList, SavedChunks
+from torchtitan_ext.checkpoint.planners.targets import is_exact
 from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError, WrongValueError
 from torchtitan_ext.layout.dtensor import local_view
 from torchtitan_ext.layout.wrapper import dense_values
 from torchtitan_ext.offline.sources import Source, read_record
 from torchtitan_ext.state.plain_value import read_value
 from torchtitan_ext.storage.checkpoint_files import Record
-from torchtitan_ext.storage.raw_tensor import DTYPES
-from torchtitan_ext.storage.stored_boxes import Copy, add_box
+from torchtitan_ext.storage.damage import shape_defect
+from torchtitan_ext.storage.native.read_batch import Copy, add_box
+from torchtitan_ext.storage.raw_tensor import DTYPES, NAMES
 
 # A batch of small pieces is one call of the reader; more of them at a time save nothing.
 _MAX_BATCH_PIECES = 4096
@@ -261,3 +262,18 @@ def _is_finite(values: torch.Tensor) -> torch.Tensor:
 
 def _padded(num_bytes: int) -> int:
     return (num_bytes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+
+
+def records_of(source: Source, chunks: Sequence[Piece]) -> list[Record]:
+    """Where whole chunks lie, as they were saved.
+
+    Raises:
+        DamagedCheckpointError: What lies there is of another dtype or shape than the metadata says.
+    """
+    records = source.find_records([MetadataIndex(chunk.fqn, torch.Size(chunk.offsets)) for chunk in chunks])
+    for chunk, record in zip(chunks, records, strict=True):
+        dtype = NAMES.get(chunk.dtype, str(chunk.dtype))
+        defect = None if record.tensor is None else shape_defect(record.tensor, dtype, chunk.sizes)
+        if defect is not None:
+            raise DamagedCheckpointError(f"{source.path}: {chunk.fqn} in {record.file} {defect}")
+    return records

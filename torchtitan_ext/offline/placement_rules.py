@@ -23,12 +23,20 @@ from typing import Any, NamedTuple
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from torchtitan_ext import _core
-from torchtitan_ext.checkpoint.key_table import Box
-from torchtitan_ext.checkpoint.saved_chunks import ChunkList, SavedChunks
-from torchtitan_ext.checkpoint.world import World, saved_world
+from torchtitan_ext.checkpoint.planners.saved_metadata import ChunkList, SavedChunks
+from torchtitan_ext.checkpoint.tables.component import World, saved_world
+from torchtitan_ext.checkpoint.tables.key_table import Box
 from torchtitan_ext.errors import Problem, Remedy, WrongValueError, argument_error, check_argument, named, refusal
-from torchtitan_ext.layout.layout import LocalShard, MeshLayout, Steps, local_shards, num_elements
-from torchtitan_ext.layout.rules import patterns_for, rule_applies, unused_problem
+from torchtitan_ext.layout.layout import (
+    LocalShard,
+    MeshLayout,
+    Steps,
+    local_shards,
+    num_elements,
+    patterns_for,
+    rule_applies,
+    unused_problem,
+)
 
 Placements = tuple[tuple[int, int], ...]
 """Per mesh axis tensor dim, or -1 for replicated, and split factor: as in ``ShardReport``."""

@@ -11,8 +11,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchtitan_ext.errors import Problem, WrongValueError, refusal
 from torchtitan_ext.errors.near_names import names_hint, refuse_unmatched
-from torchtitan_ext.offline.boxes import BoxReader, chunks_of
-from torchtitan_ext.offline.saved_records import records_of
+from torchtitan_ext.offline.boxes import BoxReader, chunks_of, records_of
 from torchtitan_ext.offline.sources import Source, paths_of, tensor_bytes
 from torchtitan_ext.state.nested import Path
 

@@ -23,19 +23,18 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torchtitan_ext import _core
-from torchtitan_ext.checkpoint.storage_entries import storage_problems
+from torchtitan_ext.checkpoint.planners.saved_metadata import storage_problems
 from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError, Remedy, refusal
 from torchtitan_ext.state.plain_value import NotPlainError, read_value
-from torchtitan_ext.storage.checkpoint_files import Record
-from torchtitan_ext.storage.contents import size_of
-from torchtitan_ext.storage.file_reader import FileReader
-from torchtitan_ext.storage.formats import format_of
+from torchtitan_ext.storage.checkpoint_files import Record, thread_count_of
+from torchtitan_ext.storage.formats.contents import size_of
+from torchtitan_ext.storage.formats.detect import format_of
+from torchtitan_ext.storage.formats.safetensors_files import sizes_of_tensor
+from torchtitan_ext.storage.formats.safetensors_places import Place, find_safetensors
+from torchtitan_ext.storage.formats.torch_places import read_torch_file
+from torchtitan_ext.storage.metadata.saved_metadata import recorded_paths
+from torchtitan_ext.storage.native.file_reader import FileReader
 from torchtitan_ext.storage.raw_tensor import DTYPES
-from torchtitan_ext.storage.safetensors_files import sizes_of_tensor
-from torchtitan_ext.storage.safetensors_places import Place, find_safetensors
-from torchtitan_ext.storage.saved_metadata import recorded_paths
-from torchtitan_ext.storage.threads import thread_count_of
-from torchtitan_ext.storage.torch_places import read_torch_file
 
 
 class Source(Protocol):

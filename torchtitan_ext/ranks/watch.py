@@ -1,9 +1,9 @@
-"""Who holds up the collectives of a save or load, told alike on every rank.
+"""Finds the rank that holds up the collectives of a save or load, with the same answer on every rank.
 
-A backend says at best "connection closed by peer", to the neighbours of a rank that died; of one that sleeps or was
-stopped it says nothing. So every wait has a deadline, and each rank has a thread that asks one key of the process
-group's store, about once a second: has somebody given up? Who gives up sets this key. All threads answer in the store
-where their ranks stand, who gave up counts the answers and writes the verdict, and every rank raises what it says:
+A backend says at best "connection closed by peer", to the neighbours of a rank that died; about a rank that sleeps or
+was stopped it says nothing. So every wait has a deadline, and each rank has a thread that reads one key of the process
+group's store about once a second: has a rank given up? A rank that gives up sets this key. All threads answer in the
+store where their ranks stand, the rank that gave up counts the answers and writes the verdict, and all ranks raise it:
 
     rank 0, 2: waited too long --> call --> answers of 0, 2 (waiting) --> verdict: rank 1 did not answer
     rank 1:    stopped                      ...goes on later, finds the verdict, raises the same
@@ -11,6 +11,9 @@ where their ranks stand, who gave up counts the answers and writes the verdict, 
 A verdict stays in the store: collectives of such a group may be under way still, so it serves no save or load again.
 
 A deadline begins when a rank has done its own part of a phase: writing for an hour is no fault where all ranks do.
+
+Operations on one group take turns (``Turn``), in the order in which they began. A save in a thread and the next save
+would otherwise mix their collectives. All ranks begin operations in one order, so all take the same turns.
 """
 
 from __future__ import annotations
@@ -353,3 +356,44 @@ def _is_done_on_device(work: dist.Work) -> bool:
         seconds = min(2 * seconds, _LONGEST_SLEEP_SECONDS)
     work.wait()
     return True
+
+
+# Of this process: who began last on a group, and has not ended.
+_last: dict[dist.ProcessGroup, Turn] = {}
+_changing = threading.Lock()
+
+# How often who waits asks whether the one before is lost.
+_WAIT_SLICE_SECONDS = 1.0
+
+
+class Turn:
+    """Of one operation; made when it is its turn. What begins inside of a phase of another is part of that one."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.in_phase: int | None = None
+        """The thread that works in a phase of the operation."""
+        self.check: Callable[[], None] = lambda: None
+        """Raises where the operation is lost, as in a write that never returns: nobody waits for it then."""
+        self._group = group
+        self._ended = threading.Event()
+        with _changing:
+            self._earlier = _last.get(group)
+            _last[group] = self
+        try:
+            if self._earlier is not None and self._earlier.in_phase != threading.get_ident():
+                while not self._earlier._ended.wait(_WAIT_SLICE_SECONDS):
+                    self._earlier.check()
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """Lets the next one begin."""
+        with _changing:
+            if _last.get(self._group) is self:
+                if self._earlier is not None and not self._earlier._ended.is_set():
+                    _last[self._group] = self._earlier
+                else:
+                    del _last[self._group]
+            self._earlier = None
+            self._ended.set()

@@ -15,10 +15,10 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from torchtitan_ext.dcp_private import ShardedTensor
 from torchtitan_ext.layout.dtensor import on_device
 from torchtitan_ext.layout.own_boxes import has_own_boxes
 from torchtitan_ext.layout.wrapper import parts_of, why_not_whole

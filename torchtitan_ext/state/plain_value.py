@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchtitan_ext.errors import argument_error, check_argument, described, first_line
 from torchtitan_ext.state.pickled_keys import check_keys
 
 _NUMPY_RECONSTRUCT: Any = np.empty(0).__reduce__()[0]
@@ -143,6 +144,19 @@ class DamagedBytesError(ValueError):
     """The bytes of a value cannot be read as one."""
 
 
+def check_classes(operation: str, allow_classes: Any) -> None:
+    """Raises TypeError unless these are classes, or functions that build values, which a load may call."""
+    expected = "a list of classes"
+    if isinstance(allow_classes, str):
+        raise argument_error(operation, "allow_classes", allow_classes, expected)
+    check_argument(operation, "allow_classes", allow_classes, Collection, expected)
+    for one in allow_classes:
+        name = f"{getattr(one, '__module__', '')}.{getattr(one, '__qualname__', '')}"
+        if not callable(one) or is_builtin_function(name):
+            got = name if callable(one) else described(one)
+            raise TypeError(f"{operation}: got {got} in allow_classes, expected classes")
+
+
 def read_value(
     stream: io.BytesIO | pathlib.Path,
     *,
@@ -174,13 +188,13 @@ def read_value(
         unknown = re.search(r"GLOBAL (\S+)", str(error))
         found = unknown or re.search(r"but got <class '(.+)'>", str(reason))
         if not weights_only or found is None:
-            raise DamagedBytesError(f"its bytes are damaged ({_first_line(reason)})") from None
+            raise DamagedBytesError(f"its bytes are damaged ({first_line(reason)})") from None
         names = {found[1], *_names_not_allowed(stream, allow_classes)}
         # What torch knows and does not fill is no matter of permission.
         can_be_allowed = unknown is not None and all(map(_can_be_allowed, names))
         raise NotPlainError(NotPlain(tuple(sorted(names)), can_be_allowed)) from None
     except Exception as error:
-        raise DamagedBytesError(f"its bytes are damaged ({type(error).__name__}: {_first_line(error)})") from None
+        raise DamagedBytesError(f"its bytes are damaged ({type(error).__name__}: {first_line(error)})") from None
 
 
 def _check_keys(stream: io.BytesIO | pathlib.Path) -> None:
@@ -240,7 +254,7 @@ def why_not_plain(value: Any) -> NotPlain | None:
         try:
             torch.save(value, stream)
         except Exception as error:
-            raise TypeError(f"cannot be pickled ({type(error).__name__}: {_first_line(error)})") from None
+            raise TypeError(f"cannot be pickled ({type(error).__name__}: {first_line(error)})") from None
         stream.seek(0)
         try:
             read_value(stream, weights_only=True)
@@ -321,7 +335,7 @@ def read_pickle(data: bytes) -> Any:
         allowing = "allow its class with torch.serialization.add_safe_globals, or " if found.can_be_allowed else ""
         raise NotPlainError(found, f"{allowing}store plain data instead") from None
     except Exception as error:
-        raise DamagedBytesError(f"its bytes are damaged ({type(error).__name__}: {_first_line(error)})") from None
+        raise DamagedBytesError(f"its bytes are damaged ({type(error).__name__}: {first_line(error)})") from None
 
 
 class _NotAllowedError(Exception):
@@ -339,7 +353,3 @@ class _PlainUnpickler(pickle.Unpickler):
 
 def _global_name(entry: Callable[..., Any] | tuple[Callable[..., Any], str]) -> str:
     return entry[1] if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__qualname__}"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0]

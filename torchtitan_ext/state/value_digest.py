@@ -40,9 +40,9 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchtitan_ext import ops
-from torchtitan_ext.layout.dtensor import as_bytes, local_tensor
+from torchtitan_ext.layout.dtensor import as_bytes, is_wrapper, local_tensor
 from torchtitan_ext.layout.layout import Chunk, LocalShard
-from torchtitan_ext.layout.wrapper import is_wrapper, parts_of
+from torchtitan_ext.layout.wrapper import parts_of
 
 _DIGEST_BYTES = 16
 

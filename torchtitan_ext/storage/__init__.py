@@ -9,13 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchtitan_ext.storage.file_reader import FileReader
-    from torchtitan_ext.storage.file_writer import FileWriter
-    from torchtitan_ext.storage.runs import latest
+    from torchtitan_ext.storage.native.file_reader import FileReader
+    from torchtitan_ext.storage.native.file_writer import FileWriter
+    from torchtitan_ext.storage.runs.retention import latest
 
 __all__ = ["FileReader", "FileWriter", "latest"]
 
-_MODULE_OF = {"FileReader": "file_reader", "FileWriter": "file_writer", "latest": "runs"}
+_MODULE_OF = {"FileReader": "native.file_reader", "FileWriter": "native.file_writer", "latest": "runs.retention"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The files of a checkpoint's directory: their names, and how the index says what lies where.
+"""The files of a checkpoint's directory: their names, how the index says what lies where, and threads to read them by.
 
 ``.metadata`` and ``__<rank>_0.distcp`` are DCP's; ``.tte_index`` is ours (docs/format.md). With
 ``use_collectives=False`` each rank has metadata, and an index, of its own.
@@ -257,3 +257,21 @@ def row_major_strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(stride)
         stride *= size
     return tuple(reversed(strides))
+
+
+# More do not make one file faster: the file system lets one writer at a time into it.
+MAX_THREADS = 8
+
+
+def thread_count_of(given: int | None) -> int:
+    """The given number, or this rank's share of the machine's cores (``LOCAL_WORLD_SIZE``, which torchrun sets).
+
+    Raises:
+        ValueError: The given number is not positive.
+    """
+    if given is not None:
+        if given < 1:
+            raise ValueError(f"thread_count: got {given}, expected at least 1")
+        return given
+    num_ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // num_ranks))

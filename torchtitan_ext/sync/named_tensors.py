@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from torchtitan_ext.layout.rules import canonical_fqn
+from torchtitan_ext.layout.layout import canonical_fqn
 from torchtitan_ext.state.nested import flatten_state_dict
 from torchtitan_ext.sync.options import Buffers
 

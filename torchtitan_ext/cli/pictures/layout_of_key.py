@@ -14,7 +14,7 @@ from torchtitan_ext.cli.pictures.files import holders_of
 from torchtitan_ext.cli.pictures.holders import Holder
 from torchtitan_ext.cli.pictures.text import draw_layout
 from torchtitan_ext.errors.near_names import nearest_name
-from torchtitan_ext.storage.contents import ContentKey, Contents
+from torchtitan_ext.storage.formats.contents import ContentKey, Contents
 
 
 def show_layout(contents: Contents, name: str, plot: Path | None, *, json: bool) -> None:

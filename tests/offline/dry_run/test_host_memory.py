@@ -1,0 +1,68 @@
+"""What a dry run says of the host's memory; benchmarks/bench_dry_run_memory.py measures it."""
+
+from pathlib import Path
+
+import torch
+
+import torchtitan_ext as tte
+from torchtitan_ext.offline.dry_run.host_memory import Device, loading_bytes
+from torchtitan_ext.storage.native.file_reader import BATCH_BYTES
+from torchtitan_ext.storage.raw_tensor import STAGING_BYTES
+
+MIB = 1 << 20
+
+
+def saving(state: dict[str, object], device: Device | None = None) -> int:
+    return tte.dry_run(state, device=device).save.ranks[0].buffer_bytes
+
+
+def test_tensors_pass_through_a_buffer_on_their_way_from_a_gpu_alone() -> None:
+    state: dict[str, object] = {"w": torch.zeros(4, MIB)}
+    assert saving(state) == saving(state, "cpu")
+    assert saving(state, "cuda") == saving(state, "cpu") + STAGING_BYTES
+    assert "cuda" not in str(tte.dry_run(state).device)
+    assert tte.dry_run({"w": torch.zeros(4, device="meta")}).device == "cuda"
+
+
+def test_elements_that_lie_otherwise_are_packed_in_blocks() -> None:
+    packed = saving({"w": torch.zeros(MIB, 4).t()}) - saving({"w": torch.zeros(4, MIB)})
+    assert MIB // 2 < packed <= 8 * MIB
+
+
+def test_values_are_held_as_they_are_pickled() -> None:
+    assert saving({"text": "x" * (8 * MIB)}) - saving({"text": "x"}) in range(8 * MIB, 10 * MIB)
+
+
+def test_what_is_cast_or_goes_to_a_gpu_is_read_beside_its_target(tmp_path: Path) -> None:
+    tte.save({f"w{index}": torch.zeros(1024) for index in range(8)}, tmp_path, no_dist=True)
+
+    def loading(dtype: torch.dtype, device: Device) -> int:
+        targets = {f"w{index}": torch.empty(1024, dtype=dtype) for index in range(8)}
+        return tte.dry_run(targets, checkpoint=tmp_path, device=device).load.ranks[0].buffer_bytes
+
+    plain = loading(torch.float32, "cpu")
+    assert loading(torch.float64, "cpu") - plain == loading(torch.float32, "cuda") - plain == 8 * 4096
+
+
+def test_no_more_is_held_than_a_batch_and_what_fills_it() -> None:
+    def loading(staged_bytes: int) -> int:
+        return loading_bytes(
+            num_reads=100,
+            num_bytes=100 * MIB,
+            value_bytes=[],
+            is_packed=False,
+            staged_bytes=staged_bytes,
+            largest_staged_bytes=min(staged_bytes, 4 * MIB),
+            metadata_bytes=0,
+            index_bytes=0,
+        )
+
+    assert loading(1 << 40) - loading(0) == BATCH_BYTES + 4 * MIB
+
+
+def test_the_metadata_of_many_ranks_is_held_by_who_writes_and_who_reads_it(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        state = {f"layers.{index}.w": torch.empty(512, 8) for index in range(200)}
+    save = tte.dry_run(state, mesh={"dp": 512}, device="cpu").save
+    first, second = save.ranks[:2]
+    assert first.buffer_bytes - second.buffer_bytes > 4 * save.index_bytes > 4 * save.metadata_bytes > 4 * MIB

@@ -1,0 +1,84 @@
+"""Processes that are killed in the middle of an operation."""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import random_bits, save_as
+
+from torchtitan_ext.errors import WorkerLostError
+from torchtitan_ext.offline.compare.diff import diff
+from torchtitan_ext.offline.rewrite.convert import convert
+from torchtitan_ext.offline.rewrite.reshard import reshard
+from torchtitan_ext.offline.sources import open_source
+from torchtitan_ext.offline.workers import run_tasks
+from torchtitan_ext.storage.progress import OnBytes
+
+Operation = Callable[..., Any]
+
+OPERATIONS: dict[str, Operation] = {
+    "reshard": lambda *args, **options: reshard(*args, mesh={"dp": 6}, **options),
+    "hf": lambda *args, **options: convert(*args, to="hf", max_file_bytes=3 << 20, **options),
+    "torch": lambda *args, **options: convert(*args, to="torch", **options),
+}
+
+
+def work_and_die(operation: Operation, source: Path, target: Path, num_processes: int, at: float) -> None:
+    opened = open_source(source)
+    num_left = [at * 12 * 1500 * 160 * 4]
+
+    def progress(num_bytes: int) -> None:
+        num_left[0] -= num_bytes
+        if num_left[0] <= 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    operation(opened, target, num_processes=num_processes, max_bytes=12 << 20, overwrite=True, progress=progress)
+
+
+def descendants(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children]
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("at", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_kill_leaves_what_was_there_and_no_process(tmp_path: Path, name: str, at: float, num_processes: int) -> None:
+    state = {f"w{number}": random_bits((1500, 160), torch.float32, number) for number in range(12)}
+    source, target = save_as("dp=3", tmp_path / "a", state), tmp_path / "b"
+    old = save_as("ours", tmp_path / "old", {"w": torch.ones(3)})
+    OPERATIONS[name](open_source(old), target, num_processes=1)
+    args = (OPERATIONS[name], source, target, num_processes, at)
+    process = multiprocessing.get_context("fork").Process(target=work_and_die, args=args)
+    process.start()
+    workers: set[int] = set()
+    while process.exitcode is None:
+        workers |= set(descendants(process.pid or 0)) if process.is_alive() else set()
+        time.sleep(0.002)
+    assert process.exitcode == -signal.SIGKILL
+    assert diff(open_source(old), open_source(target)).differences == ()
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < deadline, "workers outlive who started them"
+        time.sleep(0.05)
+    OPERATIONS[name](open_source(source), target, num_processes=1, overwrite=True)
+    assert diff(open_source(source), open_source(target)).differences == ()
+    assert sorted(os.listdir(tmp_path)) == ["a", "a-plain", "b", "old"]
+
+
+def die_at_two(number: int, progress: OnBytes) -> int:
+    if number == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return number
+
+
+def test_a_worker_that_is_killed_is_an_error() -> None:
+    with pytest.raises(WorkerLostError, match="killed by signal 9"):
+        run_tasks(die_at_two, 5, 2, lambda _: None)
+    assert run_tasks(lambda number, _: number**2, 5, 2, lambda _: None) == [0, 1, 4, 9, 16]

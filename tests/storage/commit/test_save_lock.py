@@ -1,0 +1,194 @@
+"""Whose lock is dead: other threads, users, machines and clocks; and when other machines see what a lock says."""
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtitan_ext.errors import SaveInProgressError
+from torchtitan_ext.storage.commit import save_lock
+from torchtitan_ext.storage.commit.save_lock import (
+    LockState,
+    SaveLock,
+    is_dead,
+    is_surely_dead,
+    read_lock,
+    remove_dead_lock,
+)
+
+
+@pytest.fixture
+def living() -> Iterator[LockState]:
+    """What a lock of another thread of this process says."""
+    owners: list[save_lock.Owner] = []
+    ready, done = threading.Event(), threading.Event()
+
+    def run() -> None:
+        owners.append(save_lock._this_thread("1" * 32, Path("/run/step-1")))
+        ready.set()
+        done.wait()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    ready.wait()
+    yield LockState(owners[0], [], 1, time.time())
+    done.set()
+    thread.join()
+
+
+def test_a_living_thread_is_not_dead_whatever_the_clock_says(living: LockState) -> None:
+    assert not is_surely_dead(replace(living, touched=time.time() - 3 * save_lock._VERY_OLD_SECONDS))
+
+
+@pytest.mark.parametrize("field", ["started", "thread", "pid"])
+def test_a_thread_that_is_gone_is_dead(living: LockState, field: str) -> None:
+    """Numbers of threads and processes are used again; then they started at another time."""
+    assert living.owner is not None
+    changed: dict[str, Any] = {field: "1" if field == "started" else 2**22 + 1}
+    assert is_surely_dead(replace(living, owner=replace(living.owner, **changed)))
+
+
+def test_this_thread_is_in_one_save_at_a_time() -> None:
+    owner = save_lock._this_thread("1" * 32, Path("/run/step-1"))
+    assert is_surely_dead(LockState(owner, [], 1, time.time()))
+
+
+@pytest.mark.parametrize("field", ["machine", "host"])
+def test_containers_and_copies_of_machines_are_others(living: LockState, field: str) -> None:
+    """Process 1 of another container, or of a copied machine with the same boot, is not process 1 here."""
+    assert living.owner is not None
+    changed: dict[str, Any] = {field: "another", "pid": 1, "thread": 1, "started": "1"}
+    assert not is_surely_dead(replace(living, owner=replace(living.owner, **changed)))
+
+
+def test_processes_of_other_users_may_be_hidden(living: LockState, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kill(pid: int, signal: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(save_lock, "_start_of", lambda pid, thread: "")
+    monkeypatch.setattr(save_lock.os, "kill", kill)
+    assert not is_surely_dead(living)
+
+
+def test_a_lock_from_the_future_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(save_lock, "_WATCH_SECONDS", 0.2)
+    path = tmp_path / "lock"
+    lock = SaveLock.acquire(path, "1" * 32, tmp_path)
+    lock_line = path.read_text().replace(save_lock._machine(), "another boot")
+    lock.release()
+    path.write_text(lock_line)
+    os.utime(path, (0, time.time() + 3600))
+    state = read_lock(path)
+    assert state is not None and is_dead(path, state)
+
+
+def test_the_lock_of_who_took_over_first_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new file may have the inode of the dead one."""
+    path = tmp_path / "lock"
+    dead = SaveLock.acquire(path, "1" * 32, tmp_path)
+    original = save_lock.is_dead
+
+    def is_dead_and_taken(lock_path: Path, state: LockState) -> bool:
+        result = original(lock_path, state)
+        path.write_text(path.read_text().replace("1" * 32, "2" * 32))
+        return result
+
+    monkeypatch.setattr(save_lock, "is_dead", is_dead_and_taken)
+    remove_dead_lock(path)
+    state = read_lock(path)
+    assert state is not None and state.owner is not None and state.owner.save_id == "2" * 32
+    dead.release()
+
+
+def test_other_machines_see_each_line_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS sends what was written when a descriptor of the file is closed; a lock is open for as long as a save."""
+    calls: list[str] = []
+    original_write, original_close = os.write, os.close
+
+    def write(descriptor: int, data: bytes) -> int:
+        calls.append(f"write {os.fstat(descriptor).st_ino}")
+        return original_write(descriptor, data)
+
+    def close(descriptor: int) -> None:
+        if threading.current_thread() is threading.main_thread():  # not the thread of an earlier lock
+            calls.append(f"close {os.fstat(descriptor).st_ino}")
+        original_close(descriptor)
+
+    monkeypatch.setattr(save_lock.os, "write", write)
+    monkeypatch.setattr(save_lock.os, "close", close)
+    lock = SaveLock.acquire(tmp_path / "lock", "1" * 32, tmp_path)
+    lock.add_line("{}")
+    inode = os.stat(tmp_path / "lock").st_ino
+    assert [call for call in calls if call.endswith(f" {inode}")] == [f"write {inode}", f"close {inode}"] * 2
+    monkeypatch.undo()
+    lock.release()
+
+
+def test_a_lock_that_goes_while_it_is_opened_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stale(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(Path, "open", stale)
+    assert read_lock(tmp_path / "lock") is None
+
+
+@pytest.mark.parametrize("kind", ["dangling link", "link to a file", "pipe"])
+def test_what_no_save_has_put_at_the_place_of_a_lock_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(save_lock, "_EMPTY_SECONDS", 0.2)
+    path, other = tmp_path / "lock", tmp_path / "other"
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(other)
+    if kind == "link to a file":
+        other.write_text("theirs")
+    lock = SaveLock.acquire(path, "1" * 32, tmp_path)
+    state = read_lock(path)
+    assert state is not None and state.owner == lock.owner and not path.is_symlink()
+    lock.release()
+    assert os.listdir(tmp_path) == (["other"] if kind == "link to a file" else [])
+    assert kind != "link to a file" or other.read_text() == "theirs"
+
+
+def test_bytes_that_are_no_text_are_no_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(save_lock, "_EMPTY_SECONDS", 0.2)
+    path = tmp_path / "lock"
+    path.write_bytes(b"\xff\xfe\x00\n\xff")
+    lock = SaveLock.acquire(path, "1" * 32, tmp_path)
+    lock.release()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_server_that_is_away_does_not_end_the_touching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(save_lock, "HEARTBEAT_SECONDS", 0.02)
+    failures: list[int] = []
+    again = threading.Event()
+
+    def utime(descriptor: int) -> None:
+        if len(failures) < 2:
+            failures.append(descriptor)
+            raise OSError(errno.ETIMEDOUT, "Connection timed out")
+        again.set()
+
+    monkeypatch.setattr(save_lock.os, "utime", utime)
+    lock = SaveLock.acquire(tmp_path / "lock", "1" * 32, tmp_path)
+    assert again.wait(20)
+    lock.release()
+
+
+def test_another_machine_holds_the_lock_while_it_touches_it(living: LockState, tmp_path: Path) -> None:
+    assert living.owner is not None
+    path = tmp_path / "lock"
+    lock = SaveLock.acquire(path, "1" * 32, tmp_path)
+    path.write_text(path.read_text().replace(save_lock._machine(), "another boot"))
+    with pytest.raises(SaveInProgressError, match="process"):
+        remove_dead_lock(path)
+    lock.release()

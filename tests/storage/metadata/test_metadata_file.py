@@ -1,0 +1,211 @@
+"""`.metadata` read as data: equal to what unpickling gives, and nothing in it is ever run."""
+
+import io
+import os
+import pickle
+import pickletools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+
+import torchtitan_ext as tte
+from torchtitan_ext import _core
+from torchtitan_ext.storage.metadata.metadata_file import parse_metadata
+
+SOAK = int(os.environ.get("TTE_SOAK", 1))
+
+
+def stock_file(path: Path, state: dict[str, Any]) -> bytes:
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+    return (path / ".metadata").read_bytes()
+
+
+def state_of_all_kinds() -> dict[str, Any]:
+    return {
+        "model": {"w": torch.ones(3, 4, dtype=torch.bfloat16), "scalar": torch.zeros(()), "empty": torch.zeros(0, 5)},
+        "optimizer": {"state": {0: {"exp_avg": torch.ones(2, requires_grad=True)}}, "param_groups": [{"lr": 0.1}]},
+        "many": [torch.ones(2, dtype=torch.complex64), torch.tensor([True])],
+        "step": 3,
+        "ünïcode \U0001f600": "text",
+        **{f"key_{index}": torch.ones(1) for index in range(3000)},  # lists and dicts come in steps of a thousand
+    }
+
+
+def assert_same(parsed: Metadata, expected: Metadata) -> None:
+    assert parsed.state_dict_metadata == expected.state_dict_metadata
+    assert list(parsed.state_dict_metadata) == list(expected.state_dict_metadata)
+    assert parsed.planner_data == expected.planner_data
+    assert parsed.storage_data == expected.storage_data
+    # `index` does not count in the equality of MetadataIndex.
+    assert [index.index for index in parsed.storage_data] == [index.index for index in expected.storage_data]
+    assert parsed.storage_meta == expected.storage_meta
+    assert parsed.version == expected.version
+
+
+def test_what_stock_wrote(tmp_path: Path) -> None:
+    data = stock_file(tmp_path, state_of_all_kinds())
+    assert_same(parse_metadata(data), pickle.loads(data))
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_every_protocol(tmp_path: Path, protocol: int) -> None:
+    metadata = pickle.loads(stock_file(tmp_path, state_of_all_kinds()))
+    data = pickle.dumps(metadata, protocol=protocol)
+    assert_same(parse_metadata(data), metadata)
+    assert_same(parse_metadata(pickletools.optimize(data)), metadata)
+    python = io.BytesIO()
+    pickle._Pickler(python, protocol).dump(metadata)  # type: ignore[attr-defined]
+    assert_same(parse_metadata(python.getvalue()), metadata)
+
+
+def test_what_our_planner_adds_and_shares(tmp_path: Path) -> None:
+    tte.save({"a": torch.ones(4), "b": torch.ones(4)}, tmp_path)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    a, b = metadata.state_dict_metadata["a"], metadata.state_dict_metadata["b"]
+    b.chunks = a.chunks
+    parsed = parse_metadata(pickle.dumps(metadata))
+    assert_same(parsed, metadata)
+    entries = [parsed.state_dict_metadata[name] for name in ("a", "b")]
+    assert isinstance(entries[0], TensorStorageMetadata) and entries[0].chunks is entries[1].chunks
+
+
+def test_fields_that_older_torch_does_not_have(tmp_path: Path) -> None:
+    metadata = pickle.loads(stock_file(tmp_path, {"w": torch.ones(3), "step": 1}))
+    for name in ("storage_meta", "version"):
+        del metadata.__dict__[name]  # torch 2.1 had neither
+    parsed = parse_metadata(pickle.dumps(metadata))
+    assert parsed.storage_meta is None and parsed.version is None
+    assert parsed.state_dict_metadata == metadata.state_dict_metadata
+
+
+def with_names(data: bytes, replacements: dict[bytes, bytes]) -> bytes:
+    """The same stream in protocol 2, in which names are lines of text, with other names in it."""
+    plain = pickle.dumps(pickle.loads(data), protocol=2)
+    for old, new in replacements.items():
+        assert old in plain
+        plain = plain.replace(old, new)
+    return plain
+
+
+def test_names_of_torch_before_2_3(tmp_path: Path) -> None:
+    data = stock_file(tmp_path, {"w": torch.ones(3)})
+    old = with_names(
+        data,
+        {
+            b"ctorch.distributed.checkpoint.metadata\nTensorProperties\n": (
+                b"ctorch.distributed._shard.sharded_tensor.metadata\nTensorProperties\n"
+            ),
+            b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n": (
+                b"ctorch.distributed._shard.sharded_tensor.metadata\nMEM_FORMAT_ENCODING\n"
+            ),
+        },
+    )
+    assert_same(parse_metadata(old), pickle.loads(data))
+
+
+def test_enum_members_as_python_3_11_may_write_them(tmp_path: Path) -> None:
+    data = stock_file(tmp_path, {"w": torch.ones(3)})
+    by_value = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
+    plain = pickle.dumps(pickle.loads(data), protocol=2)
+    at = plain.index(by_value)
+    end = plain.index(b"R", plain.index(b"K\x00", at))
+    text = b"TORCH_CONTIGUOUS_FORMAT"
+    member = b"cbuiltins\ngetattr\n" + by_value + b"X" + len(text).to_bytes(4, "little") + text + b"\x86"
+    assert_same(parse_metadata(plain[:at] + member + plain[end:]), pickle.loads(data))
+
+
+def test_a_path_as_checkpoint_id(tmp_path: Path) -> None:
+    metadata = pickle.loads(stock_file(tmp_path, {"w": torch.ones(3)}))
+    metadata.storage_meta.checkpoint_id = tmp_path
+    parsed = parse_metadata(pickle.dumps(metadata))
+    assert parsed.storage_meta is not None and parsed.storage_meta.checkpoint_id == tmp_path
+
+
+class Hostile:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch hostile-was-run",)
+
+
+def hostile_files(tmp_path: Path) -> dict[str, bytes]:
+    metadata = pickle.loads(stock_file(tmp_path, {"w": torch.ones(3), "step": 1}))
+
+    def changed(**fields: Any) -> bytes:
+        changed = Metadata(metadata.state_dict_metadata, metadata.planner_data, metadata.storage_data)
+        changed.__dict__.update(fields)
+        return pickle.dumps(changed)
+
+    entry_of_hostile_size = TensorStorageMetadata(TensorProperties(), Hostile(), [])  # type: ignore[arg-type]
+    return {
+        "instead of the metadata": pickle.dumps(Hostile()),
+        "as a key's entry": changed(state_dict_metadata={"w": Hostile()}),
+        "as a size": changed(state_dict_metadata={"w": entry_of_hostile_size}),
+        "in planner_data": changed(planner_data={"w": Hostile()}),
+        "deep in planner_data": changed(planner_data={"w": [[[Hostile()]]]}),
+        "in storage_data": changed(storage_data={MetadataIndex("w"): Hostile()}),
+        "in storage_meta": changed(storage_meta=Hostile()),
+        "as the version": changed(version=Hostile()),
+        "as a call of getattr": b"\x80\x02cbuiltins\ngetattr\ncos\nsystem\nX\x08\x00\x00\x00__call__\x86R.",
+    }
+
+
+def test_nothing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, data in hostile_files(tmp_path / "checkpoint").items():
+        with pytest.raises(
+            ValueError, match=r"^\.metadata: .*(posix\.system|builtins\.getattr), expected .*; nothing was run$"
+        ):
+            parse_metadata(data)
+        assert not Path("hostile-was-run").exists(), name
+
+
+@pytest.mark.parametrize("path", ["../w", "/etc/passwd", "a/../../w", "..", "", "a\0/../b"])
+def test_files_outside_of_the_checkpoint_are_refused(tmp_path: Path, path: str) -> None:
+    metadata = pickle.loads(stock_file(tmp_path, {"w": torch.ones(3)}))
+    for entry in metadata.storage_data.values():
+        entry.relative_path = path
+    with pytest.raises(ValueError, match=r"^\.metadata: w: lies outside of the checkpoint: "):
+        parse_metadata(pickle.dumps(metadata))
+
+
+def test_a_value_that_contains_itself_is_refused(tmp_path: Path) -> None:
+    metadata = pickle.loads(stock_file(tmp_path, {"w": torch.ones(3)}))
+    metadata.planner_data["loop"] = loop = []
+    loop.append(loop)
+    with pytest.raises(ValueError, match="nested deeper than 200, or contain themselves"):
+        parse_metadata(pickle.dumps(metadata))
+
+
+def test_a_small_file_is_no_large_value(tmp_path: Path) -> None:
+    # 2^60 leaves: each tuple holds the one before twice.
+    metadata = pickle.loads(stock_file(tmp_path, {"w": torch.ones(3)}))
+    value: Any = ("leaf",)
+    for _ in range(60):
+        value = (value, value)
+    metadata.planner_data["deep"] = value
+    parsed = parse_metadata(pickle.dumps(metadata)).planner_data["deep"]
+    for _ in range(60):
+        assert parsed[0] is parsed[1]
+        parsed = parsed[0]
+
+
+def test_damaged_files_are_refused_or_harmless(tmp_path: Path) -> None:
+    data = stock_file(tmp_path, {"model": {"w": torch.ones(3, 4), "b": torch.zeros(2)}, "step": 3})
+    for length in range(len(data)):
+        with pytest.raises(ValueError, match=r"pickle: at byte \d+ the stream |\.metadata: "):
+            _core.read_metadata_pickle(data[:length])
+    source = random.Random(0)
+    refused = 0
+    for _ in range(2000 * SOAK):
+        damaged = bytearray(data)
+        for _ in range(source.randint(1, 4)):
+            damaged[source.randrange(len(data))] = source.randrange(256)
+        try:
+            _core.read_metadata_pickle(bytes(damaged))
+        except ValueError:
+            refused += 1
+    assert refused > 1000

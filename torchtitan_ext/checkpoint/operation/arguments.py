@@ -1,0 +1,184 @@
+"""What ``save``, ``async_save`` and ``load`` take, checked on each rank, and whether all ranks' paths name one place.
+
+Paths with a time in them, or with a step that is one off, do not. But one directory may have several names: by links,
+by mount points, from another working directory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+
+from torchtitan_ext.errors import Problem, argument_error, check_argument, named
+from torchtitan_ext.ranks.side_group import can_have_side_group
+from torchtitan_ext.storage.checkpoint_files import is_local
+from torchtitan_ext.storage.commit.steps import StepPattern, step_of
+
+# A month: timers of the backends count in milliseconds.
+_LONGEST_SECONDS = 30 * 24 * 3600
+
+
+def check_save(operation: str, state_dict: Any, path: Any, planner: Any, storage_writer: Any, group: Any) -> None:
+    """Raises TypeError or ValueError unless these are the arguments of a save."""
+    _check_state_and_place(operation, state_dict, path, storage_writer)
+    check_argument(operation, "planner", planner, (SavePlanner, NoneType), "a SavePlanner")
+    expected = "a DCP storage writer, such as FileSystemWriter(path)"
+    check_argument(operation, "storage_writer", storage_writer, (StorageWriter, NoneType), expected)
+    _check_group(operation, group)
+
+
+def check_load(state_dict: Any, path: Any, planner: Any, storage_reader: Any, group: Any, *, has_sources: bool) -> None:
+    """Raises TypeError or ValueError unless these are the arguments of a load."""
+    if has_sources and (path is not None or storage_reader is not None):
+        raise ValueError("load: got sources and a path or storage_reader, expected one of them")
+    _check_state_and_place("load", state_dict, path, storage_reader or has_sources)
+    check_argument("load", "planner", planner, (LoadPlanner, NoneType), "a LoadPlanner")
+    expected = "a DCP storage reader, such as FileSystemReader(path)"
+    check_argument("load", "storage_reader", storage_reader, (StorageReader, NoneType), expected)
+    _check_group("load", group)
+
+
+def check_step(path: Any, step: Any, pattern: Any = None) -> None:
+    """Raises TypeError or ValueError unless this is a step of a run at ``path``, or ``None``."""
+    _check_pattern("load", pattern)
+    if step is None:
+        if pattern is not None:
+            raise ValueError(f"load: got step_pattern={pattern!r} and no step, expected step='latest' or a number")
+        return
+    if not (isinstance(step, int) and not isinstance(step, bool)) and step not in ("latest", "last-good"):
+        raise argument_error("load", "step", step, "a number, 'latest' or 'last-good'")
+    if path is None:
+        raise ValueError(f"load: got step={step!r} without a path, expected the directory of the run")
+
+
+def check_keep(keep: Any, path: str | os.PathLike[str] | None, pattern: Any = None) -> None:
+    """Raises TypeError or ValueError unless so many steps of the run that ``path`` is in can be kept."""
+    _check_pattern("save", pattern)
+    if keep is None:
+        if pattern is not None:
+            raise ValueError(f"save: got step_pattern={pattern!r} and no keep, expected how many steps stay")
+        return
+    if isinstance(keep, bool) or not isinstance(keep, int):
+        raise argument_error("save", "keep", keep, "a whole number")
+    if keep < 1:
+        raise ValueError(f"save: got keep={keep}, expected at least 1")
+    if path is None or step_of(path, pattern) is None:
+        name = "step-<number>" if pattern is None else pattern
+        raise ValueError(f"save: got keep={keep} and the path {str(path)!r}, expected a directory <run>/{name}")
+
+
+def _check_pattern(operation: str, pattern: Any) -> None:
+    if pattern is not None:
+        check_argument(operation, "step_pattern", pattern, str, "a name such as 'checkpoint-{step}'")
+        StepPattern(pattern)
+
+
+def check_can_send_from_cpu(operation: str, group: dist.ProcessGroup | None) -> None:
+    """Raises ValueError where a save in a thread can send neither beside a group nor from CPU memory over it."""
+    if not (dist.is_available() and dist.is_initialized()) or can_have_side_group():
+        return
+    devices = (group or dist.group.WORLD)._device_types  # type: ignore[union-attr]
+    if torch.device("cpu") not in devices:
+        raise ValueError(
+            f"{operation}: got a group for {', '.join(map(str, devices))}, expected one that can send from CPU memory; "
+            "call init_process_group with 'cpu:gloo,cuda:nccl'"
+        )
+
+
+def check_seconds(operation: str, timeout_seconds: Any) -> None:
+    """Raises TypeError or ValueError unless it is a time to wait."""
+    check_argument(operation, "timeout_seconds", timeout_seconds, Real, "a number of seconds")
+    if not 0 < timeout_seconds <= _LONGEST_SECONDS:
+        raise ValueError(
+            f"{operation}: got timeout_seconds={timeout_seconds}, expected more than 0 and at most {_LONGEST_SECONDS:,}"
+        )
+
+
+def _check_state_and_place(operation: str, state_dict: Any, path: Any, storage: Any) -> None:
+    if isinstance(path, Mapping) and isinstance(state_dict, (str, os.PathLike)):
+        raise TypeError(f"{operation}: got the path first and the state dict second; exchange them")
+    expected = "a dict such as {'model': model}"
+    if isinstance(state_dict, nn.Module):
+        expected = "a dict: {'model': model}, or model.state_dict()"
+    check_argument(operation, "state_dict", state_dict, Mapping, expected)
+    check_argument(operation, "path", path, (str, os.PathLike, NoneType), "a directory")
+    if path is None and not storage:
+        raise ValueError(f"{operation}: got neither a path nor storage, expected one of them")
+    for key, value in state_dict.items():
+        if isinstance(value, type) and hasattr(value, "state_dict"):
+            raise TypeError(f"{operation}: got the class {value.__name__} for {key}, expected an instance of it")
+
+
+def _check_group(operation: str, group: Any) -> None:
+    if isinstance(group, int):  # GroupMember.NON_GROUP_MEMBER, where new_group gave this rank no part
+        raise ValueError(f"{operation}: this rank is not in the process group; call it on the group's ranks only")
+    check_argument(operation, "process_group", group, (dist.ProcessGroup, NoneType), "a process group")
+
+
+_MAX_RANKS = 8
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank says that a checkpoint is.
+
+    Attributes:
+        path: Its absolute path, or URL; empty where storage knows it alone.
+        identity: Equal for all names of one directory, on the hosts that share it: the inode of the nearest directory
+            that is there, and the names below it. ``None`` for a URL.
+    """
+
+    path: str
+    identity: tuple[int, str] | None = None
+
+
+def place_of(path: str | os.PathLike[str] | None) -> Place:
+    """This rank's place of a checkpoint, which need not be there yet."""
+    if path is None:
+        return Place("")
+    if not is_local(path):
+        return Place(str(path).rstrip("/"))
+    real = Path(os.path.realpath(path))
+    for there in (real, *real.parents):
+        try:
+            return Place(str(real), (there.stat().st_ino, str(real.relative_to(there))))
+        except OSError:
+            continue
+    return Place(str(real))
+
+
+def place_problems(places: Sequence[Sequence[Place]]) -> list[Problem]:
+    """A problem for each checkpoint of which ranks name different places.
+
+    Args:
+        places: Per rank those of all its checkpoints.
+    """
+    problems = []
+    for of_ranks in zip(*places, strict=False):
+        ranks_at: dict[Place, list[int]] = {}
+        for rank, place in enumerate(of_ranks):
+            ranks_at.setdefault(place, []).append(rank)
+        paths = {place.path for place in ranks_at}
+        identities = {place.identity for place in ranks_at}
+        if len(paths) > 1 and (len(identities) > 1 or None in identities):
+            listed = "; ".join(
+                f"rank{'s' if len(ranks) > 1 else ''} {named(ranks, _MAX_RANKS)} {place.path or 'no path'}"
+                for place, ranks in list(ranks_at.items())[:_MAX_RANKS]
+            )
+            detail = (
+                f"ranks name different directories: {listed}; pass the same path on every rank: make a name with a "
+                "time or a step in it on one rank, and broadcast it"
+            )
+            problems.append(Problem("ranks_disagree", "path", detail))
+    return problems

@@ -1,0 +1,363 @@
+"""What becomes of each component of a state dict, worked out from what was saved before a plan is made.
+
+Nothing here is collective, and nothing changes: a rank reads what components have saved and asks each for its part.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.tensor import DTensor
+
+from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
+from torchtitan_ext.checkpoint.rules.load_rules import UNTOUCHED, ComponentPlan
+from torchtitan_ext.checkpoint.rules.param_groups import find_moved, merge_param_groups, option_keys
+from torchtitan_ext.checkpoint.rules.policy import Action, ElasticPolicy, Source
+from torchtitan_ext.checkpoint.tables.component import (
+    Resharded,
+    SampleAccount,
+    World,
+    can_reshard,
+    disagreeing_counts,
+    is_stateful,
+    named_axes,
+    reshard_state,
+    saved_world,
+)
+from torchtitan_ext.dcp_private import unflatten_state_dict
+from torchtitan_ext.errors import (
+    CannotReshardError,
+    CheckpointReadError,
+    DamagedCheckpointError,
+    DamagedValueError,
+    Problem,
+)
+from torchtitan_ext.state.nested import Path, flatten_state_dict
+from torchtitan_ext.storage.metadata.saved_metadata import recorded_path
+
+
+@dataclass(frozen=True)
+class OpenSource:
+    """A source, its metadata, and how objects are read from it.
+
+    Attributes:
+        name: Its path, or what reads it, for messages.
+        is_of_one_rank: Whether the metadata is of this rank's part alone (``use_collectives=False``).
+        weights_only: See ``LoadPlanner``; so too ``allow_classes``.
+        allows_missing: Whether a component may be missing (``allow_partial_load``).
+    """
+
+    name: str
+    source: Source
+    reader: StorageReader
+    metadata: Metadata
+    is_of_one_rank: bool = False
+    weights_only: bool = True
+    allow_classes: tuple[Callable[..., Any], ...] = ()
+    allows_missing: bool = False
+
+
+@dataclass
+class Components:
+    """A state dict, cut by what becomes of each top-level entry; keys are its own, names in ``plans`` their text.
+
+    Attributes:
+        values: Entries that the planners load, key by key; of ``Stateful`` objects what ``state_dict()`` gives.
+        resharded: The new state of objects that have a rule of their own.
+        to_reset: Objects that start anew.
+        param_groups: New parameter groups of optimizers; not among ``values``, since groups are matched by parameter.
+        plans: Per source what its report says of each entry that is not a tensor, in order.
+    """
+
+    values: dict[Any, Any] = field(default_factory=dict)
+    resharded: dict[Any, Resharded] = field(default_factory=dict)
+    to_reset: list[Any] = field(default_factory=list)
+    param_groups: dict[Any, list[dict[str, Any]]] = field(default_factory=dict)
+    plans: list[dict[str, ComponentPlan]] = field(default_factory=list)
+
+    def value_for(self, key: Any) -> Any:
+        """What a component takes, after its values were read in place."""
+        if key in self.param_groups:
+            return {**self.values[key], "param_groups": self.param_groups[key]}
+        return self.values[key]
+
+    def loaded(self, policy: ElasticPolicy | None) -> tuple[str, ...]:
+        """Names of the entries whose values the planners fill."""
+        names = map(str, self.values)
+        return tuple(n for n in names if policy is None or policy.component_action(n) not in ("omit", "reset"))
+
+    def changed(self, policy: ElasticPolicy | None) -> tuple[str, ...]:
+        """Names of all entries that a load changes."""
+        return (*self.loaded(policy), *map(str, self.resharded), *map(str, self.to_reset))
+
+
+def cut_by_component(
+    state_dict: Mapping[Any, Any],
+    opened: Sequence[OpenSource],
+    policy: ElasticPolicy | None,
+    size: int,
+    at: Callable[[str], None],
+) -> Components:
+    """Cuts a state dict by what becomes of its entries, and asks those with a rule of their own.
+
+    Args:
+        opened: Where keys come from; the first that selects a key counts.
+        policy: Without one all values are filled as they are, as in stock, and no component is asked.
+        size: Number of ranks that load.
+        at: Called with the key of each component before it is asked.
+    """
+    components = Components(plans=[{} for _ in opened])
+    if policy is None:
+        for key, component in state_dict.items():
+            at(str(key))
+            components.values[key] = component.state_dict() if is_stateful(component) else component
+        return components
+    carried = {}
+    for key, component in state_dict.items():
+        at(str(key))
+        action = _action_for(str(key), component, policy)
+        if not isinstance(component, torch.Tensor):
+            for plans in components.plans:
+                plans[str(key)] = ComponentPlan(action)
+        if not is_stateful(component):
+            components.values[key] = component
+        elif action in ("reset", "omit"):
+            _leave(key, component, action, components)
+        elif action == "reshard" and can_reshard(component):
+            carried[key] = component
+        else:
+            components.values[key] = component.state_dict()
+    new = _world_of(components.values, size)
+    for key in list(components.values):
+        if policy.component_action(str(key)) == "reshard" and _has_group_list(components.values[key]):
+            _cut_param_groups(key, components, opened, policy, new)
+    for key, component in carried.items():
+        at(str(key))
+        _ask_component(key, component, components, opened, new, policy)
+    _check_samples(components)
+    return components
+
+
+def _action_for(name: str, component: Any, policy: ElasticPolicy) -> Action:
+    action = policy.component_action(name)
+    if action == "reshard" and is_stateful(component) and can_reshard(component):
+        return policy.object_action(name)
+    return action
+
+
+def _leave(key: Any, component: Stateful, action: Action, components: Components) -> None:
+    """An object that is not loaded; one that is reset starts anew where it knows how."""
+    note = UNTOUCHED
+    if action == "reset" and hasattr(component, "reset"):
+        components.to_reset.append(key)
+        note = "starts anew"
+    elif action == "reset":
+        note = "not loaded; it has no reset() and stays as it is"
+    for plans in components.plans:
+        plans[str(key)] = ComponentPlan(action, note)
+
+
+def _cut_param_groups(
+    key: Any, components: Components, opened: Sequence[OpenSource], policy: ElasticPolicy, new: World
+) -> None:
+    """Takes the parameter groups of an optimizer out of the values: they are matched by parameter, not by position."""
+    name, value = str(key), components.values[key]
+    position = _source_of(f"{name}.param_groups.*", opened)
+    if position is None:
+        return
+    groups: list[dict[str, Any]] | None = value["param_groups"]
+    if policy.key_action(f"{name}.param_groups.x", name) in ("omit", "reset"):
+        options = tuple(option_keys(name, value["param_groups"]).values())
+        components.plans[position][name] = replace(components.plans[position][name], options=options)
+    else:
+        plan, groups = _merge_groups(name, value["param_groups"], opened[position], policy, new)
+        components.plans[position][name] = plan
+    if groups is not None:
+        components.param_groups[key] = groups
+        components.values[key] = {part: member for part, member in value.items() if part != "param_groups"}
+
+
+def _ask_component(
+    key: Any,
+    component: Stateful,
+    components: Components,
+    opened: Sequence[OpenSource],
+    new: World,
+    policy: ElasticPolicy,
+) -> None:
+    name = str(key)
+    position = _source_of(f"{name}.*", opened)
+    if position is None:
+        components.plans[0][name] = ComponentPlan("reshard", UNTOUCHED)
+        return
+    components.plans[position][name], resharded = _ask(name, component, opened[position], new, policy)
+    if resharded is not None:
+        components.resharded[key] = resharded
+
+
+def _source_of(fqn: str, opened: Sequence[OpenSource]) -> int | None:
+    return next((position for position, one in enumerate(opened) if one.source.selects(fqn)), None)
+
+
+def _has_group_list(value: Any) -> bool:
+    """Whether it is an optimizer's state with its groups as a list of plain options."""
+    groups = value.get("param_groups") if isinstance(value, Mapping) else None
+    return isinstance(groups, list) and not any(
+        isinstance(option, torch.Tensor) for group in groups for option in group.values()
+    )
+
+
+def _merge_groups(
+    name: str, current: list[dict[str, Any]], opened: OpenSource, policy: ElasticPolicy, new: World
+) -> tuple[ComponentPlan, list[dict[str, Any]] | None]:
+    """Saved options for the current groups; none where the checkpoint has no list of groups."""
+    prefix = opened.source.saved_name(f"{name}.param_groups.x").removesuffix(".x")
+    saved, refused = _read(name, prefix, opened)
+    if refused is not None:
+        return refused, None
+    if not isinstance(saved, list) or not all("params" in group for group in saved):
+        return ComponentPlan("reshard"), None
+    options = option_keys(name, current)
+    chosen = {place: policy.key_action(fqn, name) for place, fqn in options.items()}
+    groups, notes = merge_param_groups(
+        saved, current, keeps=lambda index, option: chosen.get((index, option)) in ("reset", "omit")
+    )
+    reason = "; ".join(note.text for note in notes if note.kind == "problem")
+    old = saved_world(opened.metadata)
+    bound = [fqn for place, fqn in options.items() if chosen[place] == "error"]
+    if bound and old.size != new.size:
+        reason = reason or f"the action of {bound[0]} is 'error', and it was saved by {old}, not by {new}"
+    moved = find_moved(saved, current)
+    if moved and not reason:
+        reason = (
+            f"its state is saved by position, and {', '.join(moved[:8])} have another one here: they would get the "
+            "state of others; save and load by get_optimizer_state_dict, which goes by name"
+        )
+    problem = Problem("cannot_reshard", name, reason) if reason else None
+    plan = ComponentPlan("reshard", "; ".join(map(str, notes)), problem, prefix, tuple(options.values()))
+    return plan, groups
+
+
+def _read(name: str, prefix: str, opened: OpenSource) -> tuple[Any, ComponentPlan | None]:
+    """What a component saved, or a plan that refuses it. Damaged or lost files are errors: no reason to start anew."""
+    try:
+        saved = read_saved(
+            opened.reader,
+            opened.metadata,
+            prefix,
+            weights_only=opened.weights_only,
+            allow_classes=opened.allow_classes,
+        )
+        return saved, None
+    except DamagedValueError:
+        raise
+    except CheckpointReadError as error:
+        return None, ComponentPlan("reshard", "", Problem("cannot_reshard", name, str(error)), prefix)
+
+
+def _ask(
+    name: str, component: Any, opened: OpenSource, new: World, policy: ElasticPolicy
+) -> tuple[ComponentPlan, Resharded | None]:
+    """What a component makes of what it saved."""
+    prefix = opened.source.saved_prefix(name)
+    part = next((glob for glob in policy.actions if glob.startswith(f"{name}.") and glob != f"{name}.*"), None)
+    if part is not None:
+        detail = f"its own rule is for all its keys, and {part!r} chooses some; load it by 'keep', or name all of it"
+        return ComponentPlan("reshard", "", Problem("cannot_reshard", name, detail), prefix), None
+    if not paths_below(prefix, opened.metadata):
+        if not component.state_dict():
+            return ComponentPlan("reshard", UNTOUCHED), None
+        is_refused = policy.strict == "error" and not opened.allows_missing
+        detail = f"Missing key in checkpoint state_dict: {prefix}. The checkpoint has nothing of this component"
+        problem = Problem("missing_key", name, detail) if is_refused else None
+        return ComponentPlan("reshard", "missing, left as is", problem), None
+    saved, refused = _read(name, prefix, opened)
+    if refused is not None:
+        return refused, None
+    try:
+        resharded = reshard_state(component, saved, saved_world(opened.metadata), new)
+        return ComponentPlan("reshard", resharded.note, saved_prefix=prefix), resharded
+    except CannotReshardError as error:
+        problem = Problem("cannot_reshard", name, error.reason, f"; {error.remedy}", error.option)
+        return ComponentPlan("reshard", "", problem, prefix), None
+    except DamagedCheckpointError:
+        raise
+    except Exception as error:
+        detail = f"{type(component).__name__} cannot take what was saved ({type(error).__name__}: {error})"
+        return ComponentPlan("reshard", "", Problem("cannot_reshard", name, detail), prefix), None
+
+
+def _check_samples(components: Components) -> None:
+    """A problem where the run counts samples that no loader has served: they were saved at different moments."""
+    counts = disagreeing_counts(
+        {
+            str(key): SampleAccount(new.samples_seen, new.samples_padded, new.samples_counted)
+            for key, new in components.resharded.items()
+        }
+    )
+    if not counts:
+        return
+    listed = ", ".join(f"{name} {count}" for name, count in counts.items())
+    detail = (
+        f"samples seen by the run: {listed}; load them from one checkpoint, or reset one of them, or 'keep' the one "
+        "that counts"
+    )
+    for plans in components.plans:
+        for name in counts:
+            if name in plans and plans[name].saved_prefix is not None:
+                plans[name] = replace(plans[name], problem=Problem("cannot_reshard", name, detail))
+
+
+def _world_of(values: Mapping[str, Any], size: int) -> World:
+    meshes = {
+        tensor.device_mesh for tensor in flatten_state_dict(values).values.values() if isinstance(tensor, DTensor)
+    }
+    return World(size, named_axes((mesh.mesh_dim_names, mesh.shape) for mesh in meshes))
+
+
+def read_saved(
+    reader: StorageReader,
+    metadata: Metadata,
+    prefix: str,
+    *,
+    weights_only: bool,
+    allow_classes: Collection[Callable[..., Any]] = (),
+) -> Any:
+    """Everything below a key of a checkpoint, nested as it was saved, tensors whole and on the CPU. Not collective."""
+    paths = paths_below(prefix, metadata)
+    saved = {fqn: metadata.state_dict_metadata[fqn] for fqn in paths}
+    values: dict[str, Any] = {
+        fqn: torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+        if isinstance(entry, TensorStorageMetadata)
+        else None
+        for fqn, entry in saved.items()
+    }
+    planner = LoadPlanner(flatten_state_dict=False, weights_only=weights_only, allow_classes=allow_classes)
+    planner.set_up_planner(values, metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, True)
+    (plan,) = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
+    (plan,) = reader.prepare_global_plan([plan])
+    reader.read_data(planner.finish_plan(plan), planner).wait()
+    if prefix in saved:
+        return values[prefix]
+    return unflatten_state_dict(values, {fqn: ("", *path) for fqn, path in paths.items()}).get("", {})
+
+
+def paths_below(prefix: str, metadata: Metadata) -> dict[str, Path]:
+    """The saved keys that stand below a key, and where: a key may have dots in it."""
+    below: dict[str, Path] = {}
+    for fqn in metadata.state_dict_metadata:
+        if fqn == prefix or fqn.startswith(f"{prefix}."):
+            path = recorded_path(metadata.planner_data, fqn) or tuple(fqn.split("."))
+            ends = itertools.accumulate((len(str(part)) for part in path), lambda end, length: end + 1 + length)
+            depth = next((depth for depth, end in enumerate(ends, 1) if end == len(prefix)), None)
+            if depth is not None:
+                below[fqn] = path[depth:]
+    return below

@@ -1,0 +1,317 @@
+"""Loads a state dict, all of it or nothing: prepare, plan, read, take.
+
+The order is what makes it so. What components have saved is read and asked first, which changes nothing; then the plans
+of all checkpoints are made, in which the refusals of all ranks come together; then tensors are read in place; and only
+then do components take their new state. Without a policy it is the same, by stock's rules.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
+from torch.distributed.checkpoint.planner import LoadPlanner as StockLoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+
+from torchtitan_ext.checkpoint.operation.arguments import place_of
+from torchtitan_ext.checkpoint.operation.component_plans import Components, OpenSource, cut_by_component
+from torchtitan_ext.checkpoint.operation.phases import Phases
+from torchtitan_ext.checkpoint.planners.items import ReadDecision
+from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
+from torchtitan_ext.checkpoint.planners.subclasses import read_metadata, set_up_load
+from torchtitan_ext.checkpoint.rules.load_rules import LoadRules
+from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source
+from torchtitan_ext.checkpoint.rules.report import LoadReport, disagreements, join_reports
+from torchtitan_ext.checkpoint.tables.component import is_stateful
+from torchtitan_ext.dcp_private import storage_setup
+from torchtitan_ext.errors import Problem, ReplicaMismatchError, StateRefusedError, refusal
+from torchtitan_ext.state.nested import set_member
+from torchtitan_ext.storage import FileReader
+
+logger = logging.getLogger(__name__)
+
+_ASKING = "components were asked for their part; nothing was changed"
+_PLANNING = "the load was planned; nothing was changed"
+
+
+class OtherMetadataError(ReplicaMismatchError):
+    """Ranks have read the metadata of different saves: one of them has committed in between, or they share no files."""
+
+
+@dataclass(frozen=True)
+class PlannedSource:
+    """A checkpoint, what this rank reads of it by which planner, and what all ranks do by a policy."""
+
+    reader: StorageReader
+    planner: StockLoadPlanner
+    plan: LoadPlan
+    report: LoadReport | None
+
+
+def load_state_dict(
+    state_dict: dict[Any, Any],
+    sources: Sequence[Source],
+    planner: StockLoadPlanner,
+    policy: ElasticPolicy | None,
+    phases: Phases,
+) -> LoadReport | None:
+    """Loads a state dict from one or several checkpoints. Collective.
+
+    Args:
+        state_dict: By component; tensors are filled, ``Stateful`` objects take their new state, other values are
+            replaced.
+        sources: Where keys come from; the first that selects a key counts.
+        planner: With the options of the load. Several sources, and a policy, need a ``LoadPlanner``, which is given
+            the report too.
+        policy: What to do with each component; ``None``: as stock.
+
+    Returns:
+        What was done by the policy, the same on every rank.
+
+    Raises:
+        StateRefusedError: With the report; nothing was changed. The same on every rank.
+        CheckpointFailedError: A rank failed while reading, or while its components took their state; names the
+            components that are undefined now.
+    """
+    opened, components = _prepare(state_dict, sources, planner, policy, phases)
+    planned = _plan(opened, components, planner, policy, phases)
+    num_bytes = _read(planned, components, policy, phases)
+    _take(state_dict, components, policy, phases)
+    phases.log_metrics(logger, num_bytes, path=", ".join(one.name for one in opened))
+    report = _joined([(one.name, other.report) for one, other in zip(opened, planned, strict=True)], policy)
+    if isinstance(planner, LoadPlanner):
+        planner.report = report
+    return report
+
+
+def _prepare(
+    state_dict: Mapping[Any, Any],
+    sources: Sequence[Source],
+    planner: StockLoadPlanner,
+    policy: ElasticPolicy | None,
+    phases: Phases,
+) -> tuple[list[OpenSource], Components]:
+    """Reads the metadata of all sources and asks the components. Changes nothing."""
+    opened: list[OpenSource] = []
+    components = Components()
+
+    def ask() -> tuple[str, list[str]]:
+        nonlocal components
+        for source in sources:
+            opened.append(open_source(source, planner, phases.rank))
+        incomplete = [one.name for one in opened if one.is_of_one_rank]
+        if incomplete and policy is not None:
+            detail = (
+                "each rank has metadata of its own part alone (use_collectives=False); load it without a policy, on "
+                "the ranks of the save"
+            )
+            raise refusal("load", [Problem("broken_checkpoint", name, detail) for name in incomplete])
+        components = cut_by_component(state_dict, opened, policy, phases.size, phases.at)
+        seen = ["" if one.is_of_one_rank else getattr(one.reader, "metadata_digest", "") for one in opened]
+        return f"{policy!r}, {[replace(source, path=None) for source in sources]}, {incomplete}", seen
+
+    places = [place_of(source.path) for source in sources]
+    answers = phases.on_all("prepare", ask, doing=_ASKING, places=places, hold_the_same=_read_the_same)
+    rules, seen = zip(*answers, strict=True)
+    problems = disagreements(rules)
+    if problems:
+        raise refusal("load", problems)
+    problems = _other_metadata(seen, [one.name for one in opened])
+    if problems:
+        raise OtherMetadataError("load", tuple(problems))
+    return opened, components
+
+
+def _read_the_same(answers: Sequence[tuple[str, list[str]]]) -> bool:
+    """Whether all ranks read metadata of the same bytes, as of copies of a checkpoint on the disks of their hosts."""
+    _, first = answers[0]
+    return all(first) and all(seen == first for _, seen in answers)
+
+
+def _other_metadata(seen: Sequence[Sequence[str]], names: Sequence[str]) -> list[Problem]:
+    """A problem for each source whose metadata is not the same bytes on all ranks.
+
+    Args:
+        seen: Per rank what it saw of each source.
+    """
+    problems = []
+    for source, name in enumerate(names):
+        other = next((rank for rank, own in enumerate(seen) if own[source] != seen[0][source]), None)
+        if other is not None:
+            detail = (
+                f"rank 0 reads metadata of digest {seen[0][source]}, rank {other} of {seen[other][source]}; give a "
+                "directory that all ranks share, and load when the save into it has finished"
+            )
+            problems.append(Problem("ranks_disagree", name, detail))
+    return problems
+
+
+def open_source(source: Source, planner: StockLoadPlanner, rank: int) -> OpenSource:
+    """A source with its metadata, which this rank reads. Not collective."""
+    reader = _reader_at(source)
+    name = str(source.path or type(reader).__name__)
+    is_directory = isinstance(reader, FileReader) or type(reader) is FileSystemReader
+    path = Path(reader.path) if is_directory else None  # type: ignore[attr-defined]
+    metadata, is_of_one_rank = read_metadata(reader, name, rank, path)
+    if isinstance(planner, LoadPlanner):
+        return OpenSource(
+            name,
+            source,
+            reader,
+            metadata,
+            is_of_one_rank,
+            planner.weights_only,
+            planner.allow_classes,
+            planner.allow_partial_load,
+        )
+    return OpenSource(name, source, reader, metadata, is_of_one_rank)
+
+
+def _reader_at(source: Source) -> StorageReader:
+    """What reads a source; by default our reader, which reads stock's files too, for a remote path that of DCP."""
+    if source.storage_reader is None and source.path is not None and FileReader.validate_checkpoint_id(source.path):
+        return FileReader(source.path)
+    return cast(StorageReader, storage_setup(source.storage_reader, source.path, reader=True))
+
+
+def _plan(
+    opened: Sequence[OpenSource],
+    components: Components,
+    planner: StockLoadPlanner,
+    policy: ElasticPolicy | None,
+    phases: Phases,
+) -> list[PlannedSource]:
+    """Plans what is read of every source; what any of them refuses is refused for all, together."""
+    planned: list[PlannedSource] = []
+    refused: list[StateRefusedError] = []
+    reports: list[tuple[str, LoadReport | None]] = []
+    for position, one in enumerate(opened):
+        own = planner
+        if isinstance(planner, LoadPlanner):
+            earlier = tuple(other.source for other in opened[:position])
+            plans, is_alone = components.plans[position], len(opened) == 1
+            rules = LoadRules(one.source, earlier, policy, plans, values_first=True, is_alone=is_alone)
+            own = planner.with_rules(rules)
+        try:
+            plan = _plan_source(one, own, components.values, phases)
+        except StateRefusedError as error:
+            refused.append(error)
+            reports.append((one.name, error.report))
+        else:
+            decision = plan.planner_data
+            report = decision.report if isinstance(decision, ReadDecision) else None
+            planned.append(PlannedSource(one.reader, own, plan, report))
+            reports.append((one.name, report))
+    if len(refused) == 1 and len(opened) == 1:
+        raise refused[0]
+    if refused:
+        problems = [problem for error in refused for problem in error.problems]
+        raise refusal("load", problems, _joined(reports, policy))
+    return planned
+
+
+def _plan_source(one: OpenSource, planner: StockLoadPlanner, values: dict[Any, Any], phases: Phases) -> LoadPlan:
+    def plan_own_part() -> LoadPlan:
+        set_up_load(
+            values,
+            one.reader,
+            planner,
+            one.metadata,
+            is_coordinator=phases.is_coordinator,
+            rank=phases.rank,
+            is_of_one_rank=one.is_of_one_rank,
+        )
+        return one.reader.prepare_local_plan(planner.create_local_plan())
+
+    def plan_all_parts(plans: list[LoadPlan]) -> list[LoadPlan]:
+        return one.reader.prepare_global_plan(planner.create_global_plan(plans))
+
+    return phases.through_coordinator("plan", plan_own_part, plan_all_parts, doing=_PLANNING)
+
+
+def _read(
+    planned: Sequence[PlannedSource], components: Components, policy: ElasticPolicy | None, phases: Phases
+) -> int:
+    """Non-tensor values first, and apart: where one cannot be read nothing is changed yet.
+
+    Returns:
+        The bytes that all ranks have read, as far as the readers say.
+    """
+    plans: list[LoadPlan] = []
+
+    def read_values() -> None:
+        for one in planned:
+            plan = one.planner.finish_plan(one.plan)
+            if isinstance(one.planner, LoadPlanner):
+                values = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
+                tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
+                if values:
+                    one.reader.read_data(replace(plan, items=values), one.planner).wait()
+                plan = replace(plan, items=tensors)
+            plans.append(plan)
+
+    def read_tensors() -> int:
+        for one, plan in zip(planned, plans, strict=True):
+            if isinstance(one.planner, LoadPlanner):
+                one.planner.change_targets()
+            if plan.items:
+                one.reader.read_data(plan, one.planner).wait()
+            if isinstance(one.planner, LoadPlanner):
+                one.planner.finish_load()
+        return sum(one.reader.num_bytes_read for one in planned if isinstance(one.reader, FileReader))
+
+    phases.on_all("read values", read_values, doing="values were read; nothing was changed")
+    loaded = components.loaded(policy)
+    doing = f"tensors were read; these may be part-written: {', '.join(loaded)}"
+    return sum(phases.on_all("read", read_tensors, doing=doing, undefined=loaded))
+
+
+def _take(state_dict: dict[Any, Any], components: Components, policy: ElasticPolicy | None, phases: Phases) -> None:
+    """Components take what was read for them; the planners have filled the tensors in place."""
+
+    def take() -> None:
+        for key, component in state_dict.items():
+            if not isinstance(component, torch.Tensor):  # others may take their time
+                phases.at(str(key))
+            if key in components.resharded:
+                component.load_state_dict(components.resharded[key].state)
+            elif key in components.values:
+                set_member(state_dict, key, _taken(component, components.value_for(key)))
+        # Of planners that make the state dict out of the metadata.
+        for key, value in components.values.items():
+            if key not in state_dict:
+                set_member(state_dict, key, value)
+        # Last: what starts anew may ask the others, as RngState asks for the step.
+        for key in components.to_reset:
+            phases.at(str(key))
+            state_dict[key].reset()
+
+    changed = components.changed(policy)
+    doing = f"components took their state; undefined are {', '.join(changed)}"
+    phases.on_all("take", take, doing=doing, undefined=changed)
+
+
+def _taken(component: Any, value: Any) -> Any:
+    """What stands in the state dict from now on, in the place of a component whose values were read."""
+    if isinstance(component, nn.Module) and any(held.is_meta for held in component.state_dict().values()):
+        component.load_state_dict(value, assign=True)
+    elif is_stateful(component):
+        component.load_state_dict(value)
+    elif isinstance(component, dict) and value is not component:  # else it is filled by now
+        for key, member in value.items():
+            set_member(component, key, member)
+    else:
+        return value
+    return component
+
+
+def _joined(reports: Sequence[tuple[str, LoadReport | None]], policy: ElasticPolicy | None) -> LoadReport | None:
+    known = [(name, report) for name, report in reports if report is not None]
+    return join_reports(known, policy) if known and policy is not None else None

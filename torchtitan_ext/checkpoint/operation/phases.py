@@ -1,0 +1,386 @@
+"""The phases of one save or load: all ranks take part in each, and an error of any rank reaches all of them.
+
+Ranks exchange what they have made, or what they raised, once per phase to all ranks or to the coordinator and back.
+Each wait has a deadline; a rank that is late, stopped or dead is the same error on all others (``ranks.watch``).
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from types import TracebackType
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+
+from torchtitan_ext.checkpoint.operation.arguments import Place, place_problems
+from torchtitan_ext.errors import CheckpointFailedError, LostRankError, TorchtitanExtError, only_printed, refusal
+from torchtitan_ext.metrics import Trace, Traced, log_metrics, timed
+from torchtitan_ext.ranks.exchange import TimedExchange
+from torchtitan_ext.ranks.side_group import (
+    SideGroupOffer,
+    can_have_side_group,
+    make_side_group,
+    offer_of,
+    side_group_of,
+)
+from torchtitan_ext.ranks.watch import Turn, Watch
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+TIMEOUT_SECONDS = 300.0
+"""How long a rank waits for the others in one phase, its own part done."""
+
+_COORDINATOR = "coordinator's part"
+
+
+class PhaseFailure(Exception):
+    """What ranks raised, by rank; becomes one of our errors at the end of the phase."""
+
+    def __init__(self, errors: dict[int, BaseException]) -> None:
+        super().__init__(errors)
+        self.errors = errors
+
+
+class Phases:
+    """Runs the phases of one operation over a process group, and keeps how long each took on this rank.
+
+    Made when earlier operations on the group have ended, and used in a ``with``. ``on_all``, ``through_coordinator``
+    and ``to_coordinator`` run a phase and are collective. They raise on all ranks what a rank raised: our own error
+    where it is one and nothing is undefined by then, else a ``CheckpointFailedError`` with the errors of all ranks that
+    failed; and a ``LostRankError`` where a rank does not come within ``timeout_seconds``, or its connection breaks. Who
+    was interrupted or told to exit raises that itself.
+
+    Args:
+        operation: ``"save"`` or ``"load"``, for messages.
+        process_group: The ranks that take part; all by default.
+        no_dist: Only this process does.
+        path: Of the checkpoint, for messages.
+        timeout_seconds: How long a rank waits for the others in one phase.
+        trace: Where each phase is recorded; the coordinator writes it at the end.
+    """
+
+    def __init__(
+        self,
+        operation: str,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        no_dist: bool = False,
+        path: object = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        trace: Trace | None = None,
+    ) -> None:
+        self._operation = operation
+        self._path = "" if path is None else str(path)
+        is_alone = no_dist or not (dist.is_available() and dist.is_initialized())
+        group = None if is_alone else process_group or dist.group.WORLD
+        self._group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        """This rank, counted in the group."""
+        self.size = 1 if group is None else dist.get_world_size(group)
+        """Number of ranks that take part."""
+        self.seconds: dict[str, float] = {}
+        """How long each phase took on this rank."""
+        self.num_retries = 0
+        """How often the operation began anew."""
+        self._trace = trace
+        if trace is not None:
+            trace.rank = self.rank
+        self._ranks: tuple[Watch, TimedExchange] | None = None
+        self._turn: Turn | None = None
+        if group is not None:
+            self._turn = Turn(group)
+            try:
+                watch = Watch(operation, group, path=self._path, timeout_seconds=timeout_seconds)
+                self._ranks = watch, TimedExchange(group, watch)
+                self._turn.check = watch.check
+            except BaseException:
+                self.close()
+                raise
+
+    def __enter__(self) -> Phases:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the watch over the ranks, and lets the next operation on the group begin. Not collective."""
+        if self._ranks is not None:
+            self._ranks[0].close()
+        if self._turn is not None:
+            self._turn.end()
+        if self._trace is not None and self.is_coordinator:
+            with only_printed():
+                self._trace.write(self._operation, self._path)
+
+    def offer_side_group(self) -> SideGroupOffer | None:
+        """What this rank says before all call ``go_beside``. Not collective."""
+        if self._group is None or self.size == 1 or not can_have_side_group():
+            return None
+        return offer_of(self._group)
+
+    def go_beside(self, offers: Sequence[SideGroupOffer | None]) -> None:
+        """From here on the ranks exchange beside the group, which others may use meanwhile. Collective.
+
+        Args:
+            offers: Of all ranks.
+        """
+        if self._group is None or self._ranks is None or not all(offers):
+            return
+        watch, group = self._ranks[0], self._group
+        known = {offer.known for offer in offers if offer is not None}
+        if len(known) > 1 or None in known:
+            name = cast(SideGroupOffer, offers[0]).new
+            # In half of the time: a rank that cannot connect waits for the others, which wait for it, to hear of it.
+            connect = partial(make_side_group, group, name, timeout_seconds=watch.timeout_seconds / 2)
+            self.on_all("connect", connect, doing="ranks were connected for a save beside training")
+        self._ranks = watch, TimedExchange(group, watch, side_group_of(group))
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this rank works for all in the steps that one rank takes."""
+        return self.rank == 0
+
+    def at(self, key: str) -> None:
+        """Says what this rank works on within the phase, for the messages of others. Not collective."""
+        if self._ranks is not None:
+            self._ranks[0].at(key)
+
+    def log_metrics(self, logger: logging.Logger, num_bytes: int, *, path: str = "") -> None:
+        """Logs on the coordinator what it all took, when it is done. Not collective.
+
+        Args:
+            num_bytes: What all ranks have moved, as far as the storage says.
+            path: Of the checkpoint, where the storage knows it.
+        """
+        if self.is_coordinator:
+            log_metrics(
+                logger,
+                self._operation,
+                path=path or self._path,
+                ranks=self.size,
+                num_bytes=num_bytes,
+                phase_seconds=self.seconds,
+                retries=self.num_retries,
+            )
+
+    def confirm(self) -> None:
+        """Raises the LostRankError of ranks that have given up, as they may while this process is stopped; not
+        collective."""
+        if self._ranks is not None:
+            self._ranks[0].confirm()
+
+    def on_all(
+        self,
+        name: str,
+        work: Callable[[], T],
+        *,
+        doing: str,
+        undefined: tuple[str, ...] = (),
+        places: Sequence[Place] | None = None,
+        hold_the_same: Callable[[list[T]], bool] = lambda _: False,
+    ) -> list[T]:
+        """The results of all ranks, on all ranks.
+
+        Args:
+            name: Of the phase, for messages and ``seconds``.
+            work: What each rank does.
+            doing: What the ranks do meanwhile, to follow "while".
+            undefined: Components that may be part-written if a rank fails.
+            places: Where the checkpoints are that this rank works on: where these differ between ranks, that is what is
+                wrong, whatever it leads to.
+            hold_the_same: Whether the results show that places which differ hold copies of the same, which is fine.
+        """
+        with self._phase(name, doing, undefined):
+            data = self._own_part(work)
+            if self._ranks is None:
+                return _values([data], self._trace)
+            exchange = self._ranks[1]
+            if places is None:
+                return _values(exchange.rest_on_all(data, exchange.heads(data)), self._trace)
+            data = pickle.dumps((tuple(places), data))
+            parts = exchange.rest_on_all(data, exchange.heads(data))
+            try:
+                found = [(of_rank, part) for of_rank, part in map(pickle.loads, parts)]
+            except Exception:
+                # A rank that was late meets this call with a message of an operation that the others have given up.
+                self.confirm()
+                raise
+            problems = place_problems([of_rank for of_rank, _ in found])
+            refused = PhaseFailure({self.rank: refusal(self._operation, problems)}) if problems else None
+            try:
+                values = _values([part for _, part in found], self._trace)
+            except PhaseFailure as failure:
+                raise refused or failure from None
+            if refused is not None and not hold_the_same(values):
+                raise refused
+            return values
+
+    def through_coordinator(
+        self, name: str, work: Callable[[], T], on_coordinator: Callable[[list[T]], list[R]], *, doing: str
+    ) -> R:
+        """What the coordinator makes for this rank of the results of all. Arguments as in ``on_all``."""
+
+        def make_parts(results: list[T]) -> list[bytes]:
+            parts = [pickle.dumps(part) for part in on_coordinator(results)]
+            if len(parts) != self.size:
+                raise ValueError(f"the coordinator made {len(parts)} parts for {self.size} ranks")
+            return parts
+
+        with self._phase(name, doing):
+            gathered = self._gather(name, work, doing)
+            parts: list[bytes] = []
+            if self.is_coordinator:
+                make = self._recorded(_COORDINATOR, lambda: make_parts(_values(gathered, self._trace)))
+                made = _attempt(make, self.rank)
+                parts = [pickle.dumps(made)] * self.size if isinstance(made, PhaseFailure) else made
+            return cast(R, _value(parts[0] if self._ranks is None else self._ranks[1].scatter(parts)))
+
+    def to_coordinator(
+        self, name: str, work: Callable[[], T], on_coordinator: Callable[[list[T]], R], *, then: str = "", doing: str
+    ) -> R:
+        """What the coordinator makes of the results of all, the same on every rank. Arguments as in ``on_all``.
+
+        Args:
+            then: What the coordinator's part is called in messages.
+        """
+        with self._phase(name, doing):
+            gathered = self._gather(then or name, work, doing)
+            made = b""
+            if self.is_coordinator:
+                make = self._recorded(then or _COORDINATOR, lambda: on_coordinator(_values(gathered, self._trace)))
+                made = _pickled(make, self.rank)
+            return cast(R, _value(made if self._ranks is None else self._ranks[1].broadcast(made)))
+
+    def _gather(self, then: str, work: Callable[[], T], doing: str) -> Sequence[bytes | memoryview]:
+        """What the ranks have made, on the coordinator. From here on all wait for the coordinator."""
+        data = self._own_part(work)
+        if self._ranks is None:
+            return [data]
+        watch, exchange = self._ranks
+        heads = exchange.heads(data)
+        watch.begin(then, doing)
+        gathered = exchange.rest_on_coordinator(data, heads)
+        if self.is_coordinator:
+            # Others may have given up while this process was stopped: then it commits nothing.
+            watch.confirm()
+            watch.begin(then, doing)
+        return gathered
+
+    def _own_part(self, work: Callable[[], T]) -> bytes:
+        """What this rank makes in a phase, or raises, as it is sent."""
+        data = _pickled(self._recorded("own part", work), self.rank)
+        return data if self._trace is None else pickle.dumps(Traced(data, self._trace.unsent()))
+
+    def _recorded(self, name: str, work: Callable[[], T]) -> Callable[[], T]:
+        """The work, as a span of the trace where there is one."""
+        trace = self._trace
+        if trace is None:
+            return work
+
+        def record() -> T:
+            with trace.span(name):
+                return work()
+
+        return record
+
+    @contextmanager
+    def _phase(self, name: str, doing: str, undefined: tuple[str, ...] = ()) -> Iterator[None]:
+        watch = None if self._ranks is None else self._ranks[0]
+        if self._turn is not None:
+            self._turn.in_phase = threading.get_ident()
+        span = nullcontext() if self._trace is None else self._trace.span(name)
+        with timed(self.seconds, name), span:
+            try:
+                if watch is not None:
+                    watch.begin(name, doing)
+                yield
+                if watch is not None:
+                    watch.confirm()
+            except PhaseFailure as failure:
+                own = failure.errors.get(self.rank)
+                if isinstance(own, (KeyboardInterrupt, SystemExit)):
+                    raise own from None
+                raise self._own_error(failure.errors, name, undefined) from None
+            except LostRankError:
+                raise
+            except BaseException as error:
+                if watch is not None:
+                    watch.leave(error)
+                raise
+            finally:
+                if self._turn is not None:
+                    self._turn.in_phase = None
+
+    def _own_error(
+        self, errors: Mapping[int, BaseException], name: str, undefined: tuple[str, ...]
+    ) -> TorchtitanExtError:
+        ours = next((error for error in errors.values() if isinstance(error, TorchtitanExtError)), None)
+        if ours is not None and not undefined:
+            return ours
+        texts = {rank: f"{type(error).__name__}: {error}" for rank, error in errors.items()}
+        return CheckpointFailedError(self._operation, texts, undefined, name, self._path)
+
+
+def _attempt(work: Callable[[], T], rank: int) -> T | PhaseFailure:
+    """What the work gives, or a ``PhaseFailure`` with what it raises."""
+    try:
+        return work()
+    except PhaseFailure as failure:
+        return failure
+    except BaseException as error:
+        return PhaseFailure({rank: _readable(error)})
+
+
+def _pickled(work: Callable[[], Any], rank: int) -> bytes:
+    """What the work gives, or a ``PhaseFailure`` with what it, or pickling that, raises."""
+    made = _attempt(lambda: pickle.dumps(work()), rank)
+    return pickle.dumps(made) if isinstance(made, PhaseFailure) else made
+
+
+def _readable(error: BaseException) -> BaseException:
+    """An error that cannot be read back (a constructor with keywords only) would end who reads it: its text travels."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _value(data: bytes | memoryview, trace: Trace | None = None) -> Any:
+    value = pickle.loads(data)
+    if isinstance(value, Traced):
+        if trace is not None:
+            trace.add(value.spans)
+        value = pickle.loads(value.data)
+    if isinstance(value, PhaseFailure):
+        raise value
+    return value
+
+
+def _values(gathered: Sequence[bytes | memoryview], trace: Trace | None) -> list[Any]:
+    """The results of all ranks, whose spans go into the trace.
+
+    Raises:
+        PhaseFailure: With the errors of all ranks that failed.
+    """
+    values: list[Any] = []
+    errors: dict[int, BaseException] = {}
+    for rank, data in enumerate(gathered):
+        try:
+            values.append(_value(data, trace))
+        except PhaseFailure as failure:
+            errors.update(failure.errors)
+        except Exception as error:
+            errors[rank] = RuntimeError(f"its result cannot be read back: {type(error).__name__}: {error}")
+    if errors:
+        raise PhaseFailure(errors)
+    return values

@@ -1,0 +1,185 @@
+"""Saves the values of a state dict: plan, write, commit, by calls to planner and storage in DCP's order."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+
+from torchtitan_ext.checkpoint.operation.arguments import Place, check_keep, place_of
+from torchtitan_ext.checkpoint.operation.phases import Phases
+from torchtitan_ext.checkpoint.planners.save_planner import SavePlanner
+from torchtitan_ext.checkpoint.planners.saved_metadata import check_all_written
+from torchtitan_ext.checkpoint.planners.subclasses import check_final_items, set_up_save
+from torchtitan_ext.checkpoint.tables.component import CountsSamples, SampleAccount, disagreeing_counts, is_stateful
+from torchtitan_ext.dcp_private import storage_setup
+from torchtitan_ext.errors import only_printed
+from torchtitan_ext.storage import FileReader, FileWriter
+from torchtitan_ext.storage.checkpoint_files import RankFile
+from torchtitan_ext.storage.runs.retention import remove_old_steps
+
+logger = logging.getLogger(__name__)
+
+_ASKING = "components were asked for their state; nothing was changed"
+_EXCHANGING = "ranks exchanged plans and results; checkpoints in other directories are as they were"
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """What a save wrote.
+
+    Attributes:
+        path: Where, as far as the storage says: of a ``FileWriter`` from the root on, of others DCP's
+            ``checkpoint_id``. The same on every rank.
+        save_id: The name of this save. The same on every rank.
+        num_bytes: What all ranks wrote, as far as the storage says.
+        seconds: How long each phase took on this rank: ``prepare``, ``plan`` and ``write``, which ends with the commit.
+    """
+
+    path: str
+    save_id: str
+    num_bytes: int
+    seconds: Mapping[str, float]
+
+    @property
+    def metadata(self) -> Metadata:
+        """The checkpoint's ``.metadata``, read when asked: at thousands of ranks it is large. Not collective."""
+        return FileReader(self.path).read_metadata()
+
+
+def writer_at(
+    path: str | os.PathLike[str] | None,
+    storage_writer: StorageWriter | None,
+    keep: int | None = None,
+    step_pattern: str | None = None,
+) -> StorageWriter:
+    """The storage that a save goes to, told its place; by default our files, for a remote path those of DCP.
+
+    Raises:
+        ValueError: ``keep`` and a place that is no step of a run.
+    """
+    check_keep(keep, getattr(storage_writer, "path", None) if path is None else path, step_pattern)
+    if storage_writer is None and path is not None and FileWriter.validate_checkpoint_id(path):
+        return FileWriter(path)
+    return cast(StorageWriter, storage_setup(storage_writer, path, reader=False))
+
+
+def ask_for_states(state_dict: Mapping[Any, Any], phases: Phases, place: Place) -> dict[Any, Any]:
+    """The values of a state dict: ``Stateful`` objects are asked for theirs, and compared by samples. Collective.
+
+    DCP would ask them outside of its collectives: where one of them raises, the other ranks would wait for this one.
+
+    Args:
+        place: Where they will be saved.
+
+    Raises:
+        ReplicaMismatchError: Ranks name different places.
+    """
+    values: dict[Any, Any] = {}
+    accounts: dict[str, SampleAccount] = {}
+
+    def ask() -> None:
+        for key, value in state_dict.items():
+            if is_stateful(value):
+                phases.at(str(key))
+                if isinstance(value, CountsSamples):
+                    accounts[str(key)] = value.sample_account()
+                value = value.state_dict()
+            values[key] = value
+        if phases.is_coordinator:
+            _warn_of_samples(accounts)
+
+    phases.on_all("prepare", ask, doing=_ASKING, places=[place])
+    return values
+
+
+def _warn_of_samples(accounts: Mapping[str, SampleAccount]) -> None:
+    """Says at the save what a load would refuse: by then the run has ended."""
+    counts = disagreeing_counts(accounts)
+    if counts:
+        listed = ", ".join(f"{name} {count}" for name, count in counts.items())
+        warnings.warn(
+            f"save: samples seen by the run: {listed}; a load by a policy will refuse these. Call advance(samples=...) "
+            "of the train state once per step, with the samples of the global batch, and save between steps",
+            stacklevel=2,
+        )
+    for name, account in accounts.items():
+        if account.doubt:
+            warnings.warn(f"save: {name}: {account.doubt}", stacklevel=2)
+
+
+def place_of_save(path: str | os.PathLike[str] | None, storage_writer: StorageWriter | None) -> Place:
+    """Where our files go; storage of others may have a directory of each rank's own."""
+    if storage_writer is None:
+        return place_of(path)
+    if not isinstance(storage_writer, FileWriter):
+        return place_of(None)
+    return place_of(storage_writer.path if path is None else path)
+
+
+def save_values(
+    values: dict[Any, Any],
+    writer: StorageWriter,
+    planner: StockSavePlanner,
+    phases: Phases,
+    keep: int | None = None,
+    step_pattern: str | None = None,
+) -> SaveResult:
+    """Plans, writes and commits; then removes old steps of the run, where ``keep`` says so. Collective."""
+    metadata: Metadata | None = None
+
+    def plan_own_part() -> SavePlan:
+        set_up_save(values, writer, planner, is_coordinator=phases.is_coordinator, rank=phases.rank)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def plan_all_parts(plans: list[SavePlan]) -> list[SavePlan]:
+        nonlocal metadata
+        plans, metadata = planner.create_global_plan(plans)
+        return writer.prepare_global_plan(plans)
+
+    def write() -> Any:
+        final_plan = planner.finish_plan(plan)
+        if isinstance(planner, SavePlanner):
+            check_final_items(planner, planner.plan.items, final_plan.items)
+        written = writer.write_data(final_plan, planner)
+        written.wait()
+        check_all_written(final_plan, written.value(), phases.rank)
+        return written.value()
+
+    def commit(results: list[Any]) -> tuple[str, str, int]:
+        assert metadata is not None, "the coordinator has no metadata, please report"
+        if isinstance(writer, FileWriter):
+            writer.confirm = phases.confirm
+        writer.finish(metadata=metadata, results=results)
+        storage_meta = writer.storage_meta()
+        path = writer.target if isinstance(writer, FileWriter) else getattr(storage_meta, "checkpoint_id", None)
+        return str(path or type(writer).__name__), str(getattr(storage_meta, "save_id", "")), _num_bytes(results)
+
+    try:
+        plan = phases.through_coordinator("plan", plan_own_part, plan_all_parts, doing=_EXCHANGING)
+        path, save_id, num_bytes = phases.to_coordinator("write", write, commit, then="commit", doing=_EXCHANGING)
+    except BaseException:
+        if isinstance(writer, FileWriter):
+            writer.abandon()
+        raise
+    if keep is not None and phases.is_coordinator:
+        with only_printed():
+            remove_old_steps(Path(path), keep, step_pattern)
+    phases.log_metrics(logger, num_bytes, path=path)
+    return SaveResult(path, save_id, num_bytes, dict(phases.seconds))
+
+
+def _num_bytes(results: Sequence[Any]) -> int:
+    """Of all ranks' results: what each says of its file, or a list of what was written, where storage is DCP's."""
+    lists = [result for result in results if isinstance(result, list)]
+    ours = sum(result.num_bytes for result in results if isinstance(result, RankFile))
+    return ours + sum(one.size_in_bytes for result in lists for one in result if isinstance(one, WriteResult))

@@ -1,0 +1,448 @@
+"""A drop-in planner for ``dcp.load`` that reshards any layout, or refuses before a target is changed."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.utils import find_state_dict_object
+from torch.distributed.tensor import DTensor
+
+from torchtitan_ext.checkpoint.planners.items import (
+    ReadDecision,
+    in_file_order,
+    read_items,
+    unfillable_cuts,
+    unread_problems,
+)
+from torchtitan_ext.checkpoint.planners.saved_metadata import (
+    ChunkList,
+    SavedChunks,
+    cover_problems,
+    name_files_of_overlaps,
+    name_metadata,
+    storage_problems,
+)
+from torchtitan_ext.checkpoint.planners.subclasses import (
+    check_global_plan,
+    check_local_plans,
+    followed_items,
+    no_place,
+    not_set_up,
+    overrides,
+    sees_items,
+    uncalled_methods,
+)
+from torchtitan_ext.checkpoint.planners.targets import (
+    CastPolicy,
+    entry_as_saved,
+    find_misfit,
+    flatten_targets,
+    number_for,
+    number_from,
+    places_of,
+)
+from torchtitan_ext.checkpoint.rules.load_rules import LoadRules, ReadRequest, advice_of, for_components, held_keys
+from torchtitan_ext.checkpoint.rules.missing_keys import (
+    find_filters,
+    missing_problems,
+    misspelt_layouts,
+    nothing_matches,
+    unclaimed_entries,
+)
+from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source, check_rules
+from torchtitan_ext.checkpoint.rules.report import LoadReport, build_report, disagreements, warn_of_leftovers
+from torchtitan_ext.checkpoint.tables.agreement import agree, unforeseen_steps
+from torchtitan_ext.checkpoint.tables.component import nested_stateful, unclaimed_problems
+from torchtitan_ext.checkpoint.tables.key_table import (
+    KeyEntry,
+    KeyTable,
+    ObjectEntry,
+    describe_state,
+    how_to_read,
+    lies_in_local,
+)
+from torchtitan_ext.checkpoint.tables.rank_table import EncodedTable, encode_table
+from torchtitan_ext.errors import CheckpointReadError, DamagedValueError, check_argument, named, refusal
+from torchtitan_ext.layout.dtensor import box_of, local_tensor
+from torchtitan_ext.layout.layout import LayoutRules, ShardOrder, Steps
+from torchtitan_ext.state.nested import (
+    FlatStateDict,
+    Path,
+    materialize_meta,
+    on_devices_of,
+    set_value,
+)
+from torchtitan_ext.state.plain_value import DamagedBytesError, NotPlain, NotPlainError, check_classes, read_value
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Drop-in for ``DefaultLoadPlanner``: pass it as ``planner=`` to ``dcp.load``.
+
+    DCP calls, in this order:
+
+    1. ``set_up_planner`` and 2. ``create_local_plan`` on every rank,
+    3. ``create_global_plan`` on the coordinator,
+    4. ``finish_plan`` on every rank,
+    5. ``load_bytes``, or ``resolve_tensor`` and ``commit_tensor``, on every rank, once per item it reads,
+    6. ``finish_load`` on every rank, by ``tte.load`` and by a DCP that has this hook.
+
+    Everything that can be refused is refused in 3, in one report over all ranks; targets, meta tensors included, change
+    from step 4 on.
+
+    It is an instance of the default planner, so that code which asks for one goes on; subclasses may do with it what
+    ``docs/drop_in.md`` lists.
+
+    Args:
+        flatten_state_dict: As in stock: nested containers become flat keys.
+        flatten_sharded_tensors: As in stock.
+        allow_partial_load: Targets that the checkpoint lacks are left as they are. At least one must be there.
+        layouts: Sharding orders that the targets' placements cannot express, by canonical fqn or glob. One that matches
+            no target on any rank, and nothing in the checkpoint, is refused where there are targets on meshes.
+        cast: Dtype changes: ``"exact"`` allows those that keep every value, ``"allow"`` those that keep the kind of
+            number (float32 -> bfloat16), ``"forbid"`` none.
+        allow_unclaimed: Globs of per-rank entries (keys with a component like ``dp_rank_7``) of which some ranks'
+            may stay unread.
+        weights_only: Read non-tensor values without running code from the checkpoint. ``False`` trusts it, as stock
+            does.
+        allow_classes: Classes, and functions that build values, which non-tensor values may name beside plain data: an
+            enum, a dataclass. Nothing else of the checkpoint is run. What ``torch.serialization.add_safe_globals``
+            has allowed is so already.
+        policy: What to do with each component, and with keys that are missing or unexpected. Without one, keys that
+            the checkpoint lacks are refused and those that nothing asks for ignored, as in stock. Objects that
+            reshard by a rule of their own need ``tte.load``: it reads what they saved before the plan is made.
+        source: Which keys come from this checkpoint, and under which names. All, under their own, by default.
+
+    Attributes:
+        rules: The policy and the source, as one.
+        report: What the load does, from step 4 on and after ``tte.load``, on every rank; ``None`` without a policy.
+
+    Raises:
+        StateRefusedError: (a subclass; inside DCP's ``CheckpointException``) from step 3, the same on every rank.
+        CheckpointReadError: A value could not be read back; tensors may have been written by then.
+    """
+
+    metadata: Metadata
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        allow_partial_load: bool = False,
+        *,
+        layouts: Mapping[str, ShardOrder] | None = None,
+        cast: CastPolicy = "exact",
+        allow_unclaimed: Collection[str] = (),
+        weights_only: bool = True,
+        allow_classes: Collection[Callable[..., Any]] = (),
+        policy: ElasticPolicy | None = None,
+        source: Source | None = None,
+    ) -> None:
+        check_rules("LoadPlanner", policy)
+        check_argument("LoadPlanner", "source", source, (Source, type(None)), "a Source, such as Source(rename=...)")
+        if cast not in ("exact", "allow", "forbid"):
+            raise ValueError(f"LoadPlanner: got cast={cast!r}, expected 'exact', 'allow' or 'forbid'")
+        if isinstance(allow_unclaimed, str):
+            raise ValueError(f"LoadPlanner: got allow_unclaimed={allow_unclaimed!r}, expected a list of globs")
+        super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
+        self._layouts = LayoutRules(layouts)
+        self._cast = cast
+        self._allow_unclaimed = tuple(allow_unclaimed)
+        check_classes("LoadPlanner", allow_classes)
+        self.weights_only = weights_only
+        self.allow_classes = tuple(allow_classes)
+        self.rules = LoadRules(Source() if source is None else source, policy=policy)
+        self.report: LoadReport | None = None
+        self.original_state_dict: dict[str, Any] = {}
+        self.state_dict: dict[str, Any] = {}
+        self.mappings: dict[str, Any] = {}
+        self.metadata = Metadata({})
+        self.is_coordinator = False
+        self._flat = FlatStateDict()
+        self._places: dict[str, Path] = {}
+        self._is_set_up = False
+        self._shows_items = False
+        self._table = KeyTable({})
+        self._encoded: EncodedTable = encode_table(self._table)
+        self._saved_chunks = SavedChunks()
+        self._saved_names: dict[str, str] = {}
+        self._numbers: dict[str, type] = {}
+        self._values_read: dict[str, Any] = {}
+        self._values_due: set[str] = set()
+        self._refused: dict[str, NotPlain] = {}
+
+    @property
+    def wanted(self) -> KeyTable:
+        """What this rank reads, from step 2 on: entries by keys of the state dict, as they were saved."""
+        return self._table
+
+    def with_rules(self, rules: LoadRules) -> LoadPlanner:
+        """A planner with the same options that follows these rules; of the same class, subclasses included."""
+        planner = copy.copy(self)
+        planner.rules = rules
+        planner._values_read = {}
+        planner._is_set_up = False
+        return planner
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        if metadata is None:
+            raise ValueError(
+                "LoadPlanner: got no metadata; the checkpoint has no .metadata file, or it is not finished"
+            )
+        self.original_state_dict = state_dict
+        self.metadata = metadata
+        self._saved_chunks = SavedChunks()
+        self.is_coordinator = is_coordinator
+        self._flat = flatten_targets(
+            state_dict,
+            metadata.state_dict_metadata,
+            self.rules.source,
+            nested=self.flatten_state_dict,
+            sharded_tensors=self.flatten_sharded_tensors,
+        )
+        self._places = self._flat.paths
+        # Dicts of their own: subclasses change them.
+        self.mappings = dict(self._flat.stock_paths)
+        self.state_dict = dict(self._flat.values)
+        self._is_set_up = True
+
+    def create_local_plan(self) -> LoadPlan:
+        self._shows_items = sees_items(self, LoadPlanner)
+        request = self._request()
+        return LoadPlan(self._shown_items(), planner_data=request)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        check_local_plans("load", self, LoadPlanner, global_plan, (ReadRequest,))
+        rules = self.rules
+        requests: list[ReadRequest] = [plan.planner_data for plan in global_plan]
+        tables = [request.table for request in requests]
+        agreement = agree(tables, every_rank_reports=False)
+        saved_names = {fqn: name for request in requests for fqn, name in request.saved_names.items()}
+        held = (fqn for fqn, of_class in zip(agreement.names, agreement.class_of, strict=True) if of_class is not None)
+        wanted = {fqn: saved_names.get(fqn, fqn) for fqn in held}
+        problems = list(agreement.problems)
+        is_cover_checked = len({request.metadata_name for request in requests}) == 1
+        if is_cover_checked:
+            found = cover_problems(agreement, wanted, self.metadata, self._saved_chunks)
+            problems += name_files_of_overlaps(found, self.metadata)
+        if not wanted:
+            problems += nothing_matches(requests, self.metadata)
+        saved_wanted = set(wanted.values())
+        problems += storage_problems(self.metadata, saved_wanted)
+        problems += unclaimed_problems(saved_wanted, len(requests), self.metadata, self._allow_unclaimed)
+        problems += disagreements([request.rules for request in requests])
+        problems += misspelt_layouts(tables, agreement, self._layouts, self.metadata, rules.source)
+        filtered, concerns = find_filters(rules, held_keys(requests, agreement.names), self.metadata)
+        problems += filtered
+        report = None
+        if rules.policy is None:
+            absent = dict.fromkeys(fqn for request in requests for fqn in request.missing)
+            problems += missing_problems(list(absent), self.metadata, len(requests), advice_of(requests))
+            concerns += unclaimed_entries(requests, wanted, self.metadata, rules, self._allow_unclaimed)
+        else:
+            report = build_report(
+                requests,
+                wanted,
+                agreement.ranks_and_meshes(),
+                self.metadata,
+                rules.policy,
+                rules.source,
+                rules.selects,
+                problems,
+            )
+            problems = list(report.problems)
+        if problems:
+            raise refusal("load", problems, report)
+        for concern in concerns:
+            warnings.warn(f"load: {concern}", stacklevel=2)
+        unforeseen = unforeseen_steps(requests, agreement)
+        plans = []
+        for rank, plan in enumerate(global_plan):
+            decision = ReadDecision(unforeseen[rank], is_cover_checked, report)
+            plans.append(dataclasses.replace(plan, planner_data=decision))
+        return plans
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        check_global_plan("load", self, central_plan, ReadDecision)
+        decision: ReadDecision = central_plan.planner_data
+        items, shown = self._read_items(decision.steps), self._shown_items()
+        if central_plan.items != shown:
+            items = followed_items(self, shown, central_plan.items, items)
+        elif not decision.is_cover_checked:
+            problems = unread_problems(self._table, items)
+            if problems:
+                raise refusal("load", problems)
+        self.report = decision.report
+        if self.is_coordinator and self.report is not None and self.rules.policy is not None:
+            warn_of_leftovers(self.report, self.rules.policy)
+        if not self.rules.values_first:
+            self.change_targets()
+        self._values_due, self._refused = {i.dest_index.fqn for i in items if i.type == LoadItemType.BYTE_IO}, {}
+        return dataclasses.replace(central_plan, items=in_file_order(items, self.metadata))
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        fqn = read_item.dest_index.fqn
+        self._values_due.discard(fqn)
+        try:
+            read = read_value(value, weights_only=self.weights_only, allow_classes=self.allow_classes)
+            loaded = self._as_target(fqn, read)
+        except NotPlainError as error:
+            self._refused[fqn] = error.found
+        except ValueError as error:
+            kind = DamagedValueError if isinstance(error, DamagedBytesError) else CheckpointReadError
+            raise kind(fqn, str(error)) from None
+        else:
+            if self.rules.values_first:
+                self._values_read[fqn] = loaded
+            else:
+                self._place(fqn, loaded)
+        # All that is not plain is named at once. A subclass may keep values to itself: there the last is not known.
+        if self._refused and (not self._values_due or overrides(self, LoadPlanner, "load_bytes")):
+            raise self._not_plain()
+
+    def change_targets(self) -> None:
+        """From here on targets change: meta tensors get memory, versions are bumped, values read so far are placed.
+
+        ``finish_plan`` calls it; where values come first ``tte.load`` does, once all ranks have read theirs.
+        """
+        materialize_meta(self.original_state_dict, self.state_dict, self._places, self._table.entries)
+        self._bump_versions(fqn for fqn, entry in self._table.entries.items() if not isinstance(entry, ObjectEntry))
+        for fqn, value in self._values_read.items():
+            self._place(fqn, value)
+        self._values_read.clear()
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        return self.transform_tensor(read_item, self.lookup_tensor(read_item.dest_index))
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """``resolve_tensor`` gave a view of the target; only where that is a number there is something left to do."""
+        fqn = read_item.dest_index.fqn
+        if fqn in self._numbers:
+            try:
+                number = number_from(self.state_dict[fqn], self._numbers[fqn])
+            except ValueError as error:
+                raise CheckpointReadError(fqn, str(error)) from None
+            set_value(self.original_state_dict, self._places[fqn], number)
+
+    def finish_load(self, *args: Any, **kwargs: Any) -> None:
+        """After the last item. A hook that DCP may get (pytorch#193909); for subclasses, whatever it will be given."""
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """The local tensor that an index leads to. For subclasses, as in stock."""
+        entry = self._table.entries.get(index.fqn)  # none where storage brings a plan of its own
+        if not lies_in_local(entry):
+            return find_state_dict_object(self.state_dict, index)
+        return local_tensor(self.state_dict[index.fqn])
+
+    def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
+        """The box of the local tensor that an item fills. For subclasses, as in stock."""
+        box = box_of(tensor, read_item.dest_offsets, read_item.lengths)
+        if isinstance(box, str):  # of an order of sharding that only all ranks together could tell
+            raise CheckpointReadError(read_item.dest_index.fqn, box)
+        return box
+
+    def _request(self) -> ReadRequest:
+        if not self._is_set_up:
+            not_ours = KeyTable({}, problems=(not_set_up(self, "state_dict, metadata, is_coordinator"),))
+            return ReadRequest(encode_table(not_ours).message, "")
+        rules = for_components(self.rules, self.original_state_dict)
+        table = describe_state(self.state_dict, {}, self._layouts)
+        problems = uncalled_methods(self, LoadPlanner, DefaultLoadPlanner)
+        wanted: dict[str, KeyEntry] = {}
+        self._saved_names, self._numbers = {}, {}
+        missing, left, refused = [], [], []
+        for fqn, entry in table.entries.items():
+            if not rules.is_loaded(fqn, is_tensor=not isinstance(entry, ObjectEntry)):
+                left.append(fqn)
+                continue
+            saved_name = rules.source.saved_name(fqn)
+            saved = self.metadata.state_dict_metadata.get(saved_name)
+            if saved is None:
+                missing.append(fqn)
+                continue
+            problem = find_misfit(fqn, self.state_dict[fqn], entry, saved, self._cast)
+            if problem is not None:
+                problems.append(problem)
+                if problem.kind != "wrong_dtype":  # where only the dtype does not fit, all else is compared
+                    refused.append(fqn)
+                    continue
+            wanted[fqn] = entry_as_saved(entry, saved)
+            if isinstance(entry, ObjectEntry) and isinstance(saved, TensorStorageMetadata):
+                self._numbers[fqn] = type(self.state_dict[fqn])
+                self.state_dict[fqn] = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
+            if saved_name != fqn:
+                self._saved_names[fqn] = saved_name
+        problems += [problem for problem in table.problems if problem.fqn not in left]
+        self._places = places_of(self._flat, self.state_dict, self.mappings)
+        if not overrides(self, LoadPlanner, "load_bytes", "commit_tensor"):
+            put = [fqn for fqn, entry in wanted.items() if isinstance(entry, ObjectEntry) or fqn in self._numbers]
+            problems += no_place(self, [fqn for fqn in put if fqn not in self._places])
+        wanted_table = KeyTable(entries=wanted, layouts=table.layouts, wrappers=table.wrappers)
+        problems += unfillable_cuts(self.state_dict, wanted_table, self._chunk_list)
+        self._table = dataclasses.replace(wanted_table, problems=tuple(problems))
+        self._encoded = encode_table(self._table)
+        return ReadRequest(
+            self._encoded.message,
+            name_metadata(self.metadata),
+            rules=f"{rules.policy}, {dataclasses.replace(rules.source, path=None)}",
+            saved_names=self._saved_names,
+            missing=() if self.allow_partial_load else tuple(missing),
+            advice={fqn: text for fqn in missing if (text := nested_stateful(self.state_dict[fqn])) is not None},
+            skipped=tuple(missing) if self.allow_partial_load else (),
+            left=tuple(left),
+            refused=tuple(refused),
+            components=rules.components,
+        )
+
+    def _not_plain(self) -> CheckpointReadError:
+        found, self._refused = self._refused, {}
+        names = sorted({name for one in found.values() for name in one.names})
+        verb = "it is" if len(found) == 1 else "they are"
+        reason = f"{verb} not plain data (found {', '.join(names)}); {how_to_read(found.values())}"
+        return CheckpointReadError(named(list(found)), reason)
+
+    def _place(self, fqn: str, value: Any) -> None:
+        target = self.state_dict[fqn]
+        if isinstance(target, torch.Tensor):
+            self._bump_versions([fqn])
+            local_tensor(target).fill_(value)
+            return
+        self.state_dict[fqn] = value
+        set_value(self.original_state_dict, self._places[fqn], value)
+
+    def _bump_versions(self, fqns: Iterable[str]) -> None:
+        """Of DTensors: they count apart from the local tensors that are written, and graphs hold the DTensors."""
+        values = [self.state_dict[fqn] for fqn in fqns]
+        torch.autograd.graph.increment_version([value for value in values if isinstance(value, DTensor)])
+
+    def _as_target(self, fqn: str, loaded: Any) -> Any:
+        target = self.state_dict[fqn]
+        if isinstance(target, torch.Tensor):
+            return number_for(loaded, target.dtype, self._cast)
+        return on_devices_of(target, loaded)
+
+    def _read_items(self, decided: Mapping[str, Steps]) -> list[ReadItem]:
+        return read_items(self._table, self._encoded, self._saved_names, self._chunk_list, decided)
+
+    def _shown_items(self) -> list[ReadItem]:
+        """The items that a local plan has, for subclasses to look at and to change: by this rank's own reading."""
+        return self._read_items({}) if self._shows_items else []
+
+    def _chunk_list(self, fqn: str) -> ChunkList:
+        saved = self.metadata.state_dict_metadata[self._saved_names.get(fqn, fqn)]
+        assert isinstance(saved, TensorStorageMetadata)
+        return self._saved_chunks.of(saved)

@@ -1,0 +1,402 @@
+"""A drop-in planner for ``dcp.save`` that writes every layout exactly, or refuses before the first byte."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import logging
+import time
+import uuid
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+)
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
+from torch.distributed.checkpoint.utils import find_state_dict_object
+
+from torchtitan_ext import _core
+from torchtitan_ext.checkpoint.planners.items import (
+    WriteDecision,
+    check_storage_takes,
+    held_writes,
+    read_writes,
+    unwritable_cuts,
+    write_items,
+)
+from torchtitan_ext.checkpoint.planners.plan_cache import (
+    CACHE_PREFIX,
+    CachedTable,
+    KnownPlan,
+    forget,
+    forget_replaced,
+    forget_unknown,
+    known_plan,
+    own_keys,
+    remember,
+)
+from torchtitan_ext.checkpoint.planners.replica_digests import ReplicaComparison, compare_replicas
+from torchtitan_ext.checkpoint.planners.saved_metadata import stored_entries, stored_paths
+from torchtitan_ext.checkpoint.planners.subclasses import (
+    check_global_plan,
+    check_local_plans,
+    check_write_items,
+    not_set_up,
+    overrides,
+    sees_items,
+    uncalled_methods,
+)
+from torchtitan_ext.checkpoint.tables.agreement import (
+    Agreement,
+    agree,
+    unused_layouts,
+)
+from torchtitan_ext.checkpoint.tables.component import world_record
+from torchtitan_ext.checkpoint.tables.key_table import (
+    KeyTable,
+    TensorEntry,
+    check_objects,
+    describe_state,
+    digest_values,
+    how_to_read,
+    lies_in_local,
+)
+from torchtitan_ext.checkpoint.tables.rank_table import EncodedTable, RankTable, encode_table, host_digest, number_hosts
+from torchtitan_ext.dcp_private import ShardedTensor, flatten_sharded_tensors
+from torchtitan_ext.errors import MAX_NAMED, Problem, StateRefusedError, listed, named, refusal
+from torchtitan_ext.layout.dtensor import box_of, local_tensor
+from torchtitan_ext.layout.layout import Chunk, LayoutRules, ShardOrder, num_elements
+from torchtitan_ext.ranks.exchange import scope_ranks
+from torchtitan_ext.state.nested import flatten_state_dict
+from torchtitan_ext.storage.metadata.saved_metadata import WORLD_KEY
+
+logger = logging.getLogger(__name__)
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Drop-in for ``DefaultSavePlanner``: pass it as ``planner=`` to ``dcp.save`` or ``dcp.async_save``.
+
+    DCP calls, in this order:
+
+    1. ``set_up_planner`` and 2. ``create_local_plan`` on every rank,
+    3. ``create_global_plan`` on the coordinator,
+    4. ``finish_plan`` on every rank,
+    5. ``resolve_data`` on every rank, once per item it writes.
+
+    Layouts are decided in 3, over the reports of all ranks that travel in ``planner_data``; no other communication
+    takes place. With ``use_collectives=False`` step 3 sees its own rank only and checks what that rank holds.
+
+    It is an instance of the default planner, so that code which asks for one goes on; subclasses may do with it what
+    ``docs/drop_in.md`` lists.
+
+    Args:
+        flatten_state_dict: As in stock: nested containers become flat keys.
+        flatten_sharded_tensors: As in stock.
+        dedup_replicated_tensors: Deprecated and without effect, as in stock.
+        dedup_save_to_lowest_rank: Replicated tensors are written by their lowest rank, not balanced by bytes.
+        enable_plan_caching: As in stock: a state dict of unchanged structure sends a digest instead of its table. The
+            cache is process-wide, and a save without this option empties it; replicated values are compared all the
+            same.
+        layouts: Sharding orders that placements cannot express, by canonical fqn or glob; applied to the parameter's
+            optimizer state too. One that matches no key on any rank is refused where there are tensors on meshes.
+        replicas: What to do when replicas differ. ``"error"`` refuses objects and replicated DTensors, and warns of
+            plain tensors (statistics of batch norms differ legitimately); ``"strict"`` refuses these too; ``"warn"``
+            only warns; ``"first"`` is silent. What is written is always one rank's value, the lowest rank's.
+        hash_replicas: Compare replicated tensors above 64 KiB too; those on a mesh smaller than the default process
+            group always are. Costs a fingerprint of their local bytes, logged (``docs/plans.md``).
+
+    Raises:
+        StateRefusedError: (a subclass; inside DCP's ``CheckpointException``) from step 3, the same on every rank,
+            before anything is written.
+    """
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        dedup_replicated_tensors: bool | None = None,
+        dedup_save_to_lowest_rank: bool = False,
+        enable_plan_caching: bool = False,
+        *,
+        layouts: Mapping[str, ShardOrder] | None = None,
+        replicas: Literal["error", "strict", "warn", "first"] = "error",
+        hash_replicas: bool = False,
+    ) -> None:
+        if dedup_replicated_tensors is not None:
+            logger.warning("SavePlanner: dedup_replicated_tensors is deprecated and has no effect; remove the argument")
+        if replicas not in ("error", "strict", "warn", "first"):
+            raise ValueError(f"SavePlanner: got replicas={replicas!r}, expected 'error', 'strict', 'warn' or 'first'")
+        super().__init__(
+            flatten_state_dict,
+            flatten_sharded_tensors,
+            dedup_save_to_lowest_rank=dedup_save_to_lowest_rank,
+            enable_plan_caching=enable_plan_caching,
+        )
+        self._cached_plans_key = f"{CACHE_PREFIX}{type(self).__qualname__}"
+        self._layouts = LayoutRules(layouts)
+        self._replicas = replicas
+        self._hash_replicas = hash_replicas
+        self.state_dict: dict[str, Any] = {}
+        self.is_coordinator = False
+        self.plan = SavePlan([])
+        self.global_plan: list[SavePlan] = []
+        self.metadata = Metadata({})
+        self._table = KeyTable({})
+        self._encoded: EncodedTable = encode_table(self._table)
+        self._chunks: dict[tuple[str, tuple[int, ...]], Chunk] = {}
+        self._is_set_up = False
+        self._shows_items = False
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | bool | None = None, is_coordinator: bool = False
+    ) -> None:
+        if isinstance(storage_meta, bool):  # subclasses written for torch before 2.3 pass is_coordinator here
+            is_coordinator = storage_meta
+        if self.flatten_state_dict:
+            flat = flatten_state_dict(state_dict, tuples="as_stock")
+            state_dict, self.mappings = flat.values, flat.stock_paths
+        if self.flatten_sharded_tensors and any(isinstance(value, ShardedTensor) for value in state_dict.values()):
+            state_dict = flatten_sharded_tensors(state_dict)
+        self.state_dict = state_dict
+        self.is_coordinator = is_coordinator
+        self._is_set_up = True
+
+    def create_local_plan(self) -> SavePlan:
+        self._shows_items = False
+        self._table = self._describe_state()
+        self._encoded = encode_table(self._table)
+        planner = type(self).__qualname__ if sees_items(self, SavePlanner) else ""
+        message = dataclasses.replace(self._encoded.message, host=host_digest(), planner=planner)
+        if self._enable_plan_caching:
+            structure = message.structure()
+            self._cached_plans_key = f"{CACHE_PREFIX}{type(self).__qualname__}:{structure}"
+            cached = StockSavePlanner._cached_final_save_plan.get(self._cached_plans_key)
+            if cached is not None:
+                data = CachedTable(structure, cached.planner_data.token, cached.planner_data.rank, message.digests)
+                return SavePlan([], planner_data=data, usable=False)
+        else:
+            forget(StockSavePlanner._cached_final_save_plan)
+        self._shows_items = sees_items(self, SavePlanner)
+        self.plan = SavePlan(self._shown_items(), planner_data=message)
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        check_local_plans("save", self, SavePlanner, all_plans, (RankTable, CachedTable))
+        tables, token = self._tables_of(all_plans)
+        every_rank_reports = not self._plans_one_rank_only(all_plans)
+        known = known_plan(token)
+        if known is not None and known.every_rank_reports == every_rank_reports:
+            agreement = known.agreement
+        else:
+            token, agreement = None, agree(tables, every_rank_reports=every_rank_reports)
+        compared = compare_replicas(tables, agreement)
+        fatal = [problem for problem in compared.differing if self._is_fatal(agreement, problem.fqn)]
+        if self._replicas == "strict":
+            fatal += compared.presumed
+        unused = unused_layouts(tables, agreement, agreement.keys) if every_rank_reports else []
+        if agreement.problems or fatal or unused:
+            raise refusal("save", (*agreement.problems, *fatal, *unused))
+        if self._replicas != "first":
+            _warn_of_replicas(compared)
+
+        _warn_of_unread_values(tables)
+        if token is not None and known is not None and not compared.differing and compared.equal == known.equal:
+            self.global_plan = [SavePlan([], usable=False)] * len(all_plans)
+            self.metadata = dataclasses.replace(StockSavePlanner._cached_metadata[token])
+            return self.global_plan, self.metadata
+        token = f"{CACHE_PREFIX}{uuid.uuid4().hex}"
+        decisions = self._decide_writes(agreement, tables, compared, token)
+        self.metadata = Metadata(stored_entries(agreement))
+        if self.flatten_state_dict:
+            self.metadata.planner_data = stored_paths(agreement, tables)
+            if every_rank_reports:
+                # The path of a key of this name is worth more.
+                self.metadata.planner_data.setdefault(WORLD_KEY, world_record(agreement.ranks_and_meshes()))
+        self.global_plan = [
+            dataclasses.replace(plan, planner_data=decision, usable=True)
+            for plan, decision in zip(all_plans, decisions, strict=True)
+        ]
+        if self._enable_plan_caching:
+            plan = KnownPlan(
+                _without_digests(tables),
+                [table.structure() for table in tables],
+                agreement,
+                compared.equal,
+                every_rank_reports,
+            )
+            forget_replaced(plan)
+            remember(StockSavePlanner._cached_all_plans, token, plan)
+            remember(StockSavePlanner._cached_metadata, token, dataclasses.replace(self.metadata))
+            known_tokens = frozenset(own_keys(StockSavePlanner._cached_all_plans))
+            self.global_plan = [
+                dataclasses.replace(one, planner_data=dataclasses.replace(one.planner_data, known_tokens=known_tokens))
+                for one in self.global_plan
+            ]
+        return self.global_plan, self.metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        if new_plan.usable:
+            check_global_plan("save", self, new_plan, WriteDecision)
+            check_write_items(self, self._shown_items(), new_plan.items)
+            check_storage_takes(new_plan.planner_data, new_plan.storage_data)
+            written = list(read_writes(new_plan.planner_data.writes, self._table, self._encoded))
+            self.plan = dataclasses.replace(new_plan, items=write_items(written))
+            if self._enable_plan_caching:
+                remember(StockSavePlanner._cached_save_plan, self._cached_plans_key, new_plan)
+                remember(StockSavePlanner._cached_final_save_plan, self._cached_plans_key, self.plan)
+                forget_unknown(StockSavePlanner._cached_final_save_plan, new_plan.planner_data.known_tokens)
+        else:
+            cached = StockSavePlanner._cached_final_save_plan[self._cached_plans_key]
+            self.plan = dataclasses.replace(cached, storage_data=new_plan.storage_data or cached.storage_data)
+            written = list(read_writes(self.plan.planner_data.writes, self._table, self._encoded))
+        self._chunks = {
+            (fqn, chunk.offsets): chunk for writes in written for fqn in writes.fqns for _, chunk in writes.chunks
+        }
+        # A list of its own for a subclass, which may change it.
+        is_shared = sees_items(self, SavePlanner)
+        return dataclasses.replace(self.plan, items=list(self.plan.items)) if is_shared else self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        return self.transform_object(write_item, self.lookup_object(write_item.index))
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """The value at an index: for a chunk a view of the local tensor. For subclasses, as in stock."""
+        entry = self._table.entries.get(index.fqn)  # none where storage brings a plan of its own
+        if not lies_in_local(entry):
+            return find_state_dict_object(self.state_dict, index)
+        local = local_tensor(self.state_dict[index.fqn])
+        shape = entry.report.global_shape if isinstance(entry, TensorEntry) else entry.global_shape
+        if num_elements(shape) == 0:
+            return local if tuple(local.shape) == shape else local.new_empty(shape)
+        chunk = self._chunks[index.fqn, tuple(index.offset or ())]
+        box = box_of(local, chunk.local_offsets, chunk.sizes)
+        if isinstance(box, str):  # of an order of sharding that only all ranks together could tell
+            raise refusal("save", [Problem("unsupported_tensor", index.fqn, box)])
+        return box
+
+    def transform_object(self, write_item: WriteItem, value: Any) -> Any:
+        """What is written for a value: objects are serialised. For subclasses, as in stock."""
+        if write_item.type == WriteItemType.BYTE_IO:
+            stream = io.BytesIO()
+            try:
+                torch.save(value, stream)
+            except Exception as error:
+                raise TypeError(f"cannot pickle {write_item.index.fqn}: {error}; keep to plain values") from error
+            return stream
+        return value
+
+    def _timed_digests(self, table: KeyTable) -> dict[str, bytes]:
+        begin = time.perf_counter()
+        world_size = len(scope_ranks())
+        digests = digest_values(self.state_dict, table, hash_replicas=self._hash_replicas, world_size=world_size)
+        if self._hash_replicas:
+            logger.info("hash_replicas: %d values in %.3f seconds", len(digests), time.perf_counter() - begin)
+        return digests
+
+    def _describe_state(self) -> KeyTable:
+        if not self._is_set_up:
+            call = "state_dict, storage_meta=storage_meta, is_coordinator=is_coordinator"
+            return KeyTable({}, problems=(not_set_up(self, call),))
+        table = describe_state(self.state_dict, self.mappings, self._layouts)
+        writes_others = overrides(self, SavePlanner, "resolve_data", "lookup_object", "transform_object")
+        unread, unwritable = ({}, []) if writes_others else check_objects(self.state_dict, table)
+        problems = (
+            *uncalled_methods(self, SavePlanner, DefaultSavePlanner),
+            *table.problems,
+            *_meta_problems(self.state_dict, table),
+            *unwritable_cuts(self.state_dict, table),
+            *unwritable,
+        )
+        return dataclasses.replace(table, digests=self._timed_digests(table), problems=problems, unread=unread)
+
+    def _shown_items(self) -> list[WriteItem]:
+        """The items that a local plan has, for subclasses to look at: what this rank holds, replicas included."""
+        return write_items(list(held_writes(self._table, self._encoded))) if self._shows_items else []
+
+    def _tables_of(self, plans: Sequence[SavePlan]) -> tuple[list[RankTable], str | None]:
+        """The tables of all ranks, and the plan that was made of exactly these before, if there is one."""
+        tables: list[RankTable] = []
+        tokens: set[str | None] = set()
+        for rank, plan in enumerate(plans):
+            data = plan.planner_data
+            tokens.add(data.token if isinstance(data, CachedTable) and data.rank == rank else None)
+            if isinstance(data, CachedTable):
+                known = known_plan(data.token)
+                if known is None or known.structures[data.rank] != data.structure:
+                    detail = (
+                        f"rank {rank} refers to a plan that this coordinator did not make: the coordinator or "
+                        "the process group changed; save once with enable_plan_caching=False"
+                    )
+                    raise StateRefusedError("save", (Problem("ranks_disagree", "plan cache", detail),))
+                data = dataclasses.replace(known.tables[data.rank], digests=data.digests)
+            tables.append(data)
+        token = tokens.pop()
+        known = known_plan(token)
+        is_whole = not tokens and known is not None and len(known.tables) == len(tables)
+        return tables, token if is_whole else None
+
+    def _plans_one_rank_only(self, plans: Sequence[SavePlan]) -> bool:
+        # dcp.save(use_collectives=False) runs this method on every rank, with the rank's own plan. DCP does not say so:
+        # it shows on ranks other than 0, and in the per-rank file prefix that storage writers then set beforehand.
+        return len(plans) == 1 and (not self.is_coordinator or plans[0].storage_data is not None)
+
+    def _is_fatal(self, agreement: Agreement, fqn: str) -> bool:
+        if self._replicas == "error":
+            kind = agreement.kind_of(fqn)
+            return kind.is_object or not kind.is_plain
+        return self._replicas == "strict"
+
+    def _decide_writes(
+        self, agreement: Agreement, tables: Sequence[RankTable], compared: ReplicaComparison, token: str
+    ) -> list[WriteDecision]:
+        lowest = sorted(agreement.number_of[problem.fqn] for problem in compared.differing)
+        hosts = number_hosts(tables)
+        plan = _core.WritePlan(agreement.world, self.dedup_save_to_lowest_rank, lowest, hosts, compared.equal)
+        several_boxes = [agreement.names[key] for key in plan.keys_of_several_boxes()[:MAX_NAMED]]
+        return [
+            WriteDecision(plan.decision(rank), token, rank, several_boxes) for rank in range(agreement.world.num_ranks)
+        ]
+
+
+def _meta_problems(values: Mapping[str, Any], table: KeyTable) -> list[Problem]:
+    return [
+        Problem("unsupported_tensor", fqn, "is on the meta device and holds no data; materialise it before saving")
+        for fqn, entry in table.entries.items()
+        if lies_in_local(entry) and values[fqn].is_meta
+    ]
+
+
+def _warn_of_replicas(compared: ReplicaComparison) -> None:
+    for problems, heading in (
+        (compared.differing, "the lowest rank's values are saved:"),
+        (compared.presumed, "tensors of one key are not equal; those of the first mesh are saved{advice}:"),
+        (compared.uncompared, "replicas that were not compared; those of the first mesh are saved{advice}:"),
+    ):
+        if problems:
+            # What to do is the same for all of them, unless they differ in kind.
+            advice = "" if problems is compared.differing else problems[0].advice
+            lines = [dataclasses.replace(problem, advice="") for problem in problems] if advice else problems
+            warnings.warn("\n".join([heading.format(advice=advice), *listed(lines)]), stacklevel=3)
+
+
+def _warn_of_unread_values(tables: Sequence[RankTable]) -> None:
+    unread = {fqn: found for table in tables for fqn, found in table.unread.items()}
+    if not unread:
+        return
+    values = named([f"{fqn} ({found})" for fqn, found in unread.items()])
+    warnings.warn(
+        f"a load will refuse these values by default, because they are not plain data: {values}; in the job that loads "
+        f"{how_to_read(unread.values())}. Or save what they hold instead",
+        stacklevel=3,
+    )
+
+
+def _without_digests(tables: Sequence[RankTable]) -> list[RankTable]:
+    return [dataclasses.replace(table, digests=()) for table in tables]

@@ -1,0 +1,235 @@
+"""Other people's planners and storage: how they are set up, and which changes of a subclass cannot be followed.
+
+Our plans are decided over all ranks and have no items before ``finish_plan``. A subclass that has planning methods of
+its own is shown items all the same, as this rank alone would make them. Whatever it changes is followed, or refused on
+every rank with a ``WrongArgumentError``, which is a TypeError; ``docs/drop_in.md`` lists both. The first calls to
+planner and storage are made as DCP makes them, older interfaces included.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import LoadPlanner as StockLoadPlanner
+from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+
+from torchtitan_ext.errors import Problem, described, named, refusal
+from torchtitan_ext.storage.formats.detect import how_to_load
+
+
+def overrides(planner: object, ours: type, *names: str) -> bool:
+    """Whether a planner's class has methods of its own in the place of these of ours."""
+    return any(getattr(type(planner), name) is not getattr(ours, name) for name in names)
+
+
+def sees_items(planner: object, ours: type) -> bool:
+    """Whether a planner's class may look at items before they are decided."""
+    return overrides(planner, ours, "create_local_plan", "create_global_plan", "finish_plan")
+
+
+def not_set_up(planner: object, call: str) -> Problem:
+    """For a planner whose class has replaced ``set_up_planner``.
+
+    Args:
+        call: How ours is called.
+    """
+    return _problem(
+        planner,
+        f"its set_up_planner does not call that of the class it extends; call super().set_up_planner({call}), with the "
+        "state dict that shall be planned",
+    )
+
+
+def no_place(planner: object, fqns: Sequence[str]) -> list[Problem]:
+    """For values that are no tensors, under keys of which nothing tells where they stand in the nested state dict."""
+    if not fqns:
+        return []
+    detail = (
+        f"its state_dict has values under {named(fqns)}, and nothing says where these belong; say so in mappings, or "
+        "rename keys by source=Source(rename=...)"
+    )
+    return [_problem(planner, detail)]
+
+
+def uncalled_methods(planner: object, ours: type, stock: type) -> list[Problem]:
+    """For a planner whose class replaces methods of DCP's default planner that ours has no use for."""
+    names = vars(stock).keys() - vars(ours).keys()
+    replaced = sorted(name for name in names if not name.startswith("__") and overrides(planner, stock, name))
+    if not replaced:
+        return []
+    detail = (
+        f"it replaces {', '.join(replaced)}, which {ours.__name__} does not call; replace a method of DCP's planner "
+        f"protocol, or extend {stock.__name__} instead"
+    )
+    return [_problem(planner, detail)]
+
+
+def check_local_plans(
+    operation: str, planner: object, ours: type, plans: Sequence[SavePlan | LoadPlan], messages: tuple[type, ...]
+) -> None:
+    """Raises WrongArgumentError for what a subclass on any rank made of its local plan. For the coordinator.
+
+    Args:
+        planner: The coordinator's; others are most often of the same class.
+        messages: The classes of our ``planner_data``.
+    """
+    problems: list[Problem] = []
+    for rank, plan in enumerate(plans):
+        data = plan.planner_data
+        if isinstance(data, messages):
+            # A load sends its table in a request; a table that is cached was looked at before.
+            found = getattr(getattr(data, "table", data), "problems", ())
+            problems += [problem for problem in found if problem.kind == "planner_subclass"]
+            continue
+        is_alike = overrides(planner, ours, "create_local_plan")
+        whose = type(planner).__qualname__ if is_alike else f"the planner of rank {rank}"
+        detail = (
+            f"its create_local_plan returns a plan with {described(data)} as planner_data; call "
+            "super().create_local_plan() and keep its planner_data, or extend DCP's default planner instead"
+        )
+        problems.append(Problem("planner_subclass", whose, detail))
+    if problems:
+        raise refusal(operation, problems)
+
+
+def check_global_plan(operation: str, planner: object, plan: SavePlan | LoadPlan, decision: type) -> None:
+    """Raises WrongArgumentError where a plan that a rank is given is none of ours, but a subclass's own."""
+    if not isinstance(plan.planner_data, decision):
+        detail = (
+            f"its create_global_plan returns plans with {described(plan.planner_data)} as planner_data; call "
+            "super().create_global_plan() and keep the planner_data of its plans, or extend DCP's default planner "
+            "instead"
+        )
+        raise refusal(operation, [_problem(planner, detail)])
+
+
+def check_write_items(planner: object, shown: Sequence[WriteItem], given: Sequence[WriteItem]) -> None:
+    """Raises WrongArgumentError where a subclass, or a storage, has changed items of a save before they are decided."""
+    changed = _changed(shown, given)
+    if changed:
+        detail = (
+            f"its items of {named(changed)} are not those that SavePlanner made, which are decided over all ranks; "
+            "change the state dict in set_up_planner, or the plan that super().finish_plan() returns"
+        )
+        raise refusal("save", [_problem(planner, detail)])
+
+
+def check_final_items(planner: object, decided: Sequence[WriteItem], final: Sequence[WriteItem]) -> None:
+    """Raises WrongArgumentError where the plan of a subclass lacks what the metadata will promise."""
+    written = {item.index for item in final}
+    lost = sorted({item.index.fqn for item in decided if item.index not in written})
+    if lost:
+        detail = (
+            f"the plan that its finish_plan returns lacks items of {named(lost)}, which no load would find; leave "
+            "them out of the state dict in set_up_planner"
+        )
+        raise refusal("save", [_problem(planner, detail)])
+
+
+def followed_items(
+    planner: object, shown: Sequence[ReadItem], given: Sequence[ReadItem], decided: Sequence[ReadItem]
+) -> list[ReadItem]:
+    """What a load reads where a subclass has changed items: its own, and of keys that it left alone those decided.
+
+    Raises:
+        WrongArgumentError: It has changed items of keys that all ranks together read otherwise.
+    """
+    moved = set(_changed(shown, decided))
+    changed = [fqn for fqn in _changed(shown, given) if fqn in moved]
+    if changed:
+        detail = (
+            f"its items of {named(changed)} were changed before all ranks had decided which rows this rank holds; "
+            "change the plan that super().finish_plan() returns"
+        )
+        raise refusal("load", [_problem(planner, detail)])
+    others = [item for item in given if item.dest_index.fqn not in moved]
+    return [*others, *(item for item in decided if item.dest_index.fqn in moved)]
+
+
+def _changed(shown: Sequence[Any], given: Sequence[Any]) -> list[str]:
+    """The keys of which two lists do not have the same items."""
+    before, after = _by_key(shown), _by_key(given)
+    return sorted(fqn for fqn in {*before, *after} if before.get(fqn) != after.get(fqn))
+
+
+def _by_key(items: Sequence[WriteItem | ReadItem]) -> dict[str, list[Any]]:
+    by_key: dict[str, list[Any]] = defaultdict(list)
+    for item in items:
+        by_key[item.index.fqn if isinstance(item, WriteItem) else item.dest_index.fqn].append(item)
+    return by_key
+
+
+def _problem(planner: object, detail: str) -> Problem:
+    return Problem("planner_subclass", type(planner).__qualname__, detail)
+
+
+def set_up_save(
+    values: dict[Any, Any], writer: StorageWriter, planner: StockSavePlanner, *, is_coordinator: bool, rank: int
+) -> None:
+    """Tells planner and storage what is saved, before they are asked for this rank's plan. Not collective."""
+    if _takes(planner.set_up_planner, "storage_meta"):
+        planner.set_up_planner(values, storage_meta=writer.storage_meta(), is_coordinator=is_coordinator)
+    else:
+        planner.set_up_planner(values, is_coordinator)  # type: ignore[arg-type]
+    if _takes(writer.set_up_storage_writer, "kwargs"):
+        writer.set_up_storage_writer(is_coordinator, rank=rank, use_collectives=True)
+    else:
+        writer.set_up_storage_writer(is_coordinator)
+
+
+def read_metadata(reader: StorageReader, name: str, rank: int, path: Path | None = None) -> tuple[Metadata, bool]:
+    """The metadata of a checkpoint, and whether it is of this rank's part alone (``use_collectives=False``).
+
+    Args:
+        name: Of the checkpoint, for messages.
+        path: Of our files, or stock's: where nothing of them is there, that is looked at.
+
+    Raises:
+        ReshardError: There is neither.
+    """
+    try:
+        return reader.read_metadata(), False
+    except Exception as error:
+        whole = error
+    if _takes(reader.read_metadata, "kwargs"):
+        try:
+            return reader.read_metadata(rank=rank), True
+        except Exception:
+            pass
+    other = how_to_load(path) if path is not None else None
+    if other is not None:
+        raise refusal("load", [Problem("no_checkpoint", name, other)])
+    detail = (
+        f"has no .metadata that can be read ({type(whole).__name__}: {whole}); give the path of a checkpoint whose "
+        "save has finished"
+    )
+    raise refusal("load", [Problem("broken_checkpoint", name, detail)])
+
+
+def set_up_load(
+    values: dict[Any, Any],
+    reader: StorageReader,
+    planner: StockLoadPlanner,
+    metadata: Metadata,
+    *,
+    is_coordinator: bool,
+    rank: int,
+    is_of_one_rank: bool,
+) -> None:
+    """Tells planner and storage what is loaded from where, before they are asked for this rank's plan."""
+    planner.set_up_planner(values, metadata, is_coordinator)
+    if _takes(reader.set_up_storage_reader, "kwargs"):
+        reader.set_up_storage_reader(metadata, is_coordinator, rank=rank, use_collectives=not is_of_one_rank)
+    else:
+        reader.set_up_storage_reader(metadata, is_coordinator)
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    return name in inspect.signature(function).parameters

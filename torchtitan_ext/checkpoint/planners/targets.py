@@ -1,0 +1,252 @@
+"""The targets of a load: their places in the nested state dict, and whether what was saved fits them.
+
+Kind, shape, dtype and memory are compared. Which changes of dtype keep every value is an explicit table:
+``torch.can_cast`` and ``torch.promote_types`` both call int64 -> float32 fine, which loses bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from torchtitan_ext.checkpoint.rules.policy import Source
+from torchtitan_ext.checkpoint.tables.key_table import BoxesEntry, KeyEntry, ObjectEntry, TensorEntry, lies_in_local
+from torchtitan_ext.dcp_private import ShardedTensor, flatten_sharded_tensors
+from torchtitan_ext.errors import Problem, Remedy
+from torchtitan_ext.layout.dtensor import describes_itself, holds_wrapper, local_tensor, may_overlap_itself
+from torchtitan_ext.layout.layout import ShardReport
+from torchtitan_ext.layout.wrapper import parts_of, why_not_materialized, why_not_whole
+from torchtitan_ext.state.nested import FlatStateDict, Path, flatten_state_dict, holds_shards
+
+
+def flatten_targets(
+    state_dict: dict[str, Any], saved: Mapping[str, Any], source: Source, *, nested: bool, sharded_tensors: bool
+) -> FlatStateDict:
+    """The targets by flat key; containers and wrappers that the checkpoint has as one value are kept as one.
+
+    Args:
+        saved: What the checkpoint has, by its names.
+        source: How it calls keys.
+        nested: Whether containers are flattened; else each entry is a target.
+        sharded_tensors: Whether nested ``ShardedTensor`` are flattened, as in stock.
+    """
+
+    def is_saved_whole(fqn: str) -> bool:
+        return isinstance(saved.get(source.saved_name(fqn)), BytesStorageMetadata)
+
+    def is_wrapper_whole(fqn: str, wrapper: torch.Tensor) -> bool:
+        """As in the checkpoint; where that has it not, as in what we save."""
+        if source.saved_name(fqn) in saved:
+            return True
+        is_walked = any(source.saved_name(f"{fqn}.{name}") in saved for name in parts_of(wrapper))
+        return not is_walked and why_not_whole(wrapper, {}) is None
+
+    if nested:
+        flat = flatten_state_dict(state_dict, is_opaque=is_saved_whole, is_whole=is_wrapper_whole)
+    else:
+        paths: dict[str, Path] = {fqn: (fqn,) for fqn in state_dict}
+        flat = FlatStateDict(values=dict(state_dict), paths=paths, stock_paths=paths)
+    if sharded_tensors and any(isinstance(value, ShardedTensor) for value in flat.values.values()):
+        flat.values = flatten_sharded_tensors(flat.values)
+    return flat
+
+
+def entry_as_saved(entry: KeyEntry, saved: TensorStorageMetadata | BytesStorageMetadata) -> KeyEntry:
+    """The entry of what is read: not that of the target where one of them is a number and the other a tensor."""
+    if isinstance(saved, BytesStorageMetadata):
+        return ObjectEntry()
+    if not isinstance(entry, ObjectEntry):
+        return entry
+    shape = tuple(saved.size)
+    return TensorEntry(ShardReport(global_shape=shape, local_sizes=shape), saved.properties.dtype, False)
+
+
+def places_of(flat: FlatStateDict, targets: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[str, Path]:
+    """Where targets stand in the nested state dict; lacks those of which nothing tells.
+
+    Args:
+        flat: What was flattened.
+        targets: The same, or what a subclass has made of it: keys renamed, left out or added.
+        paths: What the subclass says, as stock DCP records paths; of keys that are not said anew ``flat`` knows better.
+    """
+    if targets.keys() == flat.paths.keys() and paths == flat.stock_paths:
+        return flat.paths
+    path_of = {id(value): flat.paths[fqn] for fqn, value in flat.values.items() if isinstance(value, torch.Tensor)}
+    places = {}
+    for fqn, target in targets.items():
+        if fqn in flat.paths and paths.get(fqn, flat.stock_paths[fqn]) == flat.stock_paths[fqn]:
+            places[fqn] = flat.paths[fqn]
+        elif fqn in paths:
+            places[fqn] = paths[fqn]
+        elif id(target) in path_of:
+            places[fqn] = path_of[id(target)]
+    return places
+
+
+SavedEntry = TensorStorageMetadata | BytesStorageMetadata
+
+
+def find_misfit(fqn: str, target: Any, entry: KeyEntry, saved: SavedEntry, cast: CastPolicy) -> Problem | None:
+    """Why a saved value cannot become a target, from what the metadata says of it; ``None`` where it can.
+
+    Args:
+        target: What stands in the state dict.
+        entry: How this rank describes it.
+    """
+    is_object = isinstance(entry, ObjectEntry)
+    if is_object != isinstance(saved, BytesStorageMetadata):
+        if is_one_number(target, saved):
+            return None
+        kinds = ("a tensor", "a non-tensor value")
+        return Problem(
+            "wrong_type",
+            fqn,
+            f"the checkpoint has {kinds[not is_object]}, the target is {kinds[is_object]}; "
+            "put a target of the saved kind there, or leave the key out",
+        )
+    if isinstance(entry, ObjectEntry) or isinstance(saved, BytesStorageMetadata):
+        if not holds_shards(target):
+            return None
+        detail = "the checkpoint has it as one value, of one rank; the target holds DTensors or other shards"
+        return Problem("wrong_type", fqn, f"{detail}: load plain tensors there")
+    shape = entry.global_shape if isinstance(entry, BoxesEntry) else entry.report.global_shape
+    if tuple(saved.size) != tuple(shape):
+        return Problem(
+            "wrong_shape",
+            fqn,
+            f"Size mismatch between saved {saved.size} and current: {torch.Size(shape)} for {fqn}; "
+            "build the model with the saved size, or leave the key out",
+        )
+    if lies_in_local(entry) and may_overlap_itself(target):
+        detail = "cannot be filled: several elements of the target share memory; load into a clone() of it"
+        return Problem("unsupported_tensor", fqn, detail)
+    if isinstance(entry, TensorEntry) and target.is_meta and holds_wrapper(target):
+        reason = why_not_materialized(local_tensor(target))
+        if reason is not None:
+            return Problem("unsupported_tensor", fqn, reason)
+    return cast_problem(fqn, saved.properties.dtype, entry.dtype, cast)
+
+
+def is_one_number(target: Any, saved: SavedEntry) -> bool:
+    """Whether a number may be read from a tensor without dims, or into one: what is saved shows when it is read."""
+    if isinstance(saved, TensorStorageMetadata):
+        return type(target) in (bool, int, float) and len(saved.size) == 0
+    whole = not isinstance(target, DTensor) or all(placement.is_replicate() for placement in target.placements)
+    return isinstance(target, torch.Tensor) and not describes_itself(target) and whole and target.dim() == 0
+
+
+CastPolicy = Literal["exact", "allow", "forbid"]
+"""Dtype changes: those that keep every value, those that keep the kind of number, none."""
+
+_HALF = {torch.float16, torch.bfloat16}
+_FLOAT = {torch.float32, torch.float64}
+
+EXACT_CASTS: dict[torch.dtype, frozenset[torch.dtype]] = {
+    source: frozenset(targets)
+    for source, targets in {
+        torch.bool: {
+            torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+            torch.uint16, torch.uint32, torch.uint64, *_HALF, *_FLOAT,
+        },
+        torch.uint8: {
+            torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64, *_HALF, *_FLOAT,
+        },
+        torch.int8: {torch.int16, torch.int32, torch.int64, *_HALF, *_FLOAT},
+        torch.int16: {torch.int32, torch.int64, *_FLOAT},
+        torch.uint16: {torch.int32, torch.int64, torch.uint32, torch.uint64, *_FLOAT},
+        torch.int32: {torch.int64, torch.float64},
+        torch.uint32: {torch.int64, torch.uint64, torch.float64},
+        torch.float8_e4m3fn: {*_HALF, *_FLOAT},
+        torch.float8_e4m3fnuz: {*_HALF, *_FLOAT},
+        torch.float8_e5m2: {*_HALF, *_FLOAT},
+        torch.float8_e5m2fnuz: {*_HALF, *_FLOAT},
+        torch.float8_e8m0fnu: {torch.bfloat16, *_FLOAT},
+        torch.float16: {*_FLOAT},
+        torch.bfloat16: {*_FLOAT},
+        torch.float32: {torch.float64},
+        torch.complex32: {torch.complex64, torch.complex128},
+        torch.complex64: {torch.complex128},
+    }.items()
+}  # fmt: skip
+
+
+def is_exact(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether every value of ``source`` is a value of ``target``."""
+    return source == target or target in EXACT_CASTS.get(source, frozenset())
+
+
+def cast_problem(fqn: str, source: torch.dtype, target: torch.dtype, policy: CastPolicy) -> Problem | None:
+    """Why a tensor of dtype ``source`` may not become one of dtype ``target``, or ``None`` where it may."""
+    if source == target:
+        return None
+    found = f"saved as {source}, the target is {target}"
+    if policy == "forbid":
+        detail = f"{found}: cast='forbid' allows no change of dtype; use a target of the saved dtype"
+        return Problem("wrong_dtype", fqn, detail)
+    if is_exact(source, target):
+        return None
+    if _kind(source) > _kind(target):
+        return Problem("wrong_dtype", fqn, f"{found}: the kind of number would change; convert it yourself")
+    if policy == "allow":
+        return None
+    advice = "; pass cast='allow' to accept that"
+    return Problem("wrong_dtype", fqn, f"{found}: values can change", advice, Remedy("cast", "allow"))
+
+
+def number_for(value: Any, dtype: torch.dtype, policy: CastPolicy) -> int | float | complex:
+    """The number that a tensor without dims is filled with, where a checkpoint has a number in its place.
+
+    A float has no dtype of its own: it becomes what ``torch.tensor(value, dtype=dtype)`` makes of it in float32 and
+    float64. Integers, and floats in narrower dtypes, must be kept exactly.
+
+    Raises:
+        ValueError: It is no number, or the tensor would hold another one.
+    """
+    if not isinstance(value, (bool, int, float, complex)):
+        raise ValueError(
+            f"it is a {type(value).__name__}, the target is a tensor; put a target of the saved kind there"
+        )
+    kind = next(kind for kind, numbers in enumerate((bool, int, float, complex)) if isinstance(value, numbers))
+    if kind == _kind(dtype) or (kind < _kind(dtype) and policy != "forbid"):
+        kept = _in_dtype(value, dtype)
+        is_rounded_well = kind == 2 and (dtype in _FLOAT or policy == "allow") and not math.isinf(abs(kept))
+        if kept == value or value != value or is_rounded_well:
+            return kept
+    raise ValueError(f"it is {value!r}, the target is a tensor of {dtype}, which cannot hold that number")
+
+
+def _in_dtype(value: complex, dtype: torch.dtype) -> int | float | complex:
+    """What a tensor of a dtype holds for a number, infinity where it is out of range."""
+    try:
+        number: int | float | complex = torch.tensor(value, dtype=dtype, device="cpu").item()
+    except (RuntimeError, OverflowError):
+        return math.inf
+    return number
+
+
+def number_from(tensor: torch.Tensor, kind: type) -> int | float | bool:
+    """The number of class ``kind`` in a tensor without dims.
+
+    Raises:
+        ValueError: There is no such number.
+    """
+    value = tensor.item()
+    if isinstance(value, bool) == (kind is bool) and not isinstance(value, complex):
+        if kind is float or math.isfinite(value):
+            number = kind(value)
+            if number == value or value != value:
+                return number
+    raise ValueError(f"it is a tensor with {value!r}, the target is a {kind.__name__}, which cannot be that number")
+
+
+def _kind(dtype: torch.dtype) -> int:
+    if dtype.is_complex:
+        return 3
+    if dtype.is_floating_point:
+        return 2
+    return 0 if dtype == torch.bool else 1

@@ -1,0 +1,1 @@
+"""What each rank tells the coordinator of its keys, and what all ranks say together."""

@@ -1,0 +1,261 @@
+"""What crosses a change of world size by a rule of its own: stateful objects, the record of ranks, per-rank entries.
+
+A ``World`` is the ranks that save or load; a checkpoint records the one that saved it. Entries that each rank keeps for
+itself, such as ``dataloader.dp_rank_7``, have no place in another world.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import singledispatch
+from typing import Any, Protocol, TypeGuard, runtime_checkable
+
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+
+from torchtitan_ext.errors import CannotReshardError, Problem, Remedy
+from torchtitan_ext.state.nested import nested_members
+from torchtitan_ext.storage.metadata.saved_metadata import WORLD_KEY as WORLD_KEY
+from torchtitan_ext.storage.metadata.saved_metadata import recorded_world
+
+# Of these it is known that they are none: to ask the protocol costs more than to describe a tensor.
+_NOT_STATEFUL = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
+
+
+@dataclass(frozen=True)
+class Resharded:
+    """A component's state for this rank in the new world.
+
+    Attributes:
+        state: What the component's ``load_state_dict`` takes.
+        note: One short line for the report: what became of the saved state. The same on every rank.
+        samples_seen: Samples that it has served to the run, over all ranks; ``None`` where it serves none.
+        samples_padded: How many more it has served twice, to fill batches.
+        samples_counted: Samples that the run has seen by its account; ``None`` where it does not count them. Where no
+            component has served as many they were saved at different moments, and the load is refused.
+    """
+
+    state: dict[str, Any]
+    note: str
+    samples_seen: int | None = None
+    samples_padded: int = 0
+    samples_counted: int | None = None
+
+
+@dataclass(frozen=True)
+class SampleAccount:
+    """Samples of the run by the account of one component, over all ranks.
+
+    Attributes:
+        served: That it has served to the run; ``None`` where it serves none.
+        padded: How many more it has served twice, to fill batches.
+        counted: That the run has seen; ``None`` where it does not count them.
+        doubt: What does not fit together in it; a save warns of it.
+    """
+
+    served: int | None = None
+    padded: int = 0
+    counted: int | None = None
+    doubt: str = ""
+
+
+@runtime_checkable
+class CountsSamples(Protocol):
+    """A component whose account a save compares with those of the others, as a load does with what was saved."""
+
+    def sample_account(self) -> SampleAccount:
+        """As of now. Not collective."""
+        ...
+
+
+def disagreeing_counts(accounts: Mapping[str, SampleAccount]) -> dict[str, int]:
+    """All counts by component, where one counts samples that no other has served; otherwise none.
+
+    A run may count the padding of last batches, or not.
+    """
+    served = {name: one.served for name, one in accounts.items() if one.served is not None}
+    right = {*served.values(), *(one.padded + one.served for one in accounts.values() if one.served is not None)}
+    counted = {name: one.counted for name, one in accounts.items() if one.counted is not None}
+    wrong = {name: count for name, count in counted.items() if count not in right}
+    return {**served, **wrong} if served and wrong else {}
+
+
+@runtime_checkable
+class Reshardable(Protocol):
+    """A ``Stateful`` object that loads what another number of ranks saved.
+
+    A class that cannot get the method is taught with ``reshard_state.register``.
+    """
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+    def reshard(self, saved: Mapping[str, Any], old: World, new: World) -> Resharded:
+        """This rank's part of a saved state. Not collective; changes nothing.
+
+        Args:
+            saved: The ``state_dict()`` of all ranks that saved, merged by key.
+            old: The world that saved it, as far as the checkpoint says.
+            new: The world that loads it.
+
+        Raises:
+            CannotReshardError: With the reason and what to do instead.
+        """
+        ...
+
+
+@singledispatch
+def reshard_state(component: Any, saved: Mapping[str, Any], old: World, new: World) -> Resharded:
+    """Asks a component for its part of a saved state; see ``Reshardable.reshard``.
+
+    ``reshard_state.register(cls)(function)`` teaches it a class that has no such method; ``function`` takes the same
+    four arguments.
+    """
+    if isinstance(component, Reshardable):
+        return component.reshard(saved, old, new)
+    raise CannotReshardError(
+        f"{type(component).__name__} does not say how it reshards",
+        "give it a method reshard(saved, old, new), or register one with tte.elastic.reshard_state.register",
+    )
+
+
+def is_stateful(component: Any) -> TypeGuard[Stateful]:
+    """Whether an entry of a state dict has a state of its own to give and take."""
+    return type(component) not in _NOT_STATEFUL and isinstance(component, Stateful)
+
+
+def nested_stateful(value: Any) -> str | None:
+    """What to do about a ``Stateful`` object in a value below the top of a state dict; ``None`` where there is none."""
+    objects = (member for member in nested_members(value) if not isinstance(member, type))
+    found = next(filter(is_stateful, objects), None)
+    if found is None:
+        return None
+    return f"{type(found).__name__} below the top of a state dict is not asked for its state: pass its state_dict()"
+
+
+def can_reshard(component: Any) -> bool:
+    """Whether ``reshard_state`` knows what to do with a component."""
+    return isinstance(component, Reshardable) or reshard_state.dispatch(type(component)) is not reshard_state.dispatch(
+        object
+    )
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks that save or load a checkpoint.
+
+    Attributes:
+        size: How many; 0 where a checkpoint does not say.
+        mesh: Size of each named mesh axis that its tensors lie on, for example ``{"dp_shard": 4, "tp": 2}``.
+    """
+
+    size: int
+    mesh: Mapping[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        if not self.size:
+            return "an unknown number of ranks"
+        axes = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
+        ranks = f"{self.size} rank{'s' if self.size > 1 else ''}"
+        return f"{ranks} ({axes})" if axes else ranks
+
+
+def world_of(meshes: Sequence[tuple[Sequence[int], Sequence[str] | None]], held: Sequence[Hashable]) -> World:
+    """The world of ranks that hold tensors on these meshes, with an axis ``pp`` for the stages of a pipeline.
+
+    A stage's tensors lie on a mesh of its own, which does not know of the others: stages are told from the ranks, where
+    these hold different keys in groups as large as the mesh. Groups of experts that hold keys of their own in the same
+    way, and none that are everybody's, look alike.
+
+    Args:
+        meshes: Shape and axis names of each; those of all stages are one.
+        held: Per rank what stands for the keys that it holds on meshes, equal for equal keys.
+
+    Example:
+        >>> str(world_of([((4,), ("dp",))], ["stage 0"] * 4 + ["stage 1"] * 4))
+        '8 ranks (pp 2 x dp 4)'
+    """
+    axes = named_axes((names, shape) for shape, names in meshes)
+    stages = Counter(held)
+    largest = max((math.prod(shape) for shape, _ in meshes), default=0)
+    if len(stages) > 1 and set(stages.values()) == {largest} and "pp" not in axes:
+        axes = {"pp": len(stages), **axes}
+    return World(len(held), axes)
+
+
+def world_record(world: World) -> dict[str, object]:
+    """What a save writes of its world."""
+    return {"size": world.size, "mesh": dict(world.mesh)}
+
+
+def saved_world(metadata: Metadata) -> World:
+    """The world that saved a checkpoint; of size 0 where stock DCP wrote it, which does not say, or it is no world."""
+    recorded = recorded_world(metadata.planner_data)
+    return World(0) if recorded is None else World(*recorded)
+
+
+def named_axes(meshes: Iterable[tuple[Sequence[str] | None, Sequence[int]]]) -> dict[str, int]:
+    """Size of each axis by name; where meshes share a name that of the mesh with more axes counts.
+
+    Args:
+        meshes: Axis names and shape of each.
+    """
+    axes: dict[str, int] = {}
+    for names, shape in sorted(meshes, key=lambda mesh: -len(mesh[1])):
+        for name, size in zip(names or (), shape, strict=False):
+            axes.setdefault(name, size)
+    return axes
+
+
+# A component such as dp_rank_7 or rank_7: an entry that each rank keeps for itself. Not layers.7.
+PER_RANK = re.compile(r"((?:^|\.)(?:[^.]*_)?rank_?)\d+(?=\.|$)")
+
+
+def unclaimed_problems(
+    wanted: Collection[str], num_ranks: int, metadata: Metadata, allowed: Sequence[str]
+) -> list[Problem]:
+    """Entries that each rank keeps for itself, of which this load would silently drop some.
+
+    Args:
+        wanted: Entries that some of the ranks ask for.
+    """
+    families: dict[str, list[str]] = {}
+    for fqn, saved in metadata.state_dict_metadata.items():
+        if isinstance(saved, BytesStorageMetadata) and (family := family_of(fqn)) != fqn:
+            families.setdefault(family, []).append(fqn)
+    problems = []
+    for family, members in families.items():
+        unclaimed = [fqn for fqn in members if fqn not in wanted]
+        unclaimed = [fqn for fqn in unclaimed if not any(fnmatch.fnmatchcase(fqn, glob) for glob in allowed)]
+        if unclaimed and len(unclaimed) < len(members) and any(fqn in wanted for fqn in members):
+            problems.append(
+                Problem(
+                    "unclaimed_keys",
+                    family,
+                    f"the checkpoint has {len(members)} of these, the {num_ranks} rank(s) of this load ask for "
+                    f"{sum(fqn in wanted for fqn in members)}; {unclaimed[0]} would be dropped; load on as many "
+                    "ranks as saved",
+                    f", {how_to_divide(family)}, or pass LoadPlanner(allow_unclaimed=[{family!r}])",
+                    Remedy("reshard", len(members)),
+                )
+            )
+    return problems
+
+
+def how_to_divide(family: str) -> str:
+    """What carries entries of old ranks to other ranks; torchtitan's data loader has them as ``dp_rank_*``."""
+    known = ", or read torchtitan's text data with ElasticDataLoader and TorchtitanTextStreams"
+    return "give the component a method reshard" + (known if "dp_rank_*" in family else "")
+
+
+def family_of(fqn: str) -> str:
+    """The key with ``*`` for each rank: equal for what all ranks keep under one name, itself for other keys."""
+    return PER_RANK.sub(r"\1*", fqn) if "rank" in fqn else fqn

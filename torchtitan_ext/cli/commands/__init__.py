@@ -1,0 +1,1 @@
+"""One module per command of ``torchtitan-ext``: its ``run`` is the command."""

@@ -1,0 +1,112 @@
+"""``torchtitan-ext convert``."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from torchtitan_ext.cli.lazy import lazy
+from torchtitan_ext.cli.options import (
+    Json,
+    MaxMemory,
+    Only,
+    Overwrite,
+    Prefix,
+    Processes,
+    UnsafeUnpickle,
+    amount_of,
+    refusing_wrong_usage,
+)
+from torchtitan_ext.cli.output import count_of, print_json, print_line, text_of_bytes
+from torchtitan_ext.errors import named
+from torchtitan_ext.storage.progress import progress
+
+if TYPE_CHECKING:
+    from torchtitan_ext.offline import selection as selecting
+    from torchtitan_ext.offline import sources
+    from torchtitan_ext.offline.rewrite import convert as converting
+    from torchtitan_ext.storage import raw_tensor
+else:
+    converting = lazy("torchtitan_ext.offline.rewrite.convert")
+    selecting = lazy("torchtitan_ext.offline.selection")
+    raw_tensor = lazy("torchtitan_ext.storage.raw_tensor")
+    sources = lazy("torchtitan_ext.offline.sources")
+
+_MAX_NAMED = 3
+
+
+class _Dtype(str, Enum):
+    FLOAT64 = "float64"
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    FLOAT8_E4M3FN = "float8_e4m3fn"
+    FLOAT8_E5M2 = "float8_e5m2"
+
+
+class _Format(str, Enum):
+    DCP = "dcp"
+    HF = "hf"
+    TORCH = "torch"
+
+
+def run(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint of any format.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="A directory; with --to torch a file.")],
+    to: Annotated[
+        _Format, typer.Option(metavar="dcp|hf|torch", help="DCP, safetensors (tensors alone), or torch.save.")
+    ],
+    dtype: Annotated[_Dtype | None, typer.Option(metavar="DTYPE", help="Cast floats, for example to bfloat16.")] = None,
+    only: Only = None,
+    prefix: Prefix = "",
+    max_file_size: Annotated[str, typer.Option(metavar="BYTES", help="Of safetensors files.")] = "5GB",
+    max_memory: MaxMemory = "1GB",
+    processes: Processes = None,
+    overwrite: Overwrite = False,
+    unsafe_unpickle: UnsafeUnpickle = False,
+    json: Json = False,
+) -> None:
+    """Write a checkpoint in another format. DST is whole or as it was.
+
+    Example: torchtitan-ext convert run/step-100 exported --to hf --prefix model
+    """
+    begin = time.perf_counter()
+    selection = selecting.Selection(tuple(only or ()), prefix)
+    with refusing_wrong_usage():
+        opened = sources.open_source(source, weights_only=not unsafe_unpickle)
+        new_dtype = None if dtype is None else raw_tensor.DTYPES[dtype.value]
+        total_bytes = partial(selection.num_bytes_of, opened, new_dtype)
+        with progress("convert", is_coordinator=True, total_bytes=total_bytes) as on_bytes:
+            report = converting.convert(
+                opened,
+                target,
+                to=to.value,
+                selection=selection,
+                dtype=new_dtype,
+                max_file_bytes=amount_of(max_file_size),
+                overwrite=overwrite,
+                max_bytes=amount_of(max_memory),
+                num_processes=processes,
+                weights_only=not unsafe_unpickle,
+                progress=on_bytes,
+            )
+    if json:
+        seconds = time.perf_counter() - begin
+        print_json({**dataclasses.asdict(report), "path": str(target), "seconds": seconds})
+        return
+    keys, files = count_of(report.num_keys, "key"), count_of(report.num_files, "file")
+    print_line(f"{target}: {keys}, {text_of_bytes(report.num_bytes)} in {files}")
+    if report.cast and dtype is not None:
+        what = "every value is kept" if report.is_exact else "values are rounded"
+        print_line(
+            f"cast to {dtype.value}: {count_of(len(report.cast), 'tensor')} ({named(report.cast, _MAX_NAMED)}); {what}"
+        )
+    if report.dropped:
+        values = count_of(len(report.dropped), "value")
+        print_line(f"dropped, as safetensors hold tensors alone: {values} ({named(report.dropped, _MAX_NAMED)})")

@@ -1,0 +1,138 @@
+"""``torchtitan-ext diff``."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from torchtitan_ext.cli.lazy import lazy
+from torchtitan_ext.cli.options import Json, Only, Prefix, UnsafeUnpickle, amount_of, refusing_wrong_usage
+from torchtitan_ext.cli.output import DIFFERS, print_json, print_line, print_problem, print_table
+from torchtitan_ext.cli.pictures import plotter, say_written
+from torchtitan_ext.storage.checkpoint_files import thread_count_of
+from torchtitan_ext.storage.progress import progress
+
+if TYPE_CHECKING:
+    from torchtitan_ext.offline import selection as selecting
+    from torchtitan_ext.offline import sources
+    from torchtitan_ext.offline.compare import diff as comparing
+    from torchtitan_ext.offline.compare.diff import Difference, DiffReport, ValueDifference
+    from torchtitan_ext.offline.compare.difference_map import DifferenceMap
+else:
+    comparing = lazy("torchtitan_ext.offline.compare.diff")
+    selecting = lazy("torchtitan_ext.offline.selection")
+    sources = lazy("torchtitan_ext.offline.sources")
+
+
+def run(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint of any format.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+    only: Only = None,
+    prefix: Prefix = "",
+    values: Annotated[bool, typer.Option("--values", help="Say where tensors differ, and how far.")] = False,
+    rtol: Annotated[
+        float, typer.Option(metavar="X", show_default=False, help="Equal is |a - b| <= atol + rtol * |b|.", min=0.0)
+    ] = 0.0,
+    atol: Annotated[float, typer.Option(metavar="X", show_default=False, help="The same.", min=0.0)] = 0.0,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw where the first such tensor differs.")] = None,
+    max_memory: Annotated[str, typer.Option(metavar="BYTES", help="Beside Python and torch.")] = "256MB",
+    unsafe_unpickle: UnsafeUnpickle = False,
+    json: Json = False,
+) -> None:
+    """What two checkpoints differ in: keys, shapes, bits. Any mesh, any format.
+
+    Example: torchtitan-ext diff run/step-100 model.safetensors --prefix model
+    """
+    if plot is not None:
+        plotter("difference_plot", plot)  # what it refuses, before the checkpoints are read
+    with refusing_wrong_usage():
+        one, other = (sources.open_source(path, weights_only=not unsafe_unpickle) for path in (a, b))
+        selection = selecting.Selection(tuple(only or ()), prefix)
+        tolerance = comparing.Tolerance(rtol, atol)
+        total_bytes = partial(comparing.num_bytes_to_read, one, other, selection)
+        with progress("diff", is_coordinator=True, total_bytes=total_bytes) as on_bytes:
+            report = comparing.diff(
+                one,
+                other,
+                selection=selection,
+                values=values or plot is not None,
+                tolerance=tolerance,
+                max_bytes=amount_of(max_memory),
+                num_threads=thread_count_of(None),
+                progress=on_bytes,
+            )
+    if plot is not None:
+        _plot(
+            plot,
+            report,
+            lambda key: comparing.map_differences(one, other, key, selection=selection, tolerance=tolerance),
+        )
+    if json:
+        print_json(_as_json(report))
+    else:
+        _print(report)
+    if report.differences:
+        raise typer.Exit(DIFFERS)
+
+
+def _plot(path: Path, report: DiffReport, map_of: Callable[[str], DifferenceMap]) -> None:
+    """Draws the first tensor whose elements differ."""
+    tensors = [(found.key, found.values) for found in report.differences if found.values is not None]
+    if not tensors:
+        print_problem("nothing is drawn: no tensor differs in its elements")
+        return
+    key, values = tensors[0]
+    found = map_of(key)
+    more = f"; tensors that differ: {len(tensors)}" if len(tensors) > 1 else ""
+    counts = (
+        f"{values.num_different:,} of {values.num_elements:,} elements differ, first {list(values.first_index)}{more}"
+    )
+    plotter("difference_plot", path).plot_differences(
+        path,
+        f"{key}, {' x '.join(map(str, found.shape))}\n{counts}",
+        found.counts.tolist(),
+        sizes=found.sizes,
+        cell_sizes=found.cell_sizes,
+        dims=found.dims,
+    )
+    say_written(path)
+
+
+def _print(report: DiffReport) -> None:
+    if report.differences:
+        print_table(("key", "differs in", "A", "B", "where"), map(_row, report.differences))
+    differ = "key differs" if len(report.differences) == 1 else "keys differ"
+    are = "is" if report.num_equal == 1 else "are"
+    print_line(f"{len(report.differences):,} {differ}, {report.num_equal:,} {are} equal")
+
+
+def _row(found: Difference) -> tuple[str, str, str, str, str]:
+    kind = found.kind.replace("_", " ")
+    return found.key, kind, found.a or "-", found.b or "-", _where(found.values)
+
+
+def _where(values: ValueDifference | None) -> str:
+    if values is None:
+        return ""
+    return (
+        f"{values.num_different} of {values.num_elements}, first at {list(values.first_index)}: {values.first_a} and "
+        f"{values.first_b}; by at most {values.max_abs:.3g}, relative {values.max_rel:.3g}"
+    )
+
+
+def _as_json(report: DiffReport) -> dict[str, Any]:
+    differences = [dataclasses.asdict(found) for found in report.differences]
+    for values in filter(None, (found["values"] for found in differences)):
+        values |= {name: _plain(values[name]) for name in ("first_a", "first_b")}
+    return {"is_equal": not differences, "num_equal": report.num_equal, "differences": differences}
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinity."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

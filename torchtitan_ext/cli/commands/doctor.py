@@ -1,0 +1,185 @@
+"""``torchtitan-ext doctor``. The checks import torch, so that one which does not load is a line of the report."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from torchtitan_ext.cli.options import Json
+from torchtitan_ext.cli.output import DIFFERS, print_json, text_of_bytes
+from torchtitan_ext.storage.inspect.disk_speed import disk_speed
+
+_PACKAGES = ("torchtitan-ext", "torch", "numpy", "typer", "tqdm", "safetensors", "matplotlib")
+_DISK_BYTES = 64 << 20
+_GLOO_SECONDS = 180
+
+_EXPECTED_SUM = "3"
+
+
+class Finding(NamedTuple):
+    """What one check has found.
+
+    Attributes:
+        detail: A line for people; of a check that failed the error.
+    """
+
+    name: str
+    is_ok: bool
+    detail: str
+    seconds: float
+
+
+def run(
+    directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Whose disk is tried.")] = Path("."),
+    json: Json = False,
+) -> None:
+    """What to put into a bug report: versions, libraries, CUDA, gloo, disk, a tiny save and load.
+
+    Writes 64 MiB to DIRECTORY and removes them again. Exits with 1 if a check fails.
+
+    Example: torchtitan-ext doctor /scratch
+    """
+    checks: dict[str, Callable[[], str]] = {
+        "machine": _machine,
+        "versions": _versions,
+        "core": _core,
+        "ops": _ops,
+        "collectives": _collectives,
+        "abi": _abi,
+        "cuda": _cuda,
+        "nccl": _nccl,
+        "gloo": _gloo,
+        "disk": lambda: _disk(directory),
+        "round trip": lambda: _round_trip(directory),
+    }
+    findings = []
+    for name, check in checks.items():
+        findings.append(_try(name, check))
+        if not json:
+            _print(findings[-1])
+    if json:
+        rows = [dict(zip(Finding._fields, finding, strict=True)) for finding in findings]
+        print_json({"is_ok": all(finding.is_ok for finding in findings), "checks": rows})
+    if not all(finding.is_ok for finding in findings):
+        raise typer.Exit(DIFFERS)
+
+
+def _try(name: str, check: Callable[[], str]) -> Finding:
+    begin = time.perf_counter()
+    try:
+        is_ok, detail = True, check()
+    except Exception as error:  # whatever is broken is what the report is for
+        is_ok, detail = False, f"{type(error).__name__}: {error}"
+    return Finding(name, is_ok, detail, round(time.perf_counter() - begin, 3))
+
+
+def _print(finding: Finding) -> None:
+    print(f"{'ok' if finding.is_ok else 'FAILED':6}  {finding.name:11}  {finding.detail}", flush=True)
+
+
+def _machine() -> str:
+    cores = len(os.sched_getaffinity(0))
+    return f"{platform.platform()}, {cores} cores, Python {platform.python_version()}"
+
+
+def _versions() -> str:
+    found = []
+    for name in _PACKAGES:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"no {name}")
+    return ", ".join(found)
+
+
+def _core() -> str:
+    core = importlib.import_module("torchtitan_ext._core")
+    return f"{core.__file__} loads"
+
+
+def _ops() -> str:
+    importlib.import_module("torchtitan_ext.op_library")
+    return "_ops.so loads, by LibTorch's stable ABI"
+
+
+def _collectives() -> str:
+    library = importlib.import_module("torchtitan_ext.op_library")
+    if library.full_abi_is_missing:
+        raise ImportError(library.full_abi_is_missing)
+    return f"{library.full_abi_path(importlib.import_module('torch').__version__).name} loads"
+
+
+def _abi() -> str:
+    torch = importlib.import_module("torch")
+    is_cxx11 = torch.compiled_with_cxx11_abi()
+    return f"torch {torch.__version__} from git {str(torch.version.git_version)[:10]}, C++11 ABI {is_cxx11}"
+
+
+def _cuda() -> str:
+    torch = importlib.import_module("torch")
+    if torch.version.cuda is None:
+        return "torch is built without CUDA"
+    if not torch.cuda.is_available():
+        return f"torch is built for CUDA {torch.version.cuda}; no device is there"
+    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    return f"CUDA {torch.version.cuda}, {len(names)} devices: {', '.join(sorted(set(names)))}"
+
+
+def _nccl() -> str:
+    torch = importlib.import_module("torch")
+    if not torch.distributed.is_nccl_available():
+        return "torch is built without NCCL"
+    return "NCCL " + ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def _gloo() -> str:
+    with tempfile.TemporaryDirectory() as place:
+        command = [sys.executable, "-m", "torchtitan_ext.cli.commands.gloo_check"]
+        ranks = [
+            subprocess.Popen(
+                [*command, str(rank), f"{place}/store"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+            for rank in range(2)
+        ]
+        try:
+            said = [rank.communicate(timeout=_GLOO_SECONDS) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+    errors = [err.strip().splitlines()[-1:] for _, err in said]
+    if [out.strip() for out, _ in said] != [_EXPECTED_SUM] * 2:
+        raise RuntimeError(f"two processes did not agree on a sum over gloo: {errors}")
+    return "two processes agree on a sum"
+
+
+def _disk(directory: Path) -> str:
+    written, read = map(text_of_bytes, disk_speed(directory, _DISK_BYTES))
+    size = text_of_bytes(_DISK_BYTES)
+    return f"{directory.resolve()}: {size} written and synced at {written}/s, read at {read}/s"
+
+
+def _round_trip(directory: Path) -> str:
+    torch = importlib.import_module("torch")
+    tte: Any = importlib.import_module("torchtitan_ext")
+    weights = torch.arange(1000, dtype=torch.float32, device="cpu")
+    state = {"w": weights, "b": weights[:3].bfloat16(), "step": 7}
+    loaded = {"w": torch.zeros_like(weights), "b": torch.zeros_like(state["b"]), "step": 0}
+    with tempfile.TemporaryDirectory(dir=directory) as place, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tte.save(state, f"{place}/step-7", no_dist=True)
+        tte.load(loaded, f"{place}/step-7", no_dist=True)
+    if not all(torch.equal(loaded[key], state[key]) for key in ("w", "b")) or loaded["step"] != 7:
+        raise RuntimeError("what was loaded is not what was saved, please report")
+    return "a state of three keys is saved and loaded, bit for bit"

@@ -1,0 +1,95 @@
+"""``torchtitan-ext gc``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from torchtitan_ext.cli.commands.ls import lines_of, plain_leftovers
+from torchtitan_ext.cli.options import Json, Run, StepNames, refusing_wrong_usage
+from torchtitan_ext.cli.output import DIFFERS, print_json, print_line, print_problem, print_table, text_of_bytes
+from torchtitan_ext.storage.commit.leftovers import checkpoint_names
+from torchtitan_ext.storage.commit.steps import step_paths
+from torchtitan_ext.storage.runs.listing import Leftover, ListedStep, checkpoint_bytes, find_leftovers, list_steps
+from torchtitan_ext.storage.runs.retention import remove_leftovers, remove_step, steps_beyond
+
+
+def run(
+    run_dir: Run,
+    keep: Annotated[int, typer.Option(min=1, help="How many whole steps stay, counted from the newest.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Remove; else only say what would be.")] = False,
+    step_pattern: StepNames = None,
+    json: Json = False,
+) -> None:
+    """Removes old steps of a run, and what dead saves left. Never files of others, nor a step that is being saved.
+
+    Steps that are not whole do not count as kept ones. Exits with 1 if something could not be removed.
+
+    Example: torchtitan-ext gc outputs/checkpoint --keep 3 --yes
+    """
+    with refusing_wrong_usage():
+        listed = {step.step: step for step in list_steps(run_dir, step_pattern)}
+    paths = step_paths(run_dir, step_pattern)
+    beyond = steps_beyond(run_dir, keep, pattern=step_pattern)
+    old = {number: paths[number] for number in beyond if listed[number].saver is None}
+    leftovers = find_leftovers(run_dir, step_pattern)
+    sizes = {number: checkpoint_bytes(path) for number, path in old.items()}
+    freed = sum(sizes.values()) + sum(leftover.num_bytes for leftover in leftovers)
+    if not json:
+        _print_plan([listed[number] for number in sorted(listed)], sizes)
+        for line in lines_of(leftovers):
+            print_line(line)
+    if yes:
+        for path in old.values():
+            remove_step(path)
+        try:
+            remove_leftovers(run_dir, step_pattern)
+        except OSError as error:
+            print_problem(f"what dead saves left stays: {error}")
+    stuck = _not_removed(old.values(), find_leftovers(run_dir, step_pattern)) if yes else []
+    freed -= sum(left.num_bytes for left in stuck)
+    if json:
+        print_json(
+            {
+                "path": str(run_dir),
+                "keep": keep,
+                "is_done": yes,
+                "kept": [_plain(listed[number]) for number in sorted(listed) if number not in sizes],
+                "removed": [_plain(listed[number]) for number in sorted(sizes)],
+                "leftovers": plain_leftovers(leftovers),
+                "freed_bytes": freed,
+                "not_removed": [str(left.path) for left in stuck],
+            }
+        )
+    else:
+        for left in stuck:
+            print_line(f"not removed: {left.path}")
+        print_line(f"freed {text_of_bytes(freed)}" if yes else f"{text_of_bytes(freed)} would be freed: --yes does it")
+    if stuck:
+        raise typer.Exit(DIFFERS)
+
+
+def _not_removed(old: Iterable[Path], leftovers: Iterable[Leftover]) -> list[Leftover]:
+    """What should have gone and is still there. A directory with files of others stays, and is none."""
+    steps = [Leftover(path, checkpoint_bytes(path)) for path in old if path.is_dir()]
+    return [left for left in (*steps, *leftovers) if _is_ours(left.path)]
+
+
+def _is_ours(path: Path) -> bool:
+    ours, others = checkpoint_names(path) if path.is_dir() else ([], [])
+    return bool(ours) or not others
+
+
+def _print_plan(steps: Sequence[ListedStep], sizes: dict[int, int]) -> None:
+    rows = [
+        (step.step, "goes" if step.step in sizes else "stays", step.state, text_of_bytes(step.num_bytes))
+        for step in steps
+    ]
+    print_table(("step", "", "state", "bytes"), rows)
+
+
+def _plain(step: ListedStep) -> dict[str, Any]:
+    return {"step": step.step, "state": step.state, "num_bytes": step.num_bytes}

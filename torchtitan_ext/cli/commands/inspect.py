@@ -1,0 +1,208 @@
+"""``torchtitan-ext inspect``."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from torchtitan_ext.cli.commands.ls import inner_rows
+from torchtitan_ext.cli.lazy import without_collector
+from torchtitan_ext.cli.options import Json, UnsafeUnpickle, refusing_wrong_usage
+from torchtitan_ext.cli.output import FORMAT_NAMES, count_of, print_json, print_line, print_table, text_of_bytes
+from torchtitan_ext.errors import UnknownFormatError
+from torchtitan_ext.errors.near_names import refuse_unmatched
+from torchtitan_ext.storage.commit.steps import step_paths
+from torchtitan_ext.storage.formats.contents import MODEL, ContentChunk, ContentKey, Contents, Scalar
+from torchtitan_ext.storage.formats.detect import checkpoints_in, format_of
+from torchtitan_ext.storage.inspect.describe import describe
+from torchtitan_ext.storage.runs.listing import bytes_in
+
+_MAX_VALUE_CHARS = 60
+
+
+def run(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint: DCP, safetensors or torch.save.")],
+    glob: Annotated[str | None, typer.Argument(metavar="GLOB", help="Only keys that match, as in *.wq.*")] = None,
+    shards: Annotated[bool, typer.Option("--shards", help="Where each chunk of a key lies.")] = False,
+    layout: Annotated[str | None, typer.Option(metavar="NAME", help="Draw which rank holds what of a tensor.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="The same as a picture: .svg, .png, .pdf.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Whose, where each rank has metadata of its own.")] = None,
+    unsafe_unpickle: UnsafeUnpickle = False,
+    json: Json = False,
+) -> None:
+    """What a checkpoint holds: keys, dtypes, shapes, values, files. Reads no tensors but single numbers.
+
+    Of a folder with several checkpoints: which these are.
+
+    Example: torchtitan-ext inspect outputs/checkpoint/step-100 "*norm*" --shards
+    """
+    if plot is not None and layout is None:
+        raise typer.BadParameter("got no --layout NAME of a tensor to draw", param_hint="--plot")
+    names = _checkpoints_of_folder(path)
+    if names:
+        _show_folder(path, names, json)
+        return
+    with without_collector():
+        contents = describe(path, rank=rank, unsafe_unpickle=unsafe_unpickle)
+        if layout is not None:
+            pictures = importlib.import_module("torchtitan_ext.cli.pictures.layout_of_key")
+            pictures.show_layout(contents, layout, plot, json=json)
+            return
+        with refusing_wrong_usage():
+            refuse_unmatched("glob", [] if glob is None else [glob], [key.fqn for key in contents.keys], where=path)
+        keys = contents.matching(glob)
+        if json:
+            print_json(_plain(contents, keys, shards))
+        else:
+            _print(contents, keys, shards, has_totals=glob is None and not shards)
+
+
+def _checkpoints_of_folder(path: Path) -> list[str]:
+    """The checkpoints in a folder that is none itself; of a run its steps are to be named."""
+    if not path.is_dir() or step_paths(path):
+        return []
+    try:
+        format_of(path)
+    except UnknownFormatError:
+        return checkpoints_in(path)
+    return []
+
+
+def _show_folder(path: Path, names: Sequence[str], json: bool) -> None:
+    if json:
+        rows = [{"name": name, "format": format_of(path / name), "num_bytes": bytes_in(path / name)} for name in names]
+        print_json({"path": str(path), "checkpoints": rows})
+        return
+    print_line(f"{path} holds {count_of(len(names), 'checkpoint')}; inspect one of them")
+    print()
+    print_table(("checkpoint", "format", "bytes"), inner_rows(path, names))
+
+
+def _print(contents: Contents, keys: Sequence[ContentKey], shards: bool, *, has_totals: bool) -> None:
+    totals = _totals(contents)
+    for line in _headline(contents, totals):
+        print_line(line)
+    print()
+    if has_totals and any(total.num_tensors for total in totals):
+        print_table(("component", "tensors", "elements", "bytes", "other values"), _total_rows(totals))
+        print()
+    if shards:
+        print_table(("key", "offsets", "sizes", "bytes", "file", "at byte"), _shard_rows(contents, keys))
+    else:
+        values = contents.read_values([key for key in keys if not key.sizes])
+        rows = ((*_key_row(key), _cell(values[key.fqn]) if key.fqn in values else "") for key in keys)
+        print_table(("key", "dtype", "shape", "bytes", "chunks", "value"), rows)
+
+
+class _Total(NamedTuple):
+    """Of the keys of one component."""
+
+    component: str
+    num_tensors: int
+    num_elements: int
+    num_bytes: int
+    num_values: int
+
+
+def _totals(contents: Contents) -> list[_Total]:
+    totals = []
+    for name, keys in contents.components().items():
+        tensors = [key for key in keys if key.sizes is not None]
+        num_elements = sum(math.prod(key.sizes or ()) for key in tensors)
+        num_bytes = sum(key.num_bytes for key in tensors)
+        totals.append(_Total(name, len(tensors), num_elements, num_bytes, len(keys) - len(tensors)))
+    return totals
+
+
+def _total_rows(totals: Sequence[_Total]) -> Iterator[Sequence[object]]:
+    for name, num_tensors, num_elements, num_bytes, num_values in totals:
+        if num_tensors:
+            yield name, num_tensors, f"{num_elements:,}", text_of_bytes(num_bytes), num_values
+
+
+def _headline(contents: Contents, totals: Sequence[_Total]) -> Iterator[str]:
+    versions = ", ".join(f"{name} {version}" for name, version in contents.versions.items())
+    yield f"{contents.path}: {FORMAT_NAMES[contents.format]}{f' ({versions})' if versions else ''}"
+    tensors = [key for key in contents.keys if key.dtype is not None]
+    size = text_of_bytes(sum(key.num_bytes for key in tensors))
+    others = count_of(len(contents.keys) - len(tensors), "other value")
+    parameters = "".join(
+        f"; {MODEL} has {count_of(total.num_elements, 'parameter')}" for total in totals if total.component == MODEL
+    )
+    yield f"{count_of(len(tensors), 'tensor')} of {size}, {others}{parameters}"
+    there = [file.num_bytes for file in contents.files if file.num_bytes is not None]
+    missing = len(contents.files) - len(there)
+    lost = f", {missing:,} not there" if missing else ""
+    yield f"{count_of(len(contents.files), 'file')} of {text_of_bytes(sum(there))}{lost}; {_checksums(contents)}"
+    if contents.world_size is not None:
+        axes = " x ".join(f"{name} {size}" for name, size in contents.mesh.items())
+        yield f"saved by {count_of(contents.world_size, 'rank')}{f' ({axes})' if axes else ''}"
+
+
+def _checksums(contents: Contents) -> str:
+    return "checksums of all bytes" if contents.has_checksums else "no checksums of ours"
+
+
+def _key_row(key: ContentKey) -> Sequence[object]:
+    if key.dtype is None:
+        return key.fqn, "-", "-", text_of_bytes(key.num_bytes), key.num_chunks
+    return key.fqn, key.dtype, _shape(key.sizes), text_of_bytes(key.num_bytes), key.num_chunks
+
+
+def _cell(value: Scalar) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_VALUE_CHARS else f"{text[:_MAX_VALUE_CHARS]}..."
+
+
+def _shard_rows(contents: Contents, keys: Sequence[ContentKey]) -> Iterator[Sequence[object]]:
+    for key in keys:
+        for chunk in contents.chunks_of(key.fqn):
+            num_bytes = "-" if chunk.num_bytes is None else text_of_bytes(chunk.num_bytes)
+            place = ("nowhere" if chunk.file is None else chunk.file, "-" if chunk.offset is None else chunk.offset)
+            yield key.fqn, _shape(chunk.offsets), _shape(chunk.sizes), num_bytes, *place
+
+
+def _shape(sizes: Sequence[int] | None) -> str:
+    return "-" if sizes is None else f"[{', '.join(map(str, sizes))}]"
+
+
+def _plain(contents: Contents, keys: Sequence[ContentKey], shards: bool) -> dict[str, Any]:
+    values = contents.read_values([key for key in keys if not key.sizes])
+    rows = [{**_plain_key(key), "value": _plain_value(values.get(key.fqn))} for key in keys]
+    if shards:
+        for row, key in zip(rows, keys, strict=True):
+            row["chunks"] = [_plain_chunk(chunk) for chunk in contents.chunks_of(key.fqn)]
+    names = ("format", "step", "save_id", "world_size", "mesh", "versions", "has_checksums")
+    names_of_totals = ("name", *_Total._fields[1:])
+    tensors = [key for key in contents.keys if key.dtype is not None]
+    return {
+        "path": str(contents.path),
+        **{name: getattr(contents, name) for name in names},
+        "num_keys": len(contents.keys),
+        "num_tensors": len(tensors),
+        "tensor_bytes": sum(key.num_bytes for key in tensors),
+        "components": [dict(zip(names_of_totals, total, strict=True)) for total in _totals(contents)],
+        "files": [{"name": name, "num_bytes": size, "num_records": count} for name, size, count in contents.files],
+        "keys": rows,
+    }
+
+
+def _plain_key(key: ContentKey) -> dict[str, Any]:
+    fqn, dtype, sizes, num_bytes, num_chunks = key
+    return {"name": fqn, "dtype": dtype, "shape": sizes, "num_bytes": num_bytes, "num_chunks": num_chunks}
+
+
+def _plain_value(value: Scalar) -> Scalar:
+    """JSON has no complex numbers, no NaN and no infinity."""
+    is_json = not isinstance(value, (complex, float)) or (isinstance(value, float) and math.isfinite(value))
+    return value if is_json else str(value)
+
+
+def _plain_chunk(chunk: ContentChunk) -> dict[str, Any]:
+    offsets, sizes, file, offset, num_bytes = chunk
+    return {"offsets": offsets, "sizes": sizes, "file": file, "at_byte": offset, "num_bytes": num_bytes}

@@ -1,0 +1,83 @@
+"""``torchtitan-ext ls``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchtitan_ext.cli.options import Json, Run, StepNames, refusing_wrong_usage
+from torchtitan_ext.cli.output import FORMAT_NAMES, print_json, print_line, print_table, text_of_bytes, text_of_time
+from torchtitan_ext.storage.formats.detect import checkpoints_in, format_of
+from torchtitan_ext.storage.runs.listing import Leftover, ListedStep, bytes_in, find_leftovers, list_steps
+
+
+def run(
+    run_dir: Run,
+    step_pattern: StepNames = None,
+    json: Json = False,
+) -> None:
+    """The steps of a run, who saves there, and what dead saves left. Reads no data.
+
+    Of a directory without steps: the checkpoints in it.
+
+    Example: torchtitan-ext ls outputs/checkpoint
+    """
+    with refusing_wrong_usage():
+        steps, leftovers = list_steps(run_dir, step_pattern), find_leftovers(run_dir, step_pattern)
+    inner = [] if steps else checkpoints_in(run_dir)
+    if json:
+        print_json({**_plain(run_dir, steps, leftovers), "checkpoints": inner})
+        return
+    if steps:
+        print_table(("step", "state", "bytes", "finished", "ranks", "saved by"), map(_row, steps))
+    elif inner:
+        print_table(("checkpoint", "format", "bytes"), inner_rows(run_dir, inner))
+    else:
+        print_line(f"{run_dir} has no step")
+    for line in lines_of(leftovers):
+        print_line(line)
+
+
+def inner_rows(folder: Path, names: Sequence[str]) -> Iterator[Sequence[object]]:
+    """A row for each of the checkpoints in a folder: name, format, bytes."""
+    for name in names:
+        yield name, FORMAT_NAMES[format_of(folder / name)], text_of_bytes(bytes_in(folder / name))
+
+
+def lines_of(leftovers: Sequence[Leftover]) -> Iterator[str]:
+    """What dead saves left, for people."""
+    if leftovers:
+        yield f"left by dead saves, {text_of_bytes(sum(leftover.num_bytes for leftover in leftovers))}:"
+    for leftover in leftovers:
+        yield f"  {leftover.path}"
+
+
+def plain_leftovers(leftovers: Sequence[Leftover]) -> list[dict[str, Any]]:
+    """The same for programs."""
+    return [{"path": str(leftover.path), "num_bytes": leftover.num_bytes} for leftover in leftovers]
+
+
+def _row(step: ListedStep) -> Sequence[object]:
+    finished_at = "-" if step.finished_at is None else text_of_time(step.finished_at)
+    kind = step.format if step.state == "other" else ", ".join(step.checkpoints)
+    state = f"{step.state} ({kind})" if kind else step.state
+    size = text_of_bytes(step.num_bytes)
+    return step.step, state, size, finished_at, step.world_size or "-", f"{step.saver}, now" if step.saver else "-"
+
+
+def _plain(run_dir: Path, steps: Sequence[ListedStep], leftovers: Sequence[Leftover]) -> dict[str, Any]:
+    rows = [
+        {
+            "step": step.step,
+            "state": step.state,
+            "format": step.format,
+            "num_bytes": step.num_bytes,
+            "finished_at": step.finished_at,
+            "world_size": step.world_size,
+            "saver": step.saver,
+            "checkpoints": step.checkpoints,
+        }
+        for step in steps
+    ]
+    return {"path": str(run_dir), "steps": rows, "leftovers": plain_leftovers(leftovers)}

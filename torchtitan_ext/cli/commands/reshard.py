@@ -1,0 +1,84 @@
+"""``torchtitan-ext reshard``."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from torchtitan_ext.cli.lazy import lazy
+from torchtitan_ext.cli.options import (
+    Json,
+    MaxMemory,
+    Mesh,
+    Only,
+    Overwrite,
+    Prefix,
+    Processes,
+    Shard,
+    amount_of,
+    refusing_wrong_usage,
+)
+from torchtitan_ext.cli.output import count_of, print_json, print_line, text_of_bytes
+from torchtitan_ext.storage.progress import progress
+
+if TYPE_CHECKING:
+    from torchtitan_ext.offline import placement_rules, sources
+    from torchtitan_ext.offline import selection as selecting
+    from torchtitan_ext.offline.rewrite import reshard as resharding
+else:
+    placement_rules = lazy("torchtitan_ext.offline.placement_rules")
+    resharding = lazy("torchtitan_ext.offline.rewrite.reshard")
+    selecting = lazy("torchtitan_ext.offline.selection")
+    sources = lazy("torchtitan_ext.offline.sources")
+
+
+def run(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint of any format.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="Directory of the new one.")],
+    mesh: Mesh,
+    shard: Shard = None,
+    only: Only = None,
+    prefix: Prefix = "",
+    max_memory: MaxMemory = "1GB",
+    processes: Processes = None,
+    overwrite: Overwrite = False,
+    json: Json = False,
+) -> None:
+    """Write a checkpoint as another mesh would save it. DST is whole or as it was.
+
+    Example: torchtitan-ext reshard run/step-100 new/step-100 --mesh dp=8,tp=2
+    """
+    begin = time.perf_counter()
+    selection = selecting.Selection(tuple(only or ()), prefix)
+    with refusing_wrong_usage():
+        sizes, rules = placement_rules.parse_mesh(mesh), placement_rules.parse_rules(shard or ())
+        opened = sources.open_source(source)
+        total_bytes = partial(selection.num_bytes_of, opened)
+        with progress("reshard", is_coordinator=True, total_bytes=total_bytes) as on_bytes:
+            report = resharding.reshard(
+                opened,
+                target,
+                mesh=sizes,
+                rules=rules,
+                selection=selection,
+                overwrite=overwrite,
+                max_bytes=amount_of(max_memory),
+                num_processes=processes,
+                progress=on_bytes,
+            )
+    seconds = time.perf_counter() - begin
+    if json:
+        print_json({**dataclasses.asdict(report), "path": str(target), "seconds": seconds})
+        return
+    keys, ranks = count_of(report.num_keys, "key"), count_of(report.num_ranks, "rank")
+    print_line(f"{target}: {keys}, {text_of_bytes(report.num_bytes)} for {ranks}")
+    if report.assumed:
+        print_line(
+            f"nothing says which dim tp cuts of {count_of(len(report.assumed), 'tensor')}, for example "
+            f"{report.assumed[0]}: dim 0 was taken; state it with --shard"
+        )

@@ -1,0 +1,132 @@
+"""``torchtitan-ext verify``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from torchtitan_ext.cli.options import Json, StepNames, refusing_wrong_usage
+from torchtitan_ext.cli.output import (
+    DIFFERS,
+    UNREADABLE,
+    count_of,
+    print_json,
+    print_line,
+    print_problem,
+    text_of_bytes,
+)
+from torchtitan_ext.errors import UnknownFormatError, named
+from torchtitan_ext.storage.commit.steps import has_finished, step_paths
+from torchtitan_ext.storage.formats.detect import checkpoints_in, format_of
+from torchtitan_ext.storage.inspect.verdict import Verdict
+from torchtitan_ext.storage.inspect.verify import verify
+from torchtitan_ext.storage.progress import progress
+
+_MAX_UNPROVED = 4
+
+
+def run(
+    path: Annotated[Path, typer.Argument(metavar="PATH|RUN", help="A checkpoint, or a run with step-<number> in it.")],
+    deep: Annotated[bool, typer.Option("--deep", help="Read every byte and compare its checksum.")] = False,
+    step_pattern: StepNames = None,
+    json: Json = False,
+) -> None:
+    """Whether a checkpoint, or each of a run, is whole: all files, of their sizes, of one save.
+
+    Exits with 1 if one is not, with 3 if files cannot be read, so that nobody knows.
+
+    Example: torchtitan-ext verify outputs/checkpoint/step-100 --deep
+    """
+    with refusing_wrong_usage():
+        steps = _steps_of(path, step_pattern)
+    if steps is None:
+        verdicts = [_look(path, deep)]
+        if json:
+            print_json(_plain(verdicts[0]))
+        else:
+            _print(verdicts[0])
+    else:
+        verdicts = _verify_run(path, steps, deep, json)
+    if any(verdict.is_damaged for verdict in verdicts):
+        raise typer.Exit(DIFFERS)
+    if any(verdict.damages for verdict in verdicts):
+        raise typer.Exit(UNREADABLE)
+
+
+def _verify_run(run_dir: Path, steps: dict[int, Path], deep: bool, json: bool) -> list[Verdict]:
+    rows = []
+    verdicts = []
+    for number, step in sorted(steps.items()):
+        # A step that is no checkpoint itself may hold some.
+        for place in [step] if has_finished(step) else [step / name for name in checkpoints_in(step)]:
+            verdict = _look(place, deep)
+            verdicts.append(verdict)
+            rows.append({"step": number, "is_finished": True, **_plain(verdict)})
+            if not json:
+                _print(verdict)
+        if not rows or rows[-1]["step"] != number:
+            rows.append({"step": number, "is_finished": False, "path": str(step)})
+            if not json:
+                print_line(f"{step}: not finished")
+    if json:
+        is_whole = not any(verdict.damages for verdict in verdicts)
+        print_json({"path": str(run_dir), "is_whole": is_whole, "steps": rows})
+    return verdicts
+
+
+def _steps_of(path: Path, pattern: str | None) -> dict[int, Path] | None:
+    """The steps of a run; ``None`` of what is a checkpoint itself."""
+    try:
+        format_of(path)
+    except UnknownFormatError:
+        steps = step_paths(path, pattern)
+        if not steps:
+            raise
+        return steps
+    return None
+
+
+def _look(path: Path, deep: bool) -> Verdict:
+    if not deep:
+        return verify(path)
+    with progress(path.name, is_coordinator=True, total_bytes=lambda: _size_of(path)) as on_bytes:
+        return verify(path, is_deep=True, on_bytes=on_bytes)
+
+
+def _size_of(path: Path) -> int:
+    if path.is_file():
+        return path.stat().st_size
+    with os.scandir(path) as entries:
+        return sum(entry.stat().st_size for entry in entries if entry.name.endswith((".distcp", ".safetensors")))
+
+
+def _print(verdict: Verdict) -> None:
+    size = f"{count_of(verdict.num_files, 'file')} of {text_of_bytes(verdict.num_bytes)}"
+    if not verdict.damages:
+        look = "all checksums match" if verdict.is_deep and not verdict.unproved else "sizes and ids"
+        print_line(f"{verdict.path}: whole ({size}; {look})")
+    elif verdict.is_damaged:
+        print_line(f"{verdict.path}: {count_of(len(verdict.damages), 'damage')} ({size})")
+        for damage in verdict.damages:
+            print_line(f"  {damage.what}")
+    else:
+        for damage in verdict.damages:
+            print_problem(damage.what)
+    if verdict.unproved:
+        print_line(f"  no checksum of all bytes: {named(verdict.unproved, _MAX_UNPROVED)}")
+
+
+def _plain(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "path": str(verdict.path),
+        "format": verdict.format,
+        "is_whole": not verdict.damages,
+        "is_deep": verdict.is_deep,
+        "num_files": verdict.num_files,
+        "num_bytes": verdict.num_bytes,
+        "damages": [{"file": one.file, "kind": one.kind, "what": one.what} for one in verdict.damages],
+        "without_checksums": list(verdict.unproved),
+    }

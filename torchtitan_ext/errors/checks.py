@@ -1,0 +1,63 @@
+"""Checks of arguments, and a guard for work after the end of an operation, whose errors are only printed."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from numbers import Integral
+
+# A wrong argument is shown where it is short; a long text says no more than its type.
+_MAX_SHOWN = 60
+
+
+def described(value: object) -> str:
+    """What a value is, for messages: "a Linear", "the class Linear"; short plain values as they are written."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, (str, int, float, bool, type(None))) and len(repr(value)) <= _MAX_SHOWN:
+        return repr(value)
+    return f"a {type(value).__name__}"
+
+
+def argument_error(where: str, argument: str, got: object, expected: str) -> TypeError:
+    """For an argument of the wrong type: ``load: got policy='reshard', expected an ElasticPolicy``."""
+    return TypeError(f"{where}: got {argument}={described(got)}, expected {expected}")
+
+
+def check_argument(where: str, argument: str, got: object, kinds: type | tuple[type, ...], expected: str) -> None:
+    """Raises ``argument_error`` unless it is an instance of one of these; a class in the place of one is none."""
+    if isinstance(got, type) or not isinstance(got, kinds):
+        raise argument_error(where, argument, got, expected)
+
+
+def check_counts(where: str, **counts: object) -> None:
+    """Raises ``argument_error`` for the first of these that is neither a whole number nor ``None``."""
+    for argument, got in counts.items():
+        if isinstance(got, bool) or not isinstance(got, (Integral, type(None))):
+            raise argument_error(where, argument, got, "a whole number")
+
+
+@contextmanager
+def only_printed() -> Iterator[None]:
+    """For what one rank logs, warns of or removes when an operation has ended, well or not, on all ranks.
+
+    Were it to raise (a handler of ``logging`` that lets its errors through, a warning that a filter turns into an
+    error), this rank would take a checkpoint that is there for failed, and the others would go on. It is printed to
+    stderr instead, as ``logging`` prints the errors of handlers, and like these not at all where
+    ``logging.raiseExceptions`` is false.
+    """
+    try:
+        yield
+    except Exception:
+        if logging.raiseExceptions:
+            with suppress(Exception):  # a stderr that is closed, or is none
+                print("--- torchtitan_ext: the operation has ended; this came after it ---", file=sys.stderr)
+                traceback.print_exc(file=sys.stderr)
+
+
+def first_line(error: Exception) -> str:
+    """What an error says in one line; torch appends whole stacks."""
+    return (str(error).strip().splitlines() or [""])[0]

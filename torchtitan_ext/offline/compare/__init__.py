@@ -1,0 +1,1 @@
+"""What two checkpoints differ in, and fingerprints of their tensors."""

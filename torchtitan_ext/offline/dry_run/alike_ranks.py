@@ -1,0 +1,349 @@
+"""The key tables of all ranks of a job, worked out from what one of them holds.
+
+Ranks of a job run the same program: they hold parts of the same tensors, each by where it stands on the meshes. So what
+one of them says of itself, with another coordinate and the local sizes there, is what another one would send to the
+coordinator of a save or load (``checkpoint/rank_table.py``). Stages of a pipeline hold different keys: each is a group
+of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torchtitan_ext.checkpoint.tables.component import PER_RANK, family_of
+from torchtitan_ext.checkpoint.tables.key_table import (
+    BoxesEntry,
+    KeyEntry,
+    KeyTable,
+    ObjectEntry,
+    TensorEntry,
+    local_bytes,
+)
+from torchtitan_ext.checkpoint.tables.rank_table import EncodedTable, encode_table
+from torchtitan_ext.errors import Problem, WrongValueError
+from torchtitan_ext.layout.layout import (
+    MeshLayout,
+    ShardReport,
+    Steps,
+    candidate_steps,
+    local_shard,
+    mesh_coordinates,
+    num_elements,
+    row_major_position,
+    shard_of,
+    unresolved,
+)
+from torchtitan_ext.offline.placement_rules import is_data_parallel
+
+Entry = TensorEntry | ObjectEntry
+
+
+class Standing(NamedTuple):
+    """Where a rank stands on a mesh."""
+
+    mesh: MeshLayout
+    coordinate: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Tensors that a rank holds alike, and what all ranks hold of one.
+
+    Attributes:
+        entry: What the viewer holds.
+        standings: Of each rank on the mesh; none for plain tensors.
+        entries: What ranks hold, as far as it was asked for.
+    """
+
+    entry: TensorEntry
+    steps: Steps
+    standings: Mapping[int, Standing]
+    entries: dict[int, TensorEntry] = field(default_factory=dict)
+
+
+class AlikeRanks:
+    """Ranks that hold parts of the same tensors.
+
+    Args:
+        ranks: Which, in order.
+        table: What one of them holds.
+        viewer: Which one.
+        mesh: Of all of them, where it is known: data-parallel ranks are counted along its axes.
+        own: What ``viewer`` keeps under a name of its own; by default found by its number in the name.
+
+    Attributes:
+        ranks, viewer, mesh: As above.
+        table: As above, without what ``problems`` names and values that each rank keeps under a name of its own.
+        problems: Tensors of which other ranks' parts cannot be worked out.
+        uneven: Tensors that FSDP2 and DTensor may cut differently, and of which this rank's shape does not tell by
+            which they were cut: FSDP2 is assumed.
+
+    Raises:
+        WrongValueError: A mesh of which the other ranks' cannot be worked out.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        table: KeyTable,
+        viewer: int,
+        mesh: MeshLayout | None = None,
+        own: Collection[str] | None = None,
+    ) -> None:
+        self.ranks = tuple(ranks)
+        self.viewer = viewer
+        self.mesh = mesh
+        self.problems: list[Problem] = []
+        self.uneven: list[str] = []
+        self._kinds: dict[int, _Kind] = {}
+        self._shared: dict[Any, TensorEntry] = {}
+        self._standings: dict[int, dict[int, Standing]] = {}
+        entries = {
+            fqn: entry
+            for fqn, given in table.entries.items()
+            if (entry := self._known_entry(fqn, given, table)) is not None
+        }
+        self._data_parallel = _data_parallel_ranks(self.ranks, self.meshes() if mesh is None else [mesh])
+        if own is None:
+            own = [fqn for fqn in names_with_rank(entries) if self._renamed(fqn, viewer) == fqn]
+        self._own = {fqn: entries.pop(fqn) for fqn in own if fqn in entries}
+        self._own_paths = {fqn: table.stock_paths[fqn] for fqn in self._own if fqn in table.stock_paths}
+        paths = {fqn: path for fqn, path in table.stock_paths.items() if fqn not in self._own}
+        self.table = dataclasses.replace(table, entries=entries, stock_paths=paths, digests=_equal_digests(entries))
+        self._encoded = encode_table(self.table)
+        self._sample = self._one_of_each_kind()
+        self._own_tables: dict[tuple[str, ...], EncodedTable] = {}
+        self._forms: dict[MeshLayout, Any] = {}
+
+    def entry(self, rank: int, entry: KeyEntry) -> Entry:
+        """What a rank holds where the table has this entry."""
+        assert not isinstance(entry, BoxesEntry)
+        kind = self._kinds.get(id(entry))
+        if kind is None or not isinstance(entry, TensorEntry) or entry.report.mesh is None:
+            return entry
+        if rank not in kind.entries:
+            mesh, coordinate = kind.standings[rank]
+            shape, placements, order = entry.report.global_shape, entry.report.placements, entry.report.order
+            sizes = local_shard(shape, mesh.shape, kind.steps, coordinate).sizes
+            report = ShardReport(shape, mesh, coordinate, placements, sizes, order)
+            kind.entries[rank] = TensorEntry(report, entry.dtype, entry.requires_grad)
+        return kind.entries[rank]
+
+    def entry_for(self, rank: int, fqn: str) -> KeyEntry:
+        """The entry in the table that stands for a key of a rank."""
+        if fqn in self.table.entries:
+            return self.table.entries[fqn]
+        return next(self._own[own] for own, name in self.own_names(rank).items() if name == fqn)
+
+    def steps(self, entry: KeyEntry) -> Steps:
+        """The order in which the tensors of an entry of the table are cut."""
+        return self._kinds[id(entry)].steps if id(entry) in self._kinds else ()
+
+    def state_bytes(self) -> Iterator[int]:
+        """Of each rank in turn the bytes of its tensors."""
+        counts: dict[int, int] = {}
+        for entry in self.table.entries.values():
+            counts[id(entry)] = counts.get(id(entry), 0) + 1
+        kinds = [(count, self._kinds[key].entry) for key, count in counts.items() if key in self._kinds]
+        for rank in self.ranks:
+            held = ((count, self.entry(rank, entry)) for count, entry in kinds)
+            yield sum(count * local_bytes(entry) for count, entry in held if isinstance(entry, TensorEntry))
+
+    def meshes(self) -> list[MeshLayout]:
+        """Those of the viewer that its tensors lie on."""
+        meshes = [kind.entry.report.mesh for kind in self._kinds.values()]
+        return list({id(mesh): mesh for mesh in meshes if mesh is not None}.values())
+
+    @property
+    def num_data_parallel(self) -> int:
+        """How many ranks see other data than each other."""
+        return len(set(self._data_parallel.values()))
+
+    def own_names(self, rank: int) -> dict[str, str]:
+        """What a rank calls the values of its own, by what the table's rank calls them."""
+        return {fqn: self._renamed(fqn, rank) for fqn in self._own}
+
+    def encoded(self, rank: int, has: Callable[[str], bool] = lambda fqn: True) -> EncodedTable:
+        """The table of a rank as it travels.
+
+        Args:
+            has: Says of the rank's own values, by their names there, which are in it.
+        """
+        own = self._own_table(rank, {fqn: name for fqn, name in self.own_names(rank).items() if has(name)})
+        base = self._encoded
+        sample = KeyTable({fqn: self.entry(rank, self.table.entries[fqn]) for fqn in self._sample})
+        message = dataclasses.replace(
+            base.message,
+            sections=(*base.message.sections[:2], own.message.sections[2]),
+            digests=(*base.message.digests[:2], own.message.digests[2]),
+            part=encode_table(sample, self._forms).message.part,
+        )
+        return EncodedTable(message, (*base.names[:2], own.names[2]), (*base.kind_of[:2], own.kind_of[2]))
+
+    def _known_entry(self, fqn: str, given: KeyEntry, table: KeyTable) -> Entry | None:
+        """The entry, the same object for tensors that are held alike; none where other ranks' parts are not known."""
+        if isinstance(given, ObjectEntry):
+            return given
+        if isinstance(given, BoxesEntry):
+            detail = "describes its own boxes, and nothing tells those of other ranks; leave it out of the dry run"
+            self.problems.append(Problem("unsupported_tensor", fqn, detail))
+            return None
+        report = given.report
+        of_report = (report.global_shape, id(report.mesh), report.placements, report.local_sizes, report.order)
+        entry = self._shared.setdefault((*of_report, given.dtype, given.requires_grad), given)
+        if id(entry) not in self._kinds:
+            kind = self._kind_of(fqn, entry)
+            if isinstance(kind, Problem):
+                self.problems.append(kind)
+                return None
+            self._kinds[id(entry)] = kind
+        return entry
+
+    def _kind_of(self, fqn: str, entry: TensorEntry) -> _Kind | Problem:
+        report = entry.report
+        if report.mesh is None:
+            return _Kind(entry, (), {})
+        fitting = [steps for steps in candidate_steps(report) if _fits(report, steps)]
+        if not fitting:
+            return unresolved(fqn, report, "no_match", 0, 0, report.coordinate, report.local_sizes)
+        if len(fitting) > 1 and not _is_even(report, fitting[0]):
+            self.uneven.append(fqn)
+        if id(report.mesh) not in self._standings:
+            self._standings[id(report.mesh)] = sibling_meshes(report.mesh, self.ranks)
+        return _Kind(entry, fitting[0], self._standings[id(report.mesh)])
+
+    def _one_of_each_kind(self) -> list[str]:
+        """Keys whose entries have all that is a rank's own, in an order that numbers kinds as the whole table does."""
+        names, kinds = self._encoded.names[0], self._encoded.kind_of[0]
+        first: dict[int, str] = {}
+        held: set[tuple[int, int]] = set()
+        for fqn, kind in zip(names, kinds, strict=True):
+            first.setdefault(kind, fqn)
+            held.add((kind, id(self.table.entries[fqn])))
+        # Kinds do not tell orders of sharding apart: local sizes then differ from key to key, and all are needed.
+        return list(first.values()) if len(held) == len(first) else names
+
+    def _own_table(self, rank: int, names: Mapping[str, str]) -> EncodedTable:
+        """The third section of a rank's table: what it keeps under a name of its own, and others' that it asks for."""
+        alike = tuple(names.values())
+        if alike not in self._own_tables:
+            entries = {fqn: self.table.entries[fqn] for fqn in self._encoded.names[2] if fqn in self.table.entries}
+            paths = {fqn: self.table.stock_paths[fqn] for fqn in entries if fqn in self.table.stock_paths}
+            for fqn, name in names.items():
+                entries[name] = self._own[fqn]
+                if fqn in self._own_paths:
+                    parts = self._own_paths[fqn]
+                    paths[name] = tuple(self._renamed(part, rank) if isinstance(part, str) else part for part in parts)
+            self._own_tables[alike] = encode_table(KeyTable(entries, stock_paths=paths))
+        return self._own_tables[alike]
+
+    def _renamed(self, fqn: str, rank: int) -> str:
+        number = self._data_parallel[rank] if "dp_rank" in fqn else rank
+        return PER_RANK.sub(rf"\g<1>{number}", fqn)
+
+
+def _equal_digests(entries: Mapping[str, KeyEntry]) -> dict[str, bytes]:
+    """Tensors on meshes are taken to be equal wherever a real save would compare them."""
+    tensors = {fqn: entry.report for fqn, entry in entries.items() if isinstance(entry, TensorEntry)}
+    return dict.fromkeys((fqn for fqn, report in tensors.items() if report.mesh is not None), b"equal")
+
+
+def names_with_rank(entries: Mapping[str, KeyEntry]) -> list[str]:
+    """Keys of values with the number of a rank in them, of which there are none with other numbers."""
+    families: dict[str, list[str]] = {}
+    for fqn, entry in entries.items():
+        if "rank" in fqn and (not isinstance(entry, TensorEntry) or entry.report.mesh is None):
+            families.setdefault(family_of(fqn), []).append(fqn)
+    alone = [members[0] for members in families.values() if len(members) == 1]
+    return [fqn for fqn in alone if family_of(fqn) != fqn]
+
+
+def moved(table: KeyTable, num_ranks: int) -> KeyTable:
+    """The table of a rank whose meshes lie so many ranks further."""
+    meshes: dict[int, MeshLayout] = {}
+    entries: dict[str, KeyEntry] = {}
+    for fqn, entry in table.entries.items():
+        entries[fqn] = entry
+        if isinstance(entry, TensorEntry) and entry.report.mesh is not None:
+            mesh = entry.report.mesh
+            if id(mesh) not in meshes:
+                meshes[id(mesh)] = dataclasses.replace(mesh, ranks=tuple(rank + num_ranks for rank in mesh.ranks))
+            report = dataclasses.replace(entry.report, mesh=meshes[id(mesh)])
+            entries[fqn] = dataclasses.replace(entry, report=report)
+    return dataclasses.replace(table, entries=entries)
+
+
+def _fits(report: ShardReport, steps: Steps) -> bool:
+    """Whether the local tensor is as these steps cut it; one without elements may have any shape."""
+    sizes = shard_of(report, steps).sizes
+    return sizes == report.local_sizes or num_elements(sizes) == num_elements(report.local_sizes) == 0
+
+
+def _is_even(report: ShardReport, steps: Steps) -> bool:
+    """Whether all ranks hold as much, so that all orders of plain cuts are alike."""
+    assert report.mesh is not None
+    parts = [1] * len(report.global_shape)
+    for axis, dim, split_factor in steps:
+        parts[dim] *= report.mesh.shape[axis] * split_factor
+    return all(size % part == 0 for size, part in zip(report.global_shape, parts, strict=True))
+
+
+def rank_of(report: ShardReport) -> int:
+    """The rank that made a report on a tensor on a mesh."""
+    assert report.mesh is not None
+    return report.mesh.ranks[row_major_position(report.coordinate, report.mesh.shape)]
+
+
+def sibling_meshes(mesh: MeshLayout, ranks: Sequence[int]) -> dict[int, Standing]:
+    """Where each of some ranks stands: on this mesh, or on the one beside it that its part of the program has made.
+
+    Example: on ranks 0 to 7 the mesh of ranks (0, 2, 4, 6) is that of ``dp`` in (dp 4, tp 2); ranks 1, 3, 5, 7 have
+    another one.
+
+    Raises:
+        WrongValueError: The ranks of the mesh do not tell which that is.
+    """
+    coordinates = mesh_coordinates(mesh.shape)
+    position_of = {rank: position for position, rank in enumerate(mesh.ranks)}
+    if all(rank in position_of for rank in ranks):
+        return {rank: Standing(mesh, coordinates[position_of[rank]]) for rank in ranks}
+    strides = _strides(mesh)
+    found: dict[int, Standing] = {}
+    siblings: dict[int, MeshLayout] = {}
+    for rank in ranks:
+        at = [(rank - ranks[0]) // stride % size for stride, size in zip(strides, mesh.shape, strict=True)]
+        origin = rank - sum(index * stride for index, stride in zip(at, strides, strict=True))
+        if origin not in siblings:
+            members = tuple(other - mesh.ranks[0] + origin for other in mesh.ranks)
+            siblings[origin] = mesh if members == mesh.ranks else dataclasses.replace(mesh, ranks=members)
+        if siblings[origin].ranks[row_major_position(at, mesh.shape)] != rank:
+            raise WrongValueError(
+                f"mesh: {mesh} of ranks {', '.join(map(str, mesh.ranks[:8]))}, ... does not tell on which mesh "
+                f"rank {rank} stands; give a state dict of tensors on meshes that init_device_mesh has made"
+            )
+        found[rank] = Standing(siblings[origin], tuple(at))
+    return found
+
+
+def _strides(mesh: MeshLayout) -> list[int]:
+    """Between neighbours on each axis; 1 where there are none."""
+    strides, inner = [], 1
+    for size in reversed(mesh.shape):
+        strides.append(mesh.ranks[inner] - mesh.ranks[0] if size > 1 else 1)
+        inner *= size
+    return strides[::-1]
+
+
+def _data_parallel_ranks(ranks: Sequence[int], meshes: Sequence[MeshLayout]) -> dict[int, int]:
+    """The position of each rank along the data-parallel axes of the largest mesh; its number where there are none."""
+    named = [mesh for mesh in meshes if any(map(is_data_parallel, mesh.dim_names or ()))]
+    if not named:
+        return {rank: rank for rank in ranks}
+    mesh = max(named, key=lambda one: len(one.ranks))
+    axes = [axis for axis, name in enumerate(mesh.dim_names or ()) if is_data_parallel(name)]
+    sizes = [mesh.shape[axis] for axis in axes]
+    standings = sibling_meshes(mesh, ranks).items()
+    return {rank: row_major_position([one.coordinate[axis] for axis in axes], sizes) for rank, one in standings}

@@ -1,0 +1,88 @@
+"""Which keys each stage of a pipeline holds, where the mesh of a job is described with an axis ``pp``.
+
+Rules say it, as they say for other axes which dim they cut: ``{"layers.0.*": {"pp": 0}, "norm": {"pp": 1}, "step":
+{"pp": None}}``; ``None`` stands for all stages. Tensors need a rule. What is no tensor is held by all stages unless a
+rule says more. A checkpoint does not tell: what all stages hold lies in the file of one rank, as what one stage holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torchtitan_ext.errors import Remedy, WrongValueError, named
+from torchtitan_ext.layout.layout import mesh_coordinates, patterns_for
+from torchtitan_ext.offline.placement_rules import DimOf, check_mesh, check_patterns_used, checked_rules
+
+AXIS = "pp"
+
+
+class PipelineRules:
+    """Cuts a mesh and what is said of its axes into stages; one stage where there is no axis ``pp``.
+
+    Args:
+        mesh: Size of each axis by name.
+        rules: By canonical fqn or glob the dim that each axis cuts, and the stage.
+
+    Attributes:
+        num_stages: How many.
+        mesh: Of the ranks of one stage.
+        rules: Of its axes.
+
+    Raises:
+        TypeError: An argument is of another type.
+        WrongValueError: A stage that there is not, or what ``PlacementRules`` refuses.
+    """
+
+    def __init__(self, mesh: Mapping[str, int], rules: Mapping[str, DimOf] | None = None) -> None:
+        check_mesh(mesh)
+        given = checked_rules(rules, mesh)
+        self.num_stages = mesh.get(AXIS, 1)
+        self.mesh = {axis: size for axis, size in mesh.items() if axis != AXIS} or {"dp_shard": 1}
+        self.rules: dict[str, DimOf] = {}
+        self._stage_of: dict[str, int | None] = {}
+        for pattern, dims in given.items():
+            if AXIS in dims:
+                self._stage_of[pattern] = _checked_stage(pattern, dims[AXIS], self.num_stages)
+            if dims.keys() - {AXIS}:
+                self.rules[pattern] = {axis: dim for axis, dim in dims.items() if axis != AXIS}
+        self._is_pipeline = AXIS in mesh
+        self._coordinates = mesh_coordinates(tuple(mesh.values()))
+        self._position = list(mesh).index(AXIS) if self._is_pipeline else 0
+
+    def ranks(self, stage: int) -> list[int]:
+        """Those of a stage, row-major on its mesh."""
+        of_all = enumerate(self._coordinates)
+        return [rank for rank, at in of_all if not self._is_pipeline or at[self._position] == stage]
+
+    def holds(self, stage: int, fqn: str) -> bool:
+        """Whether ranks of a stage hold a key."""
+        patterns = patterns_for(fqn, self._stage_of) if self._stage_of else []
+        of_key = self._stage_of[patterns[0]] if patterns else None
+        return of_key is None or of_key == stage
+
+    def check(self, tensors: Sequence[str], fqns: Sequence[str]) -> None:
+        """Refuses rules that name the stage of no key, and tensors of which none says the stage.
+
+        Args:
+            tensors: Of the keys those of tensors.
+
+        Raises:
+            LayoutError: A rule applies to none of the keys.
+            WrongValueError: Names some of the tensors.
+        """
+        check_patterns_used(self._stage_of, fqns)
+        unknown = [fqn for fqn in tensors if self._is_pipeline and not patterns_for(fqn, self._stage_of)]
+        if unknown:
+            raise WrongValueError(
+                f"nothing says which stage of {AXIS} holds {len(unknown)} tensors ({named(unknown)})",
+                "mesh",
+                f"; state it with placements={{'layers.0.*': {{'{AXIS}': 0}}}}, None for all stages, or give a list "
+                "with the state dict of each stage",
+                Remedy("placements", f"layers.0.*={AXIS}:0"),
+            )
+
+
+def _checked_stage(pattern: str, stage: int | None, num_stages: int) -> int | None:
+    if stage is not None and not 0 <= stage < num_stages:
+        raise WrongValueError(f"{pattern!r} names stage {stage} of {AXIS}, the mesh has {num_stages}", "placements")
+    return stage

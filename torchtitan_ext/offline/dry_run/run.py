@@ -1,0 +1,244 @@
+"""What a save and a load of a job would do, worked out in one process: by the planners that a job has, for all ranks.
+
+The story: describe what one rank holds (``one_rank``), work out the others (``alike_ranks``), hand all tables to the
+planners' coordinator, and add up what it tells each rank (``save_forecast``, ``load_forecast``).
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from numbers import Real
+from types import NoneType
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from torchtitan_ext.checkpoint.planners.save_planner import SavePlanner
+from torchtitan_ext.checkpoint.planners.saved_metadata import ChunkList
+from torchtitan_ext.checkpoint.rules.load_rules import component_of
+from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source, check_rules
+from torchtitan_ext.checkpoint.tables.key_table import ObjectEntry, TensorEntry
+from torchtitan_ext.errors import WrongValueError, check_argument, named, refusal
+from torchtitan_ext.errors.near_names import names_hint
+from torchtitan_ext.layout.layout import ShardOrder, num_elements
+from torchtitan_ext.offline.amounts import Bandwidth
+from torchtitan_ext.offline.dry_run.host_memory import Device
+from torchtitan_ext.offline.dry_run.job_stages import (
+    Stage,
+    stages_of_mesh,
+    stages_of_states,
+    values_of,
+    world_of_stages,
+)
+from torchtitan_ext.offline.dry_run.load_forecast import forecast_load
+from torchtitan_ext.offline.dry_run.load_requests import LoadRequests
+from torchtitan_ext.offline.dry_run.load_source import LoadSource, open_load_source
+from torchtitan_ext.offline.dry_run.one_rank import components_of, rank_of_checkpoint, rank_of_state
+from torchtitan_ext.offline.dry_run.result import DryRun
+from torchtitan_ext.offline.dry_run.save_forecast import SavingRanks, forecast_save
+from torchtitan_ext.offline.placement_rules import DimOf, saved_chunk_lists
+from torchtitan_ext.storage.metadata.saved_metadata import recorded_paths
+
+
+def dry_run(
+    state: Mapping[str, Any] | Sequence[Mapping[str, Any]] | str | os.PathLike[str],
+    *,
+    mesh: Mapping[str, int] | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    components: Sequence[str] = (),
+    placements: Mapping[str, DimOf] | None = None,
+    layouts: Mapping[str, ShardOrder] | None = None,
+    policy: ElasticPolicy | None = None,
+    device: Device | None = None,
+    bandwidth_bytes_per_second: float | None = None,
+    shared_bandwidth_bytes_per_second: float | None = None,
+) -> DryRun:
+    """Says what a save and a load would do on every rank of a job, without its processes, and changes nothing.
+
+    Args:
+        state: What the job saves and loads, in one of three forms:
+            - the state dict of any one rank, with DTensors on its meshes: on the meta device, over a process group of
+              the backend ``"fake"``, or as it is in a job. Of a pipeline a list: one of any rank of each stage, on
+              meshes of its own ranks, or of ranks from 0 on for each;
+            - a state dict of whole tensors, on any device, and ``mesh``;
+            - the path of a checkpoint, and ``mesh``: the job asks for all that is in it.
+        mesh: Size of each axis of the job's mesh by name, ``{"dp_shard": 4, "tp": 2}``. How axes cut tensors says
+            ``torchtitan_ext/offline/placement_rules.py``.
+        checkpoint: What is loaded; without one there is only a save.
+        components: What is loaded of it: components, and globs of flat keys. All by default.
+        placements: With ``mesh``, by canonical fqn or glob, dims of axes and stages: ``{"wo.weight": {"tp": 1}}``.
+        layouts: Sharding orders, as of the planners.
+        policy: As of ``tte.load``. Objects of the state dict that reshard by a rule of their own are asked.
+        device: Where the job's tensors lie; by default where those of the state dict do, else ``"cuda"``.
+        bandwidth_bytes_per_second: Of one rank.
+        shared_bandwidth_bytes_per_second: Of the storage, for all ranks together.
+
+    Returns:
+        Bytes, files, reads and memory of each rank, and what would be refused and why.
+
+    Raises:
+        TypeError: An argument is of another type.
+        WrongValueError: Arguments that do not go together, a mesh that says too little, or components that are nowhere.
+        StateRefusedError: The checkpoint has no metadata that can be read.
+        UnknownFormatError: What lies at the path is no checkpoint.
+        OSError: There is nothing at the path, or it cannot be read.
+    """
+    _check_arguments(state, mesh, checkpoint, components, placements, policy, device)
+    bandwidth = _bandwidth(bandwidth_bytes_per_second, shared_bandwidth_bytes_per_second)
+    path = state if isinstance(state, (str, os.PathLike)) else checkpoint
+    source = None if path is None else open_load_source(Source(path, include=tuple(components) or ("*",)))
+    chunks = {} if source is None else saved_chunk_lists(source.opened.metadata)
+    stages = _stages(state, source, mesh, placements, layouts, chunks)
+    if source is not None:
+        _check_components(source, stages)
+    notes = [*_notes(stages), *(() if source is None else source.notes)]
+    held = device or _device_of(stages)
+    with _warnings_as(notes):
+        saving = [SavingRanks(stage.ranks, stage.one.value_bytes, stage.one.is_packed) for stage in stages]
+        save = forecast_save(saving, SavePlanner(layouts=layouts), bandwidth, held)
+    load = None
+    if source is not None:
+        requests = LoadRequests(source.opened, policy, layouts, chunks, len(save.ranks), not source.problems)
+        with _warnings_as(notes):
+            loading = [requests.of_stage(stage) for stage in stages]
+            load = forecast_load(loading, requests.planner({}), source, chunks, bandwidth, held)
+    return DryRun(world_of_stages(stages, mesh), held, _copies(stages), save, load, tuple(dict.fromkeys(notes)))
+
+
+def _check_arguments(
+    state: Any, mesh: Any, checkpoint: Any, components: Any, placements: Any, policy: Any, device: Any
+) -> None:
+    check_argument("dry_run", "checkpoint", checkpoint, (str, os.PathLike, NoneType), "a directory")
+    check_argument("dry_run", "components", components, (list, tuple), "a list of components and globs")
+    check_rules("dry_run", policy)
+    if device not in (None, "cpu", "cuda"):
+        raise WrongValueError(f"dry_run: got device={device!r}, expected 'cpu' or 'cuda'")
+    is_path = isinstance(state, (str, os.PathLike))
+    if is_path and checkpoint is not None:
+        raise WrongValueError("dry_run: got the path of a checkpoint twice; give one of them, or a state dict")
+    if is_path and mesh is None:
+        raise WrongValueError("dry_run: got a checkpoint and no mesh, expected mesh={'dp': 8, 'tp': 2} or a state dict")
+    if placements is not None and mesh is None:
+        raise WrongValueError(
+            "dry_run: got placements and no mesh; state dicts with DTensors have placements of their own"
+        )
+    if components and not is_path and checkpoint is None:
+        raise WrongValueError("dry_run: got components and no checkpoint, expected checkpoint= with these in it")
+    if is_path:
+        return
+    expected = "a state dict, a list with that of each pipeline stage, or the path of a checkpoint"
+    check_argument("dry_run", "state", state, (Mapping, list, tuple), expected)
+    stages = [state] if isinstance(state, Mapping) else state
+    for one in stages:
+        check_argument("dry_run", "state", one, Mapping, expected)
+    if not stages:
+        raise WrongValueError("dry_run: got no state dict, expected one per pipeline stage")
+    if len(stages) > 1 and mesh is not None:
+        raise WrongValueError("dry_run: got several stages and a mesh; give stages DTensors on meshes of their ranks")
+
+
+def _bandwidth(of_rank: Any, shared: Any) -> Bandwidth:
+    for name, given in (("bandwidth_bytes_per_second", of_rank), ("shared_bandwidth_bytes_per_second", shared)):
+        check_argument("dry_run", name, given, (Real, NoneType), "a number of bytes")
+        if given is not None and not given > 0:
+            raise WrongValueError(f"dry_run: got {name}={given}, expected more than 0")
+    return Bandwidth(of_rank, shared)
+
+
+def _stages(
+    state: Mapping[str, Any] | Sequence[Mapping[str, Any]] | str | os.PathLike[str],
+    source: LoadSource | None,
+    mesh: Mapping[str, int] | None,
+    placements: Mapping[str, DimOf] | None,
+    layouts: Mapping[str, ShardOrder] | None,
+    chunks: Mapping[str, ChunkList],
+) -> list[Stage]:
+    """The ranks of the job, and what they hold.
+
+    Raises:
+        StateRefusedError: Its objects would have to be read from files that no job reads.
+    """
+    if source is not None and source.problems and not isinstance(state, (str, os.PathLike)):
+        raise refusal("dry run", source.problems)
+    if mesh is None:
+        assert not isinstance(state, (str, os.PathLike)), "a path needs a mesh, please report"
+        return stages_of_states([state] if isinstance(state, Mapping) else state, layouts)
+    metadata = None if source is None else source.opened.metadata
+    if isinstance(state, (str, os.PathLike)):
+        assert source is not None, "a path is opened, please report"
+        one = rank_of_checkpoint(source.opened.metadata, source.opened.source)
+        return stages_of_mesh(None, one, mesh, placements, metadata, chunks)
+    (only,) = [state] if isinstance(state, Mapping) else state
+    return stages_of_mesh(only, rank_of_state(values_of(only), layouts), mesh, placements, metadata, chunks)
+
+
+def _check_components(source: LoadSource, stages: Sequence[Stage]) -> None:
+    """Raises WrongValueError where one of the components that are to be loaded is neither saved nor in the job."""
+    chosen, metadata = source.opened.source, source.opened.metadata
+    if tuple(chosen.include) == ("*",):
+        return
+    is_tensor = {fqn: isinstance(one, TensorStorageMetadata) for fqn, one in metadata.state_dict_metadata.items()}
+    paths: dict[str, tuple[Any, ...]] = dict(recorded_paths(metadata.planner_data, metadata.state_dict_metadata))
+    for table in (stage.one.table for stage in stages):
+        is_tensor |= {fqn: not isinstance(entry, ObjectEntry) for fqn, entry in table.entries.items()}
+        paths |= table.stock_paths
+    entries = components_of(is_tensor, paths, ElasticPolicy())
+    components = dict.fromkeys(component_of(fqn, entries, is_tensor=tensor) for fqn, tensor in is_tensor.items())
+    for glob in chosen.unused_filters(is_tensor, components):
+        hint = names_hint(glob, is_tensor, components)
+        raise WrongValueError(f"no component and no key matches {glob!r}; {hint}", "components")
+
+
+def _device_of(stages: Sequence[Stage]) -> Device:
+    """Where the tensors of a job lie; jobs of which nothing says it are on GPUs."""
+    for stage in stages:
+        if stage.one.device is not None:
+            return stage.one.device
+    return "cuda"
+
+
+def _copies(stages: Sequence[Stage]) -> float:
+    groups = [stage.ranks for stage in stages]
+    held = sum(num_bytes for group in groups for num_bytes in group.state_bytes())
+    sizes = {
+        fqn: num_elements(entry.report.global_shape) * entry.dtype.itemsize
+        for group in groups
+        for fqn, entry in group.table.entries.items()
+        if isinstance(entry, TensorEntry)
+    }
+    return held / sum(sizes.values()) if sum(sizes.values()) else 1.0
+
+
+def _notes(stages: Sequence[Stage]) -> list[str]:
+    notes = []
+    groups = [stage.ranks for stage in stages]
+    assumed = [fqn for stage in stages for fqn in stage.one.assumed]
+    if assumed:
+        notes.append(
+            f"nothing says which dims tp cuts of {len(assumed)} tensors ({named(assumed)}): of matrices dim 0 is "
+            "assumed, of vectors none; a rule for them (placements, --shard) says otherwise"
+        )
+    uneven = [fqn for group in groups for fqn in group.uneven]
+    if uneven:
+        notes.append(
+            f"{named(uneven)}: this rank's shape does not tell in which order axes cut; FSDP2's order is assumed"
+        )
+    for group in groups:
+        for own in group.own_names(group.viewer):
+            notes.append(f"each rank is taken to ask for a value of its own, such as {own}")
+    entries = (entry for stage in stages if stage.state is None for entry in stage.one.table.entries.values())
+    if any(isinstance(entry, ObjectEntry) for entry in entries):
+        notes.append("how the job's own objects, such as a data loader, take what was saved, they alone know")
+    return notes
+
+
+@contextmanager
+def _warnings_as(notes: list[str]) -> Iterator[None]:
+    """What planners warn of becomes notes."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    notes += [str(warning.message) for warning in caught]

@@ -1,0 +1,277 @@
+"""What each rank would write: by the planner that saves, and the sizes of the files that ``FileWriter`` makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
+
+from torchtitan_ext import _core
+from torchtitan_ext.checkpoint.planners.items import written_chunks
+from torchtitan_ext.checkpoint.planners.save_planner import SavePlanner
+from torchtitan_ext.checkpoint.tables.key_table import ObjectEntry, TensorEntry
+from torchtitan_ext.checkpoint.tables.rank_table import EncodedTable
+from torchtitan_ext.errors import Problem, StateRefusedError
+from torchtitan_ext.layout.layout import num_elements
+from torchtitan_ext.offline.amounts import Bandwidth
+from torchtitan_ext.offline.dry_run.alike_ranks import AlikeRanks
+from torchtitan_ext.offline.dry_run.host_memory import Device, saving_bytes
+from torchtitan_ext.offline.dry_run.metadata_forecast import (
+    FileRecords,
+    foresee_index,
+    foresee_metadata,
+    index_bytes_of,
+)
+from torchtitan_ext.storage.native.file_writer import BLOCK_BYTES
+from torchtitan_ext.storage.raw_tensor import ELEMENT_TYPES, NAMES
+
+
+@dataclass(frozen=True)
+class RankSave:
+    """What one rank would write.
+
+    Attributes:
+        state_bytes: Of its tensors: what it holds, whoever writes it.
+        num_records: Tensor chunks and values that it writes.
+        num_bytes: Of these, without what stands around them.
+        file_bytes: Of its file, which has frames and checksums beside; 0 where it writes none.
+        buffer_bytes: At most, in the memory of the host, beside the state (``host_memory``).
+    """
+
+    rank: int
+    state_bytes: int
+    num_records: int
+    num_bytes: int
+    file_bytes: int
+    buffer_bytes: int
+
+
+@dataclass(frozen=True)
+class SaveForecast:
+    """What a save would do.
+
+    Attributes:
+        ranks: One each; where the save is refused, with nothing written.
+        num_bytes: All ranks together.
+        num_files: Of ranks; the metadata and the index come on top.
+        num_parts: Entries of the metadata: chunks of tensors, and values.
+        metadata_bytes: Of ``.metadata``, but for the length of the checkpoint's path, which stands in it.
+        index_bytes: Of ``.tte_index``.
+        seconds: Until the slowest rank has written its file, at the given bandwidth.
+        metadata_seconds: Until rank 0 has written ``.metadata`` and index, which comes after.
+        problems: Why it would be refused; none where it would not.
+    """
+
+    ranks: tuple[RankSave, ...]
+    num_bytes: int
+    num_files: int
+    num_parts: int
+    metadata_bytes: int
+    index_bytes: int
+    seconds: float | None
+    metadata_seconds: float | None
+    problems: tuple[Problem, ...]
+
+
+@dataclass(frozen=True)
+class SavingRanks:
+    """Ranks that hold alike.
+
+    Attributes:
+        value_bytes: Of their values as they are written.
+        is_packed: Whether some of their tensors lie otherwise in memory than row by row.
+    """
+
+    ranks: AlikeRanks
+    value_bytes: Mapping[str, int]
+    is_packed: bool
+
+
+def forecast_save(
+    groups: Sequence[SavingRanks], planner: SavePlanner, bandwidth: Bandwidth, device: Device
+) -> SaveForecast:
+    """What a save of all ranks would do.
+
+    Args:
+        groups: Together ranks 0, 1, ... of the job.
+        planner: With the options of the save.
+        device: Where the ranks' tensors lie.
+    """
+    encoded = {rank: group.ranks.encoded(rank) for group in groups for rank in group.ranks.ranks}
+    plans = [SavePlan([], planner_data=encoded[rank].message) for rank in sorted(encoded)]
+    problems = [problem for group in groups for problem in group.ranks.problems]
+    planner.is_coordinator = True
+    try:
+        answers, metadata = planner.create_global_plan(plans)
+    except StateRefusedError as error:
+        return _refused(groups, (*problems, *error.problems))
+    decisions = [answer.planner_data.writes for answer in answers]
+    written = [one for group in groups for one in _ranks_write(group, decisions, encoded)]
+    written.sort(key=lambda one: one.rank)
+    files = [FileRecords(one.rank, one.file.index_bytes, one.file.pickled_place_bytes) for one in written if one.file]
+    metadata_bytes, index_bytes = foresee_metadata(metadata, files), foresee_index(files, len(written))
+    ranks = [_rank_save(one, metadata_bytes, index_bytes, device) for one in written]
+    saved = metadata.state_dict_metadata.values()
+    return SaveForecast(
+        tuple(ranks),
+        sum(one.num_bytes for one in ranks),
+        len(files),
+        sum(len(one.chunks) if isinstance(one, TensorStorageMetadata) else 1 for one in saved),
+        metadata_bytes,
+        index_bytes,
+        bandwidth.seconds([one.file_bytes for one in ranks]),
+        bandwidth.seconds([metadata_bytes + index_bytes]),
+        tuple(dict.fromkeys(problems)),
+    )
+
+
+def _refused(groups: Sequence[SavingRanks], problems: Sequence[Problem]) -> SaveForecast:
+    """Nothing is written."""
+    held = {
+        rank: size for group in groups for rank, size in zip(group.ranks.ranks, group.ranks.state_bytes(), strict=True)
+    }
+    ranks = tuple(RankSave(rank, held[rank], 0, 0, 0, 0) for rank in sorted(held))
+    return SaveForecast(ranks, 0, 0, 0, 0, 0, None, None, tuple(dict.fromkeys(problems)))
+
+
+@dataclass(frozen=True)
+class _Writes:
+    """Keys that a rank writes alike.
+
+    Attributes:
+        places: Section and positions of the keys in the rank's table.
+        own_names: The keys' names, where they are a rank's own; other ranks have others in the same places.
+        dtype: None of values.
+        sizes: Of each chunk; of values none.
+        num_bytes: Of all chunks of one key, or of a value.
+    """
+
+    places: tuple[int, tuple[int, ...]]
+    own_names: tuple[str, ...]
+    dtype: Any
+    sizes: tuple[tuple[int, ...], ...]
+    num_bytes: int
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether these are tensors whose elements are written as they are."""
+        return self.dtype in ELEMENT_TYPES
+
+
+@dataclass(frozen=True)
+class _File:
+    """What a rank's file is, and adds to the metadata: the same for ranks that write alike."""
+
+    num_bytes: int
+    index_bytes: int
+    pickled_place_bytes: int
+
+
+@dataclass(frozen=True)
+class _RankWrites:
+    """What one rank writes; no file where that is nothing.
+
+    Attributes:
+        value_bytes: Of each value.
+        has_tensors: Whether it writes any.
+    """
+
+    rank: int
+    state_bytes: int
+    num_records: int
+    num_bytes: int
+    value_bytes: Sequence[int]
+    has_tensors: bool
+    file: _File | None
+    group: SavingRanks
+
+
+def _ranks_write(
+    group: SavingRanks, decisions: Sequence[bytes], encoded: Mapping[int, EncodedTable]
+) -> Iterator[_RankWrites]:
+    """What each rank of a group writes. Files are worked out once for ranks that write alike."""
+    known: dict[Any, _File] = {}
+    for rank, state_bytes in zip(group.ranks.ranks, group.ranks.state_bytes(), strict=True):
+        writes = _writes_of(decisions[rank], group, rank, encoded[rank])
+        alike = tuple(
+            (one.places, tuple(map(len, one.own_names)), one.dtype, one.sizes, one.num_bytes) for one in writes
+        )
+        if writes and alike not in known:
+            known[alike] = _file_of(writes, encoded[rank].names)
+        yield _RankWrites(
+            rank,
+            state_bytes,
+            sum(len(one.places[1]) * max(1, len(one.sizes)) for one in writes),
+            sum(len(one.places[1]) * one.num_bytes for one in writes),
+            [one.num_bytes for one in writes for _ in one.places[1] if not one.is_plain],
+            any(one.is_plain for one in writes),
+            known[alike] if writes else None,
+            group,
+        )
+
+
+def _writes_of(decision: bytes, group: SavingRanks, rank: int, encoded: EncodedTable) -> list[_Writes]:
+    writes = []
+    own_of = {name: fqn for fqn, name in group.ranks.own_names(rank).items()}
+    for section, steps, _, keys, _ in _core.read_decision(decision, encoded.kind_of):
+        fqns = encoded.names[section]
+        base = group.ranks.entry_for(rank, fqns[keys[0]])
+        if isinstance(base, ObjectEntry):
+            for key in keys:
+                fqn = fqns[key]
+                named = (fqn,) if fqn in own_of else ()
+                writes.append(_Writes((section, (key,)), named, None, (), group.value_bytes[own_of.get(fqn, fqn)]))
+            continue
+        entry = group.ranks.entry(rank, base)
+        assert isinstance(entry, TensorEntry)
+        own = tuple(fqns[key] for key in keys if fqns[key] in own_of) if own_of else ()
+        sizes = tuple(chunk.sizes for chunk in written_chunks(entry, steps))
+        num_bytes = sum(map(num_elements, sizes)) * entry.dtype.itemsize
+        writes.append(_Writes((section, tuple(keys)), own, entry.dtype, sizes, num_bytes))
+    return writes
+
+
+def _rank_save(one: _RankWrites, metadata_bytes: int, index_bytes: int, device: Device) -> RankSave:
+    is_coordinator = one.rank == 0
+    buffer_bytes = saving_bytes(
+        num_records=one.num_records,
+        num_bytes=one.num_bytes,
+        value_bytes=one.value_bytes,
+        is_packed=one.group.is_packed,
+        is_staged=device != "cpu" and one.has_tensors,
+        metadata_bytes=metadata_bytes if is_coordinator else 0,
+        index_bytes=index_bytes if is_coordinator else 0,
+    )
+    file_bytes = one.file.num_bytes if one.file else 0
+    return RankSave(one.rank, one.state_bytes, one.num_records, one.num_bytes, file_bytes, buffer_bytes)
+
+
+def _file_of(writes: Sequence[_Writes], names: Sequence[Sequence[str]]) -> _File:
+    """Values first, then tensors, each in the order of keys.
+
+    Args:
+        names: Of the keys of each section.
+    """
+    values = sorted((one.places, one.num_bytes) for one in writes if not one.is_plain for _ in one.places[1])
+    kinds: dict[Any, int] = {}
+    tensors: list[tuple[int, int, int]] = []
+    num_records = name_bytes = num_dims = 0
+    for one in writes:
+        section, keys = one.places
+        num_chunks = max(1, len(one.sizes))
+        num_records += len(keys) * num_chunks
+        name_bytes += num_chunks * sum(len(names[section][key].encode()) for key in keys)
+        num_dims += len(keys) * sum(map(len, one.sizes))
+        for sizes in one.sizes if one.is_plain else ():
+            kind = kinds.setdefault((ELEMENT_TYPES[one.dtype], sizes), len(kinds))
+            tensors += [(section, key, kind) for key in keys]
+    tensors.sort(key=itemgetter(0, 1))
+    num_bytes, pickled_place_bytes = _core.rank_file_sizes(
+        [num_bytes for _, num_bytes in values], list(kinds), [kind for _, _, kind in tensors], BLOCK_BYTES
+    )
+    dtypes = {NAMES[one.dtype] if one.is_plain else "" for one in writes}
+    return _File(num_bytes, index_bytes_of(dtypes, num_records, name_bytes, num_dims), pickled_place_bytes)

@@ -1,0 +1,1 @@
+"""Checkpoints written anew: for another mesh, or in another format."""

@@ -1,0 +1,159 @@
+"""Several processes that share the work of one, and how much memory each of them may hold.
+
+They are forked, so that they have what was read of the checkpoint already.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from torchtitan_ext.errors import WorkerLostError
+from torchtitan_ext.storage.checkpoint_files import thread_count_of
+from torchtitan_ext.storage.progress import OnBytes
+
+_Result = TypeVar("_Result")
+
+_PR_SET_PDEATHSIG = 1
+
+
+def run_tasks(
+    task: Callable[[int, OnBytes], _Result], num_tasks: int, num_processes: int, progress: OnBytes
+) -> list[_Result]:
+    """Results of ``task(number, progress)`` for all numbers. The first that fails ends all, and is raised.
+
+    With one process, or one task, they run in this one. Others live no longer than it does, however it ends.
+
+    Raises:
+        WorkerLostError: A process was killed.
+        RuntimeError: Several processes are asked for where CUDA or a process group is in use, which no fork survives.
+    """
+    num_processes = min(num_processes, num_tasks)
+    if num_processes <= 1:
+        return [task(number, progress) for number in range(num_tasks)]
+    if torch.cuda.is_initialized() or (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            f"got num_processes={num_processes} in a process that uses CUDA or a process group, which cannot be "
+            "forked; pass num_processes=1, or use the command line"
+        )
+    return _Workers(task, num_tasks, num_processes).run(progress)
+
+
+class _Workers(Generic[_Result]):
+    def __init__(self, task: Callable[[int, OnBytes], _Result], num_tasks: int, num_processes: int) -> None:
+        context = multiprocessing.get_context("fork")
+        self._results: dict[int, _Result] = {}
+        self._num_tasks = num_tasks
+        self._workers: dict[Connection, Any] = {}
+        next_task = context.Value("q", 0)
+        for _ in range(num_processes):
+            receiver, sender = context.Pipe(duplex=False)
+            arguments = (task, num_tasks, next_task, sender, os.getpid())
+            worker = context.Process(target=_work, args=arguments, daemon=True)
+            with warnings.catch_warnings():
+                # Python 3.12 warns of threads, whose locks may be held: those here only touch the lock of the save.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                worker.start()
+            sender.close()
+            self._workers[receiver] = worker
+
+    def run(self, progress: OnBytes) -> list[_Result]:
+        try:
+            while self._workers:
+                for receiver in wait(list(self._workers)):
+                    self._take(receiver, progress)  # type: ignore[arg-type]
+        finally:
+            for worker in self._workers.values():
+                worker.kill()
+            for worker in self._workers.values():
+                worker.join()
+        return [self._results[number] for number in range(self._num_tasks)]
+
+    def _take(self, receiver: Connection, progress: OnBytes) -> None:
+        try:
+            kind, *content = receiver.recv()
+        except EOFError:
+            worker = self._workers.pop(receiver)
+            worker.join()
+            if worker.exitcode != 0:
+                raise WorkerLostError(worker.exitcode) from None
+            return
+        if kind == "error":
+            raise content[0]
+        if kind == "progress":
+            progress(content[0])
+        else:
+            number, result = content
+            self._results[number] = result
+
+
+def _work(task: Callable[[int, OnBytes], Any], num_tasks: int, next_task: Any, sender: Connection, parent: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was gone before that
+        return
+    try:
+        while True:
+            with next_task.get_lock():
+                number = next_task.value
+                next_task.value = number + 1
+            if number >= num_tasks:
+                return
+            result = task(number, lambda num_bytes: sender.send(("progress", num_bytes)))
+            sender.send(("result", number, result))
+    except Exception as error:
+        sender.send(("error", error))
+
+
+# A reader and a writer hold a block of 1 MiB per thread, and the writer the last block of its file.
+_BLOCKS_PER_THREAD = 2
+_BLOCKS_PER_PROCESS = 2
+_BLOCK_BYTES = 1 << 20
+
+# Of an element that is cast: float32 of one of eight bits, and three truth values.
+_LOOK_BYTES = 7
+
+_LEAST_PART_BYTES = 1 << 20
+
+# Larger ones are no faster: what is read should lie in a cache when it is written.
+_MOST_PART_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How many processes work, and what each of them may use.
+
+    Attributes:
+        part_bytes: What each process reads at a time.
+    """
+
+    num_processes: int
+    num_threads: int
+    part_bytes: int
+
+
+def room_for_casts(max_bytes: int, saved: Iterable[torch.dtype], dtype: torch.dtype | None) -> int:
+    """What is left for tensors of a dtype where those that they are cast from are held beside them, and looked at."""
+    ratios = [(kind.itemsize + _LOOK_BYTES) / dtype.itemsize for kind in saved] if dtype is not None else []
+    return int(max_bytes / (1 + max(ratios, default=0.0)))
+
+
+def divide(max_bytes: int, num_processes: int | None) -> Shares:
+    """As many processes as were asked for, or cores, and as fit into so many bytes; each with its share of threads."""
+    cores = thread_count_of(None)
+    wanted = num_processes or cores
+    least = _LEAST_PART_BYTES + (_BLOCKS_PER_THREAD + _BLOCKS_PER_PROCESS) * _BLOCK_BYTES
+    fitting = max(1, min(wanted, max_bytes // least))
+    num_threads = max(1, cores // fitting)
+    kept = (_BLOCKS_PER_THREAD * num_threads + _BLOCKS_PER_PROCESS) * _BLOCK_BYTES
+    part = min(_MOST_PART_BYTES, max(_LEAST_PART_BYTES, max_bytes // fitting - kept))
+    return Shares(fitting, num_threads, part)

@@ -1,0 +1,202 @@
+"""Which files are a checkpoint's, and which of them nobody needs any more.
+
+Only files whose names a save of ours or of stock DCP gives are ever removed: a target may hold files of others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan_ext import _core
+from torchtitan_ext.storage.checkpoint_files import metadata_path, sync_directory
+from torchtitan_ext.storage.commit.save_lock import LockState, is_surely_dead, read_lock
+
+LOCK_PREFIX = ".tte_save-"
+
+# Two directories in a new stage that try to change places, before a save counts on it.
+PROBES = (".tte_probe-1", ".tte_probe-2")
+
+_STAGE = re.compile(r"\.tte-([0-9a-f]{32})")
+_OF_CHECKPOINT = re.compile(
+    r"(__\d+)?\.metadata(\.tmp)?|__\d+_(\d+|[0-9a-f]{32})\.distcp|(__\d+)?\.tte_index(\.[0-9a-f]{32})?"
+)
+_SAVE_ID = re.compile(r"__\d+_([0-9a-f]{32})\.distcp|(?:__\d+)?\.tte_index\.([0-9a-f]{32})")
+_OF_RANK = re.compile(r"__(\d+)[._].*")
+_RANK_METADATA = re.compile(r"__\d+\.metadata")
+
+
+def stage_path(target: Path, save_id: str) -> Path:
+    """Where a save of this id puts its files until its commit. torchtitan takes names with ``step-<number>``, wherever
+    it stands in them, for checkpoints."""
+    return target.parent / f".tte-{save_id}"
+
+
+def checkpoint_names(directory: Path) -> tuple[list[str], list[str]]:
+    """The names in a directory: files of a checkpoint, and all others."""
+    ours: list[str] = []
+    others: list[str] = []
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            is_ours = _OF_CHECKPOINT.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)
+            (ours if is_ours else others).append(entry.name)
+    return ours, others
+
+
+@dataclass(frozen=True)
+class DeadSaves:
+    """What saves that died left beside their targets.
+
+    Attributes:
+        stages: Their directories, with the target that each was to replace, where that is known.
+        locks: Their lock files.
+    """
+
+    stages: list[tuple[Path, Path | None]]
+    locks: list[Path]
+
+
+def find_dead_saves(directory: Path, own_lock: Path | None = None) -> DeadSaves:
+    """What dead saves left in a directory; living ones are known by their locks."""
+    # In this order: a save makes its lock before its stage, and removes it after.
+    stages = {match[1]: directory / match[0] for name in os.listdir(directory) if (match := _STAGE.fullmatch(name))}
+    locks = [directory / name for name in os.listdir(directory) if name.startswith(LOCK_PREFIX)]
+    states: dict[Path, LockState] = {}
+    are_all_known = True
+    for path in locks:
+        try:
+            state = read_lock(path)
+        except PermissionError:  # another user's, who lets nobody read his files
+            are_all_known = False
+        else:
+            states |= {} if state is None else {path: state}
+            # A lock that has just been made, or that this machine does not see in full yet: its stage may be any.
+            are_all_known &= state is None or state.owner is not None or is_surely_dead(state)
+    owners = {state.owner.save_id: state.owner for state in states.values() if state.owner is not None}
+    dead = {path: state for path, state in states.items() if path != own_lock and is_surely_dead(state)}
+    dead_ids = {state.owner.save_id for state in dead.values() if state.owner is not None}
+    return DeadSaves(
+        [
+            (path, Path(owners[save_id].path) if save_id in owners else None)
+            for save_id, path in stages.items()
+            if save_id in dead_ids or (are_all_known and save_id not in owners)
+        ],
+        list(dead),
+    )
+
+
+def remove_dead_saves(directory: Path, own_lock: Path | None = None) -> None:
+    """Removes what ``find_dead_saves`` finds."""
+    found = find_dead_saves(directory, own_lock)
+    if found.stages:
+        # A dead save's rename may not be on the disk: what it replaced must not be lost before that is.
+        sync_directory(directory)
+    for stage, target in found.stages:
+        remove_directory(stage, target)
+    remove_files(directory, [path.name for path in found.locks])
+
+
+def find_dead_files(target: Path, rank: int | None) -> list[str]:
+    """What dead saves left in place, under names with their ids: all but what ``.metadata`` belongs to.
+
+    Args:
+        rank: Whose metadata it is, where each rank has its own; only that rank's files are looked at then.
+    """
+    names, _ = checkpoint_names(target)
+    kinds = {name for name in names if name == ".metadata" or _RANK_METADATA.fullmatch(name)}
+    if kinds & {".metadata"} if rank is not None else kinds - {".metadata"}:
+        return []  # a checkpoint of the other kind may own them
+    own = of_rank(names, rank)
+    ids = {name: found for name in own if (found := save_id_of(name))}
+    path = metadata_path(target, rank)
+    is_one_save = len(set(ids.values())) == 1 and not any(name.endswith(".distcp") for name in set(own) - set(ids))
+    if not ids or (is_one_save and path.exists() and any(".tte_index." in name for name in ids)):
+        return []  # reading the metadata, to know more, may take seconds
+    committed = _committed_id(path)
+    return [] if committed == "" else [name for name, save_id in ids.items() if save_id != committed]
+
+
+def remove_dead_files(target: Path, rank: int | None) -> None:
+    """Removes what ``find_dead_files`` finds; for who holds the lock of the target."""
+    dead = find_dead_files(target, rank)
+    if dead:
+        sync_directory(target)
+        remove_files(target, dead)
+
+
+def remove_replaced(target: Path, save_id: str, rank: int | None) -> None:
+    """Removes what a save in place has replaced: all other files of a checkpoint, of this rank where it has its own."""
+    names, _ = checkpoint_names(target)
+    if rank is not None and ".metadata" in names:
+        return  # the checkpoint of all ranks may own them
+    kept = {metadata_path(target, rank).name}
+    remove_files(target, [name for name in of_rank(names, rank) if name not in kept and save_id_of(name) != save_id])
+
+
+def remove_directory(directory: Path, target: Path | None) -> None:
+    """Removes a directory of a checkpoint; what is no checkpoint's is moved to the target, or stays where it is, with a
+    warning."""
+    try:
+        ours, others = checkpoint_names(directory)
+        # What makes it a checkpoint first: half of one is not to be taken for one.
+        remove_files(directory, sorted(ours, key=lambda name: not name.endswith(".metadata")))
+        for name in others:
+            if name in PROBES:
+                (directory / name).rmdir()
+            elif target is not None and target.is_dir() and not os.path.lexists(target / name):
+                os.rename(directory / name, target / name)
+        directory.rmdir()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        warnings.warn(f"{directory} stays: it cannot be removed, or holds others' files ({error})", stacklevel=2)
+
+
+def remove_files(directory: Path, names: Iterable[str]) -> None:
+    """Unlinks files; one that cannot be removed is left for the next save, with a warning."""
+    for name in names:
+        try:
+            (directory / name).unlink(missing_ok=True)
+        except OSError as error:
+            warnings.warn(f"{directory / name} stays: it cannot be removed ({error})", stacklevel=2)
+
+
+def save_id_of(name: str) -> str | None:
+    """The save id in the name of a file; ``None`` where there is none."""
+    match = _SAVE_ID.fullmatch(name)
+    return None if match is None else match[1] or match[2]
+
+
+def of_rank(names: Iterable[str], rank: int | None) -> list[str]:
+    """Those of the names of files that are of one rank's part; all of them without a rank."""
+    return [name for name in names if rank is None or ((match := _OF_RANK.fullmatch(name)) and match[1] == str(rank))]
+
+
+def same_attributes(first: Path, second: Path) -> bool:
+    """Whether two directories have the same user, group, mode and extended attributes (access lists, stripes)."""
+    return _attributes(first) == _attributes(second)
+
+
+def _attributes(path: Path) -> tuple[int, int, int, dict[str, bytes]]:
+    status = path.stat()
+    extended: dict[str, bytes] = {}
+    with contextlib.suppress(OSError):  # a file system that has none
+        extended = {name: os.getxattr(path, name) for name in os.listxattr(path)}
+    return status.st_uid, status.st_gid, stat.S_IMODE(status.st_mode), extended
+
+
+def _committed_id(metadata: Path) -> str | None:
+    """The id of the save that ``.metadata`` is of; ``None`` without one, empty where it cannot be told."""
+    try:
+        _, _, meta, _ = _core.read_metadata_pickle(metadata.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        return ""
+    return (meta or {}).get("save_id") or ""

@@ -1,0 +1,1 @@
+"""Files of other people: which format lies at a path, safetensors, archives of ``torch.save``."""

@@ -1,0 +1,120 @@
+"""Which kind of checkpoint lies at a path, by the names and the first bytes of what is there. Imports no torch."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Literal
+
+from torchtitan_ext.errors import UnknownFormatError, named
+from torchtitan_ext.storage.commit.steps import find_steps
+
+Format = Literal["dcp", "safetensors", "torch"]
+"""``dcp``: a directory of torch.distributed.checkpoint, stock's or ours. ``safetensors``: a file, or a directory with
+some. ``torch``: a file of ``torch.save``."""
+
+_DCP_NAME = re.compile(r"(__\d+)?\.(metadata|tte_index)(\.[0-9a-f]{32})?")
+
+# How torch.save began before it wrote zip archives (torch 1.5): protocol 2, then its magic number as a long integer.
+_LEGACY_START = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"
+
+ZIP_START = b"PK\x03\x04"
+"""The first bytes of a zip archive, which torch.save writes since torch 1.6."""
+
+# Where the name of an archive's first entry begins.
+_NAME_OFFSET = 30
+_HEAD_BYTES = 4096
+
+_MAX_NAMED = 8
+
+
+def format_of(path: str | os.PathLike[str]) -> Format:
+    """The format of the checkpoint at a path; reads names, and of a file its first bytes. What is in it may be damaged.
+
+    Raises:
+        UnknownFormatError: It is none of these.
+        OSError: There is nothing at the path, or it cannot be read.
+    """
+    place = Path(path)
+    if place.is_dir():
+        names = os.listdir(place)
+        if any(map(_DCP_NAME.fullmatch, names)):
+            return "dcp"
+        if any(name.endswith(".safetensors") for name in names):
+            return "safetensors"
+        raise UnknownFormatError(str(place), _missing(place, names))
+    if not stat.S_ISREG(place.stat().st_mode):
+        raise UnknownFormatError(str(place), "it is neither a file nor a directory")
+    with place.open("rb") as stream:
+        head = stream.read(_HEAD_BYTES)
+    if head.startswith(_LEGACY_START) or _is_torch_archive(head):
+        return "torch"
+    if place.suffix == ".safetensors" or head[8:9] == b"{":
+        return "safetensors"
+    raise UnknownFormatError(str(place), "the file begins as none of safetensors or torch.save does")
+
+
+def _is_torch_archive(head: bytes) -> bool:
+    """Whether a zip archive begins with the pickle of ``torch.save``, as those do; others begin with other entries."""
+    name_bytes = int.from_bytes(head[26:28], "little")
+    return head.startswith(ZIP_START) and head[_NAME_OFFSET : _NAME_OFFSET + name_bytes].endswith(b"/data.pkl")
+
+
+def checkpoints_in(path: Path) -> list[str]:
+    """The names of the directories in one that are checkpoints, as a trainer has one each for model and optimizer."""
+    names = []
+    for name in sorted(os.listdir(path)) if path.is_dir() else []:
+        try:
+            if not name.startswith(".") and (path / name).is_dir():
+                format_of(path / name)
+                names.append(name)
+        except (UnknownFormatError, OSError):
+            continue
+    return names
+
+
+def how_to_load(path: Path) -> str | None:
+    """Of a path at which no load finds a checkpoint of DCP: what is there, and what to call; ``None`` where one is."""
+    try:
+        found = format_of(path)
+    except FileNotFoundError:
+        return _not_there(path)
+    except UnknownFormatError as error:
+        steps = sorted(number for number, is_finished in find_steps(path).items() if is_finished)
+        if steps:
+            return (
+                f"is the directory of a run, not a checkpoint; pass step='latest', or step={steps[-1]}: it has steps "
+                f"{', '.join(map(str, steps[-_MAX_NAMED:]))}"
+            )
+        return f"is no checkpoint: {error.detail}"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    if found == "dcp":
+        return None
+    convert = f"write it as DCP first: torchtitan-ext convert {path} <directory> --to dcp"
+    if found == "torch":
+        return f"is a file of torch.save, which no load of a job reads; {convert}"
+    if path.is_dir():
+        return f"holds safetensors files; pass storage_reader=HuggingFaceStorageReader({str(path)!r}), or {convert}"
+    return f"is one safetensors file, which no load of a job reads; {convert}"
+
+
+def _not_there(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f"is not there, nor is {path.parent}; give the path of a checkpoint"
+    near = difflib.get_close_matches(path.name, os.listdir(path.parent), n=_MAX_NAMED)
+    return f"is not there; {f'near it are {named(near)}' if near else 'give the path of a checkpoint'}"
+
+
+def _missing(path: Path, names: list[str]) -> str:
+    if any(name.endswith(".distcp") for name in names):
+        return "it has data files of a save that has not finished: no .metadata, and no .tte_index that stands for it"
+    if find_steps(path):
+        return "it is the directory of a run, name one of its steps"
+    held = checkpoints_in(path)
+    if held:
+        return f"it holds {'checkpoints' if len(held) > 1 else 'a checkpoint'}, name one: {named(held, _MAX_NAMED)}"
+    return "the directory has no .metadata, no .tte_index and no *.safetensors"

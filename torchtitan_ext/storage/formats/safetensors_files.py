@@ -1,0 +1,227 @@
+"""Headers of safetensors files, and what a file or a directory of them holds. Imports no torch.
+
+A file is 8 bytes with the length of its header, little-endian, that many bytes of JSON (per tensor its dtype, shape and
+the bytes it takes behind the header), and the bytes of all tensors, without gaps
+(https://huggingface.co/docs/safetensors). Beside several files of one model Hugging Face has a
+``*.safetensors.index.json``, which says of each key the file. DCP's writer for Hugging Face notes in ``__metadata__``
+which chunk of a tensor a file has.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torchtitan_ext.errors import DamagedCheckpointError
+from torchtitan_ext.storage.checkpoint_files import StoredTensor
+from torchtitan_ext.storage.commit.steps import step_of
+from torchtitan_ext.storage.element_types import ITEM_BYTES, num_bytes_of
+from torchtitan_ext.storage.formats.contents import ContentChunk, ContentFile, ContentKey, Contents, Scalar, bytes_of
+from torchtitan_ext.storage.formats.scalars import read_number
+
+# The format's own limit.
+_MAX_HEADER_BYTES = 100_000_000
+
+INDEX_SUFFIX = ".safetensors.index.json"
+# Numbers of bytes and elements are 64 bits wide.
+_TOO_LARGE = 1 << 63
+_MAX_ITEM_BYTES = 16
+
+_DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
+    "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "C64": "complex64",
+}  # fmt: skip
+NAME_OF_DTYPE = {dtype: name for name, dtype in _DTYPES.items()}
+"""What files call the dtypes of torch."""
+
+
+class SafetensorsEntry(NamedTuple):
+    """One tensor of a file.
+
+    Attributes:
+        dtype: As torch calls it; as the file does where torch has none of that name.
+        sizes: Of what lies in this file.
+        offsets: Of that in the tensor, by DCP's note; zeros without one.
+        begin: Its first byte in the file.
+    """
+
+    dtype: str
+    sizes: tuple[int, ...]
+    offsets: tuple[int, ...]
+    begin: int
+    num_bytes: int
+
+
+def files_with_key(directory: Path, fqn: str) -> list[str]:
+    """Names of the ``*.safetensors`` files that hold a tensor of this name, sorted; damaged ones are left out."""
+    found = []
+    for path in safetensors_paths(directory):
+        try:
+            if fqn in read_header(path):
+                found.append(path.name)
+        except (OSError, DamagedCheckpointError):
+            continue
+    return found
+
+
+def safetensors_paths(path: Path) -> list[Path]:
+    """A file itself, or the ``*.safetensors`` of a directory, sorted."""
+    return sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+
+
+def read_header(path: Path) -> dict[str, SafetensorsEntry]:
+    """The tensors of a file, by name, in the order of their bytes.
+
+    Raises:
+        DamagedCheckpointError: The header is no header, or does not describe all bytes of the file once.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise DamagedCheckpointError(f"{path} is no file")
+    file_bytes = status.st_size
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        if header_bytes > min(_MAX_HEADER_BYTES, file_bytes - 8):
+            text = f"a header of {header_bytes} bytes is announced, and {max(0, file_bytes - 8)} follow"
+            raise DamagedCheckpointError(f"{path}: {text}")
+        text_bytes = file.read(header_bytes)
+    try:
+        header = json.loads(text_bytes)
+        notes = header.pop("__metadata__", None) or {}
+        boxes = json.loads(notes["DCP_SHARDING_INFO"]) if "DCP_SHARDING_INFO" in notes else {}
+        "".join(header).encode()  # JSON can spell what is no text
+        entries = {str(fqn): _entry(entry, boxes.get(fqn), 8 + header_bytes) for fqn, entry in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{path}: its header is none of safetensors ({error})") from None
+    entries = dict(sorted(entries.items(), key=lambda item: item[1].begin))
+    _check_places(path, entries, 8 + header_bytes, file_bytes)
+    return entries
+
+
+def sizes_of_tensor(where: str, chunks: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[int, ...]:
+    """Of the tensor that consists of chunks, given as offsets and sizes: no file has them.
+
+    Args:
+        where: The checkpoint and the tensor, for messages.
+
+    Raises:
+        DamagedCheckpointError: The chunks are of no one tensor.
+    """
+    if len({len(offsets) for offsets, _ in chunks}) > 1:
+        raise DamagedCheckpointError(f"{where}: its chunks have several numbers of dims")
+    ends = [map(sum, zip(offsets, sizes, strict=True)) for offsets, sizes in chunks]
+    found = tuple(map(max, zip(*ends, strict=True)))
+    if not _can_be(found):
+        raise DamagedCheckpointError(f"{where}: its chunks lie in a tensor of {list(found)}, which is too large to be")
+    return found
+
+
+def find_weight_map(directory: Path) -> Path | None:
+    """The index of a directory, which says in which file each tensor lies; ``None`` where there is none."""
+    return min(directory.glob(f"*{INDEX_SUFFIX}"), default=None) if directory.is_dir() else None
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """The file of each key, as an index says.
+
+    Raises:
+        DamagedCheckpointError: It is none.
+    """
+    try:
+        files = dict(json.loads(index.read_bytes())["weight_map"])
+        for name in set(files.values()):
+            if os.path.basename(name) != name or "\0" in name or not name.encode():
+                raise ValueError(f"it names the file {name!r}, expected one beside it")
+        return files
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{index}: is no index of safetensors files ({error})") from None
+
+
+def describe_safetensors(path: Path) -> Contents:
+    """What a file, or a directory of files, holds.
+
+    Raises:
+        DamagedCheckpointError: A header is.
+    """
+    entries: dict[str, list[tuple[str, SafetensorsEntry]]] = {}
+    files = []
+    for file in safetensors_paths(path):
+        of_file = read_header(file)
+        files.append(ContentFile(file.name, file.stat().st_size, len(of_file)))
+        for fqn, entry in of_file.items():
+            entries.setdefault(fqn, []).append((file.name, entry))
+    keys = [_key(path, fqn, [entry for _, entry in places]) for fqn, places in entries.items()]
+    directory = path if path.is_dir() else path.parent
+    return Contents(
+        path,
+        "safetensors",
+        keys,
+        files,
+        lambda fqn: list(map(_chunk, entries[fqn])),
+        lambda wanted: _numbers(directory, {key.fqn: entries[key.fqn][0] for key in wanted}),
+        step=step_of(path),
+    )
+
+
+def _numbers(directory: Path, places: Mapping[str, tuple[str, SafetensorsEntry]]) -> dict[str, Scalar]:
+    """The elements of tensors without dims."""
+    numbers: dict[str, Scalar] = {}
+    for fqn, (name, entry) in places.items():
+        if entry.sizes == () and entry.dtype in ITEM_BYTES:
+            with (directory / name).open("rb") as file:
+                numbers |= read_number(file.fileno(), fqn, StoredTensor(entry.dtype, (), (), entry.begin))
+    return numbers
+
+
+def _key(path: Path, fqn: str, entries: Sequence[SafetensorsEntry]) -> ContentKey:
+    first = entries[0]
+    if len(entries) == 1 and not any(first.offsets):
+        return ContentKey(fqn, first.dtype, first.sizes, first.num_bytes, 1)
+    sizes = sizes_of_tensor(f"{path}: {fqn}", [(entry.offsets, entry.sizes) for entry in entries])
+    num_bytes = bytes_of(first.dtype, sizes, sum(entry.num_bytes for entry in entries))
+    return ContentKey(fqn, first.dtype, sizes, num_bytes, len(entries))
+
+
+def _chunk(place: tuple[str, SafetensorsEntry]) -> ContentChunk:
+    name, entry = place
+    return ContentChunk(entry.offsets, entry.sizes, name, entry.begin, entry.num_bytes)
+
+
+def _entry(entry: Any, box: Any, data_begin: int) -> SafetensorsEntry:
+    sizes = tuple(entry["shape"])
+    begin, end = entry["data_offsets"]
+    offsets = (0,) * len(sizes) if box is None else tuple(box["saved_offsets"])
+    for value in (*sizes, *offsets, begin, end):
+        if type(value) is not int or not 0 <= value < _TOO_LARGE:
+            raise ValueError(f"got {value!r}, expected a number of bytes or elements")
+    if len(offsets) != len(sizes):
+        raise ValueError("a chunk has other dims than its tensor")
+    dtype = _DTYPES.get(entry["dtype"]) or str(entry["dtype"])
+    num_bytes = num_bytes_of(dtype, sizes) if dtype in ITEM_BYTES else end - begin
+    if end - begin != num_bytes:
+        raise ValueError(f"{num_bytes} bytes are needed where {end - begin} are given")
+    if 0 in sizes and not _can_be(sizes):
+        raise ValueError(f"got the shape {list(sizes)}, which is too large to be")
+    return SafetensorsEntry(dtype, sizes, offsets, data_begin + begin, num_bytes)
+
+
+def _can_be(sizes: Sequence[int]) -> bool:
+    """Whether torch can count the elements of such a tensor; it multiplies sizes even where one is zero."""
+    return math.prod(size or 1 for size in sizes) < _TOO_LARGE // _MAX_ITEM_BYTES
+
+
+def _check_places(path: Path, entries: dict[str, SafetensorsEntry], data_begin: int, file_bytes: int) -> None:
+    at = data_begin
+    for fqn, entry in entries.items():
+        if entry.begin != at:
+            text = f"{fqn} begins at byte {entry.begin}, the tensor before it ends at byte {at}"
+            raise DamagedCheckpointError(f"{path}: {text}")
+        at += entry.num_bytes
+    if at != file_bytes:
+        raise DamagedCheckpointError(f"{path}: the tensors end at byte {at}, the file at byte {file_bytes}")

@@ -1,0 +1,119 @@
+"""Safetensors files that replace those of a directory, which may hold files of others, such as a tokenizer."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+
+from torchtitan_ext.errors import DamagedCheckpointError
+from torchtitan_ext.storage.checkpoint_files import sync_directory, write_file
+from torchtitan_ext.storage.commit.commit import NOT_SUPPORTED
+from torchtitan_ext.storage.commit.leftovers import checkpoint_names
+from torchtitan_ext.storage.commit.staged_target import take_place
+from torchtitan_ext.storage.formats.safetensors_files import (
+    INDEX_SUFFIX,
+    SafetensorsEntry,
+    read_header,
+    safetensors_paths,
+)
+from torchtitan_ext.storage.formats.safetensors_places import INDEX_NAME, index_of
+
+
+def refuse_irreplaceable(directory: Path) -> None:
+    """Raises FileExistsError where new safetensors files would not count, or old ones not until they are all there."""
+    ours, _ = checkpoint_names(directory)
+    if ours:
+        raise FileExistsError(f"{directory} holds {min(ours)} of a checkpoint of DCP; use another directory")
+    if _has_others(directory) and not _indices_in(directory):
+        keys = [fqn for path in safetensors_paths(directory) for fqn in _entries_of(path)]
+        if len(keys) > len(set(keys)):
+            raise FileExistsError(
+                f"{directory} holds tensors of which several files have chunks, beside files of others; use another "
+                "directory"
+            )
+
+
+def replace_weights(new: Path, target: Path) -> None:
+    """Puts a directory of safetensors files, with an index where there are several, in the place of another one.
+
+    Where the target holds nothing else, the two change places at once. Else, and on file systems that cannot do that,
+    the files are moved into the target. Files of others stay as they are, and at every moment, also after a kill, who
+    reads finds all old tensors or all new ones: who follows the index, as this package does, and who looks for
+    ``model.safetensors`` first, as Hugging Face's loaders do. Only who takes whatever files are there finds both for a
+    moment. Where there were no tensors before, reading is an error until all have come. What a kill leaves goes with
+    the next call.
+
+    Raises:
+        OSError: A file cannot be moved or removed.
+    """
+    if not target.is_dir():
+        return take_place(new, target)
+    if not _has_others(target):
+        try:
+            return take_place(new, target)
+        except OSError as error:
+            if error.errno not in NOT_SUPPORTED:
+                raise
+    names = [path.name for path in safetensors_paths(new)]
+    old_names = [path.name for path in safetensors_paths(target)]
+    if not old_names:
+        for name in [*_indices_in(new), *names]:  # the index first, which names what is not there yet
+            os.rename(new / name, target / name)
+        return sync_directory(target)
+    if not _indices_in(target):
+        _put_index(target, old_names)  # so that what comes beside them does not count
+    own = uuid.uuid4().hex[:8]
+    for name in names:
+        os.rename(new / name, target / f"{own}-{name}")
+    _put_index(target, [f"{own}-{name}" for name in names])
+    _remove(target, [*(name for name in _indices_in(target) if name != INDEX_NAME), *old_names])
+    _rename_indexed(target, {f"{own}-{name}": name for name in names})
+
+
+def _rename_indexed(directory: Path, new_names: dict[str, str]) -> None:
+    """Gives files that an index names other names; not where the file system has no hard links."""
+    for name, new_name in new_names.items():
+        try:
+            os.link(directory / name, directory / new_name)
+        except OSError as error:
+            if error.errno not in NOT_SUPPORTED:
+                raise
+            return
+    _put_index(directory, new_names.values())
+    _remove(directory, new_names)
+    if len(new_names) == 1:
+        _remove(directory, [INDEX_NAME])
+
+
+def _put_index(directory: Path, names: Iterable[str]) -> None:
+    """Puts the index of some files in the place of the one that is there, at once."""
+    entries = {(fqn, name): entry for name in names for fqn, entry in _entries_of(directory / name).items()}
+    partial = directory / f"{INDEX_NAME}.partial"
+    write_file(partial, index_of(dict(entries.keys()), sum(entry.num_bytes for entry in entries.values())), sync=True)
+    sync_directory(directory)  # what it names
+    os.replace(partial, directory / INDEX_NAME)
+    sync_directory(directory)
+
+
+def _remove(directory: Path, names: Iterable[str]) -> None:
+    for name in names:
+        os.unlink(directory / name)
+    sync_directory(directory)
+
+
+def _indices_in(directory: Path) -> list[str]:
+    return sorted(name for name in os.listdir(directory) if name.endswith(INDEX_SUFFIX))
+
+
+def _has_others(directory: Path) -> bool:
+    return any(not name.endswith((".safetensors", INDEX_SUFFIX)) for name in os.listdir(directory))
+
+
+def _entries_of(path: Path) -> dict[str, SafetensorsEntry]:
+    """Of a file; none of one that is damaged, whose tensors nobody can read."""
+    try:
+        return read_header(path)
+    except DamagedCheckpointError:
+        return {}

@@ -1,0 +1,1 @@
+"""What any checkpoint holds and whether it is whole, without loading it."""

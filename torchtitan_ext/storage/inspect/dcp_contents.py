@@ -1,0 +1,80 @@
+"""Describes a DCP checkpoint, stock's or ours, from its metadata alone. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchtitan_ext.errors import DamagedCheckpointError, UnknownFormatError
+from torchtitan_ext.storage.commit.opened import OpenedCheckpoint
+from torchtitan_ext.storage.commit.steps import step_of
+from torchtitan_ext.storage.formats.contents import ContentChunk, ContentFile, ContentKey, Contents, bytes_of, size_of
+from torchtitan_ext.storage.formats.scalars import read_scalars
+from torchtitan_ext.storage.metadata.saved_metadata import SavedMetadata, ranks_with_metadata, read_saved_metadata
+
+
+def describe_dcp(path: Path, rank: int | None = None) -> Contents:
+    """What a directory of DCP holds.
+
+    Args:
+        rank: Whose part, of a checkpoint in which each rank has metadata of its own.
+
+    Raises:
+        DamagedCheckpointError: Its metadata is.
+        UnknownFormatError: Each rank has metadata of its own, and none is asked for, or one that there is not.
+    """
+    try:
+        saved = read_saved_metadata(OpenedCheckpoint(path), rank, verify="none")
+    except FileNotFoundError:
+        ranks = ranks_with_metadata(path)
+        if not ranks or rank in ranks:
+            raise
+        text = f"each rank has metadata of its own ({_listed(ranks)}) and rank {rank} has none: name one of these"
+        raise UnknownFormatError(str(path), text) from None
+    try:
+        keys = [_key(*row) for row in saved.columns.describe_keys()]
+        files = [
+            ContentFile(name, size_of(path / name), num_records)
+            for name, num_records, _, _ in saved.columns.describe_files()
+        ]
+    except OverflowError as error:
+        raise DamagedCheckpointError(f"{path}: its records have no end ({error})") from None
+    notes = {} if saved.index is None else saved.index.notes
+    versions = {name: notes[name] for name in ("torchtitan_ext", "torch") if name in notes}
+    world_size, mesh = saved.world
+    return Contents(
+        path,
+        "dcp",
+        keys,
+        files,
+        lambda fqn: _chunks(saved, fqn),
+        lambda keys: read_scalars(path, saved, ((key.fqn, key.dtype is not None) for key in keys)),
+        saved.planner_data if isinstance(saved.planner_data, dict) else {},
+        has_checksums=saved.index is not None,
+        save_id=saved.save_id,
+        step=step_of(path),
+        world_size=world_size,
+        mesh=mesh,
+        versions=versions | ({} if saved.version is None else {"dcp": saved.version}),
+    )
+
+
+def _key(fqn: str, dtype: str | None, sizes: tuple[int, ...] | None, num_chunks: int, stored_bytes: int) -> ContentKey:
+    num_bytes = stored_bytes if dtype is None or sizes is None else bytes_of(dtype, sizes, stored_bytes)
+    return ContentKey(fqn, dtype, sizes, num_bytes, num_chunks)
+
+
+def _chunks(saved: SavedMetadata, fqn: str) -> Sequence[ContentChunk]:
+    number = saved.columns.find_key(fqn)
+    entry = None if number is None else saved.columns.key(number)
+    boxes = [(None, None)] if entry is None else saved.columns.chunk_list(entry[-1])
+    chunks = []
+    for offsets, sizes in boxes:
+        part = saved.columns.find_part(fqn, offsets)
+        file, offset, num_bytes = (None, None, None) if part is None else saved.columns.place_of_part(part)[:3]
+        chunks.append(ContentChunk(offsets, sizes, file, offset, num_bytes))
+    return chunks
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"

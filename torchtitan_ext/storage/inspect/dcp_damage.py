@@ -1,0 +1,263 @@
+"""Whether a DCP checkpoint is whole: every file there, of its size and its save, and every byte as it was written.
+
+Imports no torch. Checksums are those of our index. Of records that it does not cover, such as stock's, the CRC that
+torch writes into them is compared, and what they say of their tensor with the metadata, where that is asked for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from torchtitan_ext import _core
+from torchtitan_ext.errors import DamagedCheckpointError
+from torchtitan_ext.storage.checkpoint_files import IndexedFile, index_path, metadata_path, shown, thread_count_of
+from torchtitan_ext.storage.commit.leftovers import checkpoint_names
+from torchtitan_ext.storage.commit.opened import Footers, OpenedCheckpoint
+from torchtitan_ext.storage.damage import Part, defect_text, describe_damage, shape_defect
+from torchtitan_ext.storage.formats.archives import FilePart, archive_damage
+from torchtitan_ext.storage.formats.contents import size_of
+from torchtitan_ext.storage.formats.detect import ZIP_START
+from torchtitan_ext.storage.inspect.verdict import Damage, Verdict, damage_of_error
+from torchtitan_ext.storage.metadata.saved_metadata import (
+    SavedMetadata,
+    SavedParts,
+    ranks_with_metadata,
+    read_saved_metadata,
+)
+from torchtitan_ext.storage.native.stock_records import find_stock_tensors
+from torchtitan_ext.storage.progress import OnBytes
+
+# What is read at a time: a multiple of the blocks that have checksums.
+_READ_BYTES = 16 << 20
+
+# No more chunks than this are named of which the metadata has no place.
+_MAX_UNPLACED = 10
+
+
+def verify_dcp(path: Path, *, is_deep: bool, on_bytes: OnBytes) -> Verdict:
+    """Everything that is wrong with a checkpoint; with that of each rank where each has metadata of its own.
+
+    Raises:
+        FileNotFoundError: There is neither metadata nor an index that stands for it.
+    """
+    opened = OpenedCheckpoint(path)
+    names, _ = checkpoint_names(path)
+    is_own = not {".metadata", ".tte_index"} & set(names)
+    looks = [
+        DcpLook(opened, rank, is_deep, True, on_bytes) for rank in (ranks_with_metadata(path) if is_own else [None])
+    ]
+    damages = [damage for look in looks for damage in look.damages()]
+    damages += [look.lost_index for look in looks if look.lost_index is not None]
+    unproved = sorted(set().union(*(look.unproved for look in looks))) if is_deep else []
+    files = set().union(*(look.names for look in looks))
+    there = sum(size_of(path / name) or 0 for name in files)
+    return Verdict(path, "dcp", is_deep, damages, len(files), there, unproved)
+
+
+class DcpLook:
+    """A look at one metadata and the files that it names.
+
+    Args:
+        rank: Whose metadata it is, where each rank has its own.
+        is_deep: Whether to read the bytes of the files.
+        with_crcs: Whether to read those, too, that have no checksums of ours.
+
+    Attributes:
+        names: The data files, known once damages were asked for; like ``unproved``, those of which some bytes have no
+            checksum.
+        lost_index: That data files of ours have no index, so that what it would prove was not looked at; known once all
+            damages were asked for, none of which it is: what the files hold can be loaded.
+    """
+
+    def __init__(
+        self, files: OpenedCheckpoint, rank: int | None, is_deep: bool, with_crcs: bool, on_bytes: OnBytes
+    ) -> None:
+        self.names: set[str] = set()
+        self.unproved: set[str] = set()
+        self.lost_index: Damage | None = None
+        self._files = files
+        self._rank = rank
+        self._is_deep = is_deep
+        self._with_crcs = with_crcs
+        self._on_bytes = on_bytes
+
+    def damages(self, part: int = 0, num_parts: int = 1) -> Iterator[Damage]:
+        """What is wrong with the metadata, and with those files that fall to one of several parts."""
+        try:
+            saved = read_saved_metadata(self._files, self._rank, verify="all")
+            ends = {name: end for name, _, _, end in saved.columns.describe_files()}
+            metadata_damages = (
+                list(_metadata_damages(saved, self._files.directory / self._metadata_name)) if part == 0 else []
+            )
+        except DamagedCheckpointError as error:
+            yield Damage(self._file_named_in(error.reason), error.reason, "metadata")
+            return
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            yield damage_of_error(self._metadata_name, self._files.directory / self._metadata_name, error)
+            return
+        except OverflowError as error:
+            yield Damage(self._metadata_name, f"{self._files.directory}: its records have no end ({error})", "metadata")
+            return
+        yield from metadata_damages
+        indexed = {} if saved.index is None else saved.index.files
+        self.names |= ends.keys() | indexed.keys()
+        parts = SavedParts(saved.columns)
+        footers = Footers(saved.save_id)
+        for name in sorted(self.names)[part::num_parts]:
+            yield from self._file_damages(saved, footers, parts, name, ends.get(name, 0), indexed.get(name))
+        if saved.index is None and footers.save_id:
+            index = index_path(self._files.directory, self._rank)
+            what = "data files were verified by their own footers, and nothing proves what .metadata says"
+            self.lost_index = Damage(index.name, f"{index} is not there: {what}", "lost")
+
+    @property
+    def _metadata_name(self) -> str:
+        path = metadata_path(self._files.directory, self._rank)
+        return path.name if path.exists() else index_path(path.parent, self._rank).name
+
+    def _file_named_in(self, sentence: str) -> str:
+        names, _ = checkpoint_names(self._files.directory)
+        places = {sentence.find(f"/{name}"): name for name in sorted(names)}
+        return places[min(at for at in places if at >= 0)] if max(places, default=-1) >= 0 else self._metadata_name
+
+    def _file_damages(
+        self,
+        saved: SavedMetadata,
+        footers: Footers,
+        parts: SavedParts,
+        name: str,
+        num_bytes: int,
+        indexed: IndexedFile | None,
+    ) -> Iterator[Damage]:
+        path = self._files.directory / name
+        try:
+            descriptor = self._files.descriptor(name)
+        except DamagedCheckpointError as error:
+            yield Damage(name, error.reason, "metadata")
+            return
+        except OSError as error:
+            yield damage_of_error(name, path, error)
+            return
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            yield Damage(name, f"{path} is no file", "no_file")
+            return
+        runs = _core.RunReader()
+        try:
+            file = footers.find(path, descriptor) if indexed is None else indexed.file
+            if file is not None:
+                save_id = footers.save_id if saved.index is None else saved.index.save_id
+                runs.add_checked_file(
+                    shown(path), file.num_bytes, file.footer_offset, file.footer_digest, save_id, descriptor
+                )
+        except _core.FormatError as error:
+            is_whole = status.st_size >= num_bytes if indexed is None else status.st_size == indexed.file.num_bytes
+            yield Damage(name, str(error), "footer" if is_whole else "size")
+            return
+        except OSError as error:
+            yield damage_of_error(name, path, error)
+            return
+        if (status.st_size if file is None else file.footer_offset) < num_bytes:
+            yield Damage(name, f"{path} ends before its last record, at byte {num_bytes}", "size")
+            return
+        if self._is_deep:
+            if file is None:
+                damages = self._record_damages(name, descriptor, parts) if self._with_crcs else iter(())
+            else:
+                damages = self._block_damages(saved, parts, runs, name, file.footer_offset)
+            try:
+                yield from damages
+            except OSError as error:
+                yield damage_of_error(name, path, error)
+
+    def _block_damages(
+        self, saved: SavedMetadata, parts: SavedParts, runs: _core.RunReader, name: str, num_bytes: int
+    ) -> Iterator[Damage]:
+        """Bytes that do not match our checksums; without an index, tensors that are not what the metadata says."""
+        damaged = self._damaged_bytes(runs, num_bytes)
+        of_file = list(parts.of_file(name)) if damaged else []
+        for begin, end in damaged:
+            what = describe_damage(self._files.directory, [(name, begin, end)], of_file, saved.index)
+            yield Damage(name, what, "checksum")
+        if saved.index is None and not damaged and self._with_crcs:
+            tensors = [part for part in parts.of_file(name) if part.offsets is not None]
+            yield from self._shape_damages(name, self._files.descriptor(name), parts, tensors)
+
+    def _damaged_bytes(self, runs: _core.RunReader, num_bytes: int) -> list[tuple[int, int]]:
+        """Ranges of bytes of a file that do not match their checksums; neighbouring blocks are one."""
+        buffer = ctypes.create_string_buffer(min(num_bytes, _READ_BYTES))
+        ranges: list[tuple[int, int]] = []
+        for begin in range(0, num_bytes, _READ_BYTES):
+            count = min(_READ_BYTES, num_bytes - begin)
+            runs.add_bytes(0, begin, count, ctypes.addressof(buffer))
+            for _, first, last in runs.read(thread_count_of(None), "all"):
+                if ranges and ranges[-1][1] == first:
+                    ranges[-1] = (ranges[-1][0], last)
+                else:
+                    ranges.append((first, last))
+            self._on_bytes(count)
+        return ranges
+
+    def _record_damages(self, name: str, descriptor: int, parts: SavedParts) -> Iterator[Damage]:
+        """Records of torch that do not match their CRCs, or whose tensors are not what the metadata says."""
+        tensors: list[Part] = []
+        for part in parts.of_file(name):
+            if os.pread(descriptor, len(ZIP_START), part.offset) != ZIP_START:
+                self.unproved.add(name)
+                self._on_bytes(part.num_bytes)
+                continue
+            record = cast(BinaryIO, io.BufferedReader(FilePart(descriptor, part.offset, part.num_bytes), 1 << 18))
+            problem, is_proved = archive_damage(record, is_deep=True, on_bytes=self._on_bytes)
+            if problem is not None:
+                yield self._damage_of(part, problem)
+                continue
+            if not is_proved:
+                self.unproved.add(name)
+            if part.offsets is not None:
+                tensors.append(part)
+        yield from self._shape_damages(name, descriptor, parts, tensors)
+
+    def _shape_damages(
+        self, name: str, descriptor: int, parts: SavedParts, tensors: Sequence[Part]
+    ) -> Iterator[Damage]:
+        lengths = {part.offset: part.num_bytes for part in tensors}
+        try:
+            found = find_stock_tensors(self._files.directory / name, lengths, thread_count_of(None), descriptor)
+        except DamagedCheckpointError as error:
+            yield Damage(name, error.reason, "record")
+            return
+        for part in tensors:
+            stored, chunk = found[part.offset], parts.chunk_of(part)
+            defect = None if stored is None or chunk is None else shape_defect(stored, *chunk)
+            if defect is not None:
+                yield self._damage_of(part, f"it {defect}")
+
+    def _damage_of(self, part: Part, what: str) -> Damage:
+        path = self._files.directory / part.path
+        return Damage(
+            part.path, f"{path}: the record of {part.fqn}{_at(part.offsets)} at byte {part.offset}: {what}", "record"
+        )
+
+
+def _metadata_damages(saved: SavedMetadata, path: Path) -> Iterator[Damage]:
+    """What the metadata alone shows: chunks that lie nowhere, tensors that their chunks do not cover once."""
+    for fqn, offsets in saved.columns.unplaced_chunks(_MAX_UNPLACED):
+        yield Damage(path.name, f"{path} does not say in which file {fqn}{_at(offsets)} lies", "metadata")
+    names = saved.columns.names_of_keys()
+    for number, kind, where in saved.columns.cover_defects():
+        entry = saved.columns.key(number)
+        assert entry is not None, f"{names[number]} has chunks and is no tensor, please report"
+        text = f"the chunks of {names[number]} {list(entry[0])} {defect_text(kind, where)}"
+        yield Damage(path.name, f"{path}: {text}: it cannot be loaded", "chunks")
+
+
+def _at(offsets: Sequence[int] | None) -> str:
+    return f" at {list(offsets)}" if offsets and any(offsets) else ""

@@ -1,0 +1,213 @@
+"""The mappings of a checkpoint's metadata, whose entries become objects when they are asked for.
+
+At a thousand ranks a checkpoint has millions of parts, of which a rank reads some thousands. The mappings are dicts to
+everybody: what asks for all of them fills them, and they are plain dicts from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, KeysView
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from torchtitan_ext import _core
+from torchtitan_ext.dcp_private import MEM_FORMAT_ENCODING, StorageInfo
+
+_MEMORY_FORMATS = {
+    MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT.value: torch.contiguous_format,
+    MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST.value: torch.channels_last,
+    MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT.value: torch.preserve_format,
+}
+
+Entry = TensorStorageMetadata | BytesStorageMetadata
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+
+
+class _Columns(Generic[_Key, _Value]):
+    """What a lazy dict gets its entries from. They are numbered in the order of the dict."""
+
+    def __init__(self, columns: _core.MetadataColumns) -> None:
+        self.columns = columns
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def find(self, key: object) -> int | None:
+        raise NotImplementedError
+
+    def key(self, number: int) -> _Key:
+        raise NotImplementedError
+
+    def value(self, number: int) -> _Value:
+        raise NotImplementedError
+
+
+class LazyDict(dict[_Key, _Value]):
+    """A dict of which the dict below holds the entries that were asked for, until it holds all.
+
+    What changes it, or needs all entries, fills it first.
+    """
+
+    _source: _Columns[_Key, _Value] | None = None
+
+    @classmethod
+    def over(cls, source: _Columns[_Key, _Value]) -> LazyDict[_Key, _Value]:
+        lazy: LazyDict[_Key, _Value] = cls()
+        lazy._source = source
+        return lazy
+
+    @property
+    def columns(self) -> _core.MetadataColumns | None:
+        """Where entries come from; ``None`` once all are here."""
+        return None if self._source is None else self._source.columns
+
+    def __missing__(self, key: Any) -> _Value:
+        source = self._source
+        number = None if source is None else source.find(key)
+        if source is None or number is None:
+            raise KeyError(key)
+        value = source.value(number)
+        super().__setitem__(source.key(number), value)
+        return value
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        try:
+            return self[key]
+        except KeyError:
+            return default
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or (self._source is not None and self._source.find(key) is not None)
+
+    def __len__(self) -> int:
+        return super().__len__() if self._source is None else len(self._source)
+
+    def __iter__(self) -> Iterator[_Key]:
+        source = self._source
+        if source is None:
+            return super().__iter__()
+        return (source.key(number) for number in range(len(source)))
+
+    def keys(self) -> Any:
+        return super().keys() if self._source is None else KeysView(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(self.items()),)
+
+    def __copy__(self) -> dict[_Key, _Value]:
+        return dict(self.items())
+
+    def copy(self) -> dict[_Key, _Value]:
+        return self.__copy__()
+
+    def _fill(self) -> None:
+        """Puts all entries into the dict below, in order; those that were asked for stay the same objects."""
+        source = self._source
+        if source is None:
+            return
+        known = {key: dict.__getitem__(self, key) for key in dict.keys(self)}
+        entries: dict[_Key, _Value] = {}
+        for number in range(len(source)):
+            key = source.key(number)
+            entries[key] = known[key] if key in known else source.value(number)
+        super().clear()
+        super().update(entries)
+        self._source = None  # last: what another thread asks for meanwhile is found
+
+
+def _filling(name: str) -> Callable[..., Any]:
+    """A method of dict that needs all entries to be there."""
+    method = getattr(dict, name)
+
+    def call(self: LazyDict[Any, Any], *args: Any, **kwargs: Any) -> Any:
+        self._fill()
+        for other in args:
+            if isinstance(other, LazyDict):
+                other._fill()
+        return method(self, *args, **kwargs)
+
+    call.__name__ = name
+    return call
+
+
+for _name in (
+    *("__setitem__", "__delitem__", "__eq__", "__ne__", "__or__", "__ror__", "__ior__", "__repr__", "__reversed__"),
+    *("values", "items", "pop", "popitem", "clear", "update", "setdefault"),
+):
+    setattr(LazyDict, _name, _filling(_name))
+
+
+class _Entries(_Columns[str, Entry]):
+    def __init__(self, columns: _core.MetadataColumns) -> None:
+        super().__init__(columns)
+        self._names = columns.names_of_keys()
+        self._chunk_lists: dict[int, list[ChunkStorageMetadata]] = {}
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def find(self, key: object) -> int | None:
+        return self.columns.find_key(key) if isinstance(key, str) else None
+
+    def key(self, number: int) -> str:
+        return self._names[number]
+
+    def value(self, number: int) -> Entry:
+        values = self.columns.key(number)
+        if values is None:
+            return BytesStorageMetadata()
+        sizes, dtype, layout, memory_format, requires_grad, pin_memory, chunk_list = values
+        properties = TensorProperties(
+            dtype=getattr(torch, dtype),
+            layout=torch.serialization._get_layout(layout),
+            requires_grad=requires_grad,
+            memory_format=_MEMORY_FORMATS[memory_format],
+            pin_memory=pin_memory,
+        )
+        return TensorStorageMetadata(properties=properties, size=torch.Size(sizes), chunks=self._chunks(chunk_list))
+
+    def _chunks(self, number: int) -> list[ChunkStorageMetadata]:
+        """The same list for all keys whose lists are equal: planners look through each once."""
+        if number not in self._chunk_lists:
+            self._chunk_lists[number] = [
+                ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+                for offsets, sizes in self.columns.chunk_list(number)
+            ]
+        return self._chunk_lists[number]
+
+
+class _Parts(_Columns[MetadataIndex, StorageInfo]):
+    def __len__(self) -> int:
+        return self.columns.num_parts
+
+    def find(self, key: object) -> int | None:
+        return self.columns.find_part(key.fqn, key.offset) if isinstance(key, MetadataIndex) else None
+
+    def key(self, number: int) -> MetadataIndex:
+        fqn, offsets, index = self.columns.index_of_part(number)
+        return MetadataIndex(fqn, offsets, index)
+
+    def value(self, number: int) -> StorageInfo:
+        path, offset_bytes, length_bytes, transforms = self.columns.place_of_part(number)
+        if transforms is None:
+            return StorageInfo(path, offset_bytes, length_bytes)
+        return StorageInfo(path, offset_bytes, length_bytes, transforms)
+
+
+def lazy_entries(columns: _core.MetadataColumns) -> LazyDict[str, Entry]:
+    """``Metadata.state_dict_metadata`` of these columns."""
+    return LazyDict.over(_Entries(columns))
+
+
+def lazy_parts(columns: _core.MetadataColumns) -> LazyDict[MetadataIndex, StorageInfo]:
+    """``Metadata.storage_data`` of these columns."""
+    return LazyDict.over(_Parts(columns))

@@ -1,0 +1,200 @@
+"""The metadata of a DCP checkpoint as columns, with the index beside it, or that stands for it. Imports no torch.
+
+``metadata_file`` makes of the columns what DCP knows.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from torchtitan_ext import _core
+from torchtitan_ext.errors import DamagedCheckpointError
+from torchtitan_ext.storage.checkpoint_files import CheckpointIndex, index_path, metadata_path, parse_index, shown
+from torchtitan_ext.storage.commit.opened import OpenedCheckpoint
+from torchtitan_ext.storage.damage import Part
+
+WORLD_KEY = "torchtitan_ext.world"
+"""Where a save's metadata says which world wrote it: in ``planner_data``, which readers look up by key only. Not where
+a key has this name."""
+
+_RANK_METADATA = re.compile(r"__(\d+)\.metadata")
+
+
+@dataclass(frozen=True)
+class SavedMetadata:
+    """What a DCP checkpoint says of itself.
+
+    Attributes:
+        columns: Keys, chunks and parts.
+        storage_meta: The fields of DCP's ``StorageMeta``; empty where older torch wrote none.
+        version: Of DCP's format.
+        index: ``None`` where there is none, or that of another save.
+    """
+
+    columns: _core.MetadataColumns
+    planner_data: Any
+    storage_meta: dict[str, Any]
+    version: str | None
+    index: CheckpointIndex | None
+
+    @property
+    def save_id(self) -> str | None:
+        return _save_id(self.storage_meta)
+
+    @property
+    def world(self) -> tuple[int | None, dict[str, int]]:
+        """How many ranks saved, and the sizes of their named mesh axes, as far as the checkpoint says."""
+        recorded = recorded_world(self.planner_data)
+        if recorded is not None:
+            return recorded
+        size = "" if self.index is None else self.index.notes.get("world_size", "")
+        return int(size) if size.isdecimal() else None, {}
+
+
+def recorded_world(planner_data: Any) -> tuple[int, dict[str, int]] | None:
+    """How many ranks saved, and their named mesh axes, as a save of ours notes it; ``None`` where there is no note."""
+    record = planner_data.get(WORLD_KEY) if isinstance(planner_data, dict) else None
+    size, mesh = (record.get("size"), record.get("mesh")) if isinstance(record, dict) else (None, None)
+    if not _is_count(size) or not isinstance(mesh, dict):
+        return None
+    return size, {axis: length for axis, length in mesh.items() if isinstance(axis, str) and _is_count(length)}
+
+
+def recorded_path(planner_data: Any, fqn: str) -> tuple[str | int, ...] | None:
+    """Where a key stands in the nested state dict, as its save noted it: keys of dicts, and positions in lists.
+
+    ``None`` where no note gives the key, joined by dots: a file may say anything, tuples without end too.
+    """
+    path = planner_data.get(fqn) if isinstance(planner_data, dict) else None
+    if type(path) is not tuple or not 0 < len(path) <= fqn.count(".") + 1 or not {str, int}.issuperset(map(type, path)):
+        return None
+    return path if ".".join(map(str, path)) == fqn else None
+
+
+def recorded_paths(planner_data: Any, fqns: Iterable[str]) -> dict[str, tuple[str | int, ...]]:
+    """The same of those keys of which there is a note."""
+    return {fqn: path for fqn in fqns if (path := recorded_path(planner_data, fqn)) is not None}
+
+
+def ranks_with_metadata(directory: Path) -> list[int]:
+    """The ranks that have metadata of their own (``use_collectives=False``), in order."""
+    return sorted(int(match[1]) for name in os.listdir(directory) if (match := _RANK_METADATA.fullmatch(name)))
+
+
+def read_saved_metadata(files: OpenedCheckpoint, rank: int | None, *, verify: str) -> SavedMetadata:
+    """Reads metadata and index of a checkpoint.
+
+    Args:
+        rank: Whose metadata it is, where each rank has its own.
+        verify: As ``FileReader`` takes it: with ``"none"`` a damaged index is a warning where there is ``.metadata``.
+
+    Raises:
+        DamagedCheckpointError: One of them is damaged, or they do not belong together.
+        FileNotFoundError: There is neither metadata nor an index that stands for it.
+    """
+    try:
+        data = files.read_metadata(rank)
+    except FileNotFoundError as error:
+        return _of_index_alone(files, rank, verify, error)
+    path = metadata_path(files.directory, rank)
+    try:
+        columns, planner_data, fields, version = _core.read_metadata_pickle(data)
+    except (ValueError, OverflowError) as error:
+        raise DamagedCheckpointError(f"{path}: {error}") from None
+    fields = fields if isinstance(fields, dict) else {}
+    place, content = files.read_index(rank, _save_id(fields))
+    index = None
+    if content is not None:
+        named = {name for name, *_ in columns.describe_files()}
+        index = parse_index(
+            place, content, data, verify=verify, has_file=lambda file: file.name in named and files.has(file)
+        )
+    return SavedMetadata(columns, planner_data, fields, version, index)
+
+
+def columns_of_tables(
+    tables: bytes, files: Sequence[tuple[str, int, int, int, int, bytes]], path: Path
+) -> tuple[_core.MetadataColumns, Any, dict[str, Any], str]:
+    """What an index says that stands for ``.metadata``: columns, planner_data, fields of StorageMeta, version.
+
+    Args:
+        files: Rows of ``_core.parse_index``.
+
+    Raises:
+        FormatError: The index is damaged, or belongs to a checkpoint with a ``.metadata``.
+    """
+    columns, planner_data, fields, version = _core.read_metadata_tables(tables, shown(path))
+    for name, _, _, footer_offset, _, records in files:
+        columns.add_records(name, records, footer_offset)
+    return columns, planner_data, fields, version
+
+
+class SavedParts:
+    """The parts of a checkpoint by the file that they lie in. All are looked up once, when the first file is asked for:
+    at a thousand ranks there are millions.
+    """
+
+    def __init__(self, columns: _core.MetadataColumns) -> None:
+        self._columns = columns
+        self._sizes: dict[int, dict[tuple[int, ...], tuple[int, ...]]] = {}
+
+    def of_file(self, name: str) -> Iterator[Part]:
+        """Those that lie in a file, one at a time."""
+        for number in self._numbers.get(name, ()):
+            fqn, offsets, _ = self._columns.index_of_part(number)
+            path, offset, num_bytes, _ = self._columns.place_of_part(number)
+            yield Part(fqn, offsets, path, offset, num_bytes)
+
+    def chunk_of(self, part: Part) -> tuple[str, tuple[int, ...]] | None:
+        """Dtype and sizes that the metadata gives a part; ``None`` where it is not that of a tensor."""
+        number = self._columns.find_key(part.fqn)
+        entry = None if number is None else self._columns.key(number)
+        if entry is None or part.offsets is None:
+            return None
+        dtype, chunk_list = entry[1], entry[-1]
+        if chunk_list not in self._sizes:
+            self._sizes[chunk_list] = dict(self._columns.chunk_list(chunk_list))
+        sizes = self._sizes[chunk_list].get(tuple(part.offsets))
+        return None if sizes is None else (dtype, sizes)
+
+    @cached_property
+    def _numbers(self) -> dict[str, array[int]]:
+        numbers: dict[str, array[int]] = {}
+        for number in range(self._columns.num_parts):
+            numbers.setdefault(self._columns.place_of_part(number)[0], array("Q")).append(number)
+        return numbers
+
+
+def _of_index_alone(
+    files: OpenedCheckpoint, rank: int | None, verify: str, missing: FileNotFoundError
+) -> SavedMetadata:
+    path = index_path(files.directory, rank)
+    try:
+        content = files.read_index_alone(path.name)
+    except FileNotFoundError:
+        raise missing from None
+    index = parse_index(path, content, None, verify=verify)
+    if index is None:
+        raise missing
+    rows = [astuple(indexed.file) for indexed in index.files.values()]
+    try:
+        columns, planner_data, fields, version = columns_of_tables(index.tables, rows, path)
+    except (ValueError, OverflowError) as error:
+        raise DamagedCheckpointError(str(error)) from None
+    return SavedMetadata(columns, planner_data, fields, version, index)
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return type(value) is int and value > 0
+
+
+def _save_id(fields: dict[str, Any]) -> str | None:
+    save_id = fields.get("save_id")
+    return save_id if isinstance(save_id, str) and save_id else None

@@ -1,0 +1,333 @@
+"""A storage reader for ``dcp.load``: reads only the runs that are wanted, into their places, and verifies them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import uuid
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from torchtitan_ext import _core
+from torchtitan_ext.dcp_private import ExtensionRegistry
+from torchtitan_ext.errors import DamagedCheckpointError, SavedOverError
+from torchtitan_ext.storage.checkpoint_files import (
+    CheckpointIndex,
+    Record,
+    StoredTensor,
+    index_path,
+    is_local,
+    metadata_path,
+    parse_index,
+    shown,
+    thread_count_of,
+)
+from torchtitan_ext.storage.commit.opened import Footers, OpenedCheckpoint
+from torchtitan_ext.storage.damage import Part, describe_damage
+from torchtitan_ext.storage.metadata.metadata_file import metadata_of_tables, parse_metadata
+from torchtitan_ext.storage.native.read_batch import ReadBatch
+from torchtitan_ext.storage.native.stock_records import find_stock_tensors
+from torchtitan_ext.storage.progress import progress
+from torchtitan_ext.storage.raw_tensor import DTYPES
+
+Verify = Literal["auto", "all", "none"]
+
+# What planners make for a load (values, targets that commit_tensor copies from) is let go after so many bytes.
+BATCH_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class MetadataMark:
+    """Travels with a rank's plan: which metadata it was made by."""
+
+    digest: str
+
+
+class FileReader(StorageReader):
+    """Drop-in for ``FileSystemReader``, as ``storage_reader=`` to ``dcp.load`` or ``tte.load``; for any planner.
+
+    Reads checkpoints of ``FileWriter`` and of stock ``FileSystemWriter``; one that stock saved over one of ours
+    is read as stock's, with a warning.
+
+    Args:
+        path: Directory of the checkpoint.
+        verify: Which checksums are compared, of files that have any: ``"auto"`` those of blocks of which at least
+            half is read, ``"all"`` those of every block that is touched (it is read whole then), ``"none"`` none.
+        thread_count: Threads of each rank; by default its share of the cores, at most 8.
+        _extension_registry: Of ``FileSystemReader``. Not needed: records that were saved through an extension are
+            refused, whatever is given.
+
+    Raises:
+        DamagedCheckpointError: Bytes are not what was written; names the file, the tensors and their rows. Targets may
+            be part-written.
+        SavedOverError: Another save has taken the place of the checkpoint meanwhile. ``tte.load`` begins anew.
+        OSError: A file cannot be read.
+    """
+
+    _opened: OpenedCheckpoint | None
+    _metadata: bytes | None
+    _mark: MetadataMark | None
+    _index: CheckpointIndex | None
+    _footers: Footers
+    _stock_tensors: dict[tuple[str, int], StoredTensor | None]
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        verify: Verify = "auto",
+        *,
+        thread_count: int | None = None,
+        _extension_registry: ExtensionRegistry | None = None,
+    ) -> None:
+        super().__init__()
+        if verify not in ("auto", "all", "none"):
+            raise ValueError(f"FileReader: got verify={verify!r}, expected 'auto', 'all' or 'none'")
+        self.path = Path(path)
+        self.verify = verify
+        self.thread_count = thread_count
+        thread_count_of(thread_count)
+        self.load_id = uuid.uuid4().hex
+        self.storage_data: dict[Any, Any] = {}
+        self._is_coordinator = False
+        self._forget()
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id:
+            self.path = Path(checkpoint_id)
+        self.load_id = uuid.uuid4().hex
+        self._forget()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        self._forget()
+        path = metadata_path(self.path, kwargs.get("rank"))
+        try:
+            self._metadata = self.files.read_metadata(kwargs.get("rank"))
+        except FileNotFoundError as error:
+            metadata = self._metadata_of_index(index_path(self.path, kwargs.get("rank")))
+            if metadata is None:
+                raise error
+        else:
+            try:
+                metadata = parse_metadata(self._metadata)
+            except ValueError as error:
+                raise DamagedCheckpointError(f"{path}: {error}") from None
+            self.metadata_digest = f"{_core.digest(self._metadata):016x}"
+        # Older torch wrote none.
+        meta: StorageMeta = getattr(metadata, "storage_meta", None) or StorageMeta()
+        meta.load_id = self.load_id
+        metadata.storage_meta = meta
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        save_id = getattr(metadata.storage_meta, "save_id", None)
+        self._footers = Footers(save_id)
+        if metadata.storage_data is None:
+            raise ValueError(f"FileReader: the metadata of {self.path} does not say where its records lie")
+        self.storage_data = metadata.storage_data
+        self._is_coordinator = is_coordinator
+        if self._metadata is None:
+            return
+        rank = None if kwargs.get("use_collectives", True) else kwargs.get("rank")
+        if rank is None:  # else each rank has read its own
+            self._mark = MetadataMark(self.metadata_digest)
+        if self._index is not None:  # it stands for the metadata
+            return
+        path, content = self.files.read_index(rank, save_id)
+        if content is not None:
+            named = functools.cache(lambda: {info.relative_path for info in self.storage_data.values()})
+            self._index = parse_index(
+                path,
+                content,
+                self._metadata,
+                verify=self.verify,
+                has_file=lambda file: file.name in named() and self.files.has(file),
+            )
+        self._metadata = None
+        if self._index is None and self.verify != "none" and self._footers.are_expected:
+            text = "has no index, so no checksums of .metadata: its data files are verified by their own footers"
+            warnings.warn(f"{self.path} {text}", stacklevel=2)
+        elif self._index is None and self.verify == "all":
+            warnings.warn(f"{self.path} has no checksums: nothing of it can be verified", stacklevel=2)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        self.files.hold(self.storage_data[item.storage_index].relative_path for item in plan.items)
+        return plan if self._mark is None else dataclasses.replace(plan, storage_data=self._mark)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        marks = {plan.storage_data for plan in plans if isinstance(plan.storage_data, MetadataMark)}
+        if len(marks) > 1:
+            raise SavedOverError(str(self.path), "ranks have read the metadata of different saves")
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            self._read(plan, planner)
+            future.set_result(None)
+        except (_core.FormatError, UnicodeDecodeError) as error:
+            future.set_exception(DamagedCheckpointError(str(error)))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    @property
+    def files(self) -> OpenedCheckpoint:
+        """The checkpoint's files, as they were when they were opened."""
+        if self._opened is None:
+            self._opened = OpenedCheckpoint(self.path)
+        return self._opened
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return is_local(checkpoint_id)
+
+    def find_records(self, indices: Sequence[MetadataIndex]) -> list[Record]:
+        """Where chunks of tensors lie, for those who read without a plan."""
+        infos = [self._info_of(index) for index in indices]
+        places: dict[str, dict[int, int]] = {}
+        for info in infos:
+            places.setdefault(info.relative_path, {})[info.offset] = info.length
+        tensors = {name: self._tensors_of(name, of_file) for name, of_file in places.items()}
+        return [
+            Record(info.relative_path, info.offset, info.length, tensors[info.relative_path].get(info.offset))
+            for info in infos
+        ]
+
+    def open_file(self, runs: _core.RunReader, name: str) -> int:
+        """Makes a file one of those that runs are read from, with its checksums, and returns its number there.
+
+        Raises:
+            FormatError: It is not the file that the index names, or its footer is damaged; without an index, that it
+                is a file of ours without a footer, or of another save.
+            OSError: It cannot be read.
+        """
+        path, descriptor = shown(self.path / name), self.files.descriptor(name)
+        indexed = None if self._index is None else self._index.files.get(name)
+        if self.verify == "none":
+            return runs.add_file(path, -1 if indexed is None else indexed.file.num_bytes, descriptor)
+        file = self._footers.find(self.path / name, descriptor) if indexed is None else indexed.file
+        if file is None:
+            return runs.add_file(path, -1, descriptor)
+        save_id = self._footers.save_id if self._index is None else self._index.save_id
+        return runs.add_checked_file(path, file.num_bytes, file.footer_offset, file.footer_digest, save_id, descriptor)
+
+    def read_runs(self, runs: _core.RunReader, names: list[str]) -> None:
+        """Reads what was added.
+
+        Args:
+            names: Of the files, by their numbers.
+
+        Raises:
+            DamagedCheckpointError: Blocks do not match their checksums.
+        """
+        damaged = runs.read(thread_count_of(self.thread_count), self.verify)
+        if damaged:
+            blocks = [(names[file], begin, end) for file, begin, end in damaged]
+            parts = (
+                Part(place.fqn, place.offset, info.relative_path, info.offset, info.length)
+                for place, info in self.storage_data.items()
+            )
+            text = describe_damage(self.path, blocks, parts, self._index)
+            raise DamagedCheckpointError(text, "; verify='none' takes the bytes as they are")
+
+    def _metadata_of_index(self, path: Path) -> Metadata | None:
+        """What an index says that stands for ``.metadata``; ``None`` where there is none."""
+        try:
+            self._metadata = self.files.read_index_alone(path.name)
+        except FileNotFoundError:
+            return None
+        self._index = parse_index(path, self._metadata, None, verify=self.verify)
+        if self._index is None:
+            return None
+        self.metadata_digest = self._index.save_id.hex()
+        rows = [dataclasses.astuple(indexed.file) for indexed in self._index.files.values()]
+        try:
+            return metadata_of_tables(self._index.tables, rows, path)
+        except ValueError as error:
+            raise DamagedCheckpointError(str(error)) from None
+
+    def _forget(self) -> None:
+        # Of the file that the metadata was read from: equal on ranks that see the same checkpoint.
+        self.metadata_digest = ""
+        # Since the metadata was read: what was wanted, not what lay between.
+        self.num_bytes_read = 0
+        self._opened = None
+        self._metadata = None
+        self._mark = None
+        self._index = None
+        self._footers = Footers(None)
+        self._stock_tensors = {}
+
+    def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        by_file: dict[str, list[tuple[ReadItem, Any]]] = {}
+        for item in plan.items:
+            info = self._info_of(item.storage_index)
+            by_file.setdefault(info.relative_path, []).append((item, info))
+        stored = {
+            name: self._tensors_of(
+                name, {info.offset: info.length for item, info in members if item.type != LoadItemType.BYTE_IO}
+            )
+            for name, members in by_file.items()
+        }
+        with progress(
+            "load, rank 0",
+            is_coordinator=self._is_coordinator,
+            total_bytes=lambda: _wanted_bytes(by_file, stored),
+            in_logs=False,
+        ) as advance:
+
+            def count(num_bytes: int) -> None:
+                self.num_bytes_read += num_bytes
+                advance(num_bytes)
+
+            batch = ReadBatch(planner, self.open_file, self.read_runs, count)
+            for name, members in by_file.items():
+                for item, info in members:
+                    batch.add(name, item, info, stored[name].get(info.offset))
+                    if batch.num_bytes >= BATCH_BYTES:
+                        batch.read()
+            batch.read()
+
+    def _info_of(self, index: MetadataIndex) -> Any:
+        info = self.storage_data[index]
+        if getattr(info, "transform_descriptors", None):
+            raise ValueError(
+                f"{index.fqn} was saved through an extension ({info.transform_descriptors}); "
+                "load it with FileSystemReader"
+            )
+        return info
+
+    def _tensors_of(self, name: str, places: Mapping[int, int]) -> dict[int, StoredTensor]:
+        """The plain tensors among some records of a file, by the records' offsets; ``places`` has their lengths."""
+        if self._index is not None and name in self._index.files:
+            return self._index.files[name].tensors
+        new = {offset: length for offset, length in places.items() if (name, offset) not in self._stock_tensors}
+        num_threads, descriptor = thread_count_of(self.thread_count), self.files.descriptor(name)
+        for offset, tensor in find_stock_tensors(self.path / name, new, num_threads, descriptor).items():
+            self._stock_tensors[name, offset] = tensor
+        known = {offset: self._stock_tensors[name, offset] for offset in places}
+        return {offset: tensor for offset, tensor in known.items() if tensor is not None}
+
+
+def _wanted_bytes(
+    by_file: Mapping[str, Sequence[tuple[ReadItem, Any]]], stored: Mapping[str, Mapping[int, StoredTensor]]
+) -> int:
+    num_bytes = 0
+    for name, members in by_file.items():
+        for item, info in members:
+            tensor = stored[name].get(info.offset)
+            num_bytes += info.length if tensor is None else item.lengths.numel() * DTYPES[tensor.dtype].itemsize
+    return num_bytes

@@ -1,0 +1,350 @@
+"""A storage writer for ``dcp.save``: DCP's files, written in C++ from where the tensors lie, with checksums."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import uuid
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, SerializationFormat
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter
+from torch.futures import Future
+
+from torchtitan_ext import _core
+from torchtitan_ext.dcp_private import StreamTransformExtension
+from torchtitan_ext.errors import WrongValueError
+from torchtitan_ext.layout.dtensor import is_wrapper
+from torchtitan_ext.layout.wrapper import without_slack
+from torchtitan_ext.storage.checkpoint_files import (
+    NO_METADATA,
+    RankFile,
+    index_path,
+    is_local,
+    metadata_path,
+    thread_count_of,
+)
+from torchtitan_ext.storage.commit.commit import RunningSave, begin_save, find_place
+from torchtitan_ext.storage.metadata.metadata_file import encode_metadata, encode_tables, send_as_place
+from torchtitan_ext.storage.progress import progress
+from torchtitan_ext.storage.raw_tensor import ELEMENT_TYPES, NAMES, Staging, raw_memory
+
+# XXH3 of a block is computed right behind its write, so it should lie in a core's cache then; checksums of
+# smaller blocks make loads of few rows verify less at a time, and footers larger.
+BLOCK_BYTES = 1 << 20
+
+# What a planner makes for the save (pickled values, copies) is let go after so many bytes.
+BATCH_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class FilePrefix:
+    """What the names of a rank's files begin with."""
+
+    prefix: str
+
+
+# Asking costs half a millisecond: as much as the rest of a small save.
+_VERSION = version("torchtitan-ext")
+
+
+class FileWriter(StorageWriter):
+    """Drop-in for ``FileSystemWriter``, as ``storage_writer=`` to ``dcp.save`` or ``tte.save``; for any planner.
+
+    Writes what stock ``FileSystemReader`` reads, and an index and checksums for ``FileReader``; see docs/format.md. A
+    checkpoint that is there stays whole until the new one is (docs/storage.md).
+
+    Args:
+        path: Directory of the checkpoint; made where it is missing.
+        sync: Wait until all files are on the disk. Without it a process may be killed at any time all the same, but a
+            machine that fails soon after may lose this checkpoint, and the one that it replaced.
+        thread_count: Threads of each rank; by default its share of the cores, at most 8.
+        overwrite: Whether a checkpoint that is there may be replaced.
+        stock_metadata: Write ``.metadata``, which stock readers need. Without it the index says all that ``FileReader``
+            needs; at thousands of ranks stock could not read ``.metadata`` in any useful time.
+        sync_files: As ``sync``, by the name that ``FileSystemWriter`` gives it.
+        per_thread_copy_ahead: Of ``FileSystemWriter``, which copies tensors of other devices ahead of its writes. Not
+            needed: they pass through one kept buffer, whatever is given.
+        single_file_per_rank, cache_staged_state_dict, serialization_format, _extensions: Of ``FileSystemWriter``; only
+            its defaults can be followed.
+
+    Attributes:
+        target: The path as it was meant when it was given: the working directory may be another one when an
+            asynchronous save comes to it.
+        confirm: Called when all is on the disk, right before the rename that commits; what it raises is raised, and
+            nothing is committed. For the save that has been set up.
+
+    Raises:
+        OSError: (in the future of ``write_data``) A file cannot be written; names the file, the byte and the reason.
+        SaveInProgressError: Another save is under way in the same place.
+        RuntimeError: There is a checkpoint, and ``overwrite`` is false; or the directory is not shared by all ranks.
+        WrongValueError: An argument of ``FileSystemWriter`` cannot be followed.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        sync: bool = True,
+        thread_count: int | None = None,
+        *,
+        overwrite: bool = True,
+        stock_metadata: bool = True,
+        sync_files: bool | None = None,
+        single_file_per_rank: bool = True,
+        per_thread_copy_ahead: int | None = None,
+        cache_staged_state_dict: bool = False,
+        serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
+        _extensions: Sequence[StreamTransformExtension] | None = None,
+    ) -> None:
+        super().__init__()
+        if sync_files and not sync:
+            raise _not_followed("sync=False, sync_files", True, "False: both say whether files are synced")
+        if not single_file_per_rank:
+            raise _not_followed(
+                "single_file_per_rank", single_file_per_rank, "True: an index has one file of each rank"
+            )
+        if cache_staged_state_dict:
+            detail = "False: this writer stages nothing; pass async_stager= to dcp.async_save, or call tte.async_save"
+            raise _not_followed("cache_staged_state_dict", cache_staged_state_dict, detail)
+        if serialization_format is not SerializationFormat.TORCH_SAVE:
+            detail = "SerializationFormat.TORCH_SAVE; for safetensors save with HuggingFaceStorageWriter"
+            raise _not_followed("serialization_format", serialization_format, detail)
+        if _extensions:
+            detail = "none: they change the bytes of records, whose places this writer works out beforehand"
+            raise _not_followed("_extensions", _extensions, detail)
+        self.path = Path(path)
+        self.target = self.path.absolute()
+        self.sync = sync if sync_files is None else sync_files
+        self.overwrite = overwrite
+        self.stock_metadata = stock_metadata
+        self.thread_count = thread_count
+        thread_count_of(thread_count)
+        self.save_id = uuid.uuid4().hex
+        self._has_named_a_save = False
+        self.rank: int | None = None
+        self.confirm: Callable[[], None] = _ask_nobody
+        self.use_collectives = True
+        self._is_coordinator = False
+        self._save: RunningSave | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A save stays with the process that holds its lock, and each copy saves under a name of its own.
+        return {**vars(self), "_save": None, "_has_named_a_save": True, "confirm": _ask_nobody}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self.abandon()
+        if checkpoint_id:
+            self.path = Path(checkpoint_id)
+            self.target = self.path.absolute()
+        self.save_id = uuid.uuid4().hex
+        self._has_named_a_save = False
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        # ``dcp.save`` resets a writer only where it is given a path; files of two saves must not have the same names.
+        if self._has_named_a_save:
+            self.save_id = uuid.uuid4().hex
+        self._has_named_a_save = True
+        self._is_coordinator = is_coordinator
+        self.confirm = _ask_nobody
+        self.rank = kwargs.get("rank")
+        self.use_collectives = kwargs.get("use_collectives", True)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        has_one_of_all = self._has_checkpoint(None)
+        if has_one_of_all and not self.use_collectives:
+            raise RuntimeError(
+                f"{self.path} has a checkpoint of all ranks together, which a load would read instead of those of "
+                "single ranks (use_collectives=False); use another directory"
+            )
+        if has_one_of_all or (not self.use_collectives and self._has_checkpoint(self.rank)):
+            if not self.overwrite:
+                raise RuntimeError(
+                    f"Checkpoint already exists: {self.path} has a checkpoint; pass overwrite=True or another directory"
+                )
+            if self._is_coordinator:
+                warnings.warn(f"the checkpoint in {self.path} is overwritten", stacklevel=2)
+        if self._own_rank is not None:
+            plan = dataclasses.replace(plan, storage_data=FilePrefix(f"__{self.rank}_"))
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        self.abandon()
+        self._save = begin_save(self.target, self.save_id, self._own_rank)
+        return [
+            dataclasses.replace(plan, storage_data=FilePrefix(f"__{index}_")) if plan.storage_data is None else plan
+            for index, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(self._write(plan, planner))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def finish(self, metadata: Metadata, results: Sequence[RankFile | None]) -> None:  # type: ignore[override]
+        assert self._save is not None, "finish without prepare_global_plan, please report"
+        files = [file for file in results if file is not None]
+        self._save.check_names([file.name for file in files])
+        metadata.version = CURRENT_DCP_VERSION
+        metadata.storage_meta = self.storage_meta()
+        # In place the rename of `.metadata` is the commit.
+        needs_metadata = self.stock_metadata or not self._save.place.is_staged
+        content = encode_metadata(metadata, files) if needs_metadata else b""
+        tables = b"" if needs_metadata else encode_tables(metadata, files)
+        index = _core.encode_index(
+            bytes.fromhex(self.save_id),
+            len(content) if needs_metadata else NO_METADATA,
+            _core.digest(content),
+            notes_of_save(len(results)),
+            [dataclasses.astuple(file) for file in files],
+            tables,
+        )
+        path = self._save.commit(index, content if needs_metadata else None, sync=self.sync, confirm=self.confirm)
+        self._save = None
+        send_as_place(metadata, path, content if needs_metadata else index)
+
+    def abandon(self) -> None:
+        """Removes what a save that has failed on all ranks left behind. ``tte.save`` calls it; for the coordinator,
+        without an effect on others. After a failed ``dcp.save`` the next save does the same."""
+        if self._save is not None:
+            self._save.abandon()
+            self._save = None
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return is_local(checkpoint_id)
+
+    def _has_checkpoint(self, rank: int | None) -> bool:
+        return metadata_path(self.target, rank).exists() or index_path(self.target, rank).exists()
+
+    @property
+    def _own_rank(self) -> int | None:
+        """The rank whose metadata this is; none where the checkpoint is all ranks' together."""
+        return None if self.use_collectives else self.rank
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> RankFile | None:
+        # The id of the save does not travel in the plans: cached ones would bring back an old one.
+        place = find_place(self.target, self.rank or 0, is_own=not self.use_collectives)
+        if not plan.items:
+            return None
+        name = place.data_name(plan.storage_data.prefix)
+        num_threads = thread_count_of(self.thread_count)
+        records = _core.RecordWriter(os.fsencode(place.directory / name), BLOCK_BYTES, num_threads, self.sync)
+        with progress(
+            "save, rank 0",
+            is_coordinator=self._is_coordinator,
+            total_bytes=lambda: _tensor_bytes(plan.items),
+            in_logs=False,
+        ) as advance:
+            batch = _Batch(records, advance)
+            # As stock: values first. Planners may count on it.
+            for item in sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO):
+                value = planner.resolve_data(item)
+                if isinstance(value, io.BytesIO):
+                    batch.add_value(item, value)
+                else:
+                    batch.add_tensor(item, value.detach())
+                if records.queued_bytes >= BATCH_BYTES:
+                    batch.write()
+            batch.write()
+        rank = self.rank or 0
+        return RankFile(name, rank, *records.finish(bytes.fromhex(place.save_id), rank))
+
+
+def _not_followed(argument: str, got: object, expected: str) -> WrongValueError:
+    return WrongValueError(f"FileWriter: got {argument}={got!r}, expected {expected}")
+
+
+def notes_of_save(num_ranks: int) -> list[tuple[str, str]]:
+    """What a save says of itself in its index."""
+    return [("world_size", str(num_ranks)), ("torch", torch.__version__), ("torchtitan_ext", _VERSION)]
+
+
+def _ask_nobody() -> None:
+    """Without ``tte.save`` there is nobody to ask whether other ranks have given up."""
+
+
+class _Batch:
+    """Queues records, and keeps alive what they lie in until they are written.
+
+    Args:
+        advance: Called with the bytes that were written.
+    """
+
+    def __init__(self, records: _core.RecordWriter, advance: Callable[[int], object]) -> None:
+        self._records = records
+        self._advance = advance
+        self._held: list[Any] = []
+        self._staging: Staging | None = None
+
+    def add_value(self, item: WriteItem, value: io.BytesIO) -> None:
+        content = np.frombuffer(value.getbuffer(), dtype=np.uint8)
+        self._held.append(content)
+        offsets = item.index.offset
+        sizes = () if offsets is None else (0,) * len(offsets)
+        key = (item.index.fqn, offsets, item.index.index)
+        self._records.add_record(key, "", sizes, content.ctypes.data, content.nbytes)
+
+    def add_tensor(self, item: WriteItem, tensor: torch.Tensor) -> None:
+        raw = raw_memory(tensor)
+        if raw is None:
+            self.add_value(item, _saved_by_torch(tensor))
+            return
+        key = (item.index.fqn, item.index.offset, item.index.index)
+        dtype = raw.dtype
+        if raw.is_cpu:
+            self._held.append(raw)
+            address, strides = raw.data_ptr(), raw.stride()
+            self._records.add_tensor(key, NAMES[dtype], raw.shape, ELEMENT_TYPES[dtype], address, strides)
+        else:
+            self._records.begin_tensor(key, NAMES[dtype], raw.shape, ELEMENT_TYPES[dtype])
+            self._staging = self._staging or Staging()
+            self._staging.copy_out(raw, self._write_staged)
+            self._records.end_tensor()
+
+    def write(self) -> None:
+        num_bytes = self._records.queued_bytes
+        self._records.write_queued()
+        self._held.clear()
+        self._advance(num_bytes)
+
+    def _write_staged(self, address: int, num_bytes: int) -> None:
+        self._records.add_bytes(address, num_bytes)
+        self.write()
+
+
+def _tensor_bytes(items: Sequence[WriteItem]) -> int:
+    """What will be written, but for values and for what frames the records."""
+    return sum(item.tensor_storage_size() or 0 for item in items)
+
+
+def _saved_by_torch(tensor: torch.Tensor) -> io.BytesIO:
+    """A whole record of a tensor that is not plain memory, without what else lies in its storage."""
+    tensor = tensor.cpu()
+    if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+        if tensor.untyped_storage().size() != tensor.nbytes:
+            tensor = tensor.clone()
+    elif is_wrapper(tensor):
+        tensor = without_slack(tensor)
+    stream = io.BytesIO()
+    torch.save(tensor, stream)
+    return stream

@@ -1,0 +1,59 @@
+"""Writes one rank's file of a save that another process commits, from parts of tensors, without a plan or planner."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from torchtitan_ext import _core
+from torchtitan_ext.storage.checkpoint_files import RankFile
+from torchtitan_ext.storage.commit.commit import SavePlace
+from torchtitan_ext.storage.native.file_writer import BLOCK_BYTES
+from torchtitan_ext.storage.raw_tensor import ELEMENT_TYPES, NAMES
+
+
+class RankFileWriter:
+    """Records one behind the other. What is added must stay as it is until ``write``.
+
+    Args:
+        place: Of the save.
+        sync: Wait in ``finish`` until the file is on the disk.
+    """
+
+    def __init__(self, place: SavePlace, rank: int, *, num_threads: int, sync: bool) -> None:
+        self._place = place
+        self._rank = rank
+        self._name = place.data_name(f"__{rank}_")
+        self._records = _core.RecordWriter(os.fsencode(place.directory / self._name), BLOCK_BYTES, num_threads, sync)
+
+    def add_value(self, fqn: str, content: torch.Tensor) -> None:
+        """A whole record, as ``torch.save`` made it; 1-D uint8."""
+        self._records.add_record((fqn, None, None), "", (), content.data_ptr(), content.numel())
+
+    def begin_tensor(
+        self, fqn: str, offsets: Sequence[int], position: int, dtype: torch.dtype, sizes: Sequence[int]
+    ) -> None:
+        """A chunk of a tensor, whose parts follow.
+
+        Args:
+            position: Of the chunk in the list of the tensor's chunks.
+        """
+        key = (fqn, tuple(offsets), position)
+        self._records.begin_tensor(key, NAMES[dtype], tuple(sizes), ELEMENT_TYPES[dtype])
+
+    def add_part(self, part: torch.Tensor) -> None:
+        """The next elements of the chunk in row-major order; contiguous."""
+        self._records.add_bytes(part.data_ptr(), part.nbytes)
+
+    def end_tensor(self) -> None:
+        self._records.end_tensor()
+
+    def write(self) -> None:
+        """Raises OSError, which names the file, the byte and the reason."""
+        self._records.write_queued()
+
+    def finish(self) -> RankFile:
+        save_id = bytes.fromhex(self._place.save_id)
+        return RankFile(self._name, self._rank, *self._records.finish(save_id, self._rank))

@@ -1,0 +1,232 @@
+"""Reads items of a load plan together: runs of stored boxes straight into their targets, all else through a buffer."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+
+from torchtitan_ext import _core
+from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError
+from torchtitan_ext.layout.dtensor import box_of, is_wrapper, local_view
+from torchtitan_ext.layout.wrapper import dense_values
+from torchtitan_ext.storage.checkpoint_files import StoredTensor, row_major_strides
+from torchtitan_ext.storage.progress import OnBytes
+from torchtitan_ext.storage.raw_tensor import DTYPES
+
+
+class ReadBatch:
+    """Items that are read together; their planner hears of them in stock's order.
+
+    Args:
+        open_file: Makes a file of the checkpoint one of those of the runs, and returns its number there.
+        read_runs: Reads the runs, which lie in files of these names, or raises.
+        on_bytes: Called with the number of bytes that were read.
+    """
+
+    def __init__(
+        self,
+        planner: LoadPlanner,
+        open_file: Callable[[_core.RunReader, str], int],
+        read_runs: Callable[[_core.RunReader, list[str]], None],
+        on_bytes: OnBytes,
+    ) -> None:
+        self._planner = planner
+        self._open_file = open_file
+        self._read_runs = read_runs
+        self._on_bytes = on_bytes
+        self._runs = _core.RunReader()
+        self._files: dict[str, int] = {}
+        self._targets: list[tuple[ReadItem, torch.Tensor, torch.Tensor | None]] = []  # with what to copy from
+        self._values: list[tuple[ReadItem, bytearray, torch.Tensor | None]] = []
+        self._copies: list[Copy] = []  # within what is read
+        self.num_bytes = 0
+        """What ``read`` will read."""
+
+    def add(self, name: str, item: ReadItem, info: Any, stored: StoredTensor | None) -> None:
+        """Adds an item.
+
+        Args:
+            name: Of the file.
+            info: The item's entry in the metadata's ``storage_data``.
+            stored: Where the elements lie; ``None`` where only ``torch.load`` understands the record.
+        """
+        if name not in self._files:
+            self._files[name] = self._open_file(self._runs, name)
+        file = self._files[name]
+        if item.type == LoadItemType.BYTE_IO or stored is None:
+            target = None if item.type == LoadItemType.BYTE_IO else self._target(item)
+            self._runs.check_bytes(file, info.offset, info.length)  # before memory is asked for
+            content = bytearray(info.length)
+            self._values.append((item, content, target))
+            self._runs.add_bytes(file, info.offset, info.length, _address(content))
+            self.num_bytes += info.length
+            return
+        target = self._target(item)
+        dtype = DTYPES[stored.dtype]
+        place = target
+        if not _is_plain_target(target, dtype):
+            place = torch.empty(target.shape, dtype=dtype, device="cpu")
+        self._copies += add_box(self._runs, file, stored, item.storage_offsets, place)
+        self._targets.append((item, target, None if place is target else place))
+        self.num_bytes += place.nbytes
+
+    def read(self) -> None:
+        """Reads what was added, and hands it to the planner.
+
+        Raises:
+            CheckpointReadError: A record of a subclass does not fit its target.
+        """
+        self._read_runs(self._runs, list(self._files))
+        self._on_bytes(self.num_bytes)
+        for item, content, target in self._values:
+            if target is None:
+                self._planner.load_bytes(item, io.BytesIO(content))
+            else:
+                self._targets.append((item, target, _loaded_box(item, content, target)))
+        with torch.no_grad():
+            for place, values in self._copies:
+                place.copy_(values)
+            for item, target, source in self._targets:
+                if source is not None:
+                    _copy(item, target, source)
+        # Autograd has not seen what was written from outside. Inference tensors count no versions.
+        written = [target for _, target, source in self._targets if source is None and not target.is_inference()]
+        torch.autograd.graph.increment_version(written)
+        for item, target, _ in self._targets:
+            self._planner.commit_tensor(item, target)
+        self._targets, self._values, self._copies, self.num_bytes = [], [], [], 0
+
+    def _target(self, item: ReadItem) -> torch.Tensor:
+        target = self._planner.resolve_tensor(item).detach()
+        if target.shape != item.lengths:
+            raise ValueError(
+                f"req {item.storage_index} mismatch sizes {target.size()} vs {item.lengths}: the planner resolved a "
+                "target of another size than its item"
+            )
+        return target
+
+
+def _is_plain_target(target: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the elements of a saved dtype can be written into the target's memory as they are."""
+    if type(target) is not torch.Tensor or target.layout is not torch.strided or not target.is_cpu:
+        return False
+    if target.dtype != dtype or target.is_conj() or target.is_neg():
+        return False
+    return target.is_contiguous() or not _core.may_overlap_itself(target.shape, target.stride())
+
+
+def _address(content: bytearray) -> int:
+    return torch.frombuffer(content, dtype=torch.uint8).data_ptr() if content else 0
+
+
+def _loaded_box(item: ReadItem, content: bytearray, target: torch.Tensor) -> torch.Tensor:
+    """The box of a whole ``torch.save`` record that an item wants.
+
+    Where it cuts a block of a quantised tensor, a plain target takes the values that the tensor stands for.
+    """
+    tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    box = box_of(tensor, item.storage_offsets, item.lengths)
+    if not isinstance(box, str):
+        return box
+    if is_wrapper(target):
+        raise CheckpointReadError(item.dest_index.fqn, f"as it was saved, {box}")
+    return local_view(dense_values(tensor), item.storage_offsets, item.lengths)
+
+
+def _copy(item: ReadItem, target: torch.Tensor, source: torch.Tensor) -> None:
+    if not is_wrapper(target) and not is_wrapper(source):
+        target.copy_(source)
+        return
+    try:
+        target.copy_(source)
+    except Exception as error:  # whatever the subclass raises
+        kinds = f"a {type(source).__name__} was saved, the target is a {type(target).__name__}"
+        reason = f"{kinds}, and copy_ fails ({type(error).__name__}: {error}); load into a target of the saved kind"
+        raise CheckpointReadError(item.dest_index.fqn, reason) from error
+
+
+Copy = tuple[torch.Tensor, torch.Tensor]
+"""Where to, and from where."""
+
+
+def add_box(
+    runs: _core.RunReader, file: int, stored: StoredTensor, offsets: Sequence[int], place: torch.Tensor
+) -> list[Copy]:
+    """Adds the box of a stored tensor that begins at some offsets to what is to be read, into memory of its size.
+
+    Args:
+        place: Strided, on the CPU, of the stored dtype; no two of its elements share memory.
+
+    Returns:
+        Copies that complete it when it has been read, in their order: of elements that the file has once for several.
+
+    Raises:
+        DamagedCheckpointError: The tensor has another number of dims.
+        FormatError: The box does not lie in the tensor, or the tensor not in the file.
+    """
+    if len(stored.sizes) != place.dim():
+        raise DamagedCheckpointError(
+            f"a tensor of sizes {list(stored.sizes)} lies at byte {stored.data_offset} of its file, expected one of "
+            f"{place.dim()} dims"
+        )
+    if stored.strides == row_major_strides(stored.sizes):  # as nearly all are, of which there may be very many
+        _add(runs, file, stored, offsets, place)
+        return []
+    copies = []
+    for dim, stride in enumerate(stored.strides):
+        if stride == 0 and place.shape[dim] > 1:
+            first = place.narrow(dim, 0, 1)
+            copies.append((place.narrow(dim, 1, place.shape[dim] - 1), first))
+            place = first
+    for begins, sizes in boxes_in_file_order(place.shape, stored.strides):
+        part_offsets = [offset + begin for offset, begin in zip(offsets, begins, strict=True)]
+        _add(runs, file, stored, part_offsets, local_view(place, begins, sizes))
+    return copies[::-1]
+
+
+def _add(runs: _core.RunReader, file: int, stored: StoredTensor, offsets: Sequence[int], place: torch.Tensor) -> None:
+    address, item_bytes = place.data_ptr(), place.element_size()
+    sizes, strides = stored.sizes, stored.strides
+    runs.add_box(file, stored.data_offset, item_bytes, sizes, strides, offsets, place.shape, address, place.stride())
+
+
+def boxes_in_file_order(
+    sizes: Sequence[int], strides: Sequence[int]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offsets and sizes of boxes that are one box, and of which each is in file order: a stride steps over all smaller
+    ones. Most often it is the box itself; elements that share bytes, or lie between each other, are rare.
+
+    Args:
+        strides: None is 0 of a dim with several elements.
+
+    Example:
+        Windows of 4 elements, each 2 behind the last one, have elements in common: of three windows, which have sizes
+        (3, 4) and strides (2, 1), the left and the right half become a box each, of sizes (3, 2).
+    """
+    dim = _dim_to_cut(sizes, strides)
+    if dim is None:
+        yield (0,) * len(sizes), tuple(sizes)
+        return
+    half = sizes[dim] // 2
+    for begin, size in ((0, half), (half, sizes[dim] - half)):
+        part = (*sizes[:dim], size, *sizes[dim + 1 :])
+        for offsets, part_sizes in boxes_in_file_order(part, strides):
+            yield (*offsets[:dim], begin + offsets[dim], *offsets[dim + 1 :]), part_sizes
+
+
+def _dim_to_cut(sizes: Sequence[int], strides: Sequence[int]) -> int | None:
+    """Where to halve a box, so that few halves are needed until all are in file order; ``None`` where it is."""
+    extent, inner = 1, None
+    for stride, size, dim in sorted(zip(strides, sizes, range(len(sizes)), strict=True)):
+        if size <= 1:
+            continue
+        if stride < extent:
+            # What lies inside is cut until it fits into one step of this dim, or this dim until it makes no step.
+            return dim if inner is None or -(-extent // stride) >= size else inner
+        extent += stride * (size - 1)
+        inner = dim
+    return None

@@ -1,0 +1,1 @@
+"""The directory of a run: its steps, and which of them stay."""

@@ -1,0 +1,144 @@
+"""What lies in the directory of a run: its steps, who saves there, and what dead saves left. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from torchtitan_ext import _core
+from torchtitan_ext.errors import UnknownFormatError
+from torchtitan_ext.storage.checkpoint_files import index_path, metadata_path
+from torchtitan_ext.storage.commit.commit import lock_beside, lock_name
+from torchtitan_ext.storage.commit.leftovers import LOCK_PREFIX, checkpoint_names, find_dead_files, find_dead_saves
+from torchtitan_ext.storage.commit.save_lock import LockState, is_surely_dead, read_lock
+from torchtitan_ext.storage.commit.steps import has_finished, step_of, step_paths
+from torchtitan_ext.storage.formats.detect import Format, checkpoints_in, format_of
+
+StepState = Literal["finished", "saving", "not finished", "folder", "other"]
+"""``folder``: no checkpoint itself, but it holds some. ``other``: what no save of DCP made, for example an export to
+safetensors."""
+
+
+class ListedStep(NamedTuple):
+    """One step of a run.
+
+    Attributes:
+        num_bytes: Of all files in its directory, and of the checkpoints that it holds.
+        finished_at: When the save committed, seconds since 1970; ``None`` where it has not.
+        world_size: How many ranks saved it, as its index says; ``None`` where there is none.
+        saver: Who saves there now: process, host, since when. Also over a finished checkpoint.
+        checkpoints: The names of those in it, where it is none itself but holds some.
+    """
+
+    step: int
+    state: StepState
+    format: Format | None
+    num_bytes: int
+    finished_at: float | None
+    world_size: int | None
+    saver: str | None
+    checkpoints: tuple[str, ...] = ()
+
+
+class Leftover(NamedTuple):
+    """What a dead save left: a file, or a directory."""
+
+    path: Path
+    num_bytes: int
+
+
+def list_steps(run: Path, pattern: str | None = None) -> list[ListedStep]:
+    """The steps of a run, oldest first, with those that are being saved and have no directory yet.
+
+    Args:
+        pattern: How the run names its steps; see ``storage/steps.py``.
+
+    Raises:
+        OSError: The run's directory cannot be read.
+    """
+    os.listdir(run)
+    savers = _savers(run, pattern)
+    paths = step_paths(run, pattern)
+    steps = [_listed(path, number, savers.pop(number, None)) for number, path in paths.items()]
+    steps += [ListedStep(number, "saving", None, 0, None, None, saver) for number, saver in savers.items()]
+    return sorted(steps)
+
+
+def find_leftovers(run: Path, pattern: str | None = None) -> list[Leftover]:
+    """What dead saves left beside the steps and, under names with their ids, in them."""
+    dead = find_dead_saves(run)
+    paths = [path for path, _ in dead.stages] + dead.locks
+    for step in step_paths(run, pattern).values():
+        if _saver_of(step) is None:
+            paths += [step / name for name in find_dead_files(step, None)]
+    return [Leftover(path, bytes_in(path)) for path in sorted(paths)]
+
+
+def bytes_in(path: Path, names: list[str] | None = None) -> int:
+    """The size of a file, or of all files in a directory, or of those of these names."""
+    if not path.is_dir():
+        return path.lstat().st_size
+    with os.scandir(path) as entries:
+        files = [entry for entry in entries if entry.is_file(follow_symlinks=False)]
+        return sum(entry.stat().st_size for entry in files if names is None or entry.name in names)
+
+
+def checkpoint_bytes(step: Path) -> int:
+    """The size of a step's files that are a checkpoint's: what its removal frees."""
+    return bytes_in(step, checkpoint_names(step)[0])
+
+
+def _listed(path: Path, number: int, saver: str | None) -> ListedStep:
+    saver, is_finished = saver or _saver_of(path), has_finished(path)
+    found: Format | None = None
+    try:
+        found = format_of(path)
+    except UnknownFormatError:
+        pass
+    inner = () if found is not None else tuple(checkpoints_in(path))
+    state: StepState = "finished" if is_finished else "saving" if saver else "folder" if inner else "not finished"
+    if found == "safetensors" or (found == "dcp" and not is_finished):
+        state = "other"
+    places = [place for place in (metadata_path(path, None), index_path(path, None)) if place.is_file()]
+    finished_at = places[0].stat().st_mtime if is_finished else None
+    num_bytes = bytes_in(path) + sum(bytes_in(path / name) for name in inner)
+    return ListedStep(number, state, found, num_bytes, finished_at, _world_size(path), saver, inner)
+
+
+def _world_size(path: Path) -> int | None:
+    names, _ = checkpoint_names(path)
+    for name in sorted(name for name in names if name.startswith(".tte_index")):
+        try:
+            notes = dict(_core.parse_index((path / name).read_bytes(), name)[3])
+        except (OSError, ValueError):
+            continue
+        return int(notes["world_size"]) if notes.get("world_size", "").isdecimal() else None
+    return None
+
+
+def _savers(run: Path, pattern: str | None) -> dict[int, str]:
+    """Who saves which step, by the locks beside them."""
+    savers = {}
+    for name in os.listdir(run):
+        state = _live_state(run / name) if name.startswith(LOCK_PREFIX) else None
+        step = None if state is None or state.owner is None else step_of(state.owner.path, pattern)
+        if state is not None and step is not None:
+            savers[step] = str(state.owner)
+    return savers
+
+
+def _saver_of(step: Path) -> str | None:
+    """Who saves to a step; ``None`` where nobody does, as far as that is known without waiting."""
+    target = Path(os.path.realpath(step))
+    states = [state for lock in (lock_beside(target), target / lock_name(None)) if (state := _live_state(lock))]
+    return str(states[0].owner or "another process") if states else None
+
+
+def _live_state(lock: Path) -> LockState | None:
+    """What a lock says whose owner is not surely dead; ``None`` where there is none."""
+    try:
+        state = read_lock(lock)
+    except PermissionError:  # another user's
+        return LockState(None, [], 0, 0.0)
+    return None if state is None or is_surely_dead(state) else state
