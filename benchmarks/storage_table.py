@@ -1,4 +1,4 @@
-"""Tables of a result file of bench_storage.py, as they stand in docs/storage.md.
+"""Tables of a result file of bench_storage.py, as they stand in docs/reference/storage.md.
 
 python benchmarks/storage_table.py benchmarks/results/storage_<machine>.json
 """

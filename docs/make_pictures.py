@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/pictures.md and docs/tutorial.md: python docs/make_pictures.py.
+"""Draws the pictures of docs/use/command_line.md and docs/use/tutorial.md: python docs/make_pictures.py.
 
 Layouts are those of the package, data made up."""
 

@@ -1,4 +1,4 @@
-"""FSDP2 from the first save to a resume on other ranks; docs/tutorial.md goes through it.
+"""FSDP2 from the first save to a resume on other ranks; docs/use/tutorial.md goes through it.
 
 torchrun --nproc-per-node 2 examples/first_hour.py run; torchrun --nproc-per-node 3 examples/first_hour.py run"""
 
@@ -60,5 +60,5 @@ def show(text: str) -> None:
 if __name__ == "__main__":
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     train(sys.argv[1])
-    dist.barrier()  # time for gloo's threads to let go of tensors before Python ends (docs/drop_in.md)
+    dist.barrier()  # lets gloo's threads release their tensors before Python ends (docs/use/adoption.md)
     dist.destroy_process_group()

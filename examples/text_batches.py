@@ -7,7 +7,7 @@ from torch import Tensor
 
 NUM_ROWS, ROW_BYTES = 8, 64  # of one batch, all ranks together
 ROOT = Path(__file__).parents[1]
-TEXTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "LICENSE"])
+TEXTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "LICENSE"])
 
 
 def read_batch(step: int) -> Tensor:

@@ -16,10 +16,10 @@ import torchtitan_ext
 from torchtitan_ext import errors
 from torchtitan_ext.errors.problems import HEADINGS
 
-DOCS = Path(__file__).parents[1] / "docs"
-EXAMPLES = re.findall(
-    r"```python\n# torchrun --nproc-per-node (\d+)\n(.*?)```", (DOCS / "layouts.md").read_text(), re.S
-)
+ROOT = Path(__file__).parents[1]
+REFERENCE = ROOT / "docs" / "reference"
+LAYOUTS = (ROOT / "docs" / "use" / "layouts.md").read_text()
+EXAMPLES = re.findall(r"```python\n# torchrun --nproc-per-node (\d+)\n(.*?)```", LAYOUTS, re.S)
 ROOMS = ("", ".checkpoint", ".elastic", ".errors", ".layout", ".metrics", ".ops", ".storage", ".sync")
 
 
@@ -46,7 +46,7 @@ def test_the_examples_of_layouts_run(tmp_path: Path, num_ranks: str, code: str) 
 
 def documented(page: str) -> set[str]:
     """Names that begin a row of a table of a page."""
-    rows = re.findall(r"^\| (`.*?) \|", (DOCS / page).read_text(), re.M)
+    rows = re.findall(r"^\| (`.*?) \|", (REFERENCE / page).read_text(), re.M)
     return {name for row in rows for name in re.findall(r"`([\w.]+)`", row)}
 
 
@@ -56,7 +56,7 @@ def test_every_kind_of_problem_has_a_remedy() -> None:
 
 
 def test_every_heading_stands_with_its_kind() -> None:
-    lines = (DOCS / "errors.md").read_text().splitlines()
+    lines = (REFERENCE / "errors.md").read_text().splitlines()
     for kind, heading in HEADINGS.items():
         assert any(line.startswith(f"| `{kind}`") and heading in line for line in lines), heading
 
@@ -104,13 +104,13 @@ def warnings_of_package() -> list[tuple[str, list[str]]]:
 
 def test_every_warning_is_explained() -> None:
     """By a phrase of its text, and no phrase is explained that no warning has."""
-    table = (DOCS / "errors.md").read_text().split("\n## Warnings\n")[1].split("\n## ")[0]
+    table = (REFERENCE / "errors.md").read_text().split("\n## Warnings\n")[1].split("\n## ")[0]
     phrases = re.findall(r"^\| `(.*?)`", table, re.M)
     shown: set[str] = set()
     for file, texts in warnings_of_package():
         own = [phrase for phrase in phrases if any(phrase in text for text in texts)]
         found = FOUND_ELSEWHERE.get((file, "".join(texts[:1])), own)
-        assert found and set(found) <= set(phrases), f"docs/errors.md does not explain a warning of {file}: {texts}"
+        assert found and set(found) <= set(phrases), f"errors.md does not explain a warning of {file}: {texts}"
         shown |= set(found)
     assert shown == set(phrases)
     everything = [text for path in PACKAGE.rglob("*.py") for text in texts_of(ast.parse(path.read_text()))]

@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Shard
 import torchtitan_ext as tte
 from torchtitan_ext.metrics import MetricsHandler
 
-DOCS = Path(__file__).parents[1] / "docs"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "observability.md"
 LOGGER = logging.getLogger("torchtitan_ext")
 
 
@@ -188,7 +188,7 @@ def test_the_examples_of_the_docs_run(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(tensorboard, "SummaryWriter", FakeWriter, raising=False)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
-    first, second, traced = re.findall(r"```python\n(.*?)```", (DOCS / "observability.md").read_text(), re.S)
+    first, second, traced = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
     level, handlers = LOGGER.level, list(LOGGER.handlers)
     state = {"w": torch.zeros(4)}
     names: dict[str, Any] = {"tte": tte, "state": state}

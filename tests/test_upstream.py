@@ -1,4 +1,4 @@
-"""The programs of docs/upstream.md: with stock they fail as it says, with ``install`` they end."""
+"""The programs of docs/reference/upstream.md: with stock they fail as it says, with ``install`` they end."""
 
 import re
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import torchtitan_ext as tte
 
-PAGE = (Path(__file__).parents[1] / "docs" / "upstream.md").read_text()
+PAGE = (Path(__file__).parents[1] / "docs" / "reference" / "upstream.md").read_text()
 PREAMBLE, *PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
 FIRST_LINE = re.compile(r"# (\d) process(?:es)?; stock: (.*?)(; as with us)?\n")
 TITLES = re.findall(r"^### (.*)", PAGE, re.M)

@@ -1,8 +1,8 @@
 """Full tensors from DTensors and back, right on every layout the planners know.
 
-Layouts are decided as for a checkpoint (docs/plans.md), in one exchange per mesh of tables per kind of key. Shards are
-then sent in parts, straight to their places, so a rank holds one full tensor beside its shard and at most a few
-buffers of ``_GATHER_BYTES``.
+Layouts are decided as for a checkpoint (docs/reference/planners.md), in one exchange per mesh of tables per kind of
+key. Shards are then sent in parts, straight to their places, so a rank holds one full tensor beside its shard and at
+most a few buffers of ``_GATHER_BYTES``.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ __all__ = ["MetricsHandler"]
 
 
 class MetricsHandler(logging.Handler):
-    """Hands the metrics of each save, load and sync to a function: see docs/observability.md for the keys.
+    """Hands the metrics of each save, load and sync to a function: see docs/reference/observability.md for the keys.
 
     To be added to ``logging.getLogger("torchtitan_ext")``, whose level has to be INFO. An error of the function is
     printed as ``logging`` does it and harms no save.

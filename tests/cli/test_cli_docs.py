@@ -1,4 +1,4 @@
-"""docs/cli.md and the README: their examples print what they show, and the tables of JSON keys are complete.
+"""docs/use/command_line.md: its examples print what they show, and its tables of JSON keys are complete.
 
 A block ``console`` is run, here, in a directory with the runs that ``runs`` makes; a block ``text`` is only shown.
 """
@@ -17,9 +17,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import torchtitan_ext as tte
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "cli.md").read_text()
+PAGE = (ROOT / "docs" / "use" / "command_line.md").read_text()
 SECTIONS = dict(re.findall(r"^## `(\w+)[^\n]*\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
-EXAMPLES = re.findall(r"```console\n(.*?)```", (ROOT / "README.md").read_text() + PAGE, re.S)
+EXAMPLES = re.findall(r"```console\n(.*?)```", PAGE, re.S)
 
 
 def save_runs(rank: int, world_size: int, place: Path) -> None:

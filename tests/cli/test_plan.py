@@ -13,7 +13,7 @@ from torchtitan_ext.cli.app import app
 from torchtitan_ext.cli.output import DIFFERS, FINE, WRONG_USAGE, text_of_bytes
 from torchtitan_ext.errors import UnknownFormatError
 
-PAGE = (Path(__file__).parents[2] / "docs" / "dry_run.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "use" / "dry_run.md").read_text()
 
 
 @pytest.fixture(scope="module")

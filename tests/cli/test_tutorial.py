@@ -1,4 +1,4 @@
-"""docs/tutorial.md: its script is the example, and its commands, run in their order, print what it shows."""
+"""docs/use/tutorial.md: its script is the example, and its commands, run in their order, print what it shows."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from test_cli_docs import plain, shown
 from test_readme import GLOO_AT_EXIT
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "tutorial.md").read_text()
+PAGE = (ROOT / "docs" / "use" / "tutorial.md").read_text()
 STEPS = [
     (command, output)
     for block in re.findall(r"```console\n(.*?)```", PAGE, re.S)

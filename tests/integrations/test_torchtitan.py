@@ -1,4 +1,4 @@
-"""torchtitan 0.3.0's checkpoint manager and data loader beside ours; docs/torchtitan.md says what its trainer did."""
+"""torchtitan 0.3.0's checkpoint manager and data loader beside ours; docs/use/adoption.md says what its trainer did."""
 
 import json
 import re

@@ -76,7 +76,8 @@ def save(
         keep: How many whole checkpoints of the run stay, where ``path`` is ``<run>/step-<number>``: older steps are
             removed after this one is committed, which itself always stays.
         step_pattern: How the run names its steps, as in ``load``.
-        trace: A file that shows when each rank did what, written by the coordinator: see docs/observability.md.
+        trace: A file that shows when each rank did what, written by the coordinator
+            (docs/reference/observability.md).
 
     Returns:
         Where, how much, how long; the metadata is read when asked for.

@@ -27,7 +27,7 @@ SCHEMA_VERSION = 1
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """One JSON document on stdout. Keys are part of the interface: docs/cli.md lists them."""
+    """One JSON document on stdout. Keys are part of the interface: docs/use/command_line.md lists them."""
     print(json.dumps({"schema_version": SCHEMA_VERSION, **value}))
 
 

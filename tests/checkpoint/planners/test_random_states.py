@@ -1,7 +1,7 @@
 """Random nested states in four directions: saved and loaded by the stock planners and by ours.
 
 Where stock gives back what was saved, so do we, and each reads what the other wrote; the exceptions are rows of
-``docs/drop_in.md``. What we give back is never wrong, also where stock is.
+``docs/reference/planners.md``. What we give back is never wrong, also where stock is.
 """
 
 import collections

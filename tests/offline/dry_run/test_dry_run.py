@@ -171,7 +171,7 @@ def test_generators_that_start_anew(tmp_path: Path) -> None:
 
 
 def test_the_example_of_the_document_runs() -> None:
-    document = Path(__file__).parents[3] / "docs" / "dry_run.md"
+    document = Path(__file__).parents[3] / "docs" / "use" / "dry_run.md"
     (example,) = re.findall(r"```python\n(.*?)```", document.read_text(), re.S)
     exec(example, {})
 

@@ -103,7 +103,7 @@ class LoadPlanner(DefaultLoadPlanner):
     from step 4 on.
 
     It is an instance of the default planner, so that code which asks for one goes on; subclasses may do with it what
-    ``docs/drop_in.md`` lists.
+    ``docs/reference/planners.md`` lists.
 
     Args:
         flatten_state_dict: As in stock: nested containers become flat keys.

@@ -94,7 +94,7 @@ class SavePlanner(DefaultSavePlanner):
     takes place. With ``use_collectives=False`` step 3 sees its own rank only and checks what that rank holds.
 
     It is an instance of the default planner, so that code which asks for one goes on; subclasses may do with it what
-    ``docs/drop_in.md`` lists.
+    ``docs/reference/planners.md`` lists.
 
     Args:
         flatten_state_dict: As in stock: nested containers become flat keys.
@@ -110,7 +110,7 @@ class SavePlanner(DefaultSavePlanner):
             plain tensors (statistics of batch norms differ legitimately); ``"strict"`` refuses these too; ``"warn"``
             only warns; ``"first"`` is silent. What is written is always one rank's value, the lowest rank's.
         hash_replicas: Compare replicated tensors above 64 KiB too; those on a mesh smaller than the default process
-            group always are. Costs a fingerprint of their local bytes, logged (``docs/plans.md``).
+            group always are. Costs a fingerprint of their local bytes, logged (``docs/reference/planners.md``).
 
     Raises:
         StateRefusedError: (a subclass; inside DCP's ``CheckpointException``) from step 3, the same on every rank,

@@ -2,8 +2,8 @@
 
 Our plans are decided over all ranks and have no items before ``finish_plan``. A subclass that has planning methods of
 its own is shown items all the same, as this rank alone would make them. Whatever it changes is followed, or refused on
-every rank with a ``WrongArgumentError``, which is a TypeError; ``docs/drop_in.md`` lists both. The first calls to
-planner and storage are made as DCP makes them, older interfaces included.
+every rank with a ``WrongArgumentError``, which is a TypeError; ``docs/reference/planners.md`` lists both. The first
+calls to planner and storage are made as DCP makes them, older interfaces included.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class FileWriter(StorageWriter):
     """Drop-in for ``FileSystemWriter``, as ``storage_writer=`` to ``dcp.save`` or ``tte.save``; for any planner.
 
     Writes what stock ``FileSystemReader`` reads, and an index and checksums for ``FileReader``; see docs/format.md. A
-    checkpoint that is there stays whole until the new one is (docs/storage.md).
+    checkpoint that is there stays whole until the new one is (docs/reference/storage.md).
 
     Args:
         path: Directory of the checkpoint; made where it is missing.
