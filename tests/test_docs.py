@@ -44,6 +44,25 @@ def test_the_examples_of_layouts_run(tmp_path: Path, num_ranks: str, code: str) 
     assert done.stdout.count("equal") == int(num_ranks)
 
 
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+
+
+def anchors(page: Path) -> set[str]:
+    """The fragments under which a browser finds the headings of a page."""
+    headings = re.findall(r"^#+ (.*)", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.M)
+    words = (re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading).lower() for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in words}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\((?!https?://)(.*?)\)", page.read_text()):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
 def documented(page: str) -> set[str]:
     """Names that begin a row of a table of a page."""
     rows = re.findall(r"^\| (`.*?) \|", (REFERENCE / page).read_text(), re.M)

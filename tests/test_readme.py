@@ -1,4 +1,4 @@
-"""The README tells the truth: its program fails with stock as it says, and runs in the two ways that it names."""
+"""README and docs/use/adoption.md tell the truth: their programs print what they show, with stock and in each way in."""
 
 import re
 import subprocess
@@ -7,51 +7,66 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+ADOPTION = (ROOT / "docs" / "use" / "adoption.md").read_text()
 
 # What a thread of ProcessGroupGloo says when Python ends under it: https://github.com/pytorch/pytorch/issues/190489
 GLOO_AT_EXIT = "terminate called without an active exception"
 
 
-def blocks() -> list[str]:
-    return re.findall(r"```\w*\n(.*?)```", README.read_text(), re.DOTALL)
+def block_with(text: str, page: str) -> str:
+    blocks: list[str] = re.findall(r"```\w*\n(.*?)```", page, re.DOTALL)
+    return next(block for block in blocks if text in block)
 
 
-def block_with(text: str) -> str:
-    return next(block for block in blocks() if text in block)
+def run(script: Path, code: str, *launcher: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program with its files in the folder of the script."""
+    script.write_text(code.replace("/tmp/", f"{script.parent}/"))
+    command = [sys.executable, *launcher, str(script)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
 
 
-def run_on_eight(tmp_path: Path, code: str, *launcher: str) -> subprocess.CompletedProcess[str]:
-    script = tmp_path / "nine.py"
-    script.write_text(code.replace("/tmp/nine", str(tmp_path / "checkpoint")))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8"]
+def run_on_eight(script: Path, code: str, *launcher: str) -> subprocess.CompletedProcess[str]:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8"]
     for _ in range(3):
-        done = subprocess.run(
-            [*torchrun, *launcher, str(script)], capture_output=True, text=True, timeout=180, check=False
-        )
+        done = run(script, code, *torchrun, *launcher)
         if GLOO_AT_EXIT not in done.stderr:
             break
     return done
 
 
+def test_the_first_lines_save_on_one_process_and_go_on_under_torchrun(tmp_path: Path) -> None:
+    saved = run(tmp_path / "save.py", block_with("# save.py", README))
+    assert saved.returncode == 0, saved.stderr[-3000:]
+    assert saved.stdout == "step 100\n"
+    command, _, report = block_with("$ torchrun", README).partition("\n")
+    _, *options, script = command.removeprefix("$ ").split()
+    launcher = ["-m", "torch.distributed.run", "--standalone", *options]
+    resumed = run(tmp_path / script, block_with(f"# {script}", README), *launcher)
+    assert resumed.returncode == 0 or GLOO_AT_EXIT in resumed.stderr, resumed.stderr[-3000:]
+    assert resumed.stdout == report
+    assert (tmp_path / "run" / "step-200").is_dir()
+
+
 def test_stock_fails_as_it_says(tmp_path: Path) -> None:
-    done = run_on_eight(tmp_path, block_with("# nine.py"))
+    done = run_on_eight(tmp_path / "nine.py", block_with("# nine.py", ADOPTION))
     assert done.returncode != 0
-    assert block_with("AssertionError: req").strip() in done.stderr
+    assert block_with("AssertionError: req", ADOPTION).strip() in done.stderr
 
 
 @pytest.mark.parametrize("way", ["run", "planner"])
 def test_the_other_ways_load(tmp_path: Path, way: str) -> None:
-    program = block_with("# nine.py")
+    program = block_with("# nine.py", ADOPTION)
     launcher: tuple[str, ...] = ()
     if way == "run":
         launcher = ("-m", "torchtitan_ext.run")
     else:
-        lines = block_with("planner=tte.SavePlanner()").splitlines()
+        lines = block_with("planner=tte.SavePlanner()", ADOPTION).splitlines()
         for call, line in zip(("dcp.save(", "dcp.load("), lines, strict=True):
             program = re.sub(rf"^{re.escape(call)}.*$", line, program, flags=re.MULTILINE)
         program = f"import torchtitan_ext as tte\n{program}"
-    done = run_on_eight(tmp_path, program, *launcher)
+    done = run_on_eight(tmp_path / "nine.py", program, *launcher)
     assert done.returncode == 0, done.stderr[-3000:]
     # Ranks write to one pipe, and the words of two lines may mix.
     assert done.stdout.count("loaded") == done.stdout.count("(9, 3)") == 8

@@ -75,5 +75,5 @@ def test_the_commands_print_what_the_page_shows(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_pictures_are_there() -> None:
-    pictures = re.findall(r"\]\((pictures/[^)]+)\)", PAGE)
+    pictures = re.findall(r"\]\(\.\./(pictures/[^)]+)\)", PAGE)
     assert len(pictures) == 2 and all((ROOT / "docs" / picture).exists() for picture in pictures)
