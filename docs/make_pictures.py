@@ -63,7 +63,9 @@ def draw_differences() -> None:
     draw = random.Random(0)
     counts = [[int(4096 * draw.random() ** 4) if row >= 48 else 0 for _ in range(64)] for row in range(64)]
     title = f"layers.0.attention.wq.weight, 4096 x 4096\n{sum(map(sum, counts)):,} of 16,777,216 elements differ"
-    plot_differences(FOLDER / "difference-rank.png", title, counts, sizes=(4096, 4096), cell_sizes=(64, 64), dims=(0, 1))
+    plot_differences(
+        FOLDER / "difference-rank.png", title, counts, sizes=(4096, 4096), cell_sizes=(64, 64), dims=(0, 1)
+    )
 
 
 if __name__ == "__main__":

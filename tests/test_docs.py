@@ -17,6 +17,7 @@ from torchtitan_ext import errors
 from torchtitan_ext.errors.problems import HEADINGS
 
 ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "torchtitan_ext"
 REFERENCE = ROOT / "docs" / "reference"
 LAYOUTS = (ROOT / "docs" / "use" / "layouts.md").read_text()
 EXAMPLES = re.findall(r"```python\n# torchrun --nproc-per-node (\d+)\n(.*?)```", LAYOUTS, re.S)
@@ -63,6 +64,13 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_named_file_is_there(page: Path) -> None:
+    """By its path in the repository, or in the package."""
+    named = re.findall(r"`((?:\w+/)+\w+\.(?:py|h|cpp|cu|md)|(?:torchtitan_ext|csrc|tests)/[\w/]+)`", page.read_text())
+    assert [path for path in named if not (ROOT / path).exists() and not (PACKAGE / path).exists()] == []
+
+
 def documented(page: str) -> set[str]:
     """Names that begin a row of a table of a page."""
     rows = re.findall(r"^\| (`.*?) \|", (REFERENCE / page).read_text(), re.M)
@@ -85,7 +93,6 @@ def test_every_exception_is_explained() -> None:
     assert classes <= documented("errors.md")
 
 
-PACKAGE = Path(torchtitan_ext.__file__).parent
 # Warnings that say what was found elsewhere: phrases of it.
 FOUND_ELSEWHERE = {
     ("load_planner.py", "load: ..."): ["of a source", "saved entries of ... that nothing asks for are not loaded:"],
