@@ -1,4 +1,4 @@
-"""README and docs/use/adoption.md tell the truth: their programs print what they show, with stock and in each way in."""
+"""README and docs/use/adoption.md tell the truth: their programs print what they show, with stock and in each way."""
 
 import re
 import subprocess
