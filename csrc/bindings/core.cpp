@@ -7,6 +7,7 @@
 #include <tuple>
 #include <vector>
 
+#include "bindings/convert.h"
 #include "bindings/instances.h"
 #include "bindings/metadata.h"
 #include "bindings/plan.h"
@@ -19,6 +20,7 @@
 
 namespace py = pybind11;
 using namespace torchtitan_ext::core;  // NOLINT: this file only translates that namespace
+using torchtitan_ext::bindings::to_tuple;
 
 namespace {
 
@@ -41,13 +43,7 @@ std::vector<Chunk> to_chunks(const std::vector<BoxTuple>& boxes) {
   return chunks;
 }
 
-py::tuple to_tuple(const Sizes& sizes) {
-  py::tuple result(sizes.size());
-  for (size_t index = 0; index < sizes.size(); ++index) result[index] = py::int_(sizes[index]);
-  return result;
-}
-
-py::tuple to_tuple(const Shard& shard) {
+py::tuple to_shard(const Shard& shard) {
   py::tuple chunks(shard.chunks.size());
   for (size_t index = 0; index < shard.chunks.size(); ++index) {
     const Chunk& chunk = shard.chunks[index];
@@ -73,12 +69,12 @@ py::list read_placements_py(const std::vector<PlacementTuple>& tuples, const Siz
 
 py::tuple shard_at_py(const Sizes& global_shape, const Sizes& mesh_shape, const std::vector<StepTuple>& steps,
                       const Sizes& coordinate) {
-  return to_tuple(shard_at({global_shape, mesh_shape, to_steps(steps)}, coordinate));
+  return to_shard(shard_at({global_shape, mesh_shape, to_steps(steps)}, coordinate));
 }
 
 py::list all_shards_py(const Sizes& global_shape, const Sizes& mesh_shape, const std::vector<StepTuple>& steps) {
   py::list shards;
-  for (const Shard& shard : all_shards({global_shape, mesh_shape, to_steps(steps)})) shards.append(to_tuple(shard));
+  for (const Shard& shard : all_shards({global_shape, mesh_shape, to_steps(steps)})) shards.append(to_shard(shard));
   return shards;
 }
 

@@ -9,6 +9,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "bindings/convert.h"
 #include "bindings/plain_values.h"
 #include "core/check.h"
 #include "core/metadata_pickle.h"
@@ -21,12 +22,6 @@ namespace torchtitan_ext::bindings {
 namespace {
 
 using namespace core;  // NOLINT: this file only translates that namespace
-
-py::tuple to_tuple(std::span<const int64_t> numbers) {
-  py::tuple result(numbers.size());
-  for (size_t index = 0; index < numbers.size(); ++index) result[index] = py::int_(numbers[index]);
-  return result;
-}
 
 template <typename Member>
 const Member& at(const std::vector<Member>& members, size_t number) {

@@ -4,6 +4,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "bindings/convert.h"
 #include "core/check.h"
 
 namespace py = pybind11;
@@ -218,18 +219,6 @@ class EncodedValues {
 };
 
 }  // namespace
-
-py::str to_str(std::string_view utf8) {
-  PyObject* value = PyUnicode_DecodeUTF8(utf8.data(), static_cast<Py_ssize_t>(utf8.size()), "surrogatepass");
-  if (value == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::str>(value);
-}
-
-std::string to_utf8(const py::handle& text) {
-  PyObject* encoded = PyUnicode_AsEncodedString(text.ptr(), "utf-8", "surrogatepass");
-  if (encoded == nullptr) throw py::error_already_set();
-  return std::string(static_cast<std::string_view>(py::reinterpret_steal<py::bytes>(encoded)));
-}
 
 void write_plain(const py::handle& value, core::PlainSink& sink) { PlainWriter(sink).write(value.ptr(), 0); }
 

@@ -4,8 +4,6 @@
 #include <pybind11/pybind11.h>
 
 #include <stdexcept>
-#include <string>
-#include <string_view>
 
 #include "core/pickle_graph.h"
 #include "core/plain_sink.h"
@@ -18,9 +16,6 @@ class NotPlain : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
-
-pybind11::str to_str(std::string_view utf8);
-std::string to_utf8(const pybind11::handle& text);
 
 // Takes a value apart. Containers that are one object stay one. Throws NotPlain.
 void write_plain(const pybind11::handle& value, core::PlainSink& sink);

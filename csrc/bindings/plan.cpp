@@ -8,6 +8,7 @@
 #include <tuple>
 #include <vector>
 
+#include "bindings/convert.h"
 #include "core/agreement.h"
 #include "core/boxes.h"
 #include "core/cover.h"
@@ -15,7 +16,8 @@
 #include "core/write_plan.h"
 
 namespace py = pybind11;
-using namespace torchtitan_ext::core;  // NOLINT: this file only translates that namespace
+using namespace torchtitan_ext::core;      // NOLINT: this file only translates that namespace
+using namespace torchtitan_ext::bindings;  // NOLINT: and what all bindings convert
 
 namespace {
 
@@ -26,28 +28,6 @@ using MeshTuple = std::tuple<Sizes, bool, Sizes, std::optional<std::vector<std::
 // type, dtype, itemsize, requires_grad, shape, mesh, placements, order
 using KindTuple = std::tuple<int, std::string, int64_t, bool, Sizes, int64_t, std::vector<std::pair<int64_t, int64_t>>,
                              std::optional<std::vector<StepTuple>>>;
-
-py::tuple to_tuple(const Sizes& sizes) {
-  py::tuple result(sizes.size());
-  for (size_t index = 0; index < sizes.size(); ++index) result[index] = py::int_(sizes[index]);
-  return result;
-}
-
-py::tuple to_box(const Chunk& chunk) { return py::make_tuple(to_tuple(chunk.offsets), to_tuple(chunk.sizes)); }
-
-py::tuple to_tuple(const std::vector<ShardStep>& steps) {
-  py::tuple result(steps.size());
-  for (size_t index = 0; index < steps.size(); ++index) {
-    result[index] = py::make_tuple(steps[index].axis, steps[index].dim, steps[index].split_factor);
-  }
-  return result;
-}
-
-py::object to_text(std::string_view bytes) {
-  PyObject* const text = PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "surrogatepass");
-  if (text == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(text);
-}
 
 std::string_view to_view(const py::bytes& bytes) { return static_cast<std::string_view>(bytes); }
 
@@ -100,7 +80,7 @@ py::bytes encode_digests_py(const std::vector<uint32_t>& kind_of, size_t num_kin
 
 py::list names_py(const World& world) {
   py::list names;
-  for (uint32_t key = 0; key < world.num_keys(); ++key) names.append(to_text(world.name(key)));
+  for (uint32_t key = 0; key < world.num_keys(); ++key) names.append(to_str(world.name(key)));
   return names;
 }
 
@@ -117,7 +97,8 @@ py::list paths_py(const World& world) {
     py::tuple path(parts.size());
     for (size_t part = 0; part < parts.size(); ++part) {
       const bool is_position = path_form.parts[part].second;
-      path[part] = is_position ? py::object(py::int_(std::stoll(std::string(parts[part])))) : to_text(parts[part]);
+      path[part] =
+          is_position ? py::object(py::int_(std::stoll(std::string(parts[part])))) : py::object(to_str(parts[part]));
     }
     paths.append(std::move(path));
   }

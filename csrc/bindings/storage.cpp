@@ -10,6 +10,7 @@
 #include <tuple>
 #include <vector>
 
+#include "bindings/convert.h"
 #include "storage/digest.h"
 #include "storage/errors.h"
 #include "storage/file.h"
@@ -41,12 +42,6 @@ SaveId to_save_id(std::string_view bytes) {
 }
 
 py::bytes to_bytes(const SaveId& id) { return py::bytes(reinterpret_cast<const char*>(id.data()), id.size()); }
-
-py::tuple to_tuple(const Sizes& sizes) {
-  py::tuple result(sizes.size());
-  for (size_t index = 0; index < sizes.size(); ++index) result[index] = py::int_(sizes[index]);
-  return result;
-}
 
 SavedRecord to_record(const Key& key, std::string dtype, Sizes sizes) {
   SavedRecord record;

@@ -1,0 +1,50 @@
+// The small values that the bindings hand to Python: texts, sizes, boxes.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "core/chunk.h"
+#include "core/shard_layout.h"
+
+namespace torchtitan_ext::bindings {
+
+// A key or a path, whose bytes need not be UTF-8: Python's "surrogatepass". Throws UnicodeDecodeError.
+inline pybind11::str to_str(std::string_view utf8) {
+  PyObject* const text = PyUnicode_DecodeUTF8(utf8.data(), static_cast<Py_ssize_t>(utf8.size()), "surrogatepass");
+  if (text == nullptr) throw pybind11::error_already_set();
+  return pybind11::reinterpret_steal<pybind11::str>(text);
+}
+
+// The inverse of to_str.
+inline std::string to_utf8(const pybind11::handle& text) {
+  PyObject* const encoded = PyUnicode_AsEncodedString(text.ptr(), "utf-8", "surrogatepass");
+  if (encoded == nullptr) throw pybind11::error_already_set();
+  return std::string(static_cast<std::string_view>(pybind11::reinterpret_steal<pybind11::bytes>(encoded)));
+}
+
+inline pybind11::tuple to_tuple(std::span<const int64_t> numbers) {
+  pybind11::tuple result(numbers.size());
+  for (size_t index = 0; index < numbers.size(); ++index) result[index] = pybind11::int_(numbers[index]);
+  return result;
+}
+
+// Per step axis, dim, split factor.
+inline pybind11::tuple to_tuple(std::span<const core::ShardStep> steps) {
+  pybind11::tuple result(steps.size());
+  for (size_t index = 0; index < steps.size(); ++index) {
+    result[index] = pybind11::make_tuple(steps[index].axis, steps[index].dim, steps[index].split_factor);
+  }
+  return result;
+}
+
+// Offsets and sizes.
+inline pybind11::tuple to_box(const core::Chunk& chunk) {
+  return pybind11::make_tuple(to_tuple(chunk.offsets), to_tuple(chunk.sizes));
+}
+
+}  // namespace torchtitan_ext::bindings
