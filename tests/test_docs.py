@@ -71,6 +71,16 @@ def test_every_named_file_is_there(page: Path) -> None:
     assert [path for path in named if not (ROOT / path).exists() and not (PACKAGE / path).exists()] == []
 
 
+WALK = re.findall(r"`([\w/]+\.py)`: ((?:`\w+`(?:, )?)+)", (ROOT / "docs" / "design.md").read_text())
+
+
+@pytest.mark.parametrize(("module", "names"), WALK)
+def test_the_walk_of_a_state_dict_is_what_the_code_has(module: str, names: str) -> None:
+    tree = ast.parse((PACKAGE / module).read_text())
+    defined = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    assert set(re.findall(r"\w+", names)) <= defined
+
+
 def documented(page: str) -> set[str]:
     """Names that begin a row of a table of a page."""
     rows = re.findall(r"^\| (`.*?) \|", (REFERENCE / page).read_text(), re.M)

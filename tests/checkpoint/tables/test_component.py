@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_ext.checkpoint.tables.component import (
     Resharded,
@@ -38,6 +39,16 @@ class Taught(Plain):
 @reshard_state.register(Taught)
 def _reshard_taught(component: Taught, saved: Mapping[str, Any], old: World, new: World) -> Resharded:
     return Resharded({}, "taught")
+
+
+class ShardedLinear(torch.nn.Linear):
+    """As ``fully_shard`` makes of a module: torch's ``reshard`` has another meaning."""
+
+    reshard = FSDPModule.reshard
+
+
+def test_modules_of_fsdp2_have_no_rule_of_their_own() -> None:
+    assert not can_reshard(ShardedLinear(2, 2))
 
 
 def test_by_a_method() -> None:

@@ -119,7 +119,7 @@ def reshard_state(component: Any, saved: Mapping[str, Any], old: World, new: Wor
     ``reshard_state.register(cls)(function)`` teaches it a class that has no such method; ``function`` takes the same
     four arguments.
     """
-    if isinstance(component, Reshardable):
+    if _is_reshardable(component):
         return component.reshard(saved, old, new)
     raise CannotReshardError(
         f"{type(component).__name__} does not say how it reshards",
@@ -143,9 +143,12 @@ def nested_stateful(value: Any) -> str | None:
 
 def can_reshard(component: Any) -> bool:
     """Whether ``reshard_state`` knows what to do with a component."""
-    return isinstance(component, Reshardable) or reshard_state.dispatch(type(component)) is not reshard_state.dispatch(
-        object
-    )
+    return _is_reshardable(component) or reshard_state.dispatch(type(component)) is not reshard_state.dispatch(object)
+
+
+def _is_reshardable(component: Any) -> TypeGuard[Reshardable]:
+    """Modules of FSDP2 have another method ``reshard``, which frees what was gathered."""
+    return isinstance(component, Reshardable) and not str(component.reshard.__module__).startswith("torch.")
 
 
 @dataclass(frozen=True)
