@@ -8,7 +8,8 @@ state dict can be staged, sent or hashed as one piece of memory. Nothing here is
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torchtitan_ext import ops
 from torchtitan_ext.layout.dtensor import local_tensor, why_not_dense
 from torchtitan_ext.layout.own_boxes import has_own_boxes, own_box_values, set_own_boxes, why_not_own_boxes
-from torchtitan_ext.state.nested import set_member
+from torchtitan_ext.state.nested import ROOT, Member, Place, fold_places, set_member
 
 MANIFEST_VERSION = 1
 
@@ -45,18 +46,15 @@ def pack_state_dict(
         alignment: Each tensor begins at a multiple of it, in bytes.
 
     Returns:
-        Buffers (1-d, uint8) by device, and the manifest.
+        The buffers (1-d, uint8) by device, and the manifest.
 
     Raises:
         ValueError: A value is neither a tensor nor plain data, or a tensor is on the meta device.
     """
     writer = _ManifestWriter()
-    tree = writer.node((), state_dict)
-    by_device: dict[str, list[int]] = {}
-    for index, entry in enumerate(writer.entries):
-        by_device.setdefault(entry["device"], []).append(index)
+    tree = writer.tree_of(state_dict)
     buffers = {}
-    for device, indices in by_device.items():
+    for device, indices in _by_device(writer.entries).items():
         tensors = [writer.tensors[index] for index in indices]
         offsets = ops.flat_offsets(tensors, alignment=alignment)
         for index, offset in zip(indices, offsets, strict=False):
@@ -79,9 +77,9 @@ def unpack_state_dict(
     Args:
         buffers: As ``pack_state_dict`` made them, by device.
         manifest: Its manifest, maybe read back from JSON.
-        into: A state dict of the same containers, tensors and layouts: its tensors are filled in place and its plain
-            values replaced. Without it new containers are made, whose tensors are views into the buffers.
-        meshes: The meshes of DTensors, for when ``into`` is not given; each is found by its shape, ranks and names.
+        into: A state dict of the same containers, tensors and layouts. Its tensors are filled in place, its plain
+            values are replaced. Without ``into`` new containers are made, whose tensors are views into the buffers.
+        meshes: The meshes of DTensors, needed without ``into``. Each is found by its shape, ranks and names.
 
     Returns:
         ``into``, or the new state dict.
@@ -96,39 +94,43 @@ def unpack_state_dict(
         tensors = [_rebuilt(entry, buffers, meshes) for entry in manifest["entries"]]
         return _value(manifest["tree"], tensors)
     writer = _ManifestWriter()
-    tree = writer.node((), into)
+    tree = writer.tree_of(into)
     problems = _differences(manifest, writer.entries, tree)
     if problems:
         more = f" and {len(problems) - 10} more" if len(problems) > 10 else ""
         raise ValueError("unpack_state_dict: into does not match: " + "; ".join(problems[:10]) + more)
-    by_device: dict[str, list[int]] = {}
-    for index, entry in enumerate(manifest["entries"]):
-        by_device.setdefault(entry["device"], []).append(index)
     with torch.no_grad():
-        for device, indices in by_device.items():
+        for device, indices in _by_device(manifest["entries"]).items():
             tensors = [writer.tensors[index] for index in indices]
             ops.unflatten_tensors_(tensors, _buffer(buffers, device), alignment=manifest["alignment"])
     _replace_plain_values(into, manifest["tree"])
     return into
 
 
-# Until 0.1 these were their names; of the three things that were called so, stock's and ``nested``'s are the same.
+# Their names before 0.1. The functions of this name in ``nested`` and in DCP make flat keys.
 flatten_state_dict = pack_state_dict
 unflatten_state_dict = unpack_state_dict
 
 
 class _ManifestWriter:
-    """Walks a state dict: ``tensors`` are the local tensors, in the order of ``entries``."""
+    """Makes the tree of a state dict; ``tensors`` are its local tensors, in the order of ``entries``."""
 
     def __init__(self) -> None:
         self.entries: list[dict[str, Any]] = []
         self.tensors: list[Tensor] = []
         self._seen: dict[Any, int] = {}
-        self._holders: dict[int, str] = {}
 
-    def node(self, path: tuple[Any, ...], value: Any) -> Any:
+    def tree_of(self, value: Any, place: Place = ROOT) -> Any:
+        return fold_places(value, _members, self._node, place)
+
+    def _node(self, place: Place, value: Any, members: list[Any] | None) -> Any:
+        if members is not None:
+            if isinstance(value, Mapping):
+                keys = (self.tree_of(key, place) for key in value)
+                return {"dict": [list(pair) for pair in zip(keys, members, strict=True)]}
+            return {"list" if type(value) is list else "tuple": members}
         if isinstance(value, Tensor):
-            return {"tensor": self._entry(path, value)}
+            return {"tensor": self._entry(place.fqn, value)}
         if value is None or isinstance(value, (bool, str)) or type(value) is int:
             return value
         if isinstance(value, float):
@@ -139,38 +141,19 @@ class _ManifestWriter:
             return {"dtype": _dtype_name(value)}
         if isinstance(value, torch.device):
             return {"device": str(value)}
-        if isinstance(value, Mapping) or type(value) in (list, tuple, torch.Size):
-            return self._container(path, value)
         raise ValueError(
-            f"pack_state_dict: {_fqn(path)} is a {type(value).__name__}, expected a tensor, a container or plain "
+            f"pack_state_dict: {place.fqn} is a {type(value).__name__}, expected a tensor, a container or plain "
             "data; store what it holds (its state_dict()) instead"
         )
 
-    def _container(self, path: tuple[Any, ...], value: Any) -> Any:
-        if id(value) in self._holders:
-            raise ValueError(
-                f"pack_state_dict: {_fqn(path)} leads back to {self._holders[id(value)] or 'the state dict'}: a "
-                "container that holds itself has no flat form; leave that reference out"
-            )
-        self._holders[id(value)] = _fqn(path)
-        if isinstance(value, Mapping):
-            kind: str = "dict"
-            nodes = [[self.node(path, key), self.node((*path, key), item)] for key, item in value.items()]
-        else:
-            kind = "list" if type(value) is list else "tuple"
-            nodes = [self.node((*path, index), item) for index, item in enumerate(value)]
-        del self._holders[id(value)]
-        return {kind: nodes}
-
-    def _entry(self, path: tuple[Any, ...], tensor: Tensor) -> int:
+    def _entry(self, fqn: str, tensor: Tensor) -> int:
         local = local_tensor(tensor)
         reason = why_not_dense(local)
+        reason = reason or ("is on the meta device: it has no bytes" if local.is_meta else why_not_own_boxes(tensor))
         if reason is not None:
-            raise ValueError(f"pack_state_dict: {_fqn(path)} {reason}")
-        if local.is_meta:
-            raise ValueError(f"pack_state_dict: {_fqn(path)} is on the meta device: it has no bytes")
+            raise ValueError(f"pack_state_dict: {fqn} {reason}")
         entry: dict[str, Any] = {
-            "fqn": _fqn(path),
+            "fqn": fqn,
             "device": str(local.device),
             "offset": 0,
             "num_bytes": local.numel() * local.element_size(),
@@ -181,9 +164,6 @@ class _ManifestWriter:
             entry["global_shape"] = list(tensor.shape)
             entry["mesh"] = _mesh_values(tensor.device_mesh)
             entry["placements"] = [_placement_values(placement) for placement in tensor.placements]
-        reason = why_not_own_boxes(tensor)
-        if reason is not None:
-            raise ValueError(f"pack_state_dict: {_fqn(path)} {reason}")
         if has_own_boxes(tensor):
             entry["own_boxes"] = own_box_values(tensor)
         identity = (
@@ -197,8 +177,20 @@ class _ManifestWriter:
         return self._seen[identity]
 
 
-def _fqn(path: tuple[Any, ...]) -> str:
-    return ".".join(map(str, path))
+def _members(place: Place, value: Any) -> list[Member] | None:
+    if isinstance(value, Mapping):
+        return [(key, str(key), member) for key, member in value.items()]
+    if type(value) in (list, tuple, torch.Size):
+        return [(index, index, member) for index, member in enumerate(value)]
+    return None
+
+
+def _by_device(entries: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """The positions of the entries of each device."""
+    found: dict[str, list[int]] = {}
+    for index, entry in enumerate(entries):
+        found.setdefault(entry["device"], []).append(index)
+    return found
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -248,9 +240,7 @@ def _rebuilt(entry: Mapping[str, Any], buffers: Mapping[str, Tensor], meshes: Se
         raise ValueError(f"unpack_state_dict: {entry['fqn']} ends at byte {end}, the buffer has {buffer.numel()}")
     dtype = getattr(torch, entry["dtype"])
     part = buffer[entry["offset"] : end]
-    if (
-        buffer.storage_offset() + entry["offset"]
-    ) % dtype.itemsize:  # a view needs aligned memory, a tight buffer has none
+    if part.storage_offset() % dtype.itemsize:  # a view needs aligned memory, a tight buffer has none
         part = part.clone()
     local = part.view(dtype).view(entry["shape"])
     if "own_boxes" in entry:
@@ -269,20 +259,22 @@ def _rebuilt(entry: Mapping[str, Any], buffers: Mapping[str, Tensor], meshes: Se
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
+_VALUE_OF_TEXT: dict[str, Callable[[str], Any]] = {
+    "float": float.fromhex,
+    "bytes": base64.b64decode,
+    "dtype": partial(getattr, torch),
+    "device": torch.device,
+}
+
+
 def _value(node: Any, tensors: Sequence[Tensor]) -> Any:
     if not isinstance(node, dict):
         return node
     ((kind, content),) = node.items()
     if kind == "tensor":
         return tensors[content]
-    if kind == "float":
-        return float.fromhex(content)
-    if kind == "bytes":
-        return base64.b64decode(content)
-    if kind == "dtype":
-        return getattr(torch, content)
-    if kind == "device":
-        return torch.device(content)
+    if kind in _VALUE_OF_TEXT:
+        return _VALUE_OF_TEXT[kind](content)
     if kind == "dict":
         return {_value(key, tensors): _value(item, tensors) for key, item in content}
     items = [_value(item, tensors) for item in content]
@@ -315,16 +307,13 @@ def _containers(node: Any) -> Any:
 
 
 def _replace_plain_values(container: Any, node: dict[str, Any]) -> None:
+    """Puts the plain values of a tree into a container like it; a tuple that holds nothing else is replaced whole."""
     ((kind, content),) = node.items()
-    members = [(_value(key, ()), item) for key, item in content] if kind == "dict" else list(enumerate(content))
+    members = [(_value(key, ()), item) for key, item in content] if kind == "dict" else enumerate(content)
     for key, item in members:
         kind_of_item = next(iter(item)) if isinstance(item, dict) else "plain"
-        if kind_of_item in ("dict", "list") or (kind_of_item == "tuple" and _containers(item) != _plain_tuple(item)):
+        held = item["tuple"] if kind_of_item == "tuple" else ()
+        if kind_of_item in ("dict", "list") or any(_containers(member) is not None for member in held):
             _replace_plain_values(container[key], item)
         elif kind_of_item != "tensor" and kind != "tuple":
             set_member(container, key, _value(item, ()))
-
-
-def _plain_tuple(node: dict[str, Any]) -> Any:
-    """What ``_containers`` says of a tuple of plain values only, which can be replaced as a whole."""
-    return ["tuple", [None] * len(node["tuple"])]

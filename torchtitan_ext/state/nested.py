@@ -8,9 +8,9 @@ inner tensors (``__tensor_flatten__``) and that stock could not load back are wa
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,11 @@ from torchtitan_ext.layout.wrapper import parts_of, why_not_whole
 
 Path = tuple[Any, ...]
 """Keys and indices from the root of a state dict to a value, as they stand in the containers."""
+
+Member = tuple[Any, str | int, Any]
+"""The key of a member in its container, the key that stock DCP records for it, and the member."""
+
+T = TypeVar("T")
 
 _NUMBERS_AND_TEXT = frozenset({type(None), bool, int, float, complex, str, bytes})
 
@@ -68,37 +73,79 @@ def flatten_state_dict(
     """
     flat = FlatStateDict()
     is_walked = _holds_tensor if tuples == "walked" else _needs_walk
-    holders: dict[int, str] = {}
     reasons: dict[Any, str | None] = {}
     keeps_whole = is_whole or (lambda fqn, wrapper: why_not_whole(wrapper, reasons) is None)
 
-    def visit(path: Path, stock_path: Path, value: Any) -> None:
-        fqn = ".".join(map(str, path))
-        members = _members(fqn, value, is_walked, keeps_whole)
-        if members is not None and not is_opaque(fqn):
-            if id(value) in holders:
-                raise ValueError(
-                    f"state dict: {fqn} leads back to {holders[id(value)]}: a container that holds itself has no flat "
-                    "form; leave that reference out"
-                )
-            holders[id(value)] = fqn
-            for key, stock_key, member in members:
-                visit((*path, key), (*stock_path, stock_key), member)
-            del holders[id(value)]
+    def members_of(place: Place, value: Any) -> list[Member] | None:
+        members = _members(place, value, is_walked, keeps_whole)
+        return None if members is not None and place.path and is_opaque(place.fqn) else members
+
+    def keep(place: Place, value: Any, members: list[None] | None) -> None:
+        if members is not None:
             return
+        fqn = place.fqn
         if fqn in flat.values:
             raise ValueError(
-                f"state dict: duplicated flatten key {fqn}: it stands at {flat.paths[fqn]} and at {path}; "
+                f"state dict: duplicated flatten key {fqn}: it stands at {flat.paths[fqn]} and at {place.path}; "
                 "rename one of them"
             )
         flat.values[fqn] = value
-        flat.paths[fqn] = path
-        flat.stock_paths[fqn] = stock_path
+        flat.paths[fqn], flat.stock_paths[fqn] = place
 
-    holders[id(state_dict)] = "the state dict"
-    for key, value in state_dict.items():
-        visit((key,), (str(key),), value)
+    fold_places(state_dict, members_of, keep)
     return flat
+
+
+class Place(NamedTuple):
+    """Where a value stands in a state dict: its path, and the same path as stock DCP records it."""
+
+    path: Path = ()
+    stock_path: Path = ()
+
+    @property
+    def fqn(self) -> str:
+        return ".".join(map(str, self.path))
+
+
+ROOT = Place()
+
+
+def fold_places(
+    value: Any,
+    members_of: Callable[[Place, Any], list[Member] | None],
+    make: Callable[[Place, Any, list[T] | None], T],
+    place: Place = ROOT,
+) -> T:
+    """Walks nested containers in order and returns what ``make`` makes of the root, which stands at ``place``.
+
+    A value that stands at several places is met at each of them; ``walk_objects`` asks each object once.
+
+    Args:
+        members_of: The members of a container; ``None`` for a value that is not walked.
+        make: Called for each value after its members, with the results for these (``None`` where it is not walked).
+
+    Raises:
+        ValueError: A container holds itself.
+    """
+    holders: dict[int, str] = {}
+
+    def visit(place: Place, value: Any) -> T:
+        members = members_of(place, value)
+        if members is None:
+            return make(place, value, None)
+        if id(value) in holders:
+            raise ValueError(
+                f"state dict: {place.fqn} leads back to {holders[id(value)] or 'the state dict'}: a container that "
+                "holds itself has no flat form; leave that reference out"
+            )
+        holders[id(value)] = place.fqn
+        made = []
+        for key, stock_key, member in members:  # no comprehension, which before Python 3.12 is a frame more per level
+            made.append(visit(Place((*place.path, key), (*place.stock_path, stock_key)), member))
+        del holders[id(value)]
+        return make(place, value, made)
+
+    return visit(place, value)
 
 
 def set_value(state_dict: dict[str, Any], path: Path, value: Any) -> None:
@@ -144,15 +191,15 @@ def materialize_meta(
 
 
 def _members(
-    fqn: str, value: Any, is_walked: Callable[[Any], bool], is_whole: Callable[[str, torch.Tensor], bool]
-) -> list[tuple[Any, str | int, Any]] | None:
-    """Keys, keys in stock's record and members of a container whose members have keys of their own, or ``None``."""
+    place: Place, value: Any, is_walked: Callable[[Any], bool], is_whole: Callable[[str, torch.Tensor], bool]
+) -> list[Member] | None:
+    """The members of a container whose members have keys of their own, or ``None``."""
     if isinstance(value, Mapping):
         return [(key, str(key), member) for key, member in value.items()]
     if isinstance(value, (list, tuple)):
         is_container = is_walked(value) if isinstance(value, tuple) else _is_walked_list(value, is_walked)
         return [(index, index, member) for index, member in enumerate(value)] if is_container else None
-    if _consists_of_tensors(value) and not is_whole(fqn, value):
+    if _consists_of_tensors(value) and not is_whole(place.fqn, value):
         return [(name, name, part) for name, part in parts_of(value).items()]
     return None
 
@@ -182,20 +229,31 @@ def _needs_walk(value: Any) -> bool:
 
 
 def nested_members(value: Any, containers: Any = (Mapping, list, tuple)) -> Iterator[Any]:
-    """A value and, of a container, what it and nested ones hold, each object once; lists of numbers and text as one."""
-    pending, seen = [value], {id(value)}
+    """A value and, of a container, all that it and nested ones hold; lists of numbers and text count as one object."""
+
+    def members_of(holder: Any) -> Collection[Any]:
+        if not isinstance(holder, containers):
+            return ()
+        members = holder.values() if isinstance(holder, Mapping) else holder
+        return () if _NUMBERS_AND_TEXT.issuperset(map(type, members)) else members
+
+    return (member for member, _ in walk_objects(value, members_of))
+
+
+def walk_objects(value: Any, members_of: Callable[[Any], Collection[Any]]) -> Iterator[tuple[Any, int]]:
+    """A value and all that it leads to, at any depth, each with the number of containers around it.
+
+    Args:
+        members_of: The objects that an object holds. Each object is asked once, so that cycles have an end.
+    """
+    pending: list[tuple[Any, int]] = [(value, 0)]
+    asked: dict[int, Any] = {}  # by id; holds the objects, so that no id is used twice
     while pending:
-        value = pending.pop()
-        yield value
-        if not isinstance(value, containers):
-            continue
-        members = value.values() if isinstance(value, Mapping) else value
-        if _NUMBERS_AND_TEXT.issuperset(map(type, members)):
-            continue
-        for member in members:
-            if id(member) not in seen:
-                seen.add(id(member))
-                pending.append(member)
+        value, depth = pending.pop()
+        yield value, depth
+        if id(value) not in asked and (members := members_of(value)):
+            asked[id(value)] = value
+            pending += [(member, depth + 1) for member in members]
 
 
 def _consists_of_tensors(value: Any) -> bool:

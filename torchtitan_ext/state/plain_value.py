@@ -33,6 +33,7 @@ import numpy as np
 import torch
 
 from torchtitan_ext.errors import argument_error, check_argument, described, first_line
+from torchtitan_ext.state.nested import walk_objects
 from torchtitan_ext.state.pickled_keys import check_keys
 
 _NUMPY_RECONSTRUCT: Any = np.empty(0).__reduce__()[0]
@@ -269,30 +270,24 @@ def why_not_plain(value: Any) -> NotPlain | None:
 
 def _first_odd_class(value: Any) -> type | None:
     """The class of something in a value that need not come back."""
-    pending: list[tuple[Any, int]] = [(value, 0)]
-    seen: set[int] = set()
-    while pending:
-        value, depth = pending.pop()
-        kind = type(value)
-        if kind not in _SURELY_PLAIN_CONTAINERS or depth > _MAX_SURE_DEPTH:
-            if kind in _SURELY_PLAIN or _is_plain_array(value):
-                continue
+    for member, depth in walk_objects(value, _members):
+        kind = type(member)
+        is_container = kind in _SURELY_PLAIN_CONTAINERS and depth <= _MAX_SURE_DEPTH
+        if not is_container and kind not in _SURELY_PLAIN and not _is_plain_array(member):
             return kind
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        members = _members(value)
-        if not _SURELY_PLAIN.issuperset(map(type, members)):
-            pending += [(member, depth + 1) for member in members]
     return None
 
 
 def _members(value: Any) -> Collection[Any]:
+    """What a container holds that is not surely plain."""
+    if type(value) not in _SURELY_PLAIN_CONTAINERS:
+        return ()
+    members: Collection[Any] = value
     if isinstance(value, (argparse.Namespace, types.SimpleNamespace)):
-        return vars(value).values()
-    if isinstance(value, dict):
-        return [*value, *value.values(), *getattr(value, "__dict__", {}).values()]
-    return value
+        members = vars(value).values()
+    elif isinstance(value, dict):
+        members = [*value, *value.values(), *getattr(value, "__dict__", {}).values()]
+    return () if _SURELY_PLAIN.issuperset(map(type, members)) else members
 
 
 def _is_plain_array(value: Any) -> bool:

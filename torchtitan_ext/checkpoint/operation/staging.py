@@ -14,6 +14,7 @@ import torch
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from torchtitan_ext.layout.dtensor import cpu_copy
+from torchtitan_ext.state.nested import nested_members
 
 
 class CpuStager(AsyncStager):
@@ -30,8 +31,11 @@ class CpuStager(AsyncStager):
         Tensors that share memory share it in the copy, where they are views of the same elements (tied weights).
         Objects are copied by ``copy.deepcopy``.
         """
-        copies: dict[int, Any] = {}
-        _copy_tensors(state_dict, copies, {}, set())
+        copies: dict[int, Any] = {}  # deepcopy's memo, by id
+        known: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+        for member in nested_members(state_dict, (Mapping, list, tuple, set, frozenset)):
+            if isinstance(member, torch.Tensor):
+                copies[id(member)] = cpu_copy(member, known)
         return copy.deepcopy(state_dict, copies)
 
     def synchronize_staging(self) -> None:
@@ -39,15 +43,3 @@ class CpuStager(AsyncStager):
 
     def close(self) -> None:
         """Nothing is kept between saves."""
-
-
-def _copy_tensors(
-    value: Any, copies: dict[int, Any], known: dict[Any, tuple[torch.Tensor, torch.Tensor]], seen: set[int]
-) -> None:
-    """Fills deepcopy's memo (by id) with the copies of all tensors in nested containers, each looked at once."""
-    if isinstance(value, torch.Tensor):
-        copies[id(value)] = cpu_copy(value, known)
-    elif isinstance(value, (Mapping, list, tuple, set, frozenset)) and id(value) not in seen:
-        seen.add(id(value))
-        for member in value.values() if isinstance(value, Mapping) else value:
-            _copy_tensors(member, copies, known, seen)
