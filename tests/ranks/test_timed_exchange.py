@@ -64,7 +64,7 @@ def give_up(rank: int, world_size: int) -> tuple[str, int, bool]:
         # As one that came too late and knows nothing: what rank 0 waits for comes.
         dist.all_gather([torch.zeros(1024, dtype=torch.uint8) for _ in range(2)], torch.ones(1024, dtype=torch.uint8))
     else:
-        work, (_, rows) = watches._unfinished[0]
+        work, (_, rows) = next(iter(watches._unfinished))
         work.wait()
         assert rows[1].eq(1).all()
     is_kept = any(not work.is_completed() for work, _ in watches._unfinished)

@@ -1,11 +1,11 @@
 """Collectives of values and bytes: over a process group, or over a device mesh, one mesh axis after the other.
 
-No process group has to be made for a mesh. All functions are collective: every rank of the group or mesh calls them in
-the same order, and no other rank does.
+A mesh needs no process group of its own. All functions are collective: every rank of the group or mesh calls them in
+the same order, and no other rank does. ``TimedExchange`` passes bytes between the ranks of a group and its first rank,
+the coordinator; a ``Watch`` waits for its collectives.
 
-``TimedExchange`` passes bytes between the ranks of a group and its first rank, the coordinator, by collectives that a
-``Watch`` waits for. Each sends a short first message with the lengths, in which most values have room, and a second one
-where the value is longer.
+Each exchange sends a first message of 1 KiB: the length of the data and as much of the data as has room. Most values
+fit. If the data of any rank does not, a second message carries all data.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def scope_ranks(scope: Scope = None) -> list[int]:
 
 
 def check_usable(operation: str, scope: Scope) -> None:
-    """Raises ``ValueError`` where a process group of a scope was destroyed. Not collective."""
+    """Raises ``ValueError`` if a process group of the scope was destroyed. Not collective."""
     if scope is None:
         return
     try:
@@ -59,11 +59,10 @@ def check_usable(operation: str, scope: Scope) -> None:
 
 
 def gather_values(value: T, scope: Scope = None) -> list[T]:
-    """The picklable value of every rank: of a group in its order, of a mesh in row-major order; without any process
-    group that of this process.
+    """The picklable value of every rank: of a group in its order, of a mesh in row-major order. Without any process
+    group: the value of this process.
 
-    ``dist.all_gather_object`` sends all lengths before the first value. Most values here are short: they travel in the
-    message of the lengths, which takes half the time, and what of others does not fit in a second one.
+    Takes half the time of ``dist.all_gather_object``, which sends all lengths before the first value.
     """
     gathered = [value]
     if isinstance(scope, DeviceMesh):
@@ -80,25 +79,19 @@ def gather_values(value: T, scope: Scope = None) -> list[T]:
 
 
 def _gather_lists(values: list[T], group: dist.ProcessGroup) -> list[list[T]]:
-    data = pickle.dumps(values)
-    data = len(data).to_bytes(_LENGTH_BYTES, "little") + data
-    first = _gather_blocks(data[:_FIRST_BYTES], _FIRST_BYTES, group)
-    lengths = [_LENGTH_BYTES + int.from_bytes(block[:_LENGTH_BYTES], "little") for block in first]
-    if max(lengths) > _FIRST_BYTES:
-        rest = _gather_blocks(data[_FIRST_BYTES:], max(lengths) - _FIRST_BYTES, group)
-        first = [begin + end for begin, end in zip(first, rest, strict=True)]
-    return [pickle.loads(block[_LENGTH_BYTES:]) for block in first]
+    device, data = device_of(group), pickle.dumps(values)
 
+    def gather(block: bytes, num_bytes: int) -> list[memoryview]:
+        return _views(all_gather_bytes(group, _block(block, num_bytes, device)))
 
-def _gather_blocks(data: bytes, num_bytes: int, group: dist.ProcessGroup) -> list[bytes]:
-    """The bytes of every rank, each filled up with zeros to one length."""
-    device = device_of(group)
-    block = torch.frombuffer(bytearray(data.ljust(num_bytes, b"\0")), dtype=torch.uint8).to(device)
-    return [row.tobytes() for row in all_gather_bytes(group, block).cpu().numpy()]
+    heads = gather(_head_of(data), _FIRST_BYTES)
+    lengths = list(map(_length, heads))
+    # Pickles know where they end.
+    return [pickle.loads(part) for part in _cut(heads, lengths) or gather(data, max(lengths))]
 
 
 def broadcast_value(value: T, src: int = 0) -> T:
-    """The picklable value of one global rank, on every rank of the default group; without one that of this process."""
+    """The picklable value of global rank ``src``, on every rank of the default group; without a group, ``value``."""
     if not (dist.is_available() and dist.is_initialized()):
         return value
     box = [value if dist.get_rank() == src else None]
@@ -134,7 +127,7 @@ def all_gather_bytes(scope: Scope, flat: torch.Tensor, axes: Sequence[int] = ())
 
 
 def broadcast_bytes(flat: torch.Tensor, scope: Scope = None, *, src: int = 0) -> None:
-    """Fills ``flat`` on every rank from one, in place.
+    """Copies ``flat`` of one rank into ``flat`` of every other rank.
 
     Args:
         flat: 1-D uint8, contiguous, of the same length on every rank, on a device from which the scope can send.
@@ -150,7 +143,7 @@ def broadcast_bytes(flat: torch.Tensor, scope: Scope = None, *, src: int = 0) ->
 
 
 def ranks_along(mesh: DeviceMesh, axis: int) -> list[int]:
-    """Global ranks on the line of the mesh through this rank along ``axis``, by coordinate."""
+    """Global ranks that differ from this one in their coordinate on ``axis`` alone, in the order of that coordinate."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "called on a rank outside the mesh, please report"
     line = mesh.mesh[tuple(slice(None) if other == axis else coordinate[other] for other in range(mesh.ndim))]
@@ -158,18 +151,18 @@ def ranks_along(mesh: DeviceMesh, axis: int) -> list[int]:
 
 
 def _group_positions(mesh: DeviceMesh, axis: int) -> list[int]:
-    """Per coordinate along ``axis`` the rank within the axis's group: groups sort their ranks, meshes need not."""
+    """The rank in the group of ``axis`` at each coordinate: groups sort their ranks, meshes need not."""
     members = dist.get_process_group_ranks(mesh.get_group(axis))
     return [members.index(rank) for rank in ranks_along(mesh, axis)]
 
 
 def has_backend(group: dist.ProcessGroup, device_type: str) -> bool:
-    """Whether a group can send tensors of a kind of device."""
+    """Whether a group can send tensors that lie on this kind of device."""
     return torch.device(device_type) in group._device_types
 
 
 def device_of(group: dist.ProcessGroup, preferred: str = "cpu") -> torch.device:
-    """A device from which a group can send: of the preferred kind if it can, and the one that the group is bound to."""
+    """A device from which a group can send: of the preferred kind if possible; the one that it is bound to, if any."""
     has_preferred = has_backend(group, preferred)
     device_type = preferred if has_preferred else next(device.type for device in group._device_types)
     if device_type == "cpu":
@@ -180,9 +173,10 @@ def device_of(group: dist.ProcessGroup, preferred: str = "cpu") -> torch.device:
     return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
-# A collective of a rank that was given up ends by itself a little later. Until then the process cannot end.
+# So much later than the deadline gloo ends a collective that this rank gave up. Until then the process cannot end.
 _MORE_SECONDS = 10
 
+Rooted = TypeVar("Rooted", BroadcastOptions, GatherOptions, ScatterOptions)
 Options = TypeVar("Options", AllgatherOptions, BroadcastOptions, GatherOptions, ScatterOptions)
 
 
@@ -190,7 +184,7 @@ class TimedExchange:
     """The collectives of one operation. All methods are collective, and raise ``LostRankError`` as ``Watch`` does.
 
     Args:
-        side: What stands beside the group, to be used in its place.
+        side: The connections beside the group, if they are to be used in its place.
     """
 
     def __init__(self, group: dist.ProcessGroup, watch: Watch, side: SideGroup | None = None) -> None:
@@ -202,34 +196,32 @@ class TimedExchange:
         self._device = device_of(group) if side is None else torch.device("cpu")
 
     def heads(self, data: bytes) -> list[bytes]:
-        """The first message of every rank: with it all have come. Its rest is for one of the next two."""
-        head = len(data).to_bytes(_LENGTH_BYTES, "little") + data[: _FIRST_BYTES - _LENGTH_BYTES]
-        return [bytes(row) for row in self._all_gather(head, _FIRST_BYTES)]
+        """The first message of every rank. Returns when all ranks have called it; ``rest_on_all`` or
+        ``rest_on_coordinator`` with the same data follows."""
+        return [bytes(row) for row in self._all_gather(_head_of(data), _FIRST_BYTES)]
 
     def rest_on_all(self, data: bytes, heads: Sequence[bytes]) -> list[memoryview]:
         """The data of every rank, on every rank."""
-        lengths = [_length(head) for head in heads]
+        lengths = list(map(_length, heads))
         return _cut(heads, lengths) or self._all_gather(data, max(lengths), lengths)
 
     def rest_on_coordinator(self, data: bytes, heads: Sequence[bytes]) -> list[memoryview]:
         """The data of every rank, on the coordinator; nothing elsewhere."""
-        lengths = [_length(head) for head in heads]
+        lengths = list(map(_length, heads))
         whole = _cut(heads, lengths)
         if whole is not None:
             return whole if self._is_coordinator else []
-        block = self._block(data, max(lengths))
+        block = _block(data, max(lengths), self._device)
         rows = block.new_empty(self._size if self._is_coordinator else 0, len(block))
-        options = self._timed(GatherOptions())
-        options.rootRank = 0
+        options = self._from_first(GatherOptions())
         gathered = [list(rows.unbind())] if self._is_coordinator else []
         self._watch.wait_for(lambda: self._group.gather(gathered, [block], options), block, rows)
         return _views(rows, lengths) if self._is_coordinator else []
 
     def scatter(self, parts: Sequence[bytes]) -> memoryview:
-        """Of each rank its part; only the coordinator has any."""
+        """The part of each rank, on that rank; other ranks than the coordinator pass no parts."""
         longest = max(map(len, parts), default=0)
-        heads = [_lengths_of(len(part), longest) + part[: _FIRST_BYTES - 2 * _LENGTH_BYTES] for part in parts]
-        head = self._scatter(heads, _FIRST_BYTES)
+        head = self._scatter([_head_of(part, longest) for part in parts], _FIRST_BYTES)
         longest = _length(head[_LENGTH_BYTES:])
         if longest <= _FIRST_BYTES - 2 * _LENGTH_BYTES:
             return head[2 * _LENGTH_BYTES :][: _length(head)]
@@ -237,65 +229,71 @@ class TimedExchange:
 
     def broadcast(self, data: bytes) -> memoryview:
         """The coordinator's data, on every rank."""
-        head = self._broadcast(len(data).to_bytes(_LENGTH_BYTES, "little") + data[: _FIRST_BYTES - _LENGTH_BYTES])
+        head = self._broadcast(_head_of(data), _FIRST_BYTES)
         length = _length(head)
         if length <= _FIRST_BYTES - _LENGTH_BYTES:
             return head[_LENGTH_BYTES:][:length]
         return self._broadcast(data, length)
 
     def _all_gather(self, data: bytes, num_bytes: int, lengths: Sequence[int] | None = None) -> list[memoryview]:
-        block = self._block(data, num_bytes)
+        block = _block(data, num_bytes, self._device)
         rows = block.new_empty(self._size, num_bytes)
         options = self._timed(AllgatherOptions())
         gathered = [list(rows.unbind())]
         self._watch.wait_for(lambda: self._group.allgather(gathered, [block], options), block, rows)
-        return _views(rows, lengths or [num_bytes] * self._size)
+        return _views(rows, lengths)
 
     def _scatter(self, parts: Sequence[bytes], num_bytes: int) -> memoryview:
-        blocks = [self._block(part, num_bytes) for part in parts]
+        blocks = [_block(part, num_bytes, self._device) for part in parts]
         received = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        options = self._timed(ScatterOptions())
-        options.rootRank = 0
+        options = self._from_first(ScatterOptions())
         sent = [blocks] if blocks else []
         self._watch.wait_for(lambda: self._group.scatter([received], sent, options), received, *blocks)
         return received.cpu().numpy().data
 
-    def _broadcast(self, data: bytes, num_bytes: int = _FIRST_BYTES) -> memoryview:
-        block = self._block(data if self._is_coordinator else b"", num_bytes)
-        options = self._timed(BroadcastOptions())
-        options.rootRank = 0
+    def _broadcast(self, data: bytes, num_bytes: int) -> memoryview:
+        block = _block(data if self._is_coordinator else b"", num_bytes, self._device)
+        options = self._from_first(BroadcastOptions())
         self._watch.wait_for(lambda: self._group.broadcast([block], options), block)
         return block.cpu().numpy().data
 
-    def _block(self, data: bytes, num_bytes: int) -> torch.Tensor:
-        """1-D uint8 of ``num_bytes`` on the group's device, filled from its begin."""
-        block = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-        block.numpy()[: len(data)] = memoryview(data)
-        block.numpy()[len(data) :] = 0
-        return block.to(self._device)
+    def _from_first(self, options: Rooted) -> Rooted:
+        options.rootRank = 0
+        return self._timed(options)
 
     def _timed(self, options: Options) -> Options:
-        """NCCL ends the process when the time of a collective is over: there the group's own time stays."""
+        """NCCL ends the process when a collective runs out of time: there the timeout of the group stays."""
         options.asyncOp = True
         if self._device.type == "cpu":
             options.timeout = timedelta(seconds=max(self._watch.seconds_left, 0) + _MORE_SECONDS)
         return options
 
 
+def _block(data: bytes, num_bytes: int, device: torch.device) -> torch.Tensor:
+    """The data, filled up with zeros to ``num_bytes``, as 1-D uint8."""
+    block = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+    block.numpy()[: len(data)] = memoryview(data)
+    block.numpy()[len(data) :] = 0
+    return block.to(device)
+
+
+def _head_of(data: bytes, *more: int) -> bytes:
+    """The first message: the length of the data, perhaps more lengths, and as much of the data as has room."""
+    lengths = b"".join(length.to_bytes(_LENGTH_BYTES, "little") for length in (len(data), *more))
+    return lengths + data[: _FIRST_BYTES - len(lengths)]
+
+
 def _length(head: bytes | memoryview) -> int:
     return int.from_bytes(head[:_LENGTH_BYTES], "little")
 
 
-def _lengths_of(*lengths: int) -> bytes:
-    return b"".join(length.to_bytes(_LENGTH_BYTES, "little") for length in lengths)
-
-
-def _cut(heads: Sequence[bytes], lengths: Sequence[int]) -> list[memoryview] | None:
+def _cut(heads: Sequence[bytes | memoryview], lengths: Sequence[int]) -> list[memoryview] | None:
     """The data of all ranks, where all of it was in the first message."""
     if max(lengths) > _FIRST_BYTES - _LENGTH_BYTES:
         return None
     return [memoryview(head)[_LENGTH_BYTES:][:length] for head, length in zip(heads, lengths, strict=True)]
 
 
-def _views(rows: torch.Tensor, lengths: Sequence[int]) -> list[memoryview]:
+def _views(rows: torch.Tensor, lengths: Sequence[int] | None = None) -> list[memoryview]:
+    lengths = lengths or [rows.shape[1]] * len(rows)
     return [memoryview(row)[:length] for row, length in zip(rows.cpu().numpy(), lengths, strict=True)]

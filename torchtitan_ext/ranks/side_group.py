@@ -35,7 +35,8 @@ class SideGroupOffer:
     new: str
 
 
-# Of this process. A group that was destroyed takes its entry with it.
+# A group that was destroyed takes its entry with it. Threads do not meet here: the entry of a group is set in one step,
+# by the operation whose turn it is on that group.
 _side_groups: WeakKeyDictionary[dist.ProcessGroup, SideGroup] = WeakKeyDictionary()
 
 

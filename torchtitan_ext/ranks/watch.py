@@ -61,8 +61,9 @@ _ADVICE = "this process group can serve no further save or load: make a new one,
 # Those with ``clone`` and ``check``.
 _ASKED_STORES = (dist.TCPStore, dist.FileStore, dist.HashStore)  # type: ignore[attr-defined]
 
-# Of collectives that were given up: the backend may still write there. In the module, because they outlive all else.
-_unfinished: list[tuple[dist.Work, tuple[torch.Tensor, ...]]] = []
+# Collectives that were given up, with their tensors, into which the backend may still write when all else has ended:
+# therefore in the module. Any thread may add and discard entries, in one step each.
+_unfinished: set[tuple[dist.Work, tuple[torch.Tensor, ...]]] = set()
 
 
 @dataclass(frozen=True)
@@ -164,9 +165,9 @@ class Watch:
                 raise
             self._give_up(f"the backend of rank {self._rank} says: {error}")
         finally:
-            _unfinished[:] = [kept for kept in _unfinished if not kept[0].is_completed()]
+            _unfinished.difference_update([kept for kept in tuple(_unfinished) if kept[0].is_completed()])
             if work is not None and not work.is_completed():
-                _unfinished.append((work, buffers))
+                _unfinished.add((work, buffers))
 
     def leave(self, error: BaseException) -> None:
         """Tells the others that this rank takes no further part, as after an interrupt."""
@@ -358,22 +359,26 @@ def _is_done_on_device(work: dist.Work) -> bool:
     return True
 
 
-# Of this process: who began last on a group, and has not ended.
+# For each group the operation that began last, until it has ended. Operations of all threads meet here, which is what
+# it is for: read and changed only under the lock.
 _last: dict[dist.ProcessGroup, Turn] = {}
 _changing = threading.Lock()
 
-# How often who waits asks whether the one before is lost.
+# How often a waiting operation asks whether the one before it is lost.
 _WAIT_SLICE_SECONDS = 1.0
 
 
 class Turn:
-    """Of one operation; made when it is its turn. What begins inside of a phase of another is part of that one."""
+    """The turn of one operation on a group: making it waits for the operation before, ``end`` lets the next one begin.
+
+    An operation that begins within a phase of another one, in its thread, is part of that one and does not wait.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.in_phase: int | None = None
-        """The thread that works in a phase of the operation."""
+        """The thread that works in a phase of the operation now."""
         self.check: Callable[[], None] = lambda: None
-        """Raises where the operation is lost, as in a write that never returns: nobody waits for it then."""
+        """Raises if the operation is lost, as by a write that never returns: the next one then does not wait for it."""
         self._group = group
         self._ended = threading.Event()
         with _changing:
