@@ -83,7 +83,7 @@ def test_a_relative_path_means_what_it_meant_first(tmp_path: Path, monkeypatch: 
 def dead_owner(target: Path) -> save_lock.Owner:
     """Of a thread of this machine that is gone."""
     code = (
-        "from torchtitan_ext.storage import save_lock; "
+        "from torchtitan_ext.storage.commit import save_lock; "
         f"print(json.dumps(vars(save_lock._this_thread('8' * 32, {str(target)!r}))))"
     )
     text = subprocess.run([sys.executable, "-c", f"import json; {code}"], capture_output=True, text=True, check=True)
