@@ -15,13 +15,16 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.tables.key_table import (
     SMALL_TENSOR_BYTES,
+    EncodedTable,
     KeyEntry,
     KeyTable,
     ObjectEntry,
+    RankTable,
     TensorEntry,
+    encode_table,
     local_bytes,
+    pack,
 )
-from torchtitan_ext.checkpoint.tables.rank_table import EncodedTable, RankTable, encode_table, pack
 from torchtitan_ext.layout.layout import MeshLayout, ShardReport, candidate_steps, is_on_part, is_replicated, shard_of
 
 TP = 8
@@ -296,10 +299,8 @@ def _one_of_each_kind(tensors: Iterable[Held]) -> list[Held]:
 
 
 def _pack_digests(encoded: EncodedTable, digests: Mapping[str, bytes]) -> tuple[bytes, ...]:
-    return tuple(
-        pack(_core.encode_digests(kind_of, max(kind_of, default=-1) + 1, [digests.get(name) for name in names]))
-        for names, kind_of in zip(encoded.names, encoded.kind_of, strict=True)
-    )
+    columns = zip(encoded.names, encoded.kind_of, strict=True)
+    return tuple(pack(_core.encode_digests(names, kind_of, dict(digests))) for names, kind_of in columns)
 
 
 def _standing(rank: int, shape: tuple[int, ...], names: tuple[str, ...]) -> Standing:

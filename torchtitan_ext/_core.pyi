@@ -188,21 +188,26 @@ _Mesh = tuple[_Sizes, _Sizes, tuple[str, ...] | None]
 _Report = tuple[_Sizes, _Mesh | None, _Sizes, tuple[tuple[int, int], ...], _Sizes, tuple[_Step, ...] | None]
 _HeldBox = tuple[_Sizes, _Sizes]
 
-def encode_columns(
-    meshes: Sequence[tuple[Sequence[int], bool, Sequence[int], Sequence[str] | None]],
-    kinds: Sequence[tuple[int, str, int, bool, Sequence[int], int, Sequence[tuple[int, int]], Sequence[_Step] | None]],
-    forms: Sequence[Sequence[tuple[int, bool]]],
-    names: Sequence[bytes],
-    kind_of: Sequence[int],
-    form_of: Sequence[int],
-) -> bytes: ...
-def encode_part(
-    standings: Sequence[tuple[int, Sequence[int]]],
-    local_sizes: Sequence[Sequence[int]],
-    unusual: Sequence[tuple[int, Sequence[int]]],
-    boxes: Sequence[tuple[int, Sequence[_Box]]],
-) -> bytes: ...
-def encode_digests(kind_of: Sequence[int], num_kinds: int, digests: list[bytes | None]) -> bytes: ...
+class EncodedColumns:
+    """A key table as bytes, and the order of its keys."""
+
+    sections: list[bytes]
+    part: bytes
+    names: list[list[str]]
+    kind_of: list[list[int]]
+    odd_paths: list[str]
+    """Keys whose path is no cut of the key at dots."""
+
+def encode_columns(entries: dict[str, Any], paths: dict[str, tuple[Any, ...]], own: set[str]) -> EncodedColumns:
+    """The table of a rank.
+
+    Args:
+        entries: ``KeyEntry`` by flat key.
+        paths: Where keys, those without entry too, stand in the nested state dict.
+        own: The keys of values that each rank keeps under a name of its own.
+    """
+
+def encode_digests(names: list[str], kind_of: Sequence[int], digests: dict[str, bytes]) -> bytes: ...
 def read_decision(
     decision: bytes, kind_of: Sequence[Sequence[int]]
 ) -> list[tuple[int, tuple[_Step, ...], int, list[int], list[tuple[int, _HeldBox]]]]: ...

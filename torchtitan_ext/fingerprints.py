@@ -28,8 +28,8 @@ from torchtitan_ext.checkpoint.tables.key_table import (
     TensorEntry,
     box_tensors,
     describe_state,
+    encode_table,
 )
-from torchtitan_ext.checkpoint.tables.rank_table import encode_table
 from torchtitan_ext.errors import Problem, described, refusal
 from torchtitan_ext.layout.dtensor import local_tensor
 from torchtitan_ext.layout.layout import (

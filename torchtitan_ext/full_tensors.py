@@ -20,8 +20,14 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torchtitan_ext import ops
 from torchtitan_ext.checkpoint.tables.agreement import TensorAgreement, agree
-from torchtitan_ext.checkpoint.tables.key_table import BoxesEntry, KeyTable, TensorEntry, box_tensors, describe_state
-from torchtitan_ext.checkpoint.tables.rank_table import encode_table
+from torchtitan_ext.checkpoint.tables.key_table import (
+    BoxesEntry,
+    KeyTable,
+    TensorEntry,
+    box_tensors,
+    describe_state,
+    encode_table,
+)
 from torchtitan_ext.errors import Problem, argument_error, check_argument, refusal
 from torchtitan_ext.layout.dtensor import Describer, as_bytes, describes_itself, local_tensor
 from torchtitan_ext.layout.layout import (

@@ -7,6 +7,8 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <tuple>
+#include <vector>
 
 #include "core/chunk.h"
 #include "core/shard_layout.h"
@@ -33,7 +35,14 @@ inline pybind11::tuple to_tuple(std::span<const int64_t> numbers) {
   return result;
 }
 
-// Per step axis, dim, split factor.
+using StepTuple = std::tuple<int64_t, int64_t, int64_t>;  // axis, dim, split_factor
+
+inline std::vector<core::ShardStep> to_steps(const std::vector<StepTuple>& tuples) {
+  std::vector<core::ShardStep> steps;
+  for (const auto& [axis, dim, split_factor] : tuples) steps.push_back({axis, dim, split_factor});
+  return steps;
+}
+
 inline pybind11::tuple to_tuple(std::span<const core::ShardStep> steps) {
   pybind11::tuple result(steps.size());
   for (size_t index = 0; index < steps.size(); ++index) {

@@ -12,6 +12,7 @@
 #include "bindings/metadata.h"
 #include "bindings/plan.h"
 #include "bindings/storage.h"
+#include "bindings/tables.h"
 #include "core/boxes.h"
 #include "core/chunk.h"
 #include "core/cover.h"
@@ -19,22 +20,15 @@
 #include "core/shard_layout.h"
 
 namespace py = pybind11;
-using namespace torchtitan_ext::core;  // NOLINT: this file only translates that namespace
-using torchtitan_ext::bindings::to_tuple;
+using namespace torchtitan_ext::core;      // NOLINT: this file only translates that namespace
+using namespace torchtitan_ext::bindings;  // NOLINT: and what all bindings convert
 
 namespace {
 
-using StepTuple = std::tuple<int64_t, int64_t, int64_t>;  // axis, dim, split_factor
-using PlacementTuple = std::tuple<int64_t, int64_t>;      // dim or -1, split_factor
-using BoxTuple = std::tuple<Sizes, Sizes>;                // offsets, sizes
-using ChunkTuple = std::tuple<Sizes, Sizes, Sizes>;       // offsets, sizes, local_offsets
-using ObservationTuple = std::tuple<Sizes, Sizes>;        // coordinate, local_sizes
-
-std::vector<ShardStep> to_steps(const std::vector<StepTuple>& tuples) {
-  std::vector<ShardStep> steps;
-  for (const auto& [axis, dim, split_factor] : tuples) steps.push_back({axis, dim, split_factor});
-  return steps;
-}
+using PlacementTuple = std::tuple<int64_t, int64_t>;  // dim or -1, split_factor
+using BoxTuple = std::tuple<Sizes, Sizes>;            // offsets, sizes
+using ChunkTuple = std::tuple<Sizes, Sizes, Sizes>;   // offsets, sizes, local_offsets
+using ObservationTuple = std::tuple<Sizes, Sizes>;    // coordinate, local_sizes
 
 std::vector<Chunk> to_chunks(const std::vector<BoxTuple>& boxes) {
   std::vector<Chunk> chunks;
@@ -126,5 +120,6 @@ PYBIND11_MODULE(_core, module) {
   torchtitan_ext::bindings::define_instances(module);
   torchtitan_ext::bindings::define_metadata(module);
   torchtitan_ext::bindings::define_storage(module);
+  torchtitan_ext::bindings::define_tables(module);
   register_plan(module);
 }

@@ -21,62 +21,7 @@ using namespace torchtitan_ext::bindings;  // NOLINT: and what all bindings conv
 
 namespace {
 
-using StepTuple = std::tuple<int64_t, int64_t, int64_t>;  // axis, dim, split_factor
-using BoxTuple = std::tuple<Sizes, Sizes>;                // offsets, sizes
-// shape, whether strided, strides or ranks, names
-using MeshTuple = std::tuple<Sizes, bool, Sizes, std::optional<std::vector<std::string>>>;
-// type, dtype, itemsize, requires_grad, shape, mesh, placements, order
-using KindTuple = std::tuple<int, std::string, int64_t, bool, Sizes, int64_t, std::vector<std::pair<int64_t, int64_t>>,
-                             std::optional<std::vector<StepTuple>>>;
-
 std::string_view to_view(const py::bytes& bytes) { return static_cast<std::string_view>(bytes); }
-
-py::bytes encode_columns_py(const std::vector<MeshTuple>& meshes, const std::vector<KindTuple>& kinds,
-                            const std::vector<std::vector<std::pair<int64_t, bool>>>& forms,
-                            const std::vector<py::bytes>& names, std::vector<uint32_t> kind_of,
-                            std::vector<uint32_t> form_of) {
-  KeyColumns columns;
-  for (const auto& [shape, is_strided, ranks, axis_names] : meshes) {
-    columns.meshes.push_back(
-        {shape, is_strided, ranks, axis_names.has_value(), axis_names.value_or(std::vector<std::string>())});
-  }
-  for (const auto& [type, dtype, itemsize, requires_grad, shape, mesh, placements, order] : kinds) {
-    Kind& kind = columns.kinds.emplace_back();
-    kind = {static_cast<EntryType>(type), dtype, itemsize, requires_grad, shape, mesh, {}, order.has_value(), {}};
-    for (const auto& [dim, split_factor] : placements) kind.placements.push_back({dim, split_factor});
-    for (const auto& [axis, dim, split_factor] : order.value_or(std::vector<StepTuple>())) {
-      kind.order.push_back({axis, dim, split_factor});
-    }
-  }
-  for (const auto& parts : forms) columns.forms.push_back({parts});
-  for (const py::bytes& name : names) {
-    columns.names.append(to_view(name));
-    columns.name_ends.push_back(columns.names.size());
-  }
-  columns.kind_of = std::move(kind_of);
-  columns.form_of = std::move(form_of);
-  return py::bytes(encode_columns(columns));
-}
-
-py::bytes encode_part_py(const std::vector<std::pair<int64_t, Sizes>>& standings, std::vector<Sizes> local_sizes,
-                         std::vector<std::pair<uint32_t, Sizes>> unusual,
-                         const std::vector<std::pair<uint32_t, std::vector<BoxTuple>>>& boxes) {
-  RankPart part{{}, std::move(local_sizes), std::move(unusual), {}};
-  for (const auto& [origin, coordinate] : standings) part.standings.push_back({origin, coordinate});
-  for (const auto& [key, stated] : boxes) {
-    auto& of_key = part.boxes.emplace_back(key, std::vector<Chunk>()).second;
-    for (const auto& [offsets, sizes] : stated) of_key.push_back({offsets, sizes, {}});
-  }
-  return py::bytes(encode_part(part));
-}
-
-py::bytes encode_digests_py(const std::vector<uint32_t>& kind_of, size_t num_kinds, const py::list& digests) {
-  std::vector<std::string_view> views;
-  for (const py::handle digest : digests) {
-    views.push_back(digest.is_none() ? std::string_view() : to_view(py::reinterpret_borrow<py::bytes>(digest)));
-  }
-  return py::bytes(encode_digests(kind_of, num_kinds, views));
-}
 
 py::list names_py(const World& world) {
   py::list names;
@@ -335,11 +280,6 @@ py::list overlaps_py(const ChunkIndex& index, const std::vector<std::tuple<Sizes
 }  // namespace
 
 void register_plan(py::module_& module) {
-  module.def("encode_columns", &encode_columns_py, py::arg("meshes"), py::arg("kinds"), py::arg("forms"),
-             py::arg("names"), py::arg("kind_of"), py::arg("form_of"));
-  module.def("encode_part", &encode_part_py, py::arg("standings"), py::arg("local_sizes"), py::arg("unusual"),
-             py::arg("boxes"));
-  module.def("encode_digests", &encode_digests_py, py::arg("kind_of"), py::arg("num_kinds"), py::arg("digests"));
   module.def("read_decision", &read_decision_py, py::arg("decision"), py::arg("kind_of"));
 
   py::class_<ChunkIndex>(module, "ChunkIndex", "Saved chunks, sorted once; see csrc/core/plan.h.")

@@ -16,8 +16,14 @@ from torchtitan_ext.checkpoint.planners.items import read_writes, write_items
 from torchtitan_ext.checkpoint.planners.replica_digests import compare_replicas
 from torchtitan_ext.checkpoint.planners.saved_metadata import stored_entries, stored_paths
 from torchtitan_ext.checkpoint.tables.agreement import TensorAgreement, agree
-from torchtitan_ext.checkpoint.tables.key_table import BoxesEntry, KeyEntry, KeyTable, ObjectEntry, TensorEntry
-from torchtitan_ext.checkpoint.tables.rank_table import encode_table
+from torchtitan_ext.checkpoint.tables.key_table import (
+    BoxesEntry,
+    KeyEntry,
+    KeyTable,
+    ObjectEntry,
+    TensorEntry,
+    encode_table,
+)
 from torchtitan_ext.layout.layout import MeshLayout, ShardReport, Steps, candidate_steps, mesh_coordinates, shard_of
 
 NUM_SEEDS = 40 * int(os.environ.get("TTE_SOAK", "1"))

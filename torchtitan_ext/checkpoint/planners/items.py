@@ -18,8 +18,15 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, TensorW
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.planners.saved_metadata import ChunkList, Part, is_covered
 from torchtitan_ext.checkpoint.rules.report import LoadReport
-from torchtitan_ext.checkpoint.tables.key_table import Box, BoxesEntry, KeyEntry, KeyTable, ObjectEntry, TensorEntry
-from torchtitan_ext.checkpoint.tables.rank_table import EncodedTable
+from torchtitan_ext.checkpoint.tables.key_table import (
+    Box,
+    BoxesEntry,
+    EncodedTable,
+    KeyEntry,
+    KeyTable,
+    ObjectEntry,
+    TensorEntry,
+)
 from torchtitan_ext.errors import Problem, refusal
 from torchtitan_ext.layout.dtensor import local_tensor
 from torchtitan_ext.layout.layout import Chunk, Steps, candidate_steps, num_elements, shard_of

@@ -67,14 +67,15 @@ from torchtitan_ext.checkpoint.rules.report import LoadReport, build_report, dis
 from torchtitan_ext.checkpoint.tables.agreement import agree, unforeseen_steps
 from torchtitan_ext.checkpoint.tables.component import nested_stateful, unclaimed_problems
 from torchtitan_ext.checkpoint.tables.key_table import (
+    EncodedTable,
     KeyEntry,
     KeyTable,
     ObjectEntry,
     describe_state,
+    encode_table,
     how_to_read,
     lies_in_local,
 )
-from torchtitan_ext.checkpoint.tables.rank_table import EncodedTable, encode_table
 from torchtitan_ext.errors import CheckpointReadError, DamagedValueError, check_argument, named, refusal
 from torchtitan_ext.layout.dtensor import box_of, local_tensor
 from torchtitan_ext.layout.layout import LayoutRules, ShardOrder, Steps

@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
 
 from torchtitan_ext.checkpoint.tables.agreement import Agreement
-from torchtitan_ext.checkpoint.tables.rank_table import RankTable
+from torchtitan_ext.checkpoint.tables.key_table import RankTable
 
 # A job alternates between few state dicts (full, model only); more would be a leak. The dicts are those of the stock
 # planner, so our keys carry a prefix.

@@ -13,8 +13,7 @@ import torch
 
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.tables.agreement import Agreement, ReadingFrom, TensorAgreement, as_rank_table
-from torchtitan_ext.checkpoint.tables.key_table import KeyTable
-from torchtitan_ext.checkpoint.tables.rank_table import RankTable, unpack
+from torchtitan_ext.checkpoint.tables.key_table import KeyTable, RankTable, unpack
 from torchtitan_ext.errors import Problem, named
 from torchtitan_ext.state.value_digest import shown
 

@@ -60,15 +60,19 @@ from torchtitan_ext.checkpoint.tables.agreement import (
 )
 from torchtitan_ext.checkpoint.tables.component import world_record
 from torchtitan_ext.checkpoint.tables.key_table import (
+    EncodedTable,
     KeyTable,
+    RankTable,
     TensorEntry,
     check_objects,
     describe_state,
     digest_values,
+    encode_table,
+    host_digest,
     how_to_read,
     lies_in_local,
+    number_hosts,
 )
-from torchtitan_ext.checkpoint.tables.rank_table import EncodedTable, RankTable, encode_table, host_digest, number_hosts
 from torchtitan_ext.dcp_private import ShardedTensor, flatten_sharded_tensors
 from torchtitan_ext.errors import MAX_NAMED, Problem, StateRefusedError, listed, named, refusal
 from torchtitan_ext.layout.dtensor import box_of, local_tensor

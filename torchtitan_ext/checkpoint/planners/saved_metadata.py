@@ -32,8 +32,7 @@ from torchtitan_ext.checkpoint.tables.agreement import (
     TensorAgreement,
     check_cover,
 )
-from torchtitan_ext.checkpoint.tables.key_table import Box
-from torchtitan_ext.checkpoint.tables.rank_table import RankTable
+from torchtitan_ext.checkpoint.tables.key_table import Box, RankTable
 from torchtitan_ext.dcp_private import StorageInfo
 from torchtitan_ext.errors import CheckpointFailedError, Problem
 from torchtitan_ext.layout.layout import Chunk

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchtitan_ext.checkpoint.rules.policy import Action, ElasticPolicy, Source
-from torchtitan_ext.checkpoint.tables.rank_table import RankTable
+from torchtitan_ext.checkpoint.tables.key_table import RankTable
 from torchtitan_ext.errors import Problem
 
 MODEL = "model"

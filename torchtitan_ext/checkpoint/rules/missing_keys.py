@@ -21,7 +21,7 @@ from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source
 from torchtitan_ext.checkpoint.rules.remedy import common_glob
 from torchtitan_ext.checkpoint.tables.agreement import Agreement, unused_layouts
 from torchtitan_ext.checkpoint.tables.component import PER_RANK, family_of, how_to_divide
-from torchtitan_ext.checkpoint.tables.rank_table import RankTable
+from torchtitan_ext.checkpoint.tables.key_table import RankTable
 from torchtitan_ext.errors import MAX_NAMED, Problem, Remedy, named
 from torchtitan_ext.errors.near_names import CLOSE, names_hint, nearest_glob, nearest_name
 from torchtitan_ext.layout.layout import LayoutRules, canonical_fqn

@@ -17,8 +17,7 @@ import torch
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.tables.agreement_problems import class_problem, cover_problem
 from torchtitan_ext.checkpoint.tables.component import World, world_of
-from torchtitan_ext.checkpoint.tables.key_table import Box, KeyTable
-from torchtitan_ext.checkpoint.tables.rank_table import BOXES, OBJECT, RankTable, encode_table, unpack
+from torchtitan_ext.checkpoint.tables.key_table import BOXES, OBJECT, Box, KeyTable, RankTable, encode_table, unpack
 from torchtitan_ext.errors import Problem, refusal
 from torchtitan_ext.layout.layout import Steps, unused_problem
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from torchtitan_ext import _core
-from torchtitan_ext.checkpoint.tables.key_table import Box
-from torchtitan_ext.checkpoint.tables.rank_table import BOXES, OBJECT, TENSOR
+from torchtitan_ext.checkpoint.tables.key_table import BOXES, OBJECT, TENSOR, Box
 from torchtitan_ext.errors import Problem
 from torchtitan_ext.layout.layout import MeshLayout, ShardReport, describe_report, format_placements, unresolved
 

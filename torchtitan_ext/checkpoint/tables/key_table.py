@@ -1,23 +1,27 @@
 """What one rank tells the coordinator of its state dict: one entry per key, plain picklable values.
 
-It travels as ``rank_table`` encodes it, in ``planner_data`` of the local plan, inside DCP's own gather: planners use no
-process group.
+It travels as a ``RankTable``, in ``planner_data`` of the local plan, inside DCP's own gather: planners use no process
+group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import hashlib
+import socket
+import zlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeGuard
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
-from torchtitan_ext.checkpoint.tables.component import nested_stateful
+from torchtitan_ext import _core
+from torchtitan_ext.checkpoint.tables.component import PER_RANK, nested_stateful
 from torchtitan_ext.dcp_private import ShardedTensor, create_chunk_list
-from torchtitan_ext.errors import Problem
+from torchtitan_ext.errors import Problem, refusal
 from torchtitan_ext.layout.dtensor import (
     Describer,
     describes_itself,
@@ -39,6 +43,15 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 # Counters, norms and biases of a test model: comparing them costs less than describing them.
 SMALL_TENSOR_BYTES = 64 * 1024
+
+# As csrc/core/key_columns.h numbers them.
+NONE, OBJECT, TENSOR, BOXES = range(4)
+
+# What one packed message may become: a few bytes of zlib can promise a gigabyte.
+_MAX_UNPACKED_BYTES = 1 << 28
+
+# Below this the bytes of an empty zlib stream are not earned back.
+_MIN_PACKED_BYTES = 100
 
 
 @dataclass(frozen=True)
@@ -95,6 +108,86 @@ class KeyTable:
     unread: Mapping[str, NotPlain] = field(default_factory=dict)
     layouts: Mapping[str, bool] = field(default_factory=dict)
     wrappers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RankTable:
+    """One rank's table on its way to the coordinator: bytes that ranks which hold alike have in common, and little of
+    a rank's own.
+
+    Attributes:
+        sections: Columns of keys (``csrc/core/key_columns.h``), packed: tensors on meshes, other values, and values
+            that each rank keeps under a name of its own.
+        part: Where this rank stands on the meshes of the first section, and its local sizes, packed.
+        digests: The digests of the values of each section, packed.
+        problems: What this rank alone can already tell to be wrong.
+        odd_paths: Paths that are no cut of their key at dots.
+        unread: Values that a load will not read by default: by flat key the classes for which it will not.
+        layouts: Whether each pattern of ``layouts=`` matches a key.
+        host: Digest of the name of the rank's host; empty where the rank does not say. No part of the structure.
+        planner: The class of the rank's planner, where it plans by methods of its own. No part of the structure.
+    """
+
+    sections: tuple[bytes, ...]
+    part: bytes
+    digests: tuple[bytes, ...]
+    problems: tuple[Problem, ...] = ()
+    odd_paths: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    unread: Mapping[str, NotPlain] = field(default_factory=dict)
+    layouts: Mapping[str, bool] = field(default_factory=dict)
+    host: bytes = b""
+    planner: str = ""
+
+    def __iter__(self) -> NoReturn:
+        """A subclass that plans by itself merges what it takes for the default planner's dicts of paths."""
+        detail = (
+            "its create_global_plan merges the planner_data of local plans, which are no dicts of paths; call "
+            "super().create_global_plan(), or extend DCP's default planner instead"
+        )
+        raise refusal("save", [Problem("planner_subclass", self.planner, detail)])
+
+    def structure(self) -> str:
+        """Digest of what the state is: keys, dtypes, shapes, meshes, placements, paths; not values, nor the host."""
+        hasher = hashlib.blake2b(digest_size=16)
+        rest = repr((self.problems, self.odd_paths, self.unread, self.layouts)).encode()
+        for part in (*self.sections, self.part, rest):
+            hasher.update(len(part).to_bytes(8, "little"))
+            hasher.update(part)
+        return hasher.hexdigest()
+
+
+@dataclass(frozen=True)
+class EncodedTable:
+    """What a rank keeps of its encoded table: the order of keys that positions in a decision refer to.
+
+    Attributes:
+        message: What it sends.
+        names: The keys of each section.
+        kind_of: The kind of each key, by section.
+    """
+
+    message: RankTable
+    names: tuple[list[str], ...]
+    kind_of: tuple[list[int], ...]
+
+
+def encode_table(table: KeyTable) -> EncodedTable:
+    """The table as it travels."""
+    own = {fqn for fqn in table.entries if "rank" in fqn and PER_RANK.search(fqn)}
+    columns = _core.encode_columns(dict(table.entries), dict(table.stock_paths), own)
+    names, kind_of, digests = tuple(columns.names), tuple(columns.kind_of), dict(table.digests)
+    message = RankTable(
+        sections=tuple(map(pack, columns.sections)),
+        part=pack(columns.part),
+        digests=tuple(
+            pack(_core.encode_digests(*columns_of, digests)) for columns_of in zip(names, kind_of, strict=True)
+        ),
+        problems=table.problems,
+        odd_paths={fqn: table.stock_paths[fqn] for fqn in columns.odd_paths},
+        unread=table.unread,
+        layouts=table.layouts,
+    )
+    return EncodedTable(message, names, kind_of)
 
 
 def describe_state(
@@ -204,6 +297,42 @@ def box_tensors(value: Any, entry: BoxesEntry) -> Iterator[torch.Tensor]:
     local = local_tensor(value)
     for (_, sizes), local_offsets in zip(entry.boxes, entry.local_offsets, strict=True):
         yield local_view(local, local_offsets, sizes)
+
+
+def host_digest() -> bytes:
+    """Stands for this rank's host: equal on ranks of one host only."""
+    return hashlib.blake2b(socket.gethostname().encode(), digest_size=8).digest()
+
+
+def number_hosts(tables: Sequence[RankTable]) -> list[int]:
+    """Per rank the number of its host; where it does not say, it has one for itself."""
+    numbers: dict[bytes | int, int] = {}
+    return [numbers.setdefault(table.host or rank, len(numbers)) for rank, table in enumerate(tables)]
+
+
+def pack(data: bytes) -> bytes:
+    """Compressed, where that makes it smaller."""
+    if len(data) >= _MIN_PACKED_BYTES:
+        packed = zlib.compress(data, 9)
+        if len(packed) < len(data):
+            return b"z" + packed
+    return b"r" + data
+
+
+def unpack(data: bytes) -> bytes:
+    """What was packed. Raises ValueError for bytes that were not, or that become too many."""
+    if data[:1] == b"r":
+        return data[1:]
+    if data[:1] != b"z":
+        raise ValueError(f"packed bytes begin with {data[:1]!r}, expected b'r' or b'z'")
+    stream = zlib.decompressobj()
+    try:
+        unpacked = stream.decompress(data[1:], _MAX_UNPACKED_BYTES)
+    except zlib.error as error:
+        raise ValueError(f"packed bytes are broken: {error}") from None
+    if not stream.eof or stream.unused_data:
+        raise ValueError(f"packed bytes are cut off, or become more than {_MAX_UNPACKED_BYTES}")
+    return unpacked
 
 
 def _has_boxes(value: Any) -> bool:

@@ -2,8 +2,8 @@
 
 Ranks of a job run the same program: they hold parts of the same tensors, each by where it stands on the meshes. So what
 one of them says of itself, with another coordinate and the local sizes there, is what another one would send to the
-coordinator of a save or load (``checkpoint/rank_table.py``). Stages of a pipeline hold different keys: each is a group
-of its own.
+coordinator of a save or load (``checkpoint/tables/key_table.py``). Stages of a pipeline hold different keys: each is a
+group of its own.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 from torchtitan_ext.checkpoint.tables.component import PER_RANK, family_of
 from torchtitan_ext.checkpoint.tables.key_table import (
     BoxesEntry,
+    EncodedTable,
     KeyEntry,
     KeyTable,
     ObjectEntry,
     TensorEntry,
+    encode_table,
     local_bytes,
 )
-from torchtitan_ext.checkpoint.tables.rank_table import EncodedTable, encode_table
 from torchtitan_ext.errors import Problem, WrongValueError
 from torchtitan_ext.layout.layout import (
     MeshLayout,
@@ -116,7 +117,6 @@ class AlikeRanks:
         self._encoded = encode_table(self.table)
         self._sample = self._one_of_each_kind()
         self._own_tables: dict[tuple[str, ...], EncodedTable] = {}
-        self._forms: dict[MeshLayout, Any] = {}
 
     def entry(self, rank: int, entry: KeyEntry) -> Entry:
         """What a rank holds where the table has this entry."""
@@ -179,7 +179,7 @@ class AlikeRanks:
             base.message,
             sections=(*base.message.sections[:2], own.message.sections[2]),
             digests=(*base.message.digests[:2], own.message.digests[2]),
-            part=encode_table(sample, self._forms).message.part,
+            part=encode_table(sample).message.part,
         )
         return EncodedTable(message, (*base.names[:2], own.names[2]), (*base.kind_of[:2], own.kind_of[2]))
 

@@ -13,8 +13,7 @@ from torchtitan_ext.checkpoint.planners.saved_metadata import ChunkList, name_me
 from torchtitan_ext.checkpoint.rules.load_rules import ComponentPlan, LoadRules, ReadRequest, component_of
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy
 from torchtitan_ext.checkpoint.tables.component import saved_world
-from torchtitan_ext.checkpoint.tables.key_table import KeyEntry, KeyTable, ObjectEntry, TensorEntry
-from torchtitan_ext.checkpoint.tables.rank_table import encode_table
+from torchtitan_ext.checkpoint.tables.key_table import KeyEntry, KeyTable, ObjectEntry, TensorEntry, encode_table
 from torchtitan_ext.elastic.rng import RngState, rng_of_saved
 from torchtitan_ext.elastic.virtual_shards import TooFewShardsError, num_shards_of
 from torchtitan_ext.errors import Problem

@@ -13,8 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.planners.items import written_chunks
 from torchtitan_ext.checkpoint.planners.save_planner import SavePlanner
-from torchtitan_ext.checkpoint.tables.key_table import ObjectEntry, TensorEntry
-from torchtitan_ext.checkpoint.tables.rank_table import EncodedTable
+from torchtitan_ext.checkpoint.tables.key_table import EncodedTable, ObjectEntry, TensorEntry
 from torchtitan_ext.errors import Problem, StateRefusedError
 from torchtitan_ext.layout.layout import num_elements
 from torchtitan_ext.offline.amounts import Bandwidth
