@@ -1,4 +1,4 @@
-"""Boxes of a source's tensors: where they lie by metadata and files, and how they are read in bounded pieces."""
+"""Reads boxes of a checkpoint's tensors straight from its files, in pieces that fit into a bounded buffer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
@@ -17,17 +17,19 @@ from torchtitan_ext.checkpoint.planners.targets import is_exact
 from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError, WrongValueError
 from torchtitan_ext.layout.dtensor import local_view
 from torchtitan_ext.layout.wrapper import dense_values
-from torchtitan_ext.offline.sources import Source, read_record
+from torchtitan_ext.offline.sources import FileSource, read_record
 from torchtitan_ext.state.plain_value import read_value
 from torchtitan_ext.storage.checkpoint_files import Record
 from torchtitan_ext.storage.damage import shape_defect
 from torchtitan_ext.storage.native.read_batch import Copy, add_box
 from torchtitan_ext.storage.raw_tensor import DTYPES, NAMES
 
-# A batch of small pieces is one call of the reader; more of them at a time save nothing.
+_Target = TypeVar("_Target")
+
+# One call of the reader takes a batch of small pieces. Larger batches are no faster.
 _MAX_BATCH_PIECES = 4096
 
-# Files stay open from one call to the next: to open one again is to read the checksums of all its blocks again.
+# Files stay open from one call to the next: opening a file again reads the checksums of all its blocks again.
 _MAX_OPEN_FILES = 128
 
 _ALIGNMENT = 64
@@ -35,7 +37,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor, small enough to be held."""
+    """A box of one tensor, in elements; ``dtype`` is what its elements are read as."""
 
     fqn: str
     dtype: torch.dtype
@@ -48,8 +50,8 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class _Part:
-    """What a saved chunk has of a piece: where it begins in the chunk, and its place in memory."""
+class _SavedPart:
+    """The overlap of a piece and a saved chunk: ``offsets`` in the chunk, and the memory it is read into."""
 
     index: MetadataIndex
     offsets: tuple[int, ...]
@@ -57,7 +59,7 @@ class _Part:
 
 
 def chunks_of(tensors: Mapping[str, TensorStorageMetadata]) -> list[Piece]:
-    """The chunks that tensors were saved in, by the names in the source."""
+    """The chunks in which tensors were saved; keys are names in the source."""
     return [
         Piece(fqn, entry.properties.dtype, tuple(chunk.offsets), tuple(chunk.sizes))
         for fqn, entry in tensors.items()
@@ -65,8 +67,13 @@ def chunks_of(tensors: Mapping[str, TensorStorageMetadata]) -> list[Piece]:
     ]
 
 
+def whole(fqn: str, dtype: torch.dtype, shape: Sequence[int]) -> Piece:
+    """The box that is the whole tensor."""
+    return Piece(fqn, dtype, (0,) * len(shape), tuple(shape))
+
+
 def cut(piece: Piece, max_bytes: int) -> Iterator[Piece]:
-    """A box in pieces of at most so many bytes, one behind the other in row-major order. Nothing of an empty one."""
+    """Cuts a box into pieces of at most ``max_bytes``, in row-major order; an empty box gives no pieces."""
     if 0 in piece.sizes:
         return
     if piece.num_bytes <= max_bytes or not piece.sizes:
@@ -86,33 +93,25 @@ def cut(piece: Piece, max_bytes: int) -> Iterator[Piece]:
                 yield Piece(piece.fqn, piece.dtype, (offsets[0], *part.offsets), (1, *part.sizes))
 
 
-class Sized(Protocol):
-    """What takes so many bytes."""
-
-    @property
-    def num_bytes(self) -> int: ...
-
-
-_Sized = TypeVar("_Sized", bound=Sized)
-
-
-def batched(pieces: Iterable[_Sized], max_bytes: int, *, max_count: int = _MAX_BATCH_PIECES) -> Iterator[list[_Sized]]:
-    """Pieces in groups that fit into a buffer of so many bytes."""
-    batch: list[_Sized] = []
+def batched(
+    pieces: Iterable[tuple[Piece, _Target]], max_bytes: int, *, max_count: int = _MAX_BATCH_PIECES
+) -> Iterator[list[tuple[Piece, _Target]]]:
+    """Groups pieces, each with the target it is for, so that a group fits into a buffer of ``max_bytes``."""
+    batch: list[tuple[Piece, _Target]] = []
     num_bytes = 0
-    for piece in pieces:
+    for piece, target in pieces:
         size = _padded(piece.num_bytes)
         if batch and (num_bytes + size > max_bytes or len(batch) == max_count):
             yield batch
             batch, num_bytes = [], 0
-        batch.append(piece)
+        batch.append((piece, target))
         num_bytes += size
     if batch:
         yield batch
 
 
 def views(buffer: torch.Tensor, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-    """Tensors for pieces, one behind the other in a buffer of bytes."""
+    """One tensor per piece, one behind the other in a buffer of bytes."""
     made = []
     begin = 0
     for piece in pieces:
@@ -122,22 +121,22 @@ def views(buffer: torch.Tensor, pieces: Sequence[Piece]) -> list[torch.Tensor]:
 
 
 def new_buffer(num_bytes: int) -> torch.Tensor:
-    """For ``batched`` and ``views`` of so many bytes. Pages that nobody writes to take no memory.
+    """A buffer for ``batched`` and ``views``. Pages that nobody writes to take no memory.
 
-    Mapped, so that it is given back at once: what an allocator keeps of several buffers would add up.
+    The buffer is mapped, so that the system gets it back at once: an allocator would keep several of them.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     return torch.frombuffer(mmap.mmap(-1, max(_padded(num_bytes), _ALIGNMENT), flags=flags), dtype=torch.uint8)
 
 
 class BoxReader:
-    """Reads boxes of a source's tensors, whatever chunks these were saved in. Each thread has one of its own.
+    """Reads boxes of a source's tensors, whatever chunks they were saved in. Each thread needs a reader of its own.
 
     Args:
-        chunks: Those that another reader of the source knows.
+        chunks: The chunk lists that another reader of the same source has indexed already.
     """
 
-    def __init__(self, source: Source, chunks: SavedChunks | None = None) -> None:
+    def __init__(self, source: FileSource, chunks: SavedChunks | None = None) -> None:
         self.source = source
         self._chunks = SavedChunks() if chunks is None else chunks
         self._close()
@@ -147,17 +146,16 @@ class BoxReader:
         return BoxReader(self.source, self._chunks)
 
     def chunk_list(self, entry: TensorStorageMetadata) -> ChunkList:
-        """How a tensor of the source was saved."""
+        """The chunks in which a tensor of the source was saved."""
         return self._chunks.of(entry)
 
     def entry(self, fqn: str) -> TensorStorageMetadata:
-        """What the source says of a tensor.
+        """The metadata of a tensor.
 
         Raises:
             DamagedCheckpointError: The saved chunks do not hold every element once.
         """
-        entry = self.source.metadata.state_dict_metadata[fqn]
-        assert isinstance(entry, TensorStorageMetadata), f"{fqn} is no tensor, please report"
+        entry = self._entry(fqn)
         if not self.chunk_list(entry).covers(tuple(entry.size)):
             raise DamagedCheckpointError(
                 f"{self.source.path}: the chunks of {fqn} do not hold every element of its {tuple(entry.size)} once"
@@ -167,7 +165,7 @@ class BoxReader:
     def read(self, pieces: Sequence[Piece], places: Sequence[torch.Tensor]) -> None:
         """Fills each place, a contiguous tensor on the CPU, with the elements of its piece.
 
-        Where the piece is of another dtype than the tensor, elements are cast, by way of memory of their own.
+        Elements that were saved in another dtype are read into memory of their own and cast from there.
 
         Raises:
             DamagedCheckpointError: Bytes are not what was written.
@@ -176,65 +174,76 @@ class BoxReader:
         """
         parts = [part for piece, place in zip(pieces, places, strict=True) for part in self._parts_of(piece, place)]
         records = self.source.find_records([part.index for part in parts])
-        runs, files = self._runs, self._files
         later: list[Copy] = []
-        casts: list[tuple[_Part, torch.Tensor]] = []
+        casts: list[tuple[_SavedPart, torch.Tensor]] = []
         try:
             for part, record in zip(parts, records, strict=True):
                 if record.tensor is None:
                     later.append((part.place, self._box_of_record(part)))
                     continue
-                if record.file not in files:
-                    files[record.file] = self.source.open_file(runs, record.file)
-                saved = self._saved_dtype(part, record)
-                place = (
-                    part.place
-                    if saved == part.place.dtype
-                    else torch.empty(part.place.shape, dtype=saved, device="cpu")
-                )
-                later += add_box(runs, files[record.file], record.tensor, part.offsets, place)
-                if place is not part.place:
+                if record.file not in self._files:
+                    self._files[record.file] = self.source.open_file(self._runs, record.file)
+                place, saved = part.place, self._saved_dtype(part, record)
+                if saved != place.dtype:
+                    place = torch.empty(place.shape, dtype=saved, device="cpu")
                     casts.append((part, place))
-            self.source.read_runs(runs, list(files))
+                later += add_box(self._runs, self._files[record.file], record.tensor, part.offsets, place)
+            self.source.read_runs(self._runs, list(self._files))
         except BaseException as error:
-            self._close()  # what was added is not to be read by another call
+            self._close()  # the next call must not read what this one has added
             if isinstance(error, (_core.FormatError, UnicodeDecodeError)):
                 raise DamagedCheckpointError(str(error)) from None
             raise
-        if len(files) > _MAX_OPEN_FILES:
+        if len(self._files) > _MAX_OPEN_FILES:
             self._close()
         for place, values in later:
             place.copy_(values)
         for part, values in casts:
             _cast(part, values)
 
+    def read_batches(
+        self, pieces: Iterable[tuple[Piece, _Target]], max_bytes: int
+    ) -> Iterator[list[tuple[torch.Tensor, _Target]]]:
+        """Reads pieces, each with the target it is for, as many at a time as fit into one buffer of ``max_bytes``.
+
+        The tensors of a batch are valid until the next batch is asked for.
+        """
+        buffer = new_buffer(max_bytes)
+        for batch in batched(pieces, max_bytes):
+            read = [piece for piece, _ in batch]
+            places = views(buffer, read)
+            self.read(read, places)
+            yield [(place, target) for place, (_, target) in zip(places, batch, strict=True)]
+
     def _close(self) -> None:
         self._runs = _core.RunReader()
         self._files: dict[str, int] = {}
 
-    def _parts_of(self, piece: Piece, place: torch.Tensor) -> list[_Part]:
-        entry = self.source.metadata.state_dict_metadata[piece.fqn]
-        assert isinstance(entry, TensorStorageMetadata)
-        chunks = self.chunk_list(entry)
+    def _entry(self, fqn: str) -> TensorStorageMetadata:
+        entry = self.source.metadata.state_dict_metadata[fqn]
+        assert isinstance(entry, TensorStorageMetadata), f"{fqn} is no tensor, please report"
+        return entry
+
+    def _parts_of(self, piece: Piece, place: torch.Tensor) -> list[_SavedPart]:
+        chunks = self.chunk_list(self._entry(piece.fqn))
         wanted = [(piece.offsets, piece.sizes, (0,) * len(piece.sizes))]
         parts = []
         for _, chunk, saved_offsets, local_offsets, sizes in chunks.index.find_overlaps(wanted):
             index = MetadataIndex(piece.fqn, torch.Size(chunks.index.box(chunk)[0]))
-            parts.append(_Part(index, saved_offsets, local_view(place, local_offsets, sizes)))
+            parts.append(_SavedPart(index, saved_offsets, local_view(place, local_offsets, sizes)))
         return parts
 
-    def _saved_dtype(self, part: _Part, record: Record) -> torch.dtype:
-        entry = self.source.metadata.state_dict_metadata[part.index.fqn]
-        assert isinstance(entry, TensorStorageMetadata) and record.tensor is not None
-        dtype = entry.properties.dtype
+    def _saved_dtype(self, part: _SavedPart, record: Record) -> torch.dtype:
+        dtype = self._entry(part.index.fqn).properties.dtype
+        assert record.tensor is not None
         if DTYPES[record.tensor.dtype] != dtype:
             raise DamagedCheckpointError(
                 f"{record.file}: {part.index.fqn} lies there as {record.tensor.dtype}, the metadata says {dtype}"
             )
         return dtype
 
-    def _box_of_record(self, part: _Part) -> torch.Tensor:
-        """Of a tensor that is not plain memory: the values that it stands for."""
+    def _box_of_record(self, part: _SavedPart) -> torch.Tensor:
+        """The box of a record that is no plain memory (a subclass, quantised, sparse), as dense values."""
         try:
             value = read_value(io.BytesIO(read_record(self.source, part.index).numpy().data), weights_only=True)
         except ValueError as error:
@@ -242,7 +251,7 @@ class BoxReader:
         return local_view(dense_values(value), part.offsets, part.place.shape)
 
 
-def _cast(part: _Part, values: torch.Tensor) -> None:
+def _cast(part: _SavedPart, values: torch.Tensor) -> None:
     part.place.copy_(values)
     if is_exact(values.dtype, part.place.dtype):
         return
@@ -264,11 +273,11 @@ def _padded(num_bytes: int) -> int:
     return (num_bytes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
 
 
-def records_of(source: Source, chunks: Sequence[Piece]) -> list[Record]:
-    """Where whole chunks lie, as they were saved.
+def records_of(source: FileSource, chunks: Sequence[Piece]) -> list[Record]:
+    """The record of each chunk.
 
     Raises:
-        DamagedCheckpointError: What lies there is of another dtype or shape than the metadata says.
+        DamagedCheckpointError: A record has another dtype or shape than the metadata says.
     """
     records = source.find_records([MetadataIndex(chunk.fqn, torch.Size(chunk.offsets)) for chunk in chunks])
     for chunk, record in zip(chunks, records, strict=True):

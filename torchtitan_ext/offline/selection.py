@@ -1,4 +1,4 @@
-"""Which keys of a checkpoint an operation is for, and what they are called there."""
+"""Chooses the keys of a checkpoint that a command works on, and gives them their names in the result."""
 
 from __future__ import annotations
 
@@ -12,37 +12,38 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torchtitan_ext.errors import Problem, WrongValueError, refusal
 from torchtitan_ext.errors.near_names import names_hint, refuse_unmatched
 from torchtitan_ext.offline.boxes import BoxReader, chunks_of, records_of
-from torchtitan_ext.offline.sources import Source, paths_of, tensor_bytes
+from torchtitan_ext.offline.sources import FileSource, paths_of, tensor_bytes
+from torchtitan_ext.offline.workers import Shares, divide, room_for_casts
 from torchtitan_ext.state.nested import Path
 
-# Empty dicts in lists have no keys. Positions that are said to be further on are none.
+# Empty dicts in lists have no keys, so that lists may have more members than keys; a larger position is damage.
 _MAX_MEMBERS_WITHOUT_KEY = 1 << 20
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Chooses keys by globs and by a prefix; by default all.
+    """Chooses keys by globs and by a prefix; by default all keys.
 
     Attributes:
-        only: Globs; a key is chosen that matches one of them, by the name that it gets. Without globs every key is.
-        prefix: A component, such as ``model``: only keys below it are chosen, and their names lose it.
+        only: Globs. A key is chosen if its new name, without the prefix, matches one of them. No globs choose all keys.
+        prefix: A component, such as ``model``: only keys below it are chosen, and their new names lack the prefix.
     """
 
     only: tuple[str, ...] = ()
     prefix: str = ""
 
-    def keys_of(self, source: Source) -> dict[str, str]:
-        """Keys of a source by the names that they get, in its order."""
+    def keys_of(self, source: FileSource) -> dict[str, str]:
+        """The chosen keys of a source by their new names, in the order of the source."""
         num_dropped = len(self._begin)
         below = filter(self._is_below, source.metadata.state_dict_metadata)
         return {key: fqn for fqn in below if self._is_chosen(key := fqn[num_dropped:])}
 
-    def within(self, source: Source) -> Selection:
-        """For a source that may have been cut off at the prefix: there all keys are taken as they are."""
+    def within(self, source: FileSource) -> Selection:
+        """Without the prefix if the source has no key below it: such a source may hold the component alone."""
         return self if any(map(self._is_below, source.metadata.state_dict_metadata)) else replace(self, prefix="")
 
-    def check_finds(self, *sources: Source) -> None:
-        """Refuses a prefix, and globs, that match no key of any of these, where there are keys.
+    def check_finds(self, *sources: FileSource) -> None:
+        """Refuses a prefix, and globs, that match no key of any of these sources.
 
         Raises:
             WrongValueError: Names the nearest keys.
@@ -56,15 +57,17 @@ class Selection:
         keys = {key: None for source in sources for key in every.within(source).keys_of(source)}
         refuse_unmatched("only", self.only, keys, where=f"{where} below {self.prefix}" if self.prefix else where)
 
-    def paths_of(self, source: Source) -> dict[str, Path]:
-        """Where each key stands in the nested state dict, by the name that it gets; all at its top where what
-        the checkpoint says of them is no nesting."""
+    def paths_of(self, source: FileSource) -> dict[str, Path]:
+        """The path of each chosen key in the nested state dict, by its new name.
+
+        All keys stand at the top if the recorded paths contradict each other.
+        """
         paths = paths_of(source)
         chosen = {key: _below(key, fqn, paths[fqn]) for key, fqn in self.keys_of(source).items()}
         return chosen if _is_nesting(chosen.values(), len(paths)) else {key: (key,) for key in chosen}
 
-    def num_bytes_of(self, source: Source, dtype: torch.dtype | None = None) -> int:
-        """Of the tensors that are chosen, those of floating-point numbers in a dtype."""
+    def num_bytes_of(self, source: FileSource, dtype: torch.dtype | None = None) -> int:
+        """The size of the chosen tensors in bytes, floating-point ones after a cast to ``dtype``."""
         entries = (source.metadata.state_dict_metadata[fqn] for fqn in self.keys_of(source).values())
         return sum(tensor_bytes(_in_dtype(one, dtype)) for one in entries if isinstance(one, TensorStorageMetadata))
 
@@ -80,27 +83,26 @@ class Selection:
 
 
 class SelectedKeys:
-    """The keys of a checkpoint that are copied: tensors of plain memory, and values.
+    """The keys of a checkpoint that a command copies: tensors of plain memory, and values.
 
     Attributes:
-        reader: Of the source; it knows the chunks of all tensors.
-        fqns: Names in the source by the names that keys get, in the source's order.
-        paths: Where each key stands in the nested state dict, by the name that it gets.
-        tensors: What the metadata says of each tensor, by the name that it gets.
-        values: The names of what is no tensor.
-        cast: The dtypes in the source of tensors that are to be of another dtype.
+        reader: Reads boxes of the source.
+        fqns: Names in the source, by new name, in the order of the source.
+        paths: Paths in the nested state dict, by new name.
+        tensors: Metadata of each new tensor, by new name.
+        values: The new names of the values that are no tensors.
+        cast: The dtype in the source of each tensor that gets another dtype, by new name.
 
     Args:
-        dtype: Of the floating-point tensors that are copied; by default as in the source.
+        dtype: The dtype that floating-point tensors get; by default they keep theirs.
 
     Raises:
         WrongValueError: Nothing is selected.
-        DamagedCheckpointError: Data files are not there; chunks of a tensor are missing, or overlap.
-        LayoutError: The bytes of a tensor are not its elements, one behind the other: it is a subclass, quantised or
-            sparse.
+        DamagedCheckpointError: Data files are missing; chunks of a tensor are missing or overlap.
+        LayoutError: A tensor is a subclass, quantised or sparse: its bytes are not its elements, one behind the other.
     """
 
-    def __init__(self, source: Source, selection: Selection, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, source: FileSource, selection: Selection, dtype: torch.dtype | None = None) -> None:
         selection.check_finds(source)
         self.source = source
         self.reader = BoxReader(source)
@@ -115,6 +117,7 @@ class SelectedKeys:
         }
         self.values = [key for key in self.fqns if key not in self.tensors]
         _check_plain(source, {self.fqns[key]: entry for key, entry in self.tensors.items()})
+        self.dtype = dtype
         self.cast: dict[str, torch.dtype] = {}
         if dtype is not None:
             saved = self.tensors
@@ -124,8 +127,14 @@ class SelectedKeys:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
+        """The size of all new tensors in bytes."""
         return sum(map(tensor_bytes, self.tensors.values()))
+
+    def divide(self, max_bytes: int, num_processes: int | None) -> Shares:
+        """Shares the copy between processes that hold at most ``max_bytes`` together."""
+        shares = divide(room_for_casts(max_bytes, self.cast.values(), self.dtype), num_processes)
+        self.source.thread_count = shares.num_threads
+        return shares
 
 
 def _in_dtype(entry: TensorStorageMetadata, dtype: torch.dtype | None) -> TensorStorageMetadata:
@@ -134,7 +143,7 @@ def _in_dtype(entry: TensorStorageMetadata, dtype: torch.dtype | None) -> Tensor
     return replace(entry, properties=replace(entry.properties, dtype=dtype))
 
 
-def _check_plain(source: Source, tensors: Mapping[str, TensorStorageMetadata]) -> None:
+def _check_plain(source: FileSource, tensors: Mapping[str, TensorStorageMetadata]) -> None:
     chunks = chunks_of(tensors)
     records = records_of(source, chunks)
     odd = dict.fromkeys(chunk.fqn for chunk, record in zip(chunks, records, strict=True) if record.tensor is None)
@@ -147,7 +156,7 @@ def _check_plain(source: Source, tensors: Mapping[str, TensorStorageMetadata]) -
 
 
 def _below(key: str, fqn: str, path: Path) -> Path:
-    """Where a key stands, when the names of what it is in are cut off."""
+    """The path of a key without the parts that the prefix names; the key alone if the prefix ends inside a part."""
     num_dropped = len(fqn) - len(key)
     while num_dropped > 0:
         num_dropped -= len(str(path[0])) + 1
@@ -156,10 +165,10 @@ def _below(key: str, fqn: str, path: Path) -> Path:
 
 
 def _is_nesting(paths: Collection[Path], num_keys: int) -> bool:
-    """Whether there is a state dict in which values stand at these paths; a list has what may be left out of it.
+    """Whether some state dict has values at all of these paths; lists may have further members.
 
     Args:
-        num_keys: Of the whole checkpoint, by which the lengths of lists are bounded.
+        num_keys: The number of keys of the whole checkpoint, which bounds the lengths of lists.
     """
     kinds: dict[Path, type] = {(): str}
     ends: dict[Path, int] = {}

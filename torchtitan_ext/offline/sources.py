@@ -1,7 +1,4 @@
-"""Checkpoints of every format as one thing: metadata as DCP's, and where the bytes of each chunk lie.
-
-Tensors are read by boxes, straight from the files: nothing is gathered, and no more is read than is asked for.
-"""
+"""Opens checkpoints of any format: metadata as DCP has it, and the place of each chunk in the files."""
 
 from __future__ import annotations
 
@@ -37,12 +34,12 @@ from torchtitan_ext.storage.native.file_reader import FileReader
 from torchtitan_ext.storage.raw_tensor import DTYPES
 
 
-class Source(Protocol):
-    """A checkpoint that is read.
+class FileSource(Protocol):
+    """A checkpoint of any format whose files are read directly.
 
     Attributes:
-        metadata: As DCP's; its ``state_dict_metadata`` has an entry for each flat key.
-        thread_count: Threads that read; by default one per core, at most 8.
+        metadata: As DCP has it; ``state_dict_metadata`` has an entry for each flat key.
+        thread_count: The number of threads that read; by default one per core, at most 8.
     """
 
     path: Path
@@ -50,63 +47,69 @@ class Source(Protocol):
     thread_count: int | None
 
     def check_files(self, fqns: Iterable[str]) -> None:
-        """Raises DamagedCheckpointError where a data file of one of these keys is not there, or is cut."""
+        """Raises DamagedCheckpointError if a data file of one of these keys is missing or cut."""
         ...
 
     def find_records(self, indices: Sequence[MetadataIndex]) -> list[Record]:
-        """Where chunks of tensors lie."""
+        """The record of each chunk."""
         ...
 
     def open_file(self, runs: _core.RunReader, name: str) -> int:
-        """Adds a file to those that a reader of runs has; its number there."""
+        """Adds a file to a reader of runs, and returns the number that the reader gives it."""
         ...
 
     def read_runs(self, runs: _core.RunReader, names: list[str]) -> None:
-        """Reads what was added, and compares checksums where the files have any."""
+        """Reads the runs that were added, and compares checksums if the files have any."""
         ...
 
     def read_value(self, fqn: str) -> Any:
-        """What is no tensor.
+        """Reads a value that is no tensor.
 
         Raises:
-            CheckpointReadError: It is more than plain data, or damaged.
+            CheckpointReadError: The value is more than plain data, or damaged.
         """
         ...
 
     def value_record(self, fqn: str) -> torch.Tensor:
-        """The same as ``torch.save`` writes it, 1-D uint8; what is in a file already is not looked at."""
+        """A value as ``torch.save`` writes it, 1-D uint8. The bytes of a saved record are copied without a look."""
         ...
 
 
-def open_source(path: str | os.PathLike[str], *, weights_only: bool = True) -> Source:
+def open_source(path: str | os.PathLike[str], *, weights_only: bool = True) -> FileSource:
     """Opens a checkpoint of DCP, of ours, of Hugging Face's safetensors (a file or a directory), or of ``torch.save``.
 
     Args:
-        weights_only: Refuse values that are more than plain data. Without it they are unpickled, which runs what they
-            name.
+        weights_only: Refuse values that are more than plain data. If false, they are unpickled, which runs the code
+            that they name.
 
     Raises:
-        UnknownFormatError: It is none of these.
-        DamagedCheckpointError: Its metadata, headers or archive are damaged.
-        OSError: There is nothing, or it cannot be read.
+        UnknownFormatError: The path holds none of these formats.
+        DamagedCheckpointError: The metadata, headers or archive are damaged.
+        OSError: The path does not exist or cannot be read.
     """
     place = Path(path)
     kind = format_of(place)
     if kind == "dcp":
         return DcpSource(place, weights_only=weights_only)
-    return safetensors_source(place) if kind == "safetensors" else torch_source(place, weights_only=weights_only)
+    if kind == "safetensors":
+        places = find_safetensors(place)
+        return PlainFiles(place, places, {}, {fqn: (fqn,) for fqn in places})
+    file = read_torch_file(place, weights_only=weights_only)
+    records = file.tensors.items()
+    chunks = {fqn: [((0,) * len(one.tensor.sizes), one)] for fqn, one in records if one.tensor is not None}
+    return PlainFiles(place, chunks, file.values, file.paths)
 
 
 class DcpSource:
-    """A directory of DCP, of ours or stock's."""
+    """A directory of DCP, written by this package or by stock."""
 
     def __init__(self, path: Path, *, weights_only: bool = True) -> None:
         self.path = path
         self._weights_only = weights_only
-        # A copy of damaged bytes would get checksums that match them.
+        # Without this check, a copy of damaged bytes would get matching checksums.
         self._reader = FileReader(path, "all")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of checksums that stock's checkpoints do not have
+            warnings.simplefilter("ignore")  # stock's checkpoints have no checksums
             self.metadata = self._reader.read_metadata()
             self._reader.set_up_storage_reader(self.metadata, is_coordinator=False)
         self._num_files, self._lost_files = _data_files(path, self.metadata)
@@ -162,12 +165,12 @@ class DcpSource:
 
 
 class PlainFiles:
-    """Files of tensors that lie row by row; they have no checksums.
+    """Files without checksums whose tensors lie row by row: safetensors, or a file of ``torch.save``.
 
     Args:
-        places: Of the chunks of each tensor, by flat key.
-        values: What is no tensor, by flat key.
-        paths: Where each key stands in the nested state dict.
+        places: Offsets and record of each chunk, by the flat key of its tensor.
+        values: The values that are no tensors, by flat key.
+        paths: The path of each key in the nested state dict.
     """
 
     def __init__(
@@ -186,7 +189,7 @@ class PlainFiles:
         self.metadata = Metadata(entries, planner_data=dict(paths))
 
     def check_files(self, fqns: Iterable[str]) -> None:
-        """The files are there: their headers were read."""
+        """The headers were read, so the files exist."""
 
     def find_records(self, indices: Sequence[MetadataIndex]) -> list[Record]:
         return [self._records[index.fqn, tuple(index.offset or ())] for index in indices]
@@ -206,39 +209,22 @@ class PlainFiles:
         return torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)
 
 
-def safetensors_source(path: Path) -> PlainFiles:
-    """A safetensors file, or a directory of such files."""
-    places = find_safetensors(path)
-    return PlainFiles(path, places, {}, {fqn: (fqn,) for fqn in places})
+def paths_of(source: FileSource) -> dict[str, tuple[str | int, ...]]:
+    """The path of each key in the nested state dict; a key without a recorded path stands at the top.
 
-
-def torch_source(path: Path, *, weights_only: bool) -> PlainFiles:
-    """A file of ``torch.save``."""
-    file = read_torch_file(path, weights_only=weights_only)
-    places = {
-        fqn: [((0,) * len(record.tensor.sizes), record)]
-        for fqn, record in file.tensors.items()
-        if record.tensor is not None
-    }
-    return PlainFiles(path, places, file.values, file.paths)
-
-
-def paths_of(source: Source) -> dict[str, tuple[str | int, ...]]:
-    """Where each key of a checkpoint stands in the nested state dict; at its top where the checkpoint does not say.
-
-    A recorded path counts where it gives the key: keys of dicts, and positions in lists, joined by dots.
+    A recorded path counts if its parts, keys of dicts and positions in lists, joined by dots give the key.
     """
     fqns = source.metadata.state_dict_metadata
     return {fqn: (fqn,) for fqn in fqns} | recorded_paths(source.metadata.planner_data, fqns)
 
 
 def tensor_bytes(entry: TensorStorageMetadata) -> int:
-    """The bytes of a tensor's elements."""
+    """The size of a tensor's elements in bytes."""
     return entry.size.numel() * entry.properties.dtype.itemsize
 
 
-def read_record(source: Source, index: MetadataIndex) -> torch.Tensor:
-    """The bytes of a whole record, as ``torch.save`` wrote them; 1-D uint8."""
+def read_record(source: FileSource, index: MetadataIndex) -> torch.Tensor:
+    """The bytes of a whole record, as ``torch.save`` wrote it; 1-D uint8."""
     (record,) = source.find_records([index])
     runs = _core.RunReader()
     try:
@@ -253,7 +239,7 @@ def read_record(source: Source, index: MetadataIndex) -> torch.Tensor:
 
 
 def _data_files(path: Path, metadata: Metadata) -> tuple[int, set[str]]:
-    """How many files metadata names that our reader has read, and those that are not there or end before a record."""
+    """The number of data files that the metadata names, and the names of those that are missing or too short."""
     try:
         ends = {name: end for name, _, _, end in metadata.storage_data.columns.describe_files()}
     except OverflowError as error:

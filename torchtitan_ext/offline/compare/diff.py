@@ -1,7 +1,7 @@
-"""What two checkpoints differ in, whatever their formats and layouts.
+"""Compares two checkpoints, whatever their formats and layouts.
 
-Tensors are compared by their fingerprints: each checkpoint is read once, in the order of its files, and nothing is
-gathered. Only tensors of which these differ are read side by side, where it is asked how far they are apart.
+Tensors are compared by their fingerprints: each checkpoint is read once, in the order of its files. Only tensors whose
+fingerprints differ are read again, side by side, if the caller asks where and how far they differ.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchtitan_ext.errors import CheckpointReadError
 from torchtitan_ext.layout.dtensor import as_bytes
-from torchtitan_ext.offline.boxes import BoxReader, Piece, cut, new_buffer, views
+from torchtitan_ext.offline.boxes import BoxReader, Piece, cut, whole
 from torchtitan_ext.offline.compare.difference_map import DifferenceMap
 from torchtitan_ext.offline.compare.fingerprints import fingerprint_tensors
 from torchtitan_ext.offline.selection import Selection
-from torchtitan_ext.offline.sources import DcpSource, Source
+from torchtitan_ext.offline.sources import DcpSource, FileSource
 from torchtitan_ext.state.value_digest import digest_value
 from torchtitan_ext.storage.formats.scalars import shortest
 from torchtitan_ext.storage.progress import OnBytes
@@ -30,7 +30,7 @@ from torchtitan_ext.storage.raw_tensor import dtype_name
 
 DifferenceKind = Literal["only_in_a", "only_in_b", "type", "dtype", "shape", "values", "unreadable"]
 
-# Of an element that differs: its position, and numbers and distances of 8 or 16 bytes.
+# For each element that differs: its position, and numbers and distances of 8 or 16 bytes.
 _BYTES_PER_DIFFERENT = 96
 
 _MAX_SHOWN = 60
@@ -43,10 +43,11 @@ class ValueDifference:
     """How far two tensors of one dtype and shape are apart.
 
     Attributes:
-        num_different: Elements that differ, beyond the tolerance where there is one.
-        first_index: Of the first of them, in row-major order, in the global tensor.
-        max_abs, max_rel: Largest difference of numbers, and in proportion to the larger of the two; infinite ones and
-            NaNs do not count. ``max_abs`` of integers is an exact int.
+        num_different: The number of elements that differ by more than the tolerance.
+        first_index: The index of the first of these elements, in row-major order, in the global tensor.
+        first_a, first_b: The two numbers there.
+        max_abs, max_rel: The largest difference, absolute (an exact int for integers) and relative to the larger of the
+            two numbers. Infinite differences and NaNs do not count.
     """
 
     num_different: int
@@ -63,8 +64,8 @@ class Difference:
     """One key in which two checkpoints differ.
 
     Attributes:
-        a, b: What each has there; ``None`` where it has nothing.
-        values: Where tensors differ, if that was asked for.
+        a, b: A description of what each checkpoint has under the key; ``None`` for nothing.
+        values: Where the two tensors differ, if the caller asked for it.
     """
 
     key: str
@@ -79,7 +80,7 @@ class DiffReport:
     """What two checkpoints differ in.
 
     Attributes:
-        num_equal: Keys that are in both, and equal.
+        num_equal: The number of keys that both have with equal contents.
     """
 
     differences: tuple[Difference, ...]
@@ -88,7 +89,7 @@ class DiffReport:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Numbers count as equal where ``|a - b| <= atol + rtol * |b|``, and NaNs where both are."""
+    """Numbers count as equal if ``|a - b| <= atol + rtol * |b|`` or both are NaN."""
 
     rtol: float = 0.0
     atol: float = 0.0
@@ -99,8 +100,8 @@ class Tolerance:
 
 
 def diff(
-    a: Source,
-    b: Source,
+    a: FileSource,
+    b: FileSource,
     *,
     selection: Selection | None = None,
     values: bool = False,
@@ -109,14 +110,14 @@ def diff(
     num_threads: int = 2,
     progress: OnBytes = lambda _: None,
 ) -> DiffReport:
-    """Compares two checkpoints, key by key: bits of tensors, NaNs too, and values by their digests.
+    """Compares two checkpoints key by key: tensors by their bits, NaNs too, and other values by their digests.
 
     Args:
-        selection: Keys to compare. In a source that has no key below its prefix all are taken as they are.
-        values: Say also where tensors differ.
-        tolerance: Tensors whose numbers are as close as that are equal.
-        max_bytes: Memory for what is read.
-        progress: Is told bytes; ``num_bytes_to_read`` is their sum.
+        selection: The keys to compare. The prefix is ignored in a source that has no key below it.
+        values: Also find where and how far tensors differ.
+        tolerance: Tensors whose numbers are this close count as equal.
+        max_bytes: The bytes of tensors that are held at a time.
+        progress: Called with the bytes that were read; ``num_bytes_to_read`` is the total.
     """
     chosen = selection or Selection()
     chosen.check_finds(a, b)
@@ -155,31 +156,31 @@ def diff(
 
 
 def map_differences(
-    a: Source,
-    b: Source,
+    a: FileSource,
+    b: FileSource,
     key: str,
     *,
     selection: Selection | None = None,
     tolerance: Tolerance | None = None,
     max_bytes: int = 256 << 20,
 ) -> DifferenceMap:
-    """Where a tensor differs that ``diff`` found to differ in its values. Arguments as there."""
+    """Where a tensor differs whose values ``diff`` found to differ. The arguments are those of ``diff``."""
     keys = ((selection or Selection()).within(source).keys_of(source)[key] for source in (a, b))
     return _TensorComparison(a, b, tolerance or Tolerance(), max_bytes).map(*keys)
 
 
-def num_bytes_to_read(a: Source, b: Source, selection: Selection | None = None) -> int:
-    """What a comparison reads of the selected tensors."""
+def num_bytes_to_read(a: FileSource, b: FileSource, selection: Selection | None = None) -> int:
+    """The bytes of tensors that ``diff`` reads."""
     return sum((selection or Selection()).within(source).num_bytes_of(source) for source in (a, b))
 
 
-def described(source: Source, fqn: str) -> str:
-    """What a checkpoint has for a key, in a few words: ``float32 [4096, 512]``, ``3``."""
+def described(source: FileSource, fqn: str) -> str:
+    """What a checkpoint has under a key, in a few words: ``float32 [4096, 512]``, ``3``."""
     return _part_from(_text_of(source, fqn), 0)
 
 
 def _parts_around(a: str, b: str) -> tuple[str, str]:
-    """Of two long texts the parts in which they begin to differ."""
+    """Two texts, cut to the parts in which they begin to differ if they are long."""
     same = len(os.path.commonprefix([a, b]))
     begin = max(0, same - _MAX_SHOWN // 2) if max(len(a), len(b)) > _MAX_SHOWN else 0
     return _part_from(a, begin), _part_from(b, begin)
@@ -190,7 +191,7 @@ def _part_from(text: str, begin: int) -> str:
     return f"{'...' if begin else ''}{text[begin:end]}{'...' if end < len(text) else ''}"
 
 
-def _text_of(source: Source, fqn: str) -> str:
+def _text_of(source: FileSource, fqn: str) -> str:
     entry = source.metadata.state_dict_metadata[fqn]
     if isinstance(entry, TensorStorageMetadata):
         return f"{str(entry.properties.dtype).removeprefix('torch.')} {list(entry.size)}"
@@ -203,13 +204,13 @@ def _text_of(source: Source, fqn: str) -> str:
 class _TensorComparison:
     """Measures how far tensors of two checkpoints are apart, piece by piece."""
 
-    def __init__(self, a: Source, b: Source, tolerance: Tolerance, max_bytes: int) -> None:
+    def __init__(self, a: FileSource, b: FileSource, tolerance: Tolerance, max_bytes: int) -> None:
         self.tolerance = tolerance
         self._readers = (BoxReader(a), BoxReader(b))
         self._max_bytes = max_bytes
 
     def measure(self, fqn_a: str, fqn_b: str) -> ValueDifference | None:
-        """``None`` where all elements are equal, or as close as the tolerance wants."""
+        """How far two tensors are apart; ``None`` if no element differs by more than the tolerance."""
         parts = [_compare(piece, one, other, self.tolerance) for piece, one, other in self._pieces(fqn_a, fqn_b)]
         found = [part for part in parts if part is not None]
         if not found:
@@ -223,33 +224,30 @@ class _TensorComparison:
         )
 
     def map(self, fqn_a: str, fqn_b: str) -> DifferenceMap:
-        """How many elements differ, by place."""
         found = DifferenceMap(tuple(self._readers[0].entry(fqn_a).size))
         for piece, one, other in self._pieces(fqn_a, fqn_b):
             found.add(piece.offsets, piece.sizes, _positions_apart(one.view(-1), other.view(-1), self.tolerance))
         return found
 
     def _pieces(self, fqn_a: str, fqn_b: str) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor]]:
-        """The pieces of two tensors, in memory that the next ones are read into."""
+        """The pieces of two tensors, valid until the next ones are asked for."""
         entry = self._readers[0].entry(fqn_a)
         dtype, shape = entry.properties.dtype, tuple(entry.size)
         # Both pieces, copies of what differs, and the bits of a comparison of all bytes.
-        # Half of the memory is for what allocators keep of these.
+        # Allocators keep as much again: half of the memory is left to them.
         num_elements = max(self._max_bytes // 2 // (5 * dtype.itemsize + _BYTES_PER_DIFFERENT), 1)
         piece_bytes = num_elements * dtype.itemsize
-        buffers = [new_buffer(piece_bytes) for _ in self._readers]
-        for piece in cut(Piece(fqn_a, dtype, (0,) * len(shape), shape), piece_bytes):
-            pair = []
-            for reader, buffer, fqn in zip(self._readers, buffers, (fqn_a, fqn_b), strict=True):
-                own = replace(piece, fqn=fqn)
-                (place,) = views(buffer, [own])
-                reader.read([own], [place])
-                pair.append(place)
-            yield piece, pair[0], pair[1]
+        batches = []
+        for reader, fqn in zip(self._readers, (fqn_a, fqn_b), strict=True):
+            pieces = cut(whole(fqn, dtype, shape), piece_bytes)
+            batches.append(reader.read_batches(((piece, piece) for piece in pieces), piece_bytes))
+        for batch_a, batch_b in zip(*batches, strict=True):
+            for (one, piece), (other, _) in zip(batch_a, batch_b, strict=True):
+                yield piece, one, other
 
 
-def _differs_by_metadata(key: str, a: Source, fqn_a: str, b: Source, fqn_b: str) -> Difference | None:
-    """In type, dtype, shape, or in a value that is no tensor."""
+def _differs_by_metadata(key: str, a: FileSource, fqn_a: str, b: FileSource, fqn_b: str) -> Difference | None:
+    """How a key differs in type, dtype, shape, or as a value that is no tensor; ``None`` if it does not."""
     one, other = a.metadata.state_dict_metadata[fqn_a], b.metadata.state_dict_metadata[fqn_b]
     kind: DifferenceKind | None = None
     if isinstance(one, TensorStorageMetadata) and isinstance(other, TensorStorageMetadata):
@@ -266,11 +264,11 @@ def _differs_by_metadata(key: str, a: Source, fqn_a: str, b: Source, fqn_b: str)
     return Difference(key, kind, *_parts_around(_text_of(a, fqn_a), _text_of(b, fqn_b)))
 
 
-def _compare_values(a: Source, fqn_a: str, b: Source, fqn_b: str) -> DifferenceKind | None:
+def _compare_values(a: FileSource, fqn_a: str, b: FileSource, fqn_b: str) -> DifferenceKind | None:
     try:
         is_equal = digest_value(a.read_value(fqn_a)) == digest_value(b.read_value(fqn_b))
     except CheckpointReadError:
-        # What is not to be unpickled is equal where its bytes are.
+        # Values that must not be unpickled are equal if their bytes are.
         if isinstance(a, DcpSource) and isinstance(b, DcpSource):
             if torch.equal(a.value_record(fqn_a), b.value_record(fqn_b)):
                 return None
@@ -301,23 +299,19 @@ def _compare(piece: Piece, a: torch.Tensor, b: torch.Tensor, tolerance: Toleranc
 
 
 def _positions_apart(a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance) -> torch.Tensor:
-    """Of the elements of two vectors that differ, beyond the tolerance where there is one."""
+    """The positions at which two vectors differ by more than the tolerance."""
     if torch.equal(as_bytes(a), as_bytes(b)):
         return torch.empty(0, dtype=torch.int64, device="cpu")
-    positions = _positions_of_other_bits(a, b)
+    item_bytes = a.element_size()
+    has_other_bits = as_bytes(a).view(-1, item_bytes) != as_bytes(b).view(-1, item_bytes)
+    positions = has_other_bits.any(dim=1).nonzero().view(-1)
     if tolerance.is_exact:
         return positions
     return positions[torch.from_numpy(~_are_close(_numbers(a[positions]), _numbers(b[positions]), tolerance))]
 
 
-def _positions_of_other_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    item_bytes = a.element_size()
-    is_other = as_bytes(a).view(-1, item_bytes) != as_bytes(b).view(-1, item_bytes)
-    return is_other.any(dim=1).nonzero().view(-1)
-
-
 def _numbers(values: torch.Tensor) -> _Numbers:
-    """As float64 or complex128, and integers as they are: a float64 does not hold all of 64 bits."""
+    """Floats as float64 or complex128; integers as they are, since a float64 cannot hold all of 64 bits."""
     if values.dtype.is_complex:
         return values.to(torch.complex128).numpy()
     if not values.dtype.is_floating_point:
@@ -338,7 +332,7 @@ def _are_close(a: _Numbers, b: _Numbers, tolerance: Tolerance) -> npt.NDArray[np
 
 
 def _distances(a: _Numbers, b: _Numbers) -> _Numbers:
-    """Absolute differences: float64, of integers exactly as uint64."""
+    """Absolute differences: float64, or exact uint64 for integers."""
     if a.dtype.kind in "iu":
         return np.maximum(a, b).astype(np.uint64) - np.minimum(a, b).astype(np.uint64)  # modulo 2**64
     with np.errstate(over="ignore", invalid="ignore"):
@@ -350,7 +344,7 @@ def _magnitudes(numbers: _Numbers) -> npt.NDArray[np.float64]:
 
 
 def _index_of(position: int, piece: Piece) -> tuple[int, ...]:
-    """In the global tensor, of an element of a piece that is counted in row-major order."""
+    """The index in the global tensor of an element at a row-major position of a piece."""
     index = []
     for offset, size in zip(reversed(piece.offsets), reversed(piece.sizes), strict=True):
         index.append(offset + position % size)
@@ -359,7 +353,7 @@ def _index_of(position: int, piece: Piece) -> tuple[int, ...]:
 
 
 def _shown(value: torch.Tensor) -> Any:
-    """An element as a number with as few digits as tell it from others of its dtype."""
+    """An element as a number, with just enough digits to tell it from its neighbours of the same dtype."""
     if value.dtype.is_complex:
         parts = torch.view_as_real(value.resolve_conj())
         return str(complex(*map(_shown, parts)))

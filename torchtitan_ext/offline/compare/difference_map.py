@@ -1,4 +1,4 @@
-"""Where two tensors differ, as counts of cells: a map of at most 64 x 64 of them, whatever the size of the tensor."""
+"""Shows where two tensors differ: counts of different elements in at most 64 x 64 cells, whatever their size."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _MAX_CELLS = 64
 
 @dataclass
 class DifferenceMap:
-    """Counts of elements that differ, by cells of the two largest dims; of other dims all are counted together.
+    """Counts of different elements in cells of the two largest dims, summed over all other dims.
 
     Attributes:
-        shape: Of the tensors.
-        dims: Those that make rows and columns of cells: one of a vector, none of a single number.
-        sizes: Elements of these dims; 1 where there is none.
-        cell_sizes: Elements of a cell; the last of a row or column may have fewer.
-        counts: Elements that differ, by row and column of cells.
+        shape: The shape of both tensors.
+        dims: The dims that give rows and columns of cells: one for a vector, none for a single number.
+        sizes: The sizes of these two dims; 1 for a dim that does not exist.
+        cell_sizes: Rows and columns of elements in a cell; the last cell of a row or column may have fewer.
+        counts: The number of different elements in each cell, by row and column.
     """
 
     shape: tuple[int, ...]
@@ -38,11 +38,11 @@ class DifferenceMap:
         self.counts = torch.zeros(num_cells, dtype=torch.int64, device="cpu")
 
     def add(self, offsets: Sequence[int], sizes: Sequence[int], positions: torch.Tensor) -> None:
-        """Counts elements of a box.
+        """Counts the different elements of a box of the tensor.
 
         Args:
-            offsets: Of the box in the tensor, as many as it has dims; like ``sizes``.
-            positions: Of the elements that differ, int64, in the row-major order of the box.
+            offsets, sizes: The box: a number per dim of the tensor.
+            positions: The different elements, int64, counted in the row-major order of the box.
         """
         cells = [torch.zeros_like(positions), torch.zeros_like(positions)]
         for dim in reversed(range(len(self.shape))):

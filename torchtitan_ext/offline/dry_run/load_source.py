@@ -15,7 +15,7 @@ from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
 from torchtitan_ext.checkpoint.rules.policy import Source
 from torchtitan_ext.dcp_private import StorageInfo
 from torchtitan_ext.errors import Problem, refusal
-from torchtitan_ext.offline.sources import Source as Files
+from torchtitan_ext.offline.sources import FileSource
 from torchtitan_ext.offline.sources import open_source as open_files
 from torchtitan_ext.storage import FileReader
 from torchtitan_ext.storage.checkpoint_files import data_file_bytes, is_local, metadata_file_bytes
@@ -67,7 +67,7 @@ def open_load_source(source: Source) -> LoadSource:
     return LoadSource(opened, data_file_bytes(path), metadata_file_bytes(path, save_id))
 
 
-def _with_files(files: Files, kind: Format, source: Source) -> LoadSource:
+def _with_files(files: FileSource, kind: Format, source: Source) -> LoadSource:
     """Files of whole tensors. DCP reads a directory of safetensors files by a reader of its own."""
     path = files.path
     file_bytes = data_file_bytes(path) if path.is_dir() else {path.name: path.stat().st_size}
@@ -83,7 +83,7 @@ def _with_files(files: Files, kind: Format, source: Source) -> LoadSource:
     return LoadSource(opened, file_bytes, problems=(problem,), notes=(note,))
 
 
-def _places(files: Files) -> dict[MetadataIndex, StorageInfo]:
+def _places(files: FileSource) -> dict[MetadataIndex, StorageInfo]:
     """Where each chunk of a tensor, and each value, lies; of values as large as they would be as records of DCP."""
     entries = files.metadata.state_dict_metadata
     indices = [

@@ -1,47 +1,52 @@
-"""A checkpoint written in another format, without the memory that it would take as a whole."""
+"""Writes a checkpoint in another format, in bounded memory."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from torchtitan_ext.checkpoint.planners.targets import is_exact
+from torchtitan_ext.checkpoint.planners.targets import is_exact as is_exact_cast
 from torchtitan_ext.dcp_private import unflatten_state_dict
 from torchtitan_ext.errors import Problem, refusal
-from torchtitan_ext.offline.rewrite.filled_files import TensorPlace, fill_files
-from torchtitan_ext.offline.rewrite.reshard import reshard
+from torchtitan_ext.layout.layout import row_major_position
+from torchtitan_ext.offline.boxes import Piece, batched, cut, whole
+from torchtitan_ext.offline.rewrite.mesh_plan import MeshPlan
+from torchtitan_ext.offline.rewrite.reshard import write_checkpoint
 from torchtitan_ext.offline.rewrite.targets import refuse_existing
 from torchtitan_ext.offline.selection import SelectedKeys, Selection
-from torchtitan_ext.offline.sources import Source
-from torchtitan_ext.offline.workers import divide, room_for_casts
+from torchtitan_ext.offline.sources import FileSource
+from torchtitan_ext.offline.workers import Shares, run_tasks
 from torchtitan_ext.storage.checkpoint_files import sync_directory
 from torchtitan_ext.storage.commit.staged_target import staged_target, take_place
 from torchtitan_ext.storage.element_types import num_bytes_of
 from torchtitan_ext.storage.formats.safetensors_files import NAME_OF_DTYPE
 from torchtitan_ext.storage.formats.safetensors_places import INDEX_NAME, index_of, lay_out
-from torchtitan_ext.storage.formats.sparse_files import make_file, sync_files
+from torchtitan_ext.storage.formats.sparse_files import make_file, sync_files, write_parts
 from torchtitan_ext.storage.formats.torch_places import empty_tensors, write_without_data
 from torchtitan_ext.storage.formats.weights_directory import refuse_irreplaceable, replace_weights
 from torchtitan_ext.storage.progress import OnBytes
 from torchtitan_ext.storage.raw_tensor import NAMES
+
+# A task is large enough that its start does not count, and small enough that processes end together.
+_TASK_BYTES = 256 << 20
 
 NewFormat = Literal["dcp", "hf", "torch"]
 
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """What was written.
+    """What ``convert`` wrote.
 
     Attributes:
-        num_bytes: Of tensors.
-        dropped: Keys of values that the format has no room for.
+        num_bytes: Size of all tensors in bytes.
+        dropped: Keys of values that the format cannot hold.
         cast: Keys of tensors whose dtype was changed.
-        is_exact: Whether every value of these is what it was, by their dtypes alone.
+        is_exact: Whether these casts keep every value, judged by the dtypes alone.
     """
 
     num_keys: int
@@ -53,7 +58,7 @@ class ConvertReport:
 
 
 def convert(
-    source: Source,
+    source: FileSource,
     target: str | os.PathLike[str],
     *,
     to: NewFormat,
@@ -68,78 +73,84 @@ def convert(
 ) -> ConvertReport:
     """Writes a checkpoint of DCP (``"dcp"``), a directory of safetensors (``"hf"``), or a file of ``torch.save``.
 
-    The target is whole at the end, or what it was before; ``replace_weights`` says what that is of a directory of
-    safetensors that holds other files, too, which stay.
+    The target becomes whole, or stays what it was. A directory of safetensors keeps files that are no weights;
+    ``replace_weights`` says what its readers see meanwhile.
 
     Args:
         dtype: Cast floating-point tensors to it on the way; values can change then, as with ``cast="allow"``.
-        max_file_bytes: Of safetensors files; one that holds a larger tensor is as large as that.
-        max_bytes: What all processes hold of tensors at a time.
-        num_processes: By default one per core. More than one cannot be where CUDA or a process group is in use.
-        weights_only: As the source was opened; files of ``torch.save`` get values that are more than plain data only
-            without it.
+        max_file_bytes: The largest size of a safetensors file; a tensor that is larger gets a file of its own.
+        max_bytes: The bytes of tensors that all processes together hold at a time.
+        num_processes: By default one per core. Must be 1 in a process that uses CUDA or a process group.
+        weights_only: The value that the source was opened with. If true, values that are more than plain data are
+            refused in files of ``torch.save``.
 
     Raises:
-        FileExistsError: There is something at the target, and ``overwrite`` is false, or it is of another kind.
-        StateRefusedError: Tensors are no plain memory, or of a dtype that the format does not have.
-        DamagedCheckpointError: Bytes of the source are not what was written.
+        FileExistsError: The target exists, and ``overwrite`` is false or the target is of another kind.
+        StateRefusedError: Tensors are no plain memory, or have a dtype that the format lacks.
+        DamagedCheckpointError: Bytes of the source are not those that were saved.
         WrongValueError: A number is too large for ``dtype``, or nothing is selected.
         CheckpointReadError: A value is more than plain data.
         OSError: A file cannot be read or written.
     """
     refuse_existing(Path(target), overwrite)
     _refuse_other_kind(Path(target), to)
-    chosen = selection or Selection()
+    keys = SelectedKeys(source, selection or Selection(), dtype)
+    shares = keys.divide(max_bytes, num_processes)
+    num_files = 1
+    dropped: tuple[str, ...] = ()
     if to == "dcp":
-        report = reshard(
-            source,
-            target,
-            selection=chosen,
-            dtype=dtype,
-            overwrite=overwrite,
-            max_bytes=max_bytes,
-            num_processes=num_processes,
-            progress=progress,
-        )
-        casts = ((), True) if dtype is None else _casts_of(SelectedKeys(source, chosen, dtype), dtype)
-        return ConvertReport(report.num_keys, report.num_bytes, report.num_ranks, (), *casts)
-    keys = SelectedKeys(source, chosen, dtype)
-    shares = divide(room_for_casts(max_bytes, keys.cast.values(), dtype), num_processes)
-    with staged_target(Path(target), replace_weights if to == "hf" else take_place) as staged:
-        places = (
-            _lay_out_safetensors(keys, staged, max_file_bytes)
-            if to == "hf"
-            else _lay_out_torch(keys, staged, weights_only)
-        )
-        fill_files(keys.reader, places, shares, progress)
-        paths = sorted({place.path for place in places}) or [staged]
-        sync_files(paths)
-        if to == "hf":
+        write_checkpoint(MeshPlan(keys, None), target, shares, progress)
+    elif to == "torch":
+        with staged_target(Path(target), take_place) as staged:
+            _fill_files(keys, _lay_out_torch(keys, staged, weights_only), shares, progress)
+            sync_files([staged])
+    else:
+        with staged_target(Path(target), replace_weights) as staged:
+            places = _lay_out_safetensors(keys, staged, max_file_bytes)
+            _fill_files(keys, places, shares, progress)
+            paths = sorted({place.path for place in places}) or [staged]
+            sync_files(paths)
             sync_directory(staged)
-    dropped = tuple(keys.values) if to == "hf" else ()
-    num_keys = len(keys.fqns) - len(dropped)
-    return ConvertReport(num_keys, keys.num_bytes, len(paths), dropped, *_casts_of(keys, dtype))
+        num_files, dropped = len(paths), tuple(keys.values)
+    is_exact = all(is_exact_cast(saved, dtype or saved) for saved in keys.cast.values())
+    return ConvertReport(len(keys.fqns) - len(dropped), keys.num_bytes, num_files, dropped, tuple(keys.cast), is_exact)
 
 
-def _casts_of(keys: SelectedKeys, dtype: torch.dtype | None) -> tuple[tuple[str, ...], bool]:
-    return tuple(keys.cast), all(is_exact(saved, dtype or saved) for saved in keys.cast.values())
+@dataclass(frozen=True)
+class _TensorPlace:
+    """Byte ``offset`` of a file, where the elements of a tensor go, row by row; ``fqn`` is the name in the source."""
+
+    fqn: str
+    dtype: torch.dtype
+    path: Path
+    offset: int
 
 
-def _lay_out_safetensors(keys: SelectedKeys, directory: Path, max_file_bytes: int) -> list[TensorPlace]:
-    """Makes the files, without data, and the index where there are several."""
+def _fill_files(keys: SelectedKeys, places: Sequence[_TensorPlace], shares: Shares, progress: OnBytes) -> None:
+    """Writes the elements of tensors to their places in files that exist already."""
+    parts: list[tuple[Piece, tuple[Path, int]]] = []
+    for place in places:
+        shape = tuple(keys.reader.entry(place.fqn).size)
+        for piece in cut(whole(place.fqn, place.dtype, shape), shares.part_bytes):
+            offset = place.offset + row_major_position(piece.offsets, shape) * piece.dtype.itemsize
+            parts.append((piece, (place.path, offset)))
+    tasks = list(batched(parts, _TASK_BYTES, max_count=len(parts)))
+
+    def fill(number: int, on_bytes: OnBytes) -> None:
+        for batch in keys.reader.read_batches(tasks[number], shares.part_bytes):
+            write_parts([(path, offset, tensor) for tensor, (path, offset) in batch])
+            on_bytes(sum(tensor.nbytes for tensor, _ in batch))
+
+    run_tasks(fill, len(tasks), shares.num_processes, progress)
+
+
+def _lay_out_safetensors(keys: SelectedKeys, directory: Path, max_file_bytes: int) -> list[_TensorPlace]:
+    """Makes the files without data, and an index if there are several files."""
     tensors = {key: (NAMES[entry.properties.dtype], tuple(entry.size)) for key, entry in keys.tensors.items()}
     odd = [key for key, (dtype, _) in tensors.items() if dtype not in NAME_OF_DTYPE]
     if odd:
-        problems = [
-            Problem(
-                "wrong_dtype",
-                key,
-                f"is {tensors[key][0]}, which safetensors files have no name for; "
-                "leave it out with --only, or convert to dcp or torch",
-            )
-            for key in odd
-        ]
-        raise refusal("convert", problems)
+        what = "is {}, which safetensors files have no name for; leave it out with --only, or convert to dcp or torch"
+        raise refusal("convert", [Problem("wrong_dtype", key, what.format(tensors[key][0])) for key in odd])
     groups = _grouped({key: num_bytes_of(*tensor) for key, tensor in tensors.items()}, max_file_bytes)
     directory.mkdir()
     places = []
@@ -149,7 +160,7 @@ def _lay_out_safetensors(keys: SelectedKeys, directory: Path, max_file_bytes: in
         file = lay_out({key: tensors[key] for key in group})
         make_file(directory / name, file.header, file.num_bytes)
         places += [
-            TensorPlace(keys.fqns[key], keys.tensors[key].properties.dtype, directory / name, offset)
+            _TensorPlace(keys.fqns[key], keys.tensors[key].properties.dtype, directory / name, offset)
             for key, offset in file.offsets.items()
         ]
         weight_map |= dict.fromkeys(group, name)
@@ -160,8 +171,8 @@ def _lay_out_safetensors(keys: SelectedKeys, directory: Path, max_file_bytes: in
     return sorted(places, key=lambda place: (place.path, place.offset))
 
 
-def _lay_out_torch(keys: SelectedKeys, path: Path, weights_only: bool) -> list[TensorPlace]:
-    """Makes the file, with its values and without the data of tensors."""
+def _lay_out_torch(keys: SelectedKeys, path: Path, weights_only: bool) -> list[_TensorPlace]:
+    """Makes the file with its values, without the data of tensors."""
     leaves: dict[str, Any] = dict(
         empty_tensors({key: (entry.properties.dtype, entry.size) for key, entry in keys.tensors.items()})
     )
@@ -170,14 +181,14 @@ def _lay_out_torch(keys: SelectedKeys, path: Path, weights_only: bool) -> list[T
     state = unflatten_state_dict(ordered, {key: keys.paths[key] for key in ordered})
     records = write_without_data(state, path, weights_only=weights_only)
     places = [
-        TensorPlace(keys.fqns[key], entry.properties.dtype, path, records[key].offset)
+        _TensorPlace(keys.fqns[key], entry.properties.dtype, path, records[key].offset)
         for key, entry in keys.tensors.items()
     ]
     return sorted(places, key=lambda place: place.offset)
 
 
 def _grouped(num_bytes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
-    """Tensors in the order of the checkpoint, in files of at most so many bytes; at least one file."""
+    """The tensors of each file: in the order of the checkpoint, at most ``max_bytes`` in a file, at least one file."""
     groups: list[list[str]] = [[]]
     total = 0
     for key, size in num_bytes.items():
@@ -190,7 +201,7 @@ def _grouped(num_bytes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
 
 
 def _refuse_other_kind(target: Path, to: NewFormat) -> None:
-    """What is replaced must be of the kind that is written: a file, or a directory without a checkpoint of DCP."""
+    """A file replaces only a file; safetensors replace only a directory without a checkpoint of DCP."""
     if to == "torch" and target.is_dir():
         raise FileExistsError(f"{target} is a directory, and a file is to be written there")
     if to == "hf" and target.is_dir():

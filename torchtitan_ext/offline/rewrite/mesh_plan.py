@@ -1,4 +1,4 @@
-"""Which boxes of a checkpoint's tensors each rank of another mesh writes."""
+"""Plans which boxes of a checkpoint's tensors each rank of another mesh writes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from torchtitan_ext.checkpoint.tables.component import WORLD_KEY, World, world_record
 from torchtitan_ext.checkpoint.tables.key_table import Box
@@ -20,19 +17,19 @@ from torchtitan_ext.offline.selection import SelectedKeys
 
 @dataclass(frozen=True)
 class RankBox:
-    """A chunk that a rank writes.
+    """A chunk that a rank writes: number ``position`` in the chunk list of the new tensor ``key``.
 
-    Attributes:
-        position: Of the chunk in the list of its tensor's.
+    ``piece`` is its box under the tensor's name in the source.
     """
 
+    key: str
     position: int
     piece: Piece
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """How tensors of one shape are cut, and the ranks that hold each box."""
+    """How tensors of one shape are cut, the ranks that hold each box, and the boxes that each rank holds."""
 
     boxes: list[Box]
     holders: list[list[int]]
@@ -41,12 +38,15 @@ class _Cut:
 
 
 class MeshPlan:
-    """What the ranks of a mesh write of a checkpoint.
+    """The boxes and values that each rank of a mesh writes.
 
-    A box that several ranks hold is written by one of them, another for the next tensor, so that files grow alike.
+    If several ranks hold a box, they take turns from tensor to tensor, so that their files grow alike.
 
     Args:
-        rules: Of the mesh; one rank writes everything where there are none.
+        rules: Place tensors on the mesh. Without rules one rank writes everything.
+
+    Attributes:
+        assumed: Tensors for which nothing says how ``tp`` cuts them.
 
     Raises:
         LayoutError: A rule applies to none of the tensors.
@@ -71,21 +71,22 @@ class MeshPlan:
             self._cuts[key] = cuts[alike]
 
     def boxes_of(self, rank: int) -> Iterator[RankBox]:
-        """The chunks of tensors that a rank writes, under the names of the source."""
+        """The chunks of tensors that a rank writes."""
         for number, (key, entry) in enumerate(self.keys.tensors.items()):
             cut = self._cuts[key]
             for position in cut.boxes_of_rank.get(rank, ()):
                 holders = cut.holders[position]
                 if holders[number % len(holders)] == rank:
                     offsets, sizes = cut.boxes[position]
-                    yield RankBox(position, Piece(key, entry.properties.dtype, offsets, sizes))
+                    piece = Piece(self.keys.fqns[key], entry.properties.dtype, offsets, sizes)
+                    yield RankBox(key, position, piece)
 
     def values_of(self, rank: int) -> list[str]:
         """The keys of the values that a rank writes."""
         return self.keys.values[rank :: self.num_ranks]
 
     def metadata(self) -> Metadata:
-        """Of the new checkpoint, without the places of its records."""
+        """The metadata of the new checkpoint, without the places of its records."""
         entries = {
             key: replace(self.keys.tensors[key], chunks=self._cuts[key].chunks)
             if key in self.keys.tensors
@@ -93,14 +94,13 @@ class MeshPlan:
             for key, fqn in self.keys.fqns.items()
         }
         planner_data: dict[str, object] = dict(self.keys.paths)
-        mesh = (
-            {} if self.rules is None else dict(zip(self.rules.mesh.dim_names or (), self.rules.mesh.shape, strict=True))
-        )
-        planner_data.setdefault(WORLD_KEY, world_record(World(self.num_ranks, mesh)))
+        mesh = None if self.rules is None else self.rules.mesh
+        axes = {} if mesh is None else dict(zip(mesh.dim_names or (), mesh.shape, strict=True))
+        planner_data.setdefault(WORLD_KEY, world_record(World(self.num_ranks, axes)))
         return Metadata(entries, planner_data=planner_data)
 
     def _cut(self, shape: tuple[int, ...], placed: Placed) -> _Cut:
-        # A plain tensor is whole on every rank; one without elements has one chunk, which has none either.
+        # A plain tensor is whole on every rank; a tensor without elements has one empty chunk.
         whole = ((0,) * len(shape), shape)
         holders: dict[Box, list[int]] = {whole: list(range(self.num_ranks))}
         if placed.placements is not None and self.rules is not None and 0 not in shape:

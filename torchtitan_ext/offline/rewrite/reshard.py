@@ -1,24 +1,25 @@
-"""A checkpoint written anew, as the ranks of another mesh would save it; without these ranks."""
+"""Writes a checkpoint as the ranks of another mesh would save it, without these ranks."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.distributed.checkpoint.planner import SavePlan
 
-from torchtitan_ext.offline.boxes import Piece, batched, cut, new_buffer, views
+from torchtitan_ext.offline.boxes import Piece, cut
 from torchtitan_ext.offline.placement_rules import DimOf, PlacementRules
 from torchtitan_ext.offline.rewrite.mesh_plan import MeshPlan, RankBox
 from torchtitan_ext.offline.rewrite.targets import refuse_existing
 from torchtitan_ext.offline.selection import SelectedKeys, Selection
-from torchtitan_ext.offline.sources import Source
-from torchtitan_ext.offline.workers import Shares, divide, room_for_casts, run_tasks
+from torchtitan_ext.offline.sources import FileSource
+from torchtitan_ext.offline.workers import Shares, run_tasks
 from torchtitan_ext.storage.checkpoint_files import RankFile
-from torchtitan_ext.storage.commit.commit import SavePlace, find_place
+from torchtitan_ext.storage.commit.commit import find_place
 from torchtitan_ext.storage.native.file_writer import FileWriter
 from torchtitan_ext.storage.native.rank_file import RankFileWriter
 from torchtitan_ext.storage.progress import OnBytes
@@ -26,11 +27,11 @@ from torchtitan_ext.storage.progress import OnBytes
 
 @dataclass(frozen=True)
 class ReshardReport:
-    """What was written.
+    """What ``reshard`` wrote.
 
     Attributes:
-        num_bytes: Of tensors.
-        assumed: Tensors of which nothing says how ``tp`` cuts them: dim 0 of matrices.
+        num_bytes: Size of all tensors in bytes.
+        assumed: Tensors for which nothing says how ``tp`` cuts them; dim 0 of these matrices was cut.
     """
 
     num_ranks: int
@@ -40,7 +41,7 @@ class ReshardReport:
 
 
 def reshard(
-    source: Source,
+    source: FileSource,
     target: str | os.PathLike[str],
     *,
     mesh: Mapping[str, int] | None = None,
@@ -53,20 +54,20 @@ def reshard(
     num_processes: int | None = None,
     progress: OnBytes = lambda _: None,
 ) -> ReshardReport:
-    """Writes the files that a save on a mesh would write. The target is whole, or what it was before.
+    """Writes the files that a save on a mesh would write. The target becomes whole, or stays what it was.
 
     Args:
         mesh: Size of each axis by name, for example ``{"dp_shard": 4, "tp": 2}``; without it one rank writes all.
-        rules: Which dims axes cut where the checkpoint does not say; see ``PlacementRules``.
-        dtype: Of the floating-point tensors that are written; by default as in the source.
-        max_bytes: What all processes hold of the checkpoint at a time.
-        num_processes: By default one per core. More than one cannot be where CUDA or a process group is in use.
-        progress: Is told bytes of tensors.
+        rules: The dims that axes cut where the checkpoint does not say it; see ``PlacementRules``.
+        dtype: The dtype that floating-point tensors get; by default they keep theirs.
+        max_bytes: The bytes of the checkpoint that all processes together hold at a time.
+        num_processes: By default one per core. Must be 1 in a process that uses CUDA or a process group.
+        progress: Called with the bytes of tensors that were written.
 
     Raises:
-        FileExistsError: There is something at the target, and ``overwrite`` is false.
-        DamagedCheckpointError: Bytes of the source are not what was written.
-        LayoutError: Tensors are no plain memory, or rules apply to none.
+        FileExistsError: The target exists, and ``overwrite`` is false.
+        DamagedCheckpointError: Bytes of the source are not those that were saved.
+        LayoutError: Tensors are no plain memory, or rules apply to no tensor.
         ValueError: The mesh or the rules do not fit.
         OSError: A file cannot be read or written.
     """
@@ -74,78 +75,60 @@ def reshard(
     placements = None if mesh is None else PlacementRules(mesh, rules, metadata=source.metadata)
     keys = SelectedKeys(source, selection or Selection(), dtype)
     plan = MeshPlan(keys, placements)
+    write_checkpoint(plan, target, keys.divide(max_bytes, num_processes), progress, sync=sync)
+    return ReshardReport(plan.num_ranks, len(keys.fqns), keys.num_bytes, tuple(plan.assumed))
+
+
+def write_checkpoint(
+    plan: MeshPlan, target: str | os.PathLike[str], shares: Shares, progress: OnBytes, *, sync: bool = True
+) -> None:
+    """Writes the files of the plan's ranks and commits them together."""
     writer = FileWriter(target, sync=sync)
     writer.set_up_storage_writer(True, rank=0)
     writer.prepare_global_plan([SavePlan([])])
     try:
         place = find_place(Path(target), 0, is_own=False)
-        job = _RankFiles(plan, place, divide(room_for_casts(max_bytes, keys.cast.values(), dtype), num_processes), sync)
-        files = run_tasks(job.write, plan.num_ranks, job.shares.num_processes, progress)
+
+        def write(rank: int, on_bytes: OnBytes) -> RankFile | None:
+            parts, values = list(_parts_of(plan, rank, shares.part_bytes)), plan.values_of(rank)
+            if not parts and not values:
+                return None
+            file = RankFileWriter(place, rank, num_threads=shares.num_threads, sync=sync)
+            for key in values:
+                content = plan.keys.source.value_record(plan.keys.fqns[key])  # must live until it is written
+                file.add_value(key, content)
+                file.write()
+            for batch in plan.keys.reader.read_batches(parts, shares.part_bytes):
+                _write_parts(file, batch)
+                on_bytes(sum(tensor.nbytes for tensor, _ in batch))
+            return file.finish()
+
+        files = run_tasks(write, plan.num_ranks, shares.num_processes, progress)
         writer.finish(plan.metadata(), files)
     finally:
         writer.abandon()
-    return ReshardReport(plan.num_ranks, len(keys.fqns), keys.num_bytes, tuple(plan.assumed))
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A part of a chunk: small enough to be held."""
-
+class _PartOfBox(NamedTuple):
     box: RankBox
-    piece: Piece
     is_first: bool
     is_last: bool
 
-    @property
-    def num_bytes(self) -> int:
-        return self.piece.num_bytes
+
+def _parts_of(plan: MeshPlan, rank: int, max_bytes: int) -> Iterator[tuple[Piece, _PartOfBox]]:
+    """The chunks that a rank writes, in pieces of at most ``max_bytes``; an empty chunk is one empty piece."""
+    for box in plan.boxes_of(rank):
+        pieces = list(cut(box.piece, max_bytes)) or [box.piece]
+        for number, piece in enumerate(pieces):
+            yield piece, _PartOfBox(box, number == 0, number == len(pieces) - 1)
 
 
-class _RankFiles:
-    """Writes the files of a plan's ranks, each in bounded parts."""
-
-    def __init__(self, plan: MeshPlan, place: SavePlace, shares: Shares, sync: bool) -> None:
-        self.shares = shares
-        self._plan = plan
-        self._place = place
-        self._sync = sync
-        self._source = plan.keys.source
-        self._fqns = plan.keys.fqns
-        self._reader = plan.keys.reader
-        self._source.thread_count = shares.num_threads
-
-    def write(self, rank: int, progress: OnBytes) -> RankFile | None:
-        """The file of one rank; none where it has nothing to write."""
-        boxes = list(self._plan.boxes_of(rank))
-        values = self._plan.values_of(rank)
-        if not boxes and not values:
-            return None
-        file = RankFileWriter(self._place, rank, num_threads=self.shares.num_threads, sync=self._sync)
-        for key in values:
-            content = self._source.value_record(self._fqns[key])
-            file.add_value(key, content)
-            file.write()
-        buffer = new_buffer(self.shares.part_bytes)
-        for batch in batched(self._parts_of(boxes), self.shares.part_bytes):
-            self._copy(batch, buffer, file)
-            progress(sum(part.num_bytes for part in batch))
-        return file.finish()
-
-    def _parts_of(self, boxes: list[RankBox]) -> Iterator[_Part]:
-        for box in boxes:
-            pieces = list(cut(box.piece, self.shares.part_bytes)) or [box.piece]
-            for number, piece in enumerate(pieces):
-                yield _Part(box, piece, number == 0, number == len(pieces) - 1)
-
-    def _copy(self, batch: list[_Part], buffer: torch.Tensor, file: RankFileWriter) -> None:
-        places = views(buffer, [part.piece for part in batch])
-        saved = [replace(part.piece, fqn=self._fqns[part.piece.fqn]) for part in batch]
-        self._reader.read(saved, places)
-        for part, place in zip(batch, places, strict=True):
-            whole = part.box.piece
-            if part.is_first:
-                file.begin_tensor(whole.fqn, whole.offsets, part.box.position, whole.dtype, whole.sizes)
-            file.add_part(place)
-            if part.is_last:
-                file.end_tensor()
-        file.write()
+def _write_parts(file: RankFileWriter, batch: Sequence[tuple[torch.Tensor, _PartOfBox]]) -> None:
+    for tensor, part in batch:
+        whole = part.box.piece
+        if part.is_first:
+            file.begin_tensor(part.box.key, whole.offsets, part.box.position, whole.dtype, whole.sizes)
+        file.add_part(tensor)
+        if part.is_last:
+            file.end_tensor()
+    file.write()
