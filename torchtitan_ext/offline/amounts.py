@@ -1,4 +1,4 @@
-"""Bytes and bytes per second, as people write them."""
+"""Reads and writes amounts of bytes as people do: ``1.2 GB``, ``2GB/s``."""
 
 from __future__ import annotations
 
@@ -14,18 +14,13 @@ _AMOUNT = re.compile(r"(\d+(?:\.\d*)?)\s*([KMGTP]?)(i?)B?(?:/s)?", re.IGNORECASE
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """How fast storage is, as far as it is known.
-
-    Attributes:
-        bytes_per_second: Of one rank.
-        shared_bytes_per_second: Of all ranks together.
-    """
+    """How fast storage is: for one rank, and for all ranks together. ``None`` where that is not known."""
 
     bytes_per_second: float | None = None
     shared_bytes_per_second: float | None = None
 
     def seconds(self, num_bytes: Sequence[int]) -> float | None:
-        """Until all ranks have moved their bytes; ``None`` where no bandwidth is known."""
+        """The time until all ranks have moved their bytes; ``None`` if no bandwidth is known."""
         times = []
         if self.bytes_per_second is not None:
             times.append(max(num_bytes, default=0) / self.bytes_per_second)
@@ -44,7 +39,7 @@ def parse_amount(text: str) -> float:
 
 
 def text_of_bytes(num_bytes: float) -> str:
-    """``1.2 GB``: three digits, powers of 1,000."""
+    """``1.2 GB``: two or three digits, powers of 1,000."""
     for unit in _UNITS:
         if num_bytes < 999.5 or unit == _UNITS[-1]:
             break

@@ -1,12 +1,13 @@
-"""How the tensors of a checkpoint would lie on a mesh of which only names and sizes are known.
+"""Places the tensors of a checkpoint on a mesh that is described by the names and sizes of its axes.
 
-What each axis does with a tensor:
-  1. A rule of the user says so: ``{"*.wo.weight": {"tp": 1}}`` cuts dim 1 by ``tp``; ``None`` for a dim replicates.
-  2. ``dp_replicate``, and what else has *replicate* in its name, replicates; other ``dp*`` and ``*fsdp*`` axes cut dim
-     0, as FSDP2 does. Tensors that several ranks saved whole are buffers and counters: these stay whole.
-  3. An axis that the save had too, by name, cuts the dim that it cut then: that one whose boxes are the saved ones.
-  4. ``tp`` that the save had not: a dim beyond 0 that was cut; else dim 0 of matrices and nothing of vectors, which is
-     assumed, and said so.
+What decides which dim an axis cuts, in this order:
+  1. A rule of the user: ``{"*.wo.weight": {"tp": 1}}`` cuts dim 1 by ``tp``; ``None`` for a dim replicates.
+  2. The name: axes with *replicate* in their names replicate; other ``dp*`` and ``*fsdp*`` axes cut dim 0, as FSDP2
+     does. A tensor that FSDP left whole is a buffer or a counter, and stays whole.
+  3. The save: an axis that the mesh of the save had by the same name cuts the dim that it cut then. That dim is found
+     by trying: it is the one that gives the saved boxes.
+  4. A guess: a ``tp`` axis that the save had not cuts a dim beyond 0 that was cut; else dim 0 of matrices and nothing
+     of vectors. Results report this guess (``is_assumed``).
 
 Axes further right cut first, and FSDP cuts what tensor parallelism has left, as in ``csrc/core/shard_layout.h``:
 
@@ -39,19 +40,19 @@ from torchtitan_ext.layout.layout import (
 )
 
 Placements = tuple[tuple[int, int], ...]
-"""Per mesh axis tensor dim, or -1 for replicated, and split factor: as in ``ShardReport``."""
+"""For each mesh axis the tensor dim, or -1 for replicated, and the split factor: as in ``ShardReport``."""
 
 DimOf = Mapping[str, int | None]
-"""Which dim each named axis cuts; none for an axis that replicates."""
+"""The dim that each named axis cuts; ``None`` for an axis that replicates."""
 
 _REPLICATED = (-1, 1)
 
 MAX_RANKS = 65_536
-"""Of a mesh that is described: each rank is worked out, and a slip of the finger should not take all memory."""
+"""The largest mesh: all ranks are worked out, and a typing error should not take all memory."""
 
 _MAX_SHOWN = 4
 
-# More combinations of dims of an unusual save are not tried: two axes of four-dimensional tensors have 25.
+# At most so many combinations of dims are tried: two axes of four-dimensional tensors have 25.
 _MAX_COMBINATIONS = 200
 
 
@@ -59,9 +60,9 @@ class Placed(NamedTuple):
     """How one tensor lies on the mesh.
 
     Attributes:
-        placements: None where it is a plain tensor, whole on every rank.
-        steps: The order in which it is cut.
-        is_assumed: Whether neither a rule nor the checkpoint says which dim of a matrix ``tp`` cuts.
+        placements: ``None`` for a plain tensor, whole on every rank.
+        steps: The order in which the tensor is cut.
+        is_assumed: Whether the dim that ``tp`` cuts is a guess.
     """
 
     placements: Placements | None
@@ -74,15 +75,14 @@ class PlacementRules:
 
     Args:
         mesh: Size of each axis by name, leftmost first: ``{"dp_shard": 4, "tp": 2}``.
-        rules: By canonical fqn or glob, as the ``layouts`` of planners, which dim each axis cuts. A rule without
-            wildcards comes before a glob, an earlier one before a later one.
-        metadata: Of the checkpoint whose tensors these are.
-        ranks: Of the mesh, row-major; by default from 0 on.
+        rules: The dims that axes cut, by canonical fqn or glob, like the ``layouts`` of planners. A rule without
+            wildcards comes before a glob, an earlier rule before a later one.
+        metadata: The metadata of the checkpoint that has the tensors.
+        ranks: The ranks of the mesh, row-major; by default from 0 on.
 
     Raises:
-        TypeError: An argument is of another type.
-        WrongValueError: A size below 1; an axis of which nothing says what it cuts; a rule for an axis that the mesh
-            lacks.
+        TypeError: An argument has another type.
+        WrongValueError: A size is below 1; nothing says what an axis cuts; a rule names an axis that the mesh lacks.
     """
 
     def __init__(
@@ -105,12 +105,10 @@ class PlacementRules:
             _check_axis(axis, self._old.mesh, self._rules)
 
     def place(self, fqn: str, shape: Sequence[int], chunks: ChunkList | None = None) -> Placed:
-        """How a tensor lies on the mesh.
+        """How a tensor lies on the mesh. A rule is ignored for a tensor that lacks its dim.
 
         Args:
-            chunks: How it was saved, the same object for equal lists (``SavedChunks``).
-
-        A rule says nothing of an axis whose dim the tensor lacks.
+            chunks: The chunks in which the tensor was saved; equal lists must be one object (``SavedChunks``).
         """
         rule = {axis: dim for axis, dim in self._rule_for(fqn).items() if _has_dim(shape, dim)}
         alike = (tuple(shape), chunks)
@@ -134,13 +132,13 @@ class PlacementRules:
         return local_shards(shape, self.mesh.shape, placed.steps)
 
     def check_used(self, shapes: Mapping[str, Sequence[int] | None]) -> None:
-        """Refuses rules that apply to none of these keys, or that name a dim which no tensor among them has.
+        """Refuses rules that match none of these keys, or that name a dim which none of their tensors has.
 
         Args:
-            shapes: Of tensors, by key; ``None`` of what is no tensor.
+            shapes: The shape of each key's tensor; ``None`` for values that are no tensors.
 
         Raises:
-            LayoutError: Names the rules, and the key that each was perhaps meant for.
+            LayoutError: Names the rules, and for each the key that was probably meant.
         """
         check_patterns_used(self._rules, shapes)
         problems = []
@@ -163,7 +161,7 @@ class PlacementRules:
         return self._rules[matching[0]] if matching else {}
 
     def _dims_by_default(self, shape: tuple[int, ...], chunks: ChunkList | None) -> tuple[DimOf | None, bool]:
-        """The dims that axes cut where no rule says so, and whether one of them is a guess; none for plain tensors."""
+        """The dims that axes cut without a rule, or ``None`` for plain tensors, and whether one of them is a guess."""
         boxes = [] if chunks is None else chunks.index.boxes()
         if not shape or (self._was_cut and len(boxes) == 1 and shape[0] > 1):
             return None, False
@@ -215,14 +213,14 @@ def parse_rules(texts: Sequence[str]) -> dict[str, dict[str, int | None]]:
 
 
 def check_patterns_used(patterns: Iterable[str], fqns: Collection[str]) -> None:
-    """Refuses fqns and globs that apply to none of these keys. Raises LayoutError."""
+    """Raises LayoutError if one of the patterns, fqns and globs, matches none of the keys."""
     unused = [pattern for pattern in patterns if not any(rule_applies(pattern, fqn) for fqn in fqns)]
     if unused:
         raise refusal("plan", [unused_problem(pattern, fqns) for pattern in unused])
 
 
 def check_mesh(mesh: Any) -> None:
-    """Raises TypeError or WrongValueError unless these are sizes of named axes, of a mesh that can be worked out."""
+    """Raises TypeError or WrongValueError unless ``mesh`` has sizes of named axes, with at most ``MAX_RANKS`` ranks."""
     expected = "sizes of named axes such as {'dp': 8, 'tp': 2}"
     check_argument("plan", "mesh", mesh, Mapping, expected)
     for axis, size in mesh.items():
@@ -238,7 +236,7 @@ def check_mesh(mesh: Any) -> None:
 
 
 def checked_rules(rules: Any, mesh: Mapping[str, int]) -> dict[str, DimOf]:
-    """The same rules. Raises TypeError or WrongValueError unless they say numbers for axes of the mesh."""
+    """The rules as a dict. Raises TypeError or WrongValueError unless they give dims to axes of the mesh."""
     expected = "dims of axes by glob such as {'*.wo.weight': {'tp': 1}}"
     check_argument("plan", "placements", rules, (Mapping, type(None)), expected)
     for pattern, dims in (rules or {}).items():
@@ -270,7 +268,7 @@ def _check_axis(axis: str, saved_axes: Mapping[str, int], rules: Mapping[str, Di
 
 
 def is_data_parallel(axis: str) -> bool:
-    """Whether ranks along an axis of this name see other data: it replicates, or shards as FSDP2 does."""
+    """Whether ranks along an axis of this name get different data: the axis replicates, or shards as FSDP2 does."""
     return _replicates(axis) or _is_fsdp(axis)
 
 
@@ -283,7 +281,7 @@ def _is_fsdp(axis: str) -> bool:
 
 
 def _was_cut(metadata: Metadata | None, saved_axes: Mapping[str, int]) -> bool:
-    """Whether FSDP cut the tensors of a save: what is whole in it was no parameter then."""
+    """Whether FSDP cut the tensors of a save. If it did, whole tensors were no parameters."""
     if metadata is None:
         return False
     if saved_axes:
@@ -293,11 +291,11 @@ def _was_cut(metadata: Metadata | None, saved_axes: Mapping[str, int]) -> bool:
 
 
 def _saved_dims(shape: tuple[int, ...], boxes: Sequence[Box], old: World) -> tuple[DimOf, bool]:
-    """The dims that axes of the save cut, and whether that is a guess: no dims have the saved boxes."""
+    """The dims that axes of the save cut, and whether they are a guess because no dims give the saved boxes."""
     fixed = {axis: None if _replicates(axis) else 0 for axis in old.mesh if is_data_parallel(axis)}
     open_axes = [axis for axis in old.mesh if axis not in fixed]
     choices: list[int | None] = [*range(len(shape)), None] if len(shape) > 1 else [None, 0]
-    # Axes of several meshes, which together are more than there were ranks, are no one mesh.
+    # Axes whose product exceeds the number of ranks belong to several meshes: there is no one mesh to try.
     if math.prod(old.mesh.values()) <= min(old.size, MAX_RANKS):
         saved = {(tuple(offsets), tuple(lengths)) for offsets, lengths in boxes}
         for chosen in itertools.islice(itertools.product(choices, repeat=len(open_axes)), _MAX_COMBINATIONS):
@@ -320,7 +318,7 @@ def _dims_cut_beyond(shape: tuple[int, ...], boxes: Sequence[Box]) -> list[int]:
 
 
 def _placements(dims: Sequence[int | None], sizes: Sequence[int]) -> Placements:
-    """As DTensor writes them: the split factor stands for the axes further right that cut the same dim before."""
+    """As DTensor writes them: the split factor counts the parts into which axes further right cut the dim before."""
     placements = []
     for axis, dim in enumerate(dims):
         after = zip(dims[axis + 1 :], sizes[axis + 1 :], strict=True)
@@ -330,7 +328,7 @@ def _placements(dims: Sequence[int | None], sizes: Sequence[int]) -> Placements:
 
 
 def saved_chunk_lists(metadata: Metadata) -> dict[str, ChunkList]:
-    """How each tensor was saved, by key."""
+    """The chunks in which each tensor was saved, by key; equal lists are one object."""
     chunks = SavedChunks()
     entries = metadata.state_dict_metadata.items()
     return {fqn: chunks.of(saved) for fqn, saved in entries if isinstance(saved, TensorStorageMetadata)}

@@ -1,6 +1,6 @@
-"""Several processes that share the work of one, and how much memory each of them may hold.
+"""Runs tasks in several forked processes, and divides memory between them.
 
-They are forked, so that they have what was read of the checkpoint already.
+Forked processes have the metadata that their parent has read.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _PR_SET_PDEATHSIG = 1
 def run_tasks(
     task: Callable[[int, OnBytes], _Result], num_tasks: int, num_processes: int, progress: OnBytes
 ) -> list[_Result]:
-    """Results of ``task(number, progress)`` for all numbers. The first that fails ends all, and is raised.
+    """The results of ``task(number, progress)`` for all numbers. The first error ends all processes and is raised.
 
-    With one process, or one task, they run in this one. Others live no longer than it does, however it ends.
+    One process, or one task, runs in the calling process. Forked processes die with their parent, however it ends.
 
     Raises:
         WorkerLostError: A process was killed.
-        RuntimeError: Several processes are asked for where CUDA or a process group is in use, which no fork survives.
+        RuntimeError: Several processes are asked for, but CUDA or a process group, which no fork survives, is in use.
     """
     num_processes = min(num_processes, num_tasks)
     if num_processes <= 1:
@@ -61,7 +61,7 @@ class _Workers(Generic[_Result]):
             arguments = (task, num_tasks, next_task, sender, os.getpid())
             worker = context.Process(target=_work, args=arguments, daemon=True)
             with warnings.catch_warnings():
-                # Python 3.12 warns of threads, whose locks may be held: those here only touch the lock of the save.
+                # Python 3.12 warns that threads may hold locks: the only other thread keeps the lock of the save.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 worker.start()
             sender.close()
@@ -99,7 +99,7 @@ class _Workers(Generic[_Result]):
 
 def _work(task: Callable[[int, OnBytes], Any], num_tasks: int, next_task: Any, sender: Connection, parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was gone before that
+    if os.getppid() != parent:  # the parent died before the call above
         return
     try:
         while True:
@@ -119,22 +119,18 @@ _BLOCKS_PER_THREAD = 2
 _BLOCKS_PER_PROCESS = 2
 _BLOCK_BYTES = 1 << 20
 
-# Of an element that is cast: float32 of one of eight bits, and three truth values.
+# A cast looks at each element by way of a float32 (if it has eight bits) and three truth values.
 _LOOK_BYTES = 7
 
 _LEAST_PART_BYTES = 1 << 20
 
-# Larger ones are no faster: what is read should lie in a cache when it is written.
+# Larger parts are no faster: a part should still lie in a cache when it is written.
 _MOST_PART_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class Shares:
-    """How many processes work, and what each of them may use.
-
-    Attributes:
-        part_bytes: What each process reads at a time.
-    """
+    """How many processes work, with how many threads each; each process reads ``part_bytes`` at a time."""
 
     num_processes: int
     num_threads: int
@@ -142,13 +138,13 @@ class Shares:
 
 
 def room_for_casts(max_bytes: int, saved: Iterable[torch.dtype], dtype: torch.dtype | None) -> int:
-    """What is left for tensors of a dtype where those that they are cast from are held beside them, and looked at."""
+    """The part of ``max_bytes`` that is left for tensors of a dtype, beside the tensors that they are cast from."""
     ratios = [(kind.itemsize + _LOOK_BYTES) / dtype.itemsize for kind in saved] if dtype is not None else []
     return int(max_bytes / (1 + max(ratios, default=0.0)))
 
 
 def divide(max_bytes: int, num_processes: int | None) -> Shares:
-    """As many processes as were asked for, or cores, and as fit into so many bytes; each with its share of threads."""
+    """As many processes as were asked for, by default one per core, that fit into ``max_bytes``; they share cores."""
     cores = thread_count_of(None)
     wanted = num_processes or cores
     least = _LEAST_PART_BYTES + (_BLOCKS_PER_THREAD + _BLOCKS_PER_PROCESS) * _BLOCK_BYTES
