@@ -28,7 +28,7 @@ export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 CPP_FILES = $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh tests/csrc/*.cpp tests/csrc/*.h benchmarks/*.cpp)
 PY_PATHS := torchtitan_ext tests examples benchmarks
 
-.PHONY: sanitize sanitize-asan sanitize-tsan help demo build test test-cpp test-python test-clients soak lint format clean
+.PHONY: sanitize sanitize-asan sanitize-tsan help demo build test test-cpp test-python test-clients soak wheel lint format clean
 
 help:  ## Say what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -90,6 +90,22 @@ sanitize-asan sanitize-tsan: sanitize-%:
 SANITIZER_ENV = ASAN_OPTIONS=detect_leaks=0:halt_on_error=1:allocator_may_return_null=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
   TSAN_OPTIONS=halt_on_error=1:ignore_noninstrumented_modules=1:allocator_may_return_null=1 setarch -R
 
+# The wheel is built from the unpacked sdist, beside the torch of .venv, and tried in an environment that has nothing else but
+# .venv's packages. pip installs before it sees these: the editable install among them is no reason to leave the wheel out.
+wheel: $(STAMPS)/package  ## sdist and wheel in dist/; the wheel saves and loads in an environment of its own
+	rm -rf dist build/wheel/sdist && mkdir -p dist build/wheel/sdist
+	$(PY) -c 'from scikit_build_core.build import build_sdist; build_sdist("dist")' >/dev/null
+	tar -xf dist/*.tar.gz -C build/wheel/sdist --strip-components 1
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+	  -Cbuild-dir="$(abspath build/wheel/cmake)" --wheel-dir dist build/wheel/sdist
+	$(PY) -m venv --without-pip --clear build/wheel/venv
+	$(PY) -m pip --python build/wheel/venv/bin/python install --quiet --disable-pip-version-check --no-deps --no-index dist/*.whl
+	$(PY) -c 'import sys; print(*(path for path in sys.path if path.endswith("-packages")), sep="\n")' \
+	  > "$$(build/wheel/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')/packages.pth"
+	cd build/wheel && rm -rf run && venv/bin/torchtitan-ext --version && venv/bin/python ../../tests/support/wheel_smoke.py run \
+	  && venv/bin/torchtitan-ext verify run --deep && venv/bin/torchtitan-ext doctor .
+	@ls -l dist
+
 lint: $(STAMPS)/lint  ## Formatters in checking mode, ruff, mypy
 	$(VENV)/bin/clang-format --dry-run --Werror $(CPP_FILES)
 	$(VENV)/bin/ruff format --check $(PY_PATHS)
@@ -102,7 +118,7 @@ format: $(STAMPS)/lint  ## Let the formatters decide
 	$(VENV)/bin/ruff check --fix $(PY_PATHS)
 
 clean:  ## Remove the environment and what was built
-	rm -rf $(VENV) build
+	rm -rf $(VENV) build dist
 
 # ---- set-up, each step once ----
 $(PY):
