@@ -5,6 +5,7 @@ Sizes and offsets count elements. A step is (axis, dim, split_factor); a box is 
 raises OverflowError.
 """
 
+import mmap
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
@@ -89,6 +90,26 @@ def read_metadata_tables(data: bytes, where: str) -> tuple[MetadataColumns, Any,
 
 def leads_outside(path: str) -> bool:
     """Whether a file's path, relative to its checkpoint, is none."""
+
+# Pickles of torch.save. Nothing that they name is looked up or run.
+
+class PickledTensor:
+    """A storage, or a tensor in it: the storage's name in the archive and its class, the dtype that an untyped storage
+    holds (of a storage itself: uint8), how many elements it has, or the tensor needs."""
+
+    storage: str
+    storage_class: str
+    dtype: str
+    num_elements: int
+
+def find_pickled_tensors(data: bytes) -> list[PickledTensor]:
+    """All storages and tensors of a pickle. Raises ValueError if it is damaged or its keys take too long to hash."""
+
+def check_pickle_keys(data: bytes | memoryview | mmap.mmap, num_pickles: int) -> None:
+    """Raises ValueError if keys of dicts, or members of sets, are tuples that take too long to hash: tuples in tuples,
+    each of which holds the one before twice. Reads pickles that stand behind each other, and stops without an error at
+    what else is wrong with them.
+    """
 
 # Files. Addresses are those of tensors' memory (data_ptr), which the caller keeps alive. System calls that fail raise
 # OSError with the path; damaged bytes raise FormatError.

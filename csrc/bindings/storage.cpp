@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "bindings/convert.h"
+#include "core/torch_pickle.h"
 #include "storage/digest.h"
 #include "storage/errors.h"
 #include "storage/file.h"
@@ -306,6 +307,21 @@ void define_storage(py::module_& module) {
   module.def("find_footer", &find_footer_py, py::arg("path"), py::arg("descriptor"));
   module.def("find_tensors", &find_tensors, py::arg("path"), py::arg("places"), py::arg("num_threads"),
              py::arg("descriptor") = -1);
+  py::class_<core::PickledTensor>(module, "PickledTensor")
+      .def_readonly("storage", &core::PickledTensor::storage)
+      .def_readonly("storage_class", &core::PickledTensor::storage_class)
+      .def_readonly("dtype", &core::PickledTensor::dtype)
+      .def_readonly("num_elements", &core::PickledTensor::num_elements);
+  module.def("find_pickled_tensors", &core::find_pickled_tensors, py::arg("data"), Unlocked());
+  module.def(
+      "check_pickle_keys",
+      [](const py::buffer& data, int num_pickles) {
+        const py::buffer_info bytes = data.request();
+        const std::string_view view(static_cast<const char*>(bytes.ptr), static_cast<size_t>(bytes.size));
+        py::gil_scoped_release release;
+        core::check_pickle_keys(view, num_pickles);
+      },
+      py::arg("data"), py::arg("num_pickles"));
   module.def("start_write_back", &start_write_back, py::arg("descriptor"), py::arg("offset"), py::arg("num_bytes"),
              Unlocked());
   module.def("exchange_paths", &exchange_paths, Unlocked());

@@ -17,6 +17,7 @@ import decimal
 import fractions
 import io
 import ipaddress
+import mmap
 import pathlib
 import pickle
 import re
@@ -32,9 +33,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchtitan_ext import _core
 from torchtitan_ext.errors import argument_error, check_argument, described, first_line
 from torchtitan_ext.state.nested import walk_objects
-from torchtitan_ext.state.pickled_keys import check_keys
 
 _NUMPY_RECONSTRUCT: Any = np.empty(0).__reduce__()[0]
 _NUMPY_SCALAR: Any = np.float64(0).__reduce__()[0]
@@ -199,21 +200,20 @@ def read_value(
 
 
 def _check_keys(stream: io.BytesIO | pathlib.Path) -> None:
-    """Raises EndlessKeyError. Of archives that are files the storage has looked at the keys before."""
+    """Raises ValueError where keys take too long to hash. The storage has checked archives that are files before."""
     if isinstance(stream, pathlib.Path):
         if not zipfile.is_zipfile(stream):
-            with stream.open("rb") as file:
-                check_keys(file, stream.stat().st_size, num_pickles=_LEGACY_PICKLES)
+            with stream.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                _core.check_pickle_keys(data, _LEGACY_PICKLES)
     elif zipfile.is_zipfile(stream):
         with zipfile.ZipFile(stream) as archive:
-            for entry in archive.infolist():
-                if entry.filename.endswith("data.pkl"):
-                    with archive.open(entry) as pickled:
-                        check_keys(pickled, entry.file_size)
+            for name in archive.namelist():
+                if name.endswith("data.pkl"):
+                    _core.check_pickle_keys(archive.read(name), 1)
         stream.seek(0)
     else:
-        stream.seek(0)
-        check_keys(stream, stream.getbuffer().nbytes, num_pickles=_LEGACY_PICKLES)
+        with stream.getbuffer() as data:
+            _core.check_pickle_keys(data, _LEGACY_PICKLES)
         stream.seek(0)
 
 

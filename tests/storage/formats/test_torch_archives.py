@@ -1,9 +1,12 @@
 """Archives of ``torch.save``, looked at without torch: what their pickles need of their storages."""
 
+import pickle
 import struct
 import zipfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
+from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from states import mixed_state
 from torch.utils.serialization import config
 
 from torchtitan_ext.offline.sources import open_source
+from torchtitan_ext.storage.formats.archives import find_storages
 from torchtitan_ext.storage.formats.torch_files import describe_torch
 from torchtitan_ext.storage.inspect.verify import verify
 
@@ -153,6 +157,15 @@ def test_a_small_pickle_takes_no_long_look(tmp_path: Path, name: str) -> None:
         assert in_limits(lambda: "take too long to hash" in damage(hostile)) == "True"
         assert in_limits(lambda: open_source(hostile)) == "DamagedCheckpointError"
         assert in_limits(lambda: describe_torch(hostile)) == "DamagedCheckpointError"
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_pickles_of_every_protocol_are_followed_to_their_end(protocol: int) -> None:
+    numbers = [-5, 300, 70_000, 10**12, -(10**40), 10**400, 1.5, True, None, 1j]
+    texts = ["", "\u00fc\n'", "x" * 300, b"abc", bytearray(b"abc")]
+    held = [{(1, 2): [3, {4, 5}]}, frozenset([(6, 7)]), Counter("ab"), Decimal(1), datetime(2026, 1, 1), slice(1, 2)]
+    for value in (*numbers, *texts, *held, [numbers, texts, held, held]):
+        assert find_storages(pickle.dumps(value, protocol)) == {}  # an operation that is not known would be an error
 
 
 def test_entries_that_the_archive_has_no_room_for_are_damage(tmp_path: Path) -> None:

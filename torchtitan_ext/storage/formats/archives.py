@@ -13,11 +13,11 @@ import struct
 import sys
 import zipfile
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO
 
+from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError
-from torchtitan_ext.state.pickled_keys import Anything, EndlessKeyError, KeyReader, check_keys
-from torchtitan_ext.storage.element_types import ITEM_BYTES, UNTYPED, dtype_name_of, elements_needed
+from torchtitan_ext.storage.element_types import ITEM_BYTES, dtype_name_of
 from torchtitan_ext.storage.progress import OnBytes
 
 _READ_BYTES = 1 << 20
@@ -82,7 +82,7 @@ def find_entries(path: Path) -> dict[str, tuple[int, int]]:
             for entry in listed:
                 entries[_name_in_archive(entry)] = (_begin_of(file, entry), entry.file_size)
                 if _name_in_archive(entry) == "data.pkl" and entry.compress_type == zipfile.ZIP_STORED:
-                    check_keys(io.BytesIO(read_entry(file, entry)), entry.file_size)
+                    _core.check_pickle_keys(read_entry(file, entry), 1)
                 if _name_in_archive(entry) == "byteorder" and entry.compress_type == zipfile.ZIP_STORED:
                     byte_order = read_entry(file, entry).decode()
     except BAD_ARCHIVE as error:
@@ -170,73 +170,16 @@ def _compare(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, on_bytes: OnBytes
         raise EOFError(f"{entry.filename} ends after {num_bytes} of {entry.file_size} bytes")
 
 
-_REBUILD = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3")
-
-# Behind strides, in the arguments of _rebuild_tensor_v3, whose storages are untyped.
-_DTYPE_POSITION = 2
-
-
 def find_storages(data: bytes) -> dict[str, int]:
-    """The bytes that are needed of each storage, by its name in the archive.
+    """The bytes that a pickle needs of each storage, by the storage's name in the archive.
 
     Raises:
-        EndlessKeyError: Whoever unpickles it as it is meant does not come to an end.
-        ValueError: It is no pickle, or one of something else.
+        ValueError: The pickle is damaged, or its keys take too long to hash.
     """
-    reader = _StorageReader(data)
-    try:
-        reader.load()
-    except EndlessKeyError:
-        raise
-    except Exception as error:  # whatever bytes make of a pickle's machine
-        raise ValueError(f"its pickle cannot be read: {type(error).__name__}, {error}") from None
-    return reader.needed
-
-
-class _Storage(NamedTuple):
-    name: str
-    storage_class: str
-
-
-class _StorageReader(KeyReader):
-    def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data), len(data))
-        self.needed: dict[str, int] = {}
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch._utils" and name in _REBUILD:
-            return self._add_tensor
-        return Anything(name)
-
-    def persistent_load(self, pid: Any) -> Any:
-        kind, storage_class, name, _, num_elements = pid
-        if kind != "storage" or type(name) is not str:
-            raise ValueError("a persistent id is none of a storage")
-        storage = _Storage(name, storage_class.__name__)
-        item_bytes = 1 if storage.storage_class == UNTYPED else _item_bytes(storage, "")
-        self._add(storage, item_bytes, _whole([num_elements])[0])
-        return storage
-
-    def _add_tensor(self, storage: _Storage, offset: Any, sizes: Any, strides: Any, *rest: Any) -> Anything:
-        dtype = rest[_DTYPE_POSITION] if len(rest) > _DTYPE_POSITION else None
-        item_bytes = _item_bytes(storage, getattr(dtype, "__name__", ""))
-        self._add(storage, item_bytes, elements_needed(_whole(sizes), _whole(strides), *_whole([offset])))
-        return Anything()
-
-    def _add(self, storage: _Storage, item_bytes: int, num_elements: int) -> None:
-        self.needed[storage.name] = max(self.needed.get(storage.name, 0), item_bytes * num_elements)
-
-
-def _whole(numbers: Any) -> list[int]:
-    """Sizes, strides and the like as a list. Raises ValueError where they are something else, such as lists, of which a
-    multiple is a longer list."""
-    found = list(numbers)
-    if not all(type(number) is int and 0 <= number < 2**63 for number in found):
-        raise ValueError("a tensor has sizes, strides or an offset that no tensor has")
-    return found
-
-
-def _item_bytes(storage: _Storage, dtype: str) -> int:
-    """0 where they are not known, as of quantised numbers."""
-    name = dtype_name_of(storage.storage_class, dtype)
-    return 0 if name is None else ITEM_BYTES[name]
+    needed: dict[str, int] = {}
+    for tensor in _core.find_pickled_tensors(data):
+        dtype = dtype_name_of(tensor.storage_class, tensor.dtype)
+        # The item sizes of other dtypes, such as quantised ones, are not known.
+        num_bytes = 0 if dtype is None else ITEM_BYTES[dtype] * tensor.num_elements
+        needed[tensor.storage] = max(needed.get(tensor.storage, 0), num_bytes)
+    return needed
