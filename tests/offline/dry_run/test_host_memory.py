@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 import torchtitan_ext as tte
-from torchtitan_ext.offline.dry_run.host_memory import Device, loading_bytes
+from torchtitan_ext.offline.dry_run.host_memory import Device, Reads, loading_bytes
 from torchtitan_ext.storage.native.file_reader import BATCH_BYTES
 from torchtitan_ext.storage.raw_tensor import STAGING_BYTES
 
@@ -46,16 +46,8 @@ def test_what_is_cast_or_goes_to_a_gpu_is_read_beside_its_target(tmp_path: Path)
 
 def test_no_more_is_held_than_a_batch_and_what_fills_it() -> None:
     def loading(staged_bytes: int) -> int:
-        return loading_bytes(
-            num_reads=100,
-            num_bytes=100 * MIB,
-            value_bytes=[],
-            is_packed=False,
-            staged_bytes=staged_bytes,
-            largest_staged_bytes=min(staged_bytes, 4 * MIB),
-            metadata_bytes=0,
-            index_bytes=0,
-        )
+        reads = Reads(100, 100 * MIB, [], staged_bytes, min(staged_bytes, 4 * MIB))
+        return loading_bytes(reads, is_packed=False, metadata_bytes=0, index_bytes=0)
 
     assert loading(1 << 40) - loading(0) == BATCH_BYTES + 4 * MIB
 

@@ -1,9 +1,9 @@
-"""The key tables of all ranks of a job, worked out from what one of them holds.
+"""Works out the key tables of all ranks of a job from the table of one of them.
 
-Ranks of a job run the same program: they hold parts of the same tensors, each by where it stands on the meshes. So what
-one of them says of itself, with another coordinate and the local sizes there, is what another one would send to the
-coordinator of a save or load (``checkpoint/tables/key_table.py``). Stages of a pipeline hold different keys: each is a
-group of its own.
+The ranks of a job run the same program: they hold parts of the same tensors, each by its place on the meshes. So the
+table of one rank, with another coordinate and the local sizes there, is the table that another rank would send to the
+coordinator of a save or load (``checkpoint/tables/key_table.py``). The stages of a pipeline hold different keys: each
+is a group of its own.
 """
 
 from __future__ import annotations
@@ -39,11 +39,9 @@ from torchtitan_ext.layout.layout import (
 )
 from torchtitan_ext.offline.placement_rules import is_data_parallel
 
-Entry = TensorEntry | ObjectEntry
 
-
-class Standing(NamedTuple):
-    """Where a rank stands on a mesh."""
+class MeshPlace(NamedTuple):
+    """The place of a rank on a mesh."""
 
     mesh: MeshLayout
     coordinate: tuple[int, ...]
@@ -51,17 +49,17 @@ class Standing(NamedTuple):
 
 @dataclass(frozen=True)
 class _Kind:
-    """Tensors that a rank holds alike, and what all ranks hold of one.
+    """Tensors that a rank holds alike.
 
     Attributes:
-        entry: What the viewer holds.
-        standings: Of each rank on the mesh; none for plain tensors.
-        entries: What ranks hold, as far as it was asked for.
+        entry: What the viewer holds of such a tensor.
+        places: The place of each rank on the mesh; empty for plain tensors.
+        entries: What other ranks hold, as far as it was asked for.
     """
 
     entry: TensorEntry
     steps: Steps
-    standings: Mapping[int, Standing]
+    places: Mapping[int, MeshPlace]
     entries: dict[int, TensorEntry] = field(default_factory=dict)
 
 
@@ -69,21 +67,20 @@ class AlikeRanks:
     """Ranks that hold parts of the same tensors.
 
     Args:
-        ranks: Which, in order.
-        table: What one of them holds.
-        viewer: Which one.
-        mesh: Of all of them, where it is known: data-parallel ranks are counted along its axes.
-        own: What ``viewer`` keeps under a name of its own; by default found by its number in the name.
+        ranks: The ranks, in order.
+        table: What one of them, the viewer, holds.
+        viewer: The rank that holds ``table``.
+        mesh: The mesh of all ranks, if it is known: data-parallel ranks are counted along its axes.
+        own: The keys that the viewer keeps under a name of its own; by default those with its number in the name.
 
     Attributes:
-        ranks, viewer, mesh: As above.
-        table: As above, without what ``problems`` names and values that each rank keeps under a name of its own.
-        problems: Tensors of which other ranks' parts cannot be worked out.
-        uneven: Tensors that FSDP2 and DTensor may cut differently, and of which this rank's shape does not tell by
-            which they were cut: FSDP2 is assumed.
+        table: The table, without the keys that ``problems`` names and those that each rank keeps under its own name.
+        problems: Tensors whose parts on other ranks cannot be worked out.
+        uneven: Tensors that FSDP2 and DTensor may cut differently, though the viewer's shape is the same: FSDP2's way
+            is assumed.
 
     Raises:
-        WrongValueError: A mesh of which the other ranks' cannot be worked out.
+        WrongValueError: A mesh does not tell the meshes of other ranks.
     """
 
     def __init__(
@@ -101,7 +98,7 @@ class AlikeRanks:
         self.uneven: list[str] = []
         self._kinds: dict[int, _Kind] = {}
         self._shared: dict[Any, TensorEntry] = {}
-        self._standings: dict[int, dict[int, Standing]] = {}
+        self._places: dict[int, dict[int, MeshPlace]] = {}
         entries = {
             fqn: entry
             for fqn, given in table.entries.items()
@@ -118,14 +115,13 @@ class AlikeRanks:
         self._sample = self._one_of_each_kind()
         self._own_tables: dict[tuple[str, ...], EncodedTable] = {}
 
-    def entry(self, rank: int, entry: KeyEntry) -> Entry:
-        """What a rank holds where the table has this entry."""
-        assert not isinstance(entry, BoxesEntry)
+    def entry(self, rank: int, entry: KeyEntry) -> KeyEntry:
+        """What a rank holds under the keys that have this entry in the table."""
         kind = self._kinds.get(id(entry))
         if kind is None or not isinstance(entry, TensorEntry) or entry.report.mesh is None:
             return entry
         if rank not in kind.entries:
-            mesh, coordinate = kind.standings[rank]
+            mesh, coordinate = kind.places[rank]
             shape, placements, order = entry.report.global_shape, entry.report.placements, entry.report.order
             sizes = local_shard(shape, mesh.shape, kind.steps, coordinate).sizes
             report = ShardReport(shape, mesh, coordinate, placements, sizes, order)
@@ -133,17 +129,17 @@ class AlikeRanks:
         return kind.entries[rank]
 
     def entry_for(self, rank: int, fqn: str) -> KeyEntry:
-        """The entry in the table that stands for a key of a rank."""
+        """The entry of the viewer that stands for a key of a rank."""
         if fqn in self.table.entries:
             return self.table.entries[fqn]
         return next(self._own[own] for own, name in self.own_names(rank).items() if name == fqn)
 
     def steps(self, entry: KeyEntry) -> Steps:
-        """The order in which the tensors of an entry of the table are cut."""
+        """The order in which tensors with this entry in the table are cut."""
         return self._kinds[id(entry)].steps if id(entry) in self._kinds else ()
 
     def state_bytes(self) -> Iterator[int]:
-        """Of each rank in turn the bytes of its tensors."""
+        """The size of all tensors of each rank, in the order of ranks."""
         counts: dict[int, int] = {}
         for entry in self.table.entries.values():
             counts[id(entry)] = counts.get(id(entry), 0) + 1
@@ -153,24 +149,24 @@ class AlikeRanks:
             yield sum(count * local_bytes(entry) for count, entry in held if isinstance(entry, TensorEntry))
 
     def meshes(self) -> list[MeshLayout]:
-        """Those of the viewer that its tensors lie on."""
+        """The meshes of the viewer's tensors."""
         meshes = [kind.entry.report.mesh for kind in self._kinds.values()]
         return list({id(mesh): mesh for mesh in meshes if mesh is not None}.values())
 
     @property
     def num_data_parallel(self) -> int:
-        """How many ranks see other data than each other."""
+        """The number of ranks that get different data."""
         return len(set(self._data_parallel.values()))
 
     def own_names(self, rank: int) -> dict[str, str]:
-        """What a rank calls the values of its own, by what the table's rank calls them."""
+        """The names that a rank gives to keys of its own, by the names that the viewer gives them."""
         return {fqn: self._renamed(fqn, rank) for fqn in self._own}
 
     def encoded(self, rank: int, has: Callable[[str], bool] = lambda fqn: True) -> EncodedTable:
-        """The table of a rank as it travels.
+        """The table of a rank as it is sent.
 
         Args:
-            has: Says of the rank's own values, by their names there, which are in it.
+            has: Whether the table contains a key of the rank's own, by the rank's name for it.
         """
         own = self._own_table(rank, {fqn: name for fqn, name in self.own_names(rank).items() if has(name)})
         base = self._encoded
@@ -183,8 +179,8 @@ class AlikeRanks:
         )
         return EncodedTable(message, (*base.names[:2], own.names[2]), (*base.kind_of[:2], own.kind_of[2]))
 
-    def _known_entry(self, fqn: str, given: KeyEntry, table: KeyTable) -> Entry | None:
-        """The entry, the same object for tensors that are held alike; none where other ranks' parts are not known."""
+    def _known_entry(self, fqn: str, given: KeyEntry, table: KeyTable) -> KeyEntry | None:
+        """The entry, one object for tensors held alike; ``None`` if the parts of other ranks cannot be worked out."""
         if isinstance(given, ObjectEntry):
             return given
         if isinstance(given, BoxesEntry):
@@ -211,23 +207,23 @@ class AlikeRanks:
             return unresolved(fqn, report, "no_match", 0, 0, report.coordinate, report.local_sizes)
         if len(fitting) > 1 and not _is_even(report, fitting[0]):
             self.uneven.append(fqn)
-        if id(report.mesh) not in self._standings:
-            self._standings[id(report.mesh)] = sibling_meshes(report.mesh, self.ranks)
-        return _Kind(entry, fitting[0], self._standings[id(report.mesh)])
+        if id(report.mesh) not in self._places:
+            self._places[id(report.mesh)] = sibling_meshes(report.mesh, self.ranks)
+        return _Kind(entry, fitting[0], self._places[id(report.mesh)])
 
     def _one_of_each_kind(self) -> list[str]:
-        """Keys whose entries have all that is a rank's own, in an order that numbers kinds as the whole table does."""
+        """One key of each kind, in the order in which the whole table numbers kinds: only these differ by rank."""
         names, kinds = self._encoded.names[0], self._encoded.kind_of[0]
         first: dict[int, str] = {}
         held: set[tuple[int, int]] = set()
         for fqn, kind in zip(names, kinds, strict=True):
             first.setdefault(kind, fqn)
             held.add((kind, id(self.table.entries[fqn])))
-        # Kinds do not tell orders of sharding apart: local sizes then differ from key to key, and all are needed.
+        # One kind can have several orders of sharding: local sizes then differ from key to key, and all are needed.
         return list(first.values()) if len(held) == len(first) else names
 
     def _own_table(self, rank: int, names: Mapping[str, str]) -> EncodedTable:
-        """The third section of a rank's table: what it keeps under a name of its own, and others' that it asks for."""
+        """The third section of a rank's table: keys under its own name, and keys of other ranks that it asks for."""
         alike = tuple(names.values())
         if alike not in self._own_tables:
             entries = {fqn: self.table.entries[fqn] for fqn in self._encoded.names[2] if fqn in self.table.entries}
@@ -246,13 +242,13 @@ class AlikeRanks:
 
 
 def _equal_digests(entries: Mapping[str, KeyEntry]) -> dict[str, bytes]:
-    """Tensors on meshes are taken to be equal wherever a real save would compare them."""
+    """Digests of tensors on meshes, which are assumed to be equal wherever a save would compare them."""
     tensors = {fqn: entry.report for fqn, entry in entries.items() if isinstance(entry, TensorEntry)}
     return dict.fromkeys((fqn for fqn, report in tensors.items() if report.mesh is not None), b"equal")
 
 
 def names_with_rank(entries: Mapping[str, KeyEntry]) -> list[str]:
-    """Keys of values with the number of a rank in them, of which there are none with other numbers."""
+    """Keys of values that have the number of a rank in them, if no key is the same but for the number."""
     families: dict[str, list[str]] = {}
     for fqn, entry in entries.items():
         if "rank" in fqn and (not isinstance(entry, TensorEntry) or entry.report.mesh is None):
@@ -262,7 +258,7 @@ def names_with_rank(entries: Mapping[str, KeyEntry]) -> list[str]:
 
 
 def moved(table: KeyTable, num_ranks: int) -> KeyTable:
-    """The table of a rank whose meshes lie so many ranks further."""
+    """The table with all meshes moved by ``num_ranks`` ranks."""
     meshes: dict[int, MeshLayout] = {}
     entries: dict[str, KeyEntry] = {}
     for fqn, entry in table.entries.items():
@@ -277,13 +273,13 @@ def moved(table: KeyTable, num_ranks: int) -> KeyTable:
 
 
 def _fits(report: ShardReport, steps: Steps) -> bool:
-    """Whether the local tensor is as these steps cut it; one without elements may have any shape."""
+    """Whether these steps give the local tensor's shape; a local tensor without elements may have any shape."""
     sizes = shard_of(report, steps).sizes
     return sizes == report.local_sizes or num_elements(sizes) == num_elements(report.local_sizes) == 0
 
 
 def _is_even(report: ShardReport, steps: Steps) -> bool:
-    """Whether all ranks hold as much, so that all orders of plain cuts are alike."""
+    """Whether all ranks hold equally many elements, so that all orders of plain cuts give the same."""
     assert report.mesh is not None
     parts = [1] * len(report.global_shape)
     for axis, dim, split_factor in steps:
@@ -292,26 +288,26 @@ def _is_even(report: ShardReport, steps: Steps) -> bool:
 
 
 def rank_of(report: ShardReport) -> int:
-    """The rank that made a report on a tensor on a mesh."""
+    """The rank that holds the shard of a report."""
     assert report.mesh is not None
     return report.mesh.ranks[row_major_position(report.coordinate, report.mesh.shape)]
 
 
-def sibling_meshes(mesh: MeshLayout, ranks: Sequence[int]) -> dict[int, Standing]:
-    """Where each of some ranks stands: on this mesh, or on the one beside it that its part of the program has made.
+def sibling_meshes(mesh: MeshLayout, ranks: Sequence[int]) -> dict[int, MeshPlace]:
+    """The place of each rank on this mesh, or on the mesh beside it that the rank's part of the program has made.
 
     Example: on ranks 0 to 7 the mesh of ranks (0, 2, 4, 6) is that of ``dp`` in (dp 4, tp 2); ranks 1, 3, 5, 7 have
     another one.
 
     Raises:
-        WrongValueError: The ranks of the mesh do not tell which that is.
+        WrongValueError: The ranks of the mesh do not tell the mesh of another rank.
     """
     coordinates = mesh_coordinates(mesh.shape)
     position_of = {rank: position for position, rank in enumerate(mesh.ranks)}
     if all(rank in position_of for rank in ranks):
-        return {rank: Standing(mesh, coordinates[position_of[rank]]) for rank in ranks}
+        return {rank: MeshPlace(mesh, coordinates[position_of[rank]]) for rank in ranks}
     strides = _strides(mesh)
-    found: dict[int, Standing] = {}
+    found: dict[int, MeshPlace] = {}
     siblings: dict[int, MeshLayout] = {}
     for rank in ranks:
         at = [(rank - ranks[0]) // stride % size for stride, size in zip(strides, mesh.shape, strict=True)]
@@ -324,12 +320,12 @@ def sibling_meshes(mesh: MeshLayout, ranks: Sequence[int]) -> dict[int, Standing
                 f"mesh: {mesh} of ranks {', '.join(map(str, mesh.ranks[:8]))}, ... does not tell on which mesh "
                 f"rank {rank} stands; give a state dict of tensors on meshes that init_device_mesh has made"
             )
-        found[rank] = Standing(siblings[origin], tuple(at))
+        found[rank] = MeshPlace(siblings[origin], tuple(at))
     return found
 
 
 def _strides(mesh: MeshLayout) -> list[int]:
-    """Between neighbours on each axis; 1 where there are none."""
+    """The distance of ranks that are neighbours on each axis; 1 for an axis of size 1."""
     strides, inner = [], 1
     for size in reversed(mesh.shape):
         strides.append(mesh.ranks[inner] - mesh.ranks[0] if size > 1 else 1)
@@ -338,12 +334,12 @@ def _strides(mesh: MeshLayout) -> list[int]:
 
 
 def _data_parallel_ranks(ranks: Sequence[int], meshes: Sequence[MeshLayout]) -> dict[int, int]:
-    """The position of each rank along the data-parallel axes of the largest mesh; its number where there are none."""
+    """The position of each rank along the data-parallel axes of the largest mesh; its number if there are none."""
     named = [mesh for mesh in meshes if any(map(is_data_parallel, mesh.dim_names or ()))]
     if not named:
         return {rank: rank for rank in ranks}
     mesh = max(named, key=lambda one: len(one.ranks))
     axes = [axis for axis, name in enumerate(mesh.dim_names or ()) if is_data_parallel(name)]
     sizes = [mesh.shape[axis] for axis in axes]
-    standings = sibling_meshes(mesh, ranks).items()
-    return {rank: row_major_position([one.coordinate[axis] for axis in axes], sizes) for rank, one in standings}
+    places = sibling_meshes(mesh, ranks).items()
+    return {rank: row_major_position([one.coordinate[axis] for axis in axes], sizes) for rank, one in places}

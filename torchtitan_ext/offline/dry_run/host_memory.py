@@ -1,13 +1,14 @@
-"""What a save or a load holds in the memory of the host, beside the state: of one rank, at most.
+"""The most host memory that one rank needs for a save or a load, beside the state.
 
-By what our storage and planners hold: blocks of threads, tensors that pass through the host or are cast, values as they
-are written and read, the metadata, and Python's objects. The numbers below were measured
-(``benchmarks/bench_dry_run_memory.py``). Storage of others holds other things.
+Counted are the blocks of threads, tensors that pass through the host or are cast, values as they are written and read,
+the metadata, and Python's objects, as this package's storage and planners hold them. The numbers below were measured
+(``benchmarks/bench_dry_run_memory.py``). Other storage needs other amounts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from torchtitan_ext.storage.checkpoint_files import thread_count_of
@@ -17,20 +18,20 @@ from torchtitan_ext.storage.native.file_writer import BLOCK_BYTES
 from torchtitan_ext.storage.raw_tensor import STAGING_BYTES
 
 Device = Literal["cpu", "cuda"]
-"""Where tensors of a job lie."""
+"""Where a job's tensors lie."""
 
-# What is exchanged, stacks of threads, and what the allocator keeps: from 0.2 to 2.7 MB, from run to run.
+# Exchanged messages, stacks of threads and the allocator's reserve: from 0.2 to 2.7 MB, from run to run.
 _LEAST_BYTES = 2_500_000
-# Python's objects: of a tensor or value that is saved, and of a part that is read.
+# Python's objects: per tensor or value that is saved, and per part that is read.
 _RECORD_BYTES = 3_000
 _READ_BYTES = 2_500
-# Frames between the elements of two tensors go through the block of a thread, a page or two of it.
+# Frames between the elements of two tensors touch a page or two of a thread's block.
 _FRAME_BYTES = 8 << 10
 # A stream of pickled bytes has an eighth more room than it needs.
 _STREAM_ROOM = 9 / 8
-# The coordinator makes the index of the records that ranks have sent, with copies of all of it.
+# The coordinator makes the index from the records that ranks have sent, and copies all of it several times.
 _INDEX_COPIES = 5
-# Of `.metadata` alone, and where there is an index with it, until they are columns.
+# Copies of `.metadata` alone, and of `.metadata` and index together, until they are columns.
 _METADATA_COPIES, _WITH_INDEX_COPIES = 6.5, 3
 
 
@@ -44,16 +45,15 @@ def saving_bytes(
     metadata_bytes: int = 0,
     index_bytes: int = 0,
 ) -> int:
-    """What a rank takes while it saves.
+    """The memory that a rank needs while it saves.
 
     Args:
-        num_records: Tensor chunks and values that it writes.
-        num_bytes: Of these.
-        value_bytes: Of each value.
-        is_packed: Whether elements of tensors lie otherwise in memory than in the file, so that they are copied.
+        num_records: The number of tensor chunks and values that the rank writes.
+        num_bytes: The size of all records.
+        value_bytes: The size of each value.
+        is_packed: Whether elements lie in another order in memory than in the file, so that they are copied.
         is_staged: Whether tensors come from another device.
-        metadata_bytes: Of ``.metadata``, for the rank that writes it.
-        index_bytes: Of the index, for the same.
+        metadata_bytes, index_bytes: The sizes of ``.metadata`` and index, for the rank that writes them.
     """
     writing = _blocks_bytes(num_records, num_bytes, is_packed=is_packed) + (STAGING_BYTES if is_staged else 0)
     writing += int(_batch_bytes(value_bytes, WRITTEN_BATCH_BYTES) * _STREAM_ROOM)
@@ -61,46 +61,49 @@ def saving_bytes(
     return _LEAST_BYTES + num_records * _RECORD_BYTES + max(writing, committing)
 
 
-def loading_bytes(
-    *,
-    num_reads: int,
-    num_bytes: int,
-    value_bytes: Sequence[int],
-    is_packed: bool,
-    staged_bytes: int,
-    largest_staged_bytes: int,
-    metadata_bytes: int,
-    index_bytes: int,
-) -> int:
-    """What a rank takes while it loads.
+@dataclass
+class Reads:
+    """What one rank reads, as far as its memory depends on it.
+
+    Attributes:
+        num_reads: The number of boxes of saved chunks, and of values.
+        num_bytes: The size of all reads.
+        value_bytes: The size of each value.
+        staged_bytes: The size of tensors that are read into other memory first, to be cast or moved to another device.
+        largest_staged_bytes: The size of the largest read of such tensors.
+    """
+
+    num_reads: int = 0
+    num_bytes: int = 0
+    value_bytes: Sequence[int] = ()
+    staged_bytes: int = 0
+    largest_staged_bytes: int = 0
+
+
+def loading_bytes(reads: Reads, *, is_packed: bool, metadata_bytes: int, index_bytes: int) -> int:
+    """The memory that a rank needs while it loads.
 
     Args:
-        num_reads: Boxes of saved chunks, and values.
-        num_bytes: Of these.
-        value_bytes: Of each value.
-        is_packed: Whether it wants parts of chunks, or fills tensors whose elements lie otherwise than in the file.
-        staged_bytes: Of tensors that are read into memory of their own first: they are cast, or lie on another device.
-        largest_staged_bytes: Of one read of these.
-        metadata_bytes: Of ``.metadata``, which every rank reads.
-        index_bytes: Of the index; 0 where there is none.
+        is_packed: Whether it reads parts of chunks, or fills tensors whose elements lie in another order in memory.
+        metadata_bytes, index_bytes: The sizes of ``.metadata`` and index, which every rank reads; 0 if there is none.
     """
     metadata = _METADATA_COPIES * metadata_bytes
     if index_bytes:
         metadata = max(metadata, _WITH_INDEX_COPIES * (metadata_bytes + index_bytes))
-    values = sum(value_bytes)
-    # Of the one that is unpickled there are a stream and its record, too.
-    reading_values = values + _batch_bytes(value_bytes, READ_BATCH_BYTES) + 2 * max(value_bytes, default=0)
-    reading = values + _blocks_bytes(num_reads, num_bytes, is_packed=is_packed)
-    reading += min(staged_bytes, READ_BATCH_BYTES + largest_staged_bytes)
-    return _LEAST_BYTES + num_reads * _READ_BYTES + int(metadata) + max(reading_values, reading)
+    values = sum(reads.value_bytes)
+    # The value that is unpickled is held as a stream and as a record, too.
+    reading_values = values + _batch_bytes(reads.value_bytes, READ_BATCH_BYTES) + 2 * max(reads.value_bytes, default=0)
+    reading = values + _blocks_bytes(reads.num_reads, reads.num_bytes, is_packed=is_packed)
+    reading += min(reads.staged_bytes, READ_BATCH_BYTES + reads.largest_staged_bytes)
+    return _LEAST_BYTES + reads.num_reads * _READ_BYTES + int(metadata) + max(reading_values, reading)
 
 
 def _blocks_bytes(num_parts: int, num_bytes: int, *, is_packed: bool) -> int:
-    """Of the threads' blocks what is touched."""
+    """The part of the threads' blocks that is touched."""
     whole = min(num_bytes, thread_count_of(None) * BLOCK_BYTES)
     return whole if is_packed else min(whole, num_parts * _FRAME_BYTES)
 
 
 def _batch_bytes(value_bytes: Sequence[int], batch_bytes: int) -> int:
-    """Of the values that are held at a time: a batch ends behind the value that fills it."""
+    """The size of the values that are held at a time: a batch ends with the value that fills it."""
     return min(sum(value_bytes), batch_bytes + max(value_bytes, default=0))

@@ -1,9 +1,10 @@
-"""A checkpoint of any format, as a load by a job would have it."""
+"""Opens a checkpoint of any format as a job that loads it would."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -12,9 +13,11 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from torchtitan_ext.checkpoint.operation.component_plans import OpenSource
 from torchtitan_ext.checkpoint.operation.load_phases import open_source
 from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
+from torchtitan_ext.checkpoint.planners.saved_metadata import ChunkList
 from torchtitan_ext.checkpoint.rules.policy import Source
 from torchtitan_ext.dcp_private import StorageInfo
 from torchtitan_ext.errors import Problem, refusal
+from torchtitan_ext.offline.placement_rules import saved_chunk_lists
 from torchtitan_ext.offline.sources import FileSource
 from torchtitan_ext.offline.sources import open_source as open_files
 from torchtitan_ext.storage import FileReader
@@ -24,14 +27,14 @@ from torchtitan_ext.storage.formats.detect import Format, format_of, how_to_load
 
 @dataclasses.dataclass(frozen=True)
 class LoadSource:
-    """A checkpoint that is loaded.
+    """A checkpoint that a job loads.
 
     Attributes:
-        opened: Its metadata, and what a job reads it by.
-        file_bytes: Of its data files, by name, as far as they are in a local directory.
-        metadata_bytes: Of ``.metadata``, and of the index beside it; 0 where there is none, or that is not known.
-        problems: Why a job cannot load it as it is; nothing of it can be read by ``opened.reader`` then.
-        notes: How a job loads it.
+        opened: The metadata, and the reader that a job uses.
+        file_bytes: The size of each data file in a local directory, by name.
+        metadata_bytes: The sizes of ``.metadata`` and of the index beside it; 0 if there is none or it is not known.
+        problems: Why a job cannot load the checkpoint as it is; ``opened.reader`` can read nothing then.
+        notes: How a job loads the checkpoint.
     """
 
     opened: OpenSource
@@ -40,15 +43,20 @@ class LoadSource:
     problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
 
+    @cached_property
+    def chunks(self) -> dict[str, ChunkList]:
+        """The chunks in which each tensor was saved, by key."""
+        return saved_chunk_lists(self.opened.metadata)
+
 
 def open_load_source(source: Source) -> LoadSource:
     """Opens a checkpoint of DCP, safetensors or ``torch.save``; reads no tensors.
 
     Raises:
-        StateRefusedError: It has no metadata that can be read, or each rank has its own.
-        UnknownFormatError: It is none of these.
+        StateRefusedError: The metadata cannot be read, or each rank has metadata of its own.
+        UnknownFormatError: The path holds none of these formats.
         DamagedCheckpointError: Headers or the archive are damaged.
-        OSError: There is nothing at the path, or it cannot be read.
+        OSError: The path does not exist or cannot be read.
     """
     assert source.path is not None, "a dry run names a path, please report"
     path = Path(source.path)
@@ -68,7 +76,7 @@ def open_load_source(source: Source) -> LoadSource:
 
 
 def _with_files(files: FileSource, kind: Format, source: Source) -> LoadSource:
-    """Files of whole tensors. DCP reads a directory of safetensors files by a reader of its own."""
+    """Opens files of other formats than DCP's. DCP has a reader for directories of safetensors files."""
     path = files.path
     file_bytes = data_file_bytes(path) if path.is_dir() else {path.name: path.stat().st_size}
     metadata = dataclasses.replace(files.metadata, storage_data=_places(files))
@@ -84,7 +92,7 @@ def _with_files(files: FileSource, kind: Format, source: Source) -> LoadSource:
 
 
 def _places(files: FileSource) -> dict[MetadataIndex, StorageInfo]:
-    """Where each chunk of a tensor, and each value, lies; of values as large as they would be as records of DCP."""
+    """The place of each chunk and of each value; values have the size that their DCP records would have."""
     entries = files.metadata.state_dict_metadata
     indices = [
         MetadataIndex(fqn, chunk.offsets)

@@ -1,4 +1,4 @@
-"""What one rank of a job holds: of its state dict, or by the description of a mesh of what is in a checkpoint."""
+"""Describes what one rank of a job holds, from its state dict or from a checkpoint and a mesh."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from torchtitan_ext.storage.metadata.saved_metadata import recorded_paths
 
 @dataclass(frozen=True)
 class OneRank:
-    """What one rank would save.
+    """What one rank holds.
 
     Attributes:
         table: Its keys.
-        value_bytes: Of its values that are no tensors, as they are written.
-        assumed: Tensors of which neither rules nor the checkpoint say which dims ``tp`` cuts.
-        is_packed: Whether elements of some tensor lie otherwise in memory than row by row.
-        device: Where its tensors lie: on the CPU, or also elsewhere; none where nothing says it.
+        value_bytes: The size of each value that is no tensor, as it is written.
+        assumed: Tensors for which the dim that ``tp`` cuts is a guess.
+        is_packed: Whether the elements of some tensor do not lie row by row in memory.
+        device: Where its tensors lie; ``None`` if nothing says it.
     """
 
     table: KeyTable
@@ -52,13 +52,13 @@ class OneRank:
     device: Device | None = None
 
     def restricted(self, holds: Callable[[str], bool]) -> OneRank:
-        """The same with the keys for which ``holds`` says so."""
+        """What the rank holds, without the keys that ``holds`` denies."""
         entries = {fqn: entry for fqn, entry in self.table.entries.items() if holds(fqn)}
         return dataclasses.replace(self, table=dataclasses.replace(self.table, entries=entries))
 
 
 def rank_of_state(values: Mapping[str, Any], layouts: Mapping[str, ShardOrder] | None) -> OneRank:
-    """What a rank holds whose state dict this is; its tensors may be on the meta device."""
+    """What a rank with this state dict holds. Tensors may be on the meta device."""
     flat = flatten_state_dict(values, tuples="as_stock")
     table = describe_state(flat.values, flat.stock_paths, LayoutRules(layouts))
     unread, unwritable = check_objects(flat.values, table)
@@ -76,9 +76,9 @@ def rank_of_state(values: Mapping[str, Any], layouts: Mapping[str, ShardOrder] |
 
 
 def rank_of_checkpoint(metadata: Metadata, source: Source) -> OneRank:
-    """What rank 0 holds of a job that asks for what a source selects of a checkpoint; its tensors are not placed yet.
+    """What rank 0 of a job that asks for all selected keys of a checkpoint holds, in whole tensors.
 
-    Of values that ranks keep under names of their own it has its own one.
+    Of the values that each rank keeps under a name of its own, rank 0 has only its own.
     """
     paths = recorded_paths(metadata.planner_data, metadata.state_dict_metadata)
     saved_tensors = {fqn: isinstance(one, TensorStorageMetadata) for fqn, one in metadata.state_dict_metadata.items()}
@@ -109,11 +109,11 @@ def rank_of_checkpoint(metadata: Metadata, source: Source) -> OneRank:
 def components_of(
     is_tensor: Mapping[str, bool], paths: Mapping[str, Any], policy: ElasticPolicy
 ) -> dict[str, ComponentPlan]:
-    """What the state dict with these flat keys has at its top, but for tensors, and what a load does with it.
+    """The entries at the top of the state dict with these flat keys, without tensors, and what a load does with each.
 
     Args:
-        is_tensor: Of each key whether it is one.
-        paths: Where keys stand in the nested state dict, as a checkpoint says it; what is no path is none.
+        is_tensor: Whether each key is a tensor.
+        paths: The recorded path of each key in the nested state dict. Entries that are no paths are ignored.
     """
     known = {fqn: path for fqn in is_tensor if isinstance(path := paths.get(fqn), tuple) and path}
     tops = {fqn: str(known[fqn][0]) if fqn in known else fqn.split(".")[0] for fqn in is_tensor}
@@ -122,10 +122,10 @@ def components_of(
 
 
 def place_on_mesh(one: OneRank, rules: PlacementRules, chunks: Mapping[str, ChunkList]) -> OneRank:
-    """The same with its plain tensors as the rules place them; values of single ranks stay where they are.
+    """Cuts the plain tensors of a rank as the rules say. Tensors under a rank's own name stay whole.
 
     Args:
-        chunks: How tensors were saved.
+        chunks: The chunks in which tensors were saved, by key.
     """
     entries: dict[str, KeyEntry] = {}
     assumed = []
@@ -146,7 +146,7 @@ def place_on_mesh(one: OneRank, rules: PlacementRules, chunks: Mapping[str, Chun
 
 
 def _device_of(tensors: Iterable[torch.Tensor]) -> Device | None:
-    """Where tensors lie; of those on meta as their meshes say."""
+    """Where tensors lie; DTensors lie where their meshes say, other tensors on meta say nothing."""
     found = {value.device_mesh.device_type if isinstance(value, DTensor) else value.device.type for value in tensors}
     found.discard("meta")
     return None if not found else "cpu" if found == {"cpu"} else "cuda"

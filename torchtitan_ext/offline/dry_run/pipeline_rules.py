@@ -1,8 +1,8 @@
-"""Which keys each stage of a pipeline holds, where the mesh of a job is described with an axis ``pp``.
+"""Decides which keys each stage of a pipeline holds, if the mesh of a job is described with an axis ``pp``.
 
-Rules say it, as they say for other axes which dim they cut: ``{"layers.0.*": {"pp": 0}, "norm": {"pp": 1}, "step":
-{"pp": None}}``; ``None`` stands for all stages. Tensors need a rule. What is no tensor is held by all stages unless a
-rule says more. A checkpoint does not tell: what all stages hold lies in the file of one rank, as what one stage holds.
+Rules name the stage as they name the dim that other axes cut: ``{"layers.0.*": {"pp": 0}, "norm": {"pp": 1}, "step":
+{"pp": None}}``; ``None`` means all stages. Tensors need a rule. Without a rule all stages hold
+the other values. A checkpoint cannot tell: a key of one stage and a key of all stages both lie in one rank's file.
 """
 
 from __future__ import annotations
@@ -17,20 +17,18 @@ AXIS = "pp"
 
 
 class PipelineRules:
-    """Cuts a mesh and what is said of its axes into stages; one stage where there is no axis ``pp``.
+    """Cuts a mesh and its rules into stages; one stage if there is no axis ``pp``.
 
     Args:
         mesh: Size of each axis by name.
-        rules: By canonical fqn or glob the dim that each axis cuts, and the stage.
+        rules: The dim that each axis cuts, and the stage, by canonical fqn or glob.
 
     Attributes:
-        num_stages: How many.
-        mesh: Of the ranks of one stage.
-        rules: Of its axes.
+        mesh, rules: The mesh of one stage, and the rules for its axes.
 
     Raises:
-        TypeError: An argument is of another type.
-        WrongValueError: A stage that there is not, or what ``PlacementRules`` refuses.
+        TypeError: An argument has another type.
+        WrongValueError: A rule names a stage that does not exist, or ``PlacementRules`` refuses the mesh or a rule.
     """
 
     def __init__(self, mesh: Mapping[str, int], rules: Mapping[str, DimOf] | None = None) -> None:
@@ -50,24 +48,23 @@ class PipelineRules:
         self._position = list(mesh).index(AXIS) if self._is_pipeline else 0
 
     def ranks(self, stage: int) -> list[int]:
-        """Those of a stage, row-major on its mesh."""
+        """The ranks of a stage, row-major on its mesh."""
         of_all = enumerate(self._coordinates)
         return [rank for rank, at in of_all if not self._is_pipeline or at[self._position] == stage]
 
     def holds(self, stage: int, fqn: str) -> bool:
-        """Whether ranks of a stage hold a key."""
         patterns = patterns_for(fqn, self._stage_of) if self._stage_of else []
         of_key = self._stage_of[patterns[0]] if patterns else None
         return of_key is None or of_key == stage
 
     def check(self, tensors: Sequence[str], fqns: Sequence[str]) -> None:
-        """Refuses rules that name the stage of no key, and tensors of which none says the stage.
+        """Refuses rules that match no key, and tensors whose stage no rule names.
 
         Args:
-            tensors: Of the keys those of tensors.
+            tensors: The keys among ``fqns`` that are tensors.
 
         Raises:
-            LayoutError: A rule applies to none of the keys.
+            LayoutError: A rule matches none of the keys.
             WrongValueError: Names some of the tensors.
         """
         check_patterns_used(self._stage_of, fqns)

@@ -1,4 +1,4 @@
-"""What a dry run found: plain data, and a short text of it."""
+"""The result of a dry run: plain data, and a short text."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from torchtitan_ext.offline.dry_run.save_forecast import RankSave, SaveForecast
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a save and a load of a job would do. ``str`` gives a short table of it.
+    """What a save and a load of a job would do. ``str`` gives a short table.
 
     Attributes:
-        world: The ranks of the job.
-        device: Where their tensors lie: ``"cpu"``, or ``"cuda"``, which tensors reach through the host's memory.
-        copies: How many times its tensors are held, over all ranks: 1 where nothing is replicated.
+        world: The ranks and the mesh of the job.
+        device: Where the tensors lie: ``"cpu"``, or ``"cuda"``, which they reach through the host's memory.
+        copies: How many times all ranks together hold each tensor on average: 1 if nothing is replicated.
         save: What a save would do.
-        load: What a load of the checkpoint would do; ``None`` without one.
-        notes: What was taken for granted, or cannot be known without the job.
+        load: What a load of the checkpoint would do; ``None`` without a checkpoint.
+        notes: What was assumed, or cannot be known without the job.
     """
 
     world: World
@@ -38,11 +38,11 @@ class DryRun:
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """Why what was asked for would be refused: the load, or without a checkpoint the save."""
+        """Why the load, or without a checkpoint the save, would be refused."""
         return self.save.problems if self.load is None else self.load.problems
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain values; of the report of a load its text and its remedy."""
+        """The result as plain values; the report of a load becomes its text and its remedy."""
         save = dataclasses.asdict(self.save)
         load = None
         if self.load is not None:
@@ -80,7 +80,7 @@ class DryRun:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def _host_bytes(self, ranks: Sequence[RankSave] | Sequence[RankLoad]) -> list[int]:
-        """The peak of each rank; of a job on GPUs its tensors lie elsewhere."""
+        """The peak of host memory of each rank, with the state if it lies in host memory."""
         return [one.buffer_bytes + (one.state_bytes if self.device == "cpu" else 0) for one in ranks]
 
     def _sentences(self) -> list[str]:

@@ -1,7 +1,7 @@
-"""What a save and a load of a job would do, worked out in one process: by the planners that a job has, for all ranks.
+"""Forecasts what a save and a load of a job would do, in one process and for all ranks, by the planners of a job.
 
-The story: describe what one rank holds (``one_rank``), work out the others (``alike_ranks``), hand all tables to the
-planners' coordinator, and add up what it tells each rank (``save_forecast``, ``load_forecast``).
+The steps: describe what one rank holds (``one_rank``), work out the others (``alike_ranks``), hand all tables to the
+planners' coordinator, and add up its answers to each rank (``save_forecast``, ``load_forecast``).
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from torchtitan_ext.checkpoint.planners.save_planner import SavePlanner
-from torchtitan_ext.checkpoint.planners.saved_metadata import ChunkList
 from torchtitan_ext.checkpoint.rules.load_rules import component_of
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source, check_rules
 from torchtitan_ext.checkpoint.tables.key_table import ObjectEntry, TensorEntry
@@ -26,20 +24,13 @@ from torchtitan_ext.errors.near_names import names_hint
 from torchtitan_ext.layout.layout import ShardOrder, num_elements
 from torchtitan_ext.offline.amounts import Bandwidth
 from torchtitan_ext.offline.dry_run.host_memory import Device
-from torchtitan_ext.offline.dry_run.job_stages import (
-    Stage,
-    stages_of_mesh,
-    stages_of_states,
-    values_of,
-    world_of_stages,
-)
+from torchtitan_ext.offline.dry_run.job import Job, Stage, stages_of_mesh, stages_of_states, values_of
 from torchtitan_ext.offline.dry_run.load_forecast import forecast_load
-from torchtitan_ext.offline.dry_run.load_requests import LoadRequests
 from torchtitan_ext.offline.dry_run.load_source import LoadSource, open_load_source
 from torchtitan_ext.offline.dry_run.one_rank import components_of, rank_of_checkpoint, rank_of_state
 from torchtitan_ext.offline.dry_run.result import DryRun
-from torchtitan_ext.offline.dry_run.save_forecast import SavingRanks, forecast_save
-from torchtitan_ext.offline.placement_rules import DimOf, saved_chunk_lists
+from torchtitan_ext.offline.dry_run.save_forecast import forecast_save
+from torchtitan_ext.offline.placement_rules import DimOf
 from torchtitan_ext.storage.metadata.saved_metadata import recorded_paths
 
 
@@ -61,51 +52,44 @@ def dry_run(
     Args:
         state: What the job saves and loads, in one of three forms:
             - the state dict of any one rank, with DTensors on its meshes: on the meta device, over a process group of
-              the backend ``"fake"``, or as it is in a job. Of a pipeline a list: one of any rank of each stage, on
-              meshes of its own ranks, or of ranks from 0 on for each;
+              the backend ``"fake"``, or as it is in a job. For a pipeline a list with the state dict of any one rank
+              of each stage, on meshes of the stage's own ranks, or of ranks from 0 on for each stage;
             - a state dict of whole tensors, on any device, and ``mesh``;
-            - the path of a checkpoint, and ``mesh``: the job asks for all that is in it.
-        mesh: Size of each axis of the job's mesh by name, ``{"dp_shard": 4, "tp": 2}``. How axes cut tensors says
-            ``torchtitan_ext/offline/placement_rules.py``.
-        checkpoint: What is loaded; without one there is only a save.
-        components: What is loaded of it: components, and globs of flat keys. All by default.
-        placements: With ``mesh``, by canonical fqn or glob, dims of axes and stages: ``{"wo.weight": {"tp": 1}}``.
-        layouts: Sharding orders, as of the planners.
-        policy: As of ``tte.load``. Objects of the state dict that reshard by a rule of their own are asked.
+            - the path of a checkpoint, and ``mesh``: the job asks for all keys of the checkpoint.
+        mesh: Size of each axis of the job's mesh by name, ``{"dp_shard": 4, "tp": 2}``.
+            ``torchtitan_ext/offline/placement_rules.py`` says how axes cut tensors.
+        checkpoint: The checkpoint that is loaded; without one only a save is forecast.
+        components: The components, and globs of flat keys, that are loaded. All by default.
+        placements: With ``mesh``, dims of axes, and stages, by canonical fqn or glob: ``{"wo.weight": {"tp": 1}}``.
+        layouts: Sharding orders, as in the planners.
+        policy: As in ``tte.load``. Objects of the state dict that reshard by a rule of their own are asked.
         device: Where the job's tensors lie; by default where those of the state dict do, else ``"cuda"``.
-        bandwidth_bytes_per_second: Of one rank.
-        shared_bandwidth_bytes_per_second: Of the storage, for all ranks together.
+        bandwidth_bytes_per_second: The bandwidth of one rank.
+        shared_bandwidth_bytes_per_second: The bandwidth of the storage, for all ranks together.
 
     Returns:
         Bytes, files, reads and memory of each rank, and what would be refused and why.
 
     Raises:
-        TypeError: An argument is of another type.
-        WrongValueError: Arguments that do not go together, a mesh that says too little, or components that are nowhere.
+        TypeError: An argument has another type.
+        WrongValueError: Arguments do not go together, the mesh says too little, or a component does not exist.
         StateRefusedError: The checkpoint has no metadata that can be read.
-        UnknownFormatError: What lies at the path is no checkpoint.
-        OSError: There is nothing at the path, or it cannot be read.
+        UnknownFormatError: The path holds no checkpoint.
+        OSError: The path does not exist or cannot be read.
     """
     _check_arguments(state, mesh, checkpoint, components, placements, policy, device)
     bandwidth = _bandwidth(bandwidth_bytes_per_second, shared_bandwidth_bytes_per_second)
     path = state if isinstance(state, (str, os.PathLike)) else checkpoint
     source = None if path is None else open_load_source(Source(path, include=tuple(components) or ("*",)))
-    chunks = {} if source is None else saved_chunk_lists(source.opened.metadata)
-    stages = _stages(state, source, mesh, placements, layouts, chunks)
+    stages = _stages(state, source, mesh, placements, layouts)
     if source is not None:
         _check_components(source, stages)
+    job = Job(stages, layouts, policy, device or _device_of(stages), bandwidth)
     notes = [*_notes(stages), *(() if source is None else source.notes)]
-    held = device or _device_of(stages)
     with _warnings_as(notes):
-        saving = [SavingRanks(stage.ranks, stage.one.value_bytes, stage.one.is_packed) for stage in stages]
-        save = forecast_save(saving, SavePlanner(layouts=layouts), bandwidth, held)
-    load = None
-    if source is not None:
-        requests = LoadRequests(source.opened, policy, layouts, chunks, len(save.ranks), not source.problems)
-        with _warnings_as(notes):
-            loading = [requests.of_stage(stage) for stage in stages]
-            load = forecast_load(loading, requests.planner({}), source, chunks, bandwidth, held)
-    return DryRun(world_of_stages(stages, mesh), held, _copies(stages), save, load, tuple(dict.fromkeys(notes)))
+        save = forecast_save(job)
+        load = None if source is None else forecast_load(job, source)
+    return DryRun(job.world(mesh), job.device, _copies(stages), save, load, tuple(dict.fromkeys(notes)))
 
 
 def _check_arguments(
@@ -154,29 +138,27 @@ def _stages(
     mesh: Mapping[str, int] | None,
     placements: Mapping[str, DimOf] | None,
     layouts: Mapping[str, ShardOrder] | None,
-    chunks: Mapping[str, ChunkList],
 ) -> list[Stage]:
     """The ranks of the job, and what they hold.
 
     Raises:
-        StateRefusedError: Its objects would have to be read from files that no job reads.
+        StateRefusedError: A job cannot read the checkpoint, and so not the objects of a state dict either.
     """
     if source is not None and source.problems and not isinstance(state, (str, os.PathLike)):
         raise refusal("dry run", source.problems)
     if mesh is None:
         assert not isinstance(state, (str, os.PathLike)), "a path needs a mesh, please report"
         return stages_of_states([state] if isinstance(state, Mapping) else state, layouts)
-    metadata = None if source is None else source.opened.metadata
     if isinstance(state, (str, os.PathLike)):
         assert source is not None, "a path is opened, please report"
         one = rank_of_checkpoint(source.opened.metadata, source.opened.source)
-        return stages_of_mesh(None, one, mesh, placements, metadata, chunks)
+        return stages_of_mesh(None, one, mesh, placements, source)
     (only,) = [state] if isinstance(state, Mapping) else state
-    return stages_of_mesh(only, rank_of_state(values_of(only), layouts), mesh, placements, metadata, chunks)
+    return stages_of_mesh(only, rank_of_state(values_of(only), layouts), mesh, placements, source)
 
 
 def _check_components(source: LoadSource, stages: Sequence[Stage]) -> None:
-    """Raises WrongValueError where one of the components that are to be loaded is neither saved nor in the job."""
+    """Raises WrongValueError if a component that is to be loaded is neither saved nor in the job."""
     chosen, metadata = source.opened.source, source.opened.metadata
     if tuple(chosen.include) == ("*",):
         return
@@ -193,11 +175,8 @@ def _check_components(source: LoadSource, stages: Sequence[Stage]) -> None:
 
 
 def _device_of(stages: Sequence[Stage]) -> Device:
-    """Where the tensors of a job lie; jobs of which nothing says it are on GPUs."""
-    for stage in stages:
-        if stage.one.device is not None:
-            return stage.one.device
-    return "cuda"
+    """Where the tensors of a job lie; on GPUs if nothing says it."""
+    return next((stage.one.device for stage in stages if stage.one.device is not None), "cuda")
 
 
 def _copies(stages: Sequence[Stage]) -> float:
@@ -237,7 +216,7 @@ def _notes(stages: Sequence[Stage]) -> list[str]:
 
 @contextmanager
 def _warnings_as(notes: list[str]) -> Iterator[None]:
-    """What planners warn of becomes notes."""
+    """Collects warnings as notes."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield

@@ -1,4 +1,4 @@
-"""What each rank would write: by the planner that saves, and the sizes of the files that ``FileWriter`` makes."""
+"""Forecasts what each rank would write, by the planner of saves and the sizes of ``FileWriter``'s files."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torchtitan_ext.checkpoint.planners.save_planner import SavePlanner
 from torchtitan_ext.checkpoint.tables.key_table import EncodedTable, ObjectEntry, TensorEntry
 from torchtitan_ext.errors import Problem, StateRefusedError
 from torchtitan_ext.layout.layout import num_elements
-from torchtitan_ext.offline.amounts import Bandwidth
 from torchtitan_ext.offline.dry_run.alike_ranks import AlikeRanks
 from torchtitan_ext.offline.dry_run.host_memory import Device, saving_bytes
+from torchtitan_ext.offline.dry_run.job import Job, Stage
 from torchtitan_ext.offline.dry_run.metadata_forecast import (
     FileRecords,
     foresee_index,
@@ -34,11 +34,11 @@ class RankSave:
     """What one rank would write.
 
     Attributes:
-        state_bytes: Of its tensors: what it holds, whoever writes it.
-        num_records: Tensor chunks and values that it writes.
-        num_bytes: Of these, without what stands around them.
-        file_bytes: Of its file, which has frames and checksums beside; 0 where it writes none.
-        buffer_bytes: At most, in the memory of the host, beside the state (``host_memory``).
+        state_bytes: The size of all tensors that the rank holds, whoever writes them.
+        num_records: The number of tensor chunks and values that it writes.
+        num_bytes: The size of all records, without the frames around them.
+        file_bytes: The size of its file, with frames and checksums; 0 if it writes none.
+        buffer_bytes: The most host memory beside the state (``host_memory``).
     """
 
     rank: int
@@ -54,15 +54,15 @@ class SaveForecast:
     """What a save would do.
 
     Attributes:
-        ranks: One each; where the save is refused, with nothing written.
-        num_bytes: All ranks together.
-        num_files: Of ranks; the metadata and the index come on top.
-        num_parts: Entries of the metadata: chunks of tensors, and values.
-        metadata_bytes: Of ``.metadata``, but for the length of the checkpoint's path, which stands in it.
-        index_bytes: Of ``.tte_index``.
-        seconds: Until the slowest rank has written its file, at the given bandwidth.
-        metadata_seconds: Until rank 0 has written ``.metadata`` and index, which comes after.
-        problems: Why it would be refused; none where it would not.
+        ranks: One entry per rank; if the save is refused, they write nothing.
+        num_bytes: The bytes that all ranks write together.
+        num_files: The number of files of ranks, without metadata and index.
+        num_parts: The number of entries of the metadata: chunks of tensors, and values.
+        metadata_bytes: The size of ``.metadata``, without the checkpoint's path, which stands in it.
+        index_bytes: The size of ``.tte_index``.
+        seconds: The time until the slowest rank has written its file, at the given bandwidth.
+        metadata_seconds: The time until rank 0 has written ``.metadata`` and index, after that.
+        problems: Why the save would be refused; empty if it would not.
     """
 
     ranks: tuple[RankSave, ...]
@@ -76,44 +76,24 @@ class SaveForecast:
     problems: tuple[Problem, ...]
 
 
-@dataclass(frozen=True)
-class SavingRanks:
-    """Ranks that hold alike.
-
-    Attributes:
-        value_bytes: Of their values as they are written.
-        is_packed: Whether some of their tensors lie otherwise in memory than row by row.
-    """
-
-    ranks: AlikeRanks
-    value_bytes: Mapping[str, int]
-    is_packed: bool
-
-
-def forecast_save(
-    groups: Sequence[SavingRanks], planner: SavePlanner, bandwidth: Bandwidth, device: Device
-) -> SaveForecast:
-    """What a save of all ranks would do.
-
-    Args:
-        groups: Together ranks 0, 1, ... of the job.
-        planner: With the options of the save.
-        device: Where the ranks' tensors lie.
-    """
-    encoded = {rank: group.ranks.encoded(rank) for group in groups for rank in group.ranks.ranks}
+def forecast_save(job: Job) -> SaveForecast:
+    """What a save of all ranks of a job would do."""
+    groups = [stage.ranks for stage in job.stages]
+    encoded = {rank: group.encoded(rank) for group in groups for rank in group.ranks}
     plans = [SavePlan([], planner_data=encoded[rank].message) for rank in sorted(encoded)]
-    problems = [problem for group in groups for problem in group.ranks.problems]
+    problems = [problem for group in groups for problem in group.problems]
+    planner = SavePlanner(layouts=job.layouts)
     planner.is_coordinator = True
     try:
         answers, metadata = planner.create_global_plan(plans)
     except StateRefusedError as error:
         return _refused(groups, (*problems, *error.problems))
     decisions = [answer.planner_data.writes for answer in answers]
-    written = [one for group in groups for one in _ranks_write(group, decisions, encoded)]
+    written = [one for stage in job.stages for one in _ranks_write(stage, decisions, encoded)]
     written.sort(key=lambda one: one.rank)
     files = [FileRecords(one.rank, one.file.index_bytes, one.file.pickled_place_bytes) for one in written if one.file]
     metadata_bytes, index_bytes = foresee_metadata(metadata, files), foresee_index(files, len(written))
-    ranks = [_rank_save(one, metadata_bytes, index_bytes, device) for one in written]
+    ranks = [_rank_save(one, metadata_bytes, index_bytes, job.device) for one in written]
     saved = metadata.state_dict_metadata.values()
     return SaveForecast(
         tuple(ranks),
@@ -122,17 +102,14 @@ def forecast_save(
         sum(len(one.chunks) if isinstance(one, TensorStorageMetadata) else 1 for one in saved),
         metadata_bytes,
         index_bytes,
-        bandwidth.seconds([one.file_bytes for one in ranks]),
-        bandwidth.seconds([metadata_bytes + index_bytes]),
+        job.bandwidth.seconds([one.file_bytes for one in ranks]),
+        job.bandwidth.seconds([metadata_bytes + index_bytes]),
         tuple(dict.fromkeys(problems)),
     )
 
 
-def _refused(groups: Sequence[SavingRanks], problems: Sequence[Problem]) -> SaveForecast:
-    """Nothing is written."""
-    held = {
-        rank: size for group in groups for rank, size in zip(group.ranks.ranks, group.ranks.state_bytes(), strict=True)
-    }
+def _refused(groups: Sequence[AlikeRanks], problems: Sequence[Problem]) -> SaveForecast:
+    held = {rank: size for group in groups for rank, size in zip(group.ranks, group.state_bytes(), strict=True)}
     ranks = tuple(RankSave(rank, held[rank], 0, 0, 0, 0) for rank in sorted(held))
     return SaveForecast(ranks, 0, 0, 0, 0, 0, None, None, tuple(dict.fromkeys(problems)))
 
@@ -143,10 +120,10 @@ class _Writes:
 
     Attributes:
         places: Section and positions of the keys in the rank's table.
-        own_names: The keys' names, where they are a rank's own; other ranks have others in the same places.
-        dtype: None of values.
-        sizes: Of each chunk; of values none.
-        num_bytes: Of all chunks of one key, or of a value.
+        own_names: The keys, if they are names of the rank's own; other ranks have other names in the same places.
+        dtype: ``None`` for values.
+        sizes: The sizes of each chunk; empty for values.
+        num_bytes: The size of all chunks of one key, or of a value.
     """
 
     places: tuple[int, tuple[int, ...]]
@@ -157,13 +134,13 @@ class _Writes:
 
     @property
     def is_plain(self) -> bool:
-        """Whether these are tensors whose elements are written as they are."""
+        """Whether the keys are tensors whose elements are written as they are."""
         return self.dtype in ELEMENT_TYPES
 
 
 @dataclass(frozen=True)
 class _File:
-    """What a rank's file is, and adds to the metadata: the same for ranks that write alike."""
+    """The size of a rank's file, and what it adds to index and metadata; the same for ranks that write alike."""
 
     num_bytes: int
     index_bytes: int
@@ -172,12 +149,7 @@ class _File:
 
 @dataclass(frozen=True)
 class _RankWrites:
-    """What one rank writes; no file where that is nothing.
-
-    Attributes:
-        value_bytes: Of each value.
-        has_tensors: Whether it writes any.
-    """
+    """What one rank writes; ``file`` is ``None`` if that is nothing, ``value_bytes`` has the size of each value."""
 
     rank: int
     state_bytes: int
@@ -186,16 +158,16 @@ class _RankWrites:
     value_bytes: Sequence[int]
     has_tensors: bool
     file: _File | None
-    group: SavingRanks
+    is_packed: bool
 
 
 def _ranks_write(
-    group: SavingRanks, decisions: Sequence[bytes], encoded: Mapping[int, EncodedTable]
+    stage: Stage, decisions: Sequence[bytes], encoded: Mapping[int, EncodedTable]
 ) -> Iterator[_RankWrites]:
-    """What each rank of a group writes. Files are worked out once for ranks that write alike."""
+    """What each rank of a stage writes. Files are worked out once for ranks that write alike."""
     known: dict[Any, _File] = {}
-    for rank, state_bytes in zip(group.ranks.ranks, group.ranks.state_bytes(), strict=True):
-        writes = _writes_of(decisions[rank], group, rank, encoded[rank])
+    for rank, state_bytes in zip(stage.ranks.ranks, stage.ranks.state_bytes(), strict=True):
+        writes = _writes_of(decisions[rank], stage, rank, encoded[rank])
         alike = tuple(
             (one.places, tuple(map(len, one.own_names)), one.dtype, one.sizes, one.num_bytes) for one in writes
         )
@@ -209,23 +181,23 @@ def _ranks_write(
             [one.num_bytes for one in writes for _ in one.places[1] if not one.is_plain],
             any(one.is_plain for one in writes),
             known[alike] if writes else None,
-            group,
+            stage.one.is_packed,
         )
 
 
-def _writes_of(decision: bytes, group: SavingRanks, rank: int, encoded: EncodedTable) -> list[_Writes]:
+def _writes_of(decision: bytes, stage: Stage, rank: int, encoded: EncodedTable) -> list[_Writes]:
     writes = []
-    own_of = {name: fqn for fqn, name in group.ranks.own_names(rank).items()}
+    own_of = {name: fqn for fqn, name in stage.ranks.own_names(rank).items()}
     for section, steps, _, keys, _ in _core.read_decision(decision, encoded.kind_of):
         fqns = encoded.names[section]
-        base = group.ranks.entry_for(rank, fqns[keys[0]])
+        base = stage.ranks.entry_for(rank, fqns[keys[0]])
         if isinstance(base, ObjectEntry):
             for key in keys:
                 fqn = fqns[key]
                 named = (fqn,) if fqn in own_of else ()
-                writes.append(_Writes((section, (key,)), named, None, (), group.value_bytes[own_of.get(fqn, fqn)]))
+                writes.append(_Writes((section, (key,)), named, None, (), stage.one.value_bytes[own_of.get(fqn, fqn)]))
             continue
-        entry = group.ranks.entry(rank, base)
+        entry = stage.ranks.entry(rank, base)
         assert isinstance(entry, TensorEntry)
         own = tuple(fqns[key] for key in keys if fqns[key] in own_of) if own_of else ()
         sizes = tuple(chunk.sizes for chunk in written_chunks(entry, steps))
@@ -240,7 +212,7 @@ def _rank_save(one: _RankWrites, metadata_bytes: int, index_bytes: int, device: 
         num_records=one.num_records,
         num_bytes=one.num_bytes,
         value_bytes=one.value_bytes,
-        is_packed=one.group.is_packed,
+        is_packed=one.is_packed,
         is_staged=device != "cpu" and one.has_tensors,
         metadata_bytes=metadata_bytes if is_coordinator else 0,
         index_bytes=index_bytes if is_coordinator else 0,
@@ -250,10 +222,10 @@ def _rank_save(one: _RankWrites, metadata_bytes: int, index_bytes: int, device: 
 
 
 def _file_of(writes: Sequence[_Writes], names: Sequence[Sequence[str]]) -> _File:
-    """Values first, then tensors, each in the order of keys.
+    """The file of one rank: values first, then tensors, each in the order of keys.
 
     Args:
-        names: Of the keys of each section.
+        names: The keys of each section of the rank's table.
     """
     values = sorted((one.places, one.num_bytes) for one in writes if not one.is_plain for _ in one.places[1])
     kinds: dict[Any, int] = {}

@@ -1,6 +1,6 @@
-"""The ranks of a job, and what each holds: by state dicts of some of them, or by the description of a mesh.
+"""The ranks of a job that does not run, grouped by pipeline stage.
 
-The ranks of a stage hold parts of the same tensors; a job without a pipeline is one stage.
+They are worked out from state dicts of some ranks, or from the description of a mesh.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata
 
-from torchtitan_ext.checkpoint.planners.saved_metadata import ChunkList
+from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy
 from torchtitan_ext.checkpoint.tables.component import PER_RANK, World, is_stateful, named_axes
 from torchtitan_ext.checkpoint.tables.key_table import KeyTable, TensorEntry
 from torchtitan_ext.errors import WrongValueError
 from torchtitan_ext.layout.layout import ShardOrder
+from torchtitan_ext.offline.amounts import Bandwidth
 from torchtitan_ext.offline.dry_run.alike_ranks import AlikeRanks, moved, names_with_rank, rank_of
+from torchtitan_ext.offline.dry_run.host_memory import Device
+from torchtitan_ext.offline.dry_run.load_source import LoadSource
 from torchtitan_ext.offline.dry_run.one_rank import OneRank, place_on_mesh, rank_of_state
 from torchtitan_ext.offline.dry_run.pipeline_rules import PipelineRules
 from torchtitan_ext.offline.placement_rules import DimOf, PlacementRules
@@ -27,15 +29,14 @@ from torchtitan_ext.offline.placement_rules import DimOf, PlacementRules
 
 @dataclass(frozen=True)
 class Stage:
-    """Ranks that hold the same keys.
+    """Ranks that hold the same keys. A job without a pipeline has one stage.
 
     Attributes:
-        state: The state dict of one of them, where there is one.
-        one: What it holds.
-        ranks: All of them.
-        rules: How a description of their mesh places tensors; none where these say so themselves.
-        pipeline: Which keys are theirs, with ``number``; none where the state dict has no others.
-        number: Of the stage.
+        state: The state dict of one of the ranks; ``None`` if the job asks for all that a checkpoint has.
+        one: What this rank holds.
+        ranks: All ranks of the stage.
+        rules: Place tensors on a described mesh; ``None`` if the tensors are DTensors on meshes of their own.
+        pipeline: Says which keys stage ``number`` holds; ``None`` if it holds all keys of the state dict.
     """
 
     state: Mapping[str, Any] | None
@@ -46,12 +47,40 @@ class Stage:
     number: int = 0
 
     def holds(self, fqn: str) -> bool:
-        """Whether ranks of this stage hold a key."""
         return self.pipeline is None or self.pipeline.holds(self.number, fqn)
 
 
+@dataclass(frozen=True)
+class Job:
+    """The job whose save and load are forecast.
+
+    Attributes:
+        stages: Together they have the ranks 0, 1, ...
+        layouts, policy: As in ``tte.load``.
+        device: Where the tensors lie.
+        bandwidth: How fast the storage is.
+    """
+
+    stages: Sequence[Stage]
+    layouts: Mapping[str, ShardOrder] | None
+    policy: ElasticPolicy | None
+    device: Device
+    bandwidth: Bandwidth
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(len(stage.ranks.ranks) for stage in self.stages)
+
+    def world(self, mesh: Mapping[str, int] | None) -> World:
+        """The ranks and the mesh of the job: the described ``mesh``, or without one that of its tensors."""
+        if mesh is not None:
+            return World(self.num_ranks, dict(mesh))
+        meshes = (own for stage in self.stages for own in stage.ranks.meshes())
+        return World(self.num_ranks, named_axes((own.dim_names, own.shape) for own in meshes))
+
+
 def stages_of_states(states: Sequence[Mapping[str, Any]], layouts: Mapping[str, ShardOrder] | None) -> list[Stage]:
-    """The stages of which these are state dicts, on the meshes of their tensors.
+    """One stage per state dict, on the meshes of its tensors.
 
     Raises:
         WrongValueError: The meshes do not make up a job.
@@ -65,22 +94,21 @@ def stages_of_mesh(
     one: OneRank,
     mesh: Mapping[str, int],
     placements: Mapping[str, DimOf] | None,
-    metadata: Metadata | None,
-    chunks: Mapping[str, ChunkList],
+    source: LoadSource | None,
 ) -> list[Stage]:
-    """The stages of a mesh that is described.
+    """The stages of a described mesh.
 
     Args:
-        one: What the whole job has, in whole tensors.
-        metadata: Of a checkpoint with these tensors.
-        chunks: How these were saved.
+        one: All that the job has, in whole tensors.
+        source: A checkpoint with these tensors.
 
     Raises:
-        TypeError: The mesh or the placements are none.
-        WrongValueError: They say too little, or what cannot be.
-        LayoutError: Placements apply to none of the keys.
+        TypeError: The mesh or the placements have another type.
+        WrongValueError: The mesh or the placements say too little, or something impossible.
+        LayoutError: A placement applies to no key.
     """
     pipeline = PipelineRules(mesh, placements)
+    metadata, chunks = (None, {}) if source is None else (source.opened.metadata, source.chunks)
     entries = one.table.entries.items()
     shapes = {fqn: entry.report.global_shape if isinstance(entry, TensorEntry) else None for fqn, entry in entries}
     pipeline.check([fqn for fqn, shape in shapes.items() if shape is not None], list(shapes))
@@ -96,31 +124,18 @@ def stages_of_mesh(
 
 
 def values_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict with what its ``Stateful`` objects give."""
+    """A state dict with the state dicts of its ``Stateful`` objects in their places."""
     return {key: value.state_dict() if is_stateful(value) else value for key, value in state.items()}
 
 
-def world_of_stages(stages: Sequence[Stage], mesh: Mapping[str, int] | None) -> World:
-    """The ranks of a job.
-
-    Args:
-        mesh: As it was described; else it is that of the tensors.
-    """
-    size = sum(len(stage.ranks.ranks) for stage in stages)
-    if mesh is not None:
-        return World(size, dict(mesh))
-    meshes = (mesh for stage in stages for mesh in stage.ranks.meshes())
-    return World(size, named_axes((mesh.dim_names, mesh.shape) for mesh in meshes))
-
-
 def _groups(tables: Sequence[KeyTable]) -> list[AlikeRanks]:
-    """The ranks of each table, on the meshes that its tensors lie on."""
+    """The ranks of each table: those of the largest mesh of its tensors."""
     if len(tables) == 1:
         viewer, own = _ranks_of(tables[0])
         num_ranks = dist.get_world_size() if dist.is_initialized() else 1
         return [AlikeRanks(range(max(num_ranks, own[-1] + 1)), tables[0], viewer)]
     if all(_ranks_of(table)[1][0] == 0 for table in tables):
-        # Each stage is described on a world of its own: they follow each other.
+        # Each stage is described with ranks from 0 on: in the job the stages follow each other.
         ends = list(itertools.accumulate(len(_ranks_of(table)[1]) for table in tables))
         tables = [moved(table, first) for table, first in zip(tables, [0, *ends], strict=False)]
     groups = []
@@ -137,14 +152,12 @@ def _groups(tables: Sequence[KeyTable]) -> list[AlikeRanks]:
 
 
 def _ranks_of(table: KeyTable) -> tuple[int, list[int]]:
-    """The rank that made a table, and those of the largest mesh that its tensors lie on."""
-    reports = [entry.report for entry in table.entries.values() if isinstance(entry, TensorEntry)]
-    largest = max(
-        (report for report in reports if report.mesh is not None),
-        key=lambda report: len(report.mesh.ranks) if report.mesh is not None else 0,
-        default=None,
-    )
-    if largest is None or largest.mesh is None:
+    """The rank that made a table, and the ranks of the largest mesh of its tensors."""
+    entries = (entry for entry in table.entries.values() if isinstance(entry, TensorEntry))
+    meshes = [(len(entry.report.mesh.ranks), entry.report) for entry in entries if entry.report.mesh is not None]
+    if not meshes:
         viewer = dist.get_rank() if dist.is_initialized() else 0
         return viewer, [viewer]
+    _, largest = max(meshes, key=lambda one: one[0])
+    assert largest.mesh is not None
     return rank_of(largest), sorted(largest.mesh.ranks)
