@@ -28,13 +28,12 @@ _MAX_EMPTY_EPOCHS = 100
 _SHARD_KEY = re.compile(r"(?:^|\.)shard_\d+_of_(\d+)$")
 
 
+@dataclass(eq=False, repr=False)
 class TooFewShardsError(TorchtitanExtError, ValueError):
     """More data-parallel ranks than virtual shards: some ranks would have no data."""
 
-    def __init__(self, num_shards: int, dp_size: int) -> None:
-        super().__init__(num_shards, dp_size)
-        self.num_shards = num_shards
-        self.dp_size = dp_size
+    num_shards: int
+    dp_size: int
 
     def __str__(self) -> str:
         return (
@@ -44,13 +43,12 @@ class TooFewShardsError(TorchtitanExtError, ValueError):
         )
 
 
+@dataclass(eq=False, repr=False)
 class EmptyShardError(TorchtitanExtError, RuntimeError):
     """An endless loader met a shard without samples."""
 
-    def __init__(self, shard: int, num_shards: int) -> None:
-        super().__init__(shard, num_shards)
-        self.shard = shard
-        self.num_shards = num_shards
+    shard: int
+    num_shards: int
 
     def __str__(self) -> str:
         return (

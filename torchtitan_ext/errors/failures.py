@@ -1,8 +1,12 @@
-"""Everything that can go wrong but for refusals (``refusals``): lost ranks, damaged files, other saves in the way."""
+"""All errors but refusals, which stand in ``refusals``: lost ranks, damaged files, other saves in the way.
+
+An error with fields is a dataclass: it takes them as arguments, and is pickled as these.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torchtitan_ext.errors.problems import Remedy
 
@@ -10,68 +14,59 @@ from torchtitan_ext.errors.problems import Remedy
 class TorchtitanExtError(Exception):
     """Base of all errors of the package."""
 
+    def __post_init__(self) -> None:
+        self.args = tuple(vars(self).values())  # of which a pickle makes the error again
 
+
+@dataclass(eq=False, repr=False)
 class WrongValueError(TorchtitanExtError, ValueError):
-    """An argument has a value that cannot be, alone, beside the others, or for this checkpoint.
+    """An argument has a value that is not allowed: never, beside the other arguments, or for this checkpoint.
 
-    Args:
-        detail: What is wrong with it.
-        argument: Its name, where ``detail`` does not begin with it.
-        advice: The end of the sentence, where it says what to do in calls of this package.
-        remedy: The same as a value.
+    Attributes:
+        detail: What is wrong with the argument.
+        argument: Name of the argument, where ``detail`` does not begin with it.
+        advice: The end of the sentence: what to do, in calls of this package.
+        remedy: The advice as a value.
     """
 
-    def __init__(self, detail: str, argument: str = "", advice: str = "", remedy: Remedy | None = None) -> None:
-        super().__init__(detail, argument, advice, remedy)
-        self.detail = detail
-        self.argument = argument
-        self.advice = advice
-        self.remedy = remedy
+    detail: str
+    argument: str = ""
+    advice: str = ""
+    remedy: Remedy | None = None
 
     def __str__(self) -> str:
         where = f"{self.argument}: " if self.argument else ""
         return f"{where}{self.detail}{self.advice}"
 
 
+@dataclass(eq=False, repr=False)
 class LostRankError(TorchtitanExtError, RuntimeError):
     """A collective of a sync, check, save or load failed: a rank died, hangs, or raised something else first.
 
-    In a sync or check raised on the ranks that notice: at once next to a lost connection, on others when these
-    neighbours give up, at the latest after the timeout of the process group. In a save or load the same on every rank,
-    a few seconds after ``timeout_seconds`` at the latest; on a rank that was stopped or slept, when it goes on.
+    A sync or check raises it on the ranks that notice: at once next to a lost connection, on others when these
+    neighbours give up, at the latest after the timeout of the process group. A save or load raises it on every rank
+    alike, a few seconds after ``timeout_seconds`` at the latest; a rank that was stopped or slept raises it when it
+    goes on.
 
-    Args:
+    Attributes:
         operation: What failed, for example ``"sync_module_states"``.
         phase: What the ranks did meanwhile.
         rank: The rank that raises; ``None`` where all raise the same.
         silent: Ranks that did not answer a roll call of a few seconds: gone, or waiting for one that is.
-        reason: What the backend said, or who waited how long.
-        step: Of a save or load the phase by its name.
-        path: Of a save or load the checkpoint.
-        late: Ranks that answered that they were still at work, and where.
+        reason: What the backend said, or which rank waited how long.
+        step: The name of the phase of a save or load.
+        path: The checkpoint of a save or load.
+        late: Ranks that answered that they are still at work, and where.
     """
 
-    def __init__(
-        self,
-        operation: str,
-        phase: str,
-        rank: int | None,
-        silent: tuple[int, ...],
-        reason: str,
-        step: str = "",
-        path: str = "",
-        late: Mapping[int, str] | None = None,
-    ) -> None:
-        late = dict(late or {})
-        super().__init__(operation, phase, rank, silent, reason, step, path, late)
-        self.operation = operation
-        self.phase = phase
-        self.rank = rank
-        self.silent = silent
-        self.reason = reason
-        self.step = step
-        self.path = path
-        self.late = late
+    operation: str
+    phase: str
+    rank: int | None
+    silent: tuple[int, ...]
+    reason: str
+    step: str = ""
+    path: str = ""
+    late: Mapping[int, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         where = "" if self.rank is None else f" on rank {self.rank}"
@@ -82,41 +77,39 @@ class LostRankError(TorchtitanExtError, RuntimeError):
         return f"{self.operation} failed{where} while {self.phase}; {silent} a roll call{late}; {self.reason}"
 
 
+@dataclass(eq=False, repr=False)
 class CannotReshardError(TorchtitanExtError, RuntimeError):
-    """A component cannot become what this world needs; raised by its ``reshard``, shown in the report of the load.
+    """A component cannot become what this world needs. Its ``reshard`` raises it, the report of the load shows it.
 
-    Args:
+    Attributes:
         reason: Why, with the saved and the wanted values.
         remedy: What the user can do.
-        option: The same as a value, where it is one option.
+        option: The remedy as a value, where it is one option.
     """
 
-    def __init__(self, reason: str, remedy: str, option: Remedy | None = None) -> None:
-        super().__init__(reason, remedy, option)
-        self.reason = reason
-        self.remedy = remedy
-        self.option = option
+    reason: str
+    remedy: str
+    option: Remedy | None = None
 
     def __str__(self) -> str:
         return f"{self.reason}; {self.remedy}"
 
 
+@dataclass(eq=False, repr=False)
 class CheckpointReadError(TorchtitanExtError, RuntimeError):
     """A value of the checkpoint could not be read back after loading had begun; targets may be part-written.
 
-    Args:
-        fqn: The key of the value; where several are no plain data, the first ten of their keys.
+    Attributes:
+        fqn: The key of the value; where several values are not plain data, the first ten of their keys.
         reason: Why not, and what to do where ``advice`` does not say it.
-        advice: The end of the sentence, where it says what to do in calls of this package.
-        remedy: The same as a value.
+        advice: The end of the sentence: what to do, in calls of this package.
+        remedy: The advice as a value.
     """
 
-    def __init__(self, fqn: str, reason: str, advice: str = "", remedy: Remedy | None = None) -> None:
-        super().__init__(fqn, reason, advice, remedy)
-        self.fqn = fqn
-        self.reason = reason
-        self.advice = advice
-        self.remedy = remedy
+    fqn: str
+    reason: str
+    advice: str = ""
+    remedy: Remedy | None = None
 
     def __str__(self) -> str:
         return f"load: cannot read {self.fqn}: {self.reason}{self.advice}"
@@ -129,37 +122,35 @@ class DamagedValueError(CheckpointReadError):
         return f"{super().__str__()}; load another step"
 
 
+@dataclass(eq=False, repr=False)
 class DamagedCheckpointError(TorchtitanExtError, RuntimeError):
     """Bytes of a checkpoint's files are not what was written, or not what this package can read.
 
-    Args:
+    Attributes:
         reason: The file, the byte, and which tensors' rows lie there.
-        advice: The end of the sentence, where it says how a call of this package would read them all the same.
+        advice: The end of the sentence: which call of this package reads the files all the same.
     """
 
-    def __init__(self, reason: str, advice: str = "") -> None:
-        super().__init__(reason, advice)
-        self.reason = reason
-        self.advice = advice
+    reason: str
+    advice: str = ""
 
     def __str__(self) -> str:
         return f"load: {self.reason}{self.advice}; load another step"
 
 
+@dataclass(eq=False, repr=False)
 class SaveInProgressError(TorchtitanExtError, RuntimeError):
     """Another save is under way in the same place, or took it over; this one wrote nothing that anybody reads.
 
-    Args:
-        path: Where.
-        owner: Who saves there: process, host, since when.
+    Attributes:
+        path: The directory of both saves.
+        owner: The process that saves there, its host, since when.
         lock: The file that says so.
     """
 
-    def __init__(self, path: str, owner: str, lock: str) -> None:
-        super().__init__(path, owner, lock)
-        self.path = path
-        self.owner = owner
-        self.lock = lock
+    path: str
+    owner: str
+    lock: str
 
     def __str__(self) -> str:
         return (
@@ -168,50 +159,46 @@ class SaveInProgressError(TorchtitanExtError, RuntimeError):
         )
 
 
+@dataclass(eq=False, repr=False)
 class _PathError(TorchtitanExtError, RuntimeError):
-    """Of what lies at a path."""
-
-    def __init__(self, path: str, detail: str) -> None:
-        super().__init__(path, detail)
-        self.path = path
-        self.detail = detail
+    path: str
+    detail: str
 
 
 class SavedOverError(_PathError):
     """A checkpoint was saved over, or removed, while it was loaded. The same on every rank; nothing was mixed.
 
-    Args:
+    Attributes:
         path: The checkpoint.
-        detail: What of the earlier one is gone.
+        detail: Which part of the earlier checkpoint is gone.
     """
 
     def __str__(self) -> str:
         return f"load: {self.path} was saved over while it was read ({self.detail}); load it again"
 
 
+@dataclass(eq=False, repr=False)
 class NoCheckpointError(TorchtitanExtError, RuntimeError):
     """A run has no checkpoint of the step that was asked for, or none that is good.
 
-    Args:
+    Attributes:
         run: The directory of the run.
         detail: What was asked for and what is there.
     """
 
-    def __init__(self, run: str, detail: str) -> None:
-        super().__init__(run, detail)
-        self.run = run
-        self.detail = detail
+    run: str
+    detail: str
 
     def __str__(self) -> str:
         return f"load: {self.run} {self.detail}"
 
 
 class UnknownFormatError(_PathError):
-    """What lies at a path is no checkpoint of a format that this package knows, or one whose save has not finished.
+    """There is no checkpoint at a path in a format that this package knows, or its save has not finished.
 
-    Args:
-        path: Of the file or directory.
-        detail: What is there, or is not.
+    Attributes:
+        path: The file or directory.
+        detail: What is there, or is missing.
     """
 
     def __str__(self) -> str:
@@ -222,37 +209,34 @@ class UnknownFormatError(_PathError):
 
 
 class UnsafePickleError(_PathError):
-    """A file's pickle names what is not on the list of what may be unpickled; nothing of it was run.
+    """A file's pickle names a class or function that may not be unpickled; nothing was run.
 
-    Args:
-        path: Of the file.
-        detail: What it names.
+    Attributes:
+        path: The file.
+        detail: What the pickle names.
     """
 
     def __str__(self) -> str:
         return f"{self.path} is not unpickled, which could run any code: {self.detail}"
 
 
+@dataclass(eq=False, repr=False)
 class CheckpointFailedError(TorchtitanExtError, RuntimeError):
     """Ranks failed while planning, writing or reading, for reasons outside this package (a full disk, a lost file).
 
-    Args:
+    Attributes:
         operation: What failed, for example ``"save"``.
         failures: What each failed rank raised, as text.
         undefined: Components of the state dict that may be part-written: load them again, or start anew.
-        step: The phase by its name.
-        path: Of the checkpoint.
+        step: The name of the phase.
+        path: The checkpoint.
     """
 
-    def __init__(
-        self, operation: str, failures: dict[int, str], undefined: tuple[str, ...] = (), step: str = "", path: str = ""
-    ) -> None:
-        super().__init__(operation, failures, undefined, step, path)
-        self.operation = operation
-        self.failures = failures
-        self.undefined = undefined
-        self.step = step
-        self.path = path
+    operation: str
+    failures: dict[int, str]
+    undefined: tuple[str, ...] = ()
+    step: str = ""
+    path: str = ""
 
     def __str__(self) -> str:
         ranks = "; ".join(f"rank {rank}: {failure}" for rank, failure in self.failures.items())
@@ -264,16 +248,15 @@ class CheckpointFailedError(TorchtitanExtError, RuntimeError):
         return text
 
 
+@dataclass(eq=False, repr=False)
 class WorkerLostError(TorchtitanExtError, RuntimeError):
     """A process that did a part of the work was killed, most often for lack of memory. Nothing was committed.
 
-    Args:
-        exit_code: As ``multiprocessing`` has it: minus the number of the signal.
+    Attributes:
+        exit_code: The process's exit code, which after a signal is minus its number.
     """
 
-    def __init__(self, exit_code: int) -> None:
-        super().__init__(exit_code)
-        self.exit_code = exit_code
+    exit_code: int
 
     def __str__(self) -> str:
         how = f"was killed by signal {-self.exit_code}" if self.exit_code < 0 else f"ended with {self.exit_code}"

@@ -1,29 +1,29 @@
-"""Refusals: what is raised before anything is written or changed, with every problem of all ranks."""
+"""Refusals: errors that are raised before anything is written or changed, with every problem of all ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_ext.errors.failures import TorchtitanExtError
 from torchtitan_ext.errors.problems import HEADINGS, LOAD_HEADINGS, Problem, ProblemKind, listed
 
 
+@dataclass(eq=False, repr=False)
 class StateRefusedError(TorchtitanExtError, RuntimeError, ValueError):
     """A state dict is refused as a whole: nothing was written, and no target was changed.
 
-    Args:
+    Attributes:
         operation: What was refused, for example ``"save"``.
         problems: Every problem found, over all ranks.
-        report: What the operation would have done with each component, and what to pass to make it go, where a policy
-            asked for it (``torchtitan_ext.checkpoint.rules.report.LoadReport``).
+        report: With a policy, what the load would have done with each component, and what to pass so that it can
+            (``torchtitan_ext.checkpoint.rules.report.LoadReport``).
     """
 
-    def __init__(self, operation: str, problems: tuple[Problem, ...], report: Any = None) -> None:
-        super().__init__(operation, problems, report)
-        self.operation = operation
-        self.problems = problems
-        self.report = report
+    operation: str
+    problems: tuple[Problem, ...]
+    report: Any = None
 
     def __str__(self) -> str:
         grouped: dict[ProblemKind, list[Problem]] = {}
@@ -52,7 +52,7 @@ class ReplicaMismatchError(StateRefusedError):
 
 
 class SyncMismatchError(StateRefusedError):
-    """Ranks that sync, or check, replicas disagree on what these are, or a tensor cannot be synced, or replicas differ.
+    """A sync or check of replicas: ranks disagree on the tensors, a tensor cannot be synced, or replicas differ.
 
     The same on every rank. Raised before any data moved, except where replicas are found to differ after a sync.
     """
@@ -64,9 +64,9 @@ class SyncMismatchError(StateRefusedError):
 
 
 class WrongArgumentError(StateRefusedError, TypeError):
-    """An argument of a collective call is of another type than expected, on some rank. The same on every rank.
+    """An argument of a collective call has the wrong type on some rank. The same on every rank.
 
-    A planner, too, whose class was written for DCP's default planner and keeps another protocol than ours.
+    Also raised for a planner whose class was written for DCP's default planner and follows another protocol than ours.
     """
 
 
@@ -107,7 +107,7 @@ ERROR_OF_KIND: dict[ProblemKind, type[StateRefusedError]] = {
 
 
 def refusal(operation: str, problems: Iterable[Problem], report: Any = None) -> StateRefusedError:
-    """The error for these problems: the class they share, or ``StateRefusedError`` where they are of several."""
+    """The error for these problems, of the class that they share; ``StateRefusedError`` if they share none."""
     unique = tuple(dict.fromkeys(problems))
     classes = {ERROR_OF_KIND[problem.kind] for problem in unique}
     error_class = classes.pop() if len(classes) == 1 else StateRefusedError

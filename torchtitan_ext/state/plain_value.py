@@ -126,12 +126,7 @@ class NotPlain:
 
 
 class NotPlainError(ValueError):
-    """A value is not plain data.
-
-    Args:
-        found: Why not.
-        remedy: What to do.
-    """
+    """A value is not plain data; ``found`` says why, ``remedy`` what to do."""
 
     def __init__(self, found: NotPlain, remedy: str = "") -> None:
         super().__init__(found, remedy)
