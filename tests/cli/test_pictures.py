@@ -16,13 +16,14 @@ from matplotlib.image import imread
 from torchtitan_ext.cli.pictures import plotter
 from torchtitan_ext.cli.pictures.bytes_plot import plot_bytes
 from torchtitan_ext.cli.pictures.difference_plot import plot_differences
-from torchtitan_ext.cli.pictures.files import bytes_of_ranks, holders_of
 from torchtitan_ext.cli.pictures.holders import (
     Box,
     Holder,
     Rectangle,
+    bytes_of_ranks,
     cut_grid,
     drawn_dims,
+    holders_of,
     is_cut_behind,
     rectangles,
     text_of_ranks,

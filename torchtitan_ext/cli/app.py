@@ -1,5 +1,5 @@
-"""``torchtitan-ext``: which commands there are. A command's module is imported when it is asked for, so that those that
-need no torch start without it.
+"""``torchtitan-ext`` and its commands. The module of a command is imported when the command is called, so that a
+command that needs no torch starts without it.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ _SUMMARY_OF = {
     "convert": "Write a checkpoint in another format.",
     "doctor": "What to put into a bug report: versions, libraries, CUDA, gloo, disk, a save.",
 }
-"""The commands in the order of the help, with a line on each. Each is ``run`` in its module of ``cli.commands``."""
+"""The commands in the order of the help. Each is ``run`` in the module of its name in ``cli.commands``."""
 
 
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 
-# The class of all wrong usages is of click, which typer has under another name from version to version.
+# The base class of all wrong usages: click's, whose module typer renames from version to version.
 _USAGE_ERROR: Any = typer.BadParameter.__base__
 
 _TRUST = "inspect, diff and convert read it with --unsafe-unpickle: only where you trust it"
 
 
 class _Commands(TyperGroup):
-    """Imports the module of a command when it is asked for."""
+    """Imports the module of a command when the command is called."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(_SUMMARY_OF)
@@ -140,13 +140,13 @@ def _run() -> int:
 
 
 def _failed(kind: str, message: str, code: int, problems: Sequence[Problem] = ()) -> int:
-    if "--json" in sys.argv:  # a wrong usage may be found before that option is
+    if "--json" in sys.argv:  # a wrong usage may be found before this option is parsed
         print_json_error(kind, message, code, problems)
     return code
 
 
 def _sentence(error: TorchtitanExtError | OSError) -> str:
-    """What an error says, in options of the command where it advises something."""
+    """The text of an error, with advice in options of the command."""
     if isinstance(error, DamagedCheckpointError):
         return error.reason
     if isinstance(error, CheckpointReadError):
@@ -161,7 +161,7 @@ def _sentence(error: TorchtitanExtError | OSError) -> str:
 
 @contextmanager
 def _ending_with_the_reader() -> Iterator[None]:
-    """A command whose output nobody reads any more ends like others, by SIGPIPE: ``inspect ... | head -1``."""
+    """Ends a command by SIGPIPE if nobody reads its output any more: ``inspect ... | head -1``."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -173,5 +173,5 @@ def _ending_with_the_reader() -> Iterator[None]:
 
 
 def _print_warning(message: Warning | str, *where: object, **options: object) -> None:
-    """Without the line of our source that warns."""
+    """Prints a warning without the source line that raised it."""
     print_problem(f"warning: {message}")

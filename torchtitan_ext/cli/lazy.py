@@ -1,6 +1,6 @@
-"""Imports that wait until they are needed, and run without Python's garbage collector.
+"""Modules that need torch. Each is imported when a command first uses it, so that help and wrong usages do not wait.
 
-The help of a command need not wait for torch.
+Imports run without Python's garbage collector.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 
 class _LazyModule(ModuleType):
@@ -19,14 +19,31 @@ class _LazyModule(ModuleType):
             return getattr(importlib.import_module(self.__name__), name)
 
 
-def lazy(name: str) -> Any:
-    """A stand-in for a module. Where types are checked the module itself is imported under its name instead."""
-    return _LazyModule(name)
+if TYPE_CHECKING:
+    from torchtitan_ext.checkpoint.rules import policy as policy
+    from torchtitan_ext.offline import placement_rules as placement_rules
+    from torchtitan_ext.offline import selection as selection
+    from torchtitan_ext.offline import sources as sources
+    from torchtitan_ext.offline.compare import diff as diff
+    from torchtitan_ext.offline.dry_run import run as run
+    from torchtitan_ext.offline.rewrite import convert as convert
+    from torchtitan_ext.offline.rewrite import reshard as reshard
+    from torchtitan_ext.storage import raw_tensor as raw_tensor
+else:
+    policy = _LazyModule("torchtitan_ext.checkpoint.rules.policy")
+    placement_rules = _LazyModule("torchtitan_ext.offline.placement_rules")
+    selection = _LazyModule("torchtitan_ext.offline.selection")
+    sources = _LazyModule("torchtitan_ext.offline.sources")
+    diff = _LazyModule("torchtitan_ext.offline.compare.diff")
+    run = _LazyModule("torchtitan_ext.offline.dry_run.run")
+    convert = _LazyModule("torchtitan_ext.offline.rewrite.convert")
+    reshard = _LazyModule("torchtitan_ext.offline.rewrite.reshard")
+    raw_tensor = _LazyModule("torchtitan_ext.storage.raw_tensor")
 
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Imports and a hundred thousand keys are no garbage: looking through them again and again takes time."""
+    """Turns the collector off: searching imports and a hundred thousand keys for garbage again and again takes time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

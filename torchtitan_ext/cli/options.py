@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Prefix = Annotated[str, typer.Option(metavar="KEY", help="Only keys below this o
 UnsafeUnpickle = Annotated[
     bool, typer.Option("--unsafe-unpickle", help="Run what pickles name: only where you trust them.")
 ]
-MaxMemory = Annotated[str, typer.Option(metavar="BYTES", help="All processes, beside Python and torch.")]
+MaxMemory = Annotated[str, typer.Option(metavar="BYTES", help="The memory of all processes, beside Python and torch.")]
 Processes = Annotated[int | None, typer.Option(metavar="N", min=1, help="By default one per core.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is at DST, when the new one is whole.")]
 
@@ -46,14 +46,14 @@ _OPTION_OF = {
     "glob": "GLOB",
     "dtype": "--dtype",
 }
-"""What commands call the arguments of the functions that they call."""
+"""The option of a command for each argument of the functions that commands call."""
 
-# Less is not enough for one block of the storage.
+# One block of the storage.
 _LEAST_BYTES = 1 << 20
 
 
 def amount_of(text: str) -> int:
-    """Bytes of ``4GB``, ``512MiB``; less than 1 MiB is a wrong usage."""
+    """``4GB`` or ``512MiB`` as a number of bytes; less than 1 MiB is a wrong usage."""
     try:
         num_bytes = int(parse_amount(text))
     except WrongValueError as error:
@@ -65,8 +65,8 @@ def amount_of(text: str) -> int:
 
 @contextmanager
 def refusing_wrong_usage() -> Iterator[None]:
-    """Makes a wrong usage of what says that an option has a wrong value: one that cannot be, one that matches nothing
-    in the checkpoint, a target that is there already."""
+    """Turns errors about values of options into wrong usages: an impossible value, one that matches nothing in the
+    checkpoint, a target that exists."""
     try:
         yield
     except TargetExistsError as error:
@@ -84,7 +84,7 @@ def refusing_wrong_usage() -> Iterator[None]:
 
 
 def _in_options(error: WrongValueError) -> str:
-    """The sentence with what to do in options of the command."""
+    """The text of an error, with advice in options of the command."""
     if error.remedy is not None and error.remedy.option == "placements":
         return f"{error.detail}; state it with --shard {shlex.quote(str(error.remedy.value))}"
     return f"{error.detail}{error.advice}"

@@ -1,4 +1,4 @@
-"""What commands print: tables for people, JSON for programs, and the exit codes of all of them."""
+"""Prints tables for people and JSON for programs; the exit codes of all commands."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ WRONG_USAGE = 2
 UNREADABLE = 3
 
 FORMAT_NAMES = {"dcp": "DCP", "safetensors": "safetensors", "torch": "torch.save"}
-"""What people call the formats of checkpoints."""
+"""The names of formats for people."""
 
 
 SCHEMA_VERSION = 1
-"""Of the JSON documents. It grows where a key goes, or means something else; not where one is added."""
+"""The version of the JSON documents. It grows if a key is removed or changes its meaning, not if a key is added."""
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """One JSON document on stdout. Keys are part of the interface: docs/use/command_line.md lists them."""
+    """Prints one JSON document on stdout. Keys are part of the interface: docs/use/command_line.md lists them."""
     print(json.dumps({"schema_version": SCHEMA_VERSION, **value}))
 
 
 def print_json_error(kind: str, message: str, exit_code: int, problems: Sequence[Problem] = ()) -> None:
-    """The document of a command that could not do its work.
+    """Prints the JSON document of a command that failed.
 
     Args:
-        kind: Name of the exception's class, ``"Usage"`` of a wrong usage.
-        problems: Of a refusal.
+        kind: The name of the exception's class; ``"Usage"`` for a wrong usage.
+        problems: The problems of a refusal.
     """
     rows = [{"kind": one.kind, "key": one.fqn, "what": f"{one.detail}{one.advice}"} for one in problems]
     print_json({"error": {"kind": kind, "message": message, "exit_code": exit_code, "problems": rows}})
 
 
 def printable(text: str) -> str:
-    """The text with what is no printable character as Python writes it, ``\\x1b`` and so on.
+    """The text with unprintable characters escaped as in Python, ``\\x1b`` and so on.
 
-    Names in checkpoints may hold whatever a terminal obeys, and names of files need not be text.
+    Names in checkpoints may contain commands for a terminal, and names of files need not be text.
     """
     if text.isprintable():
         return text
@@ -53,17 +53,17 @@ def printable(text: str) -> str:
 
 
 def print_line(text: str) -> None:
-    """One line on stdout."""
+    """Prints one line on stdout."""
     print(printable(text))
 
 
 def print_text(text: str) -> None:
-    """Several lines on stdout."""
+    """Prints several lines on stdout."""
     print("\n".join(map(printable, text.split("\n"))))
 
 
 def print_problem(text: str, *more: str) -> None:
-    """One line on stderr, and below it those of a refusal that lists its problems."""
+    """Prints one line on stderr, and below it further lines, such as the problems of a refusal."""
     print("\n".join(map(printable, (f"torchtitan-ext: {text}", *more))), file=sys.stderr)
 
 
@@ -72,7 +72,7 @@ _NUMBER = re.compile(r"-?[\d.,]+( [kMGTP]?B)?|-")
 
 
 def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Columns as wide as their longest cell; numbers to the right. Plain text, so that a thousand rows take no time."""
+    """Prints columns as wide as their longest cell, numbers on the right. Plain text: a thousand rows take no time."""
     cells = [[str(cell) for cell in row] for row in rows]
     if not "".join(map("".join, cells)).isprintable():
         cells = [list(map(printable, row)) for row in cells]

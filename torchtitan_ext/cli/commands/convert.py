@@ -7,11 +7,11 @@ import time
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from torchtitan_ext.cli.lazy import lazy
+from torchtitan_ext.cli import lazy
 from torchtitan_ext.cli.options import (
     Json,
     MaxMemory,
@@ -26,17 +26,6 @@ from torchtitan_ext.cli.options import (
 from torchtitan_ext.cli.output import count_of, print_json, print_line, text_of_bytes
 from torchtitan_ext.errors import named
 from torchtitan_ext.storage.progress import progress
-
-if TYPE_CHECKING:
-    from torchtitan_ext.offline import selection as selecting
-    from torchtitan_ext.offline import sources
-    from torchtitan_ext.offline.rewrite import convert as converting
-    from torchtitan_ext.storage import raw_tensor
-else:
-    converting = lazy("torchtitan_ext.offline.rewrite.convert")
-    selecting = lazy("torchtitan_ext.offline.selection")
-    raw_tensor = lazy("torchtitan_ext.storage.raw_tensor")
-    sources = lazy("torchtitan_ext.offline.sources")
 
 _MAX_NAMED = 3
 
@@ -65,7 +54,7 @@ def run(
     dtype: Annotated[_Dtype | None, typer.Option(metavar="DTYPE", help="Cast floats, for example to bfloat16.")] = None,
     only: Only = None,
     prefix: Prefix = "",
-    max_file_size: Annotated[str, typer.Option(metavar="BYTES", help="Of safetensors files.")] = "5GB",
+    max_file_size: Annotated[str, typer.Option(metavar="BYTES", help="Size of safetensors files.")] = "5GB",
     max_memory: MaxMemory = "1GB",
     processes: Processes = None,
     overwrite: Overwrite = False,
@@ -77,13 +66,13 @@ def run(
     Example: torchtitan-ext convert run/step-100 exported --to hf --prefix model
     """
     begin = time.perf_counter()
-    selection = selecting.Selection(tuple(only or ()), prefix)
+    selection = lazy.selection.Selection(tuple(only or ()), prefix)
     with refusing_wrong_usage():
-        opened = sources.open_source(source, weights_only=not unsafe_unpickle)
-        new_dtype = None if dtype is None else raw_tensor.DTYPES[dtype.value]
+        opened = lazy.sources.open_source(source, weights_only=not unsafe_unpickle)
+        new_dtype = None if dtype is None else lazy.raw_tensor.DTYPES[dtype.value]
         total_bytes = partial(selection.num_bytes_of, opened, new_dtype)
         with progress("convert", is_coordinator=True, total_bytes=total_bytes) as on_bytes:
-            report = converting.convert(
+            report = lazy.convert.convert(
                 opened,
                 target,
                 to=to.value,

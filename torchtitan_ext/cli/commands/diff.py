@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from torchtitan_ext.cli.lazy import lazy
+from torchtitan_ext.cli import lazy
 from torchtitan_ext.cli.options import Json, Only, Prefix, UnsafeUnpickle, amount_of, refusing_wrong_usage
 from torchtitan_ext.cli.output import DIFFERS, print_json, print_line, print_problem, print_table
 from torchtitan_ext.cli.pictures import plotter, say_written
@@ -19,15 +19,8 @@ from torchtitan_ext.storage.checkpoint_files import thread_count_of
 from torchtitan_ext.storage.progress import progress
 
 if TYPE_CHECKING:
-    from torchtitan_ext.offline import selection as selecting
-    from torchtitan_ext.offline import sources
-    from torchtitan_ext.offline.compare import diff as comparing
     from torchtitan_ext.offline.compare.diff import Difference, DiffReport, ValueDifference
     from torchtitan_ext.offline.compare.difference_map import DifferenceMap
-else:
-    comparing = lazy("torchtitan_ext.offline.compare.diff")
-    selecting = lazy("torchtitan_ext.offline.selection")
-    sources = lazy("torchtitan_ext.offline.sources")
 
 
 def run(
@@ -41,7 +34,7 @@ def run(
     ] = 0.0,
     atol: Annotated[float, typer.Option(metavar="X", show_default=False, help="The same.", min=0.0)] = 0.0,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw where the first such tensor differs.")] = None,
-    max_memory: Annotated[str, typer.Option(metavar="BYTES", help="Beside Python and torch.")] = "256MB",
+    max_memory: Annotated[str, typer.Option(metavar="BYTES", help="The memory, beside Python and torch.")] = "256MB",
     unsafe_unpickle: UnsafeUnpickle = False,
     json: Json = False,
 ) -> None:
@@ -50,14 +43,14 @@ def run(
     Example: torchtitan-ext diff run/step-100 model.safetensors --prefix model
     """
     if plot is not None:
-        plotter("difference_plot", plot)  # what it refuses, before the checkpoints are read
+        plotter("difference_plot", plot)  # refuses wrong usage before the checkpoints are read
     with refusing_wrong_usage():
-        one, other = (sources.open_source(path, weights_only=not unsafe_unpickle) for path in (a, b))
-        selection = selecting.Selection(tuple(only or ()), prefix)
-        tolerance = comparing.Tolerance(rtol, atol)
-        total_bytes = partial(comparing.num_bytes_to_read, one, other, selection)
+        one, other = (lazy.sources.open_source(path, weights_only=not unsafe_unpickle) for path in (a, b))
+        selection = lazy.selection.Selection(tuple(only or ()), prefix)
+        tolerance = lazy.diff.Tolerance(rtol, atol)
+        total_bytes = partial(lazy.diff.num_bytes_to_read, one, other, selection)
         with progress("diff", is_coordinator=True, total_bytes=total_bytes) as on_bytes:
-            report = comparing.diff(
+            report = lazy.diff.diff(
                 one,
                 other,
                 selection=selection,
@@ -71,7 +64,7 @@ def run(
         _plot(
             plot,
             report,
-            lambda key: comparing.map_differences(one, other, key, selection=selection, tolerance=tolerance),
+            lambda key: lazy.diff.map_differences(one, other, key, selection=selection, tolerance=tolerance),
         )
     if json:
         print_json(_as_json(report))
@@ -134,5 +127,5 @@ def _as_json(report: DiffReport) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
+    """The value, as text if it is NaN or infinity, which JSON lacks."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""``torchtitan-ext doctor``. The checks import torch, so that one which does not load is a line of the report."""
+"""``torchtitan-ext doctor``. Checks import torch themselves: a torch that does not load is a line of the report."""
 
 from __future__ import annotations
 
@@ -29,11 +29,7 @@ _EXPECTED_SUM = "3"
 
 
 class Finding(NamedTuple):
-    """What one check has found.
-
-    Attributes:
-        detail: A line for people; of a check that failed the error.
-    """
+    """The result of one check; ``detail`` is a line for people, the error if the check failed."""
 
     name: str
     is_ok: bool
@@ -42,7 +38,7 @@ class Finding(NamedTuple):
 
 
 def run(
-    directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Whose disk is tried.")] = Path("."),
+    directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="On the disk to test.")] = Path("."),
     json: Json = False,
 ) -> None:
     """What to put into a bug report: versions, libraries, CUDA, gloo, disk, a tiny save and load.
@@ -80,7 +76,7 @@ def _try(name: str, check: Callable[[], str]) -> Finding:
     begin = time.perf_counter()
     try:
         is_ok, detail = True, check()
-    except Exception as error:  # whatever is broken is what the report is for
+    except Exception as error:  # the report is for whatever is broken
         is_ok, detail = False, f"{type(error).__name__}: {error}"
     return Finding(name, is_ok, detail, round(time.perf_counter() - begin, 3))
 

@@ -20,13 +20,13 @@ from torchtitan_ext.storage.runs.retention import remove_leftovers, remove_step,
 def run(
     run_dir: Run,
     keep: Annotated[int, typer.Option(min=1, help="How many whole steps stay, counted from the newest.")],
-    yes: Annotated[bool, typer.Option("--yes", help="Remove; else only say what would be.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove; without it only say what would be removed.")] = False,
     step_pattern: StepNames = None,
     json: Json = False,
 ) -> None:
     """Removes old steps of a run, and what dead saves left. Never files of others, nor a step that is being saved.
 
-    Steps that are not whole do not count as kept ones. Exits with 1 if something could not be removed.
+    Steps that are not whole do not count as kept. Exits with 1 if something could not be removed.
 
     Example: torchtitan-ext gc outputs/checkpoint --keep 3 --yes
     """
@@ -73,7 +73,7 @@ def run(
 
 
 def _not_removed(old: Iterable[Path], leftovers: Iterable[Leftover]) -> list[Leftover]:
-    """What should have gone and is still there. A directory with files of others stays, and is none."""
+    """Steps and leftovers that could not be removed, without directories that stay since they have files of others."""
     steps = [Leftover(path, checkpoint_bytes(path)) for path in old if path.is_dir()]
     return [left for left in (*steps, *leftovers) if _is_ours(left.path)]
 

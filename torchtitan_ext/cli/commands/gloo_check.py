@@ -13,7 +13,7 @@ _TIMEOUT = timedelta(seconds=60)
 
 
 def main(rank: int, store_file: str) -> None:
-    """Prints the sum that both have agreed on."""
+    """Prints the sum of the numbers of both processes."""
     dist.init_process_group(
         "gloo", init_method=f"file://{store_file}", rank=rank, world_size=_WORLD_SIZE, timeout=_TIMEOUT
     )

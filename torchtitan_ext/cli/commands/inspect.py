@@ -31,13 +31,13 @@ def run(
     shards: Annotated[bool, typer.Option("--shards", help="Where each chunk of a key lies.")] = False,
     layout: Annotated[str | None, typer.Option(metavar="NAME", help="Draw which rank holds what of a tensor.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="The same as a picture: .svg, .png, .pdf.")] = None,
-    rank: Annotated[int | None, typer.Option(help="Whose, where each rank has metadata of its own.")] = None,
+    rank: Annotated[int | None, typer.Option(help="The rank, if each rank has metadata of its own.")] = None,
     unsafe_unpickle: UnsafeUnpickle = False,
     json: Json = False,
 ) -> None:
     """What a checkpoint holds: keys, dtypes, shapes, values, files. Reads no tensors but single numbers.
 
-    Of a folder with several checkpoints: which these are.
+    For a folder with several checkpoints: their names.
 
     Example: torchtitan-ext inspect outputs/checkpoint/step-100 "*norm*" --shards
     """
@@ -63,7 +63,7 @@ def run(
 
 
 def _checkpoints_of_folder(path: Path) -> list[str]:
-    """The checkpoints in a folder that is none itself; of a run its steps are to be named."""
+    """The names of the checkpoints in a folder that is neither a checkpoint nor a run."""
     if not path.is_dir() or step_paths(path):
         return []
     try:
@@ -100,7 +100,7 @@ def _print(contents: Contents, keys: Sequence[ContentKey], shards: bool, *, has_
 
 
 class _Total(NamedTuple):
-    """Of the keys of one component."""
+    """The sums over the keys of one component."""
 
     component: str
     num_tensors: int
@@ -198,7 +198,7 @@ def _plain_key(key: ContentKey) -> dict[str, Any]:
 
 
 def _plain_value(value: Scalar) -> Scalar:
-    """JSON has no complex numbers, no NaN and no infinity."""
+    """The value, as text if it is a complex number, NaN or infinity, which JSON lacks."""
     is_json = not isinstance(value, (complex, float)) or (isinstance(value, float) and math.isfinite(value))
     return value if is_json else str(value)
 

@@ -19,7 +19,7 @@ def run(
 ) -> None:
     """The steps of a run, who saves there, and what dead saves left. Reads no data.
 
-    Of a directory without steps: the checkpoints in it.
+    For a directory without steps: the checkpoints in it.
 
     Example: torchtitan-ext ls outputs/checkpoint
     """
@@ -40,13 +40,13 @@ def run(
 
 
 def inner_rows(folder: Path, names: Sequence[str]) -> Iterator[Sequence[object]]:
-    """A row for each of the checkpoints in a folder: name, format, bytes."""
+    """A row for each checkpoint in a folder: name, format, bytes."""
     for name in names:
         yield name, FORMAT_NAMES[format_of(folder / name)], text_of_bytes(bytes_in(folder / name))
 
 
 def lines_of(leftovers: Sequence[Leftover]) -> Iterator[str]:
-    """What dead saves left, for people."""
+    """The lines about files that dead saves left."""
     if leftovers:
         yield f"left by dead saves, {text_of_bytes(sum(leftover.num_bytes for leftover in leftovers))}:"
     for leftover in leftovers:
@@ -54,7 +54,7 @@ def lines_of(leftovers: Sequence[Leftover]) -> Iterator[str]:
 
 
 def plain_leftovers(leftovers: Sequence[Leftover]) -> list[dict[str, Any]]:
-    """The same for programs."""
+    """The files that dead saves left, for JSON."""
     return [{"path": str(leftover.path), "num_bytes": leftover.num_bytes} for leftover in leftovers]
 
 
@@ -67,17 +67,5 @@ def _row(step: ListedStep) -> Sequence[object]:
 
 
 def _plain(run_dir: Path, steps: Sequence[ListedStep], leftovers: Sequence[Leftover]) -> dict[str, Any]:
-    rows = [
-        {
-            "step": step.step,
-            "state": step.state,
-            "format": step.format,
-            "num_bytes": step.num_bytes,
-            "finished_at": step.finished_at,
-            "world_size": step.world_size,
-            "saver": step.saver,
-            "checkpoints": step.checkpoints,
-        }
-        for step in steps
-    ]
+    rows = [step._asdict() for step in steps]
     return {"path": str(run_dir), "steps": rows, "leftovers": plain_leftovers(leftovers)}

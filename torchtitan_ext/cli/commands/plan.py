@@ -5,25 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from torchtitan_ext.cli.lazy import lazy
+from torchtitan_ext.cli import lazy
 from torchtitan_ext.cli.options import Json, Mesh, Shard, refusing_wrong_usage
 from torchtitan_ext.cli.output import DIFFERS, print_json, print_text
 from torchtitan_ext.cli.pictures import plotter, say_written
-from torchtitan_ext.cli.pictures.files import bytes_of_ranks
+from torchtitan_ext.cli.pictures.holders import bytes_of_ranks
 from torchtitan_ext.offline.amounts import parse_amount
-
-if TYPE_CHECKING:
-    from torchtitan_ext.checkpoint.rules import policy as policies
-    from torchtitan_ext.offline import placement_rules
-    from torchtitan_ext.offline.dry_run import run as dry_runs
-else:
-    dry_runs = lazy("torchtitan_ext.offline.dry_run.run")
-    placement_rules = lazy("torchtitan_ext.offline.placement_rules")
-    policies = lazy("torchtitan_ext.checkpoint.rules.policy")
 
 
 class _Device(str, Enum):
@@ -36,28 +27,29 @@ def run(
     mesh: Mesh,
     component: Annotated[list[str] | None, typer.Option(help="Component or glob of keys; by default all.")] = None,
     shard: Shard = None,
-    policy: Annotated[list[str] | None, typer.Option(help="What becomes of a component: dataloader=reset.")] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="What to do with a component: dataloader=reset.")] = None,
     device: Annotated[_Device | None, typer.Option(metavar="cuda|cpu", help="Of the job; by default cuda.")] = None,
-    bandwidth: Annotated[str | None, typer.Option(help="Of one rank: 2GB/s.")] = None,
-    shared_bandwidth: Annotated[str | None, typer.Option(help="Of the storage, for all ranks together.")] = None,
+    bandwidth: Annotated[str | None, typer.Option(help="The bandwidth of one rank: 2GB/s.")] = None,
+    shared_bandwidth: Annotated[str | None, typer.Option(help="The bandwidth of all ranks together.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the bytes of each rank, .svg, .png.")] = None,
     json: Json = False,
 ) -> None:
     """What a load on another mesh would read, and what would be refused.
 
-    And the same of a save there. Reads the metadata, and what RngState saved. Exits with 1 where the load is refused.
+    It says the same about a save there. Reads the metadata, and what RngState saved. Exits with 1 if the load would be
+    refused.
 
     Example: torchtitan-ext plan run/step-100 --mesh dp=8,tp=2 --bandwidth 2GB/s
     """
     if plot is not None:
-        plotter("bytes_plot", plot)  # what it refuses, before the work
+        plotter("bytes_plot", plot)  # refuses wrong usage before the work
     with refusing_wrong_usage():
-        found = dry_runs.dry_run(
+        found = lazy.run.dry_run(
             path,
-            mesh=placement_rules.parse_mesh(mesh),
+            mesh=lazy.placement_rules.parse_mesh(mesh),
             components=component or (),
-            placements=placement_rules.parse_rules(shard or ()),
-            policy=policies.ElasticPolicy(_parse_actions(policy or ())),
+            placements=lazy.placement_rules.parse_rules(shard or ()),
+            policy=lazy.policy.ElasticPolicy(_parse_actions(policy or ())),
             device=None if device is None else device.value,
             bandwidth_bytes_per_second=None if bandwidth is None else parse_amount(bandwidth),
             shared_bandwidth_bytes_per_second=None if shared_bandwidth is None else parse_amount(shared_bandwidth),
@@ -78,5 +70,5 @@ def run(
 
 
 def _parse_actions(texts: Sequence[str]) -> dict[str, Any]:
-    """``["dataloader=reset"]`` as the actions of a policy, which checks them."""
+    """``["dataloader=reset"]`` as the actions of a policy; the policy checks them."""
     return {name: action for name, _, action in (text.rpartition("=") for text in texts)}

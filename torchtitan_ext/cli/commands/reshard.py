@@ -6,11 +6,11 @@ import dataclasses
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from torchtitan_ext.cli.lazy import lazy
+from torchtitan_ext.cli import lazy
 from torchtitan_ext.cli.options import (
     Json,
     MaxMemory,
@@ -25,16 +25,6 @@ from torchtitan_ext.cli.options import (
 )
 from torchtitan_ext.cli.output import count_of, print_json, print_line, text_of_bytes
 from torchtitan_ext.storage.progress import progress
-
-if TYPE_CHECKING:
-    from torchtitan_ext.offline import placement_rules, sources
-    from torchtitan_ext.offline import selection as selecting
-    from torchtitan_ext.offline.rewrite import reshard as resharding
-else:
-    placement_rules = lazy("torchtitan_ext.offline.placement_rules")
-    resharding = lazy("torchtitan_ext.offline.rewrite.reshard")
-    selecting = lazy("torchtitan_ext.offline.selection")
-    sources = lazy("torchtitan_ext.offline.sources")
 
 
 def run(
@@ -54,13 +44,13 @@ def run(
     Example: torchtitan-ext reshard run/step-100 new/step-100 --mesh dp=8,tp=2
     """
     begin = time.perf_counter()
-    selection = selecting.Selection(tuple(only or ()), prefix)
+    selection = lazy.selection.Selection(tuple(only or ()), prefix)
     with refusing_wrong_usage():
-        sizes, rules = placement_rules.parse_mesh(mesh), placement_rules.parse_rules(shard or ())
-        opened = sources.open_source(source)
+        sizes, rules = lazy.placement_rules.parse_mesh(mesh), lazy.placement_rules.parse_rules(shard or ())
+        opened = lazy.sources.open_source(source)
         total_bytes = partial(selection.num_bytes_of, opened)
         with progress("reshard", is_coordinator=True, total_bytes=total_bytes) as on_bytes:
-            report = resharding.reshard(
+            report = lazy.reshard.reshard(
                 opened,
                 target,
                 mesh=sizes,

@@ -36,7 +36,7 @@ def run(
 ) -> None:
     """Whether a checkpoint, or each of a run, is whole: all files, of their sizes, of one save.
 
-    Exits with 1 if one is not, with 3 if files cannot be read, so that nobody knows.
+    Exits with 1 if one is damaged, with 3 if files cannot be read.
 
     Example: torchtitan-ext verify outputs/checkpoint/step-100 --deep
     """
@@ -60,7 +60,7 @@ def _verify_run(run_dir: Path, steps: dict[int, Path], deep: bool, json: bool) -
     rows = []
     verdicts = []
     for number, step in sorted(steps.items()):
-        # A step that is no checkpoint itself may hold some.
+        # A step that is no checkpoint itself may contain checkpoints.
         for place in [step] if has_finished(step) else [step / name for name in checkpoints_in(step)]:
             verdict = _look(place, deep)
             verdicts.append(verdict)
@@ -78,7 +78,7 @@ def _verify_run(run_dir: Path, steps: dict[int, Path], deep: bool, json: bool) -
 
 
 def _steps_of(path: Path, pattern: str | None) -> dict[int, Path] | None:
-    """The steps of a run; ``None`` of what is a checkpoint itself."""
+    """The steps of a run; ``None`` if the path is a checkpoint itself."""
     try:
         format_of(path)
     except UnknownFormatError:

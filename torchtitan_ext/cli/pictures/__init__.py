@@ -1,7 +1,4 @@
-"""Pictures of layouts, of bytes per rank and of differences: text for a terminal, and files by matplotlib.
-
-Every function draws plain values, and none reads a checkpoint.
-"""
+"""Draws layouts, bytes per rank and differences from plain values: text for a terminal, and files by matplotlib."""
 
 from __future__ import annotations
 
@@ -17,12 +14,12 @@ _ENDINGS = (".svg", ".png", ".pdf")
 
 
 def plotter(kind: Literal["layout_plot", "bytes_plot", "difference_plot"], path: Path) -> Any:
-    """The module that draws a kind of picture. matplotlib is imported here, since few runs of a command need it.
+    """The module that draws a kind of picture. It imports matplotlib, which few runs of a command need.
 
-    To be called before a command begins its work.
+    Commands call this before they begin their work, so that refusals come first.
 
     Raises:
-        typer.BadParameter: matplotlib is not installed, or the path ends in something that is no picture.
+        typer.BadParameter: matplotlib is not installed, or the path has the ending of no picture.
     """
     if path.suffix.lower() not in _ENDINGS:
         raise typer.BadParameter(f"got {path}, expected a name that ends in {', '.join(_ENDINGS)}", param_hint="--plot")
@@ -36,5 +33,5 @@ def plotter(kind: Literal["layout_plot", "bytes_plot", "difference_plot"], path:
 
 
 def say_written(path: Path) -> None:
-    """A line on stderr, so that a JSON document stays one."""
+    """Prints a line on stderr, since stdout may have a JSON document."""
     print_problem(f"wrote {path}")

@@ -1,4 +1,4 @@
-"""How many bytes each rank holds, before and after, as a picture."""
+"""Draws the bytes of each rank, before and after."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchtitan_ext.cli.pictures.style import BLUE, GREY, VERMILION, figure_at, 
 
 _INCHES = (6.4, 4.4)
 
-# Bars of more ranks touch each other: gaps would be wider than what lies between them.
+# With more ranks bars touch each other: gaps would be wider than bars.
 _MAX_SINGLE_BARS = 64
 
 # Bars of a tenth of the height still show which are lower.
@@ -21,14 +21,14 @@ _MAX_RATIO = 10
 
 
 def plot_bytes(path: Path, before: Sequence[int], after: Sequence[int], *, title: str) -> None:
-    """Draws the bytes of each rank before and after, below each other; a line is the mean.
+    """Draws the bytes of each rank before and after, below each other, each with a line at the mean.
 
-    Both have one scale, but where the bars of one would be too low to see.
+    Both have one scale, unless the bars of one would be too low to see.
 
     Args:
-        path: Of the picture: see ``figure_at``.
-        before: By rank; empty where it is not known.
-        after: By rank, of another number of ranks perhaps.
+        path: The file of the picture: see ``figure_at``.
+        before: The bytes of each rank; empty if they are not known.
+        after: The bytes of each rank; the number of ranks may differ.
     """
     rows = [("before", before, BLUE), ("after", after, VERMILION)]
     rows = [row for row in rows if row[1]]

@@ -1,4 +1,4 @@
-"""Where two tensors differ, as a picture."""
+"""Draws where two tensors differ."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchtitan_ext.cli.pictures.style import GREY, VERMILION, figure_at, set_ti
 
 _INCHES = (6.4, 4.8)
 
-# Fewer cells than this could be overlooked: each gets a ring.
+# Up to so many cells each get a ring, since a few could be overlooked.
 _MAX_RINGS = 12
 
 
@@ -27,14 +27,14 @@ def plot_differences(
     cell_sizes: tuple[int, int],
     dims: tuple[int, ...],
 ) -> None:
-    """Draws how many elements differ, by cells of rows and columns; where none does there is plain grey.
+    """Draws how many elements of each cell differ; cells without differences are grey.
 
     Args:
-        path: Of the picture: see ``figure_at``.
-        counts: Elements that differ, by rows and columns of cells.
-        sizes: Elements downwards and to the right.
-        cell_sizes: The same of a cell; the last of a row or column may have fewer.
-        dims: Of the tensor, that lie downwards and to the right; fewer of a vector or a single number.
+        path: The file of the picture: see ``figure_at``.
+        counts: The number of different elements, by row and column of cells.
+        sizes: The number of elements downwards and to the right.
+        cell_sizes: The same for a cell; the last cell of a row or column may have fewer.
+        dims: The dims of the tensor downwards and to the right; fewer for a vector or a single number.
     """
     num_different = sum(map(sum, counts))
     with figure_at(path, inches=_INCHES) as figure:
@@ -61,7 +61,7 @@ def _edges(size: int, cell_size: int) -> list[int]:
 
 
 def _ramp() -> LinearSegmentedColormap:
-    """Plasma without its ends, which a black or a white page would swallow."""
+    """Plasma without its ends, which could not be seen on a black or a white page."""
     colours = [mpl.colormaps["plasma"](0.35 + 0.55 * step / 15) for step in range(16)]
     return LinearSegmentedColormap.from_list("differences", colours)
 

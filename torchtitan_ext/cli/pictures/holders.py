@@ -1,4 +1,4 @@
-"""Which ranks hold which rows and columns of a tensor, as a grid. Pure, and without torch.
+"""Finds which ranks hold which rows and columns of a tensor, as a grid, from the names of files. Imports no torch.
 
 A tensor is drawn by two of its dims: those that are cut into most parts. Every begin and end of a box cuts the grid:
 
@@ -8,17 +8,21 @@ A tensor is drawn by two of its dims: those that are cut into most parts. Every 
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes, in elements."""
 
+# No cluster has more ranks: a longer number in a file's name is no rank.
+_OF_RANK = re.compile(r"__(\d{1,7})_")
+
 
 @dataclass(frozen=True)
 class Holder:
-    """What one rank, or one file, holds of a tensor: one or several boxes."""
+    """A rank, or a file, and the boxes of a tensor that it holds."""
 
     rank: int
     boxes: tuple[Box, ...]
@@ -26,7 +30,7 @@ class Holder:
 
 @dataclass(frozen=True)
 class Rectangle:
-    """A box in the plane that is drawn, half-open, and who holds it."""
+    """A box in the plane that is drawn, half-open, and the ranks that hold it."""
 
     rows: tuple[int, int]
     cols: tuple[int, int]
@@ -35,12 +39,12 @@ class Rectangle:
 
 @dataclass(frozen=True)
 class Grid:
-    """The plane, cut where any rectangle begins or ends.
+    """The plane, cut at each begin and end of a rectangle.
 
     Attributes:
-        row_cuts: Where rows of cells begin, and where the last ends; like ``col_cuts``.
-        ranks: Of each cell, by row and column; several where replicas hold it.
-        elided_row: The row of cells that stands for many in the middle; like ``elided_col``.
+        row_cuts, col_cuts: The begin of each row and column of cells, and the end of the last.
+        ranks: The ranks of each cell, by row and column; several ranks hold replicas.
+        elided_row, elided_col: The row and column of cells that stand for many in the middle.
     """
 
     row_cuts: tuple[int, ...]
@@ -50,8 +54,43 @@ class Grid:
     elided_col: int | None = None
 
 
+def rank_of_file(name: str) -> int | None:
+    """The rank that wrote a file of a DCP checkpoint, 3 for ``__3_0.distcp``; ``None`` for other names."""
+    match = _OF_RANK.match(name.rpartition("/")[2])
+    return None if match is None else int(match[1])
+
+
+def holders_of(boxes: Iterable[tuple[str, Box]]) -> tuple[list[Holder], str]:
+    """The holders of boxes, from the names of their files, and what these holders are: ``"rank"`` or ``"file"``.
+
+    If a name has no rank, each file is a holder, numbered in the order of the names.
+    """
+    by_file: dict[str, list[Box]] = {}
+    for name, box in boxes:
+        by_file.setdefault(name, []).append(box)
+    ranks = {name: rank_of_file(name) for name in by_file}
+    if None in ranks.values():
+        return [Holder(place, tuple(by_file[name])) for place, name in enumerate(sorted(by_file))], "file"
+    by_rank: dict[int, list[Box]] = {}
+    for name, rank in ranks.items():
+        by_rank.setdefault(rank or 0, []).extend(by_file[name])
+    return [Holder(rank, tuple(by_rank[rank])) for rank in sorted(by_rank)], "rank"
+
+
+def bytes_of_ranks(file_bytes: Mapping[str, int]) -> list[int]:
+    """The bytes that each rank wrote, or the size of each file if a name has no rank."""
+    ranks = {name: rank_of_file(name) for name in file_bytes}
+    known = [rank for rank in ranks.values() if rank is not None]
+    if len(known) < len(ranks):
+        return [file_bytes[name] for name in sorted(file_bytes)]
+    totals = [0] * (max(known, default=-1) + 1)
+    for name, rank in ranks.items():
+        totals[rank or 0] += file_bytes[name]
+    return totals
+
+
 def drawn_dims(shape: Sequence[int], holders: Sequence[Holder]) -> tuple[int, ...]:
-    """The dims that make rows and columns: one of a vector, none of a single number."""
+    """The dims that give rows and columns: one for a vector, none for a single number."""
     begins: list[set[int]] = [set() for _ in shape]
     for holder in holders:
         for offsets, _ in holder.boxes:
@@ -62,7 +101,7 @@ def drawn_dims(shape: Sequence[int], holders: Sequence[Holder]) -> tuple[int, ..
 
 
 def rectangles(shape: Sequence[int], holders: Sequence[Holder]) -> list[Rectangle]:
-    """The boxes in the plane of ``drawn_dims``; what lies behind others of another dim is left out."""
+    """The boxes in the plane of ``drawn_dims`` whose index in all other dims is 0."""
     dims = drawn_dims(shape, holders)
     ranks_of: dict[tuple[tuple[int, int], tuple[int, int]], set[int]] = {}
     for holder in holders:
@@ -75,7 +114,7 @@ def rectangles(shape: Sequence[int], holders: Sequence[Holder]) -> list[Rectangl
 
 
 def is_cut_behind(shape: Sequence[int], holders: Sequence[Holder]) -> bool:
-    """Whether a dim that is not drawn is cut as well, so that a picture shows the first of several layers."""
+    """Whether a dim that is not drawn is cut as well: a picture then shows the first of several layers."""
     dims = drawn_dims(shape, holders)
     return any(
         offset
@@ -87,7 +126,7 @@ def is_cut_behind(shape: Sequence[int], holders: Sequence[Holder]) -> bool:
 
 
 def cut_grid(parts: Sequence[Rectangle], *, max_rows: int, max_cols: int) -> Grid:
-    """The grid of some rectangles; of many rows or columns of cells the first and the last, and one for all between."""
+    """The grid of rectangles; one row or column of cells stands for those in the middle if there are too many."""
     row_cuts, elided_row = _elided({cut for part in parts for cut in part.rows}, max_rows)
     col_cuts, elided_col = _elided({cut for part in parts for cut in part.cols}, max_cols)
     cells: list[list[set[int]]] = [[set() for _ in col_cuts[1:]] for _ in row_cuts[1:]]
@@ -100,7 +139,7 @@ def cut_grid(parts: Sequence[Rectangle], *, max_rows: int, max_cols: int) -> Gri
 
 
 def text_of_ranks(ranks: Sequence[int]) -> str:
-    """``3``, ``0-15``, ``0-504 by 8``, ``0, 3, 5-7``; of many pieces the first three."""
+    """``3``, ``0-15``, ``0-504 by 8``, ``0, 3, 5-7``; at most three pieces."""
     if not ranks:
         return ""
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
@@ -117,7 +156,7 @@ def text_of_ranks(ranks: Sequence[int]) -> str:
 
 
 def _elided(cuts: Iterable[int], max_bands: int) -> tuple[tuple[int, ...], int | None]:
-    """At most so many bands, and which of them stands for those that were left out."""
+    """The cuts of at most ``max_bands`` bands, and the band that stands for those left out."""
     ordered = tuple(sorted(cuts))
     if len(ordered) - 1 <= max_bands:
         return ordered, None

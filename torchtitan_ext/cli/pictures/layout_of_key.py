@@ -1,4 +1,4 @@
-"""The layout of one tensor of a checkpoint: who holds what, from the files that its chunks lie in. Imports no torch."""
+"""Shows which rank holds which part of a tensor, from the files of its chunks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from typing import Any
 
 import typer
 
-from torchtitan_ext.cli.output import print_json, print_text
+from torchtitan_ext.cli.output import count_of, print_json, print_text
 from torchtitan_ext.cli.pictures import plotter, say_written
-from torchtitan_ext.cli.pictures.files import holders_of
-from torchtitan_ext.cli.pictures.holders import Holder
+from torchtitan_ext.cli.pictures.holders import Holder, holders_of
 from torchtitan_ext.cli.pictures.text import draw_layout
 from torchtitan_ext.errors.near_names import nearest_name
 from torchtitan_ext.storage.formats.contents import ContentKey, Contents
 
 
 def show_layout(contents: Contents, name: str, plot: Path | None, *, json: bool) -> None:
-    """Prints who holds what of a tensor, and draws it into a file where one is given.
+    """Prints which rank holds which part of a tensor, and draws a picture if ``plot`` names a file.
 
     Raises:
-        typer.BadParameter: The checkpoint has no such tensor; or as ``plotter``.
+        typer.BadParameter: The checkpoint has no such tensor, or ``plotter`` refuses the file.
     """
     key = _tensor(contents, name)
     shape = key.sizes or ()
@@ -53,10 +52,9 @@ def _tensor(contents: Contents, name: str) -> ContentKey:
 
 def _saved_by(contents: Contents) -> str:
     if not contents.world_size:
-        return f"in {len(contents.files):,} file{'' if len(contents.files) == 1 else 's'}"
+        return f"in {count_of(len(contents.files), 'file')}"
     axes = " x ".join(f"{name} {size}" for name, size in contents.mesh.items())
-    ranks = f"saved by {contents.world_size:,} rank{'' if contents.world_size == 1 else 's'}"
-    return f"{ranks} ({axes})" if axes else ranks
+    return f"saved by {count_of(contents.world_size, 'rank')}{f' ({axes})' if axes else ''}"
 
 
 def _plain(key: ContentKey, holders: list[Holder], holder: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which rank holds which rows and columns of a tensor, as a picture."""
+"""Draws which rank holds which rows and columns of a tensor."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from torchtitan_ext.cli.pictures.style import GREY, LABEL_POINTS, figure_at, set
 
 _INCHES = (6.4, 4.8)
 
-# Of the part of the picture in which boxes lie, about.
+# The size of the part of the picture that has the boxes, about.
 _PLANE_POINTS = (360.0, 280.0)
 
 _MAX_TICKS = 9
 
-# Letters are about so wide, as a part of their height.
+# The width of a letter and the height of a line, as parts of the letter's height, about.
 _LETTER_WIDTH = 0.62
 _LINE_HEIGHT = 1.3
 
-# Names that reach into boxes of others would seem to be theirs where the colours differ by more than this part.
+# A name may reach into a neighbouring box only if the colours differ by less than this part of the scale.
 _ALIKE = 0.2
 
 
 def plot_layout(path: Path, title: str, shape: Sequence[int], holders: Sequence[Holder], *, holder: str) -> None:
-    """Draws the boxes of all ranks; of many that lie below each other every second, third, ... is named.
+    """Draws the boxes of all ranks, and names as many ranks as there is room for.
 
     Args:
-        path: Of the picture: see ``figure_at``.
-        shape: Global.
-        holder: What holds them: ``"rank"`` or ``"file"``.
+        path: The file of the picture: see ``figure_at``.
+        shape: The global shape.
+        holder: What the holders are: ``"rank"`` or ``"file"``.
     """
     parts = rectangles(shape, holders)
     height = max((part.rows[1] for part in parts), default=1)
@@ -80,12 +80,12 @@ def _draw_boxes(
 
 
 def _border_points(box_points: float) -> float:
-    """The width of a border that does not hide its box."""
+    """The width of a border that does not hide the box."""
     return 0.6 if box_points >= 10 else 0.25 if box_points >= 3 else 0.0
 
 
 def _name_ranks(axes: Axes, parts: Sequence[Rectangle], norm: Normalize, per_point: tuple[float, float]) -> None:
-    """Writes into boxes whose they are, as far as names neither touch each other nor leave the picture."""
+    """Writes the ranks into their boxes where names neither touch each other nor leave the picture."""
     named: list[tuple[float, float, float, float]] = []  # left, right, top, bottom
     right, bottom = axes.get_xlim()[1], axes.get_ylim()[0]
     for part in parts:
@@ -123,7 +123,7 @@ def _name_sides(axes: Axes, shape: Sequence[int], holders: Sequence[Holder], par
 
 
 def _ticks(cuts: set[int]) -> list[int]:
-    """Where boxes begin and end; of many every second, third, ... and the last."""
+    """The begins and ends of boxes; if they are many, every second, third, ... and the last."""
     ordered = sorted(cuts)
     stride = max(1, -(-len(ordered) // _MAX_TICKS))
     return [*ordered[:-1:stride], *ordered[-1:]]

@@ -1,4 +1,4 @@
-"""How all pictures look: readable on a white and on a black page, and for every colour vision.
+"""The look of all pictures: readable on a white and on a black page, and for every colour vision.
 
 The background is transparent, words and lines are grey. Ranks are coloured by cividis, which is one ramp from dark to
 light for people of any colour vision; kinds of bars by Okabe and Ito's blue and vermilion.
@@ -20,7 +20,7 @@ GREY = "#7d838a"
 BLUE, VERMILION = "#0072b2", "#d55e00"
 LABEL_POINTS = 8.0
 
-# So many letters of 10 points are as wide as a picture.
+# The number of letters of 10 points that are as wide as a picture.
 _TITLE_LETTERS = 72
 
 _STYLE: Any = {
@@ -44,10 +44,10 @@ _STYLE: Any = {
 
 @contextmanager
 def figure_at(path: Path, *, inches: tuple[float, float]) -> Iterator[Figure]:
-    """A figure that is written at the end of the ``with``; the ending of the path says as what: svg, png, pdf.
+    """A figure that is written to ``path`` at the end of the ``with``, as svg, png or pdf by the ending of the path.
 
     Raises:
-        ValueError: An ending that matplotlib does not know.
+        ValueError: matplotlib does not know the ending.
         OSError: The file cannot be written.
     """
     with mpl.rc_context(_STYLE):
@@ -57,6 +57,6 @@ def figure_at(path: Path, *, inches: tuple[float, float]) -> Iterator[Figure]:
 
 
 def set_title(axes: Axes, title: str) -> None:
-    """Writes a title above, smaller where a line of it is long: keys may have a hundred letters."""
+    """Writes a title, smaller if a line is long: keys may have a hundred letters."""
     longest = max(map(len, title.splitlines()))
     axes.set_title(title, size=min(10.0, 10.0 * _TITLE_LETTERS / longest))

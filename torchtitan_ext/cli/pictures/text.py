@@ -1,4 +1,4 @@
-"""A layout in characters: a grid of cells with the ranks that hold them, rows and columns at its borders."""
+"""Draws a layout in characters: a grid of cells with their ranks, and row and column numbers at the borders."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _MAX_ROWS = 16
 
 _MIN_CELL_WIDTH = 6
 
-# The characters of corners, by what lines meet there: 1 from above, 2 from below, 4 from the left, 8 from the right.
+# Corners by the sum of the lines that meet there: 1 from above, 2 from below, 4 from the left, 8 from the right.
 _CORNERS = " ╵╷│╴┘┐┤╶└┌├─┴┬┼"
 
 
 def draw_layout(shape: Sequence[int], holders: Sequence[Holder], *, width: int) -> str:
-    """A drawing of who holds what; between cells of the same ranks there is no line.
+    """Draws which holder has which part of a tensor. There is no line between cells with the same ranks.
 
-    Where there are more rows or columns of cells than fit, one stands for all in the middle.
+    If there are more rows or columns of cells than fit, one stands for all in the middle.
 
     Args:
-        shape: Global.
-        width: Of the terminal, in characters.
+        shape: The global shape.
+        width: The width of the terminal in characters.
     """
     parts = rectangles(shape, holders)
     if not parts:
@@ -85,7 +85,7 @@ def _border(grid: Grid, row: int, cell_width: int) -> str:
 
 
 def _has_line_beside(grid: Grid, row: int, col: int) -> bool:
-    """Whether there is a line on the left of a cell; on the left of what lies behind the last too."""
+    """Whether there is a line on the left of a cell; the column after the last has one, too."""
     if not 0 <= row < len(grid.ranks):
         return False
     cells = grid.ranks[row]
