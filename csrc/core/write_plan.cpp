@@ -155,7 +155,17 @@ std::vector<uint32_t> WritePlan::keys_of_several_boxes() const {
     if (std::any_of(shards.begin(), shards.end(), has_several))
       keys.insert(keys.end(), of_keys.keys.begin(), of_keys.keys.end());
   }
+  // Boxes that tensors state themselves are a shard each.
+  for (const std::vector<Batch>& of_rank : batches_) {
+    std::map<uint32_t, size_t> num_boxes;
+    for (const Batch& batch : of_rank) {
+      const KeyClass& of_keys = world_.classes()[batch.of_class];
+      if (world_.kind_of(of_keys).type != EntryType::kBoxes || ++num_boxes[batch.of_class] != 2) continue;
+      keys.insert(keys.end(), of_keys.keys.begin(), of_keys.keys.end());
+    }
+  }
   std::sort(keys.begin(), keys.end());
+  keys.erase(std::unique(keys.begin(), keys.end()), keys.end());
   return keys;
 }
 

@@ -17,6 +17,8 @@ import torchtitan_ext as tte
 from torchtitan_ext.checkpoint import CpuStager
 from torchtitan_ext.errors import LayoutError, SyncMismatchError
 from torchtitan_ext.integrations.install import installed
+from torchtitan_ext.offline.compare.diff import diff
+from torchtitan_ext.offline.sources import open_source
 
 STOCK_KNOWS = importlib.util.find_spec("torch.distributed.checkpoint.protocol") is not None  # from torch 2.14 on
 
@@ -92,6 +94,7 @@ def test_saved_in_all_ways_and_read_by_all(run_world, tmp_path: Path) -> None:
     for name in names:
         entry = dcp.FileSystemReader(tmp_path / name).read_metadata().state_dict_metadata["halves"]
         assert entry.size == (8,) and [tuple(chunk.offsets) for chunk in entry.chunks] == [(0,), (4,)]
+        assert not diff(open_source(tmp_path / name), open_source(tmp_path / "tte")).differences
     for wrong in run_world(2, load_in_all_ways, tmp_path, names):
         assert wrong == []
 

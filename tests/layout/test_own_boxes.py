@@ -230,6 +230,15 @@ def test_fingerprints_and_full_tensors_of_one_process() -> None:
         assert same_bits(tte.full_tensor(tensor), whole)
 
 
+def test_a_dry_run_says_that_it_does_not_know_the_boxes_of_other_ranks() -> None:
+    whole, (state, _) = states_of("halves")
+    report = tte.dry_run({**state, "other": whole}, mesh={"dp": 2})
+    (problem,) = report.problems
+    assert str(problem) == (
+        "w: describes its own boxes, and nothing tells those of other ranks; leave it out of the dry run"
+    )
+
+
 def test_what_only_a_later_torch_takes_for_shards_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     stock = key_table.create_chunk_list
 

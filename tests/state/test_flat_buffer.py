@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from boxed_tensors import boxed, states_of
+from reference import same_bits
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from torchtitan_ext.layout.own_boxes import own_boxes
 from torchtitan_ext.state.flat_buffer import pack_state_dict, unpack_state_dict
 
 NESTED = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
@@ -62,6 +65,20 @@ def test_round_trip_through_json(alignment: int) -> None:
     assert len(manifest["entries"]) == 7  # the tied weight once
     entry = manifest["entries"][0]
     assert entry["fqn"] == "model.embedding" and entry["dtype"] == "float32" and entry["shape"] == [3, 5]
+
+
+def test_boxes_of_their_own_come_along() -> None:
+    _, (state, other) = states_of("several boxes")
+    buffers, manifest = pack_state_dict(state)
+    restored = unpack_state_dict(buffers, json.loads(json.dumps(manifest)))
+    assert own_boxes(restored["w"]) == own_boxes(state["w"]) != own_boxes(other["w"])
+    assert same_bits(restored["w"].detach(), state["w"].detach())
+    other["w"] = boxed(torch.empty_like(state["w"]), (9, 5), [((0, 0), (0, 0), (2, 5))])
+    with pytest.raises(ValueError, match="w: own_boxes is "):
+        unpack_state_dict(buffers, manifest, into=other)
+    state["w"].global_shape = (1, 1)
+    with pytest.raises(ValueError, match="pack_state_dict: w describes its own boxes, and on this rank these make no"):
+        pack_state_dict(state)
 
 
 def test_into_an_existing_state_dict() -> None:

@@ -13,6 +13,7 @@ from zoneinfo import ZoneInfo
 
 import pytest
 import torch
+from boxed_tensors import states_of
 from reference import Step, dtensor_steps, fsdp_steps, index_tensor
 from simulated_ranks import Processes, mesh_at, save, sent, shards
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -320,6 +321,10 @@ def test_several_boxes_are_refused_by_storage_that_keeps_one() -> None:
     save(states)
     with pytest.raises(LayoutError, match="w: a rank holds several boxes of it, and safetensors files keep one"):
         save(states, storage_data={"shard_index": 1, "fqn_to_index_mapping": None})
+    _, states = states_of("several boxes")
+    with pytest.raises(LayoutError, match="w: a rank holds several boxes of it, and safetensors files keep one"):
+        save(states, storage_data={"shard_index": 1, "fqn_to_index_mapping": None})
+    save(states_of("halves")[1], storage_data={"shard_index": 1, "fqn_to_index_mapping": None})
 
 
 # Plan caching.
