@@ -122,4 +122,4 @@ def test_what_dcp_save_returns(tmp_path: Path) -> None:
     writer = FileWriter(tmp_path, sync=False, stock_metadata=False)
     metadata = dcp.save({"w": torch.ones(3)}, storage_writer=writer, planner=tte.SavePlanner(), no_dist=True)
     sent = pickle.dumps(metadata)
-    assert len(sent) < 500 and pickle.loads(sent) == metadata
+    assert len(sent) < 1000 and pickle.loads(sent) == metadata

@@ -6,8 +6,9 @@ everybody: what asks for all of them fills them, and they are plain dicts from t
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, KeysView
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -51,13 +52,25 @@ class _Columns(Generic[_Key, _Value]):
         raise NotImplementedError
 
 
+class Place(Protocol):
+    """Where a mapping lies in a file."""
+
+    def is_current(self) -> bool:
+        """Whether the file still holds what the mapping holds."""
+
+    def read(self) -> dict[Any, Any]: ...
+
+
 class LazyDict(dict[_Key, _Value]):
     """A dict of which the dict below holds the entries that were asked for, until it holds all.
 
-    What changes it, or needs all entries, fills it first.
+    What changes it, or needs all entries, fills it first. A mapping with a place pickles as that place until it is
+    changed; the unpickled one reads the file when it is first used.
     """
 
     _source: _Columns[_Key, _Value] | None = None
+    _unread: Place | None = None
+    place: Place | None = None
 
     @classmethod
     def over(cls, source: _Columns[_Key, _Value]) -> LazyDict[_Key, _Value]:
@@ -68,10 +81,25 @@ class LazyDict(dict[_Key, _Value]):
     @property
     def columns(self) -> _core.MetadataColumns | None:
         """Where entries come from; ``None`` once all are here."""
-        return None if self._source is None else self._source.columns
+        source = self._opened()
+        return None if source is None else source.columns
+
+    def _opened(self) -> _Columns[_Key, _Value] | None:
+        """Where entries come from that the dict below has not; ``None`` once all are here."""
+        if self._unread is not None:
+            mapping = self._unread.read()
+            if isinstance(mapping, LazyDict):
+                self._source = mapping._source
+            else:
+                super().update(mapping)
+            self._unread = None  # last: another thread that asks meanwhile reads, too
+        return self._source
 
     def __missing__(self, key: Any) -> _Value:
-        source = self._source
+        was_unread = self._unread is not None
+        source = self._opened()
+        if was_unread and super().__contains__(key):
+            return super().__getitem__(key)
         number = None if source is None else source.find(key)
         if source is None or number is None:
             raise KeyError(key)
@@ -86,32 +114,40 @@ class LazyDict(dict[_Key, _Value]):
             return default
 
     def __contains__(self, key: object) -> bool:
-        return super().__contains__(key) or (self._source is not None and self._source.find(key) is not None)
+        source = self._opened()
+        return super().__contains__(key) or (source is not None and source.find(key) is not None)
 
     def __len__(self) -> int:
-        return super().__len__() if self._source is None else len(self._source)
+        source = self._opened()
+        return super().__len__() if source is None else len(source)
 
     def __iter__(self) -> Iterator[_Key]:
-        source = self._source
+        source = self._opened()
         if source is None:
             return super().__iter__()
         return (source.key(number) for number in range(len(source)))
 
     def keys(self) -> Any:
-        return super().keys() if self._source is None else KeysView(self)
+        return super().keys() if self._opened() is None else KeysView(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        place = self._unread or self.place
+        if place is not None and (place is self._unread or place.is_current()):
+            return _read_later, (place,)
         return dict, (dict(self.items()),)
 
     def __copy__(self) -> dict[_Key, _Value]:
         return dict(self.items())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[_Key, _Value]:
+        return copy.deepcopy(self.__copy__(), memo)
 
     def copy(self) -> dict[_Key, _Value]:
         return self.__copy__()
 
     def _fill(self) -> None:
         """Puts all entries into the dict below, in order; those that were asked for stay the same objects."""
-        source = self._source
+        source = self._opened()
         if source is None:
             return
         known = {key: dict.__getitem__(self, key) for key in dict.keys(self)}
@@ -124,12 +160,24 @@ class LazyDict(dict[_Key, _Value]):
         self._source = None  # last: what another thread asks for meanwhile is found
 
 
+def _read_later(place: Place) -> LazyDict[Any, Any]:
+    lazy: LazyDict[Any, Any] = LazyDict()
+    lazy._unread = place
+    return lazy
+
+
+_READING = ("__eq__", "__ne__", "__or__", "__ror__", "__repr__", "__reversed__", "values", "items")
+_CHANGING = ("__setitem__", "__delitem__", "__ior__", "pop", "popitem", "clear", "update", "setdefault")
+
+
 def _filling(name: str) -> Callable[..., Any]:
     """A method of dict that needs all entries to be there."""
     method = getattr(dict, name)
 
     def call(self: LazyDict[Any, Any], *args: Any, **kwargs: Any) -> Any:
         self._fill()
+        if name in _CHANGING:
+            self.place = None
         for other in args:
             if isinstance(other, LazyDict):
                 other._fill()
@@ -139,10 +187,7 @@ def _filling(name: str) -> Callable[..., Any]:
     return call
 
 
-for _name in (
-    *("__setitem__", "__delitem__", "__eq__", "__ne__", "__or__", "__ror__", "__ior__", "__repr__", "__reversed__"),
-    *("values", "items", "pop", "popitem", "clear", "update", "setdefault"),
-):
+for _name in _READING + _CHANGING:
     setattr(LazyDict, _name, _filling(_name))
 
 

@@ -8,11 +8,12 @@ the path, size and digest of its file.
 
 from __future__ import annotations
 
-import copy
 import os
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -30,7 +31,7 @@ from torchtitan_ext import _core
 from torchtitan_ext.dcp_private import MEM_FORMAT_ENCODING
 from torchtitan_ext.errors import DamagedCheckpointError
 from torchtitan_ext.storage.checkpoint_files import RankFile, shown
-from torchtitan_ext.storage.metadata.lazy_metadata import lazy_entries, lazy_parts
+from torchtitan_ext.storage.metadata.lazy_metadata import LazyDict, lazy_entries, lazy_parts
 from torchtitan_ext.storage.metadata.saved_metadata import columns_of_tables
 from torchtitan_ext.storage.raw_tensor import dtype_name
 
@@ -135,6 +136,7 @@ def _storage_meta(fields: dict[str, Any]) -> StorageMeta:
 
 
 _FIELDS = frozenset(field.name for field in fields(Metadata))
+_MAPPINGS = ("state_dict_metadata", "planner_data", "storage_data")
 
 
 def encode_metadata(metadata: Metadata, files: Sequence[RankFile]) -> bytes:
@@ -144,7 +146,7 @@ def encode_metadata(metadata: Metadata, files: Sequence[RankFile]) -> bytes:
         metadata: Gets its ``storage_data``; whatever else is set beforehand.
         files: What the ranks wrote.
     """
-    _forget_place(metadata)
+    _without_places(metadata)
     columns = _plain_columns(metadata)
     if columns is not None:
         _add_files(columns, files)
@@ -164,7 +166,7 @@ def encode_tables(metadata: Metadata, files: Sequence[RankFile]) -> bytes:
     Raises:
         ValueError: A planner gave what is no plain value.
     """
-    _forget_place(metadata)
+    _without_places(metadata)
     columns = _plain_columns(metadata)
     tables = None if columns is None else columns.to_tables(metadata.planner_data, *_plain_rest(metadata))
     if columns is None or tables is None:
@@ -178,117 +180,86 @@ def encode_tables(metadata: Metadata, files: Sequence[RankFile]) -> bytes:
 
 
 def send_as_place(metadata: Metadata, path: Path, content: bytes) -> None:
-    """From now on the metadata pickles as the file that it can be read from again, as long as nobody changes it.
+    """From now on the mappings of this metadata pickle as a place in the file that holds them.
+
+    They do so as long as nobody changes them and the metadata keeps its ``storage_data``. Metadata that only Python's
+    pickle could write is sent whole.
 
     Args:
-        path: Of ``.metadata``, or of the index that stands for it.
-        content: Of that file.
+        path: Path of ``.metadata``, or of the index that stands for it.
+        content: Bytes of that file.
     """
-    if type(metadata) is Metadata:
-        place = _Place(path, len(content), _core.digest(content))
-        _change_class(metadata, _WrittenMetadata)
-        vars(metadata)["_written"] = (place, _fields_of(metadata))
+    if not isinstance(metadata.storage_data, LazyDict):
+        return
+    file = _MetadataFile(path, len(content), _core.digest(content))
+    file.stands_for(metadata)
+    for field in _MAPPINGS:
+        mapping = getattr(metadata, field)
+        if isinstance(mapping, dict):
+            mapping = mapping if isinstance(mapping, LazyDict) else LazyDict(mapping)
+            mapping.place = _Place(file, field)
+            setattr(metadata, field, mapping)
+
+
+class _MetadataFile:
+    """A file from which a metadata can be read again."""
+
+    def __init__(self, path: Path, num_bytes: int, digest: int) -> None:
+        self._named = (path, num_bytes, digest)
+        self._written: weakref.ref[Metadata] | None = None
+        self._written_parts: int | None = None
+
+    def __reduce__(self) -> Any:
+        return _MetadataFile, self._named
+
+    def stands_for(self, metadata: Metadata) -> None:
+        """Only as long as the metadata has this ``storage_data``: stock's planner keeps the metadata for the next save,
+        for which stock's writer gives it a new one, and pickles it."""
+        self._written, self._written_parts = weakref.ref(metadata), id(metadata.storage_data)
+
+    def is_current(self) -> bool:
+        written = None if self._written is None else self._written()
+        if written is None or id(written.storage_data) != self._written_parts:
+            return False
+        path, num_bytes, _ = self._named
+        try:
+            return path.stat().st_size == num_bytes
+        except OSError:
+            return False
+
+    @cached_property
+    def metadata(self) -> Metadata:
+        """Read once for all mappings; raises DamagedCheckpointError where the file is another one by now."""
+        path, num_bytes, digest = self._named
+        content = path.read_bytes()
+        if (len(content), _core.digest(content)) != (num_bytes, digest):
+            raise DamagedCheckpointError(
+                f"{path} is not what the save wrote: another one has saved over it; read its metadata with FileReader"
+            )
+        return parse_index_metadata(content, path) if "index" in path.name else parse_metadata(content)
 
 
 @dataclass(frozen=True)
 class _Place:
-    path: Path
-    num_bytes: int
-    digest: int
+    """One mapping of the metadata in a file."""
 
-    def is_there(self) -> bool:
-        try:
-            return self.path.stat().st_size == self.num_bytes
-        except OSError:
-            return False
+    file: _MetadataFile
+    field: str
 
-    def read(self) -> Metadata:
-        content = self.path.read_bytes()
-        if (len(content), _core.digest(content)) != (self.num_bytes, self.digest):
-            raise DamagedCheckpointError(
-                f"{self.path} is not what the save wrote: another one has saved over it; read its metadata with "
-                "FileReader"
-            )
-        parse: Callable[[bytes, Path], Metadata] = parse_index_metadata if "index" in self.path.name else _parse_file
-        return parse(content, self.path)
+    def is_current(self) -> bool:
+        return self.file.is_current()
+
+    def read(self) -> dict[Any, Any]:
+        mapping: dict[Any, Any] = getattr(self.file.metadata, self.field)
+        return mapping
 
 
-class _WrittenMetadata(Metadata):
-    """Metadata that is in a file, too."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Metadata) and all(getattr(self, name) == getattr(other, name) for name in _FIELDS)
-
-    def __reduce__(self) -> Any:
-        place, written = vars(self).get("_written", (None, ()))
-        if place is not None and _is_same(written, _fields_of(self)) and place.is_there():
-            return _ReadLater, (place,)
-        return Metadata.__new__, (Metadata,), self._values()
-
-    def __copy__(self) -> Metadata:
-        """Without a word on a file, which may be gone before the copy is used."""
-        plain = Metadata.__new__(Metadata)
-        vars(plain).update(self._values())
-        return plain
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Metadata:
-        return copy.deepcopy(self.__copy__(), memo)
-
-    def _values(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_written"}
-
-
-class _ReadLater(Metadata):
-    """Becomes the metadata when one of its fields is asked for."""
-
-    def __init__(self, place: _Place) -> None:
-        vars(self)["_place"] = place
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in _FIELDS:
-            _become(self)
-            return getattr(self, name)
-        return super().__getattribute__(name)
-
-    def __eq__(self, other: object) -> bool:
-        _become(self)
-        return self == other
-
-    def __reduce__(self) -> Any:
-        return _ReadLater, (vars(self)["_place"],)
-
-
-def _fields_of(metadata: Metadata) -> list[tuple[Any, int]]:
-    """The fields, and how large they are: what tells of most changes without a look at millions of parts."""
-    values = [getattr(metadata, name) for name in sorted(_FIELDS)]
-    return [(value, len(value) if isinstance(value, dict) else 0) for value in values]
-
-
-def _is_same(written: Sequence[tuple[Any, int]], now: Sequence[tuple[Any, int]]) -> bool:
-    pairs = zip(written, now, strict=True)
-    return all(old is new and old_size == new_size for (old, old_size), (new, new_size) in pairs)
-
-
-def _become(later: _ReadLater) -> None:
-    read = vars(later)["_place"].read()
-    vars(later).clear()
-    _change_class(later, Metadata)
-    vars(later).update(vars(read))
-
-
-def _forget_place(metadata: Metadata) -> None:
-    """Of a planner's metadata that it has kept since the save before."""
-    if type(metadata) is _WrittenMetadata:
-        _change_class(metadata, Metadata)
-        vars(metadata).pop("_written", None)
-
-
-def _change_class(metadata: Metadata, new: type[Metadata]) -> None:
-    object.__setattr__(metadata, "__class__", new)
-
-
-def _parse_file(content: bytes, path: Path) -> Metadata:
-    return parse_metadata(content)
+def _without_places(metadata: Metadata) -> None:
+    """Makes the mappings plain again, of a metadata that its planner has kept since the save before."""
+    for field in ("state_dict_metadata", "planner_data"):  # storage_data becomes that of the new save
+        mapping = getattr(metadata, field)
+        if isinstance(mapping, LazyDict):
+            setattr(metadata, field, mapping.copy())
 
 
 def _plain_columns(metadata: Metadata) -> _core.MetadataColumns | None:
