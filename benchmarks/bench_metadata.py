@@ -16,6 +16,7 @@ import gc
 import pickle
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +33,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torchtitan_ext import _core
-from torchtitan_ext.storage.checkpoint_files import RankFile
 from torchtitan_ext.storage.metadata.metadata_file import (
     encode_metadata,
     encode_tables,
@@ -62,7 +62,7 @@ def shards(shape: tuple[int, ...], placements: Any, num_ranks: int) -> list[tupl
     return found
 
 
-def make_save(num_ranks: int) -> tuple[Metadata, list[RankFile]]:
+def make_save(num_ranks: int) -> tuple[Metadata, list[_core.RankFile]]:
     """What planner and ranks give to `finish`."""
     records: list[list[tuple[Any, ...]]] = [[] for _ in range(num_ranks)]
     entries: dict[str, Any] = {}
@@ -84,7 +84,7 @@ def make_save(num_ranks: int) -> tuple[Metadata, list[RankFile]]:
     return metadata, [encode_file(rank, rows) for rank, rows in enumerate(records)]
 
 
-def encode_file(rank: int, rows: list[tuple[Any, ...]]) -> RankFile:
+def encode_file(rank: int, rows: list[tuple[Any, ...]]) -> _core.RankFile:
     """The records of a rank as docs/format.md says."""
     out = bytearray(
         (1).to_bytes(4, "little") + (7).to_bytes(4, "little") + b"float32" + len(rows).to_bytes(8, "little")
@@ -96,20 +96,16 @@ def encode_file(rank: int, rows: list[tuple[Any, ...]]) -> RankFile:
         for value in (position, end, num_bytes, end + 1024, *offsets, *sizes):
             out += value.to_bytes(8, "little")
         end += num_bytes
-    return RankFile(f"__{rank}_0.distcp", rank, end, end, 0, bytes(out))
+    return _core.RankFile(f"__{rank}_0.distcp", rank, end, end, 0, bytes(out))
 
 
-def rows_of(files: list[RankFile]) -> list[tuple[Any, ...]]:
-    return [(f.name, f.rank, f.num_bytes, f.footer_offset, f.footer_digest, f.records) for f in files]
-
-
-def stock_write(metadata: Metadata, files: list[RankFile]) -> bytes:
+def stock_write(metadata: Metadata, files: list[_core.RankFile]) -> bytes:
     storage_data = {}
     for file in files:
-        for fqn, offsets, hint, _, _, offset, num_bytes, _ in _core.parse_records(
-            file.records, file.footer_offset, file.name
-        ):
-            storage_data[MetadataIndex(fqn, offsets, hint)] = _StorageInfo(file.name, offset, num_bytes)
+        for one in _core.parse_records(file):
+            storage_data[MetadataIndex(one.fqn, one.offsets, one.index)] = _StorageInfo(
+                file.name, one.offset, one.num_bytes
+            )
     metadata.storage_data = storage_data
     return pickle.dumps(metadata)
 
@@ -138,7 +134,6 @@ def measure(num_ranks: int, stock_ranks: int) -> dict[str, Any]:
     content = encode_metadata(metadata, files)
     tables = encode_tables(metadata, files)
     wanted = [place for place, info in metadata.storage_data.items() if info.relative_path == files[0].name]
-    rows = rows_of(files)
     result: dict[str, Any] = {
         "num_ranks": num_ranks,
         "num_parts": len(metadata.storage_data),
@@ -147,7 +142,7 @@ def measure(num_ranks: int, stock_ranks: int) -> dict[str, Any]:
         "tables_bytes": len(tables),
         "write_seconds": seconds(lambda: encode_metadata(metadata, files)),
         "read_seconds": seconds(lambda: look_up(parse_metadata(content), wanted)),
-        "read_index_seconds": seconds(lambda: look_up(metadata_of_tables(tables, rows, "index"), wanted)),
+        "read_index_seconds": seconds(lambda: look_up(metadata_of_tables(tables, files, Path("index")), wanted)),
     }
     if num_ranks > stock_ranks:
         return result

@@ -29,7 +29,6 @@ from torchtitan_ext.checkpoint.planners.save_planner import SavePlanner
 from torchtitan_ext.checkpoint.rules.load_rules import ReadRequest
 from torchtitan_ext.checkpoint.tables.key_table import ObjectEntry, TensorEntry
 from torchtitan_ext.layout.layout import shard_of
-from torchtitan_ext.storage.checkpoint_files import RankFile
 from torchtitan_ext.storage.metadata.metadata_file import encode_metadata
 from torchtitan_ext.storage.native.file_writer import FileWriter
 
@@ -321,7 +320,7 @@ def written_by(case: Case, rank: int) -> list[tuple[str, Any, int | None]]:
     return written
 
 
-def rank_file(directory: Path, rank: int, records: Sequence[tuple[str, Any, int | None]]) -> RankFile:
+def rank_file(directory: Path, rank: int, records: Sequence[tuple[str, Any, int | None]]) -> _core.RankFile:
     name = f"__{rank}_0.distcp"
     writer = _core.RecordWriter(os.fsencode(directory / name), 1 << 20, 1, False)
     byte = ctypes.c_uint8()
@@ -329,7 +328,7 @@ def rank_file(directory: Path, rank: int, records: Sequence[tuple[str, Any, int 
     for fqn, offsets, hint in records:
         writer.add_record((fqn, offsets, hint), "", () if offsets is None else (0,) * len(offsets), address, 1)
     writer.write_queued()
-    return RankFile(name, rank, *writer.finish(bytes(16), rank))
+    return writer.finish(name, bytes(16), rank)
 
 
 def _unshared(metadata: Metadata) -> Metadata:

@@ -54,7 +54,7 @@ class MetadataColumns:
         chunk_list: int,
         /,
     ) -> None: ...
-    def add_records(self, name: str, records: bytes, footer_offset: int) -> None:
+    def add_records(self, file: RankFile) -> None:
         """Adds where the records of a rank file lie."""
     @property
     def num_keys(self) -> int: ...
@@ -62,31 +62,94 @@ class MetadataColumns:
     def num_parts(self) -> int: ...
     def names_of_keys(self) -> list[str]: ...
     def find_key(self, fqn: str, /) -> int | None: ...
-    def key(self, number: int, /) -> tuple[_Sizes, str, str, int, bool, bool, int] | None:
-        """Sizes, dtype, layout, memory format, requires_grad, pin_memory, chunk list; ``None`` of other values."""
+    def key(self, number: int, /) -> TensorKey | None:
+        """``None`` for a value that is no tensor."""
     def chunk_list(self, number: int, /) -> list[tuple[_Sizes, _Sizes]]: ...
-    def describe_keys(self) -> list[tuple[str, str | None, _Sizes | None, int, int]]:
-        """Of every key its name, dtype and sizes (``None`` of other values), how many chunks, bytes of its records."""
-    def describe_files(self) -> list[tuple[str, int, int, int]]:
-        """Path, how many records, their bytes, and where the last of them ends."""
-    def cover_defects(self) -> list[tuple[int, str, _Sizes]]: ...
-    def unplaced_chunks(self, limit: int) -> list[tuple[str, _Sizes | None]]:
-        """The first chunks of which the metadata does not say where they lie: key and offsets."""
+    def describe_keys(self) -> list[KeySummary]: ...
+    def describe_files(self) -> list[FileSummary]: ...
+    def cover_defects(self) -> list[UncoveredKey]:
+        """The keys whose chunks do not hold every element of the tensor exactly once."""
+    def unplaced_chunks(self, limit: int) -> list[UnplacedPart]:
+        """The first chunks and values for which the metadata names no file."""
     def find_part(self, fqn: str, offsets: Sequence[int] | None, /) -> int | None: ...
-    def index_of_part(self, number: int, /) -> tuple[str, _Sizes | None, int | None]: ...
-    def place_of_part(self, number: int, /) -> tuple[str, int, int, list[str] | None]: ...
+    def part(self, number: int, /) -> Part: ...
     def paths_of_parts(self, number: int, /) -> bytes:
         """Of a key: per chunk of its list, or for its value, a uint32 that stands for a file; 2**32 - 1 for none."""
     def to_pickle(self, planner_data: Any, storage_meta: dict[str, Any], version: str) -> bytes | None:
         """The file; ``None`` where a value is not plain."""
+    def pickle_bytes(
+        self, planner_data: Any, storage_meta: dict[str, Any], version: str, files: Sequence[tuple[str, int, int]]
+    ) -> int:
+        """The length of ``to_pickle`` for many files: each has a name, and as many parts as this object has in a row.
+
+        Args:
+            files: Per file its name, the number of the first part that its parts are like, and how many parts it has.
+        """
     def to_tables(self, planner_data: Any, storage_meta: dict[str, Any], version: str) -> bytes | None:
         """The tables of an index, without parts; ``None`` where a value is not plain."""
 
-def read_metadata_pickle(data: bytes) -> tuple[MetadataColumns, Any, Any, str | None]:
-    """Columns, planner_data, fields of storage_meta, version."""
+class TensorKey:
+    """A tensor as the metadata describes it; ``chunk_list`` is a number for ``MetadataColumns.chunk_list``."""
 
-def read_metadata_tables(data: bytes, where: str) -> tuple[MetadataColumns, Any, dict[str, Any], str]:
-    """The same of the tables of an index."""
+    sizes: _Sizes
+    dtype: str
+    layout: str
+    memory_format: int
+    requires_grad: bool
+    pin_memory: bool
+    chunk_list: int
+
+class Part:
+    """A chunk of a tensor, or a value (``offsets`` is ``None``), and the bytes of the file that hold its record."""
+
+    fqn: str
+    offsets: _Sizes | None
+    index: int | None
+    path: str
+    offset: int
+    num_bytes: int
+    transforms: list[str] | None
+
+class KeySummary:
+    """A key with the bytes of all its records; dtype and sizes are ``None`` for a value that is no tensor."""
+
+    fqn: str
+    dtype: str | None
+    sizes: _Sizes | None
+    num_chunks: int
+    num_bytes: int
+
+class FileSummary:
+    """A data file: its records, their bytes, and the byte at which the last one ends."""
+
+    path: str
+    num_parts: int
+    num_bytes: int
+    end: int
+
+class UnplacedPart:
+    fqn: str
+    offsets: _Sizes | None
+
+class UncoveredKey:
+    """``kind`` as of ``find_cover_defect``, for one of the elements or chunks concerned."""
+
+    fqn: str
+    sizes: _Sizes
+    kind: str
+    element: _Sizes
+
+class ParsedMetadata:
+    """``storage_meta`` are the fields of DCP's ``StorageMeta``, or ``None``."""
+
+    columns: MetadataColumns
+    planner_data: Any
+    storage_meta: Any
+    version: str | None
+
+def read_metadata_pickle(data: bytes) -> ParsedMetadata: ...
+def read_metadata_tables(data: bytes, where: str) -> ParsedMetadata:
+    """The metadata that stands in the tables of an index."""
 
 def leads_outside(path: str) -> bool:
     """Whether a file's path, relative to its checkpoint, is none."""
@@ -115,12 +178,49 @@ def check_pickle_keys(data: bytes | memoryview | mmap.mmap, num_pickles: int) ->
 # OSError with the path; damaged bytes raise FormatError.
 
 _Key = tuple[str, Sequence[int] | None, int | None]
-_File = tuple[str, int, int, int, int, bytes]
 
 class FormatError(ValueError): ...
 
 class ElementType:
     def __init__(self, storage_class: str, dtype: str, item_bytes: int) -> None: ...
+
+class RankFile:
+    """The file that one rank wrote: all that the coordinator needs to know of it.
+
+    ``records`` is the rank's part of the index, encoded.
+    """
+
+    name: str
+    rank: int
+    num_bytes: int
+    footer_offset: int
+    footer_digest: int
+    records: bytes
+    def __init__(
+        self, name: str, rank: int, num_bytes: int, footer_offset: int, footer_digest: int, records: bytes, /
+    ) -> None: ...
+
+class SavedRecord:
+    """An entry of a rank file; the dtype is empty where the record is no plain tensor."""
+
+    fqn: str
+    offsets: _Sizes | None
+    index: int | None
+    dtype: str
+    sizes: _Sizes
+    offset: int
+    num_bytes: int
+    data_offset: int
+
+class Index:
+    """``metadata_bytes`` is -1 where ``tables`` stand for ``.metadata``."""
+
+    save_id: bytes
+    metadata_bytes: int
+    metadata_digest: int
+    notes: dict[str, str]
+    files: list[RankFile]
+    tables: bytes
 
 class RecordWriter:
     def __init__(self, path: bytes, block_bytes: int, num_threads: int, sync: bool) -> None: ...
@@ -134,8 +234,15 @@ class RecordWriter:
     @property
     def queued_bytes(self) -> int: ...
     def write_queued(self) -> None: ...
-    def finish(self, save_id: bytes, rank: int, /) -> tuple[int, int, int, bytes]:
-        """Size of the file, where its footer begins, the footer's digest, the records for the index."""
+    def finish(self, name: str, save_id: bytes, rank: int, /) -> RankFile:
+        """Writes the rest and the footer. The name is the file's in the index."""
+
+class DamagedBlock:
+    """Bytes ``begin`` to ``end`` of a file that do not match their checksum."""
+
+    file: int
+    begin: int
+    end: int
 
 class RunReader:
     def add_file(self, path: str, num_bytes: int, descriptor: int = -1) -> int:
@@ -160,17 +267,20 @@ class RunReader:
     ) -> None: ...
     def add_bytes(self, file: int, offset: int, num_bytes: int, address: int, /) -> None: ...
     def check_bytes(self, file: int, offset: int, num_bytes: int) -> None: ...
-    def read(self, num_threads: int, verify: str, /) -> list[tuple[int, int, int]]:
-        """Blocks that do not match their checksums: file, first byte, one past the last byte."""
+    def read(self, num_threads: int, verify: str, /) -> list[DamagedBlock]: ...
 
 def frame_tensor(type: ElementType, sizes: Sequence[int], record_offset: int, alignment: int, /) -> tuple[bytes, bytes]:
     """What stands before and behind a tensor's bytes in its record."""
 
-def rank_file_sizes(
-    values: Sequence[int], kinds: Sequence[tuple[ElementType, _Sizes]], kind_of: Sequence[int], block_bytes: int
-) -> tuple[int, int]:
-    """Of a rank file of values of these sizes, which come first, and a tensor of each kind of ``kind_of``: its size,
-    and what offsets and lengths of its records take in ``.metadata``."""
+class FileKind:
+    """Records of one form: of a tensor of this type, or of a value of this size (``type`` is ``None``)."""
+
+    def __init__(
+        self, type: ElementType | None, dtype: str, offsets: Sequence[int] | None, sizes: Sequence[int], num_bytes: int
+    ) -> None: ...
+
+def foresee_file(kinds: Sequence[FileKind], fqns: Sequence[str], kind_of: Sequence[int], block_bytes: int) -> RankFile:
+    """The rank file that a writer would make of records with these keys and kinds, in this order. Writes nothing."""
 
 def digest(bytes: bytes, /) -> int: ...
 def start_write_back(descriptor: int, offset: int, num_bytes: int) -> None:
@@ -185,22 +295,34 @@ def encode_index(
     metadata_bytes: int,
     metadata_digest: int,
     notes: Sequence[tuple[str, str]],
-    files: Sequence[_File],
+    files: Sequence[RankFile],
     tables: bytes = b"",
 ) -> bytes: ...
-def parse_index(bytes: bytes, where: str) -> tuple[bytes, int, int, list[tuple[str, str]], list[_File], bytes]: ...
-def parse_records(
-    bytes: bytes, footer_offset: int, where: str
-) -> list[tuple[str, _Sizes | None, int | None, str, _Sizes, int, int, int]]:
-    """fqn, offsets, index hint, dtype (empty for no tensor), sizes, record offset, record bytes, data offset."""
+def parse_index(bytes: bytes, where: str) -> Index: ...
+def parse_records(file: RankFile) -> list[SavedRecord]: ...
+def find_footer(path: str, name: str, descriptor: int) -> tuple[RankFile, bytes] | None:
+    """The file as an index would name it, without its records, and the save id of its footer; ``None`` where the file
+    does not end with a footer."""
 
-def find_footer(path: str, descriptor: int) -> tuple[int, int, int, int, bytes] | None:
-    """Rank, size of the file, offset and digest of its footer, save id; None where the file does not end with one."""
+class FoundTensor:
+    """A plain tensor in a record of ``torch.save``.
+
+    ``sizes``, ``strides`` and ``storage_offset`` count elements; the storage is ``data_bytes`` bytes of the file from
+    ``data_offset`` on.
+    """
+
+    storage_class: str
+    dtype: str
+    sizes: _Sizes
+    strides: _Sizes
+    storage_offset: int
+    data_offset: int
+    data_bytes: int
 
 def find_tensors(
     path: str, places: Sequence[tuple[int, int]], num_threads: int, descriptor: int = -1
-) -> list[tuple[str, str, _Sizes, _Sizes, int, int, int] | None]:
-    """Storage class, dtype, sizes, strides, storage offset, data offset in the file, data bytes; None for others."""
+) -> list[FoundTensor | None]:
+    """The tensor in each record (offset, bytes); ``None`` for a record of something else."""
 
 # Plans over all ranks: numbers of keys, classes and ranks are positions. A mesh is (shape, ranks, names or None); a
 # report is (shape, mesh or None, coordinate, placements, local sizes, order or None).

@@ -36,6 +36,51 @@ void check_names(const MetadataColumns& columns, size_t first = 0) {
   }
 }
 
+// ---- what Python gets, by name ----
+struct TensorKey {
+  py::tuple sizes;
+  py::str dtype, layout;
+  int64_t memory_format;
+  bool requires_grad, pin_memory;
+  uint32_t chunk_list;
+};
+
+struct Part {
+  py::str fqn;
+  py::object offsets, index;
+  py::str path;
+  int64_t offset, num_bytes;
+  py::object transforms;
+};
+
+struct KeySummary {
+  py::str fqn;
+  py::object dtype, sizes;
+  int64_t num_chunks, num_bytes;
+};
+
+struct FileSummary {
+  py::str path;
+  int64_t num_parts, num_bytes, end;
+};
+
+struct UnplacedPart {
+  py::str fqn;
+  py::object offsets;
+};
+
+struct Uncovered {
+  py::str fqn;
+  py::tuple sizes;
+  std::string kind;
+  py::tuple element;
+};
+
+struct ParsedMetadata {
+  MetadataColumns columns;
+  py::object planner_data, storage_meta, version;
+};
+
 // ---- from Python ----
 uint32_t add_name(MetadataColumns& columns, const py::handle& name) { return columns.names.add(to_utf8(name)); }
 
@@ -79,11 +124,7 @@ void add_tensor_key(MetadataColumns& columns, const py::str& fqn, const py::hand
                    .chunk_list = chunk_list});
 }
 
-void add_records(MetadataColumns& columns, std::string name, const py::bytes& records, int64_t footer_offset) {
-  storage::SavedFile file;
-  file.name = std::move(name);
-  file.footer_offset = footer_offset;
-  file.records = static_cast<std::string_view>(records);
+void add_records(MetadataColumns& columns, const storage::SavedFile& file) {
   const size_t num_names = columns.names.size();
   {
     py::gil_scoped_release release;
@@ -99,12 +140,16 @@ py::list names_of_keys(const MetadataColumns& columns) {
   return names;
 }
 
-py::object key_at(const MetadataColumns& columns, size_t number) {
+std::optional<TensorKey> key_at(const MetadataColumns& columns, size_t number) {
   const SavedKey& key = at(columns.keys(), number);
-  if (!key.is_tensor) return py::none();
-  return py::make_tuple(to_tuple(columns.sizes[key.sizes]), to_str(columns.names[key.dtype]),
-                        to_str(columns.names[key.layout]), key.memory_format, key.requires_grad, key.pin_memory,
-                        key.chunk_list);
+  if (!key.is_tensor) return std::nullopt;
+  return TensorKey{to_tuple(columns.sizes[key.sizes]),
+                   to_str(columns.names[key.dtype]),
+                   to_str(columns.names[key.layout]),
+                   key.memory_format,
+                   key.requires_grad,
+                   key.pin_memory,
+                   key.chunk_list};
 }
 
 py::list chunk_list_at(const MetadataColumns& columns, size_t number) {
@@ -120,13 +165,7 @@ py::object to_offsets(const MetadataColumns& columns, uint32_t offsets) {
   return offsets == SavedPart::kNone ? py::object(py::none()) : to_tuple(columns.sizes[offsets]);
 }
 
-py::tuple index_of_part(const MetadataColumns& columns, size_t number) {
-  const SavedPart& part = at(columns.parts(), number);
-  const py::object index = part.index == SavedPart::kNoIndex ? py::object(py::none()) : py::int_(part.index);
-  return py::make_tuple(to_str(columns.names[part.fqn]), to_offsets(columns, part.offsets), index);
-}
-
-py::tuple place_of_part(const MetadataColumns& columns, size_t number) {
+Part part_at(const MetadataColumns& columns, size_t number) {
   const SavedPart& part = at(columns.parts(), number);
   py::object transforms = py::none();
   if (part.transforms != SavedPart::kNone) {
@@ -134,10 +173,16 @@ py::tuple place_of_part(const MetadataColumns& columns, size_t number) {
     for (const uint32_t name : columns.transforms()[part.transforms]) names.append(to_str(columns.names[name]));
     transforms = names;
   }
-  return py::make_tuple(to_str(columns.names[part.path]), part.offset_bytes, part.length_bytes, transforms);
+  return {to_str(columns.names[part.fqn]),
+          to_offsets(columns, part.offsets),
+          part.index == SavedPart::kNoIndex ? py::object(py::none()) : py::int_(part.index),
+          to_str(columns.names[part.path]),
+          part.offset_bytes,
+          part.length_bytes,
+          transforms};
 }
 
-py::list describe_keys(const MetadataColumns& columns) {
+std::vector<KeySummary> describe_keys(const MetadataColumns& columns) {
   const std::vector<PartSum> sums = sum_parts_by_key(columns);
   // Many keys share dtype and sizes: one object each.
   std::unordered_map<uint32_t, py::object> dtypes, sizes;
@@ -146,46 +191,48 @@ py::list describe_keys(const MetadataColumns& columns) {
     if (is_new) at->second = make();
     return at->second;
   };
-  py::list rows;
+  std::vector<KeySummary> rows;
   for (size_t number = 0; number < sums.size(); ++number) {
     const SavedKey& key = columns.keys()[number];
-    const py::str name = to_str(columns.names[key.fqn]);
-    if (!key.is_tensor) {
-      rows.append(py::make_tuple(name, py::none(), py::none(), sums[number].num_parts, sums[number].num_bytes));
-      continue;
-    }
-    rows.append(py::make_tuple(name, shared(dtypes, key.dtype, [&] { return to_str(columns.names[key.dtype]); }),
-                               shared(sizes, key.sizes, [&] { return to_tuple(columns.sizes[key.sizes]); }),
-                               columns.chunk_lists()[key.chunk_list].size(), sums[number].num_bytes));
+    const auto [num_parts, num_bytes, end] = sums[number];
+    KeySummary& row =
+        rows.emplace_back(KeySummary{to_str(columns.names[key.fqn]), py::none(), py::none(), num_parts, num_bytes});
+    if (!key.is_tensor) continue;
+    row.dtype = shared(dtypes, key.dtype, [&] { return to_str(columns.names[key.dtype]); });
+    row.sizes = shared(sizes, key.sizes, [&] { return to_tuple(columns.sizes[key.sizes]); });
+    row.num_chunks = static_cast<int64_t>(columns.chunk_lists()[key.chunk_list].size());
   }
   return rows;
 }
 
-py::list describe_files(const MetadataColumns& columns) {
-  py::list rows;
+std::vector<FileSummary> describe_files(const MetadataColumns& columns) {
+  std::vector<FileSummary> rows;
   for (const auto& [path, sum] : sum_parts_by_file(columns)) {
-    rows.append(py::make_tuple(to_str(columns.names[path]), sum.num_parts, sum.num_bytes, sum.end));
+    rows.push_back({to_str(columns.names[path]), sum.num_parts, sum.num_bytes, sum.end});
   }
   return rows;
 }
 
-py::list unplaced_chunks(const MetadataColumns& columns, size_t limit) {
-  py::list rows;
+std::vector<UnplacedPart> unplaced_chunks(const MetadataColumns& columns, size_t limit) {
+  std::vector<UnplacedPart> rows;
   for (const auto& [key, offsets] : find_unplaced(columns, limit)) {
-    rows.append(py::make_tuple(to_str(columns.names[columns.keys()[key].fqn]), to_offsets(columns, offsets)));
+    rows.push_back({to_str(columns.names[columns.keys()[key].fqn]), to_offsets(columns, offsets)});
   }
   return rows;
 }
 
-py::list cover_defects(const MetadataColumns& columns) {
+std::vector<Uncovered> cover_defects(const MetadataColumns& columns) {
   std::vector<UncoveredKey> found;
   {
     py::gil_scoped_release release;
     found = find_uncovered(columns);
   }
-  py::list rows;
-  for (const auto& [key, defect] : found)
-    rows.append(py::make_tuple(key, name_of(defect.kind), to_tuple(defect.element)));
+  std::vector<Uncovered> rows;
+  for (const auto& [number, defect] : found) {
+    const SavedKey& key = columns.keys()[number];
+    rows.push_back({to_str(columns.names[key.fqn]), to_tuple(columns.sizes[key.sizes]),
+                    std::string(name_of(defect.kind)), to_tuple(defect.element)});
+  }
   return rows;
 }
 
@@ -200,7 +247,7 @@ std::optional<size_t> found(uint32_t number) {
 }
 
 // ---- files ----
-py::tuple read_metadata_pickle(const py::bytes& data) {
+ParsedMetadata read_metadata_pickle(const py::bytes& data) {
   const std::string_view view(data);
   std::optional<PickleGraph> graph;
   MetadataColumns columns;
@@ -212,8 +259,8 @@ py::tuple read_metadata_pickle(const py::bytes& data) {
   }
   check_names(columns);
   const py::object version = plain.version.empty() ? py::object(py::none()) : py::object(to_str(plain.version));
-  return py::make_tuple(std::move(columns), plain_of_pickle(*graph, plain.planner_data),
-                        plain_of_pickle(*graph, plain.storage_meta), version);
+  return {std::move(columns), plain_of_pickle(*graph, plain.planner_data), plain_of_pickle(*graph, plain.storage_meta),
+          version};
 }
 
 void write_storage_meta(const py::dict& fields, PickleWriter& out) {
@@ -227,15 +274,25 @@ void write_storage_meta(const py::dict& fields, PickleWriter& out) {
   }
 }
 
+PlainWriters plain_writers(const py::object& planner_data, const py::dict& storage_meta, const std::string& version) {
+  return {[&](PickleWriter& out) { write_plain(planner_data, out); },
+          [&](PickleWriter& out) { write_storage_meta(storage_meta, out); }, version};
+}
+
 py::object write_metadata_pickle(const MetadataColumns& columns, const py::object& planner_data,
                                  const py::dict& storage_meta, const std::string& version) {
-  const PlainWriters plain{[&](PickleWriter& out) { write_plain(planner_data, out); },
-                           [&](PickleWriter& out) { write_storage_meta(storage_meta, out); }, version};
   try {
-    return py::bytes(write_metadata(columns, plain));
+    return py::bytes(write_metadata(columns, plain_writers(planner_data, storage_meta, version)));
   } catch (const NotPlain&) {
     return py::none();
   }
+}
+
+int64_t pickle_bytes(MetadataColumns& columns, const py::object& planner_data, const py::dict& storage_meta,
+                     const std::string& version, const std::vector<std::tuple<std::string, size_t, size_t>>& files) {
+  std::vector<AlikeFile> alike;
+  for (const auto& [name, first_part, num_parts] : files) alike.push_back({name, first_part, num_parts});
+  return metadata_bytes(columns, plain_writers(planner_data, storage_meta, version), alike);
 }
 
 py::object write_tables(const MetadataColumns& columns, const py::object& planner_data, const py::dict& storage_meta,
@@ -251,7 +308,7 @@ py::object write_tables(const MetadataColumns& columns, const py::object& planne
   return py::bytes(out.bytes());
 }
 
-py::tuple read_tables(const py::bytes& data, const std::string& where) {
+ParsedMetadata read_tables(const py::bytes& data, const std::string& where) {
   storage::ByteReader reader(data, where + ", tables");
   MetadataColumns columns = storage::parse_columns(reader);
   check_names(columns);
@@ -263,19 +320,63 @@ py::tuple read_tables(const py::bytes& data, const std::string& where) {
   if (!is_whole() || reader.left() != 0) {
     storage::throw_format_error(reader.where(), reader.byte(), "the tables do not end with their three plain values");
   }
-  return py::make_tuple(std::move(columns), plain[py::int_(0)], plain[py::int_(1)], plain[py::int_(2)]);
+  return {std::move(columns), plain[py::int_(0)], plain[py::int_(1)], plain[py::int_(2)]};
+}
+
+void define_rows(py::module_& module) {
+  py::class_<TensorKey>(module, "TensorKey")
+      .def_readonly("sizes", &TensorKey::sizes)
+      .def_readonly("dtype", &TensorKey::dtype)
+      .def_readonly("layout", &TensorKey::layout)
+      .def_readonly("memory_format", &TensorKey::memory_format)
+      .def_readonly("requires_grad", &TensorKey::requires_grad)
+      .def_readonly("pin_memory", &TensorKey::pin_memory)
+      .def_readonly("chunk_list", &TensorKey::chunk_list);
+  py::class_<Part>(module, "Part")
+      .def_readonly("fqn", &Part::fqn)
+      .def_readonly("offsets", &Part::offsets)
+      .def_readonly("index", &Part::index)
+      .def_readonly("path", &Part::path)
+      .def_readonly("offset", &Part::offset)
+      .def_readonly("num_bytes", &Part::num_bytes)
+      .def_readonly("transforms", &Part::transforms);
+  py::class_<KeySummary>(module, "KeySummary")
+      .def_readonly("fqn", &KeySummary::fqn)
+      .def_readonly("dtype", &KeySummary::dtype)
+      .def_readonly("sizes", &KeySummary::sizes)
+      .def_readonly("num_chunks", &KeySummary::num_chunks)
+      .def_readonly("num_bytes", &KeySummary::num_bytes);
+  py::class_<FileSummary>(module, "FileSummary")
+      .def_readonly("path", &FileSummary::path)
+      .def_readonly("num_parts", &FileSummary::num_parts)
+      .def_readonly("num_bytes", &FileSummary::num_bytes)
+      .def_readonly("end", &FileSummary::end);
+  py::class_<UnplacedPart>(module, "UnplacedPart")
+      .def_readonly("fqn", &UnplacedPart::fqn)
+      .def_readonly("offsets", &UnplacedPart::offsets);
+  py::class_<Uncovered>(module, "UncoveredKey")
+      .def_readonly("fqn", &Uncovered::fqn)
+      .def_readonly("sizes", &Uncovered::sizes)
+      .def_readonly("kind", &Uncovered::kind)
+      .def_readonly("element", &Uncovered::element);
+  py::class_<ParsedMetadata>(module, "ParsedMetadata")
+      .def_readonly("columns", &ParsedMetadata::columns)
+      .def_readonly("planner_data", &ParsedMetadata::planner_data)
+      .def_readonly("storage_meta", &ParsedMetadata::storage_meta)
+      .def_readonly("version", &ParsedMetadata::version);
 }
 
 }  // namespace
 
 void define_metadata(py::module_& module) {
+  define_rows(module);
   py::class_<MetadataColumns>(module, "MetadataColumns")
       .def(py::init<>())
       .def("add_chunk_list", &add_chunk_list, py::arg("chunks"), py::arg("chunk_class"), py::arg("size_class"))
       .def("add_bytes_key",
            [](MetadataColumns& self, const py::str& fqn) { self.add_key({.fqn = add_name(self, fqn)}); })
       .def("add_tensor_key", &add_tensor_key)
-      .def("add_records", &add_records, py::arg("name"), py::arg("records"), py::arg("footer_offset"))
+      .def("add_records", &add_records, py::arg("file"))
       .def_property_readonly("num_keys", [](const MetadataColumns& self) { return self.keys().size(); })
       .def_property_readonly("num_parts", [](const MetadataColumns& self) { return self.parts().size(); })
       .def("names_of_keys", &names_of_keys)
@@ -291,10 +392,11 @@ void define_metadata(py::module_& module) {
            [](const MetadataColumns& self, const py::str& fqn, const std::optional<Sizes>& offsets) {
              return found(self.find_part(to_utf8(fqn), offsets));
            })
-      .def("index_of_part", &index_of_part)
-      .def("place_of_part", &place_of_part)
+      .def("part", &part_at)
       .def("paths_of_parts", &paths_of_parts)
       .def("to_pickle", &write_metadata_pickle, py::arg("planner_data"), py::arg("storage_meta"), py::arg("version"))
+      .def("pickle_bytes", &pickle_bytes, py::arg("planner_data"), py::arg("storage_meta"), py::arg("version"),
+           py::arg("files"))
       .def("to_tables", &write_tables, py::arg("planner_data"), py::arg("storage_meta"), py::arg("version"));
   module.def("read_metadata_pickle", &read_metadata_pickle, py::arg("data"));
   module.def("read_metadata_tables", &read_tables, py::arg("data"), py::arg("where"));

@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <map>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -32,7 +33,6 @@ using namespace storage;  // NOLINT: this file only translates that namespace
 
 using Unlocked = py::call_guard<py::gil_scoped_release>;
 using Key = std::tuple<std::string, std::optional<Sizes>, std::optional<int64_t>>;  // fqn, offsets, index hint
-using FileTuple = std::tuple<std::string, uint32_t, int64_t, int64_t, uint64_t, py::bytes>;
 using Notes = std::vector<std::pair<std::string, std::string>>;
 
 SaveId to_save_id(std::string_view bytes) {
@@ -86,51 +86,74 @@ void define_writer(py::module_& module) {
           })
       .def_property_readonly("queued_bytes", &RecordWriter::queued_bytes)
       .def("write_queued", &RecordWriter::write_queued, Unlocked())
-      .def("finish", [](RecordWriter& self, std::string_view save_id, uint32_t rank) {
+      .def("finish", [](RecordWriter& self, std::string name, std::string_view save_id, uint32_t rank) {
         const SaveId id = to_save_id(save_id);
-        SavedFile file;
-        {
-          py::gil_scoped_release release;
-          file = self.finish(id, rank);
-        }
-        return py::make_tuple(file.num_bytes, file.footer_offset, file.footer_digest, py::bytes(file.records));
+        py::gil_scoped_release release;
+        SavedFile file = self.finish(id, rank);
+        file.name = std::move(name);
+        return file;
       });
 }
 
+SavedFile make_file(std::string name, uint32_t rank, int64_t num_bytes, int64_t footer_offset, uint64_t footer_digest,
+                    const py::bytes& records) {
+  return {std::move(name), rank, num_bytes, footer_offset, footer_digest, std::string(records)};
+}
+
+void define_index(py::module_& module) {
+  const auto records = [](const SavedFile& self) { return py::bytes(self.records); };
+  py::class_<SavedFile>(module, "RankFile")
+      .def(py::init(&make_file))
+      .def_readonly("name", &SavedFile::name)
+      .def_readonly("rank", &SavedFile::rank)
+      .def_readonly("num_bytes", &SavedFile::num_bytes)
+      .def_readonly("footer_offset", &SavedFile::footer_offset)
+      .def_readonly("footer_digest", &SavedFile::footer_digest)
+      .def_property_readonly("records", records)
+      .def(py::pickle(
+          [records](const SavedFile& self) {
+            return py::make_tuple(self.name, self.rank, self.num_bytes, self.footer_offset, self.footer_digest,
+                                  records(self));
+          },
+          [](const py::tuple& state) {
+            return make_file(state[0].cast<std::string>(), state[1].cast<uint32_t>(), state[2].cast<int64_t>(),
+                             state[3].cast<int64_t>(), state[4].cast<uint64_t>(), state[5].cast<py::bytes>());
+          }));
+  py::class_<SavedRecord>(module, "SavedRecord")
+      .def_readonly("fqn", &SavedRecord::fqn)
+      .def_property_readonly("offsets",
+                             [](const SavedRecord& self) {
+                               return self.has_offsets ? std::optional<py::tuple>(to_tuple(self.offsets))
+                                                       : std::nullopt;
+                             })
+      .def_property_readonly("index",
+                             [](const SavedRecord& self) {
+                               return self.index_hint < 0 ? std::nullopt : std::optional<int64_t>(self.index_hint);
+                             })
+      .def_readonly("dtype", &SavedRecord::dtype)
+      .def_property_readonly("sizes", [](const SavedRecord& self) { return to_tuple(self.sizes); })
+      .def_readonly("offset", &SavedRecord::offset)
+      .def_readonly("num_bytes", &SavedRecord::num_bytes)
+      .def_readonly("data_offset", &SavedRecord::data_offset);
+  py::class_<Index>(module, "Index")
+      .def_property_readonly("save_id", [](const Index& self) { return to_bytes(self.save_id); })
+      .def_readonly("metadata_bytes", &Index::metadata_bytes)
+      .def_readonly("metadata_digest", &Index::metadata_digest)
+      .def_property_readonly(
+          "notes",
+          [](const Index& self) { return std::map<std::string, std::string>(self.notes.begin(), self.notes.end()); })
+      .def_readonly("files", &Index::files)
+      .def_property_readonly("tables", [](const Index& self) { return py::bytes(self.tables); });
+}
+
 py::bytes encode_index_py(std::string_view save_id, int64_t metadata_bytes, uint64_t metadata_digest, Notes notes,
-                          const std::vector<FileTuple>& tuples, std::string tables) {
-  Index index{to_save_id(save_id), metadata_bytes, metadata_digest, std::move(notes), {}, std::move(tables)};
-  for (const auto& [name, rank, num_bytes, footer_offset, footer_digest, records] : tuples) {
-    index.files.push_back({name, rank, num_bytes, footer_offset, footer_digest, std::string(records)});
-  }
-  return encode_index(index);
+                          std::vector<SavedFile> files, std::string tables) {
+  return encode_index(
+      {to_save_id(save_id), metadata_bytes, metadata_digest, std::move(notes), std::move(files), std::move(tables)});
 }
 
-py::tuple parse_index_py(const py::bytes& bytes, const std::string& where) {
-  Index index;
-  const std::string_view view(bytes);
-  {
-    py::gil_scoped_release release;
-    index = parse_index(view, where);
-  }
-  py::list files;
-  for (const SavedFile& file : index.files) {
-    files.append(py::make_tuple(file.name, file.rank, file.num_bytes, file.footer_offset, file.footer_digest,
-                                py::bytes(file.records)));
-  }
-  return py::make_tuple(to_bytes(index.save_id), index.metadata_bytes, index.metadata_digest, py::cast(index.notes),
-                        files, py::bytes(index.tables));
-}
-
-py::list parse_records_py(std::string_view bytes, int64_t footer_offset, const std::string& where) {
-  py::list result;
-  for (const SavedRecord& record : parse_records(bytes, footer_offset, where)) {
-    const py::object offsets = record.has_offsets ? py::object(to_tuple(record.offsets)) : py::none();
-    const py::object hint = record.index_hint < 0 ? py::object(py::none()) : py::int_(record.index_hint);
-    result.append(py::make_tuple(record.fqn, offsets, hint, record.is_tensor ? record.dtype : std::string(),
-                                 to_tuple(record.sizes), record.offset, record.num_bytes, record.data_offset));
-  }
-  return result;
+std::vector<SavedRecord> parse_records_of(const SavedFile& file) {
+  return parse_records(file.records, file.footer_offset, file.name);
 }
 
 // Opens a file that ends with a footer and takes the checksums from there.
@@ -154,12 +177,14 @@ int64_t add_checked_file(RunReader& reader, const std::string& path, int64_t num
                          {footer.block_bytes, footer.covered_bytes, std::move(footer.checksums)});
 }
 
-// What an index would say of a file, by the file's footer: rank, size, offset and digest of the footer, save id.
-std::optional<py::tuple> find_footer_py(const std::string& path, int descriptor) {
+// What an index would say of a file but for its records, and its save id.
+std::optional<std::pair<SavedFile, py::bytes>> find_footer_py(const std::string& path, std::string name,
+                                                              int descriptor) {
   const std::optional<FoundFooter> found = find_footer(File::open(path, descriptor));
   if (!found) return std::nullopt;
-  return py::make_tuple(found->footer.rank, found->num_bytes, found->footer.covered_bytes, found->digest,
-                        to_bytes(found->footer.save_id));
+  return std::pair(
+      SavedFile{std::move(name), found->footer.rank, found->num_bytes, found->footer.covered_bytes, found->digest, {}},
+      to_bytes(found->footer.save_id));
 }
 
 void add_box(RunReader& reader, int64_t file, int64_t data_offset, int64_t item_bytes, const Sizes& stored_sizes,
@@ -173,19 +198,17 @@ void add_box(RunReader& reader, int64_t file, int64_t data_offset, int64_t item_
   reader.add_box(file, {data_offset, item_bytes, stored_sizes, stored_strides, offsets, sizes, address, strides});
 }
 
-std::vector<std::tuple<int64_t, int64_t, int64_t>> read_py(RunReader& reader, int num_threads,
-                                                           const std::string& verify) {
+std::vector<DamagedBlock> read_py(RunReader& reader, int num_threads, const std::string& verify) {
   TTE_CHECK(verify == "none" || verify == "auto" || verify == "all", "read", "verify is '", verify,
             "', expected 'none', 'auto' or 'all'");
-  std::vector<std::tuple<int64_t, int64_t, int64_t>> damaged;
-  const Verify mode = verify == "none" ? Verify::kNone : verify == "auto" ? Verify::kAuto : Verify::kAll;
-  for (const DamagedBlock& block : reader.read(num_threads, mode)) {
-    damaged.emplace_back(block.file, block.begin, block.end);
-  }
-  return damaged;
+  return reader.read(num_threads, verify == "none" ? Verify::kNone : verify == "auto" ? Verify::kAuto : Verify::kAll);
 }
 
 void define_reader(py::module_& module) {
+  py::class_<DamagedBlock>(module, "DamagedBlock")
+      .def_readonly("file", &DamagedBlock::file)
+      .def_readonly("begin", &DamagedBlock::begin)
+      .def_readonly("end", &DamagedBlock::end);
   py::class_<RunReader>(module, "RunReader")
       .def(py::init<>())
       .def(
@@ -233,35 +256,38 @@ class RecordFile {
   std::string head_, tail_, other_;
 };
 
-py::list find_tensors(const std::string& path, const std::vector<std::tuple<int64_t, int64_t>>& places, int num_threads,
-                      int descriptor) {
+// Tensors, whose data_offset counts from the beginning of the file.
+std::vector<std::optional<StoredTensor>> find_tensors(const std::string& path,
+                                                      const std::vector<std::tuple<int64_t, int64_t>>& places,
+                                                      int num_threads, int descriptor) {
   std::vector<std::optional<StoredTensor>> found(places.size());
-  {
-    py::gil_scoped_release release;
-    const File file = File::open(path, descriptor);
-    const int64_t file_bytes = file.num_bytes();
-    parallel_for_items(num_threads, static_cast<int64_t>(places.size()), [&](int, int64_t item) {
-      const auto [offset, num_bytes] = places[static_cast<size_t>(item)];
-      if (offset < 0 || num_bytes < 0 || offset > file_bytes || num_bytes > file_bytes - offset) {
-        throw_format_error(path, offset, "the file has ", file_bytes, " bytes, expected ", num_bytes, " from here on");
-      }
-      RecordFile record(file, offset, num_bytes);
-      found[static_cast<size_t>(item)] = find_tensor([&](int64_t from, int64_t count) { return record(from, count); },
-                                                     num_bytes, core::concat(path, ", record at byte ", offset));
-    });
-  }
-  py::list result;
-  for (size_t index = 0; index < found.size(); ++index) {
-    if (!found[index]) {
-      result.append(py::none());
-      continue;
+  const File file = File::open(path, descriptor);
+  const int64_t file_bytes = file.num_bytes();
+  parallel_for_items(num_threads, static_cast<int64_t>(places.size()), [&](int, int64_t item) {
+    const auto [offset, num_bytes] = places[static_cast<size_t>(item)];
+    if (offset < 0 || num_bytes < 0 || offset > file_bytes || num_bytes > file_bytes - offset) {
+      throw_format_error(path, offset, "the file has ", file_bytes, " bytes, expected ", num_bytes, " from here on");
     }
-    const StoredTensor& tensor = *found[index];
-    result.append(py::make_tuple(tensor.type.storage_class, tensor.type.dtype, to_tuple(tensor.sizes),
-                                 to_tuple(tensor.strides), tensor.storage_offset,
-                                 std::get<0>(places[index]) + tensor.data_offset, tensor.data_bytes));
-  }
-  return result;
+    RecordFile record(file, offset, num_bytes);
+    std::optional<StoredTensor>& tensor = found[static_cast<size_t>(item)];
+    tensor = find_tensor([&](int64_t from, int64_t count) { return record(from, count); }, num_bytes,
+                         core::concat(path, ", record at byte ", offset));
+    if (tensor) tensor->data_offset += offset;
+  });
+  return found;
+}
+
+void define_tensors(py::module_& module) {
+  py::class_<StoredTensor>(module, "FoundTensor")
+      .def_property_readonly("storage_class", [](const StoredTensor& self) { return self.type.storage_class; })
+      .def_property_readonly("dtype", [](const StoredTensor& self) { return self.type.dtype; })
+      .def_property_readonly("sizes", [](const StoredTensor& self) { return to_tuple(self.sizes); })
+      .def_property_readonly("strides", [](const StoredTensor& self) { return to_tuple(self.strides); })
+      .def_readonly("storage_offset", &StoredTensor::storage_offset)
+      .def_readonly("data_offset", &StoredTensor::data_offset)
+      .def_readonly("data_bytes", &StoredTensor::data_bytes);
+  module.def("find_tensors", &find_tensors, py::arg("path"), py::arg("places"), py::arg("num_threads"),
+             py::arg("descriptor") = -1, Unlocked());
 }
 
 }  // namespace
@@ -279,22 +305,27 @@ void define_storage(py::module_& module) {
       PyErr_SetObject(PyExc_OSError, args.ptr());
     }
   });
+  define_index(module);
   define_writer(module);
   define_reader(module);
+  define_tensors(module);
   module.def("frame_tensor", [](const ElementType& type, const Sizes& sizes, int64_t record_offset, int64_t alignment) {
     const RecordFrame frame = frame_tensor(type, sizes, record_offset, alignment);
     return py::make_tuple(py::bytes(frame.head), py::bytes(frame.tail));
   });
+  py::class_<FileKind>(module, "FileKind")
+      .def(py::init([](const ElementType* type, std::string dtype, const std::optional<Sizes>& offsets, Sizes sizes,
+                       int64_t num_bytes) {
+             const Key key{{}, offsets, offsets ? std::optional<int64_t>(0) : std::nullopt};
+             return FileKind{to_record(key, std::move(dtype), std::move(sizes)),
+                             type ? std::optional(*type) : std::nullopt, num_bytes};
+           }),
+           py::arg("type"), py::arg("dtype"), py::arg("offsets"), py::arg("sizes"), py::arg("num_bytes"));
   module.def(
-      "rank_file_sizes",
-      [](const std::vector<int64_t>& values, const std::vector<std::pair<ElementType, Sizes>>& kinds,
-         const std::vector<uint32_t>& kind_of, uint32_t block_bytes) {
-        std::vector<TensorKind> tensor_kinds;
-        for (const auto& [type, sizes] : kinds) tensor_kinds.push_back({type, sizes});
-        const RankFileSizes sizes = rank_file_sizes(values, tensor_kinds, kind_of, block_bytes);
-        return py::make_tuple(sizes.num_bytes, sizes.pickled_place_bytes);
-      },
-      py::arg("values"), py::arg("kinds"), py::arg("kind_of"), py::arg("block_bytes"));
+      "foresee_file",
+      [](const std::vector<FileKind>& kinds, const std::vector<std::string>& fqns, const std::vector<uint32_t>& kind_of,
+         uint32_t block_bytes) { return foresee_file(kinds, fqns, kind_of, block_bytes); },
+      py::arg("kinds"), py::arg("fqns"), py::arg("kind_of"), py::arg("block_bytes"));
   module.def("digest", [](const py::bytes& bytes) {
     const std::string_view view(bytes);
     py::gil_scoped_release release;
@@ -302,11 +333,6 @@ void define_storage(py::module_& module) {
   });
   module.def("encode_index", &encode_index_py, py::arg("save_id"), py::arg("metadata_bytes"),
              py::arg("metadata_digest"), py::arg("notes"), py::arg("files"), py::arg("tables") = py::bytes());
-  module.def("parse_index", &parse_index_py, py::arg("bytes"), py::arg("where"));
-  module.def("parse_records", &parse_records_py, py::arg("bytes"), py::arg("footer_offset"), py::arg("where"));
-  module.def("find_footer", &find_footer_py, py::arg("path"), py::arg("descriptor"));
-  module.def("find_tensors", &find_tensors, py::arg("path"), py::arg("places"), py::arg("num_threads"),
-             py::arg("descriptor") = -1);
   py::class_<core::PickledTensor>(module, "PickledTensor")
       .def_readonly("storage", &core::PickledTensor::storage)
       .def_readonly("storage_class", &core::PickledTensor::storage_class)
@@ -322,6 +348,9 @@ void define_storage(py::module_& module) {
         core::check_pickle_keys(view, num_pickles);
       },
       py::arg("data"), py::arg("num_pickles"));
+  module.def("parse_index", &parse_index, py::arg("bytes"), py::arg("where"), Unlocked());
+  module.def("parse_records", &parse_records_of, py::arg("file"));
+  module.def("find_footer", &find_footer_py, py::arg("path"), py::arg("name"), py::arg("descriptor"));
   module.def("start_write_back", &start_write_back, py::arg("descriptor"), py::arg("offset"), py::arg("num_bytes"),
              Unlocked());
   module.def("exchange_paths", &exchange_paths, Unlocked());

@@ -8,6 +8,7 @@
 #include <functional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "core/metadata_columns.h"
 #include "core/pickle_graph.h"
@@ -40,5 +41,15 @@ struct PlainWriters {
 // The file of these columns: equal, when it is unpickled, to what Python's pickle would write of the same objects. Equal
 // chunk lists, properties, sizes and names are one object each in it.
 std::string write_metadata(const MetadataColumns& columns, const PlainWriters& plain);
+
+// A file that holds parts like those of the columns from `first_part` on, of other keys or other chunks perhaps.
+struct AlikeFile {
+  std::string name;
+  size_t first_part = 0;
+  size_t num_parts = 0;
+};
+
+// The size of the file of these columns if its parts were those of many files. Adds their names to the columns.
+int64_t metadata_bytes(MetadataColumns& columns, const PlainWriters& plain, const std::vector<AlikeFile>& files);
 
 }  // namespace torchtitan_ext::core

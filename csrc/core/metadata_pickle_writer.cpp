@@ -1,7 +1,9 @@
+#include <algorithm>
 #include <array>
 #include <map>
 #include <tuple>
 
+#include "core/check.h"
 #include "core/metadata_pickle.h"
 
 namespace torchtitan_ext::core {
@@ -66,8 +68,9 @@ constexpr std::array<std::string_view, kNumAttributes> kAttributes = {
 
 class MetadataWriter {
  public:
-  explicit MetadataWriter(const MetadataColumns& columns)
+  explicit MetadataWriter(const MetadataColumns& columns, bool keeps_bytes = true)
       : columns_(columns),
+        out_(keeps_bytes),
         names_(columns.names.size(), kUnwritten),
         sizes_(columns.sizes.size(), kUnwritten),
         chunk_lists_(columns.chunk_lists().size(), kUnwritten) {
@@ -75,14 +78,16 @@ class MetadataWriter {
     attributes_.fill(kUnwritten);
   }
 
-  std::string write(const PlainWriters& plain) {
+  // `next_part` gives one part after the other.
+  template <typename NextPart>
+  PickleWriter& write(const PlainWriters& plain, size_t num_parts, const NextPart& next_part) {
     begin_object(kMetadata);
     out_.text("state_dict_metadata");
-    write_dict(columns_.keys(), [this](const SavedKey& key) { write_key(key); });
+    write_dict(columns_.keys().size(), [this](size_t at) { write_key(columns_.keys()[at]); });
     out_.text("planner_data");
     plain.planner_data(out_);
     out_.text("storage_data");
-    write_dict(columns_.parts(), [this](const SavedPart& part) { write_part(part); });
+    write_dict(num_parts, [&](size_t) { write_part(next_part()); });
     out_.text("storage_meta");
     begin_object(kStorageMeta);
     plain.storage_meta(out_);
@@ -90,7 +95,7 @@ class MetadataWriter {
     out_.text("version");
     out_.text(plain.version);
     end_object();
-    return out_.take();
+    return out_;
   }
 
  private:
@@ -144,22 +149,22 @@ class MetadataWriter {
     out_.op(PickleOp::kBuild);
   }
 
-  template <typename Members, typename WriteMember>
-  void write_in_batches(const Members& members, PickleOp end_of_batch, const WriteMember& write_member) {
-    for (size_t begin = 0; begin < members.size(); begin += kBatchMembers) {
+  template <typename WriteMember>
+  void write_in_batches(size_t num_members, PickleOp end_of_batch, const WriteMember& write_member) {
+    for (size_t begin = 0; begin < num_members; begin += kBatchMembers) {
       out_.op(PickleOp::kMark);
-      for (size_t at = begin; at < std::min(begin + kBatchMembers, members.size()); ++at) {
-        write_member(members[at]);
+      for (size_t at = begin; at < std::min(begin + kBatchMembers, num_members); ++at) {
+        write_member(at);
         out_.end_large_frame();
       }
       out_.op(end_of_batch);
     }
   }
 
-  template <typename Members, typename WriteMember>
-  void write_dict(const Members& members, const WriteMember& write_member) {
+  template <typename WriteMember>
+  void write_dict(size_t num_members, const WriteMember& write_member) {
     out_.op(PickleOp::kEmptyDict);
-    write_in_batches(members, PickleOp::kSetItems, write_member);
+    write_in_batches(num_members, PickleOp::kSetItems, write_member);
   }
 
   void write_key(const SavedKey& key) {
@@ -214,7 +219,9 @@ class MetadataWriter {
     if (chunk_lists_[number] != kUnwritten) return out_.get(chunk_lists_[number]);
     out_.op(PickleOp::kEmptyList);
     chunk_lists_[number] = out_.put(false);
-    write_in_batches(columns_.chunk_lists()[number], PickleOp::kAppends, [this](const SavedChunk& chunk) {
+    const std::vector<SavedChunk>& chunks = columns_.chunk_lists()[number];
+    write_in_batches(chunks.size(), PickleOp::kAppends, [&](size_t at) {
+      const SavedChunk& chunk = chunks[at];
       begin_object(kChunkStorageMetadata);
       write_attribute(kOffsets);
       write_sizes(chunk.offsets);
@@ -280,7 +287,42 @@ void write_path(PickleWriter& out, std::string_view path) {
 }
 
 std::string write_metadata(const MetadataColumns& columns, const PlainWriters& plain) {
-  return MetadataWriter(columns).write(plain);
+  size_t number = 0;
+  const auto next_part = [&]() -> const SavedPart& { return columns.parts()[number++]; };
+  return MetadataWriter(columns).write(plain, columns.parts().size(), next_part).take();
+}
+
+int64_t metadata_bytes(MetadataColumns& columns, const PlainWriters& plain, const std::vector<AlikeFile>& files) {
+  std::vector<uint32_t> paths;
+  size_t num_parts = 0;
+  for (const AlikeFile& file : files) {
+    TTE_CHECK(file.num_parts > 0 && file.first_part + file.num_parts <= columns.parts().size(), file.name, "is like ",
+              file.num_parts, " parts from part ", file.first_part, " on, of ", columns.parts().size());
+    paths.push_back(columns.names.add(file.name));
+    num_parts += file.num_parts;
+  }
+  // Chunks have positions in the list of their key: which file has which of them is of no matter for their sum.
+  // A key of one rank stands for those of others, too: each of them has a list of its own.
+  std::vector<int64_t> num_chunks, num_seen(columns.names.size());
+  for (const SavedPart& part : columns.parts()) {
+    const uint32_t key = part.index == SavedPart::kNoIndex ? kUnwritten : columns.find_key(columns.names[part.fqn]);
+    const bool is_tensor = key != kUnwritten && columns.keys()[key].is_tensor;
+    const size_t count = is_tensor ? columns.chunk_lists()[columns.keys()[key].chunk_list].size() : 0;
+    num_chunks.push_back(static_cast<int64_t>(count));
+  }
+  size_t file = 0, at = 0;
+  const auto next_part = [&] {
+    if (at == files[file].num_parts) ++file, at = 0;
+    const size_t number = files[file].first_part + at++;
+    SavedPart part = columns.parts()[number];
+    part.path = paths[file];
+    if (num_chunks[number] > 0) part.index = num_seen[part.fqn]++ % num_chunks[number];
+    return part;
+  };
+  MetadataWriter writer(columns, false);
+  PickleWriter& out = writer.write(plain, num_parts, next_part);
+  out.take();
+  return static_cast<int64_t>(out.num_bytes());
 }
 
 }  // namespace torchtitan_ext::core

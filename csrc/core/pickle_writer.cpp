@@ -1,6 +1,7 @@
 #include "core/pickle_writer.h"
 
 #include <bit>
+#include <utility>
 
 namespace torchtitan_ext::core {
 namespace {
@@ -11,7 +12,8 @@ constexpr size_t kFrameBytes = 64 << 10;  // as CPython's own pickler
 
 }  // namespace
 
-PickleWriter::PickleWriter() : out_("\x80\x04"), frame_(2 * kFrameBytes) {}  // PROTO 4
+PickleWriter::PickleWriter(bool keeps_bytes)
+    : keeps_bytes_(keeps_bytes), out_("\x80\x04"), num_ended_(out_.size()), frame_(2 * kFrameBytes) {}  // PROTO 4
 
 void PickleWriter::integer(int64_t value) {
   if (value >= 0 && value <= UINT8_MAX) {
@@ -28,12 +30,6 @@ void PickleWriter::integer(int64_t value) {
     byte(8);
     little_endian(value);
   }
-}
-
-int64_t PickleWriter::integer_bytes(int64_t value) {
-  if (value >= 0 && value <= UINT8_MAX) return 2;
-  if (value >= 0 && value <= UINT16_MAX) return 3;
-  return value >= INT32_MIN && value <= INT32_MAX ? 5 : 10;
 }
 
 void PickleWriter::number(double value) {
@@ -111,11 +107,12 @@ std::string PickleWriter::take() {
 }
 
 void PickleWriter::end_frame() {
-  const uint64_t num_bytes = num_in_frame_;
+  const uint64_t num_bytes = std::exchange(num_in_frame_, 0);
+  num_ended_ += 1 + sizeof(num_bytes) + num_bytes;
+  if (!keeps_bytes_) return;
   out_.push_back(static_cast<char>(0x95));  // FRAME
   out_.append(reinterpret_cast<const char*>(&num_bytes), sizeof(num_bytes));
-  out_.append(frame_.data(), num_in_frame_);
-  num_in_frame_ = 0;
+  out_.append(frame_.data(), num_bytes);
 }
 
 }  // namespace torchtitan_ext::core

@@ -30,12 +30,12 @@ enum class PickleOp : uint8_t {
 
 class PickleWriter : public PlainSink {
  public:
-  PickleWriter();
+  // Without its bytes only their number is kept.
+  explicit PickleWriter(bool keeps_bytes = true);
 
   void none() override { byte('N'); }
   void boolean(bool value) override { byte(value ? 0x88 : 0x89); }
   void integer(int64_t value) override;
-  static int64_t integer_bytes(int64_t value);  // that integer() writes
   void number(double value) override;
   void text(std::string_view utf8) override { shared_text(utf8, false); }
   void bytes(std::string_view value) override;
@@ -54,6 +54,8 @@ class PickleWriter : public PlainSink {
   void end_large_frame();
   // Ends the stream.
   std::string take();
+  // How many bytes take() would have given, after its call.
+  size_t num_bytes() const { return num_ended_; }
 
  private:
   void byte(uint8_t value) {
@@ -71,7 +73,9 @@ class PickleWriter : public PlainSink {
   }
   void end_frame();
 
+  bool keeps_bytes_ = true;
   std::string out_;          // frames that have ended
+  size_t num_ended_ = 0;     // their bytes
   std::vector<char> frame_;  // room for one, of which a part is taken
   size_t num_in_frame_ = 0;
   uint32_t next_short_ = 0;

@@ -5,7 +5,6 @@
 #include <memory>
 #include <utility>
 
-#include "core/pickle_writer.h"
 #include "storage/digest.h"
 #include "storage/parallel.h"
 #include "storage/run_window.h"
@@ -41,27 +40,33 @@ iovec piece_of(const void* data, int64_t num_bytes) {
 
 }  // namespace
 
-RankFileSizes rank_file_sizes(std::span<const int64_t> values, std::span<const TensorKind> kinds,
-                              std::span<const uint32_t> kind_of, uint32_t block_bytes) {
-  TTE_CHECK(block_bytes > 0, "rank_file_sizes", "got blocks of 0 bytes");
-  int64_t end = 0;
-  int64_t pickled_place_bytes = 0;
-  const auto add_record = [&](int64_t num_bytes) {
-    pickled_place_bytes += core::PickleWriter::integer_bytes(end) + core::PickleWriter::integer_bytes(num_bytes);
-    end = core::checked_add(end, num_bytes);
-  };
-  for (const int64_t num_bytes : values) add_record(num_bytes);
-  for (const uint32_t number : kind_of) {
-    TTE_CHECK(number < kinds.size(), "rank_file_sizes", "got kind ", number, " of ", kinds.size());
-    const TensorKind& tensor = kinds[number];
-    const int64_t num_bytes = core::checked_mul(core::num_elements(tensor.sizes), tensor.type.item_bytes);
-    const RecordFrame frame = frame_at(end, tensor.type, tensor.sizes, num_bytes);
-    const auto frame_bytes = static_cast<int64_t>(frame.head.size() + frame.tail.size());
-    add_record(core::checked_add(num_bytes, frame_bytes));
+SavedFile foresee_file(std::span<const FileKind> kinds, const std::vector<std::string>& fqns,
+                       std::span<const uint32_t> kind_of, uint32_t block_bytes) {
+  TTE_CHECK(block_bytes > 0, "foresee_file", "got blocks of 0 bytes");
+  TTE_CHECK(fqns.size() == kind_of.size(), "foresee_file", "got ", fqns.size(), " keys of ", kind_of.size(), " kinds");
+  SavedFile file;
+  std::vector<SavedRecord> records;
+  for (size_t number = 0; number < fqns.size(); ++number) {
+    TTE_CHECK(kind_of[number] < kinds.size(), "foresee_file", "got kind ", kind_of[number], " of ", kinds.size());
+    const FileKind& kind = kinds[kind_of[number]];
+    SavedRecord& record = records.emplace_back(kind.record);
+    record.fqn = fqns[number];
+    record.offset = file.footer_offset;
+    record.num_bytes = kind.num_bytes;
+    if (kind.type) {
+      record.is_tensor = true;
+      const int64_t data_bytes = core::checked_mul(core::num_elements(record.sizes), kind.type->item_bytes);
+      const RecordFrame frame = frame_at(record.offset, *kind.type, record.sizes, data_bytes);
+      record.data_offset = record.offset + static_cast<int64_t>(frame.head.size());
+      record.num_bytes = core::checked_add(data_bytes, static_cast<int64_t>(frame.head.size() + frame.tail.size()));
+    }
+    file.footer_offset = core::checked_add(file.footer_offset, record.num_bytes);
   }
-  const int64_t without_checksums = static_cast<int64_t>(encode_footer({{}, 0, block_bytes, end, {}}).size());
-  const int64_t footer_bytes = without_checksums + num_blocks_of(end, block_bytes) * int64_t{sizeof(uint64_t)};
-  return {core::checked_add(end, footer_bytes), pickled_place_bytes};
+  file.records = encode_records(records);
+  const auto without_checksums = encode_footer({{}, 0, block_bytes, file.footer_offset, {}}).size();
+  const int64_t checksum_bytes = num_blocks_of(file.footer_offset, block_bytes) * int64_t{sizeof(uint64_t)};
+  file.num_bytes = core::checked_add(file.footer_offset, static_cast<int64_t>(without_checksums) + checksum_bytes);
+  return file;
 }
 
 struct RecordWriter::Scratch {

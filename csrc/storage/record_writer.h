@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -27,18 +28,16 @@ struct WriteOptions {
   bool sync = true;
 };
 
-// The size of a rank file of values, which come first, and a tensor of each kind of `kind_of`: what finish() of a writer
-// says of it. And what offsets and lengths of its records take in `.metadata`.
-struct TensorKind {
-  ElementType type;
-  core::Sizes sizes;
-};
-struct RankFileSizes {
+// Records of one form in a rank file: all that a record says but its key and its place.
+struct FileKind {
+  SavedRecord record;
+  std::optional<ElementType> type;  // none of a value, which takes num_bytes
   int64_t num_bytes = 0;
-  int64_t pickled_place_bytes = 0;
 };
-RankFileSizes rank_file_sizes(std::span<const int64_t> values, std::span<const TensorKind> kinds,
-                              std::span<const uint32_t> kind_of, uint32_t block_bytes);
+// What finish() of a writer would say of a file of these records: record i has key fqns[i] and is of kind kind_of[i].
+// Nothing is written, and the digest of the footer is 0.
+SavedFile foresee_file(std::span<const FileKind> kinds, const std::vector<std::string>& fqns,
+                       std::span<const uint32_t> kind_of, uint32_t block_bytes);
 
 class RecordWriter {
  public:

@@ -317,35 +317,36 @@ TEST_F(Files, AReadThatThrowsForgetsItsRuns) {
 
 TEST_F(Files, TheSizeOfARankFileIsKnownBeforeItIsWritten) {
   const std::vector<int32_t> numbers(300'000, 7);  // a tensor of all of them is large enough to begin with a page
-  const std::vector<TensorKind> kinds = {{kInt, {3, 5}}, {kInt, {300'000}}, {kInt, {0, 4}}, {kInt, {}}};
-  const std::vector<uint32_t> kind_of = {0, 1, 2, 3, 0, 1};
-  const std::vector<int64_t> values = {15, 0, 700};
+  std::vector<FileKind> kinds;
+  for (const core::Sizes& sizes : std::vector<core::Sizes>{{3, 5}, {300'000}, {0, 4}, {}}) {
+    kinds.push_back({key_of("", sizes), kInt, 0});
+  }
+  for (const int64_t num_bytes : {15, 0, 700}) kinds.push_back({key_of("", {}), std::nullopt, num_bytes});
+  const std::vector<uint32_t> kind_of = {4, 5, 6, 0, 1, 2, 3, 0, 1};
+  const std::vector<std::string> fqns(kind_of.size(), "key");
   for (const uint32_t block_bytes : {512u, 1u << 20}) {
     RecordWriter writer(path("file"), {block_bytes, 2, false});
     const auto address = reinterpret_cast<uintptr_t>(numbers.data());
-    for (const int64_t num_bytes : values) writer.add_record(key_of("value", {}), address, num_bytes);
     for (const uint32_t number : kind_of) {
-      const core::Sizes& sizes = kinds[number].sizes;
-      writer.begin_tensor(key_of("tensor", sizes), kInt);
+      const core::Sizes& sizes = kinds[number].record.sizes;
+      if (!kinds[number].type) {
+        writer.add_record(key_of("key", {}), address, kinds[number].num_bytes);
+        continue;
+      }
+      writer.begin_tensor(key_of("key", sizes), kInt);
       writer.add_bytes(address, core::num_elements(sizes) * kInt.item_bytes);
       writer.end_tensor();
     }
     const SavedFile file = writer.finish({}, 0);
-    int64_t place_bytes = 0;
-    for (const SavedRecord& record : parse_records(file.records, file.footer_offset, "file")) {
-      core::PickleWriter pickle, empty;
-      pickle.integer(record.offset);
-      pickle.integer(record.num_bytes);
-      place_bytes += static_cast<int64_t>(pickle.take().size() - empty.take().size());
-    }
-    const RankFileSizes sizes = rank_file_sizes(values, kinds, kind_of, block_bytes);
-    EXPECT_EQ(sizes.num_bytes, file.num_bytes);
-    EXPECT_EQ(sizes.pickled_place_bytes, place_bytes);
+    const SavedFile foreseen = foresee_file(kinds, fqns, kind_of, block_bytes);
+    EXPECT_EQ(foreseen.num_bytes, file.num_bytes);
+    EXPECT_EQ(foreseen.footer_offset, file.footer_offset);
+    EXPECT_EQ(foreseen.records, file.records);
   }
-  EXPECT_EQ(rank_file_sizes({}, {}, {}, 512).num_bytes,
+  EXPECT_EQ(foresee_file({}, {}, {}, 512).num_bytes,
             RecordWriter(path("file"), {512, 1, false}).finish({}, 0).num_bytes);
-  EXPECT_THROW(rank_file_sizes({}, kinds, std::vector<uint32_t>{4}, 512), std::invalid_argument);
-  EXPECT_THROW(rank_file_sizes(values, kinds, kind_of, 0), std::invalid_argument);
+  EXPECT_THROW(foresee_file(kinds, {"w"}, std::vector<uint32_t>{7}, 512), std::invalid_argument);
+  EXPECT_THROW(foresee_file(kinds, fqns, kind_of, 0), std::invalid_argument);
 }
 
 TEST_F(Files, AFooterIsFoundByTheEndOfItsFile) {

@@ -241,7 +241,7 @@ def read_record(source: FileSource, index: MetadataIndex) -> torch.Tensor:
 def _data_files(path: Path, metadata: Metadata) -> tuple[int, set[str]]:
     """The number of data files that the metadata names, and the names of those that are missing or too short."""
     try:
-        ends = {name: end for name, _, _, end in metadata.storage_data.columns.describe_files()}
+        ends = {file.path: file.end for file in metadata.storage_data.columns.describe_files()}
     except OverflowError as error:
         raise DamagedCheckpointError(f"{path}: its records have no end ({error})") from None
     sizes = {name: size_of(path / name) for name in ends}

@@ -12,7 +12,6 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TypeGuard
 
@@ -27,22 +26,6 @@ _SAVE_ID = re.compile("[0-9a-f]{32}")
 
 NO_METADATA = -1
 """What an index says of the size of ``.metadata`` where its tables stand for that file."""
-
-
-@dataclass(frozen=True)
-class RankFile:
-    """What one rank wrote: all that the coordinator has to know of it.
-
-    Attributes:
-        records: The rank's part of the index, encoded.
-    """
-
-    name: str
-    rank: int
-    num_bytes: int
-    footer_offset: int
-    footer_digest: int
-    records: bytes
 
 
 @dataclass(frozen=True)
@@ -76,36 +59,31 @@ class Record:
     tensor: StoredTensor | None
 
 
-class IndexedFile:
-    """A rank file as the index describes it."""
-
-    def __init__(self, file: RankFile) -> None:
-        self.file = file
-
-    @cached_property
-    def tensors(self) -> dict[int, StoredTensor]:
-        """The plain tensors of known dtypes, by the offset of their records."""
-        rows = _core.parse_records(self.file.records, self.file.footer_offset, self.file.name)
-        return {
-            offset: StoredTensor(dtype, sizes, row_major_strides(sizes), data_offset)
-            for _, _, _, dtype, sizes, offset, _, data_offset in rows
-            if dtype in ITEM_BYTES
-        }
-
-
-@dataclass(frozen=True)
 class CheckpointIndex:
-    """The index of one save, by file name.
+    """The index of one save.
 
     Attributes:
-        tables: What stands for ``.metadata``, encoded; empty where there is that file.
-        notes: What the save says of itself: ``world_size``, and the versions of ``torch`` and ``torchtitan_ext``.
+        files: The rank files by name.
+        tables: The encoded metadata; empty where there is a ``.metadata``.
+        notes: The ``world_size`` of the save, and the versions of ``torch`` and ``torchtitan_ext``.
     """
 
-    save_id: bytes
-    files: dict[str, IndexedFile]
-    tables: bytes
-    notes: dict[str, str]
+    def __init__(self, index: _core.Index) -> None:
+        self.save_id = index.save_id
+        self.files = {file.name: file for file in index.files}
+        self.tables = index.tables
+        self.notes = index.notes
+        self._tensors: dict[str, dict[int, StoredTensor]] = {}
+
+    def tensors(self, name: str) -> dict[int, StoredTensor]:
+        """The plain tensors of known dtypes in a file, by the offset of their records."""
+        if name not in self._tensors:
+            self._tensors[name] = {
+                one.offset: StoredTensor(one.dtype, one.sizes, row_major_strides(one.sizes), one.data_offset)
+                for one in _core.parse_records(self.files[name])
+                if one.dtype in ITEM_BYTES
+            }
+        return self._tensors[name]
 
 
 def is_save_id(save_id: object) -> TypeGuard[str]:
@@ -154,7 +132,7 @@ def parse_index(
     metadata: bytes | None,
     *,
     verify: str,
-    has_file: Callable[[RankFile], bool] = lambda file: False,
+    has_file: Callable[[_core.RankFile], bool] = lambda file: False,
 ) -> CheckpointIndex | None:
     """The index that belongs to these bytes of ``.metadata``, or that stands for the file where there is none.
 
@@ -172,7 +150,8 @@ def parse_index(
             belongs to another ``.metadata``, which a damaged one cannot be told from.
     """
     try:
-        save_id, metadata_bytes, metadata_digest, notes, files, tables = _core.parse_index(content, shown(path))
+        parsed = _core.parse_index(content, shown(path))
+        index = CheckpointIndex(parsed)
     except ValueError as error:  # a FormatError, or a name that is no UTF-8
         if verify == "none" and metadata is not None:
             warnings.warn(f"the index is ignored: {error}", stacklevel=2)
@@ -181,12 +160,10 @@ def parse_index(
             raise DamagedCheckpointError(f"{error}; there is no .metadata to read without it") from None
         advice = "; verify='none' reads without the index and its checksums"
         raise DamagedCheckpointError(str(error), advice) from None
-    rank_files = [RankFile(*row) for row in files]
-    index = CheckpointIndex(save_id, {file.name: IndexedFile(file) for file in rank_files}, tables, dict(notes))
     if metadata is None:
-        return index if metadata_bytes == NO_METADATA else None
-    if (metadata_bytes, metadata_digest) != (len(metadata), _core.digest(metadata)):
-        if verify != "none" and any(map(has_file, rank_files)):
+        return index if parsed.metadata_bytes == NO_METADATA else None
+    if (parsed.metadata_bytes, parsed.metadata_digest) != (len(metadata), _core.digest(metadata)):
+        if verify != "none" and any(map(has_file, index.files.values())):
             raise DamagedCheckpointError(
                 f"the .metadata beside {path} is not the one that was saved with its files: what it says of keys and "
                 "places is not to be trusted",

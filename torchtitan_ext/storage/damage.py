@@ -27,7 +27,7 @@ class Part(NamedTuple):
 def describe_damage(
     directory: Path,
     blocks: Sequence[tuple[str, int, int]],
-    parts: Iterable[Part],
+    parts: Iterable[Part | _core.Part],
     index: CheckpointIndex | None,
 ) -> str:
     """One sentence about blocks (file, first byte, one past the last byte) that do not match their checksums."""
@@ -65,10 +65,10 @@ def defect_text(kind: str, where: Sequence[int]) -> str:
     return f"{text} {list(where)}"
 
 
-def _rows(part: Part, begin: int, end: int, index: CheckpointIndex | None) -> str:
+def _rows(part: Part | _core.Part, begin: int, end: int, index: CheckpointIndex | None) -> str:
     """``w[128:160]`` for the rows of a key that lie between two bytes of a file."""
-    indexed = None if index is None else index.files.get(part.path)
-    stored = None if indexed is None else indexed.tensors.get(part.offset)
+    is_indexed = index is not None and part.path in index.files
+    stored = index.tensors(part.path).get(part.offset) if index is not None and is_indexed else None
     if stored is None or not stored.sizes or 0 in stored.sizes:
         return part.fqn
     row_bytes = stored.strides[0] * ITEM_BYTES[stored.dtype]

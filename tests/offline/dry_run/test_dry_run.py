@@ -253,7 +253,7 @@ def test_a_hundred_thousand_keys(tmp_path: Path) -> None:
     assert found.problems == ()
     save = tte.dry_run(state).save
     assert save.index_bytes == (path / ".tte_index").stat().st_size
-    assert save.metadata_bytes == pytest.approx((path / ".metadata").stat().st_size, rel=1e-4)  # in many frames
+    assert save.metadata_bytes + len(str(path)) == (path / ".metadata").stat().st_size  # in many frames
 
 
 class Part(Enum):

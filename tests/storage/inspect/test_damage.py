@@ -17,7 +17,6 @@ import torchtitan_ext as tte
 from torchtitan_ext import _core
 from torchtitan_ext.errors import CheckpointFailedError, DamagedCheckpointError
 from torchtitan_ext.storage import FileReader, FileWriter
-from torchtitan_ext.storage.checkpoint_files import RankFile
 from torchtitan_ext.storage.commit.opened import Footers
 from torchtitan_ext.storage.inspect import verify as verifying
 
@@ -68,7 +67,7 @@ def test_a_block_is_compared_to_its_last_byte(tmp_path: Path) -> None:
     """A block is read and hashed in parts of 256 KiB, which begin and end anywhere in tensors."""
     state = {f"w{index}": random_tensor((100_003 * (index + 1),), torch.uint8, index) for index in range(6)}
     save(state, FileWriter(tmp_path, sync=False), tte.SavePlanner())
-    num_bytes = records_of(tmp_path)[-1][7]
+    num_bytes = records_of(tmp_path)[-1].data_offset
     assert num_bytes > 1 << 20
     load_verified(tmp_path, loaded := blank(state))
     assert differences(loaded, state) == []
@@ -83,8 +82,8 @@ def test_a_block_is_compared_to_its_last_byte(tmp_path: Path) -> None:
 def test_the_error_names_file_tensor_and_rows(tmp_path: Path) -> None:
     state = {"a": random_tensor((3,), torch.int64), "w": random_tensor((4096, 256), torch.float32)}
     save(state, FileWriter(tmp_path, sync=False), tte.SavePlanner())
-    (fqn_row,) = (row for row in records_of(tmp_path) if row[0] == "w")
-    byte_of_row_3000 = fqn_row[7] + 3000 * 1024
+    (fqn_row,) = (row for row in records_of(tmp_path) if row.fqn == "w")
+    byte_of_row_3000 = fqn_row.data_offset + 3000 * 1024
     flip(tmp_path / DATA, byte_of_row_3000)
     for verify in ("auto", "all"):
         with pytest.raises(CheckpointFailedError, match="DamagedCheckpointError") as caught:
@@ -100,13 +99,9 @@ def test_the_error_names_file_tensor_and_rows(tmp_path: Path) -> None:
     assert differences(taken, state) == ["w"]
 
 
-def records_of(path: Path) -> list[tuple[Any, ...]]:
-    _, _, _, _, files, _ = _core.parse_index((path / ".tte_index").read_bytes(), "index")
-    return [
-        record
-        for row in files
-        for record in _core.parse_records(RankFile(*row).records, RankFile(*row).footer_offset, row[0])
-    ]
+def records_of(path: Path) -> list[_core.SavedRecord]:
+    index = _core.parse_index((path / ".tte_index").read_bytes(), "index")
+    return [record for file in index.files for record in _core.parse_records(file)]
 
 
 def flip(path: Path, position: int) -> None:

@@ -273,7 +273,7 @@ def test_sizes_with_chosen_hashes() -> None:
     # No names, the sizes, no chunk lists, no keys; None, an empty dict and the version as plain values.
     tables = struct.pack("<QQ", 0, len(chosen)) + sizes.tobytes() + struct.pack("<QQ", 0, 0)
     tables += b"\6\0" + struct.pack("<Q", 3) + b"\0" + b"\x08\0" + struct.pack("<Q", 0) + b"\4" + b"\5\0\0\0" + b"1.0.0"
-    assert in_limits(lambda: _core.read_metadata_tables(tables, "tables")[3]) == "1.0.0"
+    assert in_limits(lambda: _core.read_metadata_tables(tables, "tables").version) == "1.0.0"
 
 
 def test_paths_that_are_none(tmp_path: Path) -> None:

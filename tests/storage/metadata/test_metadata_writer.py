@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.metadata import (
 
 import torchtitan_ext as tte
 from torchtitan_ext import _core
+from torchtitan_ext._core import RankFile
 from torchtitan_ext.storage import FileReader, FileWriter
-from torchtitan_ext.storage.checkpoint_files import RankFile
 from torchtitan_ext.storage.metadata.metadata_file import (
     columns_of,
     encode_metadata,
@@ -122,7 +122,7 @@ def test_random_metadata(metadata: Metadata, written: tuple[list[RankFile], dict
     columns = columns_of(metadata.state_dict_metadata)
     assert columns is not None
     for file in files:
-        columns.add_records(file.name, file.records, file.footer_offset)
+        columns.add_records(file)
     meta = metadata.storage_meta
     assert meta is not None
     content = columns.to_pickle(metadata.planner_data, storage_meta_fields(meta), CURRENT_DCP_VERSION)
@@ -137,8 +137,7 @@ def test_random_metadata(metadata: Metadata, written: tuple[list[RankFile], dict
     assert tables is not None
     encoded = tables.to_tables(metadata.planner_data, storage_meta_fields(meta), CURRENT_DCP_VERSION)
     assert encoded is not None
-    rows = [(f.name, f.rank, f.num_bytes, f.footer_offset, f.footer_digest, f.records) for f in files]
-    assert_same_in_any_order(metadata_of_tables(encoded, rows, Path("index")), expected)
+    assert_same_in_any_order(metadata_of_tables(encoded, files, Path("index")), expected)
 
 
 def assert_same_in_any_order(parsed: Metadata, expected: Metadata) -> None:
@@ -218,7 +217,7 @@ def test_shared_values_stay_shared() -> None:
     columns = _core.MetadataColumns()
     for content in (columns.to_pickle(value, {}, "1"), columns.to_tables(value, {}, "1")):
         assert content is not None and len(content) < 5000
-    read = _core.read_metadata_tables(columns.to_tables(value, {}, "1") or b"", "tables")[1]
+    read = _core.read_metadata_tables(columns.to_tables(value, {}, "1") or b"", "tables").planner_data
     for _ in range(60):
         assert read[0] is read[1]
         read = read[0]

@@ -192,8 +192,10 @@ def test_records_above_4_gib(tmp_path: Path) -> None:
         stream.write(bytes(range(256)) * 16)
         stream.write(tail)
     length = (tmp_path / "file").stat().st_size
-    ((storage_class, _, sizes, _, _, data_offset, data_bytes),) = _core.find_tensors(path, [(0, length)], 1)
-    assert (storage_class, sizes, data_bytes) == ("ByteStorage", (num_rows, 4096), num_rows * 4096)
+    (found,) = _core.find_tensors(path, [(0, length)], 1)
+    assert found is not None
+    sizes, data_offset = found.sizes, found.data_offset
+    assert (found.storage_class, sizes, found.data_bytes) == ("ByteStorage", (num_rows, 4096), num_rows * 4096)
     last = torch.zeros(4096, dtype=torch.uint8)
     reader = _core.RunReader()
     reader.add_box(

@@ -155,10 +155,11 @@ def test_tensors_begin_at_aligned_bytes(tmp_path: Path) -> None:
     assert reader._index is not None
     (file,) = reader._index.files.values()
     content = (tmp_path / "__0_0.distcp").read_bytes()
-    for fqn, _, _, _, sizes, _, _, data_offset in _core.parse_records(file.file.records, len(content), "the index"):
-        assert data_offset % (4096 if fqn.startswith("large") else 64) == 0
-        stored = torch.frombuffer(bytearray(content), dtype=state[fqn].dtype, count=sizes[0], offset=data_offset)
-        assert torch.equal(stored, state[fqn])
+    for one in _core.parse_records(file):
+        assert one.data_offset % (4096 if one.fqn.startswith("large") else 64) == 0
+        dtype, count = state[one.fqn].dtype, one.sizes[0]
+        stored = torch.frombuffer(bytearray(content), dtype=dtype, count=count, offset=one.data_offset)
+        assert torch.equal(stored, state[one.fqn])
 
 
 @pytest.mark.parametrize("buffer_bytes", [64, 4096, 1 << 20])
@@ -177,14 +178,14 @@ def test_tensors_of_other_devices_pass_through_a_buffer(tmp_path: Path, buffer_b
         records.begin_tensor((name, None, None), NAMES[tensor.dtype], tensor.shape, ELEMENT_TYPES[tensor.dtype])
         staging.copy_out(tensor, write)
         records.end_tensor()
-    num_bytes, footer_offset, footer_digest, rows = records.finish(bytes(16), 0)
+    written = records.finish("file", bytes(16), 0)
     reader = _core.RunReader()
-    file = reader.add_checked_file(path, num_bytes, footer_offset, footer_digest, bytes(16))
+    file = reader.add_checked_file(path, written.num_bytes, written.footer_offset, written.footer_digest, bytes(16))
     targets = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in staged.items()}
-    for fqn, _, _, _, sizes, _, _, data_offset in _core.parse_records(rows, footer_offset, path):
-        target = targets[fqn]
+    for one in _core.parse_records(written):
+        target, sizes = targets[one.fqn], one.sizes
         zero = (0,) * len(sizes)
         strides = target.stride()
-        reader.add_box(file, data_offset, target.itemsize, sizes, strides, zero, sizes, target.data_ptr(), strides)
+        reader.add_box(file, one.data_offset, target.itemsize, sizes, strides, zero, sizes, target.data_ptr(), strides)
     assert reader.read(2, "all") == []
     assert differences(targets, staged) == []

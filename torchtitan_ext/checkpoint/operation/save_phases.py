@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
+from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.operation.arguments import Place, check_keep, place_of
 from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.checkpoint.planners.save_planner import SavePlanner
@@ -24,7 +25,6 @@ from torchtitan_ext.checkpoint.tables.component import CountsSamples, SampleAcco
 from torchtitan_ext.dcp_private import storage_setup
 from torchtitan_ext.errors import only_printed
 from torchtitan_ext.storage import FileReader, FileWriter
-from torchtitan_ext.storage.checkpoint_files import RankFile
 from torchtitan_ext.storage.runs.retention import remove_old_steps
 
 logger = logging.getLogger(__name__)
@@ -181,5 +181,5 @@ def save_values(
 def _num_bytes(results: Sequence[Any]) -> int:
     """Of all ranks' results: what each says of its file, or a list of what was written, where storage is DCP's."""
     lists = [result for result in results if isinstance(result, list)]
-    ours = sum(result.num_bytes for result in results if isinstance(result, RankFile))
+    ours = sum(result.num_bytes for result in results if isinstance(result, _core.RankFile))
     return ours + sum(one.size_in_bytes for result in lists for one in result if isinstance(one, WriteResult))

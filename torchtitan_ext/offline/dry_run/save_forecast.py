@@ -19,12 +19,7 @@ from torchtitan_ext.layout.layout import num_elements
 from torchtitan_ext.offline.dry_run.alike_ranks import AlikeRanks
 from torchtitan_ext.offline.dry_run.host_memory import Device, saving_bytes
 from torchtitan_ext.offline.dry_run.job import Job, Stage
-from torchtitan_ext.offline.dry_run.metadata_forecast import (
-    FileRecords,
-    foresee_index,
-    foresee_metadata,
-    index_bytes_of,
-)
+from torchtitan_ext.offline.dry_run.metadata_forecast import foresee_index, foresee_metadata
 from torchtitan_ext.storage.native.file_writer import BLOCK_BYTES
 from torchtitan_ext.storage.raw_tensor import ELEMENT_TYPES, NAMES
 
@@ -91,7 +86,7 @@ def forecast_save(job: Job) -> SaveForecast:
     decisions = [answer.planner_data.writes for answer in answers]
     written = [one for stage in job.stages for one in _ranks_write(stage, decisions, encoded)]
     written.sort(key=lambda one: one.rank)
-    files = [FileRecords(one.rank, one.file.index_bytes, one.file.pickled_place_bytes) for one in written if one.file]
+    files = [(one.rank, one.file) for one in written if one.file]
     metadata_bytes, index_bytes = foresee_metadata(metadata, files), foresee_index(files, len(written))
     ranks = [_rank_save(one, metadata_bytes, index_bytes, job.device) for one in written]
     saved = metadata.state_dict_metadata.values()
@@ -122,14 +117,14 @@ class _Writes:
         places: Section and positions of the keys in the rank's table.
         own_names: The keys, if they are names of the rank's own; other ranks have other names in the same places.
         dtype: ``None`` for values.
-        sizes: The sizes of each chunk; empty for values.
+        chunks: Offsets and sizes of each chunk; empty for values.
         num_bytes: The size of all chunks of one key, or of a value.
     """
 
     places: tuple[int, tuple[int, ...]]
     own_names: tuple[str, ...]
     dtype: Any
-    sizes: tuple[tuple[int, ...], ...]
+    chunks: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     num_bytes: int
 
     @property
@@ -137,14 +132,11 @@ class _Writes:
         """Whether the keys are tensors whose elements are written as they are."""
         return self.dtype in ELEMENT_TYPES
 
-
-@dataclass(frozen=True)
-class _File:
-    """The size of a rank's file, and what it adds to index and metadata; the same for ranks that write alike."""
-
-    num_bytes: int
-    index_bytes: int
-    pickled_place_bytes: int
+    @property
+    def form(self) -> Any:
+        """Equal where a file of these writes has the same size, and adds as much to the metadata."""
+        lengths = tuple(map(len, self.own_names))
+        return self.places, lengths, self.dtype, tuple(sizes for _, sizes in self.chunks), self.num_bytes
 
 
 @dataclass(frozen=True)
@@ -157,7 +149,7 @@ class _RankWrites:
     num_bytes: int
     value_bytes: Sequence[int]
     has_tensors: bool
-    file: _File | None
+    file: _core.RankFile | None
     is_packed: bool
 
 
@@ -165,18 +157,16 @@ def _ranks_write(
     stage: Stage, decisions: Sequence[bytes], encoded: Mapping[int, EncodedTable]
 ) -> Iterator[_RankWrites]:
     """What each rank of a stage writes. Files are worked out once for ranks that write alike."""
-    known: dict[Any, _File] = {}
+    known: dict[Any, _core.RankFile] = {}
     for rank, state_bytes in zip(stage.ranks.ranks, stage.ranks.state_bytes(), strict=True):
         writes = _writes_of(decisions[rank], stage, rank, encoded[rank])
-        alike = tuple(
-            (one.places, tuple(map(len, one.own_names)), one.dtype, one.sizes, one.num_bytes) for one in writes
-        )
+        alike = tuple(one.form for one in writes)
         if writes and alike not in known:
             known[alike] = _file_of(writes, encoded[rank].names)
         yield _RankWrites(
             rank,
             state_bytes,
-            sum(len(one.places[1]) * max(1, len(one.sizes)) for one in writes),
+            sum(len(one.places[1]) * max(1, len(one.chunks)) for one in writes),
             sum(len(one.places[1]) * one.num_bytes for one in writes),
             [one.num_bytes for one in writes for _ in one.places[1] if not one.is_plain],
             any(one.is_plain for one in writes),
@@ -200,9 +190,9 @@ def _writes_of(decision: bytes, stage: Stage, rank: int, encoded: EncodedTable) 
         entry = stage.ranks.entry(rank, base)
         assert isinstance(entry, TensorEntry)
         own = tuple(fqns[key] for key in keys if fqns[key] in own_of) if own_of else ()
-        sizes = tuple(chunk.sizes for chunk in written_chunks(entry, steps))
-        num_bytes = sum(map(num_elements, sizes)) * entry.dtype.itemsize
-        writes.append(_Writes((section, tuple(keys)), own, entry.dtype, sizes, num_bytes))
+        chunks = tuple((chunk.offsets, chunk.sizes) for chunk in written_chunks(entry, steps))
+        num_bytes = sum(num_elements(sizes) for _, sizes in chunks) * entry.dtype.itemsize
+        writes.append(_Writes((section, tuple(keys)), own, entry.dtype, chunks, num_bytes))
     return writes
 
 
@@ -221,28 +211,27 @@ def _rank_save(one: _RankWrites, metadata_bytes: int, index_bytes: int, device: 
     return RankSave(one.rank, one.state_bytes, one.num_records, one.num_bytes, file_bytes, buffer_bytes)
 
 
-def _file_of(writes: Sequence[_Writes], names: Sequence[Sequence[str]]) -> _File:
+def _file_of(writes: Sequence[_Writes], names: Sequence[Sequence[str]]) -> _core.RankFile:
     """The file of one rank: values first, then tensors, each in the order of keys.
 
     Args:
         names: The keys of each section of the rank's table.
     """
-    values = sorted((one.places, one.num_bytes) for one in writes if not one.is_plain for _ in one.places[1])
     kinds: dict[Any, int] = {}
-    tensors: list[tuple[int, int, int]] = []
-    num_records = name_bytes = num_dims = 0
+    records: list[tuple[bool, int, int, int]] = []
     for one in writes:
         section, keys = one.places
-        num_chunks = max(1, len(one.sizes))
-        num_records += len(keys) * num_chunks
-        name_bytes += num_chunks * sum(len(names[section][key].encode()) for key in keys)
-        num_dims += len(keys) * sum(map(len, one.sizes))
-        for sizes in one.sizes if one.is_plain else ():
-            kind = kinds.setdefault((ELEMENT_TYPES[one.dtype], sizes), len(kinds))
-            tensors += [(section, key, kind) for key in keys]
-    tensors.sort(key=itemgetter(0, 1))
-    num_bytes, pickled_place_bytes = _core.rank_file_sizes(
-        [num_bytes for _, num_bytes in values], list(kinds), [kind for _, _, kind in tensors], BLOCK_BYTES
+        for offsets, sizes in one.chunks or ((None, ()),):
+            form: tuple[Any, ...]
+            if one.is_plain:
+                form = (ELEMENT_TYPES[one.dtype], NAMES[one.dtype], offsets, sizes, 0)
+            else:
+                num_bytes = one.num_bytes if offsets is None else num_elements(sizes) * one.dtype.itemsize
+                form = (None, "", offsets, (0,) * len(sizes), num_bytes)
+            kind = kinds.setdefault(form, len(kinds))
+            records += [(one.is_plain, section, key, kind) for key in keys]
+    records.sort(key=itemgetter(0, 1, 2))
+    fqns = [names[section][key] for _, section, key, _ in records]
+    return _core.foresee_file(
+        [_core.FileKind(*form) for form in kinds], fqns, [kind for *_, kind in records], BLOCK_BYTES
     )
-    dtypes = {NAMES[one.dtype] if one.is_plain else "" for one in writes}
-    return _File(num_bytes, index_bytes_of(dtypes, num_records, name_bytes, num_dims), pickled_place_bytes)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.checkpoint.planner import SavePlan
 
+from torchtitan_ext import _core
 from torchtitan_ext.offline.boxes import Piece, cut
 from torchtitan_ext.offline.placement_rules import DimOf, PlacementRules
 from torchtitan_ext.offline.rewrite.mesh_plan import MeshPlan, RankBox
@@ -18,7 +19,6 @@ from torchtitan_ext.offline.rewrite.targets import refuse_existing
 from torchtitan_ext.offline.selection import SelectedKeys, Selection
 from torchtitan_ext.offline.sources import FileSource
 from torchtitan_ext.offline.workers import Shares, run_tasks
-from torchtitan_ext.storage.checkpoint_files import RankFile
 from torchtitan_ext.storage.commit.commit import find_place
 from torchtitan_ext.storage.native.file_writer import FileWriter
 from torchtitan_ext.storage.native.rank_file import RankFileWriter
@@ -89,7 +89,7 @@ def write_checkpoint(
     try:
         place = find_place(Path(target), 0, is_own=False)
 
-        def write(rank: int, on_bytes: OnBytes) -> RankFile | None:
+        def write(rank: int, on_bytes: OnBytes) -> _core.RankFile | None:
             parts, values = list(_parts_of(plan, rank, shares.part_bytes)), plan.values_of(rank)
             if not parts and not values:
                 return None

@@ -194,7 +194,7 @@ def _attributes(path: Path) -> tuple[int, int, int, dict[str, bytes]]:
 def _committed_id(metadata: Path) -> str | None:
     """The id of the save that ``.metadata`` is of; ``None`` without one, empty where it cannot be told."""
     try:
-        _, _, meta, _ = _core.read_metadata_pickle(metadata.read_bytes())
+        meta = _core.read_metadata_pickle(metadata.read_bytes()).storage_meta
     except FileNotFoundError:
         return None
     except ValueError:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError, SavedOverError
-from torchtitan_ext.storage.checkpoint_files import RankFile, data_path, index_path, is_save_id, metadata_path, shown
+from torchtitan_ext.storage.checkpoint_files import data_path, index_path, is_save_id, metadata_path, shown
 from torchtitan_ext.storage.commit.leftovers import checkpoint_names
 
 # A rank of a much smaller world than the one that saved may need thousands of files: the rest is opened late.
@@ -93,7 +93,7 @@ class OpenedCheckpoint:
             self._files[name] = self._open(name)
         return self._files[name]
 
-    def has(self, file: RankFile) -> bool:
+    def has(self, file: _core.RankFile) -> bool:
         """Whether a rank file is there with the footer that its index knows."""
         try:
             descriptor = self.descriptor(file.name)
@@ -157,14 +157,14 @@ class Footers:
         self.are_expected = is_save_id(save_id)
         self.save_id = bytes.fromhex(save_id) if is_save_id(save_id) else b""
 
-    def find(self, path: Path, descriptor: int) -> RankFile | None:
+    def find(self, path: Path, descriptor: int) -> _core.RankFile | None:
         """What an index would say of a file, but for its records; ``None`` where the file is another writer's.
 
         Raises:
             FormatError: The footer is damaged or missing, or of another save than ``.metadata`` or an earlier file.
             OSError: The file cannot be read.
         """
-        found = _core.find_footer(shown(path), descriptor)
+        found = _core.find_footer(shown(path), path.name, descriptor)
         if found is None:
             if self.are_expected:
                 raise _core.FormatError(
@@ -172,8 +172,8 @@ class Footers:
                     "of another save"
                 )
             return None
-        rank, num_bytes, offset, digest, save_id = found
+        file, save_id = found
         self.save_id = self.save_id or save_id
         if save_id != self.save_id:
             raise _core.FormatError(f"{shown(path)}: the file belongs to another save")
-        return RankFile(path.name, rank, num_bytes, offset, digest, b"")
+        return file

@@ -117,8 +117,8 @@ def read_scalars(path: Path, saved: SavedMetadata, keys: Iterable[tuple[str, boo
     for fqn, is_tensor in keys:
         part = saved.columns.find_part(fqn, () if is_tensor else None)
         if part is not None:
-            name, offset, num_bytes, _ = saved.columns.place_of_part(part)
-            of_file.setdefault(name, []).append((fqn, is_tensor, offset, num_bytes))
+            place = saved.columns.part(part)
+            of_file.setdefault(place.path, []).append((fqn, is_tensor, place.offset, place.num_bytes))
     values: dict[str, Scalar] = {}
     for number, name in enumerate(sorted(of_file)):
         if number % _MAX_OPEN_FILES == 0:
@@ -129,8 +129,8 @@ def read_scalars(path: Path, saved: SavedMetadata, keys: Iterable[tuple[str, boo
             stored = _stored(path / name, saved, name, tensors, descriptor)
             for fqn, is_tensor, offset, num_bytes in of_file[name]:
                 if is_tensor:
-                    place = stored.get(offset)
-                    values |= {} if place is None or place.sizes else read_number(descriptor, fqn, place)
+                    tensor = stored.get(offset)
+                    values |= {} if tensor is None or tensor.sizes else read_number(descriptor, fqn, tensor)
                 elif num_bytes <= _MAX_RECORD_BYTES:
                     values |= _value_of_record(fqn, os.pread(descriptor, num_bytes, offset))
         except (OSError, ValueError, OverflowError, DamagedCheckpointError):  # the metadata may say the impossible
@@ -142,7 +142,7 @@ def _stored(
     path: Path, saved: SavedMetadata, name: str, tensors: dict[int, int], descriptor: int
 ) -> dict[int, StoredTensor | None]:
     """Where tensors lie, by the offsets of their records."""
-    known = {} if saved.index is None or name not in saved.index.files else saved.index.files[name].tensors
+    known = {} if saved.index is None or name not in saved.index.files else saved.index.tensors(name)
     unknown = {offset: size for offset, size in tensors.items() if offset not in known}
     return {**known, **find_stock_tensors(path, unknown, 1, descriptor)}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError, UnknownFormatError
 from torchtitan_ext.storage.commit.opened import OpenedCheckpoint
 from torchtitan_ext.storage.commit.steps import step_of
@@ -32,11 +33,8 @@ def describe_dcp(path: Path, rank: int | None = None) -> Contents:
         text = f"each rank has metadata of its own ({_listed(ranks)}) and rank {rank} has none: name one of these"
         raise UnknownFormatError(str(path), text) from None
     try:
-        keys = [_key(*row) for row in saved.columns.describe_keys()]
-        files = [
-            ContentFile(name, size_of(path / name), num_records)
-            for name, num_records, _, _ in saved.columns.describe_files()
-        ]
+        keys = [_key(one) for one in saved.columns.describe_keys()]
+        files = [ContentFile(f.path, size_of(path / f.path), f.num_parts) for f in saved.columns.describe_files()]
     except OverflowError as error:
         raise DamagedCheckpointError(f"{path}: its records have no end ({error})") from None
     notes = {} if saved.index is None else saved.index.notes
@@ -59,20 +57,23 @@ def describe_dcp(path: Path, rank: int | None = None) -> Contents:
     )
 
 
-def _key(fqn: str, dtype: str | None, sizes: tuple[int, ...] | None, num_chunks: int, stored_bytes: int) -> ContentKey:
-    num_bytes = stored_bytes if dtype is None or sizes is None else bytes_of(dtype, sizes, stored_bytes)
-    return ContentKey(fqn, dtype, sizes, num_bytes, num_chunks)
+def _key(one: _core.KeySummary) -> ContentKey:
+    num_bytes = one.num_bytes
+    if one.dtype is not None and one.sizes is not None:
+        num_bytes = bytes_of(one.dtype, one.sizes, num_bytes)
+    return ContentKey(one.fqn, one.dtype, one.sizes, num_bytes, one.num_chunks)
 
 
 def _chunks(saved: SavedMetadata, fqn: str) -> Sequence[ContentChunk]:
     number = saved.columns.find_key(fqn)
     entry = None if number is None else saved.columns.key(number)
-    boxes = [(None, None)] if entry is None else saved.columns.chunk_list(entry[-1])
+    boxes = [(None, None)] if entry is None else saved.columns.chunk_list(entry.chunk_list)
     chunks = []
     for offsets, sizes in boxes:
-        part = saved.columns.find_part(fqn, offsets)
-        file, offset, num_bytes = (None, None, None) if part is None else saved.columns.place_of_part(part)[:3]
-        chunks.append(ContentChunk(offsets, sizes, file, offset, num_bytes))
+        found = saved.columns.find_part(fqn, offsets)
+        part = None if found is None else saved.columns.part(found)
+        place = (None, None, None) if part is None else (part.path, part.offset, part.num_bytes)
+        chunks.append(ContentChunk(offsets, sizes, *place))
     return chunks
 
 

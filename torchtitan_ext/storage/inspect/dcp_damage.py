@@ -16,10 +16,10 @@ from typing import BinaryIO, cast
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError
-from torchtitan_ext.storage.checkpoint_files import IndexedFile, index_path, metadata_path, shown, thread_count_of
+from torchtitan_ext.storage.checkpoint_files import index_path, metadata_path, shown, thread_count_of
 from torchtitan_ext.storage.commit.leftovers import checkpoint_names
 from torchtitan_ext.storage.commit.opened import Footers, OpenedCheckpoint
-from torchtitan_ext.storage.damage import Part, defect_text, describe_damage, shape_defect
+from torchtitan_ext.storage.damage import defect_text, describe_damage, shape_defect
 from torchtitan_ext.storage.formats.archives import FilePart, archive_damage
 from torchtitan_ext.storage.formats.contents import size_of
 from torchtitan_ext.storage.formats.detect import ZIP_START
@@ -91,7 +91,7 @@ class DcpLook:
         """What is wrong with the metadata, and with those files that fall to one of several parts."""
         try:
             saved = read_saved_metadata(self._files, self._rank, verify="all")
-            ends = {name: end for name, _, _, end in saved.columns.describe_files()}
+            ends = {file.path: file.end for file in saved.columns.describe_files()}
             metadata_damages = (
                 list(_metadata_damages(saved, self._files.directory / self._metadata_name)) if part == 0 else []
             )
@@ -135,7 +135,7 @@ class DcpLook:
         parts: SavedParts,
         name: str,
         num_bytes: int,
-        indexed: IndexedFile | None,
+        indexed: _core.RankFile | None,
     ) -> Iterator[Damage]:
         path = self._files.directory / name
         try:
@@ -152,14 +152,14 @@ class DcpLook:
             return
         runs = _core.RunReader()
         try:
-            file = footers.find(path, descriptor) if indexed is None else indexed.file
+            file = indexed or footers.find(path, descriptor)
             if file is not None:
                 save_id = footers.save_id if saved.index is None else saved.index.save_id
                 runs.add_checked_file(
                     shown(path), file.num_bytes, file.footer_offset, file.footer_digest, save_id, descriptor
                 )
         except _core.FormatError as error:
-            is_whole = status.st_size >= num_bytes if indexed is None else status.st_size == indexed.file.num_bytes
+            is_whole = status.st_size >= num_bytes if indexed is None else status.st_size == indexed.num_bytes
             yield Damage(name, str(error), "footer" if is_whole else "size")
             return
         except OSError as error:
@@ -198,17 +198,15 @@ class DcpLook:
         for begin in range(0, num_bytes, _READ_BYTES):
             count = min(_READ_BYTES, num_bytes - begin)
             runs.add_bytes(0, begin, count, ctypes.addressof(buffer))
-            for _, first, last in runs.read(thread_count_of(None), "all"):
-                if ranges and ranges[-1][1] == first:
-                    ranges[-1] = (ranges[-1][0], last)
-                else:
-                    ranges.append((first, last))
+            for block in runs.read(thread_count_of(None), "all"):
+                first = ranges.pop()[0] if ranges and ranges[-1][1] == block.begin else block.begin
+                ranges.append((first, block.end))
             self._on_bytes(count)
         return ranges
 
     def _record_damages(self, name: str, descriptor: int, parts: SavedParts) -> Iterator[Damage]:
         """Records of torch that do not match their CRCs, or whose tensors are not what the metadata says."""
-        tensors: list[Part] = []
+        tensors: list[_core.Part] = []
         for part in parts.of_file(name):
             if os.pread(descriptor, len(ZIP_START), part.offset) != ZIP_START:
                 self.unproved.add(name)
@@ -226,7 +224,7 @@ class DcpLook:
         yield from self._shape_damages(name, descriptor, parts, tensors)
 
     def _shape_damages(
-        self, name: str, descriptor: int, parts: SavedParts, tensors: Sequence[Part]
+        self, name: str, descriptor: int, parts: SavedParts, tensors: Sequence[_core.Part]
     ) -> Iterator[Damage]:
         lengths = {part.offset: part.num_bytes for part in tensors}
         try:
@@ -240,7 +238,7 @@ class DcpLook:
             if defect is not None:
                 yield self._damage_of(part, f"it {defect}")
 
-    def _damage_of(self, part: Part, what: str) -> Damage:
+    def _damage_of(self, part: _core.Part, what: str) -> Damage:
         path = self._files.directory / part.path
         return Damage(
             part.path, f"{path}: the record of {part.fqn}{_at(part.offsets)} at byte {part.offset}: {what}", "record"
@@ -249,13 +247,10 @@ class DcpLook:
 
 def _metadata_damages(saved: SavedMetadata, path: Path) -> Iterator[Damage]:
     """What the metadata alone shows: chunks that lie nowhere, tensors that their chunks do not cover once."""
-    for fqn, offsets in saved.columns.unplaced_chunks(_MAX_UNPLACED):
-        yield Damage(path.name, f"{path} does not say in which file {fqn}{_at(offsets)} lies", "metadata")
-    names = saved.columns.names_of_keys()
-    for number, kind, where in saved.columns.cover_defects():
-        entry = saved.columns.key(number)
-        assert entry is not None, f"{names[number]} has chunks and is no tensor, please report"
-        text = f"the chunks of {names[number]} {list(entry[0])} {defect_text(kind, where)}"
+    for lost in saved.columns.unplaced_chunks(_MAX_UNPLACED):
+        yield Damage(path.name, f"{path} does not say in which file {lost.fqn}{_at(lost.offsets)} lies", "metadata")
+    for key in saved.columns.cover_defects():
+        text = f"the chunks of {key.fqn} {list(key.sizes)} {defect_text(key.kind, key.element)}"
         yield Damage(path.name, f"{path}: {text}: it cannot be loaded", "chunks")
 
 

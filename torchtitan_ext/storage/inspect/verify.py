@@ -76,9 +76,7 @@ def is_whole(path: Path) -> bool:
         index = None if content is None else parse_index(place, content, metadata, verify="all")
         if index is None:
             return find_damage(path, is_deep=False) is None
-        return all(
-            os.fstat(opened.descriptor(name)).st_size == file.file.num_bytes for name, file in index.files.items()
-        )
+        return all(os.fstat(opened.descriptor(name)).st_size == file.num_bytes for name, file in index.files.items())
     except (TorchtitanExtError, OSError, ValueError):
         return False
 

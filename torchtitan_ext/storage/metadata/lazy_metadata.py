@@ -207,18 +207,17 @@ class _Entries(_Columns[str, Entry]):
         return self._names[number]
 
     def value(self, number: int) -> Entry:
-        values = self.columns.key(number)
-        if values is None:
+        key = self.columns.key(number)
+        if key is None:
             return BytesStorageMetadata()
-        sizes, dtype, layout, memory_format, requires_grad, pin_memory, chunk_list = values
         properties = TensorProperties(
-            dtype=getattr(torch, dtype),
-            layout=torch.serialization._get_layout(layout),
-            requires_grad=requires_grad,
-            memory_format=_MEMORY_FORMATS[memory_format],
-            pin_memory=pin_memory,
+            dtype=getattr(torch, key.dtype),
+            layout=torch.serialization._get_layout(key.layout),
+            requires_grad=key.requires_grad,
+            memory_format=_MEMORY_FORMATS[key.memory_format],
+            pin_memory=key.pin_memory,
         )
-        return TensorStorageMetadata(properties=properties, size=torch.Size(sizes), chunks=self._chunks(chunk_list))
+        return TensorStorageMetadata(properties, torch.Size(key.sizes), self._chunks(key.chunk_list))
 
     def _chunks(self, number: int) -> list[ChunkStorageMetadata]:
         """The same list for all keys whose lists are equal: planners look through each once."""
@@ -238,14 +237,14 @@ class _Parts(_Columns[MetadataIndex, StorageInfo]):
         return self.columns.find_part(key.fqn, key.offset) if isinstance(key, MetadataIndex) else None
 
     def key(self, number: int) -> MetadataIndex:
-        fqn, offsets, index = self.columns.index_of_part(number)
-        return MetadataIndex(fqn, offsets, index)
+        part = self.columns.part(number)
+        return MetadataIndex(part.fqn, part.offsets, part.index)
 
     def value(self, number: int) -> StorageInfo:
-        path, offset_bytes, length_bytes, transforms = self.columns.place_of_part(number)
-        if transforms is None:
-            return StorageInfo(path, offset_bytes, length_bytes)
-        return StorageInfo(path, offset_bytes, length_bytes, transforms)
+        part = self.columns.part(number)
+        if part.transforms is None:
+            return StorageInfo(part.path, part.offset, part.num_bytes)
+        return StorageInfo(part.path, part.offset, part.num_bytes, part.transforms)
 
 
 def lazy_entries(columns: _core.MetadataColumns) -> LazyDict[str, Entry]:

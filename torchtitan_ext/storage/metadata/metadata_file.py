@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import pickle
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path, PurePath
@@ -30,9 +30,9 @@ from torch.distributed.checkpoint.metadata import (
 from torchtitan_ext import _core
 from torchtitan_ext.dcp_private import MEM_FORMAT_ENCODING
 from torchtitan_ext.errors import DamagedCheckpointError
-from torchtitan_ext.storage.checkpoint_files import RankFile, shown
+from torchtitan_ext.storage.checkpoint_files import shown
 from torchtitan_ext.storage.metadata.lazy_metadata import LazyDict, lazy_entries, lazy_parts
-from torchtitan_ext.storage.metadata.saved_metadata import columns_of_tables
+from torchtitan_ext.storage.metadata.saved_metadata import parse_tables
 from torchtitan_ext.storage.raw_tensor import dtype_name
 
 _ENCODED_MEMORY_FORMATS = {
@@ -53,7 +53,7 @@ def parse_metadata(data: bytes) -> Metadata:
     Raises:
         ValueError: The bytes are damaged, or name what is not part of a checkpoint's metadata. Nothing was run.
     """
-    return _lazy_metadata(*_core.read_metadata_pickle(data))
+    return _lazy_metadata(_core.read_metadata_pickle(data))
 
 
 def parse_index_metadata(content: bytes, path: Path) -> Metadata:
@@ -62,17 +62,13 @@ def parse_index_metadata(content: bytes, path: Path) -> Metadata:
     Raises:
         FormatError: The index is damaged, or belongs to a checkpoint with a ``.metadata``.
     """
-    _, _, _, _, files, tables = _core.parse_index(content, shown(path))
-    return metadata_of_tables(tables, files, path)
+    index = _core.parse_index(content, shown(path))
+    return metadata_of_tables(index.tables, index.files, path)
 
 
-def metadata_of_tables(tables: bytes, files: Sequence[tuple[str, int, int, int, int, bytes]], path: Path) -> Metadata:
-    """The same of an index that was read.
-
-    Args:
-        files: Rows of ``_core.parse_index``.
-    """
-    return _lazy_metadata(*columns_of_tables(tables, files, path))
+def metadata_of_tables(tables: bytes, files: Iterable[_core.RankFile], path: Path) -> Metadata:
+    """The same for an index that was parsed."""
+    return _lazy_metadata(parse_tables(tables, files, path))
 
 
 def columns_of(state_dict_metadata: Mapping[str, Any]) -> _core.MetadataColumns | None:
@@ -115,16 +111,14 @@ def storage_meta_fields(meta: StorageMeta) -> dict[str, Any]:
     return fields
 
 
-def _lazy_metadata(
-    columns: _core.MetadataColumns, planner_data: Any, storage_meta: dict[str, Any] | None, version: str | None
-) -> Metadata:
+def _lazy_metadata(parsed: _core.ParsedMetadata) -> Metadata:
     metadata = Metadata(
-        lazy_entries(columns),
-        planner_data=planner_data,
-        storage_data=lazy_parts(columns),
-        storage_meta=None if storage_meta is None else _storage_meta(storage_meta),
+        lazy_entries(parsed.columns),
+        planner_data=parsed.planner_data,
+        storage_data=lazy_parts(parsed.columns),
+        storage_meta=None if parsed.storage_meta is None else _storage_meta(parsed.storage_meta),
     )
-    metadata.version = version
+    metadata.version = parsed.version
     return metadata
 
 
@@ -139,7 +133,7 @@ _FIELDS = frozenset(field.name for field in fields(Metadata))
 _MAPPINGS = ("state_dict_metadata", "planner_data", "storage_data")
 
 
-def encode_metadata(metadata: Metadata, files: Sequence[RankFile]) -> bytes:
+def encode_metadata(metadata: Metadata, files: Sequence[_core.RankFile]) -> bytes:
     """The bytes of ``.metadata``: what ``pickle.dumps`` would say, in C++ where all of it are DCP's own classes.
 
     Args:
@@ -160,7 +154,7 @@ def encode_metadata(metadata: Metadata, files: Sequence[RankFile]) -> bytes:
     return pickle.dumps(metadata)
 
 
-def encode_tables(metadata: Metadata, files: Sequence[RankFile]) -> bytes:
+def encode_tables(metadata: Metadata, files: Sequence[_core.RankFile]) -> bytes:
     """What an index says in the place of ``.metadata``.
 
     Raises:
@@ -272,6 +266,6 @@ def _plain_rest(metadata: Metadata) -> tuple[dict[str, Any], str]:
     return storage_meta_fields(metadata.storage_meta), metadata.version
 
 
-def _add_files(columns: _core.MetadataColumns, files: Sequence[RankFile]) -> None:
+def _add_files(columns: _core.MetadataColumns, files: Sequence[_core.RankFile]) -> None:
     for file in files:
-        columns.add_records(file.name, file.records, file.footer_offset)
+        columns.add_records(file)

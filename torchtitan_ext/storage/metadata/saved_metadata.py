@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -18,7 +18,6 @@ from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError
 from torchtitan_ext.storage.checkpoint_files import CheckpointIndex, index_path, metadata_path, parse_index, shown
 from torchtitan_ext.storage.commit.opened import OpenedCheckpoint
-from torchtitan_ext.storage.damage import Part
 
 WORLD_KEY = "torchtitan_ext.world"
 """Where a save's metadata says which world wrote it: in ``planner_data``, which readers look up by key only. Not where
@@ -105,35 +104,30 @@ def read_saved_metadata(files: OpenedCheckpoint, rank: int | None, *, verify: st
         return _of_index_alone(files, rank, verify, error)
     path = metadata_path(files.directory, rank)
     try:
-        columns, planner_data, fields, version = _core.read_metadata_pickle(data)
+        parsed = _core.read_metadata_pickle(data)
     except (ValueError, OverflowError) as error:
         raise DamagedCheckpointError(f"{path}: {error}") from None
-    fields = fields if isinstance(fields, dict) else {}
+    columns, fields = parsed.columns, parsed.storage_meta if isinstance(parsed.storage_meta, dict) else {}
     place, content = files.read_index(rank, _save_id(fields))
     index = None
     if content is not None:
-        named = {name for name, *_ in columns.describe_files()}
+        named = {file.path for file in columns.describe_files()}
         index = parse_index(
             place, content, data, verify=verify, has_file=lambda file: file.name in named and files.has(file)
         )
-    return SavedMetadata(columns, planner_data, fields, version, index)
+    return SavedMetadata(columns, parsed.planner_data, fields, parsed.version, index)
 
 
-def columns_of_tables(
-    tables: bytes, files: Sequence[tuple[str, int, int, int, int, bytes]], path: Path
-) -> tuple[_core.MetadataColumns, Any, dict[str, Any], str]:
-    """What an index says that stands for ``.metadata``: columns, planner_data, fields of StorageMeta, version.
-
-    Args:
-        files: Rows of ``_core.parse_index``.
+def parse_tables(tables: bytes, files: Iterable[_core.RankFile], path: Path) -> _core.ParsedMetadata:
+    """The metadata that stands in an index instead of in ``.metadata``.
 
     Raises:
         FormatError: The index is damaged, or belongs to a checkpoint with a ``.metadata``.
     """
-    columns, planner_data, fields, version = _core.read_metadata_tables(tables, shown(path))
-    for name, _, _, footer_offset, _, records in files:
-        columns.add_records(name, records, footer_offset)
-    return columns, planner_data, fields, version
+    parsed = _core.read_metadata_tables(tables, shown(path))
+    for file in files:
+        parsed.columns.add_records(file)
+    return parsed
 
 
 class SavedParts:
@@ -145,30 +139,27 @@ class SavedParts:
         self._columns = columns
         self._sizes: dict[int, dict[tuple[int, ...], tuple[int, ...]]] = {}
 
-    def of_file(self, name: str) -> Iterator[Part]:
+    def of_file(self, name: str) -> Iterator[_core.Part]:
         """Those that lie in a file, one at a time."""
         for number in self._numbers.get(name, ()):
-            fqn, offsets, _ = self._columns.index_of_part(number)
-            path, offset, num_bytes, _ = self._columns.place_of_part(number)
-            yield Part(fqn, offsets, path, offset, num_bytes)
+            yield self._columns.part(number)
 
-    def chunk_of(self, part: Part) -> tuple[str, tuple[int, ...]] | None:
+    def chunk_of(self, part: _core.Part) -> tuple[str, tuple[int, ...]] | None:
         """Dtype and sizes that the metadata gives a part; ``None`` where it is not that of a tensor."""
         number = self._columns.find_key(part.fqn)
         entry = None if number is None else self._columns.key(number)
         if entry is None or part.offsets is None:
             return None
-        dtype, chunk_list = entry[1], entry[-1]
-        if chunk_list not in self._sizes:
-            self._sizes[chunk_list] = dict(self._columns.chunk_list(chunk_list))
-        sizes = self._sizes[chunk_list].get(tuple(part.offsets))
-        return None if sizes is None else (dtype, sizes)
+        if entry.chunk_list not in self._sizes:
+            self._sizes[entry.chunk_list] = dict(self._columns.chunk_list(entry.chunk_list))
+        sizes = self._sizes[entry.chunk_list].get(tuple(part.offsets))
+        return None if sizes is None else (entry.dtype, sizes)
 
     @cached_property
     def _numbers(self) -> dict[str, array[int]]:
         numbers: dict[str, array[int]] = {}
         for number in range(self._columns.num_parts):
-            numbers.setdefault(self._columns.place_of_part(number)[0], array("Q")).append(number)
+            numbers.setdefault(self._columns.part(number).path, array("Q")).append(number)
         return numbers
 
 
@@ -183,12 +174,11 @@ def _of_index_alone(
     index = parse_index(path, content, None, verify=verify)
     if index is None:
         raise missing
-    rows = [astuple(indexed.file) for indexed in index.files.values()]
     try:
-        columns, planner_data, fields, version = columns_of_tables(index.tables, rows, path)
+        parsed = parse_tables(index.tables, index.files.values(), path)
     except (ValueError, OverflowError) as error:
         raise DamagedCheckpointError(str(error)) from None
-    return SavedMetadata(columns, planner_data, fields, version, index)
+    return SavedMetadata(parsed.columns, parsed.planner_data, parsed.storage_meta, parsed.version, index)
 
 
 def _is_count(value: object) -> TypeGuard[int]:

@@ -217,8 +217,8 @@ class FileReader(StorageReader):
         path, descriptor = shown(self.path / name), self.files.descriptor(name)
         indexed = None if self._index is None else self._index.files.get(name)
         if self.verify == "none":
-            return runs.add_file(path, -1 if indexed is None else indexed.file.num_bytes, descriptor)
-        file = self._footers.find(self.path / name, descriptor) if indexed is None else indexed.file
+            return runs.add_file(path, -1 if indexed is None else indexed.num_bytes, descriptor)
+        file = indexed or self._footers.find(self.path / name, descriptor)
         if file is None:
             return runs.add_file(path, -1, descriptor)
         save_id = self._footers.save_id if self._index is None else self._index.save_id
@@ -235,7 +235,7 @@ class FileReader(StorageReader):
         """
         damaged = runs.read(thread_count_of(self.thread_count), self.verify)
         if damaged:
-            blocks = [(names[file], begin, end) for file, begin, end in damaged]
+            blocks = [(names[block.file], block.begin, block.end) for block in damaged]
             parts = (
                 Part(place.fqn, place.offset, info.relative_path, info.offset, info.length)
                 for place, info in self.storage_data.items()
@@ -253,9 +253,8 @@ class FileReader(StorageReader):
         if self._index is None:
             return None
         self.metadata_digest = self._index.save_id.hex()
-        rows = [dataclasses.astuple(indexed.file) for indexed in self._index.files.values()]
         try:
-            return metadata_of_tables(self._index.tables, rows, path)
+            return metadata_of_tables(self._index.tables, self._index.files.values(), path)
         except ValueError as error:
             raise DamagedCheckpointError(str(error)) from None
 
@@ -313,7 +312,7 @@ class FileReader(StorageReader):
     def _tensors_of(self, name: str, places: Mapping[int, int]) -> dict[int, StoredTensor]:
         """The plain tensors among some records of a file, by the records' offsets; ``places`` has their lengths."""
         if self._index is not None and name in self._index.files:
-            return self._index.files[name].tensors
+            return self._index.tensors(name)
         new = {offset: length for offset, length in places.items() if (name, offset) not in self._stock_tensors}
         num_threads, descriptor = thread_count_of(self.thread_count), self.files.descriptor(name)
         for offset, tensor in find_stock_tensors(self.path / name, new, num_threads, descriptor).items():

@@ -28,7 +28,6 @@ from torchtitan_ext.layout.dtensor import is_wrapper
 from torchtitan_ext.layout.wrapper import without_slack
 from torchtitan_ext.storage.checkpoint_files import (
     NO_METADATA,
-    RankFile,
     index_path,
     is_local,
     metadata_path,
@@ -193,7 +192,7 @@ class FileWriter(StorageWriter):
             future.set_exception(error)
         return future
 
-    def finish(self, metadata: Metadata, results: Sequence[RankFile | None]) -> None:  # type: ignore[override]
+    def finish(self, metadata: Metadata, results: Sequence[_core.RankFile | None]) -> None:  # type: ignore[override]
         assert self._save is not None, "finish without prepare_global_plan, please report"
         files = [file for file in results if file is not None]
         self._save.check_names([file.name for file in files])
@@ -208,7 +207,7 @@ class FileWriter(StorageWriter):
             len(content) if needs_metadata else NO_METADATA,
             _core.digest(content),
             notes_of_save(len(results)),
-            [dataclasses.astuple(file) for file in files],
+            files,
             tables,
         )
         path = self._save.commit(index, content if needs_metadata else None, sync=self.sync, confirm=self.confirm)
@@ -241,7 +240,7 @@ class FileWriter(StorageWriter):
         """The rank whose metadata this is; none where the checkpoint is all ranks' together."""
         return None if self.use_collectives else self.rank
 
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> RankFile | None:
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> _core.RankFile | None:
         # The id of the save does not travel in the plans: cached ones would bring back an old one.
         place = find_place(self.target, self.rank or 0, is_own=not self.use_collectives)
         if not plan.items:
@@ -267,7 +266,7 @@ class FileWriter(StorageWriter):
                     batch.write()
             batch.write()
         rank = self.rank or 0
-        return RankFile(name, rank, *records.finish(bytes.fromhex(place.save_id), rank))
+        return records.finish(name, bytes.fromhex(place.save_id), rank)
 
 
 def _not_followed(argument: str, got: object, expected: str) -> WrongValueError:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 
 from torchtitan_ext import _core
-from torchtitan_ext.storage.checkpoint_files import RankFile
 from torchtitan_ext.storage.commit.commit import SavePlace
 from torchtitan_ext.storage.native.file_writer import BLOCK_BYTES
 from torchtitan_ext.storage.raw_tensor import ELEMENT_TYPES, NAMES
@@ -54,6 +53,6 @@ class RankFileWriter:
         """Raises OSError, which names the file, the byte and the reason."""
         self._records.write_queued()
 
-    def finish(self) -> RankFile:
+    def finish(self) -> _core.RankFile:
         save_id = bytes.fromhex(self._place.save_id)
-        return RankFile(self._name, self._rank, *self._records.finish(save_id, self._rank))
+        return self._records.finish(self._name, save_id, self._rank)

@@ -30,19 +30,16 @@ def find_stock_tensors(
     except _core.FormatError as error:
         raise DamagedCheckpointError(str(error)) from None
     tensors: dict[int, StoredTensor | None] = {}
-    for offset, row in zip(places, found, strict=True):
-        tensors[offset] = None
-        if row is None:
+    for offset, one in zip(places, found, strict=True):
+        dtype = None if one is None else dtype_name_of(one.storage_class, one.dtype)
+        if one is None or dtype is None:
+            tensors[offset] = None
             continue
-        storage_class, name, sizes, strides, storage_offset, data_offset, data_bytes = row
-        dtype = dtype_name_of(storage_class, name)
-        if dtype is None:
-            continue
-        item_bytes = ITEM_BYTES[dtype]
-        num_bytes = elements_needed(sizes, strides, storage_offset) * item_bytes
-        if num_bytes > data_bytes:
+        sizes, strides, item_bytes = one.sizes, one.strides, ITEM_BYTES[dtype]
+        num_bytes = elements_needed(sizes, strides, one.storage_offset) * item_bytes
+        if num_bytes > one.data_bytes:
             raise DamagedCheckpointError(
-                f"{path}: record at byte {offset}: the tensor needs {num_bytes} bytes, its storage has {data_bytes}"
+                f"{path}: record at byte {offset}: the tensor needs {num_bytes} bytes, its storage has {one.data_bytes}"
             )
-        tensors[offset] = StoredTensor(dtype, sizes, strides, data_offset + storage_offset * item_bytes)
+        tensors[offset] = StoredTensor(dtype, sizes, strides, one.data_offset + one.storage_offset * item_bytes)
     return tensors

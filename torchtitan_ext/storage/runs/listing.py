@@ -110,7 +110,7 @@ def _world_size(path: Path) -> int | None:
     names, _ = checkpoint_names(path)
     for name in sorted(name for name in names if name.startswith(".tte_index")):
         try:
-            notes = dict(_core.parse_index((path / name).read_bytes(), name)[3])
+            notes = _core.parse_index((path / name).read_bytes(), name).notes
         except (OSError, ValueError):
             continue
         return int(notes["world_size"]) if notes.get("world_size", "").isdecimal() else None
