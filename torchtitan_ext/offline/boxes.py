@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from torchtitan_ext import _core
-from torchtitan_ext.checkpoint.planners.saved_metadata import ChunkList, SavedChunks
+from torchtitan_ext.checkpoint.planners.saved_chunks import ChunkList, SavedChunks
 from torchtitan_ext.checkpoint.planners.targets import is_exact
 from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError, WrongValueError
 from torchtitan_ext.layout.dtensor import local_view

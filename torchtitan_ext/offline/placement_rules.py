@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from torchtitan_ext import _core
-from torchtitan_ext.checkpoint.planners.saved_metadata import ChunkList, SavedChunks
+from torchtitan_ext.checkpoint.planners.saved_chunks import ChunkList, SavedChunks
 from torchtitan_ext.checkpoint.tables.component import World, saved_world
 from torchtitan_ext.checkpoint.tables.key_table import Box
 from torchtitan_ext.errors import Problem, Remedy, WrongValueError, argument_error, check_argument, named, refusal

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torchtitan_ext import _core
-from torchtitan_ext.checkpoint.planners.saved_metadata import storage_problems
+from torchtitan_ext.checkpoint.planners.saved_chunks import storage_problems
 from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError, Remedy, refusal
 from torchtitan_ext.state.plain_value import NotPlainError, read_value
 from torchtitan_ext.storage.checkpoint_files import Record, thread_count_of

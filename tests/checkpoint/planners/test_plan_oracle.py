@@ -13,8 +13,8 @@ import torch
 
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.planners.items import read_writes, write_items
+from torchtitan_ext.checkpoint.planners.new_metadata import metadata_entries, metadata_paths
 from torchtitan_ext.checkpoint.planners.replica_digests import compare_replicas
-from torchtitan_ext.checkpoint.planners.saved_metadata import stored_entries, stored_paths
 from torchtitan_ext.checkpoint.tables.agreement import TensorAgreement, agree
 from torchtitan_ext.checkpoint.tables.key_table import (
     BoxesEntry,
@@ -220,7 +220,7 @@ def test_each_shard_is_written_once_by_a_holder_and_bytes_are_balanced(seed: int
         equal_keys = compare_replicas(tables, agreement).equal
         num_equal += len(equal_keys)
         plan = _core.WritePlan(agreement.world, False, [], [], equal_keys)
-        entries = stored_entries(agreement)
+        entries = metadata_entries(agreement)
         writers: dict[Any, int] = {}
         objects: Counter[str] = Counter()
         for rank, table in enumerate(tables):
@@ -245,7 +245,7 @@ def test_each_shard_is_written_once_by_a_holder_and_bytes_are_balanced(seed: int
         assert sum(plan.load_bytes) == sum(loads.values())
         assert max(plan.load_bytes) <= max(loads.values()) + largest
         paths = {fqn: path for table in reversed(tables) for fqn, path in table.stock_paths.items()}
-        assert stored_paths(agreement, [encode_table(table).message for table in tables]) == paths
+        assert metadata_paths(agreement, [encode_table(table).message for table in tables]) == paths
     assert num_planned > STATES_PER_SEED // 3 and num_equal > 0
 
 

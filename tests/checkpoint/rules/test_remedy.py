@@ -11,9 +11,7 @@ COMPONENTS = {name: ComponentPlan("reshard") for name in ("model", "optimizer", 
 def remedy(
     *problems: Problem, policy: ElasticPolicy | None = None, wanted: tuple[str, ...] = ()
 ) -> ElasticPolicy | None:
-    missing = [problem.fqn for problem in problems if problem.kind == "missing_key"]
-    unexpected = [problem.fqn for problem in problems if problem.kind == "unexpected_key"]
-    return find_remedy(problems, policy or ElasticPolicy(), COMPONENTS, missing, unexpected, wanted)
+    return find_remedy(problems, policy or ElasticPolicy(), COMPONENTS, wanted)
 
 
 def test_a_component_that_cannot_cross_starts_anew() -> None:

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.operation.arguments import Place, check_keep, place_of
 from torchtitan_ext.checkpoint.operation.phases import Phases
+from torchtitan_ext.checkpoint.planners.new_metadata import check_all_written
 from torchtitan_ext.checkpoint.planners.save_planner import SavePlanner
-from torchtitan_ext.checkpoint.planners.saved_metadata import check_all_written
 from torchtitan_ext.checkpoint.planners.subclasses import check_final_items, set_up_save
 from torchtitan_ext.checkpoint.tables.component import CountsSamples, SampleAccount, disagreeing_counts, is_stateful
 from torchtitan_ext.dcp_private import storage_setup

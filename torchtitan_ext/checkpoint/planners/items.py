@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, TensorWriteData, WriteItem, WriteItemType
 
 from torchtitan_ext import _core
-from torchtitan_ext.checkpoint.planners.saved_metadata import ChunkList, Part, is_covered
+from torchtitan_ext.checkpoint.planners.saved_chunks import ChunkList, Part, is_covered
 from torchtitan_ext.checkpoint.rules.report import LoadReport
 from torchtitan_ext.checkpoint.tables.key_table import (
     Box,

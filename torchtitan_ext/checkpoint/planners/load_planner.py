@@ -27,11 +27,10 @@ from torchtitan_ext.checkpoint.planners.items import (
     unfillable_cuts,
     unread_problems,
 )
-from torchtitan_ext.checkpoint.planners.saved_metadata import (
+from torchtitan_ext.checkpoint.planners.saved_chunks import (
     ChunkList,
     SavedChunks,
     cover_problems,
-    name_files_of_overlaps,
     name_metadata,
     storage_problems,
 )
@@ -47,28 +46,19 @@ from torchtitan_ext.checkpoint.planners.subclasses import (
 )
 from torchtitan_ext.checkpoint.planners.targets import (
     CastPolicy,
-    entry_as_saved,
-    find_misfit,
+    fit_targets,
     flatten_targets,
     number_for,
     number_from,
     places_of,
 )
-from torchtitan_ext.checkpoint.rules.load_rules import LoadRules, ReadRequest, advice_of, for_components, held_keys
-from torchtitan_ext.checkpoint.rules.missing_keys import (
-    find_filters,
-    missing_problems,
-    misspelt_layouts,
-    nothing_matches,
-    unclaimed_entries,
-)
+from torchtitan_ext.checkpoint.rules.load_rules import JointRequest, LoadRules, ReadRequest, for_components
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source, check_rules
-from torchtitan_ext.checkpoint.rules.report import LoadReport, build_report, disagreements, warn_of_leftovers
+from torchtitan_ext.checkpoint.rules.report import LoadReport, review, warn_of_leftovers
 from torchtitan_ext.checkpoint.tables.agreement import agree, unforeseen_steps
-from torchtitan_ext.checkpoint.tables.component import nested_stateful, unclaimed_problems
+from torchtitan_ext.checkpoint.tables.component import nested_stateful
 from torchtitan_ext.checkpoint.tables.key_table import (
     EncodedTable,
-    KeyEntry,
     KeyTable,
     ObjectEntry,
     describe_state,
@@ -228,54 +218,24 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         check_local_plans("load", self, LoadPlanner, global_plan, (ReadRequest,))
-        rules = self.rules
         requests: list[ReadRequest] = [plan.planner_data for plan in global_plan]
-        tables = [request.table for request in requests]
-        agreement = agree(tables, every_rank_reports=False)
-        saved_names = {fqn: name for request in requests for fqn, name in request.saved_names.items()}
-        held = (fqn for fqn, of_class in zip(agreement.names, agreement.class_of, strict=True) if of_class is not None)
-        wanted = {fqn: saved_names.get(fqn, fqn) for fqn in held}
-        problems = list(agreement.problems)
+        agreement = agree([request.table for request in requests], every_rank_reports=False)
+        held = [fqn for fqn, number in zip(agreement.names, agreement.class_of, strict=True) if number is not None]
+        joint = JointRequest(requests, self.rules, self.metadata, held)
         is_cover_checked = len({request.metadata_name for request in requests}) == 1
+        found = list(agreement.problems)
         if is_cover_checked:
-            found = cover_problems(agreement, wanted, self.metadata, self._saved_chunks)
-            problems += name_files_of_overlaps(found, self.metadata)
-        if not wanted:
-            problems += nothing_matches(requests, self.metadata)
-        saved_wanted = set(wanted.values())
-        problems += storage_problems(self.metadata, saved_wanted)
-        problems += unclaimed_problems(saved_wanted, len(requests), self.metadata, self._allow_unclaimed)
-        problems += disagreements([request.rules for request in requests])
-        problems += misspelt_layouts(tables, agreement, self._layouts, self.metadata, rules.source)
-        filtered, concerns = find_filters(rules, held_keys(requests, agreement.names), self.metadata)
-        problems += filtered
-        report = None
-        if rules.policy is None:
-            absent = dict.fromkeys(fqn for request in requests for fqn in request.missing)
-            problems += missing_problems(list(absent), self.metadata, len(requests), advice_of(requests))
-            concerns += unclaimed_entries(requests, wanted, self.metadata, rules, self._allow_unclaimed)
-        else:
-            report = build_report(
-                requests,
-                wanted,
-                agreement.ranks_and_meshes(),
-                self.metadata,
-                rules.policy,
-                rules.source,
-                rules.selects,
-                problems,
-            )
-            problems = list(report.problems)
+            found += cover_problems(agreement, joint.wanted, self.metadata, self._saved_chunks)
+        found += storage_problems(self.metadata, set(joint.wanted.values()))
+        problems, warned, report = review(joint, agreement, self._layouts, self._allow_unclaimed, found)
         if problems:
             raise refusal("load", problems, report)
-        for concern in concerns:
-            warnings.warn(f"load: {concern}", stacklevel=2)
+        for text in warned:
+            warnings.warn(f"load: {text}", stacklevel=2)
         unforeseen = unforeseen_steps(requests, agreement)
-        plans = []
-        for rank, plan in enumerate(global_plan):
-            decision = ReadDecision(unforeseen[rank], is_cover_checked, report)
-            plans.append(dataclasses.replace(plan, planner_data=decision))
-        return plans
+        decisions = [ReadDecision(steps, is_cover_checked, report) for steps in unforeseen]
+        pairs = zip(global_plan, decisions, strict=True)
+        return [dataclasses.replace(plan, planner_data=decision) for plan, decision in pairs]
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
         check_global_plan("load", self, central_plan, ReadDecision)
@@ -362,50 +322,30 @@ class LoadPlanner(DefaultLoadPlanner):
             return ReadRequest(encode_table(not_ours).message, "")
         rules = for_components(self.rules, self.original_state_dict)
         table = describe_state(self.state_dict, {}, self._layouts)
-        problems = uncalled_methods(self, LoadPlanner, DefaultLoadPlanner)
-        wanted: dict[str, KeyEntry] = {}
-        self._saved_names, self._numbers = {}, {}
-        missing, left, refused = [], [], []
-        for fqn, entry in table.entries.items():
-            if not rules.is_loaded(fqn, is_tensor=not isinstance(entry, ObjectEntry)):
-                left.append(fqn)
-                continue
-            saved_name = rules.source.saved_name(fqn)
-            saved = self.metadata.state_dict_metadata.get(saved_name)
-            if saved is None:
-                missing.append(fqn)
-                continue
-            problem = find_misfit(fqn, self.state_dict[fqn], entry, saved, self._cast)
-            if problem is not None:
-                problems.append(problem)
-                if problem.kind != "wrong_dtype":  # where only the dtype does not fit, all else is compared
-                    refused.append(fqn)
-                    continue
-            wanted[fqn] = entry_as_saved(entry, saved)
-            if isinstance(entry, ObjectEntry) and isinstance(saved, TensorStorageMetadata):
-                self._numbers[fqn] = type(self.state_dict[fqn])
-                self.state_dict[fqn] = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
-            if saved_name != fqn:
-                self._saved_names[fqn] = saved_name
-        problems += [problem for problem in table.problems if problem.fqn not in left]
+        fitted = fit_targets(self.state_dict, table, self.metadata, rules, self._cast)
+        self._saved_names = fitted.saved_names
+        self._numbers = {fqn: type(self.state_dict[fqn]) for fqn in fitted.numbers}
+        self.state_dict.update(fitted.numbers)
         self._places = places_of(self._flat, self.state_dict, self.mappings)
+        problems = [*uncalled_methods(self, LoadPlanner, DefaultLoadPlanner), *fitted.problems]
         if not overrides(self, LoadPlanner, "load_bytes", "commit_tensor"):
-            put = [fqn for fqn, entry in wanted.items() if isinstance(entry, ObjectEntry) or fqn in self._numbers]
+            put = [fqn for fqn, e in fitted.wanted.items() if isinstance(e, ObjectEntry) or fqn in self._numbers]
             problems += no_place(self, [fqn for fqn in put if fqn not in self._places])
-        wanted_table = KeyTable(entries=wanted, layouts=table.layouts, wrappers=table.wrappers)
+        wanted_table = KeyTable(entries=fitted.wanted, layouts=table.layouts, wrappers=table.wrappers)
         problems += unfillable_cuts(self.state_dict, wanted_table, self._chunk_list)
         self._table = dataclasses.replace(wanted_table, problems=tuple(problems))
         self._encoded = encode_table(self._table)
+        missing = tuple(fitted.missing)
         return ReadRequest(
             self._encoded.message,
             name_metadata(self.metadata),
             rules=f"{rules.policy}, {dataclasses.replace(rules.source, path=None)}",
             saved_names=self._saved_names,
-            missing=() if self.allow_partial_load else tuple(missing),
+            missing=() if self.allow_partial_load else missing,
             advice={fqn: text for fqn in missing if (text := nested_stateful(self.state_dict[fqn])) is not None},
-            skipped=tuple(missing) if self.allow_partial_load else (),
-            left=tuple(left),
-            refused=tuple(refused),
+            skipped=missing if self.allow_partial_load else (),
+            left=tuple(fitted.left),
+            refused=tuple(fitted.refused),
             components=rules.components,
         )
 

@@ -31,6 +31,7 @@ from torchtitan_ext.checkpoint.planners.items import (
     unwritable_cuts,
     write_items,
 )
+from torchtitan_ext.checkpoint.planners.new_metadata import metadata_entries, metadata_paths
 from torchtitan_ext.checkpoint.planners.plan_cache import (
     CACHE_PREFIX,
     CachedTable,
@@ -43,7 +44,6 @@ from torchtitan_ext.checkpoint.planners.plan_cache import (
     remember,
 )
 from torchtitan_ext.checkpoint.planners.replica_digests import ReplicaComparison, compare_replicas
-from torchtitan_ext.checkpoint.planners.saved_metadata import stored_entries, stored_paths
 from torchtitan_ext.checkpoint.planners.subclasses import (
     check_global_plan,
     check_local_plans,
@@ -217,9 +217,9 @@ class SavePlanner(DefaultSavePlanner):
             return self.global_plan, self.metadata
         token = f"{CACHE_PREFIX}{uuid.uuid4().hex}"
         decisions = self._decide_writes(agreement, tables, compared, token)
-        self.metadata = Metadata(stored_entries(agreement))
+        self.metadata = Metadata(metadata_entries(agreement))
         if self.flatten_state_dict:
-            self.metadata.planner_data = stored_paths(agreement, tables)
+            self.metadata.planner_data = metadata_paths(agreement, tables)
             if every_rank_reports:
                 # The path of a key of this name is worth more.
                 self.metadata.planner_data.setdefault(WORLD_KEY, world_record(agreement.ranks_and_meshes()))

@@ -1,21 +1,30 @@
-"""The targets of a load: their places in the nested state dict, and whether what was saved fits them.
+"""The targets of a load: their places in the nested state dict, and whether the saved values fit them.
 
 Kind, shape, dtype and memory are compared. Which changes of dtype keep every value is an explicit table:
-``torch.can_cast`` and ``torch.promote_types`` both call int64 -> float32 fine, which loses bits.
+``torch.can_cast`` and ``torch.promote_types`` both allow int64 -> float32, which loses bits.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from torchtitan_ext.checkpoint.rules.load_rules import LoadRules
 from torchtitan_ext.checkpoint.rules.policy import Source
-from torchtitan_ext.checkpoint.tables.key_table import BoxesEntry, KeyEntry, ObjectEntry, TensorEntry, lies_in_local
+from torchtitan_ext.checkpoint.tables.key_table import (
+    BoxesEntry,
+    KeyEntry,
+    KeyTable,
+    ObjectEntry,
+    TensorEntry,
+    lies_in_local,
+)
 from torchtitan_ext.dcp_private import ShardedTensor, flatten_sharded_tensors
 from torchtitan_ext.errors import Problem, Remedy
 from torchtitan_ext.layout.dtensor import describes_itself, holds_wrapper, local_tensor, may_overlap_itself
@@ -27,12 +36,12 @@ from torchtitan_ext.state.nested import FlatStateDict, Path, flatten_state_dict,
 def flatten_targets(
     state_dict: dict[str, Any], saved: Mapping[str, Any], source: Source, *, nested: bool, sharded_tensors: bool
 ) -> FlatStateDict:
-    """The targets by flat key; containers and wrappers that the checkpoint has as one value are kept as one.
+    """The targets by flat key; a container or wrapper that the checkpoint has as one value stays one value.
 
     Args:
-        saved: What the checkpoint has, by its names.
-        source: How it calls keys.
-        nested: Whether containers are flattened; else each entry is a target.
+        saved: The checkpoint's entries, by its own names.
+        source: Maps keys to the checkpoint's names.
+        nested: Whether containers are flattened; else each top-level entry is a target.
         sharded_tensors: Whether nested ``ShardedTensor`` are flattened, as in stock.
     """
 
@@ -40,7 +49,7 @@ def flatten_targets(
         return isinstance(saved.get(source.saved_name(fqn)), BytesStorageMetadata)
 
     def is_wrapper_whole(fqn: str, wrapper: torch.Tensor) -> bool:
-        """As in the checkpoint; where that has it not, as in what we save."""
+        """As in the checkpoint; where the checkpoint lacks it, as we would save it."""
         if source.saved_name(fqn) in saved:
             return True
         is_walked = any(source.saved_name(f"{fqn}.{name}") in saved for name in parts_of(wrapper))
@@ -56,23 +65,70 @@ def flatten_targets(
     return flat
 
 
-def entry_as_saved(entry: KeyEntry, saved: TensorStorageMetadata | BytesStorageMetadata) -> KeyEntry:
-    """The entry of what is read: not that of the target where one of them is a number and the other a tensor."""
-    if isinstance(saved, BytesStorageMetadata):
-        return ObjectEntry()
-    if not isinstance(entry, ObjectEntry):
-        return entry
-    shape = tuple(saved.size)
-    return TensorEntry(ShardReport(global_shape=shape, local_sizes=shape), saved.properties.dtype, False)
+@dataclass(frozen=True)
+class FittedTargets:
+    """The targets of one rank, each in one of ``wanted``, ``missing``, ``left`` and ``refused``.
+
+    Attributes:
+        wanted: The entries to read.
+        saved_names: The checkpoint's names of wanted keys, where they differ.
+        missing: Keys that the checkpoint lacks.
+        left: Keys that the rules leave out.
+        refused: Keys whose saved value has another kind or shape than the target.
+        numbers: For each Python number that was saved as a tensor, a tensor to read it into.
+        problems: Why values do not fit.
+    """
+
+    wanted: dict[str, KeyEntry]
+    saved_names: dict[str, str]
+    missing: list[str]
+    left: list[str]
+    refused: list[str]
+    numbers: dict[str, torch.Tensor]
+    problems: list[Problem]
+
+
+def fit_targets(
+    targets: Mapping[str, Any], table: KeyTable, metadata: Metadata, rules: LoadRules, cast: CastPolicy
+) -> FittedTargets:
+    """Compares each target with the saved value of its key."""
+    fitted = FittedTargets({}, {}, [], [], [], {}, [])
+    for fqn, entry in table.entries.items():
+        if not rules.is_loaded(fqn, is_tensor=not isinstance(entry, ObjectEntry)):
+            fitted.left.append(fqn)
+            continue
+        saved_name = rules.source.saved_name(fqn)
+        saved = metadata.state_dict_metadata.get(saved_name)
+        if saved is None:
+            fitted.missing.append(fqn)
+            continue
+        problem = _find_misfit(fqn, targets[fqn], entry, saved, cast)
+        if problem is not None:
+            fitted.problems.append(problem)
+            if problem.kind != "wrong_dtype":  # where only the dtype does not fit, all else is compared
+                fitted.refused.append(fqn)
+                continue
+        if isinstance(saved, BytesStorageMetadata):
+            fitted.wanted[fqn] = ObjectEntry()
+        elif isinstance(entry, ObjectEntry):
+            shape, dtype = tuple(saved.size), saved.properties.dtype
+            fitted.wanted[fqn] = TensorEntry(ShardReport(global_shape=shape, local_sizes=shape), dtype, False)
+            fitted.numbers[fqn] = torch.empty(shape, dtype=dtype, device="cpu")
+        else:
+            fitted.wanted[fqn] = entry
+        if saved_name != fqn:
+            fitted.saved_names[fqn] = saved_name
+    fitted.problems.extend(problem for problem in table.problems if problem.fqn not in fitted.left)
+    return fitted
 
 
 def places_of(flat: FlatStateDict, targets: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[str, Path]:
-    """Where targets stand in the nested state dict; lacks those of which nothing tells.
+    """The place of each target in the nested state dict; lacks targets whose place is unknown.
 
     Args:
-        flat: What was flattened.
-        targets: The same, or what a subclass has made of it: keys renamed, left out or added.
-        paths: What the subclass says, as stock DCP records paths; of keys that are not said anew ``flat`` knows better.
+        flat: The flattened state dict.
+        targets: Its values, or what a subclass has made of them: keys renamed, left out or added.
+        paths: Paths as stock DCP records them, which a subclass may have changed.
     """
     if targets.keys() == flat.paths.keys() and paths == flat.stock_paths:
         return flat.paths
@@ -91,16 +147,11 @@ def places_of(flat: FlatStateDict, targets: Mapping[str, Any], paths: Mapping[st
 SavedEntry = TensorStorageMetadata | BytesStorageMetadata
 
 
-def find_misfit(fqn: str, target: Any, entry: KeyEntry, saved: SavedEntry, cast: CastPolicy) -> Problem | None:
-    """Why a saved value cannot become a target, from what the metadata says of it; ``None`` where it can.
-
-    Args:
-        target: What stands in the state dict.
-        entry: How this rank describes it.
-    """
+def _find_misfit(fqn: str, target: Any, entry: KeyEntry, saved: SavedEntry, cast: CastPolicy) -> Problem | None:
+    """Why a saved value cannot become a target, by its metadata; ``None`` where it can."""
     is_object = isinstance(entry, ObjectEntry)
     if is_object != isinstance(saved, BytesStorageMetadata):
-        if is_one_number(target, saved):
+        if _is_one_number(target, saved):
             return None
         kinds = ("a tensor", "a non-tensor value")
         return Problem(
@@ -132,8 +183,8 @@ def find_misfit(fqn: str, target: Any, entry: KeyEntry, saved: SavedEntry, cast:
     return cast_problem(fqn, saved.properties.dtype, entry.dtype, cast)
 
 
-def is_one_number(target: Any, saved: SavedEntry) -> bool:
-    """Whether a number may be read from a tensor without dims, or into one: what is saved shows when it is read."""
+def _is_one_number(target: Any, saved: SavedEntry) -> bool:
+    """Whether the load may read a number from a tensor without dims, or into one; the read value decides then."""
     if isinstance(saved, TensorStorageMetadata):
         return type(target) in (bool, int, float) and len(saved.size) == 0
     whole = not isinstance(target, DTensor) or all(placement.is_replicate() for placement in target.placements)

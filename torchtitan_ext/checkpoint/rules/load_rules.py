@@ -1,12 +1,14 @@
-"""What a load is told, and what each rank asks for by it."""
+"""The rules of one load, and what the ranks ask of a checkpoint by them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 from torchtitan_ext.checkpoint.rules.policy import Action, ElasticPolicy, Source
 from torchtitan_ext.checkpoint.tables.key_table import RankTable
@@ -24,13 +26,12 @@ class ComponentPlan:
     """What one rank does with one component.
 
     Attributes:
-        action: By the policy.
-        note: What becomes of it, where that is known before the plan is.
-        problem: Why it cannot be done.
-        saved_prefix: Its saved entries have been read already, all keys below this one; else ``None``.
-        options: Keys of the options of an optimizer's parameter groups, ``optimizer.param_groups.0.lr``, where they are
-            matched by parameter instead of being read by key.
-        is_top: It is no entry of the state dict but the tensors at its top: see ``MODEL``.
+        action: The policy's choice.
+        note: The outcome for the report, where it is known before the plan.
+        problem: Why the component cannot be loaded.
+        saved_prefix: The component has already read all saved keys below this one; ``None`` where it reads none.
+        options: Keys of optimizer options (``optimizer.param_groups.0.lr``) that are matched by parameter, not by key.
+        is_top: The component is ``MODEL``: the tensors at the top of the state dict, not an entry of it.
     """
 
     action: Action
@@ -43,15 +44,16 @@ class ComponentPlan:
 
 @dataclass(frozen=True)
 class LoadRules:
-    """What a load planner is told of the load that it is a part of.
+    """What a load planner follows besides its own options.
 
     Attributes:
         source: Which keys come from this checkpoint, and under which names.
         earlier: Sources that come first: keys that they select do not come from this one.
-        policy: What to do with each component, and about keys that are missing or unexpected; ``None``: as stock.
-        components: What becomes of each component by its own rule; some are not in the state dict given to DCP.
-        values_first: Nothing is changed before ``LoadPlanner.change_targets``, which the caller calls once every rank
-            has read its non-tensor values: what cannot be read back is most often one of them.
+        policy: What to do with each component, and about missing or unexpected keys; ``None`` is stock's behaviour.
+        components: The plan of each component that has been decided already; some components are not in the state
+            dict that the planner gets.
+        values_first: Nothing changes before the caller calls ``LoadPlanner.change_targets``, after every rank has read
+            its non-tensor values: these are what a load most often cannot read.
         is_alone: Whether the load has no other source.
     """
 
@@ -68,7 +70,7 @@ class LoadRules:
         return chosen and not any(source.selects(fqn, component) for source in self.earlier)
 
     def is_loaded(self, fqn: str, *, is_tensor: bool) -> bool:
-        """Whether a flat key of the state dict is to be filled from this checkpoint."""
+        """Whether this load fills a flat key of the state dict."""
         component = component_of(fqn, self.components, is_tensor=is_tensor)
         if not self.selects(fqn, component):
             return False
@@ -77,19 +79,19 @@ class LoadRules:
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """What a rank asks for.
+    """What one rank asks of a checkpoint. Keys are those of its state dict.
 
     Attributes:
-        table: The entries to be read, under the names of the state dict.
-        saved_names: What they are called in the checkpoint, where that differs.
+        table: The entries to read.
+        metadata_name: Names the metadata that the rank has read: after ``use_collectives=False`` each rank has its own.
+        rules: Policy and source as text, to compare between ranks.
+        saved_names: The checkpoint's names of keys, where they differ.
         missing: Keys that the checkpoint lacks.
-        advice: What to do about some of these, known from their targets.
-        skipped: Those that it may lack (``allow_partial_load``).
-        left: Keys that are not loaded, by the policy or because no source selects them.
-        refused: Keys whose saved value is of another kind or shape than the target.
-        components: By top-level key; those of the state dict that are no tensors.
-        rules: By which policy, and from which source, as text.
-        metadata_name: Which metadata it read: ranks have one each after ``use_collectives=False``.
+        advice: What to do about some of the missing keys.
+        skipped: Keys that the checkpoint lacks and may lack (``allow_partial_load``).
+        left: Keys that the policy, or every source, leaves out.
+        refused: Keys whose saved value has another kind or shape than the target.
+        components: The plan of each top-level key that is no tensor.
     """
 
     table: RankTable
@@ -104,34 +106,75 @@ class ReadRequest:
     components: Mapping[str, ComponentPlan] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class JointRequest:
+    """What all ranks together ask of a checkpoint.
+
+    Attributes:
+        requests: One per rank, in rank order.
+        rules: The coordinator's; ``report.disagreements`` compares the ranks'.
+        metadata: The checkpoint's, as the coordinator has read it.
+        held: The keys that some rank reads.
+    """
+
+    requests: Sequence[ReadRequest]
+    rules: LoadRules
+    metadata: Metadata
+    held: Sequence[str]
+
+    @cached_property
+    def wanted(self) -> dict[str, str]:
+        """Each key that some rank reads, with its name in the checkpoint."""
+        saved_names = {fqn: name for request in self.requests for fqn, name in request.saved_names.items()}
+        return {fqn: saved_names.get(fqn, fqn) for fqn in self.held}
+
+    @cached_property
+    def missing(self) -> list[str]:
+        return list(dict.fromkeys(fqn for request in self.requests for fqn in request.missing))
+
+    @cached_property
+    def skipped(self) -> list[str]:
+        return list(dict.fromkeys(fqn for request in self.requests for fqn in request.skipped))
+
+    @cached_property
+    def left(self) -> set[str]:
+        return {fqn for request in self.requests for fqn in request.left}
+
+    @cached_property
+    def advice(self) -> dict[str, str]:
+        return {fqn: text for request in self.requests for fqn, text in request.advice.items()}
+
+    @cached_property
+    def components(self) -> dict[str, ComponentPlan]:
+        return {name: plan for request in reversed(self.requests) for name, plan in request.components.items()}
+
+    @cached_property
+    def known_names(self) -> set[str]:
+        """The checkpoint's names of all keys that ranks read, leave out or refuse: none of these is unexpected."""
+        refused = {fqn for request in self.requests for fqn in request.refused}
+        return {*self.wanted.values(), *map(self.rules.source.saved_name, self.left | refused)}
+
+    def component_of_keys(self) -> dict[str, str]:
+        """The component of each flat key that some rank has in its state dict.
+
+        Components with a rule of their own, whose keys no rank reads, have the key ``<component>.*``.
+        """
+        keys = list(self.held)
+        for request in self.requests:
+            keys += (*request.missing, *request.skipped, *request.left, *request.refused)
+        found = {fqn: component_of(fqn, self.components, is_tensor=True) for fqn in keys}
+        for name, plan in self.components.items():
+            found.update(dict.fromkeys((f"{name}.*", *plan.options), name))
+        return found
+
+
 def for_components(rules: LoadRules, state_dict: Mapping[Any, Any]) -> LoadRules:
-    """The rules with what becomes of each top-level key; ``tte.load`` has worked that out before."""
+    """The rules with a plan for each top-level key; ``tte.load`` has made these plans before."""
     if rules.components:
         return rules
     policy = rules.policy or ElasticPolicy()
     names = [str(key) for key, value in state_dict.items() if not isinstance(value, torch.Tensor)]
     return replace(rules, components={name: ComponentPlan(policy.component_action(name)) for name in names})
-
-
-def held_keys(requests: Sequence[ReadRequest], read: Iterable[str]) -> dict[str, str]:
-    """The component of each flat key that some rank has in its state dict.
-
-    Args:
-        read: Those that are to be read. Components with a rule of their own, whose keys are not among them, have ``*``.
-    """
-    components = {name: plan for request in requests for name, plan in request.components.items()}
-    keys = list(read)
-    for request in requests:
-        keys += (*request.missing, *request.skipped, *request.left, *request.refused)
-    held = {fqn: component_of(fqn, components, is_tensor=True) for fqn in keys}
-    for name, plan in components.items():
-        held.update(dict.fromkeys((f"{name}.*", *plan.options), name))
-    return held
-
-
-def advice_of(requests: Sequence[ReadRequest]) -> dict[str, str]:
-    """What to do about missing keys, as some rank knows it."""
-    return {fqn: text for request in requests for fqn, text in request.advice.items()}
 
 
 def component_of(fqn: str, components: Mapping[str, ComponentPlan], *, is_tensor: bool) -> str:

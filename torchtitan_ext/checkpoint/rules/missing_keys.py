@@ -1,9 +1,8 @@
-"""Names that only one side has: keys of the checkpoint or of the state dict, and names in a policy or in filters.
+"""Names that only the checkpoint or only the state dict has, and names in a policy or a filter that match nothing.
 
-Each comes with the name that was perhaps meant. A policy and the filters of a source may serve several jobs, so a name
-in them without a key is only warned of. It is refused where it is close to a key that is there, or reaches into a value
-that is loaded whole, because it then does not do what its author thinks; so is the only source of a load that includes
-nothing.
+Each problem proposes the name that was perhaps meant. One policy, or one source, may serve several jobs, so a name that
+matches nothing is only a warning. It is refused where its author cannot have meant that: where it is close to a known
+key, where it reaches into a value that is loaded whole, and where the only source of a load includes nothing.
 """
 
 from __future__ import annotations
@@ -15,34 +14,33 @@ from dataclasses import replace
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from torchtitan_ext.checkpoint.rules.load_rules import MODEL, ComponentPlan, LoadRules, ReadRequest, component_of
+from torchtitan_ext.checkpoint.rules.load_rules import MODEL, ComponentPlan, JointRequest, component_of
 from torchtitan_ext.checkpoint.rules.param_groups import find_option_gaps
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source
 from torchtitan_ext.checkpoint.rules.remedy import common_glob
 from torchtitan_ext.checkpoint.tables.agreement import Agreement, unused_layouts
 from torchtitan_ext.checkpoint.tables.component import PER_RANK, family_of, how_to_divide
-from torchtitan_ext.checkpoint.tables.key_table import RankTable
 from torchtitan_ext.errors import MAX_NAMED, Problem, Remedy, named
 from torchtitan_ext.errors.near_names import CLOSE, names_hint, nearest_glob, nearest_name
 from torchtitan_ext.layout.layout import LayoutRules, canonical_fqn
 from torchtitan_ext.storage.metadata.saved_metadata import recorded_path
 
-# A rename of more lines is no remedy to copy from a message.
+# A message proposes no rename with more entries.
 _MAX_RENAMES = 3
 
-# Of keys that are named in a warning, which is one line.
+# A warning names at most so many keys: it is one line.
 _MAX_SHOWN = 3
 
 
 def missing_problems(
     missing: Sequence[str], metadata: Metadata, num_ranks: int, advice: Mapping[str, str] | None = None
 ) -> list[Problem]:
-    """One problem per key that the checkpoint lacks; those that each rank keeps for itself are one together.
+    """One problem per key that the checkpoint lacks, and one for all ranks' entries of one name (``dp_rank_*``).
 
     Args:
         missing: Keys of the state dict.
-        num_ranks: How many ranks load.
-        advice: What to do about some of these.
+        num_ranks: Number of ranks that load.
+        advice: What to do about some of the keys.
     """
     if not missing:
         return []
@@ -70,24 +68,23 @@ def missing_problems(
     return problems
 
 
-def misspelt_layouts(
-    tables: Sequence[RankTable], agreement: Agreement, layouts: LayoutRules, metadata: Metadata, source: Source
-) -> list[Problem]:
-    """Patterns of ``layouts=`` for no target and no saved key: what is merely not loaded this time is not misspelt."""
+def misspelt_layouts(joint: JointRequest, agreement: Agreement, layouts: LayoutRules) -> list[Problem]:
+    """Patterns of ``layouts=`` that match no target and no saved key; a key that is merely not loaded is no mistake."""
+    tables = [request.table for request in joint.requests]
     if not any(table.layouts for table in tables):
         return []
-    saved = [name for fqn in metadata.state_dict_metadata for name in (fqn, source.own_name(fqn))]
+    saved = [name for fqn in joint.metadata.state_dict_metadata for name in (fqn, joint.rules.source.own_name(fqn))]
     problems = unused_layouts(tables, agreement, saved)
     matches = layouts.matches(saved) if problems else {}
     return [problem for problem in problems if not matches.get(problem.fqn)]
 
 
-def nothing_matches(requests: Sequence[ReadRequest], metadata: Metadata) -> list[Problem]:
-    """A partial load of which no rank finds anything. Some ranks may: a pipeline stage can be all new."""
-    skipped = list(dict.fromkeys(fqn for request in requests for fqn in request.skipped))
-    if not skipped or any(request.table.problems for request in requests):
+def nothing_matches(joint: JointRequest) -> list[Problem]:
+    """A problem where a partial load finds no key on any rank; on some ranks it may: a pipeline stage can be new."""
+    skipped = joint.skipped
+    if joint.wanted or not skipped or any(request.table.problems for request in joint.requests):
         return []
-    example = next(iter(metadata.state_dict_metadata), "nothing")
+    example = next(iter(joint.metadata.state_dict_metadata), "nothing")
     detail = (
         f"Missing key in checkpoint state_dict: {skipped[0]}. allow_partial_load found none of the {len(skipped)} "
         f"wanted keys; the checkpoint has {example} and others: check the prefixes"
@@ -98,7 +95,7 @@ def nothing_matches(requests: Sequence[ReadRequest], metadata: Metadata) -> list
 def _of_other_ranks(
     problem: Problem, family: str, members: Sequence[str], saved: Sequence[str], num_ranks: int
 ) -> Problem | None:
-    """The problem with its reason, where each rank keeps such an entry and the checkpoint has those of other ranks."""
+    """The problem with its reason, where the checkpoint has the same entry of other ranks."""
     relatives = [key for key in saved if family != members[0] and family_of(key) == family]
     if not relatives:
         return None
@@ -123,8 +120,6 @@ def _name_hint(fqn: str, twin: str | None, renames: Mapping[str, str], saved: Se
 
 def _prefix_twins(missing: Sequence[str], saved: Sequence[str]) -> dict[str, str]:
     """Missing keys that the checkpoint has under another prefix: a wrapper's anywhere, one component in front."""
-    if not missing:  # the checkpoint may have very many
-        return {}
     by_canonical = {canonical_fqn(fqn, strip_module=True): fqn for fqn in saved}
     known = set(saved)
     by_tail: dict[str, list[str]] = {}
@@ -144,7 +139,7 @@ def _prefix_twins(missing: Sequence[str], saved: Sequence[str]) -> dict[str, str
 
 
 def _prefix_renames(twins: Mapping[str, str], saved: Sequence[str]) -> dict[str, str]:
-    """The ``Source.rename`` that finds every twin and leaves names alone that the checkpoint has; or none of use.
+    """The ``Source.rename`` that finds every twin and keeps all names that the checkpoint has; empty if there is none.
 
     Example:
         >>> _prefix_renames({"model.w": "model.module.w", "model.b": "model.module.b"}, ["model.module.w", ...])
@@ -161,7 +156,7 @@ def _prefix_renames(twins: Mapping[str, str], saved: Sequence[str]) -> dict[str,
 
 
 def _widest_rename(fqn: str, twin: str, saved: Sequence[str]) -> dict[str, str]:
-    """From a key to its twin, with as much of their common end left to a ``*`` as other saved keys allow."""
+    """A rename from a key to its twin; the ``*`` covers as much of their common end as other saved keys allow."""
     own, other = fqn.split("."), twin.split(".")
     num_common = 0
     while num_common < min(len(own), len(other)) and own[-1 - num_common] == other[-1 - num_common]:
@@ -173,67 +168,51 @@ def _widest_rename(fqn: str, twin: str, saved: Sequence[str]) -> dict[str, str]:
     return {fqn: twin}
 
 
-def read_prefixes(components: Mapping[str, ComponentPlan]) -> Callable[[str], object]:
-    """Tells the saved keys that are read before the plan is made."""
+def is_read_before(components: Mapping[str, ComponentPlan]) -> Callable[[str], object]:
+    """A function that says whether a component has read a saved key before the plan."""
     prefixes = [plan.saved_prefix for plan in components.values() if plan.saved_prefix is not None]
     return re.compile("|".join(rf"{re.escape(prefix)}(\..*)?" for prefix in prefixes) or "(?!)").fullmatch
 
 
-def unexpected_keys(
-    metadata: Metadata,
-    wanted: Collection[str],
-    components: Mapping[str, ComponentPlan],
-    policy: ElasticPolicy,
-    source: Source,
-    selects: Callable[[str, str], bool],
-) -> list[str]:
-    """Of the components that are loaded: saved keys that no rank asks for."""
-    is_read = read_prefixes(components)
-    # Of these some are asked for, and the others a problem of their own.
-    per_rank = {family_of(fqn) for fqn in wanted if PER_RANK.search(fqn)}
+def unexpected_keys(joint: JointRequest, components: Mapping[str, ComponentPlan], policy: ElasticPolicy) -> list[str]:
+    """Saved keys of loaded components that no rank asks for, by their names in the state dict."""
+    known, source = joint.known_names, joint.rules.source
+    is_read = is_read_before(components)
+    # Some ranks' entries of these families are read; the others are a problem of their own.
+    per_rank = {family_of(fqn) for fqn in known if PER_RANK.search(fqn)}
     unexpected = []
-    for fqn in metadata.state_dict_metadata:  # its entries are made when they are asked for
+    for fqn in joint.metadata.state_dict_metadata:  # a lazy mapping: only the entries that are asked for are made
         own_name = source.own_name(fqn)
-        if fqn in wanted or is_read(fqn) or family_of(fqn) in per_rank:
+        if fqn in known or is_read(fqn) or family_of(fqn) in per_rank:
             continue
         name = component_of(own_name, components, is_tensor=True)
-        if name not in components or not selects(own_name, name):
+        if name not in components or not joint.rules.selects(own_name, name):
             continue
-        if components[name].is_top and not own_name.startswith(f"{MODEL}.") and not _is_tensor_at_top(fqn, metadata):
+        is_model = own_name.startswith(f"{MODEL}.")
+        if components[name].is_top and not is_model and not _is_tensor_at_top(fqn, joint.metadata):
             continue
         if policy.key_action(own_name, name) not in ("omit", "reset"):
             unexpected.append(own_name)
     return unexpected
 
 
-def unclaimed_entries(
-    requests: Sequence[ReadRequest],
-    wanted: Mapping[str, str],
-    metadata: Metadata,
-    rules: LoadRules,
-    allowed: Collection[str],
-) -> list[str]:
-    """For warnings of a load without a policy: of each entry of the state dict the saved keys that nothing asks for.
+def unclaimed_entries(joint: JointRequest, allowed: Collection[str]) -> list[str]:
+    """Warnings of a load without a policy: per entry of the state dict, the saved keys that nothing asks for.
 
-    What the state dict has nothing of is left out: to load a part of a checkpoint is fine.
+    Saved entries that are not in the state dict at all are no warning: to load a part of a checkpoint is fine.
 
     Args:
-        wanted: What some rank asks for, each key with its name in the checkpoint.
-        allowed: Globs of what may stay unread.
+        allowed: Globs of keys that may stay unread.
     """
-    components = {name: plan for request in requests for name, plan in request.components.items()}
-    aside = {fqn for request in requests for fqn in (*request.left, *request.refused)}
-    known = {*wanted.values(), *map(rules.source.saved_name, aside)}
-    policy = ElasticPolicy(dict.fromkeys(allowed, "omit"))
-    unclaimed = unexpected_keys(metadata, known, components, policy, rules.source, rules.selects)
+    unclaimed = unexpected_keys(joint, joint.components, ElasticPolicy(dict.fromkeys(allowed, "omit")))
     if not unclaimed:
         return []
-    dropped = find_option_gaps([*wanted, *unclaimed], wanted).dropped
+    dropped = find_option_gaps([*joint.wanted, *unclaimed], joint.wanted).dropped
     by_component: dict[str, list[str]] = {}
     for fqn in unclaimed:
         if fqn not in dropped:
-            by_component.setdefault(component_of(fqn, components, is_tensor=True), []).append(fqn)
-    return [_unclaimed_text(name, fqns, wanted) for name, fqns in by_component.items()]
+            by_component.setdefault(component_of(fqn, joint.components, is_tensor=True), []).append(fqn)
+    return [_unclaimed_text(name, fqns, joint.wanted) for name, fqns in by_component.items()]
 
 
 def _unclaimed_text(component: str, fqns: Sequence[str], wanted: Collection[str]) -> str:
@@ -257,6 +236,7 @@ def _is_tensor_at_top(fqn: str, metadata: Metadata) -> bool:
 
 
 def unexpected_problems(unexpected: Sequence[str], missing: Sequence[str]) -> list[Problem]:
+    """One problem per saved key that nothing asks for, with the nearest missing key."""
     problems = []
     for position, fqn in enumerate(unexpected):
         near = nearest_name(fqn, missing, likeness=CLOSE) if position < MAX_NAMED else None
@@ -269,22 +249,17 @@ _WILDCARDS = re.compile(r"[*?\[]")
 
 
 def unused_names(policy: ElasticPolicy, components: Collection[str], keys: Collection[str]) -> list[str]:
-    """The names of a policy that are no component's and match no key.
-
-    Args:
-        components: Top-level keys.
-        keys: Flat keys of state dict and checkpoint, of all ranks.
-    """
+    """The names in a policy that are no component and match no flat key of state dict or checkpoint."""
     return [name for name in policy.actions if name not in components and not fnmatch.filter(keys, name)]
 
 
 def name_problems(unused: Sequence[str], keys: Collection[str], whole: Iterable[str]) -> list[Problem]:
-    """Those of the unused names that cannot be meant for another job.
+    """A problem for each unused name that its author cannot have meant for another job.
 
     Args:
-        unused: As ``unused_names`` finds them.
-        keys: As above, and the components.
-        whole: Keys that are loaded as one value: there is no key below.
+        unused: Names in the policy that match nothing.
+        keys: All flat keys, and the components.
+        whole: Keys that are loaded as one value: no key lies below them.
 
     Example:
         >>> [problem.detail for problem in name_problems(["dataloder"], ["dataloader.step"], [])]
@@ -308,27 +283,26 @@ def name_problems(unused: Sequence[str], keys: Collection[str], whole: Iterable[
     return problems
 
 
-def find_filters(rules: LoadRules, held: Mapping[str, str], metadata: Metadata) -> tuple[list[Problem], list[str]]:
-    """Filters of a source that cannot be meant, and sentences about those that may be meant for another job.
-
-    Args:
-        held: The component of each flat key of the state dict, of all ranks.
-    """
-    source = rules.source
-    if not held or (tuple(source.include) == ("*",) and not source.exclude):
+def unused_filters(joint: JointRequest) -> tuple[list[Problem], list[str]]:
+    """Filters of the source that match nothing: problems, and warnings where they may be meant for another job."""
+    rules, source = joint.rules, joint.rules.source
+    if tuple(source.include) == ("*",) and not source.exclude:
         return [], []
-    names, components = {*held, *map(source.own_name, metadata.state_dict_metadata)}, list(dict.fromkeys(held.values()))
-    unused = source.unused_filters(names, components)
-    problems, concerns = [], []
-    for glob in unused:
+    held = joint.component_of_keys()
+    if not held:
+        return [], []
+    names = {*held, *map(source.own_name, joint.metadata.state_dict_metadata)}
+    components = list(dict.fromkeys(held.values()))
+    problems, warned = [], []
+    for glob in source.unused_filters(names, components):
         text = f"matches no key; {names_hint(glob, names, components)}"
         is_close = nearest_glob(glob, {*names, *components}, likeness=CLOSE) is not None
         if is_close and (rules.policy is None or rules.policy.strict == "error"):
             problems.append(Problem("unused_filter", glob, text))
         elif rules.policy is None or rules.policy.strict != "ignore":
-            concerns.append(f"{glob!r} of a source {text}")
+            warned.append(f"{glob!r} of a source {text}")
     if rules.is_alone and not problems and not any(map(source.includes, held, held.values())):
         for glob in source.include:
             text = f"selects nothing of the state dict; {names_hint(glob, held, components)}"
             problems.append(Problem("unused_filter", glob, text))
-    return problems, concerns
+    return problems, warned

@@ -1,4 +1,4 @@
-"""The policy that would make a refused load go."""
+"""The policy under which a refused load would succeed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torchtitan_ext.checkpoint.rules.policy import Action, ElasticPolicy
 from torchtitan_ext.checkpoint.tables.component import PER_RANK
 from torchtitan_ext.errors import Problem
 
-# A remedy of more lines is none: it becomes strict="ignore".
+# A remedy with more globs becomes strict="ignore".
 _MAX_GLOBS = 20
 
 
 def joined_remedy(remedies: Sequence[ElasticPolicy | None], policy: ElasticPolicy) -> ElasticPolicy | None:
-    """What all of these change in a policy, together."""
+    """One policy with the changes of all remedies; ``None`` where one of them is missing."""
     known = [remedy for remedy in remedies if remedy is not None]
     if not known or len(known) < len(remedies):
         return None
@@ -33,13 +33,17 @@ def find_remedy(
     problems: Sequence[Problem],
     policy: ElasticPolicy,
     components: Mapping[str, ComponentPlan],
-    missing: Sequence[str],
-    unexpected: Sequence[str],
     wanted: Collection[str],
 ) -> ElasticPolicy | None:
-    """The policy under which the load would go without what is refused; None where none would."""
-    # A glob is looked for among all keys, once per problem.
-    is_long = sum(problem.kind in ("missing_key", "unexpected_key") for problem in problems) > _MAX_GLOBS
+    """The policy under which the load would succeed without what is refused; ``None`` where no policy helps.
+
+    Args:
+        wanted: The keys that are read: no glob of the remedy may match one.
+    """
+    missing = [problem.fqn for problem in problems if problem.kind == "missing_key"]
+    unexpected = [problem.fqn for problem in problems if problem.kind == "unexpected_key"]
+    # Each glob costs a pass over all keys.
+    is_long = len(missing) + len(unexpected) > _MAX_GLOBS
     actions: dict[str, Action] = {}
     for problem in problems:
         name = component_of(problem.fqn, components, is_tensor=True)
@@ -77,7 +81,7 @@ def find_remedy(
 
 
 def common_glob(fqn: str, affected: Sequence[str], others: Collection[str]) -> str:
-    """The widest ``prefix.*`` around a key, within its component, that holds affected keys only."""
+    """The widest ``prefix.*`` around a key, within its component, that matches affected keys only."""
     glob, prefix = fqn, fqn
     while "." in prefix:
         prefix = prefix.rsplit(".", 1)[0]

@@ -1,6 +1,6 @@
-"""What a load will do with each component, and what stands in its way: one report, the same on every rank.
+"""One report of what a load will do with each component and why it is refused, the same on every rank.
 
-Pure functions of what the ranks ask for and of the checkpoint's metadata, called on the coordinator.
+The coordinator makes it, by pure functions, from the ranks' requests and the metadata of the checkpoint.
 """
 
 from __future__ import annotations
@@ -8,33 +8,32 @@ from __future__ import annotations
 import fnmatch
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from torchtitan_ext.checkpoint.rules.load_rules import (
-    MODEL,
-    UNTOUCHED,
-    ComponentPlan,
-    ReadRequest,
-    advice_of,
-    component_of,
-)
+from torchtitan_ext.checkpoint.rules.load_rules import MODEL, UNTOUCHED, ComponentPlan, JointRequest, component_of
 from torchtitan_ext.checkpoint.rules.missing_keys import (
+    is_read_before,
     missing_problems,
+    misspelt_layouts,
     name_problems,
-    read_prefixes,
+    nothing_matches,
+    unclaimed_entries,
     unexpected_keys,
     unexpected_problems,
+    unused_filters,
     unused_names,
 )
 from torchtitan_ext.checkpoint.rules.param_groups import find_option_gaps
-from torchtitan_ext.checkpoint.rules.policy import Action, ElasticPolicy, Source
+from torchtitan_ext.checkpoint.rules.policy import Action, ElasticPolicy
 from torchtitan_ext.checkpoint.rules.remedy import find_remedy, joined_remedy
-from torchtitan_ext.checkpoint.tables.component import World, saved_world
+from torchtitan_ext.checkpoint.tables.agreement import Agreement
+from torchtitan_ext.checkpoint.tables.component import World, saved_world, unclaimed_problems
 from torchtitan_ext.errors import Problem, named
+from torchtitan_ext.layout.layout import LayoutRules
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +55,11 @@ class LoadReport:
         old: The world that saved, as far as the checkpoint says.
         new: The world that loads.
         components: One line each.
-        missing: Keys that the state dict has and the checkpoint lacks; their targets stay as they are.
-        unexpected: Keys that the checkpoint has in a component that is loaded, and that nothing asks for.
-        unused: What the policy names and neither side has: perhaps misspelt.
-        problems: Why it is refused; empty for a load that goes.
-        remedy_policy: The policy that would make it go, where one would.
+        missing: Keys of the state dict that the checkpoint lacks; their targets stay as they are.
+        unexpected: Keys of the checkpoint, in loaded components, that nothing asks for.
+        unused: Names in the policy that match nothing in state dict or checkpoint: perhaps misspelt.
+        problems: Why the load is refused; empty where it is not.
+        remedy_policy: The policy under which the load would succeed, where there is one.
     """
 
     old: World
@@ -74,12 +73,12 @@ class LoadReport:
 
     @property
     def remedy(self) -> str:
-        """The policy that would make it go, as the call that makes it; empty where none would."""
+        """``remedy_policy`` as the call that makes it; empty where there is none."""
         return "" if self.remedy_policy is None else repr(self.remedy_policy)
 
     @property
     def way_on(self) -> str:
-        """The last line of a refusal: how the load would go. Frameworks say it in their users' terms."""
+        """The last line of a refusal: how to load all the same. Integrations say it in their users' terms."""
         return f"To go on without these: policy={self.remedy}" if self.remedy else ""
 
     def __str__(self) -> str:
@@ -93,33 +92,47 @@ class LoadReport:
         return "\n".join(lines)
 
 
-def build_report(
-    requests: Sequence[ReadRequest],
-    wanted: Mapping[str, str],
-    new: World,
-    metadata: Metadata,
-    policy: ElasticPolicy,
-    source: Source,
-    selects: Callable[[str, str], bool],
+def review(
+    joint: JointRequest,
+    agreement: Agreement,
+    layouts: LayoutRules,
+    allow_unclaimed: Sequence[str],
     problems: Sequence[Problem],
-) -> LoadReport:
-    """Puts together what all ranks ask for.
+) -> tuple[list[Problem], list[str], LoadReport | None]:
+    """All problems of a load, its warnings, and with a policy its report.
 
     Args:
-        requests: One per rank, in rank order.
-        wanted: What some rank asks for, each key with its name in the checkpoint.
-        new: The world that loads.
-        selects: Whether a key of the state dict, of a component, comes from this checkpoint.
-        problems: Those known already; of components, and of missing and unexpected keys, they are found here.
+        joint: What all ranks ask for.
+        agreement: What their tables say together.
+        layouts: The ``layouts=`` of the planner.
+        allow_unclaimed: Globs of saved keys that may stay unread.
+        problems: The problems that are known already.
     """
-    components = {name: plan for request in reversed(requests) for name, plan in request.components.items()}
-    old = saved_world(metadata)
-    of_components = [plan.problem for request in requests for plan in request.components.values() if plan.problem]
+    metadata, num_ranks = joint.metadata, len(joint.requests)
+    filter_problems, warned = unused_filters(joint)
+    problems = [
+        *problems,
+        *nothing_matches(joint),
+        *unclaimed_problems(set(joint.wanted.values()), num_ranks, metadata, allow_unclaimed),
+        *disagreements([request.rules for request in joint.requests]),
+        *misspelt_layouts(joint, agreement, layouts),
+        *filter_problems,
+    ]
+    if joint.rules.policy is None:
+        problems += missing_problems(joint.missing, metadata, num_ranks, joint.advice)
+        return problems, warned + unclaimed_entries(joint, allow_unclaimed), None
+    report = build_report(joint, joint.rules.policy, agreement.ranks_and_meshes(), problems)
+    return list(report.problems), warned, report
+
+
+def build_report(joint: JointRequest, policy: ElasticPolicy, new: World, problems: Sequence[Problem]) -> LoadReport:
+    """The report of a load by a policy; adds the problems of components, of missing and of unexpected keys."""
+    wanted, left, absent, source = joint.wanted, joint.left, joint.missing, joint.rules.source
+    saved = joint.metadata.state_dict_metadata
+    components, old = dict(joint.components), saved_world(joint.metadata)
+    of_components = [plan.problem for request in joint.requests for plan in request.components.values() if plan.problem]
     problems = [*problems, *of_components, *_world_problems(components, policy, wanted, old, new)]
-    left = {fqn for request in requests for fqn in request.left}
-    absent = list(dict.fromkeys(fqn for request in requests for fqn in request.missing))
-    saved = metadata.state_dict_metadata
-    is_read = read_prefixes(components)
+    is_read = is_read_before(components)
     own = [fqn for fqn in left if source.saved_name(fqn) in saved]
     gaps = find_option_gaps((source.own_name(fqn) for fqn in saved if not is_read(fqn)), [*wanted, *absent, *own])
     settled = {*gaps.fillable, *gaps.dropped}
@@ -130,61 +143,41 @@ def build_report(
     )
     for name in loaded:
         components.setdefault(name, ComponentPlan(policy.component_action(name), is_top=name == MODEL))
-    refused = (fqn for request in requests for fqn in request.refused)
-    known = {*wanted.values(), *map(source.saved_name, chain(left, refused))}
-    unexpected = [
-        fqn for fqn in unexpected_keys(metadata, known, components, policy, source, selects) if fqn not in settled
-    ]
+    unexpected = [fqn for fqn in unexpected_keys(joint, components, policy) if fqn not in settled]
     options = {name: plan.options for name, plan in components.items() if plan.options}
     names = {*components, *wanted, *absent, *left, *map(source.own_name, saved), *chain(*options.values())}
     unused = unused_names(policy, components, names)
     if policy.strict == "error":
         problems += name_problems(unused, names, {*wanted, *left, *(f"{name}.param_groups" for name in options)})
-        problems += missing_problems(missing, metadata, new.size, advice_of(requests))
+        problems += missing_problems(missing, joint.metadata, new.size, joint.advice)
         problems += unexpected_problems(unexpected, missing)
 
+    problems = list(dict.fromkeys(problems))
     troubled = {problem.fqn for problem in problems}
     counts = {"missing": missing, "unexpected": unexpected, UNTOUCHED: left}
     option_notes = {"filled from this run": gaps.fillable, "dropped": gaps.dropped}
-    lines = [
-        ComponentLine(name, plan.action, _outcome(name, plan, loaded[name], counts, option_notes, components, troubled))
-        for name, plan in components.items()
-    ]
-    problems = list(dict.fromkeys(problems))
-    remedy = find_remedy(problems, policy, components, missing, unexpected, wanted)
+    lines = []
+    for name, plan in components.items():
+        facts = ["REFUSED"] if any(fqn == name or fqn.startswith(f"{name}.") for fqn in troubled) else []
+        facts += [plan.note] if plan.note else []
+        facts += [f"{loaded[name]} {'entry' if loaded[name] == 1 else 'entries'}"] if loaded[name] else []
+        for what, keys in counts.items():
+            count = sum(component_of(fqn, components, is_tensor=True) == name for fqn in keys)
+            facts += [f"{count} {what}"] if count and (facts or what != UNTOUCHED) else []
+        for what, option_keys in option_notes.items():
+            short = sorted({fqn.rsplit(".", 1)[1] for fqn in option_keys if fqn.startswith(f"{name}.")})
+            facts += [f"{', '.join(short)} {what}"] if short and loaded[name] else []
+        lines.append(ComponentLine(name, plan.action, ", ".join(facts) or UNTOUCHED))
+    remedy = find_remedy(problems, policy, components, wanted)
     return LoadReport(old, new, tuple(lines), tuple(missing), tuple(unexpected), tuple(unused), tuple(problems), remedy)
 
 
-def _outcome(
-    name: str,
-    plan: ComponentPlan,
-    num_loaded: int,
-    counts: Mapping[str, Collection[str]],
-    options: Mapping[str, Sequence[str]],
-    components: Mapping[str, ComponentPlan],
-    troubled: Collection[str],
-) -> str:
-    """What becomes of a component, in a line.
+def join_reports(reports: Sequence[tuple[str, LoadReport]], policy: ElasticPolicy) -> LoadReport:
+    """One report for a load from several checkpoints.
 
     Args:
-        counts: Keys of all components, by what is said of them; those of this one are counted.
-        options: Flat keys of optimizer options, by what is said of them; those of this component are named.
-        troubled: Keys with problems.
+        reports: Name and report of each checkpoint.
     """
-    facts = ["REFUSED"] if any(fqn == name or fqn.startswith(f"{name}.") for fqn in troubled) else []
-    facts += [plan.note] if plan.note else []
-    facts += [f"{num_loaded} {'entry' if num_loaded == 1 else 'entries'}"] if num_loaded else []
-    for what, keys in counts.items():
-        count = sum(component_of(fqn, components, is_tensor=True) == name for fqn in keys)
-        facts += [f"{count} {what}"] if count and (facts or what != UNTOUCHED) else []
-    for what, option_keys in options.items():
-        named = sorted({fqn.rsplit(".", 1)[1] for fqn in option_keys if fqn.startswith(f"{name}.")})
-        facts += [f"{', '.join(named)} {what}"] if named and num_loaded else []
-    return ", ".join(facts) or UNTOUCHED
-
-
-def join_reports(reports: Sequence[tuple[str, LoadReport]], policy: ElasticPolicy) -> LoadReport:
-    """One report of a load by a policy from several checkpoints, each with its name."""
     (_, first), *others = reports
     if not others:
         return first
@@ -208,7 +201,7 @@ def join_reports(reports: Sequence[tuple[str, LoadReport]], policy: ElasticPolic
 
 
 def warn_of_leftovers(report: LoadReport, policy: ElasticPolicy) -> None:
-    """Logs what a load leaves aside, as far as the policy asks for that."""
+    """Logs missing, unexpected and unused names, as ``strict`` says."""
     if policy.strict == "warn" and (report.missing or report.unexpected):
         logger.warning("load: %s", report)
     elif policy.strict != "ignore" and report.unused:
@@ -216,7 +209,11 @@ def warn_of_leftovers(report: LoadReport, policy: ElasticPolicy) -> None:
 
 
 def disagreements(rules: Sequence[str]) -> list[Problem]:
-    """A problem where ranks load by other rules than rank 0; one text per rank, in rank order."""
+    """A problem for the first rank that loads by other rules than rank 0.
+
+    Args:
+        rules: Each rank's rules as text, in rank order.
+    """
     for rank, own in enumerate(rules):
         if own != rules[0]:
             detail = f"rank 0 loads by {rules[0]}, rank {rank} by {own}; pass the same policy and sources on every rank"

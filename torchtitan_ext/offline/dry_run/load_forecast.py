@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadPlan
 
 from torchtitan_ext.checkpoint.planners.items import wanted_chunks
-from torchtitan_ext.checkpoint.planners.saved_metadata import ChunkList
+from torchtitan_ext.checkpoint.planners.saved_chunks import ChunkList
 from torchtitan_ext.checkpoint.rules.load_rules import ReadRequest
 from torchtitan_ext.checkpoint.rules.report import LoadReport
 from torchtitan_ext.checkpoint.tables.key_table import KeyEntry, ObjectEntry, TensorEntry

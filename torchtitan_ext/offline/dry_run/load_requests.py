@@ -9,7 +9,7 @@ from typing import Any
 
 from torchtitan_ext.checkpoint.operation.component_plans import OpenSource, cut_by_component, paths_below, read_saved
 from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
-from torchtitan_ext.checkpoint.planners.saved_metadata import name_metadata
+from torchtitan_ext.checkpoint.planners.saved_chunks import name_metadata
 from torchtitan_ext.checkpoint.rules.load_rules import ComponentPlan, LoadRules, ReadRequest, component_of
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy
 from torchtitan_ext.checkpoint.tables.component import saved_world

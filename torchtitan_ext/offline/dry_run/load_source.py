@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from torchtitan_ext.checkpoint.operation.component_plans import OpenSource
 from torchtitan_ext.checkpoint.operation.load_phases import open_source
 from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
-from torchtitan_ext.checkpoint.planners.saved_metadata import ChunkList
+from torchtitan_ext.checkpoint.planners.saved_chunks import ChunkList
 from torchtitan_ext.checkpoint.rules.policy import Source
 from torchtitan_ext.dcp_private import StorageInfo
 from torchtitan_ext.errors import Problem, refusal

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.tensor import DTensor
 
 from torchtitan_ext.checkpoint.planners.items import unwritable_cuts
-from torchtitan_ext.checkpoint.planners.saved_metadata import ChunkList
+from torchtitan_ext.checkpoint.planners.saved_chunks import ChunkList
 from torchtitan_ext.checkpoint.rules.load_rules import ComponentPlan, component_of
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source
 from torchtitan_ext.checkpoint.tables.component import PER_RANK, family_of

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 import torchtitan_ext as tte
-from torchtitan_ext.checkpoint.planners.saved_metadata import storage_problems
+from torchtitan_ext.checkpoint.planners.saved_chunks import storage_problems
 from torchtitan_ext.errors import CheckpointFailedError, ReshardError
 
 

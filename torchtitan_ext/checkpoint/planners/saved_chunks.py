@@ -1,7 +1,6 @@
-"""A checkpoint's metadata: made of an agreement for a save; for a load its chunk lists, and the files that hold them.
+"""The chunks that a checkpoint has of each tensor: do they hold all of it, and are they in its files?
 
-Many keys have equal chunk lists, and each different one is indexed once. Every chunk must have a place in a file, and
-no file may lie outside of the directory.
+Many keys have equal chunk lists; each different list is indexed once.
 """
 
 from __future__ import annotations
@@ -13,16 +12,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.tables.agreement import (
@@ -32,24 +22,20 @@ from torchtitan_ext.checkpoint.tables.agreement import (
     TensorAgreement,
     check_cover,
 )
-from torchtitan_ext.checkpoint.tables.key_table import Box, RankTable
+from torchtitan_ext.checkpoint.tables.key_table import Box
 from torchtitan_ext.dcp_private import StorageInfo
-from torchtitan_ext.errors import CheckpointFailedError, Problem
+from torchtitan_ext.errors import Problem
 from torchtitan_ext.layout.layout import Chunk
 from torchtitan_ext.storage.formats.safetensors_files import files_with_key
 from torchtitan_ext.storage.metadata.lazy_metadata import LazyDict
 
 Part = tuple[torch.Size, int, torch.Size, torch.Size, int, torch.Size, torch.Size]
-"""Of a wanted chunk: its offsets, its position, offsets in the local tensor; of the saved chunk that has this part: its
-offsets, its position, offsets in it; the part's sizes."""
+"""A box that a wanted and a saved chunk share: offsets and position of the wanted chunk, offsets of the box in the
+local tensor; offsets and position of the saved chunk, offsets of the box in it; sizes of the box."""
 
 
 class ChunkList:
-    """One of the different chunk lists.
-
-    Attributes:
-        index: The chunks, sorted.
-    """
+    """One chunk list, which many tensors may share; ``index`` has its chunks, sorted."""
 
     def __init__(self, index: _core.ChunkIndex) -> None:
         self.index = index
@@ -62,7 +48,7 @@ class ChunkList:
         return self._covers[shape]
 
     def find_parts(self, wanted: Sequence[Chunk]) -> list[Part]:
-        """The parts of saved chunks that make up the wanted ones."""
+        """The parts of saved chunks that fill the wanted chunks."""
         return [
             (
                 torch.Size(wanted[position].offsets),
@@ -88,11 +74,10 @@ class SavedChunks:
         self._by_content: dict[bytes, ChunkList] = {}
 
     def of(self, saved: TensorStorageMetadata) -> ChunkList:
-        """The chunk list of a tensor."""
         known = self._by_identity.get(id(saved.chunks))
         if known is None:
             index = _core.ChunkIndex(saved.chunks)
-            # Holding the list keeps its identity from being another one's.
+            # The list is kept alive, so that no other list gets its id.
             known = (saved.chunks, self._by_content.setdefault(index.to_bytes(), ChunkList(index)))
             self._by_identity[id(saved.chunks)] = known
         return known[1]
@@ -101,11 +86,10 @@ class SavedChunks:
 def cover_problems(
     agreement: Agreement, wanted: Mapping[str, str], metadata: Metadata, chunks: SavedChunks
 ) -> list[Problem]:
-    """Tensors of which the saved chunks do not hold every element exactly once.
+    """Problems of tensors whose saved chunks do not hold every element exactly once.
 
     Args:
-        wanted: Names in the checkpoint of the keys that are to be read.
-        chunks: Of this metadata.
+        wanted: The keys to be read, with their names in the checkpoint.
     """
     problems = []
     known: dict[tuple[int, int], Problem | None] = {}  # thousands of keys may share a list
@@ -121,7 +105,7 @@ def cover_problems(
             known[id(chunk_list), of_class] = _cover_problem(fqn, agreement, of_class, chunk_list)
         problem = known[id(chunk_list), of_class]
         problems += [] if problem is None else [dataclasses.replace(problem, fqn=fqn)]
-    return problems
+    return _name_files_of_overlaps(problems, metadata)
 
 
 def is_covered(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
@@ -151,11 +135,7 @@ def _is_covered_for(agreed: TensorAgreement | ObjectAgreement, chunk_list: Chunk
 
 
 def storage_problems(metadata: Metadata, fqns: Iterable[str]) -> list[Problem]:
-    """What the metadata alone shows to be wrong with the files of a checkpoint, before any is read.
-
-    Args:
-        fqns: The saved keys that are to be read.
-    """
+    """What is wrong with the files of a checkpoint by its metadata alone, for the saved keys that are to be read."""
     version = getattr(metadata, "version", None)
     if version is not None and _numbers(version) > _numbers(CURRENT_DCP_VERSION):
         detail = (
@@ -165,9 +145,8 @@ def storage_problems(metadata: Metadata, fqns: Iterable[str]) -> list[Problem]:
     entries = metadata.storage_data
     if not isinstance(entries, dict) or not isinstance(next(iter(entries), None), MetadataIndex):
         return []
-    # FileReader refuses such paths when it reads the metadata, and its entries are made when they are asked for.
-    read_by_us = isinstance(entries, LazyDict)
-    infos = () if read_by_us else entries.values()
+    # FileReader has refused such paths; its lazy mapping would make all entries here.
+    infos = () if isinstance(entries, LazyDict) else entries.values()
     paths = {info.relative_path for info in infos if isinstance(info, StorageInfo)}
     outside = sorted(path for path in paths if _core.leads_outside(path))
     problems = [
@@ -181,14 +160,17 @@ def storage_problems(metadata: Metadata, fqns: Iterable[str]) -> list[Problem]:
 
 
 def name_metadata(metadata: Metadata) -> str:
-    """Equal for ranks that read the same metadata; its first file tells those apart that a rank wrote for itself."""
+    """A name that is equal on ranks that read the same metadata.
+
+    The first file is part of it: it differs where each rank wrote metadata of its own (``use_collectives=False``).
+    """
     places = metadata.storage_data or {}
     first = next(iter(places), None)  # of a million places in a lazy dict only this one is made
     return f"{len(metadata.state_dict_metadata)} keys, {None if first is None else places[first]}"
 
 
-def name_files_of_overlaps(problems: Sequence[Problem], metadata: Metadata) -> list[Problem]:
-    """The same problems, with the safetensors files where several hold a key: DCP takes each for a part."""
+def _name_files_of_overlaps(problems: Sequence[Problem], metadata: Metadata) -> list[Problem]:
+    """The same problems; an overlap names the safetensors files that hold the key, since DCP takes each for a part."""
     overlaps = {problem.fqn for problem in problems if "overlap" in problem.detail}
     paths: dict[str, str] = {}
     places = metadata.storage_data or {}
@@ -208,28 +190,8 @@ def _with_files(problem: Problem, path: str) -> Problem:
     return Problem(problem.kind, problem.fqn, detail)
 
 
-def check_all_written(plan: SavePlan, results: Any, rank: int) -> None:
-    """That storage reports every item of a plan as written; stock's writer loses what one of its threads could not.
-
-    Args:
-        results: What ``write_data`` came to; only DCP's own form, a list of ``WriteResult``, can be checked.
-
-    Raises:
-        CheckpointFailedError: Names what is missing.
-    """
-    if not isinstance(results, list) or not all(isinstance(result, WriteResult) for result in results):
-        return
-    written = {result.index for result in results}
-    lost = [item.index.fqn for item in plan.items if item.index not in written]
-    if lost:
-        names = ", ".join(dict.fromkeys(lost[:10]))
-        text = f"{len(lost)} of {len(plan.items)} items were not written, without an error: {names}"
-        raise CheckpointFailedError("save", {rank: text})
-
-
 def _lost_problems(fqns: Sequence[str], saved: Mapping[str, Any], places: Iterable[MetadataIndex]) -> list[Problem]:
-    """Chunks, and values, that have no place. Keys that share a list of chunks, of which a file may say thousands, do
-    not go through it one by one."""
+    """Problems of keys with a chunk, or a value, that is in no file. Each shared chunk list is read once."""
     placed: dict[str, set[Any]] = {fqn: set() for fqn in fqns}
     for place in places:
         placed.get(place.fqn, set()).add(place.offset)
@@ -253,36 +215,3 @@ def _lost_problems(fqns: Sequence[str], saved: Mapping[str, Any], places: Iterab
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".") if part.isdigit())
-
-
-def stored_entries(agreement: Agreement) -> dict[str, Any]:
-    """What is stored of each key. Keys of a class share what describes them: pickle then writes it once."""
-    shared: dict[int, tuple[TensorProperties, torch.Size, list[ChunkStorageMetadata]] | None] = {}
-    entries: dict[str, Any] = {}
-    for key, of_class in agreement.numbers():
-        if of_class not in shared:
-            shared[of_class] = _shared_parts(agreement, of_class)
-        parts = shared[of_class]
-        entries[agreement.names[key]] = BytesStorageMetadata() if parts is None else TensorStorageMetadata(*parts)
-    return entries
-
-
-def stored_paths(agreement: Agreement, tables: Sequence[RankTable]) -> dict[str, tuple[Any, ...]]:
-    """Where each key of any rank stands in the nested state dict."""
-    paths = {fqn: path for table in reversed(tables) for fqn, path in table.odd_paths.items()}
-    of_keys = zip(agreement.names, agreement.world.paths(), strict=True)
-    return {**paths, **{fqn: path for fqn, path in of_keys if path is not None}}
-
-
-def _shared_parts(
-    agreement: Agreement, of_class: int
-) -> tuple[TensorProperties, torch.Size, list[ChunkStorageMetadata]] | None:
-    kind = agreement.kind(of_class)
-    if kind.dtype is None:
-        return None
-    chunks = [
-        ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-        for offsets, sizes in agreement.world.written_boxes(of_class)
-    ]
-    properties = TensorProperties(dtype=kind.dtype, requires_grad=kind.requires_grad)
-    return properties, torch.Size(kind.global_shape), chunks
