@@ -16,7 +16,7 @@ from test_readme import GLOO_AT_EXIT
 import torchtitan_ext
 from torchtitan_ext import errors
 from torchtitan_ext.elastic import ElasticPolicy
-from torchtitan_ext.errors.problems import HEADINGS
+from torchtitan_ext.errors.refusals import REFUSALS
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(torchtitan_ext.__file__).resolve().parent
@@ -118,7 +118,7 @@ def test_every_kind_of_problem_has_a_remedy() -> None:
 
 def test_every_heading_stands_with_its_kind() -> None:
     lines = (REFERENCE / "errors.md").read_text().splitlines()
-    for kind, heading in HEADINGS.items():
+    for kind, (_, heading) in REFUSALS.items():
         assert any(line.startswith(f"| `{kind}`") and heading in line for line in lines), heading
 
 

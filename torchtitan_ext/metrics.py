@@ -1,4 +1,4 @@
-"""What each save, load and sync took: a line in the log, the same as a dict on its record, and a trace on request.
+"""The time and bytes of each save, load and sync: a line in the log, a dict on its record, and a trace on request.
 
 The coordinator logs the line at level INFO below the logger ``torchtitan_ext``, when the operation has ended well:
 
@@ -56,7 +56,7 @@ class MetricsHandler(logging.Handler):
 
 @contextmanager
 def timed(phase_seconds: dict[str, float], phase: str) -> Iterator[None]:
-    """Adds how long the ``with`` took."""
+    """Adds the seconds that the ``with`` takes to ``phase_seconds[phase]``."""
     begin = time.perf_counter()
     try:
         yield
@@ -74,13 +74,13 @@ def log_metrics(
     phase_seconds: Mapping[str, float],
     retries: int = 0,
 ) -> None:
-    """Logs an operation that has ended. To be called on the coordinator. What a handler raises is printed.
+    """Logs an operation that has ended. The coordinator calls it. Errors of handlers are printed.
 
     Args:
-        path: Of the checkpoint; empty where there is none.
-        ranks: How many took part.
-        num_bytes: What they have moved.
-        phase_seconds: Of this rank.
+        path: The checkpoint; empty where there is none.
+        ranks: Number of ranks that took part.
+        num_bytes: Number of bytes that they moved together.
+        phase_seconds: Seconds of each phase on this rank.
         retries: How often the operation began anew.
     """
     seconds = sum(phase_seconds.values())
@@ -105,12 +105,12 @@ def log_metrics(
 
 @dataclass(frozen=True)
 class Span:
-    """What a rank did for a while.
+    """One thing that a rank did, and when.
 
     Attributes:
         begin_seconds: By the clock of the rank's machine, as ``time.time``.
         end_seconds: ``None`` while it goes on.
-        error: What ended it, where that was an error.
+        error: The error that ended it, if one did.
     """
 
     rank: int
@@ -122,17 +122,17 @@ class Span:
 
 @dataclass(frozen=True)
 class Traced:
-    """What a rank sends in a phase, as pickled bytes, and the spans that are new since it last sent some."""
+    """The pickled bytes that a rank sends in a phase, and its spans that are new since it last sent some."""
 
     data: bytes
     spans: Sequence[Span]
 
 
 class Trace:
-    """The spans of this rank; on the coordinator of all that have sent any.
+    """The spans of this rank; on the coordinator those of all ranks that have sent some.
 
     Args:
-        path: Of the file that the coordinator writes.
+        path: The file that the coordinator writes.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -140,15 +140,15 @@ class Trace:
         self.path = Path(path).absolute()
         self.rank = 0
         """This rank, counted in the group."""
-        # A span that has ended takes the place of what was heard of it while it went on.
+        # A span is entered when it begins, and again when it has ended.
         self._spans: dict[tuple[int, str, float], Span] = {}
         self._unsent: dict[tuple[int, str, float], Span] = {}
-        # Spans do not run backwards where a machine's clock is set.
+        # Spans do not run backwards when somebody sets the machine's clock.
         self._clock_offset = time.time() - time.perf_counter()
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Records what is done in the ``with``."""
+        """Records the ``with`` as a span."""
         span = Span(self.rank, name, self._now())
         self._record(span)
         error = ""
@@ -172,9 +172,9 @@ class Trace:
             self._spans.update((_key(span), span) for span in spans if span.rank != 0)
 
     def write(self, operation: str, checkpoint: str) -> None:
-        """Writes the file. A phase in which a rank was last heard of ends there now.
+        """Writes the file. A span whose end the coordinator has not received ends now.
 
-        A file that cannot be written is a warning: the save or load has its own end.
+        A file that cannot be written is a warning: the save or load does not depend on it.
         """
         now = self._now()
         begin = min((span.begin_seconds for span in self._spans.values()), default=now)
@@ -204,11 +204,7 @@ class Trace:
 
 
 def begin_trace(operation: str, path: str | os.PathLike[str] | None) -> Trace | None:
-    """A trace where one is wanted.
-
-    Raises:
-        TypeError: Something else than a path.
-    """
+    """A trace, or ``None`` without a path. Raises TypeError if ``path`` is something else."""
     check_argument(operation, "trace", path, (str, os.PathLike, NoneType), "a file")
     return None if path is None else Trace(path)
 

@@ -28,13 +28,13 @@ def argument_error(where: str, argument: str, got: object, expected: str) -> Typ
 
 
 def check_argument(where: str, argument: str, got: object, kinds: type | tuple[type, ...], expected: str) -> None:
-    """Raises ``argument_error`` unless it is an instance of one of these; a class in the place of one is none."""
+    """Raises ``argument_error`` unless ``got`` is an instance of ``kinds``, and for any class."""
     if isinstance(got, type) or not isinstance(got, kinds):
         raise argument_error(where, argument, got, expected)
 
 
 def check_counts(where: str, **counts: object) -> None:
-    """Raises ``argument_error`` for the first of these that is neither a whole number nor ``None``."""
+    """Raises ``argument_error`` for the first count that is neither a whole number nor ``None``."""
     for argument, got in counts.items():
         if isinstance(got, bool) or not isinstance(got, (Integral, type(None))):
             raise argument_error(where, argument, got, "a whole number")
@@ -42,12 +42,11 @@ def check_counts(where: str, **counts: object) -> None:
 
 @contextmanager
 def only_printed() -> Iterator[None]:
-    """For what one rank logs, warns of or removes when an operation has ended, well or not, on all ranks.
+    """Prints errors instead of raising them, while one rank logs, warns or removes files after the end of an operation.
 
-    Were it to raise (a handler of ``logging`` that lets its errors through, a warning that a filter turns into an
-    error), this rank would take a checkpoint that is there for failed, and the others would go on. It is printed to
-    stderr instead, as ``logging`` prints the errors of handlers, and like these not at all where
-    ``logging.raiseExceptions`` is false.
+    Such an error (of a handler of ``logging``, or a warning that a filter turns into an error) would let this rank take
+    a complete checkpoint for failed, and the other ranks would go on. It is printed to stderr as ``logging`` prints the
+    errors of handlers: not at all if ``logging.raiseExceptions`` is false.
     """
     try:
         yield
@@ -59,5 +58,5 @@ def only_printed() -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says in one line; torch appends whole stacks."""
+    """The first line of an error's message; torch appends whole stacks."""
     return (str(error).strip().splitlines() or [""])[0]

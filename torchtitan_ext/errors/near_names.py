@@ -1,4 +1,4 @@
-"""Names that are there, for messages about one that is not: the word that was perhaps meant, and what there is.
+"""Hints for messages about a name that does not exist: the name that was perhaps meant, and the names that exist.
 
 Names are flat keys; globs of them are compared word by word, between the dots. Imports no torch.
 """
@@ -15,25 +15,25 @@ from torchtitan_ext.errors.problems import named
 
 _WILDCARDS = re.compile(r"[*?\[]")
 
-# In a message a guess may be wide; where a name is refused for being close to another one it may not.
+# A guess in a message may be wide. A name that is refused because it resembles another one must resemble it closely.
 _WIDE = 0.6
 CLOSE = 0.8
-"""At least so alike, of 1, are words of which one is taken for the other misspelt."""
+"""A word of at least this similarity to another one, of 1, counts as misspelt."""
 
 
 def nearest_name(name: str, names: Iterable[str], *, likeness: float = _WIDE) -> str | None:
-    """The name that is there and most like one that is not; ``None`` where none is near.
+    """The most similar of some names; ``None`` if none is similar enough.
 
     Args:
-        likeness: How alike they are at least, as ``difflib`` counts it, of 1.
+        likeness: The least similarity, as ``difflib`` counts it, of 1.
     """
     return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=likeness)), None)
 
 
 def nearest_glob(glob: str, names: Iterable[str], *, likeness: float = _WIDE) -> str | None:
-    """A glob of flat keys, or a component, with its misspelt words replaced; ``None`` where no word is near another.
+    """A glob of flat keys, or a component, with its misspelt words replaced; ``None`` if no word is misspelt.
 
-    Numbers and words with wildcards are not misspelt.
+    Numbers and words with wildcards count as correct.
 
     Example:
         >>> nearest_glob("optimiser.state.*.exp_avgs", ["optimizer.state.w.exp_avg"])
@@ -48,7 +48,7 @@ def names_hint(glob: str, names: Collection[str], components: Iterable[str] | No
     """The end of a sentence about a glob that matches none of these names.
 
     Args:
-        components: What is listed; by default the first word of each name.
+        components: The names to list; by default the first word of each name.
 
     Example:
         >>> names_hint("modle", ["model.w", "optimizer.step"])
@@ -63,10 +63,10 @@ def names_hint(glob: str, names: Collection[str], components: Iterable[str] | No
 
 
 def refuse_unmatched(argument: str, globs: Iterable[str], names: Collection[str], *, where: object) -> None:
-    """Refuses globs, as ``fnmatch`` reads them, that match none of these names; without names none is misspelt.
+    """Refuses globs, as ``fnmatch`` reads them, that match none of these names. Without names it refuses nothing.
 
     Args:
-        argument: What the globs were given as.
+        argument: The argument that the globs come from.
         where: The checkpoint with the names.
 
     Raises:

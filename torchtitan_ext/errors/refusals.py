@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_ext.errors.failures import TorchtitanExtError
-from torchtitan_ext.errors.problems import HEADINGS, LOAD_HEADINGS, Problem, ProblemKind, listed
+from torchtitan_ext.errors.problems import Problem, ProblemKind, listed
 
 
 @dataclass(eq=False, repr=False)
@@ -31,9 +31,9 @@ class StateRefusedError(TorchtitanExtError, RuntimeError, ValueError):
             grouped.setdefault(problem.kind, []).append(problem)
         lines = [f"{self._headline()}; {len(self.problems)} problem(s):"]
         lines += [] if self.report is None else [str(self.report)]
-        headings = {**HEADINGS, **LOAD_HEADINGS} if self.operation == "load" else HEADINGS
+        load_headings = LOAD_HEADINGS if self.operation == "load" else {}
         for kind, members in grouped.items():
-            lines.append(f"{headings[kind]} ({len(members)}):")
+            lines.append(f"{load_headings.get(kind, REFUSALS[kind][1])} ({len(members)}):")
             lines += listed(members)
         if self.report is not None and self.report.way_on:
             lines.append(self.report.way_on)
@@ -78,37 +78,45 @@ class ReshardError(StateRefusedError):
     """The checkpoint cannot become the state that the targets ask for."""
 
 
-ERROR_OF_KIND: dict[ProblemKind, type[StateRefusedError]] = {
-    "partial_placement": LayoutError,
-    "unknown_placement": LayoutError,
-    "layout_in_doubt": LayoutError,
-    "layout_matches_nothing": LayoutError,
-    "incomplete_cover": LayoutError,
-    "unsupported_tensor": LayoutError,
-    "unsupported_value": StateRefusedError,
-    "unused_layout": LayoutError,
-    "ranks_disagree": ReplicaMismatchError,
-    "replicas_differ": ReplicaMismatchError,
-    "missing_key": MissingStateError,
-    "wrong_shape": ReshardError,
-    "wrong_dtype": ReshardError,
-    "wrong_type": ReshardError,
-    "wrong_argument": WrongArgumentError,
-    "planner_subclass": WrongArgumentError,
-    "unclaimed_keys": ReshardError,
-    "broken_checkpoint": ReshardError,
-    "no_checkpoint": ReshardError,
-    "cannot_sync": SyncMismatchError,
-    "cannot_reshard": ReshardError,
-    "unexpected_key": ReshardError,
-    "policy_name": ReshardError,
-    "unused_filter": ReshardError,
+REFUSALS: dict[ProblemKind, tuple[type[StateRefusedError], str]] = {
+    "partial_placement": (LayoutError, "Partial tensors cannot be checkpointed"),
+    "unknown_placement": (LayoutError, "Placements this package does not know"),
+    "layout_in_doubt": (LayoutError, "Layouts in doubt"),
+    "layout_matches_nothing": (LayoutError, "Local tensors that fit no reading of their placements"),
+    "incomplete_cover": (LayoutError, "Tensors that the ranks do not hold exactly once"),
+    "unsupported_tensor": (LayoutError, "Tensors that cannot be written"),
+    "unsupported_value": (StateRefusedError, "Values that cannot be written"),
+    "unused_layout": (LayoutError, "Entries of layouts= that match no key"),
+    "ranks_disagree": (ReplicaMismatchError, "Ranks disagree"),
+    "replicas_differ": (ReplicaMismatchError, "Replicas differ"),
+    "missing_key": (MissingStateError, "Missing key in checkpoint"),
+    "wrong_shape": (ReshardError, "Size mismatch"),
+    "wrong_dtype": (ReshardError, "Dtype mismatch"),
+    "wrong_type": (ReshardError, "Type mismatch"),
+    "wrong_argument": (WrongArgumentError, "Arguments of a wrong type"),
+    "planner_subclass": (WrongArgumentError, "Subclasses of planners that cannot be followed"),
+    "unclaimed_keys": (ReshardError, "Per-rank entries that no rank asks for"),
+    "broken_checkpoint": (ReshardError, "Checkpoint metadata is broken"),
+    "no_checkpoint": (ReshardError, "Paths without a checkpoint that a load reads"),
+    "cannot_sync": (SyncMismatchError, "Tensors that cannot be synced"),
+    "cannot_reshard": (ReshardError, "Components that cannot cross to this world"),
+    "unexpected_key": (ReshardError, "Saved entries that nothing asks for"),
+    "policy_name": (ReshardError, "Names of the policy that cannot be followed"),
+    "unused_filter": (ReshardError, "Filters that select nothing"),
 }
+"""For each kind of problem the error and the heading of its problems in reports."""
+
+LOAD_HEADINGS: dict[ProblemKind, str] = {
+    "partial_placement": "Partial tensors cannot be filled",
+    "unsupported_tensor": "Tensors that cannot be filled",
+    "unsupported_value": "Values that cannot be filled",
+}
+"""The same of a load, where that differs."""
 
 
 def refusal(operation: str, problems: Iterable[Problem], report: Any = None) -> StateRefusedError:
     """The error for these problems, of the class that they share; ``StateRefusedError`` if they share none."""
     unique = tuple(dict.fromkeys(problems))
-    classes = {ERROR_OF_KIND[problem.kind] for problem in unique}
+    classes = {REFUSALS[problem.kind][0] for problem in unique}
     error_class = classes.pop() if len(classes) == 1 else StateRefusedError
     return error_class(operation, unique, report)

@@ -27,8 +27,8 @@ from torchtitan_ext.layout.own_boxes import has_own_boxes, keep_own_boxes
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The rank's own memory of a tensor: a DTensor's local tensor, any other tensor itself.
 
-    Detached and as a plain ``torch.Tensor`` (tensor subclasses with storage of their own are seen through), never a
-    copy; what an asynchronous collective still writes is waited for.
+    Detached, a plain ``torch.Tensor`` even where a subclass has storage of its own, and never a copy. Waits for an
+    asynchronous collective that still writes it.
     """
     held = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if type(held) is torch.Tensor and not held.requires_grad:
@@ -76,7 +76,7 @@ def may_overlap_itself(tensor: torch.Tensor) -> bool:
 
 
 def local_view(local: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    """The box of a local tensor, as a view; most often it is all of it."""
+    """A box of a local tensor, as a view; most often the box is the whole tensor."""
     for dim, (offset, size, whole) in enumerate(zip(offsets, sizes, local.shape, strict=True)):
         if offset or size != whole:
             local = local.narrow(dim, offset, size)
@@ -84,7 +84,7 @@ def local_view(local: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]
 
 
 def box_of(local: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor | str:
-    """The box of a local tensor, or why a wrapper subclass has none: most often the box cuts a quantisation block."""
+    """A box of a local tensor, or why a wrapper subclass has none: most often the box cuts a quantisation block."""
     if not is_wrapper(local):
         return local_view(local, offsets, sizes)
     where = f"its {type(local).__name__} of {tuple(local.shape)} cannot be cut at {tuple(offsets)}, {tuple(sizes)}"
@@ -122,9 +122,9 @@ def cpu_copy(tensor: torch.Tensor, known: dict[Any, tuple[torch.Tensor, torch.Te
     """A copy in CPU memory of its own: contiguous, with conjugation and negation carried out. Not collective.
 
     Args:
-        tensor: Of a DTensor the local tensor is copied, and of a subclass that consists of tensors each of these.
-        known: Originals and copies so far, by their memory: equal views of one memory share a copy. Holding the
-            originals keeps their memory from being another tensor's meanwhile.
+        tensor: A DTensor's local tensor is copied, and each tensor of a subclass that consists of tensors.
+        known: Originals and copies so far, by their memory: equal views of one memory share a copy. The originals are
+            held, so that no other tensor gets their memory meanwhile.
     """
     if isinstance(tensor, DTensor):
         return DTensor(cpu_copy(tensor._local_tensor, known), tensor._spec, requires_grad=tensor.requires_grad)
@@ -158,7 +158,7 @@ def is_on_mesh(tensor: torch.Tensor) -> bool:
 
 
 def describes_itself(value: Any) -> bool:
-    """Whether a value says itself which boxes a rank holds: by its attributes, or as ``_has_hooks`` says."""
+    """Whether a value says itself which boxes a rank holds: by its attributes, or by DCP's hooks."""
     return has_own_boxes(value) or _has_hooks(value)
 
 
@@ -291,14 +291,14 @@ def _describe_placement(
 def _is_literal(spec: Any) -> bool:
     """Whether the spec says that its strided placements mean DTensor's own arithmetic, as those that views make do.
 
-    True is no statement of the contrary: FSDP2's nested shards have it, and so has what ``from_local`` makes of any
-    strided placements (pytorch#174831).
+    A spec with True does not say the contrary: FSDP2's nested shards have it, and so does every DTensor with strided
+    placements that ``from_local`` made (pytorch#174831).
     """
     return getattr(spec, "use_strided_shard_as_shard_order", None) is False
 
 
 def _order_in_spec(tensor: DTensor, placements: Sequence[tuple[int, int]]) -> Steps | None:
-    """The order that DTensor itself records, where it is not left to right or placements alone would leave it open."""
+    """The order that DTensor records, if it is not left to right, or if placements alone would leave it open."""
     if any(split_factor != 1 for _, split_factor in placements):
         if not _is_literal(tensor._spec):
             return None

@@ -1,4 +1,4 @@
-"""What ranks hold of a tensor, the decision over all their reports, and the orders that a user states for keys.
+"""Which elements of a tensor each rank holds: reports of ranks, the decision over them, orders that a user states.
 
 ``decide`` reads the reports of all ranks together and settles which elements each rank holds. No rank can do that
 alone: the same placements mean FSDP2's nested order or DTensor's left-to-right arithmetic, and one rank's shape may fit
@@ -8,7 +8,6 @@ placements cannot express, for keys or globs of keys. Plain values only; no torc
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import itertools
 import math
@@ -19,6 +18,7 @@ from typing import Literal, NamedTuple
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import Problem, ProblemKind, argument_error, check_argument
+from torchtitan_ext.errors.near_names import nearest_name
 
 Step = tuple[int, int, int]
 """Mesh axis, tensor dim, split factor."""
@@ -64,7 +64,7 @@ class MeshLayout:
 
 @dataclass(frozen=True)
 class ShardReport:
-    """What one rank says of one tensor.
+    """The report of one rank on one tensor.
 
     Attributes:
         global_shape: Shape of the global tensor.
@@ -298,7 +298,7 @@ class ShardOrder:
             ``torch.chunk``.
 
     Raises:
-        TypeError: The steps are none.
+        TypeError: ``steps`` is not a sequence of such triples.
         ValueError: A split factor below 1.
     """
 
@@ -311,7 +311,7 @@ class ShardOrder:
         for axis, _, split_factor in self.steps:
             if split_factor < 1:
                 raise ValueError(f"ShardOrder: got split factor {split_factor} for axis {axis!r}, expected at least 1")
-        # Orders are compared by hash.
+        # Lists have no hash, by which orders are compared.
         object.__setattr__(self, "steps", tuple(map(tuple, self.steps)))
 
 
@@ -336,7 +336,7 @@ class LayoutRules:
         return {pattern: any(rule_applies(pattern, fqn) for fqn in fqns) for pattern in self._layouts}
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """Whether there are any rules."""
         return bool(self._layouts)
 
     def find(self, fqn: str) -> ShardOrder | None:
@@ -350,19 +350,17 @@ class LayoutRules:
 
 
 def patterns_for(fqn: str, patterns: Iterable[str]) -> list[str]:
-    """Those of the patterns that apply to a key: names, or only where there are none globs; see ``LayoutRules``."""
+    """The patterns that apply to a key: the names among them, or else the globs; see ``LayoutRules``."""
     matching = [pattern for pattern in patterns if rule_applies(pattern, fqn)]
     exact = [pattern for pattern in matching if not any(char in pattern for char in "*?[")]
     return exact or matching
 
 
 def unused_problem(pattern: str, fqns: Collection[str]) -> Problem:
-    """What is wrong with a pattern that applies to no key on any rank; ``fqns`` are the keys there are."""
+    """The problem with a pattern that applies to no key on any rank; ``fqns`` are all keys."""
     ends = {".".join(fqn.split(".")[-1 - pattern.count(".") :]): fqn for fqn in fqns}
-    close = difflib.get_close_matches(pattern, ends, n=1)
-    hint = (
-        f"did you mean {close[0]!r} (as in {ends[close[0]]})?" if close else "keys are such as " + next(iter(fqns), "")
-    )
+    close = nearest_name(pattern, ends)
+    hint = f"did you mean {close!r} (as in {ends[close]})?" if close else "keys are such as " + next(iter(fqns), "")
     return Problem("unused_layout", pattern, f"matches no key on any rank; {hint}")
 
 
@@ -371,7 +369,7 @@ def canonical_fqn(fqn: str, *, strip_module: bool = False) -> str:
 
     Args:
         fqn: A key of a state dict.
-        strip_module: Also without ``module`` (DDP), which may be a module's own name too.
+        strip_module: Drop ``module`` (DDP) too, which may also be the name of a module.
     """
     dropped = _WRAPPER_COMPONENTS | {"module"} if strip_module else _WRAPPER_COMPONENTS
     parts = fqn.split(".")
@@ -389,7 +387,7 @@ def _is_step(step: object) -> bool:
 
 
 def rule_applies(pattern: str, fqn: str) -> bool:
-    """Whether a rule for a parameter, by name or glob, is one for this key; see ``LayoutRules``."""
+    """Whether a rule for a parameter, a name or glob, applies to this key; see ``LayoutRules``."""
     names = [fqn, canonical_fqn(fqn, strip_module=True)]
     names += [match.group(1) for name in tuple(names) if (match := _OPTIMIZER_STATE.search(name))]
     return any(fnmatch.fnmatchcase(name, form) for name in names for form in (pattern, f"*.{pattern}"))

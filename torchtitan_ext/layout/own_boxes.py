@@ -30,8 +30,8 @@ _ATTRIBUTES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
 
 def has_own_boxes(value: Any) -> bool:
-    """Whether a value is a tensor with the four attributes, and no other description of shards comes before these."""
-    # The first one alone is asked of most tensors.
+    """Whether a value is a tensor with the four attributes, and none that DCP describes in another way."""
+    # Most tensors lack the first attribute.
     return (
         hasattr(value, _ATTRIBUTES[0])
         and isinstance(value, torch.Tensor)
@@ -67,7 +67,7 @@ def own_boxes(tensor: Any) -> tuple[tuple[int, ...], list[Chunk]]:
 
 
 def why_not_own_boxes(tensor: torch.Tensor) -> str | None:
-    """Why the boxes that a tensor says it holds make no sense; ``None`` where they do, or it says nothing of boxes."""
+    """Why the four attributes of a tensor make no sense; ``None`` if they do, or if it has none."""
     try:
         if has_own_boxes(tensor):
             own_boxes(tensor)
@@ -78,7 +78,7 @@ def why_not_own_boxes(tensor: torch.Tensor) -> str | None:
 
 
 def keep_own_boxes(tensor: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape that was made of another one, with that one's attributes, if it has them."""
+    """``made``, a tensor of the same shape, which gets the four attributes of ``tensor`` if that has them."""
     if has_own_boxes(tensor):
         for name in _ATTRIBUTES:
             setattr(made, name, getattr(tensor, name))
@@ -86,7 +86,7 @@ def keep_own_boxes(tensor: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
 
 
 def own_box_values(tensor: Any) -> list[Any]:
-    """The attributes, which make sense, as plain lists of ints: global shape and boxes."""
+    """The attributes, which must make sense, as plain lists of ints: global shape and boxes."""
     shape, chunks = own_boxes(tensor)
     return [list(shape), [[list(values) for values in chunk] for chunk in chunks]]
 

@@ -1,8 +1,8 @@
 """Wrapper subclasses: tensors that consist of others, such as quantised values and their scales.
 
 Stock DCP saves such a tensor as one value, cuts it by the subclass's own slices and fills it by its ``copy_``. So do
-we: nothing here knows what the parts mean. What a subclass cannot do is tried before anything is written, on copies
-without memory.
+we: nothing here knows what the parts mean. Whether a subclass can do all that is tried before anything is written, on
+copies without memory.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ Box = tuple[Sequence[int], Sequence[int]]
 
 
 def parts_of(wrapper: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors that it consists of, by the names of its attributes."""
+    """The tensors that a wrapper consists of, by the names of its attributes."""
     return _flattened(wrapper)[0]
 
 
 def why_not_whole(wrapper: torch.Tensor, known: dict[Any, str | None]) -> str | None:
-    """Why stock DCP could not load it back as the one value that it saves, or ``None`` where it can.
+    """Why stock DCP could not load a wrapper back that it saved as one value, or ``None`` if it can.
 
     Args:
-        known: Answers so far, by what tensors of a class may differ in.
+        known: Answers so far, by class, names of parts and context.
     """
     parts, context = _flattened(wrapper)
     alike = (type(wrapper), tuple(parts), repr(context))
@@ -67,9 +67,9 @@ def why_not_materialized(wrapper: torch.Tensor) -> str | None:
 
 
 def dense_values(local: torch.Tensor) -> torch.Tensor:
-    """The values that a wrapper stands for, as its ``copy_`` writes them into a new plain tensor; others as they are.
+    """The values of a wrapper, as its ``copy_`` writes them into a new plain tensor; any other tensor itself.
 
-    So shards can be joined that are cut anywhere.
+    Shards of plain tensors can be joined wherever they are cut.
     """
     if not is_wrapper(local):
         return local
@@ -80,7 +80,7 @@ def dense_values(local: torch.Tensor) -> torch.Tensor:
 
 
 def without_slack(wrapper: torch.Tensor) -> torch.Tensor:
-    """The same wrapper, of copies where parts lie in larger memory: all of that would be written with them."""
+    """The wrapper with copies of those parts that lie in larger memory, all of which would be written with them."""
     parts, context = _flattened(wrapper)
     kept = {name: _without_slack(part) for name, part in parts.items()}
     return wrapper if all(kept[name] is parts[name] for name in parts) else _made_of(wrapper, kept, context)
@@ -125,7 +125,7 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _flattened(wrapper: Any) -> tuple[dict[str, torch.Tensor], Any]:
-    """Its parts, and what else is needed to make it of them."""
+    """The parts of a wrapper, and the context with which a wrapper is made of parts."""
     names, context = wrapper.__tensor_flatten__()
     return {name: getattr(wrapper, name) for name in names}, context
 
@@ -136,7 +136,7 @@ def _made_of(wrapper: Any, parts: dict[str, torch.Tensor], context: Any) -> torc
 
 
 def _lies_in(box: torch.Tensor, whole: torch.Tensor) -> bool:
-    """Whether what is written to a slice reaches the tensor; parts that are not cut may be copies."""
+    """Whether writes to a slice reach the tensor; parts that are not cut may be copies."""
     if not is_wrapper(whole):
         return box.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() or box.numel() == 0
     of_whole = parts_of(whole)

@@ -219,7 +219,7 @@ class TimedExchange:
         return _views(rows, lengths) if self._is_coordinator else []
 
     def scatter(self, parts: Sequence[bytes]) -> memoryview:
-        """The part of each rank, on that rank; other ranks than the coordinator pass no parts."""
+        """Gives each rank its part. Only the coordinator passes parts."""
         longest = max(map(len, parts), default=0)
         head = self._scatter([_head_of(part, longest) for part in parts], _FIRST_BYTES)
         longest = _length(head[_LENGTH_BYTES:])

@@ -1,7 +1,7 @@
 """Which rank is lost when a collective fails.
 
-A backend says at best "connection closed by peer". Where a collective of a sync fails, each rank that
-noticed answers a roll call in the store of the process groups, and the error names those that did not.
+A backend says at best "connection closed by peer". When a collective of a sync fails, each rank that notices answers a
+roll call in the store of the process groups, and the error names the ranks that did not answer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import Store, _get_default_store
 from torchtitan_ext.errors import LostRankError, TorchtitanExtError
 from torchtitan_ext.ranks.exchange import Scope, scope_ranks
 
-# A lost connection is seen within milliseconds by its neighbours; by the others only once these give up.
+# Neighbours see a lost connection within milliseconds, the other ranks only when these neighbours give up.
 _ROLL_CALL_SECONDS = 5.0
 _POLL_SECONDS = 0.05
 
@@ -34,11 +34,11 @@ _COLLECTIVES = frozenset(
 
 @contextmanager
 def naming_lost_ranks(operation: str, phase: str | Callable[[], str], scope: Scope) -> Iterator[None]:
-    """Turns what a collective raises inside into a ``LostRankError``; all else that goes wrong stays as it is.
+    """Turns an error of a collective in the ``with`` into a ``LostRankError``; other errors stay as they are.
 
     Args:
-        phase: What the ranks did, to follow "while"; a function is called when one is lost.
-        scope: Those who are asked whether they are still there.
+        phase: What the ranks do, to follow "while", or a function that says so when a rank is lost.
+        scope: The ranks that are asked whether they are still there.
     """
     try:
         yield
@@ -51,7 +51,7 @@ def naming_lost_ranks(operation: str, phase: str | Callable[[], str], scope: Sco
 
 
 def _is_of_a_collective(error: RuntimeError) -> bool:
-    """Whether torch.distributed raised it: by its type, or because a collective is where it was raised."""
+    """Whether a collective raised an error: by the error's type, or because the traceback ends in a collective."""
     if isinstance(error, (TorchtitanExtError, torch.OutOfMemoryError, torch.AcceleratorError)):
         return False
     if isinstance(error, dist.DistError):
@@ -68,10 +68,10 @@ def _is_of_a_collective(error: RuntimeError) -> bool:
 
 
 def _silent_ranks(operation: str, ranks: Sequence[int]) -> tuple[int, ...]:
-    """The ranks that do not answer in time; all of them where the store is gone too, with the rank that serves it.
+    """The ranks that do not answer in time; all of them if the store is gone with the rank that hosts it.
 
-    An answer is a count of the rank's failures. One that was there before this failure, and is below this rank's own
-    count, was given to an earlier one: who survived that may be lost now.
+    Each rank answers with the count of its failures. A count that was there at first and is below this rank's own
+    count is the answer to an earlier failure: the rank survived that one, and may be lost now.
     """
     own_rank = dist.get_rank()
     silent = [rank for rank in ranks if rank != own_rank]

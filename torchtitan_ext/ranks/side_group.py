@@ -1,9 +1,9 @@
-"""Connections beside a process group: for what its ranks say to each other in a thread, while others use the group.
+"""Connections beside a process group, over which a save in a thread exchanges while other threads use the group.
 
-Two threads that call collectives of one group meet each other's: each rank may be first in another of them. So a save
-that goes on beside training has a backend of its own, of the same ranks in the same order. It is made once and lives as
-long as its group. It is no group that ``torch.distributed`` knows of: ``new_group(use_local_synchronization=True)``
-names a group by how many others a rank is in, which need not be equally many on all its ranks.
+Two threads that call collectives of one group would mix them up: one rank may call first what another calls second. So
+a save beside training has a backend of its own, of the same ranks in the same order. It is made once and lives as long
+as its group. ``torch.distributed`` does not know it as a group: ``new_group(use_local_synchronization=True)`` names a
+group by the number of groups that a rank is in, and ranks may be in unequally many.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchtitan_ext.ranks.watch import can_be_asked
 
 @dataclass(frozen=True)
 class SideGroup:
-    """What stands beside a group: collectives in CPU memory, and a name that is the same on all ranks."""
+    """The connections beside a group: a backend for collectives in CPU memory, and a name, the same on all ranks."""
 
     name: str
     backend: dist.ProcessGroupGloo
@@ -29,7 +29,7 @@ class SideGroup:
 
 @dataclass(frozen=True)
 class SideGroupOffer:
-    """What a rank knows beside a group, if anything, and a name for something new."""
+    """The name of the side group that a rank knows, if any, and a name for a new one."""
 
     known: str | None
     new: str
@@ -41,29 +41,29 @@ _side_groups: WeakKeyDictionary[dist.ProcessGroup, SideGroup] = WeakKeyDictionar
 
 
 def can_have_side_group() -> bool:
-    """Whether gloo is there, and a store by which its ranks find each other. Not collective."""
+    """Whether there is gloo, and a store through which ranks find each other. Not collective."""
     return dist.is_gloo_available() and can_be_asked(_get_default_store())
 
 
 def offer_of(group: dist.ProcessGroup) -> SideGroupOffer:
-    """What this rank says of a group, for the others to hear. Not collective."""
+    """The offer of this rank for a group, to be sent to the others. Not collective."""
     side = side_group_of(group)
     return SideGroupOffer(None if side is None else side.name, uuid.uuid4().hex)
 
 
 def side_group_of(group: dist.ProcessGroup) -> SideGroup | None:
-    """What was made beside a group. Not collective."""
+    """The side group of a group, if one was made. Not collective."""
     return _side_groups.get(group)
 
 
 def make_side_group(group: dist.ProcessGroup, name: str, *, timeout_seconds: float) -> None:
-    """Connects each rank of a group with each other. Collective.
+    """Connects the ranks of a group with each other. Collective.
 
     Args:
-        name: The same on all ranks, and new: where a rank has failed others may have one of an earlier name.
+        name: The same on all ranks, and new: after a failure on one rank others may have a side group of an older name.
 
     Raises:
-        RuntimeError: A rank cannot be reached, or does not come in time; says what to do.
+        RuntimeError: A rank cannot be reached, or does not come in time. The message says what to do.
     """
     store = PrefixStore(f"torchtitan_ext/side_group/{name}", _get_default_store().clone())  # type: ignore[attr-defined]
     rank, size = dist.get_rank(group), dist.get_world_size(group)

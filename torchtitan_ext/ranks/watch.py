@@ -33,14 +33,15 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 
 from torchtitan_ext.errors import LostRankError
 
-# Between two questions of one rank, times 0.75 to 1.25 by its number: thousands of ranks shall not ask at once.
+# Between two questions of a rank to the store. Ranks take 0.75 to 1.25 of it, by their numbers, so that thousands of
+# them do not ask at once.
 _POLL_SECONDS = 1.0
 
-# Threads learn of a call with their next question; one that computes in Python's lock answers late.
+# A thread learns of a call with its next question, and answers late while other code holds Python's lock.
 _ROLL_CALL_SECONDS = 5.0
 _ANSWER_POLL_SECONDS = 0.1
 
-# What others wait longer than the caller before one of them writes the verdict in its place.
+# So much longer than the caller all others wait before one of them writes the verdict in its place.
 _TAKE_OVER_SECONDS = 2.0
 
 # How long the rank that hosts the store stays for others that have to read the verdict.
@@ -52,13 +53,13 @@ _FRESH_SECONDS = 3.0
 # How often a waiting rank looks up. The end of a collective wakes it at once.
 _WAIT_SLICE = timedelta(seconds=0.2)
 
-# A backend without such waits is asked; short collectives take less than a millisecond.
+# Between two looks at a collective on a device, at most. Short collectives take less than a millisecond.
 _LONGEST_SLEEP_SECONDS = 0.01
 
 _CALL, _VERDICT, _HEARD = "call", "verdict", "heard"
 _ADVICE = "this process group can serve no further save or load: make a new one, or restart"
 
-# Those with ``clone`` and ``check``.
+# The stores with ``clone`` and ``check``.
 _ASKED_STORES = (dist.TCPStore, dist.FileStore, dist.HashStore)  # type: ignore[attr-defined]
 
 # Collectives that were given up, with their tensors, into which the backend may still write when all else has ended:
@@ -68,7 +69,7 @@ _unfinished: set[tuple[dist.Work, tuple[torch.Tensor, ...]]] = set()
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a rank stands: phase, what ranks do in it, the key it is at if known, since when, at work or waiting."""
+    """Where a rank stands: the phase, what ranks do in it, since when, at work or waiting, at which key if known."""
 
     phase: str
     doing: str
@@ -78,11 +79,11 @@ class Standing:
 
 
 class Watch:
-    """Watches over the ranks of a group during one operation. Used by one thread; has one of its own.
+    """Watches over the ranks of a group during one operation. One thread uses it; a thread of its own asks the store.
 
     Args:
         operation: ``"save"`` or ``"load"``, for messages.
-        path: Of the checkpoint, for messages.
+        path: The checkpoint, for messages.
         timeout_seconds: How long a rank waits for others in one phase, its own part done.
     """
 
@@ -109,7 +110,7 @@ class Watch:
             self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread; where its store hangs it is left behind."""
+        """Ends the thread. A thread that hangs in its store is left behind."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -122,7 +123,7 @@ class Watch:
         self._deadline = None
 
     def at(self, key: str) -> None:
-        """What this rank works on within the phase."""
+        """From now on this rank works on this key of the phase."""
         self._standing = replace(self._standing, key=key)
 
     def check(self) -> None:
@@ -132,7 +133,7 @@ class Watch:
                 raise self._verdict
 
     def confirm(self) -> None:
-        """Raises the verdict, if there is one. Asks the store where its last answer is old, as after a stop."""
+        """Raises the verdict, if there is one. Asks the store if its last answer is old, as after a stopped process."""
         if self._thread is None:
             return
         needed = time.monotonic() - _FRESH_SECONDS
@@ -175,7 +176,7 @@ class Watch:
 
     @property
     def seconds_left(self) -> float:
-        """Of the deadline."""
+        """Seconds until the deadline."""
         return self.timeout_seconds if self._deadline is None else self._deadline - time.monotonic()
 
     @property
@@ -184,7 +185,7 @@ class Watch:
 
     @property
     def _patience(self) -> float:
-        """After which the store is lost."""
+        """Seconds after which a silent store counts as lost."""
         return _ROLL_CALL_SECONDS + 2 * _TAKE_OVER_SECONDS
 
     def _wait(self, work: dist.Work, device: torch.device) -> None:
@@ -196,15 +197,17 @@ class Watch:
                     raise self._verdict
                 if self._store_error is not None and lost_at is None:
                     lost_at = time.monotonic()
-            # Who hosts the store and has finished ends it; what it sent is on its way.
+            # The rank that hosts the store ends it when it has finished; what it sent may still be on its way.
             if lost_at is not None and time.monotonic() > lost_at + _TAKE_OVER_SECONDS:
                 raise self._lost_store()
             if self.seconds_left < 0:
                 self._give_up(f"rank {self._rank} waited {self.timeout_seconds:g} s (timeout_seconds)", is_late=True)
 
     def _give_up(self, why: str, *, is_late: bool = False) -> None:
-        if self._thread is None:
-            raise self._unasked(why)
+        if self._thread is None:  # ranks that cannot ask each other each say what they know
+            others = tuple(rank for rank in self._ranks if rank != self._rank)
+            why = f"{why}; ranks cannot be asked through the store of these process groups"
+            raise self._error(self._rank, others, why)
         self._say_why(why, is_late=is_late)
         with self._changed:
             self._changed.wait_for(lambda: self._has_ended, self._patience)
@@ -218,24 +221,15 @@ class Watch:
             self._changed.notify_all()
 
     def _lost_store(self) -> LostRankError:
-        """A server that is stopped does not answer, one that died breaks the connection: one text for both."""
+        """One error for a server that is stopped and does not answer, and one that died and broke the connection."""
         is_of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         silent = () if is_of_agent else (0,)
         host = "the launcher's agent on the first node hosts" if is_of_agent else "rank 0 hosts"
-        reason = f"the store of the process groups, which {host}, is lost; {_ADVICE}"
-        standing = self._standing
-        return LostRankError(
-            self._operation, standing.doing, None, silent, reason, step=standing.phase, path=self._path
-        )
+        return self._error(None, silent, f"the store of the process groups, which {host}, is lost")
 
-    def _unasked(self, why: str) -> LostRankError:
-        """Where ranks cannot ask each other, each says what it knows."""
-        others = tuple(rank for rank in self._ranks if rank != self._rank)
-        reason = f"{why}; ranks cannot be asked through the store of these process groups; {_ADVICE}"
-        standing = self._standing
-        return LostRankError(
-            self._operation, standing.doing, self._rank, others, reason, step=standing.phase, path=self._path
-        )
+    def _error(self, rank: int | None, silent: tuple[int, ...], why: str) -> LostRankError:
+        doing, phase = self._standing.doing, self._standing.phase
+        return LostRankError(self._operation, doing, rank, silent, f"{why}; {_ADVICE}", step=phase, path=self._path)
 
     def _run(self) -> None:
         """The thread: asks until there is a verdict, or the operation ends. It waits for the store's answers alone."""
@@ -274,7 +268,7 @@ class Watch:
             self._changed.notify_all()
 
     def _roll_call(self, store: Store) -> dict[str, Any]:
-        """Answers, and waits for the verdict of who called; where that one is lost too, makes it."""
+        """Answers the call and waits for the caller's verdict; makes the verdict if the caller is lost too."""
         if self._reason is not None:
             store.compare_set(_CALL, "", json.dumps(self._call(*self._reason)))
         call = json.loads(store.get(_CALL))
@@ -309,7 +303,7 @@ class Watch:
         return {"is_at_work": standing.is_at_work, "text": f"{standing.phase}, {key}for {seconds:.0f} s"}
 
     def _count(self, store: Store, call: dict[str, Any]) -> dict[str, Any]:
-        """The verdict: who is silent, and whom the caller waited for in vain."""
+        """The verdict: the ranks that are silent, and those that the caller waited for in vain."""
         present = [rank for rank in self._ranks if store.check([f"answer/{rank}"])]
         answers = {rank: json.loads(store.get(f"answer/{rank}")) for rank in present}
         late = {rank: answer["text"] for rank, answer in answers.items() if call["is_late"] and answer["is_at_work"]}
@@ -317,7 +311,7 @@ class Watch:
         return {**call, "silent": silent, "late": late, "num_answers": len(answers)}
 
     def _linger(self, store: Store) -> None:
-        """The verdict is gone with the process that hosts the store: it stays until all who answered have read it."""
+        """Keeps rank 0, which hosts the store, until all ranks that answered have read the verdict."""
         num_heard = store.add(_HEARD, 1)
         if self._rank != 0:
             return
@@ -329,7 +323,7 @@ class Watch:
 
 
 def can_be_asked(store: Store | None) -> bool:
-    """Whether ranks can ask each other: MPI has no store, and one written in Python need not have what it takes."""
+    """Whether ranks can ask each other: MPI has no store, and a store written in Python may lack what it takes."""
     inner = getattr(store, "_underlying_non_prefix_store", store)
     return isinstance(inner, _ASKED_STORES)
 
@@ -341,7 +335,7 @@ def _is_done(work: dist.Work) -> bool:
     except RuntimeError:
         if not work.is_completed():
             return False
-        # It may have been done between the two.
+        # It may have ended between the two calls.
         work.wait()
     return True
 

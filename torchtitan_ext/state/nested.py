@@ -60,13 +60,13 @@ def flatten_state_dict(
 
     Args:
         state_dict: The nested state dict; unchanged, and not copied.
-        is_opaque: Says of the flat key of a container whether it is kept as one value, because a checkpoint has it so
-            (stock DCP pickles tuples whole; before torch 2.4 it did the same with dicts without tensors).
-        is_whole: Says of the flat key of a tensor that consists of others (fp8 weights and their scales) whether it is
-            kept as one value. By default those are that stock DCP can load back so; the others are walked.
-        tuples: ``"as_stock"`` keeps tuples of plain tensors as one value, and walks only those that would not come
-            back from one: with DTensors or tensors with boxes of their own (each rank would get one rank's shard), with
-            tensors that consist of others, and named tuples, whose class no load reads by default.
+        is_opaque: Whether the container at a flat key is kept as one value, because a checkpoint has it so (stock DCP
+            pickles tuples whole; before torch 2.4 it did the same with dicts without tensors).
+        is_whole: Whether a tensor that consists of others (fp8 weights and their scales) is kept as one value; gets its
+            flat key and the tensor. By default tensors are kept that stock DCP can load back so.
+        tuples: ``"as_stock"`` keeps tuples of plain tensors as one value. It walks only tuples that would not come back
+            from one value: with DTensors or tensors with boxes of their own (each rank would get one rank's shard),
+            with tensors that consist of others, and named tuples, whose class no load reads by default.
 
     Raises:
         ValueError: Two paths give the same flat key, or a container holds itself.
@@ -154,7 +154,7 @@ def set_value(state_dict: dict[str, Any], path: Path, value: Any) -> None:
 
 
 def on_devices_of(target: Any, loaded: Any) -> Any:
-    """A value read into CPU memory, with its tensors on the devices of those that stand at their places in a target."""
+    """A value that was read into CPU memory, with its tensors on the devices that they have in the target."""
     if all(member.device.type == "cpu" for member in nested_members(target) if isinstance(member, torch.Tensor)):
         return loaded
     if isinstance(target, torch.Tensor) and isinstance(loaded, torch.Tensor):
@@ -283,7 +283,7 @@ def _replaced(container: Any, path: Path, value: Any) -> Any:
 
 
 def set_member(container: Any, key: Any, value: Any) -> None:
-    """Replaces a member of a mapping or list: by dict's own method, whatever a subclass of dict does when it is told.
+    """Replaces a member of a mapping or list; in a dict by dict's own method, since a subclass may have another one.
 
     ``OrderedDict`` keeps an order of its own, which only its own method knows.
     """
@@ -296,6 +296,7 @@ def set_member(container: Any, key: Any, value: Any) -> None:
 
 
 def load_device(tensor: torch.Tensor) -> torch.device:
+    """The device on which a load gives memory to a meta tensor: its mesh's, or the process group's, or the default."""
     device_type = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else None
     if device_type is None:
         if not (dist.is_available() and dist.is_initialized()):

@@ -107,13 +107,13 @@ _BLOCKED_MODULES = ("sys", "os", "posix", "nt", "exceptions")
 
 @dataclass(frozen=True)
 class NotPlain:
-    """What of a value is not plain data.
+    """Why a value is not plain data.
 
     Attributes:
         names: All classes and functions that a load does not take by default, as they are named in the pickle.
-        can_be_allowed: Whether a load takes the value where these are allowed. Builtin functions are not: ``getattr``
-            among what may be called is as good as no check at all. Nor does ``torch.load`` fill lists, dicts and deques
-            of other classes.
+        can_be_allowed: Whether a load takes the value if the user allows these names. Builtin functions cannot be
+            allowed: a pickle that may call ``getattr`` may do anything. Nor does ``torch.load`` fill subclasses of
+            lists, dicts and deques.
         advice: What to save instead, where that is known.
     """
 
@@ -164,10 +164,11 @@ def read_value(
     """The value that ``torch.save`` wrote to a stream, or to a file.
 
     Args:
-        stream: At its beginning. A file is mapped: what is not touched of its tensors is not read.
+        stream: A stream at its beginning, or a file, which is mapped: tensors that nobody touches are not read.
         weights_only: Refuse values of classes that are not plain data.
         allow_classes: Take values of these classes too.
-        map_location: Where tensors in it are; on ``"meta"`` their storages say where in a file their bytes begin.
+        map_location: The device of tensors in the value; on ``"meta"`` their storages say where in a file their bytes
+            begin.
 
     Raises:
         NotPlainError: Says which classes are not plain data.
@@ -221,7 +222,7 @@ def _allowed(classes: Collection[Callable[..., Any]]) -> Iterator[None]:
 
 
 def _names_not_allowed(stream: io.BytesIO | pathlib.Path, classes: Collection[Callable[..., Any]]) -> list[str]:
-    """All names in a pickle that ``torch.load`` does not take; none where only unpickling it would tell."""
+    """All names in a pickle that ``torch.load`` does not take; none if only unpickling would find them."""
     if isinstance(stream, io.BytesIO):
         stream.seek(0)
     try:
@@ -233,10 +234,10 @@ def _names_not_allowed(stream: io.BytesIO | pathlib.Path, classes: Collection[Ca
 
 
 def why_not_plain(value: Any) -> NotPlain | None:
-    """The classes for which ``read_value`` will refuse a value with ``weights_only=True``, or ``None``.
+    """The classes for which ``read_value`` will refuse a value with ``weights_only=True``; ``None`` if it takes it.
 
-    Classes that the user allowed with ``torch.serialization.add_safe_globals`` are read. Values of builtin classes are
-    only looked at; others are written and read once, without the bytes of their tensors.
+    Classes that the user allowed with ``torch.serialization.add_safe_globals`` are taken. Values of builtin classes are
+    only looked at; all others are written and read once, without the bytes of their tensors.
 
     Raises:
         TypeError: The value cannot be pickled.
@@ -255,7 +256,7 @@ def why_not_plain(value: Any) -> NotPlain | None:
         try:
             read_value(stream, weights_only=True)
         except NotPlainError as error:
-            # A function that builds values of a class says less than the class.
+            # A function that makes values of a class says less than the class.
             classes = tuple(found for found in error.found.names if not is_builtin_function(found))
             return replace(error.found, names=classes or (name,))
         except ValueError:
@@ -264,7 +265,7 @@ def why_not_plain(value: Any) -> NotPlain | None:
 
 
 def _first_odd_class(value: Any) -> type | None:
-    """The class of something in a value that need not come back."""
+    """The class of something in a value that a load may not give back; ``None`` if it surely gives back all."""
     for member, depth in walk_objects(value, _members):
         kind = type(member)
         is_container = kind in _SURELY_PLAIN_CONTAINERS and depth <= _MAX_SURE_DEPTH
@@ -294,7 +295,7 @@ def _is_plain_array(value: Any) -> bool:
 
 
 def _can_be_allowed(name: str) -> bool:
-    """Whether ``torch.load`` makes values of a class once it is allowed. Nothing is imported to tell."""
+    """Whether ``torch.load`` makes values of a class once it is allowed. Nothing is imported to find out."""
     module, _, member = name.rpartition(".")
     if module in _BLOCKED_MODULES or is_builtin_function(name):
         return False

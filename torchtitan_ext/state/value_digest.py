@@ -74,8 +74,8 @@ def digest_tensor(tensor: torch.Tensor) -> bytes:
 
 
 def brief_tensor(tensor: torch.Tensor) -> bytes:
-    """What stands for a tensor where replicas are compared: of one element its bits, which ``shown`` shows; of others,
-    and of one element of 16 bytes, the digest.
+    """Bytes that stand for a tensor where replicas are compared: the bits of a single element, which ``shown`` shows,
+    or the digest of a larger tensor or of an element of 16 bytes.
     """
     local = local_tensor(tensor)
     if local.numel() != 1 or is_wrapper(local) or local.dtype.itemsize >= _DIGEST_BYTES - 1:
@@ -84,7 +84,7 @@ def brief_tensor(tensor: torch.Tensor) -> bytes:
 
 
 def brief_value(value: Any) -> bytes:
-    """What stands for a value that is no tensor: of a short scalar the scalar itself; of others the digest."""
+    """Bytes that stand for a value that is no tensor: a short scalar itself, or the digest of any other value."""
     if type(value) is float:
         return b"f" + struct.pack("<d", value)
     is_number = value is None or type(value) is bool or (type(value) is int and value.bit_length() < 64)
@@ -110,7 +110,7 @@ def shown(brief: bytes, dtype: torch.dtype | None) -> str | None:
 
 
 def scalar_text(bits: bytes, dtype: torch.dtype) -> str:
-    """One element as text; where that does not tell it from others, with its bits."""
+    """One element as text, with its bits where other elements have the same text."""
     try:
         text = repr(torch.frombuffer(bytearray(bits), dtype=dtype).item())
     except (RuntimeError, ValueError, TypeError):  # a dtype without numbers in Python
@@ -142,8 +142,10 @@ def fetch_sums(sums: Mapping[Any, torch.Tensor]) -> dict[Any, int]:
 
 
 def digest_large(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
-    """Digests of tensors by their ``bit_sum``, for what is too large for ``digest_tensor``; of a DTensor of this rank's
-    local tensor."""
+    """Digests of tensors by their ``bit_sum``, for tensors that are too large for ``digest_tensor``.
+
+    The digest of a DTensor is that of this rank's local tensor.
+    """
     digests: dict[str, bytes] = {}
     sums: dict[tuple[str, int], torch.Tensor] = {}
     parts = {fqn: list(_dense_parts(local_tensor(tensor))) for fqn, tensor in tensors.items()}
@@ -184,7 +186,7 @@ def digest_value(value: Any) -> bytes:
 
 @dataclass(frozen=True)
 class _Node:
-    """What an object says of itself, and the values that it holds."""
+    """The label of an object, and the values that it holds."""
 
     label: bytes
     members: Sequence[Any] = ()
@@ -195,9 +197,9 @@ class _Graph:
     """The objects that a value consists of, numbered; the value itself is node 0.
 
     Attributes:
-        labels: Of each node.
-        edges: Of each node its members: the number of a node, or the bytes that stand for an atom.
-        is_ordered: Of each node whether the order of its members counts.
+        labels: The label of each node.
+        edges: The members of each node: the number of a node, or the bytes that stand for an atom.
+        is_ordered: Whether the order of a node's members counts.
     """
 
     def __init__(self) -> None:
@@ -208,7 +210,7 @@ class _Graph:
         self._objects: list[Any] = []  # kept, so that no id is given twice
 
     def add(self, root: Any) -> bool:
-        """Adds an object and all that it leads to, and returns whether that has an end."""
+        """Adds an object and all objects that it leads to; returns False if these have no end."""
         pending = [(self._number(root), 0)]
         while pending:
             number, depth = pending.pop()
@@ -240,7 +242,7 @@ class _Graph:
         return number
 
     def digest(self, number: int, names: Mapping[int, bytes] | Sequence[bytes]) -> bytes:
-        """Of a node, given what its members are called."""
+        """The digest of a node, given the names of its members."""
         members = [edge if isinstance(edge, bytes) else names[edge] for edge in self.edges[number]]
         return _hash(self.labels[number], *(members if self.is_ordered[number] else sorted(members)))
 
@@ -314,7 +316,7 @@ def _sequence(label: bytes, members: Sequence[Any]) -> _Node:
 
 
 def _with_extras(value: Any, node: _Node) -> _Node:
-    """Together with what a subclass of a container holds beside its members."""
+    """The node, together with what a subclass of a container holds beside its members."""
     if type(value) in (dict, list, tuple, set, frozenset):
         return node
     extras = {**getattr(value, "__dict__", {}), "default_factory": getattr(value, "default_factory", None)}
@@ -333,7 +335,7 @@ def _tensor(value: torch.Tensor) -> _Node:
 
 
 def _leaf(value: Any) -> _Node | None:
-    """Of what holds nothing else, or ``None``."""
+    """The node of a value that holds no other values, or ``None``."""
     kind = type(value).__name__.encode()
     if isinstance(value, (bool, int)):
         return _Node(kind + hex(value).encode())
@@ -360,7 +362,7 @@ def _leaf(value: Any) -> _Node | None:
 
 
 def _reduced(value: Any) -> _Node:
-    """By the parts that pickle would save."""
+    """The node of an object whose members are the parts that pickle would save."""
     reduced = value.__reduce_ex__(2)
     if isinstance(reduced, str):
         return _Node(_class_name(value) + reduced.encode())
@@ -382,12 +384,12 @@ def _class_name(value: Any) -> bytes:
 
 
 def _qualified_name(value: Any) -> bytes:
-    """Of a class or function, or of the class of another callable."""
+    """The name of a class or function; for another callable the name of its class."""
     return f"{value.__module__}.{getattr(value, '__qualname__', type(value).__qualname__)}".encode()
 
 
 def _inline(value: Any) -> bytes | None:
-    """What stands for an atom, and for a short list, tuple or dict of atoms, which so need no nodes."""
+    """Bytes that stand for an atom, or for a short list or tuple of atoms, which needs no node; else ``None``."""
     kind = type(value)
     if kind in _ATOMS:
         return b"atom" + _atom(value)
@@ -397,7 +399,7 @@ def _inline(value: Any) -> bytes | None:
 
 
 def _atom(value: Any) -> bytes:
-    """What stands for an atom or a list of atoms."""
+    """Bytes that stand for an atom or a list of atoms."""
     return _short(marshal.dumps(value, _MARSHAL_VERSION))
 
 
@@ -406,5 +408,5 @@ def _short(data: bytes) -> bytes:
 
 
 def _hash(*parts: bytes) -> bytes:
-    """Of the parts and their lengths."""
+    """The digest of the parts and their lengths."""
     return hashlib.blake2b(marshal.dumps(parts, _MARSHAL_VERSION), digest_size=_DIGEST_BYTES).digest()
