@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -46,55 +46,50 @@ def run_tasks(
             f"got num_processes={num_processes} in a process that uses CUDA or a process group, which cannot be "
             "forked; pass num_processes=1, or use the command line"
         )
-    return _Workers(task, num_tasks, num_processes).run(progress)
-
-
-class _Workers(Generic[_Result]):
-    def __init__(self, task: Callable[[int, OnBytes], _Result], num_tasks: int, num_processes: int) -> None:
-        context = multiprocessing.get_context("fork")
-        self._results: dict[int, _Result] = {}
-        self._num_tasks = num_tasks
-        self._workers: dict[Connection, Any] = {}
-        next_task = context.Value("q", 0)
-        for _ in range(num_processes):
-            receiver, sender = context.Pipe(duplex=False)
-            arguments = (task, num_tasks, next_task, sender, os.getpid())
-            worker = context.Process(target=_work, args=arguments, daemon=True)
-            with warnings.catch_warnings():
-                # Python 3.12 warns that threads may hold locks: the only other thread keeps the lock of the save.
-                warnings.simplefilter("ignore", DeprecationWarning)
-                worker.start()
-            sender.close()
-            self._workers[receiver] = worker
-
-    def run(self, progress: OnBytes) -> list[_Result]:
-        try:
-            while self._workers:
-                for receiver in wait(list(self._workers)):
-                    self._take(receiver, progress)  # type: ignore[arg-type]
-        finally:
-            for worker in self._workers.values():
-                worker.kill()
-            for worker in self._workers.values():
-                worker.join()
-        return [self._results[number] for number in range(self._num_tasks)]
-
-    def _take(self, receiver: Connection, progress: OnBytes) -> None:
-        try:
-            kind, *content = receiver.recv()
-        except EOFError:
-            worker = self._workers.pop(receiver)
+    workers = _start_workers(task, num_tasks, num_processes)
+    results: dict[int, _Result] = {}
+    try:
+        while workers:
+            for receiver in wait(list(workers)):
+                assert isinstance(receiver, Connection)
+                try:
+                    kind, content = receiver.recv()
+                except EOFError:
+                    worker = workers.pop(receiver)
+                    worker.join()
+                    if worker.exitcode != 0:
+                        raise WorkerLostError(worker.exitcode) from None
+                    continue
+                if kind == "error":
+                    raise content
+                if kind == "progress":
+                    progress(content)
+                else:
+                    results |= content
+    finally:
+        for worker in workers.values():
+            worker.kill()
+        for worker in workers.values():
             worker.join()
-            if worker.exitcode != 0:
-                raise WorkerLostError(worker.exitcode) from None
-            return
-        if kind == "error":
-            raise content[0]
-        if kind == "progress":
-            progress(content[0])
-        else:
-            number, result = content
-            self._results[number] = result
+    return [results[number] for number in range(num_tasks)]
+
+
+def _start_workers(task: Callable[[int, OnBytes], Any], num_tasks: int, num_processes: int) -> dict[Connection, Any]:
+    """Forks processes that take numbers of tasks in turn; each is found by the pipe on which it answers."""
+    context = multiprocessing.get_context("fork")
+    workers: dict[Connection, Any] = {}
+    next_task = context.Value("q", 0)
+    for _ in range(num_processes):
+        receiver, sender = context.Pipe(duplex=False)
+        arguments = (task, num_tasks, next_task, sender, os.getpid())
+        worker = context.Process(target=_work, args=arguments, daemon=True)
+        with warnings.catch_warnings():
+            # Python 3.12 warns that threads may hold locks: the only other thread keeps the lock of the save.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            worker.start()
+        sender.close()
+        workers[receiver] = worker
+    return workers
 
 
 def _work(task: Callable[[int, OnBytes], Any], num_tasks: int, next_task: Any, sender: Connection, parent: int) -> None:
@@ -109,7 +104,7 @@ def _work(task: Callable[[int, OnBytes], Any], num_tasks: int, next_task: Any, s
             if number >= num_tasks:
                 return
             result = task(number, lambda num_bytes: sender.send(("progress", num_bytes)))
-            sender.send(("result", number, result))
+            sender.send(("result", {number: result}))
     except Exception as error:
         sender.send(("error", error))
 

@@ -6,6 +6,7 @@ fingerprints differ are read again, side by side, if the caller asks where and h
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -121,32 +122,31 @@ def diff(
     """
     chosen = selection or Selection()
     chosen.check_finds(a, b)
-    keys_a, keys_b = (chosen.within(source).keys_of(source) for source in (a, b))
-    differences = [Difference(key, "only_in_a", a=described(a, keys_a[key])) for key in keys_a.keys() - keys_b.keys()]
-    differences += [Difference(key, "only_in_b", b=described(b, keys_b[key])) for key in keys_b.keys() - keys_a.keys()]
-    both = sorted(keys_a.keys() & keys_b.keys())
-    for source, keys in ((a, keys_a), (b, keys_b)):
-        source.check_files(keys[key] for key in both)
+    sides = one, other = _Side(a, chosen), _Side(b, chosen)
+    differences = [Difference(key, "only_in_a", a=one.described(key)) for key in one.fqns.keys() - other.fqns.keys()]
+    differences += [Difference(key, "only_in_b", b=other.described(key)) for key in other.fqns.keys() - one.fqns.keys()]
+    both = sorted(one.fqns.keys() & other.fqns.keys())
+    for side in sides:
+        side.source.check_files(side.fqns[key] for key in both)
     tensors = []
     for key in both:
-        found = _differs_by_metadata(key, a, keys_a[key], b, keys_b[key])
+        found = _differs_by_metadata(key, one, other)
         if found is not None:
             differences.append(found)
-        elif isinstance(a.metadata.state_dict_metadata[keys_a[key]], TensorStorageMetadata):
+        elif isinstance(one.entry(key), TensorStorageMetadata):
             tensors.append(key)
-    digests = [
-        fingerprint_tensors(
-            source, [keys[key] for key in tensors], max_bytes=max_bytes, num_threads=num_threads, progress=progress
-        )
-        for source, keys in ((a, keys_a), (b, keys_b))
-    ]
-    comparison = _TensorComparison(a, b, tolerance or Tolerance(), max_bytes)
+    bounds = {"max_bytes": max_bytes, "num_threads": num_threads}
+    digests_a, digests_b = (
+        fingerprint_tensors(side.source, [side.fqns[key] for key in tensors], progress=progress, **bounds)
+        for side in sides
+    )
+    limit = tolerance or Tolerance()
     for key in tensors:
-        if digests[0][keys_a[key]] == digests[1][keys_b[key]]:
+        if digests_a[one.fqns[key]] == digests_b[other.fqns[key]]:
             continue
-        found = Difference(key, "values", described(a, keys_a[key]), described(b, keys_b[key]))
-        if values or not comparison.tolerance.is_exact:
-            measured = comparison.measure(keys_a[key], keys_b[key])
+        found = Difference(key, "values", one.described(key), other.described(key))
+        if values or not limit.is_exact:
+            measured = _measure(key, one, other, limit, max_bytes)
             if measured is None:
                 continue
             found = replace(found, values=measured if values else None)
@@ -165,8 +165,12 @@ def map_differences(
     max_bytes: int = 256 << 20,
 ) -> DifferenceMap:
     """Where a tensor differs whose values ``diff`` found to differ. The arguments are those of ``diff``."""
-    keys = ((selection or Selection()).within(source).keys_of(source)[key] for source in (a, b))
-    return _TensorComparison(a, b, tolerance or Tolerance(), max_bytes).map(*keys)
+    one, other = (_Side(source, selection or Selection()) for source in (a, b))
+    found = DifferenceMap(one.shape(key))
+    for piece, *pair in _pieces(key, one, other, max_bytes):
+        flat_a, flat_b = (tensor.view(-1) for tensor in pair)
+        found.add(piece.offsets, piece.sizes, _positions_apart(flat_a, flat_b, tolerance or Tolerance()))
+    return found
 
 
 def num_bytes_to_read(a: FileSource, b: FileSource, selection: Selection | None = None) -> int:
@@ -174,9 +178,35 @@ def num_bytes_to_read(a: FileSource, b: FileSource, selection: Selection | None 
     return sum((selection or Selection()).within(source).num_bytes_of(source) for source in (a, b))
 
 
-def described(source: FileSource, fqn: str) -> str:
-    """What a checkpoint has under a key, in a few words: ``float32 [4096, 512]``, ``3``."""
-    return _part_from(_text_of(source, fqn), 0)
+class _Side:
+    """One of the two checkpoints, and its names for the keys that are compared."""
+
+    def __init__(self, source: FileSource, selection: Selection) -> None:
+        self.source = source
+        self.fqns = selection.within(source).keys_of(source)
+        self.reader = BoxReader(source)
+
+    def entry(self, key: str) -> Any:
+        return self.source.metadata.state_dict_metadata[self.fqns[key]]
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return tuple(self.reader.entry(self.fqns[key]).size)
+
+    def value(self, key: str) -> Any:
+        return self.source.read_value(self.fqns[key])
+
+    def text(self, key: str) -> str:
+        entry = self.entry(key)
+        if isinstance(entry, TensorStorageMetadata):
+            return f"{str(entry.properties.dtype).removeprefix('torch.')} {list(entry.size)}"
+        try:
+            return repr(self.value(key))
+        except CheckpointReadError:
+            return "a value that is more than plain data"
+
+    def described(self, key: str) -> str:
+        """The first part of the text: ``float32 [4096, 512]``, ``3``."""
+        return _part_from(self.text(key), 0)
 
 
 def _parts_around(a: str, b: str) -> tuple[str, str]:
@@ -191,64 +221,39 @@ def _part_from(text: str, begin: int) -> str:
     return f"{'...' if begin else ''}{text[begin:end]}{'...' if end < len(text) else ''}"
 
 
-def _text_of(source: FileSource, fqn: str) -> str:
-    entry = source.metadata.state_dict_metadata[fqn]
-    if isinstance(entry, TensorStorageMetadata):
-        return f"{str(entry.properties.dtype).removeprefix('torch.')} {list(entry.size)}"
-    try:
-        return repr(source.read_value(fqn))
-    except CheckpointReadError:
-        return "a value that is more than plain data"
+def _measure(key: str, one: _Side, other: _Side, tolerance: Tolerance, max_bytes: int) -> ValueDifference | None:
+    """How far two tensors are apart; ``None`` if no element differs by more than the tolerance."""
+    parts = [_compare(piece, a, b, tolerance) for piece, a, b in _pieces(key, one, other, max_bytes)]
+    found = [part for part in parts if part is not None]
+    if not found:
+        return None
+    return replace(
+        found[0],
+        num_different=sum(part.num_different for part in found),
+        num_elements=math.prod(one.shape(key)),
+        max_abs=max(part.max_abs for part in found),
+        max_rel=max(part.max_rel for part in found),
+    )
 
 
-class _TensorComparison:
-    """Measures how far tensors of two checkpoints are apart, piece by piece."""
-
-    def __init__(self, a: FileSource, b: FileSource, tolerance: Tolerance, max_bytes: int) -> None:
-        self.tolerance = tolerance
-        self._readers = (BoxReader(a), BoxReader(b))
-        self._max_bytes = max_bytes
-
-    def measure(self, fqn_a: str, fqn_b: str) -> ValueDifference | None:
-        """How far two tensors are apart; ``None`` if no element differs by more than the tolerance."""
-        parts = [_compare(piece, one, other, self.tolerance) for piece, one, other in self._pieces(fqn_a, fqn_b)]
-        found = [part for part in parts if part is not None]
-        if not found:
-            return None
-        return replace(
-            found[0],
-            num_different=sum(part.num_different for part in found),
-            num_elements=self._readers[0].entry(fqn_a).size.numel(),
-            max_abs=max(part.max_abs for part in found),
-            max_rel=max(part.max_rel for part in found),
-        )
-
-    def map(self, fqn_a: str, fqn_b: str) -> DifferenceMap:
-        found = DifferenceMap(tuple(self._readers[0].entry(fqn_a).size))
-        for piece, one, other in self._pieces(fqn_a, fqn_b):
-            found.add(piece.offsets, piece.sizes, _positions_apart(one.view(-1), other.view(-1), self.tolerance))
-        return found
-
-    def _pieces(self, fqn_a: str, fqn_b: str) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor]]:
-        """The pieces of two tensors, valid until the next ones are asked for."""
-        entry = self._readers[0].entry(fqn_a)
-        dtype, shape = entry.properties.dtype, tuple(entry.size)
-        # Both pieces, copies of what differs, and the bits of a comparison of all bytes.
-        # Allocators keep as much again: half of the memory is left to them.
-        num_elements = max(self._max_bytes // 2 // (5 * dtype.itemsize + _BYTES_PER_DIFFERENT), 1)
-        piece_bytes = num_elements * dtype.itemsize
-        batches = []
-        for reader, fqn in zip(self._readers, (fqn_a, fqn_b), strict=True):
-            pieces = cut(whole(fqn, dtype, shape), piece_bytes)
-            batches.append(reader.read_batches(((piece, piece) for piece in pieces), piece_bytes))
-        for batch_a, batch_b in zip(*batches, strict=True):
-            for (one, piece), (other, _) in zip(batch_a, batch_b, strict=True):
-                yield piece, one, other
+def _pieces(key: str, one: _Side, other: _Side, max_bytes: int) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor]]:
+    """The pieces of two tensors, valid until the next ones are asked for."""
+    dtype, shape = one.entry(key).properties.dtype, one.shape(key)
+    # Both pieces, copies of what differs, and the bits of a comparison of all bytes.
+    # Allocators keep as much again: half of the memory is left to them.
+    num_elements = max(max_bytes // 2 // (5 * dtype.itemsize + _BYTES_PER_DIFFERENT), 1)
+    batches = []
+    for side in (one, other):
+        pieces = cut(whole(side.fqns[key], dtype, shape), num_elements * dtype.itemsize)
+        batches.append(side.reader.read_batches(((piece, piece) for piece in pieces), num_elements * dtype.itemsize))
+    for batch_a, batch_b in zip(*batches, strict=True):
+        for (a, piece), (b, _) in zip(batch_a, batch_b, strict=True):
+            yield piece, a, b
 
 
-def _differs_by_metadata(key: str, a: FileSource, fqn_a: str, b: FileSource, fqn_b: str) -> Difference | None:
+def _differs_by_metadata(key: str, a: _Side, b: _Side) -> Difference | None:
     """How a key differs in type, dtype, shape, or as a value that is no tensor; ``None`` if it does not."""
-    one, other = a.metadata.state_dict_metadata[fqn_a], b.metadata.state_dict_metadata[fqn_b]
+    one, other = a.entry(key), b.entry(key)
     kind: DifferenceKind | None = None
     if isinstance(one, TensorStorageMetadata) and isinstance(other, TensorStorageMetadata):
         if one.size != other.size:
@@ -258,22 +263,18 @@ def _differs_by_metadata(key: str, a: FileSource, fqn_a: str, b: FileSource, fqn
     elif isinstance(one, TensorStorageMetadata) or isinstance(other, TensorStorageMetadata):
         kind = "type"
     else:
-        kind = _compare_values(a, fqn_a, b, fqn_b)
-    if kind is None:
-        return None
-    return Difference(key, kind, *_parts_around(_text_of(a, fqn_a), _text_of(b, fqn_b)))
+        kind = _compare_values(key, a, b)
+    return None if kind is None else Difference(key, kind, *_parts_around(a.text(key), b.text(key)))
 
 
-def _compare_values(a: FileSource, fqn_a: str, b: FileSource, fqn_b: str) -> DifferenceKind | None:
+def _compare_values(key: str, a: _Side, b: _Side) -> DifferenceKind | None:
     try:
-        is_equal = digest_value(a.read_value(fqn_a)) == digest_value(b.read_value(fqn_b))
+        return None if digest_value(a.value(key)) == digest_value(b.value(key)) else "values"
     except CheckpointReadError:
         # Values that must not be unpickled are equal if their bytes are.
-        if isinstance(a, DcpSource) and isinstance(b, DcpSource):
-            if torch.equal(a.value_record(fqn_a), b.value_record(fqn_b)):
-                return None
-        return "unreadable"
-    return None if is_equal else "values"
+        is_dcp = isinstance(a.source, DcpSource) and isinstance(b.source, DcpSource)
+        records = (side.source.value_record(side.fqns[key]) for side in (a, b))
+        return None if is_dcp and torch.equal(*records) else "unreadable"
 
 
 def _compare(piece: Piece, a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance) -> ValueDifference | None:

@@ -117,16 +117,16 @@ def forecast_load(job: Job, source: LoadSource) -> LoadForecast:
     saved_bytes = _saved_bytes(groups, metadata, files)
     metadata_bytes = sum(source.metadata_bytes)
     return LoadForecast(
-        tuple(ranks),
-        num_bytes,
-        saved_bytes,
-        num_bytes / saved_bytes if saved_bytes else 1.0,
-        metadata_bytes,
-        job.bandwidth.seconds([one.num_bytes for one in ranks]),
-        job.bandwidth.seconds([metadata_bytes] * len(ranks)),
-        tuple(dict.fromkeys(problems)),
-        report,
-        source.file_bytes,
+        ranks=tuple(ranks),
+        num_bytes=num_bytes,
+        saved_bytes=saved_bytes,
+        amplification=num_bytes / saved_bytes if saved_bytes else 1.0,
+        metadata_bytes=metadata_bytes,
+        seconds=job.bandwidth.seconds([one.num_bytes for one in ranks]),
+        metadata_seconds=job.bandwidth.seconds([metadata_bytes] * len(ranks)),
+        problems=tuple(dict.fromkeys(problems)),
+        report=report,
+        file_bytes=source.file_bytes,
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 
+import torch
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
@@ -17,6 +18,7 @@ from torchtitan_ext.checkpoint.planners.saved_chunks import ChunkList
 from torchtitan_ext.checkpoint.rules.policy import Source
 from torchtitan_ext.dcp_private import StorageInfo
 from torchtitan_ext.errors import Problem, refusal
+from torchtitan_ext.offline.boxes import chunks_of
 from torchtitan_ext.offline.placement_rules import saved_chunk_lists
 from torchtitan_ext.offline.sources import FileSource
 from torchtitan_ext.offline.sources import open_source as open_files
@@ -86,7 +88,7 @@ def _with_files(files: FileSource, kind: Format, source: Source) -> LoadSource:
         reader = HuggingFaceStorageReader(name)
         return LoadSource(OpenSource(name, source, reader, metadata), file_bytes, notes=(note,))
     problem = Problem("broken_checkpoint", name, how_to_load(path) or "is no checkpoint that a job reads")
-    note = "what a load reads is told as if the checkpoint had been converted, by one rank"
+    note = "the reads are those that a job would make after one rank has converted the checkpoint"
     opened = OpenSource(name, source, FileReader(path), metadata)
     return LoadSource(opened, file_bytes, problems=(problem,), notes=(note,))
 
@@ -94,18 +96,10 @@ def _with_files(files: FileSource, kind: Format, source: Source) -> LoadSource:
 def _places(files: FileSource) -> dict[MetadataIndex, StorageInfo]:
     """The place of each chunk and of each value; values have the size that their DCP records would have."""
     entries = files.metadata.state_dict_metadata
-    indices = [
-        MetadataIndex(fqn, chunk.offsets)
-        for fqn, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata)
-        for chunk in entry.chunks
-    ]
-    records = files.find_records(indices)
-    places = {
-        index: StorageInfo(record.file, record.offset, record.num_bytes)
-        for index, record in zip(indices, records, strict=True)
-    }
-    for fqn, entry in entries.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            places[MetadataIndex(fqn)] = StorageInfo(files.path.name, 0, files.value_record(fqn).numel())
+    tensors = {fqn: entry for fqn, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    indices = [MetadataIndex(chunk.fqn, torch.Size(chunk.offsets)) for chunk in chunks_of(tensors)]
+    records = zip(indices, files.find_records(indices), strict=True)
+    places = {index: StorageInfo(record.file, record.offset, record.num_bytes) for index, record in records}
+    for fqn in entries.keys() - tensors.keys():
+        places[MetadataIndex(fqn)] = StorageInfo(files.path.name, 0, files.value_record(fqn).numel())
     return places

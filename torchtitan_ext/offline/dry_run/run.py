@@ -197,8 +197,8 @@ def _notes(stages: Sequence[Stage]) -> list[str]:
     assumed = [fqn for stage in stages for fqn in stage.one.assumed]
     if assumed:
         notes.append(
-            f"nothing says which dims tp cuts of {len(assumed)} tensors ({named(assumed)}): of matrices dim 0 is "
-            "assumed, of vectors none; a rule for them (placements, --shard) says otherwise"
+            f"nothing says which dims tp cuts of {len(assumed)} tensors ({named(assumed)}): dim 0 of matrices is "
+            "assumed, and none of vectors; a rule (placements, --shard) overrides this"
         )
     uneven = [fqn for group in groups for fqn in group.uneven]
     if uneven:
@@ -207,10 +207,10 @@ def _notes(stages: Sequence[Stage]) -> list[str]:
         )
     for group in groups:
         for own in group.own_names(group.viewer):
-            notes.append(f"each rank is taken to ask for a value of its own, such as {own}")
+            notes.append(f"each rank is assumed to ask for a value of its own, such as {own}")
     entries = (entry for stage in stages if stage.state is None for entry in stage.one.table.entries.values())
     if any(isinstance(entry, ObjectEntry) for entry in entries):
-        notes.append("how the job's own objects, such as a data loader, take what was saved, they alone know")
+        notes.append("only the job's own objects, such as a data loader, know how they load what was saved")
     return notes
 
 
