@@ -1,4 +1,4 @@
-"""The files of a checkpoint's directory: their names, how the index says what lies where, and threads to read them by.
+"""The files of a checkpoint's directory: their names, the index of their contents, and how many threads read them.
 
 ``.metadata`` and ``__<rank>_0.distcp`` are DCP's; ``.tte_index`` is ours (docs/format.md). With
 ``use_collectives=False`` each rank has metadata, and an index, of its own.
@@ -21,20 +21,20 @@ from torchtitan_ext.storage.element_types import ITEM_BYTES
 
 DATA_SUFFIX = ".distcp"
 
-# Of our saves; what stock writes has dashes in it.
+# The id of a save of ours; stock's ids contain dashes.
 _SAVE_ID = re.compile("[0-9a-f]{32}")
 
 NO_METADATA = -1
-"""What an index says of the size of ``.metadata`` where its tables stand for that file."""
+"""The size of ``.metadata`` in an index whose tables replace that file."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor's elements lie: row-major unless ``strides`` say something else.
+    """Where the elements of a tensor lie in a file.
 
     Attributes:
-        dtype: As torch calls it, without the module.
-        data_offset: In the file, of element 0.
+        dtype: The name in torch, without the module.
+        data_offset: Byte of the file at which element 0 begins.
     """
 
     dtype: str
@@ -45,12 +45,12 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Record:
-    """Where a chunk of a tensor, or a value, lies.
+    """Where the record of a chunk or a value lies.
 
     Attributes:
-        file: Its name in the directory.
-        offset: Of the record in the file, in bytes.
-        tensor: The elements in it; ``None`` where only ``torch.load`` understands the record.
+        file: The name of the file in the directory.
+        offset: Byte of the file at which the record begins.
+        tensor: The elements in the record; ``None`` if only ``torch.load`` can read it.
     """
 
     file: str
@@ -87,13 +87,12 @@ class CheckpointIndex:
 
 
 def is_save_id(save_id: object) -> TypeGuard[str]:
-    """Whether this is the id of a save of ours, by its form. What a damaged checkpoint says may be anything."""
+    """Whether a value has the form of the ids of our saves. A damaged checkpoint may contain any value."""
     return isinstance(save_id, str) and _SAVE_ID.fullmatch(save_id) is not None
 
 
 def is_local(checkpoint_id: str | os.PathLike[str]) -> bool:
-    """Whether this names a directory and no URL. Stock asks for a directory above it that can be written to, so that it
-    knows no storage for a checkpoint in read-only ones, or at a mount point below them."""
+    """Whether this names a directory and no URL. Unlike stock's check it accepts read-only directories."""
     return isinstance(checkpoint_id, Path) or "://" not in str(checkpoint_id)
 
 
@@ -102,21 +101,21 @@ def metadata_path(directory: Path, rank: int | None) -> Path:
 
 
 def index_path(directory: Path, rank: int | None, save_id: str | None = None) -> Path:
-    """A save in place names its index by its id: the one of the checkpoint that is there stays until the commit."""
+    """The path of an index. A save in place adds its id, so that the old index stays until the commit."""
     name = ".tte_index" if rank is None else f"__{rank}.tte_index"
     return directory / (name if save_id is None else f"{name}.{save_id}")
 
 
 def shown(path: Path) -> str:
-    """A path in messages that are made in C++: file names need not be text."""
+    """A path for messages of C++: file names need not be valid text."""
     return os.fsencode(path).decode(errors="backslashreplace")
 
 
 def data_path(directory: Path, relative_path: str) -> Path:
-    """Where ``.metadata`` says that a record lies.
+    """The path of a file that ``.metadata`` names.
 
     Raises:
-        DamagedCheckpointError: That is outside of the checkpoint's directory.
+        DamagedCheckpointError: The path leads out of the checkpoint's directory.
     """
     path = directory / relative_path
     if _core.leads_outside(relative_path) or not path.resolve().is_relative_to(directory.resolve()):
@@ -134,20 +133,20 @@ def parse_index(
     verify: str,
     has_file: Callable[[_core.RankFile], bool] = lambda file: False,
 ) -> CheckpointIndex | None:
-    """The index that belongs to these bytes of ``.metadata``, or that stands for the file where there is none.
+    """The index that belongs to these bytes of ``.metadata``, or that replaces the file if there is none.
 
     Args:
-        path: Of the index, for messages.
-        content: What it holds.
-        has_file: Whether ``.metadata`` names a file of the index that is still as the index says. Stock would have
-            written it anew; so it is ``.metadata`` that is damaged.
+        path: Path of the index, for messages.
+        content: Bytes of the index.
+        has_file: Whether ``.metadata`` names this file and it is still as the index describes it. Then stock has not
+            saved over the checkpoint, so a ``.metadata`` that does not match the index is damaged.
 
     Returns:
-        ``None`` where it is another save's: stock saved over a checkpoint of ours.
+        ``None`` if the index belongs to another save: stock saved over a checkpoint of ours.
 
     Raises:
-        DamagedCheckpointError: The index is damaged or newer than this reader; with ``verify="all"`` also where it
-            belongs to another ``.metadata``, which a damaged one cannot be told from.
+        DamagedCheckpointError: The index is damaged or newer than this reader; with ``verify="all"`` also if it does
+            not match ``.metadata``, which may be damaged then.
     """
     try:
         parsed = _core.parse_index(content, shown(path))
@@ -188,11 +187,7 @@ def data_file_bytes(directory: Path) -> dict[str, int]:
 
 
 def metadata_file_bytes(directory: Path, save_id: str | None) -> tuple[int, int]:
-    """Sizes of ``.metadata`` and of the index that a reader takes with it; 0 where there is none.
-
-    Args:
-        save_id: Of the save that ``.metadata`` names.
-    """
+    """Sizes of ``.metadata`` and of the index of the save with this id; 0 for a file that is not there."""
     sizes = []
     named = [index_path(directory, None, save_id)] if save_id else []
     for paths in ([metadata_path(directory, None)], [*named, index_path(directory, None)]):
@@ -201,7 +196,7 @@ def metadata_file_bytes(directory: Path, save_id: str | None) -> tuple[int, int]
 
 
 def write_file(path: Path, content: bytes, *, sync: bool) -> None:
-    """Writes a new file. What has that name is unlinked: it may be a link to a file of others, or a pipe."""
+    """Writes a new file. An old one is unlinked first: it may be a link to another file, or a pipe."""
     try:
         file = path.open("xb", buffering=0)
     except FileExistsError:
@@ -216,7 +211,7 @@ def write_file(path: Path, content: bytes, *, sync: bool) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Makes the names in a directory last. Some file systems know no such call (EINVAL): their names last anyway."""
+    """Syncs the names in a directory. File systems without such a call (EINVAL) keep names anyway."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -236,7 +231,7 @@ def row_major_strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-# More do not make one file faster: the file system lets one writer at a time into it.
+# More threads do not write one file faster: the file system lets in one writer at a time.
 MAX_THREADS = 8
 
 

@@ -1,4 +1,4 @@
-"""Says whose bytes are damaged."""
+"""Names the tensors and rows to which damaged bytes belong."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_NAMED = 4
 
 
 class Part(NamedTuple):
-    """Where a record lies: the key and, of a tensor, the offsets of its chunk; file, and bytes of it."""
+    """A record: its key, the offsets of its chunk (``None`` for a value), its file, and its bytes in that file."""
 
     fqn: str
     offsets: Sequence[int] | None
@@ -44,14 +44,14 @@ def describe_damage(
 
 
 def shape_defect(stored: StoredTensor, dtype: str, sizes: Sequence[int]) -> str | None:
-    """What is wrong with a tensor that lies in a file, where the metadata says what it should be."""
+    """How the tensor in a file differs from the dtype and sizes in the metadata; ``None`` if it does not."""
     if (stored.dtype, tuple(stored.sizes)) == (dtype, tuple(sizes)):
         return None
     return f"is {stored.dtype} {list(stored.sizes)}, the metadata says {dtype} {list(sizes)}"
 
 
 def cover_defect(sizes: Sequence[int], chunks: Sequence[tuple[Sequence[int], Sequence[int]]]) -> str | None:
-    """What is wrong with the chunks of a tensor, offsets and sizes, that should hold every element once."""
+    """Why chunks (offsets, sizes) do not hold every element of a tensor once; ``None`` if they do."""
     found = _core.find_cover_defect(sizes, chunks)
     if found is None:
         return None
@@ -60,13 +60,13 @@ def cover_defect(sizes: Sequence[int], chunks: Sequence[tuple[Sequence[int], Seq
 
 
 def defect_text(kind: str, where: Sequence[int]) -> str:
-    """What is wrong with the chunks of a tensor, in words: a kind of defect, and the element or chunk concerned."""
+    """A kind of defect in words, for an element or chunk."""
     text = {"gap": "leave out", "overlap": "hold twice", "out_of_bounds": "lie outside of it, at"}[kind]
     return f"{text} {list(where)}"
 
 
 def _rows(part: Part | _core.Part, begin: int, end: int, index: CheckpointIndex | None) -> str:
-    """``w[128:160]`` for the rows of a key that lie between two bytes of a file."""
+    """``w[128:160]``: the rows of a key between two bytes of its file."""
     is_indexed = index is not None and part.path in index.files
     stored = index.tensors(part.path).get(part.offset) if index is not None and is_indexed else None
     if stored is None or not stored.sizes or 0 in stored.sizes:

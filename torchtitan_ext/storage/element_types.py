@@ -1,6 +1,4 @@
-"""The dtypes whose elements are plain memory, by their names: item sizes, and what torch calls them in pickles. Imports
-no torch.
-"""
+"""The dtypes whose elements are plain memory: their item sizes and their names in torch's pickles. Imports no torch."""
 
 from __future__ import annotations
 
@@ -46,17 +44,17 @@ ELEMENT_TYPES = {
 
 
 def num_bytes_of(dtype: str, sizes: Sequence[int]) -> int:
-    """The bytes of a tensor's elements, from the name of its dtype (a key of ``ITEM_BYTES``) and its shape."""
+    """The size in bytes of a tensor's elements; the dtype is a key of ``ITEM_BYTES``."""
     return math.prod(sizes) * ITEM_BYTES[dtype]
 
 
 def elements_needed(sizes: Sequence[int], strides: Sequence[int], storage_offset: int) -> int:
-    """Up to which element a tensor needs its storage: 0 of an empty one, which may begin behind the storage's end."""
+    """How many elements of its storage a tensor needs. An empty tensor needs none, and may begin behind the end."""
     if 0 in sizes:
         return 0
     return storage_offset + 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
 
 
 def dtype_name_of(storage_class: str, name: str) -> str | None:
-    """The dtype that a pickle means; ``None`` where it is none of plain memory."""
+    """The dtype that a pickle names; ``None`` if its elements are no plain memory."""
     return (name if name in ITEM_BYTES else None) if storage_class == UNTYPED else _NAME_OF_CLASS.get(storage_class)

@@ -1,4 +1,4 @@
-"""How far a long save, load or command is, on stderr: a bar of tqdm on a terminal, otherwise lines now and then."""
+"""Shows the progress of long operations on stderr: a bar of tqdm on a terminal, else a line now and then."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ try:
 except ImportError:
     tqdm = None
 
-# What ends sooner needs neither bar nor line.
+# An operation that ends sooner shows nothing.
 _DELAY_SECONDS = 2.0
 
-# Lines are not written over, as a bar is: an hour makes 360.
+# Each line stays in the log: an hour makes 360.
 _LINE_SECONDS = 10.0
 
 OnBytes = Callable[[int], object]
-"""Is called with the number of bytes that were read, written or looked at since its last call."""
+"""Called with the number of bytes that were read, written or checked since its last call."""
 
 
 @contextmanager
@@ -29,11 +29,11 @@ def progress(
     """Shows the bytes of this rank while it reads or writes, and their rate.
 
     Args:
-        total_bytes: How many there will be; called only where something is shown.
-        in_logs: Whether lines are printed where stderr is no terminal; a job has a log of its own.
+        total_bytes: Gives the expected number of bytes; called only if something is shown.
+        in_logs: Whether to print lines if stderr is no terminal.
 
     Yields:
-        What is to be called with each number of bytes that is done.
+        A function to call with each number of bytes that is done.
     """
     is_terminal = _is_terminal()
     if not is_coordinator or not (is_terminal or in_logs):
@@ -54,8 +54,6 @@ def progress(
 
 
 class _Lines:
-    """Prints a line now and then; arguments as of ``progress``."""
-
     def __init__(self, operation: str, total_bytes: Callable[[], int]) -> None:
         self._operation = operation
         self._total_bytes = total_bytes
@@ -72,16 +70,16 @@ class _Lines:
         seconds = now - self._begin
         megabytes, total = self._num_bytes / 1e6, self._total_bytes() / 1e6
         line = f"{self._operation}: {megabytes:,.0f} of {total:,.0f} MB in {seconds:.0f} s"
-        with suppress(Exception):  # what a job puts in the place of stderr is no reason to fail
+        with suppress(Exception):  # a job may replace stderr by an object that cannot print
             print(line, file=sys.stderr, flush=True)
 
 
 def _ignore(num_bytes: int) -> None:
-    """In the place of what is not shown."""
+    """Shows nothing."""
 
 
 def _is_terminal() -> bool:
-    # Services have no stderr, a daemon has closed it, and what a job puts in its place may do no more than write.
+    # A service has no stderr, a daemon has closed it, and a job may replace it by an object that can only write.
     try:
         return sys.stderr.isatty()
     except (AttributeError, ValueError):

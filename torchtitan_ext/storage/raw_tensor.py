@@ -21,13 +21,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def raw_memory(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor itself where its elements lie as they are in memory, a copy where they are conjugated or negated.
+    """A tensor whose memory holds the elements: the given tensor, or a copy if that is conjugated or negated.
 
     Args:
         tensor: Detached, on any device but meta.
 
     Returns:
-        A strided ``torch.Tensor`` of a dtype of ``ELEMENT_TYPES``; ``None`` where there is no such memory.
+        A strided ``torch.Tensor`` of a dtype of ``ELEMENT_TYPES``; ``None`` if the tensor is no plain memory.
     """
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.dtype not in ELEMENT_TYPES:
         return None
@@ -40,10 +40,9 @@ STAGING_BYTES = 64 << 20
 
 
 class Staging:
-    """A kept buffer on the host through which tensors of other devices pass, a part at a time.
+    """A buffer on the host through which tensors of other devices are written, a part at a time.
 
-    Args:
-        num_bytes: Of the buffer. Pinned where there is a CUDA device, so that copies need no second buffer.
+    It is pinned if there is a CUDA device, so that copies need no second buffer.
     """
 
     def __init__(self, num_bytes: int = STAGING_BYTES) -> None:
@@ -52,7 +51,7 @@ class Staging:
     def copy_out(self, tensor: torch.Tensor, write: Callable[[int, int], None]) -> None:
         """Calls ``write(address, num_bytes)`` for all bytes of a tensor, in row-major order.
 
-        What lies at the address is gone after the call.
+        The bytes at the address are valid only during that call.
         """
         flat = tensor.contiguous().view(-1).view(torch.uint8)
         for part in flat.split(self._buffer.numel()):

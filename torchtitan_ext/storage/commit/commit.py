@@ -1,14 +1,15 @@
-"""How a save becomes the checkpoint at its place: by one rename; before it the old one is whole, after it the new.
+"""Commits a save by one rename: a reader sees the old or the new checkpoint, never a mix.
 
-Staged, where the target is absent, empty or holds only files of a checkpoint: all files go into a hidden directory
-beside the target, which then takes its name, or changes places with the checkpoint that is there (RENAME_EXCHANGE).
+Staged save: all files go into a hidden directory beside the target, which then takes the target's name or changes
+places with it (RENAME_EXCHANGE). Used if the target is absent, empty, or holds only files of a checkpoint.
 
-In place, where the target holds files of others, or directories cannot change places (NFS, FUSE, Lustre), or each rank
-has metadata of its own: files named by the save's id beside those that are there; the rename of ``.metadata`` commits.
+Save in place: the new files lie beside the old ones under names with the save's id, and the rename of ``.metadata``
+commits. Used if the target holds foreign files, if its file system cannot exchange directories (NFS, FUSE, Lustre), or
+if each rank has metadata of its own.
 
-With ``sync`` everything is on the disk before that rename, and it is before anything that it replaced is removed.
-The coordinator calls ``begin_save`` and then ``commit`` or ``abandon``; the others learn from the lock file, by
-``find_place``, where to write.
+With ``sync`` all files are on the disk before the rename, and the rename is before an old file is removed.
+The coordinator calls ``begin_save``, then ``commit`` or ``abandon``. The other ranks call ``find_place``, which reads
+from the lock file where to write.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from torchtitan_ext.storage.commit.leftovers import (
 )
 from torchtitan_ext.storage.commit.save_lock import SaveLock, read_lock, remove_dead_lock
 
-# The lock of a shared directory is there before any rank looks for it; some network file systems show it later.
+# The coordinator makes the lock before any rank looks for it; some network file systems show it later.
 _SHOWN_SECONDS = 10.0
 
 _LOCK_OF_RANK = re.compile(r"__\d+\.tte_save")
@@ -67,11 +68,11 @@ class SavePlace:
 
 
 class RunningSave:
-    """A save that holds the lock of its target. For the rank that commits; not collective.
+    """A save that holds the lock of its target. Only the rank that commits has one; not collective.
 
     Args:
-        rank: Whose metadata it is, where each rank has its own.
-        new_parents: Directories that got a new one in them.
+        rank: The rank whose save it is, if each rank has metadata of its own; else ``None``.
+        new_parents: Directories in which the save made a directory.
     """
 
     def __init__(self, lock: SaveLock, place: SavePlace, rank: int | None, new_parents: Sequence[Path]) -> None:
@@ -82,7 +83,7 @@ class RunningSave:
         self._may_be_committed = False
 
     def check_names(self, names: Sequence[str]) -> None:
-        """Raises CheckpointFailedError where a rank wrote under the names of another save: it saw an older lock."""
+        """Raises CheckpointFailedError if a rank wrote under the names of another save, because it saw an old lock."""
         marks = {name for name in names if save_id_of(name) != (None if self.place.is_staged else self.place.save_id)}
         if marks:
             text = f"{', '.join(sorted(marks))} belong to another save: the file system showed these ranks an old lock"
@@ -91,20 +92,20 @@ class RunningSave:
     def commit(
         self, index: bytes, metadata: bytes | None, *, sync: bool, confirm: Callable[[], None] = lambda: None
     ) -> Path:
-        """Makes what all ranks have written the checkpoint, and removes what it replaces.
+        """Makes the files of all ranks the checkpoint, and removes the files that they replace.
 
         Args:
-            metadata: ``None`` where the index stands for it; not in place.
-            confirm: Called right before the rename; what it raises is raised, and nothing is committed.
+            metadata: Bytes of ``.metadata``; ``None`` if the index replaces it, which a save in place cannot do.
+            confirm: Called right before the rename. If it raises, nothing is committed.
 
         Returns:
-            Where the metadata lies now, or the index that stands for it.
+            The path of ``.metadata``, or of the index that replaces it.
 
         Raises:
-            SaveInProgressError: Another save took this one for dead. What is at the target is whole.
-            OSError: The rename has not taken effect, or the disk does not say whether it has: then no file is removed.
-            BaseException: What a signal handler raised during the rename. If that took effect, the save has succeeded,
-                and is finished first.
+            SaveInProgressError: Another save took this one for dead. The checkpoint at the target is whole.
+            OSError: The rename failed, or the disk does not show whether it did: then no file is removed.
+            BaseException: A signal handler raised during the rename. If the rename took effect, the save is finished
+                first.
         """
         directory, target = self.place.directory, self.place.target
         path = metadata_path(target, self._rank)
@@ -134,9 +135,8 @@ class RunningSave:
         return final if metadata is None else path
 
     def abandon(self) -> None:
-        """Removes what was written; for a save that has failed on all ranks. The target stays as it was. After the
-        rename, and in doubt of it, nothing is removed: what is there may be all that there is, or, until it is synced,
-        what it replaced."""
+        """Removes the files of a save that has failed on all ranks; the target stays as it was. If the rename may have
+        taken effect, no file is removed: the new or the replaced files may be the only checkpoint."""
         if not self._may_be_committed and self.place.is_staged:
             remove_directory(self.place.directory, None)
         elif not self._may_be_committed:
@@ -145,13 +145,13 @@ class RunningSave:
         self._lock.release()
 
     def _rename(self, rename: Callable[[], None], written: Path, final: Path, content: bytes) -> BaseException | None:
-        """Renames, which makes a file of this content lie at ``final``, and no longer at ``written``.
+        """Renames, which moves a file with this content from ``written`` to ``final``.
 
-        If the call raises, these files say whether it took effect: a network file system may answer late with an
-        error, and a signal handler may raise right behind the call.
+        If the call raises, these two files show whether it took effect: a network file system may report an error
+        late, and a signal handler may raise right after the call.
 
         Returns:
-            What a signal handler raised although the rename took effect.
+            The exception of a signal handler if the rename took effect all the same.
         """
         self._may_be_committed = True
         try:
@@ -160,12 +160,12 @@ class RunningSave:
             if not _holds(final, content):
                 self._may_be_committed = not _holds(written, content)
                 raise
-            # An error of the call has a number; what a handler raises, such as a TimeoutError, has none.
+            # An error of the call has a number; an exception of a handler, such as a TimeoutError, has none.
             return None if isinstance(error, OSError) and error.errno is not None else error
         return None
 
     def _finish(self, sync: bool) -> None:
-        """What follows the rename: its sync, and the removal of what it replaced."""
+        """Syncs the rename, and removes the files that it replaced."""
         directory, target = self.place.directory, self.place.target
         if sync:
             for parent in dict.fromkeys([target.parent if self.place.is_staged else target, *self._new_parents]):
@@ -179,10 +179,10 @@ class RunningSave:
 
 
 def begin_save(path: Path, save_id: str, rank: int | None) -> RunningSave:
-    """Takes the lock of a target, removes what dead saves left there, and makes room for a new one.
+    """Takes the lock of a target, removes the leftovers of dead saves there, and decides where the new save writes.
 
     Args:
-        rank: Whose metadata it is, where each rank has its own.
+        rank: The rank whose save it is, if each rank has metadata of its own; else ``None``.
 
     Raises:
         SaveInProgressError: Another save is under way there.
@@ -214,7 +214,7 @@ def begin_save(path: Path, save_id: str, rank: int | None) -> RunningSave:
 
 
 def find_place(path: Path, rank: int, *, is_own: bool) -> SavePlace:
-    """Where this rank is to write, as the coordinator's ``begin_save`` has decided. For every rank.
+    """Where this rank writes, as the coordinator's ``begin_save`` has decided. Every rank calls it.
 
     Args:
         is_own: Whether each rank has metadata of its own.
@@ -239,31 +239,31 @@ def find_place(path: Path, rank: int, *, is_own: bool) -> SavePlace:
 
 
 def lock_path(target: Path, rank: int | None) -> Path:
-    """Beside the target, which may be replaced as a whole; in it where there is no room beside it."""
+    """The lock of a save: beside the target, or in it if nothing can be made or renamed beside it."""
     has_room = os.access(target.parent, os.W_OK | os.X_OK) and not _is_mounted(target)
     return lock_beside(target) if rank is None and has_room else target / lock_name(rank)
 
 
 def lock_beside(target: Path) -> Path:
-    """The lock of a target that may be replaced as a whole."""
+    """The lock of a target that can be replaced as a whole."""
     return target.parent / f"{LOCK_PREFIX}{_core.digest(os.fsencode(target.name)):016x}"
 
 
 def lock_name(rank: int | None) -> str:
-    """The lock of a target, in it."""
+    """The name of a lock in its target."""
     return ".tte_save" if rank is None else f"__{rank}.tte_save"
 
 
 def _excluded_locks(target: Path, rank: int | None) -> list[Path]:
-    """Locks under which nobody may save meanwhile: both of all ranks together, as the place may have been mounted for
-    an earlier job, and for such a save those of single ranks."""
+    """Locks that no other save may hold meanwhile: both locks of all ranks together, since an earlier job may have seen
+    the target as a mount point, and, for a save of all ranks, the locks of single ranks."""
     names = os.listdir(target) if rank is None and target.exists() else []
     of_ranks = [target / name for name in names if _LOCK_OF_RANK.fullmatch(name)]
     return [lock_beside(target), target / lock_name(None), *of_ranks]
 
 
 def _is_mounted(target: Path) -> bool:
-    """Whether a file system, or a directory of the same one, is mounted there: such a place cannot be renamed."""
+    """Whether a file system or a directory is mounted at the target, which cannot be renamed then."""
     if os.path.ismount(target):
         return True
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as stream:
@@ -272,7 +272,7 @@ def _is_mounted(target: Path) -> bool:
 
 
 def _take_name(stage: Path, target: Path) -> None:
-    """Gives a directory the name of another, which changes places with it if there is anything in it."""
+    """Gives the stage the name of the target; the two change places if the target is not empty."""
     try:
         os.rename(stage, target)
     except OSError as error:
@@ -282,7 +282,6 @@ def _take_name(stage: Path, target: Path) -> None:
 
 
 def _holds(path: Path, content: bytes) -> bool:
-    """Whether a file can be read, and has this content."""
     try:
         return path.read_bytes() == content
     except OSError:
@@ -290,7 +289,7 @@ def _holds(path: Path, content: bytes) -> bool:
 
 
 def _make_stage(target: Path, save_id: str) -> bool:
-    """Makes the directory that is to take the target's place; says whether that can be."""
+    """Makes the directory that will replace the target; returns false if it could not replace it."""
     if _core.is_on_fuse(os.fsencode(target.parent)):
         return False
     exists = target.exists()
@@ -309,7 +308,7 @@ def _make_stage(target: Path, save_id: str) -> bool:
 
 
 def _can_exchange(directory: Path) -> bool:
-    """Whether directories can change places on a file system; tried with two new ones."""
+    """Whether the file system can exchange directories; tried with two new ones."""
     pair = [directory / name for name in PROBES]
     for path in pair:
         path.mkdir()
@@ -326,7 +325,7 @@ def _can_exchange(directory: Path) -> bool:
 
 
 def _make_directories(path: Path) -> list[Path]:
-    """Makes a directory and those that it is in; returns where each new one lies."""
+    """Makes a directory and its parents; returns the parent of each new directory."""
     missing = [directory for directory in (path, *path.parents) if not directory.exists()]
     path.mkdir(parents=True, exist_ok=True)
     return [directory.parent for directory in missing]

@@ -1,6 +1,6 @@
-"""Which files are a checkpoint's, and which of them nobody needs any more.
+"""Which files belong to a checkpoint, and which of them can be removed.
 
-Only files whose names a save of ours or of stock DCP gives are ever removed: a target may hold files of others.
+Only files with names that our saves or stock DCP give are ever removed: a target may hold foreign files.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _RANK_METADATA = re.compile(r"__\d+\.metadata")
 
 
 def stage_path(target: Path, save_id: str) -> Path:
-    """Where a save of this id puts its files until its commit. torchtitan takes names with ``step-<number>``, wherever
-    it stands in them, for checkpoints."""
+    """Where a save puts its files until its commit. The name must not contain ``step-<number>``: torchtitan takes such
+    directories for checkpoints."""
     return target.parent / f".tte-{save_id}"
 
 
 def checkpoint_names(directory: Path) -> tuple[list[str], list[str]]:
-    """The names in a directory: files of a checkpoint, and all others."""
+    """The names of a checkpoint's files in a directory, and all other names."""
     ours: list[str] = []
     others: list[str] = []
     with os.scandir(directory) as entries:
@@ -51,10 +51,10 @@ def checkpoint_names(directory: Path) -> tuple[list[str], list[str]]:
 
 @dataclass(frozen=True)
 class DeadSaves:
-    """What saves that died left beside their targets.
+    """Leftovers of dead saves beside their targets.
 
     Attributes:
-        stages: Their directories, with the target that each was to replace, where that is known.
+        stages: Their directories, each with its target if that is known.
         locks: Their lock files.
     """
 
@@ -63,7 +63,7 @@ class DeadSaves:
 
 
 def find_dead_saves(directory: Path, own_lock: Path | None = None) -> DeadSaves:
-    """What dead saves left in a directory; living ones are known by their locks."""
+    """The leftovers of dead saves in a directory. The locks show which saves still run."""
     # In this order: a save makes its lock before its stage, and removes it after.
     stages = {match[1]: directory / match[0] for name in os.listdir(directory) if (match := _STAGE.fullmatch(name))}
     locks = [directory / name for name in os.listdir(directory) if name.startswith(LOCK_PREFIX)]
@@ -72,11 +72,11 @@ def find_dead_saves(directory: Path, own_lock: Path | None = None) -> DeadSaves:
     for path in locks:
         try:
             state = read_lock(path)
-        except PermissionError:  # another user's, who lets nobody read his files
+        except PermissionError:  # a lock of another user
             are_all_known = False
         else:
             states |= {} if state is None else {path: state}
-            # A lock that has just been made, or that this machine does not see in full yet: its stage may be any.
+            # Any stage may belong to a lock that has just been made, or that this machine does not see in full yet.
             are_all_known &= state is None or state.owner is not None or is_surely_dead(state)
     owners = {state.owner.save_id: state.owner for state in states.values() if state.owner is not None}
     dead = {path: state for path, state in states.items() if path != own_lock and is_surely_dead(state)}
@@ -95,7 +95,7 @@ def remove_dead_saves(directory: Path, own_lock: Path | None = None) -> None:
     """Removes what ``find_dead_saves`` finds."""
     found = find_dead_saves(directory, own_lock)
     if found.stages:
-        # A dead save's rename may not be on the disk: what it replaced must not be lost before that is.
+        # The rename of a dead save must be on the disk before the files that it replaced are removed.
         sync_directory(directory)
     for stage, target in found.stages:
         remove_directory(stage, target)
@@ -103,15 +103,15 @@ def remove_dead_saves(directory: Path, own_lock: Path | None = None) -> None:
 
 
 def find_dead_files(target: Path, rank: int | None) -> list[str]:
-    """What dead saves left in place, under names with their ids: all but what ``.metadata`` belongs to.
+    """Files of dead saves in place: those with another save id in their names than ``.metadata`` has.
 
     Args:
-        rank: Whose metadata it is, where each rank has its own; only that rank's files are looked at then.
+        rank: Look only at this rank's files, if each rank has metadata of its own; else ``None``.
     """
     names, _ = checkpoint_names(target)
     kinds = {name for name in names if name == ".metadata" or _RANK_METADATA.fullmatch(name)}
     if kinds & {".metadata"} if rank is not None else kinds - {".metadata"}:
-        return []  # a checkpoint of the other kind may own them
+        return []  # they may belong to a checkpoint of the other kind
     own = of_rank(names, rank)
     ids = {name: found for name in own if (found := save_id_of(name))}
     path = metadata_path(target, rank)
@@ -123,7 +123,7 @@ def find_dead_files(target: Path, rank: int | None) -> list[str]:
 
 
 def remove_dead_files(target: Path, rank: int | None) -> None:
-    """Removes what ``find_dead_files`` finds; for who holds the lock of the target."""
+    """Removes the files that ``find_dead_files`` finds. The caller holds the lock of the target."""
     dead = find_dead_files(target, rank)
     if dead:
         sync_directory(target)
@@ -131,20 +131,19 @@ def remove_dead_files(target: Path, rank: int | None) -> None:
 
 
 def remove_replaced(target: Path, save_id: str, rank: int | None) -> None:
-    """Removes what a save in place has replaced: all other files of a checkpoint, of this rank where it has its own."""
+    """Removes the files that a save in place has replaced; with a rank, only those of that rank."""
     names, _ = checkpoint_names(target)
     if rank is not None and ".metadata" in names:
-        return  # the checkpoint of all ranks may own them
+        return  # they may belong to the checkpoint of all ranks
     kept = {metadata_path(target, rank).name}
     remove_files(target, [name for name in of_rank(names, rank) if name not in kept and save_id_of(name) != save_id])
 
 
 def remove_directory(directory: Path, target: Path | None) -> None:
-    """Removes a directory of a checkpoint; what is no checkpoint's is moved to the target, or stays where it is, with a
-    warning."""
+    """Removes the directory of a checkpoint. Foreign files move to the target, or stay, with a warning."""
     try:
         ours, others = checkpoint_names(directory)
-        # What makes it a checkpoint first: half of one is not to be taken for one.
+        # .metadata first, so that the rest is not taken for a checkpoint.
         remove_files(directory, sorted(ours, key=lambda name: not name.endswith(".metadata")))
         for name in others:
             if name in PROBES:
@@ -159,7 +158,7 @@ def remove_directory(directory: Path, target: Path | None) -> None:
 
 
 def remove_files(directory: Path, names: Iterable[str]) -> None:
-    """Unlinks files; one that cannot be removed is left for the next save, with a warning."""
+    """Removes files; one that cannot be removed stays for the next save, with a warning."""
     for name in names:
         try:
             (directory / name).unlink(missing_ok=True)
@@ -168,13 +167,13 @@ def remove_files(directory: Path, names: Iterable[str]) -> None:
 
 
 def save_id_of(name: str) -> str | None:
-    """The save id in the name of a file; ``None`` where there is none."""
+    """The save id in the name of a file; ``None`` without one."""
     match = _SAVE_ID.fullmatch(name)
     return None if match is None else match[1] or match[2]
 
 
 def of_rank(names: Iterable[str], rank: int | None) -> list[str]:
-    """Those of the names of files that are of one rank's part; all of them without a rank."""
+    """The names that belong to one rank; without a rank all of them."""
     return [name for name in names if rank is None or ((match := _OF_RANK.fullmatch(name)) and match[1] == str(rank))]
 
 
@@ -192,7 +191,7 @@ def _attributes(path: Path) -> tuple[int, int, int, dict[str, bytes]]:
 
 
 def _committed_id(metadata: Path) -> str | None:
-    """The id of the save that ``.metadata`` is of; ``None`` without one, empty where it cannot be told."""
+    """The save id in ``.metadata``; ``None`` if there is no such file, empty if it contains no id."""
     try:
         meta = _core.read_metadata_pickle(metadata.read_bytes()).storage_meta
     except FileNotFoundError:

@@ -1,10 +1,10 @@
 """A checkpoint as it was when it was opened: a load during the next save reads the old or the new one, never a mix.
 
-Every file is opened relative to one descriptor of the directory, which keeps meaning the same directory when a save
-puts another in its place. The files that a rank needs are opened together, when its plan is known. A file that a save
-has removed before that is an error, the same on every rank; it is never taken from the newer checkpoint.
+Every file is opened relative to one descriptor of the directory, which stays the same directory when a save puts
+another one in its place. A rank opens the files that it needs together, when its plan is known. If a save has removed
+one of them before that, every rank raises the same error; no file is taken from the newer checkpoint.
 
-``Footers`` stands in for an index that is lost: the rank files' own footers say the same. Imports no torch.
+``Footers`` replaces a lost index: the footers of the rank files contain the same. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torchtitan_ext.errors import DamagedCheckpointError, SavedOverError
 from torchtitan_ext.storage.checkpoint_files import data_path, index_path, is_save_id, metadata_path, shown
 from torchtitan_ext.storage.commit.leftovers import checkpoint_names
 
-# A rank of a much smaller world than the one that saved may need thousands of files: the rest is opened late.
+# A rank may need thousands of files of a larger world: those beyond this number are opened when they are read.
 _MAX_HELD = 512
 
 
 class OpenedCheckpoint:
-    """Holds the directory, and files of it, open until it is forgotten."""
+    """Keeps the directory, and files in it, open as long as the object lives."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -44,19 +44,19 @@ class OpenedCheckpoint:
         return OpenedCheckpoint, (self.directory,)
 
     def read_metadata(self, rank: int | None) -> bytes:
-        """The bytes of ``.metadata``, by which it is known from then on whether another save has taken the place."""
+        """The bytes of ``.metadata``. From then on a missing file is recognized as removed by another save."""
         name = metadata_path(self.directory, rank).name
         return self._read_as_metadata(name)
 
     def read_index_alone(self, name: str) -> bytes:
-        """The bytes of an index that stands for ``.metadata``; it is known by them then."""
+        """The bytes of an index that replaces ``.metadata``; like ``read_metadata``."""
         return self._read_as_metadata(name)
 
     def read_index(self, rank: int | None, save_id: str | None) -> tuple[Path, bytes | None]:
-        """The index of a save, and its place; where there is none of this save any other, which is stale; or ``None``.
+        """Path and bytes of the index of a save, else of any other, stale one; the bytes are ``None`` without any.
 
         Raises:
-            SavedOverError: The index is gone, with its checkpoint.
+            SavedOverError: Another save has replaced the checkpoint.
         """
         path = index_path(self.directory, rank)
         prefix = f"{path.name}."
@@ -71,22 +71,22 @@ class OpenedCheckpoint:
         return (self.directory / others[0], self._read(others[0])) if others else (path, None)
 
     def hold(self, names: Iterable[str]) -> None:
-        """Opens files that are to be read.
+        """Opens files for later reads.
 
         Raises:
-            SavedOverError: One is gone, with its checkpoint.
+            SavedOverError: Another save has replaced the checkpoint.
         """
         limit = min(_MAX_HELD, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         for name in sorted(set(names))[:limit]:
             self.descriptor(name)
 
     def descriptor(self, name: str) -> int:
-        """An open file, by its name in ``.metadata``. It stays this object's.
+        """The descriptor of a file that ``.metadata`` names. The object keeps it open, and closes it.
 
         Raises:
             DamagedCheckpointError: The file lies outside of the checkpoint's directory.
-            FileNotFoundError: There is none.
-            SavedOverError: It is gone, with its checkpoint.
+            FileNotFoundError: There is no such file.
+            SavedOverError: Another save has replaced the checkpoint.
         """
         if name not in self._files:
             data_path(self.directory, name)
@@ -94,7 +94,7 @@ class OpenedCheckpoint:
         return self._files[name]
 
     def has(self, file: _core.RankFile) -> bool:
-        """Whether a rank file is there with the footer that its index knows."""
+        """Whether a rank file is there with the footer that the index describes."""
         try:
             descriptor = self.descriptor(file.name)
         except (DamagedCheckpointError, FileNotFoundError):
@@ -104,7 +104,7 @@ class OpenedCheckpoint:
 
     def _open(self, name: str) -> int:
         try:
-            # Nobody may ever write into a pipe that lies there.
+            # The open of a pipe would wait for a writer.
             return os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=self._directory)
         except OSError as error:
             self._check_not_saved_over(name)
@@ -135,22 +135,21 @@ class OpenedCheckpoint:
 
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:
-    """Equal for a file that nobody has replaced or written to."""
+    """Equal as long as the file is neither replaced nor written to."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 class Footers:
-    """The footers of the files of one checkpoint, which are all of one save.
+    """The footers of the files of one checkpoint, which all belong to one save.
 
-    Every rank file of ``FileWriter`` ends with a footer. Its saves have ids of their own form, by which ``.metadata``
-    says whether its files are such ones. Files of other writers have no footers, and nothing to be checked by.
+    Every rank file of ``FileWriter`` ends with a footer. Files of other writers have neither footers nor checksums.
 
     Args:
-        save_id: That ``.metadata`` names.
+        save_id: The id in ``.metadata``; its form shows whether ``FileWriter`` saved.
 
     Attributes:
-        are_expected: Whether ``.metadata`` is ours, so that a file without a footer is damaged.
-        save_id: Of the footers; empty before the first where ``.metadata`` does not say it.
+        are_expected: Whether ``FileWriter`` saved, so that a file without a footer is damaged.
+        save_id: The id of the save; empty until the first footer if ``.metadata`` has none of ours.
     """
 
     def __init__(self, save_id: object) -> None:
@@ -158,10 +157,10 @@ class Footers:
         self.save_id = bytes.fromhex(save_id) if is_save_id(save_id) else b""
 
     def find(self, path: Path, descriptor: int) -> _core.RankFile | None:
-        """What an index would say of a file, but for its records; ``None`` where the file is another writer's.
+        """A file as an index would describe it, without its records; ``None`` for a file of another writer.
 
         Raises:
-            FormatError: The footer is damaged or missing, or of another save than ``.metadata`` or an earlier file.
+            FormatError: The footer is damaged, missing, or of another save than ``.metadata`` or an earlier file.
             OSError: The file cannot be read.
         """
         found = _core.find_footer(shown(path), path.name, descriptor)

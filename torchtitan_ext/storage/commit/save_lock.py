@@ -1,14 +1,14 @@
-"""One save at a time in one place: a lock file says who saves there, and from that whether he still does.
+"""One save at a time in one place: a lock file names its owner, the thread that saves.
 
-The file is made with O_EXCL; flock is not trusted, network file systems differ in what it means. Its first line names
-the owner. A lock is dead
+The file is made with O_EXCL; flock means different things on network file systems. Its first line names the owner. A
+lock is dead if
 
-- where its owner ran on this machine and his thread is gone, or is the one that asks: a thread is in one save at a
-  time, so an earlier one of its own has failed;
-- where it was not touched for ``STALE_SECONDS``: its owner touches it every ``HEARTBEAT_SECONDS``.
+- its owner ran on this machine and that thread has ended, or is the calling thread: a thread runs one save at a time,
+  so its earlier save has failed;
+- its owner, which touches the file every ``HEARTBEAT_SECONDS``, has not touched it for ``STALE_SECONDS``.
 
-A dead lock is taken over. Two who take over at once, or an owner that only slept, are found by ``check``, which comes
-right before the commit; until then saves do not touch each other's files.
+A save takes over a dead lock. If two saves take over at once, or the owner only slept, ``check`` finds it: saves call
+it right before the commit, and do not touch each other's files until then.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ HEARTBEAT_SECONDS = 10.0
 # Twelve missed beats: a process that is stopped, or a file server that hangs, for a minute is not dead.
 STALE_SECONDS = 120.0
 
-# Clocks of two machines may differ: what looks stale is watched for so long, whether it is touched after all.
+# The clocks of two machines may differ: a lock that looks stale is watched for so long before it counts as dead.
 _WATCH_SECONDS = 2.5 * HEARTBEAT_SECONDS
 
-# Clocks do not differ by so much.
+# The clocks of two machines do not differ by so much.
 _VERY_OLD_SECONDS = 86_400.0
 
 # Between making the file and writing its line lie two system calls.
@@ -46,14 +46,14 @@ _GONE = (errno.ENOENT, errno.ESTALE)
 
 @dataclass(frozen=True)
 class Owner:
-    """Who saves.
+    """The thread that saves.
 
     Attributes:
-        path: Where.
-        host: Copies of a virtual machine differ in nothing else.
-        machine: Of its kernel's boot and its process ids; containers of one machine have process ids of their own.
-        started: When the thread started, in ticks since the machine did; numbers of threads are used again.
-        time: When the save began, seconds since 1970 by the owner's clock; for people.
+        path: The target of the save.
+        host: The host name, in which copies of a virtual machine differ.
+        machine: The ids of the kernel's boot and of its process namespace, in which containers differ.
+        started: Start of the thread in ticks since the boot: thread ids are used again.
+        time: Start of the save in seconds since 1970, for messages.
     """
 
     save_id: str
@@ -72,11 +72,11 @@ class Owner:
 
 @dataclass(frozen=True)
 class LockState:
-    """What a lock file says, and when it was last touched.
+    """The content of a lock file, and when it was last touched.
 
     Attributes:
-        owner: ``None`` while, or where, the first line is not complete.
-        lines: Behind the first.
+        owner: ``None`` if the first line is not complete.
+        lines: The lines after the first.
     """
 
     owner: Owner | None
@@ -86,7 +86,7 @@ class LockState:
 
 
 class SaveLock:
-    """A lock that this thread holds, until ``release``. While the object lives, a thread touches the file."""
+    """A lock that this thread holds until ``release``. A second thread touches the file as long as the object lives."""
 
     def __init__(self, path: Path, owner: Owner, descriptor: int) -> None:
         self.path = path
@@ -98,10 +98,10 @@ class SaveLock:
 
     @classmethod
     def acquire(cls, path: Path, save_id: str, target: Path) -> SaveLock:
-        """Takes the lock; a dead one is removed.
+        """Takes the lock; removes a dead one.
 
         Raises:
-            SaveInProgressError: Another save holds it.
+            SaveInProgressError: Another save holds the lock.
         """
         owner = _this_thread(save_id, target)
         while True:
@@ -119,17 +119,16 @@ class SaveLock:
             return cls(path, owner, descriptor)
 
     def add_line(self, text: str) -> None:
-        """Writes another line, for those who read the file."""
         _append_line(self._descriptor, text)
 
     def check(self) -> None:
-        """Raises SaveInProgressError where another save has taken the lock over."""
+        """Raises SaveInProgressError if another save has taken the lock over."""
         state = read_lock(self.path)
         if state is None or state.owner != self.owner:
             raise _in_progress(self.path, self.owner.path, None if state is None else state.owner)
 
     def release(self) -> None:
-        """Removes the file, if it is still this lock's."""
+        """Removes the file, unless another save has taken the lock over."""
         if self._released.is_set():
             return
         self._released.set()
@@ -141,9 +140,9 @@ class SaveLock:
 
 
 def read_lock(path: Path) -> LockState | None:
-    """The state of a lock; ``None`` where there is none."""
+    """The state of a lock; ``None`` without a lock file."""
     try:
-        # A pipe that lies there would let nobody go on.
+        # The open of a pipe would wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, encoding="utf-8", errors="replace") as stream:
             status = os.fstat(descriptor)
@@ -162,7 +161,7 @@ def read_lock(path: Path) -> LockState | None:
 
 
 def _link_state(path: Path) -> LockState | None:
-    """Of a link at the lock's place, wherever it leads: no save has made it, so it has no owner."""
+    """The state of a link in the place of a lock. No save has made it, so it has no owner."""
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -171,10 +170,10 @@ def _link_state(path: Path) -> LockState | None:
 
 
 def remove_dead_lock(path: Path) -> Owner | None:
-    """Removes a lock whose owner is gone, and says whose it was.
+    """Removes a dead lock, and returns its owner.
 
     Raises:
-        SaveInProgressError: He is not.
+        SaveInProgressError: The lock is not dead.
     """
     state = read_lock(path)
     if state is None:
@@ -182,14 +181,14 @@ def remove_dead_lock(path: Path) -> Owner | None:
     if not is_dead(path, state):
         raise _in_progress(path, "" if state.owner is None else state.owner.path, state.owner)
     current = read_lock(path)
-    # The number of an inode alone would not do: a new file may get that of the one that was just removed.
+    # A new file may get the inode number of the one that was just removed.
     if current is not None and (current.inode, current.owner) == (state.inode, state.owner):
         path.unlink(missing_ok=True)
     return state.owner
 
 
 def is_dead(path: Path, state: LockState) -> bool:
-    """Whether nobody saves under this lock any more. Watches it for a while before it says so of another machine's."""
+    """Whether no save holds this lock any more. Watches the lock of another machine for a while first."""
     if state.owner is None:
         return _stays_untouched(path, state, _EMPTY_SECONDS)
     if is_surely_dead(state):
@@ -199,7 +198,7 @@ def is_dead(path: Path, state: LockState) -> bool:
 
 
 def is_surely_dead(state: LockState) -> bool:
-    """Whether that is known without watching the lock: its owner was of this machine, or it is very old."""
+    """Whether a lock is dead for sure, without watching it: its owner ran on this machine, or it is very old."""
     owner = state.owner
     if owner is not None and (owner.machine, owner.host) == (_machine(), socket.gethostname()):
         if (owner.pid, owner.thread) == (os.getpid(), threading.get_native_id()):
@@ -238,7 +237,7 @@ def _this_thread(save_id: str, target: Path) -> Owner:
 
 
 def _has_ended(owner: Owner) -> bool:
-    """Whether a thread of this machine has; not where that cannot be seen."""
+    """Whether a thread of this machine has ended; false if that cannot be seen."""
     started = _start_of(owner.pid, owner.thread)
     if started:
         return started != owner.started
@@ -252,7 +251,7 @@ def _has_ended(owner: Owner) -> bool:
 
 
 def _start_of(pid: int, thread: int) -> str:
-    """When a thread of this machine started; empty where there is none."""
+    """Start of a thread of this machine; empty if there is no such thread."""
     try:
         status = Path(f"/proc/{pid}/task/{thread}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""New files and directories of other formats that take their place at once, when they are whole."""
+"""New files and directories of other formats, which replace a target at once when they are whole."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from torchtitan_ext.storage.commit.save_lock import SaveLock
 
 @contextmanager
 def staged_target(target: Path, replace: Callable[[Path, Path], None]) -> Iterator[Path]:
-    """A path beside the target that takes its place when the block ends without an error.
+    """A path beside the target that replaces it when the block ends without an error.
 
-    The target is what it was before, or whole, whoever is killed meanwhile. What a dead predecessor left is removed
-    first. The block makes a file or a directory at the path, and syncs what is in it.
+    The block makes a file or a directory at the path, and syncs its content. After a kill at any moment the target is
+    the old or the new one. Leftovers of a killed predecessor are removed first.
 
     Args:
-        replace: Puts the first in the place of the second: ``take_place``, or what does more.
+        replace: Called with path and target to replace the target: ``take_place``, or a function that does more.
 
     Raises:
-        SaveInProgressError: Somebody else writes to the target.
+        SaveInProgressError: Another process writes to the target.
     """
     target = Path(os.path.realpath(target))
     target.parent.mkdir(parents=True, exist_ok=True)
     lock = SaveLock.acquire(lock_path(target, None), uuid.uuid4().hex, target)
-    # No hidden name: torch.save takes what is before the first dot for the name of its archive.
+    # Not a hidden name: torch.save names its archive by the part before the first dot.
     staged = target.parent / f"tte_new-{_core.digest(os.fsencode(target.name)):016x}.partial"
     try:
         _remove(staged)
@@ -45,10 +45,10 @@ def staged_target(target: Path, replace: Callable[[Path, Path], None]) -> Iterat
 
 
 def take_place(staged: Path, target: Path) -> None:
-    """Gives a file or a directory the name of another one, at once; a directory that was there has the first name then.
+    """Gives a file or a directory the name of the target at once. A target that is a directory gets the other name.
 
     Raises:
-        OSError: Among others, that the file system cannot let directories change places.
+        OSError: For example, the file system cannot exchange directories.
     """
     if staged.is_dir() and target.exists():
         _core.exchange_paths(os.fsencode(staged), os.fsencode(target))

@@ -1,8 +1,8 @@
 """The directories of a run's steps, by the pattern of their names, and which hold a finished checkpoint.
 
-``step-<number>``, as torchtitan names them, comes first. Names that other trainers give are known where a run has those
-of one kind only; any other pattern is given as text: ``"ckpt-{step}"``, ``"iter_{step:07d}"`` with leading zeros,
-``"epoch=*-step={step}"`` with a part that may be anything.
+``step-<number>``, torchtitan's name, comes first. The names of other trainers are recognized if all steps of a run have
+the same kind. Any other pattern is a text: ``"ckpt-{step}"``, ``"iter_{step:07d}"`` with leading zeros,
+``"epoch=*-step={step}"`` with any text in the place of the star.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ class StepPattern:
         self._regex = re.compile(rf"{before}(\d+){after}", re.ASCII | re.DOTALL)
 
     def number_of(self, name: str) -> int | None:
-        """The step that a directory is of; ``None`` for another name, one with other leading zeros among them."""
+        """The step in a directory's name; ``None`` if the name is another one, or has other leading zeros."""
         match = self._regex.fullmatch(name)
         number = None if match is None else int(match[1])
         return None if number is not None and self._is_one_name and self.name_of(number) != name else number
 
     def name_of(self, number: int) -> str | None:
-        """What the directory of a step is called; ``None`` where the pattern leaves that open."""
+        """The name of a step's directory; ``None`` if the pattern has a star."""
         return self.text.format(step=number) if self._is_one_name else None
 
 
 STEP = StepPattern("step-{step}")
 
-# Of Hugging Face's Trainer, DeepSpeed, verl, Megatron-LM and Lightning, and of people. A name matches one.
+# Names of Hugging Face's Trainer, DeepSpeed, verl, Megatron-LM, Lightning and others. A name matches at most one.
 _COMMON = (
     STEP,
     *map(
@@ -70,7 +70,7 @@ _COMMON = (
 
 
 def patterns_in(run: Path) -> list[StepPattern]:
-    """The known patterns by which directories of a run are named; ``step-{step}`` alone where there is such a one."""
+    """The known patterns that directories of a run match; only ``step-{step}`` if a directory matches that."""
     names = os.listdir(run) if run.is_dir() else []
     found = [
         pattern
@@ -84,7 +84,7 @@ def step_paths(run: Path, pattern: str | None = None) -> dict[int, Path]:
     """The directories of a run's steps.
 
     Args:
-        pattern: Of their names; by default the known one by which some are named, none where there are several.
+        pattern: How the run names its steps; by default the one known pattern that directories match.
     """
     if pattern is None:
         known = patterns_in(run)
@@ -97,20 +97,20 @@ def step_paths(run: Path, pattern: str | None = None) -> dict[int, Path]:
 
 
 def find_steps(run: Path, pattern: str | None = None) -> dict[int, bool]:
-    """The steps that a run has directories of, and whether their saves have finished."""
+    """The steps of a run, and whether their saves have finished."""
     return {number: has_finished(path) for number, path in step_paths(run, pattern).items()}
 
 
 def last_finished(steps: Mapping[int, bool]) -> int | None:
-    """The highest of some steps whose saves have finished."""
+    """The highest step whose save has finished."""
     return max((number for number, is_finished in steps.items() if is_finished), default=None)
 
 
 def step_path(run: Path, number: int, pattern: str | None = None) -> Path:
-    """The directory of a step, which need not be there.
+    """The directory of a step, whether it is there or not.
 
     Raises:
-        WrongValueError: It is not, and the pattern leaves its name open.
+        WrongValueError: It is not there, and the pattern has a star.
     """
     found = step_paths(run, pattern).get(number)
     if found is not None:
@@ -122,18 +122,18 @@ def step_path(run: Path, number: int, pattern: str | None = None) -> Path:
 
 
 def step_of(path: str | os.PathLike[str], pattern: str | None = None) -> int | None:
-    """The step that a directory is of, by its name; ``None`` where it has another name."""
+    """The step in a directory's name; ``None`` for other names."""
     name = Path(os.path.abspath(path)).name
     chosen = pattern_of(path) if pattern is None else StepPattern(pattern)
     return None if chosen is None else chosen.number_of(name)
 
 
 def pattern_of(path: str | os.PathLike[str]) -> StepPattern | None:
-    """The known pattern by which a directory is named."""
+    """The known pattern that a directory's name matches."""
     name = Path(os.path.abspath(path)).name
     return next((pattern for pattern in _COMMON if pattern.number_of(name) is not None), None)
 
 
 def has_finished(path: Path) -> bool:
-    """Whether there is metadata, or an index that stands for it."""
+    """Whether there is a ``.metadata``, or an index that may replace it."""
     return metadata_path(path, None).is_file() or index_path(path, None).is_file()

@@ -1,14 +1,14 @@
-"""The mappings of a checkpoint's metadata, whose entries become objects when they are asked for.
+"""The mappings of a checkpoint's metadata as dicts that make an entry when a caller asks for it.
 
-At a thousand ranks a checkpoint has millions of parts, of which a rank reads some thousands. The mappings are dicts to
-everybody: what asks for all of them fills them, and they are plain dicts from then on.
+At a thousand ranks a checkpoint has millions of parts, and a rank reads some thousands of them. A call that needs all
+entries makes them all; from then on the mapping is an ordinary dict.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, KeysView
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -31,25 +31,19 @@ _MEMORY_FORMATS = {
 Entry = TensorStorageMetadata | BytesStorageMetadata
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
+_Key_co = TypeVar("_Key_co", covariant=True)
+_Value_co = TypeVar("_Value_co", covariant=True)
 
 
-class _Columns(Generic[_Key, _Value]):
-    """What a lazy dict gets its entries from. They are numbered in the order of the dict."""
+class _Columns(Protocol[_Key_co, _Value_co]):
+    """The source of a lazy dict. Entries are numbered in the order of the dict."""
 
-    def __init__(self, columns: _core.MetadataColumns) -> None:
-        self.columns = columns
+    columns: _core.MetadataColumns
 
-    def __len__(self) -> int:
-        raise NotImplementedError
-
-    def find(self, key: object) -> int | None:
-        raise NotImplementedError
-
-    def key(self, number: int) -> _Key:
-        raise NotImplementedError
-
-    def value(self, number: int) -> _Value:
-        raise NotImplementedError
+    def __len__(self) -> int: ...
+    def find(self, key: object) -> int | None: ...
+    def key(self, number: int) -> _Key_co: ...
+    def value(self, number: int) -> _Value_co: ...
 
 
 class Place(Protocol):
@@ -62,10 +56,11 @@ class Place(Protocol):
 
 
 class LazyDict(dict[_Key, _Value]):
-    """A dict of which the dict below holds the entries that were asked for, until it holds all.
+    """A dict that makes its entries from columns when they are asked for.
 
-    What changes it, or needs all entries, fills it first. A mapping with a place pickles as that place until it is
-    changed; the unpickled one reads the file when it is first used.
+    The underlying dict keeps the entries made so far. A method that changes the mapping or needs all entries makes them
+    all first. A mapping with a ``place`` pickles as that place until it is changed; the unpickled mapping reads the
+    file at its first use.
     """
 
     _source: _Columns[_Key, _Value] | None = None
@@ -80,12 +75,12 @@ class LazyDict(dict[_Key, _Value]):
 
     @property
     def columns(self) -> _core.MetadataColumns | None:
-        """Where entries come from; ``None`` once all are here."""
+        """The columns behind the mapping; ``None`` once all entries are made."""
         source = self._opened()
         return None if source is None else source.columns
 
     def _opened(self) -> _Columns[_Key, _Value] | None:
-        """Where entries come from that the dict below has not; ``None`` once all are here."""
+        """The source of entries that are not made yet, or ``None``. Reads the file of an unpickled mapping."""
         if self._unread is not None:
             mapping = self._unread.read()
             if isinstance(mapping, LazyDict):
@@ -146,7 +141,7 @@ class LazyDict(dict[_Key, _Value]):
         return self.__copy__()
 
     def _fill(self) -> None:
-        """Puts all entries into the dict below, in order; those that were asked for stay the same objects."""
+        """Makes all entries, in order; entries made before stay the same objects."""
         source = self._opened()
         if source is None:
             return
@@ -171,7 +166,7 @@ _CHANGING = ("__setitem__", "__delitem__", "__ior__", "pop", "popitem", "clear",
 
 
 def _filling(name: str) -> Callable[..., Any]:
-    """A method of dict that needs all entries to be there."""
+    """A method of dict that needs all entries."""
     method = getattr(dict, name)
 
     def call(self: LazyDict[Any, Any], *args: Any, **kwargs: Any) -> Any:
@@ -191,9 +186,9 @@ for _name in _READING + _CHANGING:
     setattr(LazyDict, _name, _filling(_name))
 
 
-class _Entries(_Columns[str, Entry]):
+class _Entries:
     def __init__(self, columns: _core.MetadataColumns) -> None:
-        super().__init__(columns)
+        self.columns = columns
         self._names = columns.names_of_keys()
         self._chunk_lists: dict[int, list[ChunkStorageMetadata]] = {}
 
@@ -220,7 +215,7 @@ class _Entries(_Columns[str, Entry]):
         return TensorStorageMetadata(properties, torch.Size(key.sizes), self._chunks(key.chunk_list))
 
     def _chunks(self, number: int) -> list[ChunkStorageMetadata]:
-        """The same list for all keys whose lists are equal: planners look through each once."""
+        """One shared list for all keys with equal lists: planners look through each list once."""
         if number not in self._chunk_lists:
             self._chunk_lists[number] = [
                 ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
@@ -229,7 +224,10 @@ class _Entries(_Columns[str, Entry]):
         return self._chunk_lists[number]
 
 
-class _Parts(_Columns[MetadataIndex, StorageInfo]):
+class _Parts:
+    def __init__(self, columns: _core.MetadataColumns) -> None:
+        self.columns = columns
+
     def __len__(self) -> int:
         return self.columns.num_parts
 
@@ -248,10 +246,10 @@ class _Parts(_Columns[MetadataIndex, StorageInfo]):
 
 
 def lazy_entries(columns: _core.MetadataColumns) -> LazyDict[str, Entry]:
-    """``Metadata.state_dict_metadata`` of these columns."""
+    """``Metadata.state_dict_metadata`` for these columns."""
     return LazyDict.over(_Entries(columns))
 
 
 def lazy_parts(columns: _core.MetadataColumns) -> LazyDict[MetadataIndex, StorageInfo]:
-    """``Metadata.storage_data`` of these columns."""
+    """``Metadata.storage_data`` for these columns."""
     return LazyDict.over(_Parts(columns))

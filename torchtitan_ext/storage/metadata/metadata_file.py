@@ -1,9 +1,9 @@
-"""DCP's ``.metadata``: written without an object per part, read without running it, sent as the place of its file.
+"""DCP's ``.metadata``: written without an object per part, read without unpickling, sent to other ranks as a path.
 
-The file is a pickle, and unpickling runs what it names. ``csrc/core/metadata_pickle.h`` reads it as data, by an
-allow-list, into columns; DCP's objects are made of them when they are asked for. ``dcp.save`` broadcasts the metadata
-of a save to every rank, which at a thousand ranks would pickle it once more for each: so written metadata pickles as
-the path, size and digest of its file.
+The file is a pickle, and unpickling would run the functions that it names. ``csrc/core/metadata_pickle.h`` parses it
+with an allow-list into columns; the objects of DCP are made when a caller asks for them. ``dcp.save`` broadcasts the
+saved metadata to every rank, hundreds of megabytes at a thousand ranks: so the mappings of saved metadata pickle as
+path, size and digest of the file that holds them.
 """
 
 from __future__ import annotations
@@ -43,36 +43,23 @@ _ENCODED_MEMORY_FORMATS = {
 
 
 def parse_metadata(data: bytes) -> Metadata:
-    """The metadata that a ``.metadata`` file holds, equal to what ``pickle.loads`` would make of it.
+    """The metadata in the bytes of a ``.metadata`` file (torch 2.1 to 2.13), equal to what ``pickle.loads`` returns.
 
-    Its mappings are lazy. Keys whose chunk lists are equal share one list.
-
-    Args:
-        data: The bytes of the file, of torch 2.1 to 2.13.
+    The mappings are lazy, and keys with equal chunk lists share one list.
 
     Raises:
-        ValueError: The bytes are damaged, or name what is not part of a checkpoint's metadata. Nothing was run.
+        ValueError: The bytes are damaged, or name something that is not part of a checkpoint's metadata.
     """
     return _lazy_metadata(_core.read_metadata_pickle(data))
 
 
-def parse_index_metadata(content: bytes, path: Path) -> Metadata:
-    """The metadata that an index holds in its tables.
-
-    Raises:
-        FormatError: The index is damaged, or belongs to a checkpoint with a ``.metadata``.
-    """
-    index = _core.parse_index(content, shown(path))
-    return metadata_of_tables(index.tables, index.files, path)
-
-
 def metadata_of_tables(tables: bytes, files: Iterable[_core.RankFile], path: Path) -> Metadata:
-    """The same for an index that was parsed."""
+    """The metadata in the tables of an index that replaces ``.metadata``; raises FormatError if they are damaged."""
     return _lazy_metadata(parse_tables(tables, files, path))
 
 
 def columns_of(state_dict_metadata: Mapping[str, Any]) -> _core.MetadataColumns | None:
-    """The entries of a metadata as columns; ``None`` where some are not DCP's own."""
+    """The entries of a metadata as columns; ``None`` if an entry is of a class that is not DCP's."""
     columns = _core.MetadataColumns()
     lists: dict[int, int | None] = {}
     for fqn, entry in state_dict_metadata.items():
@@ -104,7 +91,7 @@ def columns_of(state_dict_metadata: Mapping[str, Any]) -> _core.MetadataColumns 
 
 
 def storage_meta_fields(meta: StorageMeta) -> dict[str, Any]:
-    """The fields as plain values: a path as a tuple of its text."""
+    """The fields as plain values; a path becomes a tuple with its text."""
     fields = dict(vars(meta))
     if isinstance(meta.checkpoint_id, PurePath):
         fields["checkpoint_id"] = (os.fspath(meta.checkpoint_id),)
@@ -134,11 +121,9 @@ _MAPPINGS = ("state_dict_metadata", "planner_data", "storage_data")
 
 
 def encode_metadata(metadata: Metadata, files: Sequence[_core.RankFile]) -> bytes:
-    """The bytes of ``.metadata``: what ``pickle.dumps`` would say, in C++ where all of it are DCP's own classes.
+    """The bytes of ``.metadata``; by ``pickle.dumps`` if the metadata has values that are neither plain nor DCP's.
 
-    Args:
-        metadata: Gets its ``storage_data``; whatever else is set beforehand.
-        files: What the ranks wrote.
+    Sets ``metadata.storage_data``. All other fields must be set before.
     """
     _without_places(metadata)
     columns = _plain_columns(metadata)
@@ -155,10 +140,10 @@ def encode_metadata(metadata: Metadata, files: Sequence[_core.RankFile]) -> byte
 
 
 def encode_tables(metadata: Metadata, files: Sequence[_core.RankFile]) -> bytes:
-    """What an index says in the place of ``.metadata``.
+    """The tables of an index that replaces ``.metadata``. Sets ``metadata.storage_data``.
 
     Raises:
-        ValueError: A planner gave what is no plain value.
+        ValueError: The metadata has values that are neither plain nor DCP's.
     """
     _without_places(metadata)
     columns = _plain_columns(metadata)
@@ -230,7 +215,10 @@ class _MetadataFile:
             raise DamagedCheckpointError(
                 f"{path} is not what the save wrote: another one has saved over it; read its metadata with FileReader"
             )
-        return parse_index_metadata(content, path) if "index" in path.name else parse_metadata(content)
+        if "index" not in path.name:
+            return parse_metadata(content)
+        index = _core.parse_index(content, shown(path))
+        return metadata_of_tables(index.tables, index.files, path)
 
 
 @dataclass(frozen=True)
@@ -249,7 +237,7 @@ class _Place:
 
 
 def _without_places(metadata: Metadata) -> None:
-    """Makes the mappings plain again, of a metadata that its planner has kept since the save before."""
+    """Replaces lazy mappings by plain dicts: a planner may return the metadata of its last save again."""
     for field in ("state_dict_metadata", "planner_data"):  # storage_data becomes that of the new save
         mapping = getattr(metadata, field)
         if isinstance(mapping, LazyDict):

@@ -1,6 +1,6 @@
-"""The metadata of a DCP checkpoint as columns, with the index beside it, or that stands for it. Imports no torch.
+"""The metadata of a DCP checkpoint as columns, read from ``.metadata`` or from an index that replaces it.
 
-``metadata_file`` makes of the columns what DCP knows.
+Imports no torch: ``metadata_file`` makes DCP's objects of the columns.
 """
 
 from __future__ import annotations
@@ -20,21 +20,19 @@ from torchtitan_ext.storage.checkpoint_files import CheckpointIndex, index_path,
 from torchtitan_ext.storage.commit.opened import OpenedCheckpoint
 
 WORLD_KEY = "torchtitan_ext.world"
-"""Where a save's metadata says which world wrote it: in ``planner_data``, which readers look up by key only. Not where
-a key has this name."""
+"""The entry of ``planner_data`` in which a save notes the world that wrote it; left out if the state has such a key."""
 
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 
 
 @dataclass(frozen=True)
 class SavedMetadata:
-    """What a DCP checkpoint says of itself.
+    """The metadata of a DCP checkpoint.
 
     Attributes:
-        columns: Keys, chunks and parts.
-        storage_meta: The fields of DCP's ``StorageMeta``; empty where older torch wrote none.
-        version: Of DCP's format.
-        index: ``None`` where there is none, or that of another save.
+        storage_meta: The fields of DCP's ``StorageMeta``; empty if an older torch saved.
+        version: The version of DCP's format.
+        index: ``None`` if there is no index, or only one of another save.
     """
 
     columns: _core.MetadataColumns
@@ -49,7 +47,7 @@ class SavedMetadata:
 
     @property
     def world(self) -> tuple[int | None, dict[str, int]]:
-        """How many ranks saved, and the sizes of their named mesh axes, as far as the checkpoint says."""
+        """The number of ranks that saved (``None`` if unknown), and the sizes of their named mesh axes."""
         recorded = recorded_world(self.planner_data)
         if recorded is not None:
             return recorded
@@ -58,7 +56,7 @@ class SavedMetadata:
 
 
 def recorded_world(planner_data: Any) -> tuple[int, dict[str, int]] | None:
-    """How many ranks saved, and their named mesh axes, as a save of ours notes it; ``None`` where there is no note."""
+    """The number of ranks that saved and their named mesh axes, as our saves note them; ``None`` without a note."""
     record = planner_data.get(WORLD_KEY) if isinstance(planner_data, dict) else None
     size, mesh = (record.get("size"), record.get("mesh")) if isinstance(record, dict) else (None, None)
     if not _is_count(size) or not isinstance(mesh, dict):
@@ -67,9 +65,9 @@ def recorded_world(planner_data: Any) -> tuple[int, dict[str, int]] | None:
 
 
 def recorded_path(planner_data: Any, fqn: str) -> tuple[str | int, ...] | None:
-    """Where a key stands in the nested state dict, as its save noted it: keys of dicts, and positions in lists.
+    """The path of a key in the nested state dict, as its save noted it: keys of dicts, and positions in lists.
 
-    ``None`` where no note gives the key, joined by dots: a file may say anything, tuples without end too.
+    ``None`` unless the noted path, joined by dots, is the key: a damaged file may contain anything.
     """
     path = planner_data.get(fqn) if isinstance(planner_data, dict) else None
     if type(path) is not tuple or not 0 < len(path) <= fqn.count(".") + 1 or not {str, int}.issuperset(map(type, path)):
@@ -78,7 +76,7 @@ def recorded_path(planner_data: Any, fqn: str) -> tuple[str | int, ...] | None:
 
 
 def recorded_paths(planner_data: Any, fqns: Iterable[str]) -> dict[str, tuple[str | int, ...]]:
-    """The same of those keys of which there is a note."""
+    """``recorded_path`` of every key that has one."""
     return {fqn: path for fqn in fqns if (path := recorded_path(planner_data, fqn)) is not None}
 
 
@@ -91,12 +89,12 @@ def read_saved_metadata(files: OpenedCheckpoint, rank: int | None, *, verify: st
     """Reads metadata and index of a checkpoint.
 
     Args:
-        rank: Whose metadata it is, where each rank has its own.
-        verify: As ``FileReader`` takes it: with ``"none"`` a damaged index is a warning where there is ``.metadata``.
+        rank: The rank whose metadata is read, if each rank has its own; else ``None``.
+        verify: As for ``FileReader``: with ``"none"`` a damaged index beside a ``.metadata`` is only a warning.
 
     Raises:
-        DamagedCheckpointError: One of them is damaged, or they do not belong together.
-        FileNotFoundError: There is neither metadata nor an index that stands for it.
+        DamagedCheckpointError: One of the two is damaged, or they do not belong together.
+        FileNotFoundError: There is neither ``.metadata`` nor an index that replaces it.
     """
     try:
         data = files.read_metadata(rank)
@@ -119,7 +117,7 @@ def read_saved_metadata(files: OpenedCheckpoint, rank: int | None, *, verify: st
 
 
 def parse_tables(tables: bytes, files: Iterable[_core.RankFile], path: Path) -> _core.ParsedMetadata:
-    """The metadata that stands in an index instead of in ``.metadata``.
+    """The metadata in the tables of an index that replaces ``.metadata``.
 
     Raises:
         FormatError: The index is damaged, or belongs to a checkpoint with a ``.metadata``.
@@ -131,21 +129,18 @@ def parse_tables(tables: bytes, files: Iterable[_core.RankFile], path: Path) -> 
 
 
 class SavedParts:
-    """The parts of a checkpoint by the file that they lie in. All are looked up once, when the first file is asked for:
-    at a thousand ranks there are millions.
-    """
+    """The parts of a checkpoint, grouped by file once, at the first use: at a thousand ranks there are millions."""
 
     def __init__(self, columns: _core.MetadataColumns) -> None:
         self._columns = columns
         self._sizes: dict[int, dict[tuple[int, ...], tuple[int, ...]]] = {}
 
     def of_file(self, name: str) -> Iterator[_core.Part]:
-        """Those that lie in a file, one at a time."""
         for number in self._numbers.get(name, ()):
             yield self._columns.part(number)
 
     def chunk_of(self, part: _core.Part) -> tuple[str, tuple[int, ...]] | None:
-        """Dtype and sizes that the metadata gives a part; ``None`` where it is not that of a tensor."""
+        """Dtype and sizes of a part's chunk, as the metadata describes it; ``None`` if it describes no such chunk."""
         number = self._columns.find_key(part.fqn)
         entry = None if number is None else self._columns.key(number)
         if entry is None or part.offsets is None:

@@ -1,4 +1,4 @@
-"""What lies in the directory of a run: its steps, who saves there, and what dead saves left. Imports no torch."""
+"""Lists the directory of a run: its steps, the saves that run now, and leftovers of dead saves. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchtitan_ext.storage.commit.steps import has_finished, step_of, step_path
 from torchtitan_ext.storage.formats.detect import Format, checkpoints_in, format_of
 
 StepState = Literal["finished", "saving", "not finished", "folder", "other"]
-"""``folder``: no checkpoint itself, but it holds some. ``other``: what no save of DCP made, for example an export to
+"""``folder``: a directory with checkpoints in it. ``other``: made by no save of DCP, for example an export to
 safetensors."""
 
 
@@ -24,11 +24,11 @@ class ListedStep(NamedTuple):
     """One step of a run.
 
     Attributes:
-        num_bytes: Of all files in its directory, and of the checkpoints that it holds.
-        finished_at: When the save committed, seconds since 1970; ``None`` where it has not.
-        world_size: How many ranks saved it, as its index says; ``None`` where there is none.
-        saver: Who saves there now: process, host, since when. Also over a finished checkpoint.
-        checkpoints: The names of those in it, where it is none itself but holds some.
+        num_bytes: Size of all files in the directory and in the checkpoints below it.
+        finished_at: Time of the commit in seconds since 1970; ``None`` before it.
+        world_size: Number of ranks that saved, from the index; ``None`` without an index.
+        saver: Process, host and start of a save that runs there now, perhaps over a finished checkpoint.
+        checkpoints: The names of the checkpoints in a folder.
     """
 
     step: int
@@ -42,17 +42,17 @@ class ListedStep(NamedTuple):
 
 
 class Leftover(NamedTuple):
-    """What a dead save left: a file, or a directory."""
+    """A file or directory that a dead save left."""
 
     path: Path
     num_bytes: int
 
 
 def list_steps(run: Path, pattern: str | None = None) -> list[ListedStep]:
-    """The steps of a run, oldest first, with those that are being saved and have no directory yet.
+    """The steps of a run, oldest first; also those whose save runs and has no directory yet.
 
     Args:
-        pattern: How the run names its steps; see ``storage/steps.py``.
+        pattern: How the run names its steps; see ``storage/commit/steps.py``.
 
     Raises:
         OSError: The run's directory cannot be read.
@@ -66,7 +66,7 @@ def list_steps(run: Path, pattern: str | None = None) -> list[ListedStep]:
 
 
 def find_leftovers(run: Path, pattern: str | None = None) -> list[Leftover]:
-    """What dead saves left beside the steps and, under names with their ids, in them."""
+    """Leftovers of dead saves beside the steps and in them."""
     dead = find_dead_saves(run)
     paths = [path for path, _ in dead.stages] + dead.locks
     for step in step_paths(run, pattern).values():
@@ -76,7 +76,7 @@ def find_leftovers(run: Path, pattern: str | None = None) -> list[Leftover]:
 
 
 def bytes_in(path: Path, names: list[str] | None = None) -> int:
-    """The size of a file, or of all files in a directory, or of those of these names."""
+    """The size of a file, or of the files in a directory (all, or those with these names)."""
     if not path.is_dir():
         return path.lstat().st_size
     with os.scandir(path) as entries:
@@ -85,7 +85,7 @@ def bytes_in(path: Path, names: list[str] | None = None) -> int:
 
 
 def checkpoint_bytes(step: Path) -> int:
-    """The size of a step's files that are a checkpoint's: what its removal frees."""
+    """The size of a step's checkpoint files, which its removal frees."""
     return bytes_in(step, checkpoint_names(step)[0])
 
 
@@ -118,7 +118,7 @@ def _world_size(path: Path) -> int | None:
 
 
 def _savers(run: Path, pattern: str | None) -> dict[int, str]:
-    """Who saves which step, by the locks beside them."""
+    """The running saves by step, from the locks beside the steps."""
     savers = {}
     for name in os.listdir(run):
         state = _live_state(run / name) if name.startswith(LOCK_PREFIX) else None
@@ -129,16 +129,16 @@ def _savers(run: Path, pattern: str | None) -> dict[int, str]:
 
 
 def _saver_of(step: Path) -> str | None:
-    """Who saves to a step; ``None`` where nobody does, as far as that is known without waiting."""
+    """The save that runs at a step; ``None`` without one, as far as that is known without waiting."""
     target = Path(os.path.realpath(step))
     states = [state for lock in (lock_beside(target), target / lock_name(None)) if (state := _live_state(lock))]
     return str(states[0].owner or "another process") if states else None
 
 
 def _live_state(lock: Path) -> LockState | None:
-    """What a lock says whose owner is not surely dead; ``None`` where there is none."""
+    """The state of a lock; ``None`` if there is none or it is surely dead."""
     try:
         state = read_lock(lock)
-    except PermissionError:  # another user's
+    except PermissionError:  # a lock of another user
         return LockState(None, [], 0, 0.0)
     return None if state is None or is_surely_dead(state) else state

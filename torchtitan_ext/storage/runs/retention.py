@@ -1,10 +1,12 @@
-"""The checkpoints of a run: the latest, and which of them stay."""
+"""The latest checkpoint of a run, and the removal of old ones."""
 
 from __future__ import annotations
 
 import os
 import uuid
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from torchtitan_ext.errors import SaveInProgressError
@@ -25,8 +27,9 @@ from torchtitan_ext.storage.metadata.saved_metadata import ranks_with_metadata
 
 
 def latest(run_dir: str | os.PathLike[str], *, step_pattern: str | None = None) -> Path | None:
-    """The checkpoint of the highest step in a run whose save has finished; ``None`` where there is none. Not
-    collective, and reads no checkpoint: ``tte.load(..., step="last-good")`` does.
+    """The checkpoint of the highest step whose save has finished; ``None`` without one. Not collective.
+
+    Reads no checkpoint: ``tte.load(..., step="last-good")`` does.
 
     Args:
         step_pattern: How the run names its steps, as in ``tte.load``.
@@ -36,23 +39,24 @@ def latest(run_dir: str | os.PathLike[str], *, step_pattern: str | None = None) 
 
 
 def remove_old_steps(saved: Path, keep: int, pattern: str | None = None) -> None:
-    """Removes what is older than the ``keep`` newest whole checkpoints of a run; never the one that was just saved.
+    """Removes checkpoints older than the ``keep`` newest whole ones of a run, but never the one that was just saved.
 
-    A checkpoint that is not whole does not count as one of them, so a good one behind it stays. What cannot be removed
-    stays, with a warning.
+    A checkpoint that cannot be removed stays, with a warning.
 
     Args:
-        pattern: How the run names its steps; by default the known pattern that the name of ``saved`` has.
+        saved: The checkpoint that was just saved.
+        keep: Number of whole checkpoints to keep. A checkpoint that is not whole does not count.
+        pattern: How the run names its steps; by default the known pattern that the name of ``saved`` matches.
     """
     for path in old_steps(saved, keep, pattern):
         remove_step(path)
 
 
 def old_steps(saved: Path, keep: int, pattern: str | None = None) -> list[Path]:
-    """What is older than the ``keep`` newest whole checkpoints of a run; never the one that was just saved.
+    """The checkpoints that ``remove_old_steps`` removes.
 
-    That one counts as whole. So does one that is being saved: with a ``keep`` of 2 or more a whole one stays where its
-    save fails.
+    ``saved`` counts as whole, also if its save still runs: with a ``keep`` of 2 or more a whole checkpoint remains if
+    that save fails.
     """
     run, own, known = Path(os.path.abspath(saved)).parent, step_of(saved, pattern), pattern_of(saved)
     pattern = known.text if pattern is None and known is not None else pattern
@@ -65,14 +69,13 @@ def old_steps(saved: Path, keep: int, pattern: str | None = None) -> list[Path]:
 
 
 def steps_beyond(run: Path, keep: int, own: int | None = None, pattern: str | None = None) -> list[int]:
-    """The steps that are older than the ``keep`` newest whole ones, newest first.
+    """The steps older than the ``keep`` newest whole ones, newest first.
 
-    Left out are those in which each rank has metadata of its own, which are no steps of a run, directories without a
-    file of a checkpoint of DCP, and links, which lead to what need not be this run's.
+    Left out: directories in which each rank has metadata of its own, directories without a file of a DCP checkpoint,
+    and links, which may lead to another run.
 
     Args:
-        own: A step that counts as whole, whether it is there or not, and never goes.
-        pattern: How the run names its steps.
+        own: A step that counts as whole, whether it is there or not, and is never returned.
     """
     num_whole = 0
     old: list[int] = []
@@ -88,37 +91,42 @@ def steps_beyond(run: Path, keep: int, own: int | None = None, pattern: str | No
 
 
 def remove_step(path: Path) -> None:
-    """Out of sight first, so that nobody takes half of it for a checkpoint. Files of others stay, in their place."""
-    try:
-        lock = SaveLock.acquire(lock_path(path, None), save_id := uuid.uuid4().hex, path)
-    except (SaveInProgressError, OSError) as error:
-        warnings.warn(f"{path} is kept: {error}", stacklevel=2)
-        return
-    try:
-        ours, others = checkpoint_names(path)
-        if others:
-            remove_files(path, sorted(ours, key=lambda name: not name.endswith(".metadata")))
-        else:
-            os.rename(path, stage_path(path, save_id))
-            remove_directory(stage_path(path, save_id), None)
-    except OSError as error:
-        warnings.warn(f"{path} stays: it cannot be removed ({error})", stacklevel=2)
-    finally:
-        lock.release()
+    """Removes a checkpoint; foreign files stay. The directory gets a hidden name first: no reader sees half of it."""
+    save_id = uuid.uuid4().hex
+    with _locked(path, save_id) as has_lock:
+        if not has_lock:
+            return
+        try:
+            ours, others = checkpoint_names(path)
+            if others:
+                remove_files(path, sorted(ours, key=lambda name: not name.endswith(".metadata")))
+            else:
+                os.rename(path, stage_path(path, save_id))
+                remove_directory(stage_path(path, save_id), None)
+        except OSError as error:
+            warnings.warn(f"{path} stays: it cannot be removed ({error})", stacklevel=2)
 
 
 def remove_leftovers(run: Path, pattern: str | None = None) -> None:
-    """Removes what dead saves left beside the steps of a run and in them; a step that is being saved is left alone."""
+    """Removes leftovers of dead saves beside the steps of a run and in them, but not in a step whose save runs."""
     remove_dead_saves(run)
     for path in step_paths(run, pattern).values():
-        if not find_dead_files(path, None):
-            continue
-        try:
-            lock = SaveLock.acquire(lock_path(path, None), uuid.uuid4().hex, path)
-        except (SaveInProgressError, OSError) as error:
-            warnings.warn(f"{path} is left as it is: {error}", stacklevel=2)
-            continue
-        try:
-            remove_dead_files(path, None)
-        finally:
-            lock.release()
+        if find_dead_files(path, None):
+            with _locked(path, uuid.uuid4().hex) as has_lock:
+                if has_lock:
+                    remove_dead_files(path, None)
+
+
+@contextmanager
+def _locked(path: Path, save_id: str) -> Iterator[bool]:
+    """Holds the lock of a checkpoint; yields false, after a warning, if that cannot be had."""
+    try:
+        lock = SaveLock.acquire(lock_path(path, None), save_id, path)
+    except (SaveInProgressError, OSError) as error:
+        warnings.warn(f"{path} is kept: {error}", stacklevel=3)
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()
