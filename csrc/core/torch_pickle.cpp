@@ -77,6 +77,13 @@ class Machine {
     return value;
   }
 
+  // The length of a text, of bytes or of an integer, which begins with it.
+  uint64_t length_of(uint8_t operation) {
+    const bool is_long = operation == 0x8d || operation == 0x8e || operation == 0x96;
+    const bool is_short = operation == 'U' || operation == 0x8c || operation == 'C' || operation == 0x8a;
+    return number(is_long ? 8 : is_short ? 1 : 4);
+  }
+
   std::string_view line() {
     const size_t end = data_.find('\n', at_);
     require(end != std::string_view::npos, "it ends early");
@@ -106,11 +113,6 @@ class Machine {
   void push_text(std::string_view text) {
     require(text.size() <= UINT32_MAX, "a text is larger than 4 GiB");
     push({Kind::kText, static_cast<uint32_t>(text.size()), text.data() - data_.data()});
-  }
-
-  void skip(uint64_t count) {
-    bytes(count);
-    push({});
   }
 
   // ---- the stack: values, and the places of marks in it ----
@@ -310,26 +312,23 @@ class Machine {
         push_digits(line());
         break;
       case 'K':  // BININT1
-        push({Kind::kInt, 0, static_cast<int64_t>(number(1))});
-        break;
       case 'M':  // BININT2
-        push({Kind::kInt, 0, static_cast<int64_t>(number(2))});
+        push({Kind::kInt, 0, static_cast<int64_t>(number(operation == 'K' ? 1 : 2))});
         break;
       case 'J':  // BININT
         push_integer(bytes(4));
         break;
       case 0x8a:  // LONG1
-        push_integer(bytes(number(1)));
-        break;
       case 0x8b:  // LONG4
-        push_integer(bytes(number(4)));
+        push_integer(bytes(length_of(operation)));
         break;
       case 'F':  // FLOAT
         line();
         push({});
         break;
       case 'G':  // BINFLOAT
-        skip(8);
+        bytes(8);
+        push({});
         break;
       case 'S': {  // STRING, in quotes
         const std::string_view quoted = line();
@@ -340,25 +339,18 @@ class Machine {
         push_text(line());
         break;
       case 'U':   // SHORT_BINSTRING
+      case 'T':   // BINSTRING
       case 0x8c:  // SHORT_BINUNICODE
-        push_text(bytes(number(1)));
-        break;
-      case 'T':  // BINSTRING
-      case 'X':  // BINUNICODE
-        push_text(bytes(number(4)));
-        break;
+      case 'X':   // BINUNICODE
       case 0x8d:  // BINUNICODE8
-        push_text(bytes(number(8)));
+        push_text(bytes(length_of(operation)));
         break;
-      case 'C':  // SHORT_BINBYTES
-        skip(number(1));
-        break;
-      case 'B':  // BINBYTES
-        skip(number(4));
-        break;
+      case 'C':   // SHORT_BINBYTES
+      case 'B':   // BINBYTES
       case 0x8e:  // BINBYTES8
       case 0x96:  // BYTEARRAY8
-        skip(number(8));
+        bytes(length_of(operation));
+        push({});
         break;
       case ')':  // EMPTY_TUPLE
         push({.kind = Kind::kTuple});
@@ -377,12 +369,9 @@ class Machine {
       case 'l':  // LIST
         push_container(Kind::kList, pop_mark());
         break;
-      case 'd':  // DICT
-        hash_all(pop_mark(), 2);
-        push({});
-        break;
+      case 'd':   // DICT
       case 0x91:  // FROZENSET
-        hash_all(pop_mark());
+        hash_all(pop_mark(), operation == 'd' ? 2 : 1);
         push({});
         break;
       case 'a':  // APPEND
@@ -394,11 +383,9 @@ class Machine {
       case 's':  // SETITEM
         hash(pop_values(2)[0]);
         break;
-      case 'u':  // SETITEMS
-        hash_all(pop_mark(), 2);
-        break;
+      case 'u':   // SETITEMS
       case 0x90:  // ADDITEMS
-        hash_all(pop_mark());
+        hash_all(pop_mark(), operation == 'u' ? 2 : 1);
         break;
       case 'c': {  // GLOBAL
         const std::string_view module = line();
@@ -417,11 +404,8 @@ class Machine {
         break;
       }
       case 0x81:  // NEWOBJ
-        pop_values(2);
-        push({});
-        break;
       case 0x92:  // NEWOBJ_EX
-        pop_values(3);
+        pop_values(operation == 0x81 ? 2 : 3);
         push({});
         break;
       case 'i':  // INST
@@ -448,19 +432,15 @@ class Machine {
         recall(index_of(line()));
         break;
       case 'h':  // BINGET
-        recall(number(1));
-        break;
       case 'j':  // LONG_BINGET
-        recall(number(4));
+        recall(number(operation == 'h' ? 1 : 4));
         break;
       case 'p':  // PUT
         remember(index_of(line()));
         break;
       case 'q':  // BINPUT
-        remember(number(1));
-        break;
       case 'r':  // LONG_BINPUT
-        remember(number(4));
+        remember(number(operation == 'q' ? 1 : 4));
         break;
       case 0x94:  // MEMOIZE
         remember(memo_.size());

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torchtitan_ext import ops
 from torchtitan_ext.layout.dtensor import local_tensor, why_not_dense
 from torchtitan_ext.layout.own_boxes import has_own_boxes, own_box_values, set_own_boxes, why_not_own_boxes
-from torchtitan_ext.state.nested import ROOT, Member, Place, fold_places, set_member
+from torchtitan_ext.state.nested import ROOT, KeyPath, Member, fold_paths, set_member
 
 MANIFEST_VERSION = 1
 
@@ -120,17 +120,17 @@ class _ManifestWriter:
         self.tensors: list[Tensor] = []
         self._seen: dict[Any, int] = {}
 
-    def tree_of(self, value: Any, place: Place = ROOT) -> Any:
-        return fold_places(value, _members, self._node, place)
+    def tree_of(self, value: Any, at: KeyPath = ROOT) -> Any:
+        return fold_paths(value, _members, self._node, at)
 
-    def _node(self, place: Place, value: Any, members: list[Any] | None) -> Any:
+    def _node(self, at: KeyPath, value: Any, members: list[Any] | None) -> Any:
         if members is not None:
             if isinstance(value, Mapping):
-                keys = (self.tree_of(key, place) for key in value)
+                keys = (self.tree_of(key, at) for key in value)
                 return {"dict": [list(pair) for pair in zip(keys, members, strict=True)]}
             return {"list" if type(value) is list else "tuple": members}
         if isinstance(value, Tensor):
-            return {"tensor": self._entry(place.fqn, value)}
+            return {"tensor": self._entry(at.fqn, value)}
         if value is None or isinstance(value, (bool, str)) or type(value) is int:
             return value
         if isinstance(value, float):
@@ -142,7 +142,7 @@ class _ManifestWriter:
         if isinstance(value, torch.device):
             return {"device": str(value)}
         raise ValueError(
-            f"pack_state_dict: {place.fqn} is a {type(value).__name__}, expected a tensor, a container or plain "
+            f"pack_state_dict: {at.fqn} is a {type(value).__name__}, expected a tensor, a container or plain "
             "data; store what it holds (its state_dict()) instead"
         )
 
@@ -177,7 +177,7 @@ class _ManifestWriter:
         return self._seen[identity]
 
 
-def _members(place: Place, value: Any) -> list[Member] | None:
+def _members(at: KeyPath, value: Any) -> list[Member] | None:
     if isinstance(value, Mapping):
         return [(key, str(key), member) for key, member in value.items()]
     if type(value) in (list, tuple, torch.Size):

@@ -76,27 +76,27 @@ def flatten_state_dict(
     reasons: dict[Any, str | None] = {}
     keeps_whole = is_whole or (lambda fqn, wrapper: why_not_whole(wrapper, reasons) is None)
 
-    def members_of(place: Place, value: Any) -> list[Member] | None:
-        members = _members(place, value, is_walked, keeps_whole)
-        return None if members is not None and place.path and is_opaque(place.fqn) else members
+    def members_of(at: KeyPath, value: Any) -> list[Member] | None:
+        members = _members(at, value, is_walked, keeps_whole)
+        return None if members is not None and at.path and is_opaque(at.fqn) else members
 
-    def keep(place: Place, value: Any, members: list[None] | None) -> None:
+    def keep(at: KeyPath, value: Any, members: list[None] | None) -> None:
         if members is not None:
             return
-        fqn = place.fqn
+        fqn = at.fqn
         if fqn in flat.values:
             raise ValueError(
-                f"state dict: duplicated flatten key {fqn}: it stands at {flat.paths[fqn]} and at {place.path}; "
+                f"state dict: duplicated flatten key {fqn}: it stands at {flat.paths[fqn]} and at {at.path}; "
                 "rename one of them"
             )
         flat.values[fqn] = value
-        flat.paths[fqn], flat.stock_paths[fqn] = place
+        flat.paths[fqn], flat.stock_paths[fqn] = at
 
-    fold_places(state_dict, members_of, keep)
+    fold_paths(state_dict, members_of, keep)
     return flat
 
 
-class Place(NamedTuple):
+class KeyPath(NamedTuple):
     """Where a value stands in a state dict: its path, and the same path as stock DCP records it."""
 
     path: Path = ()
@@ -107,16 +107,16 @@ class Place(NamedTuple):
         return ".".join(map(str, self.path))
 
 
-ROOT = Place()
+ROOT = KeyPath()
 
 
-def fold_places(
+def fold_paths(
     value: Any,
-    members_of: Callable[[Place, Any], list[Member] | None],
-    make: Callable[[Place, Any, list[T] | None], T],
-    place: Place = ROOT,
+    members_of: Callable[[KeyPath, Any], list[Member] | None],
+    make: Callable[[KeyPath, Any, list[T] | None], T],
+    at: KeyPath = ROOT,
 ) -> T:
-    """Walks nested containers in order and returns what ``make`` makes of the root, which stands at ``place``.
+    """Walks nested containers in order and returns what ``make`` makes of the root, which stands at ``at``.
 
     A value that stands at several places is met at each of them; ``walk_objects`` asks each object once.
 
@@ -129,23 +129,23 @@ def fold_places(
     """
     holders: dict[int, str] = {}
 
-    def visit(place: Place, value: Any) -> T:
-        members = members_of(place, value)
+    def visit(at: KeyPath, value: Any) -> T:
+        members = members_of(at, value)
         if members is None:
-            return make(place, value, None)
+            return make(at, value, None)
         if id(value) in holders:
             raise ValueError(
-                f"state dict: {place.fqn} leads back to {holders[id(value)] or 'the state dict'}: a container that "
+                f"state dict: {at.fqn} leads back to {holders[id(value)] or 'the state dict'}: a container that "
                 "holds itself has no flat form; leave that reference out"
             )
-        holders[id(value)] = place.fqn
+        holders[id(value)] = at.fqn
         made = []
         for key, stock_key, member in members:  # no comprehension, which before Python 3.12 is a frame more per level
-            made.append(visit(Place((*place.path, key), (*place.stock_path, stock_key)), member))
+            made.append(visit(KeyPath((*at.path, key), (*at.stock_path, stock_key)), member))
         del holders[id(value)]
-        return make(place, value, made)
+        return make(at, value, made)
 
-    return visit(place, value)
+    return visit(at, value)
 
 
 def set_value(state_dict: dict[str, Any], path: Path, value: Any) -> None:
@@ -191,7 +191,7 @@ def materialize_meta(
 
 
 def _members(
-    place: Place, value: Any, is_walked: Callable[[Any], bool], is_whole: Callable[[str, torch.Tensor], bool]
+    at: KeyPath, value: Any, is_walked: Callable[[Any], bool], is_whole: Callable[[str, torch.Tensor], bool]
 ) -> list[Member] | None:
     """The members of a container whose members have keys of their own, or ``None``."""
     if isinstance(value, Mapping):
@@ -199,7 +199,7 @@ def _members(
     if isinstance(value, (list, tuple)):
         is_container = is_walked(value) if isinstance(value, tuple) else _is_walked_list(value, is_walked)
         return [(index, index, member) for index, member in enumerate(value)] if is_container else None
-    if _consists_of_tensors(value) and not is_whole(place.fqn, value):
+    if _consists_of_tensors(value) and not is_whole(at.fqn, value):
         return [(name, name, part) for name, part in parts_of(value).items()]
     return None
 
