@@ -5,9 +5,12 @@ Sizes and offsets count elements. A step is (axis, dim, split_factor); a box is 
 raises OverflowError.
 """
 
+import enum
 import mmap
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
+
+from torchtitan_ext.errors import ProblemKind
 
 _Sizes = tuple[int, ...]
 _Step = tuple[int, int, int]
@@ -18,20 +21,46 @@ _Shard = tuple[_Sizes, tuple[_Chunk, ...]]
 
 def read_placements(
     placements: Sequence[tuple[int, int]], mesh_shape: Sequence[int], reading: Literal["left_to_right", "nested"]
-) -> list[_Step]: ...
+) -> tuple[_Step, ...]: ...
 def shard_at(
     global_shape: Sequence[int], mesh_shape: Sequence[int], steps: Sequence[_Step], coordinate: Sequence[int]
 ) -> _Shard: ...
 def all_shards(global_shape: Sequence[int], mesh_shape: Sequence[int], steps: Sequence[_Step]) -> list[_Shard]: ...
-def resolve_steps(
-    global_shape: Sequence[int],
-    mesh_shape: Sequence[int],
-    candidates: Sequence[Sequence[_Step]],
-    observations: Sequence[tuple[Sequence[int], Sequence[int]]],
-) -> tuple[Literal["decided", "in_doubt", "no_match"], int, int, _Sizes]: ...
-def find_cover_defect(
-    global_shape: Sequence[int], boxes: Sequence[_Box]
-) -> tuple[Literal["gap", "overlap", "out_of_bounds"], _Sizes, list[int]] | None: ...
+def candidate_steps(
+    placements: Sequence[tuple[int, int]], mesh_shape: Sequence[int], order: Sequence[_Step] | None
+) -> list[tuple[_Step, ...]]: ...
+
+class KeyProblem:
+    """What is wrong with a key; the sentence does not name the key."""
+
+    kind: ProblemKind
+    detail: str
+
+def decide_steps(reports: list[Any]) -> tuple[_Step, ...] | KeyProblem:
+    """The true order of sharding, by the ``ShardReport`` of each rank that reports."""
+
+def format_placements(placements: Sequence[tuple[int, int]]) -> str:
+    """Placements in DTensor's words."""
+
+def format_mesh(shape: Sequence[int], names: Sequence[str] | None) -> str: ...
+
+class CoverDefect:
+    """The first element that is not held exactly once, and the positions of the boxes that hold it."""
+
+    kind: Literal["gap", "overlap", "out_of_bounds"]
+    element: _Sizes
+    chunks: list[int]
+
+def find_cover_defect(global_shape: Sequence[int], boxes: Sequence[_Box]) -> CoverDefect | None: ...
+def describe_cover_defect(
+    global_shape: Sequence[int], boxes: Sequence[_Box], owners: Sequence[int] | None
+) -> str | None:
+    """The same as a sentence.
+
+    Args:
+        owners: The rank of each box; ``None`` for the chunks of a checkpoint.
+    """
+
 def instances(cls: type[_Instance], **columns: Sequence[Any]) -> list[_Instance]: ...
 def may_overlap_itself(sizes: Sequence[int], strides: Sequence[int]) -> bool: ...
 
@@ -324,11 +353,8 @@ def find_tensors(
 ) -> list[FoundTensor | None]:
     """The tensor in each record (offset, bytes); ``None`` for a record of something else."""
 
-# Plans over all ranks: numbers of keys, classes and ranks are positions. A mesh is (shape, ranks, names or None); a
-# report is (shape, mesh or None, coordinate, placements, local sizes, order or None).
+# Plans over all ranks: numbers of keys, classes and ranks are positions.
 
-_Mesh = tuple[_Sizes, _Sizes, tuple[str, ...] | None]
-_Report = tuple[_Sizes, _Mesh | None, _Sizes, tuple[tuple[int, int], ...], _Sizes, tuple[_Step, ...] | None]
 _HeldBox = tuple[_Sizes, _Sizes]
 
 class EncodedColumns:
@@ -351,48 +377,116 @@ def encode_columns(entries: dict[str, Any], paths: dict[str, tuple[Any, ...]], o
     """
 
 def encode_digests(names: list[str], kind_of: Sequence[int], digests: dict[str, bytes]) -> bytes: ...
-def read_decision(
-    decision: bytes, kind_of: Sequence[Sequence[int]]
-) -> list[tuple[int, tuple[_Step, ...], int, list[int], list[tuple[int, _HeldBox]]]]: ...
+
+class ClassWrites:
+    """What a rank writes of keys of one class.
+
+    Attributes:
+        keys: Positions in the section.
+        boxes: Those of a tensor that describes itself, with their places in the metadata's list.
+    """
+
+    section: int
+    steps: tuple[_Step, ...]
+    first_chunk: int
+    keys: list[int]
+    boxes: list[tuple[int, _HeldBox]]
+
+def read_decision(decision: bytes, kind_of: Sequence[Sequence[int]]) -> list[ClassWrites]: ...
+
+class Overlap:
+    """A part of a saved chunk that a wanted chunk needs: positions of both, offsets in each, and the part's sizes."""
+
+    wanted: int
+    saved: int
+    saved_offsets: _Sizes
+    local_offsets: _Sizes
+    sizes: _Sizes
 
 class ChunkIndex:
     def __init__(self, chunks: list[Any]) -> None: ...
     def to_bytes(self) -> bytes: ...
     def box(self, chunk: int) -> _HeldBox: ...
-    def boxes(self) -> list[_HeldBox]: ...
+    def boxes(self) -> tuple[_HeldBox, ...]: ...
     def covers(self, shape: Sequence[int]) -> bool: ...
-    def find_overlaps(
-        self, wanted: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]]
-    ) -> list[tuple[int, int, _Sizes, _Sizes, _Sizes]]: ...
+    def find_overlaps(self, wanted: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]]) -> list[Overlap]: ...
+
+class EntryType(enum.Enum):
+    NONE = 0
+    OBJECT = 1
+    TENSOR = 2
+    BOXES = 3
+
+class KeyKind:
+    """What keys of one class have in common; the dtype is empty of objects."""
+
+    type: EntryType
+    dtype: str
+    global_shape: _Sizes
+    requires_grad: bool
+    is_plain: bool
+    """Whether every rank holds all of the tensor."""
+    is_object: bool
+
+class HeldShard:
+    """A shard and the ranks (positions in the list of tables) that hold it alike, in increasing order."""
+
+    ranks: _Sizes
+    boxes: tuple[_HeldBox, ...]
+    def __init__(self, ranks: Sequence[int], boxes: Sequence[_Box]) -> None: ...
+
+class Replica:
+    """One complete tensor, as the shards that make it up."""
+
+    steps: tuple[_Step, ...]
+    ranks: list[int]
+    shards: tuple[HeldShard, ...]
 
 class World:
     num_ranks: int
-    num_classes: int
     def add_section(self, bytes: bytes) -> int: ...
     def add_rank(self, sections: Sequence[int], part: bytes) -> None: ...
     def agree(self, every_rank_reports: bool) -> None: ...
     def names(self) -> list[str]: ...
     def paths(self) -> list[tuple[str | int, ...] | None]: ...
     def meshes(self) -> list[tuple[_Sizes, list[str]]]: ...
-    def keys(self, of_class: int) -> list[int]: ...
-    def kind(self, of_class: int) -> tuple[int, str, _Sizes, bool, bool]: ...
+    def class_of(self) -> list[int | None]:
+        """Per key its class; ``None`` where no rank holds it."""
+    def kinds(self) -> list[KeyKind]: ...
+    def problems(self) -> dict[int, KeyProblem]:
+        """By key, in increasing order."""
     def ranks(self, of_class: int) -> list[int]: ...
-    def replicas(
-        self, of_class: int
-    ) -> list[tuple[tuple[_Step, ...], _Sizes, list[tuple[_Sizes, tuple[_HeldBox, ...]]]]]: ...
-    def unforeseen(self) -> list[tuple[int, tuple[_Step, ...], _Sizes]]: ...
-    def trouble(self, of_class: int) -> tuple[str, int, int, Any] | None: ...
-    def report(self, of_class: int, rank: int) -> _Report: ...
-    def traits(self, of_class: int, rank: int) -> tuple[int, str, _Sizes]: ...
+    def replicas(self, of_class: int) -> list[Replica]: ...
+    def unforeseen_steps(self) -> list[dict[str, tuple[_Step, ...]]]:
+        """Per rank and key the orders of sharding that are not the first of the rank's candidates."""
     def written_boxes(self, of_class: int) -> list[_HeldBox]: ...
 
-_Side = tuple[int, bytes, bool]
+class DigestOfRank:
+    """What stands for the value of a rank, and whether it is the beginning of a digest only."""
+
+    rank: int
+    digest: bytes
+    is_cut: bool
+
+class ReplicaDifference:
+    key: int
+    first: DigestOfRank
+    second: DigestOfRank
+    is_presumed: bool
+    """Whether the ranks are on different meshes, and replicas by presumption only."""
+
+class DigestComparison:
+    """Keys of tensors on several meshes are ``equal``, or ``uncompared`` where layouts differ or a digest lacks."""
+
+    differing: list[ReplicaDifference]
+    equal: list[int]
+    uncompared: list[int]
 
 class ReplicaDigests:
     def __init__(self, world: World) -> None: ...
     def add_message(self, section: int, bytes: bytes) -> int: ...
     def add_rank(self, messages: Sequence[int]) -> None: ...
-    def compare(self) -> tuple[list[tuple[int, _Side, _Side, bool]], list[int], list[int]]: ...
+    def compare(self) -> DigestComparison: ...
 
 class WritePlan:
     load_bytes: list[int]

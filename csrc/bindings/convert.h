@@ -8,6 +8,7 @@
 #include <string>
 #include <string_view>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "core/chunk.h"
@@ -36,11 +37,26 @@ inline pybind11::tuple to_tuple(std::span<const int64_t> numbers) {
 }
 
 using StepTuple = std::tuple<int64_t, int64_t, int64_t>;  // axis, dim, split_factor
+using PlacementTuple = std::pair<int64_t, int64_t>;       // dim or -1, split_factor
+using BoxTuple = std::pair<core::Sizes, core::Sizes>;     // offsets, sizes
 
 inline std::vector<core::ShardStep> to_steps(const std::vector<StepTuple>& tuples) {
   std::vector<core::ShardStep> steps;
   for (const auto& [axis, dim, split_factor] : tuples) steps.push_back({axis, dim, split_factor});
   return steps;
+}
+
+inline std::vector<core::Placement> to_placements(const std::vector<PlacementTuple>& tuples) {
+  std::vector<core::Placement> placements;
+  for (const auto& [dim, split_factor] : tuples) placements.push_back({dim, split_factor});
+  return placements;
+}
+
+inline std::vector<core::Chunk> to_chunks(const std::vector<BoxTuple>& boxes) {
+  std::vector<core::Chunk> chunks;
+  chunks.reserve(boxes.size());
+  for (const auto& [offsets, sizes] : boxes) chunks.push_back({offsets, sizes, {}});
+  return chunks;
 }
 
 inline pybind11::tuple to_tuple(std::span<const core::ShardStep> steps) {
@@ -54,6 +70,12 @@ inline pybind11::tuple to_tuple(std::span<const core::ShardStep> steps) {
 // Offsets and sizes.
 inline pybind11::tuple to_box(const core::Chunk& chunk) {
   return pybind11::make_tuple(to_tuple(chunk.offsets), to_tuple(chunk.sizes));
+}
+
+inline pybind11::tuple to_boxes(const std::vector<core::Chunk>& chunks) {
+  pybind11::tuple boxes(chunks.size());
+  for (size_t index = 0; index < chunks.size(); ++index) boxes[index] = to_box(chunks[index]);
+  return boxes;
 }
 
 }  // namespace torchtitan_ext::bindings

@@ -5,18 +5,21 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <variant>
 #include <vector>
 
 #include "bindings/convert.h"
 #include "bindings/instances.h"
 #include "bindings/metadata.h"
 #include "bindings/plan.h"
+#include "bindings/reports.h"
 #include "bindings/storage.h"
 #include "bindings/tables.h"
 #include "core/boxes.h"
 #include "core/chunk.h"
 #include "core/cover.h"
 #include "core/memory.h"
+#include "core/problems.h"
 #include "core/shard_layout.h"
 
 namespace py = pybind11;
@@ -24,18 +27,6 @@ using namespace torchtitan_ext::core;      // NOLINT: this file only translates 
 using namespace torchtitan_ext::bindings;  // NOLINT: and what all bindings convert
 
 namespace {
-
-using PlacementTuple = std::tuple<int64_t, int64_t>;  // dim or -1, split_factor
-using BoxTuple = std::tuple<Sizes, Sizes>;            // offsets, sizes
-using ChunkTuple = std::tuple<Sizes, Sizes, Sizes>;   // offsets, sizes, local_offsets
-using ObservationTuple = std::tuple<Sizes, Sizes>;    // coordinate, local_sizes
-
-std::vector<Chunk> to_chunks(const std::vector<BoxTuple>& boxes) {
-  std::vector<Chunk> chunks;
-  chunks.reserve(boxes.size());
-  for (const auto& [offsets, sizes] : boxes) chunks.push_back({offsets, sizes, {}});
-  return chunks;
-}
 
 py::tuple to_shard(const Shard& shard) {
   py::tuple chunks(shard.chunks.size());
@@ -46,19 +37,13 @@ py::tuple to_shard(const Shard& shard) {
   return py::make_tuple(to_tuple(shard.sizes), chunks);
 }
 
-py::list read_placements_py(const std::vector<PlacementTuple>& tuples, const Sizes& mesh_shape,
-                            const std::string& reading) {
+py::tuple read_placements_py(const std::vector<PlacementTuple>& tuples, const Sizes& mesh_shape,
+                             const std::string& reading) {
   if (reading != "left_to_right" && reading != "nested") {
     throw std::invalid_argument("read_placements: reading is '" + reading + "', expected 'left_to_right' or 'nested'");
   }
-  std::vector<Placement> placements;
-  for (const auto& [dim, split_factor] : tuples) placements.push_back({dim, split_factor});
-  py::list steps;
-  for (const ShardStep& step :
-       read_placements(placements, mesh_shape, reading == "nested" ? Reading::kNested : Reading::kLeftToRight)) {
-    steps.append(py::make_tuple(step.axis, step.dim, step.split_factor));
-  }
-  return steps;
+  return to_tuple(read_placements(to_placements(tuples), mesh_shape,
+                                  reading == "nested" ? Reading::kNested : Reading::kLeftToRight));
 }
 
 py::tuple shard_at_py(const Sizes& global_shape, const Sizes& mesh_shape, const std::vector<StepTuple>& steps,
@@ -72,32 +57,50 @@ py::list all_shards_py(const Sizes& global_shape, const Sizes& mesh_shape, const
   return shards;
 }
 
-py::tuple resolve_steps_py(const Sizes& global_shape, const Sizes& mesh_shape,
-                           const std::vector<std::vector<StepTuple>>& candidate_tuples,
-                           const std::vector<ObservationTuple>& observation_tuples) {
-  std::vector<std::vector<ShardStep>> candidates;
-  for (const auto& tuples : candidate_tuples) candidates.push_back(to_steps(tuples));
-  std::vector<Observation> observations;
-  for (const auto& [coordinate, local_sizes] : observation_tuples) observations.push_back({coordinate, local_sizes});
-  Resolution resolution;
-  {
-    py::gil_scoped_release release;
-    resolution = resolve_steps(global_shape, mesh_shape, candidates, observations);
+py::list candidate_steps_py(const std::vector<PlacementTuple>& placements, const Sizes& mesh_shape,
+                            const std::optional<std::vector<StepTuple>>& order) {
+  const std::vector<ShardStep> stated = to_steps(order.value_or(std::vector<StepTuple>()));
+  py::list candidates;
+  for (const auto& steps : candidate_steps(to_placements(placements), mesh_shape, order ? &stated : nullptr)) {
+    candidates.append(to_tuple(steps));
   }
-  const char* const outcome = resolution.outcome == Resolution::Outcome::kDecided   ? "decided"
-                              : resolution.outcome == Resolution::Outcome::kInDoubt ? "in_doubt"
-                                                                                    : "no_match";
-  return py::make_tuple(outcome, resolution.first, resolution.second, to_tuple(resolution.coordinate));
+  return candidates;
 }
 
-py::object find_cover_defect_py(const Sizes& global_shape, const std::vector<BoxTuple>& boxes) {
-  std::optional<CoverDefect> defect;
-  {
-    py::gil_scoped_release release;
-    defect = find_cover_defect(global_shape, to_chunks(boxes));
+// Steps, or a KeyProblem.
+py::object decide_steps_py(const py::list& reports) {
+  const py::handle first = reports[0];
+  if (first.attr("mesh").is_none()) return py::tuple();
+  const auto [mesh, origin] = read_mesh(first.attr("mesh"));
+  Kind kind;
+  read_layout(first, kind);
+  std::vector<Observation> observations;
+  for (const py::handle report : reports) {
+    observations.push_back({report.attr("coordinate").cast<Sizes>(), report.attr("local_sizes").cast<Sizes>()});
   }
-  if (!defect) return py::none();
-  return py::make_tuple(name_of(defect->kind), to_tuple(defect->element), py::cast(defect->chunks));
+  const auto decided = decide_steps(kind, mesh, origin, observations);
+  if (const auto* const steps = std::get_if<0>(&decided)) return to_tuple(*steps);
+  return py::cast(std::get<1>(decided));
+}
+
+std::optional<CoverDefect> find_defect(const Sizes& global_shape, const std::vector<Chunk>& chunks) {
+  py::gil_scoped_release release;
+  return find_cover_defect(global_shape, chunks);
+}
+
+std::optional<std::string> describe_cover_defect_py(const Sizes& global_shape, const std::vector<BoxTuple>& boxes,
+                                                    const std::optional<Sizes>& owners) {
+  const std::vector<Chunk> chunks = to_chunks(boxes);
+  const std::optional<CoverDefect> defect = find_defect(global_shape, chunks);
+  if (!defect) return std::nullopt;
+  std::vector<Chunk> holders;
+  Sizes ranks;
+  for (const size_t chunk : defect->chunks) {
+    holders.push_back(chunks[chunk]);
+    if (owners) ranks.push_back(owners->at(chunk));
+  }
+  return describe_defect(global_shape, *defect, holders,
+                         owners ? std::optional<std::span<const int64_t>>(ranks) : std::nullopt);
 }
 
 bool may_overlap_itself_py(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
@@ -113,9 +116,32 @@ PYBIND11_MODULE(_core, module) {
   module.def("shard_at", &shard_at_py, py::arg("global_shape"), py::arg("mesh_shape"), py::arg("steps"),
              py::arg("coordinate"));
   module.def("all_shards", &all_shards_py, py::arg("global_shape"), py::arg("mesh_shape"), py::arg("steps"));
-  module.def("resolve_steps", &resolve_steps_py, py::arg("global_shape"), py::arg("mesh_shape"), py::arg("candidates"),
-             py::arg("observations"));
-  module.def("find_cover_defect", &find_cover_defect_py, py::arg("global_shape"), py::arg("boxes"));
+  module.def("candidate_steps", &candidate_steps_py, py::arg("placements"), py::arg("mesh_shape"), py::arg("order"));
+  py::class_<KeyProblem>(module, "KeyProblem")
+      .def_readonly("kind", &KeyProblem::kind)
+      .def_property_readonly("detail", [](const KeyProblem& problem) { return to_str(problem.detail); });
+  module.def("decide_steps", &decide_steps_py, py::arg("reports"));
+  module.def(
+      "format_placements",
+      [](const std::vector<PlacementTuple>& placements) { return format_placements(to_placements(placements)); },
+      py::arg("placements"));
+  module.def(
+      "format_mesh",
+      [](Sizes shape, std::optional<std::vector<std::string>> names) {
+        return to_str(
+            format_mesh({std::move(shape), true, {}, names.has_value(), names.value_or(std::vector<std::string>())}));
+      },
+      py::arg("shape"), py::arg("names"));
+  py::class_<CoverDefect>(module, "CoverDefect", "See csrc/core/cover.h.")
+      .def_property_readonly("kind", [](const CoverDefect& defect) { return name_of(defect.kind); })
+      .def_property_readonly("element", [](const CoverDefect& defect) { return to_tuple(defect.element); })
+      .def_readonly("chunks", &CoverDefect::chunks);
+  module.def(
+      "find_cover_defect",
+      [](const Sizes& shape, const std::vector<BoxTuple>& boxes) { return find_defect(shape, to_chunks(boxes)); },
+      py::arg("global_shape"), py::arg("boxes"));
+  module.def("describe_cover_defect", &describe_cover_defect_py, py::arg("global_shape"), py::arg("boxes"),
+             py::arg("owners"));
   module.def("may_overlap_itself", &may_overlap_itself_py, py::arg("sizes"), py::arg("strides"));
   torchtitan_ext::bindings::define_instances(module);
   torchtitan_ext::bindings::define_metadata(module);

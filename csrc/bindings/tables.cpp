@@ -6,12 +6,12 @@
 #include <array>
 #include <optional>
 #include <string>
-#include <tuple>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "bindings/convert.h"
+#include "bindings/reports.h"
 #include "core/key_columns.h"
 #include "core/replica_digests.h"
 #include "core/section_builder.h"
@@ -79,7 +79,8 @@ class TableBuilder {
     if (is_new) read_entry(entry, is_own, held);
     add(held.section, fqn, held.number, path);
     if (held.is_unusual) sections_[held.section].add_unusual(held.local_sizes);
-    if (held.kind.type == EntryType::kBoxes) sections_[held.section].add_boxes(boxes_of(entry));
+    if (held.kind.type == EntryType::kBoxes)
+      sections_[held.section].add_boxes(to_chunks(entry.attr("boxes").cast<std::vector<BoxTuple>>()));
   }
   // A key that has a path, and no value on this rank.
   void add_path(const py::handle& fqn, const py::handle& path) {
@@ -138,24 +139,14 @@ class TableBuilder {
   }
 
   void read_report(const py::object& report, Held& held) {
-    Kind& kind = held.kind;
-    kind.shape = report.attr("global_shape").cast<Sizes>();
+    read_layout(report, held.kind);
     const py::object mesh = report.attr("mesh");
     if (mesh.is_none()) return;
     held.local_sizes = report.attr("local_sizes").cast<Sizes>();
     const auto [form, is_new] = meshes_.try_emplace(mesh.ptr());
-    if (is_new) {
-      form->second = form_of_mesh(mesh.attr("shape").cast<Sizes>(), mesh.attr("ranks").cast<Sizes>(),
-                                  mesh.attr("dim_names").cast<std::optional<std::vector<std::string>>>());
-    }
+    if (is_new) form->second = read_mesh(mesh);
     const auto& [mesh_form, origin] = form->second;
-    kind.mesh = sections_[kOnMeshes].add_mesh(mesh_form, {origin, report.attr("coordinate").cast<Sizes>()});
-    for (const auto& [dim, split_factor] : report.attr("placements").cast<std::vector<std::pair<int64_t, int64_t>>>()) {
-      kind.placements.push_back({dim, split_factor});
-    }
-    const py::object order = report.attr("order");
-    kind.has_order = !order.is_none();
-    if (kind.has_order) kind.order = to_steps(order.cast<std::vector<StepTuple>>());
+    held.kind.mesh = sections_[kOnMeshes].add_mesh(mesh_form, {origin, report.attr("coordinate").cast<Sizes>()});
   }
 
   EntryType type_of(const py::handle& entry) {
@@ -163,14 +154,6 @@ class TableBuilder {
     if (is_new && py::hasattr(entry, "report")) found->second = EntryType::kTensor;
     if (is_new && py::hasattr(entry, "boxes")) found->second = EntryType::kBoxes;
     return found->second;
-  }
-
-  static std::vector<Chunk> boxes_of(const py::handle& entry) {
-    std::vector<Chunk> boxes;
-    for (auto& [offsets, sizes] : entry.attr("boxes").cast<std::vector<std::pair<Sizes, Sizes>>>()) {
-      boxes.push_back({std::move(offsets), std::move(sizes), {}});
-    }
-    return boxes;
   }
 
   std::array<SectionBuilder, kNumSections> sections_;

@@ -35,15 +35,6 @@ Sizes coordinate_of(size_t index, const Sizes& shape) {
   return coordinate;
 }
 
-// Readings that a kind leaves open, without repeats; one where the order is stated.
-std::vector<std::vector<ShardStep>> candidate_steps(const Kind& kind, const MeshForm& mesh) {
-  if (kind.has_order) return {kind.order};
-  std::vector<std::vector<ShardStep>> candidates = {read_placements(kind.placements, mesh.shape, Reading::kNested)};
-  std::vector<ShardStep> other = read_placements(kind.placements, mesh.shape, Reading::kLeftToRight);
-  if (other != candidates[0]) candidates.push_back(std::move(other));
-  return candidates;
-}
-
 // A tensor without elements is still a key: all ranks hold its one empty box.
 void hold_empty_box(const Sizes& shape, Replica& replica) {
   if (num_elements(shape) == 0) {
@@ -434,7 +425,7 @@ std::optional<Trouble> World::agree_on_layouts(KeyClass& of_keys, bool every_ran
 std::optional<Trouble> World::decide(const KeyClass& of_keys, const std::vector<Member>& members,
                                      bool every_rank_reports, Replica& replica) const {
   const WorldKind& kind = kind_of(members.front());
-  const auto candidates = candidate_steps(kind.kind, kind.mesh);
+  const auto candidates = candidate_steps(kind.kind.placements, kind.mesh.shape, kind.kind.stated_order());
   std::vector<Observation> observations;
   for (const Member& member : members) {
     observations.push_back({standing(member).coordinate, local_sizes(of_keys, member)});

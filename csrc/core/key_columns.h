@@ -51,6 +51,8 @@ struct Kind {
   std::vector<Placement> placements;
   bool has_order = false;
   std::vector<ShardStep> order;
+
+  const std::vector<ShardStep>* stated_order() const { return has_order ? &order : nullptr; }
 };
 
 // How a flat key is cut into a path: per part how many dots it holds, and whether it is a position in a sequence.

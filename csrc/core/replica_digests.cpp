@@ -227,8 +227,8 @@ std::optional<ReplicaDigests::Difference> ReplicaDigests::find_difference(
     const bool is_equal =
         is_short || first_is_short ? beginning_of(other) == beginning_of(of_first) : other == of_first;
     if (is_equal) continue;
-    return Difference{key,      first->rank, member->rank, std::string(of_first), std::string(other), first_is_short,
-                      is_short, false};
+    return Difference{
+        key, {first->rank, std::string(of_first), first_is_short}, {member->rank, std::string(other), is_short}, false};
   }
   return std::nullopt;
 }

@@ -41,14 +41,15 @@ class ReplicaDigests {
   // The messages of the next rank, one per section of it.
   void add_rank(const std::vector<size_t>& messages);
 
+  struct Side {
+    int64_t rank = 0;
+    std::string digest;   // empty for none
+    bool is_cut = false;  // the digest is the beginning of one
+  };
   struct Difference {
     uint32_t key = 0;
-    int64_t first = 0;  // ranks
-    int64_t second = 0;
-    std::string first_digest;  // empty for none
-    std::string second_digest;
-    bool first_is_cut = false;  // the digest is the beginning of one
-    bool second_is_cut = false;
+    Side first;
+    Side second;
     bool is_presumed = false;  // the ranks are on different meshes, and replicas by presumption only
   };
   // Keys in increasing order; those of classes in trouble are left out.

@@ -182,6 +182,16 @@ std::vector<ShardStep> read_placements(std::span<const Placement> placements, st
   return steps;
 }
 
+std::vector<std::vector<ShardStep>> candidate_steps(std::span<const Placement> placements,
+                                                    std::span<const int64_t> mesh_shape,
+                                                    const std::vector<ShardStep>* stated) {
+  if (stated != nullptr) return {*stated};
+  std::vector<std::vector<ShardStep>> candidates = {read_placements(placements, mesh_shape, Reading::kNested)};
+  std::vector<ShardStep> other = read_placements(placements, mesh_shape, Reading::kLeftToRight);
+  if (other != candidates[0]) candidates.push_back(std::move(other));
+  return candidates;
+}
+
 void check_layout(const ShardLayout& layout) {
   constexpr const char* kWhere = "layout";
   for (const int64_t size : layout.global_shape) {

@@ -56,6 +56,12 @@ enum class Reading {
 std::vector<ShardStep> read_placements(std::span<const Placement> placements, std::span<const int64_t> mesh_shape,
                                        Reading reading);
 
+// The sharding orders that placements leave open, without repeats, the nested reading first; only the stated one where an
+// order is stated.
+std::vector<std::vector<ShardStep>> candidate_steps(std::span<const Placement> placements,
+                                                    std::span<const int64_t> mesh_shape,
+                                                    const std::vector<ShardStep>* stated);
+
 // Throws std::invalid_argument for axes or dims out of range, an axis used twice, or sizes that make no sense.
 void check_layout(const ShardLayout& layout);
 

@@ -132,9 +132,9 @@ TEST(ReplicaDigests, NameTheKeyThatDiffers) {
   const auto found = digests.compare().differing;
   ASSERT_EQ(found.size(), 1u);
   EXPECT_EQ(world.name(found[0].key), "lr");
-  EXPECT_EQ(found[0].first, 0);
-  EXPECT_EQ(found[0].second, 5);
-  EXPECT_EQ(found[0].second_digest, "another");
+  EXPECT_EQ(found[0].first.rank, 0);
+  EXPECT_EQ(found[0].second.rank, 5);
+  EXPECT_EQ(found[0].second.digest, "another");
 }
 
 TEST(ReplicaDigests, ManyDifferentOnesTravelAsTheirBeginnings) {
@@ -185,8 +185,8 @@ TEST(ReplicaDigests, TensorsOnSeveralMeshesAreComparedShardByShard) {
   const ReplicaDigests::Comparison drifted = compared(5, "16 bytes, another");
   ASSERT_EQ(drifted.differing.size(), 1u);
   EXPECT_TRUE(drifted.differing[0].is_presumed);
-  EXPECT_EQ(drifted.differing[0].first, 4);
-  EXPECT_EQ(drifted.differing[0].second, 5);
+  EXPECT_EQ(drifted.differing[0].first.rank, 4);
+  EXPECT_EQ(drifted.differing[0].second.rank, 5);
   EXPECT_EQ(drifted.equal, (std::vector<uint32_t>{0}));
 
   // One mesh writes "b", both write "a": each of its elements once.
@@ -223,9 +223,9 @@ TEST(ReplicaDigests, ValuesAreNeverCut) {
   digests.add_rank({digests.add_message(section, encode_digests(kind_of, 1, {values.begin(), values.end()}))});
   const auto found = digests.compare().differing;
   ASSERT_EQ(found.size(), 1u);
-  EXPECT_EQ(found[0].first_digest, "value 120");
-  EXPECT_EQ(found[0].second_digest, "value 129");
-  EXPECT_FALSE(found[0].first_is_cut || found[0].second_is_cut || found[0].is_presumed);
+  EXPECT_EQ(found[0].first.digest, "value 120");
+  EXPECT_EQ(found[0].second.digest, "value 129");
+  EXPECT_FALSE(found[0].first.is_cut || found[0].second.is_cut || found[0].is_presumed);
 }
 
 // Messages of a world with every type of entry, mutated: they are refused with a place, or they make some other world.

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from torchtitan_ext import _core
+from torchtitan_ext._core import HeldShard, format_placements
 from torchtitan_ext.checkpoint.planners.replica_digests import ReplicaComparison
-from torchtitan_ext.checkpoint.tables.agreement import HeldShard, ObjectAgreement, TensorAgreement, check_cover
+from torchtitan_ext.checkpoint.tables.agreement import ObjectAgreement, TensorAgreement
 from torchtitan_ext.checkpoint.tables.key_table import Box, BoxesEntry, KeyEntry, KeyTable, ObjectEntry, TensorEntry
 from torchtitan_ext.errors import Problem, named
 from torchtitan_ext.layout.layout import (
@@ -14,7 +16,6 @@ from torchtitan_ext.layout.layout import (
     ShardReport,
     Steps,
     decide,
-    format_placements,
     mesh_coordinates,
     num_elements,
     shard_of,
@@ -196,7 +197,7 @@ def _agree_on_boxes(
         for box in entry.boxes:
             holders.setdefault(box, []).append(rank)
     shards = tuple(HeldShard(tuple(ranks), (box,)) for box, ranks in holders.items() if num_elements(box[1]) > 0)
-    problem = check_cover(fqn, first.global_shape, shards, "incomplete_cover")
+    problem = _cover_problem(fqn, first.global_shape, shards)
     if problem is not None and (every_rank_reports or problem.detail.startswith("out of bounds")):
         return problem
     replicas = (_with_empty_shard(first.global_shape, shards, tuple(entries)),)
@@ -227,7 +228,7 @@ def _agree_on_layouts(
             absent = missing_ranks(members)
             if absent:
                 return _absent_problem(fqn, members[0], absent)
-            problem = check_cover(fqn, first.report.global_shape, shards, "incomplete_cover")
+            problem = _cover_problem(fqn, first.report.global_shape, shards)
             if problem is not None:
                 return problem
         replicas.append(_with_empty_shard(first.report.global_shape, shards, tuple(ranks)))
@@ -235,6 +236,13 @@ def _agree_on_layouts(
     return TensorAgreement(
         first.report.global_shape, first.dtype, first.requires_grad, is_plain, steps_of, tuple(replicas)
     )
+
+
+def _cover_problem(fqn: str, global_shape: tuple[int, ...], shards: Sequence[HeldShard]) -> Problem | None:
+    boxes = [box for shard in shards for box in shard.boxes]
+    owners = [shard.ranks[0] for shard in shards for _ in shard.boxes]
+    defect = _core.describe_cover_defect(global_shape, boxes, owners)
+    return None if defect is None else Problem("incomplete_cover", fqn, defect)
 
 
 def _held_shards(ranks: Sequence[int], reports: Sequence[ShardReport], steps: Steps) -> tuple[HeldShard, ...]:

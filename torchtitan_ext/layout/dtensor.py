@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torchtitan_ext import _core
 from torchtitan_ext.dcp_private import ShardedTensor
 from torchtitan_ext.errors import Problem, first_line
-from torchtitan_ext.layout.layout import LayoutRules, MeshLayout, ShardReport, Step, Steps, format_placements
+from torchtitan_ext.layout.layout import LayoutRules, MeshLayout, ShardReport, Step, Steps
 from torchtitan_ext.layout.own_boxes import has_own_boxes, keep_own_boxes
 
 
@@ -260,7 +260,7 @@ class Describer:
                 "layout_matches_nothing",
                 fqn,
                 f"the stated order {tuple(steps)} does not shard the axes and dims that its placements "
-                f"{format_placements(placements)} shard; give one step per sharding axis",
+                f"{_core.format_placements(placements)} shard; give one step per sharding axis",
             )
         return tuple(steps)
 
@@ -302,7 +302,7 @@ def _order_in_spec(tensor: DTensor, placements: Sequence[tuple[int, int]]) -> St
     if any(split_factor != 1 for _, split_factor in placements):
         if not _is_literal(tensor._spec):
             return None
-        return tuple(_core.read_placements(placements, tuple(tensor.device_mesh.shape), "left_to_right"))
+        return _core.read_placements(placements, tuple(tensor.device_mesh.shape), "left_to_right")
     shard_order = getattr(tensor._spec, "shard_order", None)
     if not shard_order:
         return None

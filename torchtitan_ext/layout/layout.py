@@ -14,10 +14,10 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from torchtitan_ext import _core
-from torchtitan_ext.errors import Problem, ProblemKind, argument_error, check_argument
+from torchtitan_ext.errors import Problem, argument_error, check_argument
 from torchtitan_ext.errors.near_names import nearest_name
 
 Step = tuple[int, int, int]
@@ -57,9 +57,7 @@ class MeshLayout:
     dim_names: tuple[str, ...] | None
 
     def __str__(self) -> str:
-        if self.dim_names is None:
-            return "x".join(map(str, self.shape))
-        return " x ".join(f"{name} {size}" for name, size in zip(self.dim_names, self.shape, strict=True))
+        return _core.format_mesh(self.shape, self.dim_names)
 
 
 @dataclass(frozen=True)
@@ -83,32 +81,10 @@ class ShardReport:
     order: Steps | None = None
 
 
-def format_placements(placements: Sequence[tuple[int, int]]) -> str:
-    """Placements in DTensor's words."""
-    words = []
-    for dim, split_factor in placements:
-        if dim < 0:
-            words.append("Replicate()")
-        elif split_factor == 1:
-            words.append(f"Shard({dim})")
-        else:
-            words.append(f"_StridedShard({dim}, split_factor={split_factor})")
-    return f"[{', '.join(words)}]"
-
-
 def candidate_steps(report: ShardReport) -> list[Steps]:
     """The sharding orders that a report leaves open, without repeats; one where the order is stated."""
-    if report.mesh is None:
-        return [()]
-    if report.order is not None:
-        return [report.order]
-    readings: tuple[Literal["nested", "left_to_right"], ...] = ("nested", "left_to_right")
-    candidates: list[Steps] = []
-    for reading in readings:
-        steps = tuple(_core.read_placements(report.placements, report.mesh.shape, reading))
-        if steps not in candidates:
-            candidates.append(steps)
-    return candidates
+    mesh_shape = () if report.mesh is None else report.mesh.shape
+    return _core.candidate_steps(report.placements, mesh_shape, report.order)
 
 
 def shard_of(report: ShardReport, steps: Steps | None = None) -> LocalShard:
@@ -165,72 +141,15 @@ def decide(fqn: str, reports: Sequence[ShardReport]) -> Steps | Problem:
     Returns:
         The true steps, or the problem: no candidate fits, or two fit and differ.
     """
-    first = reports[0]
-    if first.mesh is None:
-        return ()
-    candidates = candidate_steps(first)
-    observations = [(report.coordinate, report.local_sizes) for report in reports]
-    try:
-        outcome, index, other, coordinate = _core.resolve_steps(
-            first.global_shape, first.mesh.shape, candidates, observations
-        )
-    except (ValueError, OverflowError) as error:
-        return Problem("layout_matches_nothing", fqn, f"{describe_report(first)}: {error}")
-    if outcome == "decided":
-        return candidates[index]
-    held = () if outcome == "in_doubt" else next(sizes for where, sizes in observations if where == coordinate)
-    return unresolved(fqn, first, outcome, index, other, coordinate, held)
+    decided = _core.decide_steps(list(reports))
+    return key_problem(fqn, decided) if isinstance(decided, _core.KeyProblem) else decided
 
 
-def unresolved(
-    fqn: str,
-    report: ShardReport,
-    outcome: Literal["no_match", "in_doubt"],
-    index: int,
-    other: int,
-    coordinate: Sequence[int],
-    held: Sequence[int],
-) -> Problem:
-    """Why no reading could be decided on.
-
-    Args:
-        report: Of any rank of the mesh.
-        outcome: Whether no candidate fits, or two fit and differ.
-        index: One of the candidates that fit.
-        other: The other one.
-        coordinate: Where no candidate fits, or two differ.
-        held: Shape of the local tensor there.
-    """
-    assert report.mesh is not None
-    rank = _rank_at(report.mesh, coordinate)
-    candidates = candidate_steps(report)
-    if outcome == "in_doubt":
-        kind: ProblemKind = "layout_in_doubt"
-        both = " or ".join(
-            f"{_format_held(report, steps, coordinate)} when sharded {_format_steps(report, steps)}"
-            for steps in (candidates[index], candidates[other])
-        )
-        detail = (
-            f"{describe_report(report)} can be read in two ways that fit all local shapes: rank {rank} holds {both}; "
-            f"state the order with layouts={{{canonical_fqn(fqn, strip_module=True)!r}: ShardOrder(...)}}"
-        )
-    else:
-        kind = "layout_matches_nothing"
-        readings = "; ".join(
-            f"sharded {_format_steps(report, steps)} it would hold "
-            f"{local_shard(report.global_shape, report.mesh.shape, steps, coordinate).sizes}"
-            for steps in candidates
-        )
-        detail = (
-            f"{describe_report(report)}: rank {rank} holds a local tensor of shape {tuple(held)}; {readings}; "
-            "the local tensors were not made by these placements"
-        )
-    return Problem(kind, fqn, detail)
-
-
-def describe_report(report: ShardReport) -> str:
-    """Shape, placements and mesh, in DTensor's words."""
-    return f"{tuple(report.global_shape)} as {format_placements(report.placements)} on mesh {report.mesh}"
+def key_problem(fqn: str, found: _core.KeyProblem) -> Problem:
+    """What C++ finds wrong with a key, as a problem."""
+    rule = canonical_fqn(fqn, strip_module=True)
+    how = f"; state the order with layouts={{{rule!r}: ShardOrder(...)}}" if found.kind == "layout_in_doubt" else ""
+    return Problem(found.kind, fqn, found.detail + how)
 
 
 def is_replicated(report: ShardReport) -> bool:
@@ -251,29 +170,6 @@ def row_major_position(index: Sequence[int], shape: Sequence[int]) -> int:
     for at, size in zip(index, shape, strict=True):
         position = position * size + at
     return position
-
-
-def _rank_at(mesh: MeshLayout, coordinate: Sequence[int]) -> int:
-    return mesh.ranks[row_major_position(coordinate, mesh.shape)]
-
-
-def _format_steps(report: ShardReport, steps: Sequence[Step]) -> str:
-    assert report.mesh is not None
-    words = []
-    for axis, dim, split_factor in steps:
-        name = str(axis) if report.mesh.dim_names is None else report.mesh.dim_names[axis]
-        words.append(f"{name} on dim {dim}" + (f" in {split_factor} blocks" if split_factor > 1 else ""))
-    return f"({', then '.join(words)})"
-
-
-def _format_held(report: ShardReport, steps: Sequence[Step], coordinate: Sequence[int]) -> str:
-    assert report.mesh is not None
-    chunks = local_shard(report.global_shape, report.mesh.shape, steps, coordinate).chunks
-    boxes = [
-        "x".join(f"{begin}:{begin + size}" for begin, size in zip(chunk.offsets, chunk.sizes, strict=True))
-        for chunk in chunks
-    ]
-    return "no element" if not boxes else ", ".join(boxes[:4]) + (", ..." if len(boxes) > 4 else "")
 
 
 def mesh_coordinates(mesh_shape: Sequence[int]) -> list[tuple[int, ...]]:

@@ -228,9 +228,9 @@ class BoxReader:
         chunks = self.chunk_list(self._entry(piece.fqn))
         wanted = [(piece.offsets, piece.sizes, (0,) * len(piece.sizes))]
         parts = []
-        for _, chunk, saved_offsets, local_offsets, sizes in chunks.index.find_overlaps(wanted):
-            index = MetadataIndex(piece.fqn, torch.Size(chunks.index.box(chunk)[0]))
-            parts.append(_SavedPart(index, saved_offsets, local_view(place, local_offsets, sizes)))
+        for part in chunks.index.find_overlaps(wanted):
+            index = MetadataIndex(piece.fqn, torch.Size(chunks.index.box(part.saved)[0]))
+            parts.append(_SavedPart(index, part.saved_offsets, local_view(place, part.local_offsets, part.sizes)))
         return parts
 
     def _saved_dtype(self, part: _SavedPart, record: Record) -> torch.dtype:

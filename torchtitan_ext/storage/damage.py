@@ -53,10 +53,7 @@ def shape_defect(stored: StoredTensor, dtype: str, sizes: Sequence[int]) -> str 
 def cover_defect(sizes: Sequence[int], chunks: Sequence[tuple[Sequence[int], Sequence[int]]]) -> str | None:
     """Why chunks (offsets, sizes) do not hold every element of a tensor once; ``None`` if they do."""
     found = _core.find_cover_defect(sizes, chunks)
-    if found is None:
-        return None
-    kind, where, _ = found
-    return defect_text(kind, where)
+    return None if found is None else defect_text(found.kind, found.element)
 
 
 def defect_text(kind: str, where: Sequence[int]) -> str:

@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.planners.replica_digests import compare_replicas
 from torchtitan_ext.checkpoint.tables.agreement import (
     Agreement,
-    HeldShard,
     TensorAgreement,
     agree,
-    check_cover,
 )
 from torchtitan_ext.checkpoint.tables.key_table import BoxesEntry, KeyEntry, KeyTable, ObjectEntry, TensorEntry
 from torchtitan_ext.errors import Problem
@@ -58,7 +57,7 @@ def tensor_of(agreement: Agreement, fqn: str = "w") -> TensorAgreement:
 
 def test_shards_of_a_mesh_are_one_replica() -> None:
     agreed = tensor_of(agree(tables({"w": shard(0)}, {"w": shard(1)}), every_rank_reports=True))
-    assert agreed.replicas == ((HeldShard((0,), (((0,), (2,)),)), HeldShard((1,), (((2,), (2,)),))),)
+    assert agreed.replicas == ((_core.HeldShard((0,), (((0,), (2,)),)), _core.HeldShard((1,), (((2,), (2,)),))),)
     assert (agreed.global_shape, agreed.dtype, agreed.is_plain) == ((4,), torch.float32, False)
 
 
@@ -164,9 +163,7 @@ def test_replicas_are_compared_within_a_shard_only() -> None:
 
 def test_cover() -> None:
     def cover(*boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> str | None:
-        shards = [HeldShard((rank,), (box,)) for rank, box in enumerate(boxes)]
-        problem = check_cover("w", (2, 3), shards, "broken_checkpoint")
-        return None if problem is None else problem.detail
+        return _core.describe_cover_defect((2, 3), boxes, None)
 
     assert cover(((0, 0), (2, 1)), ((0, 1), (2, 2))) is None
     assert "gap in shape (2, 3): element (0, 1) is in no saved chunk" in str(cover(((0, 0), (2, 1)), ((1, 1), (1, 2))))

@@ -71,10 +71,11 @@ class ClassWrites:
 
 def read_writes(decision: bytes, table: KeyTable, encoded: EncodedTable) -> Iterator[ClassWrites]:
     """What a decision of the coordinator (``csrc/core/write_plan.h``) means for the rank that sent this table."""
-    for section, steps, first, keys, boxes in _core.read_decision(decision, encoded.kind_of):
-        fqns = [encoded.names[section][key] for key in keys]
+    for writes in _core.read_decision(decision, encoded.kind_of):
+        fqns = [encoded.names[writes.section][key] for key in writes.keys]
         entry = table.entries[fqns[0]]
-        yield ClassWrites(entry, fqns, [(section, key) for key in keys], _chunks(entry, steps, first, boxes))
+        chunks = _chunks(entry, writes.steps, writes.first_chunk, writes.boxes)
+        yield ClassWrites(entry, fqns, [(writes.section, key) for key in writes.keys], chunks)
 
 
 def held_writes(table: KeyTable, encoded: EncodedTable) -> Iterator[ClassWrites]:

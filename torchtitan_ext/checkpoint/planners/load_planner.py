@@ -55,7 +55,7 @@ from torchtitan_ext.checkpoint.planners.targets import (
 from torchtitan_ext.checkpoint.rules.load_rules import JointRequest, LoadRules, ReadRequest, for_components
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source, check_rules
 from torchtitan_ext.checkpoint.rules.report import LoadReport, review, warn_of_leftovers
-from torchtitan_ext.checkpoint.tables.agreement import agree, unforeseen_steps
+from torchtitan_ext.checkpoint.tables.agreement import agree
 from torchtitan_ext.checkpoint.tables.component import nested_stateful
 from torchtitan_ext.checkpoint.tables.key_table import (
     EncodedTable,
@@ -232,7 +232,7 @@ class LoadPlanner(DefaultLoadPlanner):
             raise refusal("load", problems, report)
         for text in warned:
             warnings.warn(f"load: {text}", stacklevel=2)
-        unforeseen = unforeseen_steps(requests, agreement)
+        unforeseen = agreement.world.unforeseen_steps()
         decisions = [ReadDecision(steps, is_cover_checked, report) for steps in unforeseen]
         pairs = zip(global_plan, decisions, strict=True)
         return [dataclasses.replace(plan, planner_data=decision) for plan, decision in pairs]

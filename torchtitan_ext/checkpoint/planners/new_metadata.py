@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from torchtitan_ext.checkpoint.tables.agreement import Agreement
+from torchtitan_ext.checkpoint.tables.agreement import Agreement, dtype_named
 from torchtitan_ext.checkpoint.tables.key_table import RankTable
 from torchtitan_ext.errors import CheckpointFailedError
 
@@ -42,14 +42,15 @@ def metadata_paths(agreement: Agreement, tables: Sequence[RankTable]) -> dict[st
 def _shared_parts(
     agreement: Agreement, of_class: int
 ) -> tuple[TensorProperties, torch.Size, list[ChunkStorageMetadata]] | None:
-    kind = agreement.kind(of_class)
-    if kind.dtype is None:
+    kind = agreement.kinds[of_class]
+    dtype = dtype_named(kind.dtype)
+    if dtype is None:
         return None
     chunks = [
         ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         for offsets, sizes in agreement.world.written_boxes(of_class)
     ]
-    properties = TensorProperties(dtype=kind.dtype, requires_grad=kind.requires_grad)
+    properties = TensorProperties(dtype=dtype, requires_grad=kind.requires_grad)
     return properties, torch.Size(kind.global_shape), chunks
 
 

@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from torchtitan_ext import _core
-from torchtitan_ext.checkpoint.tables.agreement import Agreement, ReadingFrom, TensorAgreement, as_rank_table
+from torchtitan_ext.checkpoint.tables.agreement import (
+    Agreement,
+    ReadingFrom,
+    TensorAgreement,
+    as_rank_table,
+    dtype_named,
+)
 from torchtitan_ext.checkpoint.tables.key_table import KeyTable, RankTable, unpack
 from torchtitan_ext.errors import Problem, named
 from torchtitan_ext.state.value_digest import shown
@@ -20,9 +24,6 @@ from torchtitan_ext.state.value_digest import shown
 # A sentence stays readable for meshes of a thousand ranks.
 _MAX_NAMED_MESHES = 4
 _MAX_NAMED_RANKS = 8
-
-_Side = tuple[int, bytes, bool]
-"""A rank, what stands for its value, and whether that is the beginning of a digest only."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,12 @@ def compare_replicas(tables: Sequence[KeyTable | RankTable], agreement: Agreemen
     Args:
         tables: Those that the ranks agreed on, or equal ones.
     """
-    differing, equal, uncompared = _read_digests(tables, agreement).compare()
+    found = _read_digests(tables, agreement).compare()
     return ReplicaComparison(
-        [_differing(agreement, key, *sides) for key, *sides, is_presumed in differing if not is_presumed],
-        [_presumed(agreement, key, *sides) for key, *sides, is_presumed in differing if is_presumed],
-        [_uncompared(agreement, key) for key in uncompared],
-        equal,
+        [_differing(agreement, one) for one in found.differing if not one.is_presumed],
+        [_presumed(agreement, one) for one in found.differing if one.is_presumed],
+        [_uncompared(agreement, key) for key in found.uncompared],
+        found.equal,
     )
 
 
@@ -71,23 +72,24 @@ def _read_digests(tables: Sequence[KeyTable | RankTable], agreement: Agreement) 
     return digests
 
 
-def _differing(agreement: Agreement, key: int, first: _Side, second: _Side) -> Problem:
-    fqn = agreement.names[key]
+def _differing(agreement: Agreement, found: _core.ReplicaDifference) -> Problem:
+    fqn = agreement.names[found.key]
     kind = agreement.kind_of(fqn)
     what, remedy = (
         ("values", "give each rank a key of its own (such as rank_0), or save one rank's value with replicas='first'")
         if kind.is_object
         else ("bits", "make the replicas equal first, or save the lowest rank's with replicas='first'")
     )
-    held = _both(first, second, kind.dtype) or f"{what} with digests {_digest(first)} and {_digest(second)}"
-    detail = f"ranks {first[0]} and {second[0]} should hold the same, got {held}"
+    digests = f"{what} with digests {_digest(found.first)} and {_digest(found.second)}"
+    held = _values(found, kind) or digests
+    detail = f"ranks {found.first.rank} and {found.second.rank} should hold the same, got {held}"
     return Problem("replicas_differ", fqn, detail, f"; {remedy}")
 
 
-def _presumed(agreement: Agreement, key: int, first: _Side, second: _Side) -> Problem:
-    fqn = agreement.names[key]
-    held = _both(first, second, agreement.kind_of(fqn).dtype) or "different bits"
-    detail = f"{_on_meshes(agreement, fqn)}, and ranks {first[0]} and {second[0]} hold {held}"
+def _presumed(agreement: Agreement, found: _core.ReplicaDifference) -> Problem:
+    fqn = agreement.names[found.key]
+    held = _values(found, agreement.kind_of(fqn)) or "different bits"
+    detail = f"{_on_meshes(agreement, fqn)}, and ranks {found.first.rank} and {found.second.rank} hold {held}"
     advice = (
         "; give different tensors different keys; make replicas equal first: tte.sync_module_states(model, mesh) with "
         "a mesh that holds all of these ranks"
@@ -111,14 +113,14 @@ def _on_meshes(agreement: Agreement, fqn: str) -> str:
     return f"is a tensor on each of several meshes ({' | '.join(words + more)})"
 
 
-def _both(first: _Side, second: _Side, dtype: torch.dtype | None) -> str | None:
+def _values(found: _core.ReplicaDifference, kind: _core.KeyKind) -> str | None:
     """The values of both, where they are scalars and not the beginnings of digests."""
-    texts = [None if is_cut else shown(brief, dtype) for _, brief, is_cut in (first, second)]
+    sides, dtype = (found.first, found.second), dtype_named(kind.dtype)
+    texts = [None if side.is_cut else shown(side.digest, dtype) for side in sides]
     if all(text is None for text in texts):
         return None
-    words = [text or f"a value with digest {_digest(side)}" for text, side in zip(texts, (first, second), strict=True)]
-    return " and ".join(words)
+    return " and ".join(text or f"a value with digest {_digest(side)}" for text, side in zip(texts, sides, strict=True))
 
 
-def _digest(side: _Side) -> str:
-    return side[1].hex()[:12] or "none"
+def _digest(side: _core.DigestOfRank) -> str:
+    return side.digest.hex()[:12] or "none"

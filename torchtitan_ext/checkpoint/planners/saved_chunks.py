@@ -17,10 +17,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.tables.agreement import (
     Agreement,
-    HeldShard,
     ObjectAgreement,
     TensorAgreement,
-    check_cover,
 )
 from torchtitan_ext.checkpoint.tables.key_table import Box
 from torchtitan_ext.dcp_private import StorageInfo
@@ -51,15 +49,15 @@ class ChunkList:
         """The parts of saved chunks that fill the wanted chunks."""
         return [
             (
-                torch.Size(wanted[position].offsets),
-                position,
-                torch.Size(local_offsets),
-                torch.Size(self.index.box(chunk)[0]),
-                chunk,
-                torch.Size(saved_offsets),
-                torch.Size(sizes),
+                torch.Size(wanted[part.wanted].offsets),
+                part.wanted,
+                torch.Size(part.local_offsets),
+                torch.Size(self.index.box(part.saved)[0]),
+                part.saved,
+                torch.Size(part.saved_offsets),
+                torch.Size(part.sizes),
             )
-            for position, chunk, saved_offsets, local_offsets, sizes in self.index.find_overlaps(wanted)
+            for part in self.index.find_overlaps(wanted)
         ]
 
 
@@ -94,7 +92,7 @@ def cover_problems(
     problems = []
     known: dict[tuple[int, int], Problem | None] = {}  # thousands of keys may share a list
     for key, of_class in agreement.numbers():
-        fqn, kind = agreement.names[key], agreement.kind(of_class)
+        fqn, kind = agreement.names[key], agreement.kinds[of_class]
         saved = metadata.state_dict_metadata[wanted[fqn]]
         if kind.is_object or not isinstance(saved, TensorStorageMetadata):
             continue
@@ -117,8 +115,9 @@ def _cover_problem(fqn: str, agreement: Agreement, of_class: int, chunk_list: Ch
     # A checkpoint of use_collectives=False has metadata per rank: all that this rank wants must be there.
     if agreement.world.num_ranks == 1 and _is_covered_for(agreement.agreed(of_class), chunk_list):
         return None
-    shards = [HeldShard((), (box,)) for box in chunk_list.index.boxes()]
-    return check_cover(fqn, agreement.kind(of_class).global_shape, shards, "broken_checkpoint")
+    shape = agreement.kinds[of_class].global_shape
+    defect = _core.describe_cover_defect(shape, chunk_list.index.boxes(), None)
+    return None if defect is None else Problem("broken_checkpoint", fqn, defect)
 
 
 def _is_covered_for(agreed: TensorAgreement | ObjectAgreement, chunk_list: ChunkList) -> bool:
@@ -129,8 +128,8 @@ def _is_covered_for(agreed: TensorAgreement | ObjectAgreement, chunk_list: Chunk
     wanted = [box for replica in agreed.replicas for held in replica for box in held.boxes]
     parts: list[list[Box]] = [[] for _ in wanted]
     from_zero = [(offsets, sizes, (0,) * len(sizes)) for offsets, sizes in wanted]
-    for position, _, _, offsets, sizes in chunk_list.index.find_overlaps(from_zero):
-        parts[position].append((offsets, sizes))
+    for part in chunk_list.index.find_overlaps(from_zero):
+        parts[part.wanted].append((part.local_offsets, part.sizes))
     return all(map(is_covered, [sizes for _, sizes in wanted], parts))
 
 

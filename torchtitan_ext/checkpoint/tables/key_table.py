@@ -44,9 +44,6 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 # Counters, norms and biases of a test model: comparing them costs less than describing them.
 SMALL_TENSOR_BYTES = 64 * 1024
 
-# As csrc/core/key_columns.h numbers them.
-NONE, OBJECT, TENSOR, BOXES = range(4)
-
 # What one packed message may become: a few bytes of zlib can promise a gigabyte.
 _MAX_UNPACKED_BYTES = 1 << 28
 

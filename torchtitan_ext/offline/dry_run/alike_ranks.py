@@ -30,12 +30,12 @@ from torchtitan_ext.layout.layout import (
     ShardReport,
     Steps,
     candidate_steps,
+    decide,
     local_shard,
     mesh_coordinates,
     num_elements,
     row_major_position,
     shard_of,
-    unresolved,
 )
 from torchtitan_ext.offline.placement_rules import is_data_parallel
 
@@ -204,7 +204,9 @@ class AlikeRanks:
             return _Kind(entry, (), {})
         fitting = [steps for steps in candidate_steps(report) if _fits(report, steps)]
         if not fitting:
-            return unresolved(fqn, report, "no_match", 0, 0, report.coordinate, report.local_sizes)
+            problem = decide(fqn, [report])
+            assert isinstance(problem, Problem)
+            return problem
         if len(fitting) > 1 and not _is_even(report, fitting[0]):
             self.uneven.append(fqn)
         if id(report.mesh) not in self._places:

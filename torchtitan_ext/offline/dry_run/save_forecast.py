@@ -178,21 +178,23 @@ def _ranks_write(
 def _writes_of(decision: bytes, stage: Stage, rank: int, encoded: EncodedTable) -> list[_Writes]:
     writes = []
     own_of = {name: fqn for fqn, name in stage.ranks.own_names(rank).items()}
-    for section, steps, _, keys, _ in _core.read_decision(decision, encoded.kind_of):
-        fqns = encoded.names[section]
-        base = stage.ranks.entry_for(rank, fqns[keys[0]])
+    for one in _core.read_decision(decision, encoded.kind_of):
+        fqns = encoded.names[one.section]
+        base = stage.ranks.entry_for(rank, fqns[one.keys[0]])
         if isinstance(base, ObjectEntry):
-            for key in keys:
+            for key in one.keys:
                 fqn = fqns[key]
                 named = (fqn,) if fqn in own_of else ()
-                writes.append(_Writes((section, (key,)), named, None, (), stage.one.value_bytes[own_of.get(fqn, fqn)]))
+                writes.append(
+                    _Writes((one.section, (key,)), named, None, (), stage.one.value_bytes[own_of.get(fqn, fqn)])
+                )
             continue
         entry = stage.ranks.entry(rank, base)
         assert isinstance(entry, TensorEntry)
-        own = tuple(fqns[key] for key in keys if fqns[key] in own_of) if own_of else ()
-        chunks = tuple((chunk.offsets, chunk.sizes) for chunk in written_chunks(entry, steps))
+        own = tuple(fqns[key] for key in one.keys if fqns[key] in own_of) if own_of else ()
+        chunks = tuple((chunk.offsets, chunk.sizes) for chunk in written_chunks(entry, one.steps))
         num_bytes = sum(num_elements(sizes) for _, sizes in chunks) * entry.dtype.itemsize
-        writes.append(_Writes((section, tuple(keys)), own, entry.dtype, chunks, num_bytes))
+        writes.append(_Writes((one.section, tuple(one.keys)), own, entry.dtype, chunks, num_bytes))
     return writes
 
 
