@@ -40,7 +40,7 @@ struct Replica {
   std::vector<HeldShard> shards;
 };
 
-// Why a class of keys is refused; sentences are made elsewhere.
+// Why a class of keys is refused; problems.h makes sentences of it.
 struct Trouble {
   enum class Code {
     kType,      // ranks `first` and `second` hold other types,
