@@ -1,6 +1,6 @@
-"""Save and load in one call: the package's planners, its own errors, and components that cross to another world.
+"""``save``, ``async_save`` and ``load``: one call each, by the planners of this package.
 
-``save`` and ``load`` tell the story; ``save_values`` and ``load_state_dict`` have its phases.
+``operation.save_phases`` and ``operation.load_phases`` have their phases.
 """
 
 from __future__ import annotations
@@ -24,17 +24,11 @@ from torchtitan_ext.checkpoint.operation.arguments import (
     check_seconds,
     check_step,
 )
-from torchtitan_ext.checkpoint.operation.load_phases import OtherMetadataError, load_state_dict
+from torchtitan_ext.checkpoint.operation.choose_step import Step, choose_step
+from torchtitan_ext.checkpoint.operation.load_phases import LoadJob, OtherMetadataError, load_state_dict
 from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, Phases
-from torchtitan_ext.checkpoint.operation.save_phases import (
-    SaveResult,
-    ask_for_states,
-    place_of_save,
-    save_values,
-    writer_at,
-)
+from torchtitan_ext.checkpoint.operation.save_phases import SaveJob, SaveResult, ask_for_states, save_values, writer_at
 from torchtitan_ext.checkpoint.operation.staging import CpuStager
-from torchtitan_ext.checkpoint.operation.steps import Step, choose_step
 from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
 from torchtitan_ext.checkpoint.planners.save_planner import SavePlanner
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source, check_rules
@@ -44,7 +38,7 @@ from torchtitan_ext.metrics import begin_trace
 from torchtitan_ext.ranks.side_group import SideGroupOffer
 from torchtitan_ext.state.plain_value import check_classes
 
-# Saves over one checkpoint come far apart: who meets a second one while he loads is told so.
+# Overwrites are rare: after three attempts the load reports it.
 _MAX_ATTEMPTS = 3
 
 __all__ = ["CpuStager", "LoadPlanner", "LoadReport", "SavePlanner", "SaveResult", "async_save", "load", "save"]
@@ -73,14 +67,14 @@ def save(
         process_group: The ranks that take part; all by default.
         no_dist: Save from this process alone.
         timeout_seconds: How long a rank waits for the others in each phase.
-        keep: How many whole checkpoints of the run stay, where ``path`` is ``<run>/step-<number>``: older steps are
-            removed after this one is committed, which itself always stays.
+        keep: How many whole checkpoints of the run stay, where ``path`` is ``<run>/step-<number>``. Older steps are
+            removed after the commit of this one, which always stays.
         step_pattern: How the run names its steps, as in ``load``.
         trace: A file that shows when each rank did what, written by the coordinator
             (docs/reference/observability.md).
 
     Returns:
-        Where, how much, how long; the metadata is read when asked for.
+        The place, the bytes and the seconds; reads the metadata on request.
 
     Raises:
         StateRefusedError: Nothing was written; the same on every rank, listing all problems.
@@ -96,9 +90,9 @@ def save(
     with Phases(
         "save", process_group, no_dist=no_dist, path=path, timeout_seconds=timeout_seconds, trace=spans
     ) as phases:
-        values = ask_for_states(state_dict, phases, place_of_save(path, storage_writer))
-        writer = writer_at(path, storage_writer, keep, step_pattern)
-        return save_values(values, writer, SavePlanner() if planner is None else planner, phases, keep, step_pattern)
+        job = SaveJob(path, storage_writer, SavePlanner() if planner is None else planner, phases, keep, step_pattern)
+        values = ask_for_states(state_dict, job)
+        return save_values(values, writer_at(job), job)
 
 
 def load(
@@ -125,22 +119,22 @@ def load(
     Args:
         state_dict: The targets; tensors are filled, other values replaced.
         path: Directory of the checkpoint (``checkpoint_id``); with a step that of the run.
-        step: A number, or ``"latest"``, of ``<run>/step-<number>``; or ``"last-good"``: the latest whose files are all
-            whole, which is verified by reading them; what is skipped is a warning.
-        step_pattern: How the run names its steps, where that is not ``step-<number>``: ``"ckpt-{step}"``. Names that
-            other trainers give, ``checkpoint-500`` among them, are known where a run has those of one kind only.
+        step: A number, or ``"latest"``, of ``<run>/step-<number>``; or ``"last-good"``: the latest step whose files are
+            all whole, which the ranks verify by reading them; a warning names the skipped steps.
+        step_pattern: How the run names its steps, where that is not ``step-<number>``: ``"ckpt-{step}"``. Names of
+            other trainers, such as ``checkpoint-500``, are known where all steps of the run have names of one kind.
         planner: A ``LoadPlanner`` with options other than the defaults.
         storage_reader: Any DCP storage reader; by default a ``FileReader`` at ``path``.
         policy: What to do with each component, and about missing and unexpected keys.
         sources: Several checkpoints and which keys come from each, instead of ``path``.
-        allow_classes: Classes that values may be of beside plain data, see ``LoadPlanner``; a planner has its own.
+        allow_classes: Classes of values beside plain data, see ``LoadPlanner``; not together with a planner.
         process_group: The ranks that take part; all by default.
         no_dist: Load into this process alone.
         timeout_seconds: How long a rank waits for the others in each phase.
         trace: As in ``save``.
 
     Returns:
-        With a policy or sources what was done, the same on every rank.
+        With a policy or sources a report of what was done, the same on every rank; else ``None``.
 
     Raises:
         StateRefusedError: No target was changed; the same on every rank, listing all problems.
@@ -168,16 +162,16 @@ def load(
     sources = sources or [_source_at(path, storage_reader, planner)]
     place = ", ".join(str(source.path) for source in sources if source.path is not None) or None
     with phases_at(path=place) as phases:
-        return _load_what_stays(state_dict, sources, planner, policy, phases)
+        return _load_unless_overwritten(LoadJob(state_dict, sources, planner, policy, phases))
 
 
 def _policy_of_load(
     policy: ElasticPolicy | None, planner: StockLoadPlanner, *, has_sources: bool
 ) -> ElasticPolicy | None:
-    """The one that is given or the planner's own; several sources are never loaded without any.
+    """The given policy or the planner's own; a load of several sources always has one.
 
     Raises:
-        ValueError: There are two, or the planner knows none.
+        ValueError: There are two policies, or the planner takes none.
     """
     if not isinstance(planner, LoadPlanner):
         if policy is not None or has_sources:
@@ -191,25 +185,19 @@ def _policy_of_load(
 def _source_at(
     path: str | os.PathLike[str] | None, storage_reader: StorageReader | None, planner: StockLoadPlanner
 ) -> Source:
-    """One checkpoint as a source: which keys come from it, and under which names, the planner knows."""
+    """One checkpoint as a source, with the keys and names that the planner's own source gives."""
     source = planner.rules.source if isinstance(planner, LoadPlanner) else Source()
     return dataclasses.replace(source, path=path, storage_reader=storage_reader)
 
 
-def _load_what_stays(
-    state_dict: dict[str, Any],
-    sources: Sequence[Source],
-    planner: StockLoadPlanner,
-    policy: ElasticPolicy | None,
-    phases: Phases,
-) -> LoadReport | None:
-    """Begins anew where another job's save took the place of a checkpoint before anything was read. Collective."""
+def _load_unless_overwritten(job: LoadJob) -> LoadReport | None:
+    """Loads; starts again where another save replaced the checkpoint before anything was read. Collective."""
     for _ in range(_MAX_ATTEMPTS - 1):
         try:
-            return load_state_dict(state_dict, sources, planner, policy, phases)
+            return load_state_dict(job)
         except (SavedOverError, OtherMetadataError):  # the same on every rank
-            phases.num_retries += 1
-    return load_state_dict(state_dict, sources, planner, policy, phases)
+            job.phases.num_retries += 1
+    return load_state_dict(job)
 
 
 def async_save(
@@ -248,34 +236,25 @@ def async_save(
     check_can_send_from_cpu("async_save", process_group)
     spans = begin_trace("async_save", trace)
     phases = Phases("save", process_group, path=path, timeout_seconds=timeout_seconds, trace=spans)
+    job = SaveJob(path, storage_writer, SavePlanner() if planner is None else planner, phases, keep, step_pattern)
     copies: dict[str, Any] = {}
 
     def stage() -> SideGroupOffer | None:
         copies.update(CpuStager().stage(values))
         return phases.offer_side_group()
 
+    def save_copies() -> SaveResult:
+        with phases:
+            return save_values(copies, writer, job)
+
     try:
-        values = ask_for_states(state_dict, phases, place_of_save(path, storage_writer))
-        writer = writer_at(path, storage_writer, keep, step_pattern)
+        values = ask_for_states(state_dict, job)
+        writer = writer_at(job)
         phases.go_beside(phases.on_all("stage", stage, doing="values were copied to the CPU"))
     except BaseException:
         phases.close()
         raise
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torchtitan_ext.async_save")
-    saved = thread.submit(
-        _save_copies, copies, writer, SavePlanner() if planner is None else planner, phases, keep, step_pattern
-    )
+    saved = thread.submit(save_copies)
     thread.shutdown(wait=False)
     return saved
-
-
-def _save_copies(
-    copies: dict[str, Any],
-    writer: StorageWriter,
-    planner: StockSavePlanner,
-    phases: Phases,
-    keep: int | None,
-    step_pattern: str | None,
-) -> SaveResult:
-    with phases:
-        return save_values(copies, writer, planner, phases, keep, step_pattern)

@@ -1,6 +1,6 @@
-"""What becomes of each component of a state dict, worked out from what was saved before a plan is made.
+"""Decides, before a plan is made, what a load does with each component, and asks components for their part.
 
-Nothing here is collective, and nothing changes: a rank reads what components have saved and asks each for its part.
+Nothing here is collective, and nothing changes: a rank reads what components have saved and calls their ``reshard``.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from torchtitan_ext.errors import (
     DamagedCheckpointError,
     DamagedValueError,
     Problem,
+    Remedy,
 )
 from torchtitan_ext.state.nested import Path, flatten_state_dict
 from torchtitan_ext.storage.metadata.saved_metadata import recorded_path
@@ -48,9 +49,10 @@ class OpenSource:
     """A source, its metadata, and how objects are read from it.
 
     Attributes:
-        name: Its path, or what reads it, for messages.
+        name: The source's path, or the class of its reader, for messages.
         is_of_one_rank: Whether the metadata is of this rank's part alone (``use_collectives=False``).
-        weights_only: See ``LoadPlanner``; so too ``allow_classes``.
+        weights_only: As in ``LoadPlanner``.
+        allow_classes: As in ``LoadPlanner``.
         allows_missing: Whether a component may be missing (``allow_partial_load``).
     """
 
@@ -66,14 +68,14 @@ class OpenSource:
 
 @dataclass
 class Components:
-    """A state dict, cut by what becomes of each top-level entry; keys are its own, names in ``plans`` their text.
+    """The entries of a state dict, by what a load does with them. Keys are those of the state dict.
 
     Attributes:
-        values: Entries that the planners load, key by key; of ``Stateful`` objects what ``state_dict()`` gives.
-        resharded: The new state of objects that have a rule of their own.
+        values: Entries that the planners load key by key; for ``Stateful`` objects the result of ``state_dict()``.
+        resharded: The new state of objects with a rule of their own.
         to_reset: Objects that start anew.
-        param_groups: New parameter groups of optimizers; not among ``values``, since groups are matched by parameter.
-        plans: Per source what its report says of each entry that is not a tensor, in order.
+        param_groups: New parameter groups of optimizers, matched by parameter; ``values`` lacks them.
+        plans: Per source the plan of each entry that is not a tensor, in order, by the entry's name.
     """
 
     values: dict[Any, Any] = field(default_factory=dict)
@@ -83,7 +85,7 @@ class Components:
     plans: list[dict[str, ComponentPlan]] = field(default_factory=list)
 
     def value_for(self, key: Any) -> Any:
-        """What a component takes, after its values were read in place."""
+        """The argument of a component's ``load_state_dict``, after its values were read in place."""
         if key in self.param_groups:
             return {**self.values[key], "param_groups": self.param_groups[key]}
         return self.values[key]
@@ -105,11 +107,11 @@ def cut_by_component(
     size: int,
     at: Callable[[str], None],
 ) -> Components:
-    """Cuts a state dict by what becomes of its entries, and asks those with a rule of their own.
+    """Sorts the entries of a state dict by what the load does with them, and asks those with a rule of their own.
 
     Args:
         opened: Where keys come from; the first that selects a key counts.
-        policy: Without one all values are filled as they are, as in stock, and no component is asked.
+        policy: Without one the load fills all values, as stock does, and asks no component.
         size: Number of ranks that load.
         at: Called with the key of each component before it is asked.
     """
@@ -134,15 +136,29 @@ def cut_by_component(
             carried[key] = component
         else:
             components.values[key] = component.state_dict()
-    new = _world_of(components.values, size)
+    asking = _Asking(components, opened, policy, _world_of(components.values, size))
     for key in list(components.values):
         if policy.component_action(str(key)) == "reshard" and _has_group_list(components.values[key]):
-            _cut_param_groups(key, components, opened, policy, new)
+            _cut_param_groups(key, asking)
     for key, component in carried.items():
         at(str(key))
-        _ask_component(key, component, components, opened, new, policy)
+        position = _source_of(f"{key}.*", opened)
+        plan = ComponentPlan("reshard", UNTOUCHED)
+        if position is not None:
+            plan = _ask(key, component, opened[position], asking)
+        components.plans[position or 0][str(key)] = plan
     _check_samples(components)
     return components
+
+
+@dataclass(frozen=True)
+class _Asking:
+    """What it takes to ask a component: where answers go, where its state comes from, and the world that loads."""
+
+    components: Components
+    opened: Sequence[OpenSource]
+    policy: ElasticPolicy
+    new: World
 
 
 def _action_for(name: str, component: Any, policy: ElasticPolicy) -> Action:
@@ -153,7 +169,7 @@ def _action_for(name: str, component: Any, policy: ElasticPolicy) -> Action:
 
 
 def _leave(key: Any, component: Stateful, action: Action, components: Components) -> None:
-    """An object that is not loaded; one that is reset starts anew where it knows how."""
+    """Plans an object that is not loaded; with ``reset`` it starts anew where it has a method for that."""
     note = UNTOUCHED
     if action == "reset" and hasattr(component, "reset"):
         components.to_reset.append(key)
@@ -164,42 +180,21 @@ def _leave(key: Any, component: Stateful, action: Action, components: Components
         plans[str(key)] = ComponentPlan(action, note)
 
 
-def _cut_param_groups(
-    key: Any, components: Components, opened: Sequence[OpenSource], policy: ElasticPolicy, new: World
-) -> None:
+def _cut_param_groups(key: Any, asking: _Asking) -> None:
     """Takes the parameter groups of an optimizer out of the values: they are matched by parameter, not by position."""
+    components, policy = asking.components, asking.policy
     name, value = str(key), components.values[key]
-    position = _source_of(f"{name}.param_groups.*", opened)
+    position = _source_of(f"{name}.param_groups.*", asking.opened)
     if position is None:
         return
-    groups: list[dict[str, Any]] | None = value["param_groups"]
+    plans, groups = components.plans[position], value["param_groups"]
     if policy.key_action(f"{name}.param_groups.x", name) in ("omit", "reset"):
-        options = tuple(option_keys(name, value["param_groups"]).values())
-        components.plans[position][name] = replace(components.plans[position][name], options=options)
+        plans[name] = replace(plans[name], options=tuple(option_keys(name, groups).values()))
     else:
-        plan, groups = _merge_groups(name, value["param_groups"], opened[position], policy, new)
-        components.plans[position][name] = plan
+        plans[name], groups = _merge_groups(name, groups, asking.opened[position], asking)
     if groups is not None:
         components.param_groups[key] = groups
         components.values[key] = {part: member for part, member in value.items() if part != "param_groups"}
-
-
-def _ask_component(
-    key: Any,
-    component: Stateful,
-    components: Components,
-    opened: Sequence[OpenSource],
-    new: World,
-    policy: ElasticPolicy,
-) -> None:
-    name = str(key)
-    position = _source_of(f"{name}.*", opened)
-    if position is None:
-        components.plans[0][name] = ComponentPlan("reshard", UNTOUCHED)
-        return
-    components.plans[position][name], resharded = _ask(name, component, opened[position], new, policy)
-    if resharded is not None:
-        components.resharded[key] = resharded
 
 
 def _source_of(fqn: str, opened: Sequence[OpenSource]) -> int | None:
@@ -215,22 +210,23 @@ def _has_group_list(value: Any) -> bool:
 
 
 def _merge_groups(
-    name: str, current: list[dict[str, Any]], opened: OpenSource, policy: ElasticPolicy, new: World
+    name: str, current: list[dict[str, Any]], opened: OpenSource, asking: _Asking
 ) -> tuple[ComponentPlan, list[dict[str, Any]] | None]:
-    """Saved options for the current groups; none where the checkpoint has no list of groups."""
+    """The current groups with saved options; ``None`` where the checkpoint has no list of groups."""
     prefix = opened.source.saved_name(f"{name}.param_groups.x").removesuffix(".x")
-    saved, refused = _read(name, prefix, opened)
-    if refused is not None:
-        return refused, None
+    try:
+        saved = _read(prefix, opened)
+    except CannotReshardError as error:
+        return _refused(name, error.reason, prefix), None
     if not isinstance(saved, list) or not all("params" in group for group in saved):
         return ComponentPlan("reshard"), None
     options = option_keys(name, current)
-    chosen = {place: policy.key_action(fqn, name) for place, fqn in options.items()}
+    chosen = {place: asking.policy.key_action(fqn, name) for place, fqn in options.items()}
     groups, notes = merge_param_groups(
         saved, current, keeps=lambda index, option: chosen.get((index, option)) in ("reset", "omit")
     )
     reason = "; ".join(note.text for note in notes if note.kind == "problem")
-    old = saved_world(opened.metadata)
+    old, new = saved_world(opened.metadata), asking.new
     bound = [fqn for place, fqn in options.items() if chosen[place] == "error"]
     if bound and old.size != new.size:
         reason = reason or f"the action of {bound[0]} is 'error', and it was saved by {old}, not by {new}"
@@ -245,57 +241,65 @@ def _merge_groups(
     return plan, groups
 
 
-def _read(name: str, prefix: str, opened: OpenSource) -> tuple[Any, ComponentPlan | None]:
-    """What a component saved, or a plan that refuses it. Damaged or lost files are errors: no reason to start anew."""
+def _refused(name: str, reason: str, prefix: str, advice: str = "", remedy: Remedy | None = None) -> ComponentPlan:
+    return ComponentPlan("reshard", "", Problem("cannot_reshard", name, reason, advice, remedy), prefix)
+
+
+def _read(prefix: str, opened: OpenSource) -> Any:
+    """The saved state below a key. Damaged or lost files raise their own errors: they are no reason to start anew.
+
+    Raises:
+        CannotReshardError: The options of the load do not allow to read a value.
+    """
     try:
-        saved = read_saved(
+        return read_saved(
             opened.reader,
             opened.metadata,
             prefix,
             weights_only=opened.weights_only,
             allow_classes=opened.allow_classes,
         )
-        return saved, None
     except DamagedValueError:
         raise
     except CheckpointReadError as error:
-        return None, ComponentPlan("reshard", "", Problem("cannot_reshard", name, str(error)), prefix)
+        raise CannotReshardError(str(error), "") from None
 
 
-def _ask(
-    name: str, component: Any, opened: OpenSource, new: World, policy: ElasticPolicy
-) -> tuple[ComponentPlan, Resharded | None]:
-    """What a component makes of what it saved."""
+def _ask(key: Any, component: Any, opened: OpenSource, asking: _Asking) -> ComponentPlan:
+    """Asks a component for its new state by its own rule."""
+    name = str(key)
     prefix = opened.source.saved_prefix(name)
-    part = next((glob for glob in policy.actions if glob.startswith(f"{name}.") and glob != f"{name}.*"), None)
+    part = next((glob for glob in asking.policy.actions if glob.startswith(f"{name}.") and glob != f"{name}.*"), None)
     if part is not None:
         detail = f"its own rule is for all its keys, and {part!r} chooses some; load it by 'keep', or name all of it"
-        return ComponentPlan("reshard", "", Problem("cannot_reshard", name, detail), prefix), None
+        return _refused(name, detail, prefix)
     if not paths_below(prefix, opened.metadata):
         if not component.state_dict():
-            return ComponentPlan("reshard", UNTOUCHED), None
-        is_refused = policy.strict == "error" and not opened.allows_missing
+            return ComponentPlan("reshard", UNTOUCHED)
+        is_refused = asking.policy.strict == "error" and not opened.allows_missing
         detail = f"Missing key in checkpoint state_dict: {prefix}. The checkpoint has nothing of this component"
         problem = Problem("missing_key", name, detail) if is_refused else None
-        return ComponentPlan("reshard", "missing, left as is", problem), None
-    saved, refused = _read(name, prefix, opened)
-    if refused is not None:
-        return refused, None
+        return ComponentPlan("reshard", "missing, left as is", problem)
     try:
-        resharded = reshard_state(component, saved, saved_world(opened.metadata), new)
-        return ComponentPlan("reshard", resharded.note, saved_prefix=prefix), resharded
+        saved = _read(prefix, opened)
     except CannotReshardError as error:
-        problem = Problem("cannot_reshard", name, error.reason, f"; {error.remedy}", error.option)
-        return ComponentPlan("reshard", "", problem, prefix), None
+        return _refused(name, error.reason, prefix)
+    try:
+        resharded = reshard_state(component, saved, saved_world(opened.metadata), asking.new)
+        plan = ComponentPlan("reshard", resharded.note, saved_prefix=prefix)
+    except CannotReshardError as error:
+        return _refused(name, error.reason, prefix, f"; {error.remedy}", error.option)
     except DamagedCheckpointError:
         raise
     except Exception as error:
         detail = f"{type(component).__name__} cannot take what was saved ({type(error).__name__}: {error})"
-        return ComponentPlan("reshard", "", Problem("cannot_reshard", name, detail), prefix), None
+        return _refused(name, detail, prefix)
+    asking.components.resharded[key] = resharded
+    return plan
 
 
 def _check_samples(components: Components) -> None:
-    """A problem where the run counts samples that no loader has served: they were saved at different moments."""
+    """Adds a problem where the run counts samples that no loader served: the states are of different moments."""
     counts = disagreeing_counts(
         {
             str(key): SampleAccount(new.samples_seen, new.samples_padded, new.samples_counted)
@@ -330,7 +334,7 @@ def read_saved(
     weights_only: bool,
     allow_classes: Collection[Callable[..., Any]] = (),
 ) -> Any:
-    """Everything below a key of a checkpoint, nested as it was saved, tensors whole and on the CPU. Not collective."""
+    """The value below a key of a checkpoint, nested as it was saved, with whole tensors on the CPU. Not collective."""
     paths = paths_below(prefix, metadata)
     saved = {fqn: metadata.state_dict_metadata[fqn] for fqn in paths}
     values: dict[str, Any] = {
@@ -351,7 +355,7 @@ def read_saved(
 
 
 def paths_below(prefix: str, metadata: Metadata) -> dict[str, Path]:
-    """The saved keys that stand below a key, and where: a key may have dots in it."""
+    """The saved keys below a key, with their paths from there: a part of a path may have dots."""
     below: dict[str, Path] = {}
     for fqn in metadata.state_dict_metadata:
         if fqn == prefix or fqn.startswith(f"{prefix}."):

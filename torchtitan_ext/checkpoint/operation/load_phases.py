@@ -1,14 +1,17 @@
-"""Loads a state dict, all of it or nothing: prepare, plan, read, take.
+"""Loads a state dict, all of it or nothing, in four phases: prepare, plan, read, take.
 
-The order is what makes it so. What components have saved is read and asked first, which changes nothing; then the plans
-of all checkpoints are made, in which the refusals of all ranks come together; then tensors are read in place; and only
-then do components take their new state. Without a policy it is the same, by stock's rules.
+1. *prepare* reads what components have saved and asks them for their part;
+2. *plan* makes the plans of all checkpoints, and one refusal of what any rank refuses; nothing has changed so far;
+3. *read* reads tensors in place;
+4. *take* gives components their new state.
+
+Without a policy the phases are the same, by stock's rules.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -42,12 +45,33 @@ _PLANNING = "the load was planned; nothing was changed"
 
 
 class OtherMetadataError(ReplicaMismatchError):
-    """Ranks have read the metadata of different saves: one of them has committed in between, or they share no files."""
+    """Ranks read the metadata of different saves: a save committed in between, or the ranks share no files."""
+
+
+@dataclass(frozen=True)
+class LoadJob:
+    """One load: the arguments that travel together.
+
+    Attributes:
+        state_dict: By component; tensors are filled, ``Stateful`` objects take their new state, other values are
+            replaced.
+        sources: Where keys come from; the first that selects a key counts.
+        planner: Has the options of the load. Several sources, and a policy, need a ``LoadPlanner``, which then also
+            gets the report.
+        policy: What to do with each component; ``None``: as stock.
+        phases: The ranks that load.
+    """
+
+    state_dict: dict[Any, Any]
+    sources: Sequence[Source]
+    planner: StockLoadPlanner
+    policy: ElasticPolicy | None
+    phases: Phases
 
 
 @dataclass(frozen=True)
 class PlannedSource:
-    """A checkpoint, what this rank reads of it by which planner, and what all ranks do by a policy."""
+    """A checkpoint, this rank's plan and planner for it, and the report of all ranks where there is a policy."""
 
     reader: StorageReader
     planner: StockLoadPlanner
@@ -55,57 +79,37 @@ class PlannedSource:
     report: LoadReport | None
 
 
-def load_state_dict(
-    state_dict: dict[Any, Any],
-    sources: Sequence[Source],
-    planner: StockLoadPlanner,
-    policy: ElasticPolicy | None,
-    phases: Phases,
-) -> LoadReport | None:
+def load_state_dict(job: LoadJob) -> LoadReport | None:
     """Loads a state dict from one or several checkpoints. Collective.
 
-    Args:
-        state_dict: By component; tensors are filled, ``Stateful`` objects take their new state, other values are
-            replaced.
-        sources: Where keys come from; the first that selects a key counts.
-        planner: With the options of the load. Several sources, and a policy, need a ``LoadPlanner``, which is given
-            the report too.
-        policy: What to do with each component; ``None``: as stock.
-
     Returns:
-        What was done by the policy, the same on every rank.
+        With a policy what was done, the same on every rank.
 
     Raises:
         StateRefusedError: With the report; nothing was changed. The same on every rank.
         CheckpointFailedError: A rank failed while reading, or while its components took their state; names the
             components that are undefined now.
     """
-    opened, components = _prepare(state_dict, sources, planner, policy, phases)
-    planned = _plan(opened, components, planner, policy, phases)
-    num_bytes = _read(planned, components, policy, phases)
-    _take(state_dict, components, policy, phases)
-    phases.log_metrics(logger, num_bytes, path=", ".join(one.name for one in opened))
-    report = _joined([(one.name, other.report) for one, other in zip(opened, planned, strict=True)], policy)
-    if isinstance(planner, LoadPlanner):
-        planner.report = report
+    opened, components = _prepare(job)
+    planned = _plan(job, opened, components)
+    num_bytes = _read(job, planned, components)
+    _take(job, components)
+    job.phases.log_metrics(logger, num_bytes, path=", ".join(one.name for one in opened))
+    report = _joined([(one.name, other.report) for one, other in zip(opened, planned, strict=True)], job.policy)
+    if isinstance(job.planner, LoadPlanner):
+        job.planner.report = report
     return report
 
 
-def _prepare(
-    state_dict: Mapping[Any, Any],
-    sources: Sequence[Source],
-    planner: StockLoadPlanner,
-    policy: ElasticPolicy | None,
-    phases: Phases,
-) -> tuple[list[OpenSource], Components]:
+def _prepare(job: LoadJob) -> tuple[list[OpenSource], Components]:
     """Reads the metadata of all sources and asks the components. Changes nothing."""
+    sources, policy, phases = job.sources, job.policy, job.phases
     opened: list[OpenSource] = []
     components = Components()
 
     def ask() -> tuple[str, list[str]]:
         nonlocal components
-        for source in sources:
-            opened.append(open_source(source, planner, phases.rank))
+        opened.extend(open_source(source, job.planner, phases.rank) for source in sources)
         incomplete = [one.name for one in opened if one.is_of_one_rank]
         if incomplete and policy is not None:
             detail = (
@@ -113,7 +117,7 @@ def _prepare(
                 "the ranks of the save"
             )
             raise refusal("load", [Problem("broken_checkpoint", name, detail) for name in incomplete])
-        components = cut_by_component(state_dict, opened, policy, phases.size, phases.at)
+        components = cut_by_component(job.state_dict, opened, policy, phases.size, phases.at)
         seen = ["" if one.is_of_one_rank else getattr(one.reader, "metadata_digest", "") for one in opened]
         return f"{policy!r}, {[replace(source, path=None) for source in sources]}, {incomplete}", seen
 
@@ -130,7 +134,7 @@ def _prepare(
 
 
 def _read_the_same(answers: Sequence[tuple[str, list[str]]]) -> bool:
-    """Whether all ranks read metadata of the same bytes, as of copies of a checkpoint on the disks of their hosts."""
+    """Whether all ranks read the same metadata bytes: each host may have a copy of the checkpoint on its disk."""
     _, first = answers[0]
     return all(first) and all(seen == first for _, seen in answers)
 
@@ -139,7 +143,7 @@ def _other_metadata(seen: Sequence[Sequence[str]], names: Sequence[str]) -> list
     """A problem for each source whose metadata is not the same bytes on all ranks.
 
     Args:
-        seen: Per rank what it saw of each source.
+        seen: Per rank the digest of each source's metadata.
     """
     problems = []
     for source, name in enumerate(names):
@@ -159,36 +163,27 @@ def open_source(source: Source, planner: StockLoadPlanner, rank: int) -> OpenSou
     name = str(source.path or type(reader).__name__)
     is_directory = isinstance(reader, FileReader) or type(reader) is FileSystemReader
     path = Path(reader.path) if is_directory else None  # type: ignore[attr-defined]
-    metadata, is_of_one_rank = read_metadata(reader, name, rank, path)
-    if isinstance(planner, LoadPlanner):
-        return OpenSource(
-            name,
-            source,
-            reader,
-            metadata,
-            is_of_one_rank,
-            planner.weights_only,
-            planner.allow_classes,
-            planner.allow_partial_load,
-        )
-    return OpenSource(name, source, reader, metadata, is_of_one_rank)
+    opened = OpenSource(name, source, reader, *read_metadata(reader, name, rank, path))
+    if not isinstance(planner, LoadPlanner):
+        return opened
+    return replace(
+        opened,
+        weights_only=planner.weights_only,
+        allow_classes=planner.allow_classes,
+        allows_missing=planner.allow_partial_load,
+    )
 
 
 def _reader_at(source: Source) -> StorageReader:
-    """What reads a source; by default our reader, which reads stock's files too, for a remote path that of DCP."""
+    """The reader of a source; by default ours, which reads stock's files too, for a remote path DCP's."""
     if source.storage_reader is None and source.path is not None and FileReader.validate_checkpoint_id(source.path):
         return FileReader(source.path)
     return cast(StorageReader, storage_setup(source.storage_reader, source.path, reader=True))
 
 
-def _plan(
-    opened: Sequence[OpenSource],
-    components: Components,
-    planner: StockLoadPlanner,
-    policy: ElasticPolicy | None,
-    phases: Phases,
-) -> list[PlannedSource]:
-    """Plans what is read of every source; what any of them refuses is refused for all, together."""
+def _plan(job: LoadJob, opened: Sequence[OpenSource], components: Components) -> list[PlannedSource]:
+    """Plans the reads of every source; refuses with the problems of all sources together."""
+    planner, policy = job.planner, job.policy
     planned: list[PlannedSource] = []
     refused: list[StateRefusedError] = []
     reports: list[tuple[str, LoadReport | None]] = []
@@ -200,7 +195,7 @@ def _plan(
             rules = LoadRules(one.source, earlier, policy, plans, values_first=True, is_alone=is_alone)
             own = planner.with_rules(rules)
         try:
-            plan = _plan_source(one, own, components.values, phases)
+            plan = _plan_source(one, own, components.values, job.phases)
         except StateRefusedError as error:
             refused.append(error)
             reports.append((one.name, error.report))
@@ -236,10 +231,8 @@ def _plan_source(one: OpenSource, planner: StockLoadPlanner, values: dict[Any, A
     return phases.through_coordinator("plan", plan_own_part, plan_all_parts, doing=_PLANNING)
 
 
-def _read(
-    planned: Sequence[PlannedSource], components: Components, policy: ElasticPolicy | None, phases: Phases
-) -> int:
-    """Non-tensor values first, and apart: where one cannot be read nothing is changed yet.
+def _read(job: LoadJob, planned: Sequence[PlannedSource], components: Components) -> int:
+    """Reads non-tensor values first: where one cannot be read, nothing has changed yet.
 
     Returns:
         The bytes that all ranks have read, as far as the readers say.
@@ -267,44 +260,45 @@ def _read(
                 one.planner.finish_load()
         return sum(one.reader.num_bytes_read for one in planned if isinstance(one.reader, FileReader))
 
-    phases.on_all("read values", read_values, doing="values were read; nothing was changed")
-    loaded = components.loaded(policy)
+    job.phases.on_all("read values", read_values, doing="values were read; nothing was changed")
+    loaded = components.loaded(job.policy)
     doing = f"tensors were read; these may be part-written: {', '.join(loaded)}"
-    return sum(phases.on_all("read", read_tensors, doing=doing, undefined=loaded))
+    return sum(job.phases.on_all("read", read_tensors, doing=doing, undefined=loaded))
 
 
-def _take(state_dict: dict[Any, Any], components: Components, policy: ElasticPolicy | None, phases: Phases) -> None:
-    """Components take what was read for them; the planners have filled the tensors in place."""
+def _take(job: LoadJob, components: Components) -> None:
+    """Gives components their new state; the planners have filled the tensors in place."""
+    state_dict, phases = job.state_dict, job.phases
 
     def take() -> None:
         for key, component in state_dict.items():
-            if not isinstance(component, torch.Tensor):  # others may take their time
+            if not isinstance(component, torch.Tensor):  # load_state_dict() of others may take long
                 phases.at(str(key))
             if key in components.resharded:
                 component.load_state_dict(components.resharded[key].state)
             elif key in components.values:
                 set_member(state_dict, key, _taken(component, components.value_for(key)))
-        # Of planners that make the state dict out of the metadata.
+        # Some planners make the state dict out of the metadata.
         for key, value in components.values.items():
             if key not in state_dict:
                 set_member(state_dict, key, value)
-        # Last: what starts anew may ask the others, as RngState asks for the step.
+        # Last, because reset() may ask other components: RngState asks for the step.
         for key in components.to_reset:
             phases.at(str(key))
             state_dict[key].reset()
 
-    changed = components.changed(policy)
+    changed = components.changed(job.policy)
     doing = f"components took their state; undefined are {', '.join(changed)}"
     phases.on_all("take", take, doing=doing, undefined=changed)
 
 
 def _taken(component: Any, value: Any) -> Any:
-    """What stands in the state dict from now on, in the place of a component whose values were read."""
+    """The new entry of the state dict, after the values of a component were read; the component itself, if possible."""
     if isinstance(component, nn.Module) and any(held.is_meta for held in component.state_dict().values()):
         component.load_state_dict(value, assign=True)
     elif is_stateful(component):
         component.load_state_dict(value)
-    elif isinstance(component, dict) and value is not component:  # else it is filled by now
+    elif isinstance(component, dict) and value is not component:  # the same dict is filled already
         for key, member in value.items():
             set_member(component, key, member)
     else:

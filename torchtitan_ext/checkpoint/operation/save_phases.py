@@ -38,11 +38,11 @@ class SaveResult:
     """What a save wrote.
 
     Attributes:
-        path: Where, as far as the storage says: of a ``FileWriter`` from the root on, of others DCP's
+        path: The checkpoint, as far as the storage says: the absolute path of a ``FileWriter``, of other storage DCP's
             ``checkpoint_id``. The same on every rank.
         save_id: The name of this save. The same on every rank.
-        num_bytes: What all ranks wrote, as far as the storage says.
-        seconds: How long each phase took on this rank: ``prepare``, ``plan`` and ``write``, which ends with the commit.
+        num_bytes: Bytes that all ranks wrote, as far as the storage says.
+        seconds: Duration of each phase on this rank: ``prepare``, ``plan`` and ``write``, which ends with the commit.
     """
 
     path: str
@@ -52,38 +52,44 @@ class SaveResult:
 
     @property
     def metadata(self) -> Metadata:
-        """The checkpoint's ``.metadata``, read when asked: at thousands of ranks it is large. Not collective."""
+        """The checkpoint's ``.metadata``, read from its file: at thousands of ranks it is large. Not collective."""
         return FileReader(self.path).read_metadata()
 
 
-def writer_at(
-    path: str | os.PathLike[str] | None,
-    storage_writer: StorageWriter | None,
-    keep: int | None = None,
-    step_pattern: str | None = None,
-) -> StorageWriter:
-    """The storage that a save goes to, told its place; by default our files, for a remote path those of DCP.
+@dataclass(frozen=True)
+class SaveJob:
+    """Where and how one save writes, on which ranks: the arguments that travel together. See ``checkpoint.save``."""
+
+    path: str | os.PathLike[str] | None
+    storage_writer: StorageWriter | None
+    planner: StockSavePlanner
+    phases: Phases
+    keep: int | None = None
+    step_pattern: str | None = None
+
+
+def writer_at(job: SaveJob) -> StorageWriter:
+    """The storage of a save, set to its path; by default our files, for a remote path DCP's.
 
     Raises:
-        ValueError: ``keep`` and a place that is no step of a run.
+        ValueError: ``keep`` for a place that is no step of a run.
     """
-    check_keep(keep, getattr(storage_writer, "path", None) if path is None else path, step_pattern)
-    if storage_writer is None and path is not None and FileWriter.validate_checkpoint_id(path):
+    path, writer = job.path, job.storage_writer
+    check_keep(job.keep, getattr(writer, "path", None) if path is None else path, job.step_pattern)
+    if writer is None and path is not None and FileWriter.validate_checkpoint_id(path):
         return FileWriter(path)
-    return cast(StorageWriter, storage_setup(storage_writer, path, reader=False))
+    return cast(StorageWriter, storage_setup(writer, path, reader=False))
 
 
-def ask_for_states(state_dict: Mapping[Any, Any], phases: Phases, place: Place) -> dict[Any, Any]:
-    """The values of a state dict: ``Stateful`` objects are asked for theirs, and compared by samples. Collective.
+def ask_for_states(state_dict: Mapping[Any, Any], job: SaveJob) -> dict[Any, Any]:
+    """The values of a state dict: asks ``Stateful`` objects for theirs, and compares their sample counts. Collective.
 
-    DCP would ask them outside of its collectives: where one of them raises, the other ranks would wait for this one.
-
-    Args:
-        place: Where they will be saved.
+    DCP would ask them outside of its collectives: where one raised, the other ranks would wait for this rank.
 
     Raises:
         ReplicaMismatchError: Ranks name different places.
     """
+    phases = job.phases
     values: dict[Any, Any] = {}
     accounts: dict[str, SampleAccount] = {}
 
@@ -98,12 +104,12 @@ def ask_for_states(state_dict: Mapping[Any, Any], phases: Phases, place: Place) 
         if phases.is_coordinator:
             _warn_of_samples(accounts)
 
-    phases.on_all("prepare", ask, doing=_ASKING, places=[place])
+    phases.on_all("prepare", ask, doing=_ASKING, places=[_place_of(job)])
     return values
 
 
 def _warn_of_samples(accounts: Mapping[str, SampleAccount]) -> None:
-    """Says at the save what a load would refuse: by then the run has ended."""
+    """Warns at the save of what a load would refuse after the run has ended."""
     counts = disagreeing_counts(accounts)
     if counts:
         listed = ", ".join(f"{name} {count}" for name, count in counts.items())
@@ -117,24 +123,18 @@ def _warn_of_samples(accounts: Mapping[str, SampleAccount]) -> None:
             warnings.warn(f"save: {name}: {account.doubt}", stacklevel=2)
 
 
-def place_of_save(path: str | os.PathLike[str] | None, storage_writer: StorageWriter | None) -> Place:
-    """Where our files go; storage of others may have a directory of each rank's own."""
-    if storage_writer is None:
-        return place_of(path)
-    if not isinstance(storage_writer, FileWriter):
+def _place_of(job: SaveJob) -> Place:
+    """Where our files go; storage of others may have a directory per rank, which cannot be compared."""
+    if job.storage_writer is None:
+        return place_of(job.path)
+    if not isinstance(job.storage_writer, FileWriter):
         return place_of(None)
-    return place_of(storage_writer.path if path is None else path)
+    return place_of(job.storage_writer.path if job.path is None else job.path)
 
 
-def save_values(
-    values: dict[Any, Any],
-    writer: StorageWriter,
-    planner: StockSavePlanner,
-    phases: Phases,
-    keep: int | None = None,
-    step_pattern: str | None = None,
-) -> SaveResult:
+def save_values(values: dict[Any, Any], writer: StorageWriter, job: SaveJob) -> SaveResult:
     """Plans, writes and commits; then removes old steps of the run, where ``keep`` says so. Collective."""
+    planner, phases = job.planner, job.phases
     metadata: Metadata | None = None
 
     def plan_own_part() -> SavePlan:
@@ -171,15 +171,15 @@ def save_values(
         if isinstance(writer, FileWriter):
             writer.abandon()
         raise
-    if keep is not None and phases.is_coordinator:
+    if job.keep is not None and phases.is_coordinator:
         with only_printed():
-            remove_old_steps(Path(path), keep, step_pattern)
+            remove_old_steps(Path(path), job.keep, job.step_pattern)
     phases.log_metrics(logger, num_bytes, path=path)
     return SaveResult(path, save_id, num_bytes, dict(phases.seconds))
 
 
 def _num_bytes(results: Sequence[Any]) -> int:
-    """Of all ranks' results: what each says of its file, or a list of what was written, where storage is DCP's."""
+    """The bytes in the results of all ranks: a ``RankFile`` each, or lists of ``WriteResult`` from storage of DCP."""
     lists = [result for result in results if isinstance(result, list)]
     ours = sum(result.num_bytes for result in results if isinstance(result, _core.RankFile))
     return ours + sum(one.size_in_bytes for result in lists for one in result if isinstance(one, WriteResult))
