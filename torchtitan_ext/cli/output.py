@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torchtitan_ext.errors import Problem
@@ -86,6 +87,18 @@ def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None
 def count_of(number: int, noun: str) -> str:
     """``1 file``, ``2,000 files``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def saved_by(world_size: int, mesh: Mapping[str, int]) -> str:
+    """``saved by 8 ranks (dp 4 x tp 2)``."""
+    axes = " x ".join(f"{name} {size}" for name, size in mesh.items())
+    return f"saved by {count_of(world_size, 'rank')}{f' ({axes})' if axes else ''}"
+
+
+def plain_number(value: Any) -> Any:
+    """The value, as text if it is a complex number, NaN or infinity, which JSON lacks."""
+    is_json = not isinstance(value, (complex, float)) or (isinstance(value, float) and math.isfinite(value))
+    return value if is_json else str(value)
 
 
 def text_of_time(seconds: float) -> str:

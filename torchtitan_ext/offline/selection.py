@@ -12,9 +12,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torchtitan_ext.errors import Problem, WrongValueError, refusal
 from torchtitan_ext.errors.near_names import names_hint, refuse_unmatched
 from torchtitan_ext.offline.boxes import BoxReader, chunks_of, records_of
-from torchtitan_ext.offline.sources import FileSource, paths_of, tensor_bytes
+from torchtitan_ext.offline.sources import FileSource
 from torchtitan_ext.offline.workers import Shares, divide, room_for_casts
 from torchtitan_ext.state.nested import Path
+from torchtitan_ext.storage.metadata.saved_metadata import recorded_paths
 
 # Empty dicts in lists have no keys, so that lists may have more members than keys; a larger position is damage.
 _MAX_MEMBERS_WITHOUT_KEY = 1 << 20
@@ -60,16 +61,17 @@ class Selection:
     def paths_of(self, source: FileSource) -> dict[str, Path]:
         """The path of each chosen key in the nested state dict, by its new name.
 
-        All keys stand at the top if the recorded paths contradict each other.
+        A key without a recorded path stands at the top, as do all keys if the recorded paths contradict each other.
         """
-        paths = paths_of(source)
+        fqns = source.metadata.state_dict_metadata
+        paths: dict[str, Path] = {fqn: (fqn,) for fqn in fqns} | recorded_paths(source.metadata.planner_data, fqns)
         chosen = {key: _below(key, fqn, paths[fqn]) for key, fqn in self.keys_of(source).items()}
         return chosen if _is_nesting(chosen.values(), len(paths)) else {key: (key,) for key in chosen}
 
     def num_bytes_of(self, source: FileSource, dtype: torch.dtype | None = None) -> int:
         """The size of the chosen tensors in bytes, floating-point ones after a cast to ``dtype``."""
         entries = (source.metadata.state_dict_metadata[fqn] for fqn in self.keys_of(source).values())
-        return sum(tensor_bytes(_in_dtype(one, dtype)) for one in entries if isinstance(one, TensorStorageMetadata))
+        return sum(_num_bytes_of(_in_dtype(one, dtype)) for one in entries if isinstance(one, TensorStorageMetadata))
 
     def _is_below(self, fqn: str) -> bool:
         return fqn.startswith(self._begin)
@@ -128,13 +130,17 @@ class SelectedKeys:
     @property
     def num_bytes(self) -> int:
         """The size of all new tensors in bytes."""
-        return sum(map(tensor_bytes, self.tensors.values()))
+        return sum(map(_num_bytes_of, self.tensors.values()))
 
     def divide(self, max_bytes: int, num_processes: int | None) -> Shares:
         """Shares the copy between processes that hold at most ``max_bytes`` together."""
         shares = divide(room_for_casts(max_bytes, self.cast.values(), self.dtype), num_processes)
         self.source.thread_count = shares.num_threads
         return shares
+
+
+def _num_bytes_of(entry: TensorStorageMetadata) -> int:
+    return entry.size.numel() * entry.properties.dtype.itemsize
 
 
 def _in_dtype(entry: TensorStorageMetadata, dtype: torch.dtype | None) -> TensorStorageMetadata:

@@ -29,7 +29,6 @@ from torchtitan_ext.storage.formats.detect import format_of
 from torchtitan_ext.storage.formats.safetensors_files import sizes_of_tensor
 from torchtitan_ext.storage.formats.safetensors_places import Place, find_safetensors
 from torchtitan_ext.storage.formats.torch_places import read_torch_file
-from torchtitan_ext.storage.metadata.saved_metadata import recorded_paths
 from torchtitan_ext.storage.native.file_reader import FileReader
 from torchtitan_ext.storage.raw_tensor import DTYPES
 
@@ -207,20 +206,6 @@ class PlainFiles:
         stream = io.BytesIO()
         torch.save(self._values[fqn], stream)
         return torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)
-
-
-def paths_of(source: FileSource) -> dict[str, tuple[str | int, ...]]:
-    """The path of each key in the nested state dict; a key without a recorded path stands at the top.
-
-    A recorded path counts if its parts, keys of dicts and positions in lists, joined by dots give the key.
-    """
-    fqns = source.metadata.state_dict_metadata
-    return {fqn: (fqn,) for fqn in fqns} | recorded_paths(source.metadata.planner_data, fqns)
-
-
-def tensor_bytes(entry: TensorStorageMetadata) -> int:
-    """The size of a tensor's elements in bytes."""
-    return entry.size.numel() * entry.properties.dtype.itemsize
 
 
 def read_record(source: FileSource, index: MetadataIndex) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ import typer
 
 from torchtitan_ext.cli import lazy
 from torchtitan_ext.cli.options import Json, Only, Prefix, UnsafeUnpickle, amount_of, refusing_wrong_usage
-from torchtitan_ext.cli.output import DIFFERS, print_json, print_line, print_problem, print_table
+from torchtitan_ext.cli.output import DIFFERS, plain_number, print_json, print_line, print_problem, print_table
 from torchtitan_ext.cli.pictures import plotter, say_written
 from torchtitan_ext.storage.checkpoint_files import thread_count_of
 from torchtitan_ext.storage.progress import progress
@@ -122,10 +121,5 @@ def _where(values: ValueDifference | None) -> str:
 def _as_json(report: DiffReport) -> dict[str, Any]:
     differences = [dataclasses.asdict(found) for found in report.differences]
     for values in filter(None, (found["values"] for found in differences)):
-        values |= {name: _plain(values[name]) for name in ("first_a", "first_b")}
+        values |= {name: plain_number(values[name]) for name in ("first_a", "first_b")}
     return {"is_equal": not differences, "num_equal": report.num_equal, "differences": differences}
-
-
-def _plain(value: Any) -> Any:
-    """The value, as text if it is NaN or infinity, which JSON lacks."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

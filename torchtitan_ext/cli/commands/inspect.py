@@ -13,7 +13,16 @@ import typer
 from torchtitan_ext.cli.commands.ls import inner_rows
 from torchtitan_ext.cli.lazy import without_collector
 from torchtitan_ext.cli.options import Json, UnsafeUnpickle, refusing_wrong_usage
-from torchtitan_ext.cli.output import FORMAT_NAMES, count_of, print_json, print_line, print_table, text_of_bytes
+from torchtitan_ext.cli.output import (
+    FORMAT_NAMES,
+    count_of,
+    plain_number,
+    print_json,
+    print_line,
+    print_table,
+    saved_by,
+    text_of_bytes,
+)
 from torchtitan_ext.errors import UnknownFormatError
 from torchtitan_ext.errors.near_names import refuse_unmatched
 from torchtitan_ext.storage.commit.steps import step_paths
@@ -140,8 +149,7 @@ def _headline(contents: Contents, totals: Sequence[_Total]) -> Iterator[str]:
     lost = f", {missing:,} not there" if missing else ""
     yield f"{count_of(len(contents.files), 'file')} of {text_of_bytes(sum(there))}{lost}; {_checksums(contents)}"
     if contents.world_size is not None:
-        axes = " x ".join(f"{name} {size}" for name, size in contents.mesh.items())
-        yield f"saved by {count_of(contents.world_size, 'rank')}{f' ({axes})' if axes else ''}"
+        yield saved_by(contents.world_size, contents.mesh)
 
 
 def _checksums(contents: Contents) -> str:
@@ -173,7 +181,7 @@ def _shape(sizes: Sequence[int] | None) -> str:
 
 def _plain(contents: Contents, keys: Sequence[ContentKey], shards: bool) -> dict[str, Any]:
     values = contents.read_values([key for key in keys if not key.sizes])
-    rows = [{**_plain_key(key), "value": _plain_value(values.get(key.fqn))} for key in keys]
+    rows = [{**_plain_key(key), "value": plain_number(values.get(key.fqn))} for key in keys]
     if shards:
         for row, key in zip(rows, keys, strict=True):
             row["chunks"] = [_plain_chunk(chunk) for chunk in contents.chunks_of(key.fqn)]
@@ -195,12 +203,6 @@ def _plain(contents: Contents, keys: Sequence[ContentKey], shards: bool) -> dict
 def _plain_key(key: ContentKey) -> dict[str, Any]:
     fqn, dtype, sizes, num_bytes, num_chunks = key
     return {"name": fqn, "dtype": dtype, "shape": sizes, "num_bytes": num_bytes, "num_chunks": num_chunks}
-
-
-def _plain_value(value: Scalar) -> Scalar:
-    """The value, as text if it is a complex number, NaN or infinity, which JSON lacks."""
-    is_json = not isinstance(value, (complex, float)) or (isinstance(value, float) and math.isfinite(value))
-    return value if is_json else str(value)
 
 
 def _plain_chunk(chunk: ContentChunk) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from torchtitan_ext.cli.output import count_of, print_json, print_text
+from torchtitan_ext.cli.output import count_of, print_json, print_text, saved_by
 from torchtitan_ext.cli.pictures import plotter, say_written
 from torchtitan_ext.cli.pictures.holders import Holder, holders_of
 from torchtitan_ext.cli.pictures.text import draw_layout
@@ -30,7 +30,9 @@ def show_layout(contents: Contents, name: str, plot: Path | None, *, json: bool)
         if chunk.offsets is not None and chunk.sizes is not None
     ]
     holders, holder = holders_of(boxes)
-    title = f"{name}, {' x '.join(map(str, shape)) or 'a single number'}, {key.dtype}\n{_saved_by(contents)}"
+    size, mesh = contents.world_size, contents.mesh
+    origin = saved_by(size, mesh) if size else f"in {count_of(len(contents.files), 'file')}"
+    title = f"{name}, {' x '.join(map(str, shape)) or 'a single number'}, {key.dtype}\n{origin}"
     if plot is not None:
         plotter("layout_plot", plot).plot_layout(plot, title, shape, holders, holder=holder)
         say_written(plot)
@@ -48,13 +50,6 @@ def _tensor(contents: Contents, name: str) -> ContentKey:
         hint = "" if near is None else f"; did you mean {near}?"
         raise typer.BadParameter(f"{contents.path} has no tensor {name}{hint}", param_hint="--layout")
     return tensors[name]
-
-
-def _saved_by(contents: Contents) -> str:
-    if not contents.world_size:
-        return f"in {count_of(len(contents.files), 'file')}"
-    axes = " x ".join(f"{name} {size}" for name, size in contents.mesh.items())
-    return f"saved by {count_of(contents.world_size, 'rank')}{f' ({axes})' if axes else ''}"
 
 
 def _plain(key: ContentKey, holders: list[Holder], holder: str) -> dict[str, Any]:

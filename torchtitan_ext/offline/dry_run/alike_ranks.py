@@ -99,11 +99,8 @@ class AlikeRanks:
         self._kinds: dict[int, _Kind] = {}
         self._shared: dict[Any, TensorEntry] = {}
         self._places: dict[int, dict[int, MeshPlace]] = {}
-        entries = {
-            fqn: entry
-            for fqn, given in table.entries.items()
-            if (entry := self._known_entry(fqn, given, table)) is not None
-        }
+        known = {fqn: self._known_entry(fqn, given) for fqn, given in table.entries.items()}
+        entries = {fqn: entry for fqn, entry in known.items() if entry is not None}
         self._data_parallel = _data_parallel_ranks(self.ranks, self.meshes() if mesh is None else [mesh])
         if own is None:
             own = [fqn for fqn in names_with_rank(entries) if self._renamed(fqn, viewer) == fqn]
@@ -179,7 +176,7 @@ class AlikeRanks:
         )
         return EncodedTable(message, (*base.names[:2], own.names[2]), (*base.kind_of[:2], own.kind_of[2]))
 
-    def _known_entry(self, fqn: str, given: KeyEntry, table: KeyTable) -> KeyEntry | None:
+    def _known_entry(self, fqn: str, given: KeyEntry) -> KeyEntry | None:
         """The entry, one object for tensors held alike; ``None`` if the parts of other ranks cannot be worked out."""
         if isinstance(given, ObjectEntry):
             return given
