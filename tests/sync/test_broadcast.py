@@ -11,7 +11,7 @@ from torch import Tensor
 import torchtitan_ext as tte
 from torchtitan_ext import ops
 from torchtitan_ext.sync import broadcast
-from torchtitan_ext.sync.replicas import Batch
+from torchtitan_ext.sync.batches import Batch
 
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64),

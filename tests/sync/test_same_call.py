@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import torchtitan_ext as tte
 from torchtitan_ext.errors import Problem, SyncMismatchError, WrongArgumentError
 from torchtitan_ext.sync import sync_state_dict
-from torchtitan_ext.sync.same_call import Table, compare_tables
+from torchtitan_ext.sync.same_call import CallTable, compare_tables
 
 NUM_FUZZED = 1_000 * int(os.environ.get("TTE_SOAK", "1"))
 
@@ -221,9 +221,16 @@ def test_without_a_process_group() -> None:
         tte.broadcast_tensors([torch.zeros(1)])
 
 
-def table(options: dict[str, str] | None = None, **changes: Any) -> Table:
+def table(arguments: dict[str, str] | None = None, **changes: Any) -> CallTable:
     rows = [("a", {"shape": "(2,)"}), ("b", {"shape": "(3,)"})]
-    return Table(**{"options": options or {"src": "0"}, "problems": (), "batches": {KEY: rows}, **changes})
+    return CallTable(
+        **{
+            "arguments": arguments or {"operation": "sync", "src": "0"},
+            "problems": (),
+            "batches": {KEY: rows},
+            **changes,
+        }
+    )
 
 
 KEY = (0, (4, 6), "cpu")
@@ -233,11 +240,8 @@ KEY = (0, (4, 6), "cpu")
     ("other", "expected"),
     [
         (table(), []),
-        (table({"src": "1"}), ["src: is 0 on rank 4, 1 on rank 6"]),
-        (
-            table({"bucket": "1"}),
-            ["src: is 0 on rank 4, nothing on rank 6", "bucket: is nothing on rank 4, 1 on rank 6"],
-        ),
+        (table({"operation": "sync", "src": "1"}), ["src: is 0 on rank 4, 1 on rank 6"]),
+        (table({"operation": "check", "locate": "True"}), ["operation: is sync on rank 4, check on rank 6"]),
         (
             table(batches={KEY: [("a", {"shape": "(9,)"}), ("b", {"shape": "(3,)"})]}),
             ["a: shape is (2,) on rank 4, (9,)"],
@@ -251,7 +255,7 @@ KEY = (0, (4, 6), "cpu")
         (table(problems=(Problem("cannot_sync", "c", "is sparse"),)), ["c: is sparse"]),
     ],
 )
-def test_compared_tables(other: Table, expected: list[str]) -> None:
+def test_compared_tables(other: CallTable, expected: list[str]) -> None:
     found = compare_tables({4: table(), 6: other})
     assert len(found) == len(expected)
     assert all(str(problem).startswith(text) for problem, text in zip(found, expected, strict=True))

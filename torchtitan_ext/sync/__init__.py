@@ -1,7 +1,9 @@
-"""Brings replicas to the bits of one source: lists of tensors, modules and state dicts, in place.
+"""Gives replicas the bits of one source, in place: lists of tensors, modules and state dicts.
 
-Every function is collective, first has all ranks agree on what is synced, and raises the same ``SyncMismatchError`` on
-all of them before any data moved.
+Every function is collective. Ranks first agree on what they sync; where they cannot, all raise the same
+``SyncMismatchError`` before any data moves. The walk of a call:
+
+    calls -> tensors -> batches (a list), replicas (a module, with slices) -> same_call -> broadcast | check
 """
 
 from __future__ import annotations
@@ -19,17 +21,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_ext import ops
 from torchtitan_ext.errors import SyncMismatchError, check_argument, refusal
 from torchtitan_ext.metrics import log_metrics, timed
-from torchtitan_ext.ranks.exchange import Scope, check_usable, scope_ranks
+from torchtitan_ext.ranks.exchange import check_usable, scope_ranks
 from torchtitan_ext.ranks.lost_ranks import naming_lost_ranks
+from torchtitan_ext.sync.batches import Replicas, collect_list
 from torchtitan_ext.sync.broadcast import broadcast_replicas
+from torchtitan_ext.sync.calls import BroadcastCall, Buffers, Call, SyncCall, outside_graphs
 from torchtitan_ext.sync.check import compare_replicas
-from torchtitan_ext.sync.named_tensors import ModuleOrState
-from torchtitan_ext.sync.options import Buffers, Options, option_problems
-from torchtitan_ext.sync.outside_graphs import outside_graphs
-from torchtitan_ext.sync.presumed import agree_on_presumed, summaries
-from torchtitan_ext.sync.replicas import Replicas, collect_replicas
+from torchtitan_ext.sync.replicas import collect_replicas
 from torchtitan_ext.sync.same_call import confirm_same_call
-from torchtitan_ext.sync.tensor_list import collect_list
+from torchtitan_ext.sync.slices import agree_on_presumed, slice_digests
+from torchtitan_ext.sync.tensors import ModuleOrState
 
 logger = logging.getLogger(__name__)
 
@@ -66,17 +67,17 @@ def broadcast_tensors(
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(f"broadcast_tensors: rank {dist.get_rank()} is not in the group; call it on its ranks only")
     check_usable("broadcast_tensors", group)
-    options = Options(src=src, bucket_bytes=bucket_bytes)
+    call = BroadcastCall("broadcast_tensors", group, src, bucket_bytes)
     found = collect_list(tensors, group, src)
-    found.problems += [problem for problem in option_problems(options) if problem.fqn == "bucket_bytes"]
+    found.problems += call.problems()
     seconds: dict[str, float] = {}
     if check:
-        with timed(seconds, "agree"), _agreeing("broadcast_tensors", group):
-            confirm_same_call("broadcast_tensors", group, options, found)
+        with timed(seconds, "agree"), _agreeing(call):
+            confirm_same_call(call, found)
     elif found.problems:
         raise refusal("broadcast_tensors", found.problems)
-    _send("broadcast_tensors", group, options, found, seconds)
-    _log("broadcast_tensors", group, found, seconds)
+    _send(call, found, seconds)
+    _log(call, found, seconds)
 
 
 @outside_graphs
@@ -119,8 +120,8 @@ def sync_module_states(
         WrongArgumentError: ``module`` is something else, on some rank. A ``TypeError``; nothing was changed.
         LostRankError: As ``broadcast_tensors``.
     """
-    options = Options(src=src, params=params, buffers=buffers, ignore=ignore, verify=verify, bucket_bytes=bucket_bytes)
-    _sync("sync_module_states", module, mesh, options)
+    selection: dict[str, Any] = {"params": params, "buffers": buffers, "ignore": ignore}
+    _sync(module, SyncCall("sync_module_states", mesh, src, bucket_bytes, **selection, verify=verify))
 
 
 @outside_graphs
@@ -137,46 +138,47 @@ def sync_state_dict(
 
     Plain tensors (an optimizer's ``step``) need an explicit ``mesh``. Values that are no tensors are left alone.
     """
-    options = Options(src=src, ignore=ignore, verify=verify, bucket_bytes=bucket_bytes)
-    _sync("sync_state_dict", state_dict, mesh, options)
+    _sync(state_dict, SyncCall("sync_state_dict", mesh, src, bucket_bytes, ignore=ignore, verify=verify))
 
 
-def _sync(operation: str, source: ModuleOrState, mesh: DeviceMesh | None, options: Options) -> None:
-    check_argument(operation, "mesh", mesh, (DeviceMesh, NoneType), "a DeviceMesh")
+def _sync(source: ModuleOrState, call: SyncCall) -> None:
+    mesh = call.scope
+    check_argument(call.operation, "mesh", mesh, (DeviceMesh, NoneType), "a DeviceMesh")
     if mesh is not None and mesh.get_coordinate() is None:
         return
-    check_usable(operation, mesh)
-    found = collect_replicas(source, mesh, options)
+    check_usable(call.operation, mesh)
+    found = collect_replicas(source, call, src=call.src)
     seconds: dict[str, float] = {}
-    with timed(seconds, "agree"), _agreeing(operation, mesh):
-        parts = () if mesh is None else summaries(found, {})
-        records = confirm_same_call(operation, mesh, options, found, parts=parts)
-        if mesh is not None and any(record.parts for record in records):
-            found = collect_replicas(source, mesh, options, agree_on_presumed(found, mesh))
-            confirm_same_call(operation, mesh, options, found)
-    _send(operation, mesh, options, found, seconds)
-    if options.verify:
+    with timed(seconds, "agree"), _agreeing(call):
+        slices = () if mesh is None else slice_digests(found, {})
+        digests = confirm_same_call(call, found, slices=slices)
+        if mesh is not None and any(digest.slices for digest in digests):
+            found = collect_replicas(source, call, src=call.src, joined=agree_on_presumed(found, mesh))
+            confirm_same_call(call, found)
+    _send(call, found, seconds)
+    if call.verify:
         with timed(seconds, "verify"):
-            differences = compare_replicas(operation, mesh, options, found, across_meshes=False)
+            differences = compare_replicas(call, found)
         if differences:
-            raise SyncMismatchError(operation, tuple(entry.problem() for entry in differences))
-    _log(operation, mesh, found, seconds)
+            raise SyncMismatchError(call.operation, tuple(entry.problem() for entry in differences))
+    _log(call, found, seconds)
 
 
-def _agreeing(operation: str, scope: Scope) -> AbstractContextManager[None]:
-    return naming_lost_ranks(operation, "ranks agreed on what to sync; nothing was changed", scope)
+def _agreeing(call: Call) -> AbstractContextManager[None]:
+    return naming_lost_ranks(call.operation, "ranks agreed on what to sync; nothing was changed", call.scope)
 
 
-def _send(operation: str, scope: Scope, options: Options, found: Replicas, seconds: dict[str, float]) -> None:
-    with timed(seconds, "send"), naming_lost_ranks(operation, "tensors were sent; some may be part-written", scope):
-        broadcast_replicas(found, options.bucket_bytes)
+def _send(call: BroadcastCall, found: Replicas, seconds: dict[str, float]) -> None:
+    lost = naming_lost_ranks(call.operation, "tensors were sent; some may be part-written", call.scope)
+    with timed(seconds, "send"), lost:
+        broadcast_replicas(found, call.bucket_bytes)
 
 
-def _log(operation: str, scope: Scope, found: Replicas, seconds: Mapping[str, float]) -> None:
-    """Logs a sync on the first of its ranks. Thousands of tensors are counted only where somebody listens."""
+def _log(call: Call, found: Replicas, seconds: Mapping[str, float]) -> None:
+    """Logs a sync on the first of its ranks. Counts the bytes of thousands of tensors only where somebody listens."""
     if not logger.isEnabledFor(logging.INFO):
         return
-    ranks = scope_ranks(scope)
+    ranks = scope_ranks(call.scope)
     if not dist.is_initialized() or dist.get_rank() == ranks[0]:
         num_bytes = sum(local.nbytes for batch in found.batches.values() for local in batch.locals)
-        log_metrics(logger, operation, ranks=len(ranks), num_bytes=num_bytes, phase_seconds=seconds)
+        log_metrics(logger, call.operation, ranks=len(ranks), num_bytes=num_bytes, phase_seconds=seconds)

@@ -1,4 +1,4 @@
-"""Sends batches of replicas, from memory to memory or by way of a device from which the group can send."""
+"""Sends batches of tensors, from memory to memory or by way of a device from which the group can send."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from torchtitan_ext import ops
 from torchtitan_ext.ranks.exchange import device_of, has_backend
-from torchtitan_ext.sync.replicas import Batch, ListBatch, Replicas
+from torchtitan_ext.sync.batches import Batch, ListBatch, Replicas
 
 
 def broadcast_replicas(found: Replicas, bucket_bytes: int) -> None:
@@ -21,8 +21,8 @@ def broadcast_replicas(found: Replicas, bucket_bytes: int) -> None:
                 ops.broadcast_coalesced_(tensors, batch.group.group_name, src=batch.src, bucket_bytes=bucket_bytes)
             else:
                 _broadcast_staged(tensors, batch, bucket_bytes, device_of(batch.group))
-        # A DTensor, and a wrapper, counts versions apart from the tensors in it.
-        # By type: any tensor of a parameter, DTensors too, is an instance of nn.Parameter.
+        # A DTensor or wrapper has a version counter besides those of the tensors in it.
+        # Compare types: every parameter, a DTensor too, is an instance of nn.Parameter.
         outer = [owner for owner in found.owners if type(owner) not in (Tensor, nn.Parameter)]
         torch.autograd.graph.increment_version(outer)
 
@@ -30,7 +30,7 @@ def broadcast_replicas(found: Replicas, bucket_bytes: int) -> None:
 def _broadcast_staged(
     tensors: Sequence[Tensor], batch: Batch | ListBatch, bucket_bytes: int, device: torch.device
 ) -> None:
-    """By way of buckets on ``device``: CPU tensors (FSDP2's offload) in a group of accelerators, or the reverse.
+    """Sends by way of buckets on ``device``: CPU tensors (FSDP2's offload) in a group of accelerators, or the reverse.
 
     Tensors larger than a bucket go in slices of their bytes.
     """
@@ -44,7 +44,7 @@ def _broadcast_staged(
 
 
 def _chunks(tensors: Sequence[Tensor], num_bytes: int) -> Iterator[list[Tensor]]:
-    """Runs of tensors whose flat buffer has at most so many bytes, or of one tensor that has more."""
+    """Consecutive tensors whose flat buffer has at most ``num_bytes``, or one tensor that has more."""
     pending = [tensor for tensor in tensors if tensor.numel() > 0]
     while pending:
         count = max(1, sum(end <= num_bytes for end in ops.flat_offsets(pending)[1:]))

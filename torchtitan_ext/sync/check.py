@@ -1,8 +1,8 @@
-"""Proof that replicas are equal: hashes of all tensors, compared between the ranks that hold them alike.
+"""Proves that replicas are equal: ranks hash their tensors and compare the hashes.
 
-Costs one pass over the tensors and one small exchange, of one digest per process group; only where that differs a
-second exchange names the tensors, and on request two more the first element. So it can run every N steps, and finds
-what drifts: a flipped bit, a replica that missed an update.
+The check costs one pass over the tensors and one small exchange, of one digest per process group. Only where digests
+differ does a second exchange name the tensors; on request two more find the first element that differs. So a job can
+check every N steps and find a flipped bit, or a replica that missed an update.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -24,16 +25,16 @@ from torchtitan_ext.layout.dtensor import as_bytes
 from torchtitan_ext.ranks.exchange import Scope, check_usable, gather_values, scope_ranks
 from torchtitan_ext.ranks.lost_ranks import naming_lost_ranks
 from torchtitan_ext.state.value_digest import bit_sum, fetch_sums, scalar_text
-from torchtitan_ext.sync.named_tensors import ModuleOrState
-from torchtitan_ext.sync.options import Buffers, Options
-from torchtitan_ext.sync.outside_graphs import outside_graphs
-from torchtitan_ext.sync.presumed import HeldPart, held_part, presumed_names, summaries
-from torchtitan_ext.sync.replicas import Replicas, ReplicaTensor, collect_replicas
+from torchtitan_ext.sync.batches import Replicas, ReplicaTensor
+from torchtitan_ext.sync.calls import Buffers, CheckCall, ModuleCall, outside_graphs
+from torchtitan_ext.sync.replicas import collect_replicas
 from torchtitan_ext.sync.same_call import are_equal, confirm_same_call
+from torchtitan_ext.sync.slices import SliceTensor, presumed_replicas, slice_digests, slice_tensor
+from torchtitan_ext.sync.tensors import ModuleOrState
 
-# What is sent per tensor to find the first difference: a digest per block, then one block.
+# To find the first difference, ranks send a digest per block of this size, then one block.
 _BLOCK_BYTES = 64 * 1024
-# Tensors in which the first difference is looked for.
+# The first difference is looked for in at most so many tensors.
 _MAX_LOCATED = 10
 
 
@@ -42,11 +43,11 @@ class ReplicaDifference:
     """A tensor whose replicas are not equal.
 
     Attributes:
-        fqn: Its name.
-        ranks: Global ranks that hold it, grouped by equal bits; the group of the lowest rank first.
+        fqn: The tensor's name.
+        ranks: Global ranks that hold the tensor, grouped by equal bits; the group of the lowest rank first.
         coordinates: The same ranks as coordinates on the tensor's mesh.
         first_index: Where in the local tensor the first difference lies; ``None`` if it was not looked for.
-        values: Of tensors of one element what each of these groups holds; else empty.
+        values: The value in each group, where the tensor has one element; else empty.
     """
 
     fqn: str
@@ -75,8 +76,8 @@ class ReplicaDifferences(tuple[ReplicaDifference, ...]):
     """The tensors that differ.
 
     Attributes:
-        uncompared: Names of tensors that lie on each of several meshes and were not compared between these, because
-            their layouts differ or not all ranks hold them.
+        uncompared: Names of tensors on several meshes that were not compared between the meshes, because their layouts
+            differ or not all ranks hold them.
     """
 
     uncompared: tuple[str, ...] = ()
@@ -98,16 +99,16 @@ def check_replicas(
     presumed to be replicas and compared too; between the stages of a mesh with an axis "pp" they are not. Experts and
     hand-made tensor parallelism look the same: ``ignore`` those.
 
-    Collective over the same ranks as ``sync_module_states``, with the same meaning of its arguments. Nothing is
-    changed, but that FSDP2 modules are left resharded.
+    Collective over the same ranks as ``sync_module_states``, whose arguments mean the same here. Changes nothing, but
+    leaves FSDP2 modules resharded.
 
     Args:
         locate: Whether to look for the first differing element, of ten tensors at most.
 
     Returns:
         The tensors that differ, as a tuple that is the same on every rank; empty where all replicas are equal. Two
-        different replicas pass for equal with a probability of 2^-64. What lies on several meshes and could not be
-        compared between them is warned of, and named in its attribute ``uncompared``.
+        different replicas pass for equal with a probability of 2^-64. A warning names the tensors on several meshes
+        that could not be compared between the meshes; so does the tuple's attribute ``uncompared``.
 
     Raises:
         SyncMismatchError: Ranks disagree on names, shapes or dtypes, or a tensor cannot be compared.
@@ -118,26 +119,26 @@ def check_replicas(
     if mesh is not None and mesh.get_coordinate() is None:
         return ReplicaDifferences()
     check_usable("check_replicas", mesh)
-    options = Options(params=params, buffers=buffers, ignore=ignore, locate=locate)
-    collected = collect_replicas(module, mesh, options)
-    differences = compare_replicas("check_replicas", mesh, options, collected, across_meshes=True)
+    call = CheckCall("check_replicas", mesh, params, buffers, ignore, locate)
+    differences = compare_replicas(call, collect_replicas(module, call), across_slices=True, locate=locate)
     if differences.uncompared:
         warnings.warn(
-            "check_replicas: on several meshes, and not compared between them, because layouts differ or not all ranks "
-            f"hold them: {named(differences.uncompared)}; shard replicas alike, or pass mesh= of the ranks that share "
-            "them",
+            "check_replicas: some tensors on several meshes were not compared between them, because layouts differ or "
+            f"not all ranks hold them: {named(differences.uncompared)}; shard replicas alike, or pass mesh= of the "
+            "ranks that share them",
             stacklevel=2,
         )
     return differences
 
 
 def compare_replicas(
-    operation: str, scope: Scope, options: Options, found: Replicas, *, across_meshes: bool
+    call: ModuleCall, found: Replicas, *, across_slices: bool = False, locate: bool = False
 ) -> ReplicaDifferences:
-    """``check_replicas`` of what is already collected. Collective over the scope.
+    """``check_replicas`` of tensors that are collected already. Collective over the scope of the call.
 
     Args:
-        across_meshes: Whether tensors of one name on several meshes are presumed to be replicas.
+        across_slices: Whether tensors of one name on several meshes are presumed to be replicas.
+        locate: See ``check_replicas``.
     """
     hashes: dict[int, bytes] = {}
     if not found.problems:
@@ -149,21 +150,21 @@ def compare_replicas(
         ).digest()
         for key, batch in found.batches.items()
     }
-    with naming_lost_ranks(operation, "replicas were compared", scope):
-        parts = summaries(found, hashes) if across_meshes else ()
-        if are_equal(confirm_same_call(operation, scope, options, found, contents, parts)):
+    with naming_lost_ranks(call.operation, "replicas were compared", call.scope):
+        slices = slice_digests(found, hashes) if across_slices else ()
+        if are_equal(confirm_same_call(call, found, contents, slices)):
             return ReplicaDifferences()
-        differences, uncompared = _name_differences(scope, found, hashes, across_meshes)
-        assert differences or parts, "replicas differ, but none by name; please report"
-        result = ReplicaDifferences(_located(scope, found, differences) if options.locate else differences)
+        differences, uncompared = _name_differences(call.scope, found, hashes, across_slices)
+        assert differences or slices, "replicas differ, but none by name; please report"
+        result = ReplicaDifferences(_located(call.scope, found, differences) if locate else differences)
         result.uncompared = tuple(uncompared)
         return result
 
 
 def hash_locals(tensors: Sequence[ReplicaTensor]) -> tuple[dict[int, bytes], list[Problem]]:
-    """Of each tensor's memory a hash of its bits and their places, by ``id``, and what has none.
+    """A hash of the bits of each tensor and their places, by the tensor's ``id``; an empty tensor has none.
 
-    One pass, one transfer per device. What fails on this rank alone all must hear of.
+    One pass, one transfer per device. A failure becomes a problem: every rank must get it.
     """
     sums: dict[int, Tensor] = {}
     problems = []
@@ -180,35 +181,35 @@ def hash_locals(tensors: Sequence[ReplicaTensor]) -> tuple[dict[int, bytes], lis
     return hashes, problems
 
 
-class _Held(NamedTuple):
-    """What a rank tells of one of its tensors; ``text``: the value of one element."""
+class _HashedTensor(NamedTuple):
+    """One rank's replica, as it is sent. ``text`` is the value of a tensor of one element."""
 
     fqn: str
     replica_set: tuple[Any, ...]
     place: Any
     coordinate: tuple[int, ...]
-    value: bytes
+    bits: bytes
     text: str
-    part: HeldPart | None
+    on_slice: SliceTensor | None
 
 
 def _name_differences(
-    scope: Scope, found: Replicas, hashes: dict[int, bytes], across_meshes: bool
+    scope: Scope, found: Replicas, hashes: dict[int, bytes], across_slices: bool
 ) -> tuple[tuple[ReplicaDifference, ...], list[str]]:
-    """The differences, and what could not be compared between meshes."""
-    own = [_held(tensor, hashes.get(id(tensor), b""), across_meshes) for tensor in found.tensors]
+    """The differences, and the names of tensors that could not be compared between meshes."""
+    own = [_hashed(tensor, hashes.get(id(tensor), b""), across_slices) for tensor in found.tensors]
     gathered = gather_values(own, scope)
-    presumed, uncompared = presumed_names([one.part for one in of_rank if one.part] for of_rank in gathered)
-    sides: dict[tuple[str, Any], dict[bytes, list[tuple[int, _Held]]]] = {}
+    presumed, uncompared = presumed_replicas([one.on_slice for one in of_rank if one.on_slice] for of_rank in gathered)
+    replicas: dict[tuple[str, Any], dict[bytes, list[tuple[int, _HashedTensor]]]] = {}
     for rank, of_rank in zip(scope_ranks(scope), gathered, strict=True):
         for one in of_rank:
-            is_presumed = one.part is not None and one.part.name in presumed
-            where = (one.fqn, one.place if is_presumed else one.replica_set)
-            sides.setdefault(where, {}).setdefault(one.value, []).append((rank, one))
+            is_presumed = one.on_slice is not None and one.on_slice.name in presumed
+            key = (one.fqn, one.place if is_presumed else one.replica_set)
+            replicas.setdefault(key, {}).setdefault(one.bits, []).append((rank, one))
     differences = []
-    for (fqn, _), by_value in sides.items():
-        if len(by_value) > 1:
-            groups = sorted(by_value.values(), key=lambda group: group[0][0])
+    for (fqn, _), by_bits in replicas.items():
+        if len(by_bits) > 1:
+            groups = sorted(by_bits.values(), key=lambda group: group[0][0])
             ranks = tuple(tuple(rank for rank, _ in group) for group in groups)
             coordinates = tuple(tuple(one.coordinate for _, one in group) for group in groups)
             texts = tuple(group[0][1].text for group in groups)
@@ -216,18 +217,18 @@ def _name_differences(
     return tuple(sorted(differences, key=lambda difference: (difference.fqn, difference.ranks))), uncompared
 
 
-def _held(tensor: ReplicaTensor, value: bytes, across_meshes: bool) -> _Held:
-    local, part = tensor.local, held_part(tensor) if across_meshes else None
-    bits = as_bytes(local.cpu()).numpy().tobytes() if local.numel() == 1 and not local.is_meta else b""
-    text = scalar_text(bits, local.dtype) if bits else ""
-    place = (tensor.part, tuple(local.shape))
-    return _Held(tensor.fqn, tensor.replica_set, place, tensor.coordinate, value, text, part)
+def _hashed(tensor: ReplicaTensor, bits: bytes, across_slices: bool) -> _HashedTensor:
+    local, on_slice = tensor.local, slice_tensor(tensor) if across_slices else None
+    element = as_bytes(local.cpu()).numpy().tobytes() if local.numel() == 1 and not local.is_meta else b""
+    text = scalar_text(element, local.dtype) if element else ""
+    place = (tensor.mesh_slice, tuple(local.shape))
+    return _HashedTensor(tensor.fqn, tensor.replica_set, place, tensor.coordinate, bits, text, on_slice)
 
 
 def _located(
     scope: Scope, found: Replicas, differences: tuple[ReplicaDifference, ...]
 ) -> tuple[ReplicaDifference, ...]:
-    """With the first differing element of some: the first differing block by its digests, then within the block."""
+    """Adds the first differing element of some: finds the first differing block by digests, then looks into it."""
     named, rest = differences[:_MAX_LOCATED], differences[_MAX_LOCATED:]
     own_rank = dist.get_rank() if dist.is_initialized() else 0
     by_fqn = {tensor.fqn: tensor.local for tensor in found.tensors}
@@ -242,11 +243,12 @@ def _located(
         shape, item_bytes, _ = of_ranks[entry.ranks[0][0]][at]
         block = blocks[at]
         inside = None if block is None else _first_difference([data[side[0]][at] for side in entry.ranks])
-        if block is None or inside is None:  # they were written to since they were hashed
+        if block is None or inside is None:  # the tensors have changed since they were hashed
             located.append(entry)
         else:
             byte = block * _BLOCK_BYTES + inside
-            located.append(replace(entry, first_index=_index_at(byte // item_bytes, shape)))
+            index = np.unravel_index(byte // item_bytes, shape)
+            located.append(replace(entry, first_index=tuple(map(int, index))))
     return (*located, *rest)
 
 
@@ -263,11 +265,3 @@ def _bytes_of(local: Tensor, block: int) -> bytes:
 def _first_difference(sides: Sequence[Sequence[Any]]) -> int | None:
     """The first position at which sequences of one length are not all equal."""
     return next((at for at, members in enumerate(zip(*sides, strict=True)) if len(set(members)) > 1), None)
-
-
-def _index_at(position: int, shape: Sequence[int]) -> tuple[int, ...]:
-    index: list[int] = []
-    for size in reversed(shape):
-        position, rest = divmod(position, size)
-        index.insert(0, rest)
-    return tuple(index)

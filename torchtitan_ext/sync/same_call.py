@@ -1,46 +1,49 @@
 """Ranks agree on what is synced before anything moves: one small exchange, and a second one only where they do not.
 
-Each rank sends a digest per batch (``replicas.Batch``) and one of its options. All ranks read the same records, so all
-come to the same verdict: the digests of a batch are equal and every member of its group sent one. If not, the full
-tables are exchanged, and every rank works out the same list of differences.
+Each rank sends one digest per batch and one of the call's arguments. All ranks read the same digests, so all come to
+the same verdict: they agree where the digests of each batch are equal and every member of its group sent one. Where
+they do not, ranks exchange their full tables, and every rank works out the same list of differences.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_ext import ops
 from torchtitan_ext.errors import Problem, StateRefusedError, SyncMismatchError, WrongArgumentError, named
-from torchtitan_ext.ranks.exchange import Scope, gather_values, scope_ranks
-from torchtitan_ext.sync.faults import listed_fault
-from torchtitan_ext.sync.options import Options
-from torchtitan_ext.sync.presumed import PartSummary, are_parts_equal
-from torchtitan_ext.sync.replicas import Batch, BatchKey, ListBatch, Replicas, ReplicaTensor
+from torchtitan_ext.ranks.exchange import gather_values, scope_ranks
+from torchtitan_ext.sync.batches import Batch, BatchKey, ListBatch, Replicas, ReplicaTensor
+from torchtitan_ext.sync.calls import Call, digest_of
+from torchtitan_ext.sync.slices import SliceDigest, are_slices_equal
+from torchtitan_ext.sync.tensors import listed_fault
 
 Row = dict[str, str]
 """What replicas of one tensor must agree on, by name."""
 
 
 @dataclass(frozen=True)
-class Record:
-    """What a rank sends first. ``batches``: per digest of a key the size of the group, structure and content."""
+class CallDigest:
+    """A rank's call, as it is sent first.
+
+    Attributes:
+        is_refused: Whether the rank has found a problem.
+        arguments: Digest of the arguments.
+        batches: By the digest of a batch's key: the size of its group, digests of its structure and of its content.
+        slices: See ``slices``; ranks need not agree on these.
+    """
 
     is_refused: bool
-    options: bytes
+    arguments: bytes
     batches: dict[bytes, tuple[int, bytes, bytes]]
-    parts: tuple[PartSummary, ...] = ()
+    slices: tuple[SliceDigest, ...] = ()
 
 
 @dataclass(frozen=True)
-class Table:
-    """What a rank sends when records do not agree."""
+class CallTable:
+    """A rank's call in full, as it is sent where digests differ."""
 
-    options: dict[str, str]
+    arguments: dict[str, str]
     problems: tuple[Problem, ...]
     batches: dict[BatchKey, list[tuple[str, Row]]]
     tied: dict[str, str] = field(default_factory=dict)
@@ -48,67 +51,57 @@ class Table:
 
 
 def confirm_same_call(
-    operation: str,
-    scope: Scope,
-    options: Options,
+    call: Call,
     replicas: Replicas,
     contents: Mapping[BatchKey, bytes] | None = None,
-    parts: tuple[PartSummary, ...] = (),
-) -> Sequence[Record]:
-    """Has all ranks of a scope agree on what they are about to do. Collective over the scope.
+    slices: tuple[SliceDigest, ...] = (),
+) -> Sequence[CallDigest]:
+    """Has all ranks agree on what they are about to do. Collective over the scope of the call.
 
     Args:
-        operation: For messages, and itself agreed on.
-        options: Arguments that must be the same everywhere.
-        replicas: Of this rank. Its problems are raised on every rank.
-        contents: Digest of the values of each batch: given where these are compared. Else the tensors are to be
-            received into, and those that cannot be, because their elements share memory, are refused.
-        parts: What this rank holds on meshes that not all ranks are on; ranks need not agree on it.
+        call: The same on every rank.
+        replicas: This rank's. Its problems are raised on every rank.
+        contents: Digest of the values of each batch, for ranks to compare. Without it the call will write into the
+            tensors, and those whose elements share memory are refused.
+        slices: This rank's digests of slices.
 
     Returns:
-        What all ranks sent.
+        The digests of all ranks.
 
     Raises:
-        SyncMismatchError: The same on every rank; ``WrongArgumentError`` where an argument is of a wrong type.
+        SyncMismatchError: The same on every rank; ``WrongArgumentError`` where an argument has a wrong type.
     """
     batches, problems = replicas.batches, list(replicas.problems)
-    is_read = contents is not None
     structures: dict[BatchKey, bytes] = {}
     for key, batch in batches.items():
-        structure, faults = (_read_structure(batch), []) if is_read else _check(batch.tensors)
-        problems += faults
-        structures[key] = _digest([batch.group.group_name, str(batch.src), *structure, *batch.names])
-    problems += [] if is_read else _shared_memory(replicas)
-    own_options = {
-        "operation": operation,
-        "mesh": _place(scope),
-        **{name: _written(value) for name, value in vars(options).items()},
-    }
-    record = Record(
+        if contents is None:
+            structure, faults = _check_writable(batch.tensors)
+            problems += faults
+        else:
+            structure = [f"{tensor.dtype}{tuple(tensor.shape)}" for tensor in batch.locals]
+        structures[key] = digest_of([batch.group.group_name, str(batch.src), *structure, *batch.names])
+    if contents is None and len(batches) > 1:
+        problems += _shared_memory(replicas)
+    arguments = call.agreed_texts()
+    digest = CallDigest(
         is_refused=bool(problems),
-        options=_digest([*(f"{name}={value}" for name, value in own_options.items()), str(replicas.num_listed)]),
+        arguments=digest_of([*(f"{name}={text}" for name, text in arguments.items()), str(replicas.num_listed)]),
         batches={
-            _digest([repr(key)]): (len(key[1]), structure, (contents or {}).get(key, b""))
+            digest_of([repr(key)]): (len(key[1]), structure, (contents or {}).get(key, b""))
             for key, structure in structures.items()
         },
-        parts=parts,
+        slices=slices,
     )
-    records = gather_values(record, scope)
-    if _is_agreed(records):
-        return records
-    table = Table(
-        options=own_options,
-        problems=tuple(problems),
-        batches={key: [_row(batch, tensor) for tensor in batch.tensors] for key, batch in batches.items()},
-        tied=replicas.tied,
-        num_listed=replicas.num_listed,
-    )
-    tables = dict(zip(scope_ranks(scope), gather_values(table, scope), strict=True))
-    raise _mismatch(tables)
+    digests = gather_values(digest, call.scope)
+    if _is_agreed(digests):
+        return digests
+    rows = {key: [_row(batch, tensor) for tensor in batch.tensors] for key, batch in batches.items()}
+    table = CallTable(arguments, tuple(problems), rows, replicas.tied, replicas.num_listed)
+    raise _mismatch(dict(zip(scope_ranks(call.scope), gather_values(table, call.scope), strict=True)))
 
 
-def _mismatch(tables: Mapping[int, Table]) -> StateRefusedError:
-    operation = " and ".join(dict.fromkeys(table.options["operation"] for table in tables.values()))
+def _mismatch(tables: Mapping[int, CallTable]) -> StateRefusedError:
+    operation = " and ".join(dict.fromkeys(table.arguments["operation"] for table in tables.values()))
     found = tuple(dict.fromkeys(compare_tables(tables)))
     wrong = tuple(problem for problem in found if problem.kind == "wrong_argument")
     if wrong:  # what else differs follows from it
@@ -117,49 +110,47 @@ def _mismatch(tables: Mapping[int, Table]) -> StateRefusedError:
     return SyncMismatchError(operation, found or (unexplained,))
 
 
-def _is_agreed(records: Sequence[Record]) -> bool:
-    if any(record.is_refused or record.options != records[0].options for record in records):
+def _is_agreed(digests: Sequence[CallDigest]) -> bool:
+    if any(digest.is_refused or digest.arguments != digests[0].arguments for digest in digests):
         return False
     counts: dict[bytes, int] = {}
     first: dict[bytes, tuple[int, bytes]] = {}
-    for record in records:
-        for key, (size, structure, _) in record.batches.items():
+    for digest in digests:
+        for key, (size, structure, _) in digest.batches.items():
             counts[key] = counts.get(key, 0) + 1
             if first.setdefault(key, (size, structure)) != (size, structure):
                 return False
     return all(counts[key] == size for key, (size, _) in first.items())
 
 
-def are_equal(records: Sequence[Record]) -> bool:
-    """Whether the contents of every batch, on whatever ranks, are equal on all its members, and those of all parts."""
+def are_equal(digests: Sequence[CallDigest]) -> bool:
+    """Whether all members of each batch have equal contents, and all slices too."""
     contents: dict[bytes, bytes] = {}
     return all(
         contents.setdefault(key, content) == content
-        for record in records
-        for key, (_, _, content) in record.batches.items()
-    ) and are_parts_equal([record.parts for record in records])
+        for digest in digests
+        for key, (_, _, content) in digest.batches.items()
+    ) and are_slices_equal([digest.slices for digest in digests])
 
 
 def _shared_memory(replicas: Replicas) -> list[Problem]:
-    """Tensors of different batches that overlap; those of one batch are found with its structure."""
-    if len(replicas.batches) < 2:
-        return []
-    problems = []
-    for device in dict.fromkeys(tensor.local.device for tensor in replicas.tensors):
-        there = [tensor for tensor in replicas.tensors if tensor.local.device == device]
-        problems += _check(there)[1]
-    return problems
+    """Tensors of different batches that overlap; ``_check_writable`` of each batch finds those of one batch."""
+    devices = dict.fromkeys(tensor.local.device for tensor in replicas.tensors)
+    checks = (
+        _check_writable([tensor for tensor in replicas.tensors if tensor.local.device == device]) for device in devices
+    )
+    return [problem for _, problems in checks for problem in problems]
 
 
-def _check(tensors: Sequence[ReplicaTensor]) -> tuple[list[str], list[Problem]]:
-    """What ranks must agree on of these tensors, and why this rank cannot take part.
+def _check_writable(tensors: Sequence[ReplicaTensor]) -> tuple[list[str], list[Problem]]:
+    """The structure that ranks must agree on, and why this rank cannot receive into the tensors.
 
-    The op stops at the first tensor that it refuses. Of a batch, tensors with such faults are named before they get
-    here; of a plain list they are all named now.
+    The op stops at the first tensor that it refuses. Tensors of modules with such faults were named before; those of a
+    plain list are all named here.
     """
     try:
         check = ops.check_broadcast([tensor.local for tensor in tensors])
-    except Exception as error:  # of this rank alone, perhaps: all must hear of it
+    except Exception as error:  # perhaps on this rank alone: every rank must get it
         return [], _named_faults(tensors) or [Problem("cannot_sync", "arguments", str(error).split(": ", 1)[-1])]
     if not check.positions:
         return [str(word) for word in check.digest], []
@@ -173,23 +164,6 @@ def _named_faults(tensors: Sequence[ReplicaTensor]) -> list[Problem]:
     return [fault for fault in faults if fault is not None]
 
 
-def _written(option: Any) -> str:
-    """An option as text. Collections of names are sorted: a set has another order on every rank."""
-    is_names = isinstance(option, (list, tuple, set, frozenset))
-    return str(sorted(map(repr, option))) if is_names else repr(option)
-
-
-def _place(scope: Scope) -> str:
-    if not isinstance(scope, DeviceMesh):
-        return "left out"
-    ranks = scope_ranks(scope)
-    return f"{tuple(scope.mesh.shape)} over {len(ranks)} ranks from {ranks[0]} to {ranks[-1]}"
-
-
-def _read_structure(batch: Batch | ListBatch) -> list[str]:
-    return [f"{tensor.dtype}{tuple(tensor.shape)}" for tensor in batch.locals]
-
-
 def _row(batch: Batch | ListBatch, tensor: ReplicaTensor) -> tuple[str, Row]:
     return tensor.fqn, {
         "shape": str(tuple(tensor.local.shape)),
@@ -200,32 +174,24 @@ def _row(batch: Batch | ListBatch, tensor: ReplicaTensor) -> tuple[str, Row]:
     }
 
 
-def _digest(texts: Iterable[str]) -> bytes:
-    joined = "".join(f"{len(text)}:{text}" for text in texts)
-    return hashlib.blake2b(joined.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-
-
-def compare_tables(tables: Mapping[int, Table]) -> list[Problem]:
-    """Everything in which ranks disagree: a pure function, the same on every rank.
-
-    Args:
-        tables: By global rank.
-    """
+def compare_tables(tables: Mapping[int, CallTable]) -> list[Problem]:
+    """All that ranks disagree on, by their tables. Pure, so every rank finds the same."""
     problems = [problem for table in tables.values() for problem in table.problems]
-    names = dict.fromkeys(name for table in tables.values() for name in table.options)
-    for name in names:
-        values = {rank: table.options.get(name, "nothing") for rank, table in tables.items()}
-        if len(set(values.values())) > 1:
-            problems.append(Problem("ranks_disagree", name, f"is {_by_ranks(values)}"))
+    names = [list(table.arguments) for table in tables.values()]
+    for name in names[0]:
+        if all(name in others for others in names):  # another operation has other arguments
+            problems += _differing(name, "is", {rank: table.arguments[name] for rank, table in tables.items()})
     for key in sorted({key for table in tables.values() for key in table.batches}):
         problems += _compare_batch(key, {rank: tables[rank] for rank in key[1] if rank in tables})
-    lengths = {rank: f"of {table.num_listed} tensors" for rank, table in tables.items()}
-    if not problems and len(set(lengths.values())) > 1:  # what is only on some ranks is tied to what is on all
-        problems.append(Problem("ranks_disagree", "tensors", f"is a list {_by_ranks(lengths)}"))
-    return problems
+    if problems:
+        return problems
+    # Lists that differ in nothing else differ in tied tensors.
+    return _differing(
+        "tensors", "is a list", {rank: f"of {table.num_listed} tensors" for rank, table in tables.items()}
+    )
 
 
-def _compare_batch(key: BatchKey, tables: Mapping[int, Table]) -> list[Problem]:
+def _compare_batch(key: BatchKey, tables: Mapping[int, CallTable]) -> list[Problem]:
     problems = []
     outside = [rank for rank in key[1] if rank not in tables]
     if outside:
@@ -241,17 +207,15 @@ def _compare_batch(key: BatchKey, tables: Mapping[int, Table]) -> list[Problem]:
             problems.append(Problem("ranks_disagree", fqn, _absence(fqn, key[2], tables, absent)))
             continue
         for name in rows[next(iter(rows))][fqn]:
-            values = {rank: rows[rank][fqn][name] for rank in lists}
-            if len(set(values.values())) > 1:
-                problems.append(Problem("ranks_disagree", fqn, f"{name} is {_by_ranks(values)}"))
+            problems += _differing(fqn, f"{name} is", {rank: rows[rank][fqn][name] for rank in lists})
     orders = {rank: tuple(fqn for fqn, _ in entries) for rank, entries in lists.items()}
     if common and len(set(orders.values())) > 1:
         problems.append(_other_order(orders))
     return problems
 
 
-def _absence(fqn: str, device_type: str, tables: Mapping[int, Table], absent: Sequence[int]) -> str:
-    """A tensor that some ranks of a group have and others have not, or have only as another name of one."""
+def _absence(fqn: str, device_type: str, tables: Mapping[int, CallTable], absent: Sequence[int]) -> str:
+    """Some ranks of a group have a tensor; on the others it is missing, or is tied to another one."""
     present = [rank for rank in tables if rank not in absent]
     tied = [rank for rank in absent if fqn in tables[rank].tied]
     if not tied:
@@ -268,12 +232,15 @@ def _other_order(orders: Mapping[int, tuple[str, ...]]) -> Problem:
     return Problem("ranks_disagree", name, what)
 
 
-def _by_ranks(values: Mapping[int, str]) -> str:
-    """For example "(2, 3) on rank 0, (3, 2) on ranks 1, 2"."""
+def _differing(fqn: str, verb: str, values: Mapping[int, str]) -> list[Problem]:
+    """The problem that ranks have different values: "shape is (2, 3) on rank 0, (3, 2) on ranks 1, 2"."""
     by_value: dict[str, list[int]] = {}
     for rank, value in values.items():
         by_value.setdefault(value, []).append(rank)
-    return ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items())
+    if len(by_value) < 2:
+        return []
+    each = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items())
+    return [Problem("ranks_disagree", fqn, f"{verb} {each}")]
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 import torchtitan_ext as tte
 from torchtitan_ext.errors import SyncMismatchError
-from torchtitan_ext.sync.replicas import ListBatch
-from torchtitan_ext.sync.tensor_list import collect_list
+from torchtitan_ext.sync.batches import ListBatch, collect_list
 
 
 class Marked(torch.Tensor):
