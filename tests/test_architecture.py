@@ -45,6 +45,7 @@ INNER_ROWS = {
         {""},
     ],
     "checkpoint": [{"tables"}, {"rules"}, {"planners"}, {"operation"}, {""}],
+    "elastic": [{"data", "schedule", "rng", "train_state"}, {""}],
     "offline": [
         {"amounts", "sources", "workers", "placement_rules"},
         {"boxes"},

@@ -3,16 +3,16 @@
 from torchtitan_ext.checkpoint.rules.param_groups import GroupNote, OptionGaps, find_option_gaps, merge_param_groups
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source
 from torchtitan_ext.checkpoint.tables.component import Reshardable, Resharded, World, reshard_state
-from torchtitan_ext.elastic.dataloader import ElasticDataLoader
-from torchtitan_ext.elastic.indexed import IndexedStreams
-from torchtitan_ext.elastic.lr_scheduler import ElasticLRScheduler
-from torchtitan_ext.elastic.packing import PackedTokens
+from torchtitan_ext.elastic.data.dataloader import ElasticDataLoader
+from torchtitan_ext.elastic.data.indexed import IndexedStreams
+from torchtitan_ext.elastic.data.packing import PackedTokens
+from torchtitan_ext.elastic.data.sampler import ElasticBatchSampler
+from torchtitan_ext.elastic.data.streams import HuggingFaceStreams, Streams, StreamSource
+from torchtitan_ext.elastic.data.torchtitan_data import TorchtitanTextStreams
+from torchtitan_ext.elastic.data.virtual_shards import TooFewShardsError
 from torchtitan_ext.elastic.rng import RngState
-from torchtitan_ext.elastic.sampler import ElasticBatchSampler
-from torchtitan_ext.elastic.streams import HuggingFaceStreams, Streams, StreamSource
-from torchtitan_ext.elastic.torchtitan_data import TorchtitanTextStreams
+from torchtitan_ext.elastic.schedule.lr_scheduler import ElasticLRScheduler
 from torchtitan_ext.elastic.train_state import TrainState, read_torchtitan_train_state
-from torchtitan_ext.elastic.virtual_shards import TooFewShardsError
 
 __all__ = [
     "ElasticBatchSampler",

@@ -26,7 +26,7 @@ from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS
 from torchtitan_ext.checkpoint.planners.targets import CastPolicy
 from torchtitan_ext.checkpoint.rules.policy import Action, Strict
 from torchtitan_ext.elastic import ElasticDataLoader, ElasticPolicy, TorchtitanTextStreams
-from torchtitan_ext.elastic.virtual_shards import from_entry, shard_key
+from torchtitan_ext.elastic.data.virtual_shards import from_entry, shard_key
 from torchtitan_ext.errors import MissingStateError, Problem, StateRefusedError, refusal
 from torchtitan_ext.integrations.torchtitan_flags import Options, in_flags, with_excluded
 from torchtitan_ext.integrations.torchtitan_train_state import RunTrainState

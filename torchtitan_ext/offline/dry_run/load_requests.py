@@ -14,8 +14,8 @@ from torchtitan_ext.checkpoint.rules.load_rules import ComponentPlan, LoadRules,
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy
 from torchtitan_ext.checkpoint.tables.component import saved_world
 from torchtitan_ext.checkpoint.tables.key_table import KeyTable, ObjectEntry, TensorEntry, encode_table
+from torchtitan_ext.elastic.data.virtual_shards import TooFewShardsError, num_shards_of
 from torchtitan_ext.elastic.rng import RngState, rng_of_saved
-from torchtitan_ext.elastic.virtual_shards import TooFewShardsError, num_shards_of
 from torchtitan_ext.errors import Problem
 from torchtitan_ext.offline.dry_run.alike_ranks import AlikeRanks
 from torchtitan_ext.offline.dry_run.job import Job, Stage

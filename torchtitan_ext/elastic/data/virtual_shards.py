@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from torchtitan_ext.elastic.streams import Stream, StreamSource, start_epoch
+from torchtitan_ext.elastic.data.streams import Stream, StreamSource, start_epoch
 from torchtitan_ext.errors import CannotReshardError, TorchtitanExtError
 
 # A packed shard may need several epochs of a few tokens until one sequence is full.

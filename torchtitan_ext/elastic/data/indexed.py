@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_ext.elastic.streams import check_num_shards
+from torchtitan_ext.elastic.data.streams import check_num_shards
 from torchtitan_ext.errors import CannotReshardError, argument_error
 
 TORCHTITAN_SEED = 42

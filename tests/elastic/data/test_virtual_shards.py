@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from torchtitan_ext.elastic import ElasticDataLoader, Streams, TooFewShardsError
-from torchtitan_ext.elastic.virtual_shards import (
+from torchtitan_ext.elastic.data.virtual_shards import (
     EmptyShardError,
     EpochEnd,
     ShardReader,

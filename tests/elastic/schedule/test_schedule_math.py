@@ -8,7 +8,7 @@ import torch
 import torch.optim.lr_scheduler as lrs
 from test_lr_scheduler import ALL, CLOSED_FORM, build_optimizer, options_of, step_all
 
-from torchtitan_ext.elastic import schedule_math
+from torchtitan_ext.elastic.schedule import schedule_math
 from torchtitan_ext.errors import CannotReshardError
 
 

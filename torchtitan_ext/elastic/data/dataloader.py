@@ -5,53 +5,24 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from typing import Any, Protocol, TypedDict
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, default_collate
 
 from torchtitan_ext.checkpoint.tables.component import Resharded, SampleAccount, World
-from torchtitan_ext.elastic.index_order import local_size
-from torchtitan_ext.elastic.sampler import ElasticBatchSampler, Last, LocalBatch, check_last, check_world
-from torchtitan_ext.elastic.stream_batches import StreamBatches
-from torchtitan_ext.elastic.streams import StreamSource
+from torchtitan_ext.elastic.data.sampler import (
+    ElasticBatchSampler,
+    Last,
+    LocalBatch,
+    SamplePosition,
+    check_serving,
+    local_size,
+)
+from torchtitan_ext.elastic.data.stream_batches import StreamBatches
+from torchtitan_ext.elastic.data.streams import StreamSource
 from torchtitan_ext.errors import argument_error, check_counts
-
-
-class _Batches(Protocol):
-    """Local batches of one kind of data, and the position in it. Counts are of all ranks together."""
-
-    @property
-    def samples_seen(self) -> int: ...
-
-    @property
-    def dropped(self) -> int: ...
-
-    @property
-    def padded(self) -> int: ...
-
-    @property
-    def num_padding(self) -> int: ...
-
-    @property
-    def epoch(self) -> int: ...
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
-
-    def reshard(self, saved: Mapping[str, Any], old: World, new: World) -> Resharded: ...
-
-
-class _World(TypedDict):
-    """Sizes that both kinds of batches take."""
-
-    global_batch_size: int
-    dp_rank: int
-    dp_size: int
 
 
 class ElasticDataLoader:
@@ -116,26 +87,42 @@ class ElasticDataLoader:
     ) -> None:
         if (batch_size is None) == (global_batch_size is None):
             raise ValueError("ElasticDataLoader: give exactly one of batch_size (per rank) and global_batch_size")
-        check_last(last)
         check_counts("ElasticDataLoader", batch_size=batch_size, dp_size=dp_size)
         size = global_batch_size if global_batch_size is not None else (batch_size or 0) * dp_size
-        check_world(dp_rank, dp_size, size)
+        check_serving(last, dp_rank, dp_size, size)
         self.dp_rank = dp_rank
         self.dp_size = dp_size
         self.global_batch_size = size
         self.batch_size = local_size(size, dp_rank=dp_rank, dp_size=dp_size)
-        world: _World = {"global_batch_size": size, "dp_rank": dp_rank, "dp_size": dp_size}
-        self._batches: _Batches
+        self._batches: StreamBatches | _SampleBatches
         if isinstance(data, type):
             raise argument_error("ElasticDataLoader", "data", data, "an instance: a data set or a source of streams")
         if isinstance(data, StreamSource):
             if loader_options:
                 raise ValueError(f"ElasticDataLoader: {', '.join(loader_options)} cannot be applied to streams")
-            self._batches = StreamBatches(data, **world, last=last, endless=endless, group=group, collate_fn=collate_fn)
+            self._batches = StreamBatches(
+                data,
+                global_batch_size=size,
+                dp_rank=dp_rank,
+                dp_size=dp_size,
+                last=last,
+                endless=endless,
+                group=group,
+                collate_fn=collate_fn,
+            )
         elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
             if not loader_options.get("in_order", True):
                 raise ValueError("ElasticDataLoader: in_order=False has no position to resume from; leave it out")
-            sampler = ElasticBatchSampler(data, **world, shuffle=shuffle, seed=seed, last=last, endless=endless)
+            sampler = ElasticBatchSampler(
+                data,
+                global_batch_size=size,
+                dp_rank=dp_rank,
+                dp_size=dp_size,
+                shuffle=shuffle,
+                seed=seed,
+                last=last,
+                endless=endless,
+            )
             self._batches = _SampleBatches(data, sampler, {"collate_fn": collate_fn, **loader_options})
         else:
             raise ValueError(
@@ -152,7 +139,7 @@ class ElasticDataLoader:
     @property
     def samples_seen(self) -> int:
         """Samples that all ranks together have served so far, over all epochs, padding not counted."""
-        return self._batches.samples_seen
+        return self._batches.counts.samples_seen
 
     @property
     def dropped(self) -> int:
@@ -161,12 +148,12 @@ class ElasticDataLoader:
         Over streams: those that were read for a last batch that could not be filled. What the shards of other ranks had
         left at that moment is not read; each shard's entry in the state says where it was cut (``last_epoch``).
         """
-        return self._batches.dropped
+        return self._batches.counts.dropped
 
     @property
     def padded(self) -> int:
         """Samples that all ranks together have served twice to fill batches at the ends of epochs."""
-        return self._batches.padded
+        return self._batches.counts.padded
 
     @property
     def num_padding(self) -> int:
@@ -216,16 +203,8 @@ class _SampleBatches:
         self.reshard = sampler.reshard
 
     @property
-    def samples_seen(self) -> int:
-        return self._sampler.position.samples_seen
-
-    @property
-    def dropped(self) -> int:
-        return self._sampler.position.dropped
-
-    @property
-    def padded(self) -> int:
-        return self._sampler.position.padded
+    def counts(self) -> SamplePosition:
+        return self._sampler.position
 
     @property
     def epoch(self) -> int:
@@ -263,7 +242,7 @@ class _SampleBatches:
 
 
 class _Once:
-    """What ``DataLoader`` takes for a batch sampler: an iterable of lists of indices."""
+    """An iterable of lists of indices, which ``DataLoader`` takes as a batch sampler."""
 
     def __init__(self, indices: Iterator[list[int]]) -> None:
         self._indices = indices

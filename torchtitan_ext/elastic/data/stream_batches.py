@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from torchtitan_ext.checkpoint.tables.component import Resharded, World
-from torchtitan_ext.elastic.index_order import local_size
-from torchtitan_ext.elastic.sampler import Last, common_entry
-from torchtitan_ext.elastic.streams import AdoptsStates, ChecksStates, SplitsStates, StreamSource
-from torchtitan_ext.elastic.virtual_shards import ShardReader, ShardState, from_entry, shard_key, to_entry
+from torchtitan_ext.elastic.data.sampler import Last, common_entry, local_size
+from torchtitan_ext.elastic.data.streams import AdoptsStates, ChecksStates, SplitsStates, StreamSource
+from torchtitan_ext.elastic.data.virtual_shards import ShardReader, ShardState, from_entry, shard_key, to_entry
 from torchtitan_ext.errors import CannotReshardError, Remedy
 from torchtitan_ext.ranks.exchange import device_of
 
 _KIND = "streams"
+
+
+@dataclass
+class Counts:
+    """Samples of all ranks together, over all epochs; see ``SamplePosition``."""
+
+    samples_seen: int = 0
+    dropped: int = 0
+    padded: int = 0
 
 
 class StreamBatches:
@@ -44,9 +53,7 @@ class StreamBatches:
         self._endless = endless
         self._group = group
         self._collate_fn = collate_fn
-        self.samples_seen = 0
-        self.dropped = 0
-        self.padded = 0
+        self.counts = Counts()
         self.num_padding = 0
         # Where there is a process group already, a wrong one is an error here, not at the first batch.
         if dp_size > 1 and not endless and dist.is_initialized():
@@ -63,11 +70,11 @@ class StreamBatches:
             samples = self._reader.draw(self._batch_size)
             served = self._global_batch_size if self._endless else self._sum_over_ranks(len(samples))
             if served == 0 or (self._last == "drop" and served < self._global_batch_size):
-                self.dropped += served
+                self.counts.dropped += served
                 self._reader.end_epoch({shard: n - before[shard] for shard, n in self._reader.taken().items()})
                 return
-            self.samples_seen += served
-            self.padded += self._global_batch_size - served
+            self.counts.samples_seen += served
+            self.counts.padded += self._global_batch_size - served
             self.num_padding = self._batch_size - len(samples)
             yield self._collate_fn(self._fill(samples))
 
@@ -104,18 +111,14 @@ class StreamBatches:
             "num_shards": self._source.num_shards,
             "dp_size": self._dp_size,
             "global_batch_size": self._global_batch_size,
-            "samples_seen": self.samples_seen,
-            "dropped": self.dropped,
-            "padded": self.padded,
+            **asdict(self.counts),
         }
         return {"loader": (common,), **self._entries(self._reader.states())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         common, states, _ = self._read(state_dict)
         self._reader.load(states)
-        self.samples_seen = common["samples_seen"]
-        self.dropped = common["dropped"]
-        self.padded = common["padded"]
+        self.counts = Counts(common["samples_seen"], common["dropped"], common["padded"])
         self.num_padding = 0
 
     def reshard(self, saved: Mapping[str, Any], old: World, new: World) -> Resharded:

@@ -14,7 +14,7 @@ from torchtitan_ext.elastic import (
     Streams,
     StreamSource,
 )
-from torchtitan_ext.elastic.streams import AdoptsStates, ChecksStates, SplitsStates, Stream
+from torchtitan_ext.elastic.data.streams import AdoptsStates, ChecksStates, SplitsStates, Stream
 
 
 def loader_over(source: Any, **options: Any) -> Any:

@@ -14,8 +14,8 @@ import pytest
 from simulated_loaders import Ranks
 
 from torchtitan_ext.elastic import ElasticDataLoader, TorchtitanTextStreams
-from torchtitan_ext.elastic.indexed import IndexedPart, run_of
-from torchtitan_ext.elastic.virtual_shards import ShardState, from_entry, shard_key
+from torchtitan_ext.elastic.data.indexed import IndexedPart, run_of
+from torchtitan_ext.elastic.data.virtual_shards import ShardState, from_entry, shard_key
 from torchtitan_ext.errors import CannotReshardError, DamagedCheckpointError
 
 SAVED = Path(__file__).parent / "torchtitan_0_3_0"

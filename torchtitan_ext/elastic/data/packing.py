@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from torchtitan_ext.elastic.streams import ChecksStates, SplitsStates, Stream, StreamSource, start_epoch
+from torchtitan_ext.elastic.data.streams import ChecksStates, SplitsStates, Stream, StreamSource, start_epoch
 from torchtitan_ext.errors import argument_error, check_argument
 
 # A packed sequence: {"input": tokens, "positions": positions}, labels; each an int64 tensor of shape [seq_len].

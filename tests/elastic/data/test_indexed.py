@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from simulated_loaders import SOAK
 
 from torchtitan_ext.elastic import ElasticDataLoader, IndexedStreams
-from torchtitan_ext.elastic.indexed import IndexedPart, run_of
+from torchtitan_ext.elastic.data.indexed import IndexedPart, run_of
 from torchtitan_ext.errors import CannotReshardError
 
 

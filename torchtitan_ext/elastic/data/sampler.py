@@ -18,10 +18,10 @@ from collections.abc import Iterator, Mapping, Sized
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
+import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from torchtitan_ext.checkpoint.tables.component import Resharded, SampleAccount, World
-from torchtitan_ext.elastic.index_order import index_order
 from torchtitan_ext.errors import CannotReshardError, check_argument, check_counts
 
 Last = Literal["drop", "pad"]
@@ -106,8 +106,7 @@ class ElasticBatchSampler:
         endless: bool = False,
     ) -> None:
         check_argument("ElasticBatchSampler", "data", data, Sized, "a data set with a length")
-        check_last(last)
-        check_world(dp_rank, dp_size, global_batch_size)
+        check_serving(last, dp_rank, dp_size, global_batch_size)
         num_samples = len(data)
         if num_samples < (global_batch_size if last == "drop" else 1):
             raise ValueError(
@@ -262,14 +261,29 @@ class _Ahead:
             self._num_served += 1
 
 
-def check_last(last: object) -> None:
-    """Raises ValueError for what is none of the ways to end an epoch."""
+def index_order(num_samples: int, *, shuffle: bool, seed: int, epoch: int) -> list[int] | range:
+    """The indices 0 .. num_samples - 1 in the order of an epoch; the same on every rank.
+
+    Shuffled as ``torch.utils.data.DistributedSampler`` does: ``torch.randperm`` from a generator seeded with
+    ``seed + epoch``.
+    """
+    if not shuffle:
+        return range(num_samples)
+    generator = torch.Generator()
+    generator.manual_seed(seed + epoch)
+    order: list[int] = torch.randperm(num_samples, generator=generator, dtype=torch.int64, device="cpu").tolist()
+    return order
+
+
+def local_size(global_batch_size: int, *, dp_rank: int, dp_size: int) -> int:
+    """How many samples of a global batch are a rank's; where they do not divide evenly low ranks have one more."""
+    return len(range(dp_rank, global_batch_size, dp_size))
+
+
+def check_serving(last: object, dp_rank: int, dp_size: int, global_batch_size: int) -> None:
+    """Raises ValueError for an unknown ``last``, a rank that does not exist, or a rank without a sample."""
     if last not in get_args(Last):
         raise ValueError(f'data loader: last is {last!r}, expected "drop" or "pad"')
-
-
-def check_world(dp_rank: int, dp_size: int, global_batch_size: int) -> None:
-    """Raises ValueError unless the rank exists and every rank gets a sample; TypeError for what is no number."""
     check_counts("data loader", dp_rank=dp_rank, dp_size=dp_size, global_batch_size=global_batch_size)
     if not 0 <= dp_rank < dp_size:
         raise ValueError(f"data loader: dp_rank is {dp_rank}, expected 0 <= dp_rank < dp_size = {dp_size}")

@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass, replace
 from operator import itemgetter
 from typing import Any, NoReturn
 
-from torchtitan_ext.elastic.indexed import TORCHTITAN_SEED, IndexedPart, IndexedStream, IndexedStreams, run_of
-from torchtitan_ext.elastic.packing import PackedTokens, packed_state
-from torchtitan_ext.elastic.streams import HuggingFaceStreams
-from torchtitan_ext.elastic.virtual_shards import ShardState, shard_key, to_entry
+from torchtitan_ext.elastic.data.indexed import TORCHTITAN_SEED, IndexedPart, IndexedStream, IndexedStreams, run_of
+from torchtitan_ext.elastic.data.packing import PackedTokens, packed_state
+from torchtitan_ext.elastic.data.streams import HuggingFaceStreams
+from torchtitan_ext.elastic.data.virtual_shards import ShardState, shard_key, to_entry
 from torchtitan_ext.errors import CannotReshardError, DamagedCheckpointError, argument_error
 from torchtitan_ext.state.plain_value import DamagedBytesError, read_pickle
 

@@ -13,7 +13,13 @@ from torch.optim import SGD, Optimizer
 
 import torchtitan_ext as tte
 from torchtitan_ext.elastic import ElasticLRScheduler, ElasticPolicy
-from torchtitan_ext.elastic.group_names import group_names, names_by_parameter, names_entry, saved_places, sources_of
+from torchtitan_ext.elastic.schedule.group_names import (
+    group_names,
+    names_by_parameter,
+    names_entry,
+    saved_places,
+    sources_of,
+)
 
 RATES = {"a": 0.1, "b": 0.05, "c": 0.02}
 

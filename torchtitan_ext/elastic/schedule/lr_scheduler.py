@@ -12,8 +12,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from torchtitan_ext.checkpoint.tables.component import Resharded, World, reshard_state
-from torchtitan_ext.elastic import schedule_math
-from torchtitan_ext.elastic.group_names import group_names, names_by_parameter, names_entry, saved_places, sources_of
+from torchtitan_ext.elastic.schedule import schedule_math
+from torchtitan_ext.elastic.schedule.group_names import (
+    group_names,
+    names_by_parameter,
+    names_entry,
+    saved_places,
+    sources_of,
+)
 from torchtitan_ext.errors import CannotReshardError, check_argument, check_counts
 
 LrRule = Literal["none", "linear", "sqrt"]
