@@ -2,7 +2,8 @@
 
 The digest of a tensor is a sum, modulo 2^64, over its elements of a hash of (bits, row-major position in the global
 tensor), see ``csrc/ops/element_hash.h``; dtype and global shape are mixed in. Each rank sums what it holds, and the
-sums add up; of a tensor that describes its own boxes it sums each box, since other ranks may hold some of them.
+sums of all ranks add up. A rank sums each box apart where the tensor describes its own boxes: other ranks may hold
+some of them too.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,6 @@ from torchtitan_ext.layout.layout import (
     Chunk,
     LayoutRules,
     LocalShard,
-    MeshLayout,
     ShardOrder,
     ShardReport,
     Steps,
@@ -47,7 +47,7 @@ from torchtitan_ext.ranks.exchange import check_usable, gather_values
 from torchtitan_ext.state.nested import flatten_state_dict
 from torchtitan_ext.state.value_digest import digest_value, fetch_sums
 
-_BOXES = "boxes"  # in the place of a replica: of a tensor that describes its own boxes
+_BOXES = "boxes"  # the replica of every tensor that describes its own boxes
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Fingerprint:
     Attributes:
         total: Digest of the whole state, 32 hex digits.
         values: Digest of each flat key, 16 hex digits.
-        differing: Keys of which not all replicas are equal; their digest is that of the first replica.
+        differing: Keys whose replicas are not all equal; their digest is that of the first replica.
     """
 
     total: str
@@ -92,11 +92,11 @@ def fingerprint(
     """
     values: dict[str, Any] = {}
     entries: dict[str, TensorEntry | BoxesEntry] = {}
-    digests: dict[str, tuple[Any, Any]] = {}
+    digests: dict[str, _TensorSums | str] = {}
     problems: list[Problem] = []
     mesh_names: dict[int, str] = {}
     check_usable("fingerprint", process_group)
-    # Whatever goes wrong on this rank alone, all hear of it: each exchange takes place.
+    # A failure on this rank alone becomes a problem, so that each exchange takes place and every rank gets it.
     if not isinstance(state_dict, Mapping):
         what = f"got {described(state_dict)}, expected a state dict: what state_dict() of a module or optimizer gives"
         problems.append(Problem("wrong_argument", "state_dict", what))
@@ -109,12 +109,12 @@ def fingerprint(
         for fqn, value in values.items():
             entry = entries.get(fqn)
             if isinstance(entry, BoxesEntry):
-                digests[fqn] = (_BOXES, _box_digests(value, entry))
+                digests[fqn] = _sum_boxes(value, entry)
             elif entry is not None:
-                digests[fqn] = _tensor_digest(value, entry.report, steps.get(fqn), mesh_names)
+                digests[fqn] = _sum_shard(value, entry.report, steps.get(fqn), mesh_names)
             elif not isinstance(value, Tensor):
-                digests[fqn] = (None, digest_value(value).hex())
-        digests = _synchronized(digests)
+                digests[fqn] = digest_value(value).hex()[:16]
+        digests = _with_numbers(digests)
     gathered = gather_values((digests, problems), process_group)
     failures = [problem for _, own in gathered for problem in own]
     if failures:
@@ -151,7 +151,7 @@ def _entries(
 def _true_steps(
     entries: Mapping[str, TensorEntry | BoxesEntry], problems: list[Problem], process_group: dist.ProcessGroup | None
 ) -> dict[str, Steps]:
-    """The sharding order of each DTensor, from what all ranks say."""
+    """The sharding order of each DTensor, decided from the reports of all ranks."""
     sharded = {
         fqn: entry for fqn, entry in entries.items() if isinstance(entry, BoxesEntry) or entry.report.mesh is not None
     }
@@ -168,28 +168,41 @@ def _true_steps(
     }
 
 
-def _tensor_digest(
-    value: Tensor, report: ShardReport, steps: Steps | None, mesh_names: dict[int, str]
-) -> tuple[Any, Any]:
-    """(which replica, (sum on the device, dtype, global shape)) of this rank's shard."""
-    local = local_tensor(value)
+class _TensorSums(NamedTuple):
+    """What one rank has summed of a tensor.
+
+    Attributes:
+        replica: Equal on all ranks that hold parts of one replica; ``None`` for a plain tensor.
+        sums: The sum over each box that the rank holds, first on the device, then as a number; a shard counts as one
+            box, ``None``.
+        dtype: Name of the dtype.
+        shape: Global shape.
+    """
+
+    replica: Any
+    sums: Mapping[Box | None, Any]
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def _sum_shard(value: Tensor, report: ShardReport, steps: Steps | None, mesh_names: dict[int, str]) -> _TensorSums:
+    local, mesh, replica = local_tensor(value), report.mesh, None
+    if mesh is not None:
+        if id(mesh) not in mesh_names:  # the list of ranks is too long to send and to compare with every tensor
+            mesh_names[id(mesh)] = hashlib.blake2b(repr(mesh).encode(), digest_size=16).hexdigest()
+        place = tuple(index for index, (dim, _) in zip(report.coordinate, report.placements, strict=True) if dim < 0)
+        replica = (mesh_names[id(mesh)], report.placements, place)
     total = _sum(local, shard_of(report, steps), report.global_shape)
-    replica = tuple(index for index, (dim, _) in zip(report.coordinate, report.placements, strict=True) if dim < 0)
-    return (_mesh_name(report.mesh, mesh_names), report.placements, replica), (
-        total,
-        str(local.dtype),
-        tuple(report.global_shape),
-    )
+    return _TensorSums(replica, {None: total}, str(local.dtype), tuple(report.global_shape))
 
 
-def _box_digests(value: Tensor, entry: BoxesEntry) -> tuple[Any, ...]:
-    """(sums on the device by box, dtype, global shape) of what this rank holds."""
-    sums = {}
+def _sum_boxes(value: Tensor, entry: BoxesEntry) -> _TensorSums:
+    sums: dict[Box | None, Tensor] = {}
     for box, local in zip(entry.boxes, box_tensors(value, entry), strict=True):
         if local.numel() > 0:
             shard = LocalShard(box[1], (Chunk(*box, (0,) * len(box[1])),))
             sums[box] = _sum(local, shard, entry.global_shape)
-    return sums, str(entry.dtype), entry.global_shape
+    return _TensorSums(_BOXES, sums, str(entry.dtype), entry.global_shape)
 
 
 def _sum(local: Tensor, shard: LocalShard, global_shape: tuple[int, ...]) -> Tensor:
@@ -197,77 +210,55 @@ def _sum(local: Tensor, shard: LocalShard, global_shape: tuple[int, ...]) -> Ten
         return ops.fingerprint_shard(dense_values(local).resolve_conj().resolve_neg(), shard, global_shape)
 
 
-def _mesh_name(mesh: MeshLayout | None, known: dict[int, str]) -> str | None:
-    """Stands for a mesh, whose list of ranks is too long to send and to compare with every tensor."""
-    if mesh is not None and id(mesh) not in known:
-        known[id(mesh)] = hashlib.blake2b(repr(mesh).encode(), digest_size=16).hexdigest()
-    return None if mesh is None else known[id(mesh)]
+def _with_numbers(digests: dict[str, _TensorSums | str]) -> dict[str, _TensorSums | str]:
+    """Fetches the sums from their devices: one transfer per device instead of one per tensor."""
+    tensors = {fqn: digest for fqn, digest in digests.items() if isinstance(digest, _TensorSums)}
+    numbers = fetch_sums({id(total): total for digest in tensors.values() for total in digest.sums.values()})
+    fetched = {
+        fqn: digest._replace(sums={box: numbers[id(total)] for box, total in digest.sums.items()})
+        for fqn, digest in tensors.items()
+    }
+    return {**digests, **fetched}
 
 
-def _synchronized(digests: dict[str, Any]) -> dict[str, Any]:
-    """With the sums as ints: one transfer per device instead of one per tensor."""
-    sums: dict[int, Tensor] = {}
-    for _, digest in digests.values():
-        if isinstance(digest, tuple):
-            of_key = digest[0].values() if isinstance(digest[0], dict) else digest[:1]
-            sums.update((id(total), total) for total in of_key)
-    numbers = fetch_sums(sums)
-
-    def read(digest: Any) -> Any:
-        if not isinstance(digest, tuple):
-            return digest
-        held = digest[0]
-        is_boxes = isinstance(held, dict)
-        return {box: numbers[id(one)] for box, one in held.items()} if is_boxes else numbers[id(held)], *digest[1:]
-
-    return {fqn: (replica, read(digest)) for fqn, (replica, digest) in digests.items()}
-
-
-def _combined(gathered: list[dict[str, tuple[Any, Any]]]) -> Fingerprint:
-    replicas: dict[str, dict[Any, Any]] = defaultdict(dict)
-    boxes: dict[str, list[Any]] = defaultdict(list)
-    for rank, digests in enumerate(gathered):
-        for fqn, (replica, digest) in digests.items():
-            of_key = replicas[fqn]
-            if replica == _BOXES:
-                boxes[fqn].append(digest)
-            elif isinstance(digest, str) or replica[0] is None:  # objects and plain tensors: each rank is a replica
-                of_key[rank] = digest
-            elif replica in of_key:
-                of_key[replica] = ((of_key[replica][0] + digest[0]), *digest[1:])
-            else:
-                of_key[replica] = digest
-    for fqn, of_ranks in boxes.items():
-        replicas[fqn].update(enumerate(_replicas_of_boxes(of_ranks)))
+def _combined(gathered: list[dict[str, _TensorSums | str]]) -> Fingerprint:
+    of_key: dict[str, list[_TensorSums | str]] = defaultdict(list)
+    for of_rank in gathered:
+        for fqn, digest in of_rank.items():
+            of_key[fqn].append(digest)
     values, differing = {}, []
-    for fqn in sorted(replicas):
-        hexes = [hex_of_digest(digest) for digest in replicas[fqn].values()]
-        values[fqn] = hexes[0]
-        if any(other != hexes[0] for other in hexes):
-            differing.append(fqn)
     total = hashlib.blake2b(digest_size=16)
-    for fqn, digest in values.items():
-        total.update(f"{len(fqn)}:{fqn}={digest};".encode())
+    for fqn in sorted(of_key):
+        of_replicas = _digests_of_replicas(of_key[fqn])
+        values[fqn] = of_replicas[0]
+        if any(digest != of_replicas[0] for digest in of_replicas):
+            differing.append(fqn)
+        total.update(f"{len(fqn)}:{fqn}={of_replicas[0]};".encode())
     return Fingerprint(total.hexdigest(), values, tuple(differing))
 
 
-def _replicas_of_boxes(of_ranks: list[Any]) -> list[Any]:
-    """Of each rank the digest of the tensor with its boxes; what it lacks is taken from the first rank that has it."""
-    first: dict[Box, int] = {}
-    for sums, *_ in of_ranks:
-        for box, total in sums.items():
-            first.setdefault(box, total)
-    whole = sum(first.values())
-    return [
-        (whole + sum(total - first[box] for box, total in sums.items()), *described) for sums, *described in of_ranks
-    ]
+def _digests_of_replicas(of_ranks: list[_TensorSums | str]) -> list[str]:
+    """The digest of each replica of a value: of each rank's object or plain tensor, of each whole sharded tensor."""
+    digests = [digest for digest in of_ranks if isinstance(digest, str)]
+    replicas: dict[Any, list[_TensorSums]] = defaultdict(list)
+    for rank, part in enumerate(of_ranks):
+        if not isinstance(part, str):
+            replicas[rank if part.replica is None else part.replica].append(part)
+    for replica, parts in replicas.items():
+        if replica == _BOXES:
+            # Each rank's replica has the boxes that it lacks from the first rank that holds them.
+            first: dict[Any, int] = {}
+            for part in reversed(parts):
+                first.update(part.sums)
+            whole = sum(first.values())
+            totals = [whole + sum(total - first[box] for box, total in part.sums.items()) for part in parts]
+        else:
+            totals = [sum(part.sums[None] for part in parts)]
+        digests += [hex_of_digest(total, parts[0].dtype, parts[0].shape) for total in totals]
+    return digests
 
 
-def hex_of_digest(digest: Any) -> str:
-    """What a fingerprint has for a key: of the sum over all elements, dtype and shape of a tensor, or of a value's
-    digest in hexadecimal digits."""
-    if isinstance(digest, str):
-        return digest[:16]
-    total, dtype, shape = digest
+def hex_of_digest(total: int, dtype: str, shape: tuple[int, ...]) -> str:
+    """The digest of a tensor in a fingerprint, from the sum over all its elements."""
     text = f"{total % 2**64:016x}|{dtype}|{tuple(shape)}"
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -53,7 +53,7 @@ def fingerprint_tensors(
         for (piece, _), total in zip(batch, totals, strict=True):
             sums[piece.fqn] += total
         progress(sum(piece.num_bytes for piece, _ in batch))
-    return {fqn: hex_of_digest((sums[fqn], str(entry.properties.dtype), shapes[fqn])) for fqn, entry in entries.items()}
+    return {fqn: hex_of_digest(sums[fqn], str(entry.properties.dtype), shapes[fqn]) for fqn, entry in entries.items()}
 
 
 def _sum_of(values: torch.Tensor, piece: Piece, shape: tuple[int, ...]) -> int:
