@@ -1,6 +1,6 @@
-"""The unsharded state dict of a model, out of any mix of DTensors and plain tensors and into it, tensor by tensor.
+"""The unsharded state dict of a model, read from and written into any mix of DTensors and plain tensors.
 
-A rank holds one full tensor beside its shards, unless it keeps the result.
+Both go tensor by tensor: beside its shards a rank holds one full tensor at a time, unless it keeps the result.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def get_full_state_dict(
     Args:
         model: Any mix of DTensors and plain tensors. Wrapper prefixes (``_orig_mod.``, ``_checkpoint_wrapped_module.``,
             DDP's ``module.``) are stripped.
-        rank0_only: Only global rank 0 keeps the tensors; others return an empty dict.
-        cpu_offload: Results are on the CPU.
+        rank0_only: Whether only global rank 0 keeps the tensors; the others then return an empty dict.
+        cpu_offload: Whether the result is on the CPU.
         layouts: Sharding orders that placements cannot express, by canonical fqn or glob.
 
     Returns:
@@ -73,12 +73,12 @@ def set_full_state_dict(
     Nothing is written before all ranks have agreed that everything fits.
 
     Args:
-        model: Any mix of DTensors and plain tensors. What is on the meta device gets memory on its mesh's device (plain
-            tensors: on that of the default group) and is assigned, as by stock: the model then holds new parameters.
-        full_state_dict: Canonical fqn to full tensor; with ``broadcast_from_rank0`` only global rank 0's counts.
-        broadcast_from_rank0: Send rank 0's values, tensor by tensor, instead of reading each rank's own.
-        strict: Refuse missing and unexpected keys.
-        cast: Dtype changes that are allowed, as in ``LoadPlanner``.
+        model: Any mix of DTensors and plain tensors. A tensor on the meta device is replaced by a new one, as stock
+            does, on the device of its mesh (a plain tensor: of the default group).
+        full_state_dict: Canonical fqn to full tensor; with ``broadcast_from_rank0`` only global rank 0's is used.
+        broadcast_from_rank0: Whether rank 0 sends its values, tensor by tensor; otherwise each rank uses its own.
+        strict: Whether missing and unexpected keys are refused.
+        cast: Allowed changes of dtype, as in ``LoadPlanner``.
         layouts: Sharding orders that placements cannot express, by canonical fqn or glob.
 
     Raises:
@@ -93,16 +93,19 @@ def set_full_state_dict(
     wanted = {fqn: value for fqn, value in targets.items() if fqn in offered and is_on_mesh(value)}
     decided, problems = decide_layouts(wanted, LayoutRules(layouts))
     problems += [*_key_problems(targets, offered, strict), *_fit_problems(wanted, offered, cast)]
-    problems, wanted_anywhere = _gather_over_ranks(problems, list(wanted))
-    if problems:
-        raise refusal("set_full_state_dict", problems)
+    gathered = gather_values((problems, list(wanted)))
+    every_problem = list(dict.fromkeys(problem for of_rank, _ in gathered for problem in of_rank))
+    if every_problem:
+        raise refusal("set_full_state_dict", every_problem)
+    wanted_anywhere = {fqn for _, of_rank in gathered for fqn in of_rank}
     made = _memory_for_meta(model, wanted)
     for fqn, offer in offered.items():
         if fqn not in wanted_anywhere or isinstance(offer, str):
             continue
         full = full_state_dict.get(fqn)
         if broadcast_from_rank0:
-            full = broadcast_full(full if dist.get_rank() == 0 else None, like=_like(offer))
+            like = torch.empty(offer[0], dtype=offer[1], device="meta")
+            full = broadcast_full(full if dist.get_rank() == 0 else None, like=like)
         if fqn in wanted and full is not None:
             target = made.get(fqn, wanted[fqn])
             local = local_tensor(target)
@@ -110,11 +113,15 @@ def set_full_state_dict(
                 local.copy_(ops.pack_shard(full.detach(), shard_of(*decided[fqn])))
                 torch.autograd.graph.increment_version(target)
     if made:
-        _assign(model, made)
+        inner = _unwrapped(model)
+        names = {fqn: canonical_fqn(fqn) for fqn in inner.state_dict()}
+        inner.load_state_dict(
+            {fqn: made[name] for fqn, name in names.items() if name in made}, strict=False, assign=True
+        )
 
 
 Offer = tuple[tuple[int, ...], torch.dtype] | str
-"""Shape and dtype of a full tensor; of another value what it is."""
+"""Shape and dtype of a full tensor, or a description of another value."""
 
 
 def _offer(value: Any) -> Offer:
@@ -123,12 +130,8 @@ def _offer(value: Any) -> Offer:
     return tuple(value.shape), value.dtype
 
 
-def _like(offer: tuple[tuple[int, ...], torch.dtype]) -> torch.Tensor:
-    return torch.empty(offer[0], dtype=offer[1], device="meta")
-
-
 def _memory_for_meta(model: nn.Module, wanted: Collection[str]) -> dict[str, torch.Tensor]:
-    """New tensors, or parameters, for those of the model that are on meta; tied ones share one."""
+    """New tensors or parameters in place of those on meta; tied ones share one."""
     made: dict[int, torch.Tensor] = {}
     by_fqn: dict[str, torch.Tensor] = {}
     for fqn, value in _unwrapped(model).state_dict(keep_vars=True).items():
@@ -140,13 +143,6 @@ def _memory_for_meta(model: nn.Module, wanted: Collection[str]) -> dict[str, tor
             made[id(value)] = nn.Parameter(memory, requires_grad=value.requires_grad) if is_param else memory
         by_fqn[canonical_fqn(fqn)] = made[id(value)]
     return by_fqn
-
-
-def _assign(model: nn.Module, made: Mapping[str, torch.Tensor]) -> None:
-    inner = _unwrapped(model)
-    names = {fqn: canonical_fqn(fqn) for fqn in inner.state_dict()}
-    state = {fqn: made[name] for fqn, name in names.items() if name in made}
-    inner.load_state_dict(state, strict=False, assign=True)
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -162,17 +158,13 @@ def _canonical_state(model: nn.Module) -> dict[str, torch.Tensor]:
 def _key_problems(targets: Mapping[str, torch.Tensor], offered: Mapping[str, Offer], strict: bool) -> list[Problem]:
     if not strict:
         return []
-    missing = [
-        Problem("missing_key", fqn, "the model has it, the full state dict does not; pass strict=False to leave it")
-        for fqn in targets
-        if fqn not in offered
+    missing = "the model has it, the full state dict does not; pass strict=False to leave it"
+    unexpected = "the full state dict has it, the model does not; pass strict=False to skip it"
+    tensors = [fqn for fqn, offer in offered.items() if not isinstance(offer, str)]
+    return [
+        *(Problem("missing_key", fqn, missing) for fqn in targets if fqn not in offered),
+        *(Problem("unclaimed_keys", fqn, unexpected) for fqn in tensors if fqn not in targets),
     ]
-    unexpected = [
-        Problem("unclaimed_keys", fqn, "the full state dict has it, the model does not; pass strict=False to skip it")
-        for fqn, offer in offered.items()
-        if fqn not in targets and not isinstance(offer, str)
-    ]
-    return missing + unexpected
 
 
 def _fit_problems(wanted: Mapping[str, torch.Tensor], offered: Mapping[str, Offer], cast: CastPolicy) -> list[Problem]:
@@ -184,15 +176,7 @@ def _fit_problems(wanted: Mapping[str, torch.Tensor], offered: Mapping[str, Offe
             continue
         shape, dtype = offer
         if tuple(value.shape) != shape:
-            problems.append(
-                Problem("wrong_shape", fqn, f"got {shape} in the full state dict, the model has {tuple(value.shape)}")
-            )
+            detail = f"got {shape} in the full state dict, the model has {tuple(value.shape)}"
+            problems.append(Problem("wrong_shape", fqn, detail))
         problems.append(cast_problem(fqn, dtype, value.dtype, cast))
     return [problem for problem in problems if problem is not None]
-
-
-def _gather_over_ranks(problems: list[Problem], wanted: list[str]) -> tuple[list[Problem], set[str]]:
-    """Every rank's problems without repeats, and the keys that some rank wants; the same on every rank."""
-    gathered = gather_values((problems, wanted))
-    merged = dict.fromkeys(problem for of_rank, _ in gathered for problem in of_rank)
-    return list(merged), {fqn for _, of_rank in gathered for fqn in of_rank}

@@ -1,8 +1,8 @@
-"""Full tensors from DTensors and back, right on every layout the planners know.
+"""Full tensors from DTensors and back, for every layout that the planners know.
 
-Layouts are decided as for a checkpoint (docs/reference/planners.md), in one exchange per mesh of tables per kind of
-key. Shards are then sent in parts, straight to their places, so a rank holds one full tensor beside its shard and at
-most a few buffers of ``_GATHER_BYTES``.
+Ranks decide layouts as for a checkpoint (docs/reference/planners.md), in one exchange of key tables per mesh. They then
+send shards in parts, straight to their places: a rank holds one full tensor beside its shard, and a few buffers of at
+most ``_GATHER_BYTES``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from torchtitan_ext.ranks.exchange import (
     scope_ranks,
 )
 
-# Sent at once by all ranks together. Of it, two and a half times as much is held meanwhile, by gloo too.
+# All ranks together send so much at once. A rank holds two and a half times as much meanwhile, gloo's copies included.
 _GATHER_BYTES = 32 << 20
 
 Decided = tuple[ShardReport, Steps]
@@ -65,21 +65,21 @@ def full_tensor(tensor: torch.Tensor, *, layout: ShardOrder | None = None) -> to
     """The global tensor, on every rank. Collective over the mesh of a DTensor, and over the default process group for a
     plain tensor that describes its own boxes.
 
-    Unlike ``DTensor.full_tensor`` it is right for uneven strided shards and for shards of several boxes, and not
+    Unlike ``DTensor.full_tensor`` it is right for uneven strided shards and for shards of several boxes, and it is not
     differentiable.
 
     Args:
-        tensor: A DTensor of any layout but Partial, any dtype, or a tensor that describes its own boxes
-            (``CheckpointableTensor``, ShardedTensor, DCP's hooks); of a plain tensor a copy is made. Of a wrapper
-            subclass (fp8 weights and their scales) the values that its ``copy_`` writes into a plain tensor.
-        layout: The order in which the axes were sharded, where placements cannot say it.
+        tensor: A DTensor of any dtype and any layout but Partial, or a tensor that describes its own boxes
+            (``CheckpointableTensor``, ShardedTensor, DCP's hooks). A plain tensor is copied. A wrapper subclass (fp8
+            weights and their scales) gives the values that its ``copy_`` writes into a plain tensor.
+        layout: The order in which the axes were sharded, where placements cannot express it.
 
     Returns:
         A new contiguous tensor of the global shape on the local tensor's device.
 
     Raises:
         LayoutError: The layout is in doubt, or the local tensors do not fit it; the same on every rank.
-        TypeError: An argument is no tensor, or no ``ShardOrder``.
+        TypeError: ``tensor`` is no tensor, or ``layout`` no ``ShardOrder``.
     """
     check_argument("full_tensor", "tensor", tensor, torch.Tensor, "a tensor")
     check_argument("full_tensor", "layout", layout, (ShardOrder, NoneType), "a ShardOrder")
@@ -105,16 +105,16 @@ def distribute_tensor(
     made in FSDP2's nested order, which is also how ``DTensor.full_tensor`` reads them.
 
     Args:
-        full: The global tensor; its values count on the source rank only, its shape and dtype on every rank.
-        mesh: The ranks; all of them call.
+        full: The global tensor, of the same shape and dtype on every rank; only the source rank's values are used.
+        mesh: All its ranks call.
         placements: One per mesh axis; Shard, _StridedShard or Replicate.
-        layout: The order of sharding, where placements cannot say it. State it again when the tensor is saved.
-        src_data_rank: Coordinate, on every mesh axis, of the rank whose values are sent; ``None``: each rank takes its
-            shard from its own ``full``, without communication.
+        layout: The order of sharding, where placements cannot express it. State it again when the tensor is saved.
+        src_data_rank: Coordinate, on every mesh axis, of the rank that sends its values. With ``None`` each rank takes
+            its shard from its own ``full``, without communication.
 
     Raises:
         LayoutError: The placements can be read in two ways that local shapes do not tell apart, or are unknown.
-        TypeError: An argument is something else.
+        TypeError: An argument has another type.
     """
     check_argument("distribute_tensor", "full", full, torch.Tensor, "a tensor")
     if isinstance(full, DTensor):
@@ -124,9 +124,11 @@ def distribute_tensor(
     _check_placements(mesh, placements)
     describer = Describer(_rule_for_any(layout))
     report = describer.describe_placements(_ANY, full.shape, mesh, placements)
-    steps = report if isinstance(report, Problem) else _tellable_steps(_ANY, report)
-    if isinstance(report, Problem) or isinstance(steps, Problem):
-        raise refusal("distribute_tensor", [report if isinstance(report, Problem) else steps])  # type: ignore[list-item]
+    if isinstance(report, Problem):
+        raise refusal("distribute_tensor", [report])
+    steps = _decided_by_shapes(report)
+    if isinstance(steps, Problem):
+        raise refusal("distribute_tensor", [steps])
     if mesh.get_coordinate() is None:
         local = full.new_empty(0)
     else:
@@ -141,7 +143,7 @@ def distribute_tensor(
     return dtensor
 
 
-_ANY = "tensor"  # how messages name a tensor that came without a key
+_ANY = "tensor"  # messages give this name to a tensor that came without a key
 
 
 def _rule_for_any(layout: ShardOrder | None) -> LayoutRules:
@@ -161,37 +163,32 @@ def _check_placements(mesh: DeviceMesh, placements: Sequence[Placement]) -> None
 
 
 def decide_layouts(values: Mapping[str, torch.Tensor], rules: LayoutRules) -> tuple[dict[str, Decided], list[Problem]]:
-    """The layouts of tensors that this rank holds a part of, and what is wrong with some of them on any rank.
+    """The layouts of tensors that this rank holds a part of, and the problems of all ranks of their meshes.
 
-    Collective over the meshes of the DTensors among them. Problems count ranks on the mesh. Plain tensors that describe
-    their own boxes are refused: nothing says which ranks hold the others.
+    Collective over the meshes of the DTensors. Problems count ranks on the mesh. Plain tensors that describe their own
+    boxes are refused: nothing says which ranks hold the other boxes.
     """
     describer = Describer(rules)
-    of_mesh: dict[DeviceMesh, dict[str, ShardReport]] = {}
-    own_problems: dict[DeviceMesh, list[Problem]] = {}
+    of_mesh: dict[DeviceMesh, dict[str, ShardReport | Problem]] = {}
     decided: dict[str, Decided] = {}
     problems: list[Problem] = []
     for fqn, value in values.items():
-        if describes_itself(value) and not isinstance(value, DTensor):
+        if isinstance(value, DTensor):
+            of_mesh.setdefault(value.device_mesh, {})[fqn] = describer.describe(fqn, value)
+        elif describes_itself(value):
             detail = (
                 "describes its own boxes, which full state dicts do not follow; call full_tensor on it, or load into it"
             )
             problems.append(Problem("unsupported_tensor", fqn, detail))
-            continue
-        report = describer.describe(fqn, value)
-        if isinstance(value, DTensor):
-            reports = of_mesh.setdefault(value.device_mesh, {})
-            if isinstance(report, ShardReport):
-                reports[fqn] = report
-            else:
-                own_problems.setdefault(value.device_mesh, []).append(report)
-        elif isinstance(report, ShardReport):
+        elif isinstance(report := describer.describe(fqn, value), ShardReport):
             decided[fqn] = (report, ())
     of_this_rank = list(problems)
-    for mesh, reports in of_mesh.items():
+    for mesh, described in of_mesh.items():
+        reports = {fqn: report for fqn, report in described.items() if isinstance(report, ShardReport)}
         entries = {fqn: TensorEntry(report, values[fqn].dtype, requires_grad=False) for fqn, report in reports.items()}
-        table = encode_table(KeyTable(entries, problems=(*of_this_rank, *own_problems.get(mesh, ())))).message
-        agreement = agree(gather_values(table, mesh), every_rank_reports=False)
+        refused = [report for report in described.values() if isinstance(report, Problem)]
+        table = KeyTable(entries, problems=(*of_this_rank, *refused))
+        agreement = agree(gather_values(encode_table(table).message, mesh), every_rank_reports=False)
         problems += agreement.problems
         rank = row_major_position(mesh.get_coordinate() or (), mesh.shape)
         for fqn, report in reports.items():
@@ -216,9 +213,8 @@ def gather_full(value: torch.Tensor, report: ShardReport, steps: Steps) -> torch
     own = positions.index(tuple(report.coordinate[axis] for axis in axes))
     part_elements = max(1, _GATHER_BYTES // (len(shards) * local.element_size()))
     parts_of = [_parts(shard, part_elements) for shard in shards]
-    locals_ = (part.of(local) for part in _parts(shards[own], part_elements))
-    mesh = value.device_mesh
-    _exchange_parts(full, parts_of, locals_, mesh, axes, _mesh_device(mesh, local))
+    own_parts = (part.of(local) for part in _parts(shards[own], part_elements))
+    _exchange_parts(full, parts_of, own_parts, value.device_mesh, axes)
     return full
 
 
@@ -228,17 +224,15 @@ def _exchange_parts(
     own: Iterable[torch.Tensor],
     scope: Scope,
     axes: Sequence[int],
-    device: torch.device,
 ) -> None:
-    """Fills a full tensor with the parts of all ranks, one of each at a time. Collective over the scope.
+    """Fills a full tensor with the parts of all ranks, one part of each rank at a time. Collective over the scope.
 
     Args:
-        parts_of: What each rank sends, in the order of ``all_gather_bytes``.
+        parts_of: The parts that each rank sends, in the order of ``all_gather_bytes``.
         own: This rank's memory of the parts that it sends.
-        axes: Of a mesh: those along which parts are sent.
-        device: Where the scope communicates.
+        axes: The axes of a mesh along which ranks send parts.
     """
-    own = iter(own)
+    own, device = iter(own), _device_of(scope, full)
     for parts in zip_longest(*parts_of):
         num_bytes = [0 if part is None else num_elements(part.shard.sizes) * full.element_size() for part in parts]
         flat = torch.zeros(max(num_bytes), dtype=torch.uint8, device=device)
@@ -252,7 +246,7 @@ def _exchange_parts(
 
 
 def _gather_boxes(value: torch.Tensor) -> torch.Tensor:
-    """The global tensor of one that describes its own boxes, on every rank, new.
+    """A new global tensor on every rank, from a tensor that describes its own boxes.
 
     The first rank that holds a box sends it. Collective over the mesh of a DTensor, else over the default group.
     """
@@ -270,7 +264,7 @@ def _gather_boxes(value: torch.Tensor) -> torch.Tensor:
     part_elements = max(1, _GATHER_BYTES // (len(tables) * full.element_size()))
     parts_of: list[list[_Part]] = [[] for _ in tables]
     local_of = dict(zip(entry.boxes, box_tensors(value, entry), strict=True))
-    locals_: list[torch.Tensor] = []
+    own_parts: list[torch.Tensor] = []
     own = scope_ranks(scope).index(dist.get_rank()) if dist.is_initialized() else 0
     for held in agreed.replicas[0]:
         offsets, sizes = held.boxes[0]
@@ -278,11 +272,8 @@ def _gather_boxes(value: torch.Tensor) -> torch.Tensor:
         for part in _parts(shard, part_elements):
             parts_of[held.ranks[0]].append(part)
             if held.ranks[0] == own:
-                locals_.append(part.of(local_of[held.boxes[0]].resolve_conj().resolve_neg()))
-    if isinstance(scope, DeviceMesh):
-        _exchange_parts(full, parts_of, locals_, scope, range(scope.ndim), _mesh_device(scope, full))
-    else:
-        _exchange_parts(full, parts_of, locals_, scope, (), _group_device(scope))
+                own_parts.append(part.of(local_of[held.boxes[0]].resolve_conj().resolve_neg()))
+    _exchange_parts(full, parts_of, own_parts, scope, () if scope is None else range(scope.ndim))
     return full
 
 
@@ -299,7 +290,7 @@ class _Part:
 
 
 def _parts(shard: LocalShard, max_elements: int) -> Iterator[_Part]:
-    """A shard cut along its longest dim into parts of at most so many elements, or of one index of that dim."""
+    """Cuts a shard along its longest dim into parts of at most ``max_elements``, or of one index of that dim."""
     total = num_elements(shard.sizes)
     if total <= max_elements:
         yield _Part(shard, 0, 0)
@@ -311,14 +302,14 @@ def _parts(shard: LocalShard, max_elements: int) -> Iterator[_Part]:
 
 
 def broadcast_full(full: torch.Tensor | None, *, like: torch.Tensor, scope: Scope = None, src: int = 0) -> torch.Tensor:
-    """A full tensor of one rank, on every rank of a scope: its own there, a new one on the others. Collective.
+    """The full tensor of the source rank, on every rank of a scope; new tensors on the other ranks. Collective.
 
     Args:
-        full: The values, on the source rank; ``None`` on the others.
-        like: A tensor, maybe on meta, of its shape and dtype.
+        full: The values on the source rank, ``None`` on the others.
+        like: A tensor of the same shape and dtype, perhaps on meta.
         src: See ``exchange.broadcast_bytes``.
     """
-    device = _mesh_device(scope, like) if isinstance(scope, DeviceMesh) else _group_device(scope)
+    device = _device_of(scope, like)
     if full is None:
         flat = torch.empty(like.numel() * like.element_size(), dtype=torch.uint8, device=device)
     else:
@@ -334,20 +325,17 @@ def _report_at(report: ShardReport, axes: Sequence[int], position: Sequence[int]
     return replace(report, coordinate=tuple(coordinate))
 
 
-def _tellable_steps(fqn: str, report: ShardReport) -> Steps | Problem:
-    """The first candidate, if the local shapes that it makes tell it from the others."""
+def _decided_by_shapes(report: ShardReport) -> Steps | Problem:
+    """The first candidate order, if the local shapes that it makes rule out the others."""
     assert report.mesh is not None
     made = (replace(report, coordinate=coordinate) for coordinate in mesh_coordinates(report.mesh.shape))
-    return decide(fqn, [replace(other, local_sizes=shard_of(other).sizes) for other in made])
+    return decide(_ANY, [replace(other, local_sizes=shard_of(other).sizes) for other in made])
 
 
-def _mesh_device(mesh: DeviceMesh, local: torch.Tensor) -> torch.device:
-    """Where the mesh communicates: the local tensor's device, unless it is offloaded."""
-    if local.device.type == mesh.device_type:
-        return local.device
-    return device_of(mesh.get_group(0), mesh.device_type)
-
-
-def _group_device(group: dist.ProcessGroup | None) -> torch.device:
-    group = dist.group.WORLD if group is None else group
-    return torch.device("cpu") if group is None else device_of(group)
+def _device_of(scope: Scope, tensor: torch.Tensor) -> torch.device:
+    """Where a scope communicates: a mesh on the tensor's device, unless the tensor is offloaded."""
+    if not isinstance(scope, DeviceMesh):
+        group = dist.group.WORLD if scope is None else scope
+        return torch.device("cpu") if group is None else device_of(group)
+    is_there = tensor.device.type == scope.device_type
+    return tensor.device if is_there else device_of(scope.get_group(0), scope.device_type)
