@@ -12,7 +12,7 @@ from simulated_loaders import SOAK, Ranks
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from torchtitan_ext.elastic import ElasticBatchSampler, ElasticDataLoader
-from torchtitan_ext.elastic.data.sampler import index_order, local_size
+from torchtitan_ext.elastic.data.sampler import Share, index_order
 from torchtitan_ext.errors import CannotReshardError
 
 
@@ -204,7 +204,7 @@ def test_the_global_generator_stays() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize(("size", "dp_size", "sizes"), [(8, 4, [2, 2, 2, 2]), (7, 3, [3, 2, 2]), (2, 3, [1, 1, 0])])
+@pytest.mark.parametrize(("size", "dp_size", "sizes"), [(8, 4, [2, 2, 2, 2]), (7, 3, [3, 2, 2]), (3, 3, [1, 1, 1])])
 def test_local_sizes_add_up(size: int, dp_size: int, sizes: list[int]) -> None:
-    assert [local_size(size, dp_rank=rank, dp_size=dp_size) for rank in range(dp_size)] == sizes
+    assert [Share(size, rank, dp_size, "drop", False).batch_size for rank in range(dp_size)] == sizes
     assert sum(sizes) == size

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from torchtitan_ext.elastic import ElasticDataLoader, Streams, TooFewShardsError
+from torchtitan_ext.elastic.data.sampler import Share
 from torchtitan_ext.elastic.data.virtual_shards import (
     EmptyShardError,
     EpochEnd,
@@ -23,7 +24,7 @@ def reader_of(lengths: list[int], *, dp_rank: int = 0, dp_size: int = 1, endless
     def open_stream(shard: int, num_shards: int, epoch: int) -> list[str]:
         return [f"{'abcd'[shard]}{i}" + "'" * epoch for i in range(lengths[shard])]
 
-    return ShardReader(Streams(open_stream, len(lengths)), dp_rank=dp_rank, dp_size=dp_size, endless=endless)
+    return ShardReader(Streams(open_stream, len(lengths)), Share(dp_size, dp_rank, dp_size, "drop", endless))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -12,14 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, default_collate
 
 from torchtitan_ext.checkpoint.tables.component import Resharded, SampleAccount, World
-from torchtitan_ext.elastic.data.sampler import (
-    ElasticBatchSampler,
-    Last,
-    LocalBatch,
-    SamplePosition,
-    check_serving,
-    local_size,
-)
+from torchtitan_ext.elastic.data.sampler import ElasticBatchSampler, Last, LocalBatch, SamplePosition, Share
 from torchtitan_ext.elastic.data.stream_batches import StreamBatches
 from torchtitan_ext.elastic.data.streams import StreamSource
 from torchtitan_ext.errors import argument_error, check_counts
@@ -29,44 +23,44 @@ class ElasticDataLoader:
     """Local batches of this data-parallel rank, and a state that any other number of ranks can go on from.
 
     ``iter`` goes on from the loader's position: after an epoch with the next one, after a ``break`` with the next
-    batch. No sample of an epoch is lost or served twice, whatever restarts happen in it, but for what ``last`` says;
-    that is counted (``dropped``, ``padded``) and in the state.
+    batch. Whatever restarts happen in an epoch, none of its samples is lost or served twice, except as ``last`` says;
+    the state counts those (``dropped``, ``padded``).
 
-    * Over a map-style data set (``__len__`` and ``__getitem__``; those of Hugging Face too) global batch b of an epoch
-      is the next samples of the epoch's order: the same set for any number of ranks. No communication.
+    * Over a map-style data set (``__len__`` and ``__getitem__``; Hugging Face's too) global batch b of an epoch is the
+      next samples of the epoch's order: the same set for any number of ranks. No communication.
     * Over a ``StreamSource`` the ranks own its virtual shards and take samples from them in turn (see ``ShardReader``).
       The set of samples of each global batch is the same for every ``dp_size`` that divides ``num_shards`` and the
-      global batch size: until the first shard ends, or for ever where ``endless``.
-      Where ``endless`` there is no communication; otherwise the ranks agree on the end of the epoch by one all-reduce
-      of a number per step, so that all call ``next`` equally often.
+      global batch size: until the first shard ends, or for ever with ``endless``. With ``endless`` there is no
+      communication; otherwise the ranks agree on the end of the epoch by one all-reduce of a number per step, so that
+      all call ``next`` equally often.
 
-    The state has one entry per virtual shard, ``shard_7_of_16``, and one that is equal on all ranks, ``loader``. Each
-    data-parallel rank saves those of its shards; tensor-parallel ranks save the same, which a checkpoint writes once.
+    The state has an entry for each virtual shard, ``shard_7_of_16``, and one that is equal on all ranks, ``loader``.
+    Each data-parallel rank saves the entries of its shards; tensor-parallel ranks save the same, which a checkpoint
+    writes once.
 
     Args:
         data: A map-style data set or a ``StreamSource``.
-        batch_size: Samples of this rank in a step; or
-        global_batch_size: of all ranks together, which need not be a multiple of ``dp_size``. Exactly one of the two.
-            Either may differ from that of the job that saved.
-        dp_rank: Of this process among the data-parallel ranks.
+        batch_size: Samples of this rank in a step. Give either this or ``global_batch_size``; both may differ from
+            those of the job that saved.
+        global_batch_size: Samples of all ranks together in a step; need not be a multiple of ``dp_size``.
+        dp_rank: This process's data-parallel rank.
         dp_size: Number of data-parallel ranks.
         shuffle: Map-style data: whether each epoch has its own random order. Streams order themselves.
-        seed: Of that order. A loaded state brings its own.
-        last: What becomes of the samples at the end of an epoch that do not fill a global batch. ``"drop"`` leaves them
-            out: over streams the epoch ends when the first rank cannot fill its batch. ``"pad"`` serves all of them:
-            a batch that is short is filled with repeats, at its end, and ``num_padding`` says how many; over streams,
-            ranks without samples get padding until all are through.
+        seed: Seed of the random order. A loaded state brings its own.
+        last: What becomes of samples at the end of an epoch that do not fill a global batch. ``"drop"`` leaves them
+            out: over streams the epoch ends when the first rank cannot fill its batch. ``"pad"`` serves all of them: a
+            short batch is filled with repeats, at its end, and ``num_padding`` counts these; over streams, ranks
+            without samples get padding until all are through.
         endless: Whether iteration goes on with the next epoch by itself, over streams each shard on its own.
-        group: The data-parallel process group, for streams that are not endless, such as
-            ``mesh["dp"].get_group()``; the default group by default, which is another one where there is tensor or
-            pipeline parallelism too.
+        group: The data-parallel process group, such as ``mesh["dp"].get_group()``, for streams that are not endless.
+            The default group is wrong where there is tensor or pipeline parallelism too.
         collate_fn: From a list of samples to a batch.
         loader_options: Map-style data: more arguments of ``torch.utils.data.DataLoader``, such as ``num_workers``.
 
     Raises:
-        TypeError: A size that is no number, a class in the place of a data set.
-        ValueError: For arguments that do not fit each other, ``group`` and ``dp_size`` among them.
-        TooFewShardsError: More ranks than virtual shards.
+        TypeError: A size is no whole number, or ``data`` is a class.
+        ValueError: Arguments do not fit each other, ``group`` and ``dp_size`` among them.
+        TooFewShardsError: There are more ranks than virtual shards.
     """
 
     def __init__(
@@ -89,48 +83,28 @@ class ElasticDataLoader:
             raise ValueError("ElasticDataLoader: give exactly one of batch_size (per rank) and global_batch_size")
         check_counts("ElasticDataLoader", batch_size=batch_size, dp_size=dp_size)
         size = global_batch_size if global_batch_size is not None else (batch_size or 0) * dp_size
-        check_serving(last, dp_rank, dp_size, size)
+        share = Share(size, dp_rank, dp_size, last, endless)
         self.dp_rank = dp_rank
         self.dp_size = dp_size
         self.global_batch_size = size
-        self.batch_size = local_size(size, dp_rank=dp_rank, dp_size=dp_size)
+        self.batch_size = share.batch_size
         self._batches: StreamBatches | _SampleBatches
         if isinstance(data, type):
             raise argument_error("ElasticDataLoader", "data", data, "an instance: a data set or a source of streams")
         if isinstance(data, StreamSource):
             if loader_options:
                 raise ValueError(f"ElasticDataLoader: {', '.join(loader_options)} cannot be applied to streams")
-            self._batches = StreamBatches(
-                data,
-                global_batch_size=size,
-                dp_rank=dp_rank,
-                dp_size=dp_size,
-                last=last,
-                endless=endless,
-                group=group,
-                collate_fn=collate_fn,
-            )
+            self._batches = StreamBatches(data, share, group, collate_fn)
         elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
             if not loader_options.get("in_order", True):
                 raise ValueError("ElasticDataLoader: in_order=False has no position to resume from; leave it out")
-            sampler = ElasticBatchSampler(
-                data,
-                global_batch_size=size,
-                dp_rank=dp_rank,
-                dp_size=dp_size,
-                shuffle=shuffle,
-                seed=seed,
-                last=last,
-                endless=endless,
-            )
+            sampler = ElasticBatchSampler(data, **asdict(share), shuffle=shuffle, seed=seed)
             self._batches = _SampleBatches(data, sampler, {"collate_fn": collate_fn, **loader_options})
         else:
             raise ValueError(
                 f"ElasticDataLoader: {type(data).__name__} is neither a map-style data set (__len__ and __getitem__) "
-                "nor a source of streams; wrap what opens your streams in Streams or "
-                "HuggingFaceStreams of tte.elastic"
+                "nor a source of streams; wrap what opens your streams in Streams or HuggingFaceStreams of tte.elastic"
             )
-
         self._start = self._batches.state_dict()
 
     def __iter__(self) -> Iterator[Any]:
@@ -145,8 +119,8 @@ class ElasticDataLoader:
     def dropped(self) -> int:
         """Samples that all ranks together have left out at the ends of epochs.
 
-        Over streams: those that were read for a last batch that could not be filled. What the shards of other ranks had
-        left at that moment is not read; each shard's entry in the state says where it was cut (``last_epoch``).
+        Over streams these are samples that were read for a last batch that could not be filled. Samples that shards of
+        other ranks had left then are not read; each shard's entry in the state says where it was cut (``last_epoch``).
         """
         return self._batches.counts.dropped
 
@@ -170,23 +144,23 @@ class ElasticDataLoader:
         return self._batches.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from the position of any number of ranks; takes the entries of all ranks or those of this one.
+        """Goes on from the position of any number of ranks, from the entries of all ranks or those of this one.
 
         Raises:
-            CannotReshardError: The state is of other data or another number of shards; the loader is as it was.
+            CannotReshardError: The state is of other data or another number of shards; the loader is unchanged.
         """
         self._batches.load_state_dict(state_dict)
 
     def sample_account(self) -> SampleAccount:
-        """What it has served, for a save to compare with what a ``TrainState`` counts."""
+        """The samples that were served; a save compares them with what a ``TrainState`` counts."""
         return SampleAccount(served=self.samples_seen, padded=self.padded)
 
     def reset(self) -> None:
-        """Goes back to the beginning of the first epoch, with the seed that the loader was made with."""
+        """Goes back to the beginning of the first epoch, with the seed of the constructor."""
         self._batches.load_state_dict(self._start)
 
     def reshard(self, saved: Mapping[str, Any], old: World, new: World) -> Resharded:
-        """See ``Reshardable``. Adopts what torchtitan saved too, where ``data`` can: see ``TorchtitanTextStreams``."""
+        """See ``Reshardable``. Also adopts torchtitan's states where ``data`` can: see ``TorchtitanTextStreams``."""
         return self._batches.reshard(saved, old, new)
 
 
@@ -224,10 +198,10 @@ class _SampleBatches:
                 ahead.append(batch)
                 yield batch.indices
 
-        # Its own generator, or each iterator would draw from the global one and a resumed run differ from another.
+        # With the global generator each new iterator would draw from it, and a resumed run would differ.
         options = {"generator": torch.Generator(), **self._options}
         loader = DataLoader(self._data, batch_sampler=_Once(indices()), **options)
-        # It draws a seed on the default device, by the generator of another.
+        # The loader draws a seed on the default device, with a generator that may be of another device.
         is_elsewhere = loader.generator is not None and loader.generator.device != torch.get_default_device()
         with loader.generator.device if is_elsewhere else nullcontext():
             served = iter(loader)

@@ -31,14 +31,46 @@ _KIND = "samples"
 
 
 @dataclass(frozen=True)
+class Share:
+    """A rank's share of each global batch, and what becomes of the end of an epoch; see ``ElasticDataLoader``.
+
+    Raises:
+        TypeError: A size is no whole number.
+        ValueError: ``last`` is unknown, the rank does not exist, or some rank would get no sample.
+    """
+
+    global_batch_size: int
+    dp_rank: int
+    dp_size: int
+    last: Last
+    endless: bool
+
+    def __post_init__(self) -> None:
+        rank, ranks, size = self.dp_rank, self.dp_size, self.global_batch_size
+        if self.last not in get_args(Last):
+            raise ValueError(f'data loader: last is {self.last!r}, expected "drop" or "pad"')
+        check_counts("data loader", dp_rank=rank, dp_size=ranks, global_batch_size=size)
+        if not 0 <= rank < ranks:
+            raise ValueError(f"data loader: dp_rank is {rank}, expected 0 <= dp_rank < dp_size = {ranks}")
+        if size < ranks:
+            raise ValueError(
+                f"data loader: a global batch of {size} leaves some of {ranks} data-parallel ranks without a sample; "
+                f"choose global_batch_size >= {ranks}"
+            )
+
+    @property
+    def batch_size(self) -> int:
+        """This rank's samples of a full global batch. Where they do not divide evenly, low ranks have one more."""
+        return len(range(self.dp_rank, self.global_batch_size, self.dp_size))
+
+
+@dataclass(frozen=True)
 class SamplePosition:
-    """Where in the data a job is. Counts are global: of all ranks together, and equal on all of them.
+    """Where in the data a job is: equal on all ranks, since all counts are of all ranks together.
 
     Attributes:
-        num_samples: Of the data set.
-        shuffle: Whether the order of an epoch is shuffled.
-        seed: Of the order, together with the epoch.
-        epoch: The current epoch.
+        num_samples: Samples of the data set.
+        shuffle: Whether the order of an epoch is shuffled, by ``seed`` and the epoch.
         next_sample: Position in this epoch's order of the first sample that was not served.
         samples_seen: Samples served so far, over all epochs, without padding.
         dropped: Samples left out so far because they did not fill a global batch at the end of an epoch.
@@ -60,9 +92,9 @@ class LocalBatch:
     """A rank's part of a global batch.
 
     Attributes:
-        indices: Of samples of the data set.
-        num_padding: How many of them, at the end, are repeats that fill the last batch of an epoch.
-        position: Where the job is once this batch is served.
+        indices: Indices into the data set.
+        num_padding: How many indices, at the end, are repeats that fill the last batch of an epoch.
+        position: Where the job is when this batch has been served.
     """
 
     indices: list[int]
@@ -73,24 +105,23 @@ class LocalBatch:
 class ElasticBatchSampler:
     """A batch sampler for ``torch.utils.data.DataLoader`` whose state is independent of the number of ranks.
 
-    It yields lists of indices. Its state counts the batches that were served: a ``DataLoader`` with workers asks for
-    batches ahead of the training loop, so the sampler goes by that loader's own count, and an epoch has ended with its
-    last batch. Whatever else reads ahead (a wrapper that looks for the last batch) is not known to it;
-    ``ElasticDataLoader`` counts what it has served itself.
+    It yields lists of indices. Its state counts batches that were served. A ``DataLoader`` with workers asks for
+    batches ahead of the training loop, so the sampler reads that loader's own count. It cannot know of anything else
+    that reads ahead, such as a wrapper that looks for the last batch; ``ElasticDataLoader`` counts what it serves.
 
     Args:
         data: The data set, or anything whose length is its number of samples.
         global_batch_size: Samples of all ranks together in one step; need not be a multiple of ``dp_size``.
-        dp_rank: Of this process among the data-parallel ranks.
+        dp_rank: This process's data-parallel rank.
         dp_size: Number of data-parallel ranks; at most ``global_batch_size``.
-        shuffle: Whether each epoch has its own random order, else the order of the data.
-        seed: Of that order; the same on every rank.
-        last: What becomes of the samples at the end of an epoch that fill no global batch: left out, or served
-            together with the first ones of the epoch's order. Every rank has the same number of batches either way.
+        shuffle: Whether each epoch has its own random order; otherwise it has the order of the data.
+        seed: Seed of the random order; the same on every rank.
+        last: What becomes of samples at the end of an epoch that fill no global batch: ``"drop"`` leaves them out,
+            ``"pad"`` serves them with the first ones of the epoch's order. All ranks have equally many batches.
         endless: Whether iteration goes on with the next epoch. Otherwise it ends, and the next ``iter`` goes on.
 
     Raises:
-        ValueError: For sizes that leave a rank, or every epoch, without a batch.
+        ValueError: The sizes leave a rank, or every epoch, without a batch.
     """
 
     def __init__(
@@ -106,7 +137,7 @@ class ElasticBatchSampler:
         endless: bool = False,
     ) -> None:
         check_argument("ElasticBatchSampler", "data", data, Sized, "a data set with a length")
-        check_serving(last, dp_rank, dp_size, global_batch_size)
+        Share(global_batch_size, dp_rank, dp_size, last, endless)  # checks these
         num_samples = len(data)
         if num_samples < (global_batch_size if last == "drop" else 1):
             raise ValueError(
@@ -126,7 +157,7 @@ class ElasticBatchSampler:
         """Where the job is after the batches that were served.
 
         Raises:
-            ValueError: A loader serves batches in another order than it asks for them.
+            ValueError: The loader serves batches in another order than it asks for them.
         """
         return self._position if self._ahead is None else self._ahead.position()
 
@@ -135,13 +166,13 @@ class ElasticBatchSampler:
         self._position, self._ahead = position, None
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
+        """Number of batches in an epoch."""
         rest = self.global_batch_size - 1 if self.last == "pad" else 0
         return (self._position.num_samples + rest) // self.global_batch_size
 
     def __iter__(self) -> Iterator[list[int]]:
-        # A loader tells its batch sampler nothing, but it is who calls this. No generator: a loader that keeps its
-        # workers sets its count back right after this call.
+        # A loader passes its batch sampler nothing, but calls this: it is in the caller's frame. This is no generator,
+        # because a loader that keeps its workers sets its count back right after the call.
         reader = sys._getframe(1).f_locals.get("self")
         self.position = self.position
         if isinstance(reader, _MultiProcessingDataLoaderIter):
@@ -161,7 +192,7 @@ class ElasticBatchSampler:
             ahead.end_epoch()
 
     def batches(self) -> Iterator[LocalBatch]:
-        """The local batches from the present position to the end of the epoch, or without end; moves nothing."""
+        """The local batches from the position to the end of the epoch, or without end. Does not move the position."""
         position = self.position
         while True:
             order = index_order(
@@ -177,26 +208,26 @@ class ElasticBatchSampler:
             position = _next_epoch(position)
 
     def end_epoch(self) -> None:
-        """Declares what is left of the epoch dropped, and goes to the next one."""
+        """Drops what is left of the epoch, and goes to the next one."""
         self.position = _next_epoch(self.position)
 
     def _next_span(self, position: SamplePosition) -> range | None:
-        """Places in the order of the next global batch, padding from ``num_samples`` on; None at the end."""
+        """Places of the next global batch in the epoch's order, padding from ``num_samples`` on; None at the end."""
         left = position.num_samples - position.next_sample
         if left <= 0 or (self.last == "drop" and left < self.global_batch_size):
             return None
         return range(position.next_sample, position.next_sample + self.global_batch_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """One entry, equal on all ranks. Its value is a tuple, which checkpoints keep as one value."""
+        """One entry, equal on all ranks, in a tuple: a checkpoint keeps a tuple as one value."""
         saved = {"version": 1, "kind": _KIND, "global_batch_size": self.global_batch_size, **asdict(self.position)}
         return {_STATE_KEY: ({**saved, "dp_size": self.dp_size},)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes a state of any number of ranks and any global batch size; its seed and shuffle count from now on.
+        """Goes on from the state of any number of ranks and any global batch size, with its seed and ``shuffle``.
 
         Raises:
-            CannotReshardError: It is of other data.
+            CannotReshardError: The state was saved over other data.
         """
         self.position = self._position_of(state_dict)
 
@@ -229,17 +260,12 @@ class ElasticBatchSampler:
 
 
 class _Ahead:
-    """The positions after batches that a loader with workers has asked for, and the loader's count of those served.
-
-    Args:
-        loader: An iterator over a ``DataLoader`` with workers.
-        position: Where it begins.
-    """
+    """The position after each batch that a ``DataLoader`` with workers has asked for and not yet served."""
 
     def __init__(self, loader: _MultiProcessingDataLoaderIter, position: SamplePosition) -> None:
         self._loader = loader
         self._num_served = 0
-        # The first is that after the last batch that was served.
+        # The first is the position after the last batch that was served.
         self._positions = deque([position])
 
     def add(self, position: SamplePosition) -> None:
@@ -262,9 +288,9 @@ class _Ahead:
 
 
 def index_order(num_samples: int, *, shuffle: bool, seed: int, epoch: int) -> list[int] | range:
-    """The indices 0 .. num_samples - 1 in the order of an epoch; the same on every rank.
+    """The indices 0 .. num_samples - 1 in the order of an epoch; the same for any rank and number of ranks.
 
-    Shuffled as ``torch.utils.data.DistributedSampler`` does: ``torch.randperm`` from a generator seeded with
+    They are shuffled as ``torch.utils.data.DistributedSampler`` does: ``torch.randperm`` from a generator seeded with
     ``seed + epoch``.
     """
     if not shuffle:
@@ -275,30 +301,11 @@ def index_order(num_samples: int, *, shuffle: bool, seed: int, epoch: int) -> li
     return order
 
 
-def local_size(global_batch_size: int, *, dp_rank: int, dp_size: int) -> int:
-    """How many samples of a global batch are a rank's; where they do not divide evenly low ranks have one more."""
-    return len(range(dp_rank, global_batch_size, dp_size))
-
-
-def check_serving(last: object, dp_rank: int, dp_size: int, global_batch_size: int) -> None:
-    """Raises ValueError for an unknown ``last``, a rank that does not exist, or a rank without a sample."""
-    if last not in get_args(Last):
-        raise ValueError(f'data loader: last is {last!r}, expected "drop" or "pad"')
-    check_counts("data loader", dp_rank=dp_rank, dp_size=dp_size, global_batch_size=global_batch_size)
-    if not 0 <= dp_rank < dp_size:
-        raise ValueError(f"data loader: dp_rank is {dp_rank}, expected 0 <= dp_rank < dp_size = {dp_size}")
-    if global_batch_size < dp_size:
-        raise ValueError(
-            f"data loader: a global batch of {global_batch_size} leaves some of {dp_size} data-parallel ranks without "
-            f"a sample; choose global_batch_size >= {dp_size}"
-        )
-
-
 def common_entry(saved: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
-    """The entry that all ranks save equally, checked to be of a kind of loader.
+    """The entry that is equal on all ranks.
 
     Raises:
-        CannotReshardError: It is missing, of another kind or of a later version.
+        CannotReshardError: The entry is missing, or is of another kind of loader or another version.
     """
     entry = saved.get(_STATE_KEY)
     if not isinstance(entry, tuple) or not entry or not isinstance(entry[0], Mapping):

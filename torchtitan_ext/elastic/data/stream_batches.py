@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_ext.checkpoint.tables.component import Resharded, World
-from torchtitan_ext.elastic.data.sampler import Last, common_entry, local_size
+from torchtitan_ext.elastic.data.sampler import Share, common_entry
 from torchtitan_ext.elastic.data.streams import AdoptsStates, ChecksStates, SplitsStates, StreamSource
 from torchtitan_ext.elastic.data.virtual_shards import ShardReader, ShardState, from_entry, shard_key, to_entry
 from torchtitan_ext.errors import CannotReshardError, Remedy
@@ -35,58 +35,49 @@ class StreamBatches:
     def __init__(
         self,
         source: StreamSource,
-        *,
-        global_batch_size: int,
-        dp_rank: int,
-        dp_size: int,
-        last: Last,
-        endless: bool,
+        share: Share,
         group: dist.ProcessGroup | None,
         collate_fn: Callable[[list[Any]], Any],
     ) -> None:
-        self._reader = ShardReader(source, dp_rank=dp_rank, dp_size=dp_size, endless=endless)
+        self._reader = ShardReader(source, share)
         self._source = source
-        self._global_batch_size = global_batch_size
-        self._dp_size = dp_size
-        self._batch_size = local_size(global_batch_size, dp_rank=dp_rank, dp_size=dp_size)
-        self._last = last
-        self._endless = endless
+        self._share = share
         self._group = group
         self._collate_fn = collate_fn
         self.counts = Counts()
         self.num_padding = 0
         # Where there is a process group already, a wrong one is an error here, not at the first batch.
-        if dp_size > 1 and not endless and dist.is_initialized():
+        if share.dp_size > 1 and not share.endless and dist.is_initialized():
             self._check_group()
 
     @property
     def epoch(self) -> int:
-        """The latest epoch that one of the own shards is in."""
+        """The latest epoch of this rank's shards."""
         return self._reader.epoch
 
     def __iter__(self) -> Iterator[Any]:
         while True:
             before = self._reader.taken()
-            samples = self._reader.draw(self._batch_size)
-            served = self._global_batch_size if self._endless else self._sum_over_ranks(len(samples))
-            if served == 0 or (self._last == "drop" and served < self._global_batch_size):
+            samples = self._reader.draw(self._share.batch_size)
+            served = self._share.global_batch_size if self._share.endless else self._sum_over_ranks(len(samples))
+            if served == 0 or (self._share.last == "drop" and served < self._share.global_batch_size):
                 self.counts.dropped += served
                 self._reader.end_epoch({shard: n - before[shard] for shard, n in self._reader.taken().items()})
                 return
             self.counts.samples_seen += served
-            self.counts.padded += self._global_batch_size - served
-            self.num_padding = self._batch_size - len(samples)
+            self.counts.padded += self._share.global_batch_size - served
+            self.num_padding = self._share.batch_size - len(samples)
             yield self._collate_fn(self._fill(samples))
 
     def _fill(self, samples: list[Any]) -> list[Any]:
-        """Repeats the samples until they are a batch; without any, the first one of the epoch."""
+        """Repeats the samples until they fill the batch; without samples, a first one of the data."""
         if self.num_padding == 0:
             return samples
         repeated = samples or [self._reader.first_sample()]
         return samples + [repeated[i % len(repeated)] for i in range(self.num_padding)]
 
     def _sum_over_ranks(self, count: int) -> int:
-        if self._dp_size == 1:
+        if self._share.dp_size == 1:
             return count
         self._check_group()
         total = torch.tensor([count], dtype=torch.int64, device=device_of(self._group or dist.group.WORLD))  # type: ignore[arg-type]
@@ -95,12 +86,12 @@ class StreamBatches:
 
     def _check_group(self) -> None:
         """Raises ValueError unless the group is that of the data-parallel ranks."""
-        size = dist.get_world_size(self._group) if dist.is_initialized() else 0
-        if size != self._dp_size:
+        size, expected = dist.get_world_size(self._group) if dist.is_initialized() else 0, self._share.dp_size
+        if size != expected:
             found = f"has {size} ranks" if size > 0 else "does not hold this rank" if size else "does not exist"
             raise ValueError(
-                f"ElasticDataLoader: {self._dp_size} data-parallel ranks must agree on the end of an epoch, but the "
-                f"process group {found}; pass the data-parallel group as group=, such as mesh['dp'].get_group(), or "
+                f"ElasticDataLoader: {expected} data-parallel ranks must agree on the end of an epoch, but the process "
+                f"group {found}; pass the data-parallel group as group=, such as mesh['dp'].get_group(), or "
                 "endless=True"
             )
 
@@ -109,8 +100,8 @@ class StreamBatches:
             "version": 1,
             "kind": _KIND,
             "num_shards": self._source.num_shards,
-            "dp_size": self._dp_size,
-            "global_batch_size": self._global_batch_size,
+            "dp_size": self._share.dp_size,
+            "global_batch_size": self._share.global_batch_size,
             **asdict(self.counts),
         }
         return {"loader": (common,), **self._entries(self._reader.states())}
@@ -133,7 +124,7 @@ class StreamBatches:
         else:
             note += f"virtual shards {num_saved} -> {self._source.num_shards}, each dealt to "
             note += f"{self._source.num_shards // num_saved}, "
-        note += f"data-parallel ranks {common['dp_size']} -> {self._dp_size}"
+        note += f"data-parallel ranks {common['dp_size']} -> {self._share.dp_size}"
         common = {**common, "num_shards": self._source.num_shards}
         return Resharded({"loader": (common,), **self._entries(states)}, note, common["samples_seen"], common["padded"])
 
@@ -141,8 +132,10 @@ class StreamBatches:
         return {shard_key(shard, self._source.num_shards): to_entry(state) for shard, state in states.items()}
 
     def _read(self, saved: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[int, ShardState], list[int]]:
-        """The common entry, the states of the own shards, after a split where the loader has more shards, and the
-        epochs that the saved shards are in."""
+        """The common entry, the states of this rank's shards, and the epochs of the saved shards.
+
+        Saved shards are split where the loader has more of them.
+        """
         if isinstance(self._source, AdoptsStates):
             saved = self._source.adopt(saved) or saved
         common = common_entry(saved, _KIND)
@@ -165,7 +158,7 @@ class StreamBatches:
             if shard_key(shard, num_saved) in saved or shard in self._parents(num_saved)
         }
         epochs = sorted({state.epoch for state in parents.values()})
-        if not self._endless and len(epochs) > 1:
+        if not self._share.endless and len(epochs) > 1:
             raise CannotReshardError(
                 f"the shards of the checkpoint are in epochs {epochs[0]} to {epochs[-1]}, and a loader that is not "
                 "endless has all shards in one",
@@ -181,7 +174,7 @@ class StreamBatches:
         return common, {shard: split[shard % num_saved][shard // num_saved] for shard in self._reader.own}, epochs
 
     def _parents(self, num_saved: int) -> set[int]:
-        """The saved shards that the own ones come from: shard v of a loader from shard v % num_saved."""
+        """The saved shards that this rank's shards come from: shard v comes from saved shard v % num_saved."""
         return {shard % num_saved for shard in self._reader.own}
 
     def _split(self, parent: ShardState, shard: int, num_saved: int) -> list[ShardState]:
@@ -192,10 +185,10 @@ class StreamBatches:
 
     def _what_to_choose(self, num_saved: int) -> tuple[str, Remedy | None]:
         if isinstance(self._source, SplitsStates):
-            fitting = math.lcm(num_saved, self._dp_size)
+            fitting = math.lcm(num_saved, self._share.dp_size)
             text = f"choose num_shards={fitting}, or another multiple of {num_saved}"
             return text, Remedy("num_shards", fitting)
-        if self._dp_size <= num_saved:
+        if self._share.dp_size <= num_saved:
             return f"choose num_shards={num_saved}", Remedy("num_shards", num_saved)
         text = f"choose num_shards={num_saved} and at most {num_saved} data-parallel ranks, or reset the data loader"
         return text, None

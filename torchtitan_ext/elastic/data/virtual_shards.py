@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from torchtitan_ext.elastic.data.sampler import Share
 from torchtitan_ext.elastic.data.streams import Stream, StreamSource, start_epoch
 from torchtitan_ext.errors import CannotReshardError, TorchtitanExtError
 
@@ -59,11 +60,10 @@ class EmptyShardError(TorchtitanExtError, RuntimeError):
 
 @dataclass(frozen=True)
 class EpochEnd:
-    """How a shard's last epoch ended; what the declared remainder of that epoch is.
+    """How a shard's last epoch ended, and what remained of it.
 
     Attributes:
-        epoch: Which one.
-        served: Samples of the shard that were served in it, padding not counted: the remainder begins here.
+        served: Samples of the shard that were served in the epoch, without padding: the remainder begins here.
         read_to_end: Whether the shard was finished. If so and nothing was dropped, there is no remainder.
     """
 
@@ -78,11 +78,11 @@ class ShardState:
 
     Attributes:
         epoch: The shard's current epoch.
-        taken: Samples served in it. What may be skipped to resume a stream that has no state.
+        taken: Samples served in this epoch: a stream without a state resumes by skipping so many.
         total: Samples served over all epochs.
         finished: Whether the epoch has no more samples.
         last_epoch: How the epoch before ended.
-        stream: State of its stream; None where the stream is at the beginning of the epoch, or has no state.
+        stream: The stream's state; None where it is at the beginning of the epoch, or has no state.
     """
 
     epoch: int = 0
@@ -99,24 +99,20 @@ def shard_key(shard: int, num_shards: int) -> str:
 
 
 def num_shards_of(fqn: str) -> int | None:
-    """How many shards there are by the flat key of one of them; ``None`` of any other key."""
+    """The number of shards in the flat key of a shard; ``None`` for any other key."""
     match = _SHARD_KEY.search(fqn)
     return None if match is None else int(match[1])
 
 
 def to_entry(state: ShardState) -> tuple[dict[str, Any]]:
-    """A shard's entry. Checkpoints keep a tuple as one value, whatever the shape of what is in it."""
+    """A shard's entry. Checkpoints keep a tuple as one value, whatever is in it."""
     last_epoch = None if state.last_epoch is None else asdict(state.last_epoch)
     shallow = {field_.name: getattr(state, field_.name) for field_ in fields(ShardState)}
     return ({**shallow, "last_epoch": last_epoch},)
 
 
 def from_entry(key: str, saved: Mapping[str, Any]) -> ShardState:
-    """The state of a shard.
-
-    Raises:
-        CannotReshardError: The entry is missing or is not one of ours.
-    """
+    """The state of a shard; raises ``CannotReshardError`` where the entry is missing or is not one of ours."""
     try:
         (entry,) = saved[key]
         last_epoch = entry["last_epoch"]
@@ -141,39 +137,33 @@ class _OpenShard:
 
 
 class ShardReader:
-    """Reads the shards of one rank in turn. No communication.
-
-    Args:
-        source: Cuts the data into shards.
-        dp_rank: Of this process among the data-parallel ranks.
-        dp_size: Number of data-parallel ranks.
-        endless: Whether each shard goes on with its own next epoch when it ends.
+    """Reads the shards of one rank in turn. No communication. In an endless loader each shard has its own epochs.
 
     Raises:
         TooFewShardsError: There are more ranks than shards.
     """
 
-    def __init__(self, source: StreamSource, *, dp_rank: int, dp_size: int, endless: bool) -> None:
-        if dp_size > source.num_shards:
-            raise TooFewShardsError(source.num_shards, dp_size)
+    def __init__(self, source: StreamSource, share: Share) -> None:
+        if share.dp_size > source.num_shards:
+            raise TooFewShardsError(source.num_shards, share.dp_size)
         self._source = source
-        self._endless = endless
-        self.own = range(dp_rank, source.num_shards, dp_size)
+        self._endless = share.endless
+        self.own = range(share.dp_rank, source.num_shards, share.dp_size)
         self._shards = {index: _OpenShard(index, ShardState()) for index in self.own}
         self._turns: list[tuple[int, int]] = []
         self._queue()
 
     @property
     def epoch(self) -> int:
-        """The latest epoch that one of the own shards is in."""
+        """The latest epoch of this rank's shards."""
         return max(shard.state.epoch for shard in self._shards.values())
 
     def states(self) -> dict[int, ShardState]:
-        """A copy of the state of each own shard."""
+        """A copy of the state of each of this rank's shards."""
         return {index: self._state_of(shard) for index, shard in self._shards.items()}
 
     def load(self, states: Mapping[int, ShardState]) -> None:
-        """Goes on from these states of the own shards; streams are opened when they are needed."""
+        """Goes on from these states of this rank's shards. Streams are opened when they are needed."""
         self._shards = {index: _OpenShard(index, copy.deepcopy(states[index])) for index in self.own}
         self._queue()
 
@@ -192,11 +182,7 @@ class ShardReader:
         return samples
 
     def end_epoch(self, unserved: Mapping[int, int]) -> None:
-        """Goes to the next epoch with all shards.
-
-        Args:
-            unserved: How many samples of a shard were drawn last but not served.
-        """
+        """Goes to the next epoch with all shards. ``unserved`` samples of a shard were drawn last and not served."""
         for index, shard in self._shards.items():
             shard.state.taken -= unserved.get(index, 0)
             shard.state.total -= unserved.get(index, 0)
@@ -204,14 +190,13 @@ class ShardReader:
         self._queue()
 
     def taken(self) -> dict[int, int]:
-        """Samples that each own shard has served in its epoch."""
+        """Samples that each of this rank's shards has served in its epoch."""
         return {index: shard.state.taken for index, shard in self._shards.items()}
 
     def first_sample(self) -> Any:
-        """A sample to pad with: of the first shard that has one in this epoch or later ones, the own shards first.
+        """A sample to pad with: from the first shard that has one in this epoch or later ones, own shards first.
 
-        Later ones, because a packed sequence may need the tokens of several epochs; the one that was served had those
-        of epochs before.
+        It may take later epochs: a packed sequence may need the tokens of several epochs.
         """
         first = self._shards[self.own.start].state.epoch
         shards = dict.fromkeys([*self.own, *range(self._source.num_shards)])
@@ -225,13 +210,13 @@ class ShardReader:
         raise RuntimeError("data loader: no shard has a sample to pad with, but one was served; please report")
 
     def _queue(self) -> None:
-        # A finished shard of a loader that was not endless goes on with its next epoch in one that is.
+        # An endless loader goes on with the next epoch of a shard that a loader with an end had finished.
         shards = [shard for shard in self._shards.values() if self._endless or not shard.state.finished]
         self._turns = [self._turn(shard) for shard in shards]
         heapq.heapify(self._turns)
 
     def _turn(self, shard: _OpenShard) -> tuple[int, int]:
-        # Endless shards are in different epochs: those of few samples would be read again and again by `taken`.
+        # Endless shards are in different epochs: by `taken`, shards with few samples would come again and again.
         return (shard.state.total if self._endless else shard.state.taken, shard.index)
 
     def _next(self, shard: _OpenShard) -> tuple[Any] | None:
@@ -260,7 +245,7 @@ class ShardReader:
         shard.state.stream = None
 
     def _start_epoch(self, shard: _OpenShard) -> None:
-        # What outlives an epoch is in the stream: one that was not opened since the load has it in its state.
+        # A stream may keep something from epoch to epoch; if it was not opened since the load, that is in its state.
         if shard.stream is None and shard.state.stream is not None:
             self._open(shard)
         state = shard.state
