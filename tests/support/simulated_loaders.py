@@ -55,7 +55,8 @@ class Ranks:
         by_reshard: bool = True,
     ) -> None:
         self.loaders = [make(rank, dp_size) for rank in range(dp_size)]
-        self._agree = dp_size > 1 and not getattr(self.loaders[0]._batches, "_endless", True)
+        share = getattr(self.loaders[0]._batches, "_share", None)  # streams have one
+        self._agree = dp_size > 1 and share is not None and not share.endless
         self._barrier = threading.Barrier(dp_size)
         self._counts = [0] * dp_size
         for rank, loader in enumerate(self.loaders):
