@@ -1,8 +1,8 @@
-"""Our planners and files inside DCP's own ``save``, ``load`` and ``async_save``, for code that passes none of its own.
+"""Puts our planners and files into DCP's own ``save``, ``load`` and ``async_save``, for code that passes none.
 
-Frameworks build ``DefaultSavePlanner()`` or ``FileSystemWriter(path)`` inside their functions, or pass nothing. So the
-functions below DCP's ``save`` and ``load`` are wrapped in the modules where these look them up: names imported earlier
-reach them too. Subclasses, and any other planner or storage, are somebody's own and are left alone.
+Frameworks build ``DefaultSavePlanner()`` or ``FileSystemWriter(path)`` inside their functions, or pass nothing. So we
+wrap the functions below DCP's ``save`` and ``load``, in the modules where these look them up: callers that imported
+``save`` earlier reach them too. Subclasses, and all other planners and storages, are left alone.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from torchtitan_ext.storage import FileReader, FileWriter
 
 logger = logging.getLogger(__name__)
 
-# Imported before anything is wrapped: what it takes from DCP's modules by name stays stock's.
+# Imported before anything is wrapped, so that the functions it imports by name stay stock's.
 _STOCK = format_utils
 
 OPTIONS: Mapping[type, tuple[str, ...]] = {
@@ -51,33 +51,22 @@ OPTIONS: Mapping[type, tuple[str, ...]] = {
     FileWriter: ("sync", "thread_count", "stock_metadata"),
     FileReader: ("verify", "thread_count"),
 }
-"""What ``install`` takes for which of ours."""
+"""The options that ``install`` passes to each of our classes."""
 
-_SAVE = (
-    "state_dict",
-    "storage_writer",
-    "process_group",
-    "coordinator_rank",
-    "no_dist",
-    "planner",
-    "use_collectives",
-)
-_LOAD = ("state_dict", "storage_reader", "process_group", "coordinator_rank", "no_dist", "planner")
+# Attributes of stock's planner that ours takes over.
+_OF_SAVE_PLANNER = "flatten_state_dict flatten_sharded_tensors dedup_save_to_lowest_rank _enable_plan_caching"
+
+# Parameters of DCP's functions, by which this module knows them.
+_SAVE = "state_dict storage_writer process_group coordinator_rank no_dist planner use_collectives"
+_LOAD = "state_dict storage_reader process_group coordinator_rank no_dist planner"
 _EXECUTE = (
-    "self",
-    "staging_future_or_state_dict",
-    "checkpoint_id",
-    "storage_writer",
-    "planner",
-    "process_group",
-    "no_dist",
-    "use_collectives",
+    "self staging_future_or_state_dict checkpoint_id storage_writer planner process_group no_dist use_collectives"
 )
 
 
 @dataclass(frozen=True, eq=False)
 class Settings:
-    """Of one ``install``: what is replaced, with which options, and what has been logged."""
+    """The arguments of one ``install``, and the names of replaced classes that were logged."""
 
     planners: bool
     storage: bool
@@ -85,7 +74,7 @@ class Settings:
     logged: set[str] = field(default_factory=set)
 
     def make(self, ours: type, stock: type, *args: Any, **carried: Any) -> Any:
-        """One of ours in the place of a stock object; options of ``install`` come before those of the object."""
+        """Makes one of ours in place of a stock object. Options of ``install`` win over those of the object."""
         options = {name: self.options[name] for name in OPTIONS[ours] if name in self.options}
         made = ours(*args, **{**carried, **options})
         if stock.__name__ not in self.logged:
@@ -96,18 +85,25 @@ class Settings:
 
 @dataclass(frozen=True)
 class Point:
-    """A function of DCP: where it is looked up, its parameters, what is done with its arguments before, and with these
-    and its result afterwards."""
+    """A function of DCP that is wrapped.
+
+    Attributes:
+        owner: The module or class that holds it.
+        name: Its name there.
+        parameters: The names of its parameters.
+        replace: Changes the arguments before the call.
+        finish: Is called with the arguments and the result.
+    """
 
     owner: Any
     name: str
-    parameters: tuple[str, ...]
+    parameters: str
     replace: Callable[[Settings, dict[str, Any]], None]
     finish: Callable[[Mapping[str, Any], Any], None] = lambda passed, result: None
 
 
 class Installation:
-    """What stands in DCP's place in this process. ``install`` counts once; of ``with installed()`` the last entered."""
+    """The settings in force in this process: those of ``with installed()`` entered last, else those of ``install``."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -117,7 +113,7 @@ class Installation:
 
     @property
     def active(self) -> Settings | None:
-        """What counts now; a save that has begun keeps what it began with."""
+        """The settings in force. A save that has begun keeps those it began with."""
         passing = self.passing
         return passing[-1] if passing else self.lasting
 
@@ -131,7 +127,7 @@ class Installation:
                 self._wrapped.append((point, original, wrapper))
         elif self.active is None:
             for point, original, wrapper in self._wrapped:
-                # Who has wrapped ours meanwhile keeps it: without settings it calls stock's.
+                # If somebody has wrapped ours meanwhile, it stays: without settings it calls stock's.
                 if getattr(point.owner, point.name) is wrapper:
                     setattr(point.owner, point.name, original)
             self._wrapped = []
@@ -172,7 +168,7 @@ def uninstall() -> None:
 
 @contextmanager
 def installed(planners: bool = True, storage: bool = True, **options: Any) -> Iterator[None]:
-    """As ``install``, to the end of the ``with``, for all threads of this process. The innermost counts."""
+    """``install`` until the end of the ``with``, for all threads of this process. The innermost ``with`` wins."""
     settings = _settings("installed", planners, storage, options)
     with _INSTALLATION.lock:
         _INSTALLATION.passing.append(settings)
@@ -195,7 +191,7 @@ def _settings(function: str, planners: bool, storage: bool, options: dict[str, A
     if unknown:
         raise TypeError(f"{function}: got the option(s) {', '.join(unknown)}, expected some of {', '.join(known)}")
     settings = Settings(planners, storage, dict(options))
-    # Wrong values are errors here, not in the first save.
+    # Wrong values raise here, not in the first save.
     for ours in OPTIONS:
         args = (".",) if ours in (FileWriter, FileReader) else ()
         ours(*args, **{name: options[name] for name in OPTIONS[ours] if name in options})
@@ -203,13 +199,13 @@ def _settings(function: str, planners: bool, storage: bool, options: dict[str, A
 
 
 def _checked(point: Point) -> Any:
-    """The function of torch at a point, if it is the one that this module knows."""
+    """The function of torch at a point. Raises ``CannotInstallError`` unless it is the one that this module knows."""
     where = f"{getattr(point.owner, '__qualname__', point.owner.__name__)}.{point.name}"
     function = getattr(point.owner, point.name, None)
     if function is None:
         raise CannotInstallError(f"torch {torch.__version__} has no function {where}; use planner= and storage_writer=")
     if _is_ours(function):
-        # Who had wrapped it when we were undone has put it back since.
+        # Somebody had wrapped ours when it was uninstalled, and has put it back since.
         function = function.__wrapped__
     if not isinstance(function, FunctionType):
         raise CannotInstallError(f"{where} was patched by {function!r} before; install first, or without it")
@@ -217,12 +213,10 @@ def _checked(point: Point) -> Any:
     if folder not in Path(function.__code__.co_filename).parents:
         by = f"{function.__module__}.{function.__qualname__}"
         raise CannotInstallError(f"{where} was patched by {by} before; install first, or without it")
-    names = tuple(inspect.signature(function).parameters)
-    if names != point.parameters:
-        got = ", ".join(names)
-        raise CannotInstallError(
-            f"torch {torch.__version__} has another {where}({got}); use planner= and storage_writer="
-        )
+    names = list(inspect.signature(function).parameters)
+    if names != point.parameters.split():
+        got = f"{where}({', '.join(names)})"
+        raise CannotInstallError(f"torch {torch.__version__} has another {got}; use planner= and storage_writer=")
     return function
 
 
@@ -244,30 +238,31 @@ def _wrap(installation: Installation, point: Point, original: Any) -> Any:
 
 
 def _is_ours(function: Any) -> bool:
-    """Whether this module has made it; what wraps it has its attributes too."""
+    """Whether this module made the function. A wrapper around it has its attributes, but another code object."""
     return isinstance(function, FunctionType) and function.__code__.co_filename == _wrap.__code__.co_filename
 
 
 def _replace_in_save(settings: Settings, passed: dict[str, Any]) -> None:
-    passed["planner"] = _save_planner(settings, passed.get("planner"))
+    passed["planner"] = _planner(settings, passed.get("planner"), SavePlanner, DefaultSavePlanner, _OF_SAVE_PLANNER)
     passed["storage_writer"] = _writer(settings, passed["storage_writer"])
 
 
 def _replace_in_load(settings: Settings, passed: dict[str, Any]) -> None:
     planner = passed.get("planner")
-    # Of ``_load_state_dict_from_keys``, which makes the targets from what is in the file.
+    # Planner of ``_load_state_dict_from_keys``, which makes the targets from what is in the file.
     if type(planner) is EmptyStateDictLoadPlanner:
         return
-    passed["planner"] = _load_planner(settings, planner)
+    carried = "flatten_state_dict flatten_sharded_tensors allow_partial_load"
+    passed["planner"] = _planner(settings, planner, LoadPlanner, DefaultLoadPlanner, carried)
     passed["storage_reader"] = _reader(settings, passed["storage_reader"])
 
 
 def _replace_in_executor(settings: Settings, passed: dict[str, Any]) -> None:
     """Before the save's thread starts, or its arguments are pickled for a process in which nothing is installed."""
-    passed["planner"] = _save_planner(settings, passed.get("planner"))
+    passed["planner"] = _planner(settings, passed.get("planner"), SavePlanner, DefaultSavePlanner, _OF_SAVE_PLANNER)
     writer, path = passed.get("storage_writer"), passed.get("checkpoint_id")
     if writer is None and path is not None and FileWriter.validate_checkpoint_id(path):
-        # Its defaults are those of this torch, which has announced another one for ``overwrite``.
+        # Make stock's writer for its defaults: torch has announced another default for ``overwrite``.
         replaced = _writer(settings, FileSystemWriter(path))
         passed["storage_writer"] = replaced if isinstance(replaced, FileWriter) else None
     else:
@@ -275,7 +270,7 @@ def _replace_in_executor(settings: Settings, passed: dict[str, Any]) -> None:
 
 
 def _keep_own_boxes(value: Any, staged: Any) -> None:
-    """Stock's stager for its own files makes copies without attributes, which would be saved as whole tensors."""
+    """Stock's stager copies tensors without their attributes; without these they would be saved as whole tensors."""
     if isinstance(value, torch.Tensor):
         keep_own_boxes(value, staged)
     elif isinstance(value, dict):
@@ -286,31 +281,12 @@ def _keep_own_boxes(value: Any, staged: Any) -> None:
             _keep_own_boxes(*members)
 
 
-def _save_planner(settings: Settings, planner: Any) -> Any:
-    if not settings.planners or (planner is not None and type(planner) is not DefaultSavePlanner):
+def _planner(settings: Settings, planner: Any, ours: type, stock: type, carried: str) -> Any:
+    """One of our planners with the attributes ``carried`` of a stock one, in place of exactly a stock one or none."""
+    if not settings.planners or (planner is not None and type(planner) is not stock):
         return planner
-    stock = DefaultSavePlanner() if planner is None else planner
-    return settings.make(
-        SavePlanner,
-        DefaultSavePlanner,
-        flatten_state_dict=stock.flatten_state_dict,
-        flatten_sharded_tensors=stock.flatten_sharded_tensors,
-        dedup_save_to_lowest_rank=stock.dedup_save_to_lowest_rank,
-        enable_plan_caching=stock._enable_plan_caching,
-    )
-
-
-def _load_planner(settings: Settings, planner: Any) -> Any:
-    if not settings.planners or (planner is not None and type(planner) is not DefaultLoadPlanner):
-        return planner
-    stock = DefaultLoadPlanner() if planner is None else planner
-    return settings.make(
-        LoadPlanner,
-        DefaultLoadPlanner,
-        flatten_state_dict=stock.flatten_state_dict,
-        flatten_sharded_tensors=stock.flatten_sharded_tensors,
-        allow_partial_load=stock.allow_partial_load,
-    )
+    replaced = stock() if planner is None else planner
+    return settings.make(ours, stock, **{name.lstrip("_"): getattr(replaced, name) for name in carried.split()})
 
 
 def _writer(settings: Settings, writer: Any) -> Any:
@@ -323,7 +299,7 @@ def _writer(settings: Settings, writer: Any) -> Any:
 
 
 def _is_plain_writer(writer: FileSystemWriter) -> bool:
-    """Whether ours can do what it is told to."""
+    """Whether ``FileWriter`` has all that this writer was made with."""
     return (
         type(writer.fs) is FileSystem
         and FileWriter.validate_checkpoint_id(writer.path)
@@ -349,13 +325,13 @@ POINTS = (
     Point(
         staging.BlockingAsyncStager,
         "stage",
-        ("self", "state_dict"),
+        "self state_dict",
         lambda settings, passed: None,
         lambda passed, staged: _keep_own_boxes(passed["state_dict"], staged),
     ),
     Point(async_process_executor._ProcessBasedAsyncCheckpointExecutor, "execute_save", _EXECUTE, _replace_in_executor),
 )
 
-# Of the process, as what it replaces. A fork has a copy of its own, in which another thread may have held the lock.
+# One per process, like the functions that it replaces. A fork makes a new lock: another thread may have held the old.
 _INSTALLATION = Installation()
 os.register_at_fork(after_in_child=lambda: setattr(_INSTALLATION, "lock", threading.RLock()))
