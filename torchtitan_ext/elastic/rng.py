@@ -24,24 +24,24 @@ class RngState:
     ``Stateful`` and ``Reshardable``. State: ``rank_N`` with the states of rank N, and ``common``, equal on all ranks.
     Both are tuples of plain values, which DCP keeps as one value each.
 
-    Where the same number of ranks loads, each goes on with its own numbers, exactly. Where another number does, each is
-    seeded from (seed, step, rank) by ``numpy.random.SeedSequence``
+    When as many ranks load as saved, each goes on with its own numbers, exactly. Otherwise each rank is seeded from
+    (seed, step, rank) by ``numpy.random.SeedSequence``
     (https://numpy.org/doc/stable/reference/random/parallel.html): different ranks and different steps get independent
     numbers, and the same restart gets the same ones each time.
 
     Args:
-        seed: Of the job, the same on all ranks.
+        seed: The job's seed, the same on all ranks.
         rank: Which numbers this process draws; by default its rank in the process group. Ranks that must share numbers
-            (those of one tensor-parallel group) give the same, for example their data-parallel rank: their states are
-            saved once, and a save is refused where they have come to differ.
-        world_size: How many different ``rank`` there are; to be given with ``rank``.
-        device: The GPU whose generator counts; by default the current one where there is a GPU. ``"cpu"`` for none.
-        step: Called at each save, for the step that a later restart is seeded with, for example
-            ``lambda: train_state.step``. The same on all ranks. 0 by default, which makes every restart alike.
+            (those of one tensor-parallel group) pass the same, for example their data-parallel rank: their state is
+            saved once, and a save is refused where their states differ.
+        world_size: The number of different ``rank`` values; required with ``rank``.
+        device: The GPU whose generator is saved; by default the current one where there is a GPU. ``"cpu"`` for none.
+        step: Called at each save, for example ``lambda: train_state.step``: a restart is seeded with its result. The
+            same on all ranks. The default gives 0, which makes every restart alike.
 
     Raises:
         TypeError: An argument is of another type.
-        ValueError: A negative seed, a rank outside the world, or one of ``rank`` and ``world_size`` without the other.
+        ValueError: The seed is negative, the rank is outside the world, or ``rank`` or ``world_size`` is missing.
 
     Example:
         >>> rng = RngState(seed=0, rank=dp_rank, world_size=dp_size, step=lambda: train_state.step)
@@ -72,13 +72,13 @@ class RngState:
                 "expected a seed of at least 0 and a rank below world_size"
             )
         self.seed = seed
-        self._is_told_ranks = rank is not None
+        self._has_given_rank = rank is not None
         self._cuda = _cuda_device(device)
         self._step = step
 
     def among(self, num_ranks: int) -> RngState:
-        """What a job of so many ranks has in its place, for dry runs; itself where ``world_size`` was given."""
-        if self._is_told_ranks:
+        """The ``RngState`` of a job of so many ranks, for dry runs; this one where ``world_size`` was given."""
+        if self._has_given_rank:
             return self
         return RngState(
             self.seed, rank=min(self.rank, num_ranks - 1), world_size=num_ranks, device=self._cuda, step=self._step
@@ -86,10 +86,16 @@ class RngState:
 
     def state_dict(self) -> dict[str, Any]:
         """The generators as they stand. Not collective."""
-        return self._state(self._current(), self._step())
+        current = {
+            "cpu": _bytes(torch.get_rng_state()),
+            "cuda": None if self._cuda is None else _bytes(torch.cuda.get_rng_state(self._cuda)),
+            "python": random.getstate(),
+            "numpy": np.random.get_state(legacy=False),
+        }
+        return self._state(current, self._step())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Sets this process's generators from the entry of its rank; others in the state are ignored. Not collective.
+        """Sets this process's generators from the entry of its rank, and ignores other entries. Not collective.
 
         Raises:
             ValueError: The state has no entry of this rank, or one that is no generator's; nothing was changed.
@@ -98,7 +104,7 @@ class RngState:
         if key not in state_dict:
             raise ValueError(f"RngState: got {sorted(state_dict)}, expected {key}; load it by a policy that reshards")
         (states,) = state_dict[key]
-        # Tried on generators of no use, so that all are set or none.
+        # Try the states on spare generators first, so that all generators are set or none.
         try:
             torch.Generator().set_state(_tensor(states["cpu"]))
             random.Random().setstate(_as_tuple(states["python"]))
@@ -149,20 +155,12 @@ class RngState:
         """Seeds this process's generators from (seed, step, rank). On every rank, not collective.
 
         Args:
-            step: By default what the constructor's ``step`` says now.
+            step: By default the result of the constructor's ``step``.
         """
         self.load_state_dict(self._seeded(self._step() if step is None else step))
 
-    def _current(self) -> dict[str, Any]:
-        return {
-            "cpu": _bytes(torch.get_rng_state()),
-            "cuda": None if self._cuda is None else _bytes(torch.cuda.get_rng_state(self._cuda)),
-            "python": random.getstate(),
-            "numpy": np.random.get_state(legacy=False),
-        }
-
     def _fresh(self, step: int) -> dict[str, Any]:
-        """The generators as seeding leaves them; the global ones stay untouched."""
+        """The states of newly seeded generators. Does not touch the global ones."""
         children = np.random.SeedSequence(self.seed, spawn_key=(step, self.rank)).spawn(4)
         words = [child.generate_state(_SEED_WORDS, np.uint64).tolist() for child in children]
         cuda = None
@@ -184,13 +182,9 @@ class RngState:
 
 
 def rng_of_saved(common: Any, old: World, num_ranks: int, num_data_parallel: int) -> RngState | None:
-    """What a job would have in the place of the ``RngState`` that saved an entry ``common``; ``None`` where none did.
+    """The ``RngState`` of a job of other ranks, by the entry ``common`` that one saved; ``None`` for another entry.
 
-    It has the saved seed, and a rank's own numbers, or a data-parallel rank's, as it was in the world that saved.
-
-    Args:
-        num_ranks: Of the job.
-        num_data_parallel: How many of them differ in their data.
+    It has the saved seed. Each rank has its own numbers, or each data-parallel rank, as in the world that saved.
     """
     saved = common[0] if isinstance(common, (list, tuple)) and len(common) == 1 else None
     if not isinstance(saved, Mapping) or saved.keys() != {"seed", "world_size", "step"}:
@@ -207,7 +201,7 @@ def _cuda_device(device: torch.device | str | None) -> torch.device | None:
 
 
 def _bytes(state: torch.Tensor) -> bytes:
-    """Not a tensor: DCP would take it out of its tuple, as a replica to be compared and broadcast on its own."""
+    """As bytes, because DCP would take a tensor out of its tuple, and compare and broadcast it as a replica."""
     return state.numpy().tobytes()
 
 

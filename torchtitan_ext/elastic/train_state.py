@@ -44,7 +44,7 @@ class TrainState:
         self._advanced_samples += samples
 
     def sample_account(self) -> SampleAccount:
-        """The samples seen; in doubt where ``step`` was changed by hand beside ``advance``, and they were not."""
+        """The samples seen; in doubt where somebody changed ``step`` beside ``advance``, and not the samples."""
         step, samples = self._first_step + self._advanced_steps, self._first_samples + self._advanced_samples
         if self._advanced_steps == 0 or self.step == step or self.samples_seen != samples:
             return SampleAccount(counted=self.samples_seen)
@@ -96,7 +96,7 @@ class TrainState:
         self._begin_counting()
 
     def _begin_counting(self) -> None:
-        """Remembers what ``advance`` counts from."""
+        """Remembers the counts from which ``advance`` goes on."""
         self._first_step, self._first_samples = self.step, self.samples_seen
         self._advanced_steps = self._advanced_samples = 0
 

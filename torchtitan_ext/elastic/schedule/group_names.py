@@ -1,7 +1,7 @@
-"""Parameter groups found again by the names of their parameters, as optimizers' states are.
+"""Finds saved parameter groups by the names of their parameters.
 
 Schedulers of torch keep a list with a value for each parameter group. A run that builds its groups in another order, or
-cuts one in two, finds each group's value where its parameters were.
+cuts one in two, finds each group's value where the group's parameters were.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _KEY = "param_names_"
 
 
 def names_by_parameter(models: Iterable[nn.Module]) -> dict[int, str]:
-    """The name of each parameter of these, by ``id``."""
+    """The name of each parameter by its ``id``."""
     return {id(parameter): name for model in models for name, parameter in model.named_parameters()}
 
 
 def group_names(optimizer: Optimizer, known: Mapping[int, str]) -> list[list[str]] | None:
-    """The names of each group's parameters, by its ``param_names`` or as known; None where one has no name."""
+    """The names of each group's parameters, from its ``param_names`` or by ``id``; None where one has no name."""
     names = [
         group.get("param_names") or [known.get(id(parameter)) for parameter in group["params"]]
         for group in optimizer.param_groups
@@ -36,9 +36,9 @@ def group_names(optimizer: Optimizer, known: Mapping[int, str]) -> list[list[str
 
 
 def names_entry(names: Sequence[list[list[str]] | None]) -> dict[str, Any]:
-    """What a state keeps of the groups of several optimizers; nothing where each has one group, or no names.
+    """The entry of a state for the groups of several optimizers; nothing where each has one group, or no names.
 
-    Pipeline stages hold other parameters and save under other keys, by the digest of the names.
+    The key has a digest of the names: pipeline stages hold other parameters and save beside each other.
     """
     if not any(groups is not None and len(groups) > 1 for groups in names):
         return {}
@@ -47,7 +47,7 @@ def names_entry(names: Sequence[list[list[str]] | None]) -> dict[str, Any]:
 
 
 def saved_places(saved: Mapping[str, Any], index: int) -> dict[str, set[int]]:
-    """At which positions the groups of one optimizer had each name, over the entries of all ranks that saved."""
+    """The positions of the saved groups that had each name, over the entries of all ranks that saved."""
     places: dict[str, set[int]] = {}
     for key, entry in saved.items():
         groups = entry[0][index] if key.startswith(_KEY) and index < len(entry[0]) else None

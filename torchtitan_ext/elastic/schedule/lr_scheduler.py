@@ -31,32 +31,32 @@ class ElasticLRScheduler:
     ``Stateful`` and ``Reshardable``. State: ``step`` (of the first scheduler), ``global_batch_size`` and
     ``schedulers``, a tuple with one entry for each scheduler, which DCP keeps as one value: so the state of any number
     of schedulers of any class loads back. An entry has the class name, torch's ``state_dict()`` and the learning rates
-    of the parameter groups. Ranks that save the same key must hold equal schedulers. Where there are several parameter
-    groups with names, a further entry says which parameters each holds: a run whose groups are in another order, or cut
-    otherwise, gets each group's values by its parameters. Groups without names are matched by position.
+    of the parameter groups. Ranks that save the same key must hold equal schedulers. Where several parameter groups
+    have names, a further entry lists each group's parameters: a run with its groups in another order, or cut otherwise,
+    gets each group's values by its parameters. Groups without names are matched by position.
 
     It also reads states that it did not write: ``{"last_epoch": n}`` (torchtitan's ``LRSchedulersContainer``), torch's
     ``state_dict()`` of one scheduler, and lists or dicts of these. A scheduler that has no saved entry of its own kind
     and number of parameter groups takes the step alone, and plays its own schedule up to it.
 
-    The learning rates it loaded stand until the first ``step``, also where the optimizer's state is loaded after it, as
+    The loaded learning rates stay until the first ``step``, even if the optimizer's state is loaded afterwards, as
     ``dcp.load`` does (in alphabetical order).
 
     Args:
         schedulers: One torch scheduler or several; each steps once per optimizer step.
         global_batch_size: Samples per step, over all ranks.
-        by_samples: When the saved global batch size is another one, go on at the same number of samples instead of at
-            the same step, and scale the schedule alike: see ``schedule_math``. What the new run brings itself counts in
-            its own steps: functions (``LambdaLR``, ``MultiplicativeLR``), and the schedule where only a step was saved.
-        lr_rule: When the saved global batch size is another one, multiply all learning rates by the ratio of the batch
+        by_samples: Whether a load with another global batch size goes on at the same number of samples instead of at
+            the same step, and scales the schedule alike: see ``schedule_math``. The new run's own functions
+            (``LambdaLR``, ``MultiplicativeLR``), and its schedule where only a step was saved, count in its own steps.
+        lr_rule: Whether a load with another global batch size multiplies all learning rates by the ratio of the batch
             sizes ("linear", https://arxiv.org/abs/1706.02677) or by its square root ("sqrt",
-            https://arxiv.org/abs/1404.5997): the saved ones, or this run's where only a step was saved.
-        saved_global_batch_size: For states that do not say theirs.
-        model: Names the parameters, where the optimizer is not built from ``named_parameters()``; one or several.
+            https://arxiv.org/abs/1404.5997): the saved rates, or this run's where only a step was saved.
+        saved_global_batch_size: The global batch size of the save, for states that do not have it.
+        model: One module or several that name the parameters of an optimizer not built from ``named_parameters()``.
 
     Raises:
-        TypeError: ``schedulers`` or a batch size is something else.
-        ValueError: A batch size below 1, no scheduler, or an unknown rule.
+        TypeError: ``schedulers`` or a batch size has another type.
+        ValueError: A batch size is below 1, there is no scheduler, or the rule is unknown.
 
     Example:
         >>> scheduler = ElasticLRScheduler(CosineAnnealingLR(optimizer, 1000), global_batch_size=64, by_samples=True)
@@ -112,7 +112,7 @@ class ElasticLRScheduler:
         """Steps every scheduler, after the optimizer's step. On every rank, not collective.
 
         Args:
-            metrics: What ``ReduceLROnPlateau`` looks at; must be given where there is one.
+            metrics: The value for ``ReduceLROnPlateau``; required where there is one.
         """
         self._loaded = None
         for scheduler in self.schedulers:
@@ -155,9 +155,9 @@ class ElasticLRScheduler:
         On every rank, not collective.
 
         Raises:
-            CannotReshardError: The state is not one of an LR scheduler, or does not say what a rule asks for; or a
-                scheduler without an entry of its own cannot be brought to the shared step; or ``by_samples`` meets a
-                scheduler that does not count samples (``ReduceLROnPlateau``).
+            CannotReshardError: The state is not one of an LR scheduler, or lacks what a rule needs; a scheduler without
+                an entry of its own cannot be brought to the shared step; or ``by_samples`` meets a scheduler that does
+                not count samples (``ReduceLROnPlateau``).
         """
         entries, note = _reshard(self.schedulers, saved, self._rules, self._names)
         state = {
@@ -168,7 +168,7 @@ class ElasticLRScheduler:
         return Resharded(state, note)
 
     def _keep_loaded_groups(self, optimizer: Optimizer) -> None:
-        """Called when an optimizer has loaded its state, with the learning rates of the save."""
+        """Runs after an optimizer has loaded its state, which has the learning rates of the save."""
         if self._loaded is None:
             return
         for scheduler, entry in zip(self.schedulers, self._loaded, strict=True):
@@ -178,14 +178,14 @@ class ElasticLRScheduler:
 
 @reshard_state.register(LRScheduler)
 def _reshard_torch_scheduler(component: LRScheduler, saved: Mapping[str, Any], old: World, new: World) -> Resharded:
-    """A plain torch scheduler keeps its step; as ever with torch, its optimizer's groups come with the optimizer."""
+    """A plain torch scheduler keeps its step; its optimizer's groups come with the optimizer, as always with torch."""
     entries, note = _reshard([component], saved, _Rules())
     return Resharded(entries[0]["state"], note)
 
 
 @dataclass(frozen=True)
 class _Rules:
-    """What becomes of a state whose global batch size is another one."""
+    """What to do with a state that has another global batch size."""
 
     global_batch_size: int | None = None
     by_samples: bool = False
@@ -195,14 +195,13 @@ class _Rules:
 
 @dataclass(frozen=True)
 class _SavedScheduler:
-    """What a checkpoint says of one scheduler.
+    """What a checkpoint has of one scheduler; ``None`` where something was not saved.
 
     Attributes:
-        step: Its step.
-        state: torch's ``state_dict()``; None where only the step was saved.
-        type: Class name, where it was saved.
-        groups: Options of the parameter groups, where they were saved.
-        misfit: Why its groups are not those of this run; empty where they are.
+        state: torch's ``state_dict()``.
+        type: Class name.
+        groups: Options of the parameter groups.
+        misfit: Why the groups are not those of this run; empty where they are.
     """
 
     step: int
@@ -254,17 +253,15 @@ def _reshard(
 def _with_groups_of(
     own: _SavedScheduler, places: Mapping[str, set[int]], current: list[list[str]] | None
 ) -> _SavedScheduler:
-    """The saved state with its groups where this run has them; as it is where either side has no names."""
+    """The saved state with its groups in the order of this run; unchanged where either side has no names."""
     if not places or current is None or own.state is None or own.groups is None:
         return own
     positions = []
     for index, sources in enumerate(sources_of(places, current)):
         if not sources:
             return replace(own, misfit=f"group {index} has no parameter of the saved groups")
-        values = [schedule_math.select_groups(own.state, [source]) for source in sources]
-        if any(own.groups[source] != own.groups[sources[0]] for source in sources) or values != values[:1] * len(
-            values
-        ):
+        values = [(schedule_math.select_groups(own.state, [source]), own.groups[source]) for source in sources]
+        if any(value != values[0] for value in values):
             joined = ", ".join(map(str, sources))
             return replace(own, misfit=f"group {index} joins parameters of saved groups {joined}, which differ")
         positions.append(sources[0])
@@ -273,7 +270,7 @@ def _with_groups_of(
 
 
 def _read(saved: Any) -> tuple[list[_SavedScheduler], int | None]:
-    """The schedulers of a saved state, whoever wrote it, and the global batch size where it says one."""
+    """The schedulers of a saved state, ours or torch's, and its global batch size where it has one."""
     if isinstance(saved, Mapping) and {"step", "global_batch_size", "schedulers"} <= set(saved):
         found = [
             _SavedScheduler(
@@ -307,7 +304,7 @@ def _read_torch(saved: Any) -> list[_SavedScheduler]:
 
 
 def _batch_sizes(saved_batch: int | None, rules: _Rules) -> tuple[int, int]:
-    """Old and new; equal where nobody asks for them."""
+    """The old and the new global batch size; equal where no rule needs them."""
     if rules.global_batch_size is None:
         return 1, 1
     old = rules.saved_global_batch_size if saved_batch is None else saved_batch

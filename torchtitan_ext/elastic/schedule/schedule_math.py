@@ -1,7 +1,7 @@
 """Schedules of torch's LR schedulers away from their optimizer: copied, scaled to another batch size, played to a step.
 
-A copy stands on ``StandInOptimizer``, which holds the options of the parameter groups that schedulers read and write
-and no parameter. So what a schedule becomes is worked out without touching the running job.
+A copy stands on ``StandInOptimizer``, which has no parameters, only the group options that schedulers read and write.
+So a schedule is worked out without touching the running job.
 
 By samples: with b samples a step before and B now, step n becomes step n * b / B, and every length of the schedule is
 scaled alike; the learning rate is then that of a run that had B samples a step from its beginning, at the same number
@@ -43,7 +43,7 @@ from torch.optim.lr_scheduler import (
 
 from torchtitan_ext.errors import CannotReshardError
 
-# Where the learning rate is a formula in the step: these need not be played step by step.
+# Their learning rate is a formula in the step: they need not be played step by step.
 _WITHOUT_MEMORY = (LambdaLR, CyclicLR, OneCycleLR)
 
 # Lengths in steps that torch compares with == or %.
@@ -75,7 +75,7 @@ _PER_GROUP_ATTRIBUTES = ("base_lrs", "max_lrs", "min_lrs", "base_momentums", "ma
 
 
 class StandInOptimizer:
-    """What a scheduler needs of an optimizer: options of parameter groups, without parameters."""
+    """An optimizer for a scheduler: the options of parameter groups, without parameters."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.param_groups = [
@@ -109,7 +109,7 @@ def copied(scheduler: LRScheduler, optimizer: StandInOptimizer | None = None) ->
 
 
 def described(scheduler: LRScheduler) -> dict[str, Any]:
-    """A scheduler as plain data: its class, its ``state_dict()``, and the group options that it works on."""
+    """A scheduler as plain data: its class, its ``state_dict()``, and the group options that it changes."""
     options = (*_LR_OPTIONS, *_MOMENTUM_OPTIONS) if _cycles_momentum(scheduler) else _LR_OPTIONS
     return {
         "type": type(scheduler).__name__,
@@ -125,11 +125,11 @@ def restore(scheduler: LRScheduler, state: Mapping[str, Any], groups: Sequence[M
     """Puts a described state into a scheduler and its optimizer's groups, in place.
 
     Args:
-        scheduler: A live one or a copy, which the state fits.
-        state: As in ``described``, or as torch's ``state_dict()`` comes back from a checkpoint.
-        groups: As in ``described``; by default what the state itself says of learning rates.
+        scheduler: A live one or a copy; the state fits it.
+        state: As in ``described``, or torch's ``state_dict()`` from a checkpoint.
+        groups: As in ``described``; by default the learning rates of the state itself.
     """
-    # A newer torch has attributes that the saved state lacks. Copied, because torch pops from what it is given.
+    # The saved state may lack attributes of a newer torch. It is copied, because torch pops entries from it.
     scheduler.load_state_dict({**scheduler.state_dict(), **plain(state)})
     if groups is None:
         last = getattr(scheduler, "_last_lr", None)
@@ -270,7 +270,7 @@ def scale_steps(scheduler: LRScheduler, old_batch: int, new_batch: int) -> list[
 
 
 def without_functions(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A ``state_dict()`` without the attributes of the user's function objects: those of the new run stay."""
+    """A ``state_dict()`` without the attributes of the user's function objects, so that the new run's stay."""
     kept = dict(state)
     if "lr_lambdas" in kept:
         kept["lr_lambdas"] = [None] * len(kept["lr_lambdas"])
