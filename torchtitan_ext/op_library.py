@@ -38,7 +38,7 @@ def full_abi_path(version: str) -> Path:
 
 
 def load_full_abi(path: Path) -> str:
-    """Loads it. Returns why it cannot be, or nothing: a broken one must not keep those from working who need none."""
+    """Loads it; returns why it cannot be loaded, or an empty text. Most ops work without it, so it must not raise."""
     if not path.exists():
         return f"this installation has no {path.name}, which is built for one minor version or pre-release of torch"
     try:
@@ -52,13 +52,13 @@ def load_full_abi(path: Path) -> str:
 
 _load_library()
 full_abi_is_missing = load_full_abi(full_abi_path(torch.__version__))
-"""Why, in one sentence; empty where it is there."""
+"""Why the library on the full ABI is missing, in one sentence; empty where it is there."""
 kernels = torch.ops.torchtitan_ext
 _library = torch.library.Library("torchtitan_ext", "IMPL")
 
 
 def bump_version_of(name: str, argument: int) -> None:
-    """Makes an in-place op known to autograd where ``csrc/autograd``, which does it faster, is of another torch."""
+    """Makes an in-place op known to autograd where ``csrc/autograd``, which does it faster, is missing."""
     if not full_abi_is_missing:
         return
     op = getattr(kernels, name).default
@@ -83,12 +83,7 @@ def bump_version_of(name: str, argument: int) -> None:
 
 
 def listed(name: str, argument: str, values: Iterable[Tensor]) -> list[Tensor]:
-    """An argument of an op as a list. A tensor alone is none, though it can be walked through, and is false where it
-    is zero.
-
-    Raises:
-        TypeError: It is no list of anything.
-    """
+    """An argument of an op as a list. Raises TypeError for a single tensor, too, although one can iterate over it."""
     if not isinstance(values, (list, tuple)):
         if isinstance(values, (Tensor, Mapping, str)) or not isinstance(values, Iterable):
             raise argument_error(name, argument, values, "a list of tensors")
@@ -109,7 +104,7 @@ class DifferentiableOp:
     """An op that is linear in its tensors, with its backward formula: called as ``op(args)``.
 
     Args:
-        name: Of the op. Its arguments are tensors, lists of tensors and constants.
+        name: Name of the op. Its arguments are tensors, lists of tensors and constants.
         backward: ``(ctx, grad)``, or ``(ctx, grads)`` where the op gives a list: a gradient, a list or None for each
             argument.
         setup_context: ``(ctx, inputs, output)``; keeps constants and shapes alone.
@@ -229,7 +224,7 @@ class _Transformed(torch.autograd.Function):
 
 
 def _explained(name: str, args: tuple[Any, ...], error: RuntimeError) -> Exception:
-    """The error of a call that failed, in one sentence. Looked for only now, so that good calls do not pay for it."""
+    """Why a call failed, in one sentence. Looked for after a failure only, so that good calls do not pay for it."""
     schema = getattr(kernels, name).default._schema
     # Importing DTensor takes half a second; where nobody has, no argument can be one.
     dtensor_class = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())

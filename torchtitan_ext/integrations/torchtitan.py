@@ -55,8 +55,8 @@ _OF_ELASTIC_DATA = (f"{DATALOADER}.loader", f"{DATALOADER}.shard_*")
 class ElasticCheckpointManager(CheckpointManager):
     """torchtitan's checkpoint manager, with ``tte.save`` and ``tte.load`` in the place of DCP's.
 
-    Folders, intervals, and safetensors of Hugging Face stay torchtitan's. A load that cannot go is refused with one
-    report before anything is changed; one that goes logs it.
+    Folders, intervals, and Hugging Face's safetensors stay torchtitan's. A load that cannot succeed is refused with one
+    report before anything is changed; a load that succeeds logs its report.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -109,7 +109,7 @@ class ElasticCheckpointManager(CheckpointManager):
         state_dict = self._with_run_tokens(state_dict)
         timeout_seconds = self._config.timeout_seconds
         if async_mode == AsyncMode.ASYNC:
-            # It purges when it is committed: too few whole steps would be there until then, and where it fails.
+            # The save removes old steps itself when it is committed: before, too few whole steps would be left.
             self._latest_save = None
             keep = None if filesystem.is_remote(self.folder) else self.keep_latest_k or None
             return async_save(
@@ -150,7 +150,7 @@ class ElasticCheckpointManager(CheckpointManager):
         return {**state_dict, TRAIN_STATE: self._train_state} if TRAIN_STATE in state_dict else state_dict
 
     def _count_for_the_run(self, checkpoint_id: str, rank_tokens: int) -> None:
-        """Multiplies what a rank had counted by the ranks that did: the saved data loader has them. Collective."""
+        """Multiplies one rank's count by the number of ranks that saved, from the saved data loader. Collective."""
         saved: dict[str, Any] = {"world_size": 0, "loader": ()}
         planner = LoadPlanner(allow_partial_load=True, allow_unclaimed=["*"])
         timeout_seconds = self._config.timeout_seconds
@@ -159,7 +159,7 @@ class ElasticCheckpointManager(CheckpointManager):
         except MissingStateError:
             logger.warning(f"{checkpoint_id} does not say how many ranks saved it: tokens are counted as of these")
         dp_size = saved["loader"][0]["dp_size"] if saved["loader"] else saved["world_size"] or _dp_size(self.states)
-        # How many ranks share a sequence it does not say: those of now.
+        # The checkpoint does not have the number of ranks that share a sequence: take this run's.
         self._train_state.set_run_tokens(rank_tokens * dp_size * _num_token_ranks(self.states) // _dp_size(self.states))
 
     def _options(self) -> Options:
@@ -168,9 +168,11 @@ class ElasticCheckpointManager(CheckpointManager):
         return Options(self._config.changed_options(), _dp_size(self.states), is_text)
 
     def _purge_stale_checkpoints(self) -> None:
-        """Hands torchtitan's purge thread what is older than the ``keep_latest_k`` newest whole steps; never the step
-        that was just saved, also where a run that was set back has steps of higher numbers. A save in a thread removes
-        them itself."""
+        """Hands torchtitan's purge thread all steps but the ``keep_latest_k`` newest whole ones.
+
+        The step that was just saved stays, even if a run that was set back has steps of higher numbers. A save in a
+        thread removes old steps itself.
+        """
         if filesystem.is_remote(self.folder):
             super()._purge_stale_checkpoints()
         elif self._latest_save is not None and self._should_purge():
@@ -179,13 +181,13 @@ class ElasticCheckpointManager(CheckpointManager):
 
 
 class _StepPlanner(LoadPlanner):
-    """Refuses to go on with a run from a model alone: without its step it would overwrite the steps that it has, so no
-    policy answers that.
+    """Refuses to go on with a run from a model alone, whatever the policy: without its step the run would overwrite
+    the steps that it has.
 
     Args:
         asked: Components that are loaded, beside the model.
-        others: All that a whole step has.
-        unused: Globs of saved entries that this run has no use for.
+        others: All components of a whole step but the model.
+        unused: Globs of saved entries that this run does not use.
     """
 
     def __init__(
@@ -221,7 +223,7 @@ def _dp_size(states: dict[str, Any]) -> int:
 
 
 def _num_token_ranks(states: dict[str, Any]) -> int:
-    """How many ranks see tokens of their own: torchtitan's loss mesh."""
+    """The number of ranks that see different tokens: the size of torchtitan's loss mesh."""
     dims = getattr(states[TRAIN_STATE], "parallel_dims", None)
     return _dp_size(states) if dims is None else int(dims.dp_replicate * dims.dp_shard * dims.cp)
 
@@ -239,15 +241,15 @@ def _warn_of_data_not_replaced(states: dict[str, Any]) -> None:
 
 
 class ElasticTextDataLoader(ElasticDataLoader, BaseDataLoader):
-    """torchtitan's text data by virtual shards; see ``TorchtitanTextStreams`` for what of its states it takes over."""
+    """torchtitan's text data by virtual shards. ``TorchtitanTextStreams`` takes over its states."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
         infinite: bool = True
-        """As in torchtitan's. Where it is false, the data-parallel ranks have to be all ranks."""
+        """As in torchtitan. If it is false, all ranks must be data-parallel ranks."""
 
         num_shards: int = 48
-        """A multiple of every data-parallel degree to come, and of the one whose checkpoint is taken over."""
+        """A multiple of every data-parallel degree to come, and of that of a checkpoint to be taken over."""
 
     def __init__(
         self,
@@ -288,8 +290,8 @@ class ElasticTextDataLoader(ElasticDataLoader, BaseDataLoader):
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """As in ``ElasticDataLoader``; with as many shards as ranks also what torchtitan's own loader would save, so
-        that torchtitan alone can go on from it."""
+        """As in ``ElasticDataLoader``. With as many shards as ranks the state of torchtitan's own loader stands beside
+        it, so that torchtitan alone can go on."""
         state = super().state_dict()
         if self._source.num_shards == self.dp_size:
             key = shard_key(self.dp_rank, self.dp_size)

@@ -19,11 +19,7 @@ _TRAIN_STATE = "train_state"
 
 @dataclass(frozen=True)
 class FlagReport(LoadReport):
-    """A report whose ways on are flags.
-
-    Attributes:
-        ways: What to pass and what it does, the best one first.
-    """
+    """A report that offers flags. ``ways`` are (flags to pass, their effect), the best way first."""
 
     ways: tuple[tuple[str, str], ...] = ()
 
@@ -37,12 +33,12 @@ class FlagReport(LoadReport):
 
 @dataclass(frozen=True)
 class Options:
-    """What a run has said so far.
+    """The options of a run.
 
     Attributes:
         checkpoint: The options of ``elastic_checkpoint`` that are not the defaults.
         dp_size: Number of data-parallel ranks.
-        has_elastic_data: Whether ``elastic_data`` is, or can be, in the place of its data loader.
+        has_elastic_data: Whether ``elastic_data`` replaces, or could replace, the run's data loader.
     """
 
     checkpoint: Mapping[str, Any]
@@ -51,11 +47,7 @@ class Options:
 
 
 def in_flags(error: StateRefusedError, options: Options, excluded: Sequence[str] = ()) -> StateRefusedError:
-    """The same refusal, with flags of torchtitan in the place of calls of this package.
-
-    Args:
-        excluded: Components that the run has excluded from loading.
-    """
+    """The same refusal, with torchtitan's flags in place of calls of this package, and the ``excluded`` components."""
     ways = _ways_on(error, options)
     problems = [_without_calls(problem) if ways else problem for problem in error.problems]
     if error.report is None:
@@ -97,7 +89,7 @@ def _ways_on(error: StateRefusedError, options: Options) -> list[tuple[str, str]
 
 
 def _num_shards(remedies: Iterable[Remedy], options: Options) -> int | None:
-    """A number of shards that takes what the checkpoint has of the data loader."""
+    """A number of shards with which the run's data loader can go on from the checkpoint."""
     for remedy in remedies:
         if remedy.option == "num_shards":
             return int(remedy.value)

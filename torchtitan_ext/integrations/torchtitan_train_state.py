@@ -14,7 +14,7 @@ RUN_TOKENS = "n_tokens_seen"
 
 
 class TrainState(Protocol):
-    """What a trainer is to a checkpoint."""
+    """A trainer, as a checkpoint sees it."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -24,13 +24,13 @@ class TrainState(Protocol):
 class RunTrainState:
     """The train state of a trainer that counts the tokens of its own rank. ``Stateful`` and ``Reshardable``.
 
-    torchtitan saves the count of one rank, and logs the sum over ranks that see different tokens. Here the sum is saved
-    too, under a key that torchtitan alone does not ask for; a trainer on another number of ranks gets its share. What a
-    share rounds off is not lost: the sum goes on from the saved one.
+    torchtitan saves the count of one rank, and logs the sum over ranks that see different tokens. This class saves the
+    sum too, under a key that torchtitan alone does not load; a trainer on another number of ranks gets its share. The
+    remainder of the division is not lost: the sum goes on from the saved one.
 
     Args:
-        trainer: Its state has ``ntokens_seen``; one without is taken as it is.
-        num_ranks: How many ranks see different tokens: data-parallel times context-parallel degree.
+        trainer: Its state has ``ntokens_seen``; a state without it stays as it is.
+        num_ranks: Number of ranks that see different tokens: data-parallel times context-parallel degree.
     """
 
     def __init__(self, trainer: TrainState, num_ranks: int) -> None:
@@ -38,7 +38,7 @@ class RunTrainState:
         self._num_ranks = num_ranks
         self._share_of_saved = self._saved_tokens = 0
         self.counted_by_rank: int | None = None
-        """After a load: the tokens of one of the ranks that saved, where the checkpoint has nothing else."""
+        """After a load: the tokens of one rank that saved, if the checkpoint does not have those of the run."""
 
     @property
     def run_tokens(self) -> int:
@@ -47,7 +47,7 @@ class RunTrainState:
         return self._saved_tokens + (tokens - self._share_of_saved) * self._num_ranks
 
     def state_dict(self) -> dict[str, Any]:
-        """The trainer's own, and the tokens of the run. Not collective."""
+        """The trainer's state and the tokens of the run. Not collective."""
         state = self._trainer.state_dict()
         return {**state, RUN_TOKENS: self.run_tokens} if RANK_TOKENS in state else state
 
@@ -61,14 +61,14 @@ class RunTrainState:
             self.counted_by_rank = own.get(RANK_TOKENS)
 
     def set_run_tokens(self, tokens: int, state: Mapping[str, Any] | None = None) -> None:
-        """Sets how many tokens the run has seen, and the rest of the trainer's state where it is given."""
+        """Sets the tokens that the run has seen, and the rest of the trainer's state if it is given."""
         self._saved_tokens, self._share_of_saved = tokens, tokens // self._num_ranks
         known = self._trainer.state_dict() if state is None else state
         self._trainer.load_state_dict({**known, RANK_TOKENS: self._share_of_saved})
         self.counted_by_rank = None
 
     def reshard(self, saved: Mapping[str, Any], old: World, new: World) -> Resharded:
-        """What was saved, as it is; see ``Reshardable``."""
+        """The saved state, unchanged; see ``Reshardable``."""
         missing = sorted(self._trainer.state_dict().keys() - saved.keys())
         if missing:
             raise CannotReshardError(f"the checkpoint has no {', '.join(missing)}", "load a step that has all of it")

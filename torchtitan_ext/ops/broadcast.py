@@ -1,4 +1,4 @@
-"""Lists of tensors filled on every rank with those of one."""
+"""Fills lists of tensors on every rank with those of one rank."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from torchtitan_ext.op_library import (
 )
 
 DEFAULT_BUCKET_BYTES = 32 << 20
-"""Fewer messages, each long enough for its copies to hide: 341 MB in 300 tensors take 2.1, 1.3, 1.2 and 1.1 times the
-limit with 1, 8, 16 and 32 MiB on 4 gloo processes, five dtypes 2.3, 1.4, 1.3 and 1.2 (benchmarks/bench_sync.py). Three
-are the extra memory, or three times the largest message where that is less."""
+"""Large buckets make few messages, each long enough to hide its copies. On 4 gloo processes, 341 MB in 300 tensors take
+2.1, 1.3, 1.2 and 1.1 times the limit with buckets of 1, 8, 16 and 32 MiB; five dtypes 2.3, 1.4, 1.3 and 1.2
+(benchmarks/bench_sync.py). A broadcast needs the extra memory of three buckets, or less for small messages."""
 
 
 def broadcast_coalesced_(
@@ -32,8 +32,8 @@ def broadcast_coalesced_(
     order, source or bucket size hang or mix up values. ``torchtitan_ext.broadcast_tensors`` has ranks agree first.
 
     Args:
-        tensors: On one device, of any shapes and strides, in the same order on every rank; those without elements
-            count for nothing. No two of them may share memory.
+        tensors: On one device, of any shapes and strides, in the same order on every rank; empty ones are skipped. No
+            two of them may share memory.
         group_name: ``ProcessGroup.group_name``.
         src: Rank of the source, counted in the group.
         bucket_bytes: Largest message, and size of a bucket.
@@ -52,9 +52,9 @@ class BroadcastCheck:
     """Whether this rank could take part in a broadcast of some tensors.
 
     Attributes:
-        digest: Of what ranks must agree on, dtypes and shapes; empty where a tensor is refused.
-        positions: In the list, of the one tensor that is refused or of the two that share memory; else empty.
-        reason: What is wrong with them, in words that follow their names; else empty.
+        digest: Digest of dtypes and shapes, on which ranks must agree; empty where a tensor is refused.
+        positions: Position in the list of the refused tensor, or of two tensors that share memory; else empty.
+        reason: Why the tensors at ``positions`` are refused, in words that follow their names; else empty.
     """
 
     digest: tuple[int, ...]
@@ -83,7 +83,7 @@ def _(tensors: Sequence[Tensor]) -> tuple[list[int], list[int], str]:
 
 
 def _refuse_meta(name: str, tensors: Sequence[Tensor]) -> None:
-    """Under tracing tensors are fake ones; a real meta tensor would be skipped without a word."""
+    """Fake tensors of tracing pass. A real meta tensor raises: it would be skipped silently."""
     for index, tensor in enumerate(tensors):
         if type(tensor) is Tensor and tensor.is_meta:
             raise ValueError(f"{name}: tensors[{index}] is on the meta device; give it memory with to_empty() first")

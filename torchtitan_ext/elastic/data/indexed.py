@@ -1,4 +1,4 @@
-"""Virtual shards over a map-style data set: parts of it that are read one after another, and can be dealt further."""
+"""Virtual shards over a map-style data set: parts of it, each read in order, that can be dealt to more shards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TORCHTITAN_SEED = 42
 
 @dataclass(frozen=True)
 class IndexedPart:
-    """Which samples a stream gives, and which one is next.
+    """The samples that a stream gives, and the next one.
 
     The data set is cut into ``num_splits`` runs of equal length, give or take one; each epoch orders a run in its own
     way. The part gives places ``offset``, ``offset + stride``, ... of that order, from ``next_place`` on. Dealing it to
@@ -24,12 +24,11 @@ class IndexedPart:
     that the k parts give in each epoch what the one would have given.
 
     Attributes:
-        num_samples: Of the data set.
-        split: Which run,
-        num_splits: of how many.
-        offset: First place of an epoch.
-        stride: From place to place.
-        next_place: Of the sample that comes next.
+        num_samples: Samples of the data set.
+        split: The number of the run, below ``num_splits``.
+        offset: The first place in each epoch.
+        stride: The distance from place to place.
+        next_place: The place of the next sample.
     """
 
     num_samples: int
@@ -54,14 +53,14 @@ class IndexedPart:
 class IndexedStreams:
     """A source over a map-style data set, cut into runs as Hugging Face's ``split_dataset_by_node`` cuts one.
 
-    In epoch 0 a run is read in its own order, in later ones shuffled by NumPy's generator with ``seed + epoch``: as
-    torchtitan 0.3.0 reads a data set. Where the samples are used as they are, pass the data set to the loader instead:
-    that needs no shards.
+    In epoch 0 each run is read in the order of the data, in later epochs shuffled by NumPy's generator with
+    ``seed + epoch``: as torchtitan 0.3.0 reads a data set. If no stream needs to go over the samples (to pack them),
+    pass the data set to the loader instead, which needs no shards then.
 
     Args:
-        data: With ``__len__`` and ``__getitem__``.
-        num_shards: How many virtual shards.
-        seed: Of the order of later epochs.
+        data: A data set with ``__len__`` and ``__getitem__``.
+        num_shards: Number of virtual shards.
+        seed: Seed of the order of later epochs.
     """
 
     def __init__(self, data: Any, *, num_shards: int, seed: int = TORCHTITAN_SEED) -> None:
@@ -114,7 +113,7 @@ class IndexedStream:
 
 
 def _part_of(data: Any, seed: int, state: dict[str, Any]) -> IndexedPart:
-    """The part that a stream of this data had saved. States of torchtitan have no seed: it is the default one."""
+    """The part that a stream of this data had saved. States of torchtitan have no seed: they have the default one."""
     fields = {"seed": TORCHTITAN_SEED, **state}
     saved_seed = fields.pop("seed")
     if saved_seed != seed:
@@ -132,7 +131,7 @@ def _part_of(data: Any, seed: int, state: dict[str, Any]) -> IndexedPart:
 
 
 def check_map_style(where: str, data: object) -> None:
-    """Raises TypeError for what is no map-style data set."""
+    """Raises TypeError unless ``data`` is a map-style data set."""
     if isinstance(data, type) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise argument_error(where, "data", data, "a map-style data set (__len__ and __getitem__)")
 

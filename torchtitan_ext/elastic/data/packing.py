@@ -33,10 +33,10 @@ class PackedTokens:
     the end of an epoch begin the shard's next one.
 
     Args:
-        documents: Its streams give documents. Several sequences of a document count as read when its first one is
-            served; the rest is in the state.
+        documents: A source whose streams give documents. A document counts as read when its first sequence is served;
+            the state has the tokens of its other sequences.
         seq_len: Tokens of a sequence.
-        encode: From a document to its tokens, those that begin and end it included. By default documents are tokens.
+        encode: From a document to its tokens, with begin and end tokens. By default documents are tokens.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class PackedTokens:
         self._documents = documents
         self._seq_len = seq_len
         self._encode = encode or list
-        # A source has these methods or it has not: this one has those of what it packs.
+        # A source has these methods or it has not: this one has them where the packed source has.
         if isinstance(documents, SplitsStates):
             self.split_state = self._split_state
         if isinstance(documents, ChecksStates):
@@ -160,6 +160,6 @@ def _tokens(values: list[int]) -> torch.Tensor:
 
 
 def _from_zero(positions: list[int]) -> list[int]:
-    """Positions of a sequence, those before its first new document counted from the sequence's beginning."""
+    """Positions of a sequence, counted from its beginning up to the first new document."""
     first_new = next((i for i, position in enumerate(positions) if position == 0), len(positions))
     return list(range(first_new)) + positions[first_new:]

@@ -1,8 +1,8 @@
-"""Data that comes as streams: what a source of virtual shards is, and sources over what users have.
+"""Data that comes as streams: the protocol of a source of virtual shards, and two sources.
 
 A source cuts the data into ``num_shards`` virtual shards, once and for all, and opens any of them as a stream. Ranks
-own shards, and a restart on more or fewer ranks changes owners only; so ``num_shards`` should be a multiple of every
-world size to be used.
+own shards, and a restart on more or fewer ranks only changes the owners; so ``num_shards`` should be a multiple of
+every number of ranks to come.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torchtitan_ext.errors import argument_error, check_argument
 
 @runtime_checkable
 class Stream(Protocol):
-    """Samples in a fixed order, and where in them a reader is: PyTorch's ``Stateful``, iterable.
+    """Samples in a fixed order, and a reader's position in them: an iterable PyTorch ``Stateful``.
 
     After ``load_state_dict`` of a state that was taken after n samples, ``iter`` goes on with sample n.
 
-    An iterable without these two methods is a stream as well: to resume it, the loader reads and skips what was served.
+    An iterable without these two methods is a stream as well: to resume it, the loader skips the samples that were
+    served.
 
-    A stream may have a method ``start_epoch(epoch) -> None``. It is called at the end of each epoch, in place of
-    opening a new stream, and ``iter`` then gives the samples of that epoch: for what outlives an epoch, such as
-    leftover tokens.
+    A stream may have a method ``start_epoch(epoch) -> None``. The loader then calls it at the end of each epoch instead
+    of opening a new stream, and ``iter`` gives the samples of that epoch. So a stream can keep leftover tokens.
     """
 
     def __iter__(self) -> Iterator[Any]: ...
@@ -39,18 +39,18 @@ class Stream(Protocol):
 class StreamSource(Protocol):
     """Data cut into virtual shards, each a stream.
 
-    A source may also have ``split_state`` (see ``SplitsStates``): then a checkpoint can be loaded with a multiple of
-    the number of shards that saved it; ``check_state`` (see ``ChecksStates``); and ``adopt`` (see ``AdoptsStates``).
+    A source may also have ``split_state`` (see ``SplitsStates``), for a load with a multiple of the saved shards;
+    ``check_state`` (see ``ChecksStates``); and ``adopt`` (see ``AdoptsStates``).
 
     Attributes:
-        num_shards: The same on every rank and, but for such a split, in every job that goes on.
+        num_shards: The same on every rank and, unless saved shards are split, in every job that goes on.
     """
 
     @property
     def num_shards(self) -> int: ...
 
     def open_stream(self, shard: int, epoch: int) -> Iterable[Any]:
-        """The samples of one shard in one epoch, from the beginning. Called on the rank that owns it."""
+        """The samples of one shard in one epoch, from the beginning. The rank that owns the shard calls it."""
         ...
 
 
@@ -59,23 +59,23 @@ class AdoptsStates(Protocol):
     """A source that knows the data loader states of another library."""
 
     def adopt(self, saved: Mapping[str, Any]) -> dict[str, Any] | None:
-        """These states as ``ElasticDataLoader`` would have saved them; None if they are none that the source knows.
+        """The states as ``ElasticDataLoader`` would have saved them; None if the source does not know them.
 
         Raises:
-            CannotReshardError: They are, but cannot be taken over.
+            CannotReshardError: The source knows the states, but cannot take them over.
         """
         ...
 
 
 @runtime_checkable
 class ChecksStates(Protocol):
-    """A source that can tell at the load, before anything is changed, what its streams would refuse when they open."""
+    """A source that refuses at the load, before anything is changed, the states that its streams cannot go on from."""
 
     def check_state(self, state: Any) -> None:
-        """Looks at the saved state of one stream, which is not None.
+        """Checks the saved state of one stream, which is not None.
 
         Raises:
-            CannotReshardError: A stream cannot go on from it, for example because it is of other data.
+            CannotReshardError: A stream cannot go on from the state, for example because it has other data.
         """
         ...
 
@@ -85,13 +85,11 @@ class SplitsStates(Protocol):
     """A source whose streams can be dealt into more; see ``StreamSource``."""
 
     def split_state(self, state: Any, *, shard: int, num_shards: int, num_parts: int) -> list[Any]:
-        """The states of ``num_parts`` streams that together give what is left of one, exactly once, in every epoch.
+        """The states of ``num_parts`` streams that together give the rest of one stream, exactly once, in every epoch.
 
         Args:
-            state: Of the stream; None where it is at the beginning of an epoch.
-            shard: Which one it is,
-            num_shards: of how many that were saved.
-            num_parts: How many streams to make of it.
+            state: The stream's state; None at the beginning of an epoch.
+            shard: The number of the stream among the ``num_shards`` that were saved.
 
         Raises:
             CannotReshardError: This state cannot be split.
@@ -101,7 +99,7 @@ class SplitsStates(Protocol):
 
 @dataclass(frozen=True)
 class Streams:
-    """Any streams that a function opens; the function decides what each shard holds.
+    """Streams that a function opens; the function decides what each shard holds.
 
     Example, with files as shards::
 
@@ -110,8 +108,8 @@ class Streams:
     A ``torchdata.StatefulDataLoader(..., batch_size=None)`` is a stream too: its workers then read ahead for the shard.
 
     Args:
-        open: From shard, number of shards and epoch to a ``Stream``, or to another iterable.
-        num_shards: How many virtual shards.
+        open: From shard, number of shards and epoch to a ``Stream`` or another iterable.
+        num_shards: Number of virtual shards.
     """
 
     open: Callable[[int, int, int], Iterable[Any]]
@@ -134,14 +132,14 @@ class HuggingFaceStreams:
 
     Args:
         dataset: A ``datasets.IterableDataset``.
-        num_shards: How many virtual shards.
-        resume: ``"state"`` goes on from the data set's own ``state_dict``; that loses the content of its shuffle
-            buffer, so that a data set that was shuffled is refused. ``"replay"`` reads again, and skips, what an epoch
-            has served: exact for any data set that gives the same examples twice, and slow late in an epoch.
+        num_shards: Number of virtual shards.
+        resume: ``"state"`` goes on from the data set's own ``state_dict``, which lacks its shuffle buffer: a shuffled
+            data set is refused. ``"replay"`` reads and skips the examples that the epoch has served: exact for any data
+            set that gives the same examples twice, and slow late in an epoch.
 
     Raises:
         TypeError: The data set is not a streaming one.
-        ValueError: The data set is shuffled and ``resume`` is not ``"replay"``; or ``resume`` is neither.
+        ValueError: The data set is shuffled and ``resume`` is not ``"replay"``; or ``resume`` is unknown.
     """
 
     def __init__(self, dataset: Any, *, num_shards: int, resume: Literal["state", "replay"] = "state") -> None:
@@ -178,14 +176,14 @@ def _has_shuffle_buffer(dataset: Any) -> bool:
 
 
 def check_num_shards(where: str, num_shards: int) -> None:
-    """Raises TypeError for what is no number, ValueError for less than one shard."""
+    """Raises TypeError unless it is a whole number, ValueError below 1."""
     check_argument(where, "num_shards", num_shards, int, "a whole number")
     if num_shards < 1:
         raise ValueError(f"{where}: got num_shards={num_shards}, expected at least 1")
 
 
 def start_epoch(stream: Iterable[Any] | None, epoch: int) -> bool:
-    """Whether a stream goes on with an epoch itself; otherwise a new one must be opened."""
+    """Has a stream go on with an epoch; returns False if a new stream must be opened for it."""
     start = getattr(stream, "start_epoch", None)
     if start is not None:
         start(epoch)

@@ -28,8 +28,8 @@ from torchtitan_ext.state.plain_value import DamagedBytesError, read_pickle
 _RANK_KEY = "dp_rank_"
 _BUFFERS = ("inputs_buffer", "labels_buffer", "positions_buffer")
 _LISTS = ("inputs", "labels", "positions")  # of a PackedStream, in the same order
-# HuggingFaceTextDataset.state_dict hands out its lists themselves, and a worker's queue pickles them in a thread of its
-# own: by then the next documents may have been appended, and only those two numbers disagree.
+# HuggingFaceTextDataset.state_dict returns its own lists, and a worker's queue pickles them in another thread: by then
+# tokens of the next documents may have been appended, so that the tokens do not fit the document's number.
 _RACE = "torchtitan's workers save these tokens while they change"
 _REMEDY = "reset the data loader, or go on with torchtitan and {ranks} data-parallel ranks"
 
@@ -49,7 +49,7 @@ class TorchtitanTextStreams(PackedTokens):
         encode: From a text to its tokens, with begin and end: ``partial(tokenizer.encode, add_bos=True,
             add_eos=True)``.
         seq_len: Tokens of a sequence.
-        num_shards: How many virtual shards.
+        num_shards: Number of virtual shards.
         text: From a sample of the data set to its text.
     """
 
@@ -128,12 +128,10 @@ class TorchtitanTextStreams(PackedTokens):
         return {"loader": (common,), **adopted}
 
     def as_torchtitan(self, shard: int, state: ShardState, *, samples_served: int, batch_size: int) -> bytes | None:
-        """A shard as the state that torchtitan saves for the rank of its number, on as many ranks as shards; ``None``
-        where torchtitan has none for it: for a part of a shard that was dealt, or for the end of a finite data set.
+        """The state that torchtitan saves for the rank of a shard's number, on as many ranks as shards.
 
-        Args:
-            samples_served: By that rank.
-            batch_size: Of that rank.
+        ``None`` where torchtitan has no such state: for a part of a dealt shard, or at the end of a finite data set.
+        ``samples_served`` and ``batch_size`` are that rank's.
         """
         stream = packed_state() if state.stream is None else state.stream
         documents = stream["documents"]
@@ -165,7 +163,7 @@ class TorchtitanTextStreams(PackedTokens):
         )
 
     def _shard_state(self, saved: _SavedRank, rank: int, world_size: int) -> ShardState:
-        """An old rank as a shard; ValueError where it cannot go on here."""
+        """An old rank's state as a shard's; raises ValueError where the shard cannot go on from it."""
         data_state = saved.data_state
         if "data" in data_state:
             if self._num_documents is not None:
@@ -188,7 +186,7 @@ class TorchtitanTextStreams(PackedTokens):
         return ShardState(epoch=data_state["epoch"], stream=_leftover(data_state, asdict(part)))
 
     def _ends_before(self, part: IndexedPart, data_state: Mapping[str, Any]) -> bool:
-        """Whether the leftover tokens are the last ones of the documents before the next; those of this epoch are."""
+        """Whether the leftover tokens are the last ones before the next document, as far as this epoch goes back."""
         leftover = list(data_state["inputs_buffer"])
         for place in reversed(range(part.next_place)):
             before = IndexedStream(self._data, replace(part, next_place=place), data_state["epoch"])
@@ -208,13 +206,7 @@ def _leftover(data_state: Mapping[str, Any], documents: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _SavedRank:
-    """What an old rank saved.
-
-    Attributes:
-        samples_served: So far.
-        data_state: Of its data set.
-        by_worker: Whether a loader worker took that state.
-    """
+    """The saved state of an old rank. ``by_worker``: whether a loader worker took the state of the data set."""
 
     samples_served: int
     data_state: Mapping[str, Any]
@@ -222,7 +214,7 @@ class _SavedRank:
 
 
 def _read_rank(value: Any) -> _SavedRank:
-    """An old rank's state; ValueError where its place in the data is not exact.
+    """Reads an old rank's state; raises ValueError where its place in the data is not exact.
 
     torchdata 0.11, ``stateful_dataloader.py``: without workers the state is that of the moment; with workers each has a
     snapshot that may be some batches old.
