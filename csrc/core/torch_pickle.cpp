@@ -23,7 +23,8 @@ struct EndlessKey : std::invalid_argument {
 
 enum class Kind : uint8_t { kAnything, kInt, kText, kName, kStorage, kTuple, kList };
 
-// `at` depends on the kind: the number of a kInt, where a kText begins in the data, the place of the rest in its list.
+// `at` depends on the kind: the number of a kInt, where a kText begins in the data, the index of a container, name or
+// storage among its like.
 struct Value {
   Kind kind = Kind::kAnything;
   uint32_t length = 0;  // of a kText
@@ -45,7 +46,7 @@ struct Storage {
 
 class Machine {
  public:
-  // Reads one pickle that begins at `at`. `tensors` is null where persistent ids mean nothing.
+  // Reads one pickle that begins at `at`. Without `tensors`, persistent ids have no meaning.
   Machine(std::string_view data, size_t at, std::vector<PickledTensor>* tensors)
       : data_(data), at_(at), num_left_(kHashedTuples + kHashedPerByte * data.size()), tensors_(tensors) {
     containers_.emplace_back();  // the empty tuple
@@ -92,7 +93,7 @@ class Machine {
     return found;
   }
 
-  // Numbers as text: "12", "12L".
+  // A number as text, such as "12" and "12L".
   void push_digits(std::string_view text) {
     int64_t value = 0;
     const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
@@ -224,9 +225,9 @@ class Machine {
 
   // ("storage", storage class, name, device, number of elements)
   void add_storage(const Value& id) {
-    require(is_container(id) && container(id).members.size() == 5, "a persistent id is none of a storage");
+    const char* const no_storage = "a persistent id does not name a storage";
+    require(is_container(id) && container(id).members.size() == 5, no_storage);
     const auto& members = container(id).members;
-    const char* const no_storage = "a persistent id is none of a storage";
     require(text(members[0], no_storage) == "storage" && members[1].kind == Kind::kName, no_storage);
     storages_.push_back({text(members[2], no_storage), names_[static_cast<size_t>(members[1].at)].name});
     add(storages_.back(), "uint8", whole(members[4]));

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict as stoc
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
-from torchtitan_ext.state.nested import flatten_state_dict, materialize_meta, set_value
+from torchtitan_ext.state.nested import flatten_state_dict, materialize_meta, nested_members, set_value
 
 Pair = namedtuple("Pair", "weight step")
 T = torch.zeros(2)
@@ -145,3 +145,15 @@ def test_meta_tensors_get_memory_in_both_dicts() -> None:
     assert (made.device.type, made.shape, made.dtype) == ("cpu", (2, 3), torch.bfloat16)
     assert flat.values["a.w"] is made and nested["pair"][0] is real
     assert nested["left"].is_meta
+
+
+def test_a_walk_over_objects_has_an_end_at_any_depth_and_with_any_sharing() -> None:
+    deep: list[Any] = [torch.ones(1)]
+    doubled = deep
+    for _ in range(60):
+        doubled = [doubled, doubled]
+    for _ in range(10_000):
+        deep = [deep]
+    cycle: list[Any] = [deep, {"doubled": doubled}]
+    cycle.append(cycle)
+    assert sum(isinstance(member, torch.Tensor) for member in nested_members(cycle)) == 1
