@@ -1,8 +1,8 @@
-"""Whether archives of ``torch.save`` are whole, by their sizes and the CRC-32 of their entries. Imports no torch.
+"""Verifies archives of ``torch.save`` by their sizes and the CRC-32 of their entries. Imports no torch.
 
-torch writes a CRC of each entry, and compares none when it reads. Zero means no CRC: so it is with torch's option
-``compute_crc32=False``, and in records of ours, whose files have better checksums. How many bytes the tensors of an
-archive need of each storage is read from its pickle, and nothing that the pickle names is run.
+torch writes a CRC of each entry, and does not compare it when it reads. Zero means no CRC: torch's option
+``compute_crc32=False`` writes it, and so do we, since our files have better checksums. The pickle of an archive shows
+how many bytes its tensors need of each storage; it is parsed and not run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ENTRY_HEAD = struct.Struct("<26xHH")
 
 _SAVE_AGAIN = "load and save it once more"
 
-# What zipfile raises where an archive is not as it should be.
+# The exceptions of zipfile for a damaged archive.
 BAD_ARCHIVE = (
     zipfile.BadZipFile,
     NotImplementedError,
@@ -69,10 +69,11 @@ class FilePart(io.RawIOBase):
 
 
 def find_entries(path: Path) -> dict[str, tuple[int, int]]:
-    """Where the bytes of each entry of an archive begin, and how many these are, by name.
+    """First byte and size of each entry of an archive, by name.
 
     Raises:
-        DamagedCheckpointError: It is no archive of ``torch.save``, or its entries do not lie there as in memory.
+        DamagedCheckpointError: The file is no archive of ``torch.save``, its entries are compressed, or its byte order
+            is not this machine's.
     """
     entries: dict[str, tuple[int, int]] = {}
     byte_order: str = sys.byteorder
@@ -102,16 +103,16 @@ def find_entries(path: Path) -> dict[str, tuple[int, int]]:
 
 
 def read_entry(stream: BinaryIO, entry: zipfile.ZipInfo) -> bytes:
-    """The bytes of an entry that is not compressed; no CRC is compared, which need not be there."""
+    """The bytes of an entry that is not compressed; its CRC, if any, is not compared."""
     stream.seek(_begin_of(stream, entry))
     return stream.read(entry.file_size)
 
 
 def archive_damage(stream: BinaryIO, *, is_deep: bool, on_bytes: OnBytes) -> tuple[str | None, bool]:
-    """What is wrong with an archive, or ``None``; and whether all of its entries have a CRC.
+    """The damage of an archive, or ``None``; and whether all its entries have a CRC.
 
     Args:
-        is_deep: Read all entries and compare; else look at the archive's directory and its pickle alone.
+        is_deep: Read all entries and compare their CRCs; else read only the archive's directory and its pickle.
     """
     is_proved = True
     try:
@@ -138,8 +139,8 @@ def archive_damage(stream: BinaryIO, *, is_deep: bool, on_bytes: OnBytes) -> tup
 
 
 def _listed(archive: zipfile.ZipFile, num_bytes: int) -> list[zipfile.ZipInfo]:
-    """The entries of an archive of so many bytes. Raises BadZipFile where they cannot lie in it side by side: a small
-    file can have very many that share their bytes."""
+    """The entries of an archive. Raises BadZipFile if together they are larger than the archive: in a small file very
+    many entries can share the same bytes."""
     entries = archive.infolist()
     stored = [entry for entry in entries if entry.compress_type == zipfile.ZIP_STORED]
     said = sum(max(entry.file_size, entry.compress_size) for entry in stored)
@@ -149,7 +150,7 @@ def _listed(archive: zipfile.ZipFile, num_bytes: int) -> list[zipfile.ZipInfo]:
 
 
 def _name_in_archive(entry: zipfile.ZipInfo) -> str:
-    """Without the folder that is named as the file."""
+    """The name without the top folder, which has the name of the file."""
     return entry.filename.partition("/")[2]
 
 
@@ -160,7 +161,7 @@ def _begin_of(stream: BinaryIO, entry: zipfile.ZipInfo) -> int:
 
 
 def _compare(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, on_bytes: OnBytes) -> None:
-    """Raises BadZipFile where the bytes of an entry are not those of its CRC."""
+    """Raises BadZipFile if the bytes of an entry do not match its CRC."""
     with archive.open(entry) as content:
         num_bytes = 0
         while part := content.read(_READ_BYTES):
@@ -171,7 +172,7 @@ def _compare(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, on_bytes: OnBytes
 
 
 def find_storages(data: bytes) -> dict[str, int]:
-    """The bytes that a pickle needs of each storage, by the storage's name in the archive.
+    """How many bytes a pickle needs of each storage, by the storage's name in the archive.
 
     Raises:
         ValueError: The pickle is damaged, or its keys take too long to hash.

@@ -1,6 +1,6 @@
-"""What any checkpoint holds, in plain values: its keys, its files, and who wrote it. Imports no torch.
+"""The contents of a checkpoint of any format in plain values: keys, files, versions. Imports no torch.
 
-``describe`` (describe.py) makes a ``Contents`` of whatever lies at a path.
+``storage/inspect/describe.py`` makes the ``Contents`` of a path.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torchtitan_ext.storage.element_types import ITEM_BYTES, num_bytes_of
 from torchtitan_ext.storage.formats.detect import Format
 
 Scalar = bool | int | float | complex | str | None
-"""A value for a cell of a table."""
+"""A single value that a table can show."""
 
 MODEL = "model"
-"""What tensors at the top of a state dict are together."""
+"""The component to which tensors at the top of a state dict belong."""
 
 
 class ContentKey(NamedTuple):
     """One key of a checkpoint.
 
     Attributes:
-        dtype: As torch calls it, without the module; ``None`` of what is no tensor.
-        sizes: Global; ``None`` of what is no tensor.
-        num_bytes: Of the elements; of other values those of their records, 0 where they have none of their own.
-        num_chunks: Records that it lies in.
+        dtype: The name in torch, without the module; ``None`` for a value that is no tensor.
+        sizes: Global sizes; ``None`` for a value that is no tensor.
+        num_bytes: Size of the elements, or of a value's record; 0 for a value without a record of its own.
+        num_chunks: Number of records that hold the key.
     """
 
     fqn: str
@@ -43,9 +43,9 @@ class ContentChunk(NamedTuple):
     """Where one chunk of a key lies.
 
     Attributes:
-        offsets: Of its first element in the tensor; ``None`` of what is no tensor, like ``sizes``.
-        file: Relative to the checkpoint; ``None`` where the checkpoint does not say where it lies.
-        offset: Byte of the file at which its record begins; ``None`` where that is not known.
+        offsets: Offsets of the first element in the tensor; like ``sizes`` ``None`` for a value that is no tensor.
+        file: Path relative to the checkpoint; ``None`` if the metadata names no file.
+        offset: Byte of the file at which the record begins; ``None`` if unknown.
     """
 
     offsets: tuple[int, ...] | None
@@ -59,8 +59,8 @@ class ContentFile(NamedTuple):
     """One data file.
 
     Attributes:
-        num_bytes: Its size; ``None`` where it is not there.
-        num_records: How many chunks and other values lie in it.
+        num_bytes: Size of the file; ``None`` if it is missing.
+        num_records: Number of chunks and values in the file.
     """
 
     name: str
@@ -70,19 +70,19 @@ class ContentFile(NamedTuple):
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint says of itself. Nothing of its data was read, but by ``read_values``.
+    """The contents of a checkpoint, from its metadata. Only ``read_values`` reads data. Unknown fields are empty.
 
     Attributes:
-        keys: In the order of the checkpoint.
-        chunks_of: The chunks of a key, by its name.
-        read_values: The values of single numbers and texts among some keys, by name; of others there is none.
-        paths: Where a key stands in the nested state dict, as far as the checkpoint says.
+        keys: All keys in the order of the checkpoint.
+        chunks_of: Returns the chunks of a key.
+        read_values: Returns the values of those of the given keys that are single numbers or texts.
+        paths: The path of each key in the nested state dict.
         has_checksums: Whether there is an index of ours with checksums of all bytes.
-        save_id: Of the save that wrote it; ``None`` where it had none.
-        step: By the name of the directory; ``None`` where it has another name.
-        world_size: How many ranks saved it; ``None`` where it does not say.
-        mesh: Size of each named mesh axis of the ranks that saved it; empty where it does not say.
-        versions: Of ``torch``, ``torchtitan_ext`` and the format (``dcp``), as far as it says.
+        save_id: The id of the save that wrote the checkpoint.
+        step: The step in the name of the directory.
+        world_size: The number of ranks that saved.
+        mesh: Size of each named mesh axis of these ranks.
+        versions: The versions of ``torch``, ``torchtitan_ext`` and the format (``dcp``).
     """
 
     path: Path
@@ -115,7 +115,7 @@ class Contents:
         return str(path[0]) if path is not None and is_nested else None
 
     def matching(self, pattern: str | None) -> list[ContentKey]:
-        """The keys whose names match a shell pattern, as ``fnmatch`` reads it; all without one."""
+        """The keys whose names match a shell pattern (``fnmatch``); without a pattern all keys."""
         if pattern is None:
             return list(self.keys)
         names = set(fnmatch.filter([key.fqn for key in self.keys], pattern))
@@ -123,12 +123,12 @@ class Contents:
 
 
 def bytes_of(dtype: str, sizes: Sequence[int], stored_bytes: int) -> int:
-    """The bytes of a tensor's elements; of dtypes that are no plain memory those of its records."""
+    """The size of a tensor's elements; for a dtype that is no plain memory the size of its records."""
     return num_bytes_of(dtype, sizes) if dtype in ITEM_BYTES else stored_bytes
 
 
 def size_of(path: Path) -> int | None:
-    """The size of a file; ``None`` where there is none, or can be none of this name."""
+    """The size of a file; ``None`` if there is no such file."""
     try:
         return os.stat(path).st_size
     except OSError:

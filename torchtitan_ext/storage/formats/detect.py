@@ -1,4 +1,4 @@
-"""Which kind of checkpoint lies at a path, by the names and the first bytes of what is there. Imports no torch."""
+"""Detects the format of the checkpoint at a path by names and first bytes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _MAX_NAMED = 8
 
 
 def format_of(path: str | os.PathLike[str]) -> Format:
-    """The format of the checkpoint at a path; reads names, and of a file its first bytes. What is in it may be damaged.
+    """The format of the checkpoint at a path, which may be damaged. Reads only names, or the first bytes of a file.
 
     Raises:
-        UnknownFormatError: It is none of these.
+        UnknownFormatError: There is no checkpoint of these formats.
         OSError: There is nothing at the path, or it cannot be read.
     """
     place = Path(path)
@@ -58,13 +58,13 @@ def format_of(path: str | os.PathLike[str]) -> Format:
 
 
 def _is_torch_archive(head: bytes) -> bool:
-    """Whether a zip archive begins with the pickle of ``torch.save``, as those do; others begin with other entries."""
+    """Whether a zip archive begins with ``data.pkl``, as archives of ``torch.save`` do."""
     name_bytes = int.from_bytes(head[26:28], "little")
     return head.startswith(ZIP_START) and head[_NAME_OFFSET : _NAME_OFFSET + name_bytes].endswith(b"/data.pkl")
 
 
 def checkpoints_in(path: Path) -> list[str]:
-    """The names of the directories in one that are checkpoints, as a trainer has one each for model and optimizer."""
+    """The names of the checkpoints in a directory: some trainers have one each for model and optimizer."""
     names = []
     for name in sorted(os.listdir(path)) if path.is_dir() else []:
         try:
@@ -77,7 +77,7 @@ def checkpoints_in(path: Path) -> list[str]:
 
 
 def how_to_load(path: Path) -> str | None:
-    """Of a path at which no load finds a checkpoint of DCP: what is there, and what to call; ``None`` where one is."""
+    """What lies at a path instead of a DCP checkpoint, and what to call; ``None`` if there is a DCP checkpoint."""
     try:
         found = format_of(path)
     except FileNotFoundError:

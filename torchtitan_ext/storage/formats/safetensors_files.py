@@ -1,10 +1,9 @@
-"""Headers of safetensors files, and what a file or a directory of them holds. Imports no torch.
+"""Headers of safetensors files, and the contents of a file or a directory of them. Imports no torch.
 
-A file is 8 bytes with the length of its header, little-endian, that many bytes of JSON (per tensor its dtype, shape and
-the bytes it takes behind the header), and the bytes of all tensors, without gaps
-(https://huggingface.co/docs/safetensors). Beside several files of one model Hugging Face has a
-``*.safetensors.index.json``, which says of each key the file. DCP's writer for Hugging Face notes in ``__metadata__``
-which chunk of a tensor a file has.
+A file is 8 bytes with the length of the header, little-endian, that many bytes of JSON (dtype, shape and bytes of each
+tensor), and the bytes of all tensors without gaps (https://huggingface.co/docs/safetensors). Several files of one model
+have a ``*.safetensors.index.json`` beside them, which names the file of each key. DCP's writer for Hugging Face notes
+in ``__metadata__`` which chunk of a tensor a file holds.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ _DTYPES = {
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "C64": "complex64",
 }  # fmt: skip
 NAME_OF_DTYPE = {dtype: name for name, dtype in _DTYPES.items()}
-"""What files call the dtypes of torch."""
+"""The names of torch's dtypes in the files."""
 
 
 class SafetensorsEntry(NamedTuple):
     """One tensor of a file.
 
     Attributes:
-        dtype: As torch calls it; as the file does where torch has none of that name.
-        sizes: Of what lies in this file.
-        offsets: Of that in the tensor, by DCP's note; zeros without one.
-        begin: Its first byte in the file.
+        dtype: The name in torch; the name in the file if torch has no such dtype.
+        sizes: Sizes of the chunk in this file.
+        offsets: Offsets of the chunk in the tensor, from DCP's note; zeros without one.
+        begin: First byte of the chunk in the file.
     """
 
     dtype: str
@@ -79,7 +78,7 @@ def read_header(path: Path) -> dict[str, SafetensorsEntry]:
     """The tensors of a file, by name, in the order of their bytes.
 
     Raises:
-        DamagedCheckpointError: The header is no header, or does not describe all bytes of the file once.
+        DamagedCheckpointError: The header is damaged, or does not describe every byte of the file once.
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
@@ -105,13 +104,13 @@ def read_header(path: Path) -> dict[str, SafetensorsEntry]:
 
 
 def sizes_of_tensor(where: str, chunks: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[int, ...]:
-    """Of the tensor that consists of chunks, given as offsets and sizes: no file has them.
+    """The sizes of the tensor that consists of chunks (offsets, sizes); no file contains them.
 
     Args:
         where: The checkpoint and the tensor, for messages.
 
     Raises:
-        DamagedCheckpointError: The chunks are of no one tensor.
+        DamagedCheckpointError: The chunks do not belong to one tensor.
     """
     if len({len(offsets) for offsets, _ in chunks}) > 1:
         raise DamagedCheckpointError(f"{where}: its chunks have several numbers of dims")
@@ -123,15 +122,15 @@ def sizes_of_tensor(where: str, chunks: Sequence[tuple[Sequence[int], Sequence[i
 
 
 def find_weight_map(directory: Path) -> Path | None:
-    """The index of a directory, which says in which file each tensor lies; ``None`` where there is none."""
+    """The index of a directory, which names the file of each tensor; ``None`` without one."""
     return min(directory.glob(f"*{INDEX_SUFFIX}"), default=None) if directory.is_dir() else None
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """The file of each key, as an index says.
+    """The file of each key, from an index.
 
     Raises:
-        DamagedCheckpointError: It is none.
+        DamagedCheckpointError: The index is damaged.
     """
     try:
         files = dict(json.loads(index.read_bytes())["weight_map"])
@@ -144,10 +143,10 @@ def read_weight_map(index: Path) -> dict[str, str]:
 
 
 def describe_safetensors(path: Path) -> Contents:
-    """What a file, or a directory of files, holds.
+    """The contents of a file or a directory of files.
 
     Raises:
-        DamagedCheckpointError: A header is.
+        DamagedCheckpointError: A header is damaged.
     """
     entries: dict[str, list[tuple[str, SafetensorsEntry]]] = {}
     files = []

@@ -1,4 +1,4 @@
-"""Safetensors files as places of tensors: where each lies in those that are there, and in new ones."""
+"""Where the tensors of safetensors files lie, in existing files and in new ones."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from torchtitan_ext.storage.formats.safetensors_files import (
 )
 
 INDEX_NAME = "model.safetensors.index.json"
-"""Which file of a directory holds which tensor."""
+"""The file that names the file of each tensor of a directory."""
 
 Place = tuple[tuple[int, ...], Record]
-"""Where a chunk begins in its tensor, and where it lies."""
+"""The offsets of a chunk in its tensor, and its record."""
 
 
 def find_safetensors(path: Path) -> dict[str, list[Place]]:
-    """The chunks of each tensor of a file, or of the files of a directory; reads headers only. Most tensors have one.
+    """The chunks of each tensor of a file or a directory; reads headers only.
 
-    A directory's files are those that its index names, or all where there is none.
+    Reads the files that the index of a directory names, or all files without an index.
 
     Raises:
         DamagedCheckpointError: A header is damaged; files lack tensors of the index, or it names files elsewhere.
@@ -73,8 +73,8 @@ class NewSafetensors:
     """A file that is to be written.
 
     Attributes:
-        header: What it begins with.
-        offsets: Where each tensor's bytes go, in the file; tensors lie in this order, without gaps.
+        header: The first bytes of the file.
+        offsets: First byte of each tensor in the file; tensors lie in this order, without gaps.
     """
 
     header: bytes

@@ -1,6 +1,6 @@
-"""Single numbers and texts of a checkpoint, from their bytes, and numbers in their shortest form. Imports no torch.
+"""Reads single numbers and texts of a checkpoint, numbers in their shortest form. Imports no torch.
 
-Nothing is unpickled: a pickle that is more than one plain value has none here.
+Nothing is unpickled: only a pickle of one plain value is read.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def shortest(value: float, dtype: str) -> float:
     """The number with the fewest digits that is this element of a tensor: 0.1 for 0.10000000149011612 of float32.
 
     Args:
-        value: What the element is, exactly.
-        dtype: Of a tensor; numbers of others than floats narrower than float64 come back as they are.
+        value: The exact value of the element.
+        dtype: The tensor's dtype; only numbers of floats narrower than float64 change.
     """
     if dtype not in _FLOATS or value == 0 or not math.isfinite(value):
         return value
@@ -69,7 +69,7 @@ def shortest(value: float, dtype: str) -> float:
 
 
 def number_of(data: bytes, dtype: str) -> Scalar:
-    """The number that an element's bytes are, in its shortest form; ``None`` of a dtype that is not known here."""
+    """The number in an element's bytes, in its shortest form; ``None`` for an unknown dtype."""
     if dtype == "bfloat16":
         return shortest(struct.unpack("<f", b"\0\0" + data)[0], dtype)
     if dtype not in _FORMATS:
@@ -99,19 +99,17 @@ def plain_value_of(pickled: bytes) -> Scalar:
 
 
 def read_number(descriptor: int, fqn: str, stored: StoredTensor) -> dict[str, Scalar]:
-    """The element of a tensor without dims, from its file, by its name; nothing where it cannot be told."""
+    """The element of a tensor without dims, by its name; empty if it cannot be read."""
     data = os.pread(descriptor, ITEM_BYTES[stored.dtype], stored.data_offset)
     number = number_of(data, stored.dtype) if len(data) == ITEM_BYTES[stored.dtype] else None
     return {} if number is None else {fqn: number}
 
 
 def read_scalars(path: Path, saved: SavedMetadata, keys: Iterable[tuple[str, bool]]) -> dict[str, Scalar]:
-    """Values of a DCP checkpoint; those that are more than plain ones, or cannot be read, are left out.
-
-    They are not compared with checksums.
+    """Single plain values of a DCP checkpoint; values that cannot be read are left out. Compares no checksums.
 
     Args:
-        keys: Tensors without dims, and what is no tensor, with whether they are tensors.
+        keys: Names of keys, each with whether it is a tensor.
     """
     of_file: dict[str, list[tuple[str, bool, int, int]]] = {}
     for fqn, is_tensor in keys:
@@ -141,7 +139,7 @@ def read_scalars(path: Path, saved: SavedMetadata, keys: Iterable[tuple[str, boo
 def _stored(
     path: Path, saved: SavedMetadata, name: str, tensors: dict[int, int], descriptor: int
 ) -> dict[int, StoredTensor | None]:
-    """Where tensors lie, by the offsets of their records."""
+    """The tensors in a file, by the offsets of their records."""
     known = {} if saved.index is None or name not in saved.index.files else saved.index.tensors(name)
     unknown = {offset: size for offset, size in tensors.items() if offset not in known}
     return {**known, **find_stock_tensors(path, unknown, 1, descriptor)}

@@ -1,4 +1,4 @@
-"""Writes bytes to their places in files that are there already."""
+"""Makes files with holes, and writes tensors to their places in them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from torchtitan_ext import _core
 from torchtitan_ext.layout.dtensor import as_bytes
 
-# Of smaller tensors the system finds the time itself: a call for each would take longer than the disk.
+# The system writes smaller tensors back by itself: a call for each would take longer than the disk.
 _WRITE_BACK_BYTES = 1 << 20
 
 
 def write_parts(parts: Sequence[tuple[Path, int, torch.Tensor]]) -> None:
-    """Writes contiguous tensors on the CPU at offsets, in bytes, of files, and lets the disk begin with them.
+    """Writes contiguous tensors on the CPU at byte offsets of files, and starts their write-back.
 
     Raises:
         OSError: Names the file.
@@ -36,7 +36,7 @@ def write_parts(parts: Sequence[tuple[Path, int, torch.Tensor]]) -> None:
 
 
 def make_file(path: Path, head: bytes, num_bytes: int) -> None:
-    """Makes a file of a size that begins with these bytes; the rest is a hole.
+    """Makes a file of ``num_bytes`` that begins with ``head``; the rest is a hole.
 
     Raises:
         OSError: Names the file.

@@ -1,5 +1,6 @@
-"""What a file of ``torch.save`` holds. Tensors are made without memory (meta), and nothing but them and plain values is
-unpickled unless the caller says so.
+"""The contents of a file of ``torch.save``.
+
+Tensors are loaded without memory (meta). Only tensors and plain values are unpickled, unless the caller allows more.
 """
 
 from __future__ import annotations
@@ -32,15 +33,7 @@ class SparseOnMetaError(DamagedCheckpointError):
 
 
 def describe_torch(path: Path, *, unsafe_unpickle: bool = False) -> Contents:
-    """What a file of ``torch.save`` holds, its nested keys joined by dots.
-
-    Args:
-        unsafe_unpickle: Run whatever the pickle names.
-
-    Raises:
-        DamagedCheckpointError: It cannot be read.
-        UnsafePickleError: It names what is not plain data.
-    """
+    """The contents of a file of ``torch.save``, nested keys joined by dots; arguments and errors as in ``describe``."""
     value = _load_on_meta(path, unsafe_unpickle)
     state = flat_form(path, value) if isinstance(value, Mapping) else FlatStateDict({"": value}, {}, {})
     values = {str(fqn): member for fqn, member in state.values.items()}
@@ -61,12 +54,12 @@ def describe_torch(path: Path, *, unsafe_unpickle: bool = False) -> Contents:
 
 
 def load_file(path: Path, *, weights_only: bool, map_location: str) -> Any:
-    """What a file of ``torch.save`` holds, with its tensors on a device.
+    """The value in a file of ``torch.save``, with its tensors on a device.
 
     Raises:
-        DamagedCheckpointError: It cannot be read.
-        SparseOnMetaError: It holds sparse tensors, and this torch does not load them onto the meta device.
-        UnsafePickleError: It names what is not plain data.
+        DamagedCheckpointError: The file cannot be read.
+        SparseOnMetaError: This torch does not load the file's sparse tensors onto the meta device.
+        UnsafePickleError: The pickle names something that is not plain data.
     """
     try:
         return read_value(path, weights_only=weights_only, map_location=map_location)
@@ -80,10 +73,10 @@ def load_file(path: Path, *, weights_only: bool, map_location: str) -> Any:
 
 
 def flat_form(path: Path, state: Mapping[Any, Any]) -> FlatStateDict:
-    """The state dict of a file with the flat keys that DCP would give it.
+    """The state dict of a file with the flat keys of DCP.
 
     Raises:
-        DamagedCheckpointError: It has none: two values have one key, a dict holds itself, a key is no text of Unicode.
+        DamagedCheckpointError: Two values have one key, a dict contains itself, or a key is no Unicode text.
     """
     try:
         flat = flatten_state_dict(state, tuples="as_stock")
@@ -99,7 +92,7 @@ def _load_on_meta(path: Path, unsafe_unpickle: bool) -> Any:
     if not is_zip and _begins_as_zip(path):
         raise DamagedCheckpointError(f"{path}: the archive has no end: the file was cut, or is still being written")
     if is_zip:
-        find_entries(path)  # of numbers in another order of bytes torch crashes on the meta device
+        find_entries(path)  # torch crashes on the meta device if the numbers have another byte order
     try:
         return load_file(path, weights_only=not unsafe_unpickle, map_location="meta")
     except SparseOnMetaError:
@@ -118,7 +111,7 @@ def _key(fqn: str, value: Any) -> ContentKey:
 
 
 def _scalars(path: Path, values: Mapping[str, Any]) -> dict[str, Scalar]:
-    """Single values as they are, and the elements of tensors without dims, which lie in the file."""
+    """Single values, and the elements of tensors without dims, which are read from the file."""
     found: dict[str, Scalar] = {}
     with path.open("rb") as file:
         for fqn, value in values.items():

@@ -1,7 +1,7 @@
-"""Files of ``torch.save``: where the tensors in one lie, and new ones that are written without holding the state.
+"""Where the tensors of ``torch.save`` files lie, and new files that are written without the state in memory.
 
-Nothing is unpickled that is not plain data, unless the caller says so, and no tensor is read: ``torch.load`` onto the
-meta device notes where the bytes of each storage begin.
+Only plain data is unpickled, unless the caller allows more, and no tensor is read: ``torch.load`` onto the meta device
+notes where the bytes of each storage begin.
 """
 
 from __future__ import annotations
@@ -29,17 +29,12 @@ _ALIGNMENT = 64
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 
-# Of Linux; the module knows it since Python 3.13. Pages that nobody touches count for nothing then.
+# Linux: untouched pages are not counted as memory. Python's mmap has the name since 3.13.
 _MAP_NORESERVE = 0x4000
 
 
 class TorchFile(NamedTuple):
-    """What a file holds, by flat key.
-
-    Attributes:
-        tensors: Where each lies.
-        paths: Where each key stands in the nested state dict.
-    """
+    """The contents of a file by flat key; ``paths`` are the keys' paths in the nested state dict."""
 
     tensors: dict[str, Record]
     values: dict[str, Any]
@@ -47,12 +42,12 @@ class TorchFile(NamedTuple):
 
 
 def read_torch_file(path: Path, *, weights_only: bool) -> TorchFile:
-    """The state dict in a file: its values, and places of its tensors.
+    """The values of the state dict in a file, and the places of its tensors.
 
     Raises:
-        DamagedCheckpointError: The file is damaged, was written by torch before 1.6 or on a machine with another order
-            of bytes, or holds no state dict of plain memory.
-        UnsafePickleError: It holds more than plain data.
+        DamagedCheckpointError: The file is damaged, was written by torch before 1.6 or on a machine with another byte
+            order, or contains no state dict of plain memory.
+        UnsafePickleError: The file contains more than plain data.
     """
     sizes = dict(find_entries(path).values())
     flat = _load(path, weights_only, "meta")
@@ -67,7 +62,7 @@ def read_torch_file(path: Path, *, weights_only: bool) -> TorchFile:
 
 
 def empty_tensors(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> dict[str, torch.Tensor]:
-    """Tensors of these dtypes and shapes that take address space and no memory, each with a storage of its own."""
+    """Tensors that take address space but no memory, each with a storage of its own."""
     ends: dict[str, int] = {}
     end = 0
     for fqn, (dtype, sizes) in tensors.items():
@@ -87,9 +82,9 @@ def empty_tensors(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]]) -> d
 
 
 def write_without_data(state: Mapping[str, Any], path: Path, *, weights_only: bool) -> dict[str, Record]:
-    """Writes a file with holes where the bytes of its tensors go, and says where, by flat key.
+    """Writes a file with holes for the bytes of its tensors, and returns the place of each by flat key.
 
-    Tensors within values that are no tensors, such as a tuple of some, are written with their bytes.
+    Tensors inside other values, such as tuples, are written with their bytes.
 
     Args:
         weights_only: Whether the file may hold plain data only.
@@ -113,7 +108,7 @@ def write_without_data(state: Mapping[str, Any], path: Path, *, weights_only: bo
 
 
 class _StorageList(pickle.Pickler):
-    """The storages of all tensors in a value, in the order in which ``torch.save`` numbers them."""
+    """The storages of all tensors in a value, in the order of ``torch.save``."""
 
     def __init__(self, value: Any) -> None:
         super().__init__(io.BytesIO(), protocol=torch.serialization.DEFAULT_PROTOCOL)
@@ -141,7 +136,7 @@ def _load(path: Path, weights_only: bool, location: str) -> FlatStateDict:
 
 
 def _record_of(tensor: torch.Tensor, path: Path, sizes: Mapping[int, int]) -> Record:
-    """Where a tensor on the meta device lies in the file, whose entries have these sizes by their first bytes."""
+    """Where a tensor on the meta device lies in the file; ``sizes`` of the entries by their first bytes."""
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", None) if is_plain else None
     if begin is None or tensor.dtype not in NAMES or tensor.is_conj() or tensor.is_neg():

@@ -1,4 +1,4 @@
-"""Safetensors files that replace those of a directory, which may hold files of others, such as a tokenizer."""
+"""Replaces the safetensors files of a directory, which may hold foreign files, such as a tokenizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchtitan_ext.storage.formats.safetensors_places import INDEX_NAME, index_
 
 
 def refuse_irreplaceable(directory: Path) -> None:
-    """Raises FileExistsError where new safetensors files would not count, or old ones not until they are all there."""
+    """Raises FileExistsError if safetensors files cannot be replaced safely in a directory."""
     ours, _ = checkpoint_names(directory)
     if ours:
         raise FileExistsError(f"{directory} holds {min(ours)} of a checkpoint of DCP; use another directory")
@@ -36,14 +36,13 @@ def refuse_irreplaceable(directory: Path) -> None:
 
 
 def replace_weights(new: Path, target: Path) -> None:
-    """Puts a directory of safetensors files, with an index where there are several, in the place of another one.
+    """Replaces a directory of safetensors files by a new one, which has an index if it has several files.
 
-    Where the target holds nothing else, the two change places at once. Else, and on file systems that cannot do that,
-    the files are moved into the target. Files of others stay as they are, and at every moment, also after a kill, who
-    reads finds all old tensors or all new ones: who follows the index, as this package does, and who looks for
-    ``model.safetensors`` first, as Hugging Face's loaders do. Only who takes whatever files are there finds both for a
-    moment. Where there were no tensors before, reading is an error until all have come. What a kill leaves goes with
-    the next call.
+    If the target holds nothing else, the two change places at once. Otherwise, and if the file system cannot exchange
+    directories, the files are moved into the target, and foreign files stay. At every moment, also after a kill, a
+    reader sees all old tensors or all new ones if it follows the index, like this package, or looks for
+    ``model.safetensors`` first, like Hugging Face's loaders. A reader that takes all files may see both for a moment.
+    If there were no tensors before, a read fails until all files are there. The next call removes leftovers of a kill.
 
     Raises:
         OSError: A file cannot be moved or removed.
@@ -59,11 +58,11 @@ def replace_weights(new: Path, target: Path) -> None:
     names = [path.name for path in safetensors_paths(new)]
     old_names = [path.name for path in safetensors_paths(target)]
     if not old_names:
-        for name in [*_indices_in(new), *names]:  # the index first, which names what is not there yet
+        for name in [*_indices_in(new), *names]:  # the index first: it names files that are not there yet
             os.rename(new / name, target / name)
         return sync_directory(target)
     if not _indices_in(target):
-        _put_index(target, old_names)  # so that what comes beside them does not count
+        _put_index(target, old_names)  # so that readers ignore the new files beside them
     own = uuid.uuid4().hex[:8]
     for name in names:
         os.rename(new / name, target / f"{own}-{name}")
@@ -73,7 +72,7 @@ def replace_weights(new: Path, target: Path) -> None:
 
 
 def _rename_indexed(directory: Path, new_names: dict[str, str]) -> None:
-    """Gives files that an index names other names; not where the file system has no hard links."""
+    """Renames files that an index names; does nothing if the file system has no hard links."""
     for name, new_name in new_names.items():
         try:
             os.link(directory / name, directory / new_name)
@@ -88,11 +87,11 @@ def _rename_indexed(directory: Path, new_names: dict[str, str]) -> None:
 
 
 def _put_index(directory: Path, names: Iterable[str]) -> None:
-    """Puts the index of some files in the place of the one that is there, at once."""
+    """Replaces the index at once by one of these files."""
     entries = {(fqn, name): entry for name in names for fqn, entry in _entries_of(directory / name).items()}
     partial = directory / f"{INDEX_NAME}.partial"
     write_file(partial, index_of(dict(entries.keys()), sum(entry.num_bytes for entry in entries.values())), sync=True)
-    sync_directory(directory)  # what it names
+    sync_directory(directory)  # the files that it names
     os.replace(partial, directory / INDEX_NAME)
     sync_directory(directory)
 
@@ -112,7 +111,7 @@ def _has_others(directory: Path) -> bool:
 
 
 def _entries_of(path: Path) -> dict[str, SafetensorsEntry]:
-    """Of a file; none of one that is damaged, whose tensors nobody can read."""
+    """The entries of a file; empty if it is damaged, since its tensors cannot be read."""
     try:
         return read_header(path)
     except DamagedCheckpointError:

@@ -15,14 +15,10 @@ from torchtitan_ext.storage.metadata.saved_metadata import SavedMetadata, ranks_
 
 
 def describe_dcp(path: Path, rank: int | None = None) -> Contents:
-    """What a directory of DCP holds.
-
-    Args:
-        rank: Whose part, of a checkpoint in which each rank has metadata of its own.
+    """The contents of a DCP checkpoint; arguments and errors as in ``describe``.
 
     Raises:
-        DamagedCheckpointError: Its metadata is.
-        UnknownFormatError: Each rank has metadata of its own, and none is asked for, or one that there is not.
+        UnknownFormatError: Each rank has metadata of its own, and ``rank`` names none of them.
     """
     try:
         saved = read_saved_metadata(OpenedCheckpoint(path), rank, verify="none")

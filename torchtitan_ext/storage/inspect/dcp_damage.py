@@ -1,7 +1,7 @@
-"""Whether a DCP checkpoint is whole: every file there, of its size and its save, and every byte as it was written.
+"""Verifies a DCP checkpoint: every file is there, has its size, belongs to the save, and no byte has changed.
 
-Imports no torch. Checksums are those of our index. Of records that it does not cover, such as stock's, the CRC that
-torch writes into them is compared, and what they say of their tensor with the metadata, where that is asked for.
+Imports no torch. Bytes are compared with the checksums in our footers. Records without them, such as stock's, are
+compared with the CRCs of torch, and their tensors with the metadata.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from torchtitan_ext.storage.metadata.saved_metadata import (
 from torchtitan_ext.storage.native.stock_records import find_stock_tensors
 from torchtitan_ext.storage.progress import OnBytes
 
-# What is read at a time: a multiple of the blocks that have checksums.
+# Bytes read at a time: a multiple of the blocks that have checksums.
 _READ_BYTES = 16 << 20
 
-# No more chunks than this are named of which the metadata has no place.
+# At most so many chunks without a place are named.
 _MAX_UNPLACED = 10
 
 
 def verify_dcp(path: Path, *, is_deep: bool, on_bytes: OnBytes) -> Verdict:
-    """Everything that is wrong with a checkpoint; with that of each rank where each has metadata of its own.
+    """All damages of a checkpoint, or of the checkpoints of all ranks if each has metadata of its own.
 
     Raises:
-        FileNotFoundError: There is neither metadata nor an index that stands for it.
+        FileNotFoundError: There is neither ``.metadata`` nor an index that replaces it.
     """
     opened = OpenedCheckpoint(path)
     names, _ = checkpoint_names(path)
@@ -61,18 +61,17 @@ def verify_dcp(path: Path, *, is_deep: bool, on_bytes: OnBytes) -> Verdict:
 
 
 class DcpLook:
-    """A look at one metadata and the files that it names.
+    """Verifies one metadata and the files that it names: go through ``damages``, then read the attributes.
 
     Args:
-        rank: Whose metadata it is, where each rank has its own.
+        rank: The rank whose metadata it is, if each rank has its own; else ``None``.
         is_deep: Whether to read the bytes of the files.
-        with_crcs: Whether to read those, too, that have no checksums of ours.
+        with_crcs: Whether to read also files without our checksums.
 
     Attributes:
-        names: The data files, known once damages were asked for; like ``unproved``, those of which some bytes have no
-            checksum.
-        lost_index: That data files of ours have no index, so that what it would prove was not looked at; known once all
-            damages were asked for, none of which it is: what the files hold can be loaded.
+        names: The data files.
+        unproved: Data files in which some bytes have no checksum.
+        lost_index: Set if data files of ours have no index. It is not among ``damages``: the files can be loaded.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class DcpLook:
         self._on_bytes = on_bytes
 
     def damages(self, part: int = 0, num_parts: int = 1) -> Iterator[Damage]:
-        """What is wrong with the metadata, and with those files that fall to one of several parts."""
+        """The damages of the metadata (in part 0), and of the files in one of several parts."""
         try:
             saved = read_saved_metadata(self._files, self._rank, verify="all")
             ends = {file.path: file.end for file in saved.columns.describe_files()}
@@ -181,7 +180,7 @@ class DcpLook:
     def _block_damages(
         self, saved: SavedMetadata, parts: SavedParts, runs: _core.RunReader, name: str, num_bytes: int
     ) -> Iterator[Damage]:
-        """Bytes that do not match our checksums; without an index, tensors that are not what the metadata says."""
+        """Bytes that do not match our checksums; without an index, tensors that differ from the metadata."""
         damaged = self._damaged_bytes(runs, num_bytes)
         of_file = list(parts.of_file(name)) if damaged else []
         for begin, end in damaged:
@@ -192,7 +191,7 @@ class DcpLook:
             yield from self._shape_damages(name, self._files.descriptor(name), parts, tensors)
 
     def _damaged_bytes(self, runs: _core.RunReader, num_bytes: int) -> list[tuple[int, int]]:
-        """Ranges of bytes of a file that do not match their checksums; neighbouring blocks are one."""
+        """Ranges of bytes that do not match their checksums; adjacent blocks are one range."""
         buffer = ctypes.create_string_buffer(min(num_bytes, _READ_BYTES))
         ranges: list[tuple[int, int]] = []
         for begin in range(0, num_bytes, _READ_BYTES):
@@ -205,7 +204,7 @@ class DcpLook:
         return ranges
 
     def _record_damages(self, name: str, descriptor: int, parts: SavedParts) -> Iterator[Damage]:
-        """Records of torch that do not match their CRCs, or whose tensors are not what the metadata says."""
+        """Records of torch that do not match their CRCs, or whose tensors differ from the metadata."""
         tensors: list[_core.Part] = []
         for part in parts.of_file(name):
             if os.pread(descriptor, len(ZIP_START), part.offset) != ZIP_START:
@@ -246,7 +245,7 @@ class DcpLook:
 
 
 def _metadata_damages(saved: SavedMetadata, path: Path) -> Iterator[Damage]:
-    """What the metadata alone shows: chunks that lie nowhere, tensors that their chunks do not cover once."""
+    """Damages in the metadata: chunks without a place, tensors whose chunks do not hold every element once."""
     for lost in saved.columns.unplaced_chunks(_MAX_UNPLACED):
         yield Damage(path.name, f"{path} does not say in which file {lost.fqn}{_at(lost.offsets)} lies", "metadata")
     for key in saved.columns.cover_defects():

@@ -1,4 +1,4 @@
-"""Describes whatever checkpoint lies at a path, by its metadata alone. Only files of ``torch.save`` need torch."""
+"""Describes a checkpoint of any format from its metadata alone. Only files of ``torch.save`` need torch."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torchtitan_ext.storage.inspect.dcp_contents import describe_dcp
 
 
 def describe(path: str | os.PathLike[str], *, rank: int | None = None, unsafe_unpickle: bool = False) -> Contents:
-    """What a checkpoint holds: DCP (stock's or ours), safetensors, or a file of ``torch.save``.
+    """The contents of a checkpoint: DCP (stock's or ours), safetensors, or a file of ``torch.save``.
 
     Args:
-        rank: Whose part, of a DCP checkpoint in which each rank has metadata of its own.
-        unsafe_unpickle: Of a file of ``torch.save``: run whatever its pickle names.
+        rank: The rank to describe, if each rank of a DCP checkpoint has metadata of its own.
+        unsafe_unpickle: Run whatever the pickle of a ``torch.save`` file names.
 
     Raises:
-        DamagedCheckpointError: Its metadata is.
+        DamagedCheckpointError: The metadata is damaged.
         UnknownFormatError: There is no checkpoint of these formats.
-        UnsafePickleError: A file of ``torch.save`` names what is not on the list of what may be unpickled.
+        UnsafePickleError: The pickle of a ``torch.save`` file names something that is not allowed.
     """
     place = Path(path)
     found = format_of(place)

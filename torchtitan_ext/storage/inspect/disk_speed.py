@@ -1,4 +1,4 @@
-"""How fast a directory's disk writes and reads, on a file that is removed again. Imports no torch."""
+"""Measures how fast the disk of a directory writes and reads, with a temporary file. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BLOCK_BYTES = 4 << 20
 
 
 def disk_speed(directory: Path, num_bytes: int) -> tuple[float, float]:
-    """Bytes per second of a write with its sync, and of a read with an empty page cache where the system allows that.
+    """Bytes per second of a write with its sync, and of a read with an empty page cache if the system allows that.
 
     Raises:
         OSError: The directory cannot be written to, or is full.

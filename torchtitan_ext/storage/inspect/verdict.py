@@ -1,4 +1,4 @@
-"""What a look at a checkpoint has found. Imports no torch."""
+"""The result of verifying a checkpoint. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ DamageKind = Literal[
 ]
 """What is wrong with a file:
 
-- ``lost``: it is not there; ``no_file``: a directory or a pipe is; ``size``: it is cut, or longer than it was;
-- ``footer``: its end is damaged, or of another save; ``checksum``: bytes of it are not what was written;
-- ``record``: a record, or the archive of ``torch.save``, is damaged, or of another tensor; ``header``: of safetensors;
-- ``metadata``, ``index``: it is damaged, or names what is not there; ``chunks``: those of a tensor do not make it up;
-- ``unreadable``: the system does not let it be read, so that nobody knows.
+- ``lost``: the file is missing; ``no_file``: it is a directory or a pipe; ``size``: it is cut, or longer than before;
+- ``footer``: its end is damaged, or of another save; ``checksum``: bytes differ from those that were written;
+- ``record``: a record or an archive of ``torch.save`` is damaged, or holds another tensor;
+- ``header``: the header of a safetensors file is damaged;
+- ``metadata``, ``index``: it is damaged, or names something that is not there;
+- ``chunks``: the chunks of a tensor do not hold every element once;
+- ``unreadable``: the system does not let the file be read: it may be whole.
 """
 
 
 class Damage(NamedTuple):
-    """One thing that is wrong.
+    """One damage.
 
     Attributes:
-        file: Relative to the checkpoint; of a checkpoint that is one file, its name.
-        what: A sentence with the path and, where that can be told, the tensors and rows concerned.
+        file: Path relative to the checkpoint; the name if the checkpoint is one file.
+        what: A sentence with the path and, if known, the tensors and rows concerned.
     """
 
     file: str
@@ -36,12 +38,12 @@ class Damage(NamedTuple):
     kind: DamageKind
 
 
-# Whatever the name is of, there can be no file of it; what else the system says does not tell whether one is damaged.
+# Errors that say that there is no such file; after any other error the file may be whole.
 _LOST = {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
 
 
 def damage_of_error(file: str, path: Path, error: OSError) -> Damage:
-    """What an error of the system says of a file: that it is not there, or cannot be read."""
+    """The damage that an error of the system means: the file is missing, or cannot be read."""
     if error.errno in _LOST:
         return Damage(file, f"{path}: {error.strerror}", "lost")
     return Damage(file, f"{path} cannot be read: {error.strerror}", "unreadable")
@@ -52,12 +54,11 @@ class Verdict:
     """Whether a checkpoint is whole.
 
     Attributes:
-        is_deep: Whether its bytes were read; else only sizes, ids and what the metadata says.
-        damages: Everything that was found, in the order of the files.
+        is_deep: Whether all bytes were read; else only sizes, ids and metadata.
+        damages: All damages, in the order of the files.
         num_files: How many data files there should be.
-        num_bytes: Of those that are there.
-        unproved: Files of which some bytes have no checksum, so that nobody can say whether they are as they were
-            written; known after a deep look only.
+        num_bytes: Size of the data files that are there.
+        unproved: Files in which some bytes have no checksum; empty unless ``is_deep``.
     """
 
     path: Path
@@ -70,5 +71,5 @@ class Verdict:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether something is surely wrong. What cannot be read may be as it was."""
+        """Whether something is surely wrong. A file that cannot be read may be whole."""
         return any(damage.kind != "unreadable" for damage in self.damages)

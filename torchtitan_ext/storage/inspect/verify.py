@@ -28,11 +28,11 @@ from torchtitan_ext.storage.progress import OnBytes
 
 
 def verify(path: Path, *, is_deep: bool = False, on_bytes: OnBytes = lambda num_bytes: None) -> Verdict:
-    """Looks for everything that is wrong with a checkpoint.
+    """Finds all damages of a checkpoint.
 
     Args:
-        is_deep: Read every byte and compare it with its checksum, where it has one; else look at names, sizes, ids, and
-            whether the metadata is complete.
+        is_deep: Read all bytes and compare them with their checksums, if there are any; else check names, sizes, ids,
+            and whether the metadata is complete.
 
     Raises:
         UnknownFormatError: There is no checkpoint.
@@ -46,14 +46,13 @@ def verify(path: Path, *, is_deep: bool = False, on_bytes: OnBytes = lambda num_
 
 
 def find_damage(path: Path, *, part: int = 0, num_parts: int = 1, is_deep: bool = True) -> str | None:
-    """What is wrong with a DCP checkpoint, and with those files of it that fall to one of several parts.
+    """The first damage of a DCP checkpoint, in its metadata or in the files of one of several parts; ``None`` without.
+
+    For files of stock DCP, which have no checksums, only sizes are checked. A lost index is no damage: files have
+    footers of their own.
 
     Args:
         is_deep: Whether to read all bytes of these files.
-
-    Returns:
-        ``None`` where nothing is; files of stock DCP have no checksums: their sizes are looked at. That an
-        index is lost is none: files have their own footers.
     """
     try:
         look = DcpLook(OpenedCheckpoint(path), None, is_deep=is_deep, with_crcs=False, on_bytes=lambda num_bytes: None)
@@ -64,14 +63,14 @@ def find_damage(path: Path, *, part: int = 0, num_parts: int = 1, is_deep: bool 
 
 
 def is_whole(path: Path) -> bool:
-    """Whether all files of a checkpoint are there, of their sizes, and belong together; reads none of the data."""
+    """Whether all files of a checkpoint are there with their sizes and belong together; reads no data."""
     try:
         opened = OpenedCheckpoint(path)
         try:
             metadata: bytes | None = opened.read_metadata(None)
         except FileNotFoundError:
             metadata = None
-        # The name of an index in place needs the id in the metadata; one of another save does not match it.
+        # parse_index refuses an index of another save, which read_index may return without an id.
         place, content = opened.read_index(None, None)
         index = None if content is None else parse_index(place, content, metadata, verify="all")
         if index is None:
@@ -82,7 +81,7 @@ def is_whole(path: Path) -> bool:
 
 
 def _verify_safetensors(path: Path, *, is_deep: bool, on_bytes: OnBytes) -> Verdict:
-    """The headers describe all bytes of their files, and the index names what is there; there are no checksums."""
+    """Checks that headers describe all bytes of their files, and that the index fits; there are no checksums."""
     damages: list[Damage] = []
     headers: dict[str, dict[str, SafetensorsEntry]] = {}
     files = safetensors_paths(path)
@@ -114,7 +113,7 @@ def _verify_safetensors(path: Path, *, is_deep: bool, on_bytes: OnBytes) -> Verd
 def _index_damages(
     path: Path, weight_map: Mapping[str, str], headers: Mapping[str, Mapping[str, Any]], damaged: set[str]
 ) -> Iterator[Damage]:
-    """Files and tensors that an index names and that are not there."""
+    """Files and tensors that the index names and that are missing."""
     for name, num_keys in sorted(Counter(weight_map.values()).items()):
         if name not in headers:
             what = f"{path / name}: the index names it for {num_keys} keys, and it is not there"
@@ -127,7 +126,7 @@ def _index_damages(
 def _chunk_damages(
     path: Path, weight_map: Mapping[str, str], headers: Mapping[str, Mapping[str, SafetensorsEntry]]
 ) -> Iterator[Damage]:
-    """Tensors whose chunks, in the files where they count, do not make up one tensor."""
+    """Tensors whose chunks do not hold every element once, in the files that the index names for them."""
     chunks: dict[str, list[tuple[str, SafetensorsEntry]]] = {}
     for name, entries in headers.items():
         for fqn, entry in entries.items():

@@ -1,4 +1,4 @@
-"""A storage reader for ``dcp.load``: reads only the runs that are wanted, into their places, and verifies them."""
+"""A storage reader for ``dcp.load``: reads only the wanted bytes, straight into their targets, and verifies them."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from torchtitan_ext.storage.raw_tensor import DTYPES
 
 Verify = Literal["auto", "all", "none"]
 
-# What planners make for a load (values, targets that commit_tensor copies from) is let go after so many bytes.
+# Values and temporary targets that planners make for a load are freed after so many bytes.
 BATCH_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
 class MetadataMark:
-    """Travels with a rank's plan: which metadata it was made by."""
+    """Names the metadata from which a rank made its plan; part of the plan."""
 
     digest: str
 
@@ -55,21 +55,21 @@ class MetadataMark:
 class FileReader(StorageReader):
     """Drop-in for ``FileSystemReader``, as ``storage_reader=`` to ``dcp.load`` or ``tte.load``; for any planner.
 
-    Reads checkpoints of ``FileWriter`` and of stock ``FileSystemWriter``; one that stock saved over one of ours
-    is read as stock's, with a warning.
+    Reads checkpoints of ``FileWriter`` and of stock ``FileSystemWriter``. If stock has saved over one of ours, it is
+    read as stock's, with a warning.
 
     Args:
         path: Directory of the checkpoint.
-        verify: Which checksums are compared, of files that have any: ``"auto"`` those of blocks of which at least
-            half is read, ``"all"`` those of every block that is touched (it is read whole then), ``"none"`` none.
+        verify: Which blocks are compared with their checksums, in files that have any: ``"auto"`` blocks of which at
+            least half is read, ``"all"`` every block that is touched (it is read whole then), ``"none"`` none.
         thread_count: Threads of each rank; by default its share of the cores, at most 8.
-        _extension_registry: Of ``FileSystemReader``. Not needed: records that were saved through an extension are
-            refused, whatever is given.
+        _extension_registry: Accepted like in ``FileSystemReader`` and ignored: records that were saved through an
+            extension are refused.
 
     Raises:
-        DamagedCheckpointError: Bytes are not what was written; names the file, the tensors and their rows. Targets may
-            be part-written.
-        SavedOverError: Another save has taken the place of the checkpoint meanwhile. ``tte.load`` begins anew.
+        DamagedCheckpointError: Bytes differ from those that were written; names the file, the tensors and their rows.
+            Targets may be partly overwritten.
+        SavedOverError: Another save has replaced the checkpoint meanwhile. ``tte.load`` then begins again.
         OSError: A file cannot be read.
     """
 
@@ -181,7 +181,7 @@ class FileReader(StorageReader):
 
     @property
     def files(self) -> OpenedCheckpoint:
-        """The checkpoint's files, as they were when they were opened."""
+        """The files of the checkpoint that was opened first; later saves do not change them."""
         if self._opened is None:
             self._opened = OpenedCheckpoint(self.path)
         return self._opened
@@ -195,7 +195,7 @@ class FileReader(StorageReader):
         return is_local(checkpoint_id)
 
     def find_records(self, indices: Sequence[MetadataIndex]) -> list[Record]:
-        """Where chunks of tensors lie, for those who read without a plan."""
+        """Where chunks of tensors lie, for reads without a plan."""
         infos = [self._info_of(index) for index in indices]
         places: dict[str, dict[int, int]] = {}
         for info in infos:
@@ -207,12 +207,12 @@ class FileReader(StorageReader):
         ]
 
     def open_file(self, runs: _core.RunReader, name: str) -> int:
-        """Makes a file one of those that runs are read from, with its checksums, and returns its number there.
+        """Adds a file with its checksums to a RunReader, and returns its number there.
 
         Raises:
-            FormatError: It is not the file that the index names, or its footer is damaged; without an index, that it
-                is a file of ours without a footer, or of another save.
-            OSError: It cannot be read.
+            FormatError: The file is not the one that the index names, or its footer is damaged. Without an index: the
+                file is ours and has no footer, or belongs to another save.
+            OSError: The file cannot be read.
         """
         path, descriptor = shown(self.path / name), self.files.descriptor(name)
         indexed = None if self._index is None else self._index.files.get(name)
@@ -225,10 +225,10 @@ class FileReader(StorageReader):
         return runs.add_checked_file(path, file.num_bytes, file.footer_offset, file.footer_digest, save_id, descriptor)
 
     def read_runs(self, runs: _core.RunReader, names: list[str]) -> None:
-        """Reads what was added.
+        """Reads all that was added to a RunReader.
 
         Args:
-            names: Of the files, by their numbers.
+            names: Names of the files, by their numbers.
 
         Raises:
             DamagedCheckpointError: Blocks do not match their checksums.
@@ -244,7 +244,7 @@ class FileReader(StorageReader):
             raise DamagedCheckpointError(text, "; verify='none' takes the bytes as they are")
 
     def _metadata_of_index(self, path: Path) -> Metadata | None:
-        """What an index says that stands for ``.metadata``; ``None`` where there is none."""
+        """The metadata in an index that replaces ``.metadata``; ``None`` without one."""
         try:
             self._metadata = self.files.read_index_alone(path.name)
         except FileNotFoundError:
@@ -259,9 +259,9 @@ class FileReader(StorageReader):
             raise DamagedCheckpointError(str(error)) from None
 
     def _forget(self) -> None:
-        # Of the file that the metadata was read from: equal on ranks that see the same checkpoint.
+        # Digest of the file that the metadata was read from: equal on ranks that see the same checkpoint.
         self.metadata_digest = ""
-        # Since the metadata was read: what was wanted, not what lay between.
+        # Bytes of the wanted items since the metadata was read, without gaps between them.
         self.num_bytes_read = 0
         self._opened = None
         self._metadata = None

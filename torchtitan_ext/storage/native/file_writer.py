@@ -38,56 +38,55 @@ from torchtitan_ext.storage.metadata.metadata_file import encode_metadata, encod
 from torchtitan_ext.storage.progress import progress
 from torchtitan_ext.storage.raw_tensor import ELEMENT_TYPES, NAMES, Staging, raw_memory
 
-# XXH3 of a block is computed right behind its write, so it should lie in a core's cache then; checksums of
-# smaller blocks make loads of few rows verify less at a time, and footers larger.
+# XXH3 of a block is computed right after its write, so a block should fit into a core's cache. With smaller blocks
+# loads of few rows verify fewer bytes, and footers are larger.
 BLOCK_BYTES = 1 << 20
 
-# What a planner makes for the save (pickled values, copies) is let go after so many bytes.
+# Pickled values and copies that a planner makes for the save are freed after so many bytes.
 BATCH_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
 class FilePrefix:
-    """What the names of a rank's files begin with."""
+    """The beginning of the names of a rank's files."""
 
     prefix: str
 
 
-# Asking costs half a millisecond: as much as the rest of a small save.
+# Read once: it takes half a millisecond, as long as the rest of a small save.
 _VERSION = version("torchtitan-ext")
 
 
 class FileWriter(StorageWriter):
     """Drop-in for ``FileSystemWriter``, as ``storage_writer=`` to ``dcp.save`` or ``tte.save``; for any planner.
 
-    Writes what stock ``FileSystemReader`` reads, and an index and checksums for ``FileReader``; see docs/format.md. A
-    checkpoint that is there stays whole until the new one is (docs/reference/storage.md).
+    Writes files for stock ``FileSystemReader``, and an index and checksums for ``FileReader``; see docs/format.md. A
+    checkpoint at the path stays whole until the new one is (docs/reference/storage.md).
 
     Args:
-        path: Directory of the checkpoint; made where it is missing.
-        sync: Wait until all files are on the disk. Without it a process may be killed at any time all the same, but a
-            machine that fails soon after may lose this checkpoint, and the one that it replaced.
+        path: Directory of the checkpoint; made if it is missing.
+        sync: Wait until all files are on the disk. Without it the save still survives a kill of the process, but a
+            machine that fails soon after may lose this checkpoint and the one that it replaced.
         thread_count: Threads of each rank; by default its share of the cores, at most 8.
-        overwrite: Whether a checkpoint that is there may be replaced.
-        stock_metadata: Write ``.metadata``, which stock readers need. Without it the index says all that ``FileReader``
-            needs; at thousands of ranks stock could not read ``.metadata`` in any useful time.
-        sync_files: As ``sync``, by the name that ``FileSystemWriter`` gives it.
-        per_thread_copy_ahead: Of ``FileSystemWriter``, which copies tensors of other devices ahead of its writes. Not
-            needed: they pass through one kept buffer, whatever is given.
-        single_file_per_rank, cache_staged_state_dict, serialization_format, _extensions: Of ``FileSystemWriter``; only
-            its defaults can be followed.
+        overwrite: Whether the save may replace an old checkpoint.
+        stock_metadata: Write ``.metadata``, which stock readers need. ``FileReader`` does without it; at thousands of
+            ranks stock takes too long to read it anyway.
+        sync_files: The name of ``sync`` in ``FileSystemWriter``.
+        per_thread_copy_ahead: Accepted like in ``FileSystemWriter`` and ignored: tensors of other devices are written
+            through one buffer.
+        single_file_per_rank, cache_staged_state_dict, serialization_format, _extensions: Accepted like in
+            ``FileSystemWriter``, with their defaults only.
 
     Attributes:
-        target: The path as it was meant when it was given: the working directory may be another one when an
-            asynchronous save comes to it.
-        confirm: Called when all is on the disk, right before the rename that commits; what it raises is raised, and
-            nothing is committed. For the save that has been set up.
+        target: The absolute path: the working directory may have changed when an asynchronous save begins.
+        confirm: Called when all files are on the disk, right before the rename that commits. If it raises, nothing is
+            committed. Each ``set_up_storage_writer`` resets it.
 
     Raises:
         OSError: (in the future of ``write_data``) A file cannot be written; names the file, the byte and the reason.
-        SaveInProgressError: Another save is under way in the same place.
-        RuntimeError: There is a checkpoint, and ``overwrite`` is false; or the directory is not shared by all ranks.
-        WrongValueError: An argument of ``FileSystemWriter`` cannot be followed.
+        SaveInProgressError: Another save runs in the same place.
+        RuntimeError: There is a checkpoint, and ``overwrite`` is false; or not all ranks share the directory.
+        WrongValueError: An argument of ``FileSystemWriter`` has a value that is not supported.
     """
 
     def __init__(
@@ -137,7 +136,7 @@ class FileWriter(StorageWriter):
         self._save: RunningSave | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A save stays with the process that holds its lock, and each copy saves under a name of its own.
+        # The save belongs to the process that holds its lock, and each copy saves under an id of its own.
         return {**vars(self), "_save": None, "_has_named_a_save": True, "confirm": _ask_nobody}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -149,7 +148,7 @@ class FileWriter(StorageWriter):
         self._has_named_a_save = False
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        # ``dcp.save`` resets a writer only where it is given a path; files of two saves must not have the same names.
+        # ``dcp.save`` resets a writer only if it gets a path; files of two saves must not have the same names.
         if self._has_named_a_save:
             self.save_id = uuid.uuid4().hex
         self._has_named_a_save = True
@@ -215,8 +214,8 @@ class FileWriter(StorageWriter):
         send_as_place(metadata, path, content if needs_metadata else index)
 
     def abandon(self) -> None:
-        """Removes what a save that has failed on all ranks left behind. ``tte.save`` calls it; for the coordinator,
-        without an effect on others. After a failed ``dcp.save`` the next save does the same."""
+        """Removes the files of a save that has failed on all ranks. ``tte.save`` calls it on every rank; it acts on the
+        coordinator. After a failed ``dcp.save`` the next save does the same."""
         if self._save is not None:
             self._save.abandon()
             self._save = None
@@ -237,11 +236,11 @@ class FileWriter(StorageWriter):
 
     @property
     def _own_rank(self) -> int | None:
-        """The rank whose metadata this is; none where the checkpoint is all ranks' together."""
+        """This rank if each rank has metadata of its own, else ``None``."""
         return None if self.use_collectives else self.rank
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> _core.RankFile | None:
-        # The id of the save does not travel in the plans: cached ones would bring back an old one.
+        # Plans do not carry the save id: a cached plan would bring back an old one.
         place = find_place(self.target, self.rank or 0, is_own=not self.use_collectives)
         if not plan.items:
             return None
@@ -274,19 +273,19 @@ def _not_followed(argument: str, got: object, expected: str) -> WrongValueError:
 
 
 def notes_of_save(num_ranks: int) -> list[tuple[str, str]]:
-    """What a save says of itself in its index."""
+    """The notes of a save in its index."""
     return [("world_size", str(num_ranks)), ("torch", torch.__version__), ("torchtitan_ext", _VERSION)]
 
 
 def _ask_nobody() -> None:
-    """Without ``tte.save`` there is nobody to ask whether other ranks have given up."""
+    """Confirms a save of ``dcp.save``; ``tte.save`` asks whether other ranks have given up."""
 
 
 class _Batch:
-    """Queues records, and keeps alive what they lie in until they are written.
+    """Queues records, and keeps their memory alive until they are written.
 
     Args:
-        advance: Called with the bytes that were written.
+        advance: Called with each number of written bytes.
     """
 
     def __init__(self, records: _core.RecordWriter, advance: Callable[[int], object]) -> None:
@@ -332,12 +331,12 @@ class _Batch:
 
 
 def _tensor_bytes(items: Sequence[WriteItem]) -> int:
-    """What will be written, but for values and for what frames the records."""
+    """The size of all tensors, without values and the frames of records."""
     return sum(item.tensor_storage_size() or 0 for item in items)
 
 
 def _saved_by_torch(tensor: torch.Tensor) -> io.BytesIO:
-    """A whole record of a tensor that is not plain memory, without what else lies in its storage."""
+    """The record of a tensor that is not plain memory, without the rest of its storage."""
     tensor = tensor.cpu()
     if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
         if tensor.untyped_storage().size() != tensor.nbytes:

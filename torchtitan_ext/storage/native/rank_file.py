@@ -14,10 +14,12 @@ from torchtitan_ext.storage.raw_tensor import ELEMENT_TYPES, NAMES
 
 
 class RankFileWriter:
-    """Records one behind the other. What is added must stay as it is until ``write``.
+    """Writes records one behind the other: add them, ``write``, and ``finish`` at the end.
+
+    Memory that was added must not change until ``write`` returns.
 
     Args:
-        place: Of the save.
+        place: Where the save writes.
         sync: Wait in ``finish`` until the file is on the disk.
     """
 
@@ -28,22 +30,22 @@ class RankFileWriter:
         self._records = _core.RecordWriter(os.fsencode(place.directory / self._name), BLOCK_BYTES, num_threads, sync)
 
     def add_value(self, fqn: str, content: torch.Tensor) -> None:
-        """A whole record, as ``torch.save`` made it; 1-D uint8."""
+        """Adds a whole record of ``torch.save``; 1-D uint8."""
         self._records.add_record((fqn, None, None), "", (), content.data_ptr(), content.numel())
 
     def begin_tensor(
         self, fqn: str, offsets: Sequence[int], position: int, dtype: torch.dtype, sizes: Sequence[int]
     ) -> None:
-        """A chunk of a tensor, whose parts follow.
+        """Begins a chunk of a tensor: call ``add_part`` with all its elements, then ``end_tensor``.
 
         Args:
-            position: Of the chunk in the list of the tensor's chunks.
+            position: Position of the chunk in the tensor's list of chunks.
         """
         key = (fqn, tuple(offsets), position)
         self._records.begin_tensor(key, NAMES[dtype], tuple(sizes), ELEMENT_TYPES[dtype])
 
     def add_part(self, part: torch.Tensor) -> None:
-        """The next elements of the chunk in row-major order; contiguous."""
+        """Adds the next elements of the chunk in row-major order; contiguous."""
         self._records.add_bytes(part.data_ptr(), part.nbytes)
 
     def end_tensor(self) -> None:

@@ -1,4 +1,4 @@
-"""Reads items of a load plan together: runs of stored boxes straight into their targets, all else through a buffer."""
+"""Reads items of a load plan together: stored boxes straight into their targets, other records through a buffer."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from torchtitan_ext.storage.raw_tensor import DTYPES
 
 
 class ReadBatch:
-    """Items that are read together; their planner hears of them in stock's order.
+    """Items that are read together and given to the planner in stock's order: ``add`` items, then ``read``.
 
     Args:
-        open_file: Makes a file of the checkpoint one of those of the runs, and returns its number there.
-        read_runs: Reads the runs, which lie in files of these names, or raises.
-        on_bytes: Called with the number of bytes that were read.
+        open_file: Adds a file of the checkpoint to a RunReader, and returns its number there.
+        read_runs: Reads all that was added to a RunReader; gets the names of its files, or raises.
+        on_bytes: Called with each number of bytes that were read.
     """
 
     def __init__(
@@ -44,15 +44,15 @@ class ReadBatch:
         self._values: list[tuple[ReadItem, bytearray, torch.Tensor | None]] = []
         self._copies: list[Copy] = []  # within what is read
         self.num_bytes = 0
-        """What ``read`` will read."""
+        """The bytes that ``read`` will read."""
 
     def add(self, name: str, item: ReadItem, info: Any, stored: StoredTensor | None) -> None:
         """Adds an item.
 
         Args:
-            name: Of the file.
+            name: Name of the file.
             info: The item's entry in the metadata's ``storage_data``.
-            stored: Where the elements lie; ``None`` where only ``torch.load`` understands the record.
+            stored: Where the elements lie; ``None`` if only ``torch.load`` can read the record.
         """
         if name not in self._files:
             self._files[name] = self._open_file(self._runs, name)
@@ -75,7 +75,7 @@ class ReadBatch:
         self.num_bytes += place.nbytes
 
     def read(self) -> None:
-        """Reads what was added, and hands it to the planner.
+        """Reads all added items, and gives them to the planner.
 
         Raises:
             CheckpointReadError: A record of a subclass does not fit its target.
@@ -93,7 +93,7 @@ class ReadBatch:
             for item, target, source in self._targets:
                 if source is not None:
                     _copy(item, target, source)
-        # Autograd has not seen what was written from outside. Inference tensors count no versions.
+        # Autograd has not seen these writes. Inference tensors count no versions.
         written = [target for _, target, source in self._targets if source is None and not target.is_inference()]
         torch.autograd.graph.increment_version(written)
         for item, target, _ in self._targets:
@@ -111,7 +111,7 @@ class ReadBatch:
 
 
 def _is_plain_target(target: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether the elements of a saved dtype can be written into the target's memory as they are."""
+    """Whether elements of a saved dtype can be written straight into the target's memory."""
     if type(target) is not torch.Tensor or target.layout is not torch.strided or not target.is_cpu:
         return False
     if target.dtype != dtype or target.is_conj() or target.is_neg():
@@ -124,9 +124,9 @@ def _address(content: bytearray) -> int:
 
 
 def _loaded_box(item: ReadItem, content: bytearray, target: torch.Tensor) -> torch.Tensor:
-    """The box of a whole ``torch.save`` record that an item wants.
+    """The box that an item wants from a whole record of ``torch.save``.
 
-    Where it cuts a block of a quantised tensor, a plain target takes the values that the tensor stands for.
+    If the box cuts a block of a quantised tensor, a plain target gets dequantised values.
     """
     tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     box = box_of(tensor, item.storage_offsets, item.lengths)
@@ -150,19 +150,19 @@ def _copy(item: ReadItem, target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 Copy = tuple[torch.Tensor, torch.Tensor]
-"""Where to, and from where."""
+"""Target and source."""
 
 
 def add_box(
     runs: _core.RunReader, file: int, stored: StoredTensor, offsets: Sequence[int], place: torch.Tensor
 ) -> list[Copy]:
-    """Adds the box of a stored tensor that begins at some offsets to what is to be read, into memory of its size.
+    """Adds the box of a stored tensor at some offsets, of the size of ``place``, to the reads.
 
     Args:
-        place: Strided, on the CPU, of the stored dtype; no two of its elements share memory.
+        place: The target: strided, on the CPU, of the stored dtype; no two of its elements share memory.
 
     Returns:
-        Copies that complete it when it has been read, in their order: of elements that the file has once for several.
+        Copies to make after the read, in this order: the file stores one element for several (stride 0).
 
     Raises:
         DamagedCheckpointError: The tensor has another number of dims.
@@ -173,7 +173,7 @@ def add_box(
             f"a tensor of sizes {list(stored.sizes)} lies at byte {stored.data_offset} of its file, expected one of "
             f"{place.dim()} dims"
         )
-    if stored.strides == row_major_strides(stored.sizes):  # as nearly all are, of which there may be very many
+    if stored.strides == row_major_strides(stored.sizes):  # nearly all tensors, perhaps very many
         _add(runs, file, stored, offsets, place)
         return []
     copies = []
@@ -197,15 +197,16 @@ def _add(runs: _core.RunReader, file: int, stored: StoredTensor, offsets: Sequen
 def boxes_in_file_order(
     sizes: Sequence[int], strides: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offsets and sizes of boxes that are one box, and of which each is in file order: a stride steps over all smaller
-    ones. Most often it is the box itself; elements that share bytes, or lie between each other, are rare.
+    """Cuts a box into boxes (offsets, sizes) in file order: a stride steps over all elements of smaller strides.
+
+    Most often that is the box itself; elements that share bytes or interleave are rare.
 
     Args:
-        strides: None is 0 of a dim with several elements.
+        strides: Not 0 in a dim with several elements.
 
     Example:
-        Windows of 4 elements, each 2 behind the last one, have elements in common: of three windows, which have sizes
-        (3, 4) and strides (2, 1), the left and the right half become a box each, of sizes (3, 2).
+        Three windows of 4 elements, each 2 behind the one before, have sizes (3, 4) and strides (2, 1), and share
+        elements: their left and right halves become a box each, of sizes (3, 2).
     """
     dim = _dim_to_cut(sizes, strides)
     if dim is None:
@@ -219,7 +220,7 @@ def boxes_in_file_order(
 
 
 def _dim_to_cut(sizes: Sequence[int], strides: Sequence[int]) -> int | None:
-    """Where to halve a box, so that few halves are needed until all are in file order; ``None`` where it is."""
+    """The dim in which to halve a box that is not in file order, so that few cuts are needed; else ``None``."""
     extent, inner = 1, None
     for stride, size, dim in sorted(zip(strides, sizes, range(len(sizes)), strict=True)):
         if size <= 1:

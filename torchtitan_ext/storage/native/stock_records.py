@@ -17,8 +17,8 @@ def find_stock_tensors(
     """The plain tensor in each of some records; ``None`` for records that only ``torch.load`` understands.
 
     Args:
-        path: A data file; for messages only where there is a descriptor.
-        places: Length by offset of the records.
+        path: The data file; only for messages if there is a descriptor.
+        places: Length of each record, by its offset.
 
     Raises:
         DamagedCheckpointError: A record is no whole archive, or too short for its tensor.
