@@ -1,7 +1,7 @@
-"""What ``save``, ``async_save`` and ``load`` take, checked on each rank, and whether all ranks' paths name one place.
+"""Checks the arguments of ``save``, ``async_save`` and ``load`` on each rank, and that all ranks name one place.
 
-Paths with a time in them, or with a step that is one off, do not. But one directory may have several names: by links,
-by mount points, from another working directory.
+A path with a time in it, or with another step, differs between ranks. But one directory may have several names: by
+links, by mount points, from another working directory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchtitan_ext.ranks.side_group import can_have_side_group
 from torchtitan_ext.storage.checkpoint_files import is_local
 from torchtitan_ext.storage.commit.steps import StepPattern, step_of
 
-# A month: timers of the backends count in milliseconds.
+# A month: longer times overflow the timers of backends, which count in milliseconds.
 _LONGEST_SECONDS = 30 * 24 * 3600
 
 
@@ -63,7 +63,7 @@ def check_step(path: Any, step: Any, pattern: Any = None) -> None:
 
 
 def check_keep(keep: Any, path: str | os.PathLike[str] | None, pattern: Any = None) -> None:
-    """Raises TypeError or ValueError unless so many steps of the run that ``path`` is in can be kept."""
+    """Raises TypeError or ValueError unless ``keep`` is a number of steps and ``path`` a step of a run."""
     _check_pattern("save", pattern)
     if keep is None:
         if pattern is not None:
@@ -85,7 +85,7 @@ def _check_pattern(operation: str, pattern: Any) -> None:
 
 
 def check_can_send_from_cpu(operation: str, group: dist.ProcessGroup | None) -> None:
-    """Raises ValueError where a save in a thread can send neither beside a group nor from CPU memory over it."""
+    """Raises ValueError where a save in a thread has no way to send: no gloo beside the group, no CPU backend in it."""
     if not (dist.is_available() and dist.is_initialized()) or can_have_side_group():
         return
     devices = (group or dist.group.WORLD)._device_types  # type: ignore[union-attr]
@@ -97,7 +97,7 @@ def check_can_send_from_cpu(operation: str, group: dist.ProcessGroup | None) -> 
 
 
 def check_seconds(operation: str, timeout_seconds: Any) -> None:
-    """Raises TypeError or ValueError unless it is a time to wait."""
+    """Raises TypeError or ValueError unless it is a number of seconds that backends can wait."""
     check_argument(operation, "timeout_seconds", timeout_seconds, Real, "a number of seconds")
     if not 0 < timeout_seconds <= _LONGEST_SECONDS:
         raise ValueError(
@@ -131,12 +131,12 @@ _MAX_RANKS = 8
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank says that a checkpoint is.
+    """Where a rank looks for a checkpoint.
 
     Attributes:
-        path: Its absolute path, or URL; empty where storage knows it alone.
-        identity: Equal for all names of one directory, on the hosts that share it: the inode of the nearest directory
-            that is there, and the names below it. ``None`` for a URL.
+        path: Absolute path, or URL; empty where only the storage knows it.
+        identity: Equal for all names of one directory on hosts that share it: inode of the nearest existing directory,
+            and the path from there. ``None`` for a URL.
     """
 
     path: str
@@ -144,7 +144,7 @@ class Place:
 
 
 def place_of(path: str | os.PathLike[str] | None) -> Place:
-    """This rank's place of a checkpoint, which need not be there yet."""
+    """This rank's place of a checkpoint, which need not exist yet."""
     if path is None:
         return Place("")
     if not is_local(path):
@@ -159,11 +159,7 @@ def place_of(path: str | os.PathLike[str] | None) -> Place:
 
 
 def place_problems(places: Sequence[Sequence[Place]]) -> list[Problem]:
-    """A problem for each checkpoint of which ranks name different places.
-
-    Args:
-        places: Per rank those of all its checkpoints.
-    """
+    """A problem for each checkpoint that ranks look for in different places; ``places`` are those of each rank."""
     problems = []
     for of_ranks in zip(*places, strict=False):
         ranks_at: dict[Place, list[int]] = {}

@@ -1,10 +1,11 @@
-"""Which step of a run is loaded: a given one, the latest, or the last good one, on which all ranks agree."""
+"""Chooses the training step to load: a given one, the latest, or the last good one, the same on all ranks."""
 
 from __future__ import annotations
 
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -29,13 +30,12 @@ _MAX_LISTED = 8
 
 
 def choose_step(run_dir: str | os.PathLike[str], step: Step, phases: Phases, pattern: str | None = None) -> Path:
-    """The checkpoint of a step, the same on every rank. Collective.
+    """The path of a step's checkpoint, the same on every rank. Collective.
 
-    For the last good one all ranks read and verify a part of the files; what is skipped is a warning on the
-    coordinator.
+    For the last good step each rank reads and verifies a part of the files; the coordinator warns of skipped steps.
 
     Raises:
-        NoCheckpointError: There is none, or none that is good. The same on every rank.
+        NoCheckpointError: The run has no such step, or no good one. The same on every rank.
     """
     run = Path(run_dir)
 
@@ -60,7 +60,8 @@ def _last_good(run: Path, steps: Mapping[int, bool], names: Mapping[int, str], n
         path = run / names[number]
         reason: str | None = "it has no .metadata: its save has not finished"
         if steps[number]:
-            found = phases.on_all("verify", lambda: _damage_on(path, phases), doing=_VERIFYING)  # noqa: B023
+            verify = partial(find_damage, path, part=phases.rank, num_parts=phases.size)
+            found = phases.on_all("verify", verify, doing=_VERIFYING)
             reason = next((damage for damage in found if damage is not None), None)
         if reason is None:
             if skipped:
@@ -72,17 +73,13 @@ def _last_good(run: Path, steps: Mapping[int, bool], names: Mapping[int, str], n
 
 
 def _warn_of_skipped(run: Path, number: int, skipped: Sequence[str], phases: Phases) -> None:
-    """Warns on the coordinator, in a phase: where a filter turns warnings into errors, all ranks hear of it."""
+    """Warns on the coordinator, in a phase: where a filter turns warnings into errors, all ranks raise the error."""
     text = f"{run}: step {number} is loaded, {len(skipped)} newer skipped: {'; '.join(skipped)}"
     phases.to_coordinator("choose", lambda: None, lambda _: warnings.warn(text, stacklevel=2), doing=_VERIFYING)
 
 
-def _damage_on(path: Path, phases: Phases) -> str | None:
-    return find_damage(path, part=phases.rank, num_parts=phases.size)
-
-
 def why_no_step(run: Path, pattern: str | None) -> str:
-    """Why a run has no finished step, as the end of a sentence; empty where it is only that none has finished."""
+    """Why a run has no finished step, as the end of a sentence; empty where its steps are just not finished."""
     if not run.is_dir():
         return ", and is not there"
     known = [one.text for one in patterns_in(run)]

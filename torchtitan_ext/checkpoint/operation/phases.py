@@ -1,7 +1,7 @@
 """The phases of one save or load: all ranks take part in each, and an error of any rank reaches all of them.
 
-Ranks exchange what they have made, or what they raised, once per phase to all ranks or to the coordinator and back.
-Each wait has a deadline; a rank that is late, stopped or dead is the same error on all others (``ranks.watch``).
+In each phase ranks exchange their results, or the errors that they raised. Each wait has a deadline; where a rank is
+late, stopped or dead, all other ranks raise the same error (``ranks.watch``).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _COORDINATOR = "coordinator's part"
 
 
 class PhaseFailure(Exception):
-    """What ranks raised, by rank; becomes one of our errors at the end of the phase."""
+    """The errors of ranks, by rank; the end of the phase turns them into one of our errors."""
 
     def __init__(self, errors: dict[int, BaseException]) -> None:
         super().__init__(errors)
@@ -53,14 +53,14 @@ class Phases:
     Made when earlier operations on the group have ended, and used in a ``with``. ``on_all``, ``through_coordinator``
     and ``to_coordinator`` run a phase and are collective. They raise on all ranks what a rank raised: our own error
     where it is one and nothing is undefined by then, else a ``CheckpointFailedError`` with the errors of all ranks that
-    failed; and a ``LostRankError`` where a rank does not come within ``timeout_seconds``, or its connection breaks. Who
-    was interrupted or told to exit raises that itself.
+    failed; and a ``LostRankError`` where a rank does not come within ``timeout_seconds``, or its connection breaks. A
+    rank that was interrupted (``KeyboardInterrupt``, ``SystemExit``) raises that itself.
 
     Args:
         operation: ``"save"`` or ``"load"``, for messages.
         process_group: The ranks that take part; all by default.
         no_dist: Only this process does.
-        path: Of the checkpoint, for messages.
+        path: Path of the checkpoint, for messages.
         timeout_seconds: How long a rank waits for the others in one phase.
         trace: Where each phase is recorded; the coordinator writes it at the end.
     """
@@ -122,45 +122,36 @@ class Phases:
                 self._trace.write(self._operation, self._path)
 
     def offer_side_group(self) -> SideGroupOffer | None:
-        """What this rank says before all call ``go_beside``. Not collective."""
+        """This rank's part of the agreement that ``go_beside`` needs. Not collective."""
         if self._group is None or self.size == 1 or not can_have_side_group():
             return None
         return offer_of(self._group)
 
     def go_beside(self, offers: Sequence[SideGroupOffer | None]) -> None:
-        """From here on the ranks exchange beside the group, which others may use meanwhile. Collective.
-
-        Args:
-            offers: Of all ranks.
-        """
+        """Moves the exchanges of the ranks to connections beside the group, given all ranks' offers. Collective."""
         if self._group is None or self._ranks is None or not all(offers):
             return
         watch, group = self._ranks[0], self._group
         known = {offer.known for offer in offers if offer is not None}
         if len(known) > 1 or None in known:
             name = cast(SideGroupOffer, offers[0]).new
-            # In half of the time: a rank that cannot connect waits for the others, which wait for it, to hear of it.
+            # Half of the time: the other half is for telling ranks that wait for one which cannot connect.
             connect = partial(make_side_group, group, name, timeout_seconds=watch.timeout_seconds / 2)
             self.on_all("connect", connect, doing="ranks were connected for a save beside training")
         self._ranks = watch, TimedExchange(group, watch, side_group_of(group))
 
     @property
     def is_coordinator(self) -> bool:
-        """Whether this rank works for all in the steps that one rank takes."""
+        """Whether this rank is the one that works for all ranks."""
         return self.rank == 0
 
     def at(self, key: str) -> None:
-        """Says what this rank works on within the phase, for the messages of others. Not collective."""
+        """Notes the key that this rank works on, for messages on other ranks. Not collective."""
         if self._ranks is not None:
             self._ranks[0].at(key)
 
     def log_metrics(self, logger: logging.Logger, num_bytes: int, *, path: str = "") -> None:
-        """Logs on the coordinator what it all took, when it is done. Not collective.
-
-        Args:
-            num_bytes: What all ranks have moved, as far as the storage says.
-            path: Of the checkpoint, where the storage knows it.
-        """
+        """Logs bytes, ranks and seconds of the finished operation, on the coordinator. Not collective."""
         if self.is_coordinator:
             log_metrics(
                 logger,
@@ -173,8 +164,7 @@ class Phases:
             )
 
     def confirm(self) -> None:
-        """Raises the LostRankError of ranks that have given up, as they may while this process is stopped; not
-        collective."""
+        """Raises LostRankError where other ranks gave up while this process was stopped. Not collective."""
         if self._ranks is not None:
             self._ranks[0].confirm()
 
@@ -191,13 +181,12 @@ class Phases:
         """The results of all ranks, on all ranks.
 
         Args:
-            name: Of the phase, for messages and ``seconds``.
-            work: What each rank does.
-            doing: What the ranks do meanwhile, to follow "while".
+            name: Name of the phase, for messages and ``seconds``.
+            work: Called on each rank.
+            doing: What the ranks are doing, to follow "while" in messages.
             undefined: Components that may be part-written if a rank fails.
-            places: Where the checkpoints are that this rank works on: where these differ between ranks, that is what is
-                wrong, whatever it leads to.
-            hold_the_same: Whether the results show that places which differ hold copies of the same, which is fine.
+            places: This rank's checkpoints; where ranks name different ones, that is the error, whatever else failed.
+            hold_the_same: Whether the results show that different places hold copies of one checkpoint, which is fine.
         """
         with self._phase(name, doing, undefined):
             data = self._own_part(work)
@@ -211,7 +200,7 @@ class Phases:
             try:
                 found = [(of_rank, part) for of_rank, part in map(pickle.loads, parts)]
             except Exception:
-                # A rank that was late meets this call with a message of an operation that the others have given up.
+                # A late rank may get a message of an operation that the other ranks have given up.
                 self.confirm()
                 raise
             problems = place_problems([of_rank for of_rank, _ in found])
@@ -227,7 +216,7 @@ class Phases:
     def through_coordinator(
         self, name: str, work: Callable[[], T], on_coordinator: Callable[[list[T]], list[R]], *, doing: str
     ) -> R:
-        """What the coordinator makes for this rank of the results of all. Arguments as in ``on_all``."""
+        """This rank's part of what the coordinator makes from all results. Arguments as in ``on_all``."""
 
         def make_parts(results: list[T]) -> list[bytes]:
             parts = [pickle.dumps(part) for part in on_coordinator(results)]
@@ -247,10 +236,10 @@ class Phases:
     def to_coordinator(
         self, name: str, work: Callable[[], T], on_coordinator: Callable[[list[T]], R], *, then: str = "", doing: str
     ) -> R:
-        """What the coordinator makes of the results of all, the same on every rank. Arguments as in ``on_all``.
+        """What the coordinator makes from all results, the same on every rank. Arguments as in ``on_all``.
 
         Args:
-            then: What the coordinator's part is called in messages.
+            then: The name of the coordinator's part in messages.
         """
         with self._phase(name, doing):
             gathered = self._gather(then or name, work, doing)
@@ -261,7 +250,7 @@ class Phases:
             return cast(R, _value(made if self._ranks is None else self._ranks[1].broadcast(made)))
 
     def _gather(self, then: str, work: Callable[[], T], doing: str) -> Sequence[bytes | memoryview]:
-        """What the ranks have made, on the coordinator. From here on all wait for the coordinator."""
+        """The results of all ranks, on the coordinator. From here on all ranks wait for the coordinator."""
         data = self._own_part(work)
         if self._ranks is None:
             return [data]
@@ -270,18 +259,18 @@ class Phases:
         watch.begin(then, doing)
         gathered = exchange.rest_on_coordinator(data, heads)
         if self.is_coordinator:
-            # Others may have given up while this process was stopped: then it commits nothing.
+            # Other ranks may have given up while this process was stopped: then it must commit nothing.
             watch.confirm()
             watch.begin(then, doing)
         return gathered
 
     def _own_part(self, work: Callable[[], T]) -> bytes:
-        """What this rank makes in a phase, or raises, as it is sent."""
+        """This rank's result, or error, as it travels."""
         data = _pickled(self._recorded("own part", work), self.rank)
         return data if self._trace is None else pickle.dumps(Traced(data, self._trace.unsent()))
 
     def _recorded(self, name: str, work: Callable[[], T]) -> Callable[[], T]:
-        """The work, as a span of the trace where there is one."""
+        """The same work, recorded as a span where there is a trace."""
         trace = self._trace
         if trace is None:
             return work
@@ -331,7 +320,7 @@ class Phases:
 
 
 def _attempt(work: Callable[[], T], rank: int) -> T | PhaseFailure:
-    """What the work gives, or a ``PhaseFailure`` with what it raises."""
+    """The result of the work, or a ``PhaseFailure`` with its error."""
     try:
         return work()
     except PhaseFailure as failure:
@@ -341,13 +330,13 @@ def _attempt(work: Callable[[], T], rank: int) -> T | PhaseFailure:
 
 
 def _pickled(work: Callable[[], Any], rank: int) -> bytes:
-    """What the work gives, or a ``PhaseFailure`` with what it, or pickling that, raises."""
+    """The pickled result of the work, or a pickled ``PhaseFailure``, also where the result cannot be pickled."""
     made = _attempt(lambda: pickle.dumps(work()), rank)
     return pickle.dumps(made) if isinstance(made, PhaseFailure) else made
 
 
 def _readable(error: BaseException) -> BaseException:
-    """An error that cannot be read back (a constructor with keywords only) would end who reads it: its text travels."""
+    """The error, or one with its text where other ranks could not unpickle it (a constructor with keywords only)."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -367,10 +356,10 @@ def _value(data: bytes | memoryview, trace: Trace | None = None) -> Any:
 
 
 def _values(gathered: Sequence[bytes | memoryview], trace: Trace | None) -> list[Any]:
-    """The results of all ranks, whose spans go into the trace.
+    """The results of all ranks; adds their spans to the trace.
 
     Raises:
-        PhaseFailure: With the errors of all ranks that failed.
+        PhaseFailure: Holds the errors of all ranks that failed.
     """
     values: list[Any] = []
     errors: dict[int, BaseException] = {}

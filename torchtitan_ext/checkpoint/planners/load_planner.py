@@ -176,11 +176,11 @@ class LoadPlanner(DefaultLoadPlanner):
 
     @property
     def wanted(self) -> KeyTable:
-        """What this rank reads, from step 2 on: entries by keys of the state dict, as they were saved."""
+        """The entries that this rank reads, from step 2 on, as they were saved, by keys of the state dict."""
         return self._table
 
     def with_rules(self, rules: LoadRules) -> LoadPlanner:
-        """A planner with the same options that follows these rules; of the same class, subclasses included."""
+        """A planner of the same class, with the same options, that follows these rules."""
         planner = copy.copy(self)
         planner.rules = rules
         planner._values_read = {}
@@ -206,7 +206,7 @@ class LoadPlanner(DefaultLoadPlanner):
             sharded_tensors=self.flatten_sharded_tensors,
         )
         self._places = self._flat.paths
-        # Dicts of their own: subclasses change them.
+        # Copies, because subclasses change them.
         self.mappings = dict(self._flat.stock_paths)
         self.state_dict = dict(self._flat.values)
         self._is_set_up = True
@@ -271,14 +271,14 @@ class LoadPlanner(DefaultLoadPlanner):
                 self._values_read[fqn] = loaded
             else:
                 self._place(fqn, loaded)
-        # All that is not plain is named at once. A subclass may keep values to itself: there the last is not known.
+        # One error names all values that are not plain; with a load_bytes of its own the last value is not known.
         if self._refused and (not self._values_due or overrides(self, LoadPlanner, "load_bytes")):
             raise self._not_plain()
 
     def change_targets(self) -> None:
-        """From here on targets change: meta tensors get memory, versions are bumped, values read so far are placed.
+        """Begins to change targets: meta tensors get memory, versions are bumped, values read so far are placed.
 
-        ``finish_plan`` calls it; where values come first ``tte.load`` does, once all ranks have read theirs.
+        ``finish_plan`` calls it; with ``values_first`` ``tte.load`` does, after all ranks have read their values.
         """
         materialize_meta(self.original_state_dict, self.state_dict, self._places, self._table.entries)
         self._bump_versions(fqn for fqn, entry in self._table.entries.items() if not isinstance(entry, ObjectEntry))
@@ -290,7 +290,7 @@ class LoadPlanner(DefaultLoadPlanner):
         return self.transform_tensor(read_item, self.lookup_tensor(read_item.dest_index))
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """``resolve_tensor`` gave a view of the target; only where that is a number there is something left to do."""
+        """Places numbers that were saved as tensors; other targets are filled, since ``resolve_tensor`` gave views."""
         fqn = read_item.dest_index.fqn
         if fqn in self._numbers:
             try:
@@ -300,19 +300,19 @@ class LoadPlanner(DefaultLoadPlanner):
             set_value(self.original_state_dict, self._places[fqn], number)
 
     def finish_load(self, *args: Any, **kwargs: Any) -> None:
-        """After the last item. A hook that DCP may get (pytorch#193909); for subclasses, whatever it will be given."""
+        """A hook after the last item, for subclasses. DCP may get one (pytorch#193909), with unknown arguments."""
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        """The local tensor that an index leads to. For subclasses, as in stock."""
-        entry = self._table.entries.get(index.fqn)  # none where storage brings a plan of its own
+        """The local tensor at an index. Subclasses may replace it, as in stock."""
+        entry = self._table.entries.get(index.fqn)  # ``None`` where storage makes a plan of its own
         if not lies_in_local(entry):
             return find_state_dict_object(self.state_dict, index)
         return local_tensor(self.state_dict[index.fqn])
 
     def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
-        """The box of the local tensor that an item fills. For subclasses, as in stock."""
+        """The box of the local tensor that an item fills. Subclasses may replace it, as in stock."""
         box = box_of(tensor, read_item.dest_offsets, read_item.lengths)
-        if isinstance(box, str):  # of an order of sharding that only all ranks together could tell
+        if isinstance(box, str):  # local plans could not check this order of sharding
             raise CheckpointReadError(read_item.dest_index.fqn, box)
         return box
 
@@ -366,7 +366,7 @@ class LoadPlanner(DefaultLoadPlanner):
         set_value(self.original_state_dict, self._places[fqn], value)
 
     def _bump_versions(self, fqns: Iterable[str]) -> None:
-        """Of DTensors: they count apart from the local tensors that are written, and graphs hold the DTensors."""
+        """Bumps the versions of DTensors: these count apart from the local tensors that the load writes."""
         values = [self.state_dict[fqn] for fqn in fqns]
         torch.autograd.graph.increment_version([value for value in values if isinstance(value, DTensor)])
 
@@ -380,7 +380,7 @@ class LoadPlanner(DefaultLoadPlanner):
         return read_items(self._table, self._encoded, self._saved_names, self._chunk_list, decided)
 
     def _shown_items(self) -> list[ReadItem]:
-        """The items that a local plan has, for subclasses to look at and to change: by this rank's own reading."""
+        """The items in a local plan, for subclasses only, which may change them: by this rank's own reading."""
         return self._read_items({}) if self._shows_items else []
 
     def _chunk_list(self, fqn: str) -> ChunkList:

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from torchtitan_ext import _core
+from torchtitan_ext.checkpoint.planners import plan_cache
 from torchtitan_ext.checkpoint.planners.items import (
     WriteDecision,
     check_storage_takes,
@@ -32,17 +33,6 @@ from torchtitan_ext.checkpoint.planners.items import (
     write_items,
 )
 from torchtitan_ext.checkpoint.planners.new_metadata import metadata_entries, metadata_paths
-from torchtitan_ext.checkpoint.planners.plan_cache import (
-    CACHE_PREFIX,
-    CachedTable,
-    KnownPlan,
-    forget,
-    forget_replaced,
-    forget_unknown,
-    known_plan,
-    own_keys,
-    remember,
-)
 from torchtitan_ext.checkpoint.planners.replica_digests import ReplicaComparison, compare_replicas
 from torchtitan_ext.checkpoint.planners.subclasses import (
     check_global_plan,
@@ -112,7 +102,7 @@ class SavePlanner(DefaultSavePlanner):
             optimizer state too. One that matches no key on any rank is refused where there are tensors on meshes.
         replicas: What to do when replicas differ. ``"error"`` refuses objects and replicated DTensors, and warns of
             plain tensors (statistics of batch norms differ legitimately); ``"strict"`` refuses these too; ``"warn"``
-            only warns; ``"first"`` is silent. What is written is always one rank's value, the lowest rank's.
+            only warns; ``"first"`` is silent. The save always writes the lowest rank's value.
         hash_replicas: Compare replicated tensors above 64 KiB too; those on a mesh smaller than the default process
             group always are. Costs a fingerprint of their local bytes, logged (``docs/reference/planners.md``).
 
@@ -143,7 +133,7 @@ class SavePlanner(DefaultSavePlanner):
             dedup_save_to_lowest_rank=dedup_save_to_lowest_rank,
             enable_plan_caching=enable_plan_caching,
         )
-        self._cached_plans_key = f"{CACHE_PREFIX}{type(self).__qualname__}"
+        self._cached_plans_key = f"{plan_cache.CACHE_PREFIX}{type(self).__qualname__}"
         self._layouts = LayoutRules(layouts)
         self._replicas = replicas
         self._hash_replicas = hash_replicas
@@ -180,22 +170,24 @@ class SavePlanner(DefaultSavePlanner):
         message = dataclasses.replace(self._encoded.message, host=host_digest(), planner=planner)
         if self._enable_plan_caching:
             structure = message.structure()
-            self._cached_plans_key = f"{CACHE_PREFIX}{type(self).__qualname__}:{structure}"
+            self._cached_plans_key = f"{plan_cache.CACHE_PREFIX}{type(self).__qualname__}:{structure}"
             cached = StockSavePlanner._cached_final_save_plan.get(self._cached_plans_key)
             if cached is not None:
-                data = CachedTable(structure, cached.planner_data.token, cached.planner_data.rank, message.digests)
+                data = plan_cache.CachedTable(
+                    structure, cached.planner_data.token, cached.planner_data.rank, message.digests
+                )
                 return SavePlan([], planner_data=data, usable=False)
         else:
-            forget(StockSavePlanner._cached_final_save_plan)
+            plan_cache.forget(StockSavePlanner._cached_final_save_plan)
         self._shows_items = sees_items(self, SavePlanner)
         self.plan = SavePlan(self._shown_items(), planner_data=message)
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        check_local_plans("save", self, SavePlanner, all_plans, (RankTable, CachedTable))
+        check_local_plans("save", self, SavePlanner, all_plans, (RankTable, plan_cache.CachedTable))
         tables, token = self._tables_of(all_plans)
         every_rank_reports = not self._plans_one_rank_only(all_plans)
-        known = known_plan(token)
+        known = plan_cache.known_plan(token)
         if known is not None and known.every_rank_reports == every_rank_reports:
             agreement = known.agreement
         else:
@@ -215,30 +207,30 @@ class SavePlanner(DefaultSavePlanner):
             self.global_plan = [SavePlan([], usable=False)] * len(all_plans)
             self.metadata = dataclasses.replace(StockSavePlanner._cached_metadata[token])
             return self.global_plan, self.metadata
-        token = f"{CACHE_PREFIX}{uuid.uuid4().hex}"
+        token = f"{plan_cache.CACHE_PREFIX}{uuid.uuid4().hex}"
         decisions = self._decide_writes(agreement, tables, compared, token)
         self.metadata = Metadata(metadata_entries(agreement))
         if self.flatten_state_dict:
             self.metadata.planner_data = metadata_paths(agreement, tables)
             if every_rank_reports:
-                # The path of a key of this name is worth more.
+                # A key of the state dict with this name has priority.
                 self.metadata.planner_data.setdefault(WORLD_KEY, world_record(agreement.ranks_and_meshes()))
         self.global_plan = [
             dataclasses.replace(plan, planner_data=decision, usable=True)
             for plan, decision in zip(all_plans, decisions, strict=True)
         ]
         if self._enable_plan_caching:
-            plan = KnownPlan(
+            plan = plan_cache.KnownPlan(
                 _without_digests(tables),
                 [table.structure() for table in tables],
                 agreement,
                 compared.equal,
                 every_rank_reports,
             )
-            forget_replaced(plan)
-            remember(StockSavePlanner._cached_all_plans, token, plan)
-            remember(StockSavePlanner._cached_metadata, token, dataclasses.replace(self.metadata))
-            known_tokens = frozenset(own_keys(StockSavePlanner._cached_all_plans))
+            plan_cache.forget_replaced(plan)
+            plan_cache.remember(StockSavePlanner._cached_all_plans, token, plan)
+            plan_cache.remember(StockSavePlanner._cached_metadata, token, dataclasses.replace(self.metadata))
+            known_tokens = frozenset(plan_cache.own_keys(StockSavePlanner._cached_all_plans))
             self.global_plan = [
                 dataclasses.replace(one, planner_data=dataclasses.replace(one.planner_data, known_tokens=known_tokens))
                 for one in self.global_plan
@@ -253,9 +245,9 @@ class SavePlanner(DefaultSavePlanner):
             written = list(read_writes(new_plan.planner_data.writes, self._table, self._encoded))
             self.plan = dataclasses.replace(new_plan, items=write_items(written))
             if self._enable_plan_caching:
-                remember(StockSavePlanner._cached_save_plan, self._cached_plans_key, new_plan)
-                remember(StockSavePlanner._cached_final_save_plan, self._cached_plans_key, self.plan)
-                forget_unknown(StockSavePlanner._cached_final_save_plan, new_plan.planner_data.known_tokens)
+                plan_cache.remember(StockSavePlanner._cached_save_plan, self._cached_plans_key, new_plan)
+                plan_cache.remember(StockSavePlanner._cached_final_save_plan, self._cached_plans_key, self.plan)
+                plan_cache.forget_unknown(StockSavePlanner._cached_final_save_plan, new_plan.planner_data.known_tokens)
         else:
             cached = StockSavePlanner._cached_final_save_plan[self._cached_plans_key]
             self.plan = dataclasses.replace(cached, storage_data=new_plan.storage_data or cached.storage_data)
@@ -263,7 +255,7 @@ class SavePlanner(DefaultSavePlanner):
         self._chunks = {
             (fqn, chunk.offsets): chunk for writes in written for fqn in writes.fqns for _, chunk in writes.chunks
         }
-        # A list of its own for a subclass, which may change it.
+        # A subclass may change the list: it gets a copy.
         is_shared = sees_items(self, SavePlanner)
         return dataclasses.replace(self.plan, items=list(self.plan.items)) if is_shared else self.plan
 
@@ -271,8 +263,8 @@ class SavePlanner(DefaultSavePlanner):
         return self.transform_object(write_item, self.lookup_object(write_item.index))
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """The value at an index: for a chunk a view of the local tensor. For subclasses, as in stock."""
-        entry = self._table.entries.get(index.fqn)  # none where storage brings a plan of its own
+        """The value at an index, for a chunk a view of the local tensor. Subclasses may replace it, as in stock."""
+        entry = self._table.entries.get(index.fqn)  # ``None`` where storage makes a plan of its own
         if not lies_in_local(entry):
             return find_state_dict_object(self.state_dict, index)
         local = local_tensor(self.state_dict[index.fqn])
@@ -281,12 +273,12 @@ class SavePlanner(DefaultSavePlanner):
             return local if tuple(local.shape) == shape else local.new_empty(shape)
         chunk = self._chunks[index.fqn, tuple(index.offset or ())]
         box = box_of(local, chunk.local_offsets, chunk.sizes)
-        if isinstance(box, str):  # of an order of sharding that only all ranks together could tell
+        if isinstance(box, str):  # local plans could not check this order of sharding
             raise refusal("save", [Problem("unsupported_tensor", index.fqn, box)])
         return box
 
     def transform_object(self, write_item: WriteItem, value: Any) -> Any:
-        """What is written for a value: objects are serialised. For subclasses, as in stock."""
+        """The written form of a value: objects are serialised. Subclasses may replace it, as in stock."""
         if write_item.type == WriteItemType.BYTE_IO:
             stream = io.BytesIO()
             try:
@@ -321,18 +313,18 @@ class SavePlanner(DefaultSavePlanner):
         return dataclasses.replace(table, digests=self._timed_digests(table), problems=problems, unread=unread)
 
     def _shown_items(self) -> list[WriteItem]:
-        """The items that a local plan has, for subclasses to look at: what this rank holds, replicas included."""
+        """The items in a local plan, for subclasses only: all that this rank holds, replicas included."""
         return write_items(list(held_writes(self._table, self._encoded))) if self._shows_items else []
 
     def _tables_of(self, plans: Sequence[SavePlan]) -> tuple[list[RankTable], str | None]:
-        """The tables of all ranks, and the plan that was made of exactly these before, if there is one."""
+        """The tables of all ranks, and the token of the known plan of exactly these tables, if there is one."""
         tables: list[RankTable] = []
         tokens: set[str | None] = set()
         for rank, plan in enumerate(plans):
             data = plan.planner_data
-            tokens.add(data.token if isinstance(data, CachedTable) and data.rank == rank else None)
-            if isinstance(data, CachedTable):
-                known = known_plan(data.token)
+            tokens.add(data.token if isinstance(data, plan_cache.CachedTable) and data.rank == rank else None)
+            if isinstance(data, plan_cache.CachedTable):
+                known = plan_cache.known_plan(data.token)
                 if known is None or known.structures[data.rank] != data.structure:
                     detail = (
                         f"rank {rank} refers to a plan that this coordinator did not make: the coordinator or "
@@ -342,13 +334,13 @@ class SavePlanner(DefaultSavePlanner):
                 data = dataclasses.replace(known.tables[data.rank], digests=data.digests)
             tables.append(data)
         token = tokens.pop()
-        known = known_plan(token)
+        known = plan_cache.known_plan(token)
         is_whole = not tokens and known is not None and len(known.tables) == len(tables)
         return tables, token if is_whole else None
 
     def _plans_one_rank_only(self, plans: Sequence[SavePlan]) -> bool:
-        # dcp.save(use_collectives=False) runs this method on every rank, with the rank's own plan. DCP does not say so:
-        # it shows on ranks other than 0, and in the per-rank file prefix that storage writers then set beforehand.
+        # dcp.save(use_collectives=False) calls create_global_plan on every rank, with the rank's own plan, and does not
+        # say so. Two signs: the call on a rank other than 0, and the per-rank file prefix that storage writers set.
         return len(plans) == 1 and (not self.is_coordinator or plans[0].storage_data is not None)
 
     def _is_fatal(self, agreement: Agreement, fqn: str) -> bool:
@@ -384,7 +376,7 @@ def _warn_of_replicas(compared: ReplicaComparison) -> None:
         (compared.uncompared, "replicas that were not compared; those of the first mesh are saved{advice}:"),
     ):
         if problems:
-            # What to do is the same for all of them, unless they differ in kind.
+            # Problems of one heading share their advice, except under the first heading.
             advice = "" if problems is compared.differing else problems[0].advice
             lines = [dataclasses.replace(problem, advice="") for problem in problems] if advice else problems
             warnings.warn("\n".join([heading.format(advice=advice), *listed(lines)]), stacklevel=3)

@@ -1,7 +1,7 @@
-"""Other people's planners and storage: how they are set up, and which changes of a subclass cannot be followed.
+"""Other people's planners and storage: sets them up, and refuses changes of a subclass that cannot be followed.
 
 Our plans are decided over all ranks and have no items before ``finish_plan``. A subclass that has planning methods of
-its own is shown items all the same, as this rank alone would make them. Whatever it changes is followed, or refused on
+its own gets items all the same, as this rank alone would make them. A change of these is followed, or refused on
 every rank with a ``WrongArgumentError``, which is a TypeError; ``docs/reference/planners.md`` lists both. The first
 calls to planner and storage are made as DCP makes them, older interfaces included.
 """
@@ -25,7 +25,7 @@ from torchtitan_ext.storage.formats.detect import how_to_load
 
 
 def overrides(planner: object, ours: type, *names: str) -> bool:
-    """Whether a planner's class has methods of its own in the place of these of ours."""
+    """Whether a planner's class replaces any of these methods of ours."""
     return any(getattr(type(planner), name) is not getattr(ours, name) for name in names)
 
 
@@ -35,11 +35,7 @@ def sees_items(planner: object, ours: type) -> bool:
 
 
 def not_set_up(planner: object, call: str) -> Problem:
-    """For a planner whose class has replaced ``set_up_planner``.
-
-    Args:
-        call: How ours is called.
-    """
+    """The problem of a class whose ``set_up_planner`` does not call ours with these arguments."""
     return _problem(
         planner,
         f"its set_up_planner does not call that of the class it extends; call super().set_up_planner({call}), with the "
@@ -48,7 +44,7 @@ def not_set_up(planner: object, call: str) -> Problem:
 
 
 def no_place(planner: object, fqns: Sequence[str]) -> list[Problem]:
-    """For values that are no tensors, under keys of which nothing tells where they stand in the nested state dict."""
+    """The problem of non-tensor values whose place in the nested state dict is unknown."""
     if not fqns:
         return []
     detail = (
@@ -59,7 +55,7 @@ def no_place(planner: object, fqns: Sequence[str]) -> list[Problem]:
 
 
 def uncalled_methods(planner: object, ours: type, stock: type) -> list[Problem]:
-    """For a planner whose class replaces methods of DCP's default planner that ours has no use for."""
+    """The problem of a class that replaces methods of DCP's default planner which ours never calls."""
     names = vars(stock).keys() - vars(ours).keys()
     replaced = sorted(name for name in names if not name.startswith("__") and overrides(planner, stock, name))
     if not replaced:
@@ -74,10 +70,10 @@ def uncalled_methods(planner: object, ours: type, stock: type) -> list[Problem]:
 def check_local_plans(
     operation: str, planner: object, ours: type, plans: Sequence[SavePlan | LoadPlan], messages: tuple[type, ...]
 ) -> None:
-    """Raises WrongArgumentError for what a subclass on any rank made of its local plan. For the coordinator.
+    """Raises WrongArgumentError where a subclass on any rank changed its local plan. Called on the coordinator.
 
     Args:
-        planner: The coordinator's; others are most often of the same class.
+        planner: The coordinator's; those of other ranks are most often of the same class.
         messages: The classes of our ``planner_data``.
     """
     problems: list[Problem] = []
@@ -100,7 +96,7 @@ def check_local_plans(
 
 
 def check_global_plan(operation: str, planner: object, plan: SavePlan | LoadPlan, decision: type) -> None:
-    """Raises WrongArgumentError where a plan that a rank is given is none of ours, but a subclass's own."""
+    """Raises WrongArgumentError where a subclass made the plan that this rank got."""
     if not isinstance(plan.planner_data, decision):
         detail = (
             f"its create_global_plan returns plans with {described(plan.planner_data)} as planner_data; call "
@@ -111,7 +107,7 @@ def check_global_plan(operation: str, planner: object, plan: SavePlan | LoadPlan
 
 
 def check_write_items(planner: object, shown: Sequence[WriteItem], given: Sequence[WriteItem]) -> None:
-    """Raises WrongArgumentError where a subclass, or a storage, has changed items of a save before they are decided."""
+    """Raises WrongArgumentError where a subclass, or a storage, changed items of a save before ranks decided them."""
     changed = _changed(shown, given)
     if changed:
         detail = (
@@ -122,7 +118,7 @@ def check_write_items(planner: object, shown: Sequence[WriteItem], given: Sequen
 
 
 def check_final_items(planner: object, decided: Sequence[WriteItem], final: Sequence[WriteItem]) -> None:
-    """Raises WrongArgumentError where the plan of a subclass lacks what the metadata will promise."""
+    """Raises WrongArgumentError where the plan of a subclass lacks items that the metadata promises."""
     written = {item.index for item in final}
     lost = sorted({item.index.fqn for item in decided if item.index not in written})
     if lost:
@@ -136,10 +132,10 @@ def check_final_items(planner: object, decided: Sequence[WriteItem], final: Sequ
 def followed_items(
     planner: object, shown: Sequence[ReadItem], given: Sequence[ReadItem], decided: Sequence[ReadItem]
 ) -> list[ReadItem]:
-    """What a load reads where a subclass has changed items: its own, and of keys that it left alone those decided.
+    """The items that a load reads after a subclass changed some: its own, and for other keys those that ranks decided.
 
     Raises:
-        WrongArgumentError: It has changed items of keys that all ranks together read otherwise.
+        WrongArgumentError: It changed items of keys for which the ranks decided otherwise.
     """
     moved = set(_changed(shown, decided))
     changed = [fqn for fqn in _changed(shown, given) if fqn in moved]
@@ -154,7 +150,7 @@ def followed_items(
 
 
 def _changed(shown: Sequence[Any], given: Sequence[Any]) -> list[str]:
-    """The keys of which two lists do not have the same items."""
+    """The keys whose items differ between two lists."""
     before, after = _by_key(shown), _by_key(given)
     return sorted(fqn for fqn in {*before, *after} if before.get(fqn) != after.get(fqn))
 
@@ -173,7 +169,7 @@ def _problem(planner: object, detail: str) -> Problem:
 def set_up_save(
     values: dict[Any, Any], writer: StorageWriter, planner: StockSavePlanner, *, is_coordinator: bool, rank: int
 ) -> None:
-    """Tells planner and storage what is saved, before they are asked for this rank's plan. Not collective."""
+    """Sets up planner and storage for a save, as DCP does before it asks for local plans. Not collective."""
     if _takes(planner.set_up_planner, "storage_meta"):
         planner.set_up_planner(values, storage_meta=writer.storage_meta(), is_coordinator=is_coordinator)
     else:
@@ -185,14 +181,14 @@ def set_up_save(
 
 
 def read_metadata(reader: StorageReader, name: str, rank: int, path: Path | None = None) -> tuple[Metadata, bool]:
-    """The metadata of a checkpoint, and whether it is of this rank's part alone (``use_collectives=False``).
+    """The metadata of a checkpoint, and whether it covers only this rank's part (``use_collectives=False``).
 
     Args:
-        name: Of the checkpoint, for messages.
-        path: Of our files, or stock's: where nothing of them is there, that is looked at.
+        name: Name of the checkpoint, for messages.
+        path: Directory of our files, or stock's: where it has no metadata, the error says what it holds.
 
     Raises:
-        ReshardError: There is neither.
+        ReshardError: There is no metadata that can be read.
     """
     try:
         return reader.read_metadata(), False
@@ -223,7 +219,7 @@ def set_up_load(
     rank: int,
     is_of_one_rank: bool,
 ) -> None:
-    """Tells planner and storage what is loaded from where, before they are asked for this rank's plan."""
+    """Sets up planner and storage for a load, as DCP does before it asks for local plans. Not collective."""
     planner.set_up_planner(values, metadata, is_coordinator)
     if _takes(reader.set_up_storage_reader, "kwargs"):
         reader.set_up_storage_reader(metadata, is_coordinator, rank=rank, use_collectives=not is_of_one_rank)

@@ -232,7 +232,7 @@ def is_exact(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def cast_problem(fqn: str, source: torch.dtype, target: torch.dtype, policy: CastPolicy) -> Problem | None:
-    """Why a tensor of dtype ``source`` may not become one of dtype ``target``, or ``None`` where it may."""
+    """Why the policy forbids a cast from ``source`` to ``target``; ``None`` where it allows it."""
     if source == target:
         return None
     found = f"saved as {source}, the target is {target}"
@@ -250,13 +250,13 @@ def cast_problem(fqn: str, source: torch.dtype, target: torch.dtype, policy: Cas
 
 
 def number_for(value: Any, dtype: torch.dtype, policy: CastPolicy) -> int | float | complex:
-    """The number that a tensor without dims is filled with, where a checkpoint has a number in its place.
+    """The number to fill a tensor without dims with, where the checkpoint has a number in its place.
 
-    A float has no dtype of its own: it becomes what ``torch.tensor(value, dtype=dtype)`` makes of it in float32 and
-    float64. Integers, and floats in narrower dtypes, must be kept exactly.
+    A float has no dtype of its own: in float32 and float64 it becomes ``torch.tensor(value, dtype=dtype)``. Integers,
+    and floats in narrower dtypes, must be kept exactly.
 
     Raises:
-        ValueError: It is no number, or the tensor would hold another one.
+        ValueError: The value is no number, or the tensor would hold another one.
     """
     if not isinstance(value, (bool, int, float, complex)):
         raise ValueError(
@@ -272,7 +272,7 @@ def number_for(value: Any, dtype: torch.dtype, policy: CastPolicy) -> int | floa
 
 
 def _in_dtype(value: complex, dtype: torch.dtype) -> int | float | complex:
-    """What a tensor of a dtype holds for a number, infinity where it is out of range."""
+    """The number that a tensor of this dtype holds for a value; infinity where the value is out of range."""
     try:
         number: int | float | complex = torch.tensor(value, dtype=dtype, device="cpu").item()
     except (RuntimeError, OverflowError):

@@ -1,4 +1,4 @@
-"""Parameter groups of an optimizer that is not quite the one that was saved.
+"""Matches saved parameter groups to those of an optimizer that differs from the saved one.
 
 Groups were added or removed, a newer torch has options that the checkpoint lacks
 (https://github.com/pytorch/torchtitan/issues/886: ``decoupled_weight_decay``), parameters were frozen or unfrozen.
@@ -17,7 +17,7 @@ from torchtitan_ext.errors import named
 
 GroupNoteKind = Literal["filled", "kept", "dropped", "new", "removed", "frozen", "unfrozen", "problem"]
 
-# What names the members of a group instead of saying how they are optimized.
+# These entries of a group name its parameters; all others are options.
 _MEMBERS = ("params", "param_names")
 
 # LR schedulers of torch keep these in the groups; an optimizer without a scheduler yet does not have them.
@@ -31,7 +31,7 @@ _MAX_NAMES = 3
 
 @dataclass(frozen=True)
 class GroupNote:
-    """A line of the report: what became of a parameter group or of an option.
+    """A line of the report: the outcome for a parameter group or an option.
 
     Attributes:
         kind: ``problem`` refuses the load, the others inform.
@@ -58,15 +58,14 @@ def merge_param_groups(
     parameters is the same.
 
     Args:
-        saved: Of the checkpoint.
-        current: Of this run's optimizer.
-        keeps: Whether an option of the group at a position of ``current`` is left as it is.
+        saved: The groups of the checkpoint.
+        current: The groups of this run's optimizer.
+        keeps: Whether the group at a position of ``current`` keeps its own value of an option.
 
     Returns:
         As many groups as ``current``, in its order, each with its ``params`` and its options: an option has the value
-        of the saved group that holds the parameters; an option that the saved group lacks, and a group that none of
-        the saved ones feeds, keep the current values. And what is worth a line in the report. Where a note is a
-        ``problem``, the group concerned is left as it is.
+        of the saved group that holds the parameters. An option that the saved group lacks, and a group without a saved
+        parameter, keep the current values. Second, the notes for the report: a group with a ``problem`` is unchanged.
 
     Example:
         >>> saved = [{"params": ["w", "b"], "lr": 0.1}]
@@ -108,7 +107,7 @@ def merge_param_groups(
 
 
 def option_keys(component: str, groups: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str], str]:
-    """What a policy calls each option of a list of groups, by position and name: ``optimizer.param_groups.0.lr``."""
+    """The key of each option in a policy, by position of the group and name: ``optimizer.param_groups.0.lr``."""
     return {
         (index, option): f"{component}.param_groups.{index}.{option}"
         for index, group in enumerate(groups)
@@ -118,11 +117,9 @@ def option_keys(component: str, groups: Sequence[Mapping[str, Any]]) -> dict[tup
 
 
 def find_moved(saved: Sequence[Mapping[str, Any]], current: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Named parameters whose id is another one in the checkpoint: there ``state`` would be that of other parameters.
+    """Named parameters with another id in the checkpoint, where the saved ``state`` of that id is another parameter's.
 
-    Args:
-        saved: As in ``merge_param_groups``.
-        current: Of this run's optimizer.
+    Takes groups as ``merge_param_groups`` does.
     """
     ids = [
         {
@@ -138,11 +135,11 @@ def find_moved(saved: Sequence[Mapping[str, Any]], current: Sequence[Mapping[str
 
 @dataclass(frozen=True)
 class OptionGaps:
-    """What a checkpoint of the flat form lacks of the wanted keys.
+    """The wanted optimizer keys that a checkpoint of the flat form lacks.
 
     Attributes:
-        fillable: Wanted options that no saved parameter has: a newer torch, another optimizer. May keep their value.
-        missing: Wanted keys of each parameter of which nothing was saved (frozen or absent at the save), by fqn.
+        fillable: Wanted options that no saved parameter has (newer torch, other optimizer): they may keep their value.
+        missing: Wanted keys, by fqn, of parameters without any saved key (frozen or absent at the save).
         incomplete: Other wanted keys that are missing, though the checkpoint knows the parameter.
         dropped: Saved options that no parameter wants.
     """
@@ -195,7 +192,7 @@ def find_option_gaps(saved_keys: Iterable[str], wanted_keys: Iterable[str]) -> O
 
 
 def _positions_in_doubt(saved_names: Sequence[Sequence[Any]], current_names: Sequence[Sequence[Any]]) -> str:
-    """Why ids do not say which parameter is which; empty where they do, or where there are names."""
+    """Why positions cannot identify parameters; empty where they can, or where there are names."""
     by_id = any(isinstance(name, int) for names in (*saved_names, *current_names) for name in names)
     num_saved, num_current = (sum(map(len, names)) for names in (saved_names, current_names))
     if not by_id or num_saved == num_current:
@@ -236,7 +233,7 @@ def _merged_group(
 def _conflicts(
     sources: Sequence[Mapping[str, Any]], current: Mapping[str, Any], own: Collection[str]
 ) -> dict[str, list[Any]]:
-    """Options that this group takes over and in which the saved groups that feed it differ, with their values."""
+    """Options whose values differ between the saved groups that a current group joins."""
     options = [option for option in current if option not in _MEMBERS]
     options += [option for option in _SCHEDULER_OPTIONS if option not in current]
     options = [option for option in options if option not in own]
@@ -272,7 +269,7 @@ def _left_out(saved_names: Sequence[Sequence[Any]], current_names: Sequence[Sequ
 
 
 def _like(current: Any, saved: Any) -> Any:
-    """A saved list as a tuple where one stood: some checkpoints do not tell them apart."""
+    """The saved value, a list as a tuple where the current value is one: some checkpoints store both as lists."""
     return tuple(saved) if isinstance(current, tuple) and isinstance(saved, list) else saved
 
 
@@ -283,7 +280,7 @@ def _options(keys: Iterable[str]) -> dict[str, tuple[str, str, str]]:
 
 
 def _state_owner(key: str, owners: Collection[tuple[str, str]]) -> tuple[str, str] | None:
-    """Prefix and fqn of the parameter whose state a key is, the longest that fits. Names of states may have dots."""
+    """Prefix and longest matching fqn of the parameter that a state key belongs to; state names may have dots."""
     match = _FLAT_STATE.fullmatch(key)
     if match is None:
         return None

@@ -1,4 +1,4 @@
-"""What a load does with each component, and which saved entries it takes from where."""
+"""The policy of a load (what to do with each component) and its sources (which keys come from which checkpoint)."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ElasticPolicy:
         return self.actions.get(component, self.default)
 
     def object_action(self, component: str) -> Action:
-        """What to do with an entry that is loaded as a whole: a glob of all its keys counts, as ``"dataloader.*"``."""
+        """What to do with an entry that is loaded as a whole; a glob of all its keys counts (``"dataloader.*"``)."""
         for pattern, action in self.actions.items():
             if pattern != component and pattern.endswith("*") and fnmatch.fnmatchcase(f"{component}.", pattern):
                 return action
@@ -100,7 +100,7 @@ class Source:
         path: Its directory (``checkpoint_id``).
         include: Components and globs of flat keys of the state dict that come from here. Tensors at the top of a state
             dict are the component ``model``.
-        exclude: Those that do not.
+        exclude: Components and globs that do not come from here, though ``include`` selects them.
         rename: Flat keys of the state dict to keys of the checkpoint, for example ``{"model.*": "module.*"}``. A ``*``
             on the right stands for what the ``*`` on the left stands for, in order. The first match counts.
         storage_reader: A DCP storage reader instead of ``FileReader``.
@@ -134,16 +134,16 @@ class Source:
         """Whether a flat key of the state dict comes from here.
 
         Args:
-            component: Which one the key is of, where it does not begin with its name: ``model``, of tensors at the top.
+            component: The key's component, where the key does not begin with it: ``model`` for tensors at the top.
         """
         return self.includes(fqn, component) and not _matches(fqn, component, self.exclude)
 
     def includes(self, fqn: str, component: str = "") -> bool:
-        """Whether it would without ``exclude``."""
+        """Whether ``include`` selects a flat key, whatever ``exclude`` says."""
         return _matches(fqn, component, self.include)
 
     def unused_filters(self, names: Collection[str], components: Collection[str]) -> list[str]:
-        """Those of ``include`` and ``exclude`` that are none of these components and match none of these flat keys."""
+        """Entries of ``include`` and ``exclude`` that name no component and match no flat key."""
         return [
             glob
             for glob in (*self.include, *self.exclude)
@@ -151,15 +151,15 @@ class Source:
         ]
 
     def saved_name(self, fqn: str) -> str:
-        """What a flat key of the state dict is called in the checkpoint."""
+        """The checkpoint's name of a flat key of the state dict."""
         return _renamed(fqn, self.rename.items())
 
     def own_name(self, saved_fqn: str) -> str:
-        """What a flat key of the checkpoint is called in the state dict."""
+        """The state dict's name of a flat key of the checkpoint."""
         return _renamed(saved_fqn, ((saved, wanted) for wanted, saved in self.rename.items()))
 
     def saved_prefix(self, component: str) -> str:
-        """What a top-level key is called in the checkpoint."""
+        """The checkpoint's name of a top-level key."""
         return self.saved_name(f"{component}.x").removesuffix(".x")
 
 
