@@ -24,7 +24,7 @@ def metadata_entries(agreement: Agreement) -> dict[str, Any]:
     """The metadata of each key. Keys of one class share chunks and properties, which pickle then writes once."""
     shared: dict[int, tuple[TensorProperties, torch.Size, list[ChunkStorageMetadata]] | None] = {}
     entries: dict[str, Any] = {}
-    for key, of_class in agreement.numbers():
+    for key, of_class in agreement.agreed_keys.items():
         if of_class not in shared:
             shared[of_class] = _shared_parts(agreement, of_class)
         parts = shared[of_class]

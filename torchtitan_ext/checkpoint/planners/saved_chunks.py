@@ -91,7 +91,7 @@ def cover_problems(
     """
     problems = []
     known: dict[tuple[int, int], Problem | None] = {}  # thousands of keys may share a list
-    for key, of_class in agreement.numbers():
+    for key, of_class in agreement.agreed_keys.items():
         fqn, kind = agreement.names[key], agreement.kinds[of_class]
         saved = metadata.state_dict_metadata[wanted[fqn]]
         if kind.is_object or not isinstance(saved, TensorStorageMetadata):

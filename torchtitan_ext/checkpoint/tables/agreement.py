@@ -55,6 +55,7 @@ class Agreement:
         sections: Per rank the numbers of its sections in the world.
         names: All keys of all ranks; their numbers in the world are their positions.
         class_of: Per key the number of its class, or None where no rank holds it.
+        agreed_keys: By number the class of each key that a rank holds and that has no problem.
         kinds: What the keys of each class have in common.
         problems: Of ranks alone first, then of keys, in the order of keys.
     """
@@ -65,9 +66,10 @@ class Agreement:
         self.names = world.names()
         self.class_of = world.class_of()
         self.kinds = world.kinds()
-        self._refused = world.problems()
-        found = (key_problem(self.names[key], problem) for key, problem in self._refused.items())
-        self.problems = (*own_problems, *found)
+        refused = world.problems()
+        self.problems = (*own_problems, *(key_problem(self.names[key], found) for key, found in refused.items()))
+        held = ((key, of_class) for key, of_class in enumerate(self.class_of) if key not in refused)
+        self.agreed_keys = {key: of_class for key, of_class in held if of_class is not None}
         self.keys: Mapping[str, TensorAgreement | ObjectAgreement] = _AgreedKeys(self)
         self._agreed: dict[int, TensorAgreement | ObjectAgreement] = {}
 
@@ -79,16 +81,6 @@ class Agreement:
     def ranks_and_meshes(self) -> World:
         """The ranks whose tables these are, and the axes of their meshes."""
         return world_of(self.world.meshes(), [numbers[0] for numbers in self.sections])
-
-    def has(self, key: int) -> bool:
-        """Whether a rank holds the key of this number, and there is no problem with it."""
-        return self.class_of[key] is not None and key not in self._refused
-
-    def numbers(self) -> Iterator[tuple[int, int]]:
-        """The numbers of keys without problem, and of their classes."""
-        for key, of_class in enumerate(self.class_of):
-            if of_class is not None and key not in self._refused:
-                yield key, of_class
 
     def kind_of(self, fqn: str) -> _core.KeyKind:
         """What the keys of the class of a key have in common, where some rank holds it."""
@@ -128,17 +120,13 @@ class _AgreedKeys(Mapping[str, TensorAgreement | ObjectAgreement]):
         self._agreement = agreement
 
     def __getitem__(self, fqn: str) -> TensorAgreement | ObjectAgreement:
-        key = self._agreement.number_of[fqn]
-        of_class = self._agreement.class_of[key]
-        if of_class is None or not self._agreement.has(key):
-            raise KeyError(fqn)
-        return self._agreement.agreed(of_class)
+        return self._agreement.agreed(self._agreement.agreed_keys[self._agreement.number_of[fqn]])
 
     def __iter__(self) -> Iterator[str]:
-        return (self._agreement.names[key] for key, _ in self._agreement.numbers())
+        return (self._agreement.names[key] for key in self._agreement.agreed_keys)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self._agreement.numbers())
+        return len(self._agreement.agreed_keys)
 
 
 def agree(tables: Sequence[KeyTable | RankTable], *, every_rank_reports: bool) -> Agreement:
