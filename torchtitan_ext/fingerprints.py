@@ -33,15 +33,7 @@ from torchtitan_ext.checkpoint.tables.key_table import (
 )
 from torchtitan_ext.errors import Problem, described, refusal
 from torchtitan_ext.layout.dtensor import local_tensor
-from torchtitan_ext.layout.layout import (
-    Chunk,
-    LayoutRules,
-    LocalShard,
-    ShardOrder,
-    ShardReport,
-    Steps,
-    shard_of,
-)
+from torchtitan_ext.layout.layout import Chunk, LayoutRules, LocalShard, ShardOrder, ShardReport, Steps, shard_of
 from torchtitan_ext.layout.wrapper import dense_values
 from torchtitan_ext.ranks.exchange import check_usable, gather_values
 from torchtitan_ext.state.nested import flatten_state_dict

@@ -22,12 +22,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import format_utils, staging, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import (
-    FileSystem,
-    FileSystemReader,
-    FileSystemWriter,
-    SerializationFormat,
-)
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter, SerializationFormat
 
 from torchtitan_ext.checkpoint import LoadPlanner, SavePlanner
 from torchtitan_ext.dcp_private import (

@@ -9,12 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_ext.op_library import (
-    bump_version_of,
-    call,
-    full_abi_is_missing,
-    listed,
-)
+from torchtitan_ext.op_library import bump_version_of, call, full_abi_is_missing, listed
 
 DEFAULT_BUCKET_BYTES = 32 << 20
 """Large buckets make few messages, each long enough to hide its copies. On 4 gloo processes, 341 MB in 300 tensors take

@@ -8,12 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_ext.op_library import (
-    DifferentiableOp,
-    bump_version_of,
-    call,
-    listed,
-)
+from torchtitan_ext.op_library import DifferentiableOp, bump_version_of, call, listed
 
 DEFAULT_ALIGNMENT = 64
 """Bytes. A cache line: no two tensors of a flat buffer share one, and a view of any dtype fits."""

@@ -8,14 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from torchtitan_ext.op_library import (
-    DifferentiableOp,
-    bump_version_of,
-    call,
-    is_transformed,
-    kernels,
-    listed,
-)
+from torchtitan_ext.op_library import DifferentiableOp, bump_version_of, call, is_transformed, kernels, listed
 
 
 class ChunkLike(Protocol):
