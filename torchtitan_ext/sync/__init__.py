@@ -50,16 +50,16 @@ def broadcast_tensors(
         tensors: Plain tensors of any dtypes, devices, shapes and strides, in the same order on every rank. They are
             written under ``no_grad``; their version counters are bumped. Equal views of one memory (tied weights) are
             sent once, and must be tied on every rank.
-        group: The ranks; the default group if left out.
-        src: Rank of the source, counted in the group.
+        group: The group of the ranks; by default the default group.
+        src: The source's rank in the group.
         bucket_bytes: See ``ops.broadcast_coalesced_``.
-        check: Whether ranks first agree on all of this, in one small exchange. Without it ranks that disagree hang or
-            mix up values.
+        check: Whether ranks first agree on these arguments, in one small exchange. Without it, ranks that disagree hang
+            or mix up values.
 
     Raises:
         SyncMismatchError: Ranks disagree, or a tensor cannot be received into. Nothing was changed.
-        WrongArgumentError: ``tensors`` is no list, on some rank. A ``TypeError``; nothing was changed.
-        LostRankError: A rank is gone, or does not take part. Says in which phase, and which ranks do not answer.
+        WrongArgumentError: On some rank ``tensors`` is no list. A ``TypeError``; nothing was changed.
+        LostRankError: A rank is gone, or does not take part. Names the phase and the ranks that do not answer.
     """
     if not dist.is_initialized():
         raise ValueError("broadcast_tensors: there is no process group; call init_process_group first")
@@ -96,12 +96,12 @@ def sync_module_states(
 
     A DTensor is broadcast along the mesh axes on which it is replicated, and along no other; a plain buffer over the
     whole mesh. A plain *parameter* is synced only where an explicit ``mesh`` says that it is a replica, and otherwise
-    refused by name. Likewise a DTensor on each of several slices of an explicit ``mesh`` (a norm that a TP plan leaves
-    out; experts, unless ignored) is broadcast along the axes that its own mesh lacks too; without ``mesh`` it is
-    left alone there. Call it after ``to_empty`` and ``init_weights``, after a load, or when a replica joins.
+    refused by name. If a DTensor lies on each of several slices of an explicit ``mesh`` (a norm that a TP plan leaves
+    out; experts, unless ignored), it is also broadcast along the axes that its own mesh lacks; without ``mesh`` it is
+    not. Call it after ``to_empty`` and ``init_weights``, after a load, or when a replica joins.
 
-    Collective over ``mesh``; without one over the default process group, where every rank passes what it holds (its
-    pipeline parts). FSDP2 modules are left resharded.
+    Collective over ``mesh``; without one over the default process group, where every rank passes the tensors that it
+    holds (its pipeline parts). FSDP2 modules stay resharded.
 
     Args:
         module: A module, a list of pipeline parts, or a nested state dict. Wrapped by torch.compile, activation
@@ -109,15 +109,15 @@ def sync_module_states(
         mesh: Where plain tensors, and DTensors on slices of it, are replicated. It must hold the mesh of every DTensor.
         src: Coordinate of the source on every axis that replicates.
         params: Whether parameters are synced.
-        buffers: Which buffers are.
-        ignore: Canonical names or globs that are left alone.
+        buffers: Which buffers are synced.
+        ignore: Canonical names or globs of tensors that do not take part.
         verify: Whether to prove afterwards, by ``check_replicas``, that all replicas are equal.
         bucket_bytes: See ``ops.broadcast_coalesced_``.
 
     Raises:
         SyncMismatchError: The same on every rank: ranks disagree or a tensor cannot be synced, nothing was changed; or
             ``verify`` found replicas that differ.
-        WrongArgumentError: ``module`` is something else, on some rank. A ``TypeError``; nothing was changed.
+        WrongArgumentError: On some rank ``module`` has another type. A ``TypeError``; nothing was changed.
         LostRankError: As ``broadcast_tensors``.
     """
     selection: dict[str, Any] = {"params": params, "buffers": buffers, "ignore": ignore}

@@ -112,7 +112,7 @@ def check_replicas(
 
     Raises:
         SyncMismatchError: Ranks disagree on names, shapes or dtypes, or a tensor cannot be compared.
-        WrongArgumentError: ``module`` is something else, on some rank. A ``TypeError``.
+        WrongArgumentError: On some rank ``module`` has another type. A ``TypeError``.
         LostRankError: A rank is gone, or does not take part.
     """
     check_argument("check_replicas", "mesh", mesh, (DeviceMesh, NoneType), "a DeviceMesh")
