@@ -91,9 +91,8 @@ class LazyDict(dict[_Key, _Value]):
         return self._source
 
     def __missing__(self, key: Any) -> _Value:
-        was_unread = self._unread is not None
         source = self._opened()
-        if was_unread and super().__contains__(key):
+        if super().__contains__(key):  # it came with the file
             return super().__getitem__(key)
         number = None if source is None else source.find(key)
         if source is None or number is None:

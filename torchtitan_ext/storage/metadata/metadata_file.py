@@ -186,19 +186,19 @@ class _MetadataFile:
     def __init__(self, path: Path, num_bytes: int, digest: int) -> None:
         self._named = (path, num_bytes, digest)
         self._written: weakref.ref[Metadata] | None = None
-        self._written_parts: int | None = None
+        self._parts: weakref.ref[dict[Any, Any]] | None = None
 
     def __reduce__(self) -> Any:
         return _MetadataFile, self._named
 
     def stands_for(self, metadata: Metadata) -> None:
-        """Only as long as the metadata has this ``storage_data``: stock's planner keeps the metadata for the next save,
-        for which stock's writer gives it a new one, and pickles it."""
-        self._written, self._written_parts = weakref.ref(metadata), id(metadata.storage_data)
+        """The file is current as long as the metadata has its ``storage_data`` of now: stock's planner returns the
+        same metadata for the next save, and stock's writer gives it a new one and pickles it into another file."""
+        self._written, self._parts = weakref.ref(metadata), weakref.ref(metadata.storage_data)
 
     def is_current(self) -> bool:
         written = None if self._written is None else self._written()
-        if written is None or id(written.storage_data) != self._written_parts:
+        if written is None or self._parts is None or written.storage_data is not self._parts():
             return False
         path, num_bytes, _ = self._named
         try:
