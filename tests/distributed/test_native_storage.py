@@ -174,7 +174,7 @@ def save_and_read_later(rank: int, world_size: int, path: Path, stock_metadata: 
 @pytest.mark.parametrize("stock_metadata", [True, False])
 def test_the_metadata_is_not_broadcast(run_world, tmp_path: Path, stock_metadata: bool) -> None:
     for is_equal, sent_bytes, name in run_world(4, save_and_read_later, tmp_path, stock_metadata):
-        assert is_equal and sent_bytes < 500, name
+        assert is_equal and sent_bytes < 1000, name  # three places in the file, whatever the number of chunks
     for target in (BY_NAME["fsdp4"], WHOLE):
         answers = run_world(
             target.world_size, load_trained, target, tmp_path, True, True, process_group=target.axes != ()
