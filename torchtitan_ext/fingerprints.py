@@ -161,14 +161,10 @@ def _true_steps(
 
 
 class _TensorSums(NamedTuple):
-    """What one rank has summed of a tensor.
+    """The sum over each box that a rank holds of a tensor, first on the device, then as a number.
 
-    Attributes:
-        replica: Equal on all ranks that hold parts of one replica; ``None`` for a plain tensor.
-        sums: The sum over each box that the rank holds, first on the device, then as a number; a shard counts as one
-            box, ``None``.
-        dtype: Name of the dtype.
-        shape: Global shape.
+    A shard counts as one box, ``None``. ``replica`` is equal on all ranks that hold parts of one replica, and ``None``
+    for a plain tensor.
     """
 
     replica: Any

@@ -227,10 +227,7 @@ def _exchange_parts(
 ) -> None:
     """Fills a full tensor with the parts of all ranks, one part of each rank at a time. Collective over the scope.
 
-    Args:
-        parts_of: The parts that each rank sends, in the order of ``all_gather_bytes``.
-        own: This rank's memory of the parts that it sends.
-        axes: The axes of a mesh along which ranks send parts.
+    ``parts_of`` is in the order of ``all_gather_bytes`` along ``axes``; ``own`` is this rank's memory of its parts.
     """
     own, device = iter(own), _device_of(scope, full)
     for parts in zip_longest(*parts_of):
@@ -304,10 +301,7 @@ def _parts(shard: LocalShard, max_elements: int) -> Iterator[_Part]:
 def broadcast_full(full: torch.Tensor | None, *, like: torch.Tensor, scope: Scope = None, src: int = 0) -> torch.Tensor:
     """The full tensor of the source rank, on every rank of a scope; new tensors on the other ranks. Collective.
 
-    Args:
-        full: The values on the source rank, ``None`` on the others.
-        like: A tensor of the same shape and dtype, perhaps on meta.
-        src: See ``exchange.broadcast_bytes``.
+    ``full`` is ``None`` on the other ranks; ``like`` has its shape and dtype, perhaps on meta.
     """
     device = _device_of(scope, like)
     if full is None:

@@ -76,12 +76,7 @@ def log_metrics(
 ) -> None:
     """Logs an operation that has ended. The coordinator calls it. Errors of handlers are printed.
 
-    Args:
-        path: The checkpoint; empty where there is none.
-        ranks: Number of ranks that took part.
-        num_bytes: Number of bytes that they moved together.
-        phase_seconds: Seconds of each phase on this rank.
-        retries: How often the operation began anew.
+    ``ranks`` ranks together have moved ``num_bytes``; the seconds are those of this rank, the retries those of all.
     """
     seconds = sum(phase_seconds.values())
     rate = num_bytes / seconds / 1e9
@@ -105,13 +100,7 @@ def log_metrics(
 
 @dataclass(frozen=True)
 class Span:
-    """One thing that a rank did, and when.
-
-    Attributes:
-        begin_seconds: By the clock of the rank's machine, as ``time.time``.
-        end_seconds: ``None`` while it goes on.
-        error: The error that ended it, if one did.
-    """
+    """One thing that a rank did, and when, in ``time.time`` of its machine. ``end_seconds`` is ``None`` meanwhile."""
 
     rank: int
     name: str
@@ -129,11 +118,7 @@ class Traced:
 
 
 class Trace:
-    """The spans of this rank; on the coordinator those of all ranks that have sent some.
-
-    Args:
-        path: The file that the coordinator writes.
-    """
+    """The spans of this rank; on the coordinator, which writes the file, those of all ranks that have sent some."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         # The working directory may be another one when an asynchronous save has ended.

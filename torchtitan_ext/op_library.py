@@ -103,11 +103,8 @@ def call(name: str, args: tuple[Any, ...]) -> Any:
 class DifferentiableOp:
     """An op that is linear in its tensors, with its backward formula: called as ``op(args)``.
 
-    Args:
-        name: Name of the op. Its arguments are tensors, lists of tensors and constants.
-        backward: ``(ctx, grad)``, or ``(ctx, grads)`` where the op gives a list: a gradient, a list or None for each
-            argument.
-        setup_context: ``(ctx, inputs, output)``; keeps constants and shapes alone.
+    ``backward(ctx, grad)``, with a list of gradients where the op gives a list, gives a gradient, a list or None for
+    each argument. ``setup_context(ctx, inputs, output)`` keeps constants and shapes alone.
     """
 
     def __init__(

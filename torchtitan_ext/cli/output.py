@@ -33,12 +33,7 @@ def print_json(value: dict[str, Any]) -> None:
 
 
 def print_json_error(kind: str, message: str, exit_code: int, problems: Sequence[Problem] = ()) -> None:
-    """Prints the JSON document of a command that failed.
-
-    Args:
-        kind: The name of the exception's class; ``"Usage"`` for a wrong usage.
-        problems: The problems of a refusal.
-    """
+    """Prints the JSON document of a command that failed. ``kind``: the exception's class, or ``"Usage"``."""
     rows = [{"kind": one.kind, "key": one.fqn, "what": f"{one.detail}{one.advice}"} for one in problems]
     print_json({"error": {"kind": kind, "message": message, "exit_code": exit_code, "problems": rows}})
 

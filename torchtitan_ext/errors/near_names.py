@@ -22,11 +22,7 @@ CLOSE = 0.8
 
 
 def nearest_name(name: str, names: Iterable[str], *, likeness: float = _WIDE) -> str | None:
-    """The most similar of some names; ``None`` if none is similar enough.
-
-    Args:
-        likeness: The least similarity, as ``difflib`` counts it, of 1.
-    """
+    """The most similar of some names; ``None`` if none has at least this likeness, as ``difflib`` counts it, of 1."""
     return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=likeness)), None)
 
 
@@ -45,10 +41,7 @@ def nearest_glob(glob: str, names: Iterable[str], *, likeness: float = _WIDE) ->
 
 
 def names_hint(glob: str, names: Collection[str], components: Iterable[str] | None = None) -> str:
-    """The end of a sentence about a glob that matches none of these names.
-
-    Args:
-        components: The names to list; by default the first word of each name.
+    """The end of a sentence about a glob that matches none of these names. It lists the components.
 
     Example:
         >>> names_hint("modle", ["model.w", "optimizer.step"])
@@ -63,14 +56,9 @@ def names_hint(glob: str, names: Collection[str], components: Iterable[str] | No
 
 
 def refuse_unmatched(argument: str, globs: Iterable[str], names: Collection[str], *, where: object) -> None:
-    """Refuses globs, as ``fnmatch`` reads them, that match none of these names. Without names it refuses nothing.
+    """Raises WrongValueError for the first glob, as ``fnmatch`` reads it, that matches none of these names.
 
-    Args:
-        argument: The argument that the globs come from.
-        where: The checkpoint with the names.
-
-    Raises:
-        WrongValueError: Names the first such glob, and the nearest names.
+    The error names ``argument`` and the nearest names of ``where``. Without names nothing is refused.
     """
     for glob in globs:
         if names and not fnmatch.filter(names, glob):

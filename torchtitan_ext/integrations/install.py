@@ -80,14 +80,9 @@ class Settings:
 
 @dataclass(frozen=True)
 class Point:
-    """A function of DCP that is wrapped.
+    """A function of DCP that is wrapped: ``owner`` holds it, ``parameters`` are the names of its parameters.
 
-    Attributes:
-        owner: The module or class that holds it.
-        name: Its name there.
-        parameters: The names of its parameters.
-        replace: Changes the arguments before the call.
-        finish: Is called with the arguments and the result.
+    ``replace`` changes the arguments before the call, ``finish`` sees them and the result.
     """
 
     owner: Any

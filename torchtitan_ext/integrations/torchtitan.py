@@ -184,10 +184,8 @@ class _StepPlanner(LoadPlanner):
     """Refuses to go on with a run from a model alone, whatever the policy: without its step the run would overwrite
     the steps that it has.
 
-    Args:
-        asked: Components that are loaded, beside the model.
-        others: All components of a whole step but the model.
-        unused: Globs of saved entries that this run does not use.
+    ``asked`` are the components that are loaded beside the model, ``others`` all of a whole step but the model,
+    ``unused`` globs of saved entries that this run does not use.
     """
 
     def __init__(

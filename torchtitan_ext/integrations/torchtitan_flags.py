@@ -33,12 +33,8 @@ class FlagReport(LoadReport):
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a run.
-
-    Attributes:
-        checkpoint: The options of ``elastic_checkpoint`` that are not the defaults.
-        dp_size: Number of data-parallel ranks.
-        has_elastic_data: Whether ``elastic_data`` replaces, or could replace, the run's data loader.
+    """The options of a run: those of ``elastic_checkpoint`` that are not the defaults, its data-parallel size, and
+    whether ``elastic_data`` replaces, or could replace, its data loader.
     """
 
     checkpoint: Mapping[str, Any]

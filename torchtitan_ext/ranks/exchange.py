@@ -181,10 +181,9 @@ Options = TypeVar("Options", AllgatherOptions, BroadcastOptions, GatherOptions, 
 
 
 class TimedExchange:
-    """The collectives of one operation. All methods are collective, and raise ``LostRankError`` as ``Watch`` does.
+    """The collectives of one operation, over a group or the ``side`` group beside it.
 
-    Args:
-        side: The connections beside the group, if they are to be used in its place.
+    All methods are collective, and raise ``LostRankError`` as ``Watch`` does.
     """
 
     def __init__(self, group: dist.ProcessGroup, watch: Watch, side: SideGroup | None = None) -> None:

@@ -36,9 +36,7 @@ _COLLECTIVES = frozenset(
 def naming_lost_ranks(operation: str, phase: str | Callable[[], str], scope: Scope) -> Iterator[None]:
     """Turns an error of a collective in the ``with`` into a ``LostRankError``; other errors stay as they are.
 
-    Args:
-        phase: What the ranks do, to follow "while", or a function that says so when a rank is lost.
-        scope: The ranks that are asked whether they are still there.
+    ``phase`` says what the ranks do, after "while"; a function is called when a rank is lost.
     """
     try:
         yield

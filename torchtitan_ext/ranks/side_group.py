@@ -57,13 +57,9 @@ def side_group_of(group: dist.ProcessGroup) -> SideGroup | None:
 
 
 def make_side_group(group: dist.ProcessGroup, name: str, *, timeout_seconds: float) -> None:
-    """Connects the ranks of a group with each other. Collective.
+    """Connects the ranks of a group. Collective. Raises RuntimeError if a rank cannot be reached, or comes too late.
 
-    Args:
-        name: The same on all ranks, and new: after a failure on one rank others may have a side group of an older name.
-
-    Raises:
-        RuntimeError: A rank cannot be reached, or does not come in time. The message says what to do.
+    All pass the same name, a new one: after a failure on one rank others may have a side group of an older name.
     """
     store = PrefixStore(f"torchtitan_ext/side_group/{name}", _get_default_store().clone())  # type: ignore[attr-defined]
     rank, size = dist.get_rank(group), dist.get_world_size(group)

@@ -81,10 +81,7 @@ class Standing:
 class Watch:
     """Watches over the ranks of a group during one operation. One thread uses it; a thread of its own asks the store.
 
-    Args:
-        operation: ``"save"`` or ``"load"``, for messages.
-        path: The checkpoint, for messages.
-        timeout_seconds: How long a rank waits for others in one phase, its own part done.
+    A rank waits ``timeout_seconds`` for others in one phase, its own part done.
     """
 
     def __init__(self, operation: str, group: dist.ProcessGroup, *, path: str, timeout_seconds: float) -> None:

@@ -22,12 +22,9 @@ BatchKey = tuple[int, tuple[int, ...], str]
 class MeshSlice:
     """The mesh of a tensor, where it does not hold all ranks of the call: other slices may hold the tensor too.
 
-    Attributes:
-        shape: Shape of this mesh.
-        place: This rank's coordinate on the axes that shard, ``None`` on those that replicate.
-        stage: This rank's pipeline stage, where the whole mesh has an axis "pp". Other stages have tensors of their
-            own, perhaps with the same names.
-        num_peers: Number of ranks in this stage; of all ranks where there are no stages.
+    ``place`` is this rank's coordinate on the axes that shard, ``None`` on those that replicate. Where the whole mesh
+    has an axis "pp", ``stage`` is this rank's: other stages have tensors of their own, perhaps with the same names.
+    ``num_peers`` counts the ranks of the stage, or all.
     """
 
     shape: tuple[int, ...]
@@ -38,14 +35,11 @@ class MeshSlice:
 
 @dataclass(frozen=True)
 class ReplicaTensor:
-    """One rank's replica of a tensor.
+    """One rank's replica of a tensor: its memory, a plain, detached tensor, and the coordinate on its mesh.
 
     Attributes:
-        local: This rank's memory: a plain, detached tensor.
         layout: Global shape and placements as text; replicas must agree on it.
-        replica_set: Equal for all replicas of one shard and for no other: the mesh's ranks, and the coordinate on the
-            axes that shard, with ``None`` on those that replicate.
-        coordinate: This rank's coordinate on the mesh.
+        replica_set: Equal for all replicas of one shard and for no other: the mesh's ranks, and ``MeshSlice.place``.
         mesh_slice: The tensor's mesh, where other ranks may hold the tensor on meshes of their own (see ``slices``).
     """
 
@@ -80,8 +74,7 @@ class Batch:
 class ListBatch:
     """A ``Batch`` of a plain list. It makes names from positions only when asked: a list may have thousands of tensors.
 
-    Attributes:
-        positions: Positions in the list, where tied tensors are left out; empty where all are here.
+    Where tied tensors are left out, ``positions`` are those of the others.
     """
 
     group: dist.ProcessGroup

@@ -19,12 +19,7 @@ Buffers = Literal["all", "persistent", "none"]
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a public function of this room. The subclasses have the arguments of one function each.
-
-    Attributes:
-        operation: Name of the function.
-        scope: The ranks that take part.
-    """
+    """A call of a public function of this room by the ranks of a scope. The subclasses have the arguments of each."""
 
     operation: str
     scope: Scope

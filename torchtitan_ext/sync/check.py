@@ -120,7 +120,7 @@ def check_replicas(
         return ReplicaDifferences()
     check_usable("check_replicas", mesh)
     call = CheckCall("check_replicas", mesh, params, buffers, ignore, locate)
-    differences = compare_replicas(call, collect_replicas(module, call), across_slices=True, locate=locate)
+    differences = compare_replicas(call, collect_replicas(module, call))
     if differences.uncompared:
         warnings.warn(
             "check_replicas: some tensors on several meshes were not compared between them, because layouts differ or "
@@ -131,15 +131,12 @@ def check_replicas(
     return differences
 
 
-def compare_replicas(
-    call: ModuleCall, found: Replicas, *, across_slices: bool = False, locate: bool = False
-) -> ReplicaDifferences:
+def compare_replicas(call: ModuleCall, found: Replicas) -> ReplicaDifferences:
     """``check_replicas`` of tensors that are collected already. Collective over the scope of the call.
 
-    Args:
-        across_slices: Whether tensors of one name on several meshes are presumed to be replicas.
-        locate: See ``check_replicas``.
+    The replicas that ``check_replicas`` presumes on several meshes are compared for a ``CheckCall`` alone.
     """
+    across_slices = isinstance(call, CheckCall)
     hashes: dict[int, bytes] = {}
     if not found.problems:
         hashes, problems = hash_locals(found.tensors)
@@ -156,7 +153,9 @@ def compare_replicas(
             return ReplicaDifferences()
         differences, uncompared = _name_differences(call.scope, found, hashes, across_slices)
         assert differences or slices, "replicas differ, but none by name; please report"
-        result = ReplicaDifferences(_located(call.scope, found, differences) if locate else differences)
+        if isinstance(call, CheckCall) and call.locate:
+            differences = _located(call.scope, found, differences)
+        result = ReplicaDifferences(differences)
         result.uncompared = tuple(uncompared)
         return result
 

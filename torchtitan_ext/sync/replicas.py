@@ -35,11 +35,9 @@ def collect_replicas(
 ) -> Replicas:
     """The batches of this rank. Whatever fails becomes a problem in the result: every rank must get it.
 
-    Args:
-        call: Without a mesh, plain buffers belong to the DTensors' mesh that holds all ranks of the other meshes, and
-            plain parameters and entries of state dicts are refused.
-        src: Coordinate of the source on every axis that replicates.
-        joined: Names of tensors that are replicas along the mesh axes, too, that their own meshes lack.
+    If the call has no mesh, plain buffers belong to the DTensors' mesh that holds all ranks of the other meshes, and
+    plain parameters and entries of state dicts are refused. Tensors of the names ``joined`` are replicas along the mesh
+    axes, too, that their own meshes lack.
     """
     problems = [*_source_problems(source), *call.problems()]
     if problems:
@@ -116,17 +114,13 @@ def _find_replicas(
 
 @dataclass(frozen=True)
 class _Replication:
-    """Where tensors of one mesh and one list of placements have their replicas.
+    """Where tensors of one mesh and one list of placements have their replicas, or why none of them can be synced.
 
     Attributes:
         placements: The placements as text; empty for plain tensors.
-        ranks: The mesh's ranks, in its order.
         coordinate: This rank's coordinate; ``None`` where it is not on the mesh.
-        replica_set: See ``ReplicaTensor``.
         groups: For each mesh axis that replicates over two or more ranks: the ranks on the line through this one, their
             group, and the source's rank in it.
-        problem: Why none of these tensors can be synced.
-        mesh_slice: See ``ReplicaTensor``.
     """
 
     placements: str
@@ -151,11 +145,7 @@ class _Replications:
         self._replica_sets: dict[Any, tuple[Any, ...]] = {}
 
     def of(self, value: Tensor, *, is_joined: bool = False) -> _Replication | None:
-        """``None`` for a plain tensor where no mesh is known.
-
-        Args:
-            is_joined: Whether the tensor has replicas, too, along the axes of the scope that its own mesh lacks.
-        """
+        """``None`` for a plain tensor where no mesh is known. See ``collect_replicas`` for joined tensors."""
         mesh, placements = (value.device_mesh, value.placements) if isinstance(value, DTensor) else (self._whole, None)
         if mesh is None:
             return None

@@ -24,13 +24,10 @@ Row = dict[str, str]
 
 @dataclass(frozen=True)
 class CallDigest:
-    """A rank's call, as it is sent first.
+    """A rank's call, as it is sent first. ``is_refused``: the rank has found a problem.
 
-    Attributes:
-        is_refused: Whether the rank has found a problem.
-        arguments: Digest of the arguments.
-        batches: By the digest of a batch's key: the size of its group, digests of its structure and of its content.
-        slices: See ``slices``; ranks need not agree on these.
+    ``batches`` has, by the digest of a batch's key, the size of its group and digests of its structure and content.
+    Ranks need not agree on ``slices``.
     """
 
     is_refused: bool
@@ -56,17 +53,10 @@ def confirm_same_call(
     contents: Mapping[BatchKey, bytes] | None = None,
     slices: tuple[SliceDigest, ...] = (),
 ) -> Sequence[CallDigest]:
-    """Has all ranks agree on what they are about to do. Collective over the scope of the call.
+    """Has all ranks agree on what they are about to do; returns their digests. Collective over the scope of the call.
 
-    Args:
-        call: The same on every rank.
-        replicas: This rank's. Its problems are raised on every rank.
-        contents: Digest of the values of each batch, for ranks to compare. Without it the call will write into the
-            tensors, and those whose elements share memory are refused.
-        slices: This rank's digests of slices.
-
-    Returns:
-        The digests of all ranks.
+    ``contents`` are digests of the values of each batch, for ranks to compare. Without them the call will write into
+    the tensors, and those whose elements share memory are refused.
 
     Raises:
         SyncMismatchError: The same on every rank; ``WrongArgumentError`` where an argument has a wrong type.

@@ -33,14 +33,10 @@ class SliceTensor(NamedTuple):
 
 
 class SliceDigest(NamedTuple):
-    """All tensors of one rank on one slice.
+    """Digests of all tensors of one rank on one slice, of the slice's ranks, and of the tensors' hashes.
 
-    Attributes:
-        structure: Digest of the tensors' names, layouts and shapes, and of the rank's place among the shards.
-        mesh: Digest of the slice's ranks.
-        num_ranks: Number of ranks of the slice.
-        num_peers: Number of ranks that should hold such tensors, on all slices.
-        contents: Digest of the tensors' hashes.
+    ``structure`` is of names, layouts and shapes, and of the rank's place among the shards; ``num_peers`` counts the
+    ranks that should hold such tensors, on all slices.
     """
 
     structure: bytes
@@ -60,11 +56,7 @@ def slice_tensor(tensor: ReplicaTensor) -> SliceTensor | None:
 
 
 def presumed_replicas(of_ranks: Iterable[Iterable[SliceTensor]]) -> tuple[set[Name], list[str]]:
-    """The tensors on several slices that are presumed to be replicas, and the names of those that cannot be.
-
-    Args:
-        of_ranks: The tensors that each rank of the call holds on slices.
-    """
+    """The tensors on several slices that are presumed to be replicas, and the names of those that cannot be."""
     by_name: dict[Name, list[SliceTensor]] = {}
     for of_rank in of_ranks:
         for tensor in of_rank:
@@ -86,11 +78,7 @@ def agree_on_presumed(found: Replicas, scope: Scope) -> frozenset[str]:
 
 
 def slice_digests(found: Replicas, hashes: Mapping[int, bytes]) -> tuple[SliceDigest, ...]:
-    """One per slice on which this rank holds tensors.
-
-    Args:
-        hashes: The hash of each tensor's memory, by ``id``; an empty tensor has none.
-    """
+    """One per slice on which this rank holds tensors. ``hashes`` are by ``id``; an empty tensor has none."""
     by_slice: dict[Any, list[ReplicaTensor]] = {}
     for tensor in found.tensors:
         if tensor.mesh_slice is not None:

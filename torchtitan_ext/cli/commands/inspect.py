@@ -93,12 +93,17 @@ def _show_folder(path: Path, names: Sequence[str], json: bool) -> None:
 
 
 def _print(contents: Contents, keys: Sequence[ContentKey], shards: bool, *, has_totals: bool) -> None:
-    totals = _totals(contents)
+    totals = list(_totals(contents))
     for line in _headline(contents, totals):
         print_line(line)
     print()
     if has_totals and any(total.num_tensors for total in totals):
-        print_table(("component", "tensors", "elements", "bytes", "other values"), _total_rows(totals))
+        sums = [
+            (name, num_tensors, f"{num_elements:,}", text_of_bytes(num_bytes), num_values)
+            for name, num_tensors, num_elements, num_bytes, num_values in totals
+            if num_tensors
+        ]
+        print_table(("component", "tensors", "elements", "bytes", "other values"), sums)
         print()
     if shards:
         print_table(("key", "offsets", "sizes", "bytes", "file", "at byte"), _shard_rows(contents, keys))
@@ -118,20 +123,12 @@ class _Total(NamedTuple):
     num_values: int
 
 
-def _totals(contents: Contents) -> list[_Total]:
-    totals = []
+def _totals(contents: Contents) -> Iterator[_Total]:
     for name, keys in contents.components().items():
         tensors = [key for key in keys if key.sizes is not None]
         num_elements = sum(math.prod(key.sizes or ()) for key in tensors)
         num_bytes = sum(key.num_bytes for key in tensors)
-        totals.append(_Total(name, len(tensors), num_elements, num_bytes, len(keys) - len(tensors)))
-    return totals
-
-
-def _total_rows(totals: Sequence[_Total]) -> Iterator[Sequence[object]]:
-    for name, num_tensors, num_elements, num_bytes, num_values in totals:
-        if num_tensors:
-            yield name, num_tensors, f"{num_elements:,}", text_of_bytes(num_bytes), num_values
+        yield _Total(name, len(tensors), num_elements, num_bytes, len(keys) - len(tensors))
 
 
 def _headline(contents: Contents, totals: Sequence[_Total]) -> Iterator[str]:
@@ -147,19 +144,15 @@ def _headline(contents: Contents, totals: Sequence[_Total]) -> Iterator[str]:
     there = [file.num_bytes for file in contents.files if file.num_bytes is not None]
     missing = len(contents.files) - len(there)
     lost = f", {missing:,} not there" if missing else ""
-    yield f"{count_of(len(contents.files), 'file')} of {text_of_bytes(sum(there))}{lost}; {_checksums(contents)}"
+    checksums = "checksums of all bytes" if contents.has_checksums else "no checksums of ours"
+    yield f"{count_of(len(contents.files), 'file')} of {text_of_bytes(sum(there))}{lost}; {checksums}"
     if contents.world_size is not None:
         yield saved_by(contents.world_size, contents.mesh)
 
 
-def _checksums(contents: Contents) -> str:
-    return "checksums of all bytes" if contents.has_checksums else "no checksums of ours"
-
-
 def _key_row(key: ContentKey) -> Sequence[object]:
-    if key.dtype is None:
-        return key.fqn, "-", "-", text_of_bytes(key.num_bytes), key.num_chunks
-    return key.fqn, key.dtype, _shape(key.sizes), text_of_bytes(key.num_bytes), key.num_chunks
+    kind = ("-", "-") if key.dtype is None else (key.dtype, _shape(key.sizes))
+    return key.fqn, *kind, text_of_bytes(key.num_bytes), key.num_chunks
 
 
 def _cell(value: Scalar) -> str:

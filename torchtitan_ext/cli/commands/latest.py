@@ -19,11 +19,7 @@ _MAX_NAMED = 8
 _KIND_OF = {"other": "of another kind", "folder": "a folder of several checkpoints"}
 
 
-def run(
-    run_dir: Run,
-    step_pattern: StepNames = None,
-    json: Json = False,
-) -> None:
+def run(run_dir: Run, step_pattern: StepNames = None, json: Json = False) -> None:
     """The newest finished checkpoint of a run. Reads no data: `verify` does.
 
     Exits with 3, and says why, where there is none.

@@ -12,11 +12,7 @@ from torchtitan_ext.storage.formats.detect import checkpoints_in, format_of
 from torchtitan_ext.storage.runs.listing import Leftover, ListedStep, bytes_in, find_leftovers, list_steps
 
 
-def run(
-    run_dir: Run,
-    step_pattern: StepNames = None,
-    json: Json = False,
-) -> None:
+def run(run_dir: Run, step_pattern: StepNames = None, json: Json = False) -> None:
     """The steps of a run, who saves there, and what dead saves left. Reads no data.
 
     For a directory without steps: the checkpoints in it.
@@ -27,7 +23,9 @@ def run(
         steps, leftovers = list_steps(run_dir, step_pattern), find_leftovers(run_dir, step_pattern)
     inner = [] if steps else checkpoints_in(run_dir)
     if json:
-        print_json({**_plain(run_dir, steps, leftovers), "checkpoints": inner})
+        rows = [step._asdict() for step in steps]
+        left = plain_leftovers(leftovers)
+        print_json({"path": str(run_dir), "steps": rows, "leftovers": left, "checkpoints": inner})
         return
     if steps:
         print_table(("step", "state", "bytes", "finished", "ranks", "saved by"), map(_row, steps))
@@ -64,8 +62,3 @@ def _row(step: ListedStep) -> Sequence[object]:
     state = f"{step.state} ({kind})" if kind else step.state
     size = text_of_bytes(step.num_bytes)
     return step.step, state, size, finished_at, step.world_size or "-", f"{step.saver}, now" if step.saver else "-"
-
-
-def _plain(run_dir: Path, steps: Sequence[ListedStep], leftovers: Sequence[Leftover]) -> dict[str, Any]:
-    rows = [step._asdict() for step in steps]
-    return {"path": str(run_dir), "steps": rows, "leftovers": plain_leftovers(leftovers)}

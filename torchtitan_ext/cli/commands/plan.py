@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -43,13 +42,15 @@ def run(
     """
     if plot is not None:
         plotter("bytes_plot", plot)  # refuses wrong usage before the work
+    # The policy checks the actions.
+    actions: dict[str, Any] = {name: action for name, _, action in (text.rpartition("=") for text in policy or ())}
     with refusing_wrong_usage():
         found = lazy.run.dry_run(
             path,
             mesh=lazy.placement_rules.parse_mesh(mesh),
             components=component or (),
             placements=lazy.placement_rules.parse_rules(shard or ()),
-            policy=lazy.policy.ElasticPolicy(_parse_actions(policy or ())),
+            policy=lazy.policy.ElasticPolicy(actions),
             device=None if device is None else device.value,
             bandwidth_bytes_per_second=None if bandwidth is None else parse_amount(bandwidth),
             shared_bandwidth_bytes_per_second=None if shared_bandwidth is None else parse_amount(shared_bandwidth),
@@ -67,8 +68,3 @@ def run(
         print_text(str(found))
     if found.problems:
         raise typer.Exit(DIFFERS)
-
-
-def _parse_actions(texts: Sequence[str]) -> dict[str, Any]:
-    """``["dataloader=reset"]`` as the actions of a policy; the policy checks them."""
-    return {name: action for name, _, action in (text.rpartition("=") for text in texts)}

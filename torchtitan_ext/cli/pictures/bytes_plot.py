@@ -23,12 +23,7 @@ _MAX_RATIO = 10
 def plot_bytes(path: Path, before: Sequence[int], after: Sequence[int], *, title: str) -> None:
     """Draws the bytes of each rank before and after, below each other, each with a line at the mean.
 
-    Both have one scale, unless the bars of one would be too low to see.
-
-    Args:
-        path: The file of the picture: see ``figure_at``.
-        before: The bytes of each rank; empty if they are not known.
-        after: The bytes of each rank; the number of ranks may differ.
+    Both have one scale, unless the bars of one would be too low to see. ``before`` is empty if it is not known.
     """
     rows = [("before", before, BLUE), ("after", after, VERMILION)]
     rows = [row for row in rows if row[1]]

@@ -30,7 +30,6 @@ def plot_differences(
     """Draws how many elements of each cell differ; cells without differences are grey.
 
     Args:
-        path: The file of the picture: see ``figure_at``.
         counts: The number of different elements, by row and column of cells.
         sizes: The number of elements downwards and to the right.
         cell_sizes: The same for a cell; the last cell of a row or column may have fewer.

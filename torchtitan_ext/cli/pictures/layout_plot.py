@@ -40,13 +40,7 @@ _ALIKE = 0.2
 
 
 def plot_layout(path: Path, title: str, shape: Sequence[int], holders: Sequence[Holder], *, holder: str) -> None:
-    """Draws the boxes of all ranks, and names as many ranks as there is room for.
-
-    Args:
-        path: The file of the picture: see ``figure_at``.
-        shape: The global shape.
-        holder: What the holders are: ``"rank"`` or ``"file"``.
-    """
+    """Draws the boxes of all ranks, or files, by the word ``holder``; names as many as there is room for."""
     parts = rectangles(shape, holders)
     height = max((part.rows[1] for part in parts), default=1)
     width = max((part.cols[1] for part in parts), default=1)

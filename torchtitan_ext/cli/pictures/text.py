@@ -26,11 +26,7 @@ _CORNERS = " ╵╷│╴┘┐┤╶└┌├─┴┬┼"
 def draw_layout(shape: Sequence[int], holders: Sequence[Holder], *, width: int) -> str:
     """Draws which holder has which part of a tensor. There is no line between cells with the same ranks.
 
-    If there are more rows or columns of cells than fit, one stands for all in the middle.
-
-    Args:
-        shape: The global shape.
-        width: The width of the terminal in characters.
+    If there are more rows or columns of cells than fit into ``width`` characters, one stands for all in the middle.
     """
     parts = rectangles(shape, holders)
     if not parts:

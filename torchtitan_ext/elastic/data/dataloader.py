@@ -200,7 +200,7 @@ class _SampleBatches:
 
         # With the global generator each new iterator would draw from it, and a resumed run would differ.
         options = {"generator": torch.Generator(), **self._options}
-        loader = DataLoader(self._data, batch_sampler=_Once(indices()), **options)
+        loader = DataLoader(self._data, batch_sampler=indices(), **options)
         # The loader draws a seed on the default device, with a generator that may be of another device.
         is_elsewhere = loader.generator is not None and loader.generator.device != torch.get_default_device()
         with loader.generator.device if is_elsewhere else nullcontext():
@@ -213,13 +213,3 @@ class _SampleBatches:
             self.num_padding = batch.num_padding
             yield samples
         self._sampler.end_epoch()
-
-
-class _Once:
-    """An iterable of lists of indices, which ``DataLoader`` takes as a batch sampler."""
-
-    def __init__(self, indices: Iterator[list[int]]) -> None:
-        self._indices = indices
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self._indices

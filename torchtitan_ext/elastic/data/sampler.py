@@ -89,13 +89,7 @@ class SamplePosition:
 
 @dataclass(frozen=True)
 class LocalBatch:
-    """A rank's part of a global batch.
-
-    Attributes:
-        indices: Indices into the data set.
-        num_padding: How many indices, at the end, are repeats that fill the last batch of an epoch.
-        position: Where the job is when this batch has been served.
-    """
+    """A rank's part of a global batch, which ends in ``num_padding`` repeats, and the position when it is served."""
 
     indices: list[int]
     num_padding: int
@@ -149,8 +143,7 @@ class ElasticBatchSampler:
         self.dp_size = dp_size
         self.last = last
         self.endless = endless
-        self._ahead: _Ahead | None = None
-        self._position = SamplePosition(num_samples, shuffle, seed)
+        self.position = SamplePosition(num_samples, shuffle, seed)
 
     @property
     def position(self) -> SamplePosition:
@@ -163,7 +156,8 @@ class ElasticBatchSampler:
 
     @position.setter
     def position(self, position: SamplePosition) -> None:
-        self._position, self._ahead = position, None
+        self._position = position
+        self._ahead: _Ahead | None = None
 
     def __len__(self) -> int:
         """Number of batches in an epoch."""
@@ -330,13 +324,9 @@ def common_entry(saved: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
 
 
 def _served(position: SamplePosition, span: range) -> SamplePosition:
-    num_real = min(span.stop, position.num_samples) - span.start
-    return replace(
-        position,
-        next_sample=span.start + num_real,
-        samples_seen=position.samples_seen + num_real,
-        padded=position.padded + len(span) - num_real,
-    )
+    end = min(span.stop, position.num_samples)
+    seen, padded = position.samples_seen + end - span.start, position.padded + span.stop - end
+    return replace(position, next_sample=end, samples_seen=seen, padded=padded)
 
 
 def _next_epoch(position: SamplePosition) -> SamplePosition:

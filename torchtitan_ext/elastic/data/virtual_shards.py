@@ -60,12 +60,7 @@ class EmptyShardError(TorchtitanExtError, RuntimeError):
 
 @dataclass(frozen=True)
 class EpochEnd:
-    """How a shard's last epoch ended, and what remained of it.
-
-    Attributes:
-        served: Samples of the shard that were served in the epoch, without padding: the remainder begins here.
-        read_to_end: Whether the shard was finished. If so and nothing was dropped, there is no remainder.
-    """
+    """How a shard's last epoch ended: its remainder begins at ``served``; there is none if it was ``read_to_end``."""
 
     epoch: int
     served: int

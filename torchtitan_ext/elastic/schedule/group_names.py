@@ -8,20 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
 from torch.optim import Optimizer
 
 from torchtitan_ext.layout.layout import canonical_fqn
 
 _KEY = "param_names_"
-
-
-def names_by_parameter(models: Iterable[nn.Module]) -> dict[int, str]:
-    """The name of each parameter by its ``id``."""
-    return {id(parameter): name for model in models for name, parameter in model.named_parameters()}
 
 
 def group_names(optimizer: Optimizer, known: Mapping[int, str]) -> list[list[str]] | None:

@@ -13,13 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from torchtitan_ext.checkpoint.tables.component import Resharded, World, reshard_state
 from torchtitan_ext.elastic.schedule import schedule_math
-from torchtitan_ext.elastic.schedule.group_names import (
-    group_names,
-    names_by_parameter,
-    names_entry,
-    saved_places,
-    sources_of,
-)
+from torchtitan_ext.elastic.schedule.group_names import group_names, names_entry, saved_places, sources_of
 from torchtitan_ext.errors import CannotReshardError, check_argument, check_counts
 
 LrRule = Literal["none", "linear", "sqrt"]
@@ -92,7 +86,7 @@ class ElasticLRScheduler:
         self._rules = _Rules(global_batch_size, by_samples, lr_rule, saved_global_batch_size)
         models = [model] if isinstance(model, nn.Module) else model
         check_argument(where, "model", models, Sequence, "a module or a list of them")
-        self._names = names_by_parameter(models)
+        self._names = {id(parameter): name for module in models for name, parameter in module.named_parameters()}
         self._loaded: list[dict[str, Any]] | None = None
         for optimizer in {id(scheduler.optimizer): scheduler.optimizer for scheduler in self.schedulers}.values():
             optimizer.register_load_state_dict_post_hook(self._keep_loaded_groups)
@@ -197,11 +191,7 @@ class _Rules:
 class _SavedScheduler:
     """What a checkpoint has of one scheduler; ``None`` where something was not saved.
 
-    Attributes:
-        state: torch's ``state_dict()``.
-        type: Class name.
-        groups: Options of the parameter groups.
-        misfit: Why the groups are not those of this run; empty where they are.
+    ``misfit`` says why the parameter groups are not those of this run; it is empty where they are.
     """
 
     step: int

@@ -122,12 +122,9 @@ def described(scheduler: LRScheduler) -> dict[str, Any]:
 
 
 def restore(scheduler: LRScheduler, state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]] | None) -> None:
-    """Puts a described state into a scheduler and its optimizer's groups, in place.
+    """Puts a state that fits, of ``described`` or of torch, into a scheduler and its optimizer's groups, in place.
 
-    Args:
-        scheduler: A live one or a copy; the state fits it.
-        state: As in ``described``, or torch's ``state_dict()`` from a checkpoint.
-        groups: As in ``described``; by default the learning rates of the state itself.
+    Without ``groups`` the groups take the learning rates of the state itself.
     """
     # The saved state may lack attributes of a newer torch. It is copied, because torch pops entries from it.
     scheduler.load_state_dict({**scheduler.state_dict(), **plain(state)})
@@ -191,8 +188,7 @@ def step_of(state: Mapping[str, Any]) -> int | None:
 def move_to(scheduler: LRScheduler, step: int) -> None:
     """Plays a copied scheduler from its beginning to a step, as an uninterrupted run would have.
 
-    Raises:
-        CannotReshardError: Its state depends on more than the step, or its schedule is shorter.
+    Raises CannotReshardError if its state depends on more than the step, or its schedule is shorter.
     """
     _check_known(scheduler, "its state depends on more than the step", "load a state that holds its own state_dict()")
     with warnings.catch_warnings():
@@ -218,11 +214,7 @@ def scale_steps(scheduler: LRScheduler, old_batch: int, new_batch: int) -> list[
 
     Functions given by the user (``LambdaLR``, ``MultiplicativeLR``, ``CyclicLR``) count in the new run's steps.
 
-    Returns:
-        The lengths that had to be rounded, for the report.
-
-    Raises:
-        CannotReshardError: How the schedule scales is not known.
+    Returns the lengths that had to be rounded. Raises CannotReshardError where it is not known how a schedule scales.
     """
     _check_known(
         scheduler,
