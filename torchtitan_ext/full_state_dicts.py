@@ -114,10 +114,8 @@ def set_full_state_dict(
                 torch.autograd.graph.increment_version(target)
     if made:
         inner = _unwrapped(model)
-        names = {fqn: canonical_fqn(fqn) for fqn in inner.state_dict()}
-        inner.load_state_dict(
-            {fqn: made[name] for fqn, name in names.items() if name in made}, strict=False, assign=True
-        )
+        ours = {fqn: made[name] for fqn in inner.state_dict() if (name := canonical_fqn(fqn)) in made}
+        inner.load_state_dict(ours, strict=False, assign=True)
 
 
 Offer = tuple[tuple[int, ...], torch.dtype] | str

@@ -243,10 +243,7 @@ def _explained(name: str, args: tuple[Any, ...], error: RuntimeError) -> Excepti
                     "and take a view of the bytes as that dtype"
                 )
             # A dtype is an int to the schema.
-            if "int" in kind and not isinstance(item, torch.dtype) and not _is_int64(item):
-                return ValueError(f"{name}: got {item!r} in {argument.name}, expected an int64")
+            if "int" in kind and not isinstance(item, torch.dtype):
+                if not isinstance(item, int) or not -(2**63) <= item < 2**63:
+                    return ValueError(f"{name}: got {item!r} in {argument.name}, expected an int64")
     return error
-
-
-def _is_int64(value: Any) -> bool:
-    return isinstance(value, int) and -(2**63) <= value < 2**63

@@ -11,7 +11,7 @@ from torch import Tensor
 import torchtitan_ext as tte
 from torchtitan_ext import ops
 from torchtitan_ext.sync import broadcast
-from torchtitan_ext.sync.batches import Batch
+from torchtitan_ext.sync.batches import ListBatch
 
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64),
@@ -174,8 +174,8 @@ def test_refusals_of_the_op(run_world) -> None:
 def staged(rank: int, world_size: int) -> bool:
     """The way by an accelerator, with the CPU in its place."""
     tensors = [tensor for tensor in build_tensors(rank) if tensor.nbytes < 1_000_000]
-    batch = Batch(dist.group.WORLD, 1)
-    broadcast._broadcast_staged(tensors, batch, 10_000, torch.device("cpu"))
+    batch = ListBatch(dist.group.WORLD, 1, tensors)
+    broadcast._broadcast_staged(batch, 10_000, torch.device("cpu"))
     wanted = [tensor for tensor in build_tensors(1) if tensor.nbytes < 1_000_000]
     return all(torch.equal(bits(got), bits(want)) for got, want in zip(tensors, wanted, strict=True))
 

@@ -130,8 +130,9 @@ class RngState:
             CannotReshardError: The state is not one of ``RngState``, or it lacks a rank's entry.
         """
         if "common" not in saved:
+            keys = sorted(map(str, saved)) if isinstance(saved, Mapping) else type(saved).__name__
             raise CannotReshardError(
-                f"the saved state is not that of RngState: got {_keys(saved)}, expected common and rank_0, rank_1, ...",
+                f"the saved state is not that of RngState: got {keys}, expected common and rank_0, rank_1, ...",
                 'load this component with the policy "reset"',
             )
         (common,) = saved["common"]
@@ -216,7 +217,3 @@ def _int64(word: int) -> int:
 
 def _as_tuple(state: Any) -> Any:
     return tuple(map(_as_tuple, state)) if isinstance(state, (list, tuple)) else state
-
-
-def _keys(saved: Any) -> Any:
-    return sorted(map(str, saved)) if isinstance(saved, Mapping) else type(saved).__name__

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
+
+from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan_ext.checkpoint.tables.component import Resharded, World
 from torchtitan_ext.errors import CannotReshardError
@@ -11,14 +13,6 @@ from torchtitan_ext.errors import CannotReshardError
 RANK_TOKENS = "ntokens_seen"
 RUN_TOKENS = "n_tokens_seen"
 """As torchtitan's log calls the sum over the ranks."""
-
-
-class TrainState(Protocol):
-    """A trainer, as a checkpoint sees it."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 class RunTrainState:
@@ -33,7 +27,7 @@ class RunTrainState:
         num_ranks: Number of ranks that see different tokens: data-parallel times context-parallel degree.
     """
 
-    def __init__(self, trainer: TrainState, num_ranks: int) -> None:
+    def __init__(self, trainer: Stateful, num_ranks: int) -> None:
         self._trainer = trainer
         self._num_ranks = num_ranks
         self._share_of_saved = self._saved_tokens = 0

@@ -127,8 +127,8 @@ def collect_list(tensors: Sequence[Tensor], group: dist.ProcessGroup, src: int) 
     if found.problems or not tensors:
         return found
     found.num_listed = len(tensors)
-    addresses = _addresses(tensors) if _is_plain(tensors) else None
-    if addresses is not None and len(set(addresses)) == len(addresses):
+    addresses = _plain_addresses(tensors)
+    if addresses and len(set(addresses)) == len(addresses):
         # A list may have thousands of tensors: do not look at each.
         found.batches[0, ranks, tensors[0].device.type] = ListBatch(group, src, list(tensors))
     else:
@@ -136,19 +136,17 @@ def collect_list(tensors: Sequence[Tensor], group: dist.ProcessGroup, src: int) 
     return found
 
 
-def _is_plain(tensors: Sequence[Any]) -> bool:
-    """Whether all are plain tensors or parameters with memory, on one kind of device."""
+def _plain_addresses(tensors: Sequence[Any]) -> list[int]:
+    """The address of each, where all are plain tensors or parameters with memory, on one kind of device; else none."""
     if not set(map(type, tensors)) <= {Tensor, nn.Parameter}:
-        return False
+        return []
     kinds = {device.type for device in set(map(attrgetter("device"), tensors))}
-    return len(kinds) == 1 and "meta" not in kinds and not any(map(attrgetter("is_nested"), tensors))
-
-
-def _addresses(tensors: Sequence[Tensor]) -> list[int] | None:
+    if len(kinds) > 1 or "meta" in kinds or any(map(attrgetter("is_nested"), tensors)):
+        return []
     try:
         return list(map(Tensor.data_ptr, tensors))
     except RuntimeError:  # a sparse tensor has no address
-        return None
+        return []
 
 
 def _add_each(

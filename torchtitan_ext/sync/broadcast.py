@@ -16,25 +16,22 @@ def broadcast_replicas(found: Replicas, bucket_bytes: int) -> None:
     """Fills all tensors of all batches from their sources, in place. Collective over the groups of the batches."""
     with torch.no_grad():
         for key, batch in sorted(found.batches.items()):
-            tensors = batch.locals
             if has_backend(batch.group, key[2]):
-                ops.broadcast_coalesced_(tensors, batch.group.group_name, src=batch.src, bucket_bytes=bucket_bytes)
+                ops.broadcast_coalesced_(batch.locals, batch.group.group_name, src=batch.src, bucket_bytes=bucket_bytes)
             else:
-                _broadcast_staged(tensors, batch, bucket_bytes, device_of(batch.group))
+                _broadcast_staged(batch, bucket_bytes, device_of(batch.group))
         # A DTensor or wrapper has a version counter besides those of the tensors in it.
         # Compare types: every parameter, a DTensor too, is an instance of nn.Parameter.
         outer = [owner for owner in found.owners if type(owner) not in (Tensor, nn.Parameter)]
         torch.autograd.graph.increment_version(outer)
 
 
-def _broadcast_staged(
-    tensors: Sequence[Tensor], batch: Batch | ListBatch, bucket_bytes: int, device: torch.device
-) -> None:
+def _broadcast_staged(batch: Batch | ListBatch, bucket_bytes: int, device: torch.device) -> None:
     """Sends by way of buckets on ``device``: CPU tensors (FSDP2's offload) in a group of accelerators, or the reverse.
 
     Tensors larger than a bucket go in slices of their bytes.
     """
-    for chunk in _chunks(tensors, bucket_bytes):
+    for chunk in _chunks(batch.locals, bucket_bytes):
         flat = ops.flatten_tensors(chunk)
         for part in flat.split(bucket_bytes):
             bucket = part.to(device)

@@ -103,14 +103,11 @@ def _mismatch(tables: Mapping[int, CallTable]) -> StateRefusedError:
 def _is_agreed(digests: Sequence[CallDigest]) -> bool:
     if any(digest.is_refused or digest.arguments != digests[0].arguments for digest in digests):
         return False
-    counts: dict[bytes, int] = {}
-    first: dict[bytes, tuple[int, bytes]] = {}
+    members: dict[bytes, list[tuple[int, bytes]]] = {}
     for digest in digests:
         for key, (size, structure, _) in digest.batches.items():
-            counts[key] = counts.get(key, 0) + 1
-            if first.setdefault(key, (size, structure)) != (size, structure):
-                return False
-    return all(counts[key] == size for key, (size, _) in first.items())
+            members.setdefault(key, []).append((size, structure))
+    return all(len(set(of_batch)) == 1 and len(of_batch) == of_batch[0][0] for of_batch in members.values())
 
 
 def are_equal(digests: Sequence[CallDigest]) -> bool:

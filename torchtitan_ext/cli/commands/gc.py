@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,7 +39,11 @@ def run(
     sizes = {number: checkpoint_bytes(path) for number, path in old.items()}
     freed = sum(sizes.values()) + sum(leftover.num_bytes for leftover in leftovers)
     if not json:
-        _print_plan([listed[number] for number in sorted(listed)], sizes)
+        rows = [
+            (number, "goes" if number in sizes else "stays", step.state, text_of_bytes(step.num_bytes))
+            for number, step in sorted(listed.items())
+        ]
+        print_table(("step", "", "state", "bytes"), rows)
         for line in lines_of(leftovers):
             print_line(line)
     if yes:
@@ -81,14 +85,6 @@ def _not_removed(old: Iterable[Path], leftovers: Iterable[Leftover]) -> list[Lef
 def _is_ours(path: Path) -> bool:
     ours, others = checkpoint_names(path) if path.is_dir() else ([], [])
     return bool(ours) or not others
-
-
-def _print_plan(steps: Sequence[ListedStep], sizes: dict[int, int]) -> None:
-    rows = [
-        (step.step, "goes" if step.step in sizes else "stays", step.state, text_of_bytes(step.num_bytes))
-        for step in steps
-    ]
-    print_table(("step", "", "state", "bytes"), rows)
 
 
 def _plain(step: ListedStep) -> dict[str, Any]:

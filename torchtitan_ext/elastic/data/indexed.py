@@ -23,12 +23,7 @@ class IndexedPart:
     k parts multiplies the stride by k, in this epoch from ``next_place`` on and in later ones from ``offset`` on, so
     that the k parts give in each epoch what the one would have given.
 
-    Attributes:
-        num_samples: Samples of the data set.
-        split: The number of the run, below ``num_splits``.
-        offset: The first place in each epoch.
-        stride: The distance from place to place.
-        next_place: The place of the next sample.
+    ``split`` is the number of the run, ``num_samples`` counts the samples of the data set.
     """
 
     num_samples: int
@@ -64,7 +59,9 @@ class IndexedStreams:
     """
 
     def __init__(self, data: Any, *, num_shards: int, seed: int = TORCHTITAN_SEED) -> None:
-        check_map_style("IndexedStreams", data)
+        if isinstance(data, type) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+            expected = "a map-style data set (__len__ and __getitem__)"
+            raise argument_error("IndexedStreams", "data", data, expected)
         check_num_shards("IndexedStreams", num_shards)
         self.num_shards = num_shards
         self._data = data
@@ -128,12 +125,6 @@ def _part_of(data: Any, seed: int, state: dict[str, Any]) -> IndexedPart:
             "use the data set it was saved with, or reset the data loader",
         )
     return part
-
-
-def check_map_style(where: str, data: object) -> None:
-    """Raises TypeError unless ``data`` is a map-style data set."""
-    if isinstance(data, type) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-        raise argument_error(where, "data", data, "a map-style data set (__len__ and __getitem__)")
 
 
 def run_of(part: IndexedPart) -> range:

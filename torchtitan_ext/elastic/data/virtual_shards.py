@@ -155,7 +155,11 @@ class ShardReader:
 
     def states(self) -> dict[int, ShardState]:
         """A copy of the state of each of this rank's shards."""
-        return {index: self._state_of(shard) for index, shard in self._shards.items()}
+        states = {index: copy.deepcopy(shard.state) for index, shard in self._shards.items()}
+        for index, shard in self._shards.items():
+            if isinstance(shard.stream, Stream):
+                states[index].stream = copy.deepcopy(shard.stream.state_dict())
+        return states
 
     def load(self, states: Mapping[int, ShardState]) -> None:
         """Goes on from these states of this rank's shards. Streams are opened when they are needed."""
@@ -250,9 +254,3 @@ class ShardReader:
             shard.samples = iter(shard.stream or ())
         else:
             shard.stream, shard.samples = None, iter(())
-
-    def _state_of(self, shard: _OpenShard) -> ShardState:
-        state = copy.deepcopy(shard.state)
-        if isinstance(shard.stream, Stream):
-            state.stream = copy.deepcopy(shard.stream.state_dict())
-        return state
