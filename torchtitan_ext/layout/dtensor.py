@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -48,7 +48,7 @@ def is_wrapper(local: torch.Tensor) -> bool:
 def holds_wrapper(tensor: torch.Tensor) -> bool:
     """Whether the local tensor of a tensor consists of others."""
     held = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return type(held) not in (torch.Tensor, torch.nn.Parameter) and is_wrapper(local_tensor(tensor))
+    return is_wrapper(held) and is_wrapper(local_tensor(held))
 
 
 def why_not_dense(local: torch.Tensor) -> str | None:
@@ -135,15 +135,20 @@ def cpu_copy(tensor: torch.Tensor, known: dict[Any, tuple[torch.Tensor, torch.Te
     if tensor.is_meta or tensor.is_quantized or tensor.layout is not torch.strided or _has_hooks(tensor):
         return keep_own_boxes(tensor, copy.deepcopy(tensor.detach()))
     if is_traceable_wrapper_subclass(tensor):
-        names, context = tensor.__tensor_flatten__()
-        inner = {name: cpu_copy(getattr(tensor, name), known) for name in names}
-        made = type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
-        return keep_own_boxes(tensor, made)
+        return keep_own_boxes(tensor, map_parts(tensor, lambda part: cpu_copy(part, known)))
     local = local_tensor(tensor)
     memory = (local.device, local.data_ptr(), local.dtype, local.shape, local.stride(), local.is_conj(), local.is_neg())
     if memory not in known or local.numel() == 0:
         known[memory] = (local, torch.empty(local.shape, dtype=local.dtype, device="cpu").copy_(local))
     return keep_own_boxes(tensor, known[memory][1].detach().requires_grad_(tensor.requires_grad))
+
+
+def map_parts(wrapper: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """A tensor of the same subclass, of what ``change`` makes of each tensor that the wrapper consists of."""
+    names, context = wrapper.__tensor_flatten__()
+    parts = {name: change(getattr(wrapper, name)) for name in names}
+    made: torch.Tensor = type(wrapper).__tensor_unflatten__(parts, context, wrapper.shape, wrapper.stride())
+    return made
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from torchtitan_ext.errors import first_line
-from torchtitan_ext.layout.dtensor import box_of, is_wrapper
+from torchtitan_ext.layout.dtensor import box_of, is_wrapper, map_parts
 
 Box = tuple[Sequence[int], Sequence[int]]
 """Offsets and sizes in a local tensor."""
@@ -23,7 +23,7 @@ Box = tuple[Sequence[int], Sequence[int]]
 
 def parts_of(wrapper: torch.Tensor) -> dict[str, torch.Tensor]:
     """The tensors that a wrapper consists of, by the names of its attributes."""
-    return _flattened(wrapper)[0]
+    return {name: getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]}  # type: ignore[attr-defined]
 
 
 def why_not_whole(wrapper: torch.Tensor, known: dict[Any, str | None]) -> str | None:
@@ -32,8 +32,8 @@ def why_not_whole(wrapper: torch.Tensor, known: dict[Any, str | None]) -> str | 
     Args:
         known: Answers so far, by class, names of parts and context.
     """
-    parts, context = _flattened(wrapper)
-    alike = (type(wrapper), tuple(parts), repr(context))
+    names, context = wrapper.__tensor_flatten__()  # type: ignore[attr-defined]
+    alike = (type(wrapper), tuple(names), repr(context))
     if alike not in known:
         known[alike] = _why_no_round_trip(wrapper)
     return known[alike]
@@ -79,18 +79,18 @@ def dense_values(local: torch.Tensor) -> torch.Tensor:
     return dense
 
 
-def without_slack(wrapper: torch.Tensor) -> torch.Tensor:
-    """The wrapper with copies of those parts that lie in larger memory, all of which would be written with them."""
-    parts, context = _flattened(wrapper)
-    kept = {name: _without_slack(part) for name, part in parts.items()}
-    return wrapper if all(kept[name] is parts[name] for name in parts) else _made_of(wrapper, kept, context)
+def without_slack(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, copied where it, or a part of it, lies in larger memory, all of which would be written with it."""
+    if not _has_slack(tensor):
+        return tensor
+    return map_parts(tensor, without_slack) if is_wrapper(tensor) else tensor.clone()
 
 
-def _without_slack(part: torch.Tensor) -> torch.Tensor:
-    if is_wrapper(part):
-        return without_slack(part)
-    is_plain = type(part) is torch.Tensor and part.layout is torch.strided
-    return part.clone() if is_plain and part.untyped_storage().size() != part.nbytes else part
+def _has_slack(tensor: torch.Tensor) -> bool:
+    if is_wrapper(tensor):
+        return any(map(_has_slack, parts_of(tensor).values()))
+    is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+    return is_plain and tensor.untyped_storage().size() != tensor.nbytes
 
 
 def _why_no_round_trip(wrapper: torch.Tensor) -> str | None:
@@ -118,21 +118,9 @@ def _why_no_round_trip(wrapper: torch.Tensor) -> str | None:
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    if not is_wrapper(tensor):
-        return torch.empty_like(tensor, device="meta", requires_grad=False)
-    parts, context = _flattened(tensor)
-    return _made_of(tensor, {name: _on_meta(part) for name, part in parts.items()}, context)
-
-
-def _flattened(wrapper: Any) -> tuple[dict[str, torch.Tensor], Any]:
-    """The parts of a wrapper, and the context with which a wrapper is made of parts."""
-    names, context = wrapper.__tensor_flatten__()
-    return {name: getattr(wrapper, name) for name in names}, context
-
-
-def _made_of(wrapper: Any, parts: dict[str, torch.Tensor], context: Any) -> torch.Tensor:
-    made: torch.Tensor = type(wrapper).__tensor_unflatten__(parts, context, wrapper.shape, wrapper.stride())
-    return made
+    if is_wrapper(tensor):
+        return map_parts(tensor, _on_meta)
+    return torch.empty_like(tensor, device="meta", requires_grad=False)
 
 
 def _lies_in(box: torch.Tensor, whole: torch.Tensor) -> bool:

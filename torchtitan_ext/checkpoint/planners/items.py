@@ -58,7 +58,6 @@ class ClassWrites:
 
     Attributes:
         entry: Of one of the keys.
-        fqns: The keys.
         places: Section and position of each key in the rank's table.
         chunks: What is written of each key, with the chunk's place in the metadata's list; none for objects.
     """
@@ -207,6 +206,7 @@ def read_items(
         chunks_of: What is saved of a key.
         decided: Sharding orders that are not the first of the rank's ``candidate_steps``.
     """
+    zero = torch.Size((0,))
     items: list[ReadItem] = []
     parts: list[tuple[str, str, Part]] = []
     found: dict[object, list[Part]] = {}
@@ -214,7 +214,9 @@ def read_items(
         for fqn, kind in zip(fqns, kinds, strict=True):
             entry, saved_name = table.entries[fqn], saved_names.get(fqn, fqn)
             if isinstance(entry, ObjectEntry):
-                items.append(object_item(fqn, saved_name))
+                items.append(
+                    ReadItem(LoadItemType.BYTE_IO, MetadataIndex(fqn), zero, MetadataIndex(saved_name), zero, zero)
+                )
                 continue
             chunk_list, steps = chunks_of(fqn), decided.get(fqn)
             # Keys of one kind and order that are saved alike are read alike; boxes may differ from key to key.
@@ -223,13 +225,6 @@ def read_items(
                 found[alike] = chunk_list.find_parts(wanted_chunks(entry, steps))
             parts += [(fqn, saved_name, part) for part in found[alike]]
     return items + tensor_items(parts)
-
-
-def object_item(fqn: str, saved_name: str) -> ReadItem:
-    """What reads a value that is no tensor."""
-    zero = torch.Size((0,))
-    saved_index = MetadataIndex(saved_name)
-    return ReadItem(LoadItemType.BYTE_IO, MetadataIndex(fqn), zero, saved_index, zero, zero)
 
 
 def tensor_items(parts: Sequence[tuple[str, str, Part]]) -> list[ReadItem]:
@@ -267,37 +262,30 @@ def unread_problems(table: KeyTable, items: Sequence[ReadItem]) -> list[Problem]
     by_key: dict[str, list[ReadItem]] = {}
     for item in items:
         by_key.setdefault(item.dest_index.fqn, []).append(item)
-    return [
-        problem
-        for fqn, entry in table.entries.items()
-        if not isinstance(entry, ObjectEntry)
-        for problem in _unread_problems(fqn, entry, by_key.get(fqn, []))
-    ]
+    problems = []
+    for fqn, entry in table.entries.items():
+        if isinstance(entry, ObjectEntry):
+            continue
+        reads = by_key.get(fqn, [])
+        if isinstance(entry, TensorEntry):
+            filled: list[Box] = [(item.dest_offsets, item.lengths) for item in reads]
+            parts = [(entry.report.local_sizes, filled)]
+        else:
+            parts = [
+                (chunk.sizes, [_in_box(item, chunk) for item in reads if item.dest_index.offset == chunk.offsets])
+                for chunk in wanted_chunks(entry, None)
+            ]
+        if not all(is_covered(sizes, boxes) for sizes, boxes in parts):
+            held = sum(num_elements(sizes) for sizes, _ in parts)
+            found = sum(num_elements(item.lengths) for item in reads)
+            detail = f"this rank holds {held} elements, the metadata that it saved for itself has {found} of them"
+            problems.append(Problem("broken_checkpoint", fqn, f"{detail}; load on the mesh of the save"))
+    return problems
 
 
 def _in_box(item: ReadItem, chunk: Chunk) -> Box:
     """What an item fills, counted from the beginning of its box."""
-    begin = tuple(a - b for a, b in zip(item.dest_offsets, chunk.local_offsets, strict=True))
-    return begin, tuple(item.lengths)
-
-
-def _unread_problems(fqn: str, entry: TensorEntry | BoxesEntry, items: Sequence[ReadItem]) -> list[Problem]:
-    if isinstance(entry, TensorEntry):
-        filled: list[Box] = [(tuple(item.dest_offsets), tuple(item.lengths)) for item in items]
-        parts = [(entry.report.local_sizes, filled)]
-    else:
-        parts = [
-            (
-                chunk.sizes,
-                [_in_box(item, chunk) for item in items if item.dest_index.offset == torch.Size(chunk.offsets)],
-            )
-            for chunk in wanted_chunks(entry, None)
-        ]
-    if all(is_covered(sizes, boxes) for sizes, boxes in parts):
-        return []
-    held, found = sum(num_elements(sizes) for sizes, _ in parts), sum(num_elements(item.lengths) for item in items)
-    detail = f"this rank holds {held} elements, the metadata that it saved for itself has {found} of them"
-    return [Problem("broken_checkpoint", fqn, f"{detail}; load on the mesh of the save")]
+    return tuple(a - b for a, b in zip(item.dest_offsets, chunk.local_offsets, strict=True)), item.lengths
 
 
 def items_of(cls: type, **columns: Sequence[Any]) -> list[Any]:
@@ -312,51 +300,31 @@ def items_of(cls: type, **columns: Sequence[Any]) -> list[Any]:
     return [cls(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
 
-def unwritable_cuts(values: Mapping[str, Any], table: KeyTable) -> list[Problem]:
-    """Wrappers of which this rank would save boxes that the subclass cannot cut."""
-
-    def saved(fqn: str, entry: TensorEntry, steps: Steps) -> list[Box]:
-        return [(chunk.local_offsets, chunk.sizes) for chunk in shard_of(entry.report, steps).chunks]
-
-    return _cut_problems(values, table, saved, is_written=False)
-
-
-def unfillable_cuts(values: Mapping[str, Any], table: KeyTable, chunks_of: Callable[[str], ChunkList]) -> list[Problem]:
-    """Wrappers of which saved chunks fill boxes that the subclass cannot cut.
+def cut_problems(
+    values: Mapping[str, Any], table: KeyTable, chunks_of: Callable[[str], ChunkList] | None = None
+) -> list[Problem]:
+    """Wrappers whose boxes cannot be cut in any order of sharding that this rank's local sizes leave open.
 
     Args:
         values: The flat state dict.
-        chunks_of: What is saved of a key.
+        chunks_of: What is saved of a key, for a load, which fills boxes; a save reads those of this rank's chunks.
     """
-
-    def filled(fqn: str, entry: TensorEntry, steps: Steps) -> list[Box]:
-        parts = chunks_of(fqn).find_parts(wanted_chunks(entry, steps))
-        return [(local_offsets, sizes) for _, _, local_offsets, _, _, _, sizes in parts]
-
-    return _cut_problems(values, table, filled, is_written=True)
-
-
-def _cut_problems(
-    values: Mapping[str, Any],
-    table: KeyTable,
-    boxes: Callable[[str, TensorEntry, Steps], list[Box]],
-    *,
-    is_written: bool,
-) -> list[Problem]:
-    """Wrappers whose boxes cannot be cut in any order of sharding that this rank's local sizes leave open."""
     problems = []
     for fqn in table.wrappers:
         entry = table.entries.get(fqn)
         if not isinstance(entry, TensorEntry):
             continue
-        local = local_tensor(values[fqn])
-        possible = [
-            steps
-            for steps in candidate_steps(entry.report)
-            if entry.report.mesh is None or tuple(shard_of(entry.report, steps).sizes) == entry.report.local_sizes
-        ]
-        reasons = [why_not_cut(local, boxes(fqn, entry, steps), is_written=is_written) for steps in possible]
+        reasons = []
+        for steps in candidate_steps(entry.report):
+            shard = shard_of(entry.report, steps)
+            if entry.report.mesh is not None and shard.sizes != entry.report.local_sizes:
+                continue
+            if chunks_of is None:
+                boxes: list[Box] = [(chunk.local_offsets, chunk.sizes) for chunk in shard.chunks]
+            else:
+                boxes = [(part[2], part[6]) for part in chunks_of(fqn).find_parts(shard.chunks)]
+            reasons.append(why_not_cut(local_tensor(values[fqn]), boxes, is_written=chunks_of is not None))
         refused = [reason for reason in reasons if reason is not None]
-        if refused and len(refused) == len(possible):
+        if refused and len(refused) == len(reasons):
             problems.append(Problem("unsupported_tensor", fqn, refused[0]))
     return problems

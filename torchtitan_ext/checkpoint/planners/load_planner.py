@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_ext.checkpoint.planners.items import (
     ReadDecision,
+    cut_problems,
     in_file_order,
     read_items,
-    unfillable_cuts,
     unread_problems,
 )
 from torchtitan_ext.checkpoint.planners.saved_chunks import (
@@ -332,7 +332,7 @@ class LoadPlanner(DefaultLoadPlanner):
             put = [fqn for fqn, e in fitted.wanted.items() if isinstance(e, ObjectEntry) or fqn in self._numbers]
             problems += no_place(self, [fqn for fqn in put if fqn not in self._places])
         wanted_table = KeyTable(entries=fitted.wanted, layouts=table.layouts, wrappers=table.wrappers)
-        problems += unfillable_cuts(self.state_dict, wanted_table, self._chunk_list)
+        problems += cut_problems(self.state_dict, wanted_table, self._chunk_list)
         self._table = dataclasses.replace(wanted_table, problems=tuple(problems))
         self._encoded = encode_table(self._table)
         missing = tuple(fitted.missing)

@@ -27,9 +27,9 @@ from torchtitan_ext.checkpoint.planners import plan_cache
 from torchtitan_ext.checkpoint.planners.items import (
     WriteDecision,
     check_storage_takes,
+    cut_problems,
     held_writes,
     read_writes,
-    unwritable_cuts,
     write_items,
 )
 from torchtitan_ext.checkpoint.planners.new_metadata import metadata_entries, metadata_paths
@@ -307,7 +307,7 @@ class SavePlanner(DefaultSavePlanner):
             *uncalled_methods(self, SavePlanner, DefaultSavePlanner),
             *table.problems,
             *_meta_problems(self.state_dict, table),
-            *unwritable_cuts(self.state_dict, table),
+            *cut_problems(self.state_dict, table),
             *unwritable,
         )
         return dataclasses.replace(table, digests=self._timed_digests(table), problems=problems, unread=unread)

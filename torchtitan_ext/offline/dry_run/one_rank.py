@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from torchtitan_ext.checkpoint.planners.items import unwritable_cuts
+from torchtitan_ext.checkpoint.planners.items import cut_problems
 from torchtitan_ext.checkpoint.planners.saved_chunks import ChunkList
 from torchtitan_ext.checkpoint.rules.load_rules import ComponentPlan, component_of
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source
@@ -62,7 +62,7 @@ def rank_of_state(values: Mapping[str, Any], layouts: Mapping[str, ShardOrder] |
     flat = flatten_state_dict(values, tuples="as_stock")
     table = describe_state(flat.values, flat.stock_paths, LayoutRules(layouts))
     unread, unwritable = check_objects(flat.values, table)
-    problems = (*table.problems, *unwritable_cuts(flat.values, table), *unwritable)
+    problems = (*table.problems, *cut_problems(flat.values, table), *unwritable)
     troubled = {problem.fqn for problem in unwritable}
     sizes = {
         fqn: _pickled_bytes(flat.values[fqn])

@@ -24,7 +24,6 @@ from torch.futures import Future
 from torchtitan_ext import _core
 from torchtitan_ext.dcp_private import StreamTransformExtension
 from torchtitan_ext.errors import WrongValueError
-from torchtitan_ext.layout.dtensor import is_wrapper
 from torchtitan_ext.layout.wrapper import without_slack
 from torchtitan_ext.storage.checkpoint_files import (
     NO_METADATA,
@@ -337,12 +336,6 @@ def _tensor_bytes(items: Sequence[WriteItem]) -> int:
 
 def _saved_by_torch(tensor: torch.Tensor) -> io.BytesIO:
     """The record of a tensor that is not plain memory, without the rest of its storage."""
-    tensor = tensor.cpu()
-    if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
-        if tensor.untyped_storage().size() != tensor.nbytes:
-            tensor = tensor.clone()
-    elif is_wrapper(tensor):
-        tensor = without_slack(tensor)
     stream = io.BytesIO()
-    torch.save(tensor, stream)
+    torch.save(without_slack(tensor.cpu()), stream)
     return stream
