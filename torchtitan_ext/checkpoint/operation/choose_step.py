@@ -11,13 +11,7 @@ from typing import Literal
 
 from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.errors import NoCheckpointError, UnknownFormatError, named
-from torchtitan_ext.storage.commit.steps import (
-    find_steps,
-    last_finished,
-    patterns_in,
-    step_of,
-    step_paths,
-)
+from torchtitan_ext.storage.commit.steps import find_steps, last_finished, patterns_in, step_of, step_paths
 from torchtitan_ext.storage.formats.detect import checkpoints_in, format_of
 from torchtitan_ext.storage.inspect.verify import find_damage
 

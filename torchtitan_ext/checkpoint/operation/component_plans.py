@@ -6,7 +6,7 @@ Nothing here is collective, and nothing changes: a rank reads what components ha
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -51,9 +51,7 @@ class OpenSource:
     Attributes:
         name: The source's path, or the class of its reader, for messages.
         is_of_one_rank: Whether the metadata is of this rank's part alone (``use_collectives=False``).
-        weights_only: As in ``LoadPlanner``.
-        allow_classes: As in ``LoadPlanner``.
-        allows_missing: Whether a component may be missing (``allow_partial_load``).
+        planner: Has the options of the load.
     """
 
     name: str
@@ -61,9 +59,7 @@ class OpenSource:
     reader: StorageReader
     metadata: Metadata
     is_of_one_rank: bool = False
-    weights_only: bool = True
-    allow_classes: tuple[Callable[..., Any], ...] = ()
-    allows_missing: bool = False
+    planner: LoadPlanner = field(default_factory=LoadPlanner)
 
 
 @dataclass
@@ -136,29 +132,19 @@ def cut_by_component(
             carried[key] = component
         else:
             components.values[key] = component.state_dict()
-    asking = _Asking(components, opened, policy, _world_of(components.values, size))
+    new = _world_of(components.values, size)
     for key in list(components.values):
         if policy.component_action(str(key)) == "reshard" and _has_group_list(components.values[key]):
-            _cut_param_groups(key, asking)
+            _cut_param_groups(key, components, opened, policy, new)
     for key, component in carried.items():
         at(str(key))
         position = _source_of(f"{key}.*", opened)
         plan = ComponentPlan("reshard", UNTOUCHED)
         if position is not None:
-            plan = _ask(key, component, opened[position], asking)
+            plan = _ask(key, component, components, opened[position], policy, new)
         components.plans[position or 0][str(key)] = plan
     _check_samples(components)
     return components
-
-
-@dataclass(frozen=True)
-class _Asking:
-    """What it takes to ask a component: where answers go, where its state comes from, and the world that loads."""
-
-    components: Components
-    opened: Sequence[OpenSource]
-    policy: ElasticPolicy
-    new: World
 
 
 def _action_for(name: str, component: Any, policy: ElasticPolicy) -> Action:
@@ -180,18 +166,19 @@ def _leave(key: Any, component: Stateful, action: Action, components: Components
         plans[str(key)] = ComponentPlan(action, note)
 
 
-def _cut_param_groups(key: Any, asking: _Asking) -> None:
+def _cut_param_groups(
+    key: Any, components: Components, opened: Sequence[OpenSource], policy: ElasticPolicy, new: World
+) -> None:
     """Takes the parameter groups of an optimizer out of the values: they are matched by parameter, not by position."""
-    components, policy = asking.components, asking.policy
     name, value = str(key), components.values[key]
-    position = _source_of(f"{name}.param_groups.*", asking.opened)
+    position = _source_of(f"{name}.param_groups.*", opened)
     if position is None:
         return
     plans, groups = components.plans[position], value["param_groups"]
     if policy.key_action(f"{name}.param_groups.x", name) in ("omit", "reset"):
         plans[name] = replace(plans[name], options=tuple(option_keys(name, groups).values()))
     else:
-        plans[name], groups = _merge_groups(name, groups, asking.opened[position], asking)
+        plans[name], groups = _merge_groups(name, groups, opened[position], policy, new)
     if groups is not None:
         components.param_groups[key] = groups
         components.values[key] = {part: member for part, member in value.items() if part != "param_groups"}
@@ -210,7 +197,7 @@ def _has_group_list(value: Any) -> bool:
 
 
 def _merge_groups(
-    name: str, current: list[dict[str, Any]], opened: OpenSource, asking: _Asking
+    name: str, current: list[dict[str, Any]], opened: OpenSource, policy: ElasticPolicy, new: World
 ) -> tuple[ComponentPlan, list[dict[str, Any]] | None]:
     """The current groups with saved options; ``None`` where the checkpoint has no list of groups."""
     prefix = opened.source.saved_name(f"{name}.param_groups.x").removesuffix(".x")
@@ -221,12 +208,12 @@ def _merge_groups(
     if not isinstance(saved, list) or not all("params" in group for group in saved):
         return ComponentPlan("reshard"), None
     options = option_keys(name, current)
-    chosen = {place: asking.policy.key_action(fqn, name) for place, fqn in options.items()}
+    chosen = {place: policy.key_action(fqn, name) for place, fqn in options.items()}
     groups, notes = merge_param_groups(
         saved, current, keeps=lambda index, option: chosen.get((index, option)) in ("reset", "omit")
     )
     reason = "; ".join(note.text for note in notes if note.kind == "problem")
-    old, new = saved_world(opened.metadata), asking.new
+    old = saved_world(opened.metadata)
     bound = [fqn for place, fqn in options.items() if chosen[place] == "error"]
     if bound and old.size != new.size:
         reason = reason or f"the action of {bound[0]} is 'error', and it was saved by {old}, not by {new}"
@@ -252,31 +239,27 @@ def _read(prefix: str, opened: OpenSource) -> Any:
         CannotReshardError: The options of the load do not allow to read a value.
     """
     try:
-        return read_saved(
-            opened.reader,
-            opened.metadata,
-            prefix,
-            weights_only=opened.weights_only,
-            allow_classes=opened.allow_classes,
-        )
+        return read_saved(opened, prefix)
     except DamagedValueError:
         raise
     except CheckpointReadError as error:
         raise CannotReshardError(str(error), "") from None
 
 
-def _ask(key: Any, component: Any, opened: OpenSource, asking: _Asking) -> ComponentPlan:
+def _ask(
+    key: Any, component: Any, components: Components, opened: OpenSource, policy: ElasticPolicy, new: World
+) -> ComponentPlan:
     """Asks a component for its new state by its own rule."""
     name = str(key)
     prefix = opened.source.saved_prefix(name)
-    part = next((glob for glob in asking.policy.actions if glob.startswith(f"{name}.") and glob != f"{name}.*"), None)
+    part = next((glob for glob in policy.actions if glob.startswith(f"{name}.") and glob != f"{name}.*"), None)
     if part is not None:
         detail = f"its own rule is for all its keys, and {part!r} chooses some; load it by 'keep', or name all of it"
         return _refused(name, detail, prefix)
     if not paths_below(prefix, opened.metadata):
         if not component.state_dict():
             return ComponentPlan("reshard", UNTOUCHED)
-        is_refused = asking.policy.strict == "error" and not opened.allows_missing
+        is_refused = policy.strict == "error" and not opened.planner.allow_partial_load
         detail = f"Missing key in checkpoint state_dict: {prefix}. The checkpoint has nothing of this component"
         problem = Problem("missing_key", name, detail) if is_refused else None
         return ComponentPlan("reshard", "missing, left as is", problem)
@@ -285,7 +268,7 @@ def _ask(key: Any, component: Any, opened: OpenSource, asking: _Asking) -> Compo
     except CannotReshardError as error:
         return _refused(name, error.reason, prefix)
     try:
-        resharded = reshard_state(component, saved, saved_world(opened.metadata), asking.new)
+        resharded = reshard_state(component, saved, saved_world(opened.metadata), new)
         plan = ComponentPlan("reshard", resharded.note, saved_prefix=prefix)
     except CannotReshardError as error:
         return _refused(name, error.reason, prefix, f"; {error.remedy}", error.option)
@@ -294,7 +277,7 @@ def _ask(key: Any, component: Any, opened: OpenSource, asking: _Asking) -> Compo
     except Exception as error:
         detail = f"{type(component).__name__} cannot take what was saved ({type(error).__name__}: {error})"
         return _refused(name, detail, prefix)
-    asking.components.resharded[key] = resharded
+    components.resharded[key] = resharded
     return plan
 
 
@@ -326,15 +309,9 @@ def _world_of(values: Mapping[str, Any], size: int) -> World:
     return World(size, named_axes((mesh.mesh_dim_names, mesh.shape) for mesh in meshes))
 
 
-def read_saved(
-    reader: StorageReader,
-    metadata: Metadata,
-    prefix: str,
-    *,
-    weights_only: bool,
-    allow_classes: Collection[Callable[..., Any]] = (),
-) -> Any:
+def read_saved(opened: OpenSource, prefix: str) -> Any:
     """The value below a key of a checkpoint, nested as it was saved, with whole tensors on the CPU. Not collective."""
+    reader, metadata, options = opened.reader, opened.metadata, opened.planner
     paths = paths_below(prefix, metadata)
     saved = {fqn: metadata.state_dict_metadata[fqn] for fqn in paths}
     values: dict[str, Any] = {
@@ -343,7 +320,7 @@ def read_saved(
         else None
         for fqn, entry in saved.items()
     }
-    planner = LoadPlanner(flatten_state_dict=False, weights_only=weights_only, allow_classes=allow_classes)
+    planner = LoadPlanner(False, weights_only=options.weights_only, allow_classes=options.allow_classes)
     planner.set_up_planner(values, metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, True)
     (plan,) = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])

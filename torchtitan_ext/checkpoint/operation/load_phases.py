@@ -163,15 +163,8 @@ def open_source(source: Source, planner: StockLoadPlanner, rank: int) -> OpenSou
     name = str(source.path or type(reader).__name__)
     is_directory = isinstance(reader, FileReader) or type(reader) is FileSystemReader
     path = Path(reader.path) if is_directory else None  # type: ignore[attr-defined]
-    opened = OpenSource(name, source, reader, *read_metadata(reader, name, rank, path))
-    if not isinstance(planner, LoadPlanner):
-        return opened
-    return replace(
-        opened,
-        weights_only=planner.weights_only,
-        allow_classes=planner.allow_classes,
-        allows_missing=planner.allow_partial_load,
-    )
+    options = planner if isinstance(planner, LoadPlanner) else LoadPlanner()
+    return OpenSource(name, source, reader, *read_metadata(reader, name, rank, path), options)
 
 
 def _reader_at(source: Source) -> StorageReader:

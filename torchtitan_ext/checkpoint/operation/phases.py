@@ -217,20 +217,8 @@ class Phases:
         self, name: str, work: Callable[[], T], on_coordinator: Callable[[list[T]], list[R]], *, doing: str
     ) -> R:
         """This rank's part of what the coordinator makes from all results. Arguments as in ``on_all``."""
-
-        def make_parts(results: list[T]) -> list[bytes]:
-            parts = [pickle.dumps(part) for part in on_coordinator(results)]
-            if len(parts) != self.size:
-                raise ValueError(f"the coordinator made {len(parts)} parts for {self.size} ranks")
-            return parts
-
         with self._phase(name, doing):
-            gathered = self._gather(name, work, doing)
-            parts: list[bytes] = []
-            if self.is_coordinator:
-                make = self._recorded(_COORDINATOR, lambda: make_parts(_values(gathered, self._trace)))
-                made = _attempt(make, self.rank)
-                parts = [pickle.dumps(made)] * self.size if isinstance(made, PhaseFailure) else made
+            parts = self._coordinators_parts(name, "", work, on_coordinator, self.size, doing)
             return cast(R, _value(parts[0] if self._ranks is None else self._ranks[1].scatter(parts)))
 
     def to_coordinator(
@@ -242,31 +230,46 @@ class Phases:
             then: The name of the coordinator's part in messages.
         """
         with self._phase(name, doing):
-            gathered = self._gather(then or name, work, doing)
-            made = b""
-            if self.is_coordinator:
-                make = self._recorded(then or _COORDINATOR, lambda: on_coordinator(_values(gathered, self._trace)))
-                made = _pickled(make, self.rank)
-            return cast(R, _value(made if self._ranks is None else self._ranks[1].broadcast(made)))
+            parts = self._coordinators_parts(name, then, work, lambda results: [on_coordinator(results)], 1, doing)
+            return cast(R, _value(parts[0] if self._ranks is None else self._ranks[1].broadcast(b"".join(parts))))
 
-    def _gather(self, then: str, work: Callable[[], T], doing: str) -> Sequence[bytes | memoryview]:
-        """The results of all ranks, on the coordinator. From here on all ranks wait for the coordinator."""
+    def _coordinators_parts(
+        self,
+        name: str,
+        then: str,
+        work: Callable[[], T],
+        on_coordinator: Callable[[list[T]], list[R]],
+        num_parts: int,
+        doing: str,
+    ) -> list[bytes]:
+        """What the coordinator makes from all results, or its failure; nothing on other ranks, which wait for it."""
         data = self._own_part(work)
-        if self._ranks is None:
-            return [data]
-        watch, exchange = self._ranks
-        heads = exchange.heads(data)
-        watch.begin(then, doing)
-        gathered = exchange.rest_on_coordinator(data, heads)
-        if self.is_coordinator:
+        gathered: Sequence[bytes | memoryview] = [data]
+        if self._ranks is not None:
+            watch, exchange = self._ranks
+            heads = exchange.heads(data)
+            watch.begin(then or name, doing)
+            gathered = exchange.rest_on_coordinator(data, heads)
+            if not self.is_coordinator:
+                return []
             # Other ranks may have given up while this process was stopped: then it must commit nothing.
             watch.confirm()
-            watch.begin(then, doing)
-        return gathered
+            watch.begin(then or name, doing)
+
+        def make() -> list[bytes]:
+            parts = [pickle.dumps(part) for part in on_coordinator(_values(gathered, self._trace))]
+            if len(parts) != num_parts:
+                raise ValueError(f"the coordinator made {len(parts)} parts for {num_parts} ranks")
+            return parts
+
+        made = _attempt(self._recorded(then or _COORDINATOR, make), self.rank)
+        return [pickle.dumps(made)] * num_parts if isinstance(made, PhaseFailure) else made
 
     def _own_part(self, work: Callable[[], T]) -> bytes:
         """This rank's result, or error, as it travels."""
-        data = _pickled(self._recorded("own part", work), self.rank)
+        recorded = self._recorded("own part", work)
+        made = _attempt(lambda: pickle.dumps(recorded()), self.rank)
+        data = pickle.dumps(made) if isinstance(made, PhaseFailure) else made
         return data if self._trace is None else pickle.dumps(Traced(data, self._trace.unsent()))
 
     def _recorded(self, name: str, work: Callable[[], T]) -> Callable[[], T]:
@@ -327,12 +330,6 @@ def _attempt(work: Callable[[], T], rank: int) -> T | PhaseFailure:
         return failure
     except BaseException as error:
         return PhaseFailure({rank: _readable(error)})
-
-
-def _pickled(work: Callable[[], Any], rank: int) -> bytes:
-    """The pickled result of the work, or a pickled ``PhaseFailure``, also where the result cannot be pickled."""
-    made = _attempt(lambda: pickle.dumps(work()), rank)
-    return pickle.dumps(made) if isinstance(made, PhaseFailure) else made
 
 
 def _readable(error: BaseException) -> BaseException:

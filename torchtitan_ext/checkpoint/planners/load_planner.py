@@ -11,11 +11,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
@@ -69,13 +65,7 @@ from torchtitan_ext.checkpoint.tables.key_table import (
 from torchtitan_ext.errors import CheckpointReadError, DamagedValueError, check_argument, named, refusal
 from torchtitan_ext.layout.dtensor import box_of, local_tensor
 from torchtitan_ext.layout.layout import LayoutRules, ShardOrder, Steps
-from torchtitan_ext.state.nested import (
-    FlatStateDict,
-    Path,
-    materialize_meta,
-    on_devices_of,
-    set_value,
-)
+from torchtitan_ext.state.nested import FlatStateDict, Path, materialize_meta, on_devices_of, set_value
 from torchtitan_ext.state.plain_value import DamagedBytesError, NotPlain, NotPlainError, check_classes, read_value
 
 

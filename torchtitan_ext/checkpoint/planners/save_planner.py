@@ -13,11 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
 from torch.distributed.checkpoint.utils import find_state_dict_object
@@ -43,11 +39,7 @@ from torchtitan_ext.checkpoint.planners.subclasses import (
     sees_items,
     uncalled_methods,
 )
-from torchtitan_ext.checkpoint.tables.agreement import (
-    Agreement,
-    agree,
-    unused_layouts,
-)
+from torchtitan_ext.checkpoint.tables.agreement import Agreement, agree, unused_layouts
 from torchtitan_ext.checkpoint.tables.component import world_record
 from torchtitan_ext.checkpoint.tables.key_table import (
     EncodedTable,

@@ -15,11 +15,7 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from torchtitan_ext import _core
-from torchtitan_ext.checkpoint.tables.agreement import (
-    Agreement,
-    ObjectAgreement,
-    TensorAgreement,
-)
+from torchtitan_ext.checkpoint.tables.agreement import Agreement, ObjectAgreement, TensorAgreement
 from torchtitan_ext.checkpoint.tables.key_table import Box
 from torchtitan_ext.dcp_private import StorageInfo
 from torchtitan_ext.errors import Problem

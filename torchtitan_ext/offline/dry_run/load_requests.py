@@ -96,7 +96,7 @@ class LoadRequests:
         for name in components:
             key = self._opened.source.saved_prefix(name) + ".common"
             if key in metadata.state_dict_metadata and self._policy.object_action(name) in ("reshard", "reset", "omit"):
-                common = read_saved(self._opened.reader, metadata, key, weights_only=True)
+                common = read_saved(self._opened, key)
                 rng = rng_of_saved(common, saved_world(metadata), self._job.num_ranks, num_data_parallel)
                 rngs |= {} if rng is None else {name: rng}
         return rngs
