@@ -36,16 +36,9 @@ _METADATA_COPIES, _WITH_INDEX_COPIES = 6.5, 3
 
 
 def saving_bytes(
-    *,
-    num_records: int,
-    num_bytes: int,
-    value_bytes: Sequence[int],
-    is_packed: bool,
-    is_staged: bool,
-    metadata_bytes: int = 0,
-    index_bytes: int = 0,
+    *, num_records: int, num_bytes: int, value_bytes: Sequence[int], is_packed: bool, is_staged: bool
 ) -> int:
-    """The memory that a rank needs while it saves.
+    """The memory that a rank needs while it writes its file.
 
     Args:
         num_records: The number of tensor chunks and values that the rank writes.
@@ -53,12 +46,15 @@ def saving_bytes(
         value_bytes: The size of each value.
         is_packed: Whether elements lie in another order in memory than in the file, so that they are copied.
         is_staged: Whether tensors come from another device.
-        metadata_bytes, index_bytes: The sizes of ``.metadata`` and index, for the rank that writes them.
     """
     writing = _blocks_bytes(num_records, num_bytes, is_packed=is_packed) + (STAGING_BYTES if is_staged else 0)
     writing += int(_batch_bytes(value_bytes, WRITTEN_BATCH_BYTES) * _STREAM_ROOM)
-    committing = metadata_bytes + _INDEX_COPIES * index_bytes
-    return _LEAST_BYTES + num_records * _RECORD_BYTES + max(writing, committing)
+    return _LEAST_BYTES + num_records * _RECORD_BYTES + writing
+
+
+def committing_bytes(num_records: int, metadata_bytes: int, index_bytes: int) -> int:
+    """The memory that the coordinator, which has written so many records, needs while it writes metadata and index."""
+    return _LEAST_BYTES + num_records * _RECORD_BYTES + metadata_bytes + _INDEX_COPIES * index_bytes
 
 
 @dataclass

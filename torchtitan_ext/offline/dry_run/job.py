@@ -6,7 +6,7 @@ They are worked out from state dicts of some ranks, or from the description of a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,18 +36,14 @@ class Stage:
         one: What this rank holds.
         ranks: All ranks of the stage.
         rules: Place tensors on a described mesh; ``None`` if the tensors are DTensors on meshes of their own.
-        pipeline: Says which keys stage ``number`` holds; ``None`` if it holds all keys of the state dict.
+        holds: Whether the stage holds a key of the state dict.
     """
 
     state: Mapping[str, Any] | None
     one: OneRank
     ranks: AlikeRanks
     rules: PlacementRules | None = None
-    pipeline: PipelineRules | None = None
-    number: int = 0
-
-    def holds(self, fqn: str) -> bool:
-        return self.pipeline is None or self.pipeline.holds(self.number, fqn)
+    holds: Callable[[str], bool] = lambda fqn: True
 
 
 @dataclass(frozen=True)
@@ -116,10 +112,11 @@ def stages_of_mesh(
     for number in range(pipeline.num_stages):
         rules = PlacementRules(pipeline.mesh, pipeline.rules, metadata=metadata, ranks=pipeline.ranks(number))
         rules.check_used(shapes)
-        own = place_on_mesh(one.restricted(partial(pipeline.holds, number)), rules, chunks)
+        holds = partial(pipeline.holds, number)
+        own = place_on_mesh(one.restricted(holds), rules, chunks)
         named = [fqn for fqn in names_with_rank(own.table.entries) if PER_RANK.sub(r"\g<1>0", fqn) == fqn]
         ranks = AlikeRanks(rules.mesh.ranks, own.table, rules.mesh.ranks[0], rules.mesh, own=named)
-        stages.append(Stage(state, own, ranks, rules, pipeline, number))
+        stages.append(Stage(state, own, ranks, rules, holds))
     return stages
 
 

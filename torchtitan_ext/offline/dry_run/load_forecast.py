@@ -110,11 +110,10 @@ def forecast_load(job: Job, source: LoadSource) -> LoadForecast:
     except StateRefusedError as error:
         problems += error.problems
         report = error.report
-    files = _Files(metadata)
-    reading = _Reading(source, files, job.device)
+    reading = _Reading(source, job.device)
     ranks = sorted((one for group in groups for one in reading.ranks(group)), key=lambda one: one.rank)
     num_bytes = sum(one.num_bytes for one in ranks)
-    saved_bytes = _saved_bytes(groups, metadata, files)
+    saved_bytes = reading.saved_bytes(groups)
     metadata_bytes = sum(source.metadata_bytes)
     return LoadForecast(
         ranks=tuple(ranks),
@@ -140,13 +139,16 @@ def _requests(group: LoadingRanks, metadata: Metadata) -> Iterator[tuple[int, Re
 
 
 class _Reading:
-    """Works out what ranks, whose tensors lie on ``device``, read of a checkpoint."""
+    """Works out what ranks, whose tensors lie on ``device``, read of a checkpoint, and in which files it lies."""
 
-    def __init__(self, source: LoadSource, files: _Files, device: Device) -> None:
+    def __init__(self, source: LoadSource, device: Device) -> None:
+        metadata = source.opened.metadata
         self._source = source
-        self._saved = source.opened.metadata.state_dict_metadata
-        self._files = files
         self._device = device
+        self._saved = metadata.state_dict_metadata
+        self._places = metadata.storage_data or {}
+        self._columns = self._places.columns if isinstance(self._places, LazyDict) else None
+        self._numbers: dict[str, int] = {}
 
     def ranks(self, group: LoadingRanks) -> Iterator[RankLoad]:
         alike: dict[tuple[int, int, torch.dtype], _ReadAlike] = {}
@@ -160,7 +162,7 @@ class _Reading:
             chunks, dtype = self._source.chunks[fqn], of_tensor.properties.dtype
             of_key = alike.setdefault((id(entry), id(chunks), dtype), _ReadAlike(entry, chunks, dtype))
             of_key.num_keys += 1
-            of_key.files.setdefault(self._files.of(fqn))
+            of_key.files.setdefault(self._files_of(fqn))
         kinds = [(one, np.array([np.frombuffer(row, np.uint32) for row in one.files])) for one in alike.values()]
         for rank, state_bytes in zip(group.ranks.ranks, group.stage.ranks.state_bytes(), strict=True):
             own = [name for name in group.ranks.own_names(rank).values() if name in self._saved]
@@ -175,8 +177,8 @@ class _Reading:
         group: LoadingRanks,
     ) -> RankLoad:
         """What one rank reads: these values, and of tensors its part of each kind, which lies in the given files."""
-        value_bytes = list(map(self._files.value_bytes, values))
-        found = {number for fqn in values for number in np.frombuffer(self._files.of(fqn), np.uint32).tolist()}
+        value_bytes = list(map(self._value_bytes, values))
+        found = {number for fqn in values for number in np.frombuffer(self._files_of(fqn), np.uint32).tolist()}
         reads = Reads(len(values), sum(value_bytes), value_bytes)
         whole_bytes = reads.num_bytes
         for one, files in kinds:
@@ -200,44 +202,32 @@ class _Reading:
         num_files = len(found - {_NO_FILE})
         return RankLoad(rank, state_bytes, reads.num_reads, reads.num_bytes, num_files, whole_bytes, buffer_bytes)
 
+    def saved_bytes(self, groups: Sequence[LoadingRanks]) -> int:
+        """The size of all tensors and values that any rank reads, each counted once."""
+        wanted = {fqn for group in groups for fqn in (*group.ranks.table.entries, *group.asked)}
+        for group in groups:
+            for rank in group.ranks.ranks:
+                wanted.update(group.ranks.own_names(rank).values())
+        total = 0
+        for fqn in wanted:
+            entry = self._saved.get(fqn)
+            if isinstance(entry, TensorStorageMetadata):
+                total += num_elements(entry.size) * entry.properties.dtype.itemsize
+            elif entry is not None:
+                total += self._value_bytes(fqn)
+        return total
 
-def _saved_bytes(groups: Sequence[LoadingRanks], metadata: Metadata, files: _Files) -> int:
-    """The size of all tensors and values that any rank reads, each counted once."""
-    saved = metadata.state_dict_metadata
-    wanted = {fqn for group in groups for fqn in (*group.ranks.table.entries, *group.asked)}
-    for group in groups:
-        for rank in group.ranks.ranks:
-            wanted.update(group.ranks.own_names(rank).values())
-    total = 0
-    for fqn in wanted:
-        entry = saved.get(fqn)
-        if isinstance(entry, TensorStorageMetadata):
-            total += num_elements(entry.size) * entry.properties.dtype.itemsize
-        elif entry is not None:
-            total += files.value_bytes(fqn)
-    return total
-
-
-class _Files:
-    """Numbers the files of a checkpoint, and finds those in which tensors and values lie."""
-
-    def __init__(self, metadata: Metadata) -> None:
-        self._entries = metadata.state_dict_metadata
-        self._places = metadata.storage_data or {}
-        self._columns = self._places.columns if isinstance(self._places, LazyDict) else None
-        self._numbers: dict[str, int] = {}
-
-    def of(self, fqn: str) -> bytes:
+    def _files_of(self, fqn: str) -> bytes:
         """The number of the file of each chunk of a tensor, or of a value, as uint32; ``_NO_FILE`` if none is known."""
         number = None if self._columns is None else self._columns.find_key(fqn)
         if self._columns is not None and number is not None:
             return self._columns.paths_of_parts(number)
-        entry = self._entries[fqn]
+        entry = self._saved[fqn]
         offsets = [chunk.offsets for chunk in entry.chunks] if isinstance(entry, TensorStorageMetadata) else [None]
         paths = [getattr(self._places.get(MetadataIndex(fqn, offset)), "relative_path", None) for offset in offsets]
         numbers = [_NO_FILE if p is None else self._numbers.setdefault(p, len(self._numbers)) for p in paths]
         return np.array(numbers, np.uint32).tobytes()
 
-    def value_bytes(self, fqn: str) -> int:
+    def _value_bytes(self, fqn: str) -> int:
         """The size of a value's record."""
         return int(getattr(self._places.get(MetadataIndex(fqn)), "length", 0))

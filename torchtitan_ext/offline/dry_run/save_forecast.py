@@ -1,13 +1,15 @@
-"""Forecasts what each rank would write, by the planner of saves and the sizes of ``FileWriter``'s files."""
+"""Forecasts what each rank would write, by the planner of saves and the encoders of ``FileWriter``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from torchtitan_ext import _core
@@ -17,10 +19,11 @@ from torchtitan_ext.checkpoint.tables.key_table import EncodedTable, ObjectEntry
 from torchtitan_ext.errors import Problem, StateRefusedError
 from torchtitan_ext.layout.layout import num_elements
 from torchtitan_ext.offline.dry_run.alike_ranks import AlikeRanks
-from torchtitan_ext.offline.dry_run.host_memory import Device, saving_bytes
+from torchtitan_ext.offline.dry_run.host_memory import Device, committing_bytes, saving_bytes
 from torchtitan_ext.offline.dry_run.job import Job, Stage
-from torchtitan_ext.offline.dry_run.metadata_forecast import foresee_index, foresee_metadata
-from torchtitan_ext.storage.native.file_writer import BLOCK_BYTES
+from torchtitan_ext.storage.checkpoint_files import DATA_SUFFIX
+from torchtitan_ext.storage.metadata.metadata_file import columns_of, storage_meta_fields
+from torchtitan_ext.storage.native.file_writer import BLOCK_BYTES, notes_of_save
 from torchtitan_ext.storage.raw_tensor import ELEMENT_TYPES, NAMES
 
 
@@ -84,11 +87,13 @@ def forecast_save(job: Job) -> SaveForecast:
     except StateRefusedError as error:
         return _refused(groups, (*problems, *error.problems))
     decisions = [answer.planner_data.writes for answer in answers]
-    written = [one for stage in job.stages for one in _ranks_write(stage, decisions, encoded)]
-    written.sort(key=lambda one: one.rank)
-    files = [(one.rank, one.file) for one in written if one.file]
-    metadata_bytes, index_bytes = foresee_metadata(metadata, files), foresee_index(files, len(written))
-    ranks = [_rank_save(one, metadata_bytes, index_bytes, job.device) for one in written]
+    written = [one for stage in job.stages for one in _ranks_save(stage, decisions, encoded, job.device)]
+    written.sort(key=lambda one: one[0].rank)
+    ranks = [one for one, _ in written]
+    files = [(one.rank, file) for one, file in written if file is not None]
+    metadata_bytes, index_bytes = _metadata_bytes(metadata, files), _index_bytes(files, len(ranks))
+    committing = committing_bytes(ranks[0].num_records, metadata_bytes, index_bytes)
+    ranks[0] = replace(ranks[0], buffer_bytes=max(ranks[0].buffer_bytes, committing))
     saved = metadata.state_dict_metadata.values()
     return SaveForecast(
         tuple(ranks),
@@ -115,14 +120,14 @@ class _Writes:
 
     Attributes:
         places: Section and positions of the keys in the rank's table.
-        own_names: The keys, if they are names of the rank's own; other ranks have other names in the same places.
+        own_lengths: The lengths of the keys that are names of the rank's own; other ranks have others in their places.
         dtype: ``None`` for values.
         chunks: Offsets and sizes of each chunk; empty for values.
         num_bytes: The size of all chunks of one key, or of a value.
     """
 
     places: tuple[int, tuple[int, ...]]
-    own_names: tuple[str, ...]
+    own_lengths: tuple[int, ...]
     dtype: Any
     chunks: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
     num_bytes: int
@@ -135,44 +140,32 @@ class _Writes:
     @property
     def form(self) -> Any:
         """Equal where a file of these writes has the same size, and adds as much to the metadata."""
-        lengths = tuple(map(len, self.own_names))
-        return self.places, lengths, self.dtype, tuple(sizes for _, sizes in self.chunks), self.num_bytes
+        sizes = tuple(sizes for _, sizes in self.chunks)
+        return self.places, self.own_lengths, self.dtype, sizes, self.num_bytes
 
 
-@dataclass(frozen=True)
-class _RankWrites:
-    """What one rank writes; ``file`` is ``None`` if that is nothing, ``value_bytes`` has the size of each value."""
-
-    rank: int
-    state_bytes: int
-    num_records: int
-    num_bytes: int
-    value_bytes: Sequence[int]
-    has_tensors: bool
-    file: _core.RankFile | None
-    is_packed: bool
-
-
-def _ranks_write(
-    stage: Stage, decisions: Sequence[bytes], encoded: Mapping[int, EncodedTable]
-) -> Iterator[_RankWrites]:
-    """What each rank of a stage writes. Files are worked out once for ranks that write alike."""
+def _ranks_save(
+    stage: Stage, decisions: Sequence[bytes], encoded: Mapping[int, EncodedTable], device: Device
+) -> Iterator[tuple[RankSave, _core.RankFile | None]]:
+    """What each rank of a stage writes, and its file. Files are worked out once for ranks that write alike."""
     known: dict[Any, _core.RankFile] = {}
     for rank, state_bytes in zip(stage.ranks.ranks, stage.ranks.state_bytes(), strict=True):
         writes = _writes_of(decisions[rank], stage, rank, encoded[rank])
         alike = tuple(one.form for one in writes)
         if writes and alike not in known:
             known[alike] = _file_of(writes, encoded[rank].names)
-        yield _RankWrites(
-            rank,
-            state_bytes,
-            sum(len(one.places[1]) * max(1, len(one.chunks)) for one in writes),
-            sum(len(one.places[1]) * one.num_bytes for one in writes),
-            [one.num_bytes for one in writes for _ in one.places[1] if not one.is_plain],
-            any(one.is_plain for one in writes),
-            known[alike] if writes else None,
-            stage.one.is_packed,
+        file = known.get(alike)
+        num_records = sum(len(one.places[1]) * max(1, len(one.chunks)) for one in writes)
+        num_bytes = sum(len(one.places[1]) * one.num_bytes for one in writes)
+        buffer_bytes = saving_bytes(
+            num_records=num_records,
+            num_bytes=num_bytes,
+            value_bytes=[one.num_bytes for one in writes for _ in one.places[1] if not one.is_plain],
+            is_packed=stage.one.is_packed,
+            is_staged=device != "cpu" and any(one.is_plain for one in writes),
         )
+        file_bytes = file.num_bytes if file is not None else 0
+        yield RankSave(rank, state_bytes, num_records, num_bytes, file_bytes, buffer_bytes), file
 
 
 def _writes_of(decision: bytes, stage: Stage, rank: int, encoded: EncodedTable) -> list[_Writes]:
@@ -184,33 +177,16 @@ def _writes_of(decision: bytes, stage: Stage, rank: int, encoded: EncodedTable) 
         if isinstance(base, ObjectEntry):
             for key in one.keys:
                 fqn = fqns[key]
-                named = (fqn,) if fqn in own_of else ()
-                writes.append(
-                    _Writes((one.section, (key,)), named, None, (), stage.one.value_bytes[own_of.get(fqn, fqn)])
-                )
+                place, own_lengths = (one.section, (key,)), (len(fqn),) if fqn in own_of else ()
+                writes.append(_Writes(place, own_lengths, None, (), stage.one.value_bytes[own_of.get(fqn, fqn)]))
             continue
         entry = stage.ranks.entry(rank, base)
         assert isinstance(entry, TensorEntry)
-        own = tuple(fqns[key] for key in one.keys if fqns[key] in own_of) if own_of else ()
+        lengths = tuple(len(fqns[key]) for key in one.keys if fqns[key] in own_of) if own_of else ()
         chunks = tuple((chunk.offsets, chunk.sizes) for chunk in written_chunks(entry, one.steps))
         num_bytes = sum(num_elements(sizes) for _, sizes in chunks) * entry.dtype.itemsize
-        writes.append(_Writes((one.section, tuple(one.keys)), own, entry.dtype, chunks, num_bytes))
+        writes.append(_Writes((one.section, tuple(one.keys)), lengths, entry.dtype, chunks, num_bytes))
     return writes
-
-
-def _rank_save(one: _RankWrites, metadata_bytes: int, index_bytes: int, device: Device) -> RankSave:
-    is_coordinator = one.rank == 0
-    buffer_bytes = saving_bytes(
-        num_records=one.num_records,
-        num_bytes=one.num_bytes,
-        value_bytes=one.value_bytes,
-        is_packed=one.is_packed,
-        is_staged=device != "cpu" and one.has_tensors,
-        metadata_bytes=metadata_bytes if is_coordinator else 0,
-        index_bytes=index_bytes if is_coordinator else 0,
-    )
-    file_bytes = one.file.num_bytes if one.file else 0
-    return RankSave(one.rank, one.state_bytes, one.num_records, one.num_bytes, file_bytes, buffer_bytes)
 
 
 def _file_of(writes: Sequence[_Writes], names: Sequence[Sequence[str]]) -> _core.RankFile:
@@ -237,3 +213,45 @@ def _file_of(writes: Sequence[_Writes], names: Sequence[Sequence[str]]) -> _core
     return _core.foresee_file(
         [_core.FileKind(*form) for form in kinds], fqns, [kind for *_, kind in records], BLOCK_BYTES
     )
+
+
+def _index_bytes(files: Sequence[tuple[int, _core.RankFile]], num_ranks: int) -> int:
+    """The size of ``.tte_index``. Ranks that write alike share one file: it is encoded once, and counted for each.
+
+    Args:
+        files: Rank and content of each file.
+    """
+
+    def encoded(*files: _core.RankFile) -> int:
+        return len(_core.encode_index(bytes(16), 0, 0, notes_of_save(num_ranks), files))
+
+    empty = total = encoded()
+    known: dict[tuple[int, int], int] = {}
+    for rank, file in files:
+        name = _name_of(rank)
+        form = (id(file), len(name))
+        if form not in known:
+            known[form] = encoded(_core.RankFile(name, rank, 0, file.footer_offset, 0, file.records)) - empty
+        total += known[form]
+    return total
+
+
+def _metadata_bytes(metadata: Metadata, files: Sequence[tuple[int, _core.RankFile]]) -> int:
+    """The size of ``.metadata``, without the length of the checkpoint's path, which stands in it."""
+    columns = columns_of(metadata.state_dict_metadata)
+    assert columns is not None, "our planner's metadata has other classes than DCP's, please report"
+    parts: dict[int, tuple[int, int]] = {}
+    rows = []
+    for rank, file in files:
+        if id(file) not in parts:
+            first = columns.num_parts
+            columns.add_records(file)
+            parts[id(file)] = first, columns.num_parts - first
+        rows.append((_name_of(rank), *parts[id(file)]))
+    storage_meta = StorageMeta(Path("/"), "0" * 32)  # held meanwhile: what others hold too has a number in the pickle
+    fields = storage_meta_fields(storage_meta)
+    return columns.pickle_bytes(metadata.planner_data, fields, CURRENT_DCP_VERSION, rows) - len("/")
+
+
+def _name_of(rank: int) -> str:
+    return f"__{rank}_0{DATA_SUFFIX}"

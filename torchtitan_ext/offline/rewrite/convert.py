@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -108,7 +109,7 @@ def convert(
         with staged_target(Path(target), replace_weights) as staged:
             places = _lay_out_safetensors(keys, staged, max_file_bytes)
             _fill_files(keys, places, shares, progress)
-            paths = sorted({place.path for place in places}) or [staged]
+            paths = sorted({path for _, (path, _) in places}) or [staged]
             sync_files(paths)
             sync_directory(staged)
         num_files, dropped = len(paths), tuple(keys.values)
@@ -116,24 +117,17 @@ def convert(
     return ConvertReport(len(keys.fqns) - len(dropped), keys.num_bytes, num_files, dropped, tuple(keys.cast), is_exact)
 
 
-@dataclass(frozen=True)
-class _TensorPlace:
-    """Byte ``offset`` of a file, where the elements of a tensor go, row by row; ``fqn`` is the name in the source."""
-
-    fqn: str
-    dtype: torch.dtype
-    path: Path
-    offset: int
+_Place = tuple[Piece, tuple[Path, int]]
+"""A box of the source, and the file and the byte where its elements go, row by row."""
 
 
-def _fill_files(keys: SelectedKeys, places: Sequence[_TensorPlace], shares: Shares, progress: OnBytes) -> None:
+def _fill_files(keys: SelectedKeys, places: Sequence[_Place], shares: Shares, progress: OnBytes) -> None:
     """Writes the elements of tensors to their places in files that exist already."""
-    parts: list[tuple[Piece, tuple[Path, int]]] = []
-    for place in places:
-        shape = tuple(keys.reader.entry(place.fqn).size)
-        for piece in cut(whole(place.fqn, place.dtype, shape), shares.part_bytes):
-            offset = place.offset + row_major_position(piece.offsets, shape) * piece.dtype.itemsize
-            parts.append((piece, (place.path, offset)))
+    parts: list[_Place] = []
+    for tensor, (path, begin) in places:
+        for piece in cut(tensor, shares.part_bytes):
+            offset = begin + row_major_position(piece.offsets, tensor.sizes) * piece.dtype.itemsize
+            parts.append((piece, (path, offset)))
     tasks = list(batched(parts, _TASK_BYTES, max_count=len(parts)))
 
     def fill(number: int, on_bytes: OnBytes) -> None:
@@ -144,7 +138,7 @@ def _fill_files(keys: SelectedKeys, places: Sequence[_TensorPlace], shares: Shar
     run_tasks(fill, len(tasks), shares.num_processes, progress)
 
 
-def _lay_out_safetensors(keys: SelectedKeys, directory: Path, max_file_bytes: int) -> list[_TensorPlace]:
+def _lay_out_safetensors(keys: SelectedKeys, directory: Path, max_file_bytes: int) -> list[_Place]:
     """Makes the files without data, and an index if there are several files."""
     tensors = {key: (NAMES[entry.properties.dtype], tuple(entry.size)) for key, entry in keys.tensors.items()}
     odd = [key for key, (dtype, _) in tensors.items() if dtype not in NAME_OF_DTYPE]
@@ -159,19 +153,16 @@ def _lay_out_safetensors(keys: SelectedKeys, directory: Path, max_file_bytes: in
         name = f"model-{number:05}-of-{len(groups):05}.safetensors" if len(groups) > 1 else "model.safetensors"
         file = lay_out({key: tensors[key] for key in group})
         make_file(directory / name, file.header, file.num_bytes)
-        places += [
-            _TensorPlace(keys.fqns[key], keys.tensors[key].properties.dtype, directory / name, offset)
-            for key, offset in file.offsets.items()
-        ]
+        places += [(_whole(keys, key), (directory / name, offset)) for key, offset in file.offsets.items()]
         weight_map |= dict.fromkeys(group, name)
     if len(groups) > 1:
         text = index_of(weight_map, keys.num_bytes)
         make_file(directory / INDEX_NAME, text, len(text))
         sync_files([directory / INDEX_NAME])
-    return sorted(places, key=lambda place: (place.path, place.offset))
+    return sorted(places, key=itemgetter(1))
 
 
-def _lay_out_torch(keys: SelectedKeys, path: Path, weights_only: bool) -> list[_TensorPlace]:
+def _lay_out_torch(keys: SelectedKeys, path: Path, weights_only: bool) -> list[_Place]:
     """Makes the file with its values, without the data of tensors."""
     leaves: dict[str, Any] = dict(
         empty_tensors({key: (entry.properties.dtype, entry.size) for key, entry in keys.tensors.items()})
@@ -180,11 +171,12 @@ def _lay_out_torch(keys: SelectedKeys, path: Path, weights_only: bool) -> list[_
     ordered = {key: leaves[key] for key in keys.fqns}
     state = unflatten_state_dict(ordered, {key: keys.paths[key] for key in ordered})
     records = write_without_data(state, path, weights_only=weights_only)
-    places = [
-        _TensorPlace(keys.fqns[key], entry.properties.dtype, path, records[key].offset)
-        for key, entry in keys.tensors.items()
-    ]
-    return sorted(places, key=lambda place: place.offset)
+    return sorted(((_whole(keys, key), (path, records[key].offset)) for key in keys.tensors), key=itemgetter(1))
+
+
+def _whole(keys: SelectedKeys, key: str) -> Piece:
+    entry = keys.tensors[key]
+    return whole(keys.fqns[key], entry.properties.dtype, entry.size)
 
 
 def _grouped(num_bytes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
