@@ -105,11 +105,8 @@ def cut_by_component(
 ) -> Components:
     """Sorts the entries of a state dict by what the load does with them, and asks those with a rule of their own.
 
-    Args:
-        opened: Where keys come from; the first that selects a key counts.
-        policy: Without one the load fills all values, as stock does, and asks no component.
-        size: Number of ranks that load.
-        at: Called with the key of each component before it is asked.
+    Without a policy the load fills all values, as stock does, and asks no component. ``at`` is called with the key of
+    each component before it is asked.
     """
     components = Components(plans=[{} for _ in opened])
     if policy is None:

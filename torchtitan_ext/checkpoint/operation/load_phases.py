@@ -140,11 +140,7 @@ def _read_the_same(answers: Sequence[tuple[str, list[str]]]) -> bool:
 
 
 def _other_metadata(seen: Sequence[Sequence[str]], names: Sequence[str]) -> list[Problem]:
-    """A problem for each source whose metadata is not the same bytes on all ranks.
-
-    Args:
-        seen: Per rank the digest of each source's metadata.
-    """
+    """A problem for each source of whose metadata the ranks have seen different digests."""
     problems = []
     for source, name in enumerate(names):
         other = next((rank for rank, own in enumerate(seen) if own[source] != seen[0][source]), None)
@@ -159,19 +155,15 @@ def _other_metadata(seen: Sequence[Sequence[str]], names: Sequence[str]) -> list
 
 def open_source(source: Source, planner: StockLoadPlanner, rank: int) -> OpenSource:
     """A source with its metadata, which this rank reads. Not collective."""
-    reader = _reader_at(source)
+    if source.storage_reader is None and source.path is not None and FileReader.validate_checkpoint_id(source.path):
+        reader: StorageReader = FileReader(source.path)  # reads stock's files too
+    else:
+        reader = cast(StorageReader, storage_setup(source.storage_reader, source.path, reader=True))
     name = str(source.path or type(reader).__name__)
     is_directory = isinstance(reader, FileReader) or type(reader) is FileSystemReader
     path = Path(reader.path) if is_directory else None  # type: ignore[attr-defined]
     options = planner if isinstance(planner, LoadPlanner) else LoadPlanner()
     return OpenSource(name, source, reader, *read_metadata(reader, name, rank, path), options)
-
-
-def _reader_at(source: Source) -> StorageReader:
-    """The reader of a source; by default ours, which reads stock's files too, for a remote path DCP's."""
-    if source.storage_reader is None and source.path is not None and FileReader.validate_checkpoint_id(source.path):
-        return FileReader(source.path)
-    return cast(StorageReader, storage_setup(source.storage_reader, source.path, reader=True))
 
 
 def _plan(job: LoadJob, opened: Sequence[OpenSource], components: Components) -> list[PlannedSource]:

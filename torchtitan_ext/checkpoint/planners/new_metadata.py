@@ -55,13 +55,9 @@ def _shared_parts(
 
 
 def check_all_written(plan: SavePlan, results: Any, rank: int) -> None:
-    """Checks that storage reports every item of a plan as written: stock's writer loses errors of its threads.
+    """Raises CheckpointFailedError where storage reports an item of a plan not as written.
 
-    Args:
-        results: The result of ``write_data``; only DCP's own form, a list of ``WriteResult``, is checked.
-
-    Raises:
-        CheckpointFailedError: Names the missing items.
+    Stock's writer loses errors of its threads. Only DCP's own form of results, a list of ``WriteResult``, is checked.
     """
     if not isinstance(results, list) or not all(isinstance(result, WriteResult) for result in results):
         return

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.tables.agreement import (
     Agreement,
-    ReadingFrom,
     TensorAgreement,
     as_rank_table,
     dtype_named,
+    reading_from,
 )
 from torchtitan_ext.checkpoint.tables.key_table import KeyTable, RankTable, unpack
 from torchtitan_ext.errors import Problem, named
@@ -62,7 +62,7 @@ def _read_digests(tables: Sequence[KeyTable | RankTable], agreement: Agreement) 
     digests = _core.ReplicaDigests(agreement.world)
     number_of: dict[tuple[int, bytes], int] = {}
     for rank, (table, sections) in enumerate(zip(map(as_rank_table, tables), agreement.sections, strict=True)):
-        with ReadingFrom(rank):
+        with reading_from(rank):
             numbers = []
             for section, packed in zip(sections, table.digests, strict=True):
                 if (section, packed) not in number_of:

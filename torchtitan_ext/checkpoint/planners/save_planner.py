@@ -213,7 +213,7 @@ class SavePlanner(DefaultSavePlanner):
         ]
         if self._enable_plan_caching:
             plan = plan_cache.KnownPlan(
-                _without_digests(tables),
+                [dataclasses.replace(table, digests=()) for table in tables],
                 [table.structure() for table in tables],
                 agreement,
                 compared.equal,
@@ -384,7 +384,3 @@ def _warn_of_unread_values(tables: Sequence[RankTable]) -> None:
         f"{how_to_read(unread.values())}. Or save what they hold instead",
         stacklevel=3,
     )
-
-
-def _without_digests(tables: Sequence[RankTable]) -> list[RankTable]:
-    return [dataclasses.replace(table, digests=()) for table in tables]

@@ -80,11 +80,7 @@ class SavedChunks:
 def cover_problems(
     agreement: Agreement, wanted: Mapping[str, str], metadata: Metadata, chunks: SavedChunks
 ) -> list[Problem]:
-    """Problems of tensors whose saved chunks do not hold every element exactly once.
-
-    Args:
-        wanted: The keys to be read, with their names in the checkpoint.
-    """
+    """Problems of tensors whose saved chunks do not hold every element exactly once; ``wanted`` has the saved names."""
     problems = []
     known: dict[tuple[int, int], Problem | None] = {}  # thousands of keys may share a list
     for key, of_class in agreement.agreed_keys.items():
@@ -172,17 +168,14 @@ def _name_files_of_overlaps(problems: Sequence[Problem], metadata: Metadata) -> 
     for index in places if overlaps else ():
         if index.fqn in overlaps and index.fqn not in paths:
             paths[index.fqn] = str(getattr(places[index], "relative_path", None))
-    return [_with_files(problem, paths.get(problem.fqn, "")) for problem in problems]
-
-
-def _with_files(problem: Problem, path: str) -> Problem:
-    files = files_with_key(Path(path).parent, problem.fqn) if path.endswith(".safetensors") else []
-    if len(files) < 2:
-        return problem
-    detail = (
-        f"stands in {len(files)} files ({', '.join(files[:4])}{', ...' if len(files) > 4 else ''}); leave it in one"
-    )
-    return Problem(problem.kind, problem.fqn, detail)
+    named = []
+    for problem in problems:
+        path = paths.get(problem.fqn, "")
+        files = files_with_key(Path(path).parent, problem.fqn) if path.endswith(".safetensors") else []
+        listed = f"{', '.join(files[:4])}{', ...' if len(files) > 4 else ''}"
+        detail = f"stands in {len(files)} files ({listed}); leave it in one"
+        named.append(problem if len(files) < 2 else Problem(problem.kind, problem.fqn, detail))
+    return named
 
 
 def _lost_problems(fqns: Sequence[str], saved: Mapping[str, Any], places: Iterable[MetadataIndex]) -> list[Problem]:

@@ -72,9 +72,7 @@ def check_local_plans(
 ) -> None:
     """Raises WrongArgumentError where a subclass on any rank changed its local plan. Called on the coordinator.
 
-    Args:
-        planner: The coordinator's; those of other ranks are most often of the same class.
-        messages: The classes of our ``planner_data``.
+    The planner is the coordinator's; those of other ranks are most often of the same class.
     """
     problems: list[Problem] = []
     for rank, plan in enumerate(plans):
@@ -183,12 +181,8 @@ def set_up_save(
 def read_metadata(reader: StorageReader, name: str, rank: int, path: Path | None = None) -> tuple[Metadata, bool]:
     """The metadata of a checkpoint, and whether it covers only this rank's part (``use_collectives=False``).
 
-    Args:
-        name: Name of the checkpoint, for messages.
-        path: Directory of our files, or stock's: where it has no metadata, the error says what it holds.
-
     Raises:
-        ReshardError: There is no metadata that can be read.
+        ReshardError: There is no metadata that can be read; says what the directory at ``path`` holds instead.
     """
     try:
         return reader.read_metadata(), False

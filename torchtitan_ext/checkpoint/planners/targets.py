@@ -38,11 +38,7 @@ def flatten_targets(
 ) -> FlatStateDict:
     """The targets by flat key; a container or wrapper that the checkpoint has as one value stays one value.
 
-    Args:
-        saved: The checkpoint's entries, by its own names.
-        source: Maps keys to the checkpoint's names.
-        nested: Whether containers are flattened; else each top-level entry is a target.
-        sharded_tensors: Whether nested ``ShardedTensor`` are flattened, as in stock.
+    ``nested`` and ``sharded_tensors`` are ``flatten_state_dict`` and ``flatten_sharded_tensors`` of the planner.
     """
 
     def is_saved_whole(fqn: str) -> bool:
@@ -67,16 +63,10 @@ def flatten_targets(
 
 @dataclass(frozen=True)
 class FittedTargets:
-    """The targets of one rank, each in one of ``wanted``, ``missing``, ``left`` and ``refused``.
+    """The targets of one rank, each in one of ``wanted``, ``missing``, ``left`` and ``refused``: see ``ReadRequest``.
 
     Attributes:
-        wanted: The entries to read.
-        saved_names: The checkpoint's names of wanted keys, where they differ.
-        missing: Keys that the checkpoint lacks.
-        left: Keys that the rules leave out.
-        refused: Keys whose saved value has another kind or shape than the target.
         numbers: For each Python number that was saved as a tensor, a tensor to read it into.
-        problems: Why values do not fit.
     """
 
     wanted: dict[str, KeyEntry]
@@ -125,10 +115,7 @@ def fit_targets(
 def places_of(flat: FlatStateDict, targets: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[str, Path]:
     """The place of each target in the nested state dict; lacks targets whose place is unknown.
 
-    Args:
-        flat: The flattened state dict.
-        targets: Its values, or what a subclass has made of them: keys renamed, left out or added.
-        paths: Paths as stock DCP records them, which a subclass may have changed.
+    A subclass may have changed the targets of ``flat`` (keys renamed, left out or added) and its stock paths.
     """
     if targets.keys() == flat.paths.keys() and paths == flat.stock_paths:
         return flat.paths

@@ -35,13 +35,7 @@ _MAX_SHOWN = 3
 def missing_problems(
     missing: Sequence[str], metadata: Metadata, num_ranks: int, advice: Mapping[str, str] | None = None
 ) -> list[Problem]:
-    """One problem per key that the checkpoint lacks, and one for all ranks' entries of one name (``dp_rank_*``).
-
-    Args:
-        missing: Keys of the state dict.
-        num_ranks: Number of ranks that load.
-        advice: What to do about some of the keys.
-    """
+    """One problem per key that the checkpoint lacks, and one for all ranks' entries of one name (``dp_rank_*``)."""
     if not missing:
         return []
     advice = advice or {}
@@ -56,10 +50,9 @@ def missing_problems(
         problem = Problem("missing_key", members[0], f"Missing key in checkpoint state_dict: {members[0]}.")
         # Nearest names cost a pass over all keys, and the report shows ten lines.
         if position < MAX_NAMED:
-            per_rank = _of_other_ranks(problem, family, members, saved, num_ranks)
             if members[0] in advice:
                 problem = replace(problem, detail=f"{problem.detail} {advice[members[0]]}.")
-            elif per_rank is not None:
+            elif per_rank := _of_other_ranks(problem, family, members, saved, num_ranks):
                 problem = per_rank
             else:
                 hint = _name_hint(members[0], twins.get(members[0]), renames, saved)
@@ -200,9 +193,6 @@ def unclaimed_entries(joint: JointRequest, allowed: Collection[str]) -> list[str
     """Warnings of a load without a policy: per entry of the state dict, the saved keys that nothing asks for.
 
     Saved entries that are not in the state dict at all are no warning: to load a part of a checkpoint is fine.
-
-    Args:
-        allowed: Globs of keys that may stay unread.
     """
     unclaimed = unexpected_keys(joint, joint.components, ElasticPolicy(dict.fromkeys(allowed, "omit")))
     if not unclaimed:
@@ -254,16 +244,9 @@ def unused_names(policy: ElasticPolicy, components: Collection[str], keys: Colle
 
 
 def name_problems(unused: Sequence[str], keys: Collection[str], whole: Iterable[str]) -> list[Problem]:
-    """A problem for each unused name that its author cannot have meant for another job.
+    """A problem for each unused name of a policy that its author cannot have meant for another job.
 
-    Args:
-        unused: Names in the policy that match nothing.
-        keys: All flat keys, and the components.
-        whole: Keys that are loaded as one value: no key lies below them.
-
-    Example:
-        >>> [problem.detail for problem in name_problems(["dataloder"], ["dataloader.step"], [])]
-        ["nothing has this name, perhaps 'dataloader' is meant; ..."]
+    It is close to one of ``keys``, or reaches into one that is loaded ``whole``: no key lies below that.
     """
     if not unused:
         return []

@@ -234,11 +234,10 @@ def _conflicts(
     sources: Sequence[Mapping[str, Any]], current: Mapping[str, Any], own: Collection[str]
 ) -> dict[str, list[Any]]:
     """Options whose values differ between the saved groups that a current group joins."""
-    options = [option for option in current if option not in _MEMBERS]
-    options += [option for option in _SCHEDULER_OPTIONS if option not in current]
-    options = [option for option in options if option not in own]
     conflicts = {}
-    for option in options:
+    for option in dict.fromkeys((*current, *_SCHEDULER_OPTIONS)):
+        if option in _MEMBERS or option in own:
+            continue
         values = [source.get(option) for source in sources]
         if any(_like(values[0], value) != values[0] for value in values[1:]):
             conflicts[option] = values

@@ -37,8 +37,7 @@ def find_remedy(
 ) -> ElasticPolicy | None:
     """The policy under which the load would succeed without what is refused; ``None`` where no policy helps.
 
-    Args:
-        wanted: The keys that are read: no glob of the remedy may match one.
+    None of its globs matches a key that is ``wanted``.
     """
     missing = [problem.fqn for problem in problems if problem.kind == "missing_key"]
     unexpected = [problem.fqn for problem in problems if problem.kind == "unexpected_key"]

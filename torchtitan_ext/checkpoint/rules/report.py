@@ -99,15 +99,7 @@ def review(
     allow_unclaimed: Sequence[str],
     problems: Sequence[Problem],
 ) -> tuple[list[Problem], list[str], LoadReport | None]:
-    """All problems of a load, its warnings, and with a policy its report.
-
-    Args:
-        joint: What all ranks ask for.
-        agreement: What their tables say together.
-        layouts: The ``layouts=`` of the planner.
-        allow_unclaimed: Globs of saved keys that may stay unread.
-        problems: The problems that are known already.
-    """
+    """All problems of a load, those known already first; its warnings; and with a policy its report."""
     metadata, num_ranks = joint.metadata, len(joint.requests)
     filter_problems, warned = unused_filters(joint)
     problems = [
@@ -173,11 +165,7 @@ def build_report(joint: JointRequest, policy: ElasticPolicy, new: World, problem
 
 
 def join_reports(reports: Sequence[tuple[str, LoadReport]], policy: ElasticPolicy) -> LoadReport:
-    """One report for a load from several checkpoints.
-
-    Args:
-        reports: Name and report of each checkpoint.
-    """
+    """One report for a load from several checkpoints, by the name and the report of each."""
     (_, first), *others = reports
     if not others:
         return first
@@ -209,11 +197,7 @@ def warn_of_leftovers(report: LoadReport, policy: ElasticPolicy) -> None:
 
 
 def disagreements(rules: Sequence[str]) -> list[Problem]:
-    """A problem for the first rank that loads by other rules than rank 0.
-
-    Args:
-        rules: Each rank's rules as text, in rank order.
-    """
+    """A problem for the first rank that loads by other rules than rank 0; each rank gives its rules as text."""
     for rank, own in enumerate(rules):
         if own != rules[0]:
             detail = f"rank 0 loads by {rules[0]}, rank {rank} by {own}; pass the same policy and sources on every rank"

@@ -8,9 +8,9 @@ keys (``csrc/core/agreement.h``), and so are its sentences (``csrc/core/problems
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -145,7 +145,7 @@ def agree(tables: Sequence[KeyTable | RankTable], *, every_rank_reports: bool) -
     sections: list[list[int]] = []
     problems: list[Problem] = []
     for rank, table in enumerate(map(as_rank_table, tables)):
-        with ReadingFrom(rank):
+        with reading_from(rank):
             numbers = []
             for one in enumerate(table.sections):
                 if one not in number_of:
@@ -154,7 +154,7 @@ def agree(tables: Sequence[KeyTable | RankTable], *, every_rank_reports: bool) -
             world.add_rank(numbers, unpack(table.part))
         sections.append(numbers)
         problems += table.problems
-    with ReadingFrom(None):
+    with reading_from(None):
         world.agree(every_rank_reports)
         return Agreement(world, sections, problems)
 
@@ -167,11 +167,7 @@ def as_rank_table(table: KeyTable | RankTable) -> RankTable:
 def unused_layouts(tables: Iterable[RankTable], agreement: Agreement, fqns: Collection[str]) -> list[Problem]:
     """One problem for each pattern of ``layouts=`` that applies to no key on any rank.
 
-    None where no tensor is on a mesh: patterns have nothing to say there.
-
-    Args:
-        tables: Of all ranks.
-        fqns: The keys there are, of which the problem proposes one.
+    None where no tensor is on a mesh: patterns have nothing to say there. A problem proposes the nearest of ``fqns``.
     """
     used: dict[str, bool] = {}
     for table in tables:
@@ -181,19 +177,14 @@ def unused_layouts(tables: Iterable[RankTable], agreement: Agreement, fqns: Coll
     return [unused_problem(pattern, fqns) for pattern, is_used in used.items() if is_any_on_mesh and not is_used]
 
 
-class ReadingFrom:
+@contextmanager
+def reading_from(rank: int | None) -> Iterator[None]:
     """What cannot be read is a refusal that names the rank that sent it."""
-
-    def __init__(self, rank: int | None) -> None:
-        self._sender = "the ranks" if rank is None else f"rank {rank}"
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, error_class: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, (ValueError, IndexError)):
-            detail = f"what {self._sender} sent cannot be read: {error}"
-            raise refusal("plan", [Problem("ranks_disagree", "key tables", detail)]) from None
+    try:
+        yield
+    except (ValueError, IndexError) as error:
+        detail = f"what {'the ranks' if rank is None else f'rank {rank}'} sent cannot be read: {error}"
+        raise refusal("plan", [Problem("ranks_disagree", "key tables", detail)]) from None
 
 
 def dtype_named(name: str) -> torch.dtype | None:

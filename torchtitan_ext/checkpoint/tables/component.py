@@ -206,11 +206,7 @@ def saved_world(metadata: Metadata) -> World:
 
 
 def named_axes(meshes: Iterable[tuple[Sequence[str] | None, Sequence[int]]]) -> dict[str, int]:
-    """Size of each axis by name; where meshes share a name that of the mesh with more axes counts.
-
-    Args:
-        meshes: Axis names and shape of each.
-    """
+    """Size of each axis by name; where meshes share a name that of the mesh with more axes counts."""
     axes: dict[str, int] = {}
     for names, shape in sorted(meshes, key=lambda mesh: -len(mesh[1])):
         for name, size in zip(names or (), shape, strict=False):
@@ -225,11 +221,7 @@ PER_RANK = re.compile(r"((?:^|\.)(?:[^.]*_)?rank_?)\d+(?=\.|$)")
 def unclaimed_problems(
     wanted: Collection[str], num_ranks: int, metadata: Metadata, allowed: Sequence[str]
 ) -> list[Problem]:
-    """Entries that each rank keeps for itself, of which this load would silently drop some.
-
-    Args:
-        wanted: Entries that some of the ranks ask for.
-    """
+    """Entries that each rank keeps for itself, of which this load wants some and would silently drop the others."""
     families: dict[str, list[str]] = {}
     for fqn, saved in metadata.state_dict_metadata.items():
         if isinstance(saved, BytesStorageMetadata) and (family := family_of(fqn)) != fqn:

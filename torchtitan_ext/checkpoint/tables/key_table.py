@@ -251,13 +251,8 @@ def digest_values(
     """What replicas are compared by: of every object, and of tensors that other ranks hold too, or may hold.
 
     No rank knows alone whether a tensor on a mesh that is smaller than the world is on other meshes too: FSDP2 over TP
-    holds norms so, which the TP plan leaves out. Such tensors are always read, whatever their size.
-
-    Args:
-        values: The flat state dict of the table.
-        table: Its entries.
-        hash_replicas: Also of replicas of more than ``SMALL_TENSOR_BYTES``.
-        world_size: How many ranks there are.
+    holds norms so, which the TP plan leaves out. Such tensors are always read, whatever their size; other replicas of
+    more than ``SMALL_TENSOR_BYTES`` only with ``hash_replicas``.
     """
     digests: dict[str, bytes] = {}
     large: dict[str, torch.Tensor] = {}
