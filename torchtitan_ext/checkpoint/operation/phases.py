@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from types import TracebackType
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -82,6 +81,8 @@ class Phases:
         self._group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         """This rank, counted in the group."""
+        self.is_coordinator = self.rank == 0
+        """Whether this rank is the one that works for all ranks."""
         self.size = 1 if group is None else dist.get_world_size(group)
         """Number of ranks that take part."""
         self.seconds: dict[str, float] = {}
@@ -106,9 +107,7 @@ class Phases:
     def __enter__(self) -> Phases:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -139,11 +138,6 @@ class Phases:
             connect = partial(make_side_group, group, name, timeout_seconds=watch.timeout_seconds / 2)
             self.on_all("connect", connect, doing="ranks were connected for a save beside training")
         self._ranks = watch, TimedExchange(group, watch, side_group_of(group))
-
-    @property
-    def is_coordinator(self) -> bool:
-        """Whether this rank is the one that works for all ranks."""
-        return self.rank == 0
 
     def at(self, key: str) -> None:
         """Notes the key that this rank works on, for messages on other ranks. Not collective."""
