@@ -17,7 +17,7 @@ import torchtitan_ext as tte
 from torchtitan_ext import _core
 from torchtitan_ext.cli.output import DIFFERS, FINE, UNREADABLE
 from torchtitan_ext.storage import FileWriter
-from torchtitan_ext.storage.formats.safetensors_places import lay_out
+from torchtitan_ext.storage.formats.safetensors_files import lay_out
 
 ROOT = Path(__file__).parents[2]
 SOAK = int(os.environ.get("TTE_SOAK", "1"))

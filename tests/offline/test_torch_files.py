@@ -18,7 +18,7 @@ from torchtitan_ext.offline.compare.diff import DiffReport, diff
 from torchtitan_ext.offline.rewrite.convert import convert
 from torchtitan_ext.offline.sources import open_source
 from torchtitan_ext.storage import FileReader
-from torchtitan_ext.storage.formats.torch_places import read_torch_file
+from torchtitan_ext.storage.formats.torch_files import read_torch_file
 from torchtitan_ext.storage.inspect.describe import describe
 
 

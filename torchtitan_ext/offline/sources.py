@@ -26,9 +26,8 @@ from torchtitan_ext.state.plain_value import NotPlainError, read_value
 from torchtitan_ext.storage.checkpoint_files import Record, thread_count_of
 from torchtitan_ext.storage.formats.contents import size_of
 from torchtitan_ext.storage.formats.detect import format_of
-from torchtitan_ext.storage.formats.safetensors_files import sizes_of_tensor
-from torchtitan_ext.storage.formats.safetensors_places import Place, find_safetensors
-from torchtitan_ext.storage.formats.torch_places import read_torch_file
+from torchtitan_ext.storage.formats.safetensors_files import Place, find_safetensors, sizes_of_tensor
+from torchtitan_ext.storage.formats.torch_files import read_torch_file
 from torchtitan_ext.storage.native.file_reader import FileReader
 from torchtitan_ext.storage.raw_tensor import DTYPES
 

@@ -25,10 +25,9 @@ from torchtitan_ext.offline.workers import Shares, run_tasks
 from torchtitan_ext.storage.checkpoint_files import sync_directory
 from torchtitan_ext.storage.commit.staged_target import staged_target, take_place
 from torchtitan_ext.storage.element_types import num_bytes_of
-from torchtitan_ext.storage.formats.safetensors_files import NAME_OF_DTYPE
-from torchtitan_ext.storage.formats.safetensors_places import INDEX_NAME, index_of, lay_out
+from torchtitan_ext.storage.formats.safetensors_files import INDEX_NAME, NAME_OF_DTYPE, index_of, lay_out
 from torchtitan_ext.storage.formats.sparse_files import make_file, sync_files, write_parts
-from torchtitan_ext.storage.formats.torch_places import empty_tensors, write_without_data
+from torchtitan_ext.storage.formats.torch_files import empty_tensors, write_without_data
 from torchtitan_ext.storage.formats.weights_directory import refuse_irreplaceable, replace_weights
 from torchtitan_ext.storage.progress import OnBytes
 from torchtitan_ext.storage.raw_tensor import NAMES

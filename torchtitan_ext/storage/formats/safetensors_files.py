@@ -1,4 +1,4 @@
-"""Headers of safetensors files, and the contents of a file or a directory of them. Imports no torch.
+"""Safetensors files: headers, contents, where tensors lie in existing files and in new ones. Imports no torch.
 
 A file is 8 bytes with the length of the header, little-endian, that many bytes of JSON (dtype, shape and bytes of each
 tensor), and the bytes of all tensors without gaps (https://huggingface.co/docs/safetensors). Several files of one model
@@ -13,11 +13,12 @@ import math
 import os
 import stat
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchtitan_ext.errors import DamagedCheckpointError
-from torchtitan_ext.storage.checkpoint_files import StoredTensor
+from torchtitan_ext.storage.checkpoint_files import Record, StoredTensor, row_major_strides
 from torchtitan_ext.storage.commit.steps import step_of
 from torchtitan_ext.storage.element_types import ITEM_BYTES, num_bytes_of
 from torchtitan_ext.storage.formats.contents import ContentChunk, ContentFile, ContentKey, Contents, Scalar, bytes_of
@@ -27,6 +28,8 @@ from torchtitan_ext.storage.formats.scalars import read_number
 _MAX_HEADER_BYTES = 100_000_000
 
 INDEX_SUFFIX = ".safetensors.index.json"
+INDEX_NAME = "model.safetensors.index.json"
+"""The file that names the file of each tensor of a directory."""
 # Numbers of bytes and elements are 64 bits wide.
 _TOO_LARGE = 1 << 63
 _MAX_ITEM_BYTES = 16
@@ -38,6 +41,9 @@ _DTYPES = {
 }  # fmt: skip
 NAME_OF_DTYPE = {dtype: name for name, dtype in _DTYPES.items()}
 """The names of torch's dtypes in the files."""
+
+Place = tuple[tuple[int, ...], Record]
+"""The offsets of a chunk in its tensor, and its record."""
 
 
 class SafetensorsEntry(NamedTuple):
@@ -166,6 +172,79 @@ def describe_safetensors(path: Path) -> Contents:
         lambda wanted: _numbers(directory, {key.fqn: entries[key.fqn][0] for key in wanted}),
         step=step_of(path),
     )
+
+
+def find_safetensors(path: Path) -> dict[str, list[Place]]:
+    """The chunks of each tensor of a file or a directory; reads headers only.
+
+    Reads the files that the index of a directory names, or all files without an index.
+
+    Raises:
+        DamagedCheckpointError: A header is damaged; files lack tensors of the index, or it names files elsewhere.
+        OSError: A file cannot be read.
+    """
+    index = find_weight_map(path)
+    weight_map = None if index is None else read_weight_map(index)
+    names = {file.name for file in safetensors_paths(path)} if weight_map is None else set(weight_map.values())
+    directory = path if path.is_dir() else path.parent
+    found: dict[str, list[Place]] = {}
+    for name in sorted(names):
+        for fqn, entry in read_header(directory / name).items():
+            if entry.dtype not in ITEM_BYTES:
+                raise DamagedCheckpointError(
+                    f"{directory / name}: {fqn} is {entry.dtype}, which torch has no dtype for"
+                )
+            if weight_map is None or weight_map.get(fqn) == name:
+                stored = StoredTensor(entry.dtype, entry.sizes, row_major_strides(entry.sizes), entry.begin)
+                record = Record(name, entry.begin, entry.num_bytes, stored)
+                found.setdefault(fqn, []).append((entry.offsets, record))
+    for fqn, places in found.items():
+        kinds = {(record.tensor.dtype, len(offsets)) for offsets, record in places if record.tensor is not None}
+        if len(kinds) > 1:
+            raise DamagedCheckpointError(f"{path}: the chunks of {fqn} are of several dtypes, or of other dims")
+    lost = sorted((weight_map or {}).keys() - found.keys())
+    if lost:
+        raise DamagedCheckpointError(
+            f"{path}: {len(lost)} tensor(s) of its index are not in their files, for example {lost[0]}"
+        )
+    return found
+
+
+def index_of(weight_map: Mapping[str, str], num_bytes: int) -> bytes:
+    """The index of a directory, from the file of each tensor and the bytes of all."""
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+    return json.dumps(index, indent=2).encode()
+
+
+@dataclass(frozen=True)
+class NewSafetensors:
+    """A file that is to be written.
+
+    Attributes:
+        header: The first bytes of the file.
+        offsets: First byte of each tensor in the file; tensors lie in this order, without gaps.
+    """
+
+    header: bytes
+    offsets: dict[str, int]
+    num_bytes: int
+
+
+def lay_out(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> NewSafetensors:
+    """A file for tensors of these dtypes and shapes. Larger elements come first, so that all are aligned."""
+    by_size = sorted(tensors, key=lambda fqn: (-ITEM_BYTES[tensors[fqn][0]], fqn))
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begins: dict[str, int] = {}
+    end = 0
+    for fqn in by_size:
+        dtype, sizes = tensors[fqn]
+        begins[fqn], end = end, end + num_bytes_of(dtype, sizes)
+        entries[fqn] = {"dtype": NAME_OF_DTYPE[dtype], "shape": list(sizes), "data_offsets": [begins[fqn], end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    header = len(text).to_bytes(8, "little") + text
+    return NewSafetensors(header, {fqn: start + begin for fqn, begin in begins.items()}, start + end)
 
 
 def _numbers(directory: Path, places: Mapping[str, tuple[str, SafetensorsEntry]]) -> dict[str, Scalar]:

@@ -15,13 +15,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from torchtitan_ext.errors import DamagedCheckpointError
-from torchtitan_ext.storage.checkpoint_files import StoredTensor
+from torchtitan_ext.storage.checkpoint_files import StoredTensor, find_stock_tensors
 from torchtitan_ext.storage.commit.opened import OpenedCheckpoint
 from torchtitan_ext.storage.element_types import ITEM_BYTES
 from torchtitan_ext.storage.formats.archives import BAD_ARCHIVE, read_entry
 from torchtitan_ext.storage.formats.contents import Scalar
 from torchtitan_ext.storage.metadata.saved_metadata import SavedMetadata
-from torchtitan_ext.storage.native.stock_records import find_stock_tensors
 
 # A record of torch.save with one value in it has some 1,300 bytes; a longer text is nothing for a table.
 _MAX_RECORD_BYTES = 1 << 14

@@ -13,12 +13,13 @@ from torchtitan_ext.storage.commit.commit import NOT_SUPPORTED
 from torchtitan_ext.storage.commit.leftovers import checkpoint_names
 from torchtitan_ext.storage.commit.staged_target import take_place
 from torchtitan_ext.storage.formats.safetensors_files import (
+    INDEX_NAME,
     INDEX_SUFFIX,
     SafetensorsEntry,
+    index_of,
     read_header,
     safetensors_paths,
 )
-from torchtitan_ext.storage.formats.safetensors_places import INDEX_NAME, index_of
 
 
 def refuse_irreplaceable(directory: Path) -> None:

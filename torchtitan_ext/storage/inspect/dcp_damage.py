@@ -16,7 +16,13 @@ from typing import BinaryIO, cast
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError
-from torchtitan_ext.storage.checkpoint_files import index_path, metadata_path, shown, thread_count_of
+from torchtitan_ext.storage.checkpoint_files import (
+    find_stock_tensors,
+    index_path,
+    metadata_path,
+    shown,
+    thread_count_of,
+)
 from torchtitan_ext.storage.commit.leftovers import checkpoint_names
 from torchtitan_ext.storage.commit.opened import Footers, OpenedCheckpoint
 from torchtitan_ext.storage.damage import defect_text, describe_damage, shape_defect
@@ -30,7 +36,6 @@ from torchtitan_ext.storage.metadata.saved_metadata import (
     ranks_with_metadata,
     read_saved_metadata,
 )
-from torchtitan_ext.storage.native.stock_records import find_stock_tensors
 from torchtitan_ext.storage.progress import OnBytes
 
 # Bytes read at a time: a multiple of the blocks that have checksums.

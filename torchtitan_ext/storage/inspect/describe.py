@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
-from torchtitan_ext.storage.formats.contents import Contents
+from torchtitan_ext import _core
+from torchtitan_ext.errors import DamagedCheckpointError, UnknownFormatError
+from torchtitan_ext.storage.commit.opened import OpenedCheckpoint
+from torchtitan_ext.storage.commit.steps import step_of
+from torchtitan_ext.storage.formats.contents import ContentChunk, ContentFile, ContentKey, Contents, bytes_of, size_of
 from torchtitan_ext.storage.formats.detect import format_of
 from torchtitan_ext.storage.formats.safetensors_files import describe_safetensors
-from torchtitan_ext.storage.inspect.dcp_contents import describe_dcp
+from torchtitan_ext.storage.formats.scalars import read_scalars
+from torchtitan_ext.storage.metadata.saved_metadata import SavedMetadata, ranks_with_metadata, read_saved_metadata
 
 
 def describe(path: str | os.PathLike[str], *, rank: int | None = None, unsafe_unpickle: bool = False) -> Contents:
@@ -27,9 +33,72 @@ def describe(path: str | os.PathLike[str], *, rank: int | None = None, unsafe_un
     place = Path(path)
     found = format_of(place)
     if found == "dcp":
-        return describe_dcp(place, rank)
+        return _describe_dcp(place, rank)
     if found == "safetensors":
         return describe_safetensors(place)
     torch_files = importlib.import_module("torchtitan_ext.storage.formats.torch_files")
     contents: Contents = torch_files.describe_torch(place, unsafe_unpickle=unsafe_unpickle)
     return contents
+
+
+def _describe_dcp(path: Path, rank: int | None) -> Contents:
+    """The contents of a DCP checkpoint; arguments and errors as in ``describe``.
+
+    Raises:
+        UnknownFormatError: Each rank has metadata of its own, and ``rank`` names none of them.
+    """
+    try:
+        saved = read_saved_metadata(OpenedCheckpoint(path), rank, verify="none")
+    except FileNotFoundError:
+        ranks = ranks_with_metadata(path)
+        if not ranks or rank in ranks:
+            raise
+        text = f"each rank has metadata of its own ({_listed(ranks)}) and rank {rank} has none: name one of these"
+        raise UnknownFormatError(str(path), text) from None
+    try:
+        keys = [_key(one) for one in saved.columns.describe_keys()]
+        files = [ContentFile(f.path, size_of(path / f.path), f.num_parts) for f in saved.columns.describe_files()]
+    except OverflowError as error:
+        raise DamagedCheckpointError(f"{path}: its records have no end ({error})") from None
+    notes = {} if saved.index is None else saved.index.notes
+    versions = {name: notes[name] for name in ("torchtitan_ext", "torch") if name in notes}
+    world_size, mesh = saved.world
+    return Contents(
+        path,
+        "dcp",
+        keys,
+        files,
+        lambda fqn: _chunks(saved, fqn),
+        lambda keys: read_scalars(path, saved, ((key.fqn, key.dtype is not None) for key in keys)),
+        saved.planner_data if isinstance(saved.planner_data, dict) else {},
+        has_checksums=saved.index is not None,
+        save_id=saved.save_id,
+        step=step_of(path),
+        world_size=world_size,
+        mesh=mesh,
+        versions=versions | ({} if saved.version is None else {"dcp": saved.version}),
+    )
+
+
+def _key(one: _core.KeySummary) -> ContentKey:
+    num_bytes = one.num_bytes
+    if one.dtype is not None and one.sizes is not None:
+        num_bytes = bytes_of(one.dtype, one.sizes, num_bytes)
+    return ContentKey(one.fqn, one.dtype, one.sizes, num_bytes, one.num_chunks)
+
+
+def _chunks(saved: SavedMetadata, fqn: str) -> Sequence[ContentChunk]:
+    number = saved.columns.find_key(fqn)
+    entry = None if number is None else saved.columns.key(number)
+    boxes = [(None, None)] if entry is None else saved.columns.chunk_list(entry.chunk_list)
+    chunks = []
+    for offsets, sizes in boxes:
+        found = saved.columns.find_part(fqn, offsets)
+        part = None if found is None else saved.columns.part(found)
+        place = (None, None, None) if part is None else (part.path, part.offset, part.num_bytes)
+        chunks.append(ContentChunk(offsets, sizes, *place))
+    return chunks
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"

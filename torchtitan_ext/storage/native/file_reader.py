@@ -24,6 +24,7 @@ from torchtitan_ext.storage.checkpoint_files import (
     CheckpointIndex,
     Record,
     StoredTensor,
+    find_stock_tensors,
     index_path,
     is_local,
     metadata_path,
@@ -35,7 +36,6 @@ from torchtitan_ext.storage.commit.opened import Footers, OpenedCheckpoint
 from torchtitan_ext.storage.damage import Part, describe_damage
 from torchtitan_ext.storage.metadata.metadata_file import metadata_of_tables, parse_metadata
 from torchtitan_ext.storage.native.read_batch import ReadBatch
-from torchtitan_ext.storage.native.stock_records import find_stock_tensors
 from torchtitan_ext.storage.progress import progress
 from torchtitan_ext.storage.raw_tensor import DTYPES
 
