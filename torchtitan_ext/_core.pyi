@@ -138,6 +138,15 @@ class Part:
     offset: int
     num_bytes: int
     transforms: list[str] | None
+    def __init__(self, fqn: str, offsets: Sequence[int] | None, path: str, offset: int, num_bytes: int) -> None: ...
+
+class SavedParts:
+    """The parts of a metadata, grouped by file once, at the first use: at a thousand ranks there are millions."""
+
+    def __init__(self, columns: MetadataColumns) -> None: ...
+    def of_file(self, path: str) -> list[Part]: ...
+    def chunk_of(self, part: Part) -> tuple[str, _Sizes] | None:
+        """Dtype and sizes of a part's chunk, as the metadata describes it; ``None`` if it describes no such chunk."""
 
 class KeySummary:
     """A key with the bytes of all its records; dtype and sizes are ``None`` for a value that is no tensor."""
@@ -185,17 +194,10 @@ def leads_outside(path: str) -> bool:
 
 # Pickles of torch.save. Nothing that they name is looked up or run.
 
-class PickledTensor:
-    """A storage, or a tensor in it: the storage's name in the archive and its class, the dtype that an untyped storage
-    holds (of a storage itself: uint8), how many elements it has, or the tensor needs."""
+def find_storages(data: bytes) -> list[tuple[str, int]]:
+    """The name of each storage in the archive, and how many bytes a pickle needs of it; 0 of unknown dtypes.
 
-    storage: str
-    storage_class: str
-    dtype: str
-    num_elements: int
-
-def find_pickled_tensors(data: bytes) -> list[PickledTensor]:
-    """All storages and tensors of a pickle. Raises ValueError if it is damaged or its keys take too long to hash."""
+    Raises ValueError if the pickle is damaged or its keys take too long to hash."""
 
 def check_pickle_keys(data: bytes | memoryview | mmap.mmap, num_pickles: int) -> None:
     """Raises ValueError if keys of dicts, or members of sets, are tuples that take too long to hash: tuples in tuples,
@@ -211,7 +213,11 @@ _Key = tuple[str, Sequence[int] | None, int | None]
 class FormatError(ValueError): ...
 
 class ElementType:
+    item_bytes: int
     def __init__(self, storage_class: str, dtype: str, item_bytes: int) -> None: ...
+
+def element_types() -> dict[str, ElementType]:
+    """The dtypes whose elements are plain memory, by their names in torch."""
 
 class RankFile:
     """The file that one rank wrote: all that the coordinator needs to know of it.
@@ -284,10 +290,7 @@ class RunReader:
     def add_box(
         self,
         file: int,
-        data_offset: int,
-        item_bytes: int,
-        stored_sizes: Sequence[int],
-        stored_strides: Sequence[int],
+        stored: StoredTensor,
         offsets: Sequence[int],
         sizes: Sequence[int],
         address: int,
@@ -333,25 +336,28 @@ def find_footer(path: str, name: str, descriptor: int) -> tuple[RankFile, bytes]
     """The file as an index would name it, without its records, and the save id of its footer; ``None`` where the file
     does not end with a footer."""
 
-class FoundTensor:
-    """A plain tensor in a record of ``torch.save``.
+class StoredTensor:
+    """Where the elements of a tensor lie in a file; without strides row-major. ``data_offset`` is the byte of the file
+    at which element 0 begins, ``dtype`` the name in torch, without the module."""
 
-    ``sizes``, ``strides`` and ``storage_offset`` count elements; the storage is ``data_bytes`` bytes of the file from
-    ``data_offset`` on.
-    """
-
-    storage_class: str
     dtype: str
     sizes: _Sizes
     strides: _Sizes
-    storage_offset: int
+    is_row_major: bool
     data_offset: int
-    data_bytes: int
+    item_bytes: int
+    def __init__(self, dtype: str, sizes: Sequence[int], strides: Sequence[int] | None, data_offset: int) -> None: ...
+
+def plain_tensors(file: RankFile) -> dict[int, StoredTensor]:
+    """The tensors of a rank file that are plain memory, by the offset of their records."""
+
+def elements_needed(sizes: Sequence[int], strides: Sequence[int], storage_offset: int, /) -> int:
+    """How many elements of its storage a tensor needs. An empty one needs none, and may begin behind the end."""
 
 def find_tensors(
     path: str, places: Sequence[tuple[int, int]], num_threads: int, descriptor: int = -1
-) -> list[FoundTensor | None]:
-    """The tensor in each record (offset, bytes); ``None`` for a record of something else."""
+) -> list[StoredTensor | None]:
+    """The plain tensor in each record (offset, bytes); ``None`` for a record of something else."""
 
 # Plans over all ranks: numbers of keys, classes and ranks are positions.
 

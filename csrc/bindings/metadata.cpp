@@ -246,6 +246,31 @@ std::optional<size_t> found(uint32_t number) {
   return number == HashedNumbers::kNone ? std::nullopt : std::optional<size_t>(number);
 }
 
+// SavedParts with the columns that it looks at.
+struct PartsOfFiles {
+  explicit PartsOfFiles(const MetadataColumns& columns) : columns(columns), parts(columns) {}
+
+  std::vector<Part> of_file(const py::str& path) {
+    std::vector<Part> found;
+    for (const uint32_t number : parts.of_file(to_utf8(path))) found.push_back(part_at(columns, number));
+    return found;
+  }
+
+  std::optional<std::pair<py::str, py::tuple>> chunk_of(const Part& part) {
+    const uint32_t number = columns.find_key(to_utf8(part.fqn));
+    if (number == HashedNumbers::kNone || part.offsets.is_none() || !columns.keys()[number].is_tensor) {
+      return std::nullopt;
+    }
+    const SavedKey& key = columns.keys()[number];
+    const uint32_t sizes = parts.sizes_of_chunk(key, columns.sizes.find(part.offsets.cast<Sizes>()));
+    if (sizes == SavedPart::kNone) return std::nullopt;
+    return std::pair(to_str(columns.names[key.dtype]), to_tuple(columns.sizes[sizes]));
+  }
+
+  const MetadataColumns& columns;
+  SavedParts parts;
+};
+
 // ---- files ----
 ParsedMetadata read_metadata_pickle(const py::bytes& data) {
   const std::string_view view(data);
@@ -333,6 +358,11 @@ void define_rows(py::module_& module) {
       .def_readonly("pin_memory", &TensorKey::pin_memory)
       .def_readonly("chunk_list", &TensorKey::chunk_list);
   py::class_<Part>(module, "Part")
+      .def(py::init([](py::str fqn, py::object offsets, py::str path, int64_t offset, int64_t num_bytes) {
+             return Part{std::move(fqn), std::move(offsets), py::none(), std::move(path),
+                         offset,         num_bytes,          py::none()};
+           }),
+           py::arg("fqn"), py::arg("offsets"), py::arg("path"), py::arg("offset"), py::arg("num_bytes"))
       .def_readonly("fqn", &Part::fqn)
       .def_readonly("offsets", &Part::offsets)
       .def_readonly("index", &Part::index)
@@ -398,6 +428,10 @@ void define_metadata(py::module_& module) {
       .def("pickle_bytes", &pickle_bytes, py::arg("planner_data"), py::arg("storage_meta"), py::arg("version"),
            py::arg("files"))
       .def("to_tables", &write_tables, py::arg("planner_data"), py::arg("storage_meta"), py::arg("version"));
+  py::class_<PartsOfFiles>(module, "SavedParts")
+      .def(py::init<const MetadataColumns&>(), py::arg("columns"), py::keep_alive<1, 2>())
+      .def("of_file", &PartsOfFiles::of_file, py::arg("path"))
+      .def("chunk_of", &PartsOfFiles::chunk_of, py::arg("part"));
   module.def("read_metadata_pickle", &read_metadata_pickle, py::arg("data"));
   module.def("read_metadata_tables", &read_tables, py::arg("data"), py::arg("where"));
   module.def("leads_outside", &leads_outside, py::arg("path"));

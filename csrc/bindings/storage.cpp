@@ -9,11 +9,13 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <unordered_map>
 #include <vector>
 
 #include "bindings/convert.h"
 #include "core/torch_pickle.h"
 #include "storage/digest.h"
+#include "storage/element_types.h"
 #include "storage/errors.h"
 #include "storage/file.h"
 #include "storage/footer.h"
@@ -60,7 +62,13 @@ SavedRecord to_record(const Key& key, std::string dtype, Sizes sizes) {
 void define_writer(py::module_& module) {
   py::class_<ElementType>(module, "ElementType")
       .def(py::init<std::string, std::string, int64_t>(), py::arg("storage_class"), py::arg("dtype"),
-           py::arg("item_bytes"));
+           py::arg("item_bytes"))
+      .def_readonly("item_bytes", &ElementType::item_bytes);
+  module.def("element_types", [] {
+    py::dict types;
+    for (const auto& [dtype, type] : element_types()) types[py::str(dtype)] = type;
+    return types;
+  });
   py::class_<RecordWriter>(module, "RecordWriter")
       .def(py::init([](std::string path, uint32_t block_bytes, int num_threads, bool sync) {
              TTE_CHECK(block_bytes > 0 && num_threads > 0, path, "got blocks of ", block_bytes, " bytes and ",
@@ -187,15 +195,14 @@ std::optional<std::pair<SavedFile, py::bytes>> find_footer_py(const std::string&
       to_bytes(found->footer.save_id));
 }
 
-void add_box(RunReader& reader, int64_t file, int64_t data_offset, int64_t item_bytes, const Sizes& stored_sizes,
-             const Sizes& stored_strides, const Sizes& offsets, const Sizes& sizes, uintptr_t address,
-             const Sizes& strides) {
+void add_box(RunReader& reader, int64_t file, const PlainTensor& stored, const Sizes& offsets, const Sizes& sizes,
+             uintptr_t address, const Sizes& strides) {
   const size_t num_dims = sizes.size();
-  TTE_CHECK(stored_sizes.size() == num_dims && stored_strides.size() == num_dims && offsets.size() == num_dims &&
-                strides.size() == num_dims,
-            "add_box", "got ", stored_sizes.size(), " stored dims, ", offsets.size(), " offsets, ", num_dims,
-            " sizes and ", strides.size(), " strides");
-  reader.add_box(file, {data_offset, item_bytes, stored_sizes, stored_strides, offsets, sizes, address, strides});
+  TTE_CHECK(stored.sizes.size() == num_dims && offsets.size() == num_dims && strides.size() == num_dims, "add_box",
+            "got ", stored.sizes.size(), " stored dims, ", offsets.size(), " offsets, ", num_dims, " sizes and ",
+            strides.size(), " strides");
+  reader.add_box(
+      file, {stored.data_offset, stored.item_bytes, stored.sizes, stored.strides, offsets, sizes, address, strides});
 }
 
 std::vector<DamagedBlock> read_py(RunReader& reader, int num_threads, const std::string& verify) {
@@ -256,10 +263,29 @@ class RecordFile {
   std::string head_, tail_, other_;
 };
 
-// Tensors, whose data_offset counts from the beginning of the file.
-std::vector<std::optional<StoredTensor>> find_tensors(const std::string& path,
-                                                      const std::vector<std::tuple<int64_t, int64_t>>& places,
-                                                      int num_threads, int descriptor) {
+PlainTensor make_tensor(std::string dtype, Sizes sizes, std::optional<Sizes> strides, int64_t data_offset) {
+  const ElementType* const type = find_element_type(dtype);
+  TTE_CHECK(type != nullptr, dtype, "is no dtype of plain memory");
+  TTE_CHECK(!strides || strides->size() == sizes.size(), dtype, "has other strides than sizes");
+  if (!strides) strides = row_major_strides(sizes);
+  return {std::move(dtype), std::move(sizes), std::move(*strides), data_offset, type->item_bytes};
+}
+
+// The plain tensors in a rank file, by the offset of their records.
+std::map<int64_t, PlainTensor> plain_tensors(const SavedFile& file) {
+  std::map<int64_t, PlainTensor> tensors;
+  parse_records(file.records, file.footer_offset, file.name, [&](const SavedRecord& one) {
+    if (find_element_type(one.dtype) != nullptr) {
+      tensors.insert_or_assign(one.offset, make_tensor(one.dtype, one.sizes, std::nullopt, one.data_offset));
+    }
+  });
+  return tensors;
+}
+
+// The tensors in some records of a file.
+std::vector<std::optional<PlainTensor>> find_tensors(const std::string& path,
+                                                     const std::vector<std::tuple<int64_t, int64_t>>& places,
+                                                     int num_threads, int descriptor) {
   std::vector<std::optional<StoredTensor>> found(places.size());
   const File file = File::open(path, descriptor);
   const int64_t file_bytes = file.num_bytes();
@@ -274,18 +300,43 @@ std::vector<std::optional<StoredTensor>> find_tensors(const std::string& path,
                          core::concat(path, ", record at byte ", offset));
     if (tensor) tensor->data_offset += offset;
   });
-  return found;
+  std::vector<std::optional<PlainTensor>> tensors(places.size());
+  for (size_t item = 0; item < places.size(); ++item) {
+    if (!found[item]) continue;
+    tensors[item] = plain_tensor(*found[item], core::concat(path, ": record at byte ", std::get<0>(places[item])));
+  }
+  return tensors;
+}
+
+// The storages of a pickle of torch.save by their names in the archive, and how many bytes it needs of each. The item sizes of
+// dtypes that are no plain memory, such as quantised ones, are not known: 0.
+std::vector<std::pair<std::string, int64_t>> find_storages(const std::string& data) {
+  std::vector<std::pair<std::string, int64_t>> needed;
+  std::unordered_map<std::string, size_t> position;
+  for (const core::PickledTensor& tensor : core::find_pickled_tensors(data)) {
+    const auto [at, is_new] = position.try_emplace(tensor.storage, needed.size());
+    if (is_new) needed.emplace_back(tensor.storage, 0);
+    int64_t& num_bytes = needed[at->second].second;
+    const ElementType* const type = find_element_type(dtype_of(tensor.storage_class, tensor.dtype));
+    if (type != nullptr) num_bytes = std::max(num_bytes, capped_mul(type->item_bytes, tensor.num_elements));
+  }
+  return needed;
 }
 
 void define_tensors(py::module_& module) {
-  py::class_<StoredTensor>(module, "FoundTensor")
-      .def_property_readonly("storage_class", [](const StoredTensor& self) { return self.type.storage_class; })
-      .def_property_readonly("dtype", [](const StoredTensor& self) { return self.type.dtype; })
-      .def_property_readonly("sizes", [](const StoredTensor& self) { return to_tuple(self.sizes); })
-      .def_property_readonly("strides", [](const StoredTensor& self) { return to_tuple(self.strides); })
-      .def_readonly("storage_offset", &StoredTensor::storage_offset)
-      .def_readonly("data_offset", &StoredTensor::data_offset)
-      .def_readonly("data_bytes", &StoredTensor::data_bytes);
+  py::class_<PlainTensor>(module, "StoredTensor")
+      .def(py::init(&make_tensor), py::arg("dtype"), py::arg("sizes"), py::arg("strides"), py::arg("data_offset"))
+      .def_readonly("dtype", &PlainTensor::dtype)
+      .def_property_readonly("sizes", [](const PlainTensor& self) { return to_tuple(self.sizes); })
+      .def_property_readonly("strides", [](const PlainTensor& self) { return to_tuple(self.strides); })
+      .def_property_readonly("is_row_major",
+                             [](const PlainTensor& self) { return self.strides == row_major_strides(self.sizes); })
+      .def_readonly("data_offset", &PlainTensor::data_offset)
+      .def_readonly("item_bytes", &PlainTensor::item_bytes);
+  module.def("plain_tensors", &plain_tensors, py::arg("file"));
+  module.def("elements_needed", [](const Sizes& sizes, const Sizes& strides, int64_t storage_offset) {
+    return elements_needed(sizes, strides, storage_offset);
+  });
   module.def("find_tensors", &find_tensors, py::arg("path"), py::arg("places"), py::arg("num_threads"),
              py::arg("descriptor") = -1, Unlocked());
 }
@@ -333,12 +384,7 @@ void define_storage(py::module_& module) {
   });
   module.def("encode_index", &encode_index_py, py::arg("save_id"), py::arg("metadata_bytes"),
              py::arg("metadata_digest"), py::arg("notes"), py::arg("files"), py::arg("tables") = py::bytes());
-  py::class_<core::PickledTensor>(module, "PickledTensor")
-      .def_readonly("storage", &core::PickledTensor::storage)
-      .def_readonly("storage_class", &core::PickledTensor::storage_class)
-      .def_readonly("dtype", &core::PickledTensor::dtype)
-      .def_readonly("num_elements", &core::PickledTensor::num_elements);
-  module.def("find_pickled_tensors", &core::find_pickled_tensors, py::arg("data"), Unlocked());
+  module.def("find_storages", &find_storages, py::arg("data"), Unlocked());
   module.def(
       "check_pickle_keys",
       [](const py::buffer& data, int num_pickles) {

@@ -146,4 +146,28 @@ std::vector<UncoveredKey> find_uncovered(const MetadataColumns& columns) {
   return found;
 }
 
+const std::vector<uint32_t>& SavedParts::of_file(std::string_view path) {
+  static const std::vector<uint32_t> kNoParts;
+  if (!is_grouped_) {
+    of_path_.resize(columns_.names.size());
+    for (size_t number = 0; number < columns_.parts().size(); ++number) {
+      of_path_[columns_.parts()[number].path].push_back(static_cast<uint32_t>(number));
+    }
+    is_grouped_ = true;
+  }
+  const std::optional<uint32_t> name = columns_.names.find(path);
+  return name && *name < of_path_.size() ? of_path_[*name] : kNoParts;
+}
+
+uint32_t SavedParts::sizes_of_chunk(const SavedKey& tensor, uint32_t offsets) {
+  const auto [list, is_new] = of_lists_.try_emplace(tensor.chunk_list);
+  if (is_new) {
+    for (const SavedChunk& chunk : columns_.chunk_lists()[tensor.chunk_list]) {
+      list->second.insert_or_assign(chunk.offsets, chunk.sizes);
+    }
+  }
+  const auto found = list->second.find(offsets);
+  return found == list->second.end() ? SavedPart::kNone : found->second;
+}
+
 }  // namespace torchtitan_ext::core

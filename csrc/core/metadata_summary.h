@@ -4,6 +4,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string_view>
+#include <unordered_map>
 #include <vector>
 
 #include "core/cover.h"
@@ -27,6 +29,24 @@ struct FileSum {
 
 // In the order in which the parts first name the files.
 std::vector<FileSum> sum_parts_by_file(const MetadataColumns& columns);
+
+// The parts of each file, and the chunks that the metadata describes; each is looked up once, at the first use. The
+// columns must stay as they are.
+class SavedParts {
+ public:
+  explicit SavedParts(const MetadataColumns& columns) : columns_(columns) {}
+
+  // Positions in columns.parts(), in their order.
+  const std::vector<uint32_t>& of_file(std::string_view path);
+  // A number in columns.sizes; SavedPart::kNone where the tensor's list has no chunk at these offsets.
+  uint32_t sizes_of_chunk(const SavedKey& tensor, uint32_t offsets);
+
+ private:
+  const MetadataColumns& columns_;
+  bool is_grouped_ = false;
+  std::vector<std::vector<uint32_t>> of_path_;                                     // by the number of the name
+  std::unordered_map<uint32_t, std::unordered_map<uint32_t, uint32_t>> of_lists_;  // sizes by offsets
+};
 
 // A chunk, or a value that is no tensor, that has no part.
 struct UnplacedChunk {

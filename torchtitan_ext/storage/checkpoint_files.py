@@ -17,7 +17,6 @@ from typing import TypeGuard
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError
-from torchtitan_ext.storage.element_types import ITEM_BYTES, dtype_name_of, elements_needed
 
 DATA_SUFFIX = ".distcp"
 
@@ -26,21 +25,6 @@ _SAVE_ID = re.compile("[0-9a-f]{32}")
 
 NO_METADATA = -1
 """The size of ``.metadata`` in an index whose tables replace that file."""
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """Where the elements of a tensor lie in a file.
-
-    Attributes:
-        dtype: The name in torch, without the module.
-        data_offset: Byte of the file at which element 0 begins.
-    """
-
-    dtype: str
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    data_offset: int
 
 
 @dataclass(frozen=True)
@@ -56,7 +40,7 @@ class Record:
     file: str
     offset: int
     num_bytes: int
-    tensor: StoredTensor | None
+    tensor: _core.StoredTensor | None
 
 
 class CheckpointIndex:
@@ -73,16 +57,12 @@ class CheckpointIndex:
         self.files = {file.name: file for file in index.files}
         self.tables = index.tables
         self.notes = index.notes
-        self._tensors: dict[str, dict[int, StoredTensor]] = {}
+        self._tensors: dict[str, dict[int, _core.StoredTensor]] = {}
 
-    def tensors(self, name: str) -> dict[int, StoredTensor]:
+    def tensors(self, name: str) -> dict[int, _core.StoredTensor]:
         """The plain tensors of known dtypes in a file, by the offset of their records."""
         if name not in self._tensors:
-            self._tensors[name] = {
-                one.offset: StoredTensor(one.dtype, one.sizes, row_major_strides(one.sizes), one.data_offset)
-                for one in _core.parse_records(self.files[name])
-                if one.dtype in ITEM_BYTES
-            }
+            self._tensors[name] = _core.plain_tensors(self.files[name])
         return self._tensors[name]
 
 
@@ -181,7 +161,7 @@ def parse_index(
 
 def find_stock_tensors(
     path: Path, places: Mapping[int, int], num_threads: int, descriptor: int = -1
-) -> dict[int, StoredTensor | None]:
+) -> dict[int, _core.StoredTensor | None]:
     """The plain tensor in each of some records; ``None`` for records that only ``torch.load`` understands.
 
     Args:
@@ -197,20 +177,7 @@ def find_stock_tensors(
         found = _core.find_tensors(shown(path), list(places.items()), num_threads, descriptor)
     except _core.FormatError as error:
         raise DamagedCheckpointError(str(error)) from None
-    tensors: dict[int, StoredTensor | None] = {}
-    for offset, one in zip(places, found, strict=True):
-        dtype = None if one is None else dtype_name_of(one.storage_class, one.dtype)
-        if one is None or dtype is None:
-            tensors[offset] = None
-            continue
-        sizes, strides, item_bytes = one.sizes, one.strides, ITEM_BYTES[dtype]
-        num_bytes = elements_needed(sizes, strides, one.storage_offset) * item_bytes
-        if num_bytes > one.data_bytes:
-            raise DamagedCheckpointError(
-                f"{path}: record at byte {offset}: the tensor needs {num_bytes} bytes, its storage has {one.data_bytes}"
-            )
-        tensors[offset] = StoredTensor(dtype, sizes, strides, one.data_offset + one.storage_offset * item_bytes)
-    return tensors
+    return dict(zip(places, found, strict=True))
 
 
 def data_file_bytes(directory: Path) -> dict[str, int]:
@@ -254,15 +221,6 @@ def sync_directory(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def row_major_strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    strides = []
-    stride = 1
-    for size in reversed(sizes):
-        strides.append(stride)
-        stride *= size
-    return tuple(reversed(strides))
 
 
 # More threads do not write one file faster: the file system lets in one writer at a time.

@@ -4,30 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import named
-from torchtitan_ext.storage.checkpoint_files import CheckpointIndex, StoredTensor
-from torchtitan_ext.storage.element_types import ITEM_BYTES
+from torchtitan_ext.storage.checkpoint_files import CheckpointIndex
 
 _MAX_NAMED = 4
-
-
-class Part(NamedTuple):
-    """A record: its key, the offsets of its chunk (``None`` for a value), its file, and its bytes in that file."""
-
-    fqn: str
-    offsets: Sequence[int] | None
-    path: str
-    offset: int
-    num_bytes: int
 
 
 def describe_damage(
     directory: Path,
     blocks: Sequence[tuple[str, int, int]],
-    parts: Iterable[Part | _core.Part],
+    parts: Iterable[_core.Part],
     index: CheckpointIndex | None,
 ) -> str:
     """One sentence about blocks (file, first byte, one past the last byte) that do not match their checksums."""
@@ -43,7 +31,7 @@ def describe_damage(
     return f"{directory / name}: bytes {begin} to {end}{others} do not match their checksum; in them lie {lie}"
 
 
-def shape_defect(stored: StoredTensor, dtype: str, sizes: Sequence[int]) -> str | None:
+def shape_defect(stored: _core.StoredTensor, dtype: str, sizes: Sequence[int]) -> str | None:
     """How the tensor in a file differs from the dtype and sizes in the metadata; ``None`` if it does not."""
     if (stored.dtype, tuple(stored.sizes)) == (dtype, tuple(sizes)):
         return None
@@ -62,13 +50,13 @@ def defect_text(kind: str, where: Sequence[int]) -> str:
     return f"{text} {list(where)}"
 
 
-def _rows(part: Part | _core.Part, begin: int, end: int, index: CheckpointIndex | None) -> str:
+def _rows(part: _core.Part, begin: int, end: int, index: CheckpointIndex | None) -> str:
     """``w[128:160]``: the rows of a key between two bytes of its file."""
     is_indexed = index is not None and part.path in index.files
     stored = index.tensors(part.path).get(part.offset) if index is not None and is_indexed else None
     if stored is None or not stored.sizes or 0 in stored.sizes:
         return part.fqn
-    row_bytes = stored.strides[0] * ITEM_BYTES[stored.dtype]
+    row_bytes = stored.strides[0] * stored.item_bytes
     first = max(0, (begin - stored.data_offset) // row_bytes)
     last = min(stored.sizes[0], -(-(end - stored.data_offset) // row_bytes))
     start = part.offsets[0] if part.offsets else 0

@@ -16,8 +16,8 @@ from limits import in_limits
 from states import mixed_state
 from torch.utils.serialization import config
 
+from torchtitan_ext import _core
 from torchtitan_ext.offline.sources import open_source
-from torchtitan_ext.storage.formats.archives import find_storages
 from torchtitan_ext.storage.formats.torch_files import describe_torch
 from torchtitan_ext.storage.inspect.verify import verify
 
@@ -165,7 +165,8 @@ def test_pickles_of_every_protocol_are_followed_to_their_end(protocol: int) -> N
     texts = ["", "\u00fc\n'", "x" * 300, b"abc", bytearray(b"abc")]
     held = [{(1, 2): [3, {4, 5}]}, frozenset([(6, 7)]), Counter("ab"), Decimal(1), datetime(2026, 1, 1), slice(1, 2)]
     for value in (*numbers, *texts, *held, [numbers, texts, held, held]):
-        assert find_storages(pickle.dumps(value, protocol)) == {}  # an operation that is not known would be an error
+        # An operation that is not known would be an error.
+        assert _core.find_storages(pickle.dumps(value, protocol)) == []
 
 
 def test_entries_that_the_archive_has_no_room_for_are_damage(tmp_path: Path) -> None:

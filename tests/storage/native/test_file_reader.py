@@ -194,14 +194,11 @@ def test_records_above_4_gib(tmp_path: Path) -> None:
     length = (tmp_path / "file").stat().st_size
     (found,) = _core.find_tensors(path, [(0, length)], 1)
     assert found is not None
-    sizes, data_offset = found.sizes, found.data_offset
-    assert (found.storage_class, sizes, found.data_bytes) == ("ByteStorage", (num_rows, 4096), num_rows * 4096)
+    assert (found.dtype, found.sizes, found.strides) == ("uint8", (num_rows, 4096), (4096, 1))
     last = torch.zeros(4096, dtype=torch.uint8)
     reader = _core.RunReader()
-    reader.add_box(
-        reader.add_file(path, length), data_offset, 1, sizes, (4096, 1), (num_rows - 1, 0), (1, 4096), last.data_ptr(),
-        (4096, 1),
-    )  # fmt: skip
+    file = reader.add_file(path, length)
+    reader.add_box(file, found, (num_rows - 1, 0), (1, 4096), last.data_ptr(), (4096, 1))
     reader.read(1, "none")
     assert torch.equal(last, torch.arange(256).to(torch.uint8).repeat(16))
     # torch reads the same archive.

@@ -183,9 +183,8 @@ def test_tensors_of_other_devices_pass_through_a_buffer(tmp_path: Path, buffer_b
     file = reader.add_checked_file(path, written.num_bytes, written.footer_offset, written.footer_digest, bytes(16))
     targets = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in staged.items()}
     for one in _core.parse_records(written):
-        target, sizes = targets[one.fqn], one.sizes
-        zero = (0,) * len(sizes)
-        strides = target.stride()
-        reader.add_box(file, one.data_offset, target.itemsize, sizes, strides, zero, sizes, target.data_ptr(), strides)
+        target, zero = targets[one.fqn], (0,) * len(one.sizes)
+        stored = _core.StoredTensor(one.dtype, one.sizes, target.stride(), one.data_offset)
+        reader.add_box(file, stored, zero, one.sizes, target.data_ptr(), target.stride())
     assert reader.read(2, "all") == []
     assert differences(targets, staged) == []

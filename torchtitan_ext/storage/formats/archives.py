@@ -17,7 +17,6 @@ from typing import BinaryIO
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError
-from torchtitan_ext.storage.element_types import ITEM_BYTES, dtype_name_of
 from torchtitan_ext.storage.progress import OnBytes
 
 _READ_BYTES = 1 << 20
@@ -127,8 +126,8 @@ def archive_damage(stream: BinaryIO, *, is_deep: bool, on_bytes: OnBytes) -> tup
                     _compare(archive, entry, on_bytes)
             if "data.pkl" not in entries:
                 return "the archive has no data.pkl, in which torch.save says what it holds", False
-            found = find_storages(read_entry(stream, entries["data.pkl"]))
-            for storage, num_bytes in found.items():
+            found = _core.find_storages(read_entry(stream, entries["data.pkl"]))
+            for storage, num_bytes in found:
                 data = entries.get(f"data/{storage}")
                 if data is None or data.file_size < num_bytes:
                     there = 0 if data is None else data.file_size
@@ -169,18 +168,3 @@ def _compare(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, on_bytes: OnBytes
             on_bytes(len(part))
     if num_bytes != entry.file_size:
         raise EOFError(f"{entry.filename} ends after {num_bytes} of {entry.file_size} bytes")
-
-
-def find_storages(data: bytes) -> dict[str, int]:
-    """How many bytes a pickle needs of each storage, by the storage's name in the archive.
-
-    Raises:
-        ValueError: The pickle is damaged, or its keys take too long to hash.
-    """
-    needed: dict[str, int] = {}
-    for tensor in _core.find_pickled_tensors(data):
-        dtype = dtype_name_of(tensor.storage_class, tensor.dtype)
-        # The item sizes of other dtypes, such as quantised ones, are not known.
-        num_bytes = 0 if dtype is None else ITEM_BYTES[dtype] * tensor.num_elements
-        needed[tensor.storage] = max(needed.get(tensor.storage, 0), num_bytes)
-    return needed

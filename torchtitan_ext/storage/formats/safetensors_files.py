@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError
-from torchtitan_ext.storage.checkpoint_files import Record, StoredTensor, row_major_strides
+from torchtitan_ext.storage.checkpoint_files import Record
 from torchtitan_ext.storage.commit.steps import step_of
 from torchtitan_ext.storage.element_types import ITEM_BYTES, num_bytes_of
 from torchtitan_ext.storage.formats.contents import ContentChunk, ContentFile, ContentKey, Contents, Scalar, bytes_of
@@ -195,7 +196,7 @@ def find_safetensors(path: Path) -> dict[str, list[Place]]:
                     f"{directory / name}: {fqn} is {entry.dtype}, which torch has no dtype for"
                 )
             if weight_map is None or weight_map.get(fqn) == name:
-                stored = StoredTensor(entry.dtype, entry.sizes, row_major_strides(entry.sizes), entry.begin)
+                stored = _core.StoredTensor(entry.dtype, entry.sizes, None, entry.begin)
                 record = Record(name, entry.begin, entry.num_bytes, stored)
                 found.setdefault(fqn, []).append((entry.offsets, record))
     for fqn, places in found.items():
@@ -253,7 +254,7 @@ def _numbers(directory: Path, places: Mapping[str, tuple[str, SafetensorsEntry]]
     for fqn, (name, entry) in places.items():
         if entry.sizes == () and entry.dtype in ITEM_BYTES:
             with (directory / name).open("rb") as file:
-                numbers |= read_number(file.fileno(), fqn, StoredTensor(entry.dtype, (), (), entry.begin))
+                numbers |= read_number(file.fileno(), fqn, _core.StoredTensor(entry.dtype, (), (), entry.begin))
     return numbers
 
 

@@ -14,10 +14,10 @@ import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError
-from torchtitan_ext.storage.checkpoint_files import StoredTensor, find_stock_tensors
+from torchtitan_ext.storage.checkpoint_files import find_stock_tensors
 from torchtitan_ext.storage.commit.opened import OpenedCheckpoint
-from torchtitan_ext.storage.element_types import ITEM_BYTES
 from torchtitan_ext.storage.formats.archives import BAD_ARCHIVE, read_entry
 from torchtitan_ext.storage.formats.contents import Scalar
 from torchtitan_ext.storage.metadata.saved_metadata import SavedMetadata
@@ -97,10 +97,10 @@ def plain_value_of(pickled: bytes) -> Scalar:
     return value
 
 
-def read_number(descriptor: int, fqn: str, stored: StoredTensor) -> dict[str, Scalar]:
+def read_number(descriptor: int, fqn: str, stored: _core.StoredTensor) -> dict[str, Scalar]:
     """The element of a tensor without dims, by its name; empty if it cannot be read."""
-    data = os.pread(descriptor, ITEM_BYTES[stored.dtype], stored.data_offset)
-    number = number_of(data, stored.dtype) if len(data) == ITEM_BYTES[stored.dtype] else None
+    data = os.pread(descriptor, stored.item_bytes, stored.data_offset)
+    number = number_of(data, stored.dtype) if len(data) == stored.item_bytes else None
     return {} if number is None else {fqn: number}
 
 
@@ -137,7 +137,7 @@ def read_scalars(path: Path, saved: SavedMetadata, keys: Iterable[tuple[str, boo
 
 def _stored(
     path: Path, saved: SavedMetadata, name: str, tensors: dict[int, int], descriptor: int
-) -> dict[int, StoredTensor | None]:
+) -> dict[int, _core.StoredTensor | None]:
     """The tensors in a file, by the offsets of their records."""
     known = {} if saved.index is None or name not in saved.index.files else saved.index.tensors(name)
     unknown = {offset: size for offset, size in tensors.items() if offset not in known}

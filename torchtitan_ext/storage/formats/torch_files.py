@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError, UnsafePickleError
 from torchtitan_ext.state.nested import FlatStateDict, flatten_state_dict
 from torchtitan_ext.state.plain_value import NotPlainError, read_value
-from torchtitan_ext.storage.checkpoint_files import Record, StoredTensor
+from torchtitan_ext.storage.checkpoint_files import Record
 from torchtitan_ext.storage.commit.steps import step_of
-from torchtitan_ext.storage.element_types import ITEM_BYTES, elements_needed
+from torchtitan_ext.storage.element_types import ITEM_BYTES
 from torchtitan_ext.storage.formats.archives import find_entries
 from torchtitan_ext.storage.formats.contents import ContentChunk, ContentFile, ContentKey, Contents, Scalar
 from torchtitan_ext.storage.formats.detect import ZIP_START
@@ -230,7 +231,7 @@ def _scalars(path: Path, values: Mapping[str, Any]) -> dict[str, Scalar]:
                 dtype = dtype_name(value.dtype)
                 if begin is not None and dtype in ITEM_BYTES:
                     offset = begin + int(value.storage_offset()) * ITEM_BYTES[dtype]
-                    found |= read_number(file.fileno(), fqn, StoredTensor(dtype, (), (), offset))
+                    found |= read_number(file.fileno(), fqn, _core.StoredTensor(dtype, (), (), offset))
     return found
 
 
@@ -256,8 +257,8 @@ def _record_of(tensor: torch.Tensor, path: Path, sizes: Mapping[int, int]) -> Re
             f"{path}: a {kind} is no plain memory, which is all that can be read of such files"
         )
     offset = begin + tensor.storage_offset() * tensor.element_size()
-    stored = StoredTensor(NAMES[tensor.dtype], tuple(tensor.shape), tensor.stride(), offset)
-    end = elements_needed(tensor.shape, tensor.stride(), int(tensor.storage_offset())) * tensor.element_size()
+    stored = _core.StoredTensor(NAMES[tensor.dtype], tuple(tensor.shape), tensor.stride(), offset)
+    end = _core.elements_needed(tensor.shape, tensor.stride(), int(tensor.storage_offset())) * tensor.element_size()
     if end > sizes.get(begin, 0):
         raise DamagedCheckpointError(
             f"{path}: a tensor needs {end} bytes of its storage at byte {begin}, which has {sizes.get(begin, 0)}"

@@ -32,7 +32,6 @@ from torchtitan_ext.storage.formats.detect import ZIP_START
 from torchtitan_ext.storage.inspect.verdict import Damage, Verdict, damage_of_error
 from torchtitan_ext.storage.metadata.saved_metadata import (
     SavedMetadata,
-    SavedParts,
     ranks_with_metadata,
     read_saved_metadata,
 )
@@ -113,7 +112,7 @@ class DcpLook:
         yield from metadata_damages
         indexed = {} if saved.index is None else saved.index.files
         self.names |= ends.keys() | indexed.keys()
-        parts = SavedParts(saved.columns)
+        parts = _core.SavedParts(saved.columns)
         footers = Footers(saved.save_id)
         for name in sorted(self.names)[part::num_parts]:
             yield from self._file_damages(saved, footers, parts, name, ends.get(name, 0), indexed.get(name))
@@ -136,7 +135,7 @@ class DcpLook:
         self,
         saved: SavedMetadata,
         footers: Footers,
-        parts: SavedParts,
+        parts: _core.SavedParts,
         name: str,
         num_bytes: int,
         indexed: _core.RankFile | None,
@@ -183,11 +182,11 @@ class DcpLook:
                 yield damage_of_error(name, path, error)
 
     def _block_damages(
-        self, saved: SavedMetadata, parts: SavedParts, runs: _core.RunReader, name: str, num_bytes: int
+        self, saved: SavedMetadata, parts: _core.SavedParts, runs: _core.RunReader, name: str, num_bytes: int
     ) -> Iterator[Damage]:
         """Bytes that do not match our checksums; without an index, tensors that differ from the metadata."""
         damaged = self._damaged_bytes(runs, num_bytes)
-        of_file = list(parts.of_file(name)) if damaged else []
+        of_file = parts.of_file(name) if damaged else []
         for begin, end in damaged:
             what = describe_damage(self._files.directory, [(name, begin, end)], of_file, saved.index)
             yield Damage(name, what, "checksum")
@@ -208,7 +207,7 @@ class DcpLook:
             self._on_bytes(count)
         return ranges
 
-    def _record_damages(self, name: str, descriptor: int, parts: SavedParts) -> Iterator[Damage]:
+    def _record_damages(self, name: str, descriptor: int, parts: _core.SavedParts) -> Iterator[Damage]:
         """Records of torch that do not match their CRCs, or whose tensors differ from the metadata."""
         tensors: list[_core.Part] = []
         for part in parts.of_file(name):
@@ -228,7 +227,7 @@ class DcpLook:
         yield from self._shape_damages(name, descriptor, parts, tensors)
 
     def _shape_damages(
-        self, name: str, descriptor: int, parts: SavedParts, tensors: Sequence[_core.Part]
+        self, name: str, descriptor: int, parts: _core.SavedParts, tensors: Sequence[_core.Part]
     ) -> Iterator[Damage]:
         lengths = {part.offset: part.num_bytes for part in tensors}
         try:

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import os
 import re
-from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -126,36 +124,6 @@ def parse_tables(tables: bytes, files: Iterable[_core.RankFile], path: Path) -> 
     for file in files:
         parsed.columns.add_records(file)
     return parsed
-
-
-class SavedParts:
-    """The parts of a checkpoint, grouped by file once, at the first use: at a thousand ranks there are millions."""
-
-    def __init__(self, columns: _core.MetadataColumns) -> None:
-        self._columns = columns
-        self._sizes: dict[int, dict[tuple[int, ...], tuple[int, ...]]] = {}
-
-    def of_file(self, name: str) -> Iterator[_core.Part]:
-        for number in self._numbers.get(name, ()):
-            yield self._columns.part(number)
-
-    def chunk_of(self, part: _core.Part) -> tuple[str, tuple[int, ...]] | None:
-        """Dtype and sizes of a part's chunk, as the metadata describes it; ``None`` if it describes no such chunk."""
-        number = self._columns.find_key(part.fqn)
-        entry = None if number is None else self._columns.key(number)
-        if entry is None or part.offsets is None:
-            return None
-        if entry.chunk_list not in self._sizes:
-            self._sizes[entry.chunk_list] = dict(self._columns.chunk_list(entry.chunk_list))
-        sizes = self._sizes[entry.chunk_list].get(tuple(part.offsets))
-        return None if sizes is None else (entry.dtype, sizes)
-
-    @cached_property
-    def _numbers(self) -> dict[str, array[int]]:
-        numbers: dict[str, array[int]] = {}
-        for number in range(self._columns.num_parts):
-            numbers.setdefault(self._columns.part(number).path, array("Q")).append(number)
-        return numbers
 
 
 def _of_index_alone(

@@ -23,7 +23,6 @@ from torchtitan_ext.errors import DamagedCheckpointError, SavedOverError
 from torchtitan_ext.storage.checkpoint_files import (
     CheckpointIndex,
     Record,
-    StoredTensor,
     find_stock_tensors,
     index_path,
     is_local,
@@ -33,11 +32,10 @@ from torchtitan_ext.storage.checkpoint_files import (
     thread_count_of,
 )
 from torchtitan_ext.storage.commit.opened import Footers, OpenedCheckpoint
-from torchtitan_ext.storage.damage import Part, describe_damage
+from torchtitan_ext.storage.damage import describe_damage
 from torchtitan_ext.storage.metadata.metadata_file import metadata_of_tables, parse_metadata
 from torchtitan_ext.storage.native.read_batch import ReadBatch
 from torchtitan_ext.storage.progress import progress
-from torchtitan_ext.storage.raw_tensor import DTYPES
 
 Verify = Literal["auto", "all", "none"]
 
@@ -78,7 +76,7 @@ class FileReader(StorageReader):
     _mark: MetadataMark | None
     _index: CheckpointIndex | None
     _footers: Footers
-    _stock_tensors: dict[tuple[str, int], StoredTensor | None]
+    _stock_tensors: dict[tuple[str, int], _core.StoredTensor | None]
 
     def __init__(
         self,
@@ -237,7 +235,7 @@ class FileReader(StorageReader):
         if damaged:
             blocks = [(names[block.file], block.begin, block.end) for block in damaged]
             parts = (
-                Part(place.fqn, place.offset, info.relative_path, info.offset, info.length)
+                _core.Part(place.fqn, place.offset, info.relative_path, info.offset, info.length)
                 for place, info in self.storage_data.items()
             )
             text = describe_damage(self.path, blocks, parts, self._index)
@@ -309,7 +307,7 @@ class FileReader(StorageReader):
             )
         return info
 
-    def _tensors_of(self, name: str, places: Mapping[int, int]) -> dict[int, StoredTensor]:
+    def _tensors_of(self, name: str, places: Mapping[int, int]) -> dict[int, _core.StoredTensor]:
         """The plain tensors among some records of a file, by the records' offsets; ``places`` has their lengths."""
         if self._index is not None and name in self._index.files:
             return self._index.tensors(name)
@@ -322,11 +320,11 @@ class FileReader(StorageReader):
 
 
 def _wanted_bytes(
-    by_file: Mapping[str, Sequence[tuple[ReadItem, Any]]], stored: Mapping[str, Mapping[int, StoredTensor]]
+    by_file: Mapping[str, Sequence[tuple[ReadItem, Any]]], stored: Mapping[str, Mapping[int, _core.StoredTensor]]
 ) -> int:
     num_bytes = 0
     for name, members in by_file.items():
         for item, info in members:
             tensor = stored[name].get(info.offset)
-            num_bytes += info.length if tensor is None else item.lengths.numel() * DTYPES[tensor.dtype].itemsize
+            num_bytes += info.length if tensor is None else item.lengths.numel() * tensor.item_bytes
     return num_bytes

@@ -13,7 +13,6 @@ from torchtitan_ext import _core
 from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError
 from torchtitan_ext.layout.dtensor import box_of, is_wrapper, local_view
 from torchtitan_ext.layout.wrapper import dense_values
-from torchtitan_ext.storage.checkpoint_files import StoredTensor, row_major_strides
 from torchtitan_ext.storage.progress import OnBytes
 from torchtitan_ext.storage.raw_tensor import DTYPES
 
@@ -46,7 +45,7 @@ class ReadBatch:
         self.num_bytes = 0
         """The bytes that ``read`` will read."""
 
-    def add(self, name: str, item: ReadItem, info: Any, stored: StoredTensor | None) -> None:
+    def add(self, name: str, item: ReadItem, info: Any, stored: _core.StoredTensor | None) -> None:
         """Adds an item.
 
         Args:
@@ -154,7 +153,7 @@ Copy = tuple[torch.Tensor, torch.Tensor]
 
 
 def add_box(
-    runs: _core.RunReader, file: int, stored: StoredTensor, offsets: Sequence[int], place: torch.Tensor
+    runs: _core.RunReader, file: int, stored: _core.StoredTensor, offsets: Sequence[int], place: torch.Tensor
 ) -> list[Copy]:
     """Adds the box of a stored tensor at some offsets, of the size of ``place``, to the reads.
 
@@ -173,8 +172,8 @@ def add_box(
             f"a tensor of sizes {list(stored.sizes)} lies at byte {stored.data_offset} of its file, expected one of "
             f"{place.dim()} dims"
         )
-    if stored.strides == row_major_strides(stored.sizes):  # nearly all tensors, perhaps very many
-        _add(runs, file, stored, offsets, place)
+    if stored.is_row_major:  # nearly all tensors, perhaps very many
+        runs.add_box(file, stored, offsets, place.shape, place.data_ptr(), place.stride())
         return []
     copies = []
     for dim, stride in enumerate(stored.strides):
@@ -184,14 +183,9 @@ def add_box(
             place = first
     for begins, sizes in boxes_in_file_order(place.shape, stored.strides):
         part_offsets = [offset + begin for offset, begin in zip(offsets, begins, strict=True)]
-        _add(runs, file, stored, part_offsets, local_view(place, begins, sizes))
+        part = local_view(place, begins, sizes)
+        runs.add_box(file, stored, part_offsets, part.shape, part.data_ptr(), part.stride())
     return copies[::-1]
-
-
-def _add(runs: _core.RunReader, file: int, stored: StoredTensor, offsets: Sequence[int], place: torch.Tensor) -> None:
-    address, item_bytes = place.data_ptr(), place.element_size()
-    sizes, strides = stored.sizes, stored.strides
-    runs.add_box(file, stored.data_offset, item_bytes, sizes, strides, offsets, place.shape, address, place.stride())
 
 
 def boxes_in_file_order(
