@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torchtitan_ext.checkpoint.rules.report import ComponentLine, LoadReport
-from torchtitan_ext.errors import Problem, Remedy, StateRefusedError, refusal
+from torchtitan_ext.errors import Remedy, StateRefusedError, refusal
 
 _OVERRIDES = "torchtitan_ext.integrations.torchtitan"
 _DATALOADER = "dataloader"
@@ -45,7 +45,10 @@ class Options:
 def in_flags(error: StateRefusedError, options: Options, excluded: Sequence[str] = ()) -> StateRefusedError:
     """The same refusal, with torchtitan's flags in place of calls of this package, and the ``excluded`` components."""
     ways = _ways_on(error, options)
-    problems = [_without_calls(problem) if ways else problem for problem in error.problems]
+    problems = [
+        replace(one, advice="") if ways and one.remedy and one.remedy.option != "num_shards" else one
+        for one in error.problems
+    ]
     if error.report is None:
         return refusal(error.operation, problems)
     report = with_excluded(error.report, excluded)
@@ -103,7 +106,3 @@ def _flags(checkpoint: Mapping[str, Any], data: Mapping[str, Any] | None = None)
 def _import(override: str, options: Mapping[str, Any]) -> str:
     target = f"{_OVERRIDES}.{override}"
     return shlex.quote(f"{target}={json.dumps(options)}") if options else target
-
-
-def _without_calls(problem: Problem) -> Problem:
-    return replace(problem, advice="") if problem.remedy and problem.remedy.option != "num_shards" else problem

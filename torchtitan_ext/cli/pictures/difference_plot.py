@@ -41,7 +41,9 @@ def plot_differences(
         axes.set(xlim=(0, sizes[1]), ylim=(sizes[0], 0), facecolor=(0.5, 0.5, 0.5, 0.2))
         axes.spines[:].set_visible(False)
         if num_different:
-            row_edges, col_edges = (_edges(*each) for each in zip(sizes, cell_sizes, strict=True))
+            row_edges, col_edges = (
+                [*range(0, size, cell_size), size] for size, cell_size in zip(sizes, cell_sizes, strict=True)
+            )
             norm = LogNorm(1, max(2, *map(max, counts)))
             shown = [[count or float("nan") for count in row] for row in counts]
             mesh = axes.pcolormesh(col_edges, row_edges, shown, norm=norm, cmap=_ramp())
@@ -53,10 +55,6 @@ def plot_differences(
             _ring(axes, counts, row_edges, col_edges)
         _name_sides(axes, dims)
         set_title(axes, title)
-
-
-def _edges(size: int, cell_size: int) -> list[int]:
-    return [*range(0, size, cell_size), size]
 
 
 def _ramp() -> LinearSegmentedColormap:

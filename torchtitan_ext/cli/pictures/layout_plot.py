@@ -69,13 +69,9 @@ def _draw_boxes(
     ]
     wide = [min(patch.get_width() / per_point[0], patch.get_height() / per_point[1]) for patch in patches]
     faces = colours.to_rgba(np.array([part.ranks[0] for part in parts], dtype=float))
-    widths = [_border_points(points) for points in wide]
+    # A border must not hide its box.
+    widths = [0.6 if points >= 10 else 0.25 if points >= 3 else 0.0 for points in wide]
     axes.add_collection(PatchCollection(patches, facecolors=faces, edgecolors=GREY, linewidths=widths))
-
-
-def _border_points(box_points: float) -> float:
-    """The width of a border that does not hide the box."""
-    return 0.6 if box_points >= 10 else 0.25 if box_points >= 3 else 0.0
 
 
 def _name_ranks(axes: Axes, parts: Sequence[Rectangle], norm: Normalize, per_point: tuple[float, float]) -> None:

@@ -96,18 +96,16 @@ class PackedStream:
         self._skip = 0
         self._seq_len = seq_len
         self._encode = encode
-        self._inputs: list[int] = []
-        self._labels: list[int] = []
-        self._positions: list[int] = []
+        # What is left over: inputs, labels and positions.
+        self._lines: tuple[list[int], ...] = ([], [], [])
 
     def __iter__(self) -> Iterator[PackedSequence]:
         yield from self._full_sequences()
         for document in itertools.islice(self._documents, self._skip, None):
             self._num_documents += 1
             tokens = self._encode(document)
-            self._inputs.extend(tokens[:-1])
-            self._labels.extend(tokens[1:])
-            self._positions.extend(range(len(tokens) - 1))
+            for line, more in zip(self._lines, (tokens[:-1], tokens[1:], range(len(tokens) - 1)), strict=True):
+                line.extend(more)
             yield from self._full_sequences()
 
     def start_epoch(self, epoch: int) -> None:
@@ -117,12 +115,11 @@ class PackedStream:
 
     def state_dict(self) -> dict[str, Any]:
         documents = self._documents.state_dict() if isinstance(self._documents, Stream) else None
-        return packed_state(self._inputs, self._labels, self._positions, documents, self._num_documents)
+        inputs, labels, positions = self._lines
+        return packed_state(inputs, labels, positions, documents, self._num_documents)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._inputs = list(state_dict["inputs"])
-        self._labels = list(state_dict["labels"])
-        self._positions = list(state_dict["positions"])
+        self._lines = tuple(list(state_dict[name]) for name in ("inputs", "labels", "positions"))
         self._num_documents = state_dict["num_documents"]
         if not isinstance(self._documents, Stream):
             self._skip = self._num_documents
@@ -131,10 +128,9 @@ class PackedStream:
 
     def _full_sequences(self) -> Iterator[PackedSequence]:
         size = self._seq_len
-        while len(self._inputs) >= size:
-            inputs, self._inputs = self._inputs[:size], self._inputs[size:]
-            labels, self._labels = self._labels[:size], self._labels[size:]
-            positions, self._positions = self._positions[:size], self._positions[size:]
+        while len(self._lines[0]) >= size:
+            inputs, labels, positions = (line[:size] for line in self._lines)
+            self._lines = tuple(line[size:] for line in self._lines)
             yield {"input": _tokens(inputs), "positions": _tokens(_from_zero(positions))}, _tokens(labels)
 
 

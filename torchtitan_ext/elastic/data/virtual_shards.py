@@ -71,13 +71,8 @@ class EpochEnd:
 class ShardState:
     """What a checkpoint keeps of a virtual shard.
 
-    Attributes:
-        epoch: The shard's current epoch.
-        taken: Samples served in this epoch: a stream without a state resumes by skipping so many.
-        total: Samples served over all epochs.
-        finished: Whether the epoch has no more samples.
-        last_epoch: How the epoch before ended.
-        stream: The stream's state; None where it is at the beginning of the epoch, or has no state.
+    ``taken`` samples were served in this epoch, ``total`` over all. ``stream`` is the stream's state; None where it is
+    at the beginning of the epoch, or has no state: a stream without a state resumes by skipping ``taken`` samples.
     """
 
     epoch: int = 0
