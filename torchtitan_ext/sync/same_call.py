@@ -56,10 +56,7 @@ def confirm_same_call(
     """Has all ranks agree on what they are about to do; returns their digests. Collective over the scope of the call.
 
     ``contents`` are digests of the values of each batch, for ranks to compare. Without them the call will write into
-    the tensors, and those whose elements share memory are refused.
-
-    Raises:
-        SyncMismatchError: The same on every rank; ``WrongArgumentError`` where an argument has a wrong type.
+    the tensors, and those whose elements share memory are refused. Errors are the same on every rank.
     """
     batches, problems = replicas.batches, list(replicas.problems)
     structures: dict[BatchKey, bytes] = {}

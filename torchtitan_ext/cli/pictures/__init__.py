@@ -16,10 +16,7 @@ _ENDINGS = (".svg", ".png", ".pdf")
 def plotter(kind: Literal["layout_plot", "bytes_plot", "difference_plot"], path: Path) -> Any:
     """The module that draws a kind of picture. It imports matplotlib, which few runs of a command need.
 
-    Commands call this before they begin their work, so that refusals come first.
-
-    Raises:
-        typer.BadParameter: matplotlib is not installed, or the path has the ending of no picture.
+    Commands call this before they begin their work, so that refusals (no matplotlib, no picture's ending) come first.
     """
     if path.suffix.lower() not in _ENDINGS:
         raise typer.BadParameter(f"got {path}, expected a name that ends in {', '.join(_ENDINGS)}", param_hint="--plot")

@@ -17,11 +17,7 @@ from torchtitan_ext.storage.formats.contents import ContentKey, Contents
 
 
 def show_layout(contents: Contents, name: str, plot: Path | None, *, json: bool) -> None:
-    """Prints which rank holds which part of a tensor, and draws a picture if ``plot`` names a file.
-
-    Raises:
-        typer.BadParameter: The checkpoint has no such tensor, or ``plotter`` refuses the file.
-    """
+    """Prints which rank holds which part of a tensor, and draws a picture if ``plot`` names a file."""
     key = _tensor(contents, name)
     shape = key.sizes or ()
     boxes = [

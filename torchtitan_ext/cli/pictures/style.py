@@ -44,12 +44,7 @@ _STYLE: Any = {
 
 @contextmanager
 def figure_at(path: Path, *, inches: tuple[float, float]) -> Iterator[Figure]:
-    """A figure that is written to ``path`` at the end of the ``with``, as svg, png or pdf by the ending of the path.
-
-    Raises:
-        ValueError: matplotlib does not know the ending.
-        OSError: The file cannot be written.
-    """
+    """A figure that is written to ``path`` at the end of the ``with``, as svg, png or pdf by the ending of the path."""
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=inches, dpi=150, layout="constrained")
         yield figure

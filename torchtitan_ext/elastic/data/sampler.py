@@ -296,11 +296,7 @@ def index_order(num_samples: int, *, shuffle: bool, seed: int, epoch: int) -> li
 
 
 def common_entry(saved: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
-    """The entry that is equal on all ranks.
-
-    Raises:
-        CannotReshardError: The entry is missing, or is of another kind of loader or another version.
-    """
+    """The entry that is equal on all ranks. Refuses a missing one, one of another kind of loader or version."""
     entry = saved.get(_STATE_KEY)
     if not isinstance(entry, tuple) or not entry or not isinstance(entry[0], Mapping):
         keys = ", ".join(sorted(map(str, saved))[:3]) or "nothing"

@@ -127,11 +127,7 @@ class _OpenShard:
 
 
 class ShardReader:
-    """Reads the shards of one rank in turn. No communication. In an endless loader each shard has its own epochs.
-
-    Raises:
-        TooFewShardsError: There are more ranks than shards.
-    """
+    """Reads the shards of one rank in turn. No communication. In an endless loader each shard has its own epochs."""
 
     def __init__(self, source: StreamSource, share: Share) -> None:
         if share.dp_size > source.num_shards:

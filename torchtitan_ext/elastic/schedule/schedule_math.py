@@ -186,10 +186,7 @@ def step_of(state: Mapping[str, Any]) -> int | None:
 
 
 def move_to(scheduler: LRScheduler, step: int) -> None:
-    """Plays a copied scheduler from its beginning to a step, as an uninterrupted run would have.
-
-    Raises CannotReshardError if its state depends on more than the step, or its schedule is shorter.
-    """
+    """Plays a copied scheduler from its beginning to a step. Refuses one whose state depends on more than the step."""
     _check_known(scheduler, "its state depends on more than the step", "load a state that holds its own state_dict()")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
