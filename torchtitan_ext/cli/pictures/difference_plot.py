@@ -27,13 +27,9 @@ def plot_differences(
     cell_sizes: tuple[int, int],
     dims: tuple[int, ...],
 ) -> None:
-    """Draws how many elements of each cell differ; cells without differences are grey.
+    """Draws how many elements of each cell differ, by row and column of cells; cells without differences are grey.
 
-    Args:
-        counts: The number of different elements, by row and column of cells.
-        sizes: The number of elements downwards and to the right.
-        cell_sizes: The same for a cell; the last cell of a row or column may have fewer.
-        dims: The dims of the tensor downwards and to the right; fewer for a vector or a single number.
+    Sizes and dims are those downwards and to the right: fewer dims for a vector or a single number.
     """
     num_different = sum(map(sum, counts))
     with figure_at(path, inches=_INCHES) as figure:

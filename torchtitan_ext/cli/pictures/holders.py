@@ -39,12 +39,9 @@ class Rectangle:
 
 @dataclass(frozen=True)
 class Grid:
-    """The plane, cut at each begin and end of a rectangle.
+    """The plane, cut at each begin and end of a rectangle, and the ranks of each cell by row and column.
 
-    Attributes:
-        row_cuts, col_cuts: The begin of each row and column of cells, and the end of the last.
-        ranks: The ranks of each cell, by row and column; several ranks hold replicas.
-        elided_row, elided_col: The row and column of cells that stand for many in the middle.
+    The elided row and column of cells stand for many in the middle.
     """
 
     row_cuts: tuple[int, ...]
