@@ -55,13 +55,7 @@ class Phases:
     failed; and a ``LostRankError`` where a rank does not come within ``timeout_seconds``, or its connection breaks. A
     rank that was interrupted (``KeyboardInterrupt``, ``SystemExit``) raises that itself.
 
-    Args:
-        operation: ``"save"`` or ``"load"``, for messages.
-        process_group: The ranks that take part; all by default.
-        no_dist: Only this process does.
-        path: Path of the checkpoint, for messages.
-        timeout_seconds: How long a rank waits for the others in one phase.
-        trace: Where each phase is recorded; the coordinator writes it at the end.
+    Operation (``"save"`` or ``"load"``) and path are for messages. The coordinator writes the trace at the end.
     """
 
     def __init__(

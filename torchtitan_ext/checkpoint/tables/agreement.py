@@ -130,12 +130,10 @@ class _AgreedKeys(Mapping[str, TensorAgreement | ObjectAgreement]):
 
 
 def agree(tables: Sequence[KeyTable | RankTable], *, every_rank_reports: bool) -> Agreement:
-    """Puts the tables of all ranks together.
+    """Puts the tables of all ranks together, given in rank order.
 
-    Args:
-        tables: One per rank of the save or load, in rank order.
-        every_rank_reports: Whether every rank of a tensor's mesh must be among the tables (a save writes the tensor
-            from them), or only what is reported is looked at.
+    With ``every_rank_reports`` each rank of a tensor's mesh must be among the tables, as a save writes the tensor from
+    them; else only what is reported is looked at.
 
     Raises:
         ReplicaMismatchError: A table cannot be read.

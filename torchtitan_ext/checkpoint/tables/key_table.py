@@ -117,10 +117,8 @@ class RankTable:
             that each rank keeps under a name of its own.
         part: Where this rank stands on the meshes of the first section, and its local sizes, packed.
         digests: The digests of the values of each section, packed.
-        problems: What this rank alone can already tell to be wrong.
+        problems: As in ``KeyTable``, like ``unread`` and ``layouts``.
         odd_paths: Paths that are no cut of their key at dots.
-        unread: Values that a load will not read by default: by flat key the classes for which it will not.
-        layouts: Whether each pattern of ``layouts=`` matches a key.
         host: Digest of the name of the rank's host; empty where the rank does not say. No part of the structure.
         planner: The class of the rank's planner, where it plans by methods of its own. No part of the structure.
     """
