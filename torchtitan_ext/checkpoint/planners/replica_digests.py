@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.tables.agreement import (
@@ -60,15 +61,11 @@ def compare_replicas(tables: Sequence[KeyTable | RankTable], agreement: Agreemen
 
 def _read_digests(tables: Sequence[KeyTable | RankTable], agreement: Agreement) -> _core.ReplicaDigests:
     digests = _core.ReplicaDigests(agreement.world)
-    number_of: dict[tuple[int, bytes], int] = {}
+    number_of = cache(lambda section, packed: digests.add_message(section, unpack(packed)))
     for rank, (table, sections) in enumerate(zip(map(as_rank_table, tables), agreement.sections, strict=True)):
         with reading_from(rank):
-            numbers = []
-            for section, packed in zip(sections, table.digests, strict=True):
-                if (section, packed) not in number_of:
-                    number_of[section, packed] = digests.add_message(section, unpack(packed))
-                numbers.append(number_of[section, packed])
-            digests.add_rank(numbers)
+            messages = [number_of(section, packed) for section, packed in zip(sections, table.digests, strict=True)]
+            digests.add_rank(messages)
     return digests
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 
@@ -139,16 +139,13 @@ def agree(tables: Sequence[KeyTable | RankTable], *, every_rank_reports: bool) -
         ReplicaMismatchError: A table cannot be read.
     """
     world = _core.World()
-    number_of: dict[tuple[int, bytes], int] = {}
+    # Ranks that hold alike send equal bytes, which are read once.
+    number_of = cache(lambda place, packed: world.add_section(unpack(packed)))
     sections: list[list[int]] = []
     problems: list[Problem] = []
     for rank, table in enumerate(map(as_rank_table, tables)):
         with reading_from(rank):
-            numbers = []
-            for one in enumerate(table.sections):
-                if one not in number_of:
-                    number_of[one] = world.add_section(unpack(one[1]))
-                numbers.append(number_of[one])
+            numbers = [number_of(place, packed) for place, packed in enumerate(table.sections)]
             world.add_rank(numbers, unpack(table.part))
         sections.append(numbers)
         problems += table.problems
