@@ -25,7 +25,7 @@ CMAKE := $(VENV)/bin/cmake
 # Two builds in one directory at once break each other.
 LOCK = flock $(BUILD)/.lock
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
-CPP_FILES = $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh tests/csrc/*.cpp tests/csrc/*.h benchmarks/*.cpp)
+CPP_FILES = $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh tests/csrc/*.cpp tests/csrc/*.h tests/support/*.cpp benchmarks/*.cpp)
 PY_PATHS := torchtitan_ext tests examples benchmarks
 
 .PHONY: sanitize sanitize-asan sanitize-tsan help demo build test test-cpp test-python test-clients soak wheel lint format clean

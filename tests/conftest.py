@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeVar
 
+import late
 import pytest
 import torch
 from gloo_worlds import WorldPool
@@ -26,6 +27,16 @@ def world_pool() -> Iterator[WorldPool]:
 def run_world(world_pool: WorldPool) -> Callable[..., list[Any]]:
     """`run_world(world_size, function, *args)`: see `gloo_worlds.WorldPool.run`."""
     return world_pool.run
+
+
+@pytest.fixture(scope="session")
+def run_late_world() -> Iterator[Callable[..., list[Any]]]:
+    """As `run_world`, in processes whose accelerator is the device "late" (``late_device.cpp``)."""
+    late.skip_without_compiler()
+    late.build()
+    pool = WorldPool(backend=late.BACKENDS, set_up=late.load)
+    yield pool.run
+    pool.close()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

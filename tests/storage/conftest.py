@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from file_faults import FaultServer, fast_folder, skip_or_fail
+from file_faults import FaultServer, fast_folder
+from missing_tools import skip_or_fail
 
 
 @pytest.fixture(scope="session")

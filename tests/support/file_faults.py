@@ -20,7 +20,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -118,13 +117,6 @@ class FaultServer:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
-
-
-def skip_or_fail(reason: str) -> None:
-    """A tool that is missing: a reason to skip, but not where continuous integration promises all of them."""
-    if os.environ.get("CI"):
-        pytest.fail(f"{reason}, and CI is set")
-    pytest.skip(reason)
 
 
 def fast_folder() -> str:

@@ -88,9 +88,16 @@ class WorldHungError(RuntimeError):
 
 
 class WorldPool:
-    """Long-lived worker processes, started when they are first needed. Not for use from several threads."""
+    """Long-lived worker processes, started when they are first needed. Not for use from several threads.
 
-    def __init__(self) -> None:
+    Args:
+        backend: Of the default process group of each world.
+        set_up: A module-level function that each worker calls first.
+    """
+
+    def __init__(self, *, backend: str = "gloo", set_up: Callable[[], None] | None = None) -> None:
+        self._backend = backend
+        self._set_up = set_up
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(
             PRELOADED + [name for name in sys.modules if name.split(".")[0] in CLIENTS]
@@ -133,7 +140,7 @@ class WorldPool:
         with tempfile.TemporaryDirectory(dir=STORES) as folder:
             store_path = os.path.join(folder, "store") if process_group else None
             for rank in range(world_size):
-                self._workers[rank][1].send((rank, world_size, store_path, task))
+                self._workers[rank][1].send((rank, world_size, self._backend, store_path, task))
             return self._gather(world_size, timeout_seconds)
 
     def close(self) -> None:
@@ -150,7 +157,7 @@ class WorldPool:
         while len(self._workers) < num_workers:
             ours, theirs = self._context.Pipe()
             # Not a daemon: DCP's process-based async save starts a process of its own in each worker.
-            process = self._context.Process(target=serve, args=(theirs, os.getpid()))
+            process = self._context.Process(target=serve, args=(theirs, os.getpid(), self._set_up))
             process.start()
             theirs.close()
             self._workers.append((process, ours))
@@ -192,21 +199,23 @@ def receive(connection: Connection) -> tuple[Any, ...]:
         return ("error", RuntimeError("the worker process died"), "")
 
 
-def serve(connection: Connection, parent_pid: int) -> None:
+def serve(connection: Connection, parent_pid: int, set_up: Callable[[], None] | None = None) -> None:
     """The main loop of a worker."""
     torch.set_num_threads(1)
     # DCP's process executor asks for MASTER_ADDR, else it looks up the name of the machine.
     os.environ.update(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo", TORCH_CPP_LOG_LEVEL="ERROR")
+    if set_up is not None:
+        set_up()
     gc.freeze()
     while True:
         while not connection.poll(timeout=5):
             if os.getppid() == 1 or not is_alive(parent_pid):
                 return
         try:
-            rank, world_size, store_path, task = connection.recv()
+            rank, world_size, backend, store_path, task = connection.recv()
         except EOFError:
             return
-        connection.send_bytes(run_task(rank, world_size, store_path, task))
+        connection.send_bytes(run_task(rank, world_size, backend, store_path, task))
 
 
 def is_alive(pid: int) -> bool:
@@ -217,13 +226,13 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-def run_task(rank: int, world_size: int, store_path: str | None, task: bytes) -> bytes:
+def run_task(rank: int, world_size: int, backend: str, store_path: str | None, task: bytes) -> bytes:
     """Runs one function in one world and returns the pickled answer."""
     torch.manual_seed(0)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     try:
         if store_path is not None:
-            set_up_process_group(rank, world_size, store_path)
+            set_up_process_group(rank, world_size, backend, store_path)
         function, args = pickle.loads(task)
         answer = pickle.dumps(("result", function(rank, world_size, *args)))
         if store_path is not None:
@@ -239,11 +248,11 @@ def run_task(rank: int, world_size: int, store_path: str | None, task: bytes) ->
     return answer
 
 
-def set_up_process_group(rank: int, world_size: int, store_path: str) -> None:
+def set_up_process_group(rank: int, world_size: int, backend: str, store_path: str) -> None:
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)
     store = dist.FileStore(store_path, world_size)
     try:
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     except Exception as error:
         raise WorldSetUpError(f"rank {rank}: {error}") from error
 

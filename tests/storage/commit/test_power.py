@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from fault_field import SCENARIOS, Field, Scenario
-from file_faults import SOAK, FaultServer, loaded_value, skip_or_fail
+from file_faults import SOAK, FaultServer, loaded_value
 from lossy_disk import LossyDisk, choices, read_log
+from missing_tools import skip_or_fail
 
 import torchtitan_ext as tte
 from torchtitan_ext.storage import FileWriter
