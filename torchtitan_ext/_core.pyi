@@ -7,7 +7,7 @@ raises OverflowError.
 
 import enum
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 from torchtitan_ext.errors import ProblemKind
@@ -191,6 +191,23 @@ def read_metadata_tables(data: bytes, where: str) -> ParsedMetadata:
 
 def leads_outside(path: str) -> bool:
     """Whether a file's path, relative to its checkpoint, is none."""
+
+# Digests of values: see csrc/core/value_graph.h.
+
+class ValueNode:
+    """What tells an object apart, and the objects that it holds."""
+
+    def __init__(self, label: bytes, members: Sequence[Any] = ()) -> None: ...
+
+def digest_value(value: Any, describe: Callable[[Any], ValueNode]) -> bytes:
+    """The digest of a value. ``describe`` gives the node of an object that is no container; where it raises, only the
+    object's class counts."""
+
+def hash_parts(*parts: bytes) -> bytes:
+    """The digest of the parts and their lengths."""
+
+def qualified_name(value: Any) -> bytes:
+    """The name of a class or function; for another callable the name of its class."""
 
 # Pickles of torch.save. Nothing that they name is looked up or run.
 

@@ -15,6 +15,7 @@
 #include "bindings/reports.h"
 #include "bindings/storage.h"
 #include "bindings/tables.h"
+#include "bindings/value_digest.h"
 #include "core/boxes.h"
 #include "core/chunk.h"
 #include "core/cover.h"
@@ -144,6 +145,7 @@ PYBIND11_MODULE(_core, module) {
              py::arg("owners"));
   module.def("may_overlap_itself", &may_overlap_itself_py, py::arg("sizes"), py::arg("strides"));
   torchtitan_ext::bindings::define_instances(module);
+  torchtitan_ext::bindings::define_value_digest(module);
   torchtitan_ext::bindings::define_metadata(module);
   torchtitan_ext::bindings::define_storage(module);
   torchtitan_ext::bindings::define_tables(module);
