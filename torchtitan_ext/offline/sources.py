@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -30,47 +30,6 @@ from torchtitan_ext.storage.formats.safetensors_files import Place, find_safeten
 from torchtitan_ext.storage.formats.torch_files import read_torch_file
 from torchtitan_ext.storage.native.file_reader import FileReader
 from torchtitan_ext.storage.raw_tensor import DTYPES
-
-
-class FileSource(Protocol):
-    """A checkpoint of any format whose files are read directly.
-
-    Attributes:
-        metadata: As DCP has it; ``state_dict_metadata`` has an entry for each flat key.
-        thread_count: The number of threads that read; by default one per core, at most 8.
-    """
-
-    path: Path
-    metadata: Metadata
-    thread_count: int | None
-
-    def check_files(self, fqns: Iterable[str]) -> None:
-        """Raises DamagedCheckpointError if a data file of one of these keys is missing or cut."""
-        ...
-
-    def find_records(self, indices: Sequence[MetadataIndex]) -> list[Record]:
-        """The record of each chunk."""
-        ...
-
-    def open_file(self, runs: _core.RunReader, name: str) -> int:
-        """Adds a file to a reader of runs, and returns the number that the reader gives it."""
-        ...
-
-    def read_runs(self, runs: _core.RunReader, names: list[str]) -> None:
-        """Reads the runs that were added, and compares checksums if the files have any."""
-        ...
-
-    def read_value(self, fqn: str) -> Any:
-        """Reads a value that is no tensor.
-
-        Raises:
-            CheckpointReadError: The value is more than plain data, or damaged.
-        """
-        ...
-
-    def value_record(self, fqn: str) -> torch.Tensor:
-        """A value as ``torch.save`` writes it, 1-D uint8. The bytes of a saved record are copied without a look."""
-        ...
 
 
 def open_source(path: str | os.PathLike[str], *, weights_only: bool = True) -> FileSource:
@@ -99,7 +58,11 @@ def open_source(path: str | os.PathLike[str], *, weights_only: bool = True) -> F
 
 
 class DcpSource:
-    """A directory of DCP, written by this package or by stock."""
+    """A directory of DCP, written by this package or by stock.
+
+    Attributes:
+        metadata: As DCP has it; ``state_dict_metadata`` has an entry for each flat key.
+    """
 
     def __init__(self, path: Path, *, weights_only: bool = True) -> None:
         self.path = path
@@ -115,15 +78,12 @@ class DcpSource:
         if problems:
             raise refusal("load", problems)
 
-    @property
-    def thread_count(self) -> int | None:
-        return self._reader.thread_count
-
-    @thread_count.setter
-    def thread_count(self, count: int | None) -> None:
+    def use_threads(self, count: int) -> None:
+        """Sets the number of threads that read; by default one per core, at most 8."""
         self._reader.thread_count = count
 
     def check_files(self, fqns: Iterable[str]) -> None:
+        """Raises DamagedCheckpointError if a data file of one of these keys is missing or cut."""
         if not self._lost_files:
             return
         for fqn in fqns:
@@ -138,18 +98,26 @@ class DcpSource:
                     )
 
     def find_records(self, indices: Sequence[MetadataIndex]) -> list[Record]:
+        """The record of each chunk."""
         try:
             return self._reader.find_records(indices)
         except KeyError as error:
             raise DamagedCheckpointError(f"{self.path}: .metadata does not say where {error.args[0]} lies") from None
 
     def open_file(self, runs: _core.RunReader, name: str) -> int:
+        """Adds a file to a reader of runs, and returns the number that the reader gives it."""
         return self._reader.open_file(runs, name)
 
     def read_runs(self, runs: _core.RunReader, names: list[str]) -> None:
+        """Reads the runs that were added, and compares checksums if the files have any."""
         self._reader.read_runs(runs, names)
 
     def read_value(self, fqn: str) -> Any:
+        """Reads a value that is no tensor.
+
+        Raises:
+            CheckpointReadError: The value is more than plain data, or damaged.
+        """
         try:
             return read_value(io.BytesIO(self.value_record(fqn).numpy().data), weights_only=self._weights_only)
         except NotPlainError as error:
@@ -159,6 +127,7 @@ class DcpSource:
             raise CheckpointReadError(fqn, str(error)) from None
 
     def value_record(self, fqn: str) -> torch.Tensor:
+        """A value as ``torch.save`` writes it, 1-D uint8. The bytes of a saved record are copied without a look."""
         return read_record(self, MetadataIndex(fqn))
 
 
@@ -179,12 +148,15 @@ class PlainFiles:
         paths: Mapping[str, tuple[Any, ...]],
     ) -> None:
         self.path = path
-        self.thread_count: int | None = None
+        self._thread_count: int | None = None
         self._directory = path if path.is_dir() else path.parent
         self._records = {(fqn, offsets): record for fqn, chunks in places.items() for offsets, record in chunks}
         self._values = values
         entries = {fqn: _entry_of(path, fqn, places[fqn]) if fqn in places else BytesStorageMetadata() for fqn in paths}
         self.metadata = Metadata(entries, planner_data=dict(paths))
+
+    def use_threads(self, count: int) -> None:
+        self._thread_count = count
 
     def check_files(self, fqns: Iterable[str]) -> None:
         """The headers were read, so the files exist."""
@@ -196,7 +168,7 @@ class PlainFiles:
         return runs.add_file(str(self._directory / name), -1)
 
     def read_runs(self, runs: _core.RunReader, names: list[str]) -> None:
-        runs.read(thread_count_of(self.thread_count), "none")
+        runs.read(thread_count_of(self._thread_count), "none")
 
     def read_value(self, fqn: str) -> Any:
         return self._values[fqn]
@@ -205,6 +177,10 @@ class PlainFiles:
         stream = io.BytesIO()
         torch.save(self._values[fqn], stream)
         return torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)
+
+
+FileSource = DcpSource | PlainFiles
+"""A checkpoint of any format whose files are read directly."""
 
 
 def read_record(source: FileSource, index: MetadataIndex) -> torch.Tensor:

@@ -107,7 +107,10 @@ class AlikeRanks:
         self._own = {fqn: entries.pop(fqn) for fqn in own if fqn in entries}
         self._own_paths = {fqn: table.stock_paths[fqn] for fqn in self._own if fqn in table.stock_paths}
         paths = {fqn: path for fqn, path in table.stock_paths.items() if fqn not in self._own}
-        self.table = dataclasses.replace(table, entries=entries, stock_paths=paths, digests=_equal_digests(entries))
+        # Wherever a save would compare tensors on meshes, they are assumed to be equal.
+        on_meshes = (key for key, entry in entries.items() if isinstance(entry, TensorEntry) and entry.report.mesh)
+        digests = dict.fromkeys(on_meshes, b"equal")
+        self.table = dataclasses.replace(table, entries=entries, stock_paths=paths, digests=digests)
         self._encoded = encode_table(self.table)
         self._sample = self._one_of_each_kind()
         self._own_tables: dict[tuple[str, ...], EncodedTable] = {}
@@ -240,12 +243,6 @@ class AlikeRanks:
         return PER_RANK.sub(rf"\g<1>{number}", fqn)
 
 
-def _equal_digests(entries: Mapping[str, KeyEntry]) -> dict[str, bytes]:
-    """Digests of tensors on meshes, which are assumed to be equal wherever a save would compare them."""
-    tensors = {fqn: entry.report for fqn, entry in entries.items() if isinstance(entry, TensorEntry)}
-    return dict.fromkeys((fqn for fqn, report in tensors.items() if report.mesh is not None), b"equal")
-
-
 def names_with_rank(entries: Mapping[str, KeyEntry]) -> list[str]:
     """Keys of values that have the number of a rank in them, if no key is the same but for the number."""
     families: dict[str, list[str]] = {}
@@ -254,21 +251,6 @@ def names_with_rank(entries: Mapping[str, KeyEntry]) -> list[str]:
             families.setdefault(family_of(fqn), []).append(fqn)
     alone = [members[0] for members in families.values() if len(members) == 1]
     return [fqn for fqn in alone if family_of(fqn) != fqn]
-
-
-def moved(table: KeyTable, num_ranks: int) -> KeyTable:
-    """The table with all meshes moved by ``num_ranks`` ranks."""
-    meshes: dict[int, MeshLayout] = {}
-    entries: dict[str, KeyEntry] = {}
-    for fqn, entry in table.entries.items():
-        entries[fqn] = entry
-        if isinstance(entry, TensorEntry) and entry.report.mesh is not None:
-            mesh = entry.report.mesh
-            if id(mesh) not in meshes:
-                meshes[id(mesh)] = dataclasses.replace(mesh, ranks=tuple(rank + num_ranks for rank in mesh.ranks))
-            report = dataclasses.replace(entry.report, mesh=meshes[id(mesh)])
-            entries[fqn] = dataclasses.replace(entry, report=report)
-    return dataclasses.replace(table, entries=entries)
 
 
 def _fits(report: ShardReport, steps: Steps) -> bool:
@@ -286,12 +268,6 @@ def _is_even(report: ShardReport, steps: Steps) -> bool:
     return all(size % part == 0 for size, part in zip(report.global_shape, parts, strict=True))
 
 
-def rank_of(report: ShardReport) -> int:
-    """The rank that holds the shard of a report."""
-    assert report.mesh is not None
-    return report.mesh.ranks[row_major_position(report.coordinate, report.mesh.shape)]
-
-
 def sibling_meshes(mesh: MeshLayout, ranks: Sequence[int]) -> dict[int, MeshPlace]:
     """The place of each rank on this mesh, or on the mesh beside it that the rank's part of the program has made.
 
@@ -301,35 +277,21 @@ def sibling_meshes(mesh: MeshLayout, ranks: Sequence[int]) -> dict[int, MeshPlac
     Raises:
         WrongValueError: The ranks of the mesh do not tell the mesh of another rank.
     """
-    coordinates = mesh_coordinates(mesh.shape)
-    position_of = {rank: position for position, rank in enumerate(mesh.ranks)}
-    if all(rank in position_of for rank in ranks):
-        return {rank: MeshPlace(mesh, coordinates[position_of[rank]]) for rank in ranks}
-    strides = _strides(mesh)
+    coordinates, first = mesh_coordinates(mesh.shape), min(mesh.ranks)
     found: dict[int, MeshPlace] = {}
-    siblings: dict[int, MeshLayout] = {}
     for rank in ranks:
-        at = [(rank - ranks[0]) // stride % size for stride, size in zip(strides, mesh.shape, strict=True)]
-        origin = rank - sum(index * stride for index, stride in zip(at, strides, strict=True))
-        if origin not in siblings:
-            members = tuple(other - mesh.ranks[0] + origin for other in mesh.ranks)
-            siblings[origin] = mesh if members == mesh.ranks else dataclasses.replace(mesh, ranks=members)
-        if siblings[origin].ranks[row_major_position(at, mesh.shape)] != rank:
+        if rank in found:
+            continue
+        # All smaller ranks have their place, so that this one is the smallest of its mesh.
+        members = tuple(other - first + rank for other in mesh.ranks)
+        if not found.keys().isdisjoint(members):
             raise WrongValueError(
                 f"mesh: {mesh} of ranks {', '.join(map(str, mesh.ranks[:8]))}, ... does not tell on which mesh "
                 f"rank {rank} stands; give a state dict of tensors on meshes that init_device_mesh has made"
             )
-        found[rank] = MeshPlace(siblings[origin], tuple(at))
+        sibling = mesh if members == mesh.ranks else dataclasses.replace(mesh, ranks=members)
+        found |= {other: MeshPlace(sibling, at) for other, at in zip(members, coordinates, strict=True)}
     return found
-
-
-def _strides(mesh: MeshLayout) -> list[int]:
-    """The distance of ranks that are neighbours on each axis; 1 for an axis of size 1."""
-    strides, inner = [], 1
-    for size in reversed(mesh.shape):
-        strides.append(mesh.ranks[inner] - mesh.ranks[0] if size > 1 else 1)
-        inner *= size
-    return strides[::-1]
 
 
 def _data_parallel_ranks(ranks: Sequence[int], meshes: Sequence[MeshLayout]) -> dict[int, int]:

@@ -17,9 +17,9 @@ from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy
 from torchtitan_ext.checkpoint.tables.component import PER_RANK, World, is_stateful, named_axes
 from torchtitan_ext.checkpoint.tables.key_table import KeyTable, TensorEntry
 from torchtitan_ext.errors import WrongValueError
-from torchtitan_ext.layout.layout import ShardOrder
+from torchtitan_ext.layout.layout import ShardOrder, row_major_position
 from torchtitan_ext.offline.amounts import Bandwidth
-from torchtitan_ext.offline.dry_run.alike_ranks import AlikeRanks, moved, names_with_rank, rank_of
+from torchtitan_ext.offline.dry_run.alike_ranks import AlikeRanks, names_with_rank
 from torchtitan_ext.offline.dry_run.host_memory import Device
 from torchtitan_ext.offline.dry_run.load_source import LoadSource
 from torchtitan_ext.offline.dry_run.one_rank import OneRank, place_on_mesh, rank_of_state
@@ -127,18 +127,19 @@ def values_of(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _groups(tables: Sequence[KeyTable]) -> list[AlikeRanks]:
     """The ranks of each table: those of the largest mesh of its tensors."""
+    described = [_ranks_of(table) for table in tables]
     if len(tables) == 1:
-        viewer, own = _ranks_of(tables[0])
+        viewer, own = described[0]
         num_ranks = dist.get_world_size() if dist.is_initialized() else 1
         return [AlikeRanks(range(max(num_ranks, own[-1] + 1)), tables[0], viewer)]
-    if all(_ranks_of(table)[1][0] == 0 for table in tables):
+    firsts = [0] * len(tables)
+    if all(own[0] == 0 for _, own in described):
         # Each stage is described with ranks from 0 on: in the job the stages follow each other.
-        ends = list(itertools.accumulate(len(_ranks_of(table)[1]) for table in tables))
-        tables = [moved(table, first) for table, first in zip(tables, [0, *ends], strict=False)]
-    groups = []
-    for table in tables:
-        viewer, own = _ranks_of(table)
-        groups.append(AlikeRanks(own, table, viewer))
+        firsts = [0, *itertools.accumulate(len(own) for _, own in described)][:-1]
+    groups = [
+        AlikeRanks([first + rank for rank in own], table, first + viewer)
+        for table, first, (viewer, own) in zip(tables, firsts, described, strict=True)
+    ]
     together = sorted(rank for group in groups for rank in group.ranks)
     if together != list(range(len(together))):
         raise WrongValueError(
@@ -157,4 +158,5 @@ def _ranks_of(table: KeyTable) -> tuple[int, list[int]]:
         return viewer, [viewer]
     _, largest = max(meshes, key=lambda one: one[0])
     assert largest.mesh is not None
-    return rank_of(largest), sorted(largest.mesh.ranks)
+    viewer = largest.mesh.ranks[row_major_position(largest.coordinate, largest.mesh.shape)]
+    return viewer, sorted(largest.mesh.ranks)

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
+from torchtitan_ext.checkpoint.operation.component_plans import cut_by_component, paths_below, read_saved
 from torchtitan_ext.checkpoint.planners.items import wanted_chunks
-from torchtitan_ext.checkpoint.planners.saved_chunks import ChunkList
-from torchtitan_ext.checkpoint.rules.load_rules import ReadRequest
+from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
+from torchtitan_ext.checkpoint.planners.saved_chunks import ChunkList, name_metadata
+from torchtitan_ext.checkpoint.rules.load_rules import ComponentPlan, LoadRules, ReadRequest, component_of
+from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy
 from torchtitan_ext.checkpoint.rules.report import LoadReport
-from torchtitan_ext.checkpoint.tables.key_table import KeyEntry, ObjectEntry, TensorEntry
+from torchtitan_ext.checkpoint.tables.component import saved_world
+from torchtitan_ext.checkpoint.tables.key_table import KeyEntry, KeyTable, ObjectEntry, TensorEntry, encode_table
+from torchtitan_ext.elastic.data.virtual_shards import TooFewShardsError, num_shards_of
+from torchtitan_ext.elastic.rng import RngState, rng_of_saved
 from torchtitan_ext.errors import Problem, StateRefusedError
 from torchtitan_ext.layout.layout import num_elements
-from torchtitan_ext.offline.dry_run.host_memory import Device, Reads, loading_bytes
-from torchtitan_ext.offline.dry_run.job import Job
-from torchtitan_ext.offline.dry_run.load_requests import LoadingRanks, LoadRequests
+from torchtitan_ext.offline.dry_run.alike_ranks import AlikeRanks
+from torchtitan_ext.offline.dry_run.host_memory import Reads, loading_bytes
+from torchtitan_ext.offline.dry_run.job import Job, Stage
 from torchtitan_ext.offline.dry_run.load_source import LoadSource
+from torchtitan_ext.offline.dry_run.one_rank import OneRank, components_of, place_on_mesh
 from torchtitan_ext.storage.metadata.lazy_metadata import LazyDict
 
 _NO_FILE = np.iinfo(np.uint32).max
@@ -79,6 +87,25 @@ class LoadForecast:
     file_bytes: Mapping[str, int]
 
 
+@dataclass(frozen=True)
+class _LoadingStage:
+    """The ranks of a stage, which ask for the same keys.
+
+    Attributes:
+        stage: The stage, with all that its ranks hold.
+        ranks: The ranks, with the keys that they read as their table.
+        request: What one of them sends to the coordinator.
+        problems: What their objects would refuse, as far as the checkpoint tells.
+        asked: The saved keys that components read before anything is planned, to work out their part.
+    """
+
+    stage: Stage
+    ranks: AlikeRanks
+    request: ReadRequest
+    problems: tuple[Problem, ...]
+    asked: tuple[str, ...]
+
+
 @dataclass
 class _ReadAlike:
     """Keys whose tensors are held alike and were saved alike.
@@ -97,23 +124,21 @@ class _ReadAlike:
 
 def forecast_load(job: Job, source: LoadSource) -> LoadForecast:
     """What a load of a checkpoint by all ranks of a job would do."""
-    metadata = source.opened.metadata
-    requests = LoadRequests(job, source)
-    groups = [requests.of_stage(stage) for stage in job.stages]
-    problems = [*source.problems, *(one for group in groups for one in (*group.ranks.problems, *group.problems))]
-    sent = dict(request for group in groups for request in _requests(group, metadata))
-    planner = requests.planner({})
-    planner.set_up_planner({}, metadata, is_coordinator=True)
+    load = _Load(job, source)
+    stages = [load.asked_by(stage) for stage in job.stages]
+    problems = [*source.problems, *(one for stage in stages for one in (*stage.ranks.problems, *stage.problems))]
+    sent = dict(request for stage in stages for request in load.requests(stage))
+    planner = load.planner({})
+    planner.set_up_planner({}, source.opened.metadata, is_coordinator=True)
     try:
         plans = planner.create_global_plan([LoadPlan([], planner_data=sent[rank]) for rank in sorted(sent)])
         report = plans[0].planner_data.report
     except StateRefusedError as error:
         problems += error.problems
         report = error.report
-    reading = _Reading(source, job.device)
-    ranks = sorted((one for group in groups for one in reading.ranks(group)), key=lambda one: one.rank)
+    ranks = sorted((one for stage in stages for one in load.reads(stage)), key=lambda one: one.rank)
     num_bytes = sum(one.num_bytes for one in ranks)
-    saved_bytes = reading.saved_bytes(groups)
+    saved_bytes = load.saved_bytes(stages)
     metadata_bytes = sum(source.metadata_bytes)
     return LoadForecast(
         ranks=tuple(ranks),
@@ -129,28 +154,95 @@ def forecast_load(job: Job, source: LoadSource) -> LoadForecast:
     )
 
 
-def _requests(group: LoadingRanks, metadata: Metadata) -> Iterator[tuple[int, ReadRequest]]:
-    """The request that each rank sends to the coordinator."""
-    saved = metadata.state_dict_metadata
-    for rank in group.ranks.ranks:
-        table = group.ranks.encoded(rank, has=saved.__contains__).message
-        absent = [name for name in group.ranks.own_names(rank).values() if name not in saved]
-        yield rank, dataclasses.replace(group.request, table=table, missing=(*group.request.missing, *absent))
+class _Load:
+    """The load of a checkpoint by a job: what its ranks ask for, what they read, and in which files it lies."""
 
-
-class _Reading:
-    """Works out what ranks, whose tensors lie on ``device``, read of a checkpoint, and in which files it lies."""
-
-    def __init__(self, source: LoadSource, device: Device) -> None:
-        metadata = source.opened.metadata
+    def __init__(self, job: Job, source: LoadSource) -> None:
+        self._job = job
         self._source = source
-        self._device = device
-        self._saved = metadata.state_dict_metadata
-        self._places = metadata.storage_data or {}
+        self._opened = source.opened
+        self._saved = source.opened.metadata.state_dict_metadata
+        self._places = source.opened.metadata.storage_data or {}
         self._columns = self._places.columns if isinstance(self._places, LazyDict) else None
         self._numbers: dict[str, int] = {}
 
-    def ranks(self, group: LoadingRanks) -> Iterator[RankLoad]:
+    def planner(self, plans: Mapping[str, ComponentPlan]) -> LoadPlanner:
+        """The planner of the load, with the plan of each component."""
+        return LoadPlanner(layouts=self._job.layouts).with_rules(self._rules(plans))
+
+    def _rules(self, plans: Mapping[str, ComponentPlan]) -> LoadRules:
+        return LoadRules(self._opened.source, policy=self._job.policy, components=plans)
+
+    def asked_by(self, stage: Stage) -> _LoadingStage:
+        """Asks for the keys that the stage holds, the policy loads and the checkpoint has."""
+        group = stage.ranks
+        one, request = self._of_all(stage) if stage.state is None else self._of_state(stage.state, stage)
+        if stage.rules is not None:
+            one = place_on_mesh(one, stage.rules, self._source.chunks)
+        ranks = AlikeRanks(group.ranks, one.table, group.viewer, group.mesh, own=set(group.own_names(group.viewer)))
+        problems = _shard_problems(one.table, ranks.num_data_parallel) if stage.state is None else ()
+        prefixes = [plan.saved_prefix for plan in request.components.values() if plan.saved_prefix is not None]
+        asked = tuple(fqn for prefix in prefixes for fqn in paths_below(prefix, self._opened.metadata))
+        return _LoadingStage(stage, ranks, request, problems, asked)
+
+    def requests(self, group: _LoadingStage) -> Iterator[tuple[int, ReadRequest]]:
+        """The request that each rank of a stage sends to the coordinator."""
+        for rank in group.ranks.ranks:
+            table = group.ranks.encoded(rank, has=self._saved.__contains__).message
+            absent = [name for name in group.ranks.own_names(rank).values() if name not in self._saved]
+            yield rank, dataclasses.replace(group.request, table=table, missing=(*group.request.missing, *absent))
+
+    def _of_all(self, stage: Stage) -> tuple[OneRank, ReadRequest]:
+        """The request of a job for all of a checkpoint. Random generators work out their part, as in the job."""
+        one = stage.one
+        is_tensor = {fqn: isinstance(entry, TensorEntry) for fqn, entry in one.table.entries.items()}
+        plans = components_of(is_tensor, one.table.stock_paths, self._job.policy or ElasticPolicy())
+        rngs = self._generators(plans, stage.ranks.num_data_parallel)
+        if rngs:
+            cut = cut_by_component(rngs, [self._opened], self._job.policy, self._job.num_ranks, lambda name: None)
+            plans |= cut.plans[0]
+            is_kept = {fqn: component_of(fqn, plans, is_tensor=tensor) not in rngs for fqn, tensor in is_tensor.items()}
+            one = one.restricted(is_kept.__getitem__)
+        rules = self._rules(plans)
+        loaded = one.restricted(lambda fqn: rules.is_loaded(fqn, is_tensor=is_tensor[fqn]))
+        left = tuple(fqn for fqn in one.table.entries if fqn not in loaded.table.entries)
+        message, names = encode_table(loaded.table).message, name_metadata(self._opened.metadata)
+        return loaded, ReadRequest(message, names, left=left, components=plans)
+
+    def _generators(self, components: Iterable[str], num_data_parallel: int) -> dict[str, RngState]:
+        """The components that ``RngState`` has saved; with a policy they load by its rule."""
+        metadata = self._opened.metadata
+        policy, rngs = self._job.policy, dict[str, RngState]()
+        if policy is None or self._source.problems:
+            return rngs
+        for name in components:
+            key = self._opened.source.saved_prefix(name) + ".common"
+            if key in metadata.state_dict_metadata and policy.object_action(name) in ("reshard", "reset", "omit"):
+                common = read_saved(self._opened, key)
+                rng = rng_of_saved(common, saved_world(metadata), self._job.num_ranks, num_data_parallel)
+                rngs |= {} if rng is None else {name: rng}
+        return rngs
+
+    def _of_state(self, state: Mapping[str, Any], stage: Stage) -> tuple[OneRank, ReadRequest]:
+        """The request of a state dict's rank. Values under a name of the rank's own are asked for even if not saved."""
+        size = self._job.num_ranks
+        state = {key: value.among(size) if isinstance(value, RngState) else value for key, value in state.items()}
+        components = cut_by_component(state, [self._opened], self._job.policy, size, lambda name: None)
+        planner = self.planner(components.plans[0] if self._job.policy is not None else {})
+        planner.set_up_planner(components.values, self._opened.metadata)
+        request: ReadRequest = planner.create_local_plan().planner_data
+        own = stage.ranks.own_names(stage.ranks.viewer)
+        absent = [fqn for fqn in request.missing if fqn in own]
+        entries = {**planner.wanted.entries, **dict.fromkeys(absent, ObjectEntry())}
+        one = OneRank(dataclasses.replace(planner.wanted, entries=entries), {}).restricted(stage.holds)
+        return one, dataclasses.replace(
+            request,
+            missing=tuple(fqn for fqn in request.missing if fqn not in absent and stage.holds(fqn)),
+            left=tuple(filter(stage.holds, request.left)),
+            refused=tuple(filter(stage.holds, request.refused)),
+        )
+
+    def reads(self, group: _LoadingStage) -> Iterator[RankLoad]:
         alike: dict[tuple[int, int, torch.dtype], _ReadAlike] = {}
         values: list[str] = []
         for fqn, entry in group.ranks.table.entries.items():
@@ -174,7 +266,7 @@ class _Reading:
         state_bytes: int,
         values: Sequence[str],
         kinds: Sequence[tuple[_ReadAlike, NDArray[np.uint32]]],
-        group: LoadingRanks,
+        group: _LoadingStage,
     ) -> RankLoad:
         """What one rank reads: these values, and of tensors its part of each kind, which lies in the given files."""
         value_bytes = list(map(self._value_bytes, values))
@@ -184,14 +276,14 @@ class _Reading:
         for one, files in kinds:
             entry = group.ranks.entry(rank, one.entry)
             assert isinstance(entry, TensorEntry)
-            parts = one.chunks.find_parts(wanted_chunks(entry, group.ranks.steps(one.entry)))
-            of_chunk = [part[4] for part in parts]
-            sizes = [num_elements(part[6]) * one.dtype.itemsize for part in parts]
+            parts = one.chunks.index.find_overlaps(wanted_chunks(entry, group.ranks.steps(one.entry)))
+            of_chunk = [part.saved for part in parts]
+            sizes = [num_elements(part.sizes) * one.dtype.itemsize for part in parts]
             reads.num_reads += one.num_keys * len(parts)
             reads.num_bytes += one.num_keys * sum(sizes)
             whole = (num_elements(one.chunks.index.box(chunk)[1]) for chunk in of_chunk)
             whole_bytes += one.num_keys * sum(whole) * one.dtype.itemsize
-            if self._device != "cpu" or entry.dtype != one.dtype:
+            if self._job.device != "cpu" or entry.dtype != one.dtype:
                 reads.staged_bytes += one.num_keys * sum(sizes)
                 reads.largest_staged_bytes = max([reads.largest_staged_bytes, *sizes])
             if of_chunk:
@@ -202,7 +294,7 @@ class _Reading:
         num_files = len(found - {_NO_FILE})
         return RankLoad(rank, state_bytes, reads.num_reads, reads.num_bytes, num_files, whole_bytes, buffer_bytes)
 
-    def saved_bytes(self, groups: Sequence[LoadingRanks]) -> int:
+    def saved_bytes(self, groups: Sequence[_LoadingStage]) -> int:
         """The size of all tensors and values that any rank reads, each counted once."""
         wanted = {fqn for group in groups for fqn in (*group.ranks.table.entries, *group.asked)}
         for group in groups:
@@ -231,3 +323,16 @@ class _Reading:
     def _value_bytes(self, fqn: str) -> int:
         """The size of a value's record."""
         return int(getattr(self._places.get(MetadataIndex(fqn)), "length", 0))
+
+
+def _shard_problems(table: KeyTable, num_data_parallel: int) -> tuple[Problem, ...]:
+    """Data loaders whose saved virtual shards are fewer than the data-parallel ranks."""
+    found: dict[str, int] = {}
+    for fqn in table.entries:
+        num_shards = num_shards_of(fqn)
+        if num_shards is not None and num_shards < num_data_parallel:
+            found.setdefault(fqn.rpartition(".")[0], num_shards)
+    return tuple(
+        Problem("cannot_reshard", name, str(TooFewShardsError(num_shards, num_data_parallel)))
+        for name, num_shards in found.items()
+    )

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from types import NoneType
 from typing import Any
@@ -86,9 +85,11 @@ def dry_run(
         _check_components(source, stages)
     job = Job(stages, layouts, policy, device or _device_of(stages), bandwidth)
     notes = [*_notes(stages), *(() if source is None else source.notes)]
-    with _warnings_as(notes):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         save = forecast_save(job)
         load = None if source is None else forecast_load(job, source)
+    notes += [str(warning.message) for warning in caught]
     return DryRun(job.world(mesh), job.device, _copies(stages), save, load, tuple(dict.fromkeys(notes)))
 
 
@@ -212,12 +213,3 @@ def _notes(stages: Sequence[Stage]) -> list[str]:
     if any(isinstance(entry, ObjectEntry) for entry in entries):
         notes.append("only the job's own objects, such as a data loader, know how they load what was saved")
     return notes
-
-
-@contextmanager
-def _warnings_as(notes: list[str]) -> Iterator[None]:
-    """Collects warnings as notes."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield
-    notes += [str(warning.message) for warning in caught]
