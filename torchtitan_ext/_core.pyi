@@ -427,12 +427,95 @@ class Overlap:
     sizes: _Sizes
 
 class ChunkIndex:
+    """A list of saved chunks, sorted once."""
+
     def __init__(self, chunks: list[Any]) -> None: ...
     def to_bytes(self) -> bytes: ...
     def box(self, chunk: int) -> _HeldBox: ...
     def boxes(self) -> tuple[_HeldBox, ...]: ...
-    def covers(self, shape: Sequence[int]) -> bool: ...
+    def covers(self, shape: Sequence[int]) -> bool:
+        """Whether the chunks hold every element of a tensor of this shape exactly once."""
     def find_overlaps(self, wanted: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]]) -> list[Overlap]: ...
+
+# Items of a rank's plan, by its ``KeyEntry`` by flat key; ``names`` are the keys of ``EncodedColumns``.
+
+class WritePart:
+    """What an item writes of a key. Keys that are held alike share it.
+
+    Attributes:
+        entry: The ``KeyEntry``.
+        position: The place in the metadata's list of chunks; ``None`` of an object.
+    """
+
+    entry: Any
+    offsets: _Sizes
+    sizes: _Sizes
+    position: int | None
+
+class Writes:
+    """What a rank writes: per item its key and the number of its part, in the order of keys."""
+
+    parts: list[WritePart]
+    fqns: list[str]
+    part_of: list[int]
+    def local_boxes(self) -> dict[tuple[str, _Sizes], _HeldBox]:
+        """Where each written box lies in the rank's local tensor, and its sizes, by key and offsets."""
+
+def read_writes(
+    decision: bytes, names: Sequence[list[str]], kind_of: Sequence[Sequence[int]], entries: dict[str, Any]
+) -> Writes:
+    """What a decision of the coordinator means for the rank that sent the table of these entries."""
+
+def held_writes(names: Sequence[list[str]], entries: dict[str, Any]) -> Writes:
+    """All that a rank holds, as it would write it by its own reading of the layouts and without other ranks."""
+
+def written_boxes(entry: Any, steps: Sequence[_Step]) -> tuple[_HeldBox, ...]:
+    """What a rank writes of a tensor that is its part; a tensor without elements is one box."""
+
+class Unfilled:
+    """A tensor of which the saved chunks do not hold, once, all that the rank wants; counts elements."""
+
+    fqn: str
+    num_wanted: int
+    num_read: int
+
+class Reads:
+    """What a rank reads: values that are no tensors, and one row per part of a saved chunk, both in the order of keys.
+
+    Attributes:
+        values: By key the name in the checkpoint.
+        offsets: Of the wanted chunk, like ``positions``; ``local_offsets`` are those of the part in the local tensor.
+        chunk_offsets: Of the saved chunk, like ``chunk_positions``; ``saved_offsets`` are those of the part in it.
+    """
+
+    values: dict[str, str]
+    fqns: list[str]
+    saved_names: list[str]
+    offsets: list[Any]
+    positions: list[int]
+    local_offsets: list[Any]
+    chunk_offsets: list[Any]
+    chunk_positions: list[int]
+    saved_offsets: list[Any]
+    sizes: list[Any]
+    def unfilled(self) -> list[Unfilled]: ...
+
+def find_reads(
+    names: Sequence[list[str]],
+    entries: dict[str, Any],
+    saved_names: dict[str, str],
+    chunks_of: Callable[[str], ChunkIndex],
+    decided: dict[str, tuple[_Step, ...]],
+    size_class: type,
+) -> Reads:
+    """Which parts of saved chunks fill what a rank holds.
+
+    Args:
+        saved_names: What keys are called in the checkpoint, where that differs.
+        chunks_of: What is saved of a key.
+        decided: Sharding orders that are not the first of the rank's candidates.
+        size_class: ``torch.Size``, for offsets and sizes.
+    """
 
 class EntryType(enum.Enum):
     NONE = 0
@@ -482,6 +565,8 @@ class World:
     def replicas(self, of_class: int) -> list[Replica]: ...
     def unforeseen_steps(self) -> list[dict[str, tuple[_Step, ...]]]:
         """Per rank and key the orders of sharding that are not the first of the rank's candidates."""
+    def is_filled(self, of_class: int, saved: ChunkIndex) -> bool:
+        """Whether saved chunks hold, once, all that ranks hold of each key of a class."""
     def written_boxes(self, of_class: int) -> list[_HeldBox]: ...
 
 class DigestOfRank:

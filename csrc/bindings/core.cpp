@@ -10,6 +10,7 @@
 
 #include "bindings/convert.h"
 #include "bindings/instances.h"
+#include "bindings/items.h"
 #include "bindings/metadata.h"
 #include "bindings/plan.h"
 #include "bindings/reports.h"
@@ -150,4 +151,5 @@ PYBIND11_MODULE(_core, module) {
   torchtitan_ext::bindings::define_storage(module);
   torchtitan_ext::bindings::define_tables(module);
   register_plan(module);
+  torchtitan_ext::bindings::define_items(module);
 }

@@ -3,6 +3,8 @@
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <functional>
 #include <map>
 #include <string>
 #include <tuple>
@@ -126,6 +128,18 @@ py::list meshes_py(const World& world) {
   return meshes;
 }
 
+// Whether saved chunks hold, once, all that ranks hold of each key of a class.
+bool is_filled_py(const World& world, size_t index, const ChunkIndex& saved) {
+  const KeyClass& of_keys = class_at(world, index);
+  const Sizes& shape = world.kind_of(of_keys).shape;
+  if (!saved.chunks().empty() && !std::ranges::equal(saved.end(), shape, std::less_equal())) return false;
+  std::vector<Chunk> wanted;
+  for (const Replica& replica : of_keys.replicas) {
+    for (const HeldShard& shard : replica.shards) wanted.insert(wanted.end(), shard.boxes.begin(), shard.boxes.end());
+  }
+  return saved.fills(wanted);
+}
+
 py::list written_boxes_py(const World& world, size_t index) {
   py::list boxes;
   for (const HeldShard& shard : WritePlan::written_shards(class_at(world, index))) {
@@ -177,6 +191,7 @@ void define_world(py::module_& module) {
       .def("ranks", &ranks_py)
       .def("replicas", [](const World& world, size_t index) { return class_at(world, index).replicas; })
       .def("unforeseen_steps", &unforeseen_steps_py)
+      .def("is_filled", &is_filled_py, py::arg("of_class"), py::arg("saved"))
       .def("written_boxes", &written_boxes_py);
 }
 

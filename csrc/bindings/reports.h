@@ -4,7 +4,9 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "core/key_columns.h"
 
@@ -15,5 +17,20 @@ std::pair<core::MeshForm, int64_t> read_mesh(const pybind11::handle& mesh);
 
 // Shape, placements and order of a report; its mesh is left to the caller.
 void read_layout(const pybind11::handle& report, core::Kind& kind);
+
+// Tells a KeyEntry (torchtitan_ext/checkpoint/tables/key_table.py) by its class, which is asked once.
+class EntryTypes {
+ public:
+  core::EntryType of(const pybind11::handle& entry);
+
+ private:
+  std::unordered_map<PyTypeObject*, core::EntryType> types_;
+};
+
+// What a rank holds of a tensor, by its entry.
+// Args:
+//   steps: the sharding order; by default the first that the report leaves open.
+std::vector<core::Chunk> held_chunks(const pybind11::handle& entry, core::EntryType type,
+                                     const std::vector<core::ShardStep>* steps);
 
 }  // namespace torchtitan_ext::bindings

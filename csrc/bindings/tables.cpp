@@ -123,7 +123,7 @@ class TableBuilder {
   void read_entry(const py::handle& entry, bool is_own, Held& held) {
     held.entry = py::reinterpret_borrow<py::object>(entry);
     Kind& kind = held.kind;
-    kind.type = type_of(entry);
+    kind.type = types_.of(entry);
     if (kind.type != EntryType::kObject) {
       const py::object dtype = entry.attr("dtype");
       kind.dtype = py::str(dtype);
@@ -149,18 +149,11 @@ class TableBuilder {
     held.kind.mesh = sections_[kOnMeshes].add_mesh(mesh_form, {origin, report.attr("coordinate").cast<Sizes>()});
   }
 
-  EntryType type_of(const py::handle& entry) {
-    const auto [found, is_new] = types_.try_emplace(Py_TYPE(entry.ptr()), EntryType::kObject);
-    if (is_new && py::hasattr(entry, "report")) found->second = EntryType::kTensor;
-    if (is_new && py::hasattr(entry, "boxes")) found->second = EntryType::kBoxes;
-    return found->second;
-  }
-
   std::array<SectionBuilder, kNumSections> sections_;
   EncodedColumns encoded_;
   std::array<std::unordered_map<PyObject*, Held>, 2> held_;             // of other keys, of keys of the rank's own
   std::unordered_map<PyObject*, std::pair<MeshForm, int64_t>> meshes_;  // the entries hold them
-  std::unordered_map<PyTypeObject*, EntryType> types_;
+  EntryTypes types_;
 };
 
 EncodedColumns encode_columns_py(const py::dict& entries, const py::dict& paths, const py::set& own) {

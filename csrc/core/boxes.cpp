@@ -160,7 +160,22 @@ bool ChunkIndex::covers(std::span<const int64_t> shape) const {
     }
     return true;  // there is nothing to hold
   }
-  return !find_cover_defect(shape, saved_);
+  if (saved_.empty()) return !find_cover_defect(shape, saved_);
+  std::call_once(cover_->once, [&] { cover_->is_exact = !find_cover_defect(shape, saved_); });
+  return cover_->is_exact;
+}
+
+bool ChunkIndex::fills(std::span<const Chunk> wanted) const {
+  std::vector<Chunk> boxes;
+  for (const Chunk& chunk : wanted) boxes.push_back({chunk.offsets, chunk.sizes, Sizes(chunk.sizes.size(), 0)});
+  std::vector<std::vector<Chunk>> parts(boxes.size());
+  for (Overlap& part : find_overlaps(boxes)) {
+    parts[part.wanted].push_back({std::move(part.local_offsets), std::move(part.sizes), {}});
+  }
+  for (size_t position = 0; position < boxes.size(); ++position) {
+    if (find_cover_defect(boxes[position].sizes, parts[position])) return false;
+  }
+  return true;
 }
 
 std::vector<Overlap> ChunkIndex::find_overlaps(std::span<const Chunk> wanted) const {

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <utility>
@@ -66,15 +68,25 @@ class ChunkIndex {
   // All non-empty intersections, ordered by wanted chunk, then saved chunk.
   std::vector<Overlap> find_overlaps(std::span<const Chunk> wanted) const;
   // Whether the chunks hold every element of a tensor of this shape exactly once. They are gone through for one shape,
-  // that at which they end, and for no other one, of which a file may say thousands.
+  // that at which they end, once, and for no other one, of which a file may say thousands.
   bool covers(std::span<const int64_t> shape) const;
+  // Whether the chunks hold every element of each wanted one exactly once.
+  bool fills(std::span<const Chunk> wanted) const;
+  // Where the chunks end, in each dim.
+  const Sizes& end() const { return end_; }
   const std::vector<Chunk>& chunks() const { return saved_; }
 
  private:
   std::vector<Chunk> saved_;
   size_t num_dims_;
   BoxIndex index_;
-  Sizes end_;  // of the chunks, in each dim
+  Sizes end_;
+  // Whether the chunks hold all of a tensor that ends where they do. On the heap, because once_flag does not move.
+  struct Cover {
+    std::once_flag once;
+    bool is_exact = false;
+  };
+  std::unique_ptr<Cover> cover_ = std::make_unique<Cover>();
 };
 
 // The same for one question.

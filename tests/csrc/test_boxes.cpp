@@ -102,6 +102,27 @@ TEST(FindOverlaps, OneChunkThatSpansAllOthersCostsNothing) {
   EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(2));
 }
 
+TEST(ChunkIndex, FillsWhatItHoldsOnce) {
+  const ChunkIndex halves({{{0, 0}, {2, 4}, {}}, {{2, 0}, {2, 4}, {}}});
+  const std::vector<Chunk> rows{{{1, 1}, {2, 3}, {5, 5}}, {{3, 0}, {1, 4}, {0, 0}}};
+  EXPECT_TRUE(halves.fills(rows));
+  EXPECT_TRUE(halves.fills(std::vector<Chunk>{{{7, 0}, {0, 4}, {0, 0}}}));
+  EXPECT_FALSE(halves.fills(std::vector<Chunk>{rows[0], {{3, 3}, {1, 2}, {0, 0}}}));
+  EXPECT_FALSE(ChunkIndex({}).fills(rows));
+  const ChunkIndex overlapping({{{0, 0}, {3, 4}, {}}, {{2, 0}, {2, 4}, {}}});
+  EXPECT_FALSE(overlapping.fills(rows));
+  EXPECT_EQ(overlapping.end(), Sizes({4, 4}));
+}
+
+TEST(ChunkIndex, CoversTheShapeAtWhichItEnds) {
+  const ChunkIndex halves({{{0, 0}, {2, 4}, {}}, {{2, 0}, {2, 4}, {}}});
+  for (int time = 0; time < 2; ++time) {
+    EXPECT_TRUE(halves.covers(Sizes({4, 4})));
+    EXPECT_FALSE(halves.covers(Sizes({4, 5})));
+    EXPECT_FALSE(ChunkIndex({{{0, 0}, {3, 4}, {}}, {{2, 0}, {2, 4}, {}}}).covers(Sizes({4, 4})));
+  }
+}
+
 std::optional<std::pair<size_t, size_t>> find_pair(const std::vector<Chunk>& chunks) {
   std::vector<Box> boxes;
   for (const Chunk& chunk : chunks) boxes.push_back({chunk.offsets, chunk.sizes});

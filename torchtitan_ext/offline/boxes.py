@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from torchtitan_ext import _core
-from torchtitan_ext.checkpoint.planners.saved_chunks import ChunkList, SavedChunks
+from torchtitan_ext.checkpoint.planners.saved_chunks import SavedChunks
 from torchtitan_ext.checkpoint.planners.targets import is_exact
 from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError, WrongValueError
 from torchtitan_ext.layout.dtensor import local_view
@@ -145,7 +145,7 @@ class BoxReader:
         """A reader of the same source, for another thread."""
         return BoxReader(self.source, self._chunks)
 
-    def chunk_list(self, entry: TensorStorageMetadata) -> ChunkList:
+    def chunk_list(self, entry: TensorStorageMetadata) -> _core.ChunkIndex:
         """The chunks in which a tensor of the source was saved."""
         return self._chunks.of(entry)
 
@@ -228,8 +228,8 @@ class BoxReader:
         chunks = self.chunk_list(self._entry(piece.fqn))
         wanted = [(piece.offsets, piece.sizes, (0,) * len(piece.sizes))]
         parts = []
-        for part in chunks.index.find_overlaps(wanted):
-            index = MetadataIndex(piece.fqn, torch.Size(chunks.index.box(part.saved)[0]))
+        for part in chunks.find_overlaps(wanted):
+            index = MetadataIndex(piece.fqn, torch.Size(chunks.box(part.saved)[0]))
             parts.append(_SavedPart(index, part.saved_offsets, local_view(place, part.local_offsets, part.sizes)))
         return parts
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from torchtitan_ext import _core
-from torchtitan_ext.checkpoint.planners.saved_chunks import ChunkList, SavedChunks
+from torchtitan_ext.checkpoint.planners.saved_chunks import SavedChunks
 from torchtitan_ext.checkpoint.tables.component import World, saved_world
 from torchtitan_ext.checkpoint.tables.key_table import Box
 from torchtitan_ext.errors import Problem, Remedy, WrongValueError, argument_error, check_argument, named, refusal
@@ -100,11 +100,11 @@ class PlacementRules:
         old = World(0) if metadata is None else saved_world(metadata)
         self._old = World(old.size, {axis: size for axis, size in old.mesh.items() if size > 1})
         self._was_cut = _was_cut(metadata, self._old.mesh)
-        self._known: dict[tuple[tuple[int, ...], ChunkList | None], tuple[DimOf | None, bool]] = {}
+        self._known: dict[tuple[tuple[int, ...], _core.ChunkIndex | None], tuple[DimOf | None, bool]] = {}
         for axis in mesh:
             _check_axis(axis, self._old.mesh, self._rules)
 
-    def place(self, fqn: str, shape: Sequence[int], chunks: ChunkList | None = None) -> Placed:
+    def place(self, fqn: str, shape: Sequence[int], chunks: _core.ChunkIndex | None = None) -> Placed:
         """How a tensor lies on the mesh. A rule is ignored for a tensor that lacks its dim.
 
         Args:
@@ -160,9 +160,9 @@ class PlacementRules:
         matching = patterns_for(fqn, self._rules) if self._rules else []
         return self._rules[matching[0]] if matching else {}
 
-    def _dims_by_default(self, shape: tuple[int, ...], chunks: ChunkList | None) -> tuple[DimOf | None, bool]:
+    def _dims_by_default(self, shape: tuple[int, ...], chunks: _core.ChunkIndex | None) -> tuple[DimOf | None, bool]:
         """The dims that axes cut without a rule, or ``None`` for plain tensors, and whether one of them is a guess."""
-        boxes = [] if chunks is None else chunks.index.boxes()
+        boxes = [] if chunks is None else chunks.boxes()
         if not shape or (self._was_cut and len(boxes) == 1 and shape[0] > 1):
             return None, False
         beyond = _dims_cut_beyond(shape, boxes)
@@ -327,7 +327,7 @@ def _placements(dims: Sequence[int | None], sizes: Sequence[int]) -> Placements:
     return tuple(placements)
 
 
-def saved_chunk_lists(metadata: Metadata) -> dict[str, ChunkList]:
+def saved_chunk_lists(metadata: Metadata) -> dict[str, _core.ChunkIndex]:
     """The chunks in which each tensor was saved, by key; equal lists are one object."""
     chunks = SavedChunks()
     entries = metadata.state_dict_metadata.items()

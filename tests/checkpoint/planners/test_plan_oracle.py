@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from torchtitan_ext import _core
-from torchtitan_ext.checkpoint.planners.items import read_writes, write_items
+from torchtitan_ext.checkpoint.planners.items import write_items
 from torchtitan_ext.checkpoint.planners.new_metadata import metadata_entries, metadata_paths
 from torchtitan_ext.checkpoint.planners.replica_digests import compare_replicas
 from torchtitan_ext.checkpoint.tables.agreement import TensorAgreement, agree
@@ -224,7 +224,7 @@ def test_each_shard_is_written_once_by_a_holder_and_bytes_are_balanced(seed: int
         writers: dict[Any, int] = {}
         objects: Counter[str] = Counter()
         for rank, table in enumerate(tables):
-            for item in write_items(list(read_writes(plan.decision(rank), table, encode_table(table)))):
+            for item in write_items(writes_of(rank, table, plan)):
                 fqn = item.index.fqn
                 if item.tensor_data is None:
                     objects[fqn] += 1
@@ -249,12 +249,14 @@ def test_each_shard_is_written_once_by_a_holder_and_bytes_are_balanced(seed: int
     assert num_planned > STATES_PER_SEED // 3 and num_equal > 0
 
 
+def writes_of(rank: int, table: KeyTable, plan: _core.WritePlan) -> _core.Writes:
+    encoded = encode_table(table)
+    return _core.read_writes(plan.decision(rank), encoded.names, encoded.kind_of, dict(table.entries))
+
+
 def written_by(tables: list[KeyTable], plan: _core.WritePlan) -> list[list[str]]:
     """The keys that each rank writes."""
-    return [
-        [fqn for writes in read_writes(plan.decision(rank), table, encode_table(table)) for fqn in writes.fqns]
-        for rank, table in enumerate(tables)
-    ]
+    return [list(dict.fromkeys(writes_of(rank, table, plan).fqns)) for rank, table in enumerate(tables)]
 
 
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 
+from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.planners.items import (
     ReadDecision,
     cut_problems,
@@ -24,7 +25,6 @@ from torchtitan_ext.checkpoint.planners.items import (
     unread_problems,
 )
 from torchtitan_ext.checkpoint.planners.saved_chunks import (
-    ChunkList,
     SavedChunks,
     cover_problems,
     name_metadata,
@@ -230,11 +230,12 @@ class LoadPlanner(DefaultLoadPlanner):
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
         check_global_plan("load", self, central_plan, ReadDecision)
         decision: ReadDecision = central_plan.planner_data
-        items, shown = self._read_items(decision.steps), self._shown_items()
+        reads = self._reads(decision.steps)
+        items, shown = read_items(reads), self._shown_items()
         if central_plan.items != shown:
             items = followed_items(self, shown, central_plan.items, items)
         elif not decision.is_cover_checked:
-            problems = unread_problems(self._table, items)
+            problems = unread_problems(self._table, reads)
             if problems:
                 raise refusal("load", problems)
         self.report = decision.report
@@ -366,14 +367,17 @@ class LoadPlanner(DefaultLoadPlanner):
             return number_for(loaded, target.dtype, self._cast)
         return on_devices_of(target, loaded)
 
-    def _read_items(self, decided: Mapping[str, Steps]) -> list[ReadItem]:
-        return read_items(self._table, self._encoded, self._saved_names, self._chunk_list, decided)
+    def _reads(self, decided: Mapping[str, Steps]) -> _core.Reads:
+        entries = dict(self._table.entries)
+        return _core.find_reads(
+            self._encoded.names, entries, self._saved_names, self._chunk_list, dict(decided), torch.Size
+        )
 
     def _shown_items(self) -> list[ReadItem]:
         """The items in a local plan, for subclasses only, which may change them: by this rank's own reading."""
-        return self._read_items({}) if self._shows_items else []
+        return read_items(self._reads({})) if self._shows_items else []
 
-    def _chunk_list(self, fqn: str) -> ChunkList:
+    def _chunk_list(self, fqn: str) -> _core.ChunkIndex:
         saved = self.metadata.state_dict_metadata[self._saved_names.get(fqn, fqn)]
         assert isinstance(saved, TensorStorageMetadata)
         return self._saved_chunks.of(saved)

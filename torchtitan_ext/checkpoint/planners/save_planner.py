@@ -24,8 +24,6 @@ from torchtitan_ext.checkpoint.planners.items import (
     WriteDecision,
     check_storage_takes,
     cut_problems,
-    held_writes,
-    read_writes,
     write_items,
 )
 from torchtitan_ext.checkpoint.planners.new_metadata import metadata_entries, metadata_paths
@@ -42,10 +40,10 @@ from torchtitan_ext.checkpoint.planners.subclasses import (
 from torchtitan_ext.checkpoint.tables.agreement import Agreement, agree, unused_layouts
 from torchtitan_ext.checkpoint.tables.component import world_record
 from torchtitan_ext.checkpoint.tables.key_table import (
+    Box,
     EncodedTable,
     KeyTable,
     RankTable,
-    TensorEntry,
     check_objects,
     describe_state,
     digest_values,
@@ -58,7 +56,7 @@ from torchtitan_ext.checkpoint.tables.key_table import (
 from torchtitan_ext.dcp_private import ShardedTensor, flatten_sharded_tensors
 from torchtitan_ext.errors import MAX_NAMED, Problem, StateRefusedError, listed, named, refusal
 from torchtitan_ext.layout.dtensor import box_of, local_tensor
-from torchtitan_ext.layout.layout import Chunk, LayoutRules, ShardOrder, num_elements
+from torchtitan_ext.layout.layout import LayoutRules, ShardOrder, num_elements
 from torchtitan_ext.ranks.exchange import scope_ranks
 from torchtitan_ext.state.nested import flatten_state_dict
 from torchtitan_ext.storage.metadata.saved_metadata import WORLD_KEY
@@ -136,7 +134,7 @@ class SavePlanner(DefaultSavePlanner):
         self.metadata = Metadata({})
         self._table = KeyTable({})
         self._encoded: EncodedTable = encode_table(self._table)
-        self._chunks: dict[tuple[str, tuple[int, ...]], Chunk] = {}
+        self._boxes: dict[tuple[str, tuple[int, ...]], Box] = {}
         self._is_set_up = False
         self._shows_items = False
 
@@ -234,8 +232,8 @@ class SavePlanner(DefaultSavePlanner):
             check_global_plan("save", self, new_plan, WriteDecision)
             check_write_items(self, self._shown_items(), new_plan.items)
             check_storage_takes(new_plan.planner_data, new_plan.storage_data)
-            written = list(read_writes(new_plan.planner_data.writes, self._table, self._encoded))
-            self.plan = dataclasses.replace(new_plan, items=write_items(written))
+            writes = self._read_writes(new_plan)
+            self.plan = dataclasses.replace(new_plan, items=write_items(writes))
             if self._enable_plan_caching:
                 plan_cache.remember(StockSavePlanner._cached_save_plan, self._cached_plans_key, new_plan)
                 plan_cache.remember(StockSavePlanner._cached_final_save_plan, self._cached_plans_key, self.plan)
@@ -243,10 +241,8 @@ class SavePlanner(DefaultSavePlanner):
         else:
             cached = StockSavePlanner._cached_final_save_plan[self._cached_plans_key]
             self.plan = dataclasses.replace(cached, storage_data=new_plan.storage_data or cached.storage_data)
-            written = list(read_writes(self.plan.planner_data.writes, self._table, self._encoded))
-        self._chunks = {
-            (fqn, chunk.offsets): chunk for writes in written for fqn in writes.fqns for _, chunk in writes.chunks
-        }
+            writes = self._read_writes(self.plan)
+        self._boxes = writes.local_boxes()
         # A subclass may change the list: it gets a copy.
         is_shared = sees_items(self, SavePlanner)
         return dataclasses.replace(self.plan, items=list(self.plan.items)) if is_shared else self.plan
@@ -260,11 +256,10 @@ class SavePlanner(DefaultSavePlanner):
         if not lies_in_local(entry):
             return find_state_dict_object(self.state_dict, index)
         local = local_tensor(self.state_dict[index.fqn])
-        shape = entry.report.global_shape if isinstance(entry, TensorEntry) else entry.global_shape
+        shape = entry.global_shape
         if num_elements(shape) == 0:
             return local if tuple(local.shape) == shape else local.new_empty(shape)
-        chunk = self._chunks[index.fqn, tuple(index.offset or ())]
-        box = box_of(local, chunk.local_offsets, chunk.sizes)
+        box = box_of(local, *self._boxes[index.fqn, tuple(index.offset or ())])
         if isinstance(box, str):  # local plans could not check this order of sharding
             raise refusal("save", [Problem("unsupported_tensor", index.fqn, box)])
         return box
@@ -306,7 +301,14 @@ class SavePlanner(DefaultSavePlanner):
 
     def _shown_items(self) -> list[WriteItem]:
         """The items in a local plan, for subclasses only: all that this rank holds, replicas included."""
-        return write_items(list(held_writes(self._table, self._encoded))) if self._shows_items else []
+        if not self._shows_items:
+            return []
+        return write_items(_core.held_writes(self._encoded.names, dict(self._table.entries)))
+
+    def _read_writes(self, plan: SavePlan) -> _core.Writes:
+        """What this rank writes by the coordinator's decision."""
+        encoded = self._encoded
+        return _core.read_writes(plan.planner_data.writes, encoded.names, encoded.kind_of, dict(self._table.entries))
 
     def _tables_of(self, plans: Sequence[SavePlan]) -> tuple[list[RankTable], str | None]:
         """The tables of all ranks, and the token of the known plan of exactly these tables, if there is one."""

@@ -10,69 +10,33 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from torchtitan_ext import _core
-from torchtitan_ext.checkpoint.tables.agreement import Agreement, ObjectAgreement, TensorAgreement
-from torchtitan_ext.checkpoint.tables.key_table import Box
+from torchtitan_ext.checkpoint.tables.agreement import Agreement
 from torchtitan_ext.dcp_private import StorageInfo
 from torchtitan_ext.errors import Problem
-from torchtitan_ext.layout.layout import Chunk
 from torchtitan_ext.storage.formats.safetensors_files import files_with_key
 from torchtitan_ext.storage.metadata.lazy_metadata import LazyDict
 
-Part = tuple[torch.Size, int, torch.Size, torch.Size, int, torch.Size, torch.Size]
-"""A box that a wanted and a saved chunk share: offsets and position of the wanted chunk, offsets of the box in the
-local tensor; offsets and position of the saved chunk, offsets of the box in it; sizes of the box."""
-
-
-class ChunkList:
-    """One chunk list, which many tensors may share; ``index`` has its chunks, sorted."""
-
-    def __init__(self, index: _core.ChunkIndex) -> None:
-        self.index = index
-        self._covers: dict[tuple[int, ...], bool] = {}
-
-    def covers(self, shape: tuple[int, ...]) -> bool:
-        """Whether the chunks hold every element of a tensor of this shape exactly once."""
-        if shape not in self._covers:
-            self._covers[shape] = self.index.covers(shape)
-        return self._covers[shape]
-
-    def find_parts(self, wanted: Sequence[Chunk]) -> list[Part]:
-        """The parts of saved chunks that fill the wanted chunks."""
-        return [
-            (
-                torch.Size(wanted[part.wanted].offsets),
-                part.wanted,
-                torch.Size(part.local_offsets),
-                torch.Size(self.index.box(part.saved)[0]),
-                part.saved,
-                torch.Size(part.saved_offsets),
-                torch.Size(part.sizes),
-            )
-            for part in self.index.find_overlaps(wanted)
-        ]
-
 
 class SavedChunks:
-    """Finds the chunk list of each tensor, the same object for equal lists.
+    """Finds the chunk list of each tensor, sorted once, the same object for equal lists.
 
     Our saves share the lists themselves, which pickle keeps; for those of stock the contents are compared.
     """
 
     def __init__(self) -> None:
-        self._by_identity: dict[int, tuple[list[ChunkStorageMetadata], ChunkList]] = {}
-        self._by_content: dict[bytes, ChunkList] = {}
+        self._by_identity: dict[int, tuple[list[ChunkStorageMetadata], _core.ChunkIndex]] = {}
+        self._by_content: dict[bytes, _core.ChunkIndex] = {}
 
-    def of(self, saved: TensorStorageMetadata) -> ChunkList:
+    def of(self, saved: TensorStorageMetadata) -> _core.ChunkIndex:
         known = self._by_identity.get(id(saved.chunks))
         if known is None:
             index = _core.ChunkIndex(saved.chunks)
             # The list is kept alive, so that no other list gets its id.
-            known = (saved.chunks, self._by_content.setdefault(index.to_bytes(), ChunkList(index)))
+            known = (saved.chunks, self._by_content.setdefault(index.to_bytes(), index))
             self._by_identity[id(saved.chunks)] = known
         return known[1]
 
@@ -88,41 +52,22 @@ def cover_problems(
         saved = metadata.state_dict_metadata[wanted[fqn]]
         if kind.is_object or not isinstance(saved, TensorStorageMetadata):
             continue
-        chunk_list = chunks.of(saved)
-        if chunk_list.covers(kind.global_shape):
+        index = chunks.of(saved)
+        if index.covers(kind.global_shape):
             continue
-        if (id(chunk_list), of_class) not in known:
-            known[id(chunk_list), of_class] = _cover_problem(fqn, agreement, of_class, chunk_list)
-        problem = known[id(chunk_list), of_class]
+        if (id(index), of_class) not in known:
+            known[id(index), of_class] = _cover_problem(fqn, agreement, of_class, index)
+        problem = known[id(index), of_class]
         problems += [] if problem is None else [dataclasses.replace(problem, fqn=fqn)]
     return _name_files_of_overlaps(problems, metadata)
 
 
-def is_covered(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Whether boxes hold every element of a shape exactly once."""
-    return _core.find_cover_defect(shape, boxes) is None
-
-
-def _cover_problem(fqn: str, agreement: Agreement, of_class: int, chunk_list: ChunkList) -> Problem | None:
+def _cover_problem(fqn: str, agreement: Agreement, of_class: int, index: _core.ChunkIndex) -> Problem | None:
     # A checkpoint of use_collectives=False has metadata per rank: all that this rank wants must be there.
-    if agreement.world.num_ranks == 1 and _is_covered_for(agreement.agreed(of_class), chunk_list):
+    if agreement.world.num_ranks == 1 and agreement.world.is_filled(of_class, index):
         return None
-    shape = agreement.kinds[of_class].global_shape
-    defect = _core.describe_cover_defect(shape, chunk_list.index.boxes(), None)
+    defect = _core.describe_cover_defect(agreement.kinds[of_class].global_shape, index.boxes(), None)
     return None if defect is None else Problem("broken_checkpoint", fqn, defect)
-
-
-def _is_covered_for(agreed: TensorAgreement | ObjectAgreement, chunk_list: ChunkList) -> bool:
-    assert isinstance(agreed, TensorAgreement)
-    saved_boxes = chunk_list.index.boxes()
-    if any(o + s > n for box in saved_boxes for o, s, n in zip(*box, agreed.global_shape, strict=True)):
-        return False
-    wanted = [box for replica in agreed.replicas for held in replica for box in held.boxes]
-    parts: list[list[Box]] = [[] for _ in wanted]
-    from_zero = [(offsets, sizes, (0,) * len(sizes)) for offsets, sizes in wanted]
-    for part in chunk_list.index.find_overlaps(from_zero):
-        parts[part.wanted].append((part.local_offsets, part.sizes))
-    return all(map(is_covered, [sizes for _, sizes in wanted], parts))
 
 
 def storage_problems(metadata: Metadata, fqns: Iterable[str]) -> list[Problem]:

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from torchtitan_ext.checkpoint.rules.load_rules import LoadRules
 from torchtitan_ext.checkpoint.rules.policy import Source
 from torchtitan_ext.checkpoint.tables.key_table import (
-    BoxesEntry,
     KeyEntry,
     KeyTable,
     ObjectEntry,
@@ -152,12 +151,11 @@ def _find_misfit(fqn: str, target: Any, entry: KeyEntry, saved: SavedEntry, cast
             return None
         detail = "the checkpoint has it as one value, of one rank; the target holds DTensors or other shards"
         return Problem("wrong_type", fqn, f"{detail}: load plain tensors there")
-    shape = entry.global_shape if isinstance(entry, BoxesEntry) else entry.report.global_shape
-    if tuple(saved.size) != tuple(shape):
+    if tuple(saved.size) != tuple(entry.global_shape):
         return Problem(
             "wrong_shape",
             fqn,
-            f"Size mismatch between saved {saved.size} and current: {torch.Size(shape)} for {fqn}; "
+            f"Size mismatch between saved {saved.size} and current: {torch.Size(entry.global_shape)} for {fqn}; "
             "build the model with the saved size, or leave the key out",
         )
     if lies_in_local(entry) and may_overlap_itself(target):

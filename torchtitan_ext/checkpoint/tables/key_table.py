@@ -59,6 +59,10 @@ class TensorEntry:
     dtype: torch.dtype
     requires_grad: bool
 
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        return self.report.global_shape
+
 
 @dataclass(frozen=True)
 class BoxesEntry:

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
+from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.operation.component_plans import cut_by_component, paths_below, read_saved
-from torchtitan_ext.checkpoint.planners.items import wanted_chunks
 from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
-from torchtitan_ext.checkpoint.planners.saved_chunks import ChunkList, name_metadata
+from torchtitan_ext.checkpoint.planners.saved_chunks import name_metadata
 from torchtitan_ext.checkpoint.rules.load_rules import ComponentPlan, LoadRules, ReadRequest, component_of
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy
 from torchtitan_ext.checkpoint.rules.report import LoadReport
@@ -25,7 +25,7 @@ from torchtitan_ext.checkpoint.tables.key_table import KeyEntry, KeyTable, Objec
 from torchtitan_ext.elastic.data.virtual_shards import TooFewShardsError, num_shards_of
 from torchtitan_ext.elastic.rng import RngState, rng_of_saved
 from torchtitan_ext.errors import Problem, StateRefusedError
-from torchtitan_ext.layout.layout import num_elements
+from torchtitan_ext.layout.layout import num_elements, shard_of
 from torchtitan_ext.offline.dry_run.alike_ranks import AlikeRanks
 from torchtitan_ext.offline.dry_run.host_memory import Reads, loading_bytes
 from torchtitan_ext.offline.dry_run.job import Job, Stage
@@ -116,7 +116,7 @@ class _ReadAlike:
     """
 
     entry: KeyEntry
-    chunks: ChunkList
+    chunks: _core.ChunkIndex
     dtype: torch.dtype
     num_keys: int = 0
     files: dict[bytes, None] = field(default_factory=dict)
@@ -276,12 +276,12 @@ class _Load:
         for one, files in kinds:
             entry = group.ranks.entry(rank, one.entry)
             assert isinstance(entry, TensorEntry)
-            parts = one.chunks.index.find_overlaps(wanted_chunks(entry, group.ranks.steps(one.entry)))
+            parts = one.chunks.find_overlaps(shard_of(entry.report, group.ranks.steps(one.entry)).chunks)
             of_chunk = [part.saved for part in parts]
             sizes = [num_elements(part.sizes) * one.dtype.itemsize for part in parts]
             reads.num_reads += one.num_keys * len(parts)
             reads.num_bytes += one.num_keys * sum(sizes)
-            whole = (num_elements(one.chunks.index.box(chunk)[1]) for chunk in of_chunk)
+            whole = (num_elements(one.chunks.box(chunk)[1]) for chunk in of_chunk)
             whole_bytes += one.num_keys * sum(whole) * one.dtype.itemsize
             if self._job.device != "cpu" or entry.dtype != one.dtype:
                 reads.staged_bytes += one.num_keys * sum(sizes)

@@ -11,10 +11,10 @@ import torch
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.operation.component_plans import OpenSource
 from torchtitan_ext.checkpoint.operation.load_phases import open_source
 from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
-from torchtitan_ext.checkpoint.planners.saved_chunks import ChunkList
 from torchtitan_ext.checkpoint.rules.policy import Source
 from torchtitan_ext.dcp_private import StorageInfo
 from torchtitan_ext.errors import Problem, refusal
@@ -46,7 +46,7 @@ class LoadSource:
     notes: tuple[str, ...] = ()
 
     @cached_property
-    def chunks(self) -> dict[str, ChunkList]:
+    def chunks(self) -> dict[str, _core.ChunkIndex]:
         """The chunks in which each tensor was saved, by key."""
         return saved_chunk_lists(self.opened.metadata)
 

@@ -12,8 +12,8 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.planners.items import cut_problems
-from torchtitan_ext.checkpoint.planners.saved_chunks import ChunkList
 from torchtitan_ext.checkpoint.rules.load_rules import ComponentPlan, component_of
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source
 from torchtitan_ext.checkpoint.tables.component import PER_RANK, family_of
@@ -121,7 +121,7 @@ def components_of(
     return {name: ComponentPlan(policy.component_action(name)) for name in names}
 
 
-def place_on_mesh(one: OneRank, rules: PlacementRules, chunks: Mapping[str, ChunkList]) -> OneRank:
+def place_on_mesh(one: OneRank, rules: PlacementRules, chunks: Mapping[str, _core.ChunkIndex]) -> OneRank:
     """Cuts the plain tensors of a rank as the rules say. Tensors under a rank's own name stay whole.
 
     Args:

@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import SavePlan
 
 from torchtitan_ext import _core
-from torchtitan_ext.checkpoint.planners.items import written_chunks
 from torchtitan_ext.checkpoint.planners.save_planner import SavePlanner
 from torchtitan_ext.checkpoint.tables.key_table import EncodedTable, ObjectEntry, TensorEntry
 from torchtitan_ext.errors import Problem, StateRefusedError
@@ -183,7 +182,7 @@ def _writes_of(decision: bytes, stage: Stage, rank: int, encoded: EncodedTable) 
         entry = stage.ranks.entry(rank, base)
         assert isinstance(entry, TensorEntry)
         lengths = tuple(len(fqns[key]) for key in one.keys if fqns[key] in own_of) if own_of else ()
-        chunks = tuple((chunk.offsets, chunk.sizes) for chunk in written_chunks(entry, one.steps))
+        chunks = _core.written_boxes(entry, one.steps)
         num_bytes = sum(num_elements(sizes) for _, sizes in chunks) * entry.dtype.itemsize
         writes.append(_Writes((one.section, tuple(one.keys)), lengths, entry.dtype, chunks, num_bytes))
     return writes
