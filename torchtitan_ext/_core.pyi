@@ -265,14 +265,23 @@ class SavedRecord:
     data_offset: int
 
 class Index:
-    """``metadata_bytes`` is -1 where ``tables`` stand for ``.metadata``."""
+    """The index of one save.
+
+    Attributes:
+        metadata_bytes: Size of the ``.metadata`` that belongs to it; -1 where ``tables`` stand for that file.
+        notes: The ``world_size`` of the save, and the versions of ``torch`` and ``torchtitan_ext``.
+        files: The rank files by name.
+        tables: The encoded metadata; empty where there is a ``.metadata``.
+    """
 
     save_id: bytes
     metadata_bytes: int
     metadata_digest: int
     notes: dict[str, str]
-    files: list[RankFile]
+    files: dict[str, RankFile]
     tables: bytes
+    def tensors(self, name: str) -> dict[int, StoredTensor]:
+        """The plain tensors of known dtypes in a file, by the offset of their records."""
 
 class RecordWriter:
     def __init__(self, path: bytes, block_bytes: int, num_threads: int, sync: bool) -> None: ...
@@ -364,9 +373,6 @@ class StoredTensor:
     data_offset: int
     item_bytes: int
     def __init__(self, dtype: str, sizes: Sequence[int], strides: Sequence[int] | None, data_offset: int) -> None: ...
-
-def plain_tensors(file: RankFile) -> dict[int, StoredTensor]:
-    """The tensors of a rank file that are plain memory, by the offset of their records."""
 
 def elements_needed(sizes: Sequence[int], strides: Sequence[int], storage_offset: int, /) -> int:
     """How many elements of its storage a tensor needs. An empty one needs none, and may begin behind the end."""

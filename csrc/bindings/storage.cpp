@@ -108,6 +108,42 @@ SavedFile make_file(std::string name, uint32_t rank, int64_t num_bytes, int64_t 
   return {std::move(name), rank, num_bytes, footer_offset, footer_digest, std::string(records)};
 }
 
+PlainTensor make_tensor(std::string dtype, Sizes sizes, std::optional<Sizes> strides, int64_t data_offset) {
+  const ElementType* const type = find_element_type(dtype);
+  TTE_CHECK(type != nullptr, dtype, "is no dtype of plain memory");
+  TTE_CHECK(!strides || strides->size() == sizes.size(), dtype, "has other strides than sizes");
+  if (!strides) strides = row_major_strides(sizes);
+  return {std::move(dtype), std::move(sizes), std::move(*strides), data_offset, type->item_bytes};
+}
+
+// The plain tensors in a rank file, by the offset of their records.
+std::map<int64_t, PlainTensor> plain_tensors(const SavedFile& file) {
+  std::map<int64_t, PlainTensor> tensors;
+  parse_records(file.records, file.footer_offset, file.name, [&](const SavedRecord& one) {
+    if (find_element_type(one.dtype) != nullptr) {
+      tensors.insert_or_assign(one.offset, make_tensor(one.dtype, one.sizes, std::nullopt, one.data_offset));
+    }
+  });
+  return tensors;
+}
+
+// An index, with its parts as Python asks for them again and again.
+struct ReadIndex {
+  // Throws UnicodeDecodeError where a name is no UTF-8.
+  explicit ReadIndex(Index parsed) : index(std::move(parsed)) {
+    for (const auto& [name, note] : index.notes) notes[py::cast(name)] = note;
+    for (const SavedFile& file : index.files) files[py::cast(file.name)] = file;
+  }
+
+  py::object tensors_of(const py::str& name) const {
+    if (!tensors.contains(name)) tensors[name] = plain_tensors(files[name].cast<const SavedFile&>());
+    return tensors[name];
+  }
+
+  Index index;
+  py::dict notes, files, tensors;
+};
+
 void define_index(py::module_& module) {
   const auto records = [](const SavedFile& self) { return py::bytes(self.records); };
   py::class_<SavedFile>(module, "RankFile")
@@ -143,15 +179,16 @@ void define_index(py::module_& module) {
       .def_readonly("offset", &SavedRecord::offset)
       .def_readonly("num_bytes", &SavedRecord::num_bytes)
       .def_readonly("data_offset", &SavedRecord::data_offset);
-  py::class_<Index>(module, "Index")
-      .def_property_readonly("save_id", [](const Index& self) { return to_bytes(self.save_id); })
-      .def_readonly("metadata_bytes", &Index::metadata_bytes)
-      .def_readonly("metadata_digest", &Index::metadata_digest)
-      .def_property_readonly(
-          "notes",
-          [](const Index& self) { return std::map<std::string, std::string>(self.notes.begin(), self.notes.end()); })
-      .def_readonly("files", &Index::files)
-      .def_property_readonly("tables", [](const Index& self) { return py::bytes(self.tables); });
+  py::class_<ReadIndex>(module, "Index")
+      .def_property_readonly("save_id", [](const ReadIndex& self) { return to_bytes(self.index.save_id); })
+      .def_property_readonly("metadata_bytes", [](const ReadIndex& self) { return self.index.metadata_bytes; })
+      .def_property_readonly("metadata_digest", [](const ReadIndex& self) { return self.index.metadata_digest; })
+      .def_property_readonly("tables", [](const ReadIndex& self) { return py::bytes(self.index.tables); })
+      .def_readonly("notes", &ReadIndex::notes)
+      .def_readonly("files", &ReadIndex::files)
+      .def("tensors", &ReadIndex::tensors_of, py::arg("name"))
+      .def(py::pickle([](const ReadIndex& self) { return py::bytes(encode_index(self.index)); },
+                      [](const py::bytes& state) { return ReadIndex(parse_index(std::string_view(state), "index")); }));
 }
 
 py::bytes encode_index_py(std::string_view save_id, int64_t metadata_bytes, uint64_t metadata_digest, Notes notes,
@@ -263,25 +300,6 @@ class RecordFile {
   std::string head_, tail_, other_;
 };
 
-PlainTensor make_tensor(std::string dtype, Sizes sizes, std::optional<Sizes> strides, int64_t data_offset) {
-  const ElementType* const type = find_element_type(dtype);
-  TTE_CHECK(type != nullptr, dtype, "is no dtype of plain memory");
-  TTE_CHECK(!strides || strides->size() == sizes.size(), dtype, "has other strides than sizes");
-  if (!strides) strides = row_major_strides(sizes);
-  return {std::move(dtype), std::move(sizes), std::move(*strides), data_offset, type->item_bytes};
-}
-
-// The plain tensors in a rank file, by the offset of their records.
-std::map<int64_t, PlainTensor> plain_tensors(const SavedFile& file) {
-  std::map<int64_t, PlainTensor> tensors;
-  parse_records(file.records, file.footer_offset, file.name, [&](const SavedRecord& one) {
-    if (find_element_type(one.dtype) != nullptr) {
-      tensors.insert_or_assign(one.offset, make_tensor(one.dtype, one.sizes, std::nullopt, one.data_offset));
-    }
-  });
-  return tensors;
-}
-
 // The tensors in some records of a file.
 std::vector<std::optional<PlainTensor>> find_tensors(const std::string& path,
                                                      const std::vector<std::tuple<int64_t, int64_t>>& places,
@@ -333,7 +351,6 @@ void define_tensors(py::module_& module) {
                              [](const PlainTensor& self) { return self.strides == row_major_strides(self.sizes); })
       .def_readonly("data_offset", &PlainTensor::data_offset)
       .def_readonly("item_bytes", &PlainTensor::item_bytes);
-  module.def("plain_tensors", &plain_tensors, py::arg("file"));
   module.def("elements_needed", [](const Sizes& sizes, const Sizes& strides, int64_t storage_offset) {
     return elements_needed(sizes, strides, storage_offset);
   });
@@ -394,7 +411,15 @@ void define_storage(py::module_& module) {
         core::check_pickle_keys(view, num_pickles);
       },
       py::arg("data"), py::arg("num_pickles"));
-  module.def("parse_index", &parse_index, py::arg("bytes"), py::arg("where"), Unlocked());
+  module.def(
+      "parse_index",
+      [](std::string_view bytes, const std::string& where) {
+        std::optional<py::gil_scoped_release> unlocked(std::in_place);
+        Index index = parse_index(bytes, where);
+        unlocked.reset();
+        return ReadIndex(std::move(index));
+      },
+      py::arg("bytes"), py::arg("where"));
   module.def("parse_records", &parse_records_of, py::arg("file"));
   module.def("find_footer", &find_footer_py, py::arg("path"), py::arg("name"), py::arg("descriptor"));
   module.def("start_write_back", &start_write_back, py::arg("descriptor"), py::arg("offset"), py::arg("num_bytes"),

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import torchtitan_ext as tte
-from torchtitan_ext import ops
-from torchtitan_ext.sync import broadcast
+from torchtitan_ext import ops, sync
 from torchtitan_ext.sync.batches import ListBatch
 
 DTYPES = [
@@ -175,7 +174,7 @@ def staged(rank: int, world_size: int) -> bool:
     """The way by an accelerator, with the CPU in its place."""
     tensors = [tensor for tensor in build_tensors(rank) if tensor.nbytes < 1_000_000]
     batch = ListBatch(dist.group.WORLD, 1, tensors)
-    broadcast._broadcast_staged(batch, 10_000, torch.device("cpu"))
+    sync._send_staged(batch, 10_000, torch.device("cpu"))
     wanted = [tensor for tensor in build_tensors(1) if tensor.nbytes < 1_000_000]
     return all(torch.equal(bits(got), bits(want)) for got, want in zip(tensors, wanted, strict=True))
 

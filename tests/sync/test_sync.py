@@ -28,8 +28,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.nn.parallel import DistributedDataParallel
 
 import torchtitan_ext as tte
+from torchtitan_ext import ops
 from torchtitan_ext.errors import SyncMismatchError
-from torchtitan_ext.sync import broadcast, sync_state_dict
+from torchtitan_ext.sync import sync_state_dict
 
 Locals = dict[str, Tensor]
 
@@ -493,13 +494,13 @@ def broken_while_syncing(rank: int, world_size: int) -> str:
     """`verify` is a proof: a receiver that loses the broadcast is found."""
     mesh = init_device_mesh("cpu", (2,))
     weight = torch.full((4,), float(rank))
-    original = broadcast.ops.broadcast_coalesced_
-    broadcast.ops.broadcast_coalesced_ = lambda *args, **kwargs: None
+    original = ops.broadcast_coalesced_
+    ops.broadcast_coalesced_ = lambda *args, **kwargs: None
     try:
         with pytest.raises(SyncMismatchError) as caught:
             sync_state_dict({"w": weight}, mesh, verify=True)
     finally:
-        broadcast.ops.broadcast_coalesced_ = original
+        ops.broadcast_coalesced_ = original
     return str(caught.value)
 
 

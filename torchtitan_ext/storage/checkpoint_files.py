@@ -43,29 +43,6 @@ class Record:
     tensor: _core.StoredTensor | None
 
 
-class CheckpointIndex:
-    """The index of one save.
-
-    Attributes:
-        files: The rank files by name.
-        tables: The encoded metadata; empty where there is a ``.metadata``.
-        notes: The ``world_size`` of the save, and the versions of ``torch`` and ``torchtitan_ext``.
-    """
-
-    def __init__(self, index: _core.Index) -> None:
-        self.save_id = index.save_id
-        self.files = {file.name: file for file in index.files}
-        self.tables = index.tables
-        self.notes = index.notes
-        self._tensors: dict[str, dict[int, _core.StoredTensor]] = {}
-
-    def tensors(self, name: str) -> dict[int, _core.StoredTensor]:
-        """The plain tensors of known dtypes in a file, by the offset of their records."""
-        if name not in self._tensors:
-            self._tensors[name] = _core.plain_tensors(self.files[name])
-        return self._tensors[name]
-
-
 def is_save_id(save_id: object) -> TypeGuard[str]:
     """Whether a value has the form of the ids of our saves. A damaged checkpoint may contain any value."""
     return isinstance(save_id, str) and _SAVE_ID.fullmatch(save_id) is not None
@@ -112,7 +89,7 @@ def parse_index(
     *,
     verify: str,
     has_file: Callable[[_core.RankFile], bool] = lambda file: False,
-) -> CheckpointIndex | None:
+) -> _core.Index | None:
     """The index that belongs to these bytes of ``.metadata``, or that replaces the file if there is none.
 
     Args:
@@ -129,8 +106,7 @@ def parse_index(
             not match ``.metadata``, which may be damaged then.
     """
     try:
-        parsed = _core.parse_index(content, shown(path))
-        index = CheckpointIndex(parsed)
+        index = _core.parse_index(content, shown(path))
     except ValueError as error:  # a FormatError, or a name that is no UTF-8
         if verify == "none" and metadata is not None:
             warnings.warn(f"the index is ignored: {error}", stacklevel=2)
@@ -140,8 +116,8 @@ def parse_index(
         advice = "; verify='none' reads without the index and its checksums"
         raise DamagedCheckpointError(str(error), advice) from None
     if metadata is None:
-        return index if parsed.metadata_bytes == NO_METADATA else None
-    if (parsed.metadata_bytes, parsed.metadata_digest) != (len(metadata), _core.digest(metadata)):
+        return index if index.metadata_bytes == NO_METADATA else None
+    if (index.metadata_bytes, index.metadata_digest) != (len(metadata), _core.digest(metadata)):
         if verify != "none" and any(map(has_file, index.files.values())):
             raise DamagedCheckpointError(
                 f"the .metadata beside {path} is not the one that was saved with its files: what it says of keys and "

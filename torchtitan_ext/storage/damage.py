@@ -7,7 +7,6 @@ from pathlib import Path
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import named
-from torchtitan_ext.storage.checkpoint_files import CheckpointIndex
 
 _MAX_NAMED = 4
 
@@ -16,7 +15,7 @@ def describe_damage(
     directory: Path,
     blocks: Sequence[tuple[str, int, int]],
     parts: Iterable[_core.Part],
-    index: CheckpointIndex | None,
+    index: _core.Index | None,
 ) -> str:
     """One sentence about blocks (file, first byte, one past the last byte) that do not match their checksums."""
     names: list[str] = []
@@ -50,7 +49,7 @@ def defect_text(kind: str, where: Sequence[int]) -> str:
     return f"{text} {list(where)}"
 
 
-def _rows(part: _core.Part, begin: int, end: int, index: CheckpointIndex | None) -> str:
+def _rows(part: _core.Part, begin: int, end: int, index: _core.Index | None) -> str:
     """``w[128:160]``: the rows of a key between two bytes of its file."""
     is_indexed = index is not None and part.path in index.files
     stored = index.tensors(part.path).get(part.offset) if index is not None and is_indexed else None

@@ -3,28 +3,28 @@
 Every function is collective. Ranks first agree on what they sync; where they cannot, all raise the same
 ``SyncMismatchError`` before any data moves. The walk of a call:
 
-    calls -> tensors -> batches (a list), replicas (a module, with slices) -> same_call -> broadcast | check
+    calls -> tensors -> batches (a list), replicas (a module, with slices) -> same_call -> _send | check
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import NoneType
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_ext import ops
 from torchtitan_ext.errors import SyncMismatchError, check_argument, refusal
 from torchtitan_ext.metrics import log_metrics, timed
-from torchtitan_ext.ranks.exchange import check_usable, scope_ranks
+from torchtitan_ext.ranks.exchange import check_usable, device_of, has_backend, scope_ranks
 from torchtitan_ext.ranks.lost_ranks import naming_lost_ranks
-from torchtitan_ext.sync.batches import Replicas, collect_list
-from torchtitan_ext.sync.broadcast import broadcast_replicas
+from torchtitan_ext.sync.batches import Batch, ListBatch, Replicas, collect_list
 from torchtitan_ext.sync.calls import BroadcastCall, Buffers, Call, SyncCall, outside_graphs
 from torchtitan_ext.sync.check import compare_replicas
 from torchtitan_ext.sync.replicas import collect_replicas
@@ -169,9 +169,42 @@ def _agreeing(call: Call) -> AbstractContextManager[None]:
 
 
 def _send(call: BroadcastCall, found: Replicas, seconds: dict[str, float]) -> None:
+    """Fills all tensors of all batches from their sources, in place. Collective over the groups of the batches."""
     lost = naming_lost_ranks(call.operation, "tensors were sent; some may be part-written", call.scope)
-    with timed(seconds, "send"), lost:
-        broadcast_replicas(found, call.bucket_bytes)
+    with timed(seconds, "send"), lost, torch.no_grad():
+        for key, batch in sorted(found.batches.items()):
+            if has_backend(batch.group, key[2]):
+                group = batch.group.group_name
+                ops.broadcast_coalesced_(batch.locals, group, src=batch.src, bucket_bytes=call.bucket_bytes)
+            else:
+                _send_staged(batch, call.bucket_bytes, device_of(batch.group))
+        # A DTensor or wrapper has a version counter besides those of the tensors in it.
+        # Compare types: every parameter, a DTensor too, is an instance of nn.Parameter.
+        outer = [owner for owner in found.owners if type(owner) not in (Tensor, nn.Parameter)]
+        torch.autograd.graph.increment_version(outer)
+
+
+def _send_staged(batch: Batch | ListBatch, bucket_bytes: int, device: torch.device) -> None:
+    """Sends by way of buckets on ``device``: CPU tensors (FSDP2's offload) in a group of accelerators, or the reverse.
+
+    Tensors larger than a bucket go in slices of their bytes.
+    """
+    for chunk in _chunks(batch.locals, bucket_bytes):
+        flat = ops.flatten_tensors(chunk)
+        for part in flat.split(bucket_bytes):
+            bucket = part.to(device)
+            ops.broadcast_coalesced_([bucket], batch.group.group_name, src=batch.src, bucket_bytes=bucket_bytes)
+            part.copy_(bucket)
+        ops.unflatten_tensors_(chunk, flat)
+
+
+def _chunks(tensors: Sequence[Tensor], num_bytes: int) -> Iterator[list[Tensor]]:
+    """Consecutive tensors whose flat buffer has at most ``num_bytes``, or one tensor that has more."""
+    pending = [tensor for tensor in tensors if tensor.numel() > 0]
+    while pending:
+        count = max(1, sum(end <= num_bytes for end in ops.flat_offsets(pending)[1:]))
+        yield pending[:count]
+        pending = pending[count:]
 
 
 def _log(call: Call, found: Replicas, seconds: Mapping[str, float]) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_ext.errors import WrongValueError
-from torchtitan_ext.storage.commit.steps import StepPattern, find_steps, patterns_in, step_of, step_path, step_paths
+from torchtitan_ext.storage.commit.steps import StepPattern, find_steps, patterns_in, step_of, step_paths
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_names_of_other_trainers_are_known_where_they_are_of_one_kind(
     assert {number: path.name for number, path in step_paths(run).items()} == found
     assert find_steps(run) == dict.fromkeys(found, False)
     for number, name in found.items():
-        assert step_of(run / name) == number and step_path(run, number) == run / name
+        assert step_of(run / name) == number
 
 
 def test_a_pattern_that_is_given_is_the_only_one(tmp_path: Path) -> None:
@@ -71,9 +71,6 @@ def test_a_pattern_that_is_given_is_the_only_one(tmp_path: Path) -> None:
     assert list(step_paths(run, "checkpoint-{step}")) == [7]
     assert step_paths(run, "ckpt_{step}_*") == {9: run / "ckpt_9_best"}
     assert step_of(run / "ckpt_9_best", "ckpt_{step}_*") == 9 and step_of(run / "ckpt_9_best") is None
-    assert step_path(run, 11) == run / "step-11" and step_path(run, 11, "v{step}") == run / "v11"
-    with pytest.raises(WrongValueError, match="has no step 11, and .* does not say how it would be called"):
-        step_path(run, 11, "ckpt_{step}_*")
     assert [pattern.text for pattern in patterns_in(run_of(tmp_path / "b", "checkpoint-5", "step_5"))] == [
         "step_{step}",
         "checkpoint-{step}",

@@ -101,7 +101,7 @@ def test_the_error_names_file_tensor_and_rows(tmp_path: Path) -> None:
 
 def records_of(path: Path) -> list[_core.SavedRecord]:
     index = _core.parse_index((path / ".tte_index").read_bytes(), "index")
-    return [record for file in index.files for record in _core.parse_records(file)]
+    return [record for file in index.files.values() for record in _core.parse_records(file)]
 
 
 def flip(path: Path, position: int) -> None:

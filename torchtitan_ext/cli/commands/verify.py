@@ -21,7 +21,7 @@ from torchtitan_ext.cli.output import (
 from torchtitan_ext.errors import UnknownFormatError, named
 from torchtitan_ext.storage.commit.steps import has_finished, step_paths
 from torchtitan_ext.storage.formats.detect import checkpoints_in, format_of
-from torchtitan_ext.storage.inspect.verdict import Verdict
+from torchtitan_ext.storage.inspect.dcp_damage import Verdict
 from torchtitan_ext.storage.inspect.verify import verify
 from torchtitan_ext.storage.progress import progress
 

@@ -106,21 +106,6 @@ def last_finished(steps: Mapping[int, bool]) -> int | None:
     return max((number for number, is_finished in steps.items() if is_finished), default=None)
 
 
-def step_path(run: Path, number: int, pattern: str | None = None) -> Path:
-    """The directory of a step, whether it is there or not.
-
-    Raises:
-        WrongValueError: It is not there, and the pattern has a star.
-    """
-    found = step_paths(run, pattern).get(number)
-    if found is not None:
-        return found
-    name = (STEP if pattern is None else StepPattern(pattern)).name_of(number)
-    if name is None:
-        raise WrongValueError(f"{run} has no step {number}, and {pattern!r} does not say how it would be called")
-    return run / name
-
-
 def step_of(path: str | os.PathLike[str], pattern: str | None = None) -> int | None:
     """The step in a directory's name; ``None`` for other names."""
     name = Path(os.path.abspath(path)).name

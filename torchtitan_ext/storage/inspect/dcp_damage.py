@@ -7,12 +7,14 @@ compared with the CRCs of torch, and their tensors with the metadata.
 from __future__ import annotations
 
 import ctypes
+import errno
 import io
 import os
 import stat
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO, Literal, NamedTuple, cast
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError
@@ -28,8 +30,7 @@ from torchtitan_ext.storage.commit.opened import Footers, OpenedCheckpoint
 from torchtitan_ext.storage.damage import defect_text, describe_damage, shape_defect
 from torchtitan_ext.storage.formats.archives import FilePart, archive_damage
 from torchtitan_ext.storage.formats.contents import size_of
-from torchtitan_ext.storage.formats.detect import ZIP_START
-from torchtitan_ext.storage.inspect.verdict import Damage, Verdict, damage_of_error
+from torchtitan_ext.storage.formats.detect import ZIP_START, Format
 from torchtitan_ext.storage.metadata.saved_metadata import (
     SavedMetadata,
     ranks_with_metadata,
@@ -42,6 +43,70 @@ _READ_BYTES = 16 << 20
 
 # At most so many chunks without a place are named.
 _MAX_UNPLACED = 10
+
+DamageKind = Literal[
+    "lost", "no_file", "size", "footer", "checksum", "record", "header", "metadata", "chunks", "index", "unreadable"
+]
+"""What is wrong with a file:
+
+- ``lost``: the file is missing; ``no_file``: it is a directory or a pipe; ``size``: it is cut, or longer than before;
+- ``footer``: its end is damaged, or of another save; ``checksum``: bytes differ from those that were written;
+- ``record``: a record or an archive of ``torch.save`` is damaged, or holds another tensor;
+- ``header``: the header of a safetensors file is damaged;
+- ``metadata``, ``index``: it is damaged, or names something that is not there;
+- ``chunks``: the chunks of a tensor do not hold every element once;
+- ``unreadable``: the system does not let the file be read: it may be whole.
+"""
+
+
+class Damage(NamedTuple):
+    """One damage.
+
+    Attributes:
+        file: Path relative to the checkpoint; the name if the checkpoint is one file.
+        what: A sentence with the path and, if known, the tensors and rows concerned.
+    """
+
+    file: str
+    what: str
+    kind: DamageKind
+
+
+# Errors that say that there is no such file; after any other error the file may be whole.
+_LOST = {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP}
+
+
+def damage_of_error(file: str, path: Path, error: OSError) -> Damage:
+    """The damage that an error of the system means: the file is missing, or cannot be read."""
+    if error.errno in _LOST:
+        return Damage(file, f"{path}: {error.strerror}", "lost")
+    return Damage(file, f"{path} cannot be read: {error.strerror}", "unreadable")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a checkpoint is whole.
+
+    Attributes:
+        is_deep: Whether all bytes were read; else only sizes, ids and metadata.
+        damages: All damages, in the order of the files.
+        num_files: How many data files there should be.
+        num_bytes: Size of the data files that are there.
+        unproved: Files in which some bytes have no checksum; empty unless ``is_deep``.
+    """
+
+    path: Path
+    format: Format
+    is_deep: bool
+    damages: Sequence[Damage]
+    num_files: int
+    num_bytes: int
+    unproved: Sequence[str] = ()
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether something is surely wrong. A file that cannot be read may be whole."""
+        return any(damage.kind != "unreadable" for damage in self.damages)
 
 
 def verify_dcp(path: Path, *, is_deep: bool, on_bytes: OnBytes) -> Verdict:

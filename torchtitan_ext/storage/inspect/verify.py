@@ -22,8 +22,7 @@ from torchtitan_ext.storage.formats.safetensors_files import (
     safetensors_paths,
     sizes_of_tensor,
 )
-from torchtitan_ext.storage.inspect.dcp_damage import DcpLook, verify_dcp
-from torchtitan_ext.storage.inspect.verdict import Damage, Verdict, damage_of_error
+from torchtitan_ext.storage.inspect.dcp_damage import Damage, DcpLook, Verdict, damage_of_error, verify_dcp
 from torchtitan_ext.storage.progress import OnBytes
 
 

@@ -218,7 +218,7 @@ class _MetadataFile:
         if "index" not in path.name:
             return parse_metadata(content)
         index = _core.parse_index(content, shown(path))
-        return metadata_of_tables(index.tables, index.files, path)
+        return metadata_of_tables(index.tables, index.files.values(), path)
 
 
 @dataclass(frozen=True)

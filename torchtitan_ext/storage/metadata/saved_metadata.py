@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError
-from torchtitan_ext.storage.checkpoint_files import CheckpointIndex, index_path, metadata_path, parse_index, shown
+from torchtitan_ext.storage.checkpoint_files import index_path, metadata_path, parse_index, shown
 from torchtitan_ext.storage.commit.opened import OpenedCheckpoint
 
 WORLD_KEY = "torchtitan_ext.world"
@@ -37,7 +37,7 @@ class SavedMetadata:
     planner_data: Any
     storage_meta: dict[str, Any]
     version: str | None
-    index: CheckpointIndex | None
+    index: _core.Index | None
 
     @property
     def save_id(self) -> str | None:

@@ -21,7 +21,6 @@ from torchtitan_ext import _core
 from torchtitan_ext.dcp_private import ExtensionRegistry
 from torchtitan_ext.errors import DamagedCheckpointError, SavedOverError
 from torchtitan_ext.storage.checkpoint_files import (
-    CheckpointIndex,
     Record,
     find_stock_tensors,
     index_path,
@@ -74,7 +73,7 @@ class FileReader(StorageReader):
     _opened: OpenedCheckpoint | None
     _metadata: bytes | None
     _mark: MetadataMark | None
-    _index: CheckpointIndex | None
+    _index: _core.Index | None
     _footers: Footers
     _stock_tensors: dict[tuple[str, int], _core.StoredTensor | None]
 
