@@ -28,9 +28,8 @@ from torchtitan_ext.errors import Problem, StateRefusedError
 from torchtitan_ext.layout.layout import num_elements, shard_of
 from torchtitan_ext.offline.dry_run.alike_ranks import AlikeRanks
 from torchtitan_ext.offline.dry_run.host_memory import Reads, loading_bytes
-from torchtitan_ext.offline.dry_run.job import Job, Stage
+from torchtitan_ext.offline.dry_run.job import Job, OneRank, Stage, components_of, place_on_mesh
 from torchtitan_ext.offline.dry_run.load_source import LoadSource
-from torchtitan_ext.offline.dry_run.one_rank import OneRank, components_of, place_on_mesh
 from torchtitan_ext.storage.metadata.lazy_metadata import LazyDict
 
 _NO_FILE = np.iinfo(np.uint32).max

@@ -1,6 +1,6 @@
 """Forecasts what a save and a load of a job would do, in one process and for all ranks, by the planners of a job.
 
-The steps: describe what one rank holds (``one_rank``), work out the others (``alike_ranks``), hand all tables to the
+The steps: describe what one rank holds (``job``), work out the others (``alike_ranks``), hand all tables to the
 planners' coordinator, and add up its answers to each rank (``save_forecast``, ``load_forecast``).
 """
 
@@ -18,15 +18,14 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torchtitan_ext.checkpoint.rules.load_rules import component_of
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source, check_rules
 from torchtitan_ext.checkpoint.tables.key_table import ObjectEntry, TensorEntry
-from torchtitan_ext.errors import WrongValueError, check_argument, named, refusal
+from torchtitan_ext.errors import WrongValueError, check_argument, named
 from torchtitan_ext.errors.near_names import names_hint
 from torchtitan_ext.layout.layout import ShardOrder, num_elements
 from torchtitan_ext.offline.amounts import Bandwidth
 from torchtitan_ext.offline.dry_run.host_memory import Device
-from torchtitan_ext.offline.dry_run.job import Job, Stage, stages_of_mesh, stages_of_states, values_of
+from torchtitan_ext.offline.dry_run.job import Job, Stage, components_of, stages_of
 from torchtitan_ext.offline.dry_run.load_forecast import forecast_load
 from torchtitan_ext.offline.dry_run.load_source import LoadSource, open_load_source
-from torchtitan_ext.offline.dry_run.one_rank import components_of, rank_of_checkpoint, rank_of_state
 from torchtitan_ext.offline.dry_run.result import DryRun
 from torchtitan_ext.offline.dry_run.save_forecast import forecast_save
 from torchtitan_ext.offline.placement_rules import DimOf
@@ -80,7 +79,7 @@ def dry_run(
     bandwidth = _bandwidth(bandwidth_bytes_per_second, shared_bandwidth_bytes_per_second)
     path = state if isinstance(state, (str, os.PathLike)) else checkpoint
     source = None if path is None else open_load_source(Source(path, include=tuple(components) or ("*",)))
-    stages = _stages(state, source, mesh, placements, layouts)
+    stages = stages_of(state, source, mesh, placements, layouts)
     if source is not None:
         _check_components(source, stages)
     job = Job(stages, layouts, policy, device or _device_of(stages), bandwidth)
@@ -131,31 +130,6 @@ def _bandwidth(of_rank: Any, shared: Any) -> Bandwidth:
         if given is not None and not given > 0:
             raise WrongValueError(f"dry_run: got {name}={given}, expected more than 0")
     return Bandwidth(of_rank, shared)
-
-
-def _stages(
-    state: Mapping[str, Any] | Sequence[Mapping[str, Any]] | str | os.PathLike[str],
-    source: LoadSource | None,
-    mesh: Mapping[str, int] | None,
-    placements: Mapping[str, DimOf] | None,
-    layouts: Mapping[str, ShardOrder] | None,
-) -> list[Stage]:
-    """The ranks of the job, and what they hold.
-
-    Raises:
-        StateRefusedError: A job cannot read the checkpoint, and so not the objects of a state dict either.
-    """
-    if source is not None and source.problems and not isinstance(state, (str, os.PathLike)):
-        raise refusal("dry run", source.problems)
-    if mesh is None:
-        assert not isinstance(state, (str, os.PathLike)), "a path needs a mesh, please report"
-        return stages_of_states([state] if isinstance(state, Mapping) else state, layouts)
-    if isinstance(state, (str, os.PathLike)):
-        assert source is not None, "a path is opened, please report"
-        one = rank_of_checkpoint(source.opened.metadata, source.opened.source)
-        return stages_of_mesh(None, one, mesh, placements, source)
-    (only,) = [state] if isinstance(state, Mapping) else state
-    return stages_of_mesh(only, rank_of_state(values_of(only), layouts), mesh, placements, source)
 
 
 def _check_components(source: LoadSource, stages: Sequence[Stage]) -> None:

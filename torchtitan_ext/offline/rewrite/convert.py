@@ -16,8 +16,7 @@ from torchtitan_ext.dcp_private import unflatten_state_dict
 from torchtitan_ext.errors import Problem, refusal
 from torchtitan_ext.layout.layout import row_major_position
 from torchtitan_ext.offline.boxes import Piece, batched, cut, whole
-from torchtitan_ext.offline.rewrite.mesh_plan import MeshPlan
-from torchtitan_ext.offline.rewrite.reshard import write_checkpoint
+from torchtitan_ext.offline.rewrite.reshard import MeshPlan, write_checkpoint
 from torchtitan_ext.offline.rewrite.targets import refuse_existing
 from torchtitan_ext.offline.selection import SelectedKeys, Selection
 from torchtitan_ext.offline.sources import FileSource
