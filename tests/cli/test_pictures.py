@@ -22,10 +22,8 @@ from torchtitan_ext.cli.pictures.holders import (
     Rectangle,
     bytes_of_ranks,
     cut_grid,
-    drawn_dims,
     holders_of,
-    is_cut_behind,
-    rectangles,
+    plane_of,
     text_of_ranks,
 )
 from torchtitan_ext.cli.pictures.layout_plot import plot_layout
@@ -59,7 +57,7 @@ def test_each_cell_has_the_ranks_of_its_elements(seed: int) -> None:
 
 
 def test_of_many_rows_the_first_and_the_last_are_kept() -> None:
-    parts = rectangles((100, 4), strided(100, 1, 100, 4))
+    parts = plane_of((100, 4), strided(100, 1, 100, 4)).parts
     grid = cut_grid(parts, max_rows=5, max_cols=5)
     assert grid.row_cuts == (0, 1, 2, 98, 99, 100)
     assert grid.elided_row == 2 and grid.elided_col is None
@@ -69,18 +67,20 @@ def test_of_many_rows_the_first_and_the_last_are_kept() -> None:
 def test_the_two_dims_that_are_cut_most_are_drawn() -> None:
     boxes: list[Box] = [((0, row, col), (5, 1, 2)) for row in range(3) for col in (0, 2, 4)]
     holders = [Holder(rank, (box,)) for rank, box in enumerate(boxes)]
-    assert drawn_dims((5, 3, 6), holders) == (1, 2)
-    assert not is_cut_behind((5, 3, 6), holders)
+    plane = plane_of((5, 3, 6), holders)
+    assert plane.dims == (1, 2)
+    assert not plane.is_cut_behind
     both = [*holders, Holder(9, (((5, 0, 0), (5, 3, 6)),))]
-    assert is_cut_behind((10, 3, 6), both)
-    assert {rank for part in rectangles((10, 3, 6), both) for rank in part.ranks} == set(range(9))
+    plane = plane_of((10, 3, 6), both)
+    assert plane.is_cut_behind
+    assert {rank for part in plane.parts for rank in part.ranks} == set(range(9))
     assert "another dim is cut as well" in draw_layout((10, 3, 6), both, width=80)
 
 
 def test_replicas_and_empty_boxes() -> None:
     whole: Box = ((0, 0), (4, 4))
     holders = [Holder(0, (whole,)), Holder(1, (((4, 0), (0, 4)),)), Holder(2, (whole,))]
-    assert rectangles((4, 4), holders) == [Rectangle((0, 4), (0, 4), (0, 2))]
+    assert plane_of((4, 4), holders).parts == [Rectangle((0, 4), (0, 4), (0, 2))]
 
 
 @pytest.mark.parametrize(

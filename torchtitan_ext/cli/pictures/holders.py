@@ -38,6 +38,21 @@ class Rectangle:
 
 
 @dataclass(frozen=True)
+class Plane:
+    """What is drawn of a tensor.
+
+    Attributes:
+        dims: The dims that give rows and columns: one for a vector, none for a single number.
+        parts: The boxes in the plane.
+        is_cut_behind: Whether a dim that is not drawn is cut as well: a picture then shows the first of several layers.
+    """
+
+    dims: tuple[int, ...]
+    parts: list[Rectangle]
+    is_cut_behind: bool
+
+
+@dataclass(frozen=True)
 class Grid:
     """The plane, cut at each begin and end of a rectangle, and the ranks of each cell by row and column.
 
@@ -86,40 +101,21 @@ def bytes_of_ranks(file_bytes: Mapping[str, int]) -> list[int]:
     return totals
 
 
-def drawn_dims(shape: Sequence[int], holders: Sequence[Holder]) -> tuple[int, ...]:
-    """The dims that give rows and columns: one for a vector, none for a single number."""
-    begins: list[set[int]] = [set() for _ in shape]
-    for holder in holders:
-        for offsets, _ in holder.boxes:
-            for dim, offset in enumerate(offsets):
-                begins[dim].add(offset)
+def plane_of(shape: Sequence[int], holders: Sequence[Holder]) -> Plane:
+    """The plane of the two dims that are cut into most parts; the index in all other dims is 0."""
+    boxes = [box for holder in holders for box in holder.boxes]
+    begins = [{offsets[dim] for offsets, _ in boxes} for dim in range(len(shape))]
     most_cut = sorted(range(len(shape)), key=lambda dim: (-len(begins[dim]), dim))
-    return tuple(sorted(most_cut[:2]))
-
-
-def rectangles(shape: Sequence[int], holders: Sequence[Holder]) -> list[Rectangle]:
-    """The boxes in the plane of ``drawn_dims`` whose index in all other dims is 0."""
-    dims = drawn_dims(shape, holders)
+    dims, behind = sorted(most_cut[:2]), most_cut[2:]
     ranks_of: dict[tuple[tuple[int, int], tuple[int, int]], set[int]] = {}
     for holder in holders:
         for offsets, sizes in holder.boxes:
-            if 0 in sizes or any(offset for dim, offset in enumerate(offsets) if dim not in dims):
+            if 0 in sizes or any(offsets[dim] for dim in behind):
                 continue
             spans = [(offsets[dim], offsets[dim] + sizes[dim]) for dim in dims] + [(0, 1), (0, 1)]
             ranks_of.setdefault((spans[0], spans[1]), set()).add(holder.rank)
-    return [Rectangle(rows, cols, tuple(sorted(ranks))) for (rows, cols), ranks in sorted(ranks_of.items())]
-
-
-def is_cut_behind(shape: Sequence[int], holders: Sequence[Holder]) -> bool:
-    """Whether a dim that is not drawn is cut as well: a picture then shows the first of several layers."""
-    dims = drawn_dims(shape, holders)
-    return any(
-        offset
-        for holder in holders
-        for offsets, _ in holder.boxes
-        for dim, offset in enumerate(offsets)
-        if dim not in dims
-    )
+    parts = [Rectangle(rows, cols, tuple(sorted(ranks))) for (rows, cols), ranks in sorted(ranks_of.items())]
+    return Plane(tuple(dims), parts, any(any(begins[dim]) for dim in behind))
 
 
 def cut_grid(parts: Sequence[Rectangle], *, max_rows: int, max_cols: int) -> Grid:

@@ -14,14 +14,7 @@ from matplotlib.colors import Normalize
 from matplotlib.patches import Rectangle as Patch
 from matplotlib.ticker import MaxNLocator
 
-from torchtitan_ext.cli.pictures.holders import (
-    Holder,
-    Rectangle,
-    drawn_dims,
-    is_cut_behind,
-    rectangles,
-    text_of_ranks,
-)
+from torchtitan_ext.cli.pictures.holders import Holder, Plane, Rectangle, plane_of, text_of_ranks
 from torchtitan_ext.cli.pictures.style import GREY, LABEL_POINTS, figure_at, set_title
 
 _INCHES = (6.4, 4.8)
@@ -41,7 +34,8 @@ _ALIKE = 0.2
 
 def plot_layout(path: Path, title: str, shape: Sequence[int], holders: Sequence[Holder], *, holder: str) -> None:
     """Draws the boxes of all ranks, or files, by the word ``holder``; names as many as there is room for."""
-    parts = rectangles(shape, holders)
+    plane = plane_of(shape, holders)
+    parts = plane.parts
     height = max((part.rows[1] for part in parts), default=1)
     width = max((part.cols[1] for part in parts), default=1)
     norm = Normalize(0, max([1, *(part.ranks[-1] for part in parts)]))
@@ -53,7 +47,7 @@ def plot_layout(path: Path, title: str, shape: Sequence[int], holders: Sequence[
         per_point = (width / _PLANE_POINTS[0], height / _PLANE_POINTS[1])
         _draw_boxes(axes, parts, colours, per_point)
         _name_ranks(axes, parts, norm, per_point)
-        _name_sides(axes, shape, holders, parts)
+        _name_sides(axes, plane)
         set_title(axes, title)
         if len(parts) > 1:
             ticks = MaxNLocator(nbins=_MAX_TICKS, integer=True)
@@ -101,12 +95,12 @@ def _touch(one: tuple[float, float, float, float], other: tuple[float, float, fl
     return one[0] < other[1] and other[0] < one[1] and one[2] < other[3] and other[2] < one[3]
 
 
-def _name_sides(axes: Axes, shape: Sequence[int], holders: Sequence[Holder], parts: Sequence[Rectangle]) -> None:
-    dims = drawn_dims(shape, holders)
-    axes.set_yticks(_ticks({cut for part in parts for cut in part.rows}) if dims else [])
-    axes.set_xticks(_ticks({cut for part in parts for cut in part.cols}) if len(dims) > 1 else [])
+def _name_sides(axes: Axes, plane: Plane) -> None:
+    dims = plane.dims
+    axes.set_yticks(_ticks({cut for part in plane.parts for cut in part.rows}) if dims else [])
+    axes.set_xticks(_ticks({cut for part in plane.parts for cut in part.cols}) if len(dims) > 1 else [])
     if len(dims) > 1:
-        behind = "; where the index of other dims is 0" if is_cut_behind(shape, holders) else ""
+        behind = "; where the index of other dims is 0" if plane.is_cut_behind else ""
         axes.set_xlabel(f"dim {dims[1]}{behind}")
     if dims:
         axes.set_ylabel(f"dim {dims[0]}")

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchtitan_ext.cli.pictures.holders import (
-    Grid,
-    Holder,
-    cut_grid,
-    drawn_dims,
-    is_cut_behind,
-    rectangles,
-    text_of_ranks,
-)
+from torchtitan_ext.cli.pictures.holders import Grid, Holder, cut_grid, plane_of, text_of_ranks
 
 # Two lines each: a grid fits a terminal of 40 lines.
 _MAX_ROWS = 16
@@ -28,23 +20,18 @@ def draw_layout(shape: Sequence[int], holders: Sequence[Holder], *, width: int) 
 
     If there are more rows or columns of cells than fit into ``width`` characters, one stands for all in the middle.
     """
-    parts = rectangles(shape, holders)
-    if not parts:
+    plane = plane_of(shape, holders)
+    if not plane.parts:
         return "no elements"
+    explained = [f"dim {plane.dims[0]} downwards, dim {plane.dims[1]} to the right"] if len(shape) > 1 else []
+    if plane.is_cut_behind:
+        explained.append("another dim is cut as well: this is where its index is 0")
     max_cols = max(1, width // (_MIN_CELL_WIDTH + 1))
-    lines = _drawn(cut_grid(parts, max_rows=_MAX_ROWS, max_cols=max_cols), len(shape))
+    lines = _drawn(cut_grid(plane.parts, max_rows=_MAX_ROWS, max_cols=max_cols), len(shape))
     while max_cols > 1 and max(map(len, lines)) > width:
         max_cols -= 1
-        lines = _drawn(cut_grid(parts, max_rows=_MAX_ROWS, max_cols=max_cols), len(shape))
-    return "\n".join([*_explained(shape, holders), *lines])
-
-
-def _explained(shape: Sequence[int], holders: Sequence[Holder]) -> list[str]:
-    dims = drawn_dims(shape, holders)
-    lines = [f"dim {dims[0]} downwards, dim {dims[1]} to the right"] if len(shape) > 1 else []
-    if is_cut_behind(shape, holders):
-        lines.append("another dim is cut as well: this is where its index is 0")
-    return lines
+        lines = _drawn(cut_grid(plane.parts, max_rows=_MAX_ROWS, max_cols=max_cols), len(shape))
+    return "\n".join([*explained, *lines])
 
 
 def _drawn(grid: Grid, num_dims: int) -> list[str]:
