@@ -107,15 +107,18 @@ class Installation:
         passing = self.passing
         return passing[-1] if passing else self.lasting
 
-    def update(self) -> None:
-        """Wraps DCP's functions, or puts them back, as ``active`` asks for."""
-        if self.active is not None and not self._wrapped:
+    def wrap(self) -> None:
+        """Wraps DCP's functions unless they are wrapped. Raises CannotInstallError before anything has changed."""
+        if not self._wrapped:
             originals = [_checked(point) for point in POINTS]
             for point, original in zip(POINTS, originals, strict=True):
                 wrapper = _wrap(self, point, original)
                 setattr(point.owner, point.name, wrapper)
                 self._wrapped.append((point, original, wrapper))
-        elif self.active is None:
+
+    def unwrap(self) -> None:
+        """Puts DCP's functions back if no settings are in force."""
+        if self.active is None:
             for point, original, wrapper in self._wrapped:
                 # If somebody has wrapped ours meanwhile, it stays: without settings it calls stock's.
                 if getattr(point.owner, point.name) is wrapper:
@@ -141,19 +144,15 @@ def install(planners: bool = True, storage: bool = True, **options: Any) -> None
     """
     settings = _settings("install", planners, storage, options)
     with _INSTALLATION.lock:
-        before, _INSTALLATION.lasting = _INSTALLATION.lasting, settings
-        try:
-            _INSTALLATION.update()
-        except CannotInstallError:
-            _INSTALLATION.lasting = before
-            raise
+        _INSTALLATION.wrap()
+        _INSTALLATION.lasting = settings
 
 
 def uninstall() -> None:
     """Undoes ``install``; without one it does nothing. Inside of ``with installed()`` this goes on to its end."""
     with _INSTALLATION.lock:
         _INSTALLATION.lasting = None
-        _INSTALLATION.update()
+        _INSTALLATION.unwrap()
 
 
 @contextmanager
@@ -161,18 +160,14 @@ def installed(planners: bool = True, storage: bool = True, **options: Any) -> It
     """``install`` until the end of the ``with``, for all threads of this process. The innermost ``with`` wins."""
     settings = _settings("installed", planners, storage, options)
     with _INSTALLATION.lock:
+        _INSTALLATION.wrap()
         _INSTALLATION.passing.append(settings)
-        try:
-            _INSTALLATION.update()
-        except CannotInstallError:
-            _INSTALLATION.passing.remove(settings)
-            raise
     try:
         yield
     finally:
         with _INSTALLATION.lock:
             _INSTALLATION.passing.remove(settings)
-            _INSTALLATION.update()
+            _INSTALLATION.unwrap()
 
 
 def _settings(function: str, planners: bool, storage: bool, options: dict[str, Any]) -> Settings:
