@@ -569,6 +569,11 @@ class World:
         """By key, in increasing order."""
     def ranks(self, of_class: int) -> list[int]: ...
     def replicas(self, of_class: int) -> list[Replica]: ...
+    def describe_replicas(self, key: int) -> str:
+        """Of a tensor on several meshes: says on which ranks, as the beginning of a sentence about the key."""
+    def steps_of(self, rank: int) -> dict[str, tuple[_Step, ...]]:
+        """The true sharding order of each tensor that a rank holds and that has no problem, by key; those that describe
+        themselves have none."""
     def unforeseen_steps(self) -> list[dict[str, tuple[_Step, ...]]]:
         """Per rank and key the orders of sharding that are not the first of the rank's candidates."""
     def is_filled(self, of_class: int, saved: ChunkIndex) -> bool:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_ext import ops
-from torchtitan_ext.checkpoint.tables.agreement import TensorAgreement, agree
+from torchtitan_ext.checkpoint.tables.agreement import agree
 from torchtitan_ext.checkpoint.tables.key_table import (
     Box,
     BoxesEntry,
@@ -152,12 +152,7 @@ def _true_steps(
     if agreement.problems:
         raise refusal("fingerprint", agreement.problems)
     rank = dist.get_rank(process_group) if len(tables) > 1 else 0
-    agreed = {fqn: agreement.keys[fqn] for fqn in sharded}
-    return {
-        fqn: tensor.steps[rank]
-        for fqn, tensor in agreed.items()
-        if isinstance(tensor, TensorAgreement) and rank in tensor.steps
-    }
+    return agreement.world.steps_of(rank)
 
 
 class _TensorSums(NamedTuple):

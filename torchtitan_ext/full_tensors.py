@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from torchtitan_ext import ops
-from torchtitan_ext.checkpoint.tables.agreement import TensorAgreement, agree
+from torchtitan_ext.checkpoint.tables.agreement import agree
 from torchtitan_ext.checkpoint.tables.key_table import (
     BoxesEntry,
     KeyTable,
@@ -191,10 +191,7 @@ def decide_layouts(values: Mapping[str, torch.Tensor], rules: LayoutRules) -> tu
         agreement = agree(gather_values(encode_table(table).message, mesh), every_rank_reports=False)
         problems += agreement.problems
         rank = row_major_position(mesh.get_coordinate() or (), mesh.shape)
-        for fqn, report in reports.items():
-            agreed = agreement.keys.get(fqn)
-            if isinstance(agreed, TensorAgreement):
-                decided[fqn] = (report, agreed.steps[rank])
+        decided.update({fqn: (reports[fqn], steps) for fqn, steps in agreement.world.steps_of(rank).items()})
     return decided, problems
 
 
@@ -253,9 +250,9 @@ def _gather_boxes(value: torch.Tensor) -> torch.Tensor:
     agreement = agree(tables, every_rank_reports=True)
     if agreement.problems:
         raise refusal("full_tensor", agreement.problems)
-    agreed, entry = agreement.keys[_ANY], table.entries[_ANY]
-    assert isinstance(agreed, TensorAgreement) and isinstance(entry, BoxesEntry)
-    full = torch.empty(agreed.global_shape, dtype=agreed.dtype, device=value.device)
+    entry = table.entries[_ANY]
+    assert isinstance(entry, BoxesEntry)
+    full = torch.empty(entry.global_shape, dtype=entry.dtype, device=value.device)
     if full.numel() == 0:
         return full
     part_elements = max(1, _GATHER_BYTES // (len(tables) * full.element_size()))
@@ -263,7 +260,8 @@ def _gather_boxes(value: torch.Tensor) -> torch.Tensor:
     local_of = dict(zip(entry.boxes, box_tensors(value, entry), strict=True))
     own_parts: list[torch.Tensor] = []
     own = scope_ranks(scope).index(dist.get_rank()) if dist.is_initialized() else 0
-    for held in agreed.replicas[0]:
+    (replica,) = agreement.world.replicas(0)
+    for held in replica.shards:
         offsets, sizes = held.boxes[0]
         shard = LocalShard(sizes, (Chunk(offsets, sizes, (0,) * len(sizes)),))
         for part in _parts(shard, part_elements):

@@ -117,6 +117,20 @@ py::list unforeseen_steps_py(const World& world) {
   return py::cast(found);
 }
 
+// The true order of sharding of each tensor that a rank holds and that does not describe itself.
+py::dict steps_of_py(const World& world, int64_t rank) {
+  py::dict found;
+  for (const KeyClass& of_keys : world.classes()) {
+    if (of_keys.trouble || world.kind_of(of_keys).type != EntryType::kTensor) continue;
+    for (const Replica& replica : of_keys.replicas) {
+      if (std::ranges::find(replica.ranks, rank) == replica.ranks.end()) continue;
+      const py::tuple steps = to_tuple(replica.steps);
+      for (const uint32_t key : of_keys.keys) found[to_str(world.name(key))] = steps;
+    }
+  }
+  return found;
+}
+
 // Shape and names of the meshes of all ranks, in the order of ranks.
 py::list meshes_py(const World& world) {
   py::list meshes;
@@ -190,6 +204,9 @@ void define_world(py::module_& module) {
       .def("problems", &problems_py)
       .def("ranks", &ranks_py)
       .def("replicas", [](const World& world, size_t index) { return class_at(world, index).replicas; })
+      .def("describe_replicas",
+           [](const World& world, uint32_t key) { return describe_replicas(class_at(world, world.class_of(key))); })
+      .def("steps_of", &steps_of_py, py::arg("rank"))
       .def("unforeseen_steps", &unforeseen_steps_py)
       .def("is_filled", &is_filled_py, py::arg("of_class"), py::arg("saved"))
       .def("written_boxes", &written_boxes_py);

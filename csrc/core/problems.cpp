@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <array>
+#include <ranges>
+#include <set>
 
 #include "core/check.h"
 
@@ -11,6 +13,7 @@ namespace {
 // A sentence stays readable for tensors and meshes of thousands of parts.
 constexpr size_t kMaxNamedChunks = 4;
 constexpr size_t kMaxNamedRanks = 8;
+constexpr size_t kMaxNamedMeshes = 4;
 
 // As Python prints a tuple.
 std::string format_sizes(std::span<const int64_t> sizes) {
@@ -170,6 +173,23 @@ std::variant<std::vector<ShardStep>, KeyProblem> decide_steps(const Kind& kind, 
                                   [&](const Observation& seen) { return seen.coordinate == resolution.coordinate; });
   return describe_unresolved(kind, mesh, origin, resolution,
                              there == observations.end() ? Sizes() : there->local_sizes);
+}
+
+std::string describe_replicas(const KeyClass& of_keys) {
+  std::string meshes;
+  for (size_t index = 0; index < std::min(of_keys.replicas.size(), kMaxNamedMeshes); ++index) {
+    std::set<int64_t> ranks;
+    for (const HeldShard& shard : of_keys.replicas[index].shards) ranks.insert(shard.ranks.begin(), shard.ranks.end());
+    std::string named;
+    for (const int64_t rank : ranks | std::views::take(kMaxNamedRanks)) {
+      named += (named.empty() ? "" : ", ") + std::to_string(rank);
+    }
+    if (ranks.size() > kMaxNamedRanks) named += concat(" and ", ranks.size() - kMaxNamedRanks, " more");
+    meshes += concat(meshes.empty() ? "[" : " | [", named, "]");
+  }
+  if (of_keys.replicas.size() > kMaxNamedMeshes)
+    meshes += concat(" | ", of_keys.replicas.size() - kMaxNamedMeshes, " more");
+  return concat("is a tensor on each of several meshes (", meshes, ")");
 }
 
 KeyProblem problem_of(const World& world, const KeyClass& of_keys) {

@@ -36,6 +36,9 @@ std::variant<std::vector<ShardStep>, KeyProblem> decide_steps(const Kind& kind, 
 std::string describe_defect(std::span<const int64_t> global_shape, const CoverDefect& defect,
                             std::span<const Chunk> holders, std::optional<std::span<const int64_t>> owners);
 
+// On which ranks the replicas of a tensor lie: "is a tensor on each of several meshes ([0, 1] | [2, 3])".
+std::string describe_replicas(const KeyClass& of_keys);
+
 // What is wrong with the keys of a class. REQUIRES: the class has a trouble.
 KeyProblem problem_of(const World& world, const KeyClass& of_keys);
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from torchtitan_ext import _core
 from torchtitan_ext._core import HeldShard, format_placements
 from torchtitan_ext.checkpoint.planners.replica_digests import ReplicaComparison
-from torchtitan_ext.checkpoint.tables.agreement import ObjectAgreement, TensorAgreement
+from torchtitan_ext.checkpoint.tables import agreement as ours
 from torchtitan_ext.checkpoint.tables.key_table import Box, BoxesEntry, KeyEntry, KeyTable, ObjectEntry, TensorEntry
 from torchtitan_ext.errors import Problem, named
 from torchtitan_ext.layout.layout import (
@@ -20,6 +22,53 @@ from torchtitan_ext.layout.layout import (
     num_elements,
     shard_of,
 )
+
+
+@dataclass(frozen=True)
+class TensorAgreement:
+    """What ranks agree on for one tensor.
+
+    Attributes:
+        steps: Per reporting rank the order of its shard; empty for tensors that describe themselves.
+        replicas: Each entry is one complete tensor, as the shards that make it up.
+        is_plain: Whether every rank holds it as a plain tensor.
+    """
+
+    global_shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    is_plain: bool
+    steps: Mapping[int, Steps]
+    replicas: tuple[tuple[HeldShard, ...], ...]
+
+
+@dataclass(frozen=True)
+class ObjectAgreement:
+    """A key that is no tensor, and the ranks that have it."""
+
+    ranks: tuple[int, ...]
+
+
+def agreed_keys(agreement: ours.Agreement) -> dict[str, TensorAgreement | ObjectAgreement]:
+    """What an agreement says of each key without a problem."""
+    return {agreement.names[key]: _agreed(agreement, of_class) for key, of_class in agreement.agreed_keys.items()}
+
+
+def _agreed(agreement: ours.Agreement, of_class: int) -> TensorAgreement | ObjectAgreement:
+    kind, world = agreement.kinds[of_class], agreement.world
+    dtype = ours.dtype_named(kind.dtype)
+    if dtype is None:
+        return ObjectAgreement(tuple(world.ranks(of_class)))
+    steps: dict[int, Steps] = {}
+    replicas: list[tuple[HeldShard, ...]] = []
+    for replica in world.replicas(of_class):
+        if kind.type != _core.EntryType.BOXES:
+            steps.update(dict.fromkeys(replica.ranks, replica.steps))
+        if kind.is_plain:  # one stands for all
+            replicas += [(HeldShard([rank], replica.shards[0].boxes),) for rank in replica.ranks]
+        else:
+            replicas.append(replica.shards)
+    return TensorAgreement(kind.global_shape, dtype, kind.requires_grad, kind.is_plain, steps, tuple(replicas))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.planners.items import write_items
 from torchtitan_ext.checkpoint.planners.new_metadata import metadata_entries, metadata_paths
 from torchtitan_ext.checkpoint.planners.replica_digests import compare_replicas
-from torchtitan_ext.checkpoint.tables.agreement import TensorAgreement, agree
+from torchtitan_ext.checkpoint.tables.agreement import agree
 from torchtitan_ext.checkpoint.tables.key_table import (
     BoxesEntry,
     KeyEntry,
@@ -191,7 +191,16 @@ def test_agreement_is_the_oracles(seed: int) -> None:
         tables, every = state.tables(), number % 3 > 0
         ours, theirs = agree(tables, every_rank_reports=every), oracle.agree(tables, every_rank_reports=every)
         assert sorted(ours.problems, key=str) == sorted(theirs.problems, key=str)
-        assert dict(ours.keys) == theirs.keys
+        assert oracle.agreed_keys(ours) == theirs.keys
+        steps = {
+            rank: {
+                fqn: agreed.steps[rank]
+                for fqn, agreed in theirs.keys.items()
+                if isinstance(agreed, oracle.TensorAgreement) and rank in agreed.steps
+            }
+            for rank in range(len(tables))
+        }
+        assert {rank: ours.world.steps_of(rank) for rank in steps} == steps
         found = compare_replicas(tables, ours)
         wanted, equal = oracle.compare_replicas(tables, theirs)
         for kind in ("differing", "presumed", "uncompared"):
@@ -213,7 +222,7 @@ def test_each_shard_is_written_once_by_a_holder_and_bytes_are_balanced(seed: int
         shards = [
             (fqn, held, oracle.num_bytes(agreed, held))
             for fqn, agreed in wanted.items()
-            if isinstance(agreed, TensorAgreement)
+            if isinstance(agreed, oracle.TensorAgreement)
             for held in oracle.shards_to_write(agreed, fqn in equal)
         ]
         holders = {(fqn, box): held.ranks for fqn, held, _ in shards for box in held.boxes}

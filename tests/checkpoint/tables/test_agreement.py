@@ -6,14 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from agreement_oracle import TensorAgreement, agreed_keys
 
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.planners.replica_digests import compare_replicas
-from torchtitan_ext.checkpoint.tables.agreement import (
-    Agreement,
-    TensorAgreement,
-    agree,
-)
+from torchtitan_ext.checkpoint.tables.agreement import Agreement, agree
 from torchtitan_ext.checkpoint.tables.key_table import BoxesEntry, KeyEntry, KeyTable, ObjectEntry, TensorEntry
 from torchtitan_ext.errors import Problem
 from torchtitan_ext.layout.layout import MeshLayout, ShardReport
@@ -44,13 +41,13 @@ def tables(*per_rank: dict[str, KeyEntry]) -> list[KeyTable]:
 
 def problem_of(agreement: Agreement) -> Problem:
     (problem,) = agreement.problems
-    assert problem.fqn not in agreement.keys
+    assert problem.fqn not in agreed_keys(agreement)
     return problem
 
 
 def tensor_of(agreement: Agreement, fqn: str = "w") -> TensorAgreement:
     assert agreement.problems == ()
-    agreed = agreement.keys[fqn]
+    agreed = agreed_keys(agreement)[fqn]
     assert isinstance(agreed, TensorAgreement)
     return agreed
 

@@ -13,18 +13,13 @@ from functools import cache
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.tables.agreement import (
     Agreement,
-    TensorAgreement,
     as_rank_table,
     dtype_named,
     reading_from,
 )
 from torchtitan_ext.checkpoint.tables.key_table import KeyTable, RankTable, unpack
-from torchtitan_ext.errors import Problem, named
+from torchtitan_ext.errors import Problem
 from torchtitan_ext.state.value_digest import shown
-
-# A sentence stays readable for meshes of a thousand ranks.
-_MAX_NAMED_MESHES = 4
-_MAX_NAMED_RANKS = 8
 
 
 @dataclass(frozen=True)
@@ -52,8 +47,8 @@ def compare_replicas(tables: Sequence[KeyTable | RankTable], agreement: Agreemen
     """
     found = _read_digests(tables, agreement).compare()
     return ReplicaComparison(
-        [_differing(agreement, one) for one in found.differing if not one.is_presumed],
-        [_presumed(agreement, one) for one in found.differing if one.is_presumed],
+        [_difference(agreement, one) for one in found.differing if not one.is_presumed],
+        [_difference(agreement, one) for one in found.differing if one.is_presumed],
         [_uncompared(agreement, key) for key in found.uncompared],
         found.equal,
     )
@@ -69,45 +64,30 @@ def _read_digests(tables: Sequence[KeyTable | RankTable], agreement: Agreement) 
     return digests
 
 
-def _differing(agreement: Agreement, found: _core.ReplicaDifference) -> Problem:
-    fqn = agreement.names[found.key]
-    kind = agreement.kind_of(fqn)
+def _difference(agreement: Agreement, found: _core.ReplicaDifference) -> Problem:
+    fqn, kind = agreement.names[found.key], agreement.kind_of(found.key)
+    held, ranks = _values(found, kind), f"ranks {found.first.rank} and {found.second.rank}"
+    if found.is_presumed:
+        advice = (
+            "; give different tensors different keys; make replicas equal first: tte.sync_module_states(model, mesh) "
+            "with a mesh that holds all of these ranks"
+        )
+        detail = f"{agreement.world.describe_replicas(found.key)}, and {ranks} hold {held or 'different bits'}"
+        return Problem("replicas_differ", fqn, detail, advice)
     what, remedy = (
         ("values", "give each rank a key of its own (such as rank_0), or save one rank's value with replicas='first'")
         if kind.is_object
         else ("bits", "make the replicas equal first, or save the lowest rank's with replicas='first'")
     )
-    digests = f"{what} with digests {_digest(found.first)} and {_digest(found.second)}"
-    held = _values(found, kind) or digests
-    detail = f"ranks {found.first.rank} and {found.second.rank} should hold the same, got {held}"
-    return Problem("replicas_differ", fqn, detail, f"; {remedy}")
-
-
-def _presumed(agreement: Agreement, found: _core.ReplicaDifference) -> Problem:
-    fqn = agreement.names[found.key]
-    held = _values(found, agreement.kind_of(fqn)) or "different bits"
-    detail = f"{_on_meshes(agreement, fqn)}, and ranks {found.first.rank} and {found.second.rank} hold {held}"
-    advice = (
-        "; give different tensors different keys; make replicas equal first: tte.sync_module_states(model, mesh) with "
-        "a mesh that holds all of these ranks"
-    )
-    return Problem("replicas_differ", fqn, detail, advice)
+    held = held or f"{what} with digests {_digest(found.first)} and {_digest(found.second)}"
+    return Problem("replicas_differ", fqn, f"{ranks} should hold the same, got {held}", f"; {remedy}")
 
 
 def _uncompared(agreement: Agreement, key: int) -> Problem:
-    fqn = agreement.names[key]
-    detail = f"{_on_meshes(agreement, fqn)}, in different layouts or on some ranks without a digest"
+    words = agreement.world.describe_replicas(key)
+    detail = f"{words}, in different layouts or on some ranks without a digest"
     advice = "; give different tensors different keys, and shard replicas alike"
-    return Problem("replicas_differ", fqn, detail, advice)
-
-
-def _on_meshes(agreement: Agreement, fqn: str) -> str:
-    agreed = agreement.keys[fqn]
-    assert isinstance(agreed, TensorAgreement)
-    meshes = [sorted({rank for shard in replica for rank in shard.ranks}) for replica in agreed.replicas]
-    words = [f"[{named(ranks, _MAX_NAMED_RANKS)}]" for ranks in meshes[:_MAX_NAMED_MESHES]]
-    more = [] if len(meshes) <= _MAX_NAMED_MESHES else [f"{len(meshes) - _MAX_NAMED_MESHES} more"]
-    return f"is a tensor on each of several meshes ({' | '.join(words + more)})"
+    return Problem("replicas_differ", agreement.names[key], detail, advice)
 
 
 def _values(found: _core.ReplicaDifference, kind: _core.KeyKind) -> str | None:

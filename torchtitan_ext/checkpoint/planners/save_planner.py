@@ -186,7 +186,8 @@ class SavePlanner(DefaultSavePlanner):
         fatal = [problem for problem in compared.differing if self._is_fatal(agreement, problem.fqn)]
         if self._replicas == "strict":
             fatal += compared.presumed
-        unused = unused_layouts(tables, agreement, agreement.keys) if every_rank_reports else []
+        agreed = [agreement.names[key] for key in agreement.agreed_keys]
+        unused = unused_layouts(tables, agreement, agreed) if every_rank_reports else []
         if agreement.problems or fatal or unused:
             raise refusal("save", (*agreement.problems, *fatal, *unused))
         if self._replicas != "first":
@@ -339,7 +340,7 @@ class SavePlanner(DefaultSavePlanner):
 
     def _is_fatal(self, agreement: Agreement, fqn: str) -> bool:
         if self._replicas == "error":
-            kind = agreement.kind_of(fqn)
+            kind = agreement.kind_of(agreement.number_of[fqn])
             return kind.is_object or not kind.is_plain
         return self._replicas == "strict"
 

@@ -7,9 +7,8 @@ keys (``csrc/core/agreement.h``), and so are its sentences (``csrc/core/problems
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache, cached_property
 
 import torch
@@ -18,39 +17,13 @@ from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.tables.component import World, world_of
 from torchtitan_ext.checkpoint.tables.key_table import KeyTable, RankTable, encode_table, unpack
 from torchtitan_ext.errors import Problem, refusal
-from torchtitan_ext.layout.layout import Steps, key_problem, unused_problem
-
-
-@dataclass(frozen=True)
-class TensorAgreement:
-    """What ranks agree on for one tensor.
-
-    Attributes:
-        steps: Per reporting rank the order of its shard; empty for tensors that describe themselves.
-        replicas: Each entry is one complete tensor, as the shards that make it up.
-        is_plain: Whether every rank holds it as a plain tensor.
-    """
-
-    global_shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-    is_plain: bool
-    steps: Mapping[int, Steps]
-    replicas: tuple[tuple[_core.HeldShard, ...], ...]
-
-
-@dataclass(frozen=True)
-class ObjectAgreement:
-    """A key that is no tensor, and the ranks that have it."""
-
-    ranks: tuple[int, ...]
+from torchtitan_ext.layout.layout import key_problem, unused_problem
 
 
 class Agreement:
     """What the tables say together.
 
     Attributes:
-        keys: What was agreed on each key; lacks those with a problem.
         world: The tables in C++.
         sections: Per rank the numbers of its sections in the world.
         names: All keys of all ranks; their numbers in the world are their positions.
@@ -70,8 +43,6 @@ class Agreement:
         self.problems = (*own_problems, *(key_problem(self.names[key], found) for key, found in refused.items()))
         held = ((key, of_class) for key, of_class in enumerate(self.class_of) if key not in refused)
         self.agreed_keys = {key: of_class for key, of_class in held if of_class is not None}
-        self.keys: Mapping[str, TensorAgreement | ObjectAgreement] = _AgreedKeys(self)
-        self._agreed: dict[int, TensorAgreement | ObjectAgreement] = {}
 
     @cached_property
     def number_of(self) -> dict[str, int]:
@@ -82,51 +53,11 @@ class Agreement:
         """The ranks whose tables these are, and the axes of their meshes."""
         return world_of(self.world.meshes(), [numbers[0] for numbers in self.sections])
 
-    def kind_of(self, fqn: str) -> _core.KeyKind:
+    def kind_of(self, key: int) -> _core.KeyKind:
         """What the keys of the class of a key have in common, where some rank holds it."""
-        of_class = self.class_of[self.number_of[fqn]]
+        of_class = self.class_of[key]
         assert of_class is not None
         return self.kinds[of_class]
-
-    def agreed(self, of_class: int) -> TensorAgreement | ObjectAgreement:
-        """What was agreed on the keys of a class."""
-        if of_class not in self._agreed:
-            self._agreed[of_class] = self._agreement(of_class)
-        return self._agreed[of_class]
-
-    def _agreement(self, of_class: int) -> TensorAgreement | ObjectAgreement:
-        kind = self.kinds[of_class]
-        if kind.is_object:
-            return ObjectAgreement(tuple(self.world.ranks(of_class)))
-        dtype = dtype_named(kind.dtype)
-        assert dtype is not None
-        steps: dict[int, Steps] = {}
-        replicas: list[tuple[_core.HeldShard, ...]] = []
-        for replica in self.world.replicas(of_class):
-            if kind.type != _core.EntryType.BOXES:
-                steps.update(dict.fromkeys(replica.ranks, replica.steps))
-            if kind.is_plain:  # one stands for all
-                boxes = replica.shards[0].boxes
-                replicas += [(_core.HeldShard([rank], boxes),) for rank in replica.ranks]
-            else:
-                replicas.append(replica.shards)
-        return TensorAgreement(kind.global_shape, dtype, kind.requires_grad, kind.is_plain, steps, tuple(replicas))
-
-
-class _AgreedKeys(Mapping[str, TensorAgreement | ObjectAgreement]):
-    """Made when asked for, once per class."""
-
-    def __init__(self, agreement: Agreement) -> None:
-        self._agreement = agreement
-
-    def __getitem__(self, fqn: str) -> TensorAgreement | ObjectAgreement:
-        return self._agreement.agreed(self._agreement.agreed_keys[self._agreement.number_of[fqn]])
-
-    def __iter__(self) -> Iterator[str]:
-        return (self._agreement.names[key] for key in self._agreement.agreed_keys)
-
-    def __len__(self) -> int:
-        return len(self._agreement.agreed_keys)
 
 
 def agree(tables: Sequence[KeyTable | RankTable], *, every_rank_reports: bool) -> Agreement:
