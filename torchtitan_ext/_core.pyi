@@ -7,7 +7,7 @@ raises OverflowError.
 
 import enum
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from torchtitan_ext.errors import ProblemKind
@@ -68,21 +68,6 @@ class MetadataColumns:
     """What a checkpoint's metadata says; keys, parts and chunk lists are known by their numbers."""
 
     def __init__(self) -> None: ...
-    def add_chunk_list(self, chunks: list[Any], chunk_class: type, size_class: type) -> int | None:
-        """The list's number; ``None`` where a chunk is not of these classes."""
-    def add_bytes_key(self, fqn: str, /) -> None: ...
-    def add_tensor_key(
-        self,
-        fqn: str,
-        sizes: _Sizes,
-        dtype: str,
-        layout: str,
-        memory_format: int,
-        requires_grad: bool,
-        pin_memory: bool,
-        chunk_list: int,
-        /,
-    ) -> None: ...
     def add_records(self, file: RankFile) -> None:
         """Adds where the records of a rank file lie."""
     @property
@@ -184,6 +169,22 @@ class ParsedMetadata:
     planner_data: Any
     storage_meta: Any
     version: str | None
+
+def columns_of(
+    entries: Mapping[str, Any],
+    *,
+    bytes_class: type,
+    tensor_class: type,
+    properties_class: type,
+    chunk_class: type,
+    size_class: type,
+    memory_formats: dict[Any, int],
+) -> MetadataColumns | None:
+    """The entries of a metadata; ``None`` where one is of another class than these, which are DCP's and ``torch.Size``.
+
+    Args:
+        memory_formats: DCP's number of each memory format.
+    """
 
 def read_metadata_pickle(data: bytes) -> ParsedMetadata: ...
 def read_metadata_tables(data: bytes, where: str) -> ParsedMetadata:
@@ -373,6 +374,12 @@ class StoredTensor:
     data_offset: int
     item_bytes: int
     def __init__(self, dtype: str, sizes: Sequence[int], strides: Sequence[int] | None, data_offset: int) -> None: ...
+
+def shortest(value: float, dtype: str) -> float:
+    """The number with the fewest digits that is this element of a tensor: 0.1 for 0.10000000149011612 of float32."""
+
+def number_of(element: bytes, dtype: str) -> bool | int | float | complex | None:
+    """The number in an element's bytes, in its shortest form; ``None`` for an unknown dtype."""
 
 def elements_needed(sizes: Sequence[int], strides: Sequence[int], storage_offset: int, /) -> int:
     """How many elements of its storage a tensor needs. An empty one needs none, and may begin behind the end."""

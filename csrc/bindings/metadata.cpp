@@ -3,10 +3,12 @@
 
 #include <pybind11/stl.h>
 
+#include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "bindings/convert.h"
@@ -109,19 +111,46 @@ std::optional<uint32_t> add_chunk_list(MetadataColumns& columns, const py::list&
   return columns.add_chunk_list(chunks);
 }
 
-void add_tensor_key(MetadataColumns& columns, const py::str& fqn, const py::handle& sizes, const py::str& dtype,
-                    const py::str& layout, int64_t memory_format, bool requires_grad, bool pin_memory,
-                    uint32_t chunk_list) {
-  const auto of_sizes = add_sizes(columns, sizes, py::type::handle_of(sizes));
-  columns.add_key({.fqn = add_name(columns, fqn),
-                   .is_tensor = true,
-                   .sizes = *of_sizes,
-                   .dtype = add_name(columns, dtype),
-                   .layout = add_name(columns, layout),
-                   .memory_format = memory_format,
-                   .requires_grad = requires_grad,
-                   .pin_memory = pin_memory,
-                   .chunk_list = chunk_list});
+// The entries of a metadata; null where one is of another class than these. The class of sizes is torch.Size, and each
+// memory format has DCP's number.
+std::unique_ptr<MetadataColumns> columns_of(const py::object& entries, const py::handle& bytes_class,
+                                            const py::handle& tensor_class, const py::handle& properties_class,
+                                            const py::handle& chunk_class, const py::handle& size_class,
+                                            const py::dict& memory_formats) {
+  const auto is_a = [](const py::handle& value, const py::handle& of_class) {
+    return py::type::handle_of(value).is(of_class);
+  };
+  auto columns = std::make_unique<MetadataColumns>();
+  std::unordered_map<PyObject*, std::optional<uint32_t>> lists;
+  for (const py::handle item : entries.attr("items")()) {
+    const auto [fqn, entry] = item.cast<std::pair<py::object, py::object>>();
+    if (!PyUnicode_CheckExact(fqn.ptr())) return nullptr;
+    if (is_a(entry, bytes_class)) {
+      columns->add_key({.fqn = add_name(*columns, fqn)});
+      continue;
+    }
+    if (!is_a(entry, tensor_class)) return nullptr;
+    const py::object chunks = entry.attr("chunks");
+    if (!PyList_CheckExact(chunks.ptr())) return nullptr;
+    const auto [list, is_new] = lists.try_emplace(chunks.ptr());
+    if (is_new) list->second = add_chunk_list(*columns, py::list(chunks), chunk_class, size_class);
+    const py::object properties = entry.attr("properties");
+    if (!list->second || !is_a(properties, properties_class)) return nullptr;
+    const py::object requires_grad = properties.attr("requires_grad"), pin_memory = properties.attr("pin_memory");
+    const std::optional<uint32_t> sizes = add_sizes(*columns, entry.attr("size"), size_class);
+    if (!sizes || !PyBool_Check(requires_grad.ptr()) || !PyBool_Check(pin_memory.ptr())) return nullptr;
+    const py::str dtype = py::str(properties.attr("dtype")).attr("removeprefix")("torch.");
+    columns->add_key({.fqn = add_name(*columns, fqn),
+                      .is_tensor = true,
+                      .sizes = *sizes,
+                      .dtype = add_name(*columns, dtype),
+                      .layout = add_name(*columns, py::str(properties.attr("layout"))),
+                      .memory_format = memory_formats[properties.attr("memory_format")].cast<int64_t>(),
+                      .requires_grad = requires_grad.cast<bool>(),
+                      .pin_memory = pin_memory.cast<bool>(),
+                      .chunk_list = *list->second});
+  }
+  return columns;
 }
 
 void add_records(MetadataColumns& columns, const storage::SavedFile& file) {
@@ -402,10 +431,6 @@ void define_metadata(py::module_& module) {
   define_rows(module);
   py::class_<MetadataColumns>(module, "MetadataColumns")
       .def(py::init<>())
-      .def("add_chunk_list", &add_chunk_list, py::arg("chunks"), py::arg("chunk_class"), py::arg("size_class"))
-      .def("add_bytes_key",
-           [](MetadataColumns& self, const py::str& fqn) { self.add_key({.fqn = add_name(self, fqn)}); })
-      .def("add_tensor_key", &add_tensor_key)
       .def("add_records", &add_records, py::arg("file"))
       .def_property_readonly("num_keys", [](const MetadataColumns& self) { return self.keys().size(); })
       .def_property_readonly("num_parts", [](const MetadataColumns& self) { return self.parts().size(); })
@@ -432,6 +457,8 @@ void define_metadata(py::module_& module) {
       .def(py::init<const MetadataColumns&>(), py::arg("columns"), py::keep_alive<1, 2>())
       .def("of_file", &PartsOfFiles::of_file, py::arg("path"))
       .def("chunk_of", &PartsOfFiles::chunk_of, py::arg("part"));
+  module.def("columns_of", &columns_of, py::arg("entries"), py::arg("bytes_class"), py::arg("tensor_class"),
+             py::arg("properties_class"), py::arg("chunk_class"), py::arg("size_class"), py::arg("memory_formats"));
   module.def("read_metadata_pickle", &read_metadata_pickle, py::arg("data"));
   module.def("read_metadata_tables", &read_tables, py::arg("data"), py::arg("where"));
   module.def("leads_outside", &leads_outside, py::arg("path"));

@@ -2,6 +2,7 @@
 // caller keeps the tensors alive.
 #include "bindings/storage.h"
 
+#include <pybind11/complex.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -20,6 +21,7 @@
 #include "storage/file.h"
 #include "storage/footer.h"
 #include "storage/index.h"
+#include "storage/numbers.h"
 #include "storage/parallel.h"
 #include "storage/record_writer.h"
 #include "storage/run_reader.h"
@@ -351,6 +353,8 @@ void define_tensors(py::module_& module) {
                              [](const PlainTensor& self) { return self.strides == row_major_strides(self.sizes); })
       .def_readonly("data_offset", &PlainTensor::data_offset)
       .def_readonly("item_bytes", &PlainTensor::item_bytes);
+  module.def("shortest", &shortest, py::arg("value"), py::arg("dtype"));
+  module.def("number_of", &number_of, py::arg("element"), py::arg("dtype"));
   module.def("elements_needed", [](const Sizes& sizes, const Sizes& strides, int64_t storage_offset) {
     return elements_needed(sizes, strides, storage_offset);
   });

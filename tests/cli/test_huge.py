@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from calls import call
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
 import torchtitan_ext as tte
 from torchtitan_ext import _core
 from torchtitan_ext.cli.output import DIFFERS, FINE, UNREADABLE
 from torchtitan_ext.storage import FileWriter
 from torchtitan_ext.storage.formats.safetensors_files import lay_out
+from torchtitan_ext.storage.metadata.metadata_file import columns_of
 
 ROOT = Path(__file__).parents[2]
 SOAK = int(os.environ.get("TTE_SOAK", "1"))
@@ -29,11 +30,11 @@ NUM_RANKS = 1024 if SOAK > 1 else 32
 @pytest.fixture(scope="module")
 def described(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a checkpoint of 100,000 tensors, of which there is the index only."""
-    columns = _core.MetadataColumns()
     sizes = torch.Size([4, 8])
-    columns.add_chunk_list([ChunkStorageMetadata(torch.Size([0, 0]), sizes)], ChunkStorageMetadata, torch.Size)
-    for number in range(NUM_KEYS):
-        columns.add_tensor_key(f"layers.{number}.weight", sizes, "float32", "torch.strided", 0, False, False, 0)
+    chunks = [ChunkStorageMetadata(torch.Size([0, 0]), sizes)]
+    entry = TensorStorageMetadata(TensorProperties(torch.float32), sizes, chunks)
+    columns = columns_of({f"layers.{number}.weight": entry for number in range(NUM_KEYS)})
+    assert columns is not None
     tables = columns.to_tables({}, {"save_id": "0" * 32}, "1.0.0")
     path: Path = tmp_path_factory.mktemp("described") / "step-1"
     path.mkdir()

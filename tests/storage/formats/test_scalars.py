@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from torchtitan_ext._core import number_of, shortest
 from torchtitan_ext.storage.element_types import ITEM_BYTES
-from torchtitan_ext.storage.formats.scalars import number_of, plain_value_of, shortest
+from torchtitan_ext.storage.formats.scalars import plain_value_of
 
 FLOATS = ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"]
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from torchtitan_ext import _core
 from torchtitan_ext.errors import CheckpointReadError
 from torchtitan_ext.layout.dtensor import as_bytes
 from torchtitan_ext.offline.boxes import BoxReader, Piece, cut, whole
@@ -25,7 +26,6 @@ from torchtitan_ext.offline.compare.fingerprints import fingerprint_tensors
 from torchtitan_ext.offline.selection import Selection
 from torchtitan_ext.offline.sources import DcpSource, FileSource
 from torchtitan_ext.state.value_digest import digest_value
-from torchtitan_ext.storage.formats.scalars import shortest
 from torchtitan_ext.storage.progress import OnBytes
 from torchtitan_ext.storage.raw_tensor import dtype_name
 
@@ -360,4 +360,4 @@ def _shown(value: torch.Tensor) -> Any:
         return str(complex(*map(_shown, parts)))
     if not value.dtype.is_floating_point:
         return value.item()
-    return shortest(_numbers(value.view(1))[0].item(), dtype_name(value.dtype))
+    return _core.shortest(_numbers(value.view(1))[0].item(), dtype_name(value.dtype))

@@ -6,10 +6,8 @@ Nothing is unpickled: only a pickle of one plain value is read.
 from __future__ import annotations
 
 import io
-import math
 import os
 import pickletools
-import struct
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,57 +26,12 @@ _MAX_RECORD_BYTES = 1 << 14
 # Files of a checkpoint that are held open together.
 _MAX_OPEN_FILES = 128
 
-_FORMATS = {
-    "float64": "d", "float32": "f", "float16": "e", "int64": "q", "int32": "i", "int16": "h", "int8": "b",
-    "uint64": "Q", "uint32": "I", "uint16": "H", "uint8": "B", "bool": "?", "complex64": "ff", "complex128": "dd",
-}  # fmt: skip
-
-# Bits of the significand, and the exponent of the smallest number above zero.
-_FLOATS = {
-    "float32": (24, -149), "float16": (11, -24), "bfloat16": (8, -133), "float8_e4m3fn": (4, -9),
-    "float8_e4m3fnuz": (4, -10), "float8_e5m2": (3, -16), "float8_e5m2fnuz": (3, -17),
-}  # fmt: skip
-
 _VALUES = {
     "NONE", "NEWTRUE", "NEWFALSE", "INT", "BININT", "BININT1", "BININT2", "LONG1", "FLOAT", "BINFLOAT", "UNICODE",
     "SHORT_BINUNICODE", "BINUNICODE",
 }  # fmt: skip
 _CONSTANTS = {"NEWTRUE": True, "NEWFALSE": False}
 _FRAMING = {"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"}
-
-
-def shortest(value: float, dtype: str) -> float:
-    """The number with the fewest digits that is this element of a tensor: 0.1 for 0.10000000149011612 of float32.
-
-    Args:
-        value: The exact value of the element.
-        dtype: The tensor's dtype; only numbers of floats narrower than float64 change.
-    """
-    if dtype not in _FLOATS or value == 0 or not math.isfinite(value):
-        return value
-    bits, least = _FLOATS[dtype]
-    fraction, exponent = math.frexp(abs(value))
-    half = math.ldexp(0.5, max(exponent - bits, least))  # to where the next number would be meant
-    for digits in range(1, 17):
-        found = float(f"{value:.{digits}g}")
-        is_below = fraction == 0.5 and exponent - bits > least and abs(found) < abs(value)
-        if abs(found - value) < (half / 2 if is_below else half):  # below a power of two numbers lie closer
-            return found
-    return value
-
-
-def number_of(data: bytes, dtype: str) -> Scalar:
-    """The number in an element's bytes, in its shortest form; ``None`` for an unknown dtype."""
-    if dtype == "bfloat16":
-        return shortest(struct.unpack("<f", b"\0\0" + data)[0], dtype)
-    if dtype not in _FORMATS:
-        return None
-    parts = struct.unpack(f"<{_FORMATS[dtype]}", data)
-    if len(parts) == 2:
-        part = "float32" if dtype == "complex64" else "float64"
-        return complex(shortest(parts[0], part), shortest(parts[1], part))
-    number: bool | int | float = parts[0]
-    return shortest(number, dtype) if isinstance(number, float) else number
 
 
 def plain_value_of(pickled: bytes) -> Scalar:
@@ -100,7 +53,7 @@ def plain_value_of(pickled: bytes) -> Scalar:
 def read_number(descriptor: int, fqn: str, stored: _core.StoredTensor) -> dict[str, Scalar]:
     """The element of a tensor without dims, by its name; empty if it cannot be read."""
     data = os.pread(descriptor, stored.item_bytes, stored.data_offset)
-    number = number_of(data, stored.dtype) if len(data) == stored.item_bytes else None
+    number = _core.number_of(data, stored.dtype) if len(data) == stored.item_bytes else None
     return {} if number is None else {fqn: number}
 
 

@@ -22,11 +22,12 @@ from torch.distributed.checkpoint.metadata import (
 from torchtitan_ext import _core
 from torchtitan_ext.dcp_private import MEM_FORMAT_ENCODING, StorageInfo
 
-_MEMORY_FORMATS = {
+MEMORY_FORMATS = {
     MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT.value: torch.contiguous_format,
     MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST.value: torch.channels_last,
     MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT.value: torch.preserve_format,
 }
+"""By DCP's numbers."""
 
 Entry = TensorStorageMetadata | BytesStorageMetadata
 _Key = TypeVar("_Key")
@@ -208,7 +209,7 @@ class _Entries:
             dtype=getattr(torch, key.dtype),
             layout=torch.serialization._get_layout(key.layout),
             requires_grad=key.requires_grad,
-            memory_format=_MEMORY_FORMATS[key.memory_format],
+            memory_format=MEMORY_FORMATS[key.memory_format],
             pin_memory=key.pin_memory,
         )
         return TensorStorageMetadata(properties, torch.Size(key.sizes), self._chunks(key.chunk_list))

@@ -28,18 +28,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torchtitan_ext import _core
-from torchtitan_ext.dcp_private import MEM_FORMAT_ENCODING
 from torchtitan_ext.errors import DamagedCheckpointError
 from torchtitan_ext.storage.checkpoint_files import shown
-from torchtitan_ext.storage.metadata.lazy_metadata import LazyDict, lazy_entries, lazy_parts
+from torchtitan_ext.storage.metadata.lazy_metadata import MEMORY_FORMATS, LazyDict, lazy_entries, lazy_parts
 from torchtitan_ext.storage.metadata.saved_metadata import parse_tables
-from torchtitan_ext.storage.raw_tensor import dtype_name
-
-_ENCODED_MEMORY_FORMATS = {
-    torch.contiguous_format: MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT.value,
-    torch.channels_last: MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST.value,
-    torch.preserve_format: MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT.value,
-}
 
 
 def parse_metadata(data: bytes) -> Metadata:
@@ -60,34 +52,15 @@ def metadata_of_tables(tables: bytes, files: Iterable[_core.RankFile], path: Pat
 
 def columns_of(state_dict_metadata: Mapping[str, Any]) -> _core.MetadataColumns | None:
     """The entries of a metadata as columns; ``None`` if an entry is of a class that is not DCP's."""
-    columns = _core.MetadataColumns()
-    lists: dict[int, int | None] = {}
-    for fqn, entry in state_dict_metadata.items():
-        if type(fqn) is not str:
-            return None
-        if type(entry) is BytesStorageMetadata:
-            columns.add_bytes_key(fqn)
-            continue
-        if type(entry) is not TensorStorageMetadata or type(entry.chunks) is not list:
-            return None
-        if id(entry.chunks) not in lists:
-            lists[id(entry.chunks)] = columns.add_chunk_list(entry.chunks, ChunkStorageMetadata, torch.Size)
-        chunk_list, properties = lists[id(entry.chunks)], entry.properties
-        if chunk_list is None or type(entry.size) is not torch.Size or type(properties) is not TensorProperties:
-            return None
-        flags = (properties.requires_grad, properties.pin_memory)
-        if not all(type(flag) is bool for flag in flags):
-            return None
-        columns.add_tensor_key(
-            fqn,
-            entry.size,
-            dtype_name(properties.dtype),
-            str(properties.layout),
-            _ENCODED_MEMORY_FORMATS[properties.memory_format],
-            *flags,
-            chunk_list,
-        )
-    return columns
+    return _core.columns_of(
+        state_dict_metadata,
+        bytes_class=BytesStorageMetadata,
+        tensor_class=TensorStorageMetadata,
+        properties_class=TensorProperties,
+        chunk_class=ChunkStorageMetadata,
+        size_class=torch.Size,
+        memory_formats={memory_format: number for number, memory_format in MEMORY_FORMATS.items()},
+    )
 
 
 def storage_meta_fields(meta: StorageMeta) -> dict[str, Any]:
