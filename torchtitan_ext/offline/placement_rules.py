@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from torchtitan_ext import _core
-from torchtitan_ext.checkpoint.planners.saved_chunks import SavedChunks
 from torchtitan_ext.checkpoint.tables.component import World, saved_world
 from torchtitan_ext.checkpoint.tables.key_table import Box
 from torchtitan_ext.errors import Problem, Remedy, WrongValueError, argument_error, check_argument, named, refusal
@@ -325,10 +324,3 @@ def _placements(dims: Sequence[int | None], sizes: Sequence[int]) -> Placements:
         factor = num_elements([size for other, size in after if other == dim])
         placements.append(_REPLICATED if dim is None else (dim, factor))
     return tuple(placements)
-
-
-def saved_chunk_lists(metadata: Metadata) -> dict[str, _core.ChunkIndex]:
-    """The chunks in which each tensor was saved, by key; equal lists are one object."""
-    chunks = SavedChunks()
-    entries = metadata.state_dict_metadata.items()
-    return {fqn: chunks.of(saved) for fqn, saved in entries if isinstance(saved, TensorStorageMetadata)}

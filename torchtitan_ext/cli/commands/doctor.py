@@ -12,6 +12,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -135,12 +136,15 @@ def _nccl() -> str:
 
 def _gloo() -> str:
     with tempfile.TemporaryDirectory() as place:
-        command = [sys.executable, "-m", "torchtitan_ext.cli.commands.gloo_check"]
+        calls = [f"add_over_gloo({rank}, {f'{place}/store'!r})" for rank in range(2)]
         ranks = [
             subprocess.Popen(
-                [*command, str(rank), f"{place}/store"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+                [sys.executable, "-c", f"from {__name__} import add_over_gloo; {call}"],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
             )
-            for rank in range(2)
+            for call in calls
         ]
         try:
             said = [rank.communicate(timeout=_GLOO_SECONDS) for rank in ranks]
@@ -151,6 +155,17 @@ def _gloo() -> str:
     if [out.strip() for out, _ in said] != ["3", "3"]:  # 1 of rank 0 and 2 of rank 1
         raise RuntimeError(f"two processes did not agree on a sum over gloo: {errors}")
     return "two processes agree on a sum"
+
+
+def add_over_gloo(rank: int, store_file: str) -> None:
+    """Prints the sum of the numbers of two processes, of which this is one."""
+    torch, dist = importlib.import_module("torch"), importlib.import_module("torch.distributed")
+    store = f"file://{store_file}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    number = torch.tensor([rank + 1], dtype=torch.int64, device="cpu")
+    dist.all_reduce(number)
+    dist.destroy_process_group()
+    print(int(number))
 
 
 def _disk(directory: Path) -> str:

@@ -223,17 +223,29 @@ def _part_from(text: str, begin: int) -> str:
 
 def _measure(key: str, one: _Side, other: _Side, tolerance: Tolerance, max_bytes: int) -> ValueDifference | None:
     """How far two tensors are apart; ``None`` if no element differs by more than the tolerance."""
-    parts = [_compare(piece, a, b, tolerance) for piece, a, b in _pieces(key, one, other, max_bytes)]
-    found = [part for part in parts if part is not None]
-    if not found:
+    num_different = 0
+    first: tuple[tuple[int, ...], Any, Any] | None = None
+    max_abs: list[float] = []
+    max_rel: list[float] = []
+    for piece, *pair in _pieces(key, one, other, max_bytes):
+        flat_a, flat_b = (tensor.view(-1) for tensor in pair)
+        positions = _positions_apart(flat_a, flat_b, tolerance)
+        if positions.numel() == 0:
+            continue
+        num_different += positions.numel()
+        if first is None:
+            position = int(positions[0])
+            first = _index_of(position, piece), _shown(flat_a[position]), _shown(flat_b[position])
+        a, b = _numbers(flat_a[positions]), _numbers(flat_b[positions])
+        distance = _distances(a, b)
+        with np.errstate(invalid="ignore"):  # 0 and -0, or two infinities
+            relative = distance / np.maximum(_magnitudes(a), _magnitudes(b))
+        is_finite = np.isfinite(distance)
+        max_abs.append(distance[is_finite].max(initial=0).item())
+        max_rel.append(np.nan_to_num(relative[is_finite]).max(initial=0.0).item())
+    if first is None:
         return None
-    return replace(
-        found[0],
-        num_different=sum(part.num_different for part in found),
-        num_elements=math.prod(one.shape(key)),
-        max_abs=max(part.max_abs for part in found),
-        max_rel=max(part.max_rel for part in found),
-    )
+    return ValueDifference(num_different, math.prod(one.shape(key)), *first, max(max_abs), max(max_rel))
 
 
 def _pieces(key: str, one: _Side, other: _Side, max_bytes: int) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor]]:
@@ -275,28 +287,6 @@ def _compare_values(key: str, a: _Side, b: _Side) -> DifferenceKind | None:
         is_dcp = isinstance(a.source, DcpSource) and isinstance(b.source, DcpSource)
         records = (side.source.value_record(side.fqns[key]) for side in (a, b))
         return None if is_dcp and torch.equal(*records) else "unreadable"
-
-
-def _compare(piece: Piece, a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance) -> ValueDifference | None:
-    flat_a, flat_b = a.view(-1), b.view(-1)
-    positions = _positions_apart(flat_a, flat_b, tolerance)
-    if positions.numel() == 0:
-        return None
-    numbers_a, numbers_b = _numbers(flat_a[positions]), _numbers(flat_b[positions])
-    distance = _distances(numbers_a, numbers_b)
-    with np.errstate(invalid="ignore"):  # 0 and -0, or two infinities
-        relative = distance / np.maximum(_magnitudes(numbers_a), _magnitudes(numbers_b))
-    is_finite = np.isfinite(distance)
-    first = int(positions[0])
-    return ValueDifference(
-        num_different=positions.numel(),
-        num_elements=piece.num_bytes // piece.dtype.itemsize,
-        first_index=_index_of(first, piece),
-        first_a=_shown(flat_a[first]),
-        first_b=_shown(flat_b[first]),
-        max_abs=distance[is_finite].max(initial=0).item(),
-        max_rel=np.nan_to_num(relative[is_finite]).max(initial=0.0).item(),
-    )
 
 
 def _positions_apart(a: torch.Tensor, b: torch.Tensor, tolerance: Tolerance) -> torch.Tensor:

@@ -15,11 +15,11 @@ from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.operation.component_plans import OpenSource
 from torchtitan_ext.checkpoint.operation.load_phases import open_source
 from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
+from torchtitan_ext.checkpoint.planners.saved_chunks import SavedChunks
 from torchtitan_ext.checkpoint.rules.policy import Source
 from torchtitan_ext.dcp_private import StorageInfo
 from torchtitan_ext.errors import Problem, refusal
 from torchtitan_ext.offline.boxes import chunks_of
-from torchtitan_ext.offline.placement_rules import saved_chunk_lists
 from torchtitan_ext.offline.sources import FileSource
 from torchtitan_ext.offline.sources import open_source as open_files
 from torchtitan_ext.storage import FileReader
@@ -47,8 +47,9 @@ class LoadSource:
 
     @cached_property
     def chunks(self) -> dict[str, _core.ChunkIndex]:
-        """The chunks in which each tensor was saved, by key."""
-        return saved_chunk_lists(self.opened.metadata)
+        """The chunks in which each tensor was saved, by key; equal lists are one object."""
+        chunks, entries = SavedChunks(), self.opened.metadata.state_dict_metadata.items()
+        return {fqn: chunks.of(saved) for fqn, saved in entries if isinstance(saved, TensorStorageMetadata)}
 
 
 def open_load_source(source: Source) -> LoadSource:
