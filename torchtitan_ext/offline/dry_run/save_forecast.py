@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
@@ -114,33 +115,32 @@ def _refused(groups: Sequence[AlikeRanks], problems: Sequence[Problem]) -> SaveF
 
 
 @dataclass(frozen=True)
-class _Writes:
-    """Keys that a rank writes alike.
+class _Records:
+    """Records of one form that a rank writes: a chunk of each of several tensors, or a value.
+
+    Ranks whose records are equal have files of one size, which add as much to the metadata.
 
     Attributes:
-        places: Section and positions of the keys in the rank's table.
+        section, keys: Section and positions of the keys in the rank's table.
         own_lengths: The lengths of the keys that are names of the rank's own; other ranks have others in their places.
-        dtype: ``None`` for values.
-        chunks: Offsets and sizes of each chunk; empty for values.
-        num_bytes: The size of all chunks of one key, or of a value.
+        dtype: ``None`` for a value.
+        sizes: The sizes of the chunk; empty for a value.
+        num_bytes: The size of one record.
+        offsets: Those of the chunk, of which no size depends; ``None`` for a value.
     """
 
-    places: tuple[int, tuple[int, ...]]
+    section: int
+    keys: tuple[int, ...]
     own_lengths: tuple[int, ...]
-    dtype: Any
-    chunks: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    dtype: torch.dtype | None
+    sizes: tuple[int, ...]
     num_bytes: int
+    offsets: tuple[int, ...] | None = field(default=None, compare=False)
 
     @property
     def is_plain(self) -> bool:
-        """Whether the keys are tensors whose elements are written as they are."""
+        """Whether the records are tensors whose elements are written as they are."""
         return self.dtype in ELEMENT_TYPES
-
-    @property
-    def form(self) -> Any:
-        """Equal where a file of these writes has the same size, and adds as much to the metadata."""
-        sizes = tuple(sizes for _, sizes in self.chunks)
-        return self.places, self.own_lengths, self.dtype, sizes, self.num_bytes
 
 
 def _ranks_save(
@@ -149,69 +149,61 @@ def _ranks_save(
     """What each rank of a stage writes, and its file. Files are worked out once for ranks that write alike."""
     known: dict[Any, _core.RankFile] = {}
     for rank, state_bytes in zip(stage.ranks.ranks, stage.ranks.state_bytes(), strict=True):
-        writes = _writes_of(decisions[rank], stage, rank, encoded[rank])
-        alike = tuple(one.form for one in writes)
-        if writes and alike not in known:
-            known[alike] = _file_of(writes, encoded[rank].names)
-        file = known.get(alike)
-        num_records = sum(len(one.places[1]) * max(1, len(one.chunks)) for one in writes)
-        num_bytes = sum(len(one.places[1]) * one.num_bytes for one in writes)
+        records = tuple(_records_of(decisions[rank], stage, rank, encoded[rank]))
+        if records and records not in known:
+            known[records] = _file_of(records, encoded[rank].names)
+        file = known.get(records)
+        num_records = sum(len(one.keys) for one in records)
+        num_bytes = sum(len(one.keys) * one.num_bytes for one in records)
         buffer_bytes = saving_bytes(
             num_records=num_records,
             num_bytes=num_bytes,
-            value_bytes=[one.num_bytes for one in writes for _ in one.places[1] if not one.is_plain],
+            value_bytes=[one.num_bytes for one in records for _ in one.keys if not one.is_plain],
             is_packed=stage.one.is_packed,
-            is_staged=device != "cpu" and any(one.is_plain for one in writes),
+            is_staged=device != "cpu" and any(one.is_plain for one in records),
         )
         file_bytes = file.num_bytes if file is not None else 0
         yield RankSave(rank, state_bytes, num_records, num_bytes, file_bytes, buffer_bytes), file
 
 
-def _writes_of(decision: bytes, stage: Stage, rank: int, encoded: EncodedTable) -> list[_Writes]:
-    writes = []
+def _records_of(decision: bytes, stage: Stage, rank: int, encoded: EncodedTable) -> Iterator[_Records]:
     own_of = {name: fqn for fqn, name in stage.ranks.own_names(rank).items()}
     for one in _core.read_decision(decision, encoded.kind_of):
         fqns = encoded.names[one.section]
         base = stage.ranks.entry_for(rank, fqns[one.keys[0]])
         if isinstance(base, ObjectEntry):
             for key in one.keys:
-                fqn = fqns[key]
-                place, own_lengths = (one.section, (key,)), (len(fqn),) if fqn in own_of else ()
-                writes.append(_Writes(place, own_lengths, None, (), stage.one.value_bytes[own_of.get(fqn, fqn)]))
+                own_lengths = (len(fqns[key]),) if fqns[key] in own_of else ()
+                num_bytes = stage.one.value_bytes[own_of.get(fqns[key], fqns[key])]
+                yield _Records(one.section, (key,), own_lengths, None, (), num_bytes)
             continue
         entry = stage.ranks.entry(rank, base)
         assert isinstance(entry, TensorEntry)
-        lengths = tuple(len(fqns[key]) for key in one.keys if fqns[key] in own_of) if own_of else ()
-        chunks = _core.written_boxes(entry, one.steps)
-        num_bytes = sum(num_elements(sizes) for _, sizes in chunks) * entry.dtype.itemsize
-        writes.append(_Writes((one.section, tuple(one.keys)), lengths, entry.dtype, chunks, num_bytes))
-    return writes
+        keys = tuple(one.keys)
+        own_lengths = tuple(len(fqns[key]) for key in keys if fqns[key] in own_of) if own_of else ()
+        for offsets, sizes in _core.written_boxes(entry, one.steps):
+            num_bytes = num_elements(sizes) * entry.dtype.itemsize
+            yield _Records(one.section, keys, own_lengths, entry.dtype, sizes, num_bytes, offsets)
 
 
-def _file_of(writes: Sequence[_Writes], names: Sequence[Sequence[str]]) -> _core.RankFile:
+def _file_of(records: Sequence[_Records], names: Sequence[Sequence[str]]) -> _core.RankFile:
     """The file of one rank: values first, then tensors, each in the order of keys.
 
     Args:
         names: The keys of each section of the rank's table.
     """
     kinds: dict[Any, int] = {}
-    records: list[tuple[bool, int, int, int]] = []
-    for one in writes:
-        section, keys = one.places
-        for offsets, sizes in one.chunks or ((None, ()),):
-            form: tuple[Any, ...]
-            if one.is_plain:
-                form = (ELEMENT_TYPES[one.dtype], NAMES[one.dtype], offsets, sizes, 0)
-            else:
-                num_bytes = one.num_bytes if offsets is None else num_elements(sizes) * one.dtype.itemsize
-                form = (None, "", offsets, (0,) * len(sizes), num_bytes)
-            kind = kinds.setdefault(form, len(kinds))
-            records += [(one.is_plain, section, key, kind) for key in keys]
-    records.sort(key=itemgetter(0, 1, 2))
-    fqns = [names[section][key] for _, section, key, _ in records]
-    return _core.foresee_file(
-        [_core.FileKind(*form) for form in kinds], fqns, [kind for *_, kind in records], BLOCK_BYTES
-    )
+    ordered: list[tuple[bool, int, int, int]] = []
+    for one in records:
+        form: tuple[Any, ...] = (None, "", one.offsets, (0,) * len(one.sizes), one.num_bytes)
+        if one.dtype is not None and one.is_plain:
+            form = (ELEMENT_TYPES[one.dtype], NAMES[one.dtype], one.offsets, one.sizes, 0)
+        kind = kinds.setdefault(form, len(kinds))
+        ordered += [(one.is_plain, one.section, key, kind) for key in one.keys]
+    ordered.sort(key=itemgetter(0, 1, 2))
+    fqns = [names[section][key] for _, section, key, _ in ordered]
+    file_kinds = [_core.FileKind(*form) for form in kinds]
+    return _core.foresee_file(file_kinds, fqns, [kind for *_, kind in ordered], BLOCK_BYTES)
 
 
 def _index_bytes(files: Sequence[tuple[int, _core.RankFile]], num_ranks: int) -> int:
