@@ -112,20 +112,14 @@ class SelectedKeys:
         self.paths = selection.paths_of(source)
         source.check_files(self.fqns.values())
         entries = source.metadata.state_dict_metadata
-        self.tensors = {
-            key: self.reader.entry(fqn)
-            for key, fqn in self.fqns.items()
-            if isinstance(entries[fqn], TensorStorageMetadata)
-        }
-        self.values = [key for key in self.fqns if key not in self.tensors]
-        _check_plain(source, {self.fqns[key]: entry for key, entry in self.tensors.items()})
+        tensors = {key: fqn for key, fqn in self.fqns.items() if isinstance(entries[fqn], TensorStorageMetadata)}
+        saved = {key: self.reader.entry(fqn) for key, fqn in tensors.items()}
+        self.values = [key for key in self.fqns if key not in saved]
+        _check_plain(source, {tensors[key]: entry for key, entry in saved.items()})
         self.dtype = dtype
-        self.cast: dict[str, torch.dtype] = {}
-        if dtype is not None:
-            saved = self.tensors
-            self.tensors = {key: _in_dtype(entry, dtype) for key, entry in saved.items()}
-            kinds = {key: entry.properties.dtype for key, entry in saved.items()}
-            self.cast = {key: kind for key, kind in kinds.items() if kind != self.tensors[key].properties.dtype}
+        self.tensors = {key: _in_dtype(entry, dtype) for key, entry in saved.items()}
+        kinds = {key: entry.properties.dtype for key, entry in saved.items()}
+        self.cast = {key: kind for key, kind in kinds.items() if kind != self.tensors[key].properties.dtype}
 
     @property
     def num_bytes(self) -> int:
@@ -135,7 +129,7 @@ class SelectedKeys:
     def divide(self, max_bytes: int, num_processes: int | None) -> Shares:
         """Shares the copy between processes that hold at most ``max_bytes`` together."""
         shares = divide(room_for_casts(max_bytes, self.cast.values(), self.dtype), num_processes)
-        self.source.use_threads(shares.num_threads)
+        self.source.thread_count = shares.num_threads
         return shares
 
 

@@ -57,30 +57,25 @@ def open_source(path: str | os.PathLike[str], *, weights_only: bool = True) -> F
     return PlainFiles(place, chunks, file.values, file.paths)
 
 
-class DcpSource:
-    """A directory of DCP, written by this package or by stock.
+class DcpSource(FileReader):
+    """A directory of DCP, written by this package or by stock; every block that is read is verified.
 
     Attributes:
         metadata: As DCP has it; ``state_dict_metadata`` has an entry for each flat key.
     """
 
     def __init__(self, path: Path, *, weights_only: bool = True) -> None:
-        self.path = path
-        self._weights_only = weights_only
         # Without this check, a copy of damaged bytes would get matching checksums.
-        self._reader = FileReader(path, "all")
+        super().__init__(path, "all")
+        self._weights_only = weights_only
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # stock's checkpoints have no checksums
-            self.metadata = self._reader.read_metadata()
-            self._reader.set_up_storage_reader(self.metadata, is_coordinator=False)
+            self.metadata = self.read_metadata()
+            self.set_up_storage_reader(self.metadata, is_coordinator=False)
         self._num_files, self._lost_files = _data_files(path, self.metadata)
         problems = storage_problems(self.metadata, self.metadata.state_dict_metadata)
         if problems:
             raise refusal("load", problems)
-
-    def use_threads(self, count: int) -> None:
-        """Sets the number of threads that read; by default one per core, at most 8."""
-        self._reader.thread_count = count
 
     def check_files(self, fqns: Iterable[str]) -> None:
         """Raises DamagedCheckpointError if a data file of one of these keys is missing or cut."""
@@ -100,17 +95,9 @@ class DcpSource:
     def find_records(self, indices: Sequence[MetadataIndex]) -> list[Record]:
         """The record of each chunk."""
         try:
-            return self._reader.find_records(indices)
+            return super().find_records(indices)
         except KeyError as error:
             raise DamagedCheckpointError(f"{self.path}: .metadata does not say where {error.args[0]} lies") from None
-
-    def open_file(self, runs: _core.RunReader, name: str) -> int:
-        """Adds a file to a reader of runs, and returns the number that the reader gives it."""
-        return self._reader.open_file(runs, name)
-
-    def read_runs(self, runs: _core.RunReader, names: list[str]) -> None:
-        """Reads the runs that were added, and compares checksums if the files have any."""
-        self._reader.read_runs(runs, names)
 
     def read_value(self, fqn: str) -> Any:
         """Reads a value that is no tensor.
@@ -148,15 +135,12 @@ class PlainFiles:
         paths: Mapping[str, tuple[Any, ...]],
     ) -> None:
         self.path = path
-        self._thread_count: int | None = None
+        self.thread_count: int | None = None
         self._directory = path if path.is_dir() else path.parent
         self._records = {(fqn, offsets): record for fqn, chunks in places.items() for offsets, record in chunks}
         self._values = values
         entries = {fqn: _entry_of(path, fqn, places[fqn]) if fqn in places else BytesStorageMetadata() for fqn in paths}
         self.metadata = Metadata(entries, planner_data=dict(paths))
-
-    def use_threads(self, count: int) -> None:
-        self._thread_count = count
 
     def check_files(self, fqns: Iterable[str]) -> None:
         """The headers were read, so the files exist."""
@@ -168,7 +152,7 @@ class PlainFiles:
         return runs.add_file(str(self._directory / name), -1)
 
     def read_runs(self, runs: _core.RunReader, names: list[str]) -> None:
-        runs.read(thread_count_of(self._thread_count), "none")
+        runs.read(thread_count_of(self.thread_count), "none")
 
     def read_value(self, fqn: str) -> Any:
         return self._values[fqn]

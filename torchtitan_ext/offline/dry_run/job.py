@@ -140,7 +140,7 @@ def stages_of(
     states = [] if isinstance(state, (str, os.PathLike)) else [state] if isinstance(state, Mapping) else state
     if source is not None and source.problems and states:
         raise refusal("dry run", source.problems)
-    ones = [_rank_of_state(_values_of(one), layouts) for one in states]
+    ones = [_rank_of_state(one, layouts) for one in states]
     if mesh is None:
         return [Stage(*each) for each in zip(states, ones, _groups([one.table for one in ones]), strict=True)]
     if source is not None and not states:
@@ -163,8 +163,9 @@ def stages_of(
     return stages
 
 
-def _rank_of_state(values: Mapping[str, Any], layouts: Mapping[str, ShardOrder] | None) -> OneRank:
+def _rank_of_state(state: Mapping[str, Any], layouts: Mapping[str, ShardOrder] | None) -> OneRank:
     """What a rank with this state dict holds. Tensors may be on the meta device."""
+    values = {key: value.state_dict() if is_stateful(value) else value for key, value in state.items()}
     flat = flatten_state_dict(values, tuples="as_stock")
     table = describe_state(flat.values, flat.stock_paths, LayoutRules(layouts))
     unread, unwritable = check_objects(flat.values, table)
@@ -262,11 +263,6 @@ def _pickled_bytes(value: Any) -> int:
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.tell()
-
-
-def _values_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict with the state dicts of its ``Stateful`` objects in their places."""
-    return {key: value.state_dict() if is_stateful(value) else value for key, value in state.items()}
 
 
 def _groups(tables: Sequence[KeyTable]) -> list[AlikeRanks]:

@@ -173,9 +173,9 @@ def _records_of(decision: bytes, stage: Stage, rank: int, encoded: EncodedTable)
         base = stage.ranks.entry_for(rank, fqns[one.keys[0]])
         if isinstance(base, ObjectEntry):
             for key in one.keys:
-                own_lengths = (len(fqns[key]),) if fqns[key] in own_of else ()
+                own_length = (len(fqns[key]),) if fqns[key] in own_of else ()
                 num_bytes = stage.one.value_bytes[own_of.get(fqns[key], fqns[key])]
-                yield _Records(one.section, (key,), own_lengths, None, (), num_bytes)
+                yield _Records(one.section, (key,), own_length, None, (), num_bytes)
             continue
         entry = stage.ranks.entry(rank, base)
         assert isinstance(entry, TensorEntry)
