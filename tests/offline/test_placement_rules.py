@@ -95,7 +95,7 @@ def test_rules_win_and_reach_optimizer_state() -> None:
 
 def test_shards_are_those_of_the_ranks_in_order() -> None:
     rules = PlacementRules({"dp": 4, "tp": 2})
-    shards = rules.shards((9, 3), rules.place("w", (9, 3)))
+    shards = local_shards((9, 3), rules.mesh.shape, rules.place("w", (9, 3)).steps)
     assert [shard.sizes[0] for shard in shards] == [2, 1, 2, 1, 1, 1, 0, 1]
     assert shards[1].chunks[0].offsets == (5, 0)
 

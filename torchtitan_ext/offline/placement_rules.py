@@ -28,7 +28,6 @@ from torchtitan_ext.checkpoint.tables.component import World, saved_world
 from torchtitan_ext.checkpoint.tables.key_table import Box
 from torchtitan_ext.errors import Problem, Remedy, WrongValueError, argument_error, check_argument, named, refusal
 from torchtitan_ext.layout.layout import (
-    LocalShard,
     MeshLayout,
     Steps,
     local_shards,
@@ -125,10 +124,6 @@ class PlacementRules:
     def steps(self, placements: Placements) -> Steps:
         """The order in which such placements cut: axes further right first."""
         return tuple(_core.read_placements(placements, self.mesh.shape, "nested"))
-
-    def shards(self, shape: Sequence[int], placed: Placed) -> list[LocalShard]:
-        """What each rank holds of a tensor, in the order of ranks (row-major on the mesh)."""
-        return local_shards(shape, self.mesh.shape, placed.steps)
 
     def check_used(self, shapes: Mapping[str, Sequence[int] | None]) -> None:
         """Refuses rules that match none of these keys, or that name a dim which none of their tensors has.

@@ -11,18 +11,7 @@ from typing import Annotated
 
 import typer
 
-from torchtitan_ext.cli import lazy
-from torchtitan_ext.cli.options import (
-    Json,
-    MaxMemory,
-    Only,
-    Overwrite,
-    Prefix,
-    Processes,
-    UnsafeUnpickle,
-    amount_of,
-    refusing_wrong_usage,
-)
+from torchtitan_ext.cli import lazy, options
 from torchtitan_ext.cli.output import count_of, print_json, print_line, text_of_bytes
 from torchtitan_ext.errors import named
 from torchtitan_ext.storage.progress import progress
@@ -52,14 +41,14 @@ def run(
         _Format, typer.Option(metavar="dcp|hf|torch", help="DCP, safetensors (tensors alone), or torch.save.")
     ],
     dtype: Annotated[_Dtype | None, typer.Option(metavar="DTYPE", help="Cast floats, for example to bfloat16.")] = None,
-    only: Only = None,
-    prefix: Prefix = "",
+    only: options.Only = None,
+    prefix: options.Prefix = "",
     max_file_size: Annotated[str, typer.Option(metavar="BYTES", help="Size of safetensors files.")] = "5GB",
-    max_memory: MaxMemory = "1GB",
-    processes: Processes = None,
-    overwrite: Overwrite = False,
-    unsafe_unpickle: UnsafeUnpickle = False,
-    json: Json = False,
+    max_memory: options.MaxMemory = "1GB",
+    processes: options.Processes = None,
+    overwrite: options.Overwrite = False,
+    unsafe_unpickle: options.UnsafeUnpickle = False,
+    json: options.Json = False,
 ) -> None:
     """Write a checkpoint in another format. DST is whole or as it was.
 
@@ -67,7 +56,7 @@ def run(
     """
     begin = time.perf_counter()
     selection = lazy.selection.Selection(tuple(only or ()), prefix)
-    with refusing_wrong_usage():
+    with options.refusing_wrong_usage():
         opened = lazy.sources.open_source(source, weights_only=not unsafe_unpickle)
         new_dtype = None if dtype is None else lazy.raw_tensor.DTYPES[dtype.value]
         total_bytes = partial(selection.num_bytes_of, opened, new_dtype)
@@ -78,9 +67,9 @@ def run(
                 to=to.value,
                 selection=selection,
                 dtype=new_dtype,
-                max_file_bytes=amount_of(max_file_size),
+                max_file_bytes=options.amount_of(max_file_size),
                 overwrite=overwrite,
-                max_bytes=amount_of(max_memory),
+                max_bytes=options.amount_of(max_memory),
                 num_processes=processes,
                 weights_only=not unsafe_unpickle,
                 progress=on_bytes,

@@ -18,8 +18,7 @@ from torchtitan_ext.storage.checkpoint_files import thread_count_of
 from torchtitan_ext.storage.progress import progress
 
 if TYPE_CHECKING:
-    from torchtitan_ext.offline.compare.diff import Difference, DiffReport, ValueDifference
-    from torchtitan_ext.offline.compare.difference_map import DifferenceMap
+    from torchtitan_ext.offline.compare.diff import Difference, DifferenceMap, DiffReport, ValueDifference
 
 
 def run(

@@ -10,19 +10,7 @@ from typing import Annotated
 
 import typer
 
-from torchtitan_ext.cli import lazy
-from torchtitan_ext.cli.options import (
-    Json,
-    MaxMemory,
-    Mesh,
-    Only,
-    Overwrite,
-    Prefix,
-    Processes,
-    Shard,
-    amount_of,
-    refusing_wrong_usage,
-)
+from torchtitan_ext.cli import lazy, options
 from torchtitan_ext.cli.output import count_of, print_json, print_line, text_of_bytes
 from torchtitan_ext.storage.progress import progress
 
@@ -30,14 +18,14 @@ from torchtitan_ext.storage.progress import progress
 def run(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint of any format.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="Directory of the new one.")],
-    mesh: Mesh,
-    shard: Shard = None,
-    only: Only = None,
-    prefix: Prefix = "",
-    max_memory: MaxMemory = "1GB",
-    processes: Processes = None,
-    overwrite: Overwrite = False,
-    json: Json = False,
+    mesh: options.Mesh,
+    shard: options.Shard = None,
+    only: options.Only = None,
+    prefix: options.Prefix = "",
+    max_memory: options.MaxMemory = "1GB",
+    processes: options.Processes = None,
+    overwrite: options.Overwrite = False,
+    json: options.Json = False,
 ) -> None:
     """Write a checkpoint as another mesh would save it. DST is whole or as it was.
 
@@ -45,7 +33,7 @@ def run(
     """
     begin = time.perf_counter()
     selection = lazy.selection.Selection(tuple(only or ()), prefix)
-    with refusing_wrong_usage():
+    with options.refusing_wrong_usage():
         sizes, rules = lazy.placement_rules.parse_mesh(mesh), lazy.placement_rules.parse_rules(shard or ())
         opened = lazy.sources.open_source(source)
         total_bytes = partial(selection.num_bytes_of, opened)
@@ -57,7 +45,7 @@ def run(
                 rules=rules,
                 selection=selection,
                 overwrite=overwrite,
-                max_bytes=amount_of(max_memory),
+                max_bytes=options.amount_of(max_memory),
                 num_processes=processes,
                 progress=on_bytes,
             )

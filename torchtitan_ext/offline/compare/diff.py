@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -21,7 +21,6 @@ from torchtitan_ext import _core
 from torchtitan_ext.errors import CheckpointReadError
 from torchtitan_ext.layout.dtensor import as_bytes
 from torchtitan_ext.offline.boxes import BoxReader, Piece, cut, whole
-from torchtitan_ext.offline.compare.difference_map import DifferenceMap
 from torchtitan_ext.offline.compare.fingerprints import fingerprint_tensors
 from torchtitan_ext.offline.selection import Selection
 from torchtitan_ext.offline.sources import DcpSource, FileSource
@@ -35,6 +34,8 @@ DifferenceKind = Literal["only_in_a", "only_in_b", "type", "dtype", "shape", "va
 _BYTES_PER_DIFFERENT = 96
 
 _MAX_SHOWN = 60
+
+_MAX_CELLS = 64
 
 _Numbers: TypeAlias = npt.NDArray[Any]
 
@@ -171,6 +172,50 @@ def map_differences(
         flat_a, flat_b = (tensor.view(-1) for tensor in pair)
         found.add(piece.offsets, piece.sizes, _positions_apart(flat_a, flat_b, tolerance or Tolerance()))
     return found
+
+
+@dataclass
+class DifferenceMap:
+    """Counts of different elements in at most 64 x 64 cells of the two largest dims, summed over all other dims.
+
+    Attributes:
+        shape: The shape of both tensors.
+        dims: The dims that give rows and columns of cells: one for a vector, none for a single number.
+        sizes: The sizes of these two dims; 1 for a dim that does not exist.
+        cell_sizes: Rows and columns of elements in a cell; the last cell of a row or column may have fewer.
+        counts: The number of different elements in each cell, by row and column.
+    """
+
+    shape: tuple[int, ...]
+    dims: tuple[int, ...] = field(init=False)
+    sizes: tuple[int, int] = field(init=False)
+    cell_sizes: tuple[int, int] = field(init=False)
+    counts: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        largest = sorted(range(len(self.shape)), key=lambda dim: (-self.shape[dim], dim))[:2]
+        self.dims = tuple(sorted(largest))
+        rows, cols = (*(self.shape[dim] for dim in self.dims), 1, 1)[:2]
+        self.sizes = rows, cols
+        self.cell_sizes = -(-rows // _MAX_CELLS), -(-cols // _MAX_CELLS)
+        num_cells = [-(-size // cell) for size, cell in zip(self.sizes, self.cell_sizes, strict=True)]
+        self.counts = torch.zeros(num_cells, dtype=torch.int64, device="cpu")
+
+    def add(self, offsets: Sequence[int], sizes: Sequence[int], positions: torch.Tensor) -> None:
+        """Counts the different elements of a box of the tensor.
+
+        Args:
+            offsets, sizes: The box: a number per dim of the tensor.
+            positions: The different elements, int64, counted in the row-major order of the box.
+        """
+        cells = [torch.zeros_like(positions), torch.zeros_like(positions)]
+        for dim in reversed(range(len(self.shape))):
+            if dim in self.dims:
+                axis = self.dims.index(dim)
+                cells[axis] = (positions % sizes[dim] + offsets[dim]) // self.cell_sizes[axis]
+            positions = positions // sizes[dim]
+        flat = cells[0] * self.counts.shape[1] + cells[1]
+        self.counts += torch.bincount(flat, minlength=self.counts.numel()).view_as(self.counts)
 
 
 def num_bytes_to_read(a: FileSource, b: FileSource, selection: Selection | None = None) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchtitan_ext.checkpoint.tables.component import PER_RANK, family_of
 from torchtitan_ext.checkpoint.tables.key_table import (
@@ -39,12 +39,8 @@ from torchtitan_ext.layout.layout import (
 )
 from torchtitan_ext.offline.placement_rules import is_data_parallel
 
-
-class MeshPlace(NamedTuple):
-    """The place of a rank on a mesh."""
-
-    mesh: MeshLayout
-    coordinate: tuple[int, ...]
+MeshPlace = tuple[MeshLayout, tuple[int, ...]]
+"""A mesh, and the coordinate of a rank on it."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +71,7 @@ class AlikeRanks:
 
     Attributes:
         table: The table, without the keys that ``problems`` names and those that each rank keeps under its own name.
+        own: What the viewer keeps under names of its own.
         problems: Tensors whose parts on other ranks cannot be worked out.
         uneven: Tensors that FSDP2 and DTensor may cut differently, though the viewer's shape is the same: FSDP2's way
             is assumed.
@@ -87,12 +84,11 @@ class AlikeRanks:
         self,
         ranks: Sequence[int],
         table: KeyTable,
-        viewer: int,
+        viewer: int = 0,
         mesh: MeshLayout | None = None,
         own: Collection[str] | None = None,
     ) -> None:
         self.ranks = tuple(ranks)
-        self.viewer = viewer
         self.mesh = mesh
         self.problems: list[Problem] = []
         self.uneven: list[str] = []
@@ -104,9 +100,9 @@ class AlikeRanks:
         self._data_parallel = _data_parallel_ranks(self.ranks, self.meshes() if mesh is None else [mesh])
         if own is None:
             own = [fqn for fqn in names_with_rank(entries) if self._renamed(fqn, viewer) == fqn]
-        self._own = {fqn: entries.pop(fqn) for fqn in own if fqn in entries}
-        self._own_paths = {fqn: table.stock_paths[fqn] for fqn in self._own if fqn in table.stock_paths}
-        paths = {fqn: path for fqn, path in table.stock_paths.items() if fqn not in self._own}
+        self.own = {fqn: entries.pop(fqn) for fqn in own if fqn in entries}
+        self._paths = table.stock_paths
+        paths = {fqn: path for fqn, path in self._paths.items() if fqn not in self.own}
         # Wherever a save would compare tensors on meshes, they are assumed to be equal.
         on_meshes = (key for key, entry in entries.items() if isinstance(entry, TensorEntry) and entry.report.mesh)
         digests = dict.fromkeys(on_meshes, b"equal")
@@ -127,12 +123,6 @@ class AlikeRanks:
             report = ShardReport(shape, mesh, coordinate, placements, sizes, order)
             kind.entries[rank] = TensorEntry(report, entry.dtype, entry.requires_grad)
         return kind.entries[rank]
-
-    def entry_for(self, rank: int, fqn: str) -> KeyEntry:
-        """The entry of the viewer that stands for a key of a rank."""
-        if fqn in self.table.entries:
-            return self.table.entries[fqn]
-        return next(self._own[own] for own, name in self.own_names(rank).items() if name == fqn)
 
     def steps(self, entry: KeyEntry) -> Steps:
         """The order in which tensors with this entry in the table are cut."""
@@ -160,7 +150,7 @@ class AlikeRanks:
 
     def own_names(self, rank: int) -> dict[str, str]:
         """The names that a rank gives to keys of its own, by the names that the viewer gives them."""
-        return {fqn: self._renamed(fqn, rank) for fqn in self._own}
+        return {fqn: self._renamed(fqn, rank) for fqn in self.own}
 
     def encoded(self, rank: int, has: Callable[[str], bool] = lambda fqn: True) -> EncodedTable:
         """The table of a rank as it is sent.
@@ -229,11 +219,11 @@ class AlikeRanks:
         alike = tuple(names.values())
         if alike not in self._own_tables:
             entries = {fqn: self.table.entries[fqn] for fqn in self._encoded.names[2] if fqn in self.table.entries}
-            paths = {fqn: self.table.stock_paths[fqn] for fqn in entries if fqn in self.table.stock_paths}
+            paths = {fqn: self._paths[fqn] for fqn in entries if fqn in self._paths}
             for fqn, name in names.items():
-                entries[name] = self._own[fqn]
-                if fqn in self._own_paths:
-                    parts = self._own_paths[fqn]
+                entries[name] = self.own[fqn]
+                if fqn in self._paths:
+                    parts = self._paths[fqn]
                     paths[name] = tuple(self._renamed(part, rank) if isinstance(part, str) else part for part in parts)
             self._own_tables[alike] = encode_table(KeyTable(entries, stock_paths=paths))
         return self._own_tables[alike]
@@ -290,7 +280,7 @@ def sibling_meshes(mesh: MeshLayout, ranks: Sequence[int]) -> dict[int, MeshPlac
                 f"rank {rank} stands; give a state dict of tensors on meshes that init_device_mesh has made"
             )
         sibling = mesh if members == mesh.ranks else dataclasses.replace(mesh, ranks=members)
-        found |= {other: MeshPlace(sibling, at) for other, at in zip(members, coordinates, strict=True)}
+        found |= {other: (sibling, at) for other, at in zip(members, coordinates, strict=True)}
     return found
 
 
@@ -303,4 +293,4 @@ def _data_parallel_ranks(ranks: Sequence[int], meshes: Sequence[MeshLayout]) -> 
     axes = [axis for axis, name in enumerate(mesh.dim_names or ()) if is_data_parallel(name)]
     sizes = [mesh.shape[axis] for axis in axes]
     places = sibling_meshes(mesh, ranks).items()
-    return {rank: row_major_position([one.coordinate[axis] for axis in axes], sizes) for rank, one in places}
+    return {rank: row_major_position([at[axis] for axis in axes], sizes) for rank, (_, at) in places}

@@ -158,7 +158,7 @@ def stages_of(
         holds = partial(pipeline.holds, number)
         own = place_on_mesh(one.restricted(holds), rules, chunks)
         named = [fqn for fqn in names_with_rank(own.table.entries) if PER_RANK.sub(r"\g<1>0", fqn) == fqn]
-        ranks = AlikeRanks(rules.mesh.ranks, own.table, rules.mesh.ranks[0], rules.mesh, own=named)
+        ranks = AlikeRanks(rules.mesh.ranks, own.table, mesh=rules.mesh, own=named)
         stages.append(Stage(states[0] if states else None, own, ranks, rules, holds))
     return stages
 

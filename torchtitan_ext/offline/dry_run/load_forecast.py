@@ -178,7 +178,7 @@ class _Load:
         one, request = self._of_all(stage) if stage.state is None else self._of_state(stage.state, stage)
         if stage.rules is not None:
             one = place_on_mesh(one, stage.rules, self._source.chunks)
-        ranks = AlikeRanks(group.ranks, one.table, group.viewer, group.mesh, own=set(group.own_names(group.viewer)))
+        ranks = AlikeRanks(group.ranks, one.table, mesh=group.mesh, own=group.own.keys())
         problems = _shard_problems(one.table, ranks.num_data_parallel) if stage.state is None else ()
         prefixes = [plan.saved_prefix for plan in request.components.values() if plan.saved_prefix is not None]
         asked = tuple(fqn for prefix in prefixes for fqn in paths_below(prefix, self._opened.metadata))
@@ -230,8 +230,7 @@ class _Load:
         planner = self.planner(components.plans[0] if self._job.policy is not None else {})
         planner.set_up_planner(components.values, self._opened.metadata)
         request: ReadRequest = planner.create_local_plan().planner_data
-        own = stage.ranks.own_names(stage.ranks.viewer)
-        absent = [fqn for fqn in request.missing if fqn in own]
+        absent = [fqn for fqn in request.missing if fqn in stage.ranks.own]
         entries = {**planner.wanted.entries, **dict.fromkeys(absent, ObjectEntry())}
         one = OneRank(dataclasses.replace(planner.wanted, entries=entries), {}).restricted(stage.holds)
         return one, dataclasses.replace(

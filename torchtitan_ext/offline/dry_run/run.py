@@ -181,7 +181,7 @@ def _notes(stages: Sequence[Stage]) -> list[str]:
             f"{named(uneven)}: this rank's shape does not tell in which order axes cut; FSDP2's order is assumed"
         )
     for group in groups:
-        for own in group.own_names(group.viewer):
+        for own in group.own:
             notes.append(f"each rank is assumed to ask for a value of its own, such as {own}")
     entries = (entry for stage in stages if stage.state is None for entry in stage.one.table.entries.values())
     if any(isinstance(entry, ObjectEntry) for entry in entries):

@@ -167,10 +167,11 @@ def _ranks_save(
 
 
 def _records_of(decision: bytes, stage: Stage, rank: int, encoded: EncodedTable) -> Iterator[_Records]:
-    own_of = {name: fqn for fqn, name in stage.ranks.own_names(rank).items()}
+    entries, own_of = stage.ranks.table.entries, {name: fqn for fqn, name in stage.ranks.own_names(rank).items()}
     for one in _core.read_decision(decision, encoded.kind_of):
         fqns = encoded.names[one.section]
-        base = stage.ranks.entry_for(rank, fqns[one.keys[0]])
+        first = fqns[one.keys[0]]
+        base = entries[first] if first in entries else stage.ranks.own[own_of[first]]
         if isinstance(base, ObjectEntry):
             for key in one.keys:
                 own_length = (len(fqns[key]),) if fqns[key] in own_of else ()

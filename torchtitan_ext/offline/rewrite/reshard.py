@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.tables.component import WORLD_KEY, World, world_record
 from torchtitan_ext.checkpoint.tables.key_table import Box
+from torchtitan_ext.layout.layout import local_shards
 from torchtitan_ext.offline.boxes import Piece, cut
 from torchtitan_ext.offline.placement_rules import DimOf, Placed, PlacementRules
 from torchtitan_ext.offline.rewrite.targets import refuse_existing
@@ -213,7 +214,7 @@ class MeshPlan:
         holders: dict[Box, list[int]] = {whole: list(range(self.num_ranks))}
         if placed.placements is not None and self.rules is not None and 0 not in shape:
             holders = {}
-            for rank, shard in enumerate(self.rules.shards(shape, placed)):
+            for rank, shard in enumerate(local_shards(shape, self.rules.mesh.shape, placed.steps)):
                 for chunk in shard.chunks:
                     holders.setdefault((chunk.offsets, chunk.sizes), []).append(rank)
         boxes = sorted(holders)
