@@ -7,10 +7,8 @@ from itertools import product
 from math import prod
 from pathlib import Path
 
-from torchtitan_ext.cli.pictures.bytes_plot import plot_bytes
-from torchtitan_ext.cli.pictures.difference_plot import plot_differences
 from torchtitan_ext.cli.pictures.holders import Holder
-from torchtitan_ext.cli.pictures.layout_plot import plot_layout
+from torchtitan_ext.cli.pictures.plots import plot_bytes, plot_differences, plot_layout
 from torchtitan_ext.layout import local_shard
 
 FOLDER = Path(__file__).parent / "pictures"

@@ -68,7 +68,7 @@ def test_a_picture_needs_a_tensor_and_matplotlib(tmp_path: Path, monkeypatch: py
     path = make(tmp_path / "c", "ours")
     shown = call("inspect", path, "--plot", "layout.svg")
     assert shown.code == WRONG_USAGE and "--layout NAME" in shown.err
-    for module in [module for module in sys.modules if module.endswith("_plot")]:
+    for module in [module for module in sys.modules if module.endswith(".plots")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     shown = call("inspect", path, "--layout", "step", "--plot", tmp_path / "layout.svg")

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer
@@ -14,8 +13,6 @@ from layouts import sharded_2d, strided
 from matplotlib.image import imread
 
 from torchtitan_ext.cli.pictures import plotter
-from torchtitan_ext.cli.pictures.bytes_plot import plot_bytes
-from torchtitan_ext.cli.pictures.difference_plot import plot_differences
 from torchtitan_ext.cli.pictures.holders import (
     Box,
     Holder,
@@ -26,7 +23,7 @@ from torchtitan_ext.cli.pictures.holders import (
     plane_of,
     text_of_ranks,
 )
-from torchtitan_ext.cli.pictures.layout_plot import plot_layout
+from torchtitan_ext.cli.pictures.plots import plot_bytes, plot_differences, plot_layout
 from torchtitan_ext.cli.pictures.text import draw_layout
 
 # ---- who holds what ----
@@ -280,15 +277,14 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(typer.BadParameter, match=re.escape('pip install "torchtitan-ext[plot]"')):
-        plotter("bytes_plot", Path("bytes.svg"))
+        plotter(Path("bytes.svg"))
 
 
 @pytest.mark.parametrize("name", ["layout", "layout.txt"])
 def test_other_endings_are_refused(name: str) -> None:
     with pytest.raises(typer.BadParameter, match=f"got {name}, expected a name that ends in .svg"):
-        plotter("layout_plot", Path(name))
+        plotter(Path(name))
 
 
-@pytest.mark.parametrize("kind", ["layout_plot", "bytes_plot", "difference_plot"])
-def test_plotters_are_found(kind: Any) -> None:
-    assert plotter(kind, Path("a.PNG")).__name__.endswith(kind)
+def test_plots_are_found() -> None:
+    assert plotter(Path("a.PNG")).plot_bytes is plot_bytes

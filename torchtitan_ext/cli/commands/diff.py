@@ -41,7 +41,7 @@ def run(
     Example: torchtitan-ext diff run/step-100 model.safetensors --prefix model
     """
     if plot is not None:
-        plotter("difference_plot", plot)  # refuses wrong usage before the checkpoints are read
+        plotter(plot)  # refuses wrong usage before the checkpoints are read
     with refusing_wrong_usage():
         one, other = (lazy.sources.open_source(path, weights_only=not unsafe_unpickle) for path in (a, b))
         selection = lazy.selection.Selection(tuple(only or ()), prefix)
@@ -84,7 +84,7 @@ def _plot(path: Path, report: DiffReport, map_of: Callable[[str], DifferenceMap]
     counts = (
         f"{values.num_different:,} of {values.num_elements:,} elements differ, first {list(values.first_index)}{more}"
     )
-    plotter("difference_plot", path).plot_differences(
+    plotter(path).plot_differences(
         path,
         f"{key}, {' x '.join(map(str, found.shape))}\n{counts}",
         found.counts.tolist(),

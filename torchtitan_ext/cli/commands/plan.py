@@ -41,7 +41,7 @@ def run(
     Example: torchtitan-ext plan run/step-100 --mesh dp=8,tp=2 --bandwidth 2GB/s
     """
     if plot is not None:
-        plotter("bytes_plot", plot)  # refuses wrong usage before the work
+        plotter(plot)  # refuses wrong usage before the work
     # The policy checks the actions.
     actions: dict[str, Any] = {name: action for name, _, action in (text.rpartition("=") for text in policy or ())}
     with refusing_wrong_usage():
@@ -58,9 +58,7 @@ def run(
     if plot is not None and found.load is not None:
         before = bytes_of_ranks(found.load.file_bytes)
         after = [one.num_bytes for one in found.load.ranks]
-        plotter("bytes_plot", plot).plot_bytes(
-            plot, before, after, title=f"{path}: files, and what is read by {found.world}"
-        )
+        plotter(plot).plot_bytes(plot, before, after, title=f"{path}: files, and what is read by {found.world}")
         say_written(plot)
     if json:
         print_json(found.to_dict())

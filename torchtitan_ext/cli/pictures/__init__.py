@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import typer
 
@@ -13,15 +13,15 @@ from torchtitan_ext.cli.output import print_problem
 _ENDINGS = (".svg", ".png", ".pdf")
 
 
-def plotter(kind: Literal["layout_plot", "bytes_plot", "difference_plot"], path: Path) -> Any:
-    """The module that draws a kind of picture. It imports matplotlib, which few runs of a command need.
+def plotter(path: Path) -> Any:
+    """The module that draws pictures. It imports matplotlib, which few runs of a command need.
 
     Commands call this before they begin their work, so that refusals (no matplotlib, no picture's ending) come first.
     """
     if path.suffix.lower() not in _ENDINGS:
         raise typer.BadParameter(f"got {path}, expected a name that ends in {', '.join(_ENDINGS)}", param_hint="--plot")
     try:
-        return importlib.import_module(f"{__name__}.{kind}")
+        return importlib.import_module(f"{__name__}.plots")
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise

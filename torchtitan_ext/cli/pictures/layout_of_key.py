@@ -30,7 +30,7 @@ def show_layout(contents: Contents, name: str, plot: Path | None, *, json: bool)
     origin = saved_by(size, mesh) if size else f"in {count_of(len(contents.files), 'file')}"
     title = f"{name}, {' x '.join(map(str, shape)) or 'a single number'}, {key.dtype}\n{origin}"
     if plot is not None:
-        plotter("layout_plot", plot).plot_layout(plot, title, shape, holders, holder=holder)
+        plotter(plot).plot_layout(plot, title, shape, holders, holder=holder)
         say_written(plot)
     if json:
         print_json(_plain(key, holders, holder))
