@@ -183,7 +183,7 @@ class BoxReader:
                     continue
                 if record.file not in self._files:
                     self._files[record.file] = self.source.open_file(self._runs, record.file)
-                place, saved = part.place, self._saved_dtype(part, record)
+                place, saved = part.place, DTYPES[record.tensor.dtype]  # as ``records_of`` has checked
                 if saved != place.dtype:
                     place = torch.empty(place.shape, dtype=saved, device="cpu")
                     casts.append((part, place))
@@ -232,15 +232,6 @@ class BoxReader:
             index = MetadataIndex(piece.fqn, torch.Size(chunks.box(part.saved)[0]))
             parts.append(_SavedPart(index, part.saved_offsets, local_view(place, part.local_offsets, part.sizes)))
         return parts
-
-    def _saved_dtype(self, part: _SavedPart, record: Record) -> torch.dtype:
-        dtype = self._entry(part.index.fqn).properties.dtype
-        assert record.tensor is not None
-        if DTYPES[record.tensor.dtype] != dtype:
-            raise DamagedCheckpointError(
-                f"{record.file}: {part.index.fqn} lies there as {record.tensor.dtype}, the metadata says {dtype}"
-            )
-        return dtype
 
     def _box_of_record(self, part: _SavedPart) -> torch.Tensor:
         """The box of a record that is no plain memory (a subclass, quantised, sparse), as dense values."""

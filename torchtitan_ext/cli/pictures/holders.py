@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -80,25 +80,29 @@ def holders_of(boxes: Iterable[tuple[str, Box]]) -> tuple[list[Holder], str]:
     by_file: dict[str, list[Box]] = {}
     for name, box in boxes:
         by_file.setdefault(name, []).append(box)
-    ranks = {name: rank_of_file(name) for name in by_file}
-    if None in ranks.values():
-        return [Holder(place, tuple(by_file[name])) for place, name in enumerate(sorted(by_file))], "file"
-    by_rank: dict[int, list[Box]] = {}
-    for name, rank in ranks.items():
-        by_rank.setdefault(rank or 0, []).extend(by_file[name])
-    return [Holder(rank, tuple(by_rank[rank])) for rank in sorted(by_rank)], "rank"
+    numbers, word = _numbers_of(by_file)
+    by_number: dict[int, list[Box]] = {}
+    for name, number in numbers.items():
+        by_number.setdefault(number, []).extend(by_file[name])
+    return [Holder(number, tuple(by_number[number])) for number in sorted(by_number)], word
 
 
 def bytes_of_ranks(file_bytes: Mapping[str, int]) -> list[int]:
     """The bytes that each rank wrote, or the size of each file if a name has no rank."""
-    ranks = {name: rank_of_file(name) for name in file_bytes}
-    known = [rank for rank in ranks.values() if rank is not None]
-    if len(known) < len(ranks):
-        return [file_bytes[name] for name in sorted(file_bytes)]
-    totals = [0] * (max(known, default=-1) + 1)
-    for name, rank in ranks.items():
-        totals[rank or 0] += file_bytes[name]
+    numbers, _ = _numbers_of(file_bytes)
+    totals = [0] * (max(numbers.values(), default=-1) + 1)
+    for name, number in numbers.items():
+        totals[number] += file_bytes[name]
     return totals
+
+
+def _numbers_of(names: Collection[str]) -> tuple[dict[str, int], str]:
+    """The rank of each file, in the order of the files, or if a name has no rank its place among the sorted names."""
+    ranks = {name: rank_of_file(name) for name in names}
+    known = {name: rank for name, rank in ranks.items() if rank is not None}
+    if len(known) < len(ranks):
+        return {name: place for place, name in enumerate(sorted(names))}, "file"
+    return known, "rank"
 
 
 def plane_of(shape: Sequence[int], holders: Sequence[Holder]) -> Plane:

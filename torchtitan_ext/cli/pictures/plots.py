@@ -83,7 +83,7 @@ def plot_layout(path: Path, title: str, shape: Sequence[int], holders: Sequence[
     width = max((part.cols[1] for part in parts), default=1)
     norm = Normalize(0, max([1, *(part.ranks[-1] for part in parts)]))
     colours = ScalarMappable(norm, mpl.colormaps["cividis"])
-    with _figure_at(path, inches=_INCHES) as figure:
+    with _figure_at(path) as figure:
         axes = figure.add_subplot()
         axes.set(xlim=(0, width), ylim=(height, 0))
         axes.spines[:].set_visible(False)
@@ -208,7 +208,7 @@ def plot_differences(
     Sizes and dims are those downwards and to the right: fewer dims for a vector or a single number.
     """
     num_different = sum(map(sum, counts))
-    with _figure_at(path, inches=_INCHES) as figure:
+    with _figure_at(path) as figure:
         axes = figure.add_subplot()
         axes.set(xlim=(0, sizes[1]), ylim=(sizes[0], 0), facecolor=(0.5, 0.5, 0.5, 0.2))
         axes.spines[:].set_visible(False)
@@ -255,7 +255,7 @@ def _name_dims(axes: Axes, dims: tuple[int, ...]) -> None:
 
 
 @contextmanager
-def _figure_at(path: Path, *, inches: tuple[float, float]) -> Iterator[Figure]:
+def _figure_at(path: Path, *, inches: tuple[float, float] = _INCHES) -> Iterator[Figure]:
     """A figure that is written to ``path`` at the end of the ``with``, as svg, png or pdf by the ending of the path."""
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=inches, dpi=150, layout="constrained")
