@@ -14,7 +14,7 @@ from torchtitan_ext.offline.dry_run.pipeline_rules import PipelineRules
 def test_a_mesh_without_pp_is_one_stage() -> None:
     rules = PipelineRules({"dp": 2, "tp": 2}, {"w": {"tp": 1}})
     assert (rules.num_stages, rules.mesh, rules.rules) == (1, {"dp": 2, "tp": 2}, {"w": {"tp": 1}})
-    assert rules.ranks(0) == [0, 1, 2, 3]
+    assert rules.ranks[0] == [0, 1, 2, 3]
     assert rules.holds(0, "w")
     rules.check(["w"], ["w"])
 
@@ -22,8 +22,8 @@ def test_a_mesh_without_pp_is_one_stage() -> None:
 def test_ranks_and_keys_of_stages() -> None:
     given = {"layers.0.*": {"pp": 0}, "layers.[1-9].*": {"pp": 1, "dp": None}, "norm": {"pp": None}}
     rules = PipelineRules({"pp": 2, "dp": 2}, given)
-    assert [rules.ranks(stage) for stage in (0, 1)] == [[0, 1], [2, 3]]
-    assert PipelineRules({"dp": 2, "pp": 2}, given).ranks(1) == [1, 3]
+    assert [rules.ranks[stage] for stage in (0, 1)] == [[0, 1], [2, 3]]
+    assert PipelineRules({"dp": 2, "pp": 2}, given).ranks[1] == [1, 3]
     assert rules.rules == {"layers.[1-9].*": {"dp": None}}
     state_of_optimizer = "optimizer.state.layers.0.w.exp_avg"
     held = {fqn: [rules.holds(at, fqn) for at in (0, 1)] for fqn in (state_of_optimizer, "layers.3.w", "norm", "step")}

@@ -153,7 +153,7 @@ def stages_of(
     pipeline.check([fqn for fqn, shape in shapes.items() if shape is not None], list(shapes))
     stages = []
     for number in range(pipeline.num_stages):
-        rules = PlacementRules(pipeline.mesh, pipeline.rules, metadata=metadata, ranks=pipeline.ranks(number))
+        rules = PlacementRules(pipeline.mesh, pipeline.rules, metadata=metadata, ranks=pipeline.ranks[number])
         rules.check_used(shapes)
         holds = partial(pipeline.holds, number)
         own = place_on_mesh(one.restricted(holds), rules, chunks)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from torchtitan_ext.errors import Remedy, WrongValueError, named
-from torchtitan_ext.layout.layout import mesh_coordinates, patterns_for
+from torchtitan_ext.layout.layout import num_elements, patterns_for
 from torchtitan_ext.offline.placement_rules import DimOf, check_mesh, check_patterns_used, checked_rules
 
 AXIS = "pp"
@@ -25,6 +27,7 @@ class PipelineRules:
 
     Attributes:
         mesh, rules: The mesh of one stage, and the rules for its axes.
+        ranks: The ranks of each stage, row-major on its mesh.
 
     Raises:
         TypeError: An argument has another type.
@@ -40,17 +43,16 @@ class PipelineRules:
         self._stage_of: dict[str, int | None] = {}
         for pattern, dims in given.items():
             if AXIS in dims:
-                self._stage_of[pattern] = _checked_stage(pattern, dims[AXIS], self.num_stages)
+                stage = self._stage_of[pattern] = dims[AXIS]
+                if stage is not None and not 0 <= stage < self.num_stages:
+                    what = f"{pattern!r} names stage {stage} of {AXIS}, the mesh has {self.num_stages}"
+                    raise WrongValueError(what, "placements")
             if dims.keys() - {AXIS}:
                 self.rules[pattern] = {axis: dim for axis, dim in dims.items() if axis != AXIS}
         self._is_pipeline = AXIS in mesh
-        self._coordinates = mesh_coordinates(tuple(mesh.values()))
-        self._position = list(mesh).index(AXIS) if self._is_pipeline else 0
-
-    def ranks(self, stage: int) -> list[int]:
-        """The ranks of a stage, row-major on its mesh."""
-        of_all = enumerate(self._coordinates)
-        return [rank for rank, at in of_all if not self._is_pipeline or at[self._position] == stage]
+        ranks = np.arange(num_elements(tuple(mesh.values()))).reshape(tuple(mesh.values()))
+        position = list(mesh).index(AXIS) if self._is_pipeline else 0
+        self.ranks: list[list[int]] = np.moveaxis(ranks, position, 0).reshape(self.num_stages, -1).tolist()
 
     def holds(self, stage: int, fqn: str) -> bool:
         patterns = patterns_for(fqn, self._stage_of) if self._stage_of else []
@@ -77,9 +79,3 @@ class PipelineRules:
                 "with the state dict of each stage",
                 Remedy("placements", f"layers.0.*={AXIS}:0"),
             )
-
-
-def _checked_stage(pattern: str, stage: int | None, num_stages: int) -> int | None:
-    if stage is not None and not 0 <= stage < num_stages:
-        raise WrongValueError(f"{pattern!r} names stage {stage} of {AXIS}, the mesh has {num_stages}", "placements")
-    return stage
