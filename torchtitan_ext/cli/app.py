@@ -18,17 +18,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from torchtitan_ext import __version__
+from torchtitan_ext import __version__, errors
 from torchtitan_ext.cli.lazy import without_collector
 from torchtitan_ext.cli.output import DIFFERS, FINE, UNREADABLE, print_json_error, print_line, print_problem
-from torchtitan_ext.errors import (
-    CheckpointReadError,
-    DamagedCheckpointError,
-    Problem,
-    StateRefusedError,
-    TorchtitanExtError,
-    UnsafePickleError,
-)
 from torchtitan_ext.errors.near_names import nearest_name
 
 _SUMMARY_OF = {
@@ -130,29 +122,29 @@ def _run() -> int:
     except typer.Abort:
         print_problem("aborted")
         return _failed("Abort", "aborted", DIFFERS)
-    except StateRefusedError as error:
+    except errors.StateRefusedError as error:
         print_problem(*str(error).split("\n"))
         return _failed(type(error).__name__, str(error), UNREADABLE, error.problems)
-    except (TorchtitanExtError, OSError) as error:
+    except (errors.TorchtitanExtError, OSError) as error:
         text = _sentence(error)
         print_problem(text)
         return _failed(type(error).__name__, text, UNREADABLE)
 
 
-def _failed(kind: str, message: str, code: int, problems: Sequence[Problem] = ()) -> int:
+def _failed(kind: str, message: str, code: int, problems: Sequence[errors.Problem] = ()) -> int:
     if "--json" in sys.argv:  # a wrong usage may be found before this option is parsed
         print_json_error(kind, message, code, problems)
     return code
 
 
-def _sentence(error: TorchtitanExtError | OSError) -> str:
+def _sentence(error: errors.TorchtitanExtError | OSError) -> str:
     """The text of an error, with advice in options of the command."""
-    if isinstance(error, DamagedCheckpointError):
+    if isinstance(error, errors.DamagedCheckpointError):
         return error.reason
-    if isinstance(error, CheckpointReadError):
+    if isinstance(error, errors.CheckpointReadError):
         advice = error.advice if error.remedy is None else f"; {_TRUST}"
         return f"cannot read {error.fqn}: {error.reason}{advice}"
-    if isinstance(error, UnsafePickleError):
+    if isinstance(error, errors.UnsafePickleError):
         return f"{error}; {_TRUST}"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
