@@ -7,7 +7,7 @@ raises OverflowError.
 
 import enum
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from torchtitan_ext.errors import ProblemKind
@@ -62,6 +62,16 @@ def describe_cover_defect(
     """
 
 def instances(cls: type[_Instance], **columns: Sequence[Any]) -> list[_Instance]: ...
+
+class OptionGaps:
+    """Sorted; ``missing`` in the order of first keys."""
+
+    fillable: tuple[str, ...]
+    missing: dict[str, tuple[str, ...]]
+    incomplete: tuple[str, ...]
+    dropped: tuple[str, ...]
+
+def find_option_gaps(saved: Iterable[str], wanted: Iterable[str]) -> OptionGaps: ...
 def may_overlap_itself(sizes: Sequence[int], strides: Sequence[int]) -> bool: ...
 
 class MetadataColumns:

@@ -21,6 +21,7 @@
 #include "core/chunk.h"
 #include "core/cover.h"
 #include "core/memory.h"
+#include "core/option_gaps.h"
 #include "core/problems.h"
 #include "core/shard_layout.h"
 
@@ -105,6 +106,24 @@ std::optional<std::string> describe_cover_defect_py(const Sizes& global_shape, c
                          owners ? std::optional<std::span<const int64_t>>(ranks) : std::nullopt);
 }
 
+std::vector<std::string> to_keys(const py::iterable& texts) {
+  std::vector<std::string> keys;
+  for (const py::handle text : texts) keys.push_back(to_utf8(text));
+  return keys;
+}
+
+py::tuple to_texts(const std::vector<std::string>& keys) {
+  py::tuple texts(keys.size());
+  for (size_t index = 0; index < keys.size(); ++index) texts[index] = to_str(keys[index]);
+  return texts;
+}
+
+py::dict missing_py(const OptionGaps& gaps) {
+  py::dict missing;
+  for (const auto& [fqn, keys] : gaps.missing) missing[to_str(fqn)] = to_texts(keys);
+  return missing;
+}
+
 bool may_overlap_itself_py(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
   return may_overlap_itself(sizes, strides);
 }
@@ -144,6 +163,17 @@ PYBIND11_MODULE(_core, module) {
       py::arg("global_shape"), py::arg("boxes"));
   module.def("describe_cover_defect", &describe_cover_defect_py, py::arg("global_shape"), py::arg("boxes"),
              py::arg("owners"));
+  py::class_<OptionGaps>(module, "OptionGaps", "See csrc/core/option_gaps.h.")
+      .def_property_readonly("fillable", [](const OptionGaps& gaps) { return to_texts(gaps.fillable); })
+      .def_property_readonly("missing", &missing_py)
+      .def_property_readonly("incomplete", [](const OptionGaps& gaps) { return to_texts(gaps.incomplete); })
+      .def_property_readonly("dropped", [](const OptionGaps& gaps) { return to_texts(gaps.dropped); });
+  module.def(
+      "find_option_gaps",
+      [](const py::iterable& saved, const py::iterable& wanted) {
+        return find_option_gaps(to_keys(saved), to_keys(wanted));
+      },
+      py::arg("saved"), py::arg("wanted"));
   module.def("may_overlap_itself", &may_overlap_itself_py, py::arg("sizes"), py::arg("strides"));
   torchtitan_ext::bindings::define_instances(module);
   torchtitan_ext::bindings::define_value_digest(module);

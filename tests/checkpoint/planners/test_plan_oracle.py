@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from torchtitan_ext import _core
-from torchtitan_ext.checkpoint.planners.items import write_items
-from torchtitan_ext.checkpoint.planners.new_metadata import metadata_entries, metadata_paths
+from torchtitan_ext.checkpoint.planners.items import metadata_entries, metadata_paths, write_items
 from torchtitan_ext.checkpoint.planners.replica_digests import compare_replicas
 from torchtitan_ext.checkpoint.tables.agreement import agree
 from torchtitan_ext.checkpoint.tables.key_table import (

@@ -2,7 +2,7 @@
 
 from torchtitan_ext.checkpoint.rules.load_rules import ComponentPlan
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy
-from torchtitan_ext.checkpoint.rules.remedy import find_remedy, joined_remedy
+from torchtitan_ext.checkpoint.rules.report import find_remedy, joined_remedy
 from torchtitan_ext.errors import Problem
 
 COMPONENTS = {name: ComponentPlan("reshard") for name in ("model", "optimizer", "dataloader")}

@@ -18,12 +18,11 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.operation.arguments import Place, check_keep, place_of
 from torchtitan_ext.checkpoint.operation.phases import Phases
-from torchtitan_ext.checkpoint.planners.new_metadata import check_all_written
 from torchtitan_ext.checkpoint.planners.save_planner import SavePlanner
 from torchtitan_ext.checkpoint.planners.subclasses import check_final_items, set_up_save
 from torchtitan_ext.checkpoint.tables.component import CountsSamples, SampleAccount, disagreeing_counts, is_stateful
 from torchtitan_ext.dcp_private import storage_setup
-from torchtitan_ext.errors import only_printed
+from torchtitan_ext.errors import CheckpointFailedError, only_printed
 from torchtitan_ext.storage import FileReader, FileWriter
 from torchtitan_ext.storage.runs.retention import remove_old_steps
 
@@ -152,7 +151,7 @@ def save_values(values: dict[Any, Any], writer: StorageWriter, job: SaveJob) -> 
             check_final_items(planner, planner.plan.items, final_plan.items)
         written = writer.write_data(final_plan, planner)
         written.wait()
-        check_all_written(final_plan, written.value(), phases.rank)
+        _check_all_written(final_plan, written.value(), phases.rank)
         return written.value()
 
     def commit(results: list[Any]) -> tuple[str, str, int]:
@@ -176,6 +175,21 @@ def save_values(values: dict[Any, Any], writer: StorageWriter, job: SaveJob) -> 
             remove_old_steps(Path(path), job.keep, job.step_pattern)
     phases.log_metrics(logger, num_bytes, path=path)
     return SaveResult(path, save_id, num_bytes, dict(phases.seconds))
+
+
+def _check_all_written(plan: SavePlan, results: Any, rank: int) -> None:
+    """Raises CheckpointFailedError where storage reports an item of a plan not as written.
+
+    Stock's writer loses errors of its threads. Only DCP's own form of results, a list of ``WriteResult``, is checked.
+    """
+    if not isinstance(results, list) or not all(isinstance(result, WriteResult) for result in results):
+        return
+    written = {result.index for result in results}
+    lost = [item.index.fqn for item in plan.items if item.index not in written]
+    if lost:
+        names = ", ".join(dict.fromkeys(lost[:10]))
+        text = f"{len(lost)} of {len(plan.items)} items were not written, without an error: {names}"
+        raise CheckpointFailedError("save", {rank: text})
 
 
 def _num_bytes(results: Sequence[Any]) -> int:

@@ -1,4 +1,5 @@
-"""The items of plans: what one rank writes, by the coordinator's decision, and which parts of saved chunks it reads.
+"""The items of plans: what one rank writes, by the coordinator's decision, and which parts of saved chunks it reads;
+and the metadata of what all ranks write.
 
 Items are made from columns in C++, since thousands of calls of their constructors cost more than all else of a plan.
 Whether the boxes of a plan can be cut out of wrapper subclasses is asked before anything is written.
@@ -11,12 +12,20 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, TensorWriteData, WriteItem, WriteItemType
 
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.rules.report import LoadReport
-from torchtitan_ext.checkpoint.tables.key_table import Box, KeyEntry, KeyTable, ObjectEntry, TensorEntry
+from torchtitan_ext.checkpoint.tables.agreement import Agreement, dtype_named
+from torchtitan_ext.checkpoint.tables.key_table import Box, KeyEntry, KeyTable, ObjectEntry, RankTable, TensorEntry
 from torchtitan_ext.errors import Problem, refusal
 from torchtitan_ext.layout.dtensor import local_tensor
 from torchtitan_ext.layout.layout import Steps, candidate_steps, shard_of
@@ -86,6 +95,40 @@ def _tensor_data(part: _core.WritePart) -> TensorWriteData | None:
     stored = ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes))
     properties = TensorProperties(dtype=part.entry.dtype, requires_grad=part.entry.requires_grad)
     return TensorWriteData(stored, properties, torch.Size(part.entry.global_shape))
+
+
+def metadata_entries(agreement: Agreement) -> dict[str, Any]:
+    """The metadata of each key. Keys of one class share chunks and properties, which pickle then writes once."""
+    shared: dict[int, tuple[TensorProperties, torch.Size, list[ChunkStorageMetadata]] | None] = {}
+    entries: dict[str, Any] = {}
+    for key, of_class in agreement.agreed_keys.items():
+        if of_class not in shared:
+            shared[of_class] = _shared_parts(agreement, of_class)
+        parts = shared[of_class]
+        entries[agreement.names[key]] = BytesStorageMetadata() if parts is None else TensorStorageMetadata(*parts)
+    return entries
+
+
+def metadata_paths(agreement: Agreement, tables: Sequence[RankTable]) -> dict[str, tuple[Any, ...]]:
+    """The path of each key of any rank in the nested state dict."""
+    paths = {fqn: path for table in reversed(tables) for fqn, path in table.odd_paths.items()}
+    of_keys = zip(agreement.names, agreement.world.paths(), strict=True)
+    return {**paths, **{fqn: path for fqn, path in of_keys if path is not None}}
+
+
+def _shared_parts(
+    agreement: Agreement, of_class: int
+) -> tuple[TensorProperties, torch.Size, list[ChunkStorageMetadata]] | None:
+    kind = agreement.kinds[of_class]
+    dtype = dtype_named(kind.dtype)
+    if dtype is None:
+        return None
+    chunks = [
+        ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        for offsets, sizes in agreement.world.written_boxes(of_class)
+    ]
+    properties = TensorProperties(dtype=dtype, requires_grad=kind.requires_grad)
+    return properties, torch.Size(kind.global_shape), chunks
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,10 @@ from torchtitan_ext.checkpoint.planners.items import (
     WriteDecision,
     check_storage_takes,
     cut_problems,
+    metadata_entries,
+    metadata_paths,
     write_items,
 )
-from torchtitan_ext.checkpoint.planners.new_metadata import metadata_entries, metadata_paths
 from torchtitan_ext.checkpoint.planners.replica_digests import ReplicaComparison, compare_replicas
 from torchtitan_ext.checkpoint.planners.subclasses import (
     check_global_plan,

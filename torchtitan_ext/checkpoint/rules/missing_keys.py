@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torchtitan_ext.checkpoint.rules.load_rules import MODEL, ComponentPlan, JointRequest, component_of
 from torchtitan_ext.checkpoint.rules.param_groups import find_option_gaps
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source
-from torchtitan_ext.checkpoint.rules.remedy import common_glob
 from torchtitan_ext.checkpoint.tables.agreement import Agreement, unused_layouts
 from torchtitan_ext.checkpoint.tables.component import PER_RANK, family_of, how_to_divide
 from torchtitan_ext.errors import MAX_NAMED, Problem, Remedy, named
@@ -218,6 +217,18 @@ def _unclaimed_text(component: str, fqns: Sequence[str], wanted: Collection[str]
         f"saved entries of {component} that nothing asks for are not loaded: {named(fqns, _MAX_SHOWN)}; {cure}; to "
         f"leave them out without this warning, pass LoadPlanner(source=Source(exclude={globs!r}))"
     )
+
+
+def common_glob(fqn: str, affected: Sequence[str], others: Collection[str]) -> str:
+    """The widest ``prefix.*`` around a key, within its component, that matches affected keys only."""
+    glob, prefix = fqn, fqn
+    while "." in prefix:
+        prefix = prefix.rsplit(".", 1)[0]
+        below = f"{prefix}."
+        if any(other.startswith(below) for other in others) or sum(key.startswith(below) for key in affected) < 2:
+            break
+        glob = f"{below}*"
+    return glob
 
 
 def _is_tensor_at_top(fqn: str, metadata: Metadata) -> bool:

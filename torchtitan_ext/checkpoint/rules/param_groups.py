@@ -8,11 +8,11 @@ every rank.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from torchtitan_ext import _core
 from torchtitan_ext.errors import named
 
 GroupNoteKind = Literal["filled", "kept", "dropped", "new", "removed", "frozen", "unfrozen", "problem"]
@@ -22,9 +22,6 @@ _MEMBERS = ("params", "param_names")
 
 # LR schedulers of torch keep these in the groups; an optimizer without a scheduler yet does not have them.
 _SCHEDULER_OPTIONS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
-
-_FLAT_OPTION = re.compile(r"(?P<prefix>(?:.*?\.)?)param_groups\.(?P<fqn>.+)\.(?P<option>[^.]+)")
-_FLAT_STATE = re.compile(r"(?P<prefix>(?:.*?\.)?)state\.(?P<rest>.+)")
 
 _MAX_NAMES = 3
 
@@ -165,30 +162,8 @@ def find_option_gaps(saved_keys: Iterable[str], wanted_keys: Iterable[str]) -> O
         >>> find_option_gaps(["param_groups.w.lr"], ["param_groups.w.lr", "param_groups.w.fused"]).fillable
         ('param_groups.w.fused',)
     """
-    saved, wanted = set(saved_keys), sorted(set(wanted_keys))
-    saved_options, wanted_options = _options(saved), _options(wanted)
-    owners = set(saved_options.values()) | set(wanted_options.values())
-    fqn_owners = {(prefix, fqn) for prefix, fqn, _ in owners}
-    known = {(prefix, fqn) for prefix, fqn, _ in saved_options.values()}
-    known |= {owner for key in saved if (owner := _state_owner(key, fqn_owners)) is not None}
-    option_names = {(prefix, option) for prefix, _, option in saved_options.values()}
-    wanted_names = {(prefix, option) for prefix, _, option in wanted_options.values()}
-    fillable, incomplete = [], []
-    missing: dict[str, list[str]] = {}
-    for key in wanted:
-        owner = wanted_options[key][:2] if key in wanted_options else _state_owner(key, fqn_owners)
-        if owner is None or key in saved:
-            continue
-        if owner not in known:
-            missing.setdefault(owner[1], []).append(key)
-        elif key in wanted_options and (owner[0], wanted_options[key][2]) not in option_names:
-            fillable.append(key)
-        else:
-            incomplete.append(key)
-    dropped = sorted(key for key, (prefix, _, option) in saved_options.items() if (prefix, option) not in wanted_names)
-    return OptionGaps(
-        tuple(fillable), {fqn: tuple(keys) for fqn, keys in missing.items()}, tuple(incomplete), tuple(dropped)
-    )
+    gaps = _core.find_option_gaps(saved_keys, wanted_keys)
+    return OptionGaps(gaps.fillable, gaps.missing, gaps.incomplete, gaps.dropped)
 
 
 def _positions_in_doubt(saved_names: Sequence[Sequence[Any]], current_names: Sequence[Sequence[Any]]) -> str:
@@ -270,22 +245,3 @@ def _left_out(saved_names: Sequence[Sequence[Any]], current_names: Sequence[Sequ
 def _like(current: Any, saved: Any) -> Any:
     """The saved value, a list as a tuple where the current value is one: some checkpoints store both as lists."""
     return tuple(saved) if isinstance(current, tuple) and isinstance(saved, list) else saved
-
-
-def _options(keys: Iterable[str]) -> dict[str, tuple[str, str, str]]:
-    """Prefix, fqn and option of the keys of parameter groups."""
-    found = {key: _FLAT_OPTION.fullmatch(key) for key in keys}
-    return {key: (match["prefix"], match["fqn"], match["option"]) for key, match in found.items() if match is not None}
-
-
-def _state_owner(key: str, owners: Collection[tuple[str, str]]) -> tuple[str, str] | None:
-    """Prefix and longest matching fqn of the parameter that a state key belongs to; state names may have dots."""
-    match = _FLAT_STATE.fullmatch(key)
-    if match is None:
-        return None
-    fqn = match["rest"]
-    while "." in fqn:
-        fqn = fqn.rpartition(".")[0]
-        if (match["prefix"], fqn) in owners:
-            return match["prefix"], fqn
-    return None

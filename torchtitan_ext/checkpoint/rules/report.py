@@ -1,4 +1,5 @@
-"""One report of what a load will do with each component and why it is refused, the same on every rank.
+"""One report of what a load will do with each component, why it is refused, and how it would succeed: the same on
+every rank.
 
 The coordinator makes it, by pure functions, from the ranks' requests and the metadata of the checkpoint.
 """
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchtitan_ext.checkpoint.rules.load_rules import MODEL, UNTOUCHED, ComponentPlan, JointRequest, component_of
 from torchtitan_ext.checkpoint.rules.missing_keys import (
+    common_glob,
     is_read_before,
     missing_problems,
     misspelt_layouts,
@@ -29,13 +31,15 @@ from torchtitan_ext.checkpoint.rules.missing_keys import (
 )
 from torchtitan_ext.checkpoint.rules.param_groups import find_option_gaps
 from torchtitan_ext.checkpoint.rules.policy import Action, ElasticPolicy
-from torchtitan_ext.checkpoint.rules.remedy import find_remedy, joined_remedy
 from torchtitan_ext.checkpoint.tables.agreement import Agreement
-from torchtitan_ext.checkpoint.tables.component import World, saved_world, unclaimed_problems
+from torchtitan_ext.checkpoint.tables.component import PER_RANK, World, saved_world, unclaimed_problems
 from torchtitan_ext.errors import Problem, named
 from torchtitan_ext.layout.layout import LayoutRules
 
 logger = logging.getLogger(__name__)
+
+# A remedy with more globs becomes strict="ignore".
+_MAX_GLOBS = 20
 
 
 @dataclass(frozen=True)
@@ -164,6 +168,56 @@ def build_report(joint: JointRequest, policy: ElasticPolicy, new: World, problem
     return LoadReport(old, new, tuple(lines), tuple(missing), tuple(unexpected), tuple(unused), tuple(problems), remedy)
 
 
+def find_remedy(
+    problems: Sequence[Problem],
+    policy: ElasticPolicy,
+    components: Mapping[str, ComponentPlan],
+    wanted: Collection[str],
+) -> ElasticPolicy | None:
+    """The policy under which the load would succeed without what is refused; ``None`` where no policy helps.
+
+    None of its globs matches a key that is ``wanted``.
+    """
+    missing = [problem.fqn for problem in problems if problem.kind == "missing_key"]
+    unexpected = [problem.fqn for problem in problems if problem.kind == "unexpected_key"]
+    # Each glob costs a pass over all keys.
+    is_long = len(missing) + len(unexpected) > _MAX_GLOBS
+    actions: dict[str, Action] = {}
+    for problem in problems:
+        name = component_of(problem.fqn, components, is_tensor=True)
+        if problem.kind == "policy_name":
+            continue
+        if problem.kind == "cannot_reshard" and problem.fqn in policy.actions:
+            actions[problem.fqn] = "reset"
+        elif problem.kind in ("cannot_reshard", "unclaimed_keys") or PER_RANK.search(problem.fqn):
+            actions[name] = "reset"
+        elif problem.kind in ("wrong_shape", "wrong_type"):
+            actions[problem.fqn] = "reset"
+        elif problem.kind == "missing_key" and not is_long:
+            actions[common_glob(problem.fqn, missing, wanted)] = "reset"
+        elif problem.kind == "unexpected_key" and not is_long:
+            actions[common_glob(problem.fqn, unexpected, wanted)] = "omit"
+        elif problem.kind not in ("missing_key", "unexpected_key") and problem.remedy is None:
+            return None
+    whole = {name for name, action in actions.items() if name in components}
+    actions = {
+        glob: action
+        for glob, action in actions.items()
+        if glob in whole or component_of(glob, components, is_tensor=True) not in whole
+    }
+    unfit = {problem.fqn for problem in problems if problem.kind == "policy_name"}
+    if not actions and not is_long and not unfit:
+        return None
+    strict = "ignore" if is_long else policy.strict
+    # A glob would win over a component.
+    kept = {
+        name: action
+        for name, action in policy.actions.items()
+        if name not in unfit and not any(name.startswith(f"{component}.") for component in whole)
+    }
+    return ElasticPolicy({**actions, **kept, **actions}, default=policy.default, strict=strict)
+
+
 def join_reports(reports: Sequence[tuple[str, LoadReport]], policy: ElasticPolicy) -> LoadReport:
     """One report for a load from several checkpoints, by the name and the report of each."""
     (_, first), *others = reports
@@ -186,6 +240,22 @@ def join_reports(reports: Sequence[tuple[str, LoadReport]], policy: ElasticPolic
         tuple(problem for _, report in reports for problem in report.problems),
         joined_remedy([report.remedy_policy for _, report in reports if report.problems], policy),
     )
+
+
+def joined_remedy(remedies: Sequence[ElasticPolicy | None], policy: ElasticPolicy) -> ElasticPolicy | None:
+    """One policy with the changes of all remedies; ``None`` where one of them is missing."""
+    known = [remedy for remedy in remedies if remedy is not None]
+    if not known or len(known) < len(remedies):
+        return None
+    changes = {
+        name: action
+        for remedy in known
+        for name, action in remedy.actions.items()
+        if policy.actions.get(name) != action
+    }
+    kept = {name: policy.actions[name] for name in policy.actions if all(name in remedy.actions for remedy in known)}
+    strict = next((remedy.strict for remedy in known if remedy.strict != policy.strict), policy.strict)
+    return ElasticPolicy({**changes, **kept, **changes}, default=policy.default, strict=strict)
 
 
 def warn_of_leftovers(report: LoadReport, policy: ElasticPolicy) -> None:
