@@ -571,6 +571,13 @@ class Replica:
     ranks: list[int]
     shards: tuple[HeldShard, ...]
 
+def axes_of(meshes: Sequence[tuple[Sequence[int], Sequence[str] | None]], held: Sequence[int] = ...) -> dict[str, int]:
+    """Size of each named axis of meshes (shape and names), with an axis ``pp`` for the stages of a pipeline.
+
+    Args:
+        held: Per rank what stands for the keys that it holds on meshes, equal for equal keys; none for no stages.
+    """
+
 class World:
     num_ranks: int
     def add_section(self, bytes: bytes) -> int: ...
@@ -578,7 +585,10 @@ class World:
     def agree(self, every_rank_reports: bool) -> None: ...
     def names(self) -> list[str]: ...
     def paths(self) -> list[tuple[str | int, ...] | None]: ...
-    def meshes(self) -> list[tuple[_Sizes, list[str]]]: ...
+    @property
+    def has_meshes(self) -> bool: ...
+    def axes(self) -> dict[str, int]:
+        """See ``axes_of``."""
     def class_of(self) -> list[int | None]:
         """Per key its class; ``None`` where no rank holds it."""
     def kinds(self) -> list[KeyKind]: ...

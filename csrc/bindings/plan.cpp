@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <functional>
 #include <map>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -131,15 +132,14 @@ py::dict steps_of_py(const World& world, int64_t rank) {
   return found;
 }
 
-// Shape and names of the meshes of all ranks, in the order of ranks.
-py::list meshes_py(const World& world) {
-  py::list meshes;
-  for (const Section& section : world.sections()) {
-    for (const MeshForm& mesh : section.columns.meshes) {
-      meshes.append(py::make_tuple(to_tuple(mesh.shape), mesh.names));
-    }
-  }
-  return meshes;
+bool has_meshes_py(const World& world) {
+  return std::ranges::any_of(world.sections(), [](const Section& section) { return !section.columns.meshes.empty(); });
+}
+
+py::dict to_dict(const std::vector<std::pair<std::string, int64_t>>& axes) {
+  py::dict sizes;
+  for (const auto& [name, size] : axes) sizes[to_str(name)] = size;
+  return sizes;
 }
 
 // Whether saved chunks hold, once, all that ranks hold of each key of a class.
@@ -198,7 +198,8 @@ void define_world(py::module_& module) {
       .def_property_readonly("num_ranks", &World::num_ranks)
       .def("names", &names_py)
       .def("paths", &paths_py)
-      .def("meshes", &meshes_py)
+      .def_property_readonly("has_meshes", &has_meshes_py)
+      .def("axes", [](const World& world) { return to_dict(world.axes()); })
       .def("class_of", &class_of_py)
       .def("kinds", &kinds_py)
       .def("problems", &problems_py)
@@ -210,6 +211,20 @@ void define_world(py::module_& module) {
       .def("unforeseen_steps", &unforeseen_steps_py)
       .def("is_filled", &is_filled_py, py::arg("of_class"), py::arg("saved"))
       .def("written_boxes", &written_boxes_py);
+}
+
+void define_axes(py::module_& module) {
+  using Mesh = std::pair<Sizes, std::optional<std::vector<std::string>>>;  // shape and names
+  module.def(
+      "axes_of",
+      [](const std::vector<Mesh>& meshes, const std::vector<size_t>& held) {
+        std::vector<MeshForm> forms;
+        for (const auto& [shape, names] : meshes) {
+          forms.push_back({shape, true, {}, names.has_value(), names.value_or(std::vector<std::string>())});
+        }
+        return to_dict(axes_of(std::move(forms), held));
+      },
+      py::arg("meshes"), py::arg("held") = std::vector<size_t>());
 }
 
 void define_replica_digests(py::module_& module) {
@@ -320,6 +335,7 @@ void define_chunk_index(py::module_& module) {
 void register_plan(py::module_& module) {
   define_chunk_index(module);
   define_world(module);
+  define_axes(module);
   define_replica_digests(module);
   define_write_plan(module);
 }

@@ -166,6 +166,39 @@ class Facts {
 
 }  // namespace
 
+std::vector<std::pair<std::string, int64_t>> axes_of(std::vector<MeshForm> meshes, std::span<const size_t> held) {
+  std::stable_sort(meshes.begin(), meshes.end(),
+                   [](const MeshForm& left, const MeshForm& right) { return left.shape.size() > right.shape.size(); });
+  std::vector<std::pair<std::string, int64_t>> axes;
+  const auto has_axis = [&axes](const std::string& name) {
+    return std::ranges::find(axes, name, [](const auto& axis) { return axis.first; }) != axes.end();
+  };
+  int64_t largest = 0;
+  for (const MeshForm& mesh : meshes) {
+    largest = std::max(largest, num_elements(mesh.shape));
+    for (size_t axis = 0; axis < std::min(mesh.names.size(), mesh.shape.size()); ++axis) {
+      if (!has_axis(mesh.names[axis])) axes.emplace_back(mesh.names[axis], mesh.shape[axis]);
+    }
+  }
+  std::map<size_t, int64_t> num_ranks;
+  for (const size_t keys : held) ++num_ranks[keys];
+  const auto is_stage = [largest](const auto& group) { return group.second == largest; };
+  if (num_ranks.size() > 1 && std::ranges::all_of(num_ranks, is_stage) && !has_axis("pp")) {
+    axes.emplace(axes.begin(), "pp", static_cast<int64_t>(num_ranks.size()));
+  }
+  return axes;
+}
+
+std::vector<std::pair<std::string, int64_t>> World::axes() const {
+  std::vector<MeshForm> meshes;
+  for (const Section& section : sections_) {
+    meshes.insert(meshes.end(), section.columns.meshes.begin(), section.columns.meshes.end());
+  }
+  std::vector<size_t> held;
+  for (const std::vector<size_t>& sections : sections_of_) held.push_back(sections.front());
+  return axes_of(std::move(meshes), held);
+}
+
 std::vector<std::vector<const HeldShard*>> equal_shards(const KeyClass& of_keys) {
   std::vector<std::vector<const HeldShard*>> groups;
   std::map<std::vector<Sizes>, size_t> positions;

@@ -19,6 +19,7 @@
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "core/cover.h"
@@ -120,6 +121,8 @@ class World {
   const WorldKind& kind_of(const Member& member) const { return kinds_[sections_[member.section].kinds[member.kind]]; }
   // The lowest member's: what all of a class without trouble agree on.
   const Kind& kind_of(const KeyClass& of_keys) const { return kind_of(of_keys.members.front()).kind; }
+  // Of the meshes of all ranks; see axes_of.
+  std::vector<std::pair<std::string, int64_t>> axes() const;
   const Standing& standing(const Member& member) const;
   const Sizes& local_sizes(const KeyClass& of_keys, const Member& member) const;
 
@@ -147,6 +150,18 @@ class World {
   std::vector<KeyClass> classes_;
   std::vector<uint32_t> class_of_;
 };
+
+// Name and size of each axis of meshes; where meshes share a name that of the mesh with more axes counts.
+//
+// With an axis "pp" for the stages of a pipeline. A stage's tensors lie on a mesh of its own, which does not know of the
+// others: stages are told from the ranks, where these hold different keys in groups as large as the mesh. Groups of
+// experts that hold keys of their own in the same way, and none that are everybody's, look alike.
+// Args:
+//   meshes: those of all stages are one;
+//   held: per rank what stands for the keys that it holds on meshes, equal for equal keys; none for no stages.
+//
+// Example: a mesh dp 4, and 8 ranks of which the first 4 hold the same and the others the same: pp 2, dp 4.
+std::vector<std::pair<std::string, int64_t>> axes_of(std::vector<MeshForm> meshes, std::span<const size_t> held);
 
 // Shards of equal boxes, of all replicas: per set of boxes the shards that have them, in the order of replicas.
 std::vector<std::vector<const HeldShard*>> equal_shards(const KeyClass& of_keys);

@@ -8,10 +8,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import torchtitan_ext as tte
+from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy
-from torchtitan_ext.checkpoint.tables.component import saved_world, world_of
+from torchtitan_ext.checkpoint.tables.component import World, saved_world
 
 DP4 = ((4,), ("dp",))
+
+
+def world_of(meshes: list[tuple[tuple[int, ...], tuple[str, ...] | None]], held: list[str]) -> World:
+    return World(len(held), _core.axes_of(meshes, [sorted(set(held)).index(keys) for keys in held]))
 
 
 def test_axes_of_all_meshes_by_name() -> None:

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
+from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
 from torchtitan_ext.checkpoint.rules.load_rules import UNTOUCHED, ComponentPlan
 from torchtitan_ext.checkpoint.rules.param_groups import find_moved, merge_param_groups, option_keys
@@ -27,7 +28,6 @@ from torchtitan_ext.checkpoint.tables.component import (
     can_reshard,
     disagreeing_counts,
     is_stateful,
-    named_axes,
     reshard_state,
     saved_world,
 )
@@ -303,7 +303,7 @@ def _world_of(values: Mapping[str, Any], size: int) -> World:
     meshes = {
         tensor.device_mesh for tensor in flatten_state_dict(values).values.values() if isinstance(tensor, DTensor)
     }
-    return World(size, named_axes((mesh.mesh_dim_names, mesh.shape) for mesh in meshes))
+    return World(size, _core.axes_of([(mesh.shape, mesh.mesh_dim_names) for mesh in meshes]))
 
 
 def read_saved(opened: OpenSource, prefix: str) -> Any:

@@ -10,7 +10,7 @@ import logging
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -245,40 +245,37 @@ class Phases:
             watch.begin(then or name, doing)
 
         def make() -> list[bytes]:
-            parts = [pickle.dumps(part) for part in on_coordinator(_values(gathered, self._trace))]
-            if len(parts) != num_parts:
-                raise ValueError(f"the coordinator made {len(parts)} parts for {num_parts} ranks")
-            return parts
+            with self._span(then or _COORDINATOR):
+                parts = [pickle.dumps(part) for part in on_coordinator(_values(gathered, self._trace))]
+                if len(parts) != num_parts:
+                    raise ValueError(f"the coordinator made {len(parts)} parts for {num_parts} ranks")
+                return parts
 
-        made = _attempt(self._recorded(then or _COORDINATOR, make), self.rank)
+        made = _attempt(make, self.rank)
         return [pickle.dumps(made)] * num_parts if isinstance(made, PhaseFailure) else made
 
     def _own_part(self, work: Callable[[], T]) -> bytes:
         """This rank's result, or error, as it travels."""
-        recorded = self._recorded("own part", work)
-        made = _attempt(lambda: pickle.dumps(recorded()), self.rank)
+
+        def make() -> bytes:
+            with self._span("own part"):
+                result = work()
+            return pickle.dumps(result)
+
+        made = _attempt(make, self.rank)
         data = pickle.dumps(made) if isinstance(made, PhaseFailure) else made
         return data if self._trace is None else pickle.dumps(Traced(data, self._trace.unsent()))
 
-    def _recorded(self, name: str, work: Callable[[], T]) -> Callable[[], T]:
-        """The same work, recorded as a span where there is a trace."""
-        trace = self._trace
-        if trace is None:
-            return work
-
-        def record() -> T:
-            with trace.span(name):
-                return work()
-
-        return record
+    def _span(self, name: str) -> AbstractContextManager[None]:
+        """Records the ``with`` as a span, where there is a trace."""
+        return nullcontext() if self._trace is None else self._trace.span(name)
 
     @contextmanager
     def _phase(self, name: str, doing: str, undefined: tuple[str, ...] = ()) -> Iterator[None]:
         watch = None if self._ranks is None else self._ranks[0]
         if self._turn is not None:
             self._turn.in_phase = threading.get_ident()
-        span = nullcontext() if self._trace is None else self._trace.span(name)
-        with timed(self.seconds, name), span:
+        with timed(self.seconds, name), self._span(name):
             try:
                 if watch is not None:
                     watch.begin(name, doing)

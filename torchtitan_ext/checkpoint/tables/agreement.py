@@ -14,7 +14,7 @@ from functools import cache, cached_property
 import torch
 
 from torchtitan_ext import _core
-from torchtitan_ext.checkpoint.tables.component import World, world_of
+from torchtitan_ext.checkpoint.tables.component import World
 from torchtitan_ext.checkpoint.tables.key_table import KeyTable, RankTable, encode_table, unpack
 from torchtitan_ext.errors import Problem, refusal
 from torchtitan_ext.layout.layout import key_problem, unused_problem
@@ -51,7 +51,7 @@ class Agreement:
 
     def ranks_and_meshes(self) -> World:
         """The ranks whose tables these are, and the axes of their meshes."""
-        return world_of(self.world.meshes(), [numbers[0] for numbers in self.sections])
+        return World(self.world.num_ranks, self.world.axes())
 
     def kind_of(self, key: int) -> _core.KeyKind:
         """What the keys of the class of a key have in common, where some rank holds it."""
@@ -99,7 +99,7 @@ def unused_layouts(tables: Iterable[RankTable], agreement: Agreement, fqns: Coll
     for table in tables:
         for pattern, is_used in table.layouts.items():
             used[pattern] = used.get(pattern, False) or is_used
-    is_any_on_mesh = bool(used) and bool(agreement.world.meshes())
+    is_any_on_mesh = bool(used) and agreement.world.has_meshes
     return [unused_problem(pattern, fqns) for pattern, is_used in used.items() if is_any_on_mesh and not is_used]
 
 

@@ -23,7 +23,7 @@ from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.planners.items import cut_problems
 from torchtitan_ext.checkpoint.rules.load_rules import ComponentPlan, component_of
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source
-from torchtitan_ext.checkpoint.tables.component import PER_RANK, World, family_of, is_stateful, named_axes
+from torchtitan_ext.checkpoint.tables.component import PER_RANK, World, family_of, is_stateful
 from torchtitan_ext.checkpoint.tables.key_table import (
     KeyEntry,
     KeyTable,
@@ -113,8 +113,8 @@ class Job:
         """The ranks and the mesh of the job: the described ``mesh``, or without one that of its tensors."""
         if mesh is not None:
             return World(self.num_ranks, dict(mesh))
-        meshes = (own for stage in self.stages for own in stage.ranks.meshes())
-        return World(self.num_ranks, named_axes((own.dim_names, own.shape) for own in meshes))
+        meshes = [(own.shape, own.dim_names) for stage in self.stages for own in stage.ranks.meshes()]
+        return World(self.num_ranks, _core.axes_of(meshes))
 
 
 def stages_of(
