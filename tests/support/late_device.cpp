@@ -8,11 +8,12 @@
 //              second mapping of the same pages. Memory is filled with kFresh when it is made, and with kFreed when it
 //              is given back and everything that its stream, and those of record_stream, had to do is done.
 //   pinned     Host memory that this file's allocator made. Only copies between it and the device return early.
-//   operators  Those of torchtitan_ext run on the current stream, as their CPU kernels. All that the device has no kernel
-//              for runs on the CPU, between two copies (at::native::cpu_fallback).
+//   operators  Those of torchtitan_ext run on the current stream, as their CPU kernels; bad arguments raise in the call.
+//              All that the device has no kernel for runs on the CPU, between two copies (at::native::cpu_fallback).
 // torch.ops.late counts copies and bytes.
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/WrapDimUtils.h>
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
@@ -21,6 +22,9 @@
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_native.h>
+#include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <dlfcn.h>
@@ -254,6 +258,14 @@ class Arena {
     return host_ + (static_cast<const char*>(address) - device_);
   }
 
+  // Other memory, of whatever bytes, that lies as the device's does.
+  void* shadow(const void* address) const {
+    if (address == nullptr) return nullptr;
+    return shadow_ + (static_cast<const char*>(address) - device_);
+  }
+
+  void clear_shadow() { madvise(shadow_, kArenaBytes, MADV_DONTNEED); }
+
   std::vector<int64_t> used_and_peak_bytes() {
     const std::lock_guard lock(mutex_);
     return {used_bytes_, peak_bytes_};
@@ -277,12 +289,15 @@ class Arena {
     TORCH_CHECK(file >= 0 && ftruncate(file, kArenaBytes) == 0, "late: no memory");
     device_ = static_cast<char*>(mmap(nullptr, kArenaBytes, PROT_NONE, MAP_SHARED | MAP_NORESERVE, file, 0));
     host_ = static_cast<char*>(mmap(nullptr, kArenaBytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file, 0));
-    TORCH_CHECK(device_ != MAP_FAILED && host_ != MAP_FAILED, "late: no addresses");
+    shadow_ = static_cast<char*>(
+        mmap(nullptr, kArenaBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    TORCH_CHECK(device_ != MAP_FAILED && host_ != MAP_FAILED && shadow_ != MAP_FAILED, "late: no addresses");
     close(file);
   }
 
   char* device_ = nullptr;
   char* host_ = nullptr;
+  char* shadow_ = nullptr;
   std::mutex mutex_;
   std::map<char*, Block> blocks_;
   std::multimap<size_t, char*> free_;
@@ -492,12 +507,8 @@ std::atomic<int64_t> copies_to_host{0};
 std::atomic<int64_t> copies_to_device{0};
 std::atomic<int64_t> copies_within{0};
 
-// A CPU tensor over the same memory, for the threads of streams. It owns nothing: as on a GPU, whoever frees memory
-// that a stream still uses has made a mistake.
-at::Tensor alias_of(const at::Tensor& tensor) {
+at::Tensor tensor_over(void* begin, const at::Tensor& tensor) {
   const c10::Storage& storage = tensor.storage();
-  void* begin = const_cast<void*>(storage.data());
-  if (tensor.device().type() == kType) begin = Arena::instance().alias(begin);
   const auto options = at::TensorOptions().dtype(tensor.dtype()).device(at::kCPU);
   const c10::Storage shared(c10::Storage::use_byte_size_t{}, storage.nbytes(), at::DataPtr(begin, at::Device(at::kCPU)),
                             nullptr, false);
@@ -507,6 +518,18 @@ at::Tensor alias_of(const at::Tensor& tensor) {
   if (tensor.is_conj()) alias._set_conj(true);
   if (tensor.is_neg()) alias._set_neg(true);
   return alias;
+}
+
+// A CPU tensor over the same memory, for the threads of streams. It owns nothing: as on a GPU, whoever frees memory
+// that a stream still uses has made a mistake.
+at::Tensor alias_of(const at::Tensor& tensor) {
+  const void* begin = tensor.storage().data();
+  const bool is_ours = tensor.device().type() == kType;
+  return tensor_over(is_ours ? Arena::instance().alias(begin) : const_cast<void*>(begin), tensor);
+}
+
+at::Tensor shadow_of(const at::Tensor& tensor) {
+  return tensor_over(Arena::instance().shadow(tensor.storage().data()), tensor);
 }
 
 at::Tensor copy_from(const at::Tensor& src, const at::Tensor& dst, bool non_blocking) {
@@ -568,6 +591,22 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::opti
                                            c10::dtype_or_default(dtype));
 }
 
+at::Tensor cat(const at::ITensorListRef& tensors, int64_t dim) {
+  std::vector<at::Tensor> parts;
+  for (const at::Tensor& tensor : tensors) parts.push_back(tensor);
+  std::vector<int64_t> sizes = parts.at(0).sizes().vec();
+  dim = at::maybe_wrap_dim(dim, parts[0].dim());
+  sizes[dim] = 0;
+  for (const at::Tensor& part : parts) sizes[dim] += part.size(dim);
+  at::Tensor whole = at::empty(sizes, parts[0].options());
+  int64_t begin = 0;
+  for (const at::Tensor& part : parts) {
+    whole.narrow(dim, begin, part.size(dim)).copy_(part);
+    begin += part.size(dim);
+  }
+  return whole;
+}
+
 // set_.source_Storage: the whole storage as one dim.
 at::Tensor& set_storage(at::Tensor& tensor, at::Storage source) {
   const int64_t size = static_cast<int64_t>(source.nbytes()) / static_cast<int64_t>(tensor.dtype().itemsize());
@@ -598,6 +637,15 @@ std::vector<at::Tensor> tensors_in(const c10::IValue& value) {
   return {};
 }
 
+// An operator checks its arguments before it moves the first byte: it is tried in other memory, which lies alike.
+void check_arguments(const c10::OperatorHandle& op, const torch::jit::Stack& arguments) {
+  at::AutoDispatchBelowADInplaceOrView guard;
+  torch::jit::Stack shadows;
+  replace_tensors(arguments, shadows, shadow_of);
+  op.callBoxed(&shadows);
+  Arena::instance().clear_shadow();
+}
+
 // An operator of torchtitan_ext: its CPU kernel runs on the current stream. What it returns is made here, in the
 // shapes that its fake kernel says, and filled there.
 void run_on_stream(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -606,6 +654,7 @@ void run_on_stream(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   torch::jit::Stack arguments(stack->end() - static_cast<int64_t>(num_arguments), stack->end());
   torch::jit::drop(*stack, num_arguments);
 
+  if (op.schema().name() != "torchtitan_ext::broadcast_coalesced_") check_arguments(op, arguments);
   std::vector<at::Tensor> results;
   torch::jit::Stack on_cpu;
   replace_tensors(arguments, on_cpu, alias_of);
@@ -647,6 +696,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("empty_strided", empty_strided);
   library.impl("as_strided", TORCH_FN(at::native::as_strided_tensorimpl));
   library.impl("view", TORCH_FN(at::native::view));
+  library.impl("view_as_real", TORCH_FN(at::native::view_as_real));
+  library.impl("view_as_complex", TORCH_FN(at::native::view_as_complex));
+  library.impl("unfold", TORCH_FN(at::native::unfold));
   library.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
   library.impl("resize_", TORCH_FN(at::native::resize_));
   library.impl("set_.source_Tensor", TORCH_FN(at::native::set_tensor_));
@@ -658,7 +710,12 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("zero_", zero);
   library.impl("_local_scalar_dense", local_scalar_dense);
   library.impl("record_stream", record_stream);
+  library.impl("cat", cat);
 }
+
+// alias_of passes lazy conjugation and negation on. PyTorch would carry them out first, by a copy like this one.
+TORCH_LIBRARY_IMPL(aten, Conjugate, library) { library.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, library) { library.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&fall_back>());

@@ -23,6 +23,7 @@ from torchtitan_ext._core import ValueNode, hash_parts, qualified_name
 from torchtitan_ext.layout.dtensor import as_bytes, is_wrapper, local_tensor
 from torchtitan_ext.layout.layout import Chunk, LocalShard
 from torchtitan_ext.layout.wrapper import parts_of
+from torchtitan_ext.state.host_copies import host_copies
 
 _DIGEST_BYTES = 16
 
@@ -51,6 +52,14 @@ def brief_tensor(tensor: torch.Tensor) -> bytes:
     if local.numel() != 1 or is_wrapper(local) or local.dtype.itemsize >= _DIGEST_BYTES - 1:
         return digest_tensor(tensor)
     return b"t" + as_bytes(local.cpu()).numpy().tobytes()
+
+
+def brief_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+    """``brief_tensor`` of each. Those of an accelerator come to the host together."""
+    briefs = {}
+    for name, copied in host_copies({name: local_tensor(tensor) for name, tensor in tensors.items()}):
+        briefs[name] = brief_tensor(copied)
+    return {name: briefs[name] if name in briefs else brief_tensor(tensor) for name, tensor in tensors.items()}
 
 
 def brief_value(value: Any) -> bytes:

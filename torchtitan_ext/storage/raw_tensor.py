@@ -5,8 +5,6 @@ All others (subclasses, sparse, quantised) travel as whole ``torch.save`` record
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from torchtitan_ext.storage import element_types
@@ -34,27 +32,3 @@ def raw_memory(tensor: torch.Tensor) -> torch.Tensor | None:
     if tensor.is_conj() or tensor.is_neg():
         return tensor.resolve_conj().resolve_neg()
     return tensor
-
-
-STAGING_BYTES = 64 << 20
-
-
-class Staging:
-    """A buffer on the host through which tensors of other devices are written, a part at a time.
-
-    It is pinned if there is a CUDA device, so that copies need no second buffer.
-    """
-
-    def __init__(self, num_bytes: int = STAGING_BYTES) -> None:
-        self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
-
-    def copy_out(self, tensor: torch.Tensor, write: Callable[[int, int], None]) -> None:
-        """Calls ``write(address, num_bytes)`` for all bytes of a tensor, in row-major order.
-
-        The bytes at the address are valid only during that call.
-        """
-        flat = tensor.contiguous().view(-1).view(torch.uint8)
-        for part in flat.split(self._buffer.numel()):
-            staged = self._buffer[: part.numel()]
-            staged.copy_(part)
-            write(staged.data_ptr(), staged.numel())

@@ -6,8 +6,8 @@ import torch
 
 import torchtitan_ext as tte
 from torchtitan_ext.offline.dry_run.host_memory import Device, Reads, loading_bytes
+from torchtitan_ext.state.host_copies import BUCKET_BYTES
 from torchtitan_ext.storage.native.file_reader import BATCH_BYTES
-from torchtitan_ext.storage.raw_tensor import STAGING_BYTES
 
 MIB = 1 << 20
 
@@ -16,10 +16,12 @@ def saving(state: dict[str, object], device: Device | None = None) -> int:
     return tte.dry_run(state, device=device).save.ranks[0].buffer_bytes
 
 
-def test_tensors_pass_through_a_buffer_on_their_way_from_a_gpu_alone() -> None:
+def test_tensors_pass_through_buffers_on_their_way_from_a_gpu_alone() -> None:
     state: dict[str, object] = {"w": torch.zeros(4, MIB)}
     assert saving(state) == saving(state, "cpu")
-    assert saving(state, "cuda") == saving(state, "cpu") + STAGING_BYTES
+    assert saving(state, "cuda") == saving(state, "cpu") + 16 * MIB
+    larger: dict[str, object] = {"w": torch.zeros(17, MIB, device="meta")}
+    assert saving(larger, "cuda") == saving(larger, "cpu") + 2 * BUCKET_BYTES
     assert "cuda" not in str(tte.dry_run(state).device)
     assert tte.dry_run({"w": torch.zeros(4, device="meta")}).device == "cuda"
 
@@ -45,11 +47,12 @@ def test_what_is_cast_or_goes_to_a_gpu_is_read_beside_its_target(tmp_path: Path)
 
 
 def test_no_more_is_held_than_a_batch_and_what_fills_it() -> None:
-    def loading(staged_bytes: int) -> int:
+    def loading(staged_bytes: int, device: Device) -> int:
         reads = Reads(100, 100 * MIB, [], staged_bytes, min(staged_bytes, 4 * MIB))
-        return loading_bytes(reads, is_packed=False, metadata_bytes=0, index_bytes=0)
+        return loading_bytes(reads, device=device, is_packed=False, metadata_bytes=0, index_bytes=0)
 
-    assert loading(1 << 40) - loading(0) == BATCH_BYTES + 4 * MIB
+    assert loading(1 << 40, "cpu") - loading(0, "cpu") == BATCH_BYTES + 4 * MIB
+    assert loading(1 << 40, "cuda") - loading(0, "cuda") == 2 * BUCKET_BYTES
 
 
 def test_the_metadata_of_many_ranks_is_held_by_who_writes_and_who_reads_it(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Every kind of tensor through our files and stock's, with every pair of writer, reader and planners."""
 
 import io
-import os
 import pickletools
 import zipfile
 from pathlib import Path
@@ -18,7 +17,6 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 import torchtitan_ext as tte
 from torchtitan_ext import _core
 from torchtitan_ext.storage import FileReader, FileWriter
-from torchtitan_ext.storage.raw_tensor import ELEMENT_TYPES, NAMES, Staging
 
 WRITERS = {"ours": FileWriter, "stock": dcp.FileSystemWriter}
 READERS = {"ours": FileReader, "stock": dcp.FileSystemReader}
@@ -160,31 +158,3 @@ def test_tensors_begin_at_aligned_bytes(tmp_path: Path) -> None:
         dtype, count = state[one.fqn].dtype, one.sizes[0]
         stored = torch.frombuffer(bytearray(content), dtype=dtype, count=count, offset=one.data_offset)
         assert torch.equal(stored, state[one.fqn])
-
-
-@pytest.mark.parametrize("buffer_bytes", [64, 4096, 1 << 20])
-def test_tensors_of_other_devices_pass_through_a_buffer(tmp_path: Path, buffer_bytes: int) -> None:
-    """The way of GPU tensors, with tensors of the CPU."""
-    path = str(tmp_path / "file")
-    staged = {str(dtype): random_tensor((33, 65), dtype) for dtype in DTYPES} | {"t": torch.rand(9, 700).t()}
-    records = _core.RecordWriter(os.fsencode(path), 1 << 16, 2, False)
-    staging = Staging(buffer_bytes)
-
-    def write(address: int, num_bytes: int) -> None:
-        records.add_bytes(address, num_bytes)
-        records.write_queued()
-
-    for name, tensor in staged.items():
-        records.begin_tensor((name, None, None), NAMES[tensor.dtype], tensor.shape, ELEMENT_TYPES[tensor.dtype])
-        staging.copy_out(tensor, write)
-        records.end_tensor()
-    written = records.finish("file", bytes(16), 0)
-    reader = _core.RunReader()
-    file = reader.add_checked_file(path, written.num_bytes, written.footer_offset, written.footer_digest, bytes(16))
-    targets = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in staged.items()}
-    for one in _core.parse_records(written):
-        target, zero = targets[one.fqn], (0,) * len(one.sizes)
-        stored = _core.StoredTensor(one.dtype, one.sizes, target.stride(), one.data_offset)
-        reader.add_box(file, stored, zero, one.sizes, target.data_ptr(), target.stride())
-    assert reader.read(2, "all") == []
-    assert differences(targets, staged) == []

@@ -36,7 +36,7 @@ from torchtitan_ext.layout.layout import LayoutRules, ShardReport, is_on_part, i
 from torchtitan_ext.layout.own_boxes import has_own_boxes, own_boxes, why_not_own_boxes
 from torchtitan_ext.layout.wrapper import why_not_whole
 from torchtitan_ext.state.plain_value import NotPlain, why_not_plain
-from torchtitan_ext.state.value_digest import brief_tensor, brief_value, digest_large
+from torchtitan_ext.state.value_digest import brief_tensors, brief_value, digest_large
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes in a global tensor, in elements."""
@@ -257,6 +257,7 @@ def digest_values(
     more than ``SMALL_TENSOR_BYTES`` only with ``hash_replicas``.
     """
     digests: dict[str, bytes] = {}
+    small: dict[str, torch.Tensor] = {}
     large: dict[str, torch.Tensor] = {}
     for fqn, entry in table.entries.items():
         if isinstance(entry, ObjectEntry):
@@ -266,10 +267,10 @@ def digest_values(
             continue
         elif is_replicated(entry.report) or is_on_part(entry.report, world_size):
             if local_bytes(entry) <= SMALL_TENSOR_BYTES:
-                digests[fqn] = brief_tensor(values[fqn])
+                small[fqn] = values[fqn]
             elif hash_replicas or is_on_part(entry.report, world_size):
                 large[fqn] = values[fqn]
-    return {**digests, **digest_large(large)}
+    return {**digests, **brief_tensors(small), **digest_large(large)}
 
 
 def lies_in_local(entry: KeyEntry | None) -> TypeGuard[TensorEntry | BoxesEntry]:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torchtitan_ext.storage.checkpoint_files import thread_count_of
+from torchtitan_ext.storage.native.device_buckets import host_buffer_bytes
 from torchtitan_ext.storage.native.file_reader import BATCH_BYTES as READ_BATCH_BYTES
 from torchtitan_ext.storage.native.file_writer import BATCH_BYTES as WRITTEN_BATCH_BYTES
 from torchtitan_ext.storage.native.file_writer import BLOCK_BYTES
-from torchtitan_ext.storage.raw_tensor import STAGING_BYTES
 
 Device = Literal["cpu", "cuda"]
 """Where a job's tensors lie."""
@@ -47,7 +47,8 @@ def saving_bytes(
         is_packed: Whether elements lie in another order in memory than in the file, so that they are copied.
         is_staged: Whether tensors come from another device.
     """
-    writing = _blocks_bytes(num_records, num_bytes, is_packed=is_packed) + (STAGING_BYTES if is_staged else 0)
+    writing = _blocks_bytes(num_records, num_bytes, is_packed=is_packed)
+    writing += host_buffer_bytes(num_bytes - sum(value_bytes)) if is_staged else 0
     writing += int(_batch_bytes(value_bytes, WRITTEN_BATCH_BYTES) * _STREAM_ROOM)
     return _LEAST_BYTES + num_records * _RECORD_BYTES + writing
 
@@ -76,10 +77,11 @@ class Reads:
     largest_staged_bytes: int = 0
 
 
-def loading_bytes(reads: Reads, *, is_packed: bool, metadata_bytes: int, index_bytes: int) -> int:
+def loading_bytes(reads: Reads, *, device: Device, is_packed: bool, metadata_bytes: int, index_bytes: int) -> int:
     """The memory that a rank needs while it loads.
 
     Args:
+        device: Where the targets lie.
         is_packed: Whether it reads parts of chunks, or fills tensors whose elements lie in another order in memory.
         metadata_bytes, index_bytes: The sizes of ``.metadata`` and index, which every rank reads; 0 if there is none.
     """
@@ -90,7 +92,10 @@ def loading_bytes(reads: Reads, *, is_packed: bool, metadata_bytes: int, index_b
     # The value that is unpickled is held as a stream and as a record, too.
     reading_values = values + _batch_bytes(reads.value_bytes, READ_BATCH_BYTES) + 2 * max(reads.value_bytes, default=0)
     reading = values + _blocks_bytes(reads.num_reads, reads.num_bytes, is_packed=is_packed)
-    reading += min(reads.staged_bytes, READ_BATCH_BYTES + reads.largest_staged_bytes)
+    if device == "cpu":
+        reading += min(reads.staged_bytes, READ_BATCH_BYTES + reads.largest_staged_bytes)
+    elif reads.staged_bytes > 0:
+        reading += host_buffer_bytes(reads.staged_bytes)
     return _LEAST_BYTES + reads.num_reads * _READ_BYTES + int(metadata) + max(reading_values, reading)
 
 

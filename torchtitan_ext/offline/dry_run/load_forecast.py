@@ -288,7 +288,13 @@ class _Load:
                 found.update(np.unique(files[:, of_chunk]).tolist())
         metadata_bytes, index_bytes = self._source.metadata_bytes
         is_packed = group.stage.one.is_packed or whole_bytes > reads.num_bytes
-        buffer_bytes = loading_bytes(reads, is_packed=is_packed, metadata_bytes=metadata_bytes, index_bytes=index_bytes)
+        buffer_bytes = loading_bytes(
+            reads,
+            device=self._job.device,
+            is_packed=is_packed,
+            metadata_bytes=metadata_bytes,
+            index_bytes=index_bytes,
+        )
         num_files = len(found - {_NO_FILE})
         return RankLoad(rank, state_bytes, reads.num_reads, reads.num_bytes, num_files, whole_bytes, buffer_bytes)
 

@@ -33,6 +33,7 @@ from torchtitan_ext.storage.checkpoint_files import (
 from torchtitan_ext.storage.commit.opened import Footers, OpenedCheckpoint
 from torchtitan_ext.storage.damage import describe_damage
 from torchtitan_ext.storage.metadata.metadata_file import metadata_of_tables, parse_metadata
+from torchtitan_ext.storage.native.device_buckets import bucket_bytes_of
 from torchtitan_ext.storage.native.read_batch import ReadBatch
 from torchtitan_ext.storage.progress import progress
 
@@ -289,13 +290,15 @@ class FileReader(StorageReader):
                 self.num_bytes_read += num_bytes
                 advance(num_bytes)
 
-            batch = ReadBatch(planner, self.open_file, self.read_runs, count)
+            batch = ReadBatch(
+                planner, self.open_file, self.read_runs, count, lambda: bucket_bytes_of(_wanted_bytes(by_file, stored))
+            )
             for name, members in by_file.items():
                 for item, info in members:
                     batch.add(name, item, info, stored[name].get(info.offset))
                     if batch.num_bytes >= BATCH_BYTES:
                         batch.read()
-            batch.read()
+            batch.finish()
 
     def _info_of(self, index: MetadataIndex) -> Any:
         info = self.storage_data[index]

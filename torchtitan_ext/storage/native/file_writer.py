@@ -34,8 +34,9 @@ from torchtitan_ext.storage.checkpoint_files import (
 )
 from torchtitan_ext.storage.commit.commit import RunningSave, begin_save, find_place
 from torchtitan_ext.storage.metadata.metadata_file import encode_metadata, encode_tables, send_as_place
+from torchtitan_ext.storage.native.device_buckets import OutgoingBuckets, bucket_bytes_of
 from torchtitan_ext.storage.progress import progress
-from torchtitan_ext.storage.raw_tensor import ELEMENT_TYPES, NAMES, Staging, raw_memory
+from torchtitan_ext.storage.raw_tensor import ELEMENT_TYPES, NAMES, raw_memory
 
 # XXH3 of a block is computed right after its write, so a block should fit into a core's cache. With smaller blocks
 # loads of few rows verify fewer bytes, and footers are larger.
@@ -71,8 +72,8 @@ class FileWriter(StorageWriter):
         stock_metadata: Write ``.metadata``, which stock readers need. ``FileReader`` does without it; at thousands of
             ranks stock takes too long to read it anyway.
         sync_files: The name of ``sync`` in ``FileSystemWriter``.
-        per_thread_copy_ahead: Accepted like in ``FileSystemWriter`` and ignored: tensors of other devices are written
-            through one buffer.
+        per_thread_copy_ahead: Accepted like in ``FileSystemWriter`` and ignored: tensors of an accelerator come to the
+            host in buckets, each while the one before is written.
         single_file_per_rank, cache_staged_state_dict, serialization_format, _extensions: Accepted like in
             ``FileSystemWriter``, with their defaults only.
 
@@ -252,7 +253,7 @@ class FileWriter(StorageWriter):
             total_bytes=lambda: _tensor_bytes(plan.items),
             in_logs=False,
         ) as advance:
-            batch = _Batch(records, advance)
+            batch = _Batch(records, advance, lambda: bucket_bytes_of(_tensor_bytes(plan.items)))
             # As stock: values first. Planners may count on it.
             for item in sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO):
                 value = planner.resolve_data(item)
@@ -260,7 +261,7 @@ class FileWriter(StorageWriter):
                     batch.add_value(item, value)
                 else:
                     batch.add_tensor(item, value.detach())
-                if records.queued_bytes >= BATCH_BYTES:
+                if batch.held_bytes >= BATCH_BYTES:
                     batch.write()
             batch.write()
         rank = self.rank or 0
@@ -285,21 +286,30 @@ class _Batch:
 
     Args:
         advance: Called with each number of written bytes.
+        bucket_bytes: Called once if there are tensors of an accelerator, for the size of their buckets.
     """
 
-    def __init__(self, records: _core.RecordWriter, advance: Callable[[int], object]) -> None:
+    def __init__(
+        self, records: _core.RecordWriter, advance: Callable[[int], object], bucket_bytes: Callable[[], int]
+    ) -> None:
         self._records = records
         self._advance = advance
+        self._bucket_bytes = bucket_bytes
         self._held: list[Any] = []
-        self._staging: Staging | None = None
+        self._buckets: OutgoingBuckets | None = None
+        self._waiting_bytes = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the host: queued, or to be queued behind tensors of an accelerator."""
+        return self._records.queued_bytes + self._waiting_bytes
 
     def add_value(self, item: WriteItem, value: io.BytesIO) -> None:
         content = np.frombuffer(value.getbuffer(), dtype=np.uint8)
-        self._held.append(content)
         offsets = item.index.offset
         sizes = () if offsets is None else (0,) * len(offsets)
         key = (item.index.fqn, offsets, item.index.index)
-        self._records.add_record(key, "", sizes, content.ctypes.data, content.nbytes)
+        self._in_turn(content, lambda: self._records.add_record(key, "", sizes, content.ctypes.data, content.nbytes))
 
     def add_tensor(self, item: WriteItem, tensor: torch.Tensor) -> None:
         raw = raw_memory(tensor)
@@ -307,26 +317,44 @@ class _Batch:
             self.add_value(item, _saved_by_torch(tensor))
             return
         key = (item.index.fqn, item.index.offset, item.index.index)
-        dtype = raw.dtype
+        name, element_type = NAMES[raw.dtype], ELEMENT_TYPES[raw.dtype]
         if raw.is_cpu:
-            self._held.append(raw)
-            address, strides = raw.data_ptr(), raw.stride()
-            self._records.add_tensor(key, NAMES[dtype], raw.shape, ELEMENT_TYPES[dtype], address, strides)
-        else:
-            self._records.begin_tensor(key, NAMES[dtype], raw.shape, ELEMENT_TYPES[dtype])
-            self._staging = self._staging or Staging()
-            self._staging.copy_out(raw, self._write_staged)
-            self._records.end_tensor()
+            address, shape, strides = raw.data_ptr(), raw.shape, raw.stride()
+            self._in_turn(raw, lambda: self._records.add_tensor(key, name, shape, element_type, address, strides))
+            return
+        if self._buckets is None:
+            self._buckets = OutgoingBuckets(self._bucket_bytes(), self._write_queued)
+        shape = raw.shape
+        self._buckets.then(lambda: self._records.begin_tensor(key, name, shape, element_type))
+        self._buckets.add(raw, self._records.add_bytes)
+        self._buckets.then(self._records.end_tensor)
 
     def write(self) -> None:
+        if self._buckets is not None:
+            self._buckets.finish()
+        self._write_queued()
+
+    def _in_turn(self, held: Any, add: Callable[[], None]) -> None:
+        """Adds a record of the host's memory, behind those of an accelerator that were added before."""
+        if self._buckets is None:
+            self._held.append(held)
+            add()
+            return
+
+        self._waiting_bytes += held.nbytes
+
+        def add_waiting() -> None:
+            self._waiting_bytes -= held.nbytes
+            self._held.append(held)
+            add()
+
+        self._buckets.then(add_waiting)
+
+    def _write_queued(self) -> None:
         num_bytes = self._records.queued_bytes
         self._records.write_queued()
         self._held.clear()
         self._advance(num_bytes)
-
-    def _write_staged(self, address: int, num_bytes: int) -> None:
-        self._records.add_bytes(address, num_bytes)
-        self.write()
 
 
 def _tensor_bytes(items: Sequence[WriteItem]) -> int:

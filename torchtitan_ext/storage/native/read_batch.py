@@ -1,9 +1,11 @@
-"""Reads items of a load plan together: stored boxes straight into their targets, other records through a buffer."""
+"""Reads items of a load plan together: stored boxes straight into their targets, those of an accelerator through
+buckets, other records through a buffer."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,17 +15,36 @@ from torchtitan_ext import _core
 from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError
 from torchtitan_ext.layout.dtensor import box_of, is_wrapper, local_view
 from torchtitan_ext.layout.wrapper import dense_values
+from torchtitan_ext.state.host_copies import takes_operators
+from torchtitan_ext.storage.native.device_buckets import IncomingBuckets, row_major_boxes
 from torchtitan_ext.storage.progress import OnBytes
 from torchtitan_ext.storage.raw_tensor import DTYPES
 
 
+@dataclass
+class _Target:
+    """An item that is being read, and where to.
+
+    Attributes:
+        source: What was read, to copy from; ``None`` if it was read into the target or goes there through a bucket.
+        is_written: Whether the target's own memory was read into. Autograd has not seen that.
+    """
+
+    item: ReadItem
+    tensor: torch.Tensor
+    source: torch.Tensor | None
+    is_written: bool
+
+
 class ReadBatch:
-    """Items that are read together and given to the planner in stock's order: ``add`` items, then ``read``.
+    """Items that are read together and given to the planner in stock's order: ``add`` items, then ``read``. At last
+    ``finish``.
 
     Args:
         open_file: Adds a file of the checkpoint to a RunReader, and returns its number there.
         read_runs: Reads all that was added to a RunReader; gets the names of its files, or raises.
         on_bytes: Called with each number of bytes that were read.
+        bucket_bytes: Called once if there are targets of an accelerator, for the size of their buckets.
     """
 
     def __init__(
@@ -32,21 +53,24 @@ class ReadBatch:
         open_file: Callable[[_core.RunReader, str], int],
         read_runs: Callable[[_core.RunReader, list[str]], None],
         on_bytes: OnBytes,
+        bucket_bytes: Callable[[], int],
     ) -> None:
         self._planner = planner
         self._open_file = open_file
         self._read_runs = read_runs
         self._on_bytes = on_bytes
+        self._bucket_bytes = bucket_bytes
+        self._buckets: IncomingBuckets | None = None
         self._runs = _core.RunReader()
         self._files: dict[str, int] = {}
-        self._targets: list[tuple[ReadItem, torch.Tensor, torch.Tensor | None]] = []  # with what to copy from
+        self._targets: list[_Target] = []
         self._values: list[tuple[ReadItem, bytearray, torch.Tensor | None]] = []
         self._copies: list[Copy] = []  # within what is read
         self.num_bytes = 0
         """The bytes that ``read`` will read."""
 
     def add(self, name: str, item: ReadItem, info: Any, stored: _core.StoredTensor | None) -> None:
-        """Adds an item.
+        """Adds an item. Where a bucket is full, ``read`` is called for those before.
 
         Args:
             name: Name of the file.
@@ -66,11 +90,15 @@ class ReadBatch:
             return
         target = self._target(item)
         dtype = DTYPES[stored.dtype]
+        if _goes_by_bucket(target):
+            self._add_to_buckets(file, item, stored, target)
+            return
         place = target
         if not _is_plain_target(target, dtype):
             place = torch.empty(target.shape, dtype=dtype, device="cpu")
         self._copies += add_box(self._runs, file, stored, item.storage_offsets, place)
-        self._targets.append((item, target, None if place is target else place))
+        is_written = place is target
+        self._targets.append(_Target(item, target, None if is_written else place, is_written))
         self.num_bytes += place.nbytes
 
     def read(self) -> None:
@@ -85,19 +113,43 @@ class ReadBatch:
             if target is None:
                 self._planner.load_bytes(item, io.BytesIO(content))
             else:
-                self._targets.append((item, target, _loaded_box(item, content, target)))
+                self._targets.append(_Target(item, target, _loaded_box(item, content, target), is_written=False))
         with torch.no_grad():
             for place, values in self._copies:
                 place.copy_(values)
-            for item, target, source in self._targets:
-                if source is not None:
-                    _copy(item, target, source)
-        # Autograd has not seen these writes. Inference tensors count no versions.
-        written = [target for _, target, source in self._targets if source is None and not target.is_inference()]
+            if self._buckets is not None:
+                self._buckets.send()
+            for one in self._targets:
+                if one.source is not None:
+                    _copy(one.item, one.tensor, one.source)
+        # Inference tensors count no versions.
+        written = [one.tensor for one in self._targets if one.is_written and not one.tensor.is_inference()]
         torch.autograd.graph.increment_version(written)
-        for item, target, _ in self._targets:
-            self._planner.commit_tensor(item, target)
+        for one in self._targets:
+            self._planner.commit_tensor(one.item, one.tensor)
         self._targets, self._values, self._copies, self.num_bytes = [], [], [], 0
+
+    def finish(self) -> None:
+        """Reads what is left, and waits until all targets are filled."""
+        self.read()
+        if self._buckets is not None:
+            self._buckets.finish()
+
+    def _add_to_buckets(self, file: int, item: ReadItem, stored: _core.StoredTensor, target: torch.Tensor) -> None:
+        if self._buckets is None:
+            self._buckets = IncomingBuckets(self._bucket_bytes())
+        dtype = DTYPES[stored.dtype]
+        offsets = list(item.storage_offsets)
+        for part_offsets, part in row_major_boxes(target, self._buckets.bucket_bytes // dtype.itemsize):
+            place = self._buckets.place(part, dtype)
+            if place is None:
+                self.read()
+                place = self._buckets.place(part, dtype)
+            assert place is not None, "an empty bucket has no room for a part, please report"
+            begin = [offset + inside for offset, inside in zip(offsets, part_offsets, strict=True)]
+            self._copies += add_box(self._runs, file, stored, begin, place)
+            self.num_bytes += place.nbytes
+        self._targets.append(_Target(item, target, None, is_written=False))
 
     def _target(self, item: ReadItem) -> torch.Tensor:
         target = self._planner.resolve_tensor(item).detach()
@@ -109,12 +161,25 @@ class ReadBatch:
         return target
 
 
+def _goes_by_bucket(target: torch.Tensor) -> bool:
+    """Whether a target is memory of an accelerator that takes our operators."""
+    if type(target) is not torch.Tensor or target.layout is not torch.strided or target.is_cpu:
+        return False
+    if target.is_conj() or target.is_neg() or target.is_inference():
+        return False
+    return takes_operators(target.device) and _has_own_elements(target)
+
+
 def _is_plain_target(target: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether elements of a saved dtype can be written straight into the target's memory."""
     if type(target) is not torch.Tensor or target.layout is not torch.strided or not target.is_cpu:
         return False
     if target.dtype != dtype or target.is_conj() or target.is_neg():
         return False
+    return _has_own_elements(target)
+
+
+def _has_own_elements(target: torch.Tensor) -> bool:
     return target.is_contiguous() or not _core.may_overlap_itself(target.shape, target.stride())
 
 

@@ -1,0 +1,314 @@
+"""Saves and loads of an accelerator's tensors: bytes right whatever the streams' delay, and few copies.
+
+They run on the device "late" (``late_device.cpp``), and on a GPU where there is one.
+"""
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import late
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from states import DTYPES, bits, blank, differences, load, mixed_state, random_tensor, save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import torchtitan_ext as tte
+from torchtitan_ext import _core
+from torchtitan_ext.state.host_copies import takes_operators
+from torchtitan_ext.storage import FileReader, FileWriter
+from torchtitan_ext.storage.native import device_buckets, read_batch
+from torchtitan_ext.storage.native.device_buckets import OutgoingBuckets, row_major_boxes
+from torchtitan_ext.storage.raw_tensor import ELEMENT_TYPES, NAMES
+
+ACCELERATORS = ["late", pytest.param("cuda", marks=pytest.mark.needs_cuda)]
+
+
+@pytest.fixture(params=ACCELERATORS)
+def run_on_accelerator(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    """`run_on_accelerator(world_size, function, *args)` calls `function(rank, world_size, device, *args)` per rank."""
+    run = request.getfixturevalue("run_late_world" if request.param == "late" else "run_world")
+    return lambda world_size, function, *args: run(world_size, function, request.param, *args)
+
+
+@contextmanager
+def buckets_of(num_bytes: int, delay_seconds: float = 0.0005) -> Iterator[None]:
+    if "late" in vars(torch):
+        late.set_delay(delay_seconds)
+    with mock.patch.object(device_buckets, "BUCKET_BYTES", num_bytes):
+        yield
+
+
+def moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """A copy on a device, of the same strides, in as large a storage, with the same lazy bits."""
+    if tensor.is_conj():
+        return moved(tensor.conj(), device).conj()
+    if tensor.is_neg():
+        return torch._neg_view(moved(torch._neg_view(tensor), device))
+    tensor = tensor.detach()
+    whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).to(device)
+    return whole.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+
+def on_device(state: dict[str, Any], device: str, every: int = 1) -> dict[str, Any]:
+    """The state with its tensors on a device, but for every so manieth."""
+    return {
+        key: moved(value, device)
+        if isinstance(value, torch.Tensor) and (every == 1 or position % every)
+        else on_device(value, device)
+        if isinstance(value, dict)
+        else value
+        for position, (key, value) in enumerate(state.items())
+    }
+
+
+def on_host(state: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: value.detach().cpu()
+        if isinstance(value, torch.Tensor)
+        else on_host(value)
+        if isinstance(value, dict)
+        else value
+        for key, value in state.items()
+    }
+
+
+@pytest.mark.parametrize("bucket_bytes", [256, 4096, 64 << 20])
+def test_every_kind_of_tensor(run_on_accelerator: Callable[..., Any], tmp_path: Path, bucket_bytes: int) -> None:
+    run_on_accelerator(1, check_every_kind, tmp_path, bucket_bytes)
+
+
+def check_every_kind(rank: int, world_size: int, device: str, path: Path, bucket_bytes: int) -> None:
+    state = mixed_state()
+    if bucket_bytes < 4096:
+        del state["two_pages"]  # thousands of buckets
+    with buckets_of(bucket_bytes):
+        save(on_device(state, device), FileWriter(path / "device"), tte.SavePlanner())
+        save(on_device(state, device, every=3), FileWriter(path / "both"), tte.SavePlanner())
+        for name in ("device", "both"):
+            loaded = load(blank(state), FileReader(path / name, "all"), tte.LoadPlanner())
+            assert differences(loaded, state) == []
+            for every, verify in ((1, "auto"), (3, "all")):
+                targets = on_device(blank(state), device, every=every)
+                load(targets, FileReader(path / name, verify), tte.LoadPlanner())
+                assert differences(on_host(targets), state) == []
+        stock = load(blank(state), dcp.FileSystemReader(path / "both"), tte.LoadPlanner())
+        assert differences(stock, state) == []
+
+
+@pytest.mark.parametrize("bucket_bytes", [256, 4096, 64 << 20])
+def test_strided_targets(run_on_accelerator: Callable[..., Any], tmp_path: Path, bucket_bytes: int) -> None:
+    run_on_accelerator(1, check_strided_targets, tmp_path, bucket_bytes)
+
+
+def check_strided_targets(rank: int, world_size: int, device: str, path: Path, bucket_bytes: int) -> None:
+    state = {str(dtype): random_tensor((9, 70), dtype) for dtype in DTYPES}
+    state |= {"row": random_tensor((1, 3000), torch.int32), "cube": random_tensor((3, 40, 50), torch.int16)}
+    save(state, FileWriter(path))
+    targets = {}
+    for key, value in blank(state).items():
+        whole = torch.full((2, *value.shape[1:-1], value.shape[0], 3 * value.shape[-1]), 7).to(value.dtype).to(device)
+        targets[key] = whole.select(0, 1).movedim(-2, 0)[..., 1::3]
+        assert targets[key].shape == value.shape
+    with buckets_of(bucket_bytes):
+        load(targets, FileReader(path, "all"), tte.LoadPlanner())
+    assert differences(on_host(targets), state) == []
+
+
+def test_targets_of_other_dtypes_are_cast(run_on_accelerator: Callable[..., Any], tmp_path: Path) -> None:
+    run_on_accelerator(1, check_casts, tmp_path)
+
+
+def check_casts(rank: int, world_size: int, device: str, path: Path) -> None:
+    state = {f"w{index}": torch.randn(50, 7) for index in range(20)}
+    save(state, FileWriter(path))
+    dtypes = itertools.cycle([torch.float64, torch.float32, torch.bfloat16])
+    for bucket_bytes in (1024, 4096, 64 << 20):
+        targets = {key: torch.zeros(50, 7, dtype=next(dtypes), device=device) for key in state}
+        with buckets_of(bucket_bytes, 0.002):
+            load(targets, FileReader(path), dcp.DefaultLoadPlanner())
+        assert differences(on_host(targets), {key: value.to(targets[key].dtype) for key, value in state.items()}) == []
+
+
+def test_tied_targets(run_on_accelerator: Callable[..., Any], tmp_path: Path) -> None:
+    run_on_accelerator(1, check_tied_targets, tmp_path)
+
+
+def check_tied_targets(rank: int, world_size: int, device: str, path: Path) -> None:
+    weight, other = torch.randn(8, 4).to(device), torch.randn(5).to(device)
+    state = {"embed": weight, "head": weight, "other": other}
+    tte.save(state, path, no_dist=True)
+    filled = torch.zeros(8, 4, device=device)
+    targets = {"embed": filled, "head": filled, "other": torch.zeros(5, device=device)}
+    tte.load(targets, path, no_dist=True)
+    assert torch.equal(filled.cpu(), weight.cpu()) and torch.equal(targets["other"].cpu(), other.cpu())
+
+
+def test_thousands_of_small_tensors_are_a_few_copies(run_late_world: Callable[..., Any], tmp_path: Path) -> None:
+    (counts,) = run_late_world(1, count_copies, tmp_path)
+    print(counts)
+    assert all(copies.to_host <= 10 and copies.to_device <= 10 for copies in counts.values())
+
+
+def count_copies(rank: int, world_size: int, path: Path) -> dict[str, late.Copies]:
+    state = {f"w{index}": random_tensor((32, 16), torch.float32, index) for index in range(4000)}
+    late.set_delay(0)
+    there, targets = on_device(state, "late"), {key: torch.zeros(32, 16, device="late") for key in state}
+    counts = {}
+    torch.accelerator.synchronize()
+    late.set_delay(0.0015)
+    late.count_copies()
+    tte.save(there, path / "tte", no_dist=True)
+    counts["tte.save"] = late.count_copies()
+    tte.load(targets, path / "tte", no_dist=True)
+    counts["tte.load"] = late.count_copies()
+    save(there, FileWriter(path / "dcp"))
+    counts["dcp.save"] = late.count_copies()
+    load(targets, FileReader(path / "dcp"))
+    counts["dcp.load"] = late.count_copies()
+    late.set_delay(0)
+    assert differences(on_host(targets), state) == []
+    return counts
+
+
+def test_a_missing_wait_shows(run_late_world: Callable[..., Any], tmp_path: Path) -> None:
+    run_late_world(1, check_missing_waits, tmp_path)
+
+
+def check_missing_waits(rank: int, world_size: int, path: Path) -> None:
+    state = {f"w{index}": random_tensor((64, 64), torch.float32, index) for index in range(16)}
+    there = on_device(state, "late")
+
+    def saved_and_loaded(name: str) -> bool:
+        targets = {key: torch.zeros(64, 64, device="late") for key in state}
+        tte.save(there, path / name, no_dist=True)
+        tte.load(targets, path / name, no_dist=True)
+        return differences(on_host(targets), state) == []
+
+    with buckets_of(32 << 10, 0.01):
+        assert saved_and_loaded("right")
+        with mock.patch.object(device_buckets, "_recorded", lambda device: mock.Mock()):
+            assert not saved_and_loaded("wrong")
+
+
+def test_a_device_without_operators(run_on_accelerator: Callable[..., Any], tmp_path: Path) -> None:
+    run_on_accelerator(1, check_without_operators, tmp_path)
+
+
+def check_without_operators(rank: int, world_size: int, device: str, path: Path) -> None:
+    state = mixed_state()
+    with (
+        buckets_of(4096, 0.001),
+        mock.patch.object(device_buckets, "takes_operators", lambda device: False),
+        mock.patch.object(read_batch, "takes_operators", lambda device: False),
+    ):
+        save(on_device(state, device), FileWriter(path), tte.SavePlanner())
+        targets = on_device(blank(state), device)
+        load(targets, FileReader(path, "all"), tte.LoadPlanner())
+    assert differences(on_host(targets), state) == []
+
+
+def test_what_takes_operators(run_late_world: Callable[..., Any]) -> None:
+    assert run_late_world(1, ask_devices) == [(True, False, False)]
+    assert not takes_operators(torch.device("cpu"))
+
+
+def ask_devices(rank: int, world_size: int) -> tuple[bool, bool, bool]:
+    return tuple(takes_operators(torch.device(name)) for name in ("late:0", "cpu", "meta"))
+
+
+PLACEMENTS = [[Shard(0)], [Shard(1)], [Replicate()], [_StridedShard(0, split_factor=2)]]
+
+
+def test_dtensors_on_a_mesh(run_on_accelerator: Callable[..., Any], tmp_path: Path) -> None:
+    run_on_accelerator(2, check_dtensors, tmp_path)
+
+
+def check_dtensors(rank: int, world_size: int, device: str, path: Path) -> None:
+    mesh = init_device_mesh(device, (world_size,))
+    whole = {
+        f"{position}.{dtype}.{shape}": random_tensor(shape, dtype, position)
+        for position, (dtype, shape) in enumerate(
+            itertools.product((torch.float32, torch.bfloat16, torch.uint8), ((8, 6), (5, 3), (1, 4)))
+        )
+    }
+
+    def sharded(tensors: dict[str, torch.Tensor], seed: int) -> dict[str, Any]:
+        draw = random.Random(seed)
+        return {
+            key: distribute_tensor(value.to(device), mesh, draw.choice(PLACEMENTS), src_data_rank=None)
+            for key, value in tensors.items()
+        }
+
+    with buckets_of(256, 0.001):
+        for seed in range(3):
+            saved, targets = sharded(whole, seed), sharded(blank(whole), seed + 10)
+            expected = sharded(whole, seed + 10)
+            tte.save({"model": saved, "step": seed}, path / f"tte-{seed}")
+            loaded = {"model": targets, "step": -1}
+            tte.load(loaded, path / f"tte-{seed}")
+            assert loaded["step"] == seed
+            assert different_shards(targets, expected) == []
+            targets = sharded(blank(whole), seed + 10)
+            dcp.save({"model": saved}, storage_writer=FileWriter(path / f"dcp-{seed}"), planner=tte.SavePlanner())
+            dcp.load(
+                {"model": targets}, storage_reader=FileReader(path / f"dcp-{seed}", "all"), planner=tte.LoadPlanner()
+            )
+            assert different_shards(targets, expected) == []
+
+
+def different_shards(found: dict[str, DTensor], expected: dict[str, DTensor]) -> list[str]:
+    return [
+        key
+        for key in expected
+        if not torch.equal(bits(found[key].to_local().cpu()), bits(expected[key].to_local().cpu()))
+    ]
+
+
+@pytest.mark.parametrize("bucket_bytes", [64, 4096, 1 << 20])
+def test_tensors_of_other_devices_pass_through_buckets(tmp_path: Path, bucket_bytes: int) -> None:
+    """The way of an accelerator's tensors, with tensors of the CPU."""
+    path = str(tmp_path / "file")
+    state = {str(dtype): random_tensor((33, 65), dtype) for dtype in DTYPES} | {"t": torch.rand(9, 700).t()}
+    records = _core.RecordWriter(path.encode(), 1 << 16, 2, False)
+    buckets = OutgoingBuckets(bucket_bytes, records.write_queued)
+    for name, tensor in state.items():
+        key, sizes = (name, None, None), tensor.shape
+        buckets.then(
+            lambda key=key, sizes=sizes, dtype=tensor.dtype: records.begin_tensor(
+                key, NAMES[dtype], sizes, ELEMENT_TYPES[dtype]
+            )
+        )
+        buckets.add(tensor, records.add_bytes)
+        buckets.then(records.end_tensor)
+    buckets.finish()
+    written = records.finish("file", bytes(16), 0)
+    reader = _core.RunReader()
+    file = reader.add_checked_file(path, written.num_bytes, written.footer_offset, written.footer_digest, bytes(16))
+    targets = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in state.items()}
+    for one in _core.parse_records(written):
+        target, zero = targets[one.fqn], (0,) * len(one.sizes)
+        stored = _core.StoredTensor(one.dtype, one.sizes, target.stride(), one.data_offset)
+        reader.add_box(file, stored, zero, one.sizes, target.data_ptr(), target.stride())
+    assert reader.read(2, "all") == []
+    assert differences(targets, state) == []
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (4, 5), (3, 1, 4), (2, 3, 4, 5), (1, 100)])
+def test_row_major_boxes(shape: tuple[int, ...]) -> None:
+    for tensor in (torch.arange(torch.Size(shape).numel()).view(shape), torch.randn(*shape, 2)[..., 0]):
+        for max_elements in (1, 2, 3, 7, 20, 1000):
+            found = list(row_major_boxes(tensor, max_elements))
+            assert torch.equal(torch.cat([box.reshape(-1) for _, box in found]), tensor.reshape(-1))
+            for offsets, box in found:
+                assert box.numel() <= max_elements and box.dim() == tensor.dim() == len(offsets)
+                if box.numel():
+                    inside = tuple(slice(begin, begin + size) for begin, size in zip(offsets, box.shape, strict=True))
+                    assert torch.equal(tensor[inside], box)

@@ -1,0 +1,281 @@
+"""Buckets in which tensors of an accelerator travel: many tensors are one copy between the device and the host.
+
+A bucket is a flat buffer on both sides. On the device our operators fill it and take it apart, so that strided boxes
+travel like whole tensors. The host has two buffers, pinned, which take turns: while one is copied the other is hashed
+and written, or read and verified. All work of the device goes to its current stream.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from torchtitan_ext import ops
+from torchtitan_ext.layout.dtensor import as_bytes
+from torchtitan_ext.state.host_copies import BUCKET_BYTES, takes_operators
+
+NUM_HOST_BUFFERS = 2
+
+
+def bucket_bytes_of(num_bytes: int) -> int:
+    """The size of the buckets for tensors of so many bytes: a power of two, so that there is room for gaps."""
+    return min(BUCKET_BYTES, max(ops.DEFAULT_ALIGNMENT, 1 << (num_bytes - 1).bit_length()))
+
+
+def host_buffer_bytes(num_bytes: int) -> int:
+    """The memory of the host's buffers for tensors of so many bytes."""
+    return bucket_bytes_of(num_bytes) * (1 if num_bytes <= BUCKET_BYTES else NUM_HOST_BUFFERS)
+
+
+def row_major_boxes(tensor: Tensor, max_elements: int) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """Cuts a tensor into boxes (offsets, view) of at most so many elements, row-major one behind the other."""
+    if tensor.numel() <= max_elements:
+        yield (0,) * tensor.dim(), tensor
+        return
+    row_elements = tensor.numel() // tensor.shape[0]
+    if row_elements <= max_elements:
+        begins = range(0, tensor.shape[0], max_elements // row_elements)
+        for begin, rows in zip(begins, tensor.split(begins.step), strict=True):
+            yield (begin, *(0,) * (tensor.dim() - 1)), rows
+        return
+    for index in range(tensor.shape[0]):
+        for offsets, box in row_major_boxes(tensor[index], max_elements):
+            yield (index, *offsets), box.unsqueeze(0)
+
+
+@dataclass
+class _OutgoingBucket:
+    """Tensors of one device, and what is to be done, in this order, once their bytes are at an address of the host."""
+
+    tensors: list[Tensor] = field(default_factory=list)
+    num_bytes: int = 0
+    steps: list[Callable[[int], object]] = field(default_factory=list)
+    event: torch.Event | None = None
+
+
+class OutgoingBuckets:
+    """Brings tensors of accelerators to the host: ``add`` them, then call ``finish``.
+
+    Args:
+        bucket_bytes: The size of a bucket.
+        on_bucket: Called when all functions have been called for the bytes of a bucket. Behind it they are gone.
+    """
+
+    def __init__(self, bucket_bytes: int, on_bucket: Callable[[], object]) -> None:
+        self._bucket_bytes = bucket_bytes
+        self._on_bucket = on_bucket
+        self._buffers = _Buffers(bucket_bytes)
+        self._filled = _OutgoingBucket()
+        self._started: tuple[_OutgoingBucket, Tensor] | None = None
+
+    def add(self, tensor: Tensor, use: Callable[[int, int], object]) -> None:
+        """Calls ``use(address, num_bytes)``, now or later, for all bytes of a tensor in row-major order.
+
+        Args:
+            tensor: Plain memory of an accelerator, any strides. It must not change until ``finish`` returns.
+        """
+        for _, part in row_major_boxes(tensor, self._bucket_bytes // tensor.element_size()):
+            begin = _aligned(self._filled.num_bytes)
+            first = self._filled.tensors[0] if self._filled.tensors else part
+            if begin + part.nbytes > self._bucket_bytes or part.device != first.device:
+                self._start()
+                begin = 0
+            self._filled.tensors.append(part)
+            self._filled.num_bytes = begin + part.nbytes
+            self._filled.steps.append(functools.partial(_use_part, use, begin, part.nbytes))
+
+    def then(self, call: Callable[[], object]) -> None:
+        """Calls a function after those for the tensors added so far."""
+        if self._started is None and not self._filled.steps:
+            call()
+        else:
+            self._filled.steps.append(lambda _: call())
+
+    def finish(self) -> None:
+        self._start()
+        self._finish_started()
+
+    def _start(self) -> None:
+        """Starts the copy of the filled bucket, and finishes the one before meanwhile."""
+        bucket, self._filled = self._filled, _OutgoingBucket()
+        if not bucket.steps:
+            self._finish_started()
+            return
+        host = self._buffers.next_host()
+        if bucket.num_bytes > 0:
+            self._copy(bucket, host)
+        self._finish_started()
+        self._started = (bucket, host)
+
+    @torch.no_grad()
+    def _copy(self, bucket: _OutgoingBucket, host: Tensor) -> None:
+        device = bucket.tensors[0].device
+        is_late = self._buffers.is_pinned_for(device)
+        if len(bucket.tensors) == 1 and bucket.tensors[0].is_contiguous():
+            host[: bucket.num_bytes].copy_(as_bytes(bucket.tensors[0]), non_blocking=is_late)
+        elif takes_operators(device):
+            flat = self._buffers.on_device(device)
+            ops.flatten_into_(bucket.tensors, flat)
+            host[: bucket.num_bytes].copy_(flat[: bucket.num_bytes], non_blocking=is_late)
+        else:
+            for view, tensor in zip(ops.flat_views(host, bucket.tensors), bucket.tensors, strict=True):
+                view.copy_(tensor, non_blocking=is_late)
+        bucket.event = _recorded(device) if is_late else None
+
+    def _finish_started(self) -> None:
+        if self._started is None:
+            return
+        (bucket, host), self._started = self._started, None
+        if bucket.event is not None:
+            bucket.event.synchronize()
+        for step in bucket.steps:
+            step(host.data_ptr())
+        self._on_bucket()
+
+
+def _use_part(use: Callable[[int, int], object], begin: int, num_bytes: int, address: int) -> None:
+    use(address + begin, num_bytes)
+
+
+@dataclass
+class _IncomingBucket:
+    """What has been placed in a buffer of the host.
+
+    Attributes:
+        front: The end of the flat buffer of ``targets``, in bytes.
+        back: Where the targets to be cast begin. They are no part of the flat buffer and fill its place from behind.
+        casts: Each with the byte at which its elements begin, and their dtype.
+    """
+
+    host: Tensor
+    device: torch.device
+    back: int
+    front: int = 0
+    targets: list[Tensor] = field(default_factory=list)
+    casts: list[tuple[Tensor, int, torch.dtype]] = field(default_factory=list)
+
+    def place(self, target: Tensor, dtype: torch.dtype) -> Tensor | None:
+        num_bytes = target.numel() * dtype.itemsize
+        is_cast = dtype != target.dtype
+        begin = (self.back - num_bytes) // ops.DEFAULT_ALIGNMENT * ops.DEFAULT_ALIGNMENT
+        if not is_cast:
+            begin = _aligned(self.front)
+        end = begin + num_bytes
+        if target.device != self.device or (begin < self.front if is_cast else end > self.back):
+            return None
+        if is_cast:
+            self.casts.append((target, begin, dtype))
+            self.back = begin
+        else:
+            self.targets.append(target)
+            self.front = end
+        return self.host[begin:end].view(dtype).view(target.shape)
+
+
+class IncomingBuckets:
+    """Fills tensors of accelerators from the host: ``place`` them, write their bytes, ``send``; at last ``finish``.
+
+    Args:
+        bucket_bytes: The size of a bucket.
+    """
+
+    def __init__(self, bucket_bytes: int) -> None:
+        self.bucket_bytes = bucket_bytes
+        self._buffers = _Buffers(bucket_bytes)
+        self._events: dict[int, torch.Event] = {}  # of the last copy from each buffer of the host, by its address
+        self._bucket: _IncomingBucket | None = None
+
+    def place(self, target: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Where on the host the elements of a target are to be written, before ``send``.
+
+        Args:
+            target: Of an accelerator that takes operators, at most ``bucket_bytes`` large, any strides.
+            dtype: Of the elements that will be written; where it is another than the target's, they are cast.
+
+        Returns:
+            A contiguous tensor of the target's shape; ``None`` where the bucket has no room for it: ``send`` it first.
+        """
+        if self._bucket is None:
+            host = self._buffers.next_host()
+            if (event := self._events.pop(host.data_ptr(), None)) is not None:
+                event.synchronize()
+            self._bucket = _IncomingBucket(host, target.device, back=self.bucket_bytes)
+        return self._bucket.place(target, dtype)
+
+    @torch.no_grad()
+    def send(self) -> None:
+        """Starts to fill the targets placed since the last call."""
+        bucket, self._bucket = self._bucket, None
+        if bucket is None:
+            return
+        is_late = self._buffers.is_pinned_for(bucket.device)
+        if len(bucket.targets) == 1 and bucket.targets[0].is_contiguous() and not bucket.casts:
+            as_bytes(bucket.targets[0]).copy_(bucket.host[: bucket.front], non_blocking=is_late)
+        else:
+            flat = self._buffers.on_device(bucket.device)
+            for begin, end in ((0, bucket.front), (bucket.back, self.bucket_bytes)):
+                if begin < end:
+                    flat[begin:end].copy_(bucket.host[begin:end], non_blocking=is_late)
+            _unflatten(bucket.targets, flat)
+            for target, begin, dtype in bucket.casts:
+                end = begin + target.numel() * dtype.itemsize
+                target.copy_(flat[begin:end].view(dtype).view(target.shape))
+        if is_late:
+            self._events[bucket.host.data_ptr()] = _recorded(bucket.device)
+
+    def finish(self) -> None:
+        """Waits until all that was sent is there."""
+        for event in self._events.values():
+            event.synchronize()
+        self._events.clear()
+
+
+def _unflatten(targets: Sequence[Tensor], flat: Tensor) -> None:
+    if not targets:
+        return
+    try:
+        ops.unflatten_tensors_(targets, flat)
+    except ValueError:  # tied weights share memory: one after the other
+        for target, values in zip(targets, ops.flat_views(flat, targets), strict=True):
+            target.copy_(values)
+
+
+class _Buffers:
+    """The memory of buckets: made when it is first needed, then kept."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self._host: list[Tensor] = []
+        self._turn = 0
+        self._flat: dict[torch.device, Tensor] = {}
+
+    def next_host(self) -> Tensor:
+        if len(self._host) < NUM_HOST_BUFFERS:
+            pin_memory = torch.accelerator.is_available()
+            self._host.append(torch.empty(self._num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pin_memory))
+        self._turn += 1
+        return self._host[(self._turn - 1) % NUM_HOST_BUFFERS]
+
+    def is_pinned_for(self, device: torch.device) -> bool:
+        """Whether copies between the host's buffers and a device may go on behind the caller's back."""
+        accelerator = torch.accelerator.current_accelerator()
+        return accelerator is not None and accelerator.type == device.type and self._host[0].is_pinned()
+
+    def on_device(self, device: torch.device) -> Tensor:
+        if device not in self._flat:
+            self._flat[device] = torch.empty(self._num_bytes, dtype=torch.uint8, device=device)
+        return self._flat[device]
+
+
+def _recorded(device: torch.device) -> torch.Event:
+    event = torch.Event(device)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ops.DEFAULT_ALIGNMENT) * ops.DEFAULT_ALIGNMENT
