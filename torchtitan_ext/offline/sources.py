@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.planners.saved_chunks import storage_problems
+from torchtitan_ext.dcp_private import StorageInfo
 from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError, Remedy, refusal
 from torchtitan_ext.state.plain_value import NotPlainError, read_value
 from torchtitan_ext.storage.checkpoint_files import Record, thread_count_of
@@ -161,6 +162,16 @@ class PlainFiles:
         stream = io.BytesIO()
         torch.save(self._values[fqn], stream)
         return torch.frombuffer(stream.getbuffer(), dtype=torch.uint8)
+
+    def places(self) -> dict[MetadataIndex, StorageInfo]:
+        """The place of each chunk and of each value; values have the size that their DCP records would have."""
+        found = {
+            MetadataIndex(fqn, torch.Size(offsets)): StorageInfo(record.file, record.offset, record.num_bytes)
+            for (fqn, offsets), record in self._records.items()
+        }
+        for fqn in self._values:
+            found[MetadataIndex(fqn)] = StorageInfo(self.path.name, 0, self.value_record(fqn).numel())
+        return found
 
 
 FileSource = DcpSource | PlainFiles

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 
-import torch
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.operation.component_plans import OpenSource
@@ -17,10 +16,8 @@ from torchtitan_ext.checkpoint.operation.load_phases import open_source
 from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
 from torchtitan_ext.checkpoint.planners.saved_chunks import SavedChunks
 from torchtitan_ext.checkpoint.rules.policy import Source
-from torchtitan_ext.dcp_private import StorageInfo
 from torchtitan_ext.errors import Problem, refusal
-from torchtitan_ext.offline.boxes import chunks_of
-from torchtitan_ext.offline.sources import FileSource
+from torchtitan_ext.offline.sources import PlainFiles
 from torchtitan_ext.offline.sources import open_source as open_files
 from torchtitan_ext.storage import FileReader
 from torchtitan_ext.storage.checkpoint_files import data_file_bytes, is_local, metadata_file_bytes
@@ -65,7 +62,9 @@ def open_load_source(source: Source) -> LoadSource:
     path = Path(source.path)
     kind: Format = format_of(path) if is_local(source.path) else "dcp"
     if kind != "dcp":
-        return _with_files(open_files(path), kind, source)
+        files = open_files(path)
+        assert isinstance(files, PlainFiles), "only DCP has another source, please report"
+        return _with_files(files, kind, source)
     opened = open_source(source, LoadPlanner(), 0)
     if opened.is_of_one_rank:
         detail = (
@@ -78,11 +77,11 @@ def open_load_source(source: Source) -> LoadSource:
     return LoadSource(opened, data_file_bytes(path), metadata_file_bytes(path, save_id))
 
 
-def _with_files(files: FileSource, kind: Format, source: Source) -> LoadSource:
+def _with_files(files: PlainFiles, kind: Format, source: Source) -> LoadSource:
     """Opens files of other formats than DCP's. DCP has a reader for directories of safetensors files."""
     path = files.path
     file_bytes = data_file_bytes(path) if path.is_dir() else {path.name: path.stat().st_size}
-    metadata = dataclasses.replace(files.metadata, storage_data=_places(files))
+    metadata = dataclasses.replace(files.metadata, storage_data=files.places())
     name = str(source.path)
     if kind == "safetensors" and path.is_dir():
         note = f"a job loads safetensors files with storage_reader=HuggingFaceStorageReader({name!r})"
@@ -92,15 +91,3 @@ def _with_files(files: FileSource, kind: Format, source: Source) -> LoadSource:
     note = "the reads are those that a job would make after one rank has converted the checkpoint"
     opened = OpenSource(name, source, FileReader(path), metadata)
     return LoadSource(opened, file_bytes, problems=(problem,), notes=(note,))
-
-
-def _places(files: FileSource) -> dict[MetadataIndex, StorageInfo]:
-    """The place of each chunk and of each value; values have the size that their DCP records would have."""
-    entries = files.metadata.state_dict_metadata
-    tensors = {fqn: entry for fqn, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
-    indices = [MetadataIndex(chunk.fqn, torch.Size(chunk.offsets)) for chunk in chunks_of(tensors)]
-    records = zip(indices, files.find_records(indices), strict=True)
-    places = {index: StorageInfo(record.file, record.offset, record.num_bytes) for index, record in records}
-    for fqn in entries.keys() - tensors.keys():
-        places[MetadataIndex(fqn)] = StorageInfo(files.path.name, 0, files.value_record(fqn).numel())
-    return places

@@ -118,7 +118,7 @@ def _refused(groups: Sequence[AlikeRanks], problems: Sequence[Problem]) -> SaveF
 class _Records:
     """Records of one form that a rank writes: a chunk of each of several tensors, or a value.
 
-    Ranks whose records are equal have files of one size, which add as much to the metadata.
+    The files of ranks with equal records have one size, and add equally much to the metadata.
 
     Attributes:
         section, keys: Section and positions of the keys in the rank's table.
@@ -126,7 +126,7 @@ class _Records:
         dtype: ``None`` for a value.
         sizes: The sizes of the chunk; empty for a value.
         num_bytes: The size of one record.
-        offsets: Those of the chunk, of which no size depends; ``None`` for a value.
+        offsets: The offsets of the chunk, on which no size depends; ``None`` for a value.
     """
 
     section: int
