@@ -65,7 +65,7 @@ class AlikeRanks:
     Args:
         ranks: The ranks, in order.
         table: What one of them, the viewer, holds.
-        viewer: The rank that holds ``table``.
+        viewer: The rank that holds ``table``; not used if ``own`` is given.
         mesh: The mesh of all ranks, if it is known: data-parallel ranks are counted along its axes.
         own: The keys that the viewer keeps under a name of its own; by default those with its number in the name.
 
