@@ -54,3 +54,13 @@ def _copied(names: list[str], tensors: Mapping[str, Tensor]) -> list[tuple[str, 
     plain = [tensors[name].resolve_conj().resolve_neg() for name in names]
     flat = ops.flatten_tensors(plain).cpu()
     return list(zip(names, ops.flat_views(flat, plain), strict=True))
+
+
+def packed_on_device(tensor: Tensor) -> Tensor:
+    """A contiguous copy of a strided tensor of an accelerator, made by one kernel; any other tensor itself."""
+    if type(tensor) is not Tensor or tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_contiguous():
+        return tensor
+    if tensor.is_conj() or tensor.is_neg() or not takes_operators(tensor.device):
+        return tensor
+    with torch.no_grad():
+        return ops.flatten_tensors([tensor]).view(tensor.dtype).view(tensor.shape)

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from states import DTYPES, bits, blank, differences, load, mixed_state, random_tensor, save
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -270,6 +271,29 @@ def different_shards(found: dict[str, DTensor], expected: dict[str, DTensor]) ->
         for key in expected
         if not torch.equal(bits(found[key].to_local().cpu()), bits(expected[key].to_local().cpu()))
     ]
+
+
+class Seen(tte.SavePlanner):
+    """Notes which tensors a writer got contiguous."""
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        value = super().resolve_data(write_item)
+        vars(self).setdefault("seen", set()).add(value.is_contiguous())
+        return value
+
+
+def test_stock_writers_get_packed_tensors(run_on_accelerator: Callable[..., Any], tmp_path: Path) -> None:
+    run_on_accelerator(1, check_stock_writer, tmp_path)
+
+
+def check_stock_writer(rank: int, world_size: int, device: str, path: Path) -> None:
+    state = {str(dtype): random_tensor((5, 7), dtype)[:, 1:4] for dtype in DTYPES}
+    there = on_device(state, device)
+    for writer, contiguous in ((dcp.FileSystemWriter(path / "stock"), True), (FileWriter(path / "ours"), False)):
+        planner = Seen()
+        save(there, writer, planner)
+        assert planner.seen == {contiguous}
+        assert differences(load(blank(state), dcp.FileSystemReader(writer.path)), state) == []
 
 
 @pytest.mark.parametrize("bucket_bytes", [64, 4096, 1 << 20])

@@ -59,8 +59,10 @@ from torchtitan_ext.errors import MAX_NAMED, Problem, StateRefusedError, listed,
 from torchtitan_ext.layout.dtensor import box_of, local_tensor
 from torchtitan_ext.layout.layout import LayoutRules, ShardOrder, num_elements
 from torchtitan_ext.ranks.exchange import scope_ranks
+from torchtitan_ext.state.host_copies import packed_on_device
 from torchtitan_ext.state.nested import flatten_state_dict
 from torchtitan_ext.storage.metadata.saved_metadata import WORLD_KEY
+from torchtitan_ext.storage.native.file_writer import FilePrefix
 
 logger = logging.getLogger(__name__)
 
@@ -250,7 +252,10 @@ class SavePlanner(DefaultSavePlanner):
         return dataclasses.replace(self.plan, items=list(self.plan.items)) if is_shared else self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        return self.transform_object(write_item, self.lookup_object(write_item.index))
+        value = self.transform_object(write_item, self.lookup_object(write_item.index))
+        # Our writer packs many of them at once.
+        is_packed_later = isinstance(self.plan.storage_data, FilePrefix)
+        return value if isinstance(value, io.BytesIO) or is_packed_later else packed_on_device(value)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """The value at an index, for a chunk a view of the local tensor. Subclasses may replace it, as in stock."""
