@@ -43,15 +43,9 @@ def format_placements(placements: Sequence[tuple[int, int]]) -> str:
     """Placements in DTensor's words."""
 
 def format_mesh(shape: Sequence[int], names: Sequence[str] | None) -> str: ...
+def cover_defect(global_shape: Sequence[int], boxes: Sequence[_Box]) -> str | None:
+    """Why boxes do not hold every element of a tensor once, in words that follow "the chunks"; ``None`` if they do."""
 
-class CoverDefect:
-    """The first element that is not held exactly once, and the positions of the boxes that hold it."""
-
-    kind: Literal["gap", "overlap", "out_of_bounds"]
-    element: _Sizes
-    chunks: list[int]
-
-def find_cover_defect(global_shape: Sequence[int], boxes: Sequence[_Box]) -> CoverDefect | None: ...
 def describe_cover_defect(
     global_shape: Sequence[int], boxes: Sequence[_Box], owners: Sequence[int] | None
 ) -> str | None:
@@ -165,12 +159,11 @@ class UnplacedPart:
     offsets: _Sizes | None
 
 class UncoveredKey:
-    """``kind`` as of ``find_cover_defect``, for one of the elements or chunks concerned."""
+    """A key whose chunks do not hold every element of its tensor once, with its ``cover_defect``."""
 
     fqn: str
     sizes: _Sizes
-    kind: str
-    element: _Sizes
+    defect: str
 
 class ParsedMetadata:
     """``storage_meta`` are the fields of DCP's ``StorageMeta``, or ``None``."""
@@ -384,6 +377,8 @@ class StoredTensor:
     data_offset: int
     item_bytes: int
     def __init__(self, dtype: str, sizes: Sequence[int], strides: Sequence[int] | None, data_offset: int) -> None: ...
+    def shape_defect(self, dtype: str, sizes: Sequence[int]) -> str | None:
+        """How it differs from the dtype and sizes in the metadata; ``None`` if it does not."""
 
 def shortest(value: float, dtype: str) -> float:
     """The number with the fewest digits that is this element of a tensor: 0.1 for 0.10000000149011612 of float32."""

@@ -153,13 +153,12 @@ PYBIND11_MODULE(_core, module) {
             format_mesh({std::move(shape), true, {}, names.has_value(), names.value_or(std::vector<std::string>())}));
       },
       py::arg("shape"), py::arg("names"));
-  py::class_<CoverDefect>(module, "CoverDefect", "See csrc/core/cover.h.")
-      .def_property_readonly("kind", [](const CoverDefect& defect) { return name_of(defect.kind); })
-      .def_property_readonly("element", [](const CoverDefect& defect) { return to_tuple(defect.element); })
-      .def_readonly("chunks", &CoverDefect::chunks);
   module.def(
-      "find_cover_defect",
-      [](const Sizes& shape, const std::vector<BoxTuple>& boxes) { return find_defect(shape, to_chunks(boxes)); },
+      "cover_defect",
+      [](const Sizes& shape, const std::vector<BoxTuple>& boxes) {
+        const std::optional<CoverDefect> defect = find_defect(shape, to_chunks(boxes));
+        return defect ? std::optional(defect_text(*defect)) : std::nullopt;
+      },
       py::arg("global_shape"), py::arg("boxes"));
   module.def("describe_cover_defect", &describe_cover_defect_py, py::arg("global_shape"), py::arg("boxes"),
              py::arg("owners"));

@@ -74,8 +74,7 @@ struct UnplacedPart {
 struct Uncovered {
   py::str fqn;
   py::tuple sizes;
-  std::string kind;
-  py::tuple element;
+  std::string defect;
 };
 
 struct ParsedMetadata {
@@ -259,8 +258,7 @@ std::vector<Uncovered> cover_defects(const MetadataColumns& columns) {
   std::vector<Uncovered> rows;
   for (const auto& [number, defect] : found) {
     const SavedKey& key = columns.keys()[number];
-    rows.push_back({to_str(columns.names[key.fqn]), to_tuple(columns.sizes[key.sizes]),
-                    std::string(name_of(defect.kind)), to_tuple(defect.element)});
+    rows.push_back({to_str(columns.names[key.fqn]), to_tuple(columns.sizes[key.sizes]), defect_text(defect)});
   }
   return rows;
 }
@@ -416,8 +414,7 @@ void define_rows(py::module_& module) {
   py::class_<Uncovered>(module, "UncoveredKey")
       .def_readonly("fqn", &Uncovered::fqn)
       .def_readonly("sizes", &Uncovered::sizes)
-      .def_readonly("kind", &Uncovered::kind)
-      .def_readonly("element", &Uncovered::element);
+      .def_readonly("defect", &Uncovered::defect);
   py::class_<ParsedMetadata>(module, "ParsedMetadata")
       .def_readonly("columns", &ParsedMetadata::columns)
       .def_readonly("planner_data", &ParsedMetadata::planner_data)

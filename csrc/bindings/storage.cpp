@@ -351,6 +351,7 @@ void define_tensors(py::module_& module) {
       .def_property_readonly("strides", [](const PlainTensor& self) { return to_tuple(self.strides); })
       .def_property_readonly("is_row_major",
                              [](const PlainTensor& self) { return self.strides == row_major_strides(self.sizes); })
+      .def("shape_defect", &shape_defect, py::arg("dtype"), py::arg("sizes"))
       .def_readonly("data_offset", &PlainTensor::data_offset)
       .def_readonly("item_bytes", &PlainTensor::item_bytes);
   module.def("shortest", &shortest, py::arg("value"), py::arg("dtype"));

@@ -10,4 +10,10 @@ int64_t num_elements(std::span<const int64_t> sizes) {
   return product;
 }
 
+std::string list_text(std::span<const int64_t> sizes) {
+  std::string text = "[";
+  for (size_t dim = 0; dim < sizes.size(); ++dim) text += concat(dim > 0 ? ", " : "", sizes[dim]);
+  return text + "]";
+}
+
 }  // namespace torchtitan_ext::core

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <span>
+#include <string>
 #include <vector>
 
 namespace torchtitan_ext::core {
@@ -39,5 +40,8 @@ struct Shard {
 
 // Product of the sizes, 1 for a 0-d tensor. Throws std::overflow_error beyond int64.
 int64_t num_elements(std::span<const int64_t> sizes);
+
+// As Python writes a list of them: "[2, 0]".
+std::string list_text(std::span<const int64_t> sizes);
 
 }  // namespace torchtitan_ext::core

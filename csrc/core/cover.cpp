@@ -150,8 +150,11 @@ std::optional<CoverDefect> find_defect_by_halves(std::span<const int64_t> global
 
 }  // namespace
 
-const char* name_of(CoverDefect::Kind kind) {
-  return kind == CoverDefect::Kind::kGap ? "gap" : kind == CoverDefect::Kind::kOverlap ? "overlap" : "out_of_bounds";
+std::string defect_text(const CoverDefect& defect) {
+  const char* const what = defect.kind == CoverDefect::Kind::kGap       ? "leave out "
+                           : defect.kind == CoverDefect::Kind::kOverlap ? "hold twice "
+                                                                        : "lie outside of it, at ";
+  return what + list_text(defect.element);
 }
 
 std::optional<CoverDefect> find_cover_defect(std::span<const int64_t> global_shape, std::span<const Chunk> chunks) {

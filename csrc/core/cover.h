@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "core/chunk.h"
@@ -28,8 +29,8 @@ struct CoverDefect {
   std::vector<size_t> chunks;  // the chunks that hold it (kOverlap), or the chunk that leaves the tensor (kOutOfBounds)
 };
 
-// "gap", "overlap" or "out_of_bounds".
-const char* name_of(CoverDefect::Kind kind);
+// In words that follow "the chunks": "leave out [2, 0]", for an element or chunk.
+std::string defect_text(const CoverDefect& defect);
 
 // Nothing when `chunks` hold every element of a tensor of `global_shape` exactly once. Chunks without elements are
 // ignored; `local_offsets` are not looked at.

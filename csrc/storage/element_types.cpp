@@ -79,6 +79,12 @@ int64_t elements_needed(std::span<const int64_t> sizes, std::span<const int64_t>
   return needed;
 }
 
+std::optional<std::string> shape_defect(const PlainTensor& tensor, const std::string& dtype, const core::Sizes& sizes) {
+  if (tensor.dtype == dtype && tensor.sizes == sizes) return std::nullopt;
+  return core::concat("is ", tensor.dtype, " ", core::list_text(tensor.sizes), ", the metadata says ", dtype, " ",
+                      core::list_text(sizes));
+}
+
 std::optional<PlainTensor> plain_tensor(const StoredTensor& tensor, const std::string& what) {
   std::string dtype = dtype_of(tensor.type.storage_class, tensor.type.dtype);
   if (dtype.empty()) return std::nullopt;

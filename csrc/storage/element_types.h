@@ -42,6 +42,9 @@ struct PlainTensor {
   int64_t item_bytes = 0;
 };
 
+// How a tensor differs from the dtype and sizes in the metadata; nothing where it does not.
+std::optional<std::string> shape_defect(const PlainTensor& tensor, const std::string& dtype, const core::Sizes& sizes);
+
 // The tensor of a record; nothing where its elements are no plain memory. `what` names it in the FormatError that is
 // thrown where its storage is too short.
 std::optional<PlainTensor> plain_tensor(const StoredTensor& tensor, const std::string& what);

@@ -295,7 +295,7 @@ def test_a_lost_file_costs_no_look_at_the_metadata(tmp_path: Path, monkeypatch: 
     """At a thousand ranks metadata has 140 MB: it was read again for each file that was missing."""
     lost("ours", "__0_0.distcp")(tmp_path / "c")
     opened = OpenedCheckpoint(tmp_path / "c")
-    opened.read_metadata(None)
+    opened.read_metadata(".metadata")
     monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail(f"{path} is read again"))
     with pytest.raises(FileNotFoundError):
         opened.descriptor("__0_0.distcp")

@@ -82,7 +82,7 @@ def test_the_ranks_cover_every_element_once_per_replica(layout):
         if all(coordinate[axis] == 0 for axis in replicating)
         for chunk in chunks
     ]
-    assert _core.find_cover_defect(shape, boxes) is None
+    assert _core.cover_defect(shape, boxes) is None
 
 
 PLACEMENTS = [Replicate(), Shard(0), Shard(1), _StridedShard(0, split_factor=2), _StridedShard(0, split_factor=3)]

@@ -20,7 +20,6 @@ from torchtitan_ext.layout.wrapper import dense_values
 from torchtitan_ext.offline.sources import FileSource, read_record
 from torchtitan_ext.state.plain_value import read_value
 from torchtitan_ext.storage.checkpoint_files import Record
-from torchtitan_ext.storage.damage import shape_defect
 from torchtitan_ext.storage.native.read_batch import Copy, add_box
 from torchtitan_ext.storage.raw_tensor import DTYPES, NAMES
 
@@ -273,7 +272,7 @@ def records_of(source: FileSource, chunks: Sequence[Piece]) -> list[Record]:
     records = source.find_records([MetadataIndex(chunk.fqn, torch.Size(chunk.offsets)) for chunk in chunks])
     for chunk, record in zip(chunks, records, strict=True):
         dtype = NAMES.get(chunk.dtype, str(chunk.dtype))
-        defect = None if record.tensor is None else shape_defect(record.tensor, dtype, chunk.sizes)
+        defect = None if record.tensor is None else record.tensor.shape_defect(dtype, chunk.sizes)
         if defect is not None:
             raise DamagedCheckpointError(f"{source.path}: {chunk.fqn} in {record.file} {defect}")
     return records

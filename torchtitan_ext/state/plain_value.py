@@ -321,24 +321,21 @@ def read_pickle(data: bytes) -> Any:
     """
     try:
         return _PlainUnpickler(io.BytesIO(data)).load()
-    except _NotAllowedError as error:
-        found = NotPlain((str(error),), can_be_allowed=not is_builtin_function(str(error)))
-        allowing = "allow its class with torch.serialization.add_safe_globals, or " if found.can_be_allowed else ""
-        raise NotPlainError(found, f"{allowing}store plain data instead") from None
+    except NotPlainError:
+        raise
     except Exception as error:
         raise DamagedBytesError(f"its bytes are damaged ({type(error).__name__}: {first_line(error)})") from None
-
-
-class _NotAllowedError(Exception):
-    """A pickle names something that is not allowed."""
 
 
 class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         allowed = {_global_name(entry): entry for entry in _PICKLE_GLOBALS + torch.serialization.get_safe_globals()}
-        found = allowed.get(f"{module}.{name}")
+        full_name = f"{module}.{name}"
+        found = allowed.get(full_name)
         if found is None:
-            raise _NotAllowedError(f"{module}.{name}")
+            can_be_allowed = not is_builtin_function(full_name)
+            allowing = "allow its class with torch.serialization.add_safe_globals, or " if can_be_allowed else ""
+            raise NotPlainError(NotPlain((full_name,), can_be_allowed), f"{allowing}store plain data instead")
         return found[0] if isinstance(found, tuple) else found
 
 

@@ -10,18 +10,21 @@ import errno
 import os
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
 
 from torchtitan_ext import _core
-from torchtitan_ext.errors import DamagedCheckpointError
+from torchtitan_ext.errors import DamagedCheckpointError, named
 
 DATA_SUFFIX = ".distcp"
 
 # The id of a save of ours; stock's ids contain dashes.
 _SAVE_ID = re.compile("[0-9a-f]{32}")
+
+# A message names so many keys of which bytes are damaged.
+_MAX_NAMED = 4
 
 NO_METADATA = -1
 """The size of ``.metadata`` in an index whose tables replace that file."""
@@ -154,6 +157,38 @@ def find_stock_tensors(
     except _core.FormatError as error:
         raise DamagedCheckpointError(str(error)) from None
     return dict(zip(places, found, strict=True))
+
+
+def describe_damage(
+    directory: Path,
+    blocks: Sequence[tuple[str, int, int]],
+    parts: Iterable[_core.Part],
+    index: _core.Index | None,
+) -> str:
+    """One sentence about blocks (file, first byte, one past the last byte) that do not match their checksums."""
+    names: list[str] = []
+    for part in parts:
+        for name, begin, end in blocks:
+            if part.path == name and part.offset < end and part.offset + part.num_bytes > begin:
+                names.append(_rows_text(part, begin, end, index))
+                break
+    lie = named(names, _MAX_NAMED) or "no tensor, only padding"
+    name, begin, end = blocks[0]
+    others = f" and {len(blocks) - 1} more blocks" if len(blocks) > 1 else ""
+    return f"{directory / name}: bytes {begin} to {end}{others} do not match their checksum; in them lie {lie}"
+
+
+def _rows_text(part: _core.Part, begin: int, end: int, index: _core.Index | None) -> str:
+    """``w[128:160]``: the rows of a key between two bytes of its file."""
+    is_indexed = index is not None and part.path in index.files
+    stored = index.tensors(part.path).get(part.offset) if index is not None and is_indexed else None
+    if stored is None or not stored.sizes or 0 in stored.sizes:
+        return part.fqn
+    row_bytes = stored.strides[0] * stored.item_bytes
+    first = max(0, (begin - stored.data_offset) // row_bytes)
+    last = min(stored.sizes[0], -(-(end - stored.data_offset) // row_bytes))
+    start = part.offsets[0] if part.offsets else 0
+    return f"{part.fqn}[{start + first}:{start + max(last, first)}]"
 
 
 def data_file_bytes(directory: Path) -> dict[str, int]:

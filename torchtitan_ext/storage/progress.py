@@ -37,7 +37,7 @@ def progress(
     """
     is_terminal = _is_terminal()
     if not is_coordinator or not (is_terminal or in_logs):
-        yield _ignore
+        yield lambda num_bytes: None
     elif tqdm is None or not is_terminal:
         yield _Lines(operation, total_bytes).advance
     else:
@@ -72,10 +72,6 @@ class _Lines:
         line = f"{self._operation}: {megabytes:,.0f} of {total:,.0f} MB in {seconds:.0f} s"
         with suppress(Exception):  # a job may replace stderr by an object that cannot print
             print(line, file=sys.stderr, flush=True)
-
-
-def _ignore(num_bytes: int) -> None:
-    """Shows nothing."""
 
 
 def _is_terminal() -> bool:

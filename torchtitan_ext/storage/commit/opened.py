@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError, SavedOverError
-from torchtitan_ext.storage.checkpoint_files import data_path, index_path, is_save_id, metadata_path, shown
+from torchtitan_ext.storage.checkpoint_files import data_path, index_path, is_save_id, shown
 from torchtitan_ext.storage.commit.leftovers import checkpoint_names
 
 # A rank may need thousands of files of a larger world: those beyond this number are opened when they are read.
@@ -43,14 +43,15 @@ class OpenedCheckpoint:
     def __reduce__(self) -> tuple[type[OpenedCheckpoint], tuple[Path]]:
         return OpenedCheckpoint, (self.directory,)
 
-    def read_metadata(self, rank: int | None) -> bytes:
-        """The bytes of ``.metadata``. From then on a missing file is recognized as removed by another save."""
-        name = metadata_path(self.directory, rank).name
-        return self._read_as_metadata(name)
-
-    def read_index_alone(self, name: str) -> bytes:
-        """The bytes of an index that replaces ``.metadata``; like ``read_metadata``."""
-        return self._read_as_metadata(name)
+    def read_metadata(self, name: str) -> bytes:
+        """The bytes of ``.metadata``, or of an index that replaces it. From then on a missing file is recognized as
+        removed by another save.
+        """
+        with os.fdopen(self._open(name), "rb") as stream:
+            self._identity = _identity(os.fstat(stream.fileno()))
+            self._metadata = stream.read()
+        self._metadata_name = name
+        return self._metadata
 
     def read_index(self, rank: int | None, save_id: str | None) -> tuple[Path, bytes | None]:
         """Path and bytes of the index of a save, else of any other, stale one; the bytes are ``None`` without any.
@@ -109,13 +110,6 @@ class OpenedCheckpoint:
         except OSError as error:
             self._check_not_saved_over(name)
             raise OSError(error.errno, error.strerror, str(self.directory / name)) from None
-
-    def _read_as_metadata(self, name: str) -> bytes:
-        with os.fdopen(self._open(name), "rb") as stream:
-            self._identity = _identity(os.fstat(stream.fileno()))
-            self._metadata = stream.read()
-        self._metadata_name = name
-        return self._metadata
 
     def _read(self, name: str) -> bytes:
         with os.fdopen(self._open(name), "rb") as stream:

@@ -148,9 +148,11 @@ def read_lock(path: Path) -> LockState | None:
             status = os.fstat(descriptor)
             *lines, _ = stream.read().split("\n")
     except OSError as error:
-        if error.errno == errno.ELOOP:
-            return _link_state(path)
-        if error.errno not in _GONE:
+        if error.errno == errno.ELOOP:  # a link, which no save has made, so it has no owner
+            with contextlib.suppress(FileNotFoundError):
+                status = path.lstat()
+                return LockState(None, [], status.st_ino, status.st_mtime)
+        elif error.errno not in _GONE:
             raise
         return None
     try:
@@ -158,15 +160,6 @@ def read_lock(path: Path) -> LockState | None:
     except (IndexError, TypeError, ValueError):
         return LockState(None, [], status.st_ino, status.st_mtime)
     return LockState(owner, lines[1:], status.st_ino, status.st_mtime)
-
-
-def _link_state(path: Path) -> LockState | None:
-    """The state of a link in the place of a lock. No save has made it, so it has no owner."""
-    try:
-        status = path.lstat()
-    except FileNotFoundError:
-        return None
-    return LockState(None, [], status.st_ino, status.st_mtime)
 
 
 def remove_dead_lock(path: Path) -> Owner | None:

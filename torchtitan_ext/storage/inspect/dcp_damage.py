@@ -19,6 +19,7 @@ from typing import BinaryIO, Literal, NamedTuple, cast
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError
 from torchtitan_ext.storage.checkpoint_files import (
+    describe_damage,
     find_stock_tensors,
     index_path,
     metadata_path,
@@ -27,7 +28,6 @@ from torchtitan_ext.storage.checkpoint_files import (
 )
 from torchtitan_ext.storage.commit.leftovers import checkpoint_names
 from torchtitan_ext.storage.commit.opened import Footers, OpenedCheckpoint
-from torchtitan_ext.storage.damage import defect_text, describe_damage, shape_defect
 from torchtitan_ext.storage.formats.archives import FilePart, archive_damage
 from torchtitan_ext.storage.formats.contents import size_of
 from torchtitan_ext.storage.formats.detect import ZIP_START, Format
@@ -302,7 +302,7 @@ class DcpLook:
             return
         for part in tensors:
             stored, chunk = found[part.offset], parts.chunk_of(part)
-            defect = None if stored is None or chunk is None else shape_defect(stored, *chunk)
+            defect = None if stored is None or chunk is None else stored.shape_defect(*chunk)
             if defect is not None:
                 yield self._damage_of(part, f"it {defect}")
 
@@ -318,7 +318,7 @@ def _metadata_damages(saved: SavedMetadata, path: Path) -> Iterator[Damage]:
     for lost in saved.columns.unplaced_chunks(_MAX_UNPLACED):
         yield Damage(path.name, f"{path} does not say in which file {lost.fqn}{_at(lost.offsets)} lies", "metadata")
     for key in saved.columns.cover_defects():
-        text = f"the chunks of {key.fqn} {list(key.sizes)} {defect_text(key.kind, key.element)}"
+        text = f"the chunks of {key.fqn} {list(key.sizes)} {key.defect}"
         yield Damage(path.name, f"{path}: {text}: it cannot be loaded", "chunks")
 
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError, TorchtitanExtError
-from torchtitan_ext.storage.checkpoint_files import parse_index
+from torchtitan_ext.storage.checkpoint_files import metadata_path, parse_index
 from torchtitan_ext.storage.commit.opened import OpenedCheckpoint
-from torchtitan_ext.storage.damage import cover_defect
 from torchtitan_ext.storage.formats.archives import archive_damage
 from torchtitan_ext.storage.formats.detect import ZIP_START, Format, format_of
 from torchtitan_ext.storage.formats.safetensors_files import (
@@ -66,7 +66,7 @@ def is_whole(path: Path) -> bool:
     try:
         opened = OpenedCheckpoint(path)
         try:
-            metadata: bytes | None = opened.read_metadata(None)
+            metadata: bytes | None = opened.read_metadata(metadata_path(path, None).name)
         except FileNotFoundError:
             metadata = None
         # parse_index refuses an index of another save, which read_index may return without an id.
@@ -140,7 +140,7 @@ def _chunk_damages(
         except DamagedCheckpointError as error:
             yield Damage(places[0][0], error.reason, "chunks")
             continue
-        defect = cover_defect(sizes, boxes)
+        defect = _core.cover_defect(sizes, boxes)
         if defect is not None:
             what = f"{path}: the chunks of {fqn} {list(sizes)} {defect}: it cannot be loaded"
             yield Damage(places[0][0], what, "chunks")

@@ -32,19 +32,6 @@ MEMORY_FORMATS = {
 Entry = TensorStorageMetadata | BytesStorageMetadata
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
-_Key_co = TypeVar("_Key_co", covariant=True)
-_Value_co = TypeVar("_Value_co", covariant=True)
-
-
-class _Columns(Protocol[_Key_co, _Value_co]):
-    """The source of a lazy dict. Entries are numbered in the order of the dict."""
-
-    columns: _core.MetadataColumns
-
-    def __len__(self) -> int: ...
-    def find(self, key: object) -> int | None: ...
-    def key(self, number: int) -> _Key_co: ...
-    def value(self, number: int) -> _Value_co: ...
 
 
 class Place(Protocol):
@@ -64,12 +51,12 @@ class LazyDict(dict[_Key, _Value]):
     file at its first use.
     """
 
-    _source: _Columns[_Key, _Value] | None = None
+    _source: _Entries | _Parts | None = None
     _unread: Place | None = None
     place: Place | None = None
 
     @classmethod
-    def over(cls, source: _Columns[_Key, _Value]) -> LazyDict[_Key, _Value]:
+    def over(cls, source: _Entries | _Parts) -> LazyDict[_Key, _Value]:
         lazy: LazyDict[_Key, _Value] = cls()
         lazy._source = source
         return lazy
@@ -80,8 +67,11 @@ class LazyDict(dict[_Key, _Value]):
         source = self._opened()
         return None if source is None else source.columns
 
-    def _opened(self) -> _Columns[_Key, _Value] | None:
-        """The source of entries that are not made yet, or ``None``. Reads the file of an unpickled mapping."""
+    def _opened(self) -> Any:
+        """The source of entries that are not made yet, which numbers them in the order of the dict, or ``None``.
+
+        Reads the file of an unpickled mapping.
+        """
         if self._unread is not None:
             mapping = self._unread.read()
             if isinstance(mapping, LazyDict):

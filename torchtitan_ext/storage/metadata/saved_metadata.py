@@ -94,11 +94,11 @@ def read_saved_metadata(files: OpenedCheckpoint, rank: int | None, *, verify: st
         DamagedCheckpointError: One of the two is damaged, or they do not belong together.
         FileNotFoundError: There is neither ``.metadata`` nor an index that replaces it.
     """
+    path = metadata_path(files.directory, rank)
     try:
-        data = files.read_metadata(rank)
+        data = files.read_metadata(path.name)
     except FileNotFoundError as error:
         return _of_index_alone(files, rank, verify, error)
-    path = metadata_path(files.directory, rank)
     try:
         parsed = _core.read_metadata_pickle(data)
     except (ValueError, OverflowError) as error:
@@ -131,7 +131,7 @@ def _of_index_alone(
 ) -> SavedMetadata:
     path = index_path(files.directory, rank)
     try:
-        content = files.read_index_alone(path.name)
+        content = files.read_metadata(path.name)
     except FileNotFoundError:
         raise missing from None
     index = parse_index(path, content, None, verify=verify)

@@ -22,6 +22,7 @@ from torchtitan_ext.dcp_private import ExtensionRegistry
 from torchtitan_ext.errors import DamagedCheckpointError, SavedOverError
 from torchtitan_ext.storage.checkpoint_files import (
     Record,
+    describe_damage,
     find_stock_tensors,
     index_path,
     is_local,
@@ -31,7 +32,6 @@ from torchtitan_ext.storage.checkpoint_files import (
     thread_count_of,
 )
 from torchtitan_ext.storage.commit.opened import Footers, OpenedCheckpoint
-from torchtitan_ext.storage.damage import describe_damage
 from torchtitan_ext.storage.metadata.metadata_file import metadata_of_tables, parse_metadata
 from torchtitan_ext.storage.native.device_buckets import bucket_bytes_of
 from torchtitan_ext.storage.native.read_batch import ReadBatch
@@ -108,7 +108,7 @@ class FileReader(StorageReader):
         self._forget()
         path = metadata_path(self.path, kwargs.get("rank"))
         try:
-            self._metadata = self.files.read_metadata(kwargs.get("rank"))
+            self._metadata = self.files.read_metadata(path.name)
         except FileNotFoundError as error:
             metadata = self._metadata_of_index(index_path(self.path, kwargs.get("rank")))
             if metadata is None:
@@ -244,7 +244,7 @@ class FileReader(StorageReader):
     def _metadata_of_index(self, path: Path) -> Metadata | None:
         """The metadata in an index that replaces ``.metadata``; ``None`` without one."""
         try:
-            self._metadata = self.files.read_index_alone(path.name)
+            self._metadata = self.files.read_metadata(path.name)
         except FileNotFoundError:
             return None
         self._index = parse_index(path, self._metadata, None, verify=self.verify)
