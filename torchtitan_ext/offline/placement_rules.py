@@ -108,7 +108,9 @@ class PlacementRules:
         Args:
             chunks: The chunks in which the tensor was saved; equal lists must be one object (``SavedChunks``).
         """
-        rule = {axis: dim for axis, dim in self._rule_for(fqn).items() if _has_dim(shape, dim)}
+        patterns = patterns_for(fqn, self._rules)
+        stated = self._rules[patterns[0]] if patterns else {}
+        rule = {axis: dim for axis, dim in stated.items() if _has_dim(shape, dim)}
         alike = (tuple(shape), chunks)
         if alike not in self._known:
             self._known[alike] = self._dims_by_default(tuple(shape), chunks)
@@ -149,10 +151,6 @@ class PlacementRules:
                 problems.append(Problem("unused_layout", pattern, detail))
         if problems:
             raise refusal("plan", problems)
-
-    def _rule_for(self, fqn: str) -> DimOf:
-        matching = patterns_for(fqn, self._rules) if self._rules else []
-        return self._rules[matching[0]] if matching else {}
 
     def _dims_by_default(self, shape: tuple[int, ...], chunks: _core.ChunkIndex | None) -> tuple[DimOf | None, bool]:
         """The dims that axes cut without a rule, or ``None`` for plain tensors, and whether one of them is a guess."""

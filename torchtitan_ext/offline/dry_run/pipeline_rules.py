@@ -55,7 +55,7 @@ class PipelineRules:
         self.ranks: list[list[int]] = np.moveaxis(ranks, position, 0).reshape(self.num_stages, -1).tolist()
 
     def holds(self, stage: int, fqn: str) -> bool:
-        patterns = patterns_for(fqn, self._stage_of) if self._stage_of else []
+        patterns = patterns_for(fqn, self._stage_of)
         of_key = self._stage_of[patterns[0]] if patterns else None
         return of_key is None or of_key == stage
 
