@@ -13,6 +13,7 @@
 #include "bindings/convert.h"
 #include "bindings/reports.h"
 #include "core/boxes.h"
+#include "core/check.h"
 #include "core/write_plan.h"
 
 namespace py = pybind11;
@@ -28,6 +29,12 @@ using Names = std::vector<py::list>;
 // What a dict has for a key; a null object where it has nothing.
 py::object get(const py::dict& values, const py::handle& fqn) {
   return py::reinterpret_borrow<py::object>(PyDict_GetItemWithError(values.ptr(), fqn.ptr()));
+}
+
+py::object entry_of(const py::dict& entries, const py::handle& fqn) {
+  const py::object entry = get(entries, fqn);
+  if (!entry) throw py::key_error(py::str(fqn));
+  return entry;
 }
 
 // What one item writes of a key. Keys that are held alike share it.
@@ -127,7 +134,8 @@ Writes read_writes(const py::bytes& decision, const Names& names, const std::vec
   EntryTypes types;
   for (const ClassWrites& writes : read_decision(static_cast<std::string_view>(decision), kind_of)) {
     const py::list& of_section = names.at(writes.section);
-    const py::object entry = get(entries, of_section[writes.keys.front()]);
+    TTE_CHECK(!writes.keys.empty(), "decision", "a class has none of this rank's keys");
+    const py::object entry = entry_of(entries, of_section[writes.keys.front()]);
     std::vector<WritePart> parts;
     switch (types.of(entry)) {
       case EntryType::kBoxes:
@@ -243,7 +251,7 @@ Reads find_reads(const Names& names, const py::dict& entries, const py::dict& sa
   for (const py::list& of_section : names) {
     for (const py::handle name : of_section) {
       const py::object fqn = py::reinterpret_borrow<py::object>(name);
-      const py::object entry = get(entries, fqn);
+      const py::object entry = entry_of(entries, fqn);
       const py::object renamed = get(saved_names, fqn);
       const py::object& saved_name = renamed ? renamed : fqn;
       const EntryType type = types.of(entry);

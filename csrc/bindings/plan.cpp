@@ -32,14 +32,12 @@ py::list names_py(const World& world) {
   return names;
 }
 
-py::list paths_py(const World& world) {
-  py::list paths;
+// Of the keys that have one.
+py::dict paths_py(const World& world) {
+  py::dict paths;
   for (uint32_t key = 0; key < world.num_keys(); ++key) {
     const auto [section, form] = world.path(key);
-    if (form == 0) {
-      paths.append(py::none());
-      continue;
-    }
+    if (form == 0) continue;
     const PathForm& path_form = world.sections()[section].columns.forms[form - 1];
     const std::vector<std::string_view> parts = cut_path(world.name(key), path_form);
     py::tuple path(parts.size());
@@ -48,7 +46,7 @@ py::list paths_py(const World& world) {
       path[part] =
           is_position ? py::object(py::int_(std::stoll(std::string(parts[part])))) : py::object(to_str(parts[part]));
     }
-    paths.append(std::move(path));
+    paths[to_str(world.name(key))] = path;
   }
   return paths;
 }
@@ -64,21 +62,32 @@ struct KeyKind {
   bool is_plain;
 };
 
+KeyKind kind_of_class(const World& world, const KeyClass& of_keys) {
+  const Kind& kind = world.kind_of(of_keys);
+  return {kind.type, to_str(kind.dtype), to_tuple(kind.shape), kind.requires_grad, of_keys.is_plain};
+}
+
 std::vector<KeyKind> kinds_py(const World& world) {
   std::vector<KeyKind> kinds;
-  for (const KeyClass& of_keys : world.classes()) {
-    const Kind& kind = world.kind_of(of_keys);
-    kinds.push_back({kind.type, to_str(kind.dtype), to_tuple(kind.shape), kind.requires_grad, of_keys.is_plain});
-  }
+  for (const KeyClass& of_keys : world.classes()) kinds.push_back(kind_of_class(world, of_keys));
   return kinds;
 }
 
-// Per key the number of its class, or None where no rank holds it.
-py::list class_of_py(const World& world) {
-  py::list classes(world.num_keys());
+// The keys that some rank holds.
+py::list held_names_py(const World& world) {
+  py::list names;
+  for (uint32_t key = 0; key < world.num_keys(); ++key) {
+    if (world.class_of(key) != World::kNoClass) names.append(to_str(world.name(key)));
+  }
+  return names;
+}
+
+// The class of each key that some rank holds and that has no problem, in increasing order of keys.
+py::dict agreed_keys_py(const World& world) {
+  py::dict classes;
   for (uint32_t key = 0; key < world.num_keys(); ++key) {
     const uint32_t index = world.class_of(key);
-    classes[key] = index == World::kNoClass ? py::object(py::none()) : py::int_(index);
+    if (index != World::kNoClass && !class_at(world, index).trouble) classes[py::int_(key)] = index;
   }
   return classes;
 }
@@ -200,7 +209,10 @@ void define_world(py::module_& module) {
       .def("paths", &paths_py)
       .def_property_readonly("has_meshes", &has_meshes_py)
       .def("axes", [](const World& world) { return to_dict(world.axes()); })
-      .def("class_of", &class_of_py)
+      .def("held_names", &held_names_py)
+      .def("agreed_keys", &agreed_keys_py)
+      .def("kind_of",
+           [](const World& world, uint32_t key) { return kind_of_class(world, class_at(world, world.class_of(key))); })
       .def("kinds", &kinds_py)
       .def("problems", &problems_py)
       .def("ranks", &ranks_py)

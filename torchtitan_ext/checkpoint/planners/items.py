@@ -112,8 +112,7 @@ def metadata_entries(agreement: Agreement) -> dict[str, Any]:
 def metadata_paths(agreement: Agreement, tables: Sequence[RankTable]) -> dict[str, tuple[Any, ...]]:
     """The path of each key of any rank in the nested state dict."""
     paths = {fqn: path for table in reversed(tables) for fqn, path in table.odd_paths.items()}
-    of_keys = zip(agreement.names, agreement.world.paths(), strict=True)
-    return {**paths, **{fqn: path for fqn, path in of_keys if path is not None}}
+    return {**paths, **agreement.world.paths()}
 
 
 def _shared_parts(

@@ -210,8 +210,7 @@ class LoadPlanner(DefaultLoadPlanner):
         check_local_plans("load", self, LoadPlanner, global_plan, (ReadRequest,))
         requests: list[ReadRequest] = [plan.planner_data for plan in global_plan]
         agreement = agree([request.table for request in requests], every_rank_reports=False)
-        held = [fqn for fqn, number in zip(agreement.names, agreement.class_of, strict=True) if number is not None]
-        joint = JointRequest(requests, self.rules, self.metadata, held)
+        joint = JointRequest(requests, self.rules, self.metadata, agreement.world.held_names())
         is_cover_checked = len({request.metadata_name for request in requests}) == 1
         found = list(agreement.problems)
         if is_cover_checked:

@@ -65,7 +65,7 @@ def _read_digests(tables: Sequence[KeyTable | RankTable], agreement: Agreement) 
 
 
 def _difference(agreement: Agreement, found: _core.ReplicaDifference) -> Problem:
-    fqn, kind = agreement.names[found.key], agreement.kind_of(found.key)
+    fqn, kind = agreement.names[found.key], agreement.world.kind_of(found.key)
     held, ranks = _values(found, kind), f"ranks {found.first.rank} and {found.second.rank}"
     if found.is_presumed:
         advice = (

@@ -346,7 +346,7 @@ class SavePlanner(DefaultSavePlanner):
 
     def _is_fatal(self, agreement: Agreement, fqn: str) -> bool:
         if self._replicas == "error":
-            kind = agreement.kind_of(agreement.number_of[fqn])
+            kind = agreement.world.kind_of(agreement.number_of[fqn])
             return kind.is_object or not kind.is_plain
         return self._replicas == "strict"
 

@@ -27,7 +27,6 @@ class Agreement:
         world: The tables in C++.
         sections: Per rank the numbers of its sections in the world.
         names: All keys of all ranks; their numbers in the world are their positions.
-        class_of: Per key the number of its class, or None where no rank holds it.
         agreed_keys: By number the class of each key that a rank holds and that has no problem.
         kinds: What the keys of each class have in common.
         problems: Of ranks alone first, then of keys, in the order of keys.
@@ -37,12 +36,10 @@ class Agreement:
         self.world = world
         self.sections = sections
         self.names = world.names()
-        self.class_of = world.class_of()
         self.kinds = world.kinds()
-        refused = world.problems()
-        self.problems = (*own_problems, *(key_problem(self.names[key], found) for key, found in refused.items()))
-        held = ((key, of_class) for key, of_class in enumerate(self.class_of) if key not in refused)
-        self.agreed_keys = {key: of_class for key, of_class in held if of_class is not None}
+        of_keys = (key_problem(self.names[key], found) for key, found in world.problems().items())
+        self.problems = (*own_problems, *of_keys)
+        self.agreed_keys = world.agreed_keys()
 
     @cached_property
     def number_of(self) -> dict[str, int]:
@@ -52,12 +49,6 @@ class Agreement:
     def ranks_and_meshes(self) -> World:
         """The ranks whose tables these are, and the axes of their meshes."""
         return World(self.world.num_ranks, self.world.axes())
-
-    def kind_of(self, key: int) -> _core.KeyKind:
-        """What the keys of the class of a key have in common, where some rank holds it."""
-        of_class = self.class_of[key]
-        assert of_class is not None
-        return self.kinds[of_class]
 
 
 def agree(tables: Sequence[KeyTable | RankTable], *, every_rank_reports: bool) -> Agreement:
