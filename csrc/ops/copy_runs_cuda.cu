@@ -27,7 +27,7 @@ template <typename Word>
 void launch_nests(const std::vector<NestEntry>& entries, cudaStream_t stream) {
   for_each_table<kNestCapacity>(entries, [&](const auto& table) {
     copy_nests<Word><<<table.first_tile[table.count], kTileThreads, 0, stream>>>(table);
-    check_cuda(cudaGetLastError(), "copy_runs");
+    check_launch(table, "copy_runs");
   });
 }
 
@@ -40,7 +40,7 @@ void copy_runs_cuda(const core::RunList& runs, uintptr_t src, uintptr_t dst, int
   const CopyEntries entries = make_copy_entries(runs, src, dst);
   for_each_table<kSpanCapacity>(entries.spans, [&](const auto& table) {
     copy_spans<<<table.first_tile[table.count], kTileThreads, 0, stream>>>(table);
-    check_cuda(cudaGetLastError(), "copy_runs");
+    check_launch(table, "copy_runs");
   });
   launch_nests<Word1>(entries.nests[0], stream);
   launch_nests<Word2>(entries.nests[1], stream);

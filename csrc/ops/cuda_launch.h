@@ -8,6 +8,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "ops/run_tables.h"
+
 namespace torchtitan_ext::ops {
 
 // A failed call leaves its error behind for the next one that asks; it is told here, once.
@@ -15,6 +17,16 @@ inline void check_cuda(cudaError_t error, const char* where) {
   if (error == cudaSuccess) return;
   cudaGetLastError();
   throw std::runtime_error(std::string(where) + ": CUDA says: " + cudaGetErrorString(error));
+}
+
+// Asks whether the launch of a kernel with this table as its argument failed.
+template <typename SomeTable>
+void check_launch(const SomeTable&, const char* where) {
+  const cudaError_t error = cudaGetLastError();
+  if (error == cudaSuccess) return;
+  int driver_version = 0;
+  if (cudaDriverGetVersion(&driver_version) != cudaSuccess) driver_version = 0;
+  throw std::runtime_error(launch_error(where, cudaGetErrorString(error), sizeof(SomeTable), driver_version));
 }
 
 // Makes a device current for this runtime, which is not torch's, for as long as it lives. A thread has one current

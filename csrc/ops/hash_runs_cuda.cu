@@ -2,30 +2,36 @@
 #include <torch/csrc/stable/accelerator.h>
 
 #include "ops/cuda_launch.h"
-#include "ops/element_hash.h"
 #include "ops/hash_runs.h"
+#include "ops/hash_tiles.h"
 #include "ops/run_tables.h"
 
 namespace torchtitan_ext::ops {
 namespace {
 
-// Grid: one block per tile of 1,024 words, as copy_nests, whose tables it uses: what is a destination there is a
-// position in the global tensor here. Neighbouring threads read neighbouring words. One atomic addition per block.
+// The block of a running kernel, for sum_over_block.
+class CudaBlock {
+ public:
+  __device__ explicit CudaBlock(unsigned long long* warp_sums) : warp_sums_(warp_sums) {}
+  __device__ uint64_t shuffle_down(uint64_t value, uint32_t distance) {
+    return __shfl_down_sync(0xffffffffu, static_cast<unsigned long long>(value), distance);
+  }
+  __device__ unsigned long long* warp_sums() { return warp_sums_; }
+  __device__ void synchronize() { __syncthreads(); }
+
+ private:
+  unsigned long long* warp_sums_;
+};
+
+// Grid: one block per tile of 1,024 words, as copy_nests, whose tables it uses. Neighbouring threads read neighbouring
+// words. One atomic addition per block.
 template <typename Word, typename SomeTable>
 __global__ void __launch_bounds__(kTileThreads)
     hash_nests(const __grid_constant__ SomeTable table, unsigned long long* result) {
-  unsigned long long sum = 0;
-  visit_nest_words<Word>(table, blockIdx.x, threadIdx.x, [&](uint64_t src, uint64_t dst, uint32_t) {
-    sum += hash_word(*reinterpret_cast<const Word*>(src), dst / sizeof(Word));
-  });
-  for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_down_sync(0xffffffffu, sum, distance);
-  __shared__ unsigned long long sums[kTileThreads / 32];
-  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    for (uint32_t warp = 1; warp < kTileThreads / 32; ++warp) sum += sums[warp];
-    atomicAdd(result, sum);
-  }
+  __shared__ unsigned long long warp_sums[kTileWarps];
+  CudaBlock block(warp_sums);
+  const uint64_t sum = sum_over_block(block, threadIdx.x, hash_nest_tile<Word>(table, blockIdx.x, threadIdx.x));
+  if (threadIdx.x == 0) atomicAdd(result, static_cast<unsigned long long>(sum));
 }
 
 template <typename Word>
@@ -33,7 +39,7 @@ void launch(const std::vector<NestEntry>& entries, uint64_t* result, cudaStream_
   for_each_table<kNestCapacity>(entries, [&](const auto& table) {
     hash_nests<Word><<<table.first_tile[table.count], kTileThreads, 0, stream>>>(
         table, reinterpret_cast<unsigned long long*>(result));
-    check_cuda(cudaGetLastError(), "hash_runs");
+    check_launch(table, "hash_runs");
   });
 }
 

@@ -3,8 +3,13 @@
 #include <bit>
 #include <span>
 
+#include "core/check.h"
+
 namespace torchtitan_ext::ops {
 namespace {
+
+constexpr size_t kOldArgumentBytes = 4096;
+constexpr int kLargeArgumentsVersion = 12010;
 
 using core::Loop;
 using core::RunNest;
@@ -98,6 +103,16 @@ std::vector<NestEntry> make_word_entries(const core::RunList& runs, int64_t word
     add_nest(entries, log2, nest.run_bytes, runs.loops_of(nest), nest.src_bytes, nest.dst_bytes);
   }
   return entries;
+}
+
+std::string launch_error(const char* where, const char* cuda_says, size_t argument_bytes, int driver_version) {
+  const std::string said = core::concat(where, ": CUDA says: ", cuda_says);
+  if (argument_bytes <= kOldArgumentBytes || driver_version <= 0 || driver_version >= kLargeArgumentsVersion) {
+    return said;
+  }
+  return core::concat(said, "; the kernel takes ", argument_bytes, " bytes of arguments, and more than ",
+                      kOldArgumentBytes, " need the NVIDIA driver R530 (CUDA 12.1) or newer, this one is for CUDA ",
+                      driver_version / 1000, ".", driver_version % 1000 / 10, ": update it");
 }
 
 }  // namespace torchtitan_ext::ops

@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <array>
+#include <cstddef>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "core/runs.h"
@@ -47,5 +49,9 @@ void for_each_table(const std::vector<Entry>& entries, const Launch& launch) {
     }
   }
 }
+
+// What a failed launch is told as. Kernel arguments above 4 KiB, which large tables are, came with CUDA 12.1: an older
+// driver refuses them, whatever it says. `driver_version` is that of cudaDriverGetVersion, e.g. 12010.
+std::string launch_error(const char* where, const char* cuda_says, size_t argument_bytes, int driver_version);
 
 }  // namespace torchtitan_ext::ops

@@ -1,10 +1,11 @@
 // What one thread of one block does on a CUDA device, for copies and for hashes: tables of entries, which travel as
-// kernel arguments, and functions over their tiles. run_tables.h makes the tables, copy_runs_cuda.cu and
-// hash_runs_cuda.cu only launch. Plain C++, so that the tests run every block and thread on a CPU.
+// kernel arguments, and functions over their tiles (those of hashes in hash_tiles.h). run_tables.h makes the tables,
+// copy_runs_cuda.cu and hash_runs_cuda.cu only launch. Plain C++, so that the tests run every block and thread on a CPU.
 //
 // A launch takes a table of entries and one block per tile. The tiles of all entries are numbered through; a block
 // finds its entry by binary search in `first_tile`. Tables of up to 32 KiB are kernel arguments: nothing is allocated,
-// copied or waited for, and 5,000 tensors are 5 launches.
+// copied or waited for, and 5,000 tensors are 5 launches. Above 4 KiB, that is for more than kSmallCapacity entries,
+// they need the NVIDIA driver R530.
 //
 // Two kinds of entries:
 //   span: one contiguous copy, any alignment. A tile is 16 KiB of it, aligned at the destination: neighbouring threads

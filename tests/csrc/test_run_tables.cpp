@@ -2,13 +2,17 @@
 // byte.
 #include <gtest/gtest.h>
 
+#include <array>
+#include <barrier>
 #include <cstring>
 #include <random>
+#include <thread>
 #include <vector>
 
 #include "ops/copy_runs.h"
 #include "ops/element_hash.h"
 #include "ops/hash_runs.h"
+#include "ops/hash_tiles.h"
 #include "ops/run_tables.h"
 
 namespace torchtitan_ext::ops {
@@ -194,9 +198,7 @@ TEST(RunTables, HashesAgree) {
         const auto add_tiles = [&](const auto& table, auto word) {
           for (uint32_t tile = 0; tile < table.first_tile[table.count]; ++tile) {
             for (uint32_t thread = 0; thread < kTileThreads; ++thread) {
-              visit_nest_words<decltype(word)>(table, tile, thread, [&](uint64_t src, uint64_t dst, uint32_t) {
-                sum += hash_word(*reinterpret_cast<const decltype(word)*>(src), dst / sizeof(word));
-              });
+              sum += hash_nest_tile<decltype(word)>(table, tile, thread);
             }
           }
         };
@@ -211,6 +213,104 @@ TEST(RunTables, HashesAgree) {
     }
   }
 }
+
+// A block of threads of the CPU, which meet at barriers where those of a GPU go in step.
+class HostBlock {
+ public:
+  class Thread {
+   public:
+    Thread(HostBlock& block, uint32_t number) : block_(block), number_(number) {}
+    uint64_t shuffle_down(uint64_t value, uint32_t distance) {
+      std::barrier<>& warp = block_.warps_[number_ / kWarpThreads];
+      block_.shuffled_[number_] = value;
+      warp.arrive_and_wait();
+      // What a GPU gives above the last lane is not to be relied on.
+      const uint64_t got = number_ % kWarpThreads + distance < kWarpThreads ? block_.shuffled_[number_ + distance] : 77;
+      warp.arrive_and_wait();
+      return got;
+    }
+    uint64_t* warp_sums() { return block_.warp_sums_.data(); }
+    void synchronize() { block_.all_.arrive_and_wait(); }
+
+   private:
+    HostBlock& block_;
+    uint32_t number_;
+  };
+
+  // The numbers that run(thread, number of the thread) returns for the threads of the block.
+  template <typename Run>
+  std::vector<uint64_t> run(const Run& run) {
+    std::vector<uint64_t> results(kTileThreads);
+    std::vector<std::thread> threads;
+    for (uint32_t number = 0; number < kTileThreads; ++number) {
+      threads.emplace_back([&, number] {
+        Thread thread(*this, number);
+        results[number] = run(thread, number);
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    return results;
+  }
+
+ private:
+  std::array<std::barrier<>, kTileWarps> warps_ = {std::barrier<>(kWarpThreads), std::barrier<>(kWarpThreads),
+                                                   std::barrier<>(kWarpThreads), std::barrier<>(kWarpThreads)};
+  std::barrier<> all_{kTileThreads};
+  std::array<uint64_t, kTileThreads> shuffled_{};
+  std::array<uint64_t, kTileWarps> warp_sums_{};
+};
+
+TEST(RunTables, BlocksAddUpWhatTheirThreadsHave) {
+  std::mt19937_64 random(9);
+  HostBlock block;
+  for (uint32_t round = 0; round < 40; ++round) {
+    std::vector<uint64_t> sums(kTileThreads);
+    for (uint64_t& sum : sums) sum = round < 20 ? random() : 0;
+    // Alone, the number of each lane and of each warp arrives.
+    if (round >= 20) sums[(round - 20) * 33 % kTileThreads] = random();
+    uint64_t expected = 0;
+    for (const uint64_t sum : sums) expected += sum;
+    const auto results =
+        block.run([&](auto& thread, uint32_t number) { return sum_over_block(thread, number, sums[number]); });
+    ASSERT_EQ(results[0], expected) << "round " << round;
+  }
+}
+
+// The whole kernel, but for its one atomic addition.
+TEST(RunTables, BlocksHashTheirTiles) {
+  std::vector<uint32_t> memory(40000);
+  std::mt19937 random(13);
+  for (uint32_t& word : memory) word = random();
+  const int64_t base = reinterpret_cast<int64_t>(memory.data());
+  const Sizes sizes{5, 1000}, src_strides{1003, 1}, dst_strides{1000, 1};
+  RunList runs;
+  runs.append_box(sizes, {base, src_strides}, {4000, dst_strides}, 4);
+  runs.append_box(sizes, {base + 40000, src_strides}, {40000, dst_strides}, 4);
+  HostBlock block;
+  uint64_t sum = 0;
+  for_each_table<kNestCapacity>(make_word_entries(runs, 4), [&](const auto& table) {
+    for (uint32_t tile = 0; tile < table.first_tile[table.count]; ++tile) {
+      sum += block.run([&](auto& thread, uint32_t number) {
+        return sum_over_block(thread, number, hash_nest_tile<Word4>(table, tile, number));
+      })[0];
+    }
+  });
+  EXPECT_EQ(sum, hash_runs_cpu(runs, 4, parallel_for));
+}
+
+TEST(RunTables, FailedLaunchesNameAnOldDriver) {
+  EXPECT_EQ(launch_error("copy_runs", "invalid argument", 30000, 12010), "copy_runs: CUDA says: invalid argument");
+  EXPECT_EQ(launch_error("copy_runs", "invalid argument", 4096, 12000), "copy_runs: CUDA says: invalid argument");
+  EXPECT_EQ(launch_error("copy_runs", "invalid argument", 30000, 0), "copy_runs: CUDA says: invalid argument");
+  EXPECT_EQ(
+      launch_error("hash_runs", "invalid argument", 30000, 12000),
+      "hash_runs: CUDA says: invalid argument; the kernel takes 30000 bytes of arguments, and more than 4096 need "
+      "the NVIDIA driver R530 (CUDA 12.1) or newer, this one is for CUDA 12.0: update it");
+}
+
+// Small tables run on every driver; what more than 16 entries need, see launch_error.
+static_assert(sizeof(SpanTable<kSmallCapacity>) <= 4096 && sizeof(NestTable<kSmallCapacity>) <= 4096);
+static_assert(sizeof(SpanTable<kSpanCapacity>) > 4096 && sizeof(NestTable<kNestCapacity>) > 4096);
 
 }  // namespace
 }  // namespace torchtitan_ext::ops
