@@ -21,6 +21,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from torchtitan_ext import _core
@@ -49,6 +50,8 @@ MAX_RANKS = 65_536
 """The largest mesh: all ranks are worked out, and a typing error should not take all memory."""
 
 _MAX_SHOWN = 4
+
+_PP = "pp"
 
 # At most so many combinations of dims are tried: two axes of four-dimensional tensors have 25.
 _MAX_COMBINATIONS = 200
@@ -91,8 +94,8 @@ class PlacementRules:
         metadata: Metadata | None = None,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        check_mesh(mesh)
-        self._rules = checked_rules(rules, mesh)
+        _check_mesh(mesh)
+        self._rules = _checked_rules(rules, mesh)
         sizes = tuple(mesh.values())
         self.mesh = MeshLayout(sizes, tuple(range(num_elements(sizes)) if ranks is None else ranks), tuple(mesh))
         old = World(0) if metadata is None else saved_world(metadata)
@@ -136,7 +139,7 @@ class PlacementRules:
         Raises:
             LayoutError: Names the rules, and for each the key that was probably meant.
         """
-        check_patterns_used(self._rules, shapes)
+        _check_patterns_used(self._rules, shapes)
         problems = []
         for pattern, dims in self._rules.items():
             mine = {fqn: shape for fqn, shape in shapes.items() if shape is not None and rule_applies(pattern, fqn)}
@@ -175,6 +178,73 @@ class PlacementRules:
         return dims, is_assumed
 
 
+class PipelineRules:
+    """Cuts a mesh and its rules into the stages of a pipeline; one stage if there is no axis ``pp``.
+
+    Rules name the stage as they name the dim that other axes cut: ``{"layers.0.*": {"pp": 0}, "norm": {"pp": 1},
+    "step": {"pp": None}}``; ``None`` means all stages. Tensors need a rule. Without a rule all stages hold the other
+    values. A checkpoint cannot tell: a key of one stage and a key of all stages both lie in one rank's file.
+
+    Args:
+        mesh: Size of each axis by name.
+        rules: The dim that each axis cuts, and the stage, by canonical fqn or glob.
+
+    Attributes:
+        mesh, rules: The mesh of one stage, and the rules for its axes.
+        ranks: The ranks of each stage, row-major on its mesh.
+
+    Raises:
+        TypeError: An argument has another type.
+        WrongValueError: A rule names a stage that does not exist, or ``PlacementRules`` refuses the mesh or a rule.
+    """
+
+    def __init__(self, mesh: Mapping[str, int], rules: Mapping[str, DimOf] | None = None) -> None:
+        _check_mesh(mesh)
+        given = _checked_rules(rules, mesh)
+        self.num_stages = mesh.get(_PP, 1)
+        self.mesh = {axis: size for axis, size in mesh.items() if axis != _PP} or {"dp_shard": 1}
+        self.rules: dict[str, DimOf] = {}
+        self._stage_of: dict[str, int | None] = {}
+        for pattern, dims in given.items():
+            if _PP in dims:
+                stage = self._stage_of[pattern] = dims[_PP]
+                if stage is not None and not 0 <= stage < self.num_stages:
+                    what = f"{pattern!r} names stage {stage} of {_PP}, the mesh has {self.num_stages}"
+                    raise WrongValueError(what, "placements")
+            if dims.keys() - {_PP}:
+                self.rules[pattern] = {axis: dim for axis, dim in dims.items() if axis != _PP}
+        self._is_pipeline = _PP in mesh
+        ranks = np.arange(num_elements(tuple(mesh.values()))).reshape(tuple(mesh.values()))
+        position = list(mesh).index(_PP) if self._is_pipeline else 0
+        self.ranks: list[list[int]] = np.moveaxis(ranks, position, 0).reshape(self.num_stages, -1).tolist()
+
+    def holds(self, stage: int, fqn: str) -> bool:
+        patterns = patterns_for(fqn, self._stage_of)
+        of_key = self._stage_of[patterns[0]] if patterns else None
+        return of_key is None or of_key == stage
+
+    def check(self, tensors: Sequence[str], fqns: Sequence[str]) -> None:
+        """Refuses rules that match no key, and tensors whose stage no rule names.
+
+        Args:
+            tensors: The keys among ``fqns`` that are tensors.
+
+        Raises:
+            LayoutError: A rule matches none of the keys.
+            WrongValueError: Names some of the tensors.
+        """
+        _check_patterns_used(self._stage_of, fqns)
+        unknown = [fqn for fqn in tensors if self._is_pipeline and not patterns_for(fqn, self._stage_of)]
+        if unknown:
+            raise WrongValueError(
+                f"nothing says which stage of {_PP} holds {len(unknown)} tensors ({named(unknown)})",
+                "mesh",
+                f"; state it with placements={{'layers.0.*': {{'{_PP}': 0}}}}, None for all stages, or give a list "
+                "with the state dict of each stage",
+                Remedy("placements", f"layers.0.*={_PP}:0"),
+            )
+
+
 def _has_dim(shape: Sequence[int], dim: int | None) -> bool:
     return dim is None or -len(shape) <= dim < len(shape)
 
@@ -204,14 +274,14 @@ def parse_rules(texts: Sequence[str]) -> dict[str, dict[str, int | None]]:
     return rules
 
 
-def check_patterns_used(patterns: Iterable[str], fqns: Collection[str]) -> None:
+def _check_patterns_used(patterns: Iterable[str], fqns: Collection[str]) -> None:
     """Raises LayoutError if one of the patterns, fqns and globs, matches none of the keys."""
     unused = [pattern for pattern in patterns if not any(rule_applies(pattern, fqn) for fqn in fqns)]
     if unused:
         raise refusal("plan", [unused_problem(pattern, fqns) for pattern in unused])
 
 
-def check_mesh(mesh: Any) -> None:
+def _check_mesh(mesh: Any) -> None:
     """Raises TypeError or WrongValueError unless ``mesh`` has sizes of named axes, with at most ``MAX_RANKS`` ranks."""
     expected = "sizes of named axes such as {'dp': 8, 'tp': 2}"
     check_argument("plan", "mesh", mesh, Mapping, expected)
@@ -227,7 +297,7 @@ def check_mesh(mesh: Any) -> None:
         raise WrongValueError("got no axes, expected sizes such as {'dp': 8, 'tp': 2}", "mesh")
 
 
-def checked_rules(rules: Any, mesh: Mapping[str, int]) -> dict[str, DimOf]:
+def _checked_rules(rules: Any, mesh: Mapping[str, int]) -> dict[str, DimOf]:
     """The rules as a dict. Raises TypeError or WrongValueError unless they give dims to axes of the mesh."""
     expected = "dims of axes by glob such as {'*.wo.weight': {'tp': 1}}"
     check_argument("plan", "placements", rules, (Mapping, type(None)), expected)
@@ -243,7 +313,7 @@ def checked_rules(rules: Any, mesh: Mapping[str, int]) -> dict[str, DimOf]:
 
 
 def _check_axis(axis: str, saved_axes: Mapping[str, int], rules: Mapping[str, DimOf]) -> None:
-    if axis == "pp":
+    if axis == _PP:
         raise WrongValueError(
             "got the axis pp, and stages of a pipeline hold different keys; leave it out: ranks of any mesh read what "
             "each asks for",

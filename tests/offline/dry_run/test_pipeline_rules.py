@@ -8,7 +8,7 @@ import torch
 
 import torchtitan_ext as tte
 from torchtitan_ext.errors import LayoutError
-from torchtitan_ext.offline.dry_run.pipeline_rules import PipelineRules
+from torchtitan_ext.offline.placement_rules import PipelineRules
 
 
 def test_a_mesh_without_pp_is_one_stage() -> None:

@@ -8,16 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from torchtitan_ext.cli import output
 from torchtitan_ext.cli.options import Json, StepNames, refusing_wrong_usage
-from torchtitan_ext.cli.output import (
-    DIFFERS,
-    UNREADABLE,
-    count_of,
-    print_json,
-    print_line,
-    print_problem,
-    text_of_bytes,
-)
 from torchtitan_ext.errors import UnknownFormatError, named
 from torchtitan_ext.storage.commit.steps import has_finished, step_paths
 from torchtitan_ext.storage.formats.detect import checkpoints_in, format_of
@@ -45,15 +37,15 @@ def run(
     if steps is None:
         verdicts = [_look(path, deep)]
         if json:
-            print_json(_plain(verdicts[0]))
+            output.print_json(_plain(verdicts[0]))
         else:
             _print(verdicts[0])
     else:
         verdicts = _verify_run(path, steps, deep, json)
     if any(verdict.is_damaged for verdict in verdicts):
-        raise typer.Exit(DIFFERS)
+        raise typer.Exit(output.DIFFERS)
     if any(verdict.damages for verdict in verdicts):
-        raise typer.Exit(UNREADABLE)
+        raise typer.Exit(output.UNREADABLE)
 
 
 def _verify_run(run_dir: Path, steps: dict[int, Path], deep: bool, json: bool) -> list[Verdict]:
@@ -70,10 +62,10 @@ def _verify_run(run_dir: Path, steps: dict[int, Path], deep: bool, json: bool) -
         if not rows or rows[-1]["step"] != number:
             rows.append({"step": number, "is_finished": False, "path": str(step)})
             if not json:
-                print_line(f"{step}: not finished")
+                output.print_line(f"{step}: not finished")
     if json:
         is_whole = not any(verdict.damages for verdict in verdicts)
-        print_json({"path": str(run_dir), "is_whole": is_whole, "steps": rows})
+        output.print_json({"path": str(run_dir), "is_whole": is_whole, "steps": rows})
     return verdicts
 
 
@@ -104,19 +96,19 @@ def _size_of(path: Path) -> int:
 
 
 def _print(verdict: Verdict) -> None:
-    size = f"{count_of(verdict.num_files, 'file')} of {text_of_bytes(verdict.num_bytes)}"
+    size = f"{output.count_of(verdict.num_files, 'file')} of {output.text_of_bytes(verdict.num_bytes)}"
     if not verdict.damages:
         look = "all checksums match" if verdict.is_deep and not verdict.unproved else "sizes and ids"
-        print_line(f"{verdict.path}: whole ({size}; {look})")
+        output.print_line(f"{verdict.path}: whole ({size}; {look})")
     elif verdict.is_damaged:
-        print_line(f"{verdict.path}: {count_of(len(verdict.damages), 'damage')} ({size})")
+        output.print_line(f"{verdict.path}: {output.count_of(len(verdict.damages), 'damage')} ({size})")
         for damage in verdict.damages:
-            print_line(f"  {damage.what}")
+            output.print_line(f"  {damage.what}")
     else:
         for damage in verdict.damages:
-            print_problem(damage.what)
+            output.print_problem(damage.what)
     if verdict.unproved:
-        print_line(f"  no checksum of all bytes: {named(verdict.unproved, _MAX_UNPROVED)}")
+        output.print_line(f"  no checksum of all bytes: {named(verdict.unproved, _MAX_UNPROVED)}")
 
 
 def _plain(verdict: Verdict) -> dict[str, Any]:

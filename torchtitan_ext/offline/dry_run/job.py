@@ -39,8 +39,7 @@ from torchtitan_ext.offline.amounts import Bandwidth
 from torchtitan_ext.offline.dry_run.alike_ranks import AlikeRanks, names_with_rank
 from torchtitan_ext.offline.dry_run.host_memory import Device
 from torchtitan_ext.offline.dry_run.load_source import LoadSource
-from torchtitan_ext.offline.dry_run.pipeline_rules import PipelineRules
-from torchtitan_ext.offline.placement_rules import DimOf, PlacementRules
+from torchtitan_ext.offline.placement_rules import DimOf, PipelineRules, PlacementRules
 from torchtitan_ext.state.nested import flatten_state_dict
 from torchtitan_ext.storage.metadata.saved_metadata import recorded_paths
 
