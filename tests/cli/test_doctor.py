@@ -11,7 +11,6 @@ from calls import call
 import torchtitan_ext as tte
 from torchtitan_ext.cli.commands import doctor
 from torchtitan_ext.cli.output import DIFFERS, FINE
-from torchtitan_ext.storage.inspect.disk_speed import disk_speed
 
 
 def test_all_is_well(tmp_path: Path) -> None:
@@ -42,6 +41,6 @@ def test_what_fails_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_speeds_are_of_the_bytes_that_were_moved(tmp_path: Path) -> None:
-    written, read = disk_speed(tmp_path, 8 << 20)
+    written, read = doctor.disk_speed(tmp_path, 8 << 20)
     assert 1e5 < written < 1e12 and 1e5 < read < 1e12
     assert os.listdir(tmp_path) == []

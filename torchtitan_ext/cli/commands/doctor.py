@@ -20,10 +20,10 @@ import typer
 
 from torchtitan_ext.cli.options import Json
 from torchtitan_ext.cli.output import DIFFERS, print_json, text_of_bytes
-from torchtitan_ext.storage.inspect.disk_speed import disk_speed
 
 _PACKAGES = ("torchtitan-ext", "torch", "numpy", "typer", "tqdm", "safetensors", "matplotlib")
 _DISK_BYTES = 64 << 20
+_BLOCK_BYTES = 4 << 20
 _GLOO_SECONDS = 180
 
 
@@ -172,6 +172,30 @@ def _disk(directory: Path) -> str:
     written, read = map(text_of_bytes, disk_speed(directory, _DISK_BYTES))
     size = text_of_bytes(_DISK_BYTES)
     return f"{directory.resolve()}: {size} written and synced at {written}/s, read at {read}/s"
+
+
+def disk_speed(directory: Path, num_bytes: int) -> tuple[float, float]:
+    """Bytes per second of a write with its sync, and of a read with an empty page cache if the system allows that.
+
+    Raises:
+        OSError: The directory cannot be written to, or is full.
+    """
+    block = os.urandom(_BLOCK_BYTES)
+    num_blocks = max(1, num_bytes // _BLOCK_BYTES)
+    with tempfile.TemporaryFile(dir=directory, buffering=0) as stream:
+        begin = time.perf_counter()
+        for _ in range(num_blocks):
+            stream.write(block)
+        os.fsync(stream.fileno())
+        written = time.perf_counter()
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        stream.seek(0)
+        reading = time.perf_counter()
+        while stream.read(_BLOCK_BYTES):
+            pass
+        read = time.perf_counter()
+    num_bytes = num_blocks * _BLOCK_BYTES
+    return num_bytes / (written - begin), num_bytes / (read - reading)
 
 
 def _round_trip(directory: Path) -> str:

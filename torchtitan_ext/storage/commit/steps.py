@@ -31,7 +31,6 @@ class StepPattern:
         if match is None or any("{" in other or "}" in other or "/" in other for other in others):
             raise WrongValueError(f"got the step pattern {text!r}, expected a name such as 'checkpoint-{{step}}'")
         self.text = text
-        self._is_one_name = "*" not in text
         before, after = (".*".join(map(re.escape, other.split("*"))) for other in others)
         self._regex = re.compile(rf"{before}(\d+){after}", re.ASCII | re.DOTALL)
 
@@ -39,11 +38,9 @@ class StepPattern:
         """The step in a directory's name; ``None`` if the name is another one, or has other leading zeros."""
         match = self._regex.fullmatch(name)
         number = None if match is None else int(match[1])
-        return None if number is not None and self._is_one_name and self.name_of(number) != name else number
-
-    def name_of(self, number: int) -> str | None:
-        """The name of a step's directory; ``None`` if the pattern has a star."""
-        return self.text.format(step=number) if self._is_one_name else None
+        if number is not None and "*" not in self.text and self.text.format(step=number) != name:
+            return None
+        return number
 
 
 STEP = StepPattern("step-{step}")
