@@ -44,7 +44,7 @@ INNER_ROWS = {
         {"runs"},
         {""},
     ],
-    "checkpoint": [{"tables"}, {"rules"}, {"planners"}, {"operation"}, {""}],
+    "checkpoint": [{"tables"}, {"rules"}, {"planners"}, {"staging"}, {"operation"}, {""}],
     "elastic": [{"data", "schedule", "rng", "train_state"}, {""}],
     "offline": [
         {"amounts", "sources", "workers", "placement_rules"},

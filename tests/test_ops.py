@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -257,6 +258,28 @@ def test_flatten_mixed_tensors(alignment: int) -> None:
         for tensor, view in zip(tensors, ops.flat_views(flat, tensors, alignment=alignment), strict=True):
             assert view.shape == tensor.shape and torch.equal(bits(tensor), bits(view))
             assert view.numel() == 0 or view.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+
+
+def test_tensors_of_a_buffer_have_storages_of_their_own() -> None:
+    odd = torch.arange(3, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    like = [torch.randn(3, 5).t(), torch.tensor(True), torch.empty(0, 2), torch.ones(7).to(torch.float8_e5m2), odd]
+    buffer = ops.flatten_tensors(like)
+    made = torch.ops.torchtitan_ext.buffer_tensors(buffer, like, ops.DEFAULT_ALIGNMENT)
+    for tensor, copy, offset in zip(like, made, ops.flat_offsets(like), strict=False):
+        assert copy.shape == tensor.shape and torch.equal(bits(tensor), bits(copy))
+        assert copy.is_contiguous() and copy.untyped_storage().nbytes() == tensor.nbytes
+        assert copy.numel() == 0 or copy.data_ptr() == buffer.data_ptr() + offset
+    died = weakref.ref(buffer)
+    part = made[0][1:]
+    del buffer, made, copy
+    assert died() is not None  # the last view keeps it
+    del part
+    assert died() is None
+    buffer = torch.empty(64, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="the buffer has 64 bytes, the tensors need 68"):
+        torch.ops.torchtitan_ext.buffer_tensors(buffer, [torch.ones(1), torch.ones(1)], 64)
+    with pytest.raises(ValueError, match="not a contiguous tensor of 1 dim in CPU memory"):
+        torch.ops.torchtitan_ext.buffer_tensors(buffer.view(8, 8), like, 64)
 
 
 def test_flatten_of_one_dtype_is_the_concatenation() -> None:
@@ -774,7 +797,7 @@ def test_a_tensor_is_no_list_of_tensors() -> None:
 
 
 def test_dtypes_that_the_stable_abi_does_not_know_are_one_sentence() -> None:
-    for dtype in (torch.float8_e8m0fnu, torch.float4_e2m1fn_x2, torch.uint4, torch.bits8):
+    for dtype in (torch.uint4, torch.bits8, torch.bits2x4):
         with pytest.raises(
             ValueError, match=rf"^flatten_tensors: got dtype={dtype}, .*take a view of the bytes as that"
         ):

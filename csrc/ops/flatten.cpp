@@ -1,4 +1,7 @@
+#include <torch/csrc/stable/c/shim.h>
+
 #include <algorithm>
+#include <memory>
 #include <span>
 
 #include "core/check.h"
@@ -12,6 +15,15 @@ namespace {
 using core::RunList;
 
 constexpr int64_t kMaxAlignment = int64_t{1} << 20;  // a disk block or a huge page; more is a mistake
+
+// What a flat buffer keeps of a tensor, which may be on any device.
+struct Shape {
+  std::span<const int64_t> sizes;
+  int32_t dtype = 0;
+  int64_t bytes = 0;
+
+  int64_t num_bytes() const { return bytes; }
+};
 
 struct FlatLayout {
   std::vector<int64_t> offsets_bytes;
@@ -36,16 +48,32 @@ std::vector<TensorView> views_of(const TensorList& tensors, Access access, const
   return views;
 }
 
-FlatLayout lay_out(std::span<const TensorView> views, int64_t alignment) {
+template <typename View>
+FlatLayout lay_out(const std::vector<View>& views, int64_t alignment) {
   FlatLayout layout;
   layout.offsets_bytes.reserve(views.size());
-  for (const TensorView& view : views) {
+  for (const View& view : views) {
     const int64_t gap = -layout.num_bytes & (alignment - 1);
     layout.largest_gap_bytes = std::max(layout.largest_gap_bytes, gap);
     layout.offsets_bytes.push_back(core::checked_add(layout.num_bytes, gap));
     layout.num_bytes = core::checked_add(layout.offsets_bytes.back(), view.num_bytes());
   }
   return layout;
+}
+
+std::vector<Shape> shapes_of(const TensorList& tensors) {
+  std::vector<Shape> shapes(tensors.size());
+  for (size_t index = 0; index < tensors.size(); ++index) {
+    int64_t *sizes = nullptr, num_dims = 0;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensors[index], &sizes));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensors[index], &num_dims));
+    Shape& shape = shapes[index];
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensors[index], &shape.dtype));
+    shape.sizes = {sizes, static_cast<size_t>(num_dims)};
+    const int64_t item_bytes = static_cast<int64_t>(aoti_torch_dtype_element_size(shape.dtype));
+    shape.bytes = core::checked_mul(core::num_elements(shape.sizes), item_bytes);
+  }
+  return shapes;
 }
 
 void check_buffer(const TensorView& buffer, std::span<const TensorView> views, int64_t num_bytes, const char* op,
@@ -149,6 +177,35 @@ void unflatten_tensors_(const TensorList& tensors, const Tensor& flat, int64_t a
     }
   }
   copy_runs_on(flat_view, runs);
+}
+
+std::vector<Tensor> buffer_tensors(const Tensor& buffer, const TensorList& like, int64_t alignment) {
+  const char* op = "buffer_tensors";
+  check_alignment(alignment, op);
+  const std::vector<Shape> shapes = shapes_of(like);
+  const FlatLayout layout = lay_out(shapes, alignment);
+  const TensorView view = view_of(buffer.get(), Access::kWrite, {op, "buffer"});
+  TTE_CHECK(view.device_type == aoti_torch_device_type_cpu() && view.sizes.size() == 1 && view.contiguous, op,
+            "the buffer is not a contiguous tensor of 1 dim in CPU memory");
+  TTE_CHECK(view.num_bytes() >= layout.num_bytes, op, "the buffer has ", view.num_bytes(), " bytes, the tensors need ",
+            layout.num_bytes);
+  const auto owner = std::make_shared<const Tensor>(buffer);
+  const auto give_back = [](void*, void* context) { delete static_cast<std::shared_ptr<const Tensor>*>(context); };
+  std::vector<Tensor> tensors;
+  tensors.reserve(shapes.size());
+  for (size_t index = 0; index < shapes.size(); ++index) {
+    const Shape& shape = shapes[index];
+    const std::vector<int64_t> strides = contiguous_strides(shape.sizes);
+    void* address = reinterpret_cast<void*>(view.address + static_cast<uintptr_t>(layout.offsets_bytes[index]));
+    // torch::stable::from_blob refuses dtypes that the stable ABI has no name for.
+    AtenTensorHandle handle = nullptr;
+    TORCH_ERROR_CODE_CHECK(torch_from_blob(address, static_cast<int64_t>(shape.sizes.size()), shape.sizes.data(),
+                                           strides.data(), 0, shape.dtype, view.device_type, view.device_index, &handle,
+                                           aoti_torch_layout_strided(), nullptr, 0, give_back,
+                                           new std::shared_ptr<const Tensor>(owner)));
+    tensors.emplace_back(handle);
+  }
+  return tensors;
 }
 
 }  // namespace torchtitan_ext::ops

@@ -53,6 +53,11 @@ void flatten_into_(const TensorList& tensors, int64_t alignment, const Tensor& o
 // The inverse: fills the tensors, any strides, from the beginning of such a buffer. They must not share memory.
 void unflatten_tensors_(const TensorList& tensors, const Tensor& flat, int64_t alignment);
 
+// Tensors of the shapes and dtypes of `like` (on any device) in the flat buffer that holds their elements, which lives as
+// long as any of them. Unlike a view, each has a storage of its own that ends with it: saved alone, it is as long as
+// itself.
+std::vector<Tensor> buffer_tensors(const Tensor& buffer, const TensorList& like, int64_t alignment);
+
 // ---- fingerprint.cpp ----
 
 // The sum, modulo 2^64, of the hashes of the shard's words at their places in the global tensor (element_hash.h): a 0-d

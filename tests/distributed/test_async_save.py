@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import torchtitan_ext as tte
+from torchtitan_ext.checkpoint import CpuStager
 
 
 def save_and_change(start: Callable[[dict[str, Any]], Any], state: dict[str, Any]) -> None:
@@ -60,6 +61,65 @@ def test_in_a_thread(run_world, tmp_path: Path, function: Callable[..., None]) -
     poison(state)
     dcp.load(state, checkpoint_id=tmp_path, planner=tte.LoadPlanner(), no_dist=True)
     assert differences(state, training_truth(UNEVEN)) == []
+
+
+def save_steps_with_one_stager(rank: int, world_size: int, layout: HandMade, folder: Path) -> list[int]:
+    """The planner is kept too, and so is an error: neither may hold copies for which the next save waits."""
+    truth = handmade_truth()
+    stager, planner, kept = CpuStager(), tte.SavePlanner(), []
+    for step in range(3):
+        refused = tte.async_save({"rank": rank, "w": torch.ones(9)}, folder / "refused", stager=stager)
+        kept.append(refused.exception(timeout=60))
+        state = {"model": build_handmade(layout, truth), "step": step}
+        save_and_change(lambda s, p=folder / str(step): tte.async_save(s, p, stager=stager, planner=planner), state)
+        state = {"model": build_handmade(layout, truth), "step": step}
+        save_and_change(
+            lambda s, p=folder / f"dcp-{step}": dcp.async_save(
+                s, checkpoint_id=p, async_stager=stager, planner=planner
+            ),
+            state,
+        )
+    return [type(error).__name__ == "ReplicaMismatchError" for error in kept]
+
+
+def test_one_stager_and_one_planner_for_all_saves(run_world, tmp_path: Path) -> None:
+    truth = handmade_truth()
+    assert run_world(2, save_steps_with_one_stager, HANDMADE_BY_NAME["strided_1d"], tmp_path) == [[True] * 3] * 2
+    for step in range(3):
+        for path in (tmp_path / str(step), tmp_path / f"dcp-{step}"):
+            state = {"model": {name: torch.empty_like(whole) for name, whole in truth.items()}, "step": -1}
+            poison(state)
+            dcp.load(state, checkpoint_id=path, planner=tte.LoadPlanner(), no_dist=True)
+            assert differences(state["model"], truth) == [] and state["step"] == step
+
+
+def save_in_portions(rank: int, world_size: int, layout: HandMade, folder: Path, limit: int) -> None:
+    truth = handmade_truth()
+    stager = CpuStager(host_memory_bytes=limit)
+    for step in range(2):
+        extra = {"scalar": torch.tensor(step), "view": torch.arange(40.0)[::2], "list": [torch.ones(3), "text"]}
+        state = {"model": build_handmade(layout, truth), "step": step, **extra}
+        save_and_change(lambda s, p=folder / str(step): tte.async_save(s, p, stager=stager), state)
+
+
+@pytest.mark.parametrize("limit", [0, 100, 400, 2000])
+def test_a_state_larger_than_the_host_memory_is_saved_in_portions(run_world, tmp_path: Path, limit: int) -> None:
+    truth = handmade_truth()
+    run_world(2, save_in_portions, HANDMADE_BY_NAME["strided_1d"], tmp_path, limit)
+    for step in range(2):
+        state = {"model": {name: torch.empty_like(whole) for name, whole in truth.items()}, "step": -1}
+        state |= {"scalar": torch.tensor(-1), "view": torch.zeros(20), "list": [torch.zeros(3), ""]}
+        poison(state["model"])
+        tte.load(state, tmp_path / str(step), no_dist=True)
+        assert differences(state["model"], truth) == [] and state["step"] == step
+        assert state["scalar"] == step and torch.equal(state["view"], torch.arange(40.0)[::2])
+        assert torch.equal(state["list"][0], torch.ones(3)) and state["list"][1] == "text"
+
+
+def test_a_storage_with_an_order_of_its_own_writes_no_portions(tmp_path: Path) -> None:
+    stager = CpuStager(host_memory_bytes=10)
+    with pytest.raises(tte.errors.WrongValueError, match="only a FileWriter writes a state in portions"):
+        tte.async_save({"w": torch.ones(9)}, storage_writer=dcp.FileSystemWriter(tmp_path), stager=stager)
 
 
 def async_save_in_process(rank: int, world_size: int, layout: HandMade, folder: Path) -> None:

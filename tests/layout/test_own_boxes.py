@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
 import torchtitan_ext as tte
-from torchtitan_ext.checkpoint.operation.staging import CpuStager
+from torchtitan_ext.checkpoint.staging.stager import CpuStager
 from torchtitan_ext.checkpoint.tables import key_table
 from torchtitan_ext.errors import LayoutError, ReshardError
 from torchtitan_ext.layout.own_boxes import has_own_boxes, own_boxes

@@ -8,13 +8,14 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlanner as StockLoadPlanner
 from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from torchtitan_ext.checkpoint.operation.arguments import (
@@ -24,18 +25,18 @@ from torchtitan_ext.checkpoint.operation.arguments import (
     check_seconds,
     check_step,
 )
+from torchtitan_ext.checkpoint.operation.background import save_in_background
 from torchtitan_ext.checkpoint.operation.choose_step import Step, choose_step
 from torchtitan_ext.checkpoint.operation.load_phases import LoadJob, OtherMetadataError, load_state_dict
 from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, Phases
 from torchtitan_ext.checkpoint.operation.save_phases import SaveJob, SaveResult, ask_for_states, save_values, writer_at
-from torchtitan_ext.checkpoint.operation.staging import CpuStager
 from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
 from torchtitan_ext.checkpoint.planners.save_planner import SavePlanner
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source, check_rules
 from torchtitan_ext.checkpoint.rules.report import LoadReport
+from torchtitan_ext.checkpoint.staging.stager import CpuStager
 from torchtitan_ext.errors import SavedOverError
 from torchtitan_ext.metrics import begin_trace
-from torchtitan_ext.ranks.side_group import SideGroupOffer
 from torchtitan_ext.state.plain_value import check_classes
 
 # Overwrites are rare: after three attempts the load reports it.
@@ -211,6 +212,7 @@ def async_save(
     keep: int | None = None,
     step_pattern: str | None = None,
     trace: str | os.PathLike[str] | None = None,
+    stager: AsyncStager | None = None,
 ) -> Future[SaveResult]:
     """Copies the state dict to the CPU (``staging``), then saves it in a thread. Collective over ``process_group``.
 
@@ -219,7 +221,9 @@ def async_save(
     meanwhile. Only where there is no gloo or no store (MPI) it uses the group itself, and nothing else may then.
 
     Args:
-        state_dict: And all others: as in ``save``.
+        state_dict: And all that is not named here: as in ``save``.
+        stager: A ``CpuStager`` that keeps its host memory between saves, or stages no more than some bytes; or a stager
+            of DCP. By default each save has memory of its own.
 
     Returns:
         A future of what ``save`` returns; it raises what ``save`` raises. The caller may change the state dict at once.
@@ -237,24 +241,4 @@ def async_save(
     spans = begin_trace("async_save", trace)
     phases = Phases("save", process_group, path=path, timeout_seconds=timeout_seconds, trace=spans)
     job = SaveJob(path, storage_writer, SavePlanner() if planner is None else planner, phases, keep, step_pattern)
-    copies: dict[str, Any] = {}
-
-    def stage() -> SideGroupOffer | None:
-        copies.update(CpuStager().stage(values))
-        return phases.offer_side_group()
-
-    def save_copies() -> SaveResult:
-        with phases:
-            return save_values(copies, writer, job)
-
-    try:
-        values = ask_for_states(state_dict, job)
-        writer = writer_at(job)
-        phases.go_beside(phases.on_all("stage", stage, doing="values were copied to the CPU"))
-    except BaseException:
-        phases.close()
-        raise
-    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torchtitan_ext.async_save")
-    saved = thread.submit(save_copies)
-    thread.shutdown(wait=False)
-    return saved
+    return save_in_background(state_dict, job, CpuStager() if stager is None else stager)

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -113,40 +112,29 @@ def as_bytes(local: torch.Tensor) -> torch.Tensor:
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """An uninitialised tensor of the same layout on ``device`` (of a DTensor: its local tensor). Not collective."""
     if isinstance(tensor, DTensor):
-        local = torch.empty_like(tensor._local_tensor, device=device)
-        return DTensor(local, tensor._spec, requires_grad=tensor.requires_grad)
+        return with_local(tensor, torch.empty_like(tensor._local_tensor, device=device))
     return keep_own_boxes(tensor, torch.empty_like(tensor, device=device))
 
 
-def cpu_copy(tensor: torch.Tensor, known: dict[Any, tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """A copy in CPU memory of its own: contiguous, with conjugation and negation carried out. Not collective.
+def held_tensor(tensor: DTensor) -> torch.Tensor:
+    """A DTensor's local tensor as it is: of any class, and maybe still written by an asynchronous collective."""
+    held: torch.Tensor = tensor._local_tensor
+    return held
 
-    Args:
-        tensor: A DTensor's local tensor is copied, and each tensor of a subclass that consists of tensors.
-        known: Originals and copies so far, by their memory: equal views of one memory share a copy. The originals are
-            held, so that no other tensor gets their memory meanwhile.
-    """
-    if isinstance(tensor, DTensor):
-        return DTensor(cpu_copy(tensor._local_tensor, known), tensor._spec, requires_grad=tensor.requires_grad)
-    if isinstance(tensor, ShardedTensor):  # knows few of a tensor's attributes; .cpu() of CPU memory is no copy
-        return copy.deepcopy(tensor.cpu())
-    if isinstance(tensor, AsyncCollectiveTensor):
-        return cpu_copy(tensor.wait(), known)
-    if tensor.is_meta or tensor.is_quantized or tensor.layout is not torch.strided or _has_hooks(tensor):
-        return keep_own_boxes(tensor, copy.deepcopy(tensor.detach()))
-    if is_traceable_wrapper_subclass(tensor):
-        return keep_own_boxes(tensor, map_parts(tensor, lambda part: cpu_copy(part, known)))
-    local = local_tensor(tensor)
-    memory = (local.device, local.data_ptr(), local.dtype, local.shape, local.stride(), local.is_conj(), local.is_neg())
-    if memory not in known or local.numel() == 0:
-        known[memory] = (local, torch.empty(local.shape, dtype=local.dtype, device="cpu").copy_(local))
-    return keep_own_boxes(tensor, known[memory][1].detach().requires_grad_(tensor.requires_grad))
+
+def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """A DTensor like this one with another local tensor. Not collective."""
+    return DTensor(local, tensor._spec, requires_grad=tensor.requires_grad)
 
 
 def map_parts(wrapper: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """A tensor of the same subclass, of what ``change`` makes of each tensor that the wrapper consists of."""
-    names, context = wrapper.__tensor_flatten__()
-    parts = {name: change(getattr(wrapper, name)) for name in names}
+    return with_parts(wrapper, {name: change(getattr(wrapper, name)) for name in wrapper.__tensor_flatten__()[0]})
+
+
+def with_parts(wrapper: Any, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """A tensor of the same subclass that consists of these tensors."""
+    context = wrapper.__tensor_flatten__()[1]
     made: torch.Tensor = type(wrapper).__tensor_unflatten__(parts, context, wrapper.shape, wrapper.stride())
     return made
 

@@ -232,7 +232,7 @@ def nested_members(value: Any, containers: Any = (Mapping, list, tuple)) -> Iter
     """A value and, of a container, all that it and nested ones hold; lists of numbers and text count as one object."""
 
     def members_of(holder: Any) -> Collection[Any]:
-        if not isinstance(holder, containers):
+        if isinstance(holder, torch.Tensor) or not isinstance(holder, containers):
             return ()
         members = holder.values() if isinstance(holder, Mapping) else holder
         return () if _NUMBERS_AND_TEXT.issuperset(map(type, members)) else members

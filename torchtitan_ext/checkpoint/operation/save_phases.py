@@ -20,6 +20,7 @@ from torchtitan_ext.checkpoint.operation.arguments import Place, check_keep, pla
 from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.checkpoint.planners.save_planner import SavePlanner
 from torchtitan_ext.checkpoint.planners.subclasses import check_final_items, set_up_save
+from torchtitan_ext.checkpoint.staging.portions import Portions
 from torchtitan_ext.checkpoint.tables.component import CountsSamples, SampleAccount, disagreeing_counts, is_stateful
 from torchtitan_ext.dcp_private import storage_setup
 from torchtitan_ext.errors import CheckpointFailedError, only_printed
@@ -131,8 +132,13 @@ def _place_of(job: SaveJob) -> Place:
     return place_of(job.storage_writer.path if job.path is None else job.path)
 
 
-def save_values(values: dict[Any, Any], writer: StorageWriter, job: SaveJob) -> SaveResult:
-    """Plans, writes and commits; then removes old steps of the run, where ``keep`` says so. Collective."""
+def save_values(
+    values: dict[Any, Any], writer: StorageWriter, job: SaveJob, portions: Portions | None = None
+) -> SaveResult:
+    """Plans, writes and commits; then removes old steps of the run, where ``keep`` says so. Collective.
+
+    With portions the values are the caller's, who waits until the rest of them is written.
+    """
     planner, phases = job.planner, job.phases
     metadata: Metadata | None = None
 
@@ -149,7 +155,8 @@ def save_values(values: dict[Any, Any], writer: StorageWriter, job: SaveJob) -> 
         final_plan = planner.finish_plan(plan)
         if isinstance(planner, SavePlanner):
             check_final_items(planner, planner.plan.items, final_plan.items)
-        written = writer.write_data(final_plan, planner)
+        source = planner if portions is None else portions.stage(final_plan, planner)
+        written = writer.write_data(final_plan, cast(StockSavePlanner, source))
         written.wait()
         _check_all_written(final_plan, written.value(), phases.rank)
         return written.value()

@@ -139,6 +139,7 @@ class SavePlanner(DefaultSavePlanner):
         self._encoded: EncodedTable = encode_table(self._table)
         self._boxes: dict[tuple[str, tuple[int, ...]], Box] = {}
         self._is_set_up = False
+        self._num_unwritten = 0
         self._shows_items = False
 
     def set_up_planner(
@@ -247,12 +248,16 @@ class SavePlanner(DefaultSavePlanner):
             self.plan = dataclasses.replace(cached, storage_data=new_plan.storage_data or cached.storage_data)
             writes = self._read_writes(self.plan)
         self._boxes = writes.local_boxes()
+        self._num_unwritten = len(self.plan.items)
         # A subclass may change the list: it gets a copy.
         is_shared = sees_items(self, SavePlanner)
         return dataclasses.replace(self.plan, items=list(self.plan.items)) if is_shared else self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         value = self.transform_object(write_item, self.lookup_object(write_item.index))
+        self._num_unwritten -= 1
+        if self._num_unwritten == 0:
+            self.state_dict = {}  # a planner that is kept for the next save must not keep staged tensors alive
         # Our writer packs many of them at once.
         is_packed_later = isinstance(self.plan.storage_data, FilePrefix)
         return value if isinstance(value, io.BytesIO) or is_packed_later else packed_on_device(value)

@@ -7,11 +7,11 @@ import io
 import os
 import uuid
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -55,6 +55,13 @@ class FilePrefix:
 
 # Read once: it takes half a millisecond, as long as the rest of a small save.
 _VERSION = version("torchtitan-ext")
+
+
+@runtime_checkable
+class WritesInPortions(Protocol):
+    """A planner that is asked for the items of a plan in portions, each when the one before is written."""
+
+    def portions(self, items: list[WriteItem]) -> Iterable[list[WriteItem]]: ...
 
 
 class FileWriter(StorageWriter):
@@ -255,15 +262,17 @@ class FileWriter(StorageWriter):
         ) as advance:
             batch = _Batch(records, advance, lambda: bucket_bytes_of(_tensor_bytes(plan.items)))
             # As stock: values first. Planners may count on it.
-            for item in sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO):
-                value = planner.resolve_data(item)
-                if isinstance(value, io.BytesIO):
-                    batch.add_value(item, value)
-                else:
-                    batch.add_tensor(item, value.detach())
-                if batch.held_bytes >= BATCH_BYTES:
-                    batch.write()
-            batch.write()
+            items = sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO)
+            for portion in planner.portions(items) if isinstance(planner, WritesInPortions) else [items]:
+                for item in portion:
+                    value = planner.resolve_data(item)
+                    if isinstance(value, io.BytesIO):
+                        batch.add_value(item, value)
+                    else:
+                        batch.add_tensor(item, value.detach())
+                    if batch.held_bytes >= BATCH_BYTES:
+                        batch.write()
+                batch.write()
         rank = self.rank or 0
         return records.finish(name, bytes.fromhex(place.save_id), rank)
 

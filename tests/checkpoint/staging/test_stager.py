@@ -1,5 +1,6 @@
 """What a save that goes on while training does has copied."""
 
+import threading
 from collections import OrderedDict, namedtuple
 from typing import Any
 
@@ -10,7 +11,8 @@ from simulated_ranks import mesh_at
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
-from torchtitan_ext.checkpoint.operation.staging import CpuStager
+from torchtitan_ext.checkpoint.staging.stager import CpuStager
+from torchtitan_ext.errors import WrongValueError
 
 Pair = namedtuple("Pair", "weight step")
 
@@ -96,3 +98,68 @@ def test_containers_that_hold_each_other_are_copied_once() -> None:
     for _ in range(200):
         shared = [shared, shared]
     assert CpuStager().stage({"a": shared})["a"][0] is not shared[0]
+
+
+def test_memory_is_kept_between_saves() -> None:
+    stager = CpuStager()
+    addresses = set()
+    for step in range(3):
+        copied = stager.stage({"w": torch.full((1000,), step), "b": torch.tensor(step)})
+        addresses.add(copied["w"].data_ptr())
+        assert copied["w"].tolist() == [step] * 1000 and copied["b"] == step
+        del copied
+    assert len(addresses) == 1
+
+
+def test_a_save_waits_until_no_copy_lives() -> None:
+    stager = CpuStager()
+    first = stager.stage({"w": torch.ones(4)})
+    part = first["w"][2:]
+    staged: list[Any] = []
+    thread = threading.Thread(target=lambda: staged.append(stager.stage({"w": torch.zeros(4)})))
+    thread.start()
+    first.clear()
+    thread.join(0.2)
+    assert thread.is_alive() and part.tolist() == [1, 1]
+    del part
+    thread.join(30)
+    assert staged[0]["w"].tolist() == [0] * 4
+
+
+def test_as_many_saves_as_buffers_are_under_way() -> None:
+    stager = CpuStager(num_buffers=2)
+    first, second = stager.stage({"w": torch.ones(4)}), stager.stage({"w": torch.zeros(4)})
+    assert first["w"].tolist() == [1] * 4 and second["w"].tolist() == [0] * 4
+
+
+def test_a_failed_copy_leaves_its_memory_free() -> None:
+    stager = CpuStager()
+    freed = torch.ones(4)
+    freed.untyped_storage().resize_(0)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="was it freed or resized"):
+            stager.stage({"w": freed})
+    assert stager.stage({"w": torch.ones(2)})["w"].tolist() == [1, 1]
+
+
+def test_a_closed_stager_keeps_nothing_and_can_be_used_again() -> None:
+    stager = CpuStager()
+    copied = stager.stage({"w": torch.ones(4)})
+    stager.close()
+    again = stager.stage({"w": torch.zeros(4)})
+    assert copied["w"].tolist() == [1] * 4 and again["w"].tolist() == [0] * 4
+
+
+def test_a_state_beyond_the_limit_is_refused() -> None:
+    with pytest.raises(WrongValueError, match="only tte.async_save writes a larger state"):
+        CpuStager(host_memory_bytes=1000).stage({"w": torch.ones(1000)})
+    assert CpuStager(host_memory_bytes=5000).stage({"w": torch.ones(1000)})["w"].sum() == 1000
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"host_memory_bytes": -1}, {"pin_memory": "yes"}, {"num_buffers": 0}],
+)
+def test_arguments_that_make_no_sense(arguments: dict[str, Any]) -> None:
+    with pytest.raises(WrongValueError, match=next(reversed(arguments))):
+        CpuStager(**arguments)

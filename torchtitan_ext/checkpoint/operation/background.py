@@ -1,0 +1,117 @@
+"""Saves that go on while training does: copy, then plan and write in a thread, or in a process of their own."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.storage import StorageWriter
+
+from torchtitan_ext.checkpoint.operation.save_phases import SaveJob, SaveResult, ask_for_states, save_values, writer_at
+from torchtitan_ext.checkpoint.staging.copies import StateMemory
+from torchtitan_ext.checkpoint.staging.portions import Portions
+from torchtitan_ext.checkpoint.staging.stager import CpuStager, flat_bytes
+from torchtitan_ext.errors import WrongValueError
+from torchtitan_ext.ranks.side_group import SideGroupOffer
+from torchtitan_ext.storage import FileWriter
+
+logger = logging.getLogger(__name__)
+
+_COPYING = "values were copied to the CPU"
+
+
+def save_in_background(state_dict: dict[str, Any], job: SaveJob, stager: AsyncStager) -> Future[SaveResult]:
+    """Copies the state dict, then saves the copy in a thread. Collective.
+
+    Returns when the caller may change the state dict: at once, or where a ``CpuStager`` may not copy all of it, when
+    the rest is written. When the save has ended nothing holds the copies, for which the next save may wait: neither the
+    planner, which may be used again, nor an exception, which may be kept.
+    """
+    phases = job.phases
+    staged: dict[str, Any] = {}
+    portions: Portions | None = None
+
+    def stage() -> SideGroupOffer | None:
+        nonlocal portions
+        if isinstance(stager, CpuStager):
+            portions = _portions_of(values, stager, writer)
+        staged.update(values if portions is not None else _staged_by(stager, values))
+        return phases.offer_side_group()
+
+    def save_staged() -> SaveResult:
+        try:
+            with phases:
+                return save_values(staged, writer, job, portions)
+        except BaseException as error:
+            _clear_frames(error)
+            raise
+        finally:
+            staged.clear()
+            getattr(job.planner, "state_dict", {}).clear()
+
+    try:
+        values = ask_for_states(state_dict, job)
+        writer = writer_at(job)
+        phases.go_beside(phases.on_all("stage", stage, doing=_COPYING))
+    except BaseException:
+        phases.close()
+        raise
+    saved = _in_thread(save_staged)
+    if portions is not None:
+        _wait_for_rest(portions, saved)
+    return saved
+
+
+def _portions_of(values: dict[str, Any], stager: CpuStager, writer: StorageWriter) -> Portions | None:
+    """The portions of a save, where the stager has no room for all of the state.
+
+    Raises:
+        WrongValueError: The storage writes in an order of its own.
+    """
+    num_bytes = 0 if stager.host_memory_bytes is None else flat_bytes(StateMemory(values).tensors)
+    if stager.has_room(num_bytes):
+        return None
+    if not isinstance(writer, FileWriter):
+        raise WrongValueError(
+            f"async_save: the state needs {num_bytes} bytes of host memory, host_memory_bytes is "
+            f"{stager.host_memory_bytes}, and only a FileWriter writes a state in portions; this save has a "
+            f"{type(writer).__name__}"
+        )
+    return Portions(stager)
+
+
+def _staged_by(stager: AsyncStager, values: dict[str, Any]) -> dict[str, Any]:
+    staged = stager.stage(values)
+    return staged.result() if isinstance(staged, Future) else staged
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Drops what the functions that raised an error, and those that led to it, still hold."""
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        one = pending.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            pending += [one.__cause__, one.__context__]
+
+
+def _in_thread(save: Callable[[], SaveResult]) -> Future[SaveResult]:
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torchtitan_ext.async_save")
+    saved = thread.submit(save)
+    thread.shutdown(wait=False)
+    return saved
+
+
+def _wait_for_rest(portions: Portions, saved: Future[SaveResult]) -> None:
+    saved.add_done_callback(lambda _: portions.rest_is_written.set())
+    portions.rest_is_written.wait()
+    logger.info(
+        "async_save: the state is larger than host_memory_bytes: %d bytes of it were written before the call returned",
+        portions.rest_bytes,
+    )

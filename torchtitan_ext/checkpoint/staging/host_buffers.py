@@ -1,0 +1,103 @@
+"""Host memory that is kept between saves."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import mmap
+import os
+import weakref
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import BinaryIO
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+_WARNING_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class HostBuffer:
+    """A piece of host memory: 1-d, uint8; with the file that it is, where another process is to map it."""
+
+    memory: torch.Tensor
+    file: BinaryIO | None = None
+
+
+class HostBuffers:
+    """Some pieces of host memory, each in use as long as any tensor in it lives.
+
+    Args:
+        num_buffers: How many can be in use at once.
+        is_pinned: Whether they are pinned for the accelerator.
+        is_shared: Whether another process can map them.
+    """
+
+    def __init__(self, num_buffers: int, *, is_pinned: bool, is_shared: bool) -> None:
+        self._num_buffers = num_buffers
+        self._is_pinned = is_pinned
+        self._is_shared = is_shared
+        self.clear()
+
+    def clear(self) -> None:
+        """Gives the memory back, each piece as soon as no tensor in it lives."""
+        # Its ``put`` may be called while another call is under way, as a tensor that dies does.
+        self._free: SimpleQueue[HostBuffer] = SimpleQueue()
+        for _ in range(self._num_buffers):
+            self._free.put(HostBuffer(torch.empty(0, dtype=torch.uint8, device="cpu")))
+
+    def take(self, num_bytes: int) -> HostBuffer:
+        """A buffer whose memory has exactly so many bytes. Waits until one is free."""
+        free = self._free
+        kept = self._wait_for_one(free)
+        try:
+            if kept.memory.numel() < num_bytes:
+                kept = HostBuffer(kept.memory[:0].clone())  # its memory goes first: both would be too much
+                kept = self._made(num_bytes)
+            with torch.inference_mode(False):  # a view that knows its base keeps that alive, and its pinning
+                taken = HostBuffer(kept.memory[:num_bytes], kept.file)
+        except BaseException:
+            free.put(kept)
+            raise
+        weakref.finalize(taken.memory, free.put, kept).atexit = False
+        return taken
+
+    def _wait_for_one(self, free: SimpleQueue[HostBuffer]) -> HostBuffer:
+        try:
+            return free.get_nowait()
+        except Empty:
+            gc.collect()  # an error of the last save may hold its tensors in a cycle
+        while True:
+            try:
+                return free.get(timeout=_WARNING_SECONDS)
+            except Empty:
+                logger.warning(
+                    "a save waits for host memory: the save before it still runs, or something still holds the copies "
+                    "that it saved, such as a planner or an exception that is kept"
+                )
+
+    def _made(self, num_bytes: int) -> HostBuffer:
+        if self._is_shared:
+            file = os.fdopen(os.memfd_create("torchtitan_ext staging", os.MFD_CLOEXEC), "r+b", buffering=0)
+            os.ftruncate(file.fileno(), num_bytes)
+            buffer = HostBuffer(mapped_memory(file.fileno(), num_bytes), file)
+        else:
+            uses_allocator = self._is_pinned and not torch.cuda.is_available()
+            buffer = HostBuffer(torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=uses_allocator))
+        if self._is_pinned and torch.cuda.is_available():
+            _pin_for_cuda(buffer.memory)
+        return buffer
+
+
+def mapped_memory(file: int, num_bytes: int) -> torch.Tensor:
+    """The memory of an open file as a 1-d uint8 tensor."""
+    return torch.frombuffer(mmap.mmap(file, num_bytes), dtype=torch.uint8)
+
+
+def _pin_for_cuda(memory: torch.Tensor) -> None:
+    """Pins memory in place: torch's own allocator of pinned memory would round it up to a power of two."""
+    runtime = torch.cuda.cudart()
+    torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False

@@ -1,0 +1,120 @@
+"""Copies of a state dict in host memory, for saves that go on while training does.
+
+The stagers of DCP copy storages and drop what a view adds to them: conjugated and negated views are saved unconjugated
+and not negated, without an error, and a DTensor whose local tensor has a storage offset cannot be copied at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.distributed.checkpoint.staging import AsyncStager
+
+from torchtitan_ext import ops
+from torchtitan_ext.checkpoint.staging.copies import StateMemory
+from torchtitan_ext.checkpoint.staging.host_buffers import HostBuffer, HostBuffers
+from torchtitan_ext.errors import WrongValueError
+from torchtitan_ext.op_library import call
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Contiguous copies of some tensors, and the buffer in which they lie, aligned as by ``ops.flatten_into_``."""
+
+    tensors: list[torch.Tensor]
+    buffer: HostBuffer | None
+
+
+class CpuStager(AsyncStager):
+    """Copies the elements of every tensor, of any layout and strides, and nothing else of their storages.
+
+    A stager that is passed to several saves keeps its memory between them: one flat buffer, which grows to the largest
+    state and is in use as long as any copy lives; a save that finds none free waits. For ``tte.async_save(...,
+    stager=)`` and, with a planner for each save, ``dcp.async_save(..., async_stager=, planner=SavePlanner())``.
+
+    Args:
+        host_memory_bytes: How much host memory each buffer may have. Of a larger state ``tte.async_save`` copies what
+            fits and writes the rest before it returns; ``stage`` refuses it.
+        pin_memory: Whether the buffers are pinned for the accelerator; ``"auto"``: where there is one.
+        num_buffers: How many saves can be under way at once.
+
+    Raises:
+        WrongValueError: An argument makes no sense.
+    """
+
+    _synchronize_after_execute = False
+
+    def __init__(
+        self,
+        host_memory_bytes: int | None = None,
+        pin_memory: bool | Literal["auto"] = "auto",
+        num_buffers: int = 1,
+    ) -> None:
+        if host_memory_bytes is not None and host_memory_bytes < 0:
+            raise _wrong_value("host_memory_bytes", host_memory_bytes, "a number of bytes, or None for no limit")
+        if pin_memory not in (True, False, "auto"):
+            raise _wrong_value("pin_memory", pin_memory, 'True, False or "auto"')
+        if num_buffers < 1:
+            raise _wrong_value("num_buffers", num_buffers, "at least 1")
+        is_pinned = torch.accelerator.is_available() if pin_memory == "auto" else pin_memory
+        self.host_memory_bytes = host_memory_bytes
+        self._buffers = HostBuffers(num_buffers, is_pinned=is_pinned, is_shared=False)
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A deep copy of a state dict, whose tensors lie in CPU memory of their own. Not collective.
+
+        Tensors that share memory share it in the copy, where they are views of the same elements (tied weights).
+        Objects are copied by ``copy.deepcopy``. The caller may change the state dict as soon as this returns.
+
+        Raises:
+            WrongValueError: The state is larger than ``host_memory_bytes``.
+        """
+        memory = StateMemory(state_dict)
+        num_bytes = flat_bytes(memory.tensors)
+        if not self.has_room(num_bytes):
+            raise WrongValueError(
+                f"CpuStager: the state needs {num_bytes} bytes of host memory and host_memory_bytes is "
+                f"{self.host_memory_bytes}; only tte.async_save writes a larger state, the rest of it before it returns"
+            )
+        return memory.around(self.copy(memory.tensors).tensors)
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether a state of so many bytes may be copied as a whole."""
+        return self.host_memory_bytes is None or num_bytes <= self.host_memory_bytes
+
+    def copy(self, tensors: Sequence[torch.Tensor]) -> Copies:
+        """Copies of plain tensors, side by side in one of the buffers."""
+        if not tensors:
+            return Copies([], None)
+        buffer = self._buffers.take(flat_bytes(tensors))
+        with torch.no_grad():
+            ops.flatten_into_(tensors, buffer.memory)
+            return Copies(tensors_in(buffer.memory, tensors), buffer)
+
+    def synchronize_staging(self) -> None:
+        """Nothing to wait for: ``stage`` returns when the copy is complete."""
+
+    def close(self) -> None:
+        """Gives the buffers back, each as soon as no copy in it lives. The stager can be used again."""
+        self._buffers.clear()
+
+
+def tensors_in(memory: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors of a flat buffer in host memory, with the shapes and dtypes of ``like``.
+
+    Unlike a view, each has a storage of its own that ends with it: saved alone, it does not bring the whole buffer
+    along. The buffer lives as long as any of them.
+    """
+    return list(call("buffer_tensors", (memory, list(like), ops.DEFAULT_ALIGNMENT)))
+
+
+def flat_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    """At least the size of the flat buffer of the tensors."""
+    return sum(tensor.nbytes for tensor in tensors) + ops.DEFAULT_ALIGNMENT * len(tensors)
+
+
+def _wrong_value(argument: str, got: object, expected: str) -> WrongValueError:
+    return WrongValueError(f"CpuStager: got {argument}={got!r}, expected {expected}")
