@@ -182,6 +182,18 @@ def check_ops(rank: int, world_size: int) -> None:
     late.set_delay(0.0015)
 
 
+def test_all_our_ops_run_on_its_streams(run_late_world):
+    assert run_late_world(1, ops_without_kernel) == [[]]
+
+
+def ops_without_kernel(rank: int, world_size: int) -> list[str]:
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("torchtitan_ext::")]
+    assert len(names) > 10
+    keys = ("PrivateUse1", "CompositeExplicitAutograd")
+    return [name for name in names if not any(has_kernel(name, key) for key in keys)]
+
+
 def test_meshes_and_groups(run_late_world):
     assert run_late_world(2, make_mesh) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 

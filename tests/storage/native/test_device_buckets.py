@@ -179,6 +179,29 @@ def count_copies(rank: int, world_size: int, path: Path) -> dict[str, late.Copie
     return counts
 
 
+def test_a_bucket_is_the_memory_of_the_device_that_is_needed(
+    run_late_world: Callable[..., Any], tmp_path: Path
+) -> None:
+    run_late_world(1, check_memory, tmp_path)
+
+
+def check_memory(rank: int, world_size: int, path: Path) -> None:
+    bucket_bytes = 256 << 10
+    state = {f"w{index}": torch.randn(33, 1000, device="late").t() for index in range(40)}
+    targets = {key: torch.zeros(33, 1000, device="late").t() for key in state}
+    with buckets_of(bucket_bytes):
+        torch.accelerator.synchronize()
+        before, _ = late.count_bytes()
+        tte.save(state, path, no_dist=True)
+        _, saving = late.count_bytes()
+        tte.load(targets, path, no_dist=True)
+        torch.accelerator.synchronize()
+        after, loading = late.count_bytes()
+    assert before == after
+    for peak in (saving, loading):
+        assert bucket_bytes <= peak - before <= bucket_bytes + 4096
+
+
 def test_a_missing_wait_shows(run_late_world: Callable[..., Any], tmp_path: Path) -> None:
     run_late_world(1, check_missing_waits, tmp_path)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import os
 import uuid
@@ -332,7 +333,9 @@ class _Batch:
             self._in_turn(raw, lambda: self._records.add_tensor(key, name, shape, element_type, address, strides))
             return
         if self._buckets is None:
-            self._buckets = OutgoingBuckets(self._bucket_bytes(), self._write_queued)
+            # Not a method: the buffers of buckets are freed with this object, without the garbage collector.
+            write_queued = functools.partial(_write_queued, self._records, self._held, self._advance)
+            self._buckets = OutgoingBuckets(self._bucket_bytes(), write_queued)
         shape = raw.shape
         self._buckets.then(lambda: self._records.begin_tensor(key, name, shape, element_type))
         self._buckets.add(raw, self._records.add_bytes)
@@ -341,7 +344,7 @@ class _Batch:
     def write(self) -> None:
         if self._buckets is not None:
             self._buckets.finish()
-        self._write_queued()
+        _write_queued(self._records, self._held, self._advance)
 
     def _in_turn(self, held: Any, add: Callable[[], None]) -> None:
         """Adds a record of the host's memory, behind those of an accelerator that were added before."""
@@ -359,11 +362,12 @@ class _Batch:
 
         self._buckets.then(add_waiting)
 
-    def _write_queued(self) -> None:
-        num_bytes = self._records.queued_bytes
-        self._records.write_queued()
-        self._held.clear()
-        self._advance(num_bytes)
+
+def _write_queued(records: _core.RecordWriter, held: list[Any], advance: Callable[[int], object]) -> None:
+    num_bytes = records.queued_bytes
+    records.write_queued()
+    held.clear()
+    advance(num_bytes)
 
 
 def _tensor_bytes(items: Sequence[WriteItem]) -> int:
