@@ -179,6 +179,8 @@ def check_ops(rank: int, world_size: int) -> None:
     assert ops.fingerprint_shard(packed, shard, (8, 2)).item() == expected.item()
     with pytest.raises(ValueError, match="out has 3 bytes"):
         ops.flatten_into_(there, out[:3])
+    with pytest.raises(ValueError, match="different devices"):
+        ops.flatten_into_(there, torch.zeros_like(out, device="cpu"))
     late.set_delay(0.0015)
 
 

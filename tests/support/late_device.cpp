@@ -639,6 +639,11 @@ std::vector<at::Tensor> tensors_in(const c10::IValue& value) {
 
 // An operator checks its arguments before it moves the first byte: it is tried in other memory, which lies alike.
 void check_arguments(const c10::OperatorHandle& op, const torch::jit::Stack& arguments) {
+  for (const c10::IValue& argument : arguments) {
+    for (const at::Tensor& tensor : tensors_in(argument)) {
+      TORCH_CHECK_VALUE(tensor.device() == kDevice, op.schema().name(), ": tensors are on different devices");
+    }
+  }
   at::AutoDispatchBelowADInplaceOrView guard;
   torch::jit::Stack shadows;
   replace_tensors(arguments, shadows, shadow_of);
