@@ -39,6 +39,13 @@ def run_late_world() -> Iterator[Callable[..., list[Any]]]:
     pool.close()
 
 
+@pytest.fixture(params=["late", pytest.param("cuda", marks=pytest.mark.needs_cuda)])
+def run_on_accelerator(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    """`run_on_accelerator(world_size, function, *args)` calls `function(rank, world_size, device, *args)` per rank."""
+    run = request.getfixturevalue("run_late_world" if request.param == "late" else "run_world")
+    return lambda world_size, function, *args: run(world_size, function, request.param, *args)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips GPU tests where there is no GPU, but never on a machine that promises one (TTE_REQUIRE_CUDA=1)."""
     if item.get_closest_marker("needs_cuda") and not torch.cuda.is_available():

@@ -66,6 +66,40 @@ def mixed_state() -> dict[str, Any]:
     return state
 
 
+def moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """A copy on a device, of the same strides, in as large a storage, with the same lazy bits."""
+    if tensor.is_conj():
+        return moved(tensor.conj(), device).conj()
+    if tensor.is_neg():
+        return torch._neg_view(moved(torch._neg_view(tensor), device))
+    tensor = tensor.detach()
+    whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).to(device)
+    return whole.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+
+def on_device(state: dict[str, Any], device: str, every: int = 1) -> dict[str, Any]:
+    """The state with its tensors on a device, but for every so manieth."""
+    return {
+        key: moved(value, device)
+        if isinstance(value, torch.Tensor) and (every == 1 or position % every)
+        else on_device(value, device)
+        if isinstance(value, dict)
+        else value
+        for position, (key, value) in enumerate(state.items())
+    }
+
+
+def on_host(state: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: value.detach().cpu()
+        if isinstance(value, torch.Tensor)
+        else on_host(value)
+        if isinstance(value, dict)
+        else value
+        for key, value in state.items()
+    }
+
+
 def bits(value: torch.Tensor) -> torch.Tensor:
     """Of a new tensor: one element counts as contiguous with any stride, which a view of bytes does not take."""
     return torch.empty(value.numel(), dtype=value.dtype).copy_(value.detach().reshape(-1)).view(torch.uint8)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from torchtitan_ext import ops
+from torchtitan_ext.layout.dtensor import as_bytes
 
 BUCKET_BYTES = 64 << 20
 """Of one transfer, at most: it takes milliseconds, beside which its launch is nothing."""
@@ -64,3 +67,103 @@ def packed_on_device(tensor: Tensor) -> Tensor:
         return tensor
     with torch.no_grad():
         return ops.flatten_tensors([tensor]).view(tensor.dtype).view(tensor.shape)
+
+
+@torch.no_grad()
+def flatten_to_host_(tensors: Sequence[Tensor], out: Tensor) -> None:
+    """As ``ops.flatten_into_``, into host memory, with tensors of any devices. Returns when all bytes are there.
+
+    An accelerator copies on a stream of its own, behind what its current stream has to do at the call. Thousands of
+    small tensors are a few copies where those of one device stand one behind the other.
+
+    Args:
+        tensors: Plain memory, any strides, neither conjugated nor negated.
+        out: As there; pinned, or copies are slow. What alignment leaves free may be unchanged.
+    """
+    groups = [list(group) for _, group in itertools.groupby(tensors, key=lambda tensor: tensor.device)]
+    for group in groups:
+        if group[0].is_cpu:
+            ops.flatten_into_(group, out)
+        elif takes_operators(group[0].device):
+            _copy_by_buckets(group, out)
+        else:
+            for view, tensor in zip(ops.flat_views(out, group), group, strict=True):
+                view.copy_(tensor)
+        if group is not groups[-1]:
+            num_bytes = ops.flat_offsets(group)[-1]
+            out = out[-(-num_bytes // ops.DEFAULT_ALIGNMENT) * ops.DEFAULT_ALIGNMENT :]
+
+
+def _copy_by_buckets(tensors: Sequence[Tensor], out: Tensor) -> None:
+    """``flatten_to_host_`` of one accelerator.
+
+    One bucket is enough: to fill it takes a small part of the time of its copy to the host.
+    """
+    device = tensors[0].device
+    parts = list(_flat_parts(tensors))
+    bucket_bytes = max((part.end - part.begin for part in parts if not part.is_contiguous), default=0)
+    bucket = torch.empty(bucket_bytes, dtype=torch.uint8, device=device)  # the current stream can use its memory again
+    stream = torch.Stream(device)
+    stream.wait_stream(torch.accelerator.current_stream(device))
+    try:
+        with stream:
+            for part in parts:
+                if part.is_contiguous:
+                    there = as_bytes(part.tensors[0])
+                else:
+                    ops.flatten_into_(part.tensors, bucket)
+                    there = bucket[: part.end - part.begin]
+                out[part.begin : part.end].copy_(there, non_blocking=True)
+    finally:
+        stream.record_event().synchronize()  # after an error too, which gives the memory of both sides back
+
+
+@dataclass(frozen=True)
+class _FlatPart:
+    """A part of a flat buffer, in bytes: itself the flat buffer of whole tensors, or of a box of one."""
+
+    begin: int
+    end: int
+    tensors: list[Tensor]
+
+    @property
+    def is_contiguous(self) -> bool:
+        return len(self.tensors) == 1 and self.tensors[0].is_contiguous()
+
+
+def _flat_parts(tensors: Sequence[Tensor]) -> Iterator[_FlatPart]:
+    """The flat buffer of tensors in parts: of at most ``BUCKET_BYTES``, or of one contiguous tensor."""
+    begin = end = 0
+    group: list[Tensor] = []
+    for offset, tensor in zip(ops.flat_offsets(tensors), tensors, strict=False):
+        if group and offset + tensor.nbytes > begin + BUCKET_BYTES:
+            yield _FlatPart(begin, end, group)
+            group = []
+        if tensor.nbytes <= BUCKET_BYTES:
+            begin = begin if group else offset
+            end = offset + tensor.nbytes
+            group.append(tensor)
+        elif tensor.is_contiguous():
+            yield _FlatPart(offset, offset + tensor.nbytes, [tensor])
+        else:
+            for _, box in row_major_boxes(tensor, BUCKET_BYTES // tensor.element_size()):
+                yield _FlatPart(offset, offset + box.nbytes, [box])
+                offset += box.nbytes
+    if group:
+        yield _FlatPart(begin, end, group)
+
+
+def row_major_boxes(tensor: Tensor, max_elements: int) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """Cuts a tensor into boxes (offsets, view) of at most so many elements, row-major one behind the other."""
+    if tensor.numel() <= max_elements:
+        yield (0,) * tensor.dim(), tensor
+        return
+    row_elements = tensor.numel() // tensor.shape[0]
+    if row_elements <= max_elements:
+        begins = range(0, tensor.shape[0], max_elements // row_elements)
+        for begin, rows in zip(begins, tensor.split(begins.step), strict=True):
+            yield (begin, *(0,) * (tensor.dim() - 1)), rows
+        return
+    for index in range(tensor.shape[0]):
+        for offsets, box in row_major_boxes(tensor[index], max_elements):
+            yield (index, *offsets), box.unsqueeze(0)

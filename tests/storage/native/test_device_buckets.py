@@ -15,7 +15,7 @@ import late
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from states import DTYPES, bits, blank, differences, load, mixed_state, random_tensor, save
+from states import DTYPES, bits, blank, differences, load, mixed_state, on_device, on_host, random_tensor, save
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -23,20 +23,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import torchtitan_ext as tte
 from torchtitan_ext import _core
-from torchtitan_ext.state.host_copies import takes_operators
+from torchtitan_ext.state.host_copies import row_major_boxes, takes_operators
 from torchtitan_ext.storage import FileReader, FileWriter
 from torchtitan_ext.storage.native import device_buckets, read_batch
-from torchtitan_ext.storage.native.device_buckets import OutgoingBuckets, row_major_boxes
+from torchtitan_ext.storage.native.device_buckets import OutgoingBuckets
 from torchtitan_ext.storage.raw_tensor import ELEMENT_TYPES, NAMES
-
-ACCELERATORS = ["late", pytest.param("cuda", marks=pytest.mark.needs_cuda)]
-
-
-@pytest.fixture(params=ACCELERATORS)
-def run_on_accelerator(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
-    """`run_on_accelerator(world_size, function, *args)` calls `function(rank, world_size, device, *args)` per rank."""
-    run = request.getfixturevalue("run_late_world" if request.param == "late" else "run_world")
-    return lambda world_size, function, *args: run(world_size, function, request.param, *args)
 
 
 @contextmanager
@@ -45,40 +36,6 @@ def buckets_of(num_bytes: int, delay_seconds: float = 0.0005) -> Iterator[None]:
         late.set_delay(delay_seconds)
     with mock.patch.object(device_buckets, "BUCKET_BYTES", num_bytes):
         yield
-
-
-def moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    """A copy on a device, of the same strides, in as large a storage, with the same lazy bits."""
-    if tensor.is_conj():
-        return moved(tensor.conj(), device).conj()
-    if tensor.is_neg():
-        return torch._neg_view(moved(torch._neg_view(tensor), device))
-    tensor = tensor.detach()
-    whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).to(device)
-    return whole.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
-
-
-def on_device(state: dict[str, Any], device: str, every: int = 1) -> dict[str, Any]:
-    """The state with its tensors on a device, but for every so manieth."""
-    return {
-        key: moved(value, device)
-        if isinstance(value, torch.Tensor) and (every == 1 or position % every)
-        else on_device(value, device)
-        if isinstance(value, dict)
-        else value
-        for position, (key, value) in enumerate(state.items())
-    }
-
-
-def on_host(state: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: value.detach().cpu()
-        if isinstance(value, torch.Tensor)
-        else on_host(value)
-        if isinstance(value, dict)
-        else value
-        for key, value in state.items()
-    }
 
 
 @pytest.mark.parametrize("bucket_bytes", [256, 4096, 64 << 20])

@@ -32,14 +32,17 @@ class StateMemory:
 
     Attributes:
         tensors: Dense and strided, on any device but meta; equal views of one memory stand there once (tied weights).
-            Lazily conjugated and negated views stand there as copies that are neither.
+            Lazily conjugated and negated views stand there as copies that are neither. One device after the other.
     """
 
     def __init__(self, state_dict: dict[Any, Any]) -> None:
         self.tensors: list[torch.Tensor] = []
         self._state_dict = state_dict
         members = nested_members(state_dict, (Mapping, list, tuple, set, frozenset))
-        self._found = {id(member): member for member in members if isinstance(member, torch.Tensor)}
+        found = [member for member in members if isinstance(member, torch.Tensor)]
+        if len({tensor.device for tensor in found}) > 1:
+            found.sort(key=lambda tensor: str(tensor.device))
+        self._found = {id(tensor): tensor for tensor in found}
         self._positions: dict[Any, int] = {}  # in ``tensors``, by what tells views of one memory apart
         self._originals: list[torch.Tensor] = []  # of ``tensors``: no other tensor may get their memory meanwhile
         self._recipes: list[Recipe] | None = None  # of the tensors found; without them, those are ``tensors``

@@ -18,6 +18,7 @@ from torchtitan_ext.checkpoint.staging.copies import StateMemory
 from torchtitan_ext.checkpoint.staging.host_buffers import HostBuffer, HostBuffers
 from torchtitan_ext.errors import WrongValueError
 from torchtitan_ext.op_library import call
+from torchtitan_ext.state.host_copies import flatten_to_host_
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,8 @@ class CpuStager(AsyncStager):
         if not tensors:
             return Copies([], None)
         buffer = self._buffers.take(flat_bytes(tensors))
-        with torch.no_grad():
-            ops.flatten_into_(tensors, buffer.memory)
-            return Copies(tensors_in(buffer.memory, tensors), buffer)
+        flatten_to_host_(tensors, buffer.memory)
+        return Copies(tensors_in(buffer.memory, tensors), buffer)
 
     def synchronize_staging(self) -> None:
         """Nothing to wait for: ``stage`` returns when the copy is complete."""

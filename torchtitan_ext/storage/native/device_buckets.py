@@ -8,7 +8,7 @@ and written, or read and verified. All work of the device goes to its current st
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchtitan_ext import ops
 from torchtitan_ext.layout.dtensor import as_bytes
-from torchtitan_ext.state.host_copies import BUCKET_BYTES, takes_operators
+from torchtitan_ext.state.host_copies import BUCKET_BYTES, row_major_boxes, takes_operators
 
 NUM_HOST_BUFFERS = 2
 
@@ -29,22 +29,6 @@ def bucket_bytes_of(num_bytes: int) -> int:
 def host_buffer_bytes(num_bytes: int) -> int:
     """The memory of the host's buffers for tensors of so many bytes."""
     return bucket_bytes_of(num_bytes) * (1 if num_bytes <= BUCKET_BYTES else NUM_HOST_BUFFERS)
-
-
-def row_major_boxes(tensor: Tensor, max_elements: int) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """Cuts a tensor into boxes (offsets, view) of at most so many elements, row-major one behind the other."""
-    if tensor.numel() <= max_elements:
-        yield (0,) * tensor.dim(), tensor
-        return
-    row_elements = tensor.numel() // tensor.shape[0]
-    if row_elements <= max_elements:
-        begins = range(0, tensor.shape[0], max_elements // row_elements)
-        for begin, rows in zip(begins, tensor.split(begins.step), strict=True):
-            yield (begin, *(0,) * (tensor.dim() - 1)), rows
-        return
-    for index in range(tensor.shape[0]):
-        for offsets, box in row_major_boxes(tensor[index], max_elements):
-            yield (index, *offsets), box.unsqueeze(0)
 
 
 @dataclass

@@ -15,8 +15,8 @@ from torchtitan_ext import _core
 from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError
 from torchtitan_ext.layout.dtensor import box_of, is_wrapper, local_view
 from torchtitan_ext.layout.wrapper import dense_values
-from torchtitan_ext.state.host_copies import takes_operators
-from torchtitan_ext.storage.native.device_buckets import IncomingBuckets, row_major_boxes
+from torchtitan_ext.state.host_copies import row_major_boxes, takes_operators
+from torchtitan_ext.storage.native.device_buckets import IncomingBuckets
 from torchtitan_ext.storage.progress import OnBytes
 from torchtitan_ext.storage.raw_tensor import DTYPES
 
