@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import shutil
 import tempfile
 import time
@@ -56,7 +57,7 @@ def once(function: Callable[[], Any]) -> float:
 
 def compare(state: State, limits: dict[str, Callable[[], Any]], folder: Path, rounds: int) -> dict[str, float]:
     """Best seconds of the limits, and of the stalls of all ways to save, which take turns."""
-    kept = CpuStager()
+    kept, process = CpuStager(), CpuStager(process=True)
     stock = DefaultStager(StagingOptions(False, False, False, False))
 
     def with_process(state: State, path: Path) -> Any:
@@ -65,6 +66,7 @@ def compare(state: State, limits: dict[str, Callable[[], Any]], folder: Path, ro
     ways: dict[str, Start] = {
         "tte.async_save, stager kept": lambda state, path: tte.async_save(state, path, stager=kept),
         "tte.async_save": lambda state, path: tte.async_save(state, path),
+        "tte.async_save, process": lambda state, path: tte.async_save(state, path, stager=process),
         "dcp.async_save": lambda state, path: dcp.async_save(state, checkpoint_id=path),
         "dcp.async_save, stager kept": lambda state, path: dcp.async_save(
             state, checkpoint_id=path, async_stager=stock
@@ -77,6 +79,7 @@ def compare(state: State, limits: dict[str, Callable[[], Any]], folder: Path, ro
             best[name] = min(best.get(name, 1e9), once(limit))
         for name, start in ways.items():
             best[name] = min(best.get(name, 1e9), stall_seconds(start, state, folder / "step"))
+    process.close()
     return best
 
 
@@ -117,6 +120,8 @@ def resident_megabytes() -> float:
 def memory_of_saves(state: State, folder: Path, num_saves: int) -> dict[str, float]:
     """Megabytes beyond the state after the first saves, and how much more after many."""
     stager = CpuStager()
+    gc.collect()
+    _libc.malloc_trim(0)
     before = resident_megabytes()
     first = 0.0
     for step in range(num_saves):

@@ -1,5 +1,7 @@
 """`dcp.async_save` with our planner, in its thread and its process form, and `tte.async_save`."""
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,6 +122,63 @@ def test_a_storage_with_an_order_of_its_own_writes_no_portions(tmp_path: Path) -
     stager = CpuStager(host_memory_bytes=10)
     with pytest.raises(tte.errors.WrongValueError, match="only a FileWriter writes a state in portions"):
         tte.async_save({"w": torch.ones(9)}, storage_writer=dcp.FileSystemWriter(tmp_path), stager=stager)
+
+
+def save_steps_in_a_child(rank: int, world_size: int, layout: HandMade, folder: Path) -> list[Any]:
+    """Three saves, of which one is refused; then the child of rank 1 is killed, and two saves more."""
+    truth = handmade_truth()
+    stager = CpuStager(process=True)
+    children, seen = [], []
+    for step in range(5):
+        values = {"rank": rank, "w": torch.ones(9)} if step == 1 else {}
+        state = {"model": build_handmade(layout, truth), "step": step, "odd": [torch.ones(2, requires_grad=True)]}
+        future = tte.async_save({**state, **values}, folder / str(step), stager=stager, timeout_seconds=60)
+        if step == 3:
+            kill_child_of_rank_one(stager, rank)
+        poison(state)
+        seen.append(future.exception(timeout=120))
+        children.append(stager.child()._process.pid)
+    stager.close()
+    assert children[0] == children[1] == children[2]
+    assert children[4] != children[2]
+    return [None if error is None else (type(error).__name__, str(error)) for error in seen]
+
+
+def kill_child_of_rank_one(stager: CpuStager, rank: int) -> None:
+    if rank == 1:
+        os.kill(stager.child()._process.pid or 0, signal.SIGKILL)
+
+
+def test_in_a_child_process_of_ours(run_world, tmp_path: Path) -> None:
+    truth = handmade_truth()
+    seen = run_world(2, save_steps_in_a_child, HANDMADE_BY_NAME["strided_1d"], tmp_path)
+    assert seen[0] == seen[1]
+    first, refused, third, killed, last = seen[0]
+    assert first is third is last is None
+    assert refused[0] == "ReplicaMismatchError"
+    assert killed[0] == "CheckpointFailedError"
+    assert "rank 1" in killed[1] and "the process that saves for this rank died (exit code -9)" in killed[1]
+    for step in (0, 2, 4):
+        state = {"model": {name: torch.empty_like(whole) for name, whole in truth.items()}, "step": -1}
+        state["odd"] = [torch.zeros(2)]
+        poison(state["model"])
+        tte.load(state, tmp_path / str(step), no_dist=True)
+        assert differences(state["model"], truth) == [] and state["step"] == step and state["odd"][0].sum() == 2
+    assert not (tmp_path / "1").exists() and not list((tmp_path / "3").glob(".metadata"))
+
+
+def save_trained_in_a_child(rank: int, world_size: int, layout: Layout, path: Path) -> None:
+    stager = CpuStager(process=True)
+    save_and_change(lambda state: tte.async_save(state, path, stager=stager), trained(build_model(layout, UNEVEN)))
+    stager.close()
+
+
+def test_a_trained_model_in_a_child_process(run_world, tmp_path: Path) -> None:
+    run_world(4, save_trained_in_a_child, BY_NAME["fsdp2_tp2"], tmp_path)
+    state = whole_state()
+    poison(state)
+    dcp.load(state, checkpoint_id=tmp_path, planner=tte.LoadPlanner(), no_dist=True)
+    assert differences(state, training_truth(UNEVEN)) == []
 
 
 def async_save_in_process(rank: int, world_size: int, layout: HandMade, folder: Path) -> None:

@@ -35,7 +35,7 @@ from torchtitan_ext.checkpoint.planners.save_planner import SavePlanner
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source, check_rules
 from torchtitan_ext.checkpoint.rules.report import LoadReport
 from torchtitan_ext.checkpoint.staging.stager import CpuStager
-from torchtitan_ext.errors import SavedOverError
+from torchtitan_ext.errors import SavedOverError, WrongValueError
 from torchtitan_ext.metrics import begin_trace
 from torchtitan_ext.state.plain_value import check_classes
 
@@ -213,6 +213,7 @@ def async_save(
     step_pattern: str | None = None,
     trace: str | os.PathLike[str] | None = None,
     stager: AsyncStager | None = None,
+    process: bool = False,
 ) -> Future[SaveResult]:
     """Copies the state dict to the CPU (``staging``), then saves it in a thread. Collective over ``process_group``.
 
@@ -224,6 +225,8 @@ def async_save(
         state_dict: And all that is not named here: as in ``save``.
         stager: A ``CpuStager`` that keeps its host memory between saves, or stages no more than some bytes; or a stager
             of DCP. By default each save has memory of its own.
+        process: Plan and write in a child process of each rank, which ends with the save; a kept
+            ``CpuStager(process=True)`` keeps it for the next one.
 
     Returns:
         A future of what ``save`` returns; it raises what ``save`` raises. The caller may change the state dict at once.
@@ -238,7 +241,20 @@ def async_save(
     check_save("async_save", state_dict, path, planner, storage_writer, process_group)
     check_seconds("async_save", timeout_seconds)
     check_can_send_from_cpu("async_save", process_group)
+    if process and stager is not None:
+        raise WrongValueError(
+            "async_save: got process=True and a stager, expected one of them: CpuStager(process=True)"
+        )
     spans = begin_trace("async_save", trace)
     phases = Phases("save", process_group, path=path, timeout_seconds=timeout_seconds, trace=spans)
     job = SaveJob(path, storage_writer, SavePlanner() if planner is None else planner, phases, keep, step_pattern)
-    return save_in_background(state_dict, job, CpuStager() if stager is None else stager)
+    if stager is not None:
+        return save_in_background(state_dict, job, stager)
+    made = CpuStager(process=process)
+    try:
+        saved = save_in_background(state_dict, job, made)
+    except BaseException:
+        made.close()
+        raise
+    saved.add_done_callback(lambda _: made.close())
+    return saved

@@ -16,6 +16,7 @@ from torchtitan_ext.errors.checks import (
     described,
     first_line,
     only_printed,
+    readable_error,
 )
 from torchtitan_ext.errors.failures import (
     CannotInstallError,
@@ -81,5 +82,6 @@ __all__ = [
     "listed",
     "named",
     "only_printed",
+    "readable_error",
     "refusal",
 ]

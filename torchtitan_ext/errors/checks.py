@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import sys
 import traceback
 from collections.abc import Iterator
@@ -60,3 +61,12 @@ def only_printed() -> Iterator[None]:
 def first_line(error: Exception) -> str:
     """The first line of an error's message; torch appends whole stacks."""
     return (str(error).strip().splitlines() or [""])[0]
+
+
+def readable_error(error: BaseException) -> BaseException:
+    """The error, or one with its text where other processes cannot unpickle it (a constructor with keywords only)."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

@@ -158,7 +158,7 @@ def test_a_state_beyond_the_limit_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"host_memory_bytes": -1}, {"pin_memory": "yes"}, {"num_buffers": 0}],
+    [{"host_memory_bytes": -1}, {"pin_memory": "yes"}, {"num_buffers": 0}, {"process": True, "host_memory_bytes": 9}],
 )
 def test_arguments_that_make_no_sense(arguments: dict[str, Any]) -> None:
     with pytest.raises(WrongValueError, match=next(reversed(arguments))):

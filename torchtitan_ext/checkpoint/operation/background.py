@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter
 
+from torchtitan_ext.checkpoint.operation.child_save import SaveInChild
 from torchtitan_ext.checkpoint.operation.save_phases import SaveJob, SaveResult, ask_for_states, save_values, writer_at
 from torchtitan_ext.checkpoint.staging.copies import StateMemory
 from torchtitan_ext.checkpoint.staging.portions import Portions
@@ -24,28 +26,41 @@ logger = logging.getLogger(__name__)
 _COPYING = "values were copied to the CPU"
 
 
+class _SaveHere:
+    """A save by this process: of copies, or of the caller's own tensors in portions."""
+
+    group_name: str | None = None
+
+    def __init__(self, values: dict[str, Any], portions: Portions | None = None) -> None:
+        self.portions = portions
+        self._values = values
+
+    def run(self, writer: StorageWriter, job: SaveJob, offers: Sequence[SideGroupOffer]) -> SaveResult:
+        return save_values(self._values, writer, job, self.portions)
+
+    def clear(self) -> None:
+        self._values = {}
+
+
 def save_in_background(state_dict: dict[str, Any], job: SaveJob, stager: AsyncStager) -> Future[SaveResult]:
-    """Copies the state dict, then saves the copy in a thread. Collective.
+    """Copies the state dict, then saves the copy in a thread, which may leave the work to a child. Collective.
 
     Returns when the caller may change the state dict: at once, or where a ``CpuStager`` may not copy all of it, when
     the rest is written. When the save has ended nothing holds the copies, for which the next save may wait: neither the
     planner, which may be used again, nor an exception, which may be kept.
     """
     phases = job.phases
-    staged: dict[str, Any] = {}
-    portions: Portions | None = None
+    staged: _SaveHere | SaveInChild
 
-    def stage() -> SideGroupOffer | None:
-        nonlocal portions
-        if isinstance(stager, CpuStager):
-            portions = _portions_of(values, stager, writer)
-        staged.update(values if portions is not None else _staged_by(stager, values))
-        return phases.offer_side_group()
+    def stage() -> tuple[SideGroupOffer | None, SideGroupOffer]:
+        nonlocal staged
+        staged = _staged_by(stager, values, writer)
+        return phases.offer_side_group(), SideGroupOffer(staged.group_name, uuid.uuid4().hex)
 
     def save_staged() -> SaveResult:
         try:
             with phases:
-                return save_values(staged, writer, job, portions)
+                return staged.run(writer, job, offers_of_children)
         except BaseException as error:
             _clear_frames(error)
             raise
@@ -56,14 +71,25 @@ def save_in_background(state_dict: dict[str, Any], job: SaveJob, stager: AsyncSt
     try:
         values = ask_for_states(state_dict, job)
         writer = writer_at(job)
-        phases.go_beside(phases.on_all("stage", stage, doing=_COPYING))
+        offers, offers_of_children = zip(*phases.on_all("stage", stage, doing=_COPYING), strict=True)
+        phases.go_beside(offers)
     except BaseException:
         phases.close()
         raise
     saved = _in_thread(save_staged)
-    if portions is not None:
-        _wait_for_rest(portions, saved)
+    if isinstance(staged, _SaveHere) and staged.portions is not None:
+        _wait_for_rest(staged.portions, saved)
     return saved
+
+
+def _staged_by(stager: AsyncStager, values: dict[str, Any], writer: StorageWriter) -> _SaveHere | SaveInChild:
+    if not isinstance(stager, CpuStager):
+        staged = stager.stage(values)
+        return _SaveHere(staged.result() if isinstance(staged, Future) else staged)
+    if stager.process:
+        return SaveInChild(values, stager)
+    portions = _portions_of(values, stager, writer)
+    return _SaveHere(stager.stage(values)) if portions is None else _SaveHere(dict(values), portions)
 
 
 def _portions_of(values: dict[str, Any], stager: CpuStager, writer: StorageWriter) -> Portions | None:
@@ -82,11 +108,6 @@ def _portions_of(values: dict[str, Any], stager: CpuStager, writer: StorageWrite
             f"{type(writer).__name__}"
         )
     return Portions(stager)
-
-
-def _staged_by(stager: AsyncStager, values: dict[str, Any]) -> dict[str, Any]:
-    staged = stager.stage(values)
-    return staged.result() if isinstance(staged, Future) else staged
 
 
 def _clear_frames(error: BaseException) -> None:

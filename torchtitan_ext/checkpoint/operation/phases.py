@@ -17,7 +17,14 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from torchtitan_ext.checkpoint.operation.arguments import Place, place_problems
-from torchtitan_ext.errors import CheckpointFailedError, LostRankError, TorchtitanExtError, only_printed, refusal
+from torchtitan_ext.errors import (
+    CheckpointFailedError,
+    LostRankError,
+    TorchtitanExtError,
+    only_printed,
+    readable_error,
+    refusal,
+)
 from torchtitan_ext.metrics import Trace, Traced, log_metrics, timed
 from torchtitan_ext.ranks.exchange import TimedExchange
 from torchtitan_ext.ranks.side_group import (
@@ -79,6 +86,8 @@ class Phases:
         """Whether this rank is the one that works for all ranks."""
         self.size = 1 if group is None else dist.get_world_size(group)
         """Number of ranks that take part."""
+        self.timeout_seconds = timeout_seconds
+        """How long a rank waits for the others in each phase."""
         self.seconds: dict[str, float] = {}
         """How long each phase took on this rank."""
         self.num_retries = 0
@@ -129,7 +138,7 @@ class Phases:
         if len(known) > 1 or None in known:
             name = cast(SideGroupOffer, offers[0]).new
             # Half of the time: the other half is for telling ranks that wait for one which cannot connect.
-            connect = partial(make_side_group, group, name, timeout_seconds=watch.timeout_seconds / 2)
+            connect = partial(make_side_group, group, name, timeout_seconds=self.timeout_seconds / 2)
             self.on_all("connect", connect, doing="ranks were connected for a save beside training")
         self._ranks = watch, TimedExchange(group, watch, side_group_of(group))
 
@@ -314,16 +323,7 @@ def _attempt(work: Callable[[], T], rank: int) -> T | PhaseFailure:
     except PhaseFailure as failure:
         return failure
     except BaseException as error:
-        return PhaseFailure({rank: _readable(error)})
-
-
-def _readable(error: BaseException) -> BaseException:
-    """The error, or one with its text where other ranks could not unpickle it (a constructor with keywords only)."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
+        return PhaseFailure({rank: readable_error(error)})
 
 
 def _value(data: bytes | memoryview, trace: Trace | None = None) -> Any:

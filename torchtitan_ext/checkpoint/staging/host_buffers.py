@@ -7,6 +7,7 @@ import logging
 import mmap
 import os
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import BinaryIO
@@ -83,9 +84,10 @@ class HostBuffers:
             file = os.fdopen(os.memfd_create("torchtitan_ext staging", os.MFD_CLOEXEC), "r+b", buffering=0)
             os.ftruncate(file.fileno(), num_bytes)
             buffer = HostBuffer(mapped_memory(file.fileno(), num_bytes), file)
+        elif self._is_pinned and not torch.cuda.is_available():
+            buffer = HostBuffer(torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True))
         else:
-            uses_allocator = self._is_pinned and not torch.cuda.is_available()
-            buffer = HostBuffer(torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=uses_allocator))
+            buffer = HostBuffer(_memory_of_large_pages(num_bytes))
         if self._is_pinned and torch.cuda.is_available():
             _pin_for_cuda(buffer.memory)
         return buffer
@@ -94,6 +96,14 @@ class HostBuffers:
 def mapped_memory(file: int, num_bytes: int) -> torch.Tensor:
     """The memory of an open file as a 1-d uint8 tensor."""
     return torch.frombuffer(mmap.mmap(file, num_bytes), dtype=torch.uint8)
+
+
+def _memory_of_large_pages(num_bytes: int) -> torch.Tensor:
+    """New memory, whose first touch costs half of that of small pages."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _pin_for_cuda(memory: torch.Tensor) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from torchtitan_ext import ops
+from torchtitan_ext.checkpoint.staging.child_process import ChildProcess
 from torchtitan_ext.checkpoint.staging.copies import StateMemory
 from torchtitan_ext.checkpoint.staging.host_buffers import HostBuffer, HostBuffers
 from torchtitan_ext.errors import WrongValueError
@@ -41,6 +42,10 @@ class CpuStager(AsyncStager):
             fits and writes the rest before it returns; ``stage`` refuses it.
         pin_memory: Whether the buffers are pinned for the accelerator; ``"auto"``: where there is one.
         num_buffers: How many saves can be under way at once.
+        process: ``tte.async_save`` plans and writes in a child process of each rank, which sees the copies in shared
+            memory and lives until ``close``, the end of this process, or a save that fails. Like the workers of a
+            ``DataLoader`` it imports the main module, which needs ``if __name__ == "__main__":``.
+            ``dcp.async_save`` has ``async_checkpointer_type`` instead.
 
     Raises:
         WrongValueError: An argument makes no sense.
@@ -53,6 +58,7 @@ class CpuStager(AsyncStager):
         host_memory_bytes: int | None = None,
         pin_memory: bool | Literal["auto"] = "auto",
         num_buffers: int = 1,
+        process: bool = False,
     ) -> None:
         if host_memory_bytes is not None and host_memory_bytes < 0:
             raise _wrong_value("host_memory_bytes", host_memory_bytes, "a number of bytes, or None for no limit")
@@ -60,9 +66,13 @@ class CpuStager(AsyncStager):
             raise _wrong_value("pin_memory", pin_memory, 'True, False or "auto"')
         if num_buffers < 1:
             raise _wrong_value("num_buffers", num_buffers, "at least 1")
+        if process and host_memory_bytes is not None:
+            raise _wrong_value("host_memory_bytes", host_memory_bytes, "None: a process writes nothing in portions")
         is_pinned = torch.accelerator.is_available() if pin_memory == "auto" else pin_memory
         self.host_memory_bytes = host_memory_bytes
-        self._buffers = HostBuffers(num_buffers, is_pinned=is_pinned, is_shared=False)
+        self.process = process
+        self._child: ChildProcess | None = None
+        self._buffers = HostBuffers(num_buffers, is_pinned=is_pinned, is_shared=process)
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A deep copy of a state dict, whose tensors lie in CPU memory of their own. Not collective.
@@ -97,9 +107,24 @@ class CpuStager(AsyncStager):
     def synchronize_staging(self) -> None:
         """Nothing to wait for: ``stage`` returns when the copy is complete."""
 
+    def child(self) -> ChildProcess:
+        """The child process; starts one where there is none."""
+        if self._child is None:
+            self._child = ChildProcess()
+        return self._child
+
+    def end_child(self) -> None:
+        if self._child is not None:
+            self._child.close()
+            self._child = None
+
     def close(self) -> None:
-        """Gives the buffers back, each as soon as no copy in it lives. The stager can be used again."""
+        """Gives the buffers back, each as soon as no copy in it lives, and ends the child process.
+
+        Call it when the last save has ended. The stager can be used again.
+        """
         self._buffers.clear()
+        self.end_child()
 
 
 def tensors_in(memory: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,0 +1,201 @@
+"""A save in a child process of each rank, from memory that the rank shares with its child."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import logging
+import os
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter
+
+from torchtitan_ext.checkpoint.operation.phases import Phases
+from torchtitan_ext.checkpoint.operation.save_phases import SaveJob, SaveResult, save_values
+from torchtitan_ext.checkpoint.staging.child_process import ChildProcess
+from torchtitan_ext.checkpoint.staging.copies import StateMemory
+from torchtitan_ext.checkpoint.staging.host_buffers import mapped_memory
+from torchtitan_ext.checkpoint.staging.stager import CpuStager, tensors_in
+from torchtitan_ext.errors import LostRankError, StateRefusedError, WrongValueError
+from torchtitan_ext.ranks.side_group import SideGroupOffer
+from torchtitan_ext.ranks.store_address import StoreAddress, address_of_default_store
+
+logger = logging.getLogger(__name__)
+
+_WRITING = "child processes planned and wrote; checkpoints in other directories are as they were"
+
+
+@dataclass(frozen=True)
+class SharedState:
+    """A state dict whose tensors lie in the memory of a file, as another process reads it.
+
+    Attributes:
+        content: The pickled state dict; its tensors are numbers.
+        tensors: Shapes and dtypes of the tensors, in their order in memory.
+        num_bytes: The size of the memory.
+        file: The memory; not pickled, since a file crosses to another process on a way of its own.
+        copies: The tensors in this process, which keep the memory.
+    """
+
+    content: bytes
+    tensors: list[tuple[torch.Size, torch.dtype]]
+    num_bytes: int
+    file: BinaryIO | None
+    copies: list[torch.Tensor]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "file": None, "copies": []}
+
+
+_NO_STATE = SharedState(b"", [], 0, None, [])
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """The arguments of a save that travel to the child."""
+
+    path: str | os.PathLike[str] | None
+    writer: StorageWriter
+    planner: StockSavePlanner
+    keep: int | None
+    step_pattern: str | None
+    timeout_seconds: float
+    state: SharedState
+
+
+class SaveInChild:
+    """A save by the child processes of all ranks.
+
+    Attributes:
+        group_name: The name of the group that this rank's child is in, if any.
+    """
+
+    def __init__(self, values: dict[str, Any], stager: CpuStager) -> None:
+        self._stager = stager
+        self.group_name = stager.child().group_name  # a new child starts while the state is copied
+        self._state = _share_state(values, stager)
+
+    def run(self, writer: StorageWriter, job: SaveJob, offers: Sequence[SideGroupOffer]) -> SaveResult:
+        """Has the children plan and write. Collective; all ranks raise the same error.
+
+        Args:
+            offers: Of all ranks: the group that the child is in, and a name for a new one.
+        """
+        phases = job.phases
+
+        def save() -> SaveResult:
+            child = self._child_in_group(phases, offers)
+            request = SaveRequest(
+                job.path, writer, job.planner, job.keep, job.step_pattern, phases.timeout_seconds, self._state
+            )
+            try:
+                return child.call(save_shared, request, file=self._state.file)
+            except LostRankError as error:  # not of this rank's group, which can go on: the next save has new children
+                late = ", ".join(map(str, (*error.silent, *error.late)))
+                raise RuntimeError(f"its child process waited for that of rank(s) {late}: {error.reason}") from error
+
+        try:
+            saved = phases.on_all("write", save, doing=_WRITING)[phases.rank]
+        except StateRefusedError:
+            raise  # by all children, which wait for the next save
+        except BaseException:
+            self._stager.end_child()
+            raise
+        phases.seconds.update(saved.seconds)
+        phases.log_metrics(logger, saved.num_bytes, path=saved.path)
+        return dataclasses.replace(saved, seconds=dict(phases.seconds))
+
+    def clear(self) -> None:
+        self._state = _NO_STATE
+
+    def _child_in_group(self, phases: Phases, offers: Sequence[SideGroupOffer]) -> ChildProcess:
+        known = {offer.known for offer in offers}
+        if len(known) == 1 and None not in known and self._stager.child().is_alive:
+            return self._stager.child()
+        if self._stager.child().group_name is not None or not self._stager.child().is_alive:
+            self._stager.end_child()
+        child = self._stager.child()
+        if dist.is_initialized():
+            address = address_of_default_store()
+            if address is None or phases.size != dist.get_world_size():
+                raise WrongValueError(
+                    "async_save: CpuStager(process=True) needs a process group of all ranks, whose store is a TCPStore "
+                    f"or a FileStore; this one has {phases.size} of {dist.get_world_size()} ranks, and "
+                    f"{'such a' if address is not None else 'another'} store"
+                )
+            child.call(join_ranks, address, offers[0].new, phases.rank, phases.size, phases.timeout_seconds / 2)
+        child.group_name = offers[0].new
+        return child
+
+
+def _share_state(values: dict[str, Any], stager: CpuStager) -> SharedState:
+    """Copies a state dict into memory of a stager that another process can map."""
+    memory = StateMemory(values)
+    copies = stager.copy(memory.tensors)
+    stream = io.BytesIO()
+    _SharingPickler(stream, copies.tensors).dump(memory.around(copies.tensors))
+    buffer = copies.buffer
+    return SharedState(
+        stream.getvalue(),
+        [(tensor.shape, tensor.dtype) for tensor in copies.tensors],
+        0 if buffer is None else buffer.memory.numel(),
+        None if buffer is None else buffer.file,
+        copies.tensors,
+    )
+
+
+def join_ranks(address: StoreAddress, name: str, rank: int, size: int, timeout_seconds: float) -> None:
+    """In the child: makes the group of the children of all ranks. Collective over them."""
+    timeout = timedelta(seconds=timeout_seconds)
+    dist.init_process_group("gloo", store=address.connect(name, timeout), rank=rank, world_size=size, timeout=timeout)
+
+
+def save_shared(request: SaveRequest, file: int | None = None) -> SaveResult:
+    """In the child: plans and writes. Collective over the children of all ranks."""
+    values = _read_state(request.state, file)
+    with Phases("save", path=request.path, timeout_seconds=request.timeout_seconds) as phases:
+        job = SaveJob(request.path, request.writer, request.planner, phases, request.keep, request.step_pattern)
+        return save_values(values, request.writer, job)
+
+
+def _read_state(state: SharedState, file: int | None) -> dict[str, Any]:
+    tensors: list[torch.Tensor] = []
+    if file is not None:
+        memory = mapped_memory(file, state.num_bytes)
+        os.close(file)
+        tensors = tensors_in(memory, [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in state.tensors])
+    values: dict[str, Any] = _SharingUnpickler(io.BytesIO(state.content), tensors).load()
+    return values
+
+
+class _SharingPickler(pickle.Pickler):
+    """Writes tensors in shared memory as their position there, whether they require grad, and their attributes."""
+
+    def __init__(self, stream: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__(stream)
+        self._positions = {tensor.data_ptr(): position for position, tensor in enumerate(tensors) if tensor.numel() > 0}
+
+    def persistent_id(self, value: Any) -> Any:
+        if type(value) is not torch.Tensor or value.layout is not torch.strided or value.is_meta:
+            return None
+        position = self._positions.get(value.data_ptr())
+        return None if position is None else (position, value.requires_grad, vars(value))
+
+
+class _SharingUnpickler(pickle.Unpickler):
+    def __init__(self, stream: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__(stream)
+        self._tensors = tensors
+
+    def persistent_load(self, number: Any) -> torch.Tensor:
+        position, requires_grad, attributes = number
+        tensor = self._tensors[position].detach().requires_grad_(requires_grad)
+        vars(tensor).update(attributes)
+        return tensor

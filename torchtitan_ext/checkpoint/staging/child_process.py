@@ -1,0 +1,94 @@
+"""A child process that calls functions for its parent, one after the other, and ends when the parent does."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import recv_handle, send_handle
+from typing import Any, BinaryIO, TypeVar
+
+from torchtitan_ext.errors import readable_error
+
+T = TypeVar("T")
+
+
+class ChildProcess:
+    """Started like a worker of a ``DataLoader``: anew, so that it has nothing of the parent's threads and devices.
+
+    Attributes:
+        group_name: What the processes of all ranks agreed to call their group; ``None`` before they did.
+    """
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs,), name="torchtitan_ext.save", daemon=True)
+        self._process.start()
+        theirs.close()
+        self.group_name: str | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
+
+    def call(self, function: Callable[..., T], *arguments: Any, file: BinaryIO | None = None) -> T:
+        """Calls a function of a module in the child and waits for its result.
+
+        Args:
+            file: An open file that the child gets as the last argument, as a file descriptor of its own.
+
+        Raises:
+            RuntimeError: The child died.
+            Exception: What the function raised.
+        """
+        try:
+            self._connection.send_bytes(pickle.dumps((function, arguments, file is not None)))
+            if file is not None:
+                assert self._process.pid is not None
+                send_handle(self._connection, file.fileno(), self._process.pid)
+            result, error = pickle.loads(self._connection.recv_bytes())
+        except (EOFError, ConnectionError) as lost:
+            self._process.join(5)
+            raise RuntimeError(
+                f"the process that saves for this rank died (exit code {self._process.exitcode}) before it was done"
+            ) from lost
+        if error is not None:
+            raise error
+        return result
+
+    def close(self) -> None:
+        """Ends the process, whatever it is doing."""
+        self._process.kill()
+        self._process.join()
+        self._connection.close()
+
+
+def _serve(connection: Connection) -> None:
+    # Ctrl-C reaches all processes of the terminal: the parent decides what becomes of a save.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    while True:
+        try:
+            function, arguments, has_file = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        if has_file:
+            arguments = (*arguments, recv_handle(connection))
+        answer: tuple[Any, BaseException | None]
+        try:
+            answer = function(*arguments), None
+        except Exception as error:
+            answer = None, readable_error(error)
+        connection.send_bytes(pickle.dumps(answer))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
