@@ -5,14 +5,16 @@ Runs on the device "late" (``late_device.cpp``), and on a GPU where there is one
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import late
 import pytest
 import torch
-from states import DTYPES, differences, mixed_state, on_device, random_tensor
+from states import DTYPES, bits, blank, differences, mixed_state, on_device, random_tensor
 
+import torchtitan_ext as tte
 from torchtitan_ext.checkpoint import CpuStager
 from torchtitan_ext.state import host_copies
 
@@ -67,3 +69,27 @@ def count_copies(rank: int, world_size: int) -> late.Copies:
     copies = late.count_copies()
     assert differences(staged, state) == []
     return copies
+
+
+@pytest.mark.parametrize("host_memory_bytes", [None, 100_000])
+def test_saves_in_the_background(run_on_accelerator: Run, tmp_path: Path, host_memory_bytes: int | None) -> None:
+    """The second stager has no room for all: the rest is written from the device before the call returns."""
+    run_on_accelerator(1, check_save, tmp_path, host_memory_bytes)
+
+
+def check_save(rank: int, world_size: int, device: str, path: Path, host_memory_bytes: int | None) -> None:
+    state = mixed_state()
+    stager = CpuStager(host_memory_bytes)
+    with buckets_of(64 << 20, 0.005):
+        for every in (1, 3):
+            there = on_device(state, device, every)
+            tied = there["transposed"]
+            saving = tte.async_save({"state": there, "tied": tied}, path / str(every), stager=stager)
+            for value in there.values():
+                if isinstance(value, torch.Tensor) and not value.is_cpu and 0 not in value.stride():
+                    value.detach().zero_()  # right after the call
+            saving.result()
+            loaded = {"state": blank(state), "tied": torch.zeros(tied.shape)}
+            tte.load(loaded, path / str(every), no_dist=True)
+            assert differences(loaded["state"], state) == []
+            assert torch.equal(bits(loaded["tied"]), bits(state["transposed"]))
