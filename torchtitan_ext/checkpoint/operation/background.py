@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter
 
@@ -95,10 +96,15 @@ def _staged_by(stager: AsyncStager, values: dict[str, Any], writer: StorageWrite
 def _portions_of(values: dict[str, Any], stager: CpuStager, writer: StorageWriter) -> Portions | None:
     """The portions of a save, where the stager has no room for all of the state.
 
+    The thread that writes them has streams of its own: what the caller's have to do for the state is done here.
+
     Raises:
         WrongValueError: The storage writes in an order of its own.
     """
-    num_bytes = 0 if stager.host_memory_bytes is None else flat_bytes(StateMemory(values).tensors)
+    if stager.host_memory_bytes is None:
+        return None
+    tensors = StateMemory(values).tensors
+    num_bytes = flat_bytes(tensors)
     if stager.has_room(num_bytes):
         return None
     if not isinstance(writer, FileWriter):
@@ -107,6 +113,10 @@ def _portions_of(values: dict[str, Any], stager: CpuStager, writer: StorageWrite
             f"{stager.host_memory_bytes}, and only a FileWriter writes a state in portions; this save has a "
             f"{type(writer).__name__}"
         )
+    accelerator = torch.accelerator.current_accelerator()
+    for device in {tensor.device for tensor in tensors}:
+        if accelerator is not None and device.type == accelerator.type:
+            torch.accelerator.current_stream(device).synchronize()
     return Portions(stager)
 
 

@@ -73,7 +73,9 @@ class StateMemory:
             sharded = copy.deepcopy(tensor.cpu())
             return lambda _: sharded
         if not _is_dense(tensor) or (describes_itself(tensor) and not has_own_boxes(tensor)):
-            whole = keep_own_boxes(tensor, copy.deepcopy(tensor.detach()))
+            is_left = tensor.is_cpu or tensor.is_meta or describes_itself(tensor)
+            whole = copy.deepcopy(tensor.detach()) if is_left else tensor.detach().cpu()
+            keep_own_boxes(tensor, whole)
             return lambda _: whole
         if is_wrapper(tensor):
             of_parts = {name: self._recipe(part) for name, part in parts_of(tensor).items()}
