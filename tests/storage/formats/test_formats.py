@@ -112,7 +112,7 @@ def test_a_load_says_what_lies_at_a_path_and_what_to_call(tmp_path: Path) -> Non
 
 
 def test_no_torch_is_imported() -> None:
-    modules = "formats.detect checkpoint_files commit.commit damage commit.leftovers commit.opened commit.save_lock"
+    modules = "formats.detect checkpoint_files commit.commit commit.leftovers commit.opened commit.save_lock"
     code = "import sys, importlib\n" + "".join(
         f"importlib.import_module('torchtitan_ext.storage.{name}')\n" for name in modules.split()
     )
