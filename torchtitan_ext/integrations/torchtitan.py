@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-from torchtitan_ext.checkpoint import LoadPlanner, async_save, load, save
+from torchtitan_ext.checkpoint import CpuStager, LoadPlanner, async_save, load, save
 from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS
 from torchtitan_ext.checkpoint.planners.targets import CastPolicy
 from torchtitan_ext.checkpoint.rules.policy import Action, Strict
@@ -73,11 +74,6 @@ class ElasticCheckpointManager(CheckpointManager):
         timeout_seconds: float = TIMEOUT_SECONDS
         """How long a rank waits for the others in each phase of a save or load."""
 
-        def __post_init__(self) -> None:
-            CheckpointManager.Config.__post_init__(self)
-            if self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
-                raise ValueError('checkpoint.async_mode: got "async_with_pinned_mem", expected "disabled" or "async"')
-
         def changed_options(self) -> dict[str, Any]:
             """The options of ``elastic_checkpoint`` that are not the defaults."""
             options = {"policy": {}, "strict": "error", "cast": "exact", "timeout_seconds": TIMEOUT_SECONDS}
@@ -92,6 +88,8 @@ class ElasticCheckpointManager(CheckpointManager):
         self.policy = ElasticPolicy(config.policy, strict=config.strict)
         self._train_state = RunTrainState(self.states[TRAIN_STATE], _num_token_ranks(self.states))
         self._latest_save: Path | None = None
+        if self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
+            self.stager = CpuStager(process=True)  # torchtitan, too, keeps pinned memory and writes in a process
         _warn_of_data_not_replaced(self.states)
 
     @torch.no_grad()
@@ -102,19 +100,29 @@ class ElasticCheckpointManager(CheckpointManager):
         async_mode: AsyncMode,
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
-    ) -> Future[Any] | None:
-        """Collective, as torchtitan calls it; a future where the mode is ``async``."""
+    ) -> Future[Any] | AsyncSaveResponse | None:
+        """Collective, as torchtitan calls it; returns what it expects in each mode. Asynchronous saves are staged."""
         if to_hf:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
         state_dict = self._with_run_tokens(state_dict)
         timeout_seconds = self._config.timeout_seconds
-        if async_mode == AsyncMode.ASYNC:
+        if async_mode != AsyncMode.DISABLED:
             # The save removes old steps itself when it is committed: before, too few whole steps would be left.
             self._latest_save = None
             keep = None if filesystem.is_remote(self.folder) else self.keep_latest_k or None
-            return async_save(
-                state_dict, checkpoint_id, process_group=self.pg, timeout_seconds=timeout_seconds, keep=keep
+            saved: Future[Any] = async_save(
+                state_dict,
+                checkpoint_id,
+                process_group=self.pg,
+                timeout_seconds=timeout_seconds,
+                keep=keep,
+                stager=self.stager,
             )
+            if async_mode == AsyncMode.ASYNC:
+                return saved
+            staged: Future[None] = Future()
+            staged.set_result(None)
+            return AsyncSaveResponse(staging_completion=staged, upload_completion=saved)
         self._latest_save = Path(checkpoint_id)
         save(state_dict, checkpoint_id, timeout_seconds=timeout_seconds)
         if enable_garbage_collection:
@@ -161,6 +169,11 @@ class ElasticCheckpointManager(CheckpointManager):
         dp_size = saved["loader"][0]["dp_size"] if saved["loader"] else saved["world_size"] or _dp_size(self.states)
         # The checkpoint does not have the number of ranks that share a sequence: take this run's.
         self._train_state.set_run_tokens(rank_tokens * dp_size * _num_token_ranks(self.states) // _dp_size(self.states))
+
+    def _close(self) -> None:
+        if self.stager is not None and self.save_future is not None:
+            wait([self.save_future])  # the stager ends the process that saves
+        super()._close()
 
     def _options(self) -> Options:
         loader = self.states[DATALOADER]

@@ -233,6 +233,36 @@ def change(state: dict[str, Any]) -> None:
             torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage()).fill_(7)
 
 
+def test_a_child_process_writes_the_copies(run_on_accelerator: Run, tmp_path: Path) -> None:
+    run_on_accelerator(2, check_child_process, tmp_path)
+
+
+def check_child_process(rank: int, world_size: int, device: str, path: Path) -> None:
+    mesh = init_device_mesh(device, (world_size,))
+    whole = {f"w{rows}": random_tensor((rows, 3), torch.float32, rows) for rows in range(1, 9)}
+    state = mixed_state() | {"filled": torch.full((100,), 99)}
+    stager = CpuStager(process=True)
+    with buckets_of(4096, 0.001):
+        for step in range(2):
+            filled = torch.empty(100, dtype=torch.int64, device=device)
+            there = on_device(mixed_state(), device, every=3) | {"filled": filled}
+            there |= {
+                key: distribute_tensor(value.to(device), mesh, [Shard(0)], src_data_rank=None)
+                for key, value in whole.items()
+            }
+            for value in range(100):
+                filled.fill_(value)
+            saved = tte.async_save(there, path / str(step), stager=stager)
+            for key in whole:
+                there[key].to_local().zero_()
+            filled.zero_()
+            saved.result(timeout=120)
+            loaded = blank(state | whole)
+            tte.load(loaded, path / str(step), no_dist=True)
+            assert differences(loaded, state | whole) == []
+    stager.close()
+
+
 PLACEMENTS = [[Shard(0)], [Shard(1)], [Replicate()], [_StridedShard(0, split_factor=2)]]
 
 
