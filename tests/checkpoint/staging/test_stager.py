@@ -80,6 +80,9 @@ def test_what_a_checkpoint_records_of_a_tensor_is_kept() -> None:
     assert stage(torch.ones(2, requires_grad=True) * 2).requires_grad
     assert not stage(weight.detach()).requires_grad
     assert stage(torch.empty(3, device="meta")).is_meta
+    state = {"plain": torch.ones(2), "parameter": torch.nn.Parameter(torch.ones(2))}
+    copied = CpuStager().stage(state)
+    assert [(value.requires_grad, value.is_leaf) for value in copied.values()] == [(False, True), (True, True)]
 
 
 def test_subclasses_made_of_tensors() -> None:

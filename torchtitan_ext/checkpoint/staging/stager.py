@@ -96,6 +96,7 @@ class CpuStager(AsyncStager):
         """Whether a state of so many bytes may be copied as a whole."""
         return self.host_memory_bytes is None or num_bytes <= self.host_memory_bytes
 
+    @torch.no_grad()
     def copy(self, tensors: Sequence[torch.Tensor]) -> Copies:
         """Copies of plain tensors, side by side in one of the buffers."""
         if not tensors:
