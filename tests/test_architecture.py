@@ -34,7 +34,7 @@ ROWS = [
 # The rooms inside the large rooms, in the same way; a module beside them counts as a room, "" is the ``__init__``.
 INNER_ROWS = {
     "storage": [
-        {"element_types", "progress"},
+        {"element_types", "progress", "futures"},
         {"checkpoint_files", "raw_tensor"},
         {"damage", "commit"},
         {"metadata"},

@@ -73,6 +73,7 @@ def log_metrics(
     num_bytes: int,
     phase_seconds: Mapping[str, float],
     retries: int = 0,
+    failures: int = 0,
 ) -> None:
     """Logs an operation that has ended. The coordinator calls it. Errors of handlers are printed.
 
@@ -89,6 +90,7 @@ def log_metrics(
         "phase_seconds": dict(phase_seconds),
         "gb_per_second": rate,
         "retries": retries,
+        "failures": failures,
     }
     place = f"{operation} of {path}" if path else operation
     phases = ", ".join(f"{name} {one:.3f}" for name, one in phase_seconds.items())

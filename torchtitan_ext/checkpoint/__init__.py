@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlanner as StockLoadPlanner
@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from torchtitan_ext.checkpoint.operation.arguments import (
+    OnStorageError,
     check_can_send_from_cpu,
     check_load,
     check_save,
@@ -30,6 +31,7 @@ from torchtitan_ext.checkpoint.operation.choose_step import Step, choose_step
 from torchtitan_ext.checkpoint.operation.load_phases import LoadJob, OtherMetadataError, load_state_dict
 from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, Phases
 from torchtitan_ext.checkpoint.operation.save_phases import SaveJob, SaveResult, ask_for_states, save_values, writer_at
+from torchtitan_ext.checkpoint.operation.soft_failure import save_softly
 from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
 from torchtitan_ext.checkpoint.planners.save_planner import SavePlanner
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source, check_rules
@@ -57,6 +59,10 @@ def save(
     keep: int | None = None,
     step_pattern: str | None = None,
     trace: str | os.PathLike[str] | None = None,
+    on_error: Literal["raise", "warn"] = "raise",
+    fallback: str | os.PathLike[str] | None = None,
+    retries: int = 0,
+    max_failures: int = 3,
 ) -> SaveResult:
     """Saves a state dict; any layout, exactly. Collective over ``process_group``.
 
@@ -73,6 +79,12 @@ def save(
         step_pattern: How the run names its steps, as in ``load``.
         trace: A file that shows when each rank did what, written by the coordinator
             (docs/reference/observability.md).
+        on_error: ``"warn"``: where storage refuses the save on any rank (a full disk, a directory that is gone or
+            read-only), the coordinator warns, and all ranks get a result whose ``error`` says that nothing was saved.
+        fallback: Another directory for runs: what storage refuses at ``path`` is saved there, under the same name.
+        retries: How often a save that storage refused is tried again before that.
+        max_failures: With ``on_error="warn"``, which failure in a row of this run (the directory above ``path``) and
+            process group is raised all the same.
 
     Returns:
         The place, the bytes and the seconds; reads the metadata on request.
@@ -87,13 +99,16 @@ def save(
     """
     check_save("save", state_dict, path, planner, storage_writer, process_group)
     check_seconds("save", timeout_seconds)
+    on_storage_error = OnStorageError(on_error, fallback, retries, max_failures)
+    on_storage_error.check("save", path)
     spans = begin_trace("save", trace)
     with Phases(
         "save", process_group, no_dist=no_dist, path=path, timeout_seconds=timeout_seconds, trace=spans
     ) as phases:
-        job = SaveJob(path, storage_writer, SavePlanner() if planner is None else planner, phases, keep, step_pattern)
+        planner = SavePlanner() if planner is None else planner
+        job = SaveJob(path, storage_writer, planner, phases, keep, step_pattern, on_storage_error)
         values = ask_for_states(state_dict, job)
-        return save_values(values, writer_at(job), job)
+        return save_softly(lambda attempt: save_values(values, writer_at(attempt), attempt), job)
 
 
 def load(
@@ -102,6 +117,7 @@ def load(
     *,
     step: Step | None = None,
     step_pattern: str | None = None,
+    fallback: str | os.PathLike[str] | None = None,
     planner: StockLoadPlanner | None = None,
     storage_reader: StorageReader | None = None,
     policy: ElasticPolicy | None = None,
@@ -124,6 +140,7 @@ def load(
             all whole, which the ranks verify by reading them; a warning names the skipped steps.
         step_pattern: How the run names its steps, where that is not ``step-<number>``: ``"ckpt-{step}"``. Names of
             other trainers, such as ``checkpoint-500``, are known where all steps of the run have names of one kind.
+        fallback: With a step: another directory of the run, as in ``save``, whose steps count too.
         planner: A ``LoadPlanner`` with options other than the defaults.
         storage_reader: Any DCP storage reader; by default a ``FileReader`` at ``path``.
         policy: What to do with each component, and about missing and unexpected keys.
@@ -149,7 +166,7 @@ def load(
     check_rules("load", policy, sources)
     check_load(state_dict, path, planner, storage_reader, process_group, has_sources=bool(sources))
     check_seconds("load", timeout_seconds)
-    check_step(path, step, step_pattern)
+    check_step(path, step, step_pattern, fallback)
     check_classes("load", allow_classes)
     if allow_classes and planner is not None:
         raise ValueError("load: got allow_classes and a planner; give them to it: LoadPlanner(allow_classes=[...])")
@@ -159,7 +176,7 @@ def load(
     phases_at = partial(Phases, "load", process_group, no_dist=no_dist, timeout_seconds=timeout_seconds, trace=spans)
     if path is not None and step is not None:
         with phases_at(path=path) as phases:
-            path = choose_step(path, step, phases, step_pattern)
+            path = choose_step(path, step, phases, step_pattern, fallback)
     sources = sources or [_source_at(path, storage_reader, planner)]
     place = ", ".join(str(source.path) for source in sources if source.path is not None) or None
     with phases_at(path=place) as phases:
@@ -212,6 +229,10 @@ def async_save(
     keep: int | None = None,
     step_pattern: str | None = None,
     trace: str | os.PathLike[str] | None = None,
+    on_error: Literal["raise", "warn"] = "raise",
+    fallback: str | os.PathLike[str] | None = None,
+    retries: int = 0,
+    max_failures: int = 3,
     stager: AsyncStager | None = None,
     process: bool = False,
 ) -> Future[SaveResult]:
@@ -245,9 +266,12 @@ def async_save(
         raise WrongValueError(
             "async_save: got process=True and a stager, expected one of them: CpuStager(process=True)"
         )
+    on_storage_error = OnStorageError(on_error, fallback, retries, max_failures)
+    on_storage_error.check("async_save", path)
     spans = begin_trace("async_save", trace)
     phases = Phases("save", process_group, path=path, timeout_seconds=timeout_seconds, trace=spans)
-    job = SaveJob(path, storage_writer, SavePlanner() if planner is None else planner, phases, keep, step_pattern)
+    planner = SavePlanner() if planner is None else planner
+    job = SaveJob(path, storage_writer, planner, phases, keep, step_pattern, on_storage_error)
     if stager is not None:
         return save_in_background(state_dict, job, stager)
     made = CpuStager(process=process)

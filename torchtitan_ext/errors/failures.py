@@ -230,6 +230,7 @@ class CheckpointFailedError(TorchtitanExtError, RuntimeError):
         undefined: Components of the state dict that may be part-written: load them again, or start anew.
         step: The name of the phase.
         path: The checkpoint.
+        is_of_storage: Whether each failed rank raised an OSError: the state is fine, and another place may take it.
     """
 
     operation: str
@@ -237,6 +238,7 @@ class CheckpointFailedError(TorchtitanExtError, RuntimeError):
     undefined: tuple[str, ...] = ()
     step: str = ""
     path: str = ""
+    is_of_storage: bool = False
 
     def __str__(self) -> str:
         ranks = "; ".join(f"rank {rank}: {failure}" for rank, failure in self.failures.items())

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-from torchtitan_ext.errors import Problem, argument_error, check_argument, named
+from torchtitan_ext.errors import Problem, WrongValueError, argument_error, check_argument, named
 from torchtitan_ext.ranks.side_group import can_have_side_group
 from torchtitan_ext.storage.checkpoint_files import is_local
 from torchtitan_ext.storage.commit.steps import StepPattern, step_of
@@ -49,10 +49,13 @@ def check_load(state_dict: Any, path: Any, planner: Any, storage_reader: Any, gr
     _check_group("load", group)
 
 
-def check_step(path: Any, step: Any, pattern: Any = None) -> None:
+def check_step(path: Any, step: Any, pattern: Any = None, fallback: Any = None) -> None:
     """Raises TypeError or ValueError unless this is a step of a run at ``path``, or ``None``."""
     _check_pattern("load", pattern)
+    check_argument("load", "fallback", fallback, (str, os.PathLike, NoneType), "a directory")
     if step is None:
+        if fallback is not None:
+            raise ValueError(f"load: got fallback={str(fallback)!r} and no step, expected step='latest' or a number")
         if pattern is not None:
             raise ValueError(f"load: got step_pattern={pattern!r} and no step, expected step='latest' or a number")
         return
@@ -82,6 +85,40 @@ def _check_pattern(operation: str, pattern: Any) -> None:
     if pattern is not None:
         check_argument(operation, "step_pattern", pattern, str, "a name such as 'checkpoint-{step}'")
         StepPattern(pattern)
+
+
+@dataclass(frozen=True)
+class OnStorageError:
+    """What becomes of a save that storage refuses on any rank: the arguments of ``tte.save``, checked.
+
+    Errors of storage are those of the operating system: a full disk, a directory that is gone or read-only. Refusals,
+    whose cause is the state, and lost ranks, whose group can do nothing more, are always raised.
+    """
+
+    action: Literal["raise", "warn"] = "raise"
+    fallback: str | os.PathLike[str] | None = None
+    retries: int = 0
+    max_failures: int = 3
+
+    def check(self, operation: str, path: object) -> None:
+        if self.action not in ("raise", "warn"):
+            raise WrongValueError(f'{operation}: got on_error={self.action!r}, expected "raise" or "warn"')
+        for name, least in (("retries", 0), ("max_failures", 1)):
+            number = getattr(self, name)
+            if isinstance(number, bool) or not isinstance(number, int) or number < least:
+                raise WrongValueError(
+                    f"{operation}: got {name}={number!r}, expected a whole number of at least {least}"
+                )
+        if self.fallback is not None:
+            check_argument(operation, "fallback", self.fallback, (str, os.PathLike), "a directory")
+            if path is None:
+                raise WrongValueError(
+                    f"{operation}: got fallback={str(self.fallback)!r} and no path; give the path too"
+                )
+
+    def place_of(self, path: str | os.PathLike[str] | None) -> Path | None:
+        """Where the fallback of a checkpoint goes: under the same name in the other directory."""
+        return None if self.fallback is None or path is None else Path(self.fallback) / Path(path).name
 
 
 def check_can_send_from_cpu(operation: str, group: dist.ProcessGroup | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import traceback
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,10 +14,11 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 from torchtitan_ext.checkpoint.operation.child_save import SaveInChild
 from torchtitan_ext.checkpoint.operation.save_phases import SaveJob, SaveResult, ask_for_states, save_values, writer_at
+from torchtitan_ext.checkpoint.operation.soft_failure import save_softly
 from torchtitan_ext.checkpoint.staging.copies import StateMemory
 from torchtitan_ext.checkpoint.staging.portions import Portions
 from torchtitan_ext.checkpoint.staging.stager import CpuStager, flat_bytes
-from torchtitan_ext.errors import WrongValueError
+from torchtitan_ext.errors import WrongValueError, clear_frames
 from torchtitan_ext.ranks.side_group import SideGroupOffer
 from torchtitan_ext.storage import FileWriter
 
@@ -38,6 +38,11 @@ class _SaveHere:
 
     def run(self, writer: StorageWriter, job: SaveJob, offers: Sequence[SideGroupOffer]) -> SaveResult:
         return save_values(self._values, writer, job, self.portions)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of the state is still there: the caller goes on when the rest of portions is written."""
+        return self.portions is None or not self.portions.rest_is_written.is_set()
 
     def clear(self) -> None:
         self._values = {}
@@ -61,13 +66,16 @@ def save_in_background(state_dict: dict[str, Any], job: SaveJob, stager: AsyncSt
     def save_staged() -> SaveResult:
         try:
             with phases:
-                return staged.run(writer, job, offers_of_children)
+                return save_softly(run, job, can_go_on=lambda: staged.is_complete)
         except BaseException as error:
-            _clear_frames(error)
+            clear_frames(error)
             raise
         finally:
             staged.clear()
             getattr(job.planner, "state_dict", {}).clear()
+
+    def run(attempt: SaveJob) -> SaveResult:
+        return staged.run(writer if attempt is job else writer_at(attempt), attempt, offers_of_children)
 
     try:
         values = ask_for_states(state_dict, job)
@@ -118,18 +126,6 @@ def _portions_of(values: dict[str, Any], stager: CpuStager, writer: StorageWrite
         if accelerator is not None and device.type == accelerator.type:
             torch.accelerator.current_stream(device).synchronize()
     return Portions(stager)
-
-
-def _clear_frames(error: BaseException) -> None:
-    """Drops what the functions that raised an error, and those that led to it, still hold."""
-    seen: set[int] = set()
-    pending: list[BaseException | None] = [error]
-    while pending:
-        one = pending.pop()
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
-            traceback.clear_frames(one.__traceback__)
-            pending += [one.__cause__, one.__context__]
 
 
 def _in_thread(save: Callable[[], SaveResult]) -> Future[SaveResult]:

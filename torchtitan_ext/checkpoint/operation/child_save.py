@@ -23,7 +23,7 @@ from torchtitan_ext.checkpoint.staging.child_process import ChildProcess
 from torchtitan_ext.checkpoint.staging.copies import StateMemory
 from torchtitan_ext.checkpoint.staging.host_buffers import mapped_memory
 from torchtitan_ext.checkpoint.staging.stager import CpuStager, tensors_in
-from torchtitan_ext.errors import LostRankError, StateRefusedError, WrongValueError
+from torchtitan_ext.errors import CheckpointFailedError, LostRankError, StateRefusedError, WrongValueError
 from torchtitan_ext.ranks.side_group import SideGroupOffer
 from torchtitan_ext.ranks.store_address import StoreAddress, address_of_default_store
 
@@ -75,7 +75,10 @@ class SaveInChild:
 
     Attributes:
         group_name: The name of the group that this rank's child is in, if any.
+        is_complete: Whether all of the state is there, for another attempt.
     """
+
+    is_complete = True
 
     def __init__(self, values: dict[str, Any], stager: CpuStager) -> None:
         self._stager = stager
@@ -103,10 +106,11 @@ class SaveInChild:
 
         try:
             saved = phases.on_all("write", save, doing=_WRITING)[phases.rank]
-        except StateRefusedError:
-            raise  # by all children, which wait for the next save
-        except BaseException:
-            self._stager.end_child()
+        except BaseException as error:
+            is_of_storage = isinstance(error, CheckpointFailedError) and error.is_of_storage
+            # What all children raise leaves them ready for the next save.
+            if not is_of_storage and not isinstance(error, StateRefusedError):
+                self._stager.end_child()
             raise
         phases.seconds.update(saved.seconds)
         phases.log_metrics(logger, saved.num_bytes, path=saved.path)

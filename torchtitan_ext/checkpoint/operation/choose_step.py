@@ -23,35 +23,48 @@ _VERIFYING = "files were verified; nothing was changed"
 _MAX_LISTED = 8
 
 
-def choose_step(run_dir: str | os.PathLike[str], step: Step, phases: Phases, pattern: str | None = None) -> Path:
+def choose_step(
+    run_dir: str | os.PathLike[str],
+    step: Step,
+    phases: Phases,
+    pattern: str | None = None,
+    fallback: str | os.PathLike[str] | None = None,
+) -> Path:
     """The path of a step's checkpoint, the same on every rank. Collective.
 
     For the last good step each rank reads and verifies a part of the files; the coordinator warns of skipped steps.
+
+    Args:
+        fallback: A second directory of the run; a step that both have finished is taken from the first.
 
     Raises:
         NoCheckpointError: The run has no such step, or no good one. The same on every rank.
     """
     run = Path(run_dir)
 
-    def look(_: object) -> tuple[dict[int, bool], dict[int, str], str]:
-        steps = find_steps(run, pattern)
-        names = {number: path.name for number, path in step_paths(run, pattern).items()}
-        return steps, names, "" if any(steps.values()) else why_no_step(run, pattern)
+    def look(_: object) -> tuple[dict[int, bool], dict[int, Path], str]:
+        steps, paths = find_steps(run, pattern), step_paths(run, pattern)
+        if fallback is not None:
+            others = step_paths(Path(fallback), pattern)
+            for number, is_finished in find_steps(Path(fallback), pattern).items():
+                if not steps.get(number, False):
+                    steps[number], paths[number] = is_finished, others[number]
+        return steps, paths, "" if any(steps.values()) else why_no_step(run, pattern)
 
-    steps, names, reason = phases.to_coordinator("choose", lambda: None, look, doing=_LISTING)
+    steps, paths, reason = phases.to_coordinator("choose", lambda: None, look, doing=_LISTING)
     if step == "last-good":
-        return _last_good(run, steps, names, reason, phases)
+        return _last_good(run, steps, paths, reason, phases)
     number = step if isinstance(step, int) else last_finished(steps)
     if number is not None and steps.get(number, False):
-        return run / names[number]
+        return paths[number]
     wanted = "no finished checkpoint" if step == "latest" else f"no finished checkpoint of step {step}"
     raise NoCheckpointError(str(run), f"has {wanted}: {_listed(steps, reason)}")
 
 
-def _last_good(run: Path, steps: Mapping[int, bool], names: Mapping[int, str], no_steps: str, phases: Phases) -> Path:
+def _last_good(run: Path, steps: Mapping[int, bool], paths: Mapping[int, Path], no_steps: str, phases: Phases) -> Path:
     skipped: list[str] = []
     for number in sorted(steps, reverse=True):
-        path = run / names[number]
+        path = paths[number]
         reason: str | None = "it has no .metadata: its save has not finished"
         if steps[number]:
             verify = partial(find_damage, path, part=phases.rank, num_parts=phases.size)

@@ -37,6 +37,7 @@ from torchtitan_ext.dcp_private import storage_setup
 from torchtitan_ext.errors import Problem, ReplicaMismatchError, StateRefusedError, refusal
 from torchtitan_ext.state.nested import set_member
 from torchtitan_ext.storage import FileReader
+from torchtitan_ext.storage.futures import result_of
 
 logger = logging.getLogger(__name__)
 
@@ -231,7 +232,7 @@ def _read(job: LoadJob, planned: Sequence[PlannedSource], components: Components
                 values = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
                 tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
                 if values:
-                    one.reader.read_data(replace(plan, items=values), one.planner).wait()
+                    result_of(one.reader.read_data(replace(plan, items=values), one.planner))
                 plan = replace(plan, items=tensors)
             plans.append(plan)
 
@@ -240,7 +241,7 @@ def _read(job: LoadJob, planned: Sequence[PlannedSource], components: Components
             if isinstance(one.planner, LoadPlanner):
                 one.planner.change_targets()
             if plan.items:
-                one.reader.read_data(plan, one.planner).wait()
+                result_of(one.reader.read_data(plan, one.planner))
             if isinstance(one.planner, LoadPlanner):
                 one.planner.finish_load()
         return sum(one.reader.num_bytes_read for one in planned if isinstance(one.reader, FileReader))

@@ -79,7 +79,8 @@ class Phases:
         self._path = "" if path is None else str(path)
         is_alone = no_dist or not (dist.is_available() and dist.is_initialized())
         group = None if is_alone else process_group or dist.group.WORLD
-        self._group = group
+        self.group = group
+        """The ranks that take part; ``None`` where this process works alone."""
         self.rank = 0 if group is None else dist.get_rank(group)
         """This rank, counted in the group."""
         self.is_coordinator = self.rank == 0
@@ -125,15 +126,15 @@ class Phases:
 
     def offer_side_group(self) -> SideGroupOffer | None:
         """This rank's part of the agreement that ``go_beside`` needs. Not collective."""
-        if self._group is None or self.size == 1 or not can_have_side_group():
+        if self.group is None or self.size == 1 or not can_have_side_group():
             return None
-        return offer_of(self._group)
+        return offer_of(self.group)
 
     def go_beside(self, offers: Sequence[SideGroupOffer | None]) -> None:
         """Moves the exchanges of the ranks to connections beside the group, given all ranks' offers. Collective."""
-        if self._group is None or self._ranks is None or not all(offers):
+        if self.group is None or self._ranks is None or not all(offers):
             return
-        watch, group = self._ranks[0], self._group
+        watch, group = self._ranks[0], self.group
         known = {offer.known for offer in offers if offer is not None}
         if len(known) > 1 or None in known:
             name = cast(SideGroupOffer, offers[0]).new
@@ -147,7 +148,7 @@ class Phases:
         if self._ranks is not None:
             self._ranks[0].at(key)
 
-    def log_metrics(self, logger: logging.Logger, num_bytes: int, *, path: str = "") -> None:
+    def log_metrics(self, logger: logging.Logger, num_bytes: int, *, path: str = "", failures: int = 0) -> None:
         """Logs bytes, ranks and seconds of the finished operation, on the coordinator. Not collective."""
         if self.is_coordinator:
             log_metrics(
@@ -158,6 +159,7 @@ class Phases:
                 num_bytes=num_bytes,
                 phase_seconds=self.seconds,
                 retries=self.num_retries,
+                failures=failures,
             )
 
     def confirm(self) -> None:
@@ -313,7 +315,8 @@ class Phases:
         if ours is not None and not undefined:
             return ours
         texts = {rank: f"{type(error).__name__}: {error}" for rank, error in errors.items()}
-        return CheckpointFailedError(self._operation, texts, undefined, name, self._path)
+        is_of_storage = all(isinstance(error, OSError) for error in errors.values())
+        return CheckpointFailedError(self._operation, texts, undefined, name, self._path, is_of_storage)
 
 
 def _attempt(work: Callable[[], T], rank: int) -> T | PhaseFailure:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from torchtitan_ext import _core
-from torchtitan_ext.checkpoint.operation.arguments import Place, check_keep, place_of
+from torchtitan_ext.checkpoint.operation.arguments import OnStorageError, Place, check_keep, place_of
 from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.checkpoint.planners.save_planner import SavePlanner
 from torchtitan_ext.checkpoint.planners.subclasses import check_final_items, set_up_save
@@ -25,6 +25,7 @@ from torchtitan_ext.checkpoint.tables.component import CountsSamples, SampleAcco
 from torchtitan_ext.dcp_private import storage_setup
 from torchtitan_ext.errors import CheckpointFailedError, only_printed
 from torchtitan_ext.storage import FileReader, FileWriter
+from torchtitan_ext.storage.futures import result_of
 from torchtitan_ext.storage.runs.retention import remove_old_steps
 
 logger = logging.getLogger(__name__)
@@ -43,12 +44,14 @@ class SaveResult:
         save_id: The name of this save. The same on every rank.
         num_bytes: Bytes that all ranks wrote, as far as the storage says.
         seconds: Duration of each phase on this rank: ``prepare``, ``plan`` and ``write``, which ends with the commit.
+        error: With ``on_error="warn"``, why nothing was saved; path and id are empty then.
     """
 
     path: str
     save_id: str
     num_bytes: int
     seconds: Mapping[str, float]
+    error: str = ""
 
     @property
     def metadata(self) -> Metadata:
@@ -66,6 +69,7 @@ class SaveJob:
     phases: Phases
     keep: int | None = None
     step_pattern: str | None = None
+    on_storage_error: OnStorageError = OnStorageError()
 
 
 def writer_at(job: SaveJob) -> StorageWriter:
@@ -104,7 +108,7 @@ def ask_for_states(state_dict: Mapping[Any, Any], job: SaveJob) -> dict[Any, Any
         if phases.is_coordinator:
             _warn_of_samples(accounts)
 
-    phases.on_all("prepare", ask, doing=_ASKING, places=[_place_of(job)])
+    phases.on_all("prepare", ask, doing=_ASKING, places=_places_of(job))
     return values
 
 
@@ -123,8 +127,13 @@ def _warn_of_samples(accounts: Mapping[str, SampleAccount]) -> None:
             warnings.warn(f"save: {name}: {account.doubt}", stacklevel=2)
 
 
-def _place_of(job: SaveJob) -> Place:
+def _places_of(job: SaveJob) -> list[Place]:
     """Where our files go; storage of others may have a directory per rank, which cannot be compared."""
+    fallback = job.on_storage_error.place_of(job.path)
+    return [_place_of(job), *([] if fallback is None else [place_of(fallback)])]
+
+
+def _place_of(job: SaveJob) -> Place:
     if job.storage_writer is None:
         return place_of(job.path)
     if not isinstance(job.storage_writer, FileWriter):
@@ -156,10 +165,9 @@ def save_values(
         if isinstance(planner, SavePlanner):
             check_final_items(planner, planner.plan.items, final_plan.items)
         source = planner if portions is None else portions.stage(final_plan, planner)
-        written = writer.write_data(final_plan, cast(StockSavePlanner, source))
-        written.wait()
-        _check_all_written(final_plan, written.value(), phases.rank)
-        return written.value()
+        written = result_of(writer.write_data(final_plan, cast(StockSavePlanner, source)))
+        _check_all_written(final_plan, written, phases.rank)
+        return written
 
     def commit(results: list[Any]) -> tuple[str, str, int]:
         assert metadata is not None, "the coordinator has no metadata, please report"

@@ -32,6 +32,7 @@ from torchtitan_ext.storage.checkpoint_files import (
     thread_count_of,
 )
 from torchtitan_ext.storage.commit.opened import Footers, OpenedCheckpoint
+from torchtitan_ext.storage.futures import finished
 from torchtitan_ext.storage.metadata.metadata_file import metadata_of_tables, parse_metadata
 from torchtitan_ext.storage.native.device_buckets import bucket_bytes_of
 from torchtitan_ext.storage.native.read_batch import ReadBatch
@@ -167,15 +168,13 @@ class FileReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            self._read(plan, planner)
-            future.set_result(None)
-        except (_core.FormatError, UnicodeDecodeError) as error:
-            future.set_exception(DamagedCheckpointError(str(error)))
-        except Exception as error:
-            future.set_exception(error)
-        return future
+        def read() -> None:
+            try:
+                self._read(plan, planner)
+            except (_core.FormatError, UnicodeDecodeError) as error:
+                raise DamagedCheckpointError(str(error)) from None
+
+        return finished(read)
 
     @property
     def files(self) -> OpenedCheckpoint:

@@ -34,6 +34,7 @@ from torchtitan_ext.storage.checkpoint_files import (
     thread_count_of,
 )
 from torchtitan_ext.storage.commit.commit import RunningSave, begin_save, find_place
+from torchtitan_ext.storage.futures import finished
 from torchtitan_ext.storage.metadata.metadata_file import encode_metadata, encode_tables, send_as_place
 from torchtitan_ext.storage.native.device_buckets import OutgoingBuckets, bucket_bytes_of
 from torchtitan_ext.storage.progress import progress
@@ -192,12 +193,7 @@ class FileWriter(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(self._write(plan, planner))
-        except Exception as error:
-            future.set_exception(error)
-        return future
+        return finished(lambda: self._write(plan, planner))
 
     def finish(self, metadata: Metadata, results: Sequence[_core.RankFile | None]) -> None:  # type: ignore[override]
         assert self._save is not None, "finish without prepare_global_plan, please report"
