@@ -2,6 +2,8 @@
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,12 +27,13 @@ from models import (
     trained,
     training_truth,
 )
-from torch.distributed.checkpoint import _async_process_executor
+from torch.distributed.checkpoint import DefaultSavePlanner, _async_process_executor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import torchtitan_ext as tte
 from torchtitan_ext.checkpoint import CpuStager
+from torchtitan_ext.storage import FileWriter
 
 
 def save_and_change(start: Callable[[dict[str, Any]], Any], state: dict[str, Any]) -> None:
@@ -165,6 +168,83 @@ def test_in_a_child_process_of_ours(run_world, tmp_path: Path) -> None:
         tte.load(state, tmp_path / str(step), no_dist=True)
         assert differences(state["model"], truth) == [] and state["step"] == step and state["odd"][0].sum() == 2
     assert not (tmp_path / "1").exists() and not list((tmp_path / "3").glob(".metadata"))
+
+
+class NoCopy:
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        raise RuntimeError("no copy")
+
+
+def save_beside_what_is_kept(rank: int, world_size: int, folder: Path) -> None:
+    """A planner of a rank that writes nothing, and the error of a rank whose staging did not fail."""
+    stager, planner = CpuStager(), tte.SavePlanner()
+    state: dict[str, Any] = {"w": torch.ones(9)}  # one rank writes all
+    for step in range(2):
+        dcp.async_save(state, checkpoint_id=folder / str(step), async_stager=stager, planner=planner).result()
+    failing = {**state, "odd": NoCopy()} if rank == 1 else state
+    with pytest.raises(tte.errors.CheckpointFailedError, match="rank 1: RuntimeError: no copy") as kept:
+        tte.async_save(failing, folder / "failed", stager=stager)
+    tte.async_save(state, folder / "last", stager=stager).result(timeout=60)
+    del kept
+
+
+@pytest.mark.timeout(120)
+def test_what_is_kept_after_a_save_holds_no_copies(run_world, tmp_path: Path) -> None:
+    run_world(2, save_beside_what_is_kept, tmp_path)
+
+
+def save_after_changes_of_the_world(rank: int, world_size: int, folder: Path) -> None:
+    stager, state = CpuStager(process=True), {"w": torch.ones(9)}
+    alone = [dist.new_group([one]) for one in range(world_size)][rank]
+    tte.async_save(state, folder / "0", stager=stager, timeout_seconds=60).result()
+    with pytest.raises(tte.errors.WrongValueError, match="needs a process group of all ranks"):
+        tte.async_save(state, folder / "alone", stager=stager, process_group=alone)
+    if rank == 1:
+        os.kill(stager.child()._process.pid or 0, signal.SIGKILL)
+        stager.child()._process.join()
+    tte.async_save(state, folder / "1", stager=stager, timeout_seconds=60).result()
+    stager.close()
+
+
+def test_a_child_that_died_between_saves_is_replaced_and_a_part_of_the_ranks_has_none(
+    run_world, tmp_path: Path
+) -> None:
+    run_world(2, save_after_changes_of_the_world, tmp_path)
+
+
+class PlannerWithoutState(DefaultSavePlanner):
+    """Drops its state dict itself when all is planned and resolved."""
+
+    def resolve_data(self, write_item: Any) -> Any:
+        value = super().resolve_data(write_item)
+        self.state_dict = None  # type: ignore[assignment]
+        return value
+
+
+def test_a_planner_may_drop_its_state_dict(tmp_path: Path) -> None:
+    assert tte.async_save({"w": torch.ones(9)}, tmp_path, planner=PlannerWithoutState()).result().num_bytes > 0
+
+
+def test_a_caller_interrupted_while_it_waits_for_the_rest_commits_nothing(tmp_path: Path) -> None:
+    changed = threading.Event()
+
+    class InterruptingWriter(FileWriter):
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGINT)
+            changed.wait(60)
+            return super().write_data(plan, planner)
+
+    weight = torch.ones(1000)
+    with pytest.raises(KeyboardInterrupt):
+        writer = InterruptingWriter(tmp_path / "step")
+        tte.async_save({"w": weight}, storage_writer=writer, stager=CpuStager(host_memory_bytes=100))
+    weight.zero_()
+    changed.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("torchtitan_ext.async_save"):
+            thread.join(60)
+    assert not (tmp_path / "step").exists()
 
 
 def save_trained_in_a_child(rank: int, world_size: int, layout: Layout, path: Path) -> None:

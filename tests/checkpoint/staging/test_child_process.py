@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 
 import torchtitan_ext as tte
 from torchtitan_ext.checkpoint import CpuStager
@@ -153,3 +154,35 @@ def test_one_save_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert loaded["w"].tolist() == [0, 2, 4, 6, 8] and loaded["step"] == 3
     with pytest.raises(WrongValueError, match="got process=True and a stager"):
         tte.async_save(state, tmp_path / "step", process=True, stager=CpuStager())
+
+
+def test_saves_without_a_process_group_take_turns_in_the_child(tmp_path: Path) -> None:
+    stager = CpuStager(process=True, num_buffers=3)
+    saving = [tte.async_save({"w": torch.full((9,), step)}, tmp_path / str(step), stager=stager) for step in range(3)]
+    assert [saved.result(timeout=60).path for saved in saving] == [str(tmp_path / str(step)) for step in range(3)]
+    stager.close()
+
+
+def num_mappings(pid: int) -> int:
+    return Path(f"/proc/{pid}/maps").read_text().count("torchtitan_ext staging")
+
+
+@pytest.mark.parametrize("state", [{"w": torch.ones(9)}, {"w": torch.ones(9), "m": torch.ones(9, device="meta")}])
+def test_an_idle_child_holds_no_memory_of_its_parent(tmp_path: Path, state: dict[str, Any]) -> None:
+    stager = CpuStager(process=True)
+    tte.async_save(state, tmp_path / "step", stager=stager, planner=DefaultSavePlanner()).exception()
+    pid = stager.child()._process.pid or 0
+    deadline = time.monotonic() + 20
+    while num_mappings(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert num_mappings(pid) == 0
+    stager.close()
+
+
+def test_a_relative_path_is_that_of_the_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stager = CpuStager(process=True)
+    stager.child()
+    monkeypatch.chdir(tmp_path)
+    tte.async_save({"w": torch.ones(9)}, storage_writer=FileSystemWriter("step"), stager=stager).result()
+    stager.close()
+    assert (tmp_path / "step" / ".metadata").exists()

@@ -129,6 +129,14 @@ def test_a_save_waits_until_no_copy_lives() -> None:
     assert staged[0]["w"].tolist() == [0] * 4
 
 
+def test_memory_made_in_inference_mode_serves_later_saves() -> None:
+    stager = CpuStager()
+    with torch.inference_mode():
+        assert stager.stage({"w": torch.ones(4), "p": torch.nn.Parameter(torch.ones(2))})["w"].sum() == 4
+        state = {"w": torch.full((4,), 2.0)[::2]}
+    assert stager.stage(state)["w"].tolist() == [2, 2]
+
+
 def test_as_many_saves_as_buffers_are_under_way() -> None:
     stager = CpuStager(num_buffers=2)
     first, second = stager.stage({"w": torch.ones(4)}), stager.stage({"w": torch.zeros(4)})

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from torchtitan_ext.checkpoint.operation.child_save import SaveInChild
+from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.checkpoint.operation.save_phases import SaveJob, SaveResult, ask_for_states, save_values, writer_at
 from torchtitan_ext.checkpoint.operation.soft_failure import save_softly
 from torchtitan_ext.checkpoint.staging.copies import StateMemory
@@ -42,7 +43,7 @@ class _SaveHere:
     @property
     def is_complete(self) -> bool:
         """Whether all of the state is still there: the caller goes on when the rest of portions is written."""
-        return self.portions is None or not self.portions.rest_is_written.is_set()
+        return self.portions is None or not (self.portions.rest_is_written.is_set() or self.portions.is_given_up)
 
     def clear(self) -> None:
         self._values = {}
@@ -56,11 +57,11 @@ def save_in_background(state_dict: dict[str, Any], job: SaveJob, stager: AsyncSt
     planner, which may be used again, nor an exception, which may be kept.
     """
     phases = job.phases
-    staged: _SaveHere | SaveInChild
+    staged: _SaveHere | SaveInChild = _SaveHere({})
 
     def stage() -> tuple[SideGroupOffer | None, SideGroupOffer]:
         nonlocal staged
-        staged = _staged_by(stager, values, writer)
+        staged = _staged_by(stager, values, writer, phases)
         return phases.offer_side_group(), SideGroupOffer(staged.group_name, uuid.uuid4().hex)
 
     def save_staged() -> SaveResult:
@@ -72,7 +73,8 @@ def save_in_background(state_dict: dict[str, Any], job: SaveJob, stager: AsyncSt
             raise
         finally:
             staged.clear()
-            getattr(job.planner, "state_dict", {}).clear()
+            if "state_dict" in vars(job.planner):  # as planners derived from the default one have it
+                job.planner.state_dict = {}  # type: ignore[attr-defined]
 
     def run(attempt: SaveJob) -> SaveResult:
         return staged.run(writer if attempt is job else writer_at(attempt), attempt, offers_of_children)
@@ -83,6 +85,7 @@ def save_in_background(state_dict: dict[str, Any], job: SaveJob, stager: AsyncSt
         offers, offers_of_children = zip(*phases.on_all("stage", stage, doing=_COPYING), strict=True)
         phases.go_beside(offers)
     except BaseException:
+        staged.clear()
         phases.close()
         raise
     saved = _in_thread(save_staged)
@@ -91,12 +94,14 @@ def save_in_background(state_dict: dict[str, Any], job: SaveJob, stager: AsyncSt
     return saved
 
 
-def _staged_by(stager: AsyncStager, values: dict[str, Any], writer: StorageWriter) -> _SaveHere | SaveInChild:
+def _staged_by(
+    stager: AsyncStager, values: dict[str, Any], writer: StorageWriter, phases: Phases
+) -> _SaveHere | SaveInChild:
     if not isinstance(stager, CpuStager):
         staged = stager.stage(values)
         return _SaveHere(staged.result() if isinstance(staged, Future) else staged)
     if stager.process:
-        return SaveInChild(values, stager)
+        return SaveInChild(values, stager, phases)
     portions = _portions_of(values, stager, writer)
     return _SaveHere(stager.stage(values)) if portions is None else _SaveHere(dict(values), portions)
 
@@ -137,7 +142,11 @@ def _in_thread(save: Callable[[], SaveResult]) -> Future[SaveResult]:
 
 def _wait_for_rest(portions: Portions, saved: Future[SaveResult]) -> None:
     saved.add_done_callback(lambda _: portions.rest_is_written.set())
-    portions.rest_is_written.wait()
+    try:
+        portions.rest_is_written.wait()
+    except BaseException:
+        portions.is_given_up = True
+        raise
     logger.info(
         "async_save: the state is larger than host_memory_bytes: %d bytes of it were written before the call returned",
         portions.rest_bytes,

@@ -59,8 +59,13 @@ _NO_STATE = SharedState(b"", [], 0, None, [])
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """The arguments of a save that travel to the child."""
+    """The arguments of a save that travel to the child.
 
+    Attributes:
+        directory: The working directory, to which a path of the storage may be relative.
+    """
+
+    directory: str
     path: str | os.PathLike[str] | None
     writer: StorageWriter
     planner: StockSavePlanner
@@ -80,9 +85,11 @@ class SaveInChild:
 
     is_complete = True
 
-    def __init__(self, values: dict[str, Any], stager: CpuStager) -> None:
+    def __init__(self, values: dict[str, Any], stager: CpuStager, phases: Phases) -> None:
+        _check_group(phases)
         self._stager = stager
-        self.group_name = stager.child().group_name  # a new child starts while the state is copied
+        self._child = stager.child()  # a new one starts while the state is copied
+        self.group_name = self._child.group_name if dist.is_initialized() else None
         self._state = _share_state(values, stager)
 
     def run(self, writer: StorageWriter, job: SaveJob, offers: Sequence[SideGroupOffer]) -> SaveResult:
@@ -96,7 +103,14 @@ class SaveInChild:
         def save() -> SaveResult:
             child = self._child_in_group(phases, offers)
             request = SaveRequest(
-                job.path, writer, job.planner, job.keep, job.step_pattern, phases.timeout_seconds, self._state
+                os.getcwd(),
+                job.path,
+                writer,
+                job.planner,
+                job.keep,
+                job.step_pattern,
+                phases.timeout_seconds,
+                self._state,
             )
             try:
                 return child.call(save_shared, request, file=self._state.file)
@@ -104,14 +118,15 @@ class SaveInChild:
                 late = ", ".join(map(str, (*error.silent, *error.late)))
                 raise RuntimeError(f"its child process waited for that of rank(s) {late}: {error.reason}") from error
 
-        try:
-            saved = phases.on_all("write", save, doing=_WRITING)[phases.rank]
-        except BaseException as error:
-            is_of_storage = isinstance(error, CheckpointFailedError) and error.is_of_storage
-            # What all children raise leaves them ready for the next save.
-            if not is_of_storage and not isinstance(error, StateRefusedError):
-                self._stager.end_child()
-            raise
+        with self._stager.child_lock:
+            try:
+                saved = phases.on_all("write", save, doing=_WRITING)[phases.rank]
+            except BaseException as error:
+                is_of_storage = isinstance(error, CheckpointFailedError) and error.is_of_storage
+                # What all children raise leaves them ready for the next save.
+                if not is_of_storage and not isinstance(error, StateRefusedError):
+                    self._stager.end_child()
+                raise
         phases.seconds.update(saved.seconds)
         phases.log_metrics(logger, saved.num_bytes, path=saved.path)
         return dataclasses.replace(saved, seconds=dict(phases.seconds))
@@ -121,22 +136,37 @@ class SaveInChild:
 
     def _child_in_group(self, phases: Phases, offers: Sequence[SideGroupOffer]) -> ChildProcess:
         known = {offer.known for offer in offers}
-        if len(known) == 1 and None not in known and self._stager.child().is_alive:
-            return self._stager.child()
-        if self._stager.child().group_name is not None or not self._stager.child().is_alive:
-            self._stager.end_child()
+        if len(known) == 1 and None not in known:
+            return self._child  # where it died since, its call says so: a new one would wait for the others in vain
         child = self._stager.child()
-        if dist.is_initialized():
-            address = address_of_default_store()
-            if address is None or phases.size != dist.get_world_size():
-                raise WrongValueError(
-                    "async_save: CpuStager(process=True) needs a process group of all ranks, whose store is a TCPStore "
-                    f"or a FileStore; this one has {phases.size} of {dist.get_world_size()} ranks, and "
-                    f"{'such a' if address is not None else 'another'} store"
-                )
+        if child.group_name == offers[0].new:
+            return child  # since an earlier attempt of this save
+        if child.group_name is not None:
+            self._stager.end_child()
+            child = self._stager.child()
+        address = _check_group(phases)
+        if address is not None:
             child.call(join_ranks, address, offers[0].new, phases.rank, phases.size, phases.timeout_seconds / 2)
-        child.group_name = offers[0].new
+            child.group_name = offers[0].new
         return child
+
+
+def _check_group(phases: Phases) -> StoreAddress | None:
+    """Where the children of all ranks find each other; ``None`` without a process group.
+
+    Raises:
+        WrongValueError: The save is not one of all ranks, or no other process reaches their store.
+    """
+    if not dist.is_initialized():
+        return None
+    address = address_of_default_store()
+    if address is None or phases.size != dist.get_world_size():
+        raise WrongValueError(
+            "async_save: CpuStager(process=True) needs a process group of all ranks, whose store is a TCPStore "
+            f"or a FileStore; this one has {phases.size} of {dist.get_world_size()} ranks, and "
+            f"{'such a' if address is not None else 'another'} store"
+        )
+    return address
 
 
 def _share_state(values: dict[str, Any], stager: CpuStager) -> SharedState:
@@ -163,6 +193,7 @@ def join_ranks(address: StoreAddress, name: str, rank: int, size: int, timeout_s
 
 def save_shared(request: SaveRequest, file: int | None = None) -> SaveResult:
     """In the child: plans and writes. Collective over the children of all ranks."""
+    os.chdir(request.directory)
     values = _read_state(request.state, file)
     with Phases("save", path=request.path, timeout_seconds=request.timeout_seconds) as phases:
         job = SaveJob(request.path, request.writer, request.planner, phases, request.keep, request.step_pattern)

@@ -249,6 +249,8 @@ class SavePlanner(DefaultSavePlanner):
             writes = self._read_writes(self.plan)
         self._boxes = writes.local_boxes()
         self._num_unwritten = len(self.plan.items)
+        if self._num_unwritten == 0:
+            self.state_dict = {}  # as in ``resolve_data``, which nobody will call
         # A subclass may change the list: it gets a copy.
         is_shared = sees_items(self, SavePlanner)
         return dataclasses.replace(self.plan, items=list(self.plan.items)) if is_shared else self.plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -21,7 +22,7 @@ class ChildProcess:
     """Started like a worker of a ``DataLoader``: anew, so that it has nothing of the parent's threads and devices.
 
     Attributes:
-        group_name: What the processes of all ranks agreed to call their group; ``None`` before they did.
+        group_name: What the processes of all ranks agreed to call their group; ``None`` where they have none.
     """
 
     def __init__(self) -> None:
@@ -52,7 +53,7 @@ class ChildProcess:
                 assert self._process.pid is not None
                 send_handle(self._connection, file.fileno(), self._process.pid)
             result, error = pickle.loads(self._connection.recv_bytes())
-        except (EOFError, ConnectionError) as lost:
+        except (EOFError, OSError) as lost:
             self._process.join(5)
             raise RuntimeError(
                 f"the process that saves for this rank died (exit code {self._process.exitcode}) before it was done"
@@ -85,6 +86,9 @@ def _serve(connection: Connection) -> None:
         except Exception as error:
             answer = None, readable_error(error)
         connection.send_bytes(pickle.dumps(answer))
+        # What the call held may be the parent's memory, which the parent cannot give back before.
+        del function, arguments, answer
+        gc.collect()
 
 
 def _end_with_parent() -> None:

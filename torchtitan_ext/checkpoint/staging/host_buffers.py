@@ -54,10 +54,12 @@ class HostBuffers:
         free = self._free
         kept = self._wait_for_one(free)
         try:
-            if kept.memory.numel() < num_bytes:
-                kept = HostBuffer(kept.memory[:0].clone())  # its memory goes first: both would be too much
-                kept = self._made(num_bytes)
-            with torch.inference_mode(False):  # a view that knows its base keeps that alive, and its pinning
+            # Memory made in inference mode could not be written outside of it. And a view that knows its base keeps
+            # that alive, and its pinning.
+            with torch.inference_mode(False):
+                if kept.memory.numel() < num_bytes:
+                    kept = HostBuffer(kept.memory[:0].clone())  # its memory goes first: both would be too much
+                    kept = self._made(num_bytes)
                 taken = HostBuffer(kept.memory[:num_bytes], kept.file)
         except BaseException:
             free.put(kept)

@@ -21,17 +21,21 @@ class Portions:
     Attributes:
         rest_is_written: Set when nothing more is read from the caller's tensors.
         rest_bytes: How much was written before that.
+        is_given_up: Whether the caller no longer waits for that, and may change its tensors: then the save must fail.
     """
 
     def __init__(self, stager: CpuStager) -> None:
         self._stager = stager
         self.rest_is_written = threading.Event()
         self.rest_bytes = 0
+        self.is_given_up = False
 
     def stage(self, plan: SavePlan, planner: SavePlanner) -> StagedPart:
         """Copies what fits, the last items of the plan first."""
         room = self._stager.host_memory_bytes or 0
         part = StagedPart(planner, self)
+        if not plan.items:  # a storage asks for no portion then
+            self.rest_is_written.set()
         for item in reversed(plan.items):
             num_bytes = item.tensor_storage_size() or 0
             needed = num_bytes + ops.DEFAULT_ALIGNMENT
@@ -67,6 +71,8 @@ class StagedPart:
     def portions(self, items: list[WriteItem]) -> Iterator[list[WriteItem]]:
         """What is not copied, then the copies. The caller may go on as soon as a storage asks for these."""
         yield [item for item in items if item.index not in self.copies]
+        if self._portions.is_given_up:
+            raise RuntimeError("the call of async_save was interrupted before it was done with the tensors")
         self._portions.rest_is_written.set()
         yield [item for item in items if item.index in self.copies]
 

@@ -6,6 +6,7 @@ and not negated, without an error, and a DTensor whose local tensor has a storag
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -71,6 +72,8 @@ class CpuStager(AsyncStager):
         is_pinned = torch.accelerator.is_available() if pin_memory == "auto" else pin_memory
         self.host_memory_bytes = host_memory_bytes
         self.process = process
+        self.child_lock = threading.Lock()
+        """Held by the save that uses the child process: without a process group nothing else keeps saves apart."""
         self._child: ChildProcess | None = None
         self._buffers = HostBuffers(num_buffers, is_pinned=is_pinned, is_shared=process)
 
@@ -109,8 +112,9 @@ class CpuStager(AsyncStager):
         """Nothing to wait for: ``stage`` returns when the copy is complete."""
 
     def child(self) -> ChildProcess:
-        """The child process; starts one where there is none."""
-        if self._child is None:
+        """The child process; starts one where none lives."""
+        if self._child is None or not self._child.is_alive:
+            self.end_child()
             self._child = ChildProcess()
         return self._child
 
