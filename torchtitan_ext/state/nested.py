@@ -127,25 +127,33 @@ def fold_paths(
     Raises:
         ValueError: A container holds itself.
     """
-    holders: dict[int, str] = {}
+    return _fold(value, members_of, make, at, {})
 
-    def visit(at: KeyPath, value: Any) -> T:
-        members = members_of(at, value)
-        if members is None:
-            return make(at, value, None)
-        if id(value) in holders:
-            raise ValueError(
-                f"state dict: {at.fqn} leads back to {holders[id(value)] or 'the state dict'}: a container that "
-                "holds itself has no flat form; leave that reference out"
-            )
-        holders[id(value)] = at.fqn
-        made = []
-        for key, stock_key, member in members:  # no comprehension, which before Python 3.12 is a frame more per level
-            made.append(visit(KeyPath((*at.path, key), (*at.stock_path, stock_key)), member))
-        del holders[id(value)]
-        return make(at, value, made)
 
-    return visit(at, value)
+def _fold(
+    value: Any,
+    members_of: Callable[[KeyPath, Any], list[Member] | None],
+    make: Callable[[KeyPath, Any, list[T] | None], T],
+    at: KeyPath,
+    holders: dict[int, str],
+) -> T:
+    """``fold_paths`` below the containers around the value, by their ids; no function inside that, which would know
+    itself and what ``make`` made, and live until the next garbage collection."""
+    members = members_of(at, value)
+    if members is None:
+        return make(at, value, None)
+    if id(value) in holders:
+        raise ValueError(
+            f"state dict: {at.fqn} leads back to {holders[id(value)] or 'the state dict'}: a container that "
+            "holds itself has no flat form; leave that reference out"
+        )
+    holders[id(value)] = at.fqn
+    made = []
+    for key, stock_key, member in members:  # no comprehension, which before Python 3.12 is a frame more per level
+        inner = KeyPath((*at.path, key), (*at.stock_path, stock_key))
+        made.append(_fold(member, members_of, make, inner, holders))
+    del holders[id(value)]
+    return make(at, value, made)
 
 
 def set_value(state_dict: dict[str, Any], path: Path, value: Any) -> None:

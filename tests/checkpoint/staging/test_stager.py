@@ -1,7 +1,10 @@
 """What a save that goes on while training does has copied."""
 
+import gc
 import threading
+import time
 from collections import OrderedDict, namedtuple
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from simulated_ranks import mesh_at
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
+import torchtitan_ext as tte
 from torchtitan_ext.checkpoint.staging.stager import CpuStager
 from torchtitan_ext.errors import WrongValueError
 
@@ -174,3 +178,20 @@ def test_a_state_beyond_the_limit_is_refused() -> None:
 def test_arguments_that_make_no_sense(arguments: dict[str, Any]) -> None:
     with pytest.raises(WrongValueError, match=next(reversed(arguments))):
         CpuStager(**arguments)
+
+
+def test_a_save_that_has_ended_holds_nothing(tmp_path: Path) -> None:
+    """Without a garbage collection, which would take longer than all else of the next call."""
+    stager = CpuStager()
+    gc.collect()
+    gc.disable()
+    try:
+        saved = tte.async_save({"w": torch.ones(9), "n": {"b": [torch.ones(2)]}}, tmp_path / "step", stager=stager)
+        saved.result()
+        del saved
+        deadline = time.monotonic() + 10  # for the end of its thread
+        while stager._buffers._free.empty() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not stager._buffers._free.empty()
+    finally:
+        gc.enable()
