@@ -9,6 +9,7 @@ group by the number of groups that a rank is in, and ranks may be in unequally m
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from weakref import WeakKeyDictionary
@@ -28,11 +29,17 @@ class SideGroup:
 
 
 @dataclass(frozen=True)
-class SideGroupOffer:
-    """The name of the side group that a rank knows, if any, and a name for a new one."""
+class GroupOffer:
+    """The name of the side group, or group of child processes, that a rank has, if any, and a name for a new one."""
 
     known: str | None
     new: str
+
+
+def known_to_all(offers: Sequence[GroupOffer]) -> str | None:
+    """The name of the group that all ranks have; ``None`` where they need a new one."""
+    names = {offer.known for offer in offers}
+    return names.pop() if len(names) == 1 else None
 
 
 # A group that was destroyed takes its entry with it. Threads do not meet here: the entry of a group is set in one step,
@@ -45,10 +52,10 @@ def can_have_side_group() -> bool:
     return dist.is_gloo_available() and can_be_asked(_get_default_store())
 
 
-def offer_of(group: dist.ProcessGroup) -> SideGroupOffer:
+def offer_of(group: dist.ProcessGroup) -> GroupOffer:
     """The offer of this rank for a group, to be sent to the others. Not collective."""
     side = side_group_of(group)
-    return SideGroupOffer(None if side is None else side.name, uuid.uuid4().hex)
+    return GroupOffer(None if side is None else side.name, uuid.uuid4().hex)
 
 
 def side_group_of(group: dist.ProcessGroup) -> SideGroup | None:

@@ -52,10 +52,10 @@ def host_copies(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         yield from _copied(group, tensors)
 
 
-@torch.no_grad()
 def _copied(names: list[str], tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
     plain = [tensors[name].resolve_conj().resolve_neg() for name in names]
-    flat = ops.flatten_tensors(plain).cpu()
+    flat = torch.empty(ops.flat_offsets(plain)[-1], dtype=torch.uint8, device="cpu")
+    flatten_to_host_(plain, flat)
     return list(zip(names, ops.flat_views(flat, plain), strict=True))
 
 
@@ -90,8 +90,7 @@ def flatten_to_host_(tensors: Sequence[Tensor], out: Tensor) -> None:
             for view, tensor in zip(ops.flat_views(out, group), group, strict=True):
                 view.copy_(tensor)
         if group is not groups[-1]:
-            num_bytes = ops.flat_offsets(group)[-1]
-            out = out[-(-num_bytes // ops.DEFAULT_ALIGNMENT) * ops.DEFAULT_ALIGNMENT :]
+            out = out[aligned(ops.flat_offsets(group)[-1]) :]
 
 
 def _copy_by_buckets(tensors: Sequence[Tensor], out: Tensor) -> None:
@@ -167,3 +166,8 @@ def row_major_boxes(tensor: Tensor, max_elements: int) -> Iterator[tuple[tuple[i
     for index in range(tensor.shape[0]):
         for offsets, box in row_major_boxes(tensor[index], max_elements):
             yield (index, *offsets), box.unsqueeze(0)
+
+
+def aligned(num_bytes: int) -> int:
+    """Where the next tensor of a flat buffer begins."""
+    return -(-num_bytes // ops.DEFAULT_ALIGNMENT) * ops.DEFAULT_ALIGNMENT

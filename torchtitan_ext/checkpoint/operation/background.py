@@ -20,7 +20,7 @@ from torchtitan_ext.checkpoint.staging.copies import StateMemory
 from torchtitan_ext.checkpoint.staging.portions import Portions
 from torchtitan_ext.checkpoint.staging.stager import CpuStager, flat_bytes
 from torchtitan_ext.errors import WrongValueError, clear_frames
-from torchtitan_ext.ranks.side_group import SideGroupOffer
+from torchtitan_ext.ranks.side_group import GroupOffer
 from torchtitan_ext.storage import FileWriter
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class _SaveHere:
         self.portions = portions
         self._values = values
 
-    def run(self, writer: StorageWriter, job: SaveJob, offers: Sequence[SideGroupOffer]) -> SaveResult:
+    def run(self, writer: StorageWriter, job: SaveJob, offers: Sequence[GroupOffer]) -> SaveResult:
         return save_values(self._values, writer, job, self.portions)
 
     @property
@@ -59,10 +59,10 @@ def save_in_background(state_dict: dict[str, Any], job: SaveJob, stager: AsyncSt
     phases = job.phases
     staged: _SaveHere | SaveInChild = _SaveHere({})
 
-    def stage() -> tuple[SideGroupOffer | None, SideGroupOffer]:
+    def stage() -> tuple[GroupOffer | None, GroupOffer]:
         nonlocal staged
         staged = _staged_by(stager, values, writer, phases)
-        return phases.offer_side_group(), SideGroupOffer(staged.group_name, uuid.uuid4().hex)
+        return phases.offer_side_group(), GroupOffer(staged.group_name, uuid.uuid4().hex)
 
     def save_staged() -> SaveResult:
         try:

@@ -24,7 +24,7 @@ from torchtitan_ext.checkpoint.staging.copies import StateMemory
 from torchtitan_ext.checkpoint.staging.host_buffers import mapped_memory
 from torchtitan_ext.checkpoint.staging.stager import CpuStager, tensors_in
 from torchtitan_ext.errors import CheckpointFailedError, LostRankError, StateRefusedError, WrongValueError
-from torchtitan_ext.ranks.side_group import SideGroupOffer
+from torchtitan_ext.ranks.side_group import GroupOffer, known_to_all
 from torchtitan_ext.ranks.store_address import StoreAddress, address_of_default_store
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class SaveInChild:
         self.group_name = self._child.group_name if dist.is_initialized() else None
         self._state = _share_state(values, stager)
 
-    def run(self, writer: StorageWriter, job: SaveJob, offers: Sequence[SideGroupOffer]) -> SaveResult:
+    def run(self, writer: StorageWriter, job: SaveJob, offers: Sequence[GroupOffer]) -> SaveResult:
         """Has the children plan and write. Collective; all ranks raise the same error.
 
         Args:
@@ -134,9 +134,8 @@ class SaveInChild:
     def clear(self) -> None:
         self._state = _NO_STATE
 
-    def _child_in_group(self, phases: Phases, offers: Sequence[SideGroupOffer]) -> ChildProcess:
-        known = {offer.known for offer in offers}
-        if len(known) == 1 and None not in known:
+    def _child_in_group(self, phases: Phases, offers: Sequence[GroupOffer]) -> ChildProcess:
+        if known_to_all(offers) is not None:
             return self._child  # where it died since, its call says so: a new one would wait for the others in vain
         child = self._stager.child()
         if child.group_name == offers[0].new:

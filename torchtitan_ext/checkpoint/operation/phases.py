@@ -28,8 +28,9 @@ from torchtitan_ext.errors import (
 from torchtitan_ext.metrics import Trace, Traced, log_metrics, timed
 from torchtitan_ext.ranks.exchange import TimedExchange
 from torchtitan_ext.ranks.side_group import (
-    SideGroupOffer,
+    GroupOffer,
     can_have_side_group,
+    known_to_all,
     make_side_group,
     offer_of,
     side_group_of,
@@ -124,20 +125,20 @@ class Phases:
             with only_printed():
                 self._trace.write(self._operation, self._path)
 
-    def offer_side_group(self) -> SideGroupOffer | None:
+    def offer_side_group(self) -> GroupOffer | None:
         """This rank's part of the agreement that ``go_beside`` needs. Not collective."""
         if self.group is None or self.size == 1 or not can_have_side_group():
             return None
         return offer_of(self.group)
 
-    def go_beside(self, offers: Sequence[SideGroupOffer | None]) -> None:
+    def go_beside(self, offers: Sequence[GroupOffer | None]) -> None:
         """Moves the exchanges of the ranks to connections beside the group, given all ranks' offers. Collective."""
-        if self.group is None or self._ranks is None or not all(offers):
+        given = [offer for offer in offers if offer is not None]
+        if self.group is None or self._ranks is None or len(given) < len(offers):
             return
         watch, group = self._ranks[0], self.group
-        known = {offer.known for offer in offers if offer is not None}
-        if len(known) > 1 or None in known:
-            name = cast(SideGroupOffer, offers[0]).new
+        if known_to_all(given) is None:
+            name = given[0].new
             # Half of the time: the other half is for telling ranks that wait for one which cannot connect.
             connect = partial(make_side_group, group, name, timeout_seconds=self.timeout_seconds / 2)
             self.on_all("connect", connect, doing="ranks were connected for a save beside training")

@@ -88,12 +88,12 @@ class StateMemory:
 
     def _position(self, tensor: torch.Tensor) -> int:
         """Where the memory of a tensor stands in ``tensors``; at the end if it is new."""
-        is_lazy = tensor.is_conj() or tensor.is_neg()
-        layout = (tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+        is_conj, is_neg = tensor.is_conj(), tensor.is_neg()
+        layout = (tensor.device, tensor.dtype, tensor.shape, tensor.stride(), is_conj, is_neg)
         own = len(self.tensors)
         position = own if tensor.numel() == 0 else self._positions.setdefault((tensor.data_ptr(), layout), own)
         if position == own:
-            self.tensors.append(tensor.resolve_conj().resolve_neg() if is_lazy else tensor)
+            self.tensors.append(tensor.resolve_conj().resolve_neg() if is_conj or is_neg else tensor)
             self._originals.append(tensor)
         return position
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchtitan_ext import ops
 from torchtitan_ext.layout.dtensor import as_bytes
-from torchtitan_ext.state.host_copies import BUCKET_BYTES, row_major_boxes, takes_operators
+from torchtitan_ext.state.host_copies import BUCKET_BYTES, aligned, row_major_boxes, takes_operators
 
 NUM_HOST_BUFFERS = 2
 
@@ -63,7 +63,7 @@ class OutgoingBuckets:
             tensor: Plain memory of an accelerator, any strides. It must not change until ``finish`` returns.
         """
         for _, part in row_major_boxes(tensor, self._bucket_bytes // tensor.element_size()):
-            begin = _aligned(self._filled.num_bytes)
+            begin = aligned(self._filled.num_bytes)
             first = self._filled.tensors[0] if self._filled.tensors else part
             if begin + part.nbytes > self._bucket_bytes or part.device != first.device:
                 self._start()
@@ -147,7 +147,7 @@ class _IncomingBucket:
         is_cast = dtype != target.dtype
         begin = (self.back - num_bytes) // ops.DEFAULT_ALIGNMENT * ops.DEFAULT_ALIGNMENT
         if not is_cast:
-            begin = _aligned(self.front)
+            begin = aligned(self.front)
         end = begin + num_bytes
         if target.device != self.device or (begin < self.front if is_cast else end > self.back):
             return None
@@ -259,7 +259,3 @@ def _recorded(device: torch.device) -> torch.Event:
     event = torch.Event(device)
     event.record(torch.accelerator.current_stream(device))
     return event
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ops.DEFAULT_ALIGNMENT) * ops.DEFAULT_ALIGNMENT
