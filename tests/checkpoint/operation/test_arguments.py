@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 import torchtitan_ext as tte
+from torchtitan_ext.checkpoint.operation.arguments import OnStorageError
 
 STATE: dict[str, Any] = {"w": torch.ones(2)}
 LINEAR = nn.Linear(1, 1)
@@ -83,3 +84,12 @@ def test_a_rank_outside_of_the_group() -> None:
 def test_a_place_is_needed(call: Any) -> None:
     with pytest.raises(ValueError, match=f"{call.__name__}: got neither a path nor storage"):
         call({"step": 1})
+
+
+def test_where_a_fallback_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    relative = OnStorageError(fallback="other")
+    monkeypatch.chdir("/")
+    assert relative.place_of("run/step-1/") == str(tmp_path / "other" / "step-1")
+    assert OnStorageError(fallback="s3://bucket/run").place_of(Path("run/step-1")) == "s3://bucket/run/step-1"
+    assert OnStorageError().place_of("run/step-1") is None

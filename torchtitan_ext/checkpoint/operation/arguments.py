@@ -116,9 +116,16 @@ class OnStorageError:
                     f"{operation}: got fallback={str(self.fallback)!r} and no path; give the path too"
                 )
 
-    def place_of(self, path: str | os.PathLike[str] | None) -> Path | None:
-        """Where the fallback of a checkpoint goes: under the same name in the other directory."""
-        return None if self.fallback is None or path is None else Path(self.fallback) / Path(path).name
+    def __post_init__(self) -> None:
+        # The working directory may be another one when an asynchronous save needs it.
+        if isinstance(self.fallback, (str, os.PathLike)) and is_local(self.fallback):
+            object.__setattr__(self, "fallback", os.path.abspath(self.fallback))
+
+    def place_of(self, path: str | os.PathLike[str] | None) -> str | None:
+        """Where the fallback of a checkpoint goes: under the same name in the other directory, which may be a URL."""
+        if self.fallback is None or path is None:
+            return None
+        return os.path.join(self.fallback, os.path.basename(os.fspath(path).rstrip("/")))
 
 
 def check_can_send_from_cpu(operation: str, group: dist.ProcessGroup | None) -> None:
