@@ -243,7 +243,7 @@ def element_types() -> dict[str, ElementType]:
 class RankFile:
     """The file that one rank wrote: all that the coordinator needs to know of it.
 
-    ``records`` is the rank's part of the index, encoded.
+    ``records`` and ``sums`` are the rank's part of the index, encoded.
     """
 
     name: str
@@ -252,12 +252,23 @@ class RankFile:
     footer_offset: int
     footer_digest: int
     records: bytes
+    sums: bytes
     def __init__(
-        self, name: str, rank: int, num_bytes: int, footer_offset: int, footer_digest: int, records: bytes, /
+        self,
+        name: str,
+        rank: int,
+        num_bytes: int,
+        footer_offset: int,
+        footer_digest: int,
+        records: bytes,
+        sums: bytes = b"",
     ) -> None: ...
 
 class SavedRecord:
-    """An entry of a rank file; the dtype is empty where the record is no plain tensor."""
+    """An entry of a rank file; the dtype is empty where the record is no plain tensor.
+
+    ``sum`` is what ``ops.fingerprint_shard`` gives of the chunk; ``None`` if the save took none.
+    """
 
     fqn: str
     offsets: _Sizes | None
@@ -267,6 +278,7 @@ class SavedRecord:
     offset: int
     num_bytes: int
     data_offset: int
+    sum: int | None
 
 class Index:
     """The index of one save.
@@ -276,6 +288,7 @@ class Index:
         notes: The ``world_size`` of the save, and the versions of ``torch`` and ``torchtitan_ext``.
         files: The rank files by name.
         tables: The encoded metadata; empty where there is a ``.metadata``.
+        has_sums: Whether the save took sums of its records.
     """
 
     save_id: bytes
@@ -284,15 +297,34 @@ class Index:
     notes: dict[str, str]
     files: dict[str, RankFile]
     tables: bytes
+    has_sums: bool
     def tensors(self, name: str) -> dict[int, StoredTensor]:
         """The plain tensors of known dtypes in a file, by the offset of their records."""
+    def sum_of(self, name: str, offset: int, fqn: str) -> int | None:
+        """The sum of the record of this key at this offset of a file; ``None`` if the save took none. For a record of
+        another key it is an unrelated number."""
 
 class RecordWriter:
     def __init__(self, path: bytes, block_bytes: int, num_threads: int, sync: bool) -> None: ...
     def add_tensor(
-        self, key: _Key, dtype: str, sizes: Sequence[int], type: ElementType, address: int, strides: Sequence[int], /
+        self,
+        key: _Key,
+        dtype: str,
+        sizes: Sequence[int],
+        type: ElementType,
+        address: int,
+        strides: Sequence[int],
+        global_sizes: Sequence[int] | None = None,
+    ) -> None:
+        """With global sizes the record gets a sum: it is a chunk of a tensor of these sizes."""
+    def begin_tensor(
+        self,
+        key: _Key,
+        dtype: str,
+        sizes: Sequence[int],
+        type: ElementType,
+        global_sizes: Sequence[int] | None = None,
     ) -> None: ...
-    def begin_tensor(self, key: _Key, dtype: str, sizes: Sequence[int], type: ElementType, /) -> None: ...
     def add_bytes(self, address: int, num_bytes: int, /) -> None: ...
     def end_tensor(self) -> None: ...
     def add_record(self, key: _Key, dtype: str, sizes: Sequence[int], address: int, num_bytes: int, /) -> None: ...

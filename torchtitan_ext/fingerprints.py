@@ -1,7 +1,7 @@
 """Fingerprints of state dicts: equal for equal bits, whatever the mesh and the layout.
 
 The digest of a tensor is a sum, modulo 2^64, over its elements of a hash of (bits, row-major position in the global
-tensor), see ``csrc/ops/element_hash.h``; dtype and global shape are mixed in. Each rank sums what it holds, and the
+tensor), see ``csrc/core/element_hash.h``; dtype and global shape are mixed in. Each rank sums what it holds, and the
 sums of all ranks add up. A rank sums each box apart where the tensor describes its own boxes: other ranks may hold
 some of them too.
 """

@@ -78,15 +78,21 @@ void define_writer(py::module_& module) {
              return RecordWriter(std::move(path), {block_bytes, num_threads, sync});
            }),
            py::arg("path"), py::arg("block_bytes"), py::arg("num_threads"), py::arg("sync"))
-      .def("add_tensor",
-           [](RecordWriter& self, const Key& key, std::string dtype, Sizes sizes, const ElementType& type,
-              uintptr_t address, const Sizes& strides) {
-             self.add_tensor(to_record(key, std::move(dtype), std::move(sizes)), type, address, strides);
-           })
-      .def("begin_tensor",
-           [](RecordWriter& self, const Key& key, std::string dtype, Sizes sizes, const ElementType& type) {
-             self.begin_tensor(to_record(key, std::move(dtype), std::move(sizes)), type);
-           })
+      .def(
+          "add_tensor",
+          [](RecordWriter& self, const Key& key, std::string dtype, Sizes sizes, const ElementType& type,
+             uintptr_t address, const Sizes& strides, const std::optional<Sizes>& global_sizes) {
+            self.add_tensor(to_record(key, std::move(dtype), std::move(sizes)), type, address, strides, global_sizes);
+          },
+          py::arg("key"), py::arg("dtype"), py::arg("sizes"), py::arg("type"), py::arg("address"), py::arg("strides"),
+          py::arg("global_sizes") = py::none())
+      .def(
+          "begin_tensor",
+          [](RecordWriter& self, const Key& key, std::string dtype, Sizes sizes, const ElementType& type,
+             const std::optional<Sizes>& global_sizes) {
+            self.begin_tensor(to_record(key, std::move(dtype), std::move(sizes)), type, global_sizes);
+          },
+          py::arg("key"), py::arg("dtype"), py::arg("sizes"), py::arg("type"), py::arg("global_sizes") = py::none())
       .def("add_bytes", &RecordWriter::add_bytes)
       .def("end_tensor", &RecordWriter::end_tensor)
       .def(
@@ -106,8 +112,8 @@ void define_writer(py::module_& module) {
 }
 
 SavedFile make_file(std::string name, uint32_t rank, int64_t num_bytes, int64_t footer_offset, uint64_t footer_digest,
-                    const py::bytes& records) {
-  return {std::move(name), rank, num_bytes, footer_offset, footer_digest, std::string(records)};
+                    const py::bytes& records, const py::bytes& sums) {
+  return {std::move(name), rank, num_bytes, footer_offset, footer_digest, std::string(records), std::string(sums)};
 }
 
 PlainTensor make_tensor(std::string dtype, Sizes sizes, std::optional<Sizes> strides, int64_t data_offset) {
@@ -129,6 +135,27 @@ std::map<int64_t, PlainTensor> plain_tensors(const SavedFile& file) {
   return tensors;
 }
 
+// The sums of a rank file, by the offsets of its records.
+class SumsOfFile {
+ public:
+  explicit SumsOfFile(const SavedFile& file) : sums_(file.sums, file.name) {
+    if (sums_.size() == 0) return;
+    size_t position = 0;
+    parse_records(file.records, file.footer_offset, file.name, [&](const SavedRecord& one) {
+      if (one.is_tensor) position_of_.emplace(one.offset, position++);
+    });
+  }
+
+  std::optional<uint64_t> of(int64_t record_offset, std::string_view fqn) const {
+    const auto found = position_of_.find(record_offset);
+    return found == position_of_.end() ? std::nullopt : sums_.of(found->second, fqn);
+  }
+
+ private:
+  StoredSums sums_;
+  std::unordered_map<int64_t, size_t> position_of_;
+};
+
 // An index, with its parts as Python asks for them again and again.
 struct ReadIndex {
   // Throws UnicodeDecodeError where a name is no UTF-8.
@@ -142,28 +169,46 @@ struct ReadIndex {
     return tensors[name];
   }
 
+  bool has_sums() const {
+    return std::ranges::any_of(index.files, [](const SavedFile& file) { return !file.sums.empty(); });
+  }
+
+  std::optional<uint64_t> sum_of(const py::str& name, int64_t offset, const std::string& fqn) {
+    auto found = sums.find(name);
+    if (found == sums.end()) {
+      if (!files.contains(name)) return std::nullopt;
+      found = sums.emplace(name, SumsOfFile(files[name].cast<const SavedFile&>())).first;
+    }
+    return found->second.of(offset, fqn);
+  }
+
   Index index;
   py::dict notes, files, tensors;
+  std::map<std::string, SumsOfFile> sums;
 };
 
 void define_index(py::module_& module) {
   const auto records = [](const SavedFile& self) { return py::bytes(self.records); };
+  const auto sums = [](const SavedFile& self) { return py::bytes(self.sums); };
   py::class_<SavedFile>(module, "RankFile")
-      .def(py::init(&make_file))
+      .def(py::init(&make_file), py::arg("name"), py::arg("rank"), py::arg("num_bytes"), py::arg("footer_offset"),
+           py::arg("footer_digest"), py::arg("records"), py::arg("sums") = py::bytes())
       .def_readonly("name", &SavedFile::name)
       .def_readonly("rank", &SavedFile::rank)
       .def_readonly("num_bytes", &SavedFile::num_bytes)
       .def_readonly("footer_offset", &SavedFile::footer_offset)
       .def_readonly("footer_digest", &SavedFile::footer_digest)
       .def_property_readonly("records", records)
+      .def_property_readonly("sums", sums)
       .def(py::pickle(
-          [records](const SavedFile& self) {
+          [records, sums](const SavedFile& self) {
             return py::make_tuple(self.name, self.rank, self.num_bytes, self.footer_offset, self.footer_digest,
-                                  records(self));
+                                  records(self), sums(self));
           },
           [](const py::tuple& state) {
             return make_file(state[0].cast<std::string>(), state[1].cast<uint32_t>(), state[2].cast<int64_t>(),
-                             state[3].cast<int64_t>(), state[4].cast<uint64_t>(), state[5].cast<py::bytes>());
+                             state[3].cast<int64_t>(), state[4].cast<uint64_t>(), state[5].cast<py::bytes>(),
+                             state[6].cast<py::bytes>());
           }));
   py::class_<SavedRecord>(module, "SavedRecord")
       .def_readonly("fqn", &SavedRecord::fqn)
@@ -180,7 +225,8 @@ void define_index(py::module_& module) {
       .def_property_readonly("sizes", [](const SavedRecord& self) { return to_tuple(self.sizes); })
       .def_readonly("offset", &SavedRecord::offset)
       .def_readonly("num_bytes", &SavedRecord::num_bytes)
-      .def_readonly("data_offset", &SavedRecord::data_offset);
+      .def_readonly("data_offset", &SavedRecord::data_offset)
+      .def_readonly("sum", &SavedRecord::sum);
   py::class_<ReadIndex>(module, "Index")
       .def_property_readonly("save_id", [](const ReadIndex& self) { return to_bytes(self.index.save_id); })
       .def_property_readonly("metadata_bytes", [](const ReadIndex& self) { return self.index.metadata_bytes; })
@@ -189,6 +235,8 @@ void define_index(py::module_& module) {
       .def_readonly("notes", &ReadIndex::notes)
       .def_readonly("files", &ReadIndex::files)
       .def("tensors", &ReadIndex::tensors_of, py::arg("name"))
+      .def_property_readonly("has_sums", &ReadIndex::has_sums)
+      .def("sum_of", &ReadIndex::sum_of, py::arg("name"), py::arg("offset"), py::arg("fqn"))
       .def(py::pickle([](const ReadIndex& self) { return py::bytes(encode_index(self.index)); },
                       [](const py::bytes& state) { return ReadIndex(parse_index(std::string_view(state), "index")); }));
 }
@@ -197,10 +245,6 @@ py::bytes encode_index_py(std::string_view save_id, int64_t metadata_bytes, uint
                           std::vector<SavedFile> files, std::string tables) {
   return encode_index(
       {to_save_id(save_id), metadata_bytes, metadata_digest, std::move(notes), std::move(files), std::move(tables)});
-}
-
-std::vector<SavedRecord> parse_records_of(const SavedFile& file) {
-  return parse_records(file.records, file.footer_offset, file.name);
 }
 
 // Opens a file that ends with a footer and takes the checksums from there.
@@ -230,7 +274,8 @@ std::optional<std::pair<SavedFile, py::bytes>> find_footer_py(const std::string&
   const std::optional<FoundFooter> found = find_footer(File::open(path, descriptor));
   if (!found) return std::nullopt;
   return std::pair(
-      SavedFile{std::move(name), found->footer.rank, found->num_bytes, found->footer.covered_bytes, found->digest, {}},
+      SavedFile{
+          std::move(name), found->footer.rank, found->num_bytes, found->footer.covered_bytes, found->digest, {}, {}},
       to_bytes(found->footer.save_id));
 }
 
@@ -425,7 +470,7 @@ void define_storage(py::module_& module) {
         return ReadIndex(std::move(index));
       },
       py::arg("bytes"), py::arg("where"));
-  module.def("parse_records", &parse_records_of, py::arg("file"));
+  module.def("parse_records", &records_of, py::arg("file"));
   module.def("find_footer", &find_footer_py, py::arg("path"), py::arg("name"), py::arg("descriptor"));
   module.def("start_write_back", &start_write_back, py::arg("descriptor"), py::arg("offset"), py::arg("num_bytes"),
              Unlocked());

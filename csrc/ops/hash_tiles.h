@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "ops/element_hash.h"
+#include "core/element_hash.h"
 #include "ops/run_tiles.h"
 
 namespace torchtitan_ext::ops {
@@ -19,7 +19,7 @@ template <typename Word, typename SomeTable>
 TTE_HOST_DEVICE uint64_t hash_nest_tile(const SomeTable& table, uint32_t tile, uint32_t thread) {
   uint64_t sum = 0;
   visit_nest_words<Word>(table, tile, thread, [&](uint64_t src, uint64_t dst, uint32_t) {
-    sum += hash_word(*reinterpret_cast<const Word*>(src), dst / sizeof(Word));
+    sum += core::hash_word(*reinterpret_cast<const Word*>(src), dst / sizeof(Word));
   });
   return sum;
 }

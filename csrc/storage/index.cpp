@@ -4,15 +4,18 @@
 #include <map>
 
 #include "storage/bytes.h"
+#include "storage/digest.h"
 #include "storage/sections.h"
 
 namespace torchtitan_ext::storage {
 namespace {
 
 constexpr std::string_view kMagic = "TTEINDEX";
-constexpr uint32_t kSaveTag = 1, kFileTag = 2, kTablesTag = 3;
+constexpr uint32_t kSaveTag = 1, kFileTag = 2, kTablesTag = 3, kProofTag = 4;
 constexpr uint8_t kTensorFlag = 1, kOffsetsFlag = 2;
+constexpr uint8_t kSumFlag = 1;
 constexpr uint64_t kLeastRecordBytes = 4 + 4 + 4 * 8;
+constexpr uint64_t kSumBytes = 1 + 8;
 
 std::string encode_file(const SavedFile& file) {
   ByteWriter out;
@@ -24,7 +27,7 @@ bool leads_out(std::string_view name) {
   return name.empty() || name == "." || name == ".." || name.find('/') != name.npos || name.find('\0') != name.npos;
 }
 
-SavedFile parse_file(const Section& section, const std::string& where) {
+SavedFile parse_file(const Section& section, const std::string& where, uint64_t& num_tensors) {
   ByteReader reader(section.bytes, where, section.offset);
   SavedFile file;
   file.name = reader.text();
@@ -38,8 +41,37 @@ SavedFile parse_file(const Section& section, const std::string& where) {
                        file.footer_offset);
   }
   file.records = reader.raw(reader.left());
-  parse_records(file.records, file.footer_offset, where + ", records of " + file.name, [](const SavedRecord&) {});
+  parse_records(file.records, file.footer_offset, where + ", records of " + file.name,
+                [&](const SavedRecord& record) { num_tensors += record.is_tensor ? 1 : 0; });
   return file;
+}
+
+// The sections of the files stand before this one.
+std::string encode_proof(const std::vector<SavedFile>& files) {
+  ByteWriter out;
+  out.number(static_cast<uint32_t>(files.size()));
+  for (const SavedFile& file : files) out.raw(file.sums.empty() ? encode_sums({}) : file.sums);
+  return out.take();
+}
+
+void parse_proof(const Section& section, const std::string& where, const std::vector<uint64_t>& num_tensors,
+                 std::vector<SavedFile>& files) {
+  ByteReader reader(section.bytes, where, section.offset);
+  const auto num_files = reader.number<uint32_t>();
+  if (num_files != files.size()) {
+    throw_format_error(where, reader.byte(), "has fingerprints of ", num_files, " files, and ", files.size(), " files");
+  }
+  for (size_t number = 0; number < files.size(); ++number) {
+    const uint64_t num_sums = reader.count(reader.number<uint64_t>(), kSumBytes);
+    const std::string_view sums = reader.raw(num_sums * kSumBytes);
+    if (num_sums == 0) continue;
+    if (num_sums != num_tensors[number]) {
+      throw_format_error(where, reader.byte(), files[number].name, " has ", num_tensors[number], " tensors and ",
+                         num_sums, " fingerprints");
+    }
+    files[number].sums = ByteWriter().number(num_sums).raw(sums).take();
+  }
+  if (reader.left() != 0) throw_format_error(where, reader.byte(), reader.left(), " bytes stand behind fingerprints");
 }
 
 void parse_save(const Section& section, const std::string& where, Index& index) {
@@ -89,6 +121,44 @@ std::string encode_records(const std::vector<SavedRecord>& records) {
   return out.take();
 }
 
+std::string encode_sums(const std::vector<SavedRecord>& records) {
+  ByteWriter out;
+  out.number(static_cast<uint64_t>(std::ranges::count_if(records, &SavedRecord::is_tensor)));
+  for (const SavedRecord& record : records) {
+    if (!record.is_tensor) continue;
+    out.number(static_cast<uint8_t>(record.sum ? kSumFlag : 0));
+    out.number(record.sum ? *record.sum + digest_of(record.fqn) : uint64_t{0});
+  }
+  return out.take();
+}
+
+StoredSums::StoredSums(std::string_view bytes, const std::string& where) {
+  if (bytes.empty()) return;
+  ByteReader reader(bytes, where);
+  sums_.resize(reader.count(reader.number<uint64_t>(), kSumBytes));
+  for (std::optional<uint64_t>& sum : sums_) {
+    const auto flags = reader.number<uint8_t>();
+    const auto stored = reader.number<uint64_t>();
+    if ((flags & kSumFlag) != 0) sum = stored;
+  }
+  if (reader.left() != 0) throw_format_error(where, reader.byte(), reader.left(), " bytes stand behind the sums");
+}
+
+std::optional<uint64_t> StoredSums::of(size_t tensor_record, std::string_view fqn) const {
+  if (tensor_record >= sums_.size() || !sums_[tensor_record]) return std::nullopt;
+  return *sums_[tensor_record] - digest_of(fqn);
+}
+
+std::vector<SavedRecord> records_of(const SavedFile& file) {
+  std::vector<SavedRecord> records = parse_records(file.records, file.footer_offset, file.name);
+  const StoredSums sums(file.sums, file.name);
+  size_t tensor_record = 0;
+  for (SavedRecord& record : records) {
+    if (record.is_tensor) record.sum = sums.of(tensor_record++, record.fqn);
+  }
+  return records;
+}
+
 std::vector<SavedRecord> parse_records(std::string_view bytes, int64_t footer_offset, const std::string& where) {
   std::vector<SavedRecord> records;
   parse_records(bytes, footer_offset, where, [&](const SavedRecord& record) { records.push_back(record); });
@@ -136,16 +206,21 @@ std::string encode_index(const Index& index) {
   std::vector<NewSection> sections{{kSaveTag, kRequiredSection, save.take()}};
   for (const SavedFile& file : index.files) sections.push_back({kFileTag, kRequiredSection, encode_file(file)});
   if (!index.tables.empty()) sections.push_back({kTablesTag, kRequiredSection, index.tables});
+  if (std::ranges::any_of(index.files, [](const SavedFile& file) { return !file.sums.empty(); })) {
+    sections.push_back({kProofTag, 0, encode_proof(index.files)});
+  }
   return seal(kMagic, sections);
 }
 
 Index parse_index(std::string_view bytes, const std::string& where) {
   Index index;
   bool has_save = false;
-  for (const Section& section : unseal(bytes, kMagic, {kSaveTag, kFileTag, kTablesTag}, where, 0)) {
+  std::vector<uint64_t> num_tensors;  // of each file
+  for (const Section& section : unseal(bytes, kMagic, {kSaveTag, kFileTag, kTablesTag, kProofTag}, where, 0)) {
     if (section.tag == kSaveTag) parse_save(section, where, index);
-    if (section.tag == kFileTag) index.files.push_back(parse_file(section, where));
+    if (section.tag == kFileTag) index.files.push_back(parse_file(section, where, num_tensors.emplace_back(0)));
     if (section.tag == kTablesTag) index.tables = section.bytes;
+    if (section.tag == kProofTag) parse_proof(section, where, num_tensors, index.files);
     has_save |= section.tag == kSaveTag;
   }
   if (!has_save) throw_format_error(where, 0, "the index does not say which save it belongs to");

@@ -4,11 +4,12 @@
 //     1  save     once: save id, size and digest of the `.metadata` that this index belongs to, notes
 //     2  file     one per rank file: its name, size, footer, and its records
 //     3  tables   where there is no `.metadata`: what it would say beside files and records (metadata_tables.h)
-//     4  proof    free: fingerprints of the state
+//     4  proof    free: the sums of tensor records
 #pragma once
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -33,6 +34,9 @@ struct SavedRecord {
   int64_t offset = 0;  // of the record in its file
   int64_t num_bytes = 0;
   int64_t data_offset = 0;  // of the elements in the file; 0 where it is no tensor
+  // Of the hashes of its words at their positions in the global tensor (core/element_hash.h); only of tensors, and only
+  // where the save took them.
+  std::optional<uint64_t> sum;
 };
 
 struct SavedFile {
@@ -42,6 +46,7 @@ struct SavedFile {
   int64_t footer_offset = 0;
   uint64_t footer_digest = 0;  // of all bytes from `footer_offset` on
   std::string records;         // encoded: made by the rank that wrote the file, joined unread by the coordinator
+  std::string sums;            // of its tensor records, encoded in the same way; empty where no record has one
 };
 
 struct Index {
@@ -55,11 +60,30 @@ struct Index {
 
 std::string encode_records(const std::vector<SavedRecord>& records);
 
+// A sum is stored together with the key of its record, so that it is no sum of another key.
+std::string encode_sums(const std::vector<SavedRecord>& records);
+
+// What encode_sums has made, by the positions of the tensor records in the file.
+class StoredSums {
+ public:
+  // Throws FormatError.
+  StoredSums(std::string_view bytes, const std::string& where);
+
+  size_t size() const { return sums_.size(); }
+  // What the record has if `fqn` is its key; else an unrelated number.
+  std::optional<uint64_t> of(size_t tensor_record, std::string_view fqn) const;
+
+ private:
+  std::vector<std::optional<uint64_t>> sums_;
+};
+
 // Gives each record, in order, to `take`, which must not keep it. Throws FormatError, also where a record does not lie
 // before `footer_offset`.
 void parse_records(std::string_view bytes, int64_t footer_offset, const std::string& where,
                    const std::function<void(const SavedRecord&)>& take);
 std::vector<SavedRecord> parse_records(std::string_view bytes, int64_t footer_offset, const std::string& where);
+// The same of a file, with the sums.
+std::vector<SavedRecord> records_of(const SavedFile& file);
 
 std::string encode_index(const Index& index);
 

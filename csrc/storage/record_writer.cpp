@@ -1,10 +1,12 @@
 #include "storage/record_writer.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <utility>
 
+#include "core/word_sums.h"
 #include "storage/digest.h"
 #include "storage/parallel.h"
 #include "storage/run_window.h"
@@ -30,6 +32,16 @@ core::Sizes contiguous_strides(std::span<const int64_t> sizes) {
 
 RecordFrame frame_at(int64_t offset, const ElementType& type, std::span<const int64_t> sizes, int64_t num_bytes) {
   return frame_tensor(type, sizes, offset, num_bytes >= kLargeBytes ? kLargeAlignment : kAlignment);
+}
+
+bool lies_in(const core::Sizes& offsets, const core::Sizes& sizes, const core::Sizes& global_sizes) {
+  if (offsets.size() != sizes.size() || sizes.size() != global_sizes.size()) return false;
+  for (size_t dim = 0; dim < sizes.size(); ++dim) {
+    if (offsets[dim] < 0 || offsets[dim] > global_sizes[dim] || sizes[dim] > global_sizes[dim] - offsets[dim]) {
+      return false;
+    }
+  }
+  return true;
 }
 
 int64_t num_blocks_of(int64_t num_bytes, int64_t block_bytes) { return (num_bytes + block_bytes - 1) / block_bytes; }
@@ -88,7 +100,8 @@ void RecordWriter::queue_own(std::string bytes) {
   queue(reinterpret_cast<uintptr_t>(own_bytes_.back().data()), static_cast<int64_t>(own_bytes_.back().size()));
 }
 
-void RecordWriter::begin_tensor(SavedRecord key, const ElementType& type) {
+void RecordWriter::begin_tensor(SavedRecord key, const ElementType& type,
+                                const std::optional<core::Sizes>& global_sizes) {
   const int64_t num_bytes = core::checked_mul(core::num_elements(key.sizes), type.item_bytes);
   RecordFrame frame = frame_at(end_, type, key.sizes, num_bytes);
   key.is_tensor = true;
@@ -99,6 +112,26 @@ void RecordWriter::begin_tensor(SavedRecord key, const ElementType& type) {
   key.num_bytes = tensor_end_ + static_cast<int64_t>(frame.tail.size()) - key.offset;
   tail_frame_ = std::move(frame.tail);
   records_.push_back(std::move(key));
+  if (global_sizes) begin_sum(type, *global_sizes);
+}
+
+void RecordWriter::begin_sum(const ElementType& type, const core::Sizes& global_sizes) {
+  SavedRecord& record = records_.back();
+  TTE_CHECK(options_.block_bytes % kAlignment == 0, file_.path(), "blocks of ", options_.block_bytes,
+            " bytes cut elements; please report");
+  has_sums_ = true;
+  if (!lies_in(record.offsets, record.sizes, global_sizes)) return;
+  record.sum = 0;
+  const core::Sizes strides = contiguous_strides(global_sizes);
+  int64_t position = 0;
+  for (size_t dim = 0; dim < strides.size(); ++dim) position += record.offsets[dim] * strides[dim];
+  const size_t nest = positions_.nests().size();
+  positions_.start_pair();
+  positions_.append_box(record.sizes, {core::checked_mul(position, type.item_bytes), strides},
+                        {record.data_offset, contiguous_strides(record.sizes)}, type.item_bytes);
+  if (positions_.nests().size() == nest) return;  // it has no elements
+  const int64_t word_bytes = std::min<int64_t>(type.item_bytes, sizeof(uint64_t));
+  summed_.push_back({record.data_offset, tensor_end_, word_bytes, nest, records_.size() - 1});
 }
 
 void RecordWriter::add_bytes(uintptr_t address, int64_t num_bytes) {
@@ -114,9 +147,9 @@ void RecordWriter::end_tensor() {
 }
 
 void RecordWriter::add_tensor(SavedRecord key, const ElementType& type, uintptr_t address,
-                              std::span<const int64_t> strides) {
+                              std::span<const int64_t> strides, const std::optional<core::Sizes>& global_sizes) {
   const core::Sizes sizes = key.sizes;
-  begin_tensor(std::move(key), type);
+  begin_tensor(std::move(key), type, global_sizes);
   const core::Sizes file_strides = contiguous_strides(sizes);
   const size_t num_nests = runs_.nests().size();
   runs_.start_pair();
@@ -163,6 +196,8 @@ SavedFile RecordWriter::finish(const SaveId& save_id, uint32_t rank) {
   saved.footer_offset = end_;
   saved.footer_digest = digest_of(footer);
   saved.records = encode_records(records_);
+  for (const Summed& one : summed_) records_[one.record].sum = one.sum;
+  if (has_sums_) saved.sums = encode_sums(records_);
   return saved;
 }
 
@@ -186,6 +221,7 @@ void RecordWriter::write_blocks(int64_t end) {
     Digest digest;
     for (const iovec& piece : scratch.pieces) digest.add(piece.iov_base, piece.iov_len);
     checksums_[first_checksum + static_cast<size_t>(item)] = digest.value();
+    if (!summed_.empty()) add_sums(scratch.pieces, begin);
     if (options_.sync && block_end / kWriteBackBytes > begin / kWriteBackBytes) {
       const int64_t window_end = block_end / kWriteBackBytes * kWriteBackBytes;
       file_.start_write_back(window_end - kWriteBackBytes, kWriteBackBytes);
@@ -216,6 +252,29 @@ void RecordWriter::lay_out(int64_t begin, int64_t end, Scratch& scratch) {
       scratch.pieces.push_back(piece_of(free, num_bytes));
     }
     free += num_bytes;
+  }
+}
+
+// Adds what the pieces, which lie one behind the other from byte `begin` of the file on, are of the sums of records.
+// Several threads call this at a time.
+void RecordWriter::add_sums(std::span<const iovec> pieces, int64_t begin) {
+  const auto ends_before = [](int64_t value, const Summed& one) { return value < one.end; };
+  auto one = std::upper_bound(summed_.begin(), summed_.end(), begin, ends_before);
+  for (const iovec& piece : pieces) {
+    const int64_t end = begin + static_cast<int64_t>(piece.iov_len);
+    const int64_t address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(piece.iov_base));
+    while (one != summed_.end() && one->begin < end) {
+      uint64_t sum = 0;
+      visit_window(positions_, positions_.nests()[one->nest], begin, end, [&](const Stretch& stretch) {
+        const core::Loop loop{stretch.count, stretch.file_stride, stretch.memory_stride};
+        const int64_t src = address + (stretch.file_bytes - begin);
+        sum += core::sum_runs(src, stretch.memory, loop, stretch.run_bytes, one->word_bytes);
+      });
+      std::atomic_ref(one->sum).fetch_add(sum, std::memory_order_relaxed);
+      if (one->end > end) break;
+      ++one;
+    }
+    begin = end;
   }
 }
 

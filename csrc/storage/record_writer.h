@@ -44,11 +44,14 @@ class RecordWriter {
   RecordWriter(std::string path, const WriteOptions& options);
 
   // A tensor of `key.sizes`, whose first element lies at `address`; strides count elements. `key` says everything but
-  // where the record lies.
-  void add_tensor(SavedRecord key, const ElementType& type, uintptr_t address, std::span<const int64_t> strides);
+  // where the record lies. With global sizes the sum of the record is taken while it is written: it is a chunk of a
+  // tensor of these sizes. What does not lie in that tensor has no sum.
+  void add_tensor(SavedRecord key, const ElementType& type, uintptr_t address, std::span<const int64_t> strides,
+                  const std::optional<core::Sizes>& global_sizes = std::nullopt);
   // The same in parts, for a tensor that comes through a buffer: begin_tensor, then add_bytes with all of its bytes in
-  // row-major order, then end_tensor.
-  void begin_tensor(SavedRecord key, const ElementType& type);
+  // row-major order, whole elements each time, then end_tensor.
+  void begin_tensor(SavedRecord key, const ElementType& type,
+                    const std::optional<core::Sizes>& global_sizes = std::nullopt);
   void add_bytes(uintptr_t address, int64_t num_bytes);
   void end_tensor();
   // A record that is complete as it is.
@@ -67,6 +70,16 @@ class RecordWriter {
     uintptr_t address = 0;
     int64_t nest = -1;
   };
+  // A record whose sum is taken, by the order of the file. `nest` of positions_ leads from the bytes of its elements in
+  // the file to those in the global tensor.
+  struct Summed {
+    int64_t begin = 0;
+    int64_t end = 0;
+    int64_t word_bytes = 0;
+    size_t nest = 0;
+    size_t record = 0;
+    uint64_t sum = 0;
+  };
   struct Scratch;
 
   void queue(uintptr_t address, int64_t num_bytes);
@@ -75,6 +88,8 @@ class RecordWriter {
   void lay_out(int64_t begin, int64_t end, Scratch& scratch);
   size_t first_segment(int64_t byte) const;
   void copy_out(int64_t begin, int64_t end, char* dst) const;
+  void begin_sum(const ElementType& type, const core::Sizes& global_sizes);
+  void add_sums(std::span<const iovec> pieces, int64_t begin);
 
   File file_;
   WriteOptions options_;
@@ -88,6 +103,9 @@ class RecordWriter {
   core::RunList runs_;
   std::deque<std::string> own_bytes_;  // frames, and the unwritten rest of the last block
   std::vector<uint64_t> checksums_;
+  std::vector<Summed> summed_;
+  core::RunList positions_;  // of all records: the last block may have to wait for the next call
+  bool has_sums_ = false;
 };
 
 }  // namespace torchtitan_ext::storage

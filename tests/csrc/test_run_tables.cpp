@@ -9,8 +9,8 @@
 #include <thread>
 #include <vector>
 
+#include "core/element_hash.h"
 #include "ops/copy_runs.h"
-#include "ops/element_hash.h"
 #include "ops/hash_runs.h"
 #include "ops/hash_tiles.h"
 #include "ops/run_tables.h"
@@ -190,7 +190,7 @@ TEST(RunTables, HashesAgree) {
           for (int64_t at = 0; at < run.num_bytes; at += word_bytes) {
             uint64_t word = 0;
             std::memcpy(&word, reinterpret_cast<const char*>(run.src_bytes + at), word_bytes);
-            expected += hash_word(word, (run.dst_bytes + at) / word_bytes);
+            expected += core::hash_word(word, (run.dst_bytes + at) / word_bytes);
           }
         }
         EXPECT_EQ(hash_runs_cpu(runs, word_bytes, parallel_for), expected);

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torchtitan_ext.checkpoint.operation.arguments import (
     OnStorageError,
     check_can_send_from_cpu,
+    check_fingerprints,
     check_load,
     check_save,
     check_seconds,
@@ -63,6 +64,7 @@ def save(
     fallback: str | os.PathLike[str] | None = None,
     retries: int = 0,
     max_failures: int = 3,
+    fingerprints: bool = False,
 ) -> SaveResult:
     """Saves a state dict; any layout, exactly. Collective over ``process_group``.
 
@@ -85,6 +87,8 @@ def save(
         retries: How often a save that storage refused is tried again before that.
         max_failures: With ``on_error="warn"``, which failure in a row of this run (the directory above ``path``) and
             process group is raised all the same.
+        fingerprints: Store a fingerprint of each saved chunk, taken while it is written, for ``load`` with
+            ``prove=True``. A ``FileWriter`` of one's own has the same argument.
 
     Returns:
         The place, the bytes and the seconds; reads the metadata on request.
@@ -101,12 +105,13 @@ def save(
     check_seconds("save", timeout_seconds)
     on_storage_error = OnStorageError(on_error, fallback, retries, max_failures)
     on_storage_error.check("save", path)
+    check_fingerprints("save", fingerprints, path, storage_writer)
     spans = begin_trace("save", trace)
     with Phases(
         "save", process_group, no_dist=no_dist, path=path, timeout_seconds=timeout_seconds, trace=spans
     ) as phases:
         planner = SavePlanner() if planner is None else planner
-        job = SaveJob(path, storage_writer, planner, phases, keep, step_pattern, on_storage_error)
+        job = SaveJob(path, storage_writer, planner, phases, keep, step_pattern, on_storage_error, fingerprints)
         values = ask_for_states(state_dict, job)
         return save_softly(lambda attempt: save_values(values, writer_at(attempt), attempt), job)
 
@@ -233,6 +238,7 @@ def async_save(
     fallback: str | os.PathLike[str] | None = None,
     retries: int = 0,
     max_failures: int = 3,
+    fingerprints: bool = False,
     stager: AsyncStager | None = None,
     process: bool = False,
 ) -> Future[SaveResult]:
@@ -268,10 +274,11 @@ def async_save(
         )
     on_storage_error = OnStorageError(on_error, fallback, retries, max_failures)
     on_storage_error.check("async_save", path)
+    check_fingerprints("async_save", fingerprints, path, storage_writer)
     spans = begin_trace("async_save", trace)
     phases = Phases("save", process_group, path=path, timeout_seconds=timeout_seconds, trace=spans)
     planner = SavePlanner() if planner is None else planner
-    job = SaveJob(path, storage_writer, planner, phases, keep, step_pattern, on_storage_error)
+    job = SaveJob(path, storage_writer, planner, phases, keep, step_pattern, on_storage_error, fingerprints)
     if stager is not None:
         return save_in_background(state_dict, job, stager)
     made = CpuStager(process=process)

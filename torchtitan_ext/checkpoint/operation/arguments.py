@@ -81,6 +81,20 @@ def check_keep(keep: Any, path: str | os.PathLike[str] | None, pattern: Any = No
         raise ValueError(f"save: got keep={keep} and the path {str(path)!r}, expected a directory <run>/{name}")
 
 
+def check_fingerprints(operation: str, fingerprints: Any, path: Any, storage_writer: Any) -> None:
+    """Raises TypeError or ValueError unless this is a bool, and true only where our own files are written."""
+    check_argument(operation, "fingerprints", fingerprints, bool, "True or False")
+    if not fingerprints:
+        return
+    if storage_writer is not None:
+        raise WrongValueError(
+            f"{operation}: got fingerprints=True and a storage_writer; give it to the writer: "
+            "FileWriter(path, fingerprints=True)"
+        )
+    if not is_local(path):
+        raise WrongValueError(f"{operation}: got fingerprints=True and the path {str(path)!r}, expected a directory")
+
+
 def _check_pattern(operation: str, pattern: Any) -> None:
     if pattern is not None:
         check_argument(operation, "step_pattern", pattern, str, "a name such as 'checkpoint-{step}'")

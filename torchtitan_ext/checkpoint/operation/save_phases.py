@@ -70,6 +70,7 @@ class SaveJob:
     keep: int | None = None
     step_pattern: str | None = None
     on_storage_error: OnStorageError = OnStorageError()
+    fingerprints: bool = False
 
 
 def writer_at(job: SaveJob) -> StorageWriter:
@@ -81,7 +82,7 @@ def writer_at(job: SaveJob) -> StorageWriter:
     path, writer = job.path, job.storage_writer
     check_keep(job.keep, getattr(writer, "path", None) if path is None else path, job.step_pattern)
     if writer is None and path is not None and FileWriter.validate_checkpoint_id(path):
-        return FileWriter(path)
+        return FileWriter(path, fingerprints=job.fingerprints)
     return cast(StorageWriter, storage_setup(writer, path, reader=False))
 
 

@@ -53,18 +53,26 @@ NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 
 @dataclass(frozen=True)
 class SavePlace:
-    """Where the ranks of one save write."""
+    """Where the ranks of one save write.
+
+    Attributes:
+        is_staged: Whether all files go into a directory that then takes the target's name.
+        is_named_by_id: Whether the names of rank files have the save id. Else they are stock's, which a save in place
+            cannot use: files of two saves lie beside each other. Nor can files that a later save may link to: stock
+            writes into a file of its own name, and so into all links of it.
+    """
 
     save_id: str
     target: Path
     is_staged: bool
+    is_named_by_id: bool
 
     @property
     def directory(self) -> Path:
         return stage_path(self.target, self.save_id) if self.is_staged else self.target
 
     def data_name(self, prefix: str) -> str:
-        return f"{prefix}{'0' if self.is_staged else self.save_id}{DATA_SUFFIX}"
+        return f"{prefix}{self.save_id if self.is_named_by_id else '0'}{DATA_SUFFIX}"
 
 
 class RunningSave:
@@ -84,7 +92,8 @@ class RunningSave:
 
     def check_names(self, names: Sequence[str]) -> None:
         """Raises CheckpointFailedError if a rank wrote under the names of another save, because it saw an old lock."""
-        marks = {name for name in names if save_id_of(name) != (None if self.place.is_staged else self.place.save_id)}
+        expected = self.place.save_id if self.place.is_named_by_id else None
+        marks = {name for name in names if save_id_of(name) != expected}
         if marks:
             text = f"{', '.join(sorted(marks))} belong to another save: the file system showed these ranks an old lock"
             raise CheckpointFailedError("save", {0: text})
@@ -178,11 +187,12 @@ class RunningSave:
         self._lock.release()
 
 
-def begin_save(path: Path, save_id: str, rank: int | None) -> RunningSave:
+def begin_save(path: Path, save_id: str, rank: int | None, *, names_have_id: bool = False) -> RunningSave:
     """Takes the lock of a target, removes the leftovers of dead saves there, and decides where the new save writes.
 
     Args:
         rank: The rank whose save it is, if each rank has metadata of its own; else ``None``.
+        names_have_id: Name rank files by the save id wherever the save writes.
 
     Raises:
         SaveInProgressError: Another save is under way there.
@@ -206,11 +216,12 @@ def begin_save(path: Path, save_id: str, rank: int | None) -> RunningSave:
         is_staged = lock_file.parent != target and _make_stage(target, save_id)
         if not is_staged:
             new_parents += _make_directories(target)
-        lock.add_line(json.dumps({"is_staged": is_staged}))
+        is_named_by_id = names_have_id or not is_staged
+        lock.add_line(json.dumps({"is_staged": is_staged, "is_named_by_id": is_named_by_id}))
     except BaseException:
         lock.release()
         raise
-    return RunningSave(lock, SavePlace(save_id, target, is_staged), rank, new_parents)
+    return RunningSave(lock, SavePlace(save_id, target, is_staged, is_named_by_id), rank, new_parents)
 
 
 def find_place(path: Path, rank: int, *, is_own: bool) -> SavePlace:
@@ -229,7 +240,8 @@ def find_place(path: Path, rank: int, *, is_own: bool) -> SavePlace:
         for lock_file in lock_files:
             state = read_lock(lock_file)
             if state is not None and state.owner is not None and state.lines:
-                return SavePlace(state.owner.save_id, target, json.loads(state.lines[0])["is_staged"])
+                place = json.loads(state.lines[0])
+                return SavePlace(state.owner.save_id, target, place["is_staged"], place["is_named_by_id"])
         if time.monotonic() > deadline:
             raise RuntimeError(
                 f"{path} is not in a shared directory: rank {rank} does not see what the coordinator wrote there; "

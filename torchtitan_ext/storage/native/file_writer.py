@@ -80,6 +80,8 @@ class FileWriter(StorageWriter):
         overwrite: Whether the save may replace an old checkpoint.
         stock_metadata: Write ``.metadata``, which stock readers need. ``FileReader`` does without it; at thousands of
             ranks stock takes too long to read it anyway.
+        fingerprints: Take a fingerprint of each saved chunk while it is written, into the index: ``tte.load`` with
+            ``prove=True`` compares what it has loaded with them. The names of the files have the save id then.
         sync_files: The name of ``sync`` in ``FileSystemWriter``.
         per_thread_copy_ahead: Accepted like in ``FileSystemWriter`` and ignored: tensors of an accelerator come to the
             host in buckets, each while the one before is written.
@@ -106,6 +108,7 @@ class FileWriter(StorageWriter):
         *,
         overwrite: bool = True,
         stock_metadata: bool = True,
+        fingerprints: bool = False,
         sync_files: bool | None = None,
         single_file_per_rank: bool = True,
         per_thread_copy_ahead: int | None = None,
@@ -134,6 +137,7 @@ class FileWriter(StorageWriter):
         self.sync = sync if sync_files is None else sync_files
         self.overwrite = overwrite
         self.stock_metadata = stock_metadata
+        self.fingerprints = fingerprints
         self.thread_count = thread_count
         thread_count_of(thread_count)
         self.save_id = uuid.uuid4().hex
@@ -186,7 +190,7 @@ class FileWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self.abandon()
-        self._save = begin_save(self.target, self.save_id, self._own_rank)
+        self._save = begin_save(self.target, self.save_id, self._own_rank, names_have_id=self.fingerprints)
         return [
             dataclasses.replace(plan, storage_data=FilePrefix(f"__{index}_")) if plan.storage_data is None else plan
             for index, plan in enumerate(plans)
@@ -257,7 +261,12 @@ class FileWriter(StorageWriter):
             total_bytes=lambda: _tensor_bytes(plan.items),
             in_logs=False,
         ) as advance:
-            batch = _Batch(records, advance, lambda: bucket_bytes_of(_tensor_bytes(plan.items)))
+            batch = _Batch(
+                records,
+                advance,
+                lambda: bucket_bytes_of(_tensor_bytes(plan.items)),
+                with_sums=self.fingerprints,
+            )
             # As stock: values first. Planners may count on it.
             items = sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO)
             for portion in planner.portions(items) if isinstance(planner, WritesInPortions) else [items]:
@@ -293,14 +302,21 @@ class _Batch:
     Args:
         advance: Called with each number of written bytes.
         bucket_bytes: Called once if there are tensors of an accelerator, for the size of their buckets.
+        with_sums: Take the sum of each tensor record.
     """
 
     def __init__(
-        self, records: _core.RecordWriter, advance: Callable[[int], object], bucket_bytes: Callable[[], int]
+        self,
+        records: _core.RecordWriter,
+        advance: Callable[[int], object],
+        bucket_bytes: Callable[[], int],
+        *,
+        with_sums: bool,
     ) -> None:
         self._records = records
         self._advance = advance
         self._bucket_bytes = bucket_bytes
+        self._with_sums = with_sums
         self._held: list[Any] = []
         self._buckets: OutgoingBuckets | None = None
         self._waiting_bytes = 0
@@ -324,16 +340,20 @@ class _Batch:
             return
         key = (item.index.fqn, item.index.offset, item.index.index)
         name, element_type = NAMES[raw.dtype], ELEMENT_TYPES[raw.dtype]
+        global_sizes = item.tensor_data.size if self._with_sums and item.tensor_data is not None else None
         if raw.is_cpu:
             address, shape, strides = raw.data_ptr(), raw.shape, raw.stride()
-            self._in_turn(raw, lambda: self._records.add_tensor(key, name, shape, element_type, address, strides))
+            self._in_turn(
+                raw,
+                lambda: self._records.add_tensor(key, name, shape, element_type, address, strides, global_sizes),
+            )
             return
         if self._buckets is None:
             # Not a method: the buffers of buckets are freed with this object, without the garbage collector.
             write_queued = functools.partial(_write_queued, self._records, self._held, self._advance)
             self._buckets = OutgoingBuckets(self._bucket_bytes(), write_queued)
         shape = raw.shape
-        self._buckets.then(lambda: self._records.begin_tensor(key, name, shape, element_type))
+        self._buckets.then(lambda: self._records.begin_tensor(key, name, shape, element_type, global_sizes))
         self._buckets.add(raw, self._records.add_bytes)
         self._buckets.then(self._records.end_tensor)
 

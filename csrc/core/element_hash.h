@@ -18,7 +18,7 @@
 #define TTE_HASH_FUNCTION inline
 #endif
 
-namespace torchtitan_ext::ops {
+namespace torchtitan_ext::core {
 
 constexpr uint64_t kGolden = 0x9e3779b97f4a7c15ULL;
 
@@ -29,4 +29,4 @@ TTE_HASH_FUNCTION uint64_t hash_word(uint64_t word, uint64_t position) {
   return bits ^ (bits >> 31);
 }
 
-}  // namespace torchtitan_ext::ops
+}  // namespace torchtitan_ext::core
