@@ -13,27 +13,33 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import format_utils, staging, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter, SerializationFormat
 
 from torchtitan_ext.checkpoint import LoadPlanner, SavePlanner
+from torchtitan_ext.checkpoint.operation.arguments import OnStorageError
+from torchtitan_ext.checkpoint.operation.soft_failure import NothingSaved, failures_in_a_row, run_of, try_in_turn
 from torchtitan_ext.dcp_private import (
     EmptyStateDictLoadPlanner,
     ExtensionRegistry,
     async_process_executor,
     async_thread_executor,
 )
-from torchtitan_ext.errors import CannotInstallError
+from torchtitan_ext.errors import CannotInstallError, TorchtitanExtError, WrongValueError
 from torchtitan_ext.layout.own_boxes import keep_own_boxes
 from torchtitan_ext.storage import FileReader, FileWriter
+from torchtitan_ext.storage.checkpoint_files import is_local
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +53,10 @@ OPTIONS: Mapping[type, tuple[str, ...]] = {
     FileReader: ("verify", "thread_count"),
 }
 """The options that ``install`` passes to each of our classes."""
+
+_ON_ERROR = "on_error"
+SOFT_OPTIONS = (_ON_ERROR, *(one.name for one in fields(OnStorageError) if one.name != "action"))
+"""The options of saves that storage refuses: those of ``tte.save``, for saves that write our files."""
 
 # Attributes of stock's planner that ours takes over.
 _OF_SAVE_PLANNER = "flatten_state_dict flatten_sharded_tensors dedup_save_to_lowest_rank _enable_plan_caching"
@@ -66,6 +76,7 @@ class Settings:
     planners: bool
     storage: bool
     options: Mapping[str, Any]
+    on_storage_error: OnStorageError
     logged: set[str] = field(default_factory=set)
 
     def make(self, ours: type, stock: type, *args: Any, **carried: Any) -> Any:
@@ -82,7 +93,8 @@ class Settings:
 class Point:
     """A function of DCP that is wrapped: ``owner`` holds it, ``parameters`` are the names of its parameters.
 
-    ``replace`` changes the arguments before the call, ``finish`` sees them and the result.
+    ``replace`` changes the arguments before the call, ``finish`` sees them and the result. ``save_softly`` makes the
+    call in a save of our files.
     """
 
     owner: Any
@@ -90,6 +102,7 @@ class Point:
     parameters: str
     replace: Callable[[Settings, dict[str, Any]], None]
     finish: Callable[[Mapping[str, Any], Any], None] = lambda passed, result: None
+    save_softly: Callable[[Settings, Callable[..., Any], inspect.BoundArguments], Any] | None = None
 
 
 class Installation:
@@ -136,7 +149,9 @@ def install(planners: bool = True, storage: bool = True, **options: Any) -> None
             options.
         storage: Where none is passed, or exactly a ``FileSystemWriter`` or ``FileSystemReader``: ours, with its path
             and options. A writer whose options ours lacks is left alone, and so are remote paths.
-        options: Of ``SavePlanner``, ``LoadPlanner``, ``FileWriter`` and ``FileReader``: see ``OPTIONS``.
+        options: Of ``SavePlanner``, ``LoadPlanner``, ``FileWriter`` and ``FileReader``: see ``OPTIONS``. And
+            ``on_error``, ``fallback``, ``retries`` and ``max_failures`` of ``tte.save``; a save that is only warned of
+            returns ``None``.
 
     Raises:
         CannotInstallError: This torch is not known, or somebody else has patched the same functions.
@@ -171,11 +186,16 @@ def installed(planners: bool = True, storage: bool = True, **options: Any) -> It
 
 
 def _settings(function: str, planners: bool, storage: bool, options: dict[str, Any]) -> Settings:
-    known = sorted({name for names in OPTIONS.values() for name in names})
+    known = sorted({name for names in (*OPTIONS.values(), SOFT_OPTIONS) for name in names})
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise TypeError(f"{function}: got the option(s) {', '.join(unknown)}, expected some of {', '.join(known)}")
-    settings = Settings(planners, storage, dict(options))
+    soft = {name: options[name] for name in SOFT_OPTIONS if name in options}
+    on_storage_error = OnStorageError(soft.pop(_ON_ERROR, "raise"), **soft)
+    on_storage_error.check(function, ".")
+    if on_storage_error.fallback is not None and not is_local(on_storage_error.fallback):
+        raise WrongValueError(f"{function}: got fallback={options['fallback']!r}, expected a local directory")
+    settings = Settings(planners, storage, dict(options), on_storage_error)
     # Wrong values raise here, not in the first save.
     for ours in OPTIONS:
         args = (".",) if ours in (FileWriter, FileReader) else ()
@@ -214,8 +234,13 @@ def _wrap(installation: Installation, point: Point, original: Any) -> Any:
         if settings is None:
             return original(*args, **kwargs)
         passed = signature.bind(*args, **kwargs)
+        given = passed.arguments.get("storage_writer")
         point.replace(settings, passed.arguments)
-        result = original(*passed.args, **passed.kwargs)
+        is_ours = passed.arguments.get("storage_writer") is not given
+        if point.save_softly is not None and is_ours and settings.on_storage_error != OnStorageError():
+            result = point.save_softly(settings, original, passed)
+        else:
+            result = original(*passed.args, **passed.kwargs)
         point.finish(passed.arguments, result)
         return result
 
@@ -252,6 +277,62 @@ def _replace_in_executor(settings: Settings, passed: dict[str, Any]) -> None:
         passed["storage_writer"] = replaced if isinstance(replaced, FileWriter) else None
     else:
         passed["storage_writer"] = _writer(settings, writer)
+
+
+def _save_softly(settings: Settings, original: Callable[..., Any], passed: inspect.BoundArguments) -> Any:
+    """What DCP's save returns, or ``None`` for a save that is only warned of. Collective, as the save is."""
+    writer = passed.arguments["storage_writer"]
+
+    def attempts() -> Iterator[Callable[[], Any]]:
+        yield lambda: original(*passed.args, **passed.kwargs)
+        for path in settings.on_storage_error.other_places(writer.path):
+            writer.reset(path)
+            yield lambda: original(*passed.args, **passed.kwargs)
+        writer.abandon()
+
+    return _first_saved(settings, attempts(), writer.path, passed.arguments)
+
+
+def _save_softly_later(settings: Settings, original: Callable[..., Any], passed: inspect.BoundArguments) -> Any:
+    """A future of the same. The first attempt begins at once; others begin where DCP's thread has ended."""
+    arguments, writer = passed.arguments, passed.arguments["storage_writer"]
+    first, path = original(*passed.args, **passed.kwargs), writer.path
+
+    def attempts() -> Iterator[Callable[[], Any]]:
+        yield first.result
+        for place in settings.on_storage_error.other_places(path):
+            writer.reset(place)
+            # An executor of DCP's is for one save.
+            arguments.update(self=type(arguments["self"])(), checkpoint_id=place)
+            yield lambda: original(*passed.args, **passed.kwargs).result()
+
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torchtitan_ext.install")
+    saved: Future[Any] = thread.submit(_first_saved, settings, attempts(), path, arguments)
+    thread.shutdown(wait=False)
+    return saved
+
+
+def _first_saved(
+    settings: Settings, attempts: Iterator[Callable[[], Any]], path: Path, passed: Mapping[str, Any]
+) -> Any:
+    group, is_alone = passed.get("process_group"), passed.get("no_dist", False) or not dist.is_initialized()
+    group = None if is_alone else group or dist.group.WORLD
+    outcome = try_in_turn(attempts, settings.on_storage_error, failures_in_a_row(group), run_of(path), _cause)
+    if not isinstance(outcome, NothingSaved):
+        return outcome
+    if is_alone or dist.get_rank(group) == passed.get("coordinator_rank", 0):
+        logger.warning("torchtitan_ext: %s: save: nothing was saved (%s): %s", path, outcome.in_a_row, outcome.cause)
+    return None
+
+
+def _cause(error: BaseException) -> str | None:
+    """Why a save of DCP's failed, the same on every rank, where that is storage."""
+    if not isinstance(error, CheckpointException):
+        return None
+    errors = {rank: one for rank, (one, _) in error.failures.items()}
+    if not all(isinstance(one, OSError) and not isinstance(one, TorchtitanExtError) for one in errors.values()):
+        return None
+    return "; ".join(f"rank {rank}: {type(one).__name__}: {one}" for rank, one in errors.items())
 
 
 def _keep_own_boxes(value: Any, staged: Any) -> None:
@@ -304,9 +385,15 @@ def _reader(settings: Settings, reader: Any) -> Any:
 
 
 POINTS = (
-    Point(state_dict_saver, "_save_state_dict", _SAVE, _replace_in_save),
+    Point(state_dict_saver, "_save_state_dict", _SAVE, _replace_in_save, save_softly=_save_softly),
     Point(state_dict_loader, "_load_state_dict", _LOAD, _replace_in_load),
-    Point(async_thread_executor._ThreadBasedAsyncCheckpointExecutor, "execute_save", _EXECUTE, _replace_in_executor),
+    Point(
+        async_thread_executor._ThreadBasedAsyncCheckpointExecutor,
+        "execute_save",
+        _EXECUTE,
+        _replace_in_executor,
+        save_softly=_save_softly_later,
+    ),
     Point(
         staging.BlockingAsyncStager,
         "stage",
@@ -314,7 +401,13 @@ POINTS = (
         lambda settings, passed: None,
         lambda passed, staged: _keep_own_boxes(passed["state_dict"], staged),
     ),
-    Point(async_process_executor._ProcessBasedAsyncCheckpointExecutor, "execute_save", _EXECUTE, _replace_in_executor),
+    Point(
+        async_process_executor._ProcessBasedAsyncCheckpointExecutor,
+        "execute_save",
+        _EXECUTE,
+        _replace_in_executor,
+        save_softly=_save_softly_later,
+    ),
 )
 
 # One per process, like the functions that it replaces. A fork makes a new lock: another thread may have held the old.

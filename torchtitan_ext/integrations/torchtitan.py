@@ -16,14 +16,15 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-from torchtitan_ext.checkpoint import CpuStager, LoadPlanner, async_save, load, save
-from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS
+from torchtitan_ext.checkpoint import CpuStager, LoadPlanner, SaveResult, async_save, load, save
+from torchtitan_ext.checkpoint.operation.arguments import OnStorageError
+from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, Phases
 from torchtitan_ext.checkpoint.planners.targets import CastPolicy
 from torchtitan_ext.checkpoint.rules.policy import Action, Strict
 from torchtitan_ext.elastic import ElasticDataLoader, ElasticPolicy, TorchtitanTextStreams
@@ -52,6 +53,8 @@ except ImportError as error:
 # What elastic_data saves beside torchtitan's own entries, which torchtitan's loader reads.
 _OF_ELASTIC_DATA = (f"{DATALOADER}.loader", f"{DATALOADER}.shard_*")
 
+_CHOOSING = "the steps of the run were looked for; nothing was changed"
+
 
 class ElasticCheckpointManager(CheckpointManager):
     """torchtitan's checkpoint manager, with ``tte.save`` and ``tte.load`` in the place of DCP's.
@@ -59,6 +62,8 @@ class ElasticCheckpointManager(CheckpointManager):
     Folders, intervals, and Hugging Face's safetensors stay torchtitan's. A load that cannot succeed is refused with one
     report before anything is changed; a load that succeeds logs its report.
     """
+
+    folder: str
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
@@ -74,9 +79,23 @@ class ElasticCheckpointManager(CheckpointManager):
         timeout_seconds: float = TIMEOUT_SECONDS
         """How long a rank waits for the others in each phase of a save or load."""
 
+        on_error: Literal["raise", "warn"] = "raise"
+        """``warn``: a save that storage refuses is warned of, and training goes on; see ``tte.save``. The last save of
+        a run is raised all the same: no later one makes up for it."""
+
+        fallback: str | None = None
+        """Another folder of steps: takes what storage refuses in the run's own, and loads look there too."""
+
+        retries: int = 0
+        """How often a save that storage refused is tried again before that."""
+
+        max_failures: int = 3
+        """Which failure in a row is raised all the same."""
+
         def changed_options(self) -> dict[str, Any]:
             """The options of ``elastic_checkpoint`` that are not the defaults."""
             options = {"policy": {}, "strict": "error", "cast": "exact", "timeout_seconds": TIMEOUT_SECONDS}
+            options |= {"on_error": "raise", "fallback": None, "retries": 0, "max_failures": 3}
             own = {name: getattr(self, name) for name in options}
             return {name: value for name, value in own.items() if value != options[name]}
 
@@ -87,7 +106,12 @@ class ElasticCheckpointManager(CheckpointManager):
         self._config = config
         self.policy = ElasticPolicy(config.policy, strict=config.strict)
         self._train_state = RunTrainState(self.states[TRAIN_STATE], _num_token_ranks(self.states))
+        self._on_storage_error = OnStorageError(config.on_error, config.fallback, config.retries, config.max_failures)
+        self._on_storage_error.check("elastic_checkpoint", self.folder)
         self._latest_save: Path | None = None
+        self._is_refused = False
+        """Whether storage refused the last save that has ended."""
+        self._id_of_future = ""
         if self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
             self.stager = CpuStager(process=True)  # torchtitan, too, keeps pinned memory and writes in a process
         _warn_of_data_not_replaced(self.states)
@@ -105,29 +129,83 @@ class ElasticCheckpointManager(CheckpointManager):
         if to_hf:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
         state_dict = self._with_run_tokens(state_dict)
-        timeout_seconds = self._config.timeout_seconds
+        handling = self._on_storage_error
+        options: dict[str, Any] = {
+            "timeout_seconds": self._config.timeout_seconds,
+            "on_error": handling.action,
+            "fallback": handling.fallback,
+            "retries": handling.retries,
+            "max_failures": handling.max_failures,
+        }
+        self._latest_save = None
         if async_mode != AsyncMode.DISABLED:
             # The save removes old steps itself when it is committed: before, too few whole steps would be left.
-            self._latest_save = None
             keep = None if filesystem.is_remote(self.folder) else self.keep_latest_k or None
             saved: Future[Any] = async_save(
-                state_dict,
-                checkpoint_id,
-                process_group=self.pg,
-                timeout_seconds=timeout_seconds,
-                keep=keep,
-                stager=self.stager,
+                state_dict, checkpoint_id, process_group=self.pg, keep=keep, stager=self.stager, **options
             )
+            self._id_of_future = checkpoint_id
             if async_mode == AsyncMode.ASYNC:
                 return saved
             staged: Future[None] = Future()
             staged.set_result(None)
             return AsyncSaveResponse(staging_completion=staged, upload_completion=saved)
-        self._latest_save = Path(checkpoint_id)
-        save(state_dict, checkpoint_id, timeout_seconds=timeout_seconds)
+        result = save(state_dict, checkpoint_id, **options)
+        if self._is_in_folder(checkpoint_id, result):
+            self._latest_save = Path(result.path)
         if enable_garbage_collection:
             GarbageCollection.collect("GC collection invoked by checkpointer.")
         return None
+
+    def _is_in_folder(self, checkpoint_id: str, result: SaveResult) -> bool:
+        """Whether a save that has ended is in the run's folder. Logs it where storage refused that: torchtitan's own
+        log takes every save that raises nothing for finished."""
+        self._is_refused = bool(result.error)
+        if result.error:
+            logger.warning(f"{checkpoint_id}: {result.error}")
+            return False
+        is_elsewhere = result.path == self._on_storage_error.place_of(checkpoint_id)
+        if is_elsewhere:
+            logger.warning(f"{checkpoint_id}: storage refused this save; it is in {result.path}")
+        return not is_elsewhere
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        """As in torchtitan; false, too, where storage refused the save."""
+        is_saved = super()._save(curr_step, last_step)
+        return is_saved and (self.save_future is not None or not self._is_refused)
+
+    def _save_last_step(self, curr_step: int) -> None:
+        """Raises what storage refuses, whatever ``on_error`` says: no later save would make up for it."""
+        self._on_storage_error = replace(self._on_storage_error, action="raise")
+        super()._save_last_step(curr_step)
+
+    def _wait_for_saving(self) -> None:
+        saved = self.save_future
+        super()._wait_for_saving()
+        if saved is not None:
+            self._is_in_folder(self._id_of_future, saved.result())
+
+    def _load(self, step: int = -1) -> bool:
+        """As in torchtitan, from the fallback where that has the step and the folder of the run has not. Collective."""
+        own, fallback = self.folder, self._on_storage_error.fallback
+        if fallback is None:
+            return super()._load(step)
+        with Phases("load", path=own, timeout_seconds=self._config.timeout_seconds) as phases:
+            choose = partial(self._folder_with, step, str(fallback))
+            self.folder = phases.to_coordinator("choose", lambda: None, lambda _: choose(), doing=_CHOOSING)
+        try:
+            return super()._load(step)
+        finally:
+            self.folder = own
+
+    def _folder_with(self, step: int, fallback: str) -> str:
+        """The folder to load a step from, or the latest step of both; the run's own one where both have it."""
+        folders = [folder for folder in (self.folder, fallback) if filesystem.exists(folder)]
+        if step == -1:
+            return max(folders, key=self._find_load_step, default=self.folder)
+        steps = [(self._create_checkpoint_id(step, folder), folder) for folder in folders]
+        finished = (folder for path, folder in steps if filesystem.isfile(filesystem.join(path, ".metadata")))
+        return next(finished, self.folder)
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
         """Collective, as torchtitan calls it; raises what ``tte.load`` raises."""
@@ -187,7 +265,8 @@ class ElasticCheckpointManager(CheckpointManager):
         thread removes old steps itself.
         """
         if filesystem.is_remote(self.folder):
-            super()._purge_stale_checkpoints()
+            if not self._is_refused:  # else fewer whole steps would be left than torchtitan counts
+                super()._purge_stale_checkpoints()
         elif self._latest_save is not None and self._should_purge():
             for path in old_steps(self._latest_save, self.keep_latest_k):
                 self.purge_queue.put(str(path))
@@ -316,7 +395,8 @@ class ElasticTextDataLoader(ElasticDataLoader, BaseDataLoader):
 
 @override(target=CheckpointManager.Config, exact=True, description="checkpoints that load on any number of ranks")
 def elastic_checkpoint(config: CheckpointManager.Config, **options: Any) -> ElasticCheckpointManager.Config:
-    """Options: ``policy``, ``strict``, ``cast``, ``timeout_seconds``."""
+    """Options: ``policy``, ``strict``, ``cast``, ``timeout_seconds``, ``on_error``, ``fallback``, ``retries``,
+    ``max_failures``."""
     return derive(config, ElasticCheckpointManager.Config, **options)
 
 

@@ -141,6 +141,11 @@ class OnStorageError:
             return None
         return os.path.join(self.fallback, os.path.basename(os.fspath(path).rstrip("/")))
 
+    def other_places(self, path: str | os.PathLike[str] | None) -> list[str | os.PathLike[str] | None]:
+        """Where a save at ``path`` is tried again, in turn."""
+        fallback = self.place_of(path)
+        return [path] * self.retries + ([] if fallback is None else [fallback])
+
 
 def check_can_send_from_cpu(operation: str, group: dist.ProcessGroup | None) -> None:
     """Raises ValueError where a save in a thread has no way to send: no gloo beside the group, no CPU backend in it."""

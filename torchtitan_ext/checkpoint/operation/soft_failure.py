@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from torchtitan_ext.checkpoint.operation.arguments import OnStorageError
 from torchtitan_ext.checkpoint.operation.save_phases import SaveJob, SaveResult
 from torchtitan_ext.errors import CheckpointFailedError, clear_frames
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _WARNING = "the failure of a save was warned of; nothing was saved"
 
@@ -32,37 +39,80 @@ def save_softly(
         CheckpointFailedError: What the last attempt raised, unless it is only warned of.
     """
     handling, phases = job.on_storage_error, job.phases
-    attempts = [job] * (1 + handling.retries)
-    fallback = handling.place_of(job.path)
-    if fallback is not None:
-        attempts.append(dataclasses.replace(job, path=fallback))
-    failures = _failures_in_a_row(phases.group)
-    run = "" if job.path is None else str(Path(job.path).absolute().parent)
-    errors: list[CheckpointFailedError] = []
-    for attempt in attempts:
-        try:
-            result = save(attempt)
-        except CheckpointFailedError as error:
-            if not error.is_of_storage:
-                raise
-            clear_frames(error)
-            errors.append(error)
+
+    def attempts() -> Iterator[Callable[[], SaveResult]]:
+        for path in (job.path, *handling.other_places(job.path)):
+            yield partial(save, job if path is job.path else dataclasses.replace(job, path=path))
             phases.num_retries += 1
             if not can_go_on():
-                break
+                return
+
+    outcome = try_in_turn(attempts(), handling, failures_in_a_row(phases.group), run_of(job.path), _cause)
+    if not isinstance(outcome, NothingSaved):
+        return outcome
+    text = f"save: nothing was saved ({outcome.in_a_row}): {outcome.cause}"
+    phases.to_coordinator("warn", lambda: None, lambda _: warnings.warn(text, stacklevel=2), doing=_WARNING)
+    phases.log_metrics(logger, 0, failures=outcome.num_failures)
+    return SaveResult("", "", 0, dict(phases.seconds), error=text)
+
+
+def _cause(error: BaseException) -> str | None:
+    return str(error) if isinstance(error, CheckpointFailedError) and error.is_of_storage else None
+
+
+@dataclass(frozen=True)
+class NothingSaved:
+    """A save that storage refused in each attempt, and that is only warned of."""
+
+    cause: str
+    num_failures: int
+    max_failures: int
+
+    @property
+    def in_a_row(self) -> str:
+        return f"{self.num_failures} in a row, {self.max_failures} raise"
+
+
+def try_in_turn(
+    attempts: Iterable[Callable[[], T]],
+    handling: OnStorageError,
+    failures: Counter[str],
+    run: str,
+    cause_of: Callable[[BaseException], str | None],
+) -> T | NothingSaved:
+    """What the first attempt returns that storage does not refuse. The same on all ranks, where attempts are.
+
+    Args:
+        failures: How many saves have failed since the last that did not, by directory of the run; counts this one.
+        cause_of: Why an attempt failed, where that is storage.
+
+    Raises:
+        BaseException: What storage did not cause; else what the last attempt raised, unless it is only warned of.
+    """
+    causes: dict[str, None] = {}
+    last: BaseException | None = None
+    for attempt in attempts:
+        try:
+            saved = attempt()
+        except BaseException as error:
+            cause = cause_of(error)
+            if cause is None:
+                raise
+            clear_frames(error)
+            causes[cause], last = None, error
         else:
             failures.pop(run, None)
-            return result
+            return saved
+    assert last is not None, "a save without an attempt, please report"
     failures[run] += 1
     if handling.action == "raise" or failures[run] >= handling.max_failures:
-        raise errors[-1]
-    text = (
-        f"save: nothing was saved ({failures[run]} in a row, {handling.max_failures} raise): "
-        f"{'; '.join(dict.fromkeys(map(str, errors)))}"
-    )
-    phases.to_coordinator("warn", lambda: None, lambda _: warnings.warn(text, stacklevel=2), doing=_WARNING)
-    phases.log_metrics(logger, 0, failures=failures[run])
-    return SaveResult("", "", 0, dict(phases.seconds), error=text)
+        raise last
+    return NothingSaved("; ".join(causes), failures[run], handling.max_failures)
+
+
+def run_of(path: str | os.PathLike[str] | None) -> str:
+    """The directory whose failures in a row are counted."""
+    return "" if path is None else str(Path(path).absolute().parent)
 
 
 # Of a group that was destroyed nothing is left. Only the operation whose turn it is on a group changes its counts.
@@ -70,6 +120,6 @@ _failures: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionar
 _failures_alone: Counter[str] = Counter()
 
 
-def _failures_in_a_row(group: dist.ProcessGroup | None) -> Counter[str]:
+def failures_in_a_row(group: dist.ProcessGroup | None) -> Counter[str]:
     """How many saves have failed since the last that did not, by directory of the run."""
     return _failures_alone if group is None else _failures.setdefault(group, Counter())
