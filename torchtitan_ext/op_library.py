@@ -100,6 +100,16 @@ def call(name: str, args: tuple[Any, ...]) -> Any:
         raise _explained(name, args, error) from None
 
 
+def call_collective(name: str, args: tuple[Any, ...]) -> Any:
+    """As ``call``, of an op that only the library on the full ABI has."""
+    if full_abi_is_missing:
+        raise ImportError(
+            f"torchtitan_ext: no broadcasts: {full_abi_is_missing}; this is torch {torch.__version__}: install the "
+            "package again beside it"
+        )
+    return call(name, args)
+
+
 class DifferentiableOp:
     """An op that is linear in its tensors, with its backward formula: called as ``op(args)``.
 

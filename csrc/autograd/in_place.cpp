@@ -40,11 +40,12 @@ void refuse_gradients(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValu
   }
 }
 
-// As torch's own ops in place refuse it: such a tensor has no version counter. A broadcast fills it all the same, as
-// torch.distributed's does.
+// As torch's own ops in place refuse it: such a tensor has no version counter. Collectives fill it all the same, as
+// torch.distributed's do.
 void refuse_inference_tensor(const c10::FunctionSchema& schema, const std::string& argument, const at::Tensor& tensor) {
-  TORCH_CHECK(!tensor.is_inference() || c10::InferenceMode::is_enabled() || name_of(schema) == "broadcast_coalesced_",
-              name_of(schema), ": ", argument,
+  const bool is_collective = name_of(schema) == "broadcast_coalesced_" || name_of(schema) == "exchange_runs_";
+  TORCH_CHECK(!tensor.is_inference() || c10::InferenceMode::is_enabled() || is_collective, name_of(schema), ": ",
+              argument,
               " was made in inference mode and is written outside of it; call under torch.inference_mode(), or clone() "
               "it first");
 }
@@ -66,11 +67,34 @@ std::vector<at::Tensor> written_by(const c10::FunctionSchema& schema, at::ArrayR
   return written;
 }
 
+// Tells the other ranks, which would wait for this one: the op itself, with nothing but its refusal as the digest.
+void refuse_on_all_ranks(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  constexpr int64_t kRefused = -1;
+  const auto& arguments = op.schema().arguments();
+  const size_t first = stack->size() - arguments.size();
+  for (size_t index = 0; index < arguments.size(); ++index) {
+    c10::IValue& value = (*stack)[first + index];
+    if (value.isTensorList()) value = std::vector<at::Tensor>();
+    if (arguments[index].name() == "digest") value = kRefused;
+  }
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  try {
+    op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
+  } catch (const std::exception&) {  // it always raises: the caller has the reason
+  }
+}
+
 void in_place(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const c10::FunctionSchema& schema = op.schema();
   const at::ArrayRef<c10::IValue> arguments = torch::jit::last(*stack, schema.arguments().size());
-  refuse_gradients(schema, arguments);
-  std::vector<at::Tensor> written = written_by(schema, arguments);
+  std::vector<at::Tensor> written;
+  try {
+    refuse_gradients(schema, arguments);
+    written = written_by(schema, arguments);
+  } catch (...) {
+    if (name_of(schema) == "exchange_runs_") refuse_on_all_ranks(op, keys, stack);
+    throw;
+  }
   {
     const at::AutoDispatchBelowADInplaceOrView guard;
     op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
@@ -83,8 +107,8 @@ void in_place(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
 }
 
 TORCH_LIBRARY_IMPL(torchtitan_ext, ADInplaceOrView, library) {
-  for (const char* name :
-       {"unpack_shard_", "unpack_shards_", "flatten_into_", "unflatten_tensors_", "broadcast_coalesced_"}) {
+  for (const char* name : {"unpack_shard_", "unpack_shards_", "flatten_into_", "unflatten_tensors_",
+                           "broadcast_coalesced_", "exchange_runs_"}) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&in_place>());
   }
 }

@@ -140,50 +140,32 @@ Pair find_meeting_runs(std::span<const Piece> group, std::span<const Memory> ten
   return find_meeting(pieces);
 }
 
-// Where the inner dims of [dim, num_dims) hold `inner` elements per index of `dim`.
-struct RangeCopy {
-  RunList& runs;
-  std::span<const int64_t> sizes;
-  std::span<const int64_t> strides;
-  int64_t item_bytes;
-  int64_t buffer_bytes;  // where the next element lies in the buffer
-  bool to_buffer;
-  std::vector<int64_t> contiguous;
-
-  void append(size_t dim, int64_t address, int64_t first, int64_t last) {
-    if (first == last) return;
-    if (dim == sizes.size()) return append_box({}, {}, address, 1);
-    if (sizes[dim] == 1) return append(dim + 1, address, first, last);  // whose stride may be any number
-    int64_t inner = 1;
-    for (size_t index = dim + 1; index < sizes.size(); ++index) inner *= sizes[index];
-    const int64_t step_bytes = strides[dim] * item_bytes;
-    const int64_t first_row = first / inner, last_row = last / inner;
-    if (first_row == last_row) return append(dim + 1, address + first_row * step_bytes, first % inner, last % inner);
-    int64_t row = first_row;
-    if (first % inner != 0) {
-      append(dim + 1, address + row * step_bytes, first % inner, inner);
-      ++row;
-    }
-    if (row < last_row) {
-      std::vector<int64_t> box(sizes.begin() + dim, sizes.end());
-      box[0] = last_row - row;
-      append_box(box, strides.subspan(dim), address + row * step_bytes, box[0] * inner);
-    }
-    append(dim + 1, address + last_row * step_bytes, 0, last % inner);
+void append_boxes_of_range(std::vector<RangeBox>& boxes, std::span<const int64_t> sizes,
+                           std::span<const int64_t> strides, size_t dim, int64_t offset, int64_t first, int64_t last) {
+  if (first == last) return;
+  if (dim == sizes.size()) {
+    boxes.push_back({offset, dim, 1, 1});
+    return;
   }
-
-  void append_box(std::span<const int64_t> box, std::span<const int64_t> box_strides, int64_t address, int64_t count) {
-    contiguous.resize(box.size());
-    int64_t stride = 1;
-    for (size_t dim = box.size(); dim-- > 0;) {
-      contiguous[dim] = stride;
-      stride *= box[dim];
-    }
-    const BoxSide tensor{address, box_strides}, buffer{buffer_bytes, contiguous};
-    runs.append_box(box, to_buffer ? tensor : buffer, to_buffer ? buffer : tensor, item_bytes);
-    buffer_bytes += count * item_bytes;
+  const auto append_inner = [&](int64_t row, int64_t inner_first, int64_t inner_last) {
+    append_boxes_of_range(boxes, sizes, strides, dim + 1, offset + row * strides[dim], inner_first, inner_last);
+  };
+  if (sizes[dim] == 1) {  // whose stride may be any number
+    append_boxes_of_range(boxes, sizes, strides, dim + 1, offset, first, last);
+    return;
   }
-};
+  int64_t inner = 1;
+  for (size_t index = dim + 1; index < sizes.size(); ++index) inner *= sizes[index];
+  const int64_t first_row = first / inner, last_row = last / inner;
+  if (first_row == last_row) return append_inner(first_row, first % inner, last % inner);
+  int64_t row = first_row;
+  if (first % inner != 0) {
+    append_inner(row, first % inner, inner);
+    ++row;
+  }
+  if (row < last_row) boxes.push_back({offset + row * strides[dim], dim, last_row - row, (last_row - row) * inner});
+  append_inner(last_row, 0, last % inner);
+}
 
 }  // namespace
 
@@ -237,10 +219,59 @@ Pair find_shared_memory(std::span<const Memory> tensors) {
   return std::nullopt;
 }
 
+Pair find_shared_memory(std::span<const Memory> written, std::span<const Memory> read) {
+  // Extents first: sorted, with the farthest end so far beside each, so that every read tensor finds those that it
+  // meets.
+  std::vector<Piece> pieces;
+  for (size_t tensor = 0; tensor < written.size(); ++tensor) {
+    const Extent extent = extent_of(written[tensor]);
+    if (extent.length() > 0) pieces.push_back({extent, tensor});
+  }
+  if (!std::is_sorted(pieces.begin(), pieces.end(), begins_first)) {
+    std::sort(pieces.begin(), pieces.end(), begins_first);
+  }
+  std::vector<int64_t> farthest_end;
+  for (const Piece& piece : pieces) {
+    farthest_end.push_back(std::max(piece.extent.end, farthest_end.empty() ? 0 : farthest_end.back()));
+  }
+  for (size_t tensor = 0; tensor < read.size(); ++tensor) {
+    const Extent extent = extent_of(read[tensor]);
+    if (extent.length() == 0) continue;
+    const auto past = std::partition_point(pieces.begin(), pieces.end(),
+                                           [&](const Piece& piece) { return piece.extent.begin < extent.end; });
+    for (size_t at = past - pieces.begin(); at-- > 0 && farthest_end[at] > extent.begin;) {
+      if (pieces[at].extent.end <= extent.begin) continue;
+      const Memory both[] = {read[tensor], written[pieces[at].tensor]};
+      if (find_shared_memory(both)) return {{pieces[at].tensor, tensor}};
+    }
+  }
+  return std::nullopt;
+}
+
+std::vector<RangeBox> boxes_of_range(std::span<const int64_t> sizes, std::span<const int64_t> strides, int64_t first,
+                                     int64_t last) {
+  std::vector<RangeBox> boxes;
+  append_boxes_of_range(boxes, sizes, strides, 0, 0, first, last);
+  return boxes;
+}
+
 void append_range(RunList& runs, const Memory& tensor, int64_t buffer_address, int64_t first, int64_t last,
                   bool to_buffer) {
-  RangeCopy copy{runs, tensor.sizes, tensor.strides, tensor.item_bytes, buffer_address, to_buffer, {}};
-  copy.append(0, static_cast<int64_t>(tensor.address), first, last);
+  std::vector<int64_t> sizes, contiguous;
+  for (const RangeBox& box : boxes_of_range(tensor.sizes, tensor.strides, first, last)) {
+    sizes.assign(tensor.sizes.begin() + box.dim, tensor.sizes.end());
+    if (!sizes.empty()) sizes[0] = box.num_rows;
+    contiguous.resize(sizes.size());
+    int64_t stride = 1;
+    for (size_t dim = sizes.size(); dim-- > 0;) {
+      contiguous[dim] = stride;
+      stride *= sizes[dim];
+    }
+    const int64_t address = static_cast<int64_t>(tensor.address) + box.offset * tensor.item_bytes;
+    const BoxSide there{address, tensor.strides.subspan(box.dim)}, here{buffer_address, contiguous};
+    runs.append_box(sizes, to_buffer ? there : here, to_buffer ? here : there, tensor.item_bytes);
+    buffer_address += box.num_elements * tensor.item_bytes;
+  }
 }
 
 }  // namespace torchtitan_ext::core

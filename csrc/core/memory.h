@@ -6,6 +6,7 @@
 #include <optional>
 #include <span>
 #include <utility>
+#include <vector>
 
 #include "core/runs.h"
 
@@ -35,6 +36,25 @@ bool may_overlap_itself(std::span<const int64_t> sizes, std::span<const int64_t>
 // byte: by their runs where these are few, else pair by pair by arithmetic on their strides. Tensors of strides so odd
 // that this takes more than some 16 million steps are called sharing.
 std::optional<std::pair<size_t, size_t>> find_shared_memory(std::span<const Memory> tensors);
+
+// The positions of a written and a read tensor that share a byte, in this order. Read tensors may share memory.
+std::optional<std::pair<size_t, size_t>> find_shared_memory(std::span<const Memory> written,
+                                                            std::span<const Memory> read);
+
+// A box of a strided tensor: `num_rows` indices of dim `dim`, and all of the dims behind it. It begins `offset` elements
+// behind the first one in memory. Where `dim` is the number of dims, it is one element.
+struct RangeBox {
+  int64_t offset = 0;
+  size_t dim = 0;
+  int64_t num_rows = 1;
+  int64_t num_elements = 1;
+
+  bool operator==(const RangeBox&) const = default;
+};
+
+// The boxes, in order, that elements [first, last) of a tensor are in row-major order.
+std::vector<RangeBox> boxes_of_range(std::span<const int64_t> sizes, std::span<const int64_t> strides, int64_t first,
+                                     int64_t last);
 
 // Adds the copy of elements [first, last), in row-major order, of a tensor between its memory and a contiguous buffer
 // that holds these elements alone. `to_buffer` says which of both is the destination.

@@ -19,6 +19,10 @@ STABLE_TORCH_LIBRARY(torchtitan_ext, library) {
   library.def("buffer_tensors(Tensor buffer, Tensor[] like, int alignment) -> Tensor[]");
   // Kernels in csrc/dist, in a library of their own.
   library.def("broadcast_coalesced_(Tensor(a!)[] tensors, str group_name, int src, int bucket_bytes) -> ()");
+  library.def(
+      "exchange_runs_(Tensor[] sources, Tensor(a!)[] targets, Tensor sends, Tensor receives, str group_name, int "
+      "digest, "
+      "int bucket_bytes, float timeout_seconds) -> ()");
   library.def("check_broadcast(Tensor[] tensors) -> (int[] digest, int[] positions, str reason)");
   library.def("fingerprint_shard(Tensor shard, SymInt[] global_sizes, SymInt[] chunks) -> Tensor");
 }

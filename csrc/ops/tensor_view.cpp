@@ -32,6 +32,13 @@ Value read(AOTITorchError (*getter)(AtenTensorHandle, Value*), AtenTensorHandle 
   return value;
 }
 
+std::vector<core::Memory> memories_of(std::span<const TensorView> views) {
+  std::vector<core::Memory> memories;
+  memories.reserve(views.size());
+  for (const TensorView& view : views) memories.push_back(view.memory());
+  return memories;
+}
+
 }  // namespace
 
 std::string Subject::text() const { return position < 0 ? std::string(name) : core::concat(name, "[", position, "]"); }
@@ -108,41 +115,15 @@ void check_same_device(const TensorView& left, const TensorView& right, const Su
 
 void check_separate(std::span<const TensorView> written, std::string_view op, std::string_view name) {
   if (written.size() < 2) return;
-  std::vector<core::Memory> memories;
-  memories.reserve(written.size());
-  for (const TensorView& view : written) memories.push_back(view.memory());
-  const auto pair = core::find_shared_memory(memories);
+  const auto pair = core::find_shared_memory(memories_of(written));
   TTE_CHECK(!pair, op, name, "[", pair->first, "] and ", name, "[", pair->second,
             "] share memory and would both be written");
 }
 
 void check_separate(std::span<const TensorView> written, std::span<const TensorView> read, std::string_view op) {
-  // Extents first: sorted, with the farthest end so far beside each, so that every read tensor finds those that it
-  // meets.
-  std::vector<std::pair<core::Extent, size_t>> extents;
-  for (size_t index = 0; index < written.size(); ++index) {
-    const core::Extent extent = written[index].extent();
-    if (extent.length() > 0) extents.emplace_back(extent, index);
-  }
-  const auto begins_first = [](const auto& left, const auto& right) { return left.first.begin < right.first.begin; };
-  if (!std::is_sorted(extents.begin(), extents.end(), begins_first)) {
-    std::sort(extents.begin(), extents.end(), begins_first);
-  }
-  std::vector<int64_t> farthest_end;
-  for (const auto& [extent, index] : extents) {
-    farthest_end.push_back(std::max(extent.end, farthest_end.empty() ? 0 : farthest_end.back()));
-  }
-  for (const TensorView& view : read) {
-    const core::Extent extent = view.extent();
-    if (extent.length() == 0) continue;
-    const auto past = std::partition_point(extents.begin(), extents.end(),
-                                           [&](const auto& entry) { return entry.first.begin < extent.end; });
-    for (size_t at = past - extents.begin(); at-- > 0 && farthest_end[at] > extent.begin;) {
-      if (extents[at].first.end <= extent.begin) continue;
-      const core::Memory both[] = {view.memory(), written[extents[at].second].memory()};
-      TTE_CHECK(!core::find_shared_memory(both), op, "source and destination share memory; clone() one of them first");
-    }
-  }
+  const std::vector<core::Memory> written_memories = memories_of(written), read_memories = memories_of(read);
+  TTE_CHECK(!core::find_shared_memory(written_memories, read_memories), op,
+            "source and destination share memory; clone() one of them first");
 }
 
 #if defined(__SANITIZE_THREAD__)

@@ -43,10 +43,6 @@ struct TensorView {
 
   int64_t num_bytes() const { return num_elements * item_bytes; }
   core::BoxSide side() const { return {static_cast<int64_t>(address), strides}; }
-  core::Extent extent() const {
-    const int64_t begin = static_cast<int64_t>(address);
-    return contiguous ? core::Extent{begin, begin + num_bytes()} : core::extent_of(memory());
-  }
   core::Memory memory() const { return {address, sizes, strides, item_bytes}; }
 };
 

@@ -10,6 +10,7 @@ differentiable; where its arguments require grad, call it under ``torch.no_grad(
 """
 
 from torchtitan_ext.ops.broadcast import DEFAULT_BUCKET_BYTES, BroadcastCheck, broadcast_coalesced_, check_broadcast
+from torchtitan_ext.ops.exchange import dtype_number, exchange_runs_
 from torchtitan_ext.ops.flat import (
     DEFAULT_ALIGNMENT,
     flat_offsets,
@@ -37,6 +38,8 @@ __all__ = [
     "ShardLike",
     "broadcast_coalesced_",
     "check_broadcast",
+    "dtype_number",
+    "exchange_runs_",
     "fingerprint_shard",
     "flat_offsets",
     "flat_views",

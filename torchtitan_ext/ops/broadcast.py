@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchtitan_ext.op_library import bump_version_of, call, full_abi_is_missing, listed
+from torchtitan_ext.op_library import bump_version_of, call_collective, listed
 
 DEFAULT_BUCKET_BYTES = 32 << 20
 """Large buckets make few messages, each long enough to hide its copies. On 4 gloo processes, 341 MB in 300 tensors take
@@ -39,7 +38,7 @@ def broadcast_coalesced_(
     """
     given = listed("broadcast_coalesced_", "tensors", tensors)
     if given:
-        _call_collective("broadcast_coalesced_", (given, group_name, src, bucket_bytes))
+        call_collective("broadcast_coalesced_", (given, group_name, src, bucket_bytes))
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def check_broadcast(tensors: Sequence[Tensor]) -> BroadcastCheck:
     given = listed("check_broadcast", "tensors", tensors)
     if not given:
         return BroadcastCheck((), (), "")
-    digest, positions, reason = _call_collective("check_broadcast", (given,))
+    digest, positions, reason = call_collective("check_broadcast", (given,))
     return BroadcastCheck(tuple(digest), tuple(positions), reason)
 
 
@@ -85,12 +84,3 @@ def _refuse_meta(name: str, tensors: Sequence[Tensor]) -> None:
 
 
 bump_version_of("broadcast_coalesced_", 0)
-
-
-def _call_collective(name: str, args: tuple[Any, ...]) -> Any:
-    if full_abi_is_missing:
-        raise ImportError(
-            f"torchtitan_ext: no broadcasts: {full_abi_is_missing}; this is torch {torch.__version__}: install the "
-            "package again beside it"
-        )
-    return call(name, args)

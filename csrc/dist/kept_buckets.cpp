@@ -1,0 +1,41 @@
+#include "dist/kept_buckets.h"
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+namespace torchtitan_ext::dist {
+namespace {
+
+constexpr int64_t kMaxKeptBytes = int64_t{32} << 20;
+
+bool is_smaller(const at::Tensor& left, const at::Tensor& right) {
+  return right.defined() && (!left.defined() || left.numel() < right.numel());
+}
+
+}  // namespace
+
+KeptBuckets& KeptBuckets::instance() {
+  static auto* const kept = new KeptBuckets;
+  return *kept;
+}
+
+at::Tensor KeptBuckets::take(int64_t num_bytes, const at::TensorOptions& options) {
+  if (options.device().is_cpu() && !options.pinned_memory()) {
+    const std::scoped_lock lock(mutex_);
+    for (at::Tensor& free : free_) {
+      if (!free.defined() || free.numel() < num_bytes) continue;
+      return std::exchange(free, at::Tensor());
+    }
+  }
+  return at::empty({num_bytes}, options.dtype(at::kByte));
+}
+
+void KeptBuckets::give_back(at::Tensor bucket) {
+  if (!bucket.is_cpu() || bucket.numel() > kMaxKeptBytes) return;
+  const std::scoped_lock lock(mutex_);
+  at::Tensor& smallest = *std::min_element(std::begin(free_), std::end(free_), is_smaller);
+  if (!smallest.defined() || smallest.numel() < bucket.numel()) smallest = std::move(bucket);
+}
+
+}  // namespace torchtitan_ext::dist

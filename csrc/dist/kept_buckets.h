@@ -1,0 +1,34 @@
+// Buckets in CPU memory outlive a call: the first touch of new pages costs more than the copies. CUDA memory is kept by
+// PyTorch's allocator.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <cstdint>
+#include <mutex>
+
+namespace torchtitan_ext::dist {
+
+// In use by a collective at a time: one is packed or unpacked, one moves, one waits so that the wire is never idle. It is
+// also the bound on extra memory.
+constexpr size_t kNumBuckets = 3;
+// More than any backend sends at once; it leaves room for sums of sizes.
+constexpr int64_t kMaxBucketBytes = int64_t{1} << 40;
+
+// At most kNumBuckets buckets are kept, none larger than ops.DEFAULT_BUCKET_BYTES: who asks for more once need not miss it
+// for ever. They are never taken down: at exit other statics may be gone.
+class KeptBuckets {
+ public:
+  static KeptBuckets& instance();
+
+  // 1-d uint8 of at least so many bytes.
+  at::Tensor take(int64_t num_bytes, const at::TensorOptions& options);
+  // Not to be called where a transfer failed: it may still write.
+  void give_back(at::Tensor bucket);
+
+ private:
+  std::mutex mutex_;
+  at::Tensor free_[kNumBuckets];
+};
+
+}  // namespace torchtitan_ext::dist
