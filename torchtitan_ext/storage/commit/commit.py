@@ -224,6 +224,10 @@ def begin_save(path: Path, save_id: str, rank: int | None, *, names_have_id: boo
     return RunningSave(lock, SavePlace(save_id, target, is_staged, is_named_by_id), rank, new_parents)
 
 
+class NotSharedError(OSError, RuntimeError):
+    """A rank does not see the directory: it is not shared, or this rank has lost it, which is an error of storage."""
+
+
 def find_place(path: Path, rank: int, *, is_own: bool) -> SavePlace:
     """Where this rank writes, as the coordinator's ``begin_save`` has decided. Every rank calls it.
 
@@ -231,7 +235,7 @@ def find_place(path: Path, rank: int, *, is_own: bool) -> SavePlace:
         is_own: Whether each rank has metadata of its own.
 
     Raises:
-        RuntimeError: This rank does not see the lock: the file system is not shared.
+        NotSharedError: This rank does not see the lock.
     """
     target = Path(os.path.realpath(path))
     lock_files = [target / lock_name(rank)] if is_own else [lock_beside(target), target / lock_name(None)]
@@ -243,7 +247,7 @@ def find_place(path: Path, rank: int, *, is_own: bool) -> SavePlace:
                 place = json.loads(state.lines[0])
                 return SavePlace(state.owner.save_id, target, place["is_staged"], place["is_named_by_id"])
         if time.monotonic() > deadline:
-            raise RuntimeError(
+            raise NotSharedError(
                 f"{path} is not in a shared directory: rank {rank} does not see what the coordinator wrote there; "
                 "save to a file system that all ranks have"
             )
