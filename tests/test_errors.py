@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.api import CheckpointException, _wrap_exceptio
 from torchtitan_ext import errors
 from torchtitan_ext.errors import Problem, refusal
 from torchtitan_ext.errors.near_names import names_hint, nearest_glob, nearest_name, refuse_unmatched
-from torchtitan_ext.errors.refusals import LOAD_HEADINGS, REFUSALS
+from torchtitan_ext.errors.refusals import HEADINGS_OF_OPERATIONS, REFUSALS
 
 PROBLEMS = (
     Problem("missing_key", "model.weight", "Missing key in checkpoint state_dict: model.weight."),
@@ -40,6 +40,7 @@ INSTANCES = [
     errors.UnknownFormatError("model", "the directory is empty"),
     errors.UnsafePickleError("model.pt", "it names os.system"),
     errors.WorkerLostError(-9),
+    errors.TransferFailedError("reshard", {1: "ValueError: x"}, ("w",), "exchange"),
     errors.CannotInstallError("torch 3.0 has no function _save_state_dict"),
     errors.CannotReshardError("saved with 8 shards, this run has 12", "choose num_shards=24"),
     errors.CheckpointFailedError("load", {3: "OSError: disk full", 5: "ValueError: no"}),
@@ -148,5 +149,7 @@ def test_a_name_that_is_not_there_is_answered_with_those_that_are() -> None:
 @pytest.mark.parametrize("kind", ["unsupported_tensor", "unsupported_value", "partial_placement"])
 def test_refusals_of_loads_have_headings_of_their_own(kind: errors.ProblemKind) -> None:
     texts = {operation: str(refusal(operation, [Problem(kind, "w", "no")])) for operation in ("save", "load")}
-    assert f"{REFUSALS[kind][1]} (1):" in texts["save"] and f"{LOAD_HEADINGS[kind]} (1):" in texts["load"]
+    assert (
+        f"{REFUSALS[kind][1]} (1):" in texts["save"] and f"{HEADINGS_OF_OPERATIONS['load'][kind]} (1):" in texts["load"]
+    )
     assert "cannot be filled" in texts["load"] and "cannot be written" not in texts["load"]

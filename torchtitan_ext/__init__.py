@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torchtitan_ext import state as state
     from torchtitan_ext import storage as storage
     from torchtitan_ext import sync as sync
+    from torchtitan_ext import transfer as transfer
     from torchtitan_ext.checkpoint import LoadPlanner, SavePlanner, async_save, load, save
     from torchtitan_ext.fingerprints import fingerprint
     from torchtitan_ext.full_state_dicts import get_full_state_dict, set_full_state_dict
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from torchtitan_ext.storage import FileReader, FileWriter, latest
     from torchtitan_ext.sync import broadcast_tensors, sync_module_states
     from torchtitan_ext.sync.check import check_replicas
+    from torchtitan_ext.transfer import plan_reshard, reshard
 
 __version__ = "0.1.0"
 
@@ -53,6 +55,8 @@ __all__ = [
     "latest",
     "load",
     "ops",
+    "plan_reshard",
+    "reshard",
     "save",
     "set_full_state_dict",
     "sync_module_states",
@@ -60,7 +64,7 @@ __all__ = [
 ]
 
 # Rooms that are reached by attribute too, as after ``import torchtitan_ext.sync``.
-_ROOMS = ("checkpoint", "layout", "ranks", "state", "storage", "sync")
+_ROOMS = ("checkpoint", "layout", "ranks", "state", "storage", "sync", "transfer")
 
 _MODULE_OF = {
     **dict.fromkeys(("LoadPlanner", "SavePlanner", "async_save", "load", "save"), "checkpoint"),
@@ -70,6 +74,7 @@ _MODULE_OF = {
     "check_replicas": "sync.check",
     **dict.fromkeys(("FileReader", "FileWriter", "latest"), "storage"),
     **dict.fromkeys(("install", "installed", "uninstall"), "integrations.install"),
+    **dict.fromkeys(("plan_reshard", "reshard"), "transfer"),
     "ShardOrder": "layout",
     "dry_run": "offline.dry_run.run",
     "fingerprint": "fingerprints",

@@ -678,3 +678,26 @@ class WritePlan:
     ) -> None: ...
     def decision(self, rank: int) -> bytes: ...
     def keys_of_several_boxes(self) -> list[int]: ...
+
+NO_KEY: int
+
+class TransferPair:
+    source_class: int
+    target_class: int
+    cast_to: int
+    source_keys: list[int]
+    target_keys: list[int]
+
+def pair_keys(source: World, target: World, source_of: Sequence[int]) -> list[TransferPair]: ...
+
+class TransferPlan:
+    bytes_between: dict[tuple[int, int], int]
+    def __init__(self, source: World, target: World, pairs: Sequence[TransferPair], hosts: Sequence[int]) -> None: ...
+    def sends(self, rank: int) -> bytes: ...
+    def receives(self, rank: int) -> bytes: ...
+
+class BoxTable:
+    entries: bytes
+    bytes_of_peer: dict[int, int]
+
+def expand_transfers(transfers: bytes, first_tensor: Sequence[int]) -> BoxTable: ...

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchtitan_ext import ops
-from torchtitan_ext.checkpoint.planners.targets import CastPolicy, cast_problem
+from torchtitan_ext.checkpoint.rules.casts import CastPolicy, cast_problem
 from torchtitan_ext.errors import Problem, check_argument, refusal
 from torchtitan_ext.full_tensors import broadcast_full, decide_layouts, gather_full
 from torchtitan_ext.layout.dtensor import is_on_mesh, local_tensor, on_device

@@ -16,6 +16,7 @@
 #include "bindings/reports.h"
 #include "bindings/storage.h"
 #include "bindings/tables.h"
+#include "bindings/transfer.h"
 #include "bindings/value_digest.h"
 #include "core/boxes.h"
 #include "core/chunk.h"
@@ -180,5 +181,6 @@ PYBIND11_MODULE(_core, module) {
   torchtitan_ext::bindings::define_storage(module);
   torchtitan_ext::bindings::define_tables(module);
   register_plan(module);
+  register_transfer(module);
   torchtitan_ext::bindings::define_items(module);
 }

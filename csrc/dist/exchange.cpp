@@ -40,6 +40,12 @@ constexpr int64_t kRefusal = -1;  // as a digest
 constexpr int kTag = 0x747465;    // "tte": point-to-point messages of others pass by
 constexpr int64_t kDirectBytes = int64_t{1} << 20;
 
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+// Without a group this process is the only rank.
+int64_t rank_in(const Group& group) { return group ? group->getRank() : 0; }
+int64_t size_of(const Group& group) { return group ? group->getSize() : 1; }
+
 // What a call needs, checked on this rank alone.
 struct Plan {
   ExchangeBoxes sources;
@@ -75,7 +81,7 @@ void cast_range(const TensorBox& box, int64_t first, const at::Tensor& wire) {
 
 class Exchange {
  public:
-  Exchange(const Plan& plan, c10::intrusive_ptr<c10d::ProcessGroup> group, std::chrono::milliseconds timeout)
+  Exchange(const Plan& plan, Group group, std::chrono::milliseconds timeout)
       : plan_(plan), group_(std::move(group)), timeout_(timeout) {
     sends_ = {&plan.sources, &plan.schedule.sends, 0};
     sends_.bucket_bytes = packed_bytes(sends_);
@@ -274,8 +280,8 @@ class Exchange {
   // What this rank has and wants itself, while the first messages move.
   void copy_own() {
     if (std::exchange(has_copied_own_, true)) return;
-    const auto [first_source, last_source] = plan_.sources.range_of(group_->getRank());
-    const size_t first_target = plan_.targets.range_of(group_->getRank()).first;
+    const auto [first_source, last_source] = plan_.sources.range_of(rank_in(group_));
+    const size_t first_target = plan_.targets.range_of(rank_in(group_)).first;
     RunList runs;
     for (size_t index = 0; first_source + index < last_source; ++index) {
       const TensorBox& source = plan_.sources[first_source + index];
@@ -294,7 +300,7 @@ class Exchange {
   }
 
   const Plan& plan_;
-  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  Group group_;
   std::chrono::milliseconds timeout_;
   Direction sends_, receives_;
   bool has_copied_own_ = false;
@@ -321,12 +327,12 @@ void check_own(const Plan& plan, int64_t rank) {
 }
 
 Plan plan_exchange(at::TensorList sources, at::TensorList targets, const at::Tensor& sends, const at::Tensor& receives,
-                   c10d::ProcessGroup& group, int64_t bucket_bytes) {
+                   const Group& group, int64_t bucket_bytes) {
   TORCH_CHECK_VALUE(bucket_bytes > 0, kExchange, ": got bucket_bytes ", bucket_bytes, ", expected a positive number");
-  const int64_t num_ranks = group.getSize();
+  const int64_t num_ranks = size_of(group);
   const at::Tensor& first = !sources.empty() ? sources[0] : !targets.empty() ? targets[0] : sends;
   const at::Device device = first.device();
-  const bool is_device_wire = !device.is_cpu() && supports_coalescing(group, device.type());
+  const bool is_device_wire = !device.is_cpu() && group && supports_coalescing(*group, device.type());
   Plan plan{ExchangeBoxes(sources, sends, first, num_ranks, Access::kRead),
             ExchangeBoxes(targets, receives, first, num_ranks, Access::kWrite),
             {},
@@ -334,17 +340,17 @@ Plan plan_exchange(at::TensorList sources, at::TensorList targets, const at::Ten
             is_device_wire ? Wire::kDevice : Wire::kHost,
             bucket_bytes};
   check_separate(plan.sources, plan.targets);
-  check_own(plan, group.getRank());
+  check_own(plan, rank_in(group));
   const int64_t num_pieces = (std::min(bucket_bytes, kMaxBucketBytes) / 2 - 1) / core::kPieceBytes + 1;
   plan.schedule =
-      core::schedule_exchange(group.getRank(), num_ranks, plan.sources.peer_bytes(), plan.targets.peer_bytes(),
+      core::schedule_exchange(rank_in(group), num_ranks, plan.sources.peer_bytes(), plan.targets.peer_bytes(),
                               std::max<int64_t>(num_pieces, 1) * core::kPieceBytes, kDirectBytes);
   if (plan.schedule.steps.empty()) plan.wire = Wire::kNone;
   return plan;
 }
 
-ExchangeStatement statement_of(const Plan& plan, int64_t digest, const c10d::ProcessGroup& group) {
-  const int64_t rank = group.getRank(), num_ranks = group.getSize();
+ExchangeStatement statement_of(const Plan& plan, int64_t digest, const Group& group) {
+  const int64_t rank = rank_in(group), num_ranks = size_of(group);
   return {false,
           digest,
           plan.bucket_bytes,
@@ -361,7 +367,7 @@ std::chrono::milliseconds timeout_of(double seconds) {
 
 void exchange(at::TensorList sources, at::TensorList targets, const at::Tensor& sends, const at::Tensor& receives,
               const std::string& group_name, int64_t digest, int64_t bucket_bytes, double timeout_seconds) {
-  const auto group = c10d::resolve_process_group(group_name);
+  const Group group = group_name.empty() ? Group() : c10d::resolve_process_group(group_name);
   const std::chrono::milliseconds timeout = timeout_of(timeout_seconds);
   std::optional<Plan> plan;
   std::optional<Exchange> transfer;
@@ -369,8 +375,8 @@ void exchange(at::TensorList sources, at::TensorList targets, const at::Tensor& 
   ExchangeStatement statement;
   try {
     TORCH_CHECK_VALUE(digest != kRefusal, kExchange, ": refused by this rank's caller");
-    plan.emplace(plan_exchange(sources, targets, sends, receives, *group, bucket_bytes));
-    statement = statement_of(*plan, digest, *group);
+    plan.emplace(plan_exchange(sources, targets, sends, receives, group, bucket_bytes));
+    statement = statement_of(*plan, digest, group);
     transfer.emplace(*plan, group, timeout);
   } catch (...) {
     refusal = std::current_exception();
@@ -379,7 +385,7 @@ void exchange(at::TensorList sources, at::TensorList targets, const at::Tensor& 
   const at::Device device = plan ? plan->device : at::Device(at::kCPU);
   // Groups allocate and wait on the current device; without this every rank would open a context on GPU 0.
   const c10::OptionalDeviceGuard guard(device.is_cpu() ? std::nullopt : std::optional(device));
-  if (group->getSize() > 1) agree(*group, statement, device, timeout);
+  if (size_of(group) > 1) agree(*group, statement, device, timeout);
   if (refusal) std::rethrow_exception(refusal);
   try {
     transfer->run();

@@ -116,7 +116,9 @@ def assemble(
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """uint8, 1-d: the bytes of the tensor."""
-    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8)
+    # A clone: one element counts as contiguous with any stride.
+    whole = tensor.detach().resolve_conj().resolve_neg().cpu().clone(memory_format=torch.contiguous_format)
+    return whole.view(-1).view(torch.uint8)
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from torchtitan_ext.errors.problems import Remedy
+from torchtitan_ext.errors.problems import Remedy, named
 
 
 class TorchtitanExtError(Exception):
@@ -247,6 +247,30 @@ class CheckpointFailedError(TorchtitanExtError, RuntimeError):
             text += f" (in phase {self.step}{f' of {self.path}' if self.path else ''})"
         if self.undefined:
             text += f". Part-written, load again or start anew: {', '.join(self.undefined)}; all else is unchanged"
+        return text
+
+
+@dataclass(eq=False, repr=False)
+class TransferFailedError(TorchtitanExtError, RuntimeError):
+    """Ranks failed while they planned or ran a transfer from memory to memory. The same on every rank.
+
+    Attributes:
+        operation: What failed, ``"reshard"``.
+        failures: What each failed rank raised, as text.
+        part_written: Keys of the target that may be part-written; none where nothing had moved.
+        step: The name of the phase.
+    """
+
+    operation: str
+    failures: dict[int, str]
+    part_written: tuple[str, ...]
+    step: str
+
+    def __str__(self) -> str:
+        ranks = "; ".join(f"rank {rank}: {failure}" for rank, failure in self.failures.items())
+        text = f"{self.operation} failed on {len(self.failures)} rank(s) in phase {self.step}: {ranks}"
+        if self.part_written:
+            text += f". The target may be part-written, run it again or fill it anew: {named(self.part_written)}"
         return text
 
 

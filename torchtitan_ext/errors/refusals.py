@@ -31,9 +31,9 @@ class StateRefusedError(TorchtitanExtError, RuntimeError, ValueError):
             grouped.setdefault(problem.kind, []).append(problem)
         lines = [f"{self._headline()}; {len(self.problems)} problem(s):"]
         lines += [] if self.report is None else [str(self.report)]
-        load_headings = LOAD_HEADINGS if self.operation == "load" else {}
+        headings = HEADINGS_OF_OPERATIONS.get(self.operation, {})
         for kind, members in grouped.items():
-            lines.append(f"{load_headings.get(kind, REFUSALS[kind][1])} ({len(members)}):")
+            lines.append(f"{headings.get(kind, REFUSALS[kind][1])} ({len(members)}):")
             lines += listed(members)
         if self.report is not None and self.report.way_on:
             lines.append(self.report.way_on)
@@ -106,12 +106,21 @@ REFUSALS: dict[ProblemKind, tuple[type[StateRefusedError], str]] = {
 }
 """For each kind of problem the error and the heading of its problems in reports."""
 
-LOAD_HEADINGS: dict[ProblemKind, str] = {
-    "partial_placement": "Partial tensors cannot be filled",
-    "unsupported_tensor": "Tensors that cannot be filled",
-    "unsupported_value": "Values that cannot be filled",
+HEADINGS_OF_OPERATIONS: dict[str, dict[ProblemKind, str]] = {
+    "load": {
+        "partial_placement": "Partial tensors cannot be filled",
+        "unsupported_tensor": "Tensors that cannot be filled",
+        "unsupported_value": "Values that cannot be filled",
+    },
+    "reshard": {
+        "partial_placement": "Partial tensors cannot be sent or filled",
+        "unsupported_tensor": "Tensors that cannot be sent or filled",
+        "unsupported_value": "Values that cannot be sent or filled",
+        "missing_key": "Keys that the source does not have",
+        "cannot_reshard": "Sides of the transfer that have changed",
+    },
 }
-"""The same of a load, where that differs."""
+"""The headings of some operations, where they differ."""
 
 
 def refusal(operation: str, problems: Iterable[Problem], report: Any = None) -> StateRefusedError:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torchtitan_ext.checkpoint import CpuStager, LoadPlanner, SaveResult, async_save, load, save
 from torchtitan_ext.checkpoint.operation.arguments import OnStorageError
 from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, Phases
-from torchtitan_ext.checkpoint.planners.targets import CastPolicy
+from torchtitan_ext.checkpoint.rules.casts import CastPolicy
 from torchtitan_ext.checkpoint.rules.policy import Action, Strict
 from torchtitan_ext.elastic import ElasticDataLoader, ElasticPolicy, TorchtitanTextStreams
 from torchtitan_ext.elastic.data.virtual_shards import from_entry, shard_key

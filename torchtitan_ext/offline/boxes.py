@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.planners.saved_chunks import SavedChunks
-from torchtitan_ext.checkpoint.planners.targets import is_exact
+from torchtitan_ext.checkpoint.rules.casts import is_exact
 from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError, WrongValueError
 from torchtitan_ext.layout.dtensor import local_view
 from torchtitan_ext.layout.wrapper import dense_values

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from torchtitan_ext.checkpoint.planners.targets import EXACT_CASTS, cast_problem, is_exact
+from torchtitan_ext.checkpoint.rules.casts import EXACT_CASTS, cast_problem, is_exact
 
 DTYPES = list(EXACT_CASTS) + [torch.float64, torch.int64, torch.uint64, torch.complex128]
 # Their arithmetic on the CPU is too incomplete to be an oracle.

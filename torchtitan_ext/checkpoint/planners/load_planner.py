@@ -41,13 +41,13 @@ from torchtitan_ext.checkpoint.planners.subclasses import (
     uncalled_methods,
 )
 from torchtitan_ext.checkpoint.planners.targets import (
-    CastPolicy,
     fit_targets,
     flatten_targets,
     number_for,
     number_from,
     places_of,
 )
+from torchtitan_ext.checkpoint.rules.casts import CastPolicy
 from torchtitan_ext.checkpoint.rules.load_rules import JointRequest, LoadRules, ReadRequest, for_components
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source, check_rules
 from torchtitan_ext.checkpoint.rules.report import LoadReport, review, warn_of_leftovers

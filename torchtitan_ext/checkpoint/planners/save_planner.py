@@ -361,7 +361,7 @@ class SavePlanner(DefaultSavePlanner):
         self, agreement: Agreement, tables: Sequence[RankTable], compared: ReplicaComparison, token: str
     ) -> list[WriteDecision]:
         lowest = sorted(agreement.number_of[problem.fqn] for problem in compared.differing)
-        hosts = number_hosts(tables)
+        hosts = number_hosts([table.host for table in tables])
         plan = _core.WritePlan(agreement.world, self.dedup_save_to_lowest_rank, lowest, hosts, compared.equal)
         several_boxes = [agreement.names[key] for key in plan.keys_of_several_boxes()[:MAX_NAMED]]
         return [

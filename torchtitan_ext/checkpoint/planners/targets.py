@@ -1,7 +1,6 @@
 """The targets of a load: their places in the nested state dict, and whether the saved values fit them.
 
-Kind, shape, dtype and memory are compared. Which changes of dtype keep every value is an explicit table:
-``torch.can_cast`` and ``torch.promote_types`` both allow int64 -> float32, which loses bits.
+Kind, shape, dtype and memory are compared.
 """
 
 from __future__ import annotations
@@ -9,12 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from torchtitan_ext.checkpoint.rules.casts import FLOATS, CastPolicy, cast_problem, kind_of_number
 from torchtitan_ext.checkpoint.rules.load_rules import LoadRules
 from torchtitan_ext.checkpoint.rules.policy import Source
 from torchtitan_ext.checkpoint.tables.key_table import (
@@ -25,7 +25,7 @@ from torchtitan_ext.checkpoint.tables.key_table import (
     lies_in_local,
 )
 from torchtitan_ext.dcp_private import ShardedTensor, flatten_sharded_tensors
-from torchtitan_ext.errors import Problem, Remedy
+from torchtitan_ext.errors import Problem
 from torchtitan_ext.layout.dtensor import describes_itself, holds_wrapper, local_tensor, may_overlap_itself
 from torchtitan_ext.layout.layout import ShardReport
 from torchtitan_ext.layout.wrapper import parts_of, why_not_materialized, why_not_whole
@@ -176,64 +176,6 @@ def _is_one_number(target: Any, saved: SavedEntry) -> bool:
     return isinstance(target, torch.Tensor) and not describes_itself(target) and whole and target.dim() == 0
 
 
-CastPolicy = Literal["exact", "allow", "forbid"]
-"""Dtype changes: those that keep every value, those that keep the kind of number, none."""
-
-_HALF = {torch.float16, torch.bfloat16}
-_FLOAT = {torch.float32, torch.float64}
-
-EXACT_CASTS: dict[torch.dtype, frozenset[torch.dtype]] = {
-    source: frozenset(targets)
-    for source, targets in {
-        torch.bool: {
-            torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-            torch.uint16, torch.uint32, torch.uint64, *_HALF, *_FLOAT,
-        },
-        torch.uint8: {
-            torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64, *_HALF, *_FLOAT,
-        },
-        torch.int8: {torch.int16, torch.int32, torch.int64, *_HALF, *_FLOAT},
-        torch.int16: {torch.int32, torch.int64, *_FLOAT},
-        torch.uint16: {torch.int32, torch.int64, torch.uint32, torch.uint64, *_FLOAT},
-        torch.int32: {torch.int64, torch.float64},
-        torch.uint32: {torch.int64, torch.uint64, torch.float64},
-        torch.float8_e4m3fn: {*_HALF, *_FLOAT},
-        torch.float8_e4m3fnuz: {*_HALF, *_FLOAT},
-        torch.float8_e5m2: {*_HALF, *_FLOAT},
-        torch.float8_e5m2fnuz: {*_HALF, *_FLOAT},
-        torch.float8_e8m0fnu: {torch.bfloat16, *_FLOAT},
-        torch.float16: {*_FLOAT},
-        torch.bfloat16: {*_FLOAT},
-        torch.float32: {torch.float64},
-        torch.complex32: {torch.complex64, torch.complex128},
-        torch.complex64: {torch.complex128},
-    }.items()
-}  # fmt: skip
-
-
-def is_exact(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether every value of ``source`` is a value of ``target``."""
-    return source == target or target in EXACT_CASTS.get(source, frozenset())
-
-
-def cast_problem(fqn: str, source: torch.dtype, target: torch.dtype, policy: CastPolicy) -> Problem | None:
-    """Why the policy forbids a cast from ``source`` to ``target``; ``None`` where it allows it."""
-    if source == target:
-        return None
-    found = f"saved as {source}, the target is {target}"
-    if policy == "forbid":
-        detail = f"{found}: cast='forbid' allows no change of dtype; use a target of the saved dtype"
-        return Problem("wrong_dtype", fqn, detail)
-    if is_exact(source, target):
-        return None
-    if _kind(source) > _kind(target):
-        return Problem("wrong_dtype", fqn, f"{found}: the kind of number would change; convert it yourself")
-    if policy == "allow":
-        return None
-    advice = "; pass cast='allow' to accept that"
-    return Problem("wrong_dtype", fqn, f"{found}: values can change", advice, Remedy("cast", "allow"))
-
-
 def number_for(value: Any, dtype: torch.dtype, policy: CastPolicy) -> int | float | complex:
     """The number to fill a tensor without dims with, where the checkpoint has a number in its place.
 
@@ -248,9 +190,9 @@ def number_for(value: Any, dtype: torch.dtype, policy: CastPolicy) -> int | floa
             f"it is a {type(value).__name__}, the target is a tensor; put a target of the saved kind there"
         )
     kind = next(kind for kind, numbers in enumerate((bool, int, float, complex)) if isinstance(value, numbers))
-    if kind == _kind(dtype) or (kind < _kind(dtype) and policy != "forbid"):
+    if kind == kind_of_number(dtype) or (kind < kind_of_number(dtype) and policy != "forbid"):
         kept = _in_dtype(value, dtype)
-        is_rounded_well = kind == 2 and (dtype in _FLOAT or policy == "allow") and not math.isinf(abs(kept))
+        is_rounded_well = kind == 2 and (dtype in FLOATS or policy == "allow") and not math.isinf(abs(kept))
         if kept == value or value != value or is_rounded_well:
             return kept
     raise ValueError(f"it is {value!r}, the target is a tensor of {dtype}, which cannot hold that number")
@@ -278,11 +220,3 @@ def number_from(tensor: torch.Tensor, kind: type) -> int | float | bool:
             if number == value or value != value:
                 return number
     raise ValueError(f"it is a tensor with {value!r}, the target is a {kind.__name__}, which cannot be that number")
-
-
-def _kind(dtype: torch.dtype) -> int:
-    if dtype.is_complex:
-        return 3
-    if dtype.is_floating_point:
-        return 2
-    return 0 if dtype == torch.bool else 1

@@ -299,10 +299,10 @@ def host_digest() -> bytes:
     return hashlib.blake2b(socket.gethostname().encode(), digest_size=8).digest()
 
 
-def number_hosts(tables: Sequence[RankTable]) -> list[int]:
-    """Per rank the number of its host; where it does not say, it has one for itself."""
+def number_hosts(hosts: Sequence[bytes]) -> list[int]:
+    """Per rank the number of its host, from the ``host_digest`` of each; who does not say has a host for itself."""
     numbers: dict[bytes | int, int] = {}
-    return [numbers.setdefault(table.host or rank, len(numbers)) for rank, table in enumerate(tables)]
+    return [numbers.setdefault(host or rank, len(numbers)) for rank, host in enumerate(hosts)]
 
 
 def pack(data: bytes) -> bytes:

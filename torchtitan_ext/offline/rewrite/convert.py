@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from torchtitan_ext.checkpoint.planners.targets import is_exact as is_exact_cast
+from torchtitan_ext.checkpoint.rules.casts import is_exact as is_exact_cast
 from torchtitan_ext.dcp_private import unflatten_state_dict
 from torchtitan_ext.errors import Problem, refusal
 from torchtitan_ext.layout.layout import row_major_position

@@ -1,0 +1,59 @@
+// Transfers between ranks for Python. Like core.cpp it converts and decides nothing.
+#include "bindings/transfer.h"
+
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "core/transfer_plan.h"
+
+namespace torchtitan_ext::bindings {
+
+namespace py = pybind11;
+using core::BoxTable;
+using core::TransferPair;
+using core::TransferPlan;
+using core::World;
+
+namespace {
+
+std::string_view to_view(const py::bytes& bytes) { return static_cast<std::string_view>(bytes); }
+
+std::string_view bytes_of(const BoxTable& table) {
+  return {reinterpret_cast<const char*>(table.entries.data()), table.entries.size() * sizeof(int64_t)};
+}
+
+}  // namespace
+
+void register_transfer(py::module_& module) {
+  module.attr("NO_KEY") = World::kNoClass;
+  py::class_<TransferPair>(module, "TransferPair", "Keys with one class in two worlds; see csrc/core/transfer_plan.h.")
+      .def_readonly("source_class", &TransferPair::source_class)
+      .def_readonly("target_class", &TransferPair::target_class)
+      .def_readwrite("cast_to", &TransferPair::cast_to)
+      .def_readonly("source_keys", &TransferPair::source_keys)
+      .def_readonly("target_keys", &TransferPair::target_keys);
+  module.def("pair_keys", &core::pair_keys, py::arg("source"), py::arg("target"), py::arg("source_of"));
+  py::class_<TransferPlan>(module, "TransferPlan", "Who sends what to whom; see csrc/core/transfer_plan.h.")
+      .def(py::init<const World&, const World&, std::vector<TransferPair>, std::vector<uint32_t>>(),
+           py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::call_guard<py::gil_scoped_release>(), py::arg("source"),
+           py::arg("target"), py::arg("pairs"), py::arg("hosts"))
+      .def("sends", [](const TransferPlan& plan, int64_t rank) { return py::bytes(plan.sends(rank)); })
+      .def("receives", [](const TransferPlan& plan, int64_t rank) { return py::bytes(plan.receives(rank)); })
+      .def_property_readonly("bytes_between", &TransferPlan::bytes_between);
+  py::class_<BoxTable>(module, "BoxTable", "One side of an exchange; see torchtitan_ext.ops.exchange_runs_.")
+      .def_property_readonly("entries", [](const BoxTable& table) { return py::bytes(bytes_of(table)); })
+      .def_readonly("bytes_of_peer", &BoxTable::bytes_of_peer);
+  module.def(
+      "expand_transfers",
+      [](const py::bytes& bytes, const std::vector<int64_t>& first_tensor) {
+        return core::expand_transfers(to_view(bytes), first_tensor);
+      },
+      py::arg("transfers"), py::arg("first_tensor"));
+}
+
+}  // namespace torchtitan_ext::bindings

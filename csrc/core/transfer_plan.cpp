@@ -1,0 +1,312 @@
+#include "core/transfer_plan.h"
+
+#include <algorithm>
+#include <limits>
+#include <optional>
+#include <tuple>
+#include <utility>
+
+#include "core/boxes.h"
+#include "core/check.h"
+#include "core/wire.h"
+
+namespace torchtitan_ext::core {
+namespace {
+
+// A box that some ranks hold, or that one rank wants.
+struct PlacedBox {
+  Chunk box;
+  uint32_t chunk = 0;  // of a tensor that states its boxes: the position of this one
+  int64_t rank = 0;
+};
+
+bool is_empty(const Chunk& box) { return std::ranges::find(box.sizes, 0) != box.sizes.end(); }
+
+// The boxes that a rank stated for keys of a class, as boxes of tensors of their own.
+std::vector<PlacedBox> stated_boxes(const KeyClass& of_keys, size_t member) {
+  std::vector<PlacedBox> placed;
+  const std::vector<Chunk>& stated = *of_keys.stated.at(member);
+  for (uint32_t position = 0; position < stated.size(); ++position) {
+    Chunk box = stated[position];
+    box.local_offsets.assign(box.sizes.size(), 0);
+    if (!is_empty(box)) placed.push_back({std::move(box), position, of_keys.members[member].rank});
+  }
+  return placed;
+}
+
+// One set of boxes, and who holds it: any of the holders can send it.
+struct Supply {
+  Chunk box;
+  std::vector<int64_t> ranks;    // in increasing order
+  std::vector<uint32_t> chunks;  // per rank
+};
+
+std::vector<Supply> supplies_of(const World& world, const KeyClass& of_keys) {
+  std::vector<Supply> supplies;
+  if (world.kind_of(of_keys).type == EntryType::kBoxes) {
+    std::map<std::pair<Sizes, Sizes>, size_t> positions;
+    for (size_t member = 0; member < of_keys.members.size(); ++member) {
+      for (PlacedBox& placed : stated_boxes(of_keys, member)) {
+        const auto [found, is_new] = positions.try_emplace({placed.box.offsets, placed.box.sizes}, supplies.size());
+        if (is_new) supplies.push_back({placed.box, {}, {}});
+        Supply& supply = supplies[found->second];
+        if (!supply.ranks.empty() && supply.ranks.back() == placed.rank) continue;  // stated twice
+        supply.ranks.push_back(placed.rank);
+        supply.chunks.push_back(placed.chunk);
+      }
+    }
+    return supplies;
+  }
+  // The first replica, and whoever else holds the same shards in the same places.
+  for (const std::vector<const HeldShard*>& equal : equal_shards(of_keys)) {
+    const HeldShard& first = *equal.front();
+    const std::vector<HeldShard>& shards = of_keys.replicas.front().shards;
+    if (&first < shards.data() || &first >= shards.data() + shards.size()) continue;
+    std::vector<int64_t> ranks;
+    for (const HeldShard* held : equal) {
+      if (held->boxes == first.boxes) ranks.insert(ranks.end(), held->ranks.begin(), held->ranks.end());
+    }
+    std::ranges::sort(ranks);
+    ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
+    for (const Chunk& box : first.boxes) {
+      if (!is_empty(box)) supplies.push_back({box, ranks, std::vector<uint32_t>(ranks.size(), 0)});
+    }
+  }
+  return supplies;
+}
+
+// Ranks that want the same boxes: where these lie is worked out once.
+struct Demand {
+  std::vector<Chunk> boxes;
+  std::vector<uint32_t> chunks;
+  std::vector<int64_t> ranks;
+};
+
+std::vector<Demand> demands_of(const World& world, const KeyClass& of_keys) {
+  std::vector<Demand> demands;
+  if (world.kind_of(of_keys).type == EntryType::kBoxes) {
+    for (size_t member = 0; member < of_keys.members.size(); ++member) {
+      Demand demand{{}, {}, {of_keys.members[member].rank}};
+      for (PlacedBox& placed : stated_boxes(of_keys, member)) {
+        demand.boxes.push_back(std::move(placed.box));
+        demand.chunks.push_back(placed.chunk);
+      }
+      demands.push_back(std::move(demand));
+    }
+    return demands;
+  }
+  for (const Replica& replica : of_keys.replicas) {
+    for (const HeldShard& held : replica.shards) {
+      Demand demand{{}, {}, held.ranks};
+      std::ranges::copy_if(held.boxes, std::back_inserter(demand.boxes),
+                           [](const Chunk& box) { return !is_empty(box); });
+      demand.chunks.assign(demand.boxes.size(), 0);
+      demands.push_back(std::move(demand));
+    }
+  }
+  return demands;
+}
+
+Sizes sum_of(const Sizes& left, const Sizes& right) {
+  Sizes sum(left.size());
+  std::ranges::transform(left, right, sum.begin(), std::plus());
+  return sum;
+}
+
+}  // namespace
+
+std::vector<TransferPair> pair_keys(const World& source, const World& target, const std::vector<uint32_t>& source_of) {
+  TTE_CHECK(source_of.size() == target.num_keys(), "pair_keys", "got ", source_of.size(), " source keys, expected ",
+            target.num_keys());
+  std::vector<TransferPair> pairs;
+  std::map<std::pair<uint32_t, uint32_t>, size_t> positions;
+  for (uint32_t key = 0; key < source_of.size(); ++key) {
+    if (source_of[key] == World::kNoClass) continue;
+    const uint32_t from = source.class_of(source_of[key]);
+    const uint32_t to = target.class_of(key);
+    TTE_CHECK(from != World::kNoClass && to != World::kNoClass, "pair_keys", "no rank holds ",
+              std::string(target.name(key)));
+    const auto [found, is_new] = positions.try_emplace({from, to}, pairs.size());
+    if (is_new) pairs.push_back({from, to, -1, {}, {}});
+    pairs[found->second].source_keys.push_back(source_of[key]);
+    pairs[found->second].target_keys.push_back(key);
+  }
+  return pairs;
+}
+
+// What ranks are told of one world: of the pair that is planned, and of those before it.
+struct TransferPlan::Side {
+  const World& world;
+  std::vector<std::string>& told;
+  std::vector<WireWriter> boxes;  // per rank, of this pair
+  std::vector<size_t> num_boxes;
+  // Per list of sections: the positions in a rank's table of keys of the world; then of the keys of this pair, encoded.
+  std::map<std::vector<size_t>, std::vector<uint32_t>> positions;
+  std::map<std::vector<size_t>, std::string> keys_of_pair;
+
+  Side(const World& of, std::vector<std::string>& to)
+      : world(of), told(to), boxes(of.num_ranks()), num_boxes(of.num_ranks(), 0) {}
+
+  void add_box(int64_t rank, int64_t peer, uint32_t chunk, const Sizes& local_offsets, const Sizes& sizes) {
+    WireWriter& out = boxes[static_cast<size_t>(rank)];
+    out.put(static_cast<uint64_t>(peer));
+    out.put(chunk);
+    out.put_sizes(local_offsets);
+    out.put_sizes(sizes);
+    ++num_boxes[static_cast<size_t>(rank)];
+  }
+
+  void finish_pair(const std::vector<uint32_t>& keys, int64_t item_bytes, int64_t cast_to) {
+    keys_of_pair.clear();
+    for (size_t rank = 0; rank < boxes.size(); ++rank) {
+      if (num_boxes[rank] == 0) continue;
+      WireWriter out;
+      out.put(static_cast<uint64_t>(item_bytes));
+      out.put_signed(cast_to);
+      out.append(encoded_keys(static_cast<int64_t>(rank), keys));
+      out.put(num_boxes[rank]);
+      out.append(boxes[rank].take());
+      told[rank] += out.take();
+      boxes[rank] = WireWriter();
+      num_boxes[rank] = 0;
+    }
+  }
+
+  const std::string& encoded_keys(int64_t rank, const std::vector<uint32_t>& keys) {
+    const std::vector<size_t>& sections = world.sections_of(rank);
+    const auto [found, is_new] = keys_of_pair.try_emplace(sections);
+    if (!is_new) return found->second;
+    const std::vector<uint32_t>& position_of = positions_in(sections);
+    WireWriter out;
+    out.put(keys.size());
+    int64_t before = 0;
+    for (const uint32_t key : keys) {
+      out.put_signed(int64_t{position_of[key]} - before);
+      before = position_of[key];
+    }
+    return found->second = out.take();
+  }
+
+  const std::vector<uint32_t>& positions_in(const std::vector<size_t>& sections) {
+    const auto [found, is_new] = positions.try_emplace(sections);
+    if (!is_new) return found->second;
+    found->second.assign(world.num_keys(), 0);
+    uint32_t position = 0;
+    for (const size_t section : sections) {
+      for (const uint32_t key : world.sections()[section].keys) found->second[key] = position++;
+    }
+    return found->second;
+  }
+};
+
+TransferPlan::TransferPlan(const World& source, const World& target, std::vector<TransferPair> pairs,
+                           std::vector<uint32_t> hosts)
+    : source_(source),
+      target_(target),
+      host_of_(std::move(hosts)),
+      sent_bytes_(source.num_ranks(), 0),
+      sends_(source.num_ranks()),
+      receives_(source.num_ranks()) {
+  TTE_CHECK(source.num_ranks() == target.num_ranks() && host_of_.size() == source.num_ranks(), "TransferPlan",
+            "the source has ", source.num_ranks(), " ranks, the target ", target.num_ranks(),
+            ", and there are hosts of ", host_of_.size());
+  Side source_side(source_, sends_);
+  Side target_side(target_, receives_);
+  for (const TransferPair& pair : pairs) plan_pair(pair, source_side, target_side);
+}
+
+void TransferPlan::plan_pair(const TransferPair& pair, Side& source_side, Side& target_side) {
+  const KeyClass& from = source_.classes().at(pair.source_class);
+  const KeyClass& to = target_.classes().at(pair.target_class);
+  const std::vector<Supply> supplies = supplies_of(source_, from);
+  std::vector<Chunk> held;
+  for (const Supply& supply : supplies) held.push_back(supply.box);
+  const ChunkIndex index(std::move(held));
+  const int64_t num_keys = static_cast<int64_t>(pair.target_keys.size());
+  const int64_t item_bytes = target_.kind_of(to).itemsize;
+  const int64_t key_bytes = checked_mul(item_bytes, num_keys);
+
+  // The nearest of the holders, then the one that sends least; as a position among them.
+  const auto choose = [&](const Supply& supply, int64_t wanting) {
+    const auto own = std::ranges::lower_bound(supply.ranks, wanting);
+    if (own != supply.ranks.end() && *own == wanting) return static_cast<size_t>(own - supply.ranks.begin());
+    const uint32_t host = host_of_[static_cast<size_t>(wanting)];
+    size_t best = 0;
+    std::tuple best_cost{true, std::numeric_limits<int64_t>::max()};
+    for (size_t position = 0; position < supply.ranks.size(); ++position) {
+      const auto rank = static_cast<size_t>(supply.ranks[position]);
+      const std::tuple cost{host_of_[rank] != host, sent_bytes_[rank]};
+      if (cost < best_cost) std::tie(best, best_cost) = std::tuple(position, cost);
+    }
+    return best;
+  };
+  for (const Demand& demand : demands_of(target_, to)) {
+    const std::vector<Overlap> overlaps = index.find_overlaps(demand.boxes);
+    for (const int64_t wanting : demand.ranks) {
+      for (const Overlap& overlap : overlaps) {
+        const Supply& supply = supplies[overlap.saved];
+        const size_t holder = choose(supply, wanting);
+        const int64_t sending = supply.ranks[holder];
+        const int64_t num_bytes = checked_mul(num_elements(overlap.sizes), key_bytes);
+        if (sending != wanting) {
+          int64_t& sent = sent_bytes_[static_cast<size_t>(sending)];
+          sent = checked_add(sent, num_bytes);
+        }
+        int64_t& between = bytes_between_[{sending, wanting}];
+        between = checked_add(between, num_bytes);
+        source_side.add_box(sending, wanting, supply.chunks[holder],
+                            sum_of(supply.box.local_offsets, overlap.saved_offsets), overlap.sizes);
+        target_side.add_box(wanting, sending, demand.chunks[overlap.wanted], overlap.local_offsets, overlap.sizes);
+      }
+    }
+  }
+  source_side.finish_pair(pair.source_keys, item_bytes, pair.cast_to);
+  target_side.finish_pair(pair.target_keys, item_bytes, -1);
+}
+
+BoxTable expand_transfers(std::string_view bytes, const std::vector<int64_t>& first_tensor) {
+  struct Box {
+    int64_t peer;
+    int64_t chunk;
+    Sizes local_offsets;
+    Sizes sizes;
+  };
+  WireReader in(bytes, "transfers");
+  std::map<int64_t, std::vector<int64_t>> of_peer;
+  BoxTable table;
+  while (in.num_left() > 0) {
+    const auto item_bytes = static_cast<int64_t>(in.get("bytes of an element"));
+    const int64_t cast_to = in.get_signed("dtype");
+    std::vector<int64_t> tensors(in.get_count("keys"));
+    int64_t position = 0;
+    for (int64_t& tensor : tensors) {
+      position += in.get_signed("position of a key");
+      const bool is_known = position >= 0 && position < static_cast<int64_t>(first_tensor.size());
+      tensor = is_known ? first_tensor[static_cast<size_t>(position)] : -1;
+      if (tensor < 0) in.fail("position of a key", "this rank has no tensor there");
+    }
+    std::vector<Box> boxes;
+    const size_t num_boxes = in.get_count("boxes", 4);
+    for (size_t box = 0; box < num_boxes; ++box) {
+      const auto peer = static_cast<int64_t>(in.get("peer"));
+      const auto chunk = static_cast<int64_t>(in.get("box of a tensor"));
+      Sizes local_offsets = in.get_sizes("offsets of a box");
+      Sizes sizes = in.get_sizes("sizes of a box");
+      if (local_offsets.size() != sizes.size()) in.fail("sizes of a box", "they are not as many as its offsets");
+      boxes.push_back({peer, chunk, std::move(local_offsets), std::move(sizes)});
+    }
+    for (const int64_t tensor : tensors) {
+      for (const Box& box : boxes) {
+        std::vector<int64_t>& entries = of_peer[box.peer];
+        entries.insert(entries.end(), {box.peer, tensor + box.chunk, cast_to, static_cast<int64_t>(box.sizes.size())});
+        entries.insert(entries.end(), box.local_offsets.begin(), box.local_offsets.end());
+        entries.insert(entries.end(), box.sizes.begin(), box.sizes.end());
+        table.bytes_of_peer[box.peer] += checked_mul(num_elements(box.sizes), item_bytes);
+      }
+    }
+  }
+  for (const auto& [peer, entries] : of_peer) table.entries.insert(table.entries.end(), entries.begin(), entries.end());
+  return table;
+}
+
+}  // namespace torchtitan_ext::core

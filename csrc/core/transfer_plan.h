@@ -1,0 +1,77 @@
+// Which rank sends which boxes of which tensors to whom, when a state changes its layout in memory.
+//
+// The tables of the source and of the target are two worlds with the same ranks. Keys whose source keys are of one class
+// and whose targets are of one class are a *pair*: what holds for one of them holds for all, so the boxes are worked out
+// once per pair. Each rank gets each box that it wants once: from itself where it holds it, else from a holder on its own
+// host, of these from the one that sends the fewest bytes so far, then from the lowest.
+//
+//   source  w1, w2: rows on ranks 0, 1          target  w1, w2: columns on ranks 2, 3        one pair, 4 boxes:
+//                                                       0 -> 2, 0 -> 3, 1 -> 2, 1 -> 3, each for w1 and for w2
+//
+// A rank is told its boxes, per pair, with the positions of the pair's keys in its own table. Both ends of a transfer
+// count boxes in the same order: by pair, by key, by wanted box, by held box.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/agreement.h"
+
+namespace torchtitan_ext::core {
+
+// Keys by their numbers in the two worlds: `target_keys[i]` is filled from `source_keys[i]`.
+struct TransferPair {
+  uint32_t source_class = 0;
+  uint32_t target_class = 0;
+  int64_t cast_to = -1;  // the number of the dtype to which the sender converts, or -1
+  std::vector<uint32_t> source_keys;
+  std::vector<uint32_t> target_keys;
+};
+
+// The pairs, in the order of the lowest target key of each. Args:
+//   source_of: per key of the target the key of the source, or World::kNoClass for one that is not filled.
+std::vector<TransferPair> pair_keys(const World& source, const World& target, const std::vector<uint32_t>& source_of);
+
+class TransferPlan {
+ public:
+  // After `agree` of both worlds, which found no trouble; the worlds must outlive this.
+  // Args:
+  //   pairs: of equal global shapes;
+  //   hosts: per rank the number of its host.
+  TransferPlan(const World& source, const World& target, std::vector<TransferPair> pairs, std::vector<uint32_t> hosts);
+
+  // What a rank sends, and what it receives, for `expand_transfers`.
+  const std::string& sends(int64_t rank) const { return sends_.at(static_cast<size_t>(rank)); }
+  const std::string& receives(int64_t rank) const { return receives_.at(static_cast<size_t>(rank)); }
+  // Bytes from each rank to each other rank, and to itself, where there are any.
+  const std::map<std::pair<int64_t, int64_t>, int64_t>& bytes_between() const { return bytes_between_; }
+
+ private:
+  struct Side;
+  void plan_pair(const TransferPair& pair, Side& source_side, Side& target_side);
+
+  const World& source_;
+  const World& target_;
+  std::vector<uint32_t> host_of_;
+  std::vector<int64_t> sent_bytes_;  // per rank, to other ranks
+  std::vector<std::string> sends_;
+  std::vector<std::string> receives_;
+  std::map<std::pair<int64_t, int64_t>, int64_t> bytes_between_;
+};
+
+// One side of an exchange of boxes: per box peer, tensor, cast_to, number of dims, offsets, sizes; by peer.
+struct BoxTable {
+  std::vector<int64_t> entries;
+  std::map<int64_t, int64_t> bytes_of_peer;
+};
+
+// Writes out, key by key, what a rank was told. Throws WireError.
+// Args:
+//   first_tensor: per position in the rank's table its tensor, or -1 for none. A tensor that states its own boxes is one
+//     tensor per box, of which this is the first.
+BoxTable expand_transfers(std::string_view bytes, const std::vector<int64_t>& first_tensor);
+
+}  // namespace torchtitan_ext::core

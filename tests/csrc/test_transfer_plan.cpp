@@ -1,0 +1,271 @@
+#include <gtest/gtest.h>
+
+#include <deque>
+#include <map>
+#include <numeric>
+#include <random>
+
+#include "core/transfer_plan.h"
+#include "core/wire.h"
+#include "world_messages.h"
+
+namespace torchtitan_ext::core {
+namespace {
+
+constexpr int64_t kNothing = -1;
+
+// One rank's tensors of one side: per key a contiguous local tensor of element numbers; one per box where boxes are
+// stated.
+struct Memory {
+  std::vector<std::vector<int64_t>> elements;
+  std::vector<Sizes> shapes;
+  std::vector<int64_t> first_tensor;  // per key
+};
+
+// A state in one layout: what ranks send as tables, and what they hold.
+struct State {
+  World world;
+  std::vector<Memory> memory;  // per rank
+};
+
+int64_t linear(std::span<const int64_t> index, std::span<const int64_t> shape) {
+  int64_t position = 0;
+  for (size_t dim = 0; dim < shape.size(); ++dim) position = position * shape[dim] + index[dim];
+  return position;
+}
+
+template <typename Visit>
+void for_each_index(const Sizes& sizes, const Visit& visit) {
+  if (num_elements(sizes) == 0) return;
+  Sizes index(sizes.size(), 0);
+  while (true) {
+    visit(index);
+    size_t dim = sizes.size();
+    while (dim > 0 && ++index[dim - 1] == sizes[dim - 1]) index[--dim] = 0;
+    if (dim == 0) return;
+  }
+}
+
+Sizes plus(const Sizes& left, const Sizes& right) {
+  Sizes sum = left;
+  for (size_t dim = 0; dim < sum.size(); ++dim) sum[dim] += right[dim];
+  return sum;
+}
+
+void add_tensor(Memory& memory, const Sizes& shape) {
+  memory.shapes.push_back(shape);
+  memory.elements.emplace_back(static_cast<size_t>(num_elements(shape)), kNothing);
+}
+
+// Keys `names` of kind `kind` on a mesh; ranks outside it hold nothing. `fill` writes each element's global number.
+State state_of(int64_t num_ranks, const MeshForm& mesh, int64_t origin, const Kind& kind,
+               const std::vector<std::string>& names, bool fill) {
+  std::vector<std::pair<std::string, uint32_t>> keys;
+  for (const std::string& name : names) keys.emplace_back(name, 0);
+  const KeyColumns columns = make_columns({mesh}, {kind}, keys);
+  const KeyColumns none = make_columns({}, {}, {});
+  State state;
+  const size_t full = state.world.add_section(encode_columns(columns));
+  const size_t empty = state.world.add_section(encode_columns(none));
+  std::map<int64_t, Sizes> coordinates;
+  for_each_index(mesh.shape, [&](const Sizes& at) { coordinates[rank_at(mesh, origin, at)] = at; });
+  for (int64_t rank = 0; rank < num_ranks; ++rank) {
+    Memory& memory = state.memory.emplace_back();
+    const auto found = coordinates.find(rank);
+    if (found == coordinates.end()) {
+      state.world.add_rank({empty}, encode_part(make_part(none, {})));
+      continue;
+    }
+    state.world.add_rank({full}, encode_part(make_part(columns, found->second, origin)));
+    const auto steps = read_placements(kind.placements, mesh.shape, Reading::kNested);
+    const Shard shard = shard_at({kind.shape, mesh.shape, steps}, found->second);
+    for (size_t key = 0; key < names.size(); ++key) {
+      memory.first_tensor.push_back(static_cast<int64_t>(memory.shapes.size()));
+      add_tensor(memory, shard.sizes);
+      if (!fill) continue;
+      for (const Chunk& chunk : shard.chunks) {
+        for_each_index(chunk.sizes, [&](const Sizes& at) {
+          const int64_t global = linear(plus(chunk.offsets, at), kind.shape);
+          const int64_t local = linear(plus(chunk.local_offsets, at), shard.sizes);
+          memory.elements.back()[static_cast<size_t>(local)] =
+              global + static_cast<int64_t>(key) * num_elements(kind.shape);
+        });
+      }
+    }
+  }
+  state.world.agree(false);
+  for (const KeyClass& of_keys : state.world.classes()) EXPECT_FALSE(of_keys.trouble);
+  return state;
+}
+
+std::vector<uint32_t> same_names(const World& source, const World& target) {
+  std::map<std::string_view, uint32_t> numbers;
+  for (uint32_t key = 0; key < source.num_keys(); ++key) numbers[source.name(key)] = key;
+  std::vector<uint32_t> source_of;
+  for (uint32_t key = 0; key < target.num_keys(); ++key) source_of.push_back(numbers.at(target.name(key)));
+  return source_of;
+}
+
+struct Box {
+  int64_t tensor;
+  Sizes offsets;
+  Sizes sizes;
+};
+
+std::map<int64_t, std::deque<Box>> boxes_by_peer(const BoxTable& table) {
+  std::map<int64_t, std::deque<Box>> result;
+  for (size_t at = 0; at < table.entries.size();) {
+    const int64_t peer = table.entries[at];
+    const auto dims = static_cast<size_t>(table.entries[at + 3]);
+    const auto* values = table.entries.data() + at + 4;
+    result[peer].push_back(
+        {table.entries[at + 1], Sizes(values, values + dims), Sizes(values + dims, values + 2 * dims)});
+    at += 4 + 2 * dims;
+  }
+  return result;
+}
+
+std::vector<int64_t> read_box(const Memory& memory, const Box& box) {
+  std::vector<int64_t> elements;
+  const auto tensor = static_cast<size_t>(box.tensor);
+  for_each_index(box.sizes, [&](const Sizes& at) {
+    const int64_t local = linear(plus(box.offsets, at), memory.shapes[tensor]);
+    elements.push_back(memory.elements[tensor].at(static_cast<size_t>(local)));
+  });
+  return elements;
+}
+
+// Moves elements as the ranks would, and counts how often each target element is written.
+void exchange(const TransferPlan& plan, State& source, State& target) {
+  std::map<std::pair<int64_t, int64_t>, std::deque<std::vector<int64_t>>> sent;
+  const auto num_ranks = static_cast<int64_t>(source.memory.size());
+  for (int64_t rank = 0; rank < num_ranks; ++rank) {
+    const Memory& memory = source.memory[static_cast<size_t>(rank)];
+    for (const auto& [peer, boxes] : boxes_by_peer(expand_transfers(plan.sends(rank), memory.first_tensor))) {
+      for (const Box& box : boxes) sent[{rank, peer}].push_back(read_box(memory, box));
+    }
+  }
+  for (int64_t rank = 0; rank < num_ranks; ++rank) {
+    Memory& memory = target.memory[static_cast<size_t>(rank)];
+    for (const auto& [peer, boxes] : boxes_by_peer(expand_transfers(plan.receives(rank), memory.first_tensor))) {
+      for (const Box& box : boxes) {
+        auto& queue = sent[{peer, rank}];
+        ASSERT_FALSE(queue.empty());
+        const std::vector<int64_t> elements = queue.front();
+        queue.pop_front();
+        ASSERT_EQ(static_cast<int64_t>(elements.size()), num_elements(box.sizes));
+        size_t next = 0;
+        const auto tensor = static_cast<size_t>(box.tensor);
+        for_each_index(box.sizes, [&](const Sizes& at) {
+          const auto local = static_cast<size_t>(linear(plus(box.offsets, at), memory.shapes[tensor]));
+          EXPECT_EQ(memory.elements[tensor].at(local), kNothing) << "written twice";
+          memory.elements[tensor][local] = elements[next++];
+        });
+      }
+    }
+  }
+  for (const auto& [ranks, queue] : sent) EXPECT_TRUE(queue.empty()) << ranks.first << " -> " << ranks.second;
+}
+
+std::vector<uint32_t> one_host_each(int64_t num_ranks) {
+  std::vector<uint32_t> hosts(static_cast<size_t>(num_ranks));
+  std::iota(hosts.begin(), hosts.end(), 0u);
+  return hosts;
+}
+
+TEST(TransferPlan, FillsEveryElementOnceWhateverTheTwoLayouts) {
+  std::mt19937 random(26);
+  const auto below = [&](int64_t limit) { return static_cast<int64_t>(random() % static_cast<uint64_t>(limit)); };
+  constexpr int64_t kRanks = 8;
+  const std::vector<MeshForm> meshes = {strided_mesh({8}, {1}),       strided_mesh({4, 2}, {2, 1}),
+                                        strided_mesh({2, 2}, {2, 1}), strided_mesh({2, 2, 2}, {4, 2, 1}),
+                                        strided_mesh({3}, {1}),       {{2, 2}, false, {7, 1, 3, 5}, false, {}}};
+  for (int trial = 0; trial < 500; ++trial) {
+    const Sizes shape = {1 + below(11), 1 + below(7)};
+    const auto layout = [&]() {
+      const MeshForm& mesh = meshes[static_cast<size_t>(below(static_cast<int64_t>(meshes.size())))];
+      std::vector<Placement> placements(mesh.shape.size());
+      for (Placement& placement : placements) placement.dim = below(3) - 1;
+      // FSDP2's order: an axis that shares its dim with axes further right pays for them.
+      for (size_t axis = 0; axis < placements.size(); ++axis) {
+        if (placements[axis].dim < 0) continue;
+        for (size_t other = axis + 1; other < placements.size(); ++other) {
+          if (placements[other].dim == placements[axis].dim) placements[axis].split_factor *= mesh.shape[other];
+        }
+      }
+      return std::pair{mesh, sharded(shape, placements)};
+    };
+    const auto [source_mesh, source_kind] = layout();
+    const auto [target_mesh, target_kind] = layout();
+    const int64_t source_origin = source_mesh.is_strided && num_elements(source_mesh.shape) <= 4 ? below(5) : 0;
+    const int64_t target_origin = target_mesh.is_strided && num_elements(target_mesh.shape) <= 4 ? below(5) : 0;
+    State source = state_of(kRanks, source_mesh, source_origin, source_kind, {"a", "b"}, true);
+    State target = state_of(kRanks, target_mesh, target_origin, target_kind, {"b", "a"}, false);
+    if (::testing::Test::HasFailure()) return;
+    const auto pairs = pair_keys(source.world, target.world, same_names(source.world, target.world));
+    const TransferPlan plan(source.world, target.world, pairs, one_host_each(kRanks));
+    exchange(plan, source, target);
+    const State expected = state_of(kRanks, target_mesh, target_origin, target_kind, {"b", "a"}, true);
+    for (size_t rank = 0; rank < kRanks; ++rank) {
+      const Memory& made = target.memory[rank];
+      for (size_t tensor = 0; tensor < made.elements.size(); ++tensor) {
+        // "b" is the second key of the source, and the first of the target.
+        const int64_t shift = (tensor == 0 ? 1 : -1) * num_elements(shape);
+        std::vector<int64_t> wanted = expected.memory[rank].elements[tensor];
+        for (int64_t& element : wanted) element += shift;
+        EXPECT_EQ(made.elements[tensor], wanted) << "trial " << trial << ", rank " << rank;
+      }
+    }
+    if (::testing::Test::HasFailure()) return;
+  }
+}
+
+TEST(TransferPlan, TakesFromItselfThenFromItsHostThenFromTheLeastLoaded) {
+  const Kind everywhere = sharded({8}, {{-1, 1}});
+  const State source = state_of(8, strided_mesh({4}, {1}), 0, everywhere, {"w"}, true);
+  const State target = state_of(8, strided_mesh({6}, {1}), 2, everywhere, {"w"}, false);
+  const auto pairs = pair_keys(source.world, target.world, same_names(source.world, target.world));
+  // Ranks 0 to 3 hold, 2 to 7 want; 1 and 4 are on one host.
+  const TransferPlan plan(source.world, target.world, pairs, {0, 1, 2, 3, 1, 5, 6, 7});
+  const std::map<std::pair<int64_t, int64_t>, int64_t> expected = {{{2, 2}, 32}, {{3, 3}, 32}, {{1, 4}, 32},
+                                                                   {{0, 5}, 32}, {{2, 6}, 32}, {{3, 7}, 32}};
+  EXPECT_EQ(plan.bytes_between(), expected);
+}
+
+World world_of_boxes(const std::vector<std::vector<Chunk>>& boxes_of_ranks, const Sizes& shape) {
+  const KeyColumns columns = make_columns({}, {stated_boxes(shape)}, {{"w", 0}});
+  World world;
+  const size_t section = world.add_section(encode_columns(columns));
+  for (const std::vector<Chunk>& boxes : boxes_of_ranks) {
+    RankPart part = make_part(columns, {});
+    part.boxes = {{0, boxes}};
+    world.add_rank({section}, encode_part(part));
+  }
+  world.agree(false);
+  return world;
+}
+
+TEST(TransferPlan, BoxesThatTensorsStateAreTensorsOfTheirOwn) {
+  const World source = world_of_boxes({{{{0}, {0}, {}}, {{0}, {3}, {}}}, {{{3}, {5}, {}}}}, {8});
+  const World target = world_of_boxes({{{{2}, {2}, {}}}, {{{0}, {1}, {}}, {{7}, {1}, {}}}}, {8});
+  const TransferPlan plan(source, target, pair_keys(source, target, {0}), {0, 1});
+  // Rank 0: its second box begins at 0. Element 2 to itself, 0 to rank 1.
+  const std::vector<int64_t> sends = {0, 11, -1, 1, 2, 1, 1, 11, -1, 1, 0, 1};
+  EXPECT_EQ(expand_transfers(plan.sends(0), {10}).entries, sends);
+  const std::vector<int64_t> receives = {0, 10, -1, 1, 0, 1, 1, 11, -1, 1, 0, 1};
+  EXPECT_EQ(expand_transfers(plan.receives(1), {10}).entries, receives);
+}
+
+TEST(TransferPlan, MessagesThatDoNotFitAreRefused) {
+  const World world = world_of_boxes({{{{0}, {8}, {}}}}, {8});
+  const TransferPlan plan(world, world, pair_keys(world, world, {0}), {0});
+  const std::string& sends = plan.sends(0);
+  EXPECT_THROW(expand_transfers(sends, {-1}), WireError);
+  EXPECT_THROW(expand_transfers(sends, {}), WireError);
+  for (size_t length = 1; length < sends.size(); ++length) {
+    EXPECT_THROW(expand_transfers(std::string_view(sends).substr(0, length), {0}), WireError) << length;
+  }
+}
+
+}  // namespace
+}  // namespace torchtitan_ext::core

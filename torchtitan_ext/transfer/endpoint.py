@@ -1,0 +1,159 @@
+"""One rank's side of a transfer: the state dict that is read, or the one that is filled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchtitan_ext.checkpoint.tables.key_table import (
+    BoxesEntry,
+    EncodedTable,
+    ObjectEntry,
+    box_tensors,
+    describe_state,
+    encode_table,
+)
+from torchtitan_ext.errors import Problem, described
+from torchtitan_ext.layout.dtensor import is_wrapper, local_tensor, may_overlap_itself
+from torchtitan_ext.layout.layout import LayoutRules
+from torchtitan_ext.layout.wrapper import dense_values
+from torchtitan_ext.ranks.exchange import has_backend
+from torchtitan_ext.state.nested import Path, flatten_state_dict, set_value
+
+State = Mapping[str, Any] | nn.Module | None
+"""What a rank gives as source or target; ``None`` on a rank that has no part of it."""
+
+
+@dataclass
+class Endpoint:
+    """What one rank holds of the source, or of the target.
+
+    Attributes:
+        state: The nested state dict; tensors are filled in place, other values are put there.
+        table: Keys, kinds and boxes, as the coordinator gets them.
+        values: The flat state dict.
+        tensors: The rank's memory: one tensor per key, or per box where a tensor states its boxes.
+        first_tensor: Per key, in the order of the table, its first tensor; -1 for a value that is no tensor.
+        problems: Why the state cannot take part, as far as this rank sees.
+    """
+
+    state: Mapping[str, Any]
+    table: EncodedTable
+    values: Mapping[str, Any]
+    tensors: list[Tensor]
+    first_tensor: list[int]
+    paths: Mapping[str, Path]
+    problems: list[Problem] = field(default_factory=list)
+    _addresses: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._addresses = self._current_addresses()
+
+    def why_changed(self) -> str | None:
+        """Why the tensors are not those that were planned for, or ``None`` where they are."""
+        if self._current_addresses() == self._addresses:
+            return None
+        return "its tensors have other memory than when the transfer was planned; plan it again"
+
+    def memory_to_read(self) -> list[Tensor]:
+        """Plain tensors with the values, by position; wrappers and lazy views are copies."""
+        return [tensor if _is_memory(tensor) else _values_of(tensor) for tensor in self.tensors]
+
+    def memory_to_fill(self) -> tuple[list[Tensor], Callable[[], None]]:
+        """Plain tensors to be filled, by position, and what is to be called when they are."""
+        filled = [
+            tensor if _is_memory(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            for tensor in self.tensors
+        ]
+
+        def finish() -> None:
+            with torch.no_grad():
+                for memory, tensor in zip(filled, self.tensors, strict=True):
+                    if memory is not tensor:
+                        tensor.copy_(memory)
+
+        return filled, finish
+
+    def set_objects(self, values: Mapping[str, Any]) -> None:
+        """Puts values that are no tensors at their places in the state dict."""
+        assert isinstance(self.state, dict) or not values
+        for fqn, value in values.items():
+            set_value(self.state, self.paths[fqn], value)  # type: ignore[arg-type]
+
+    def _current_addresses(self) -> list[int]:
+        return [tensor.data_ptr() if _is_memory(tensor) else 0 for tensor in self.tensors]
+
+
+def describe_endpoint(side: str, state: State, rules: LayoutRules, *, is_filled: bool) -> Endpoint:
+    """The side of this rank; what is wrong with it becomes a problem, so that all ranks get it. Not collective."""
+    problems: list[Problem] = []
+    if isinstance(state, nn.Module):
+        state = state.state_dict()
+    if not isinstance(state, Mapping | None):
+        what = f"got {described(state)}, expected a state dict, a module, or None on a rank without a part of it"
+        problems.append(Problem("wrong_argument", side, what))
+        state = None
+    values: dict[str, Any] = {}
+    paths: Mapping[str, Path] = {}
+    try:
+        flat = flatten_state_dict(state or {})
+        values, paths = flat.values, flat.paths
+    except ValueError as error:
+        problems.append(Problem("unsupported_value", side, str(error)))
+    described_values = describe_state(values, {}, rules)
+    problems += described_values.problems
+    encoded = encode_table(described_values)
+    tensors: list[Tensor] = []
+    first_tensor: list[int] = []
+    for fqn in (name for names in encoded.names for name in names):
+        entry, value = described_values.entries[fqn], values[fqn]
+        if isinstance(entry, ObjectEntry):
+            first_tensor.append(-1)
+            if hasattr(value, "state_dict"):
+                what = f"is {described(value)}; pass what its state_dict() gives"
+                problems.append(Problem("unsupported_value", fqn, what))
+            continue
+        first_tensor.append(len(tensors))
+        held = list(box_tensors(value, entry)) if isinstance(entry, BoxesEntry) else [local_tensor(value)]
+        tensors += held
+        reason = _why_not_usable(held, is_filled=is_filled)
+        if reason is not None:
+            problems.append(Problem("unsupported_tensor", fqn, reason))
+    return Endpoint(state or {}, encoded, values, tensors, first_tensor, paths, problems)
+
+
+def device_problems(source: Endpoint, target: Endpoint, group: dist.ProcessGroup | None) -> list[Problem]:
+    """What keeps a group from sending the tensors of this rank from where they lie."""
+    found = {tensor.device for endpoint in (source, target) for tensor in endpoint.tensors if not tensor.is_meta}
+    if len(found) > 1:
+        what = f"tensors lie on {', '.join(sorted(map(str, found)))}; transfer those of one device at a time"
+        return [Problem("unsupported_tensor", "source and target", what)]
+    group = group or (dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
+    for device in found:
+        if group is not None and not has_backend(group, device.type):
+            what = f"tensors lie on {device}, from which the group cannot send; pass a group with a backend for it"
+            return [Problem("unsupported_tensor", "source and target", what)]
+    return []
+
+
+def _why_not_usable(held: list[Tensor], *, is_filled: bool) -> str | None:
+    for tensor in held:
+        if tensor.is_meta:
+            return "is on the meta device; give it memory with to_empty() first"
+        if is_filled and not is_wrapper(tensor) and may_overlap_itself(tensor):
+            return "cannot be filled: several of its elements share memory; fill a clone() of it"
+    return None
+
+
+def _is_memory(tensor: Tensor) -> bool:
+    """Whether the elements lie in the tensor's own memory as they are."""
+    return not is_wrapper(tensor) and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _values_of(tensor: Tensor) -> Tensor:
+    return dense_values(tensor).resolve_conj().resolve_neg()

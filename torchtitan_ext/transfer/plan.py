@@ -1,0 +1,214 @@
+"""A transfer that was planned once and can run many times."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from torchtitan_ext import _core, ops
+from torchtitan_ext.errors import Problem, refusal
+from torchtitan_ext.fingerprints import Fingerprint, fingerprint
+from torchtitan_ext.transfer.endpoint import Endpoint
+from torchtitan_ext.transfer.phases import transfer_phases
+from torchtitan_ext.transfer.planning import RankPart
+
+logger = logging.getLogger(__name__)
+
+Replicas = Literal["equal", "first"]
+"""What ``verify`` asks of the source's replicas: that they are equal, or nothing, since the first ones count."""
+
+
+@dataclass(frozen=True)
+class TransferResult:
+    """What one run did on this rank.
+
+    Attributes:
+        version: The number that the source's ranks gave to ``run``; ``None`` where they gave none.
+        bytes_sent, bytes_received: To and from other ranks.
+        bytes_kept: From this rank's source into its own target.
+        seconds: How long each phase took.
+        unproved: With ``verify``: target keys whose fingerprints are not those of the source by nature, because they
+            were cast, or because the ranks hold a part of the tensor only.
+    """
+
+    version: int | None
+    bytes_sent: int
+    bytes_received: int
+    bytes_kept: int
+    seconds: Mapping[str, float]
+    unproved: tuple[str, ...] = ()
+
+
+class TransferPlan:
+    """Which rank sends which part of the source to whom: see ``plan_reshard``.
+
+    Attributes:
+        version: The version of the target's state, by the last run; ``None`` before the first run, after a run without
+            a version, and after one that failed, which may have left the target part-written.
+    """
+
+    def __init__(
+        self,
+        source: Endpoint,
+        target: Endpoint,
+        part: RankPart,
+        group: dist.ProcessGroup | None,
+        *,
+        bucket_bytes: int,
+        timeout_seconds: float,
+    ) -> None:
+        self.version: int | None = None
+        self._source = source
+        self._target = target
+        self._part = part
+        self._group = group
+        self._bucket_bytes = bucket_bytes
+        self._timeout_seconds = timeout_seconds
+        sends = _core.expand_transfers(part.sends, source.first_tensor)
+        receives = _core.expand_transfers(part.receives, target.first_tensor)
+        self._bytes_to, self._bytes_from = sends.bytes_of_peer, receives.bytes_of_peer
+        self._sends, self._receives = _as_tensor(sends.entries), _as_tensor(receives.entries)
+
+    def run(self, *, version: int | None = None, verify: bool = False, replicas: Replicas = "equal") -> TransferResult:
+        """Fills the targets, in place, with what the sources hold now. Collective over the group; plans nothing.
+
+        Args:
+            version: A number for the state, such as the training step; ranks without a source leave it out. All others
+                give the same.
+            verify: Whether replicas of the source are compared before anything moves, and the target's fingerprints
+                with the source's afterwards, without gathering tensors.
+            replicas: ``"first"`` takes the first replica where those of the source differ.
+
+        Raises:
+            StateRefusedError: A tensor has other memory than when this was planned, ranks give several versions, or
+                replicas differ. The same on every rank; nothing was changed.
+            TransferFailedError: The transfer failed on some rank; names the part-written keys. The same on every rank.
+            LostRankError: A rank is gone or does not take part.
+        """
+        self.version = None
+        prepared = _Prepared([], [], _nothing)
+        with transfer_phases(self._group, self._timeout_seconds) as phases:
+            rank = phases.rank
+            found = phases.on_all("agree", lambda: self._offer(version, prepared), doing="ranks agreed on a transfer")
+            problems = [problem for offer in found for problem in offer.problems]
+            versions = {offer.version for offer in found if offer.version is not None}
+            if len(versions) > 1:
+                what = f"ranks gave {', '.join(map(str, sorted(versions)))}; give one number, or none on some ranks"
+                problems.append(Problem("ranks_disagree", "version", what))
+            if problems:
+                raise refusal("reshard", problems)
+            held = self._fingerprint(self._source) if verify else None
+            if held is not None and held.differing and replicas != "first":
+                what = 'has replicas that differ in the source; pass replicas="first" to take the first one'
+                raise refusal("reshard", [Problem("replicas_differ", fqn, what) for fqn in held.differing])
+            undefined = self._filled_keys()
+            phases.on_all(
+                "exchange", lambda: self._exchange(prepared), doing="ranks exchanged tensors", undefined=undefined
+            )
+            objects = {fqn: value for offer in found for fqn, value in offer.objects.items()}
+            self._target.set_objects({fqn: objects[name] for fqn, name in self._part.objects_filled.items()})
+            unproved = () if held is None else self._prove(held)
+            phases.log_metrics(logger, self._part.total_bytes)
+        self.version = next(iter(versions), None)
+        return TransferResult(
+            version=self.version,
+            bytes_sent=sum(self._bytes_to.values()) - self._bytes_to.get(rank, 0),
+            bytes_received=sum(self._bytes_from.values()) - self._bytes_from.get(rank, 0),
+            bytes_kept=self._bytes_from.get(rank, 0),
+            seconds=dict(phases.seconds),
+            unproved=unproved,
+        )
+
+    def describe(self) -> str:
+        """Who sends how much to whom, in groups of at most 64 ranks; else this rank's part. Not collective."""
+        rank = 0 if self._group is None else dist.get_rank(self._group)
+        between = self._part.bytes_between or {
+            **{(rank, peer): num_bytes for peer, num_bytes in self._bytes_to.items()},
+            **{(peer, rank): num_bytes for peer, num_bytes in self._bytes_from.items()},
+        }
+        lines = [f"{self._part.total_bytes:,} bytes in all"]
+        for (sending, wanting), num_bytes in sorted(between.items()):
+            to = "keeps" if sending == wanting else f"-> rank {wanting}:"
+            lines.append(f"rank {sending} {to} {num_bytes:,} bytes")
+        return "\n".join(lines)
+
+    def _offer(self, version: int | None, prepared: _Prepared) -> _Offer:
+        """What the other ranks get to know. What can fail on this rank alone is done here, before anything moves."""
+        problems = []
+        for side, endpoint in (("source", self._source), ("target", self._target)):
+            reason = endpoint.why_changed()
+            if reason is not None:
+                problems.append(Problem("cannot_reshard", side, reason))
+        prepared.sources = self._source.memory_to_read()
+        prepared.targets, prepared.finish = self._target.memory_to_fill()
+        objects = {fqn: self._source.values[fqn] for fqn in self._part.objects_sent}
+        return _Offer(version, objects, tuple(problems))
+
+    def _exchange(self, prepared: _Prepared) -> None:
+        ops.exchange_runs_(
+            prepared.sources,
+            prepared.targets,
+            self._sends,
+            self._receives,
+            group_name="" if self._group is None else self._group.group_name,
+            digest=self._part.number,
+            bucket_bytes=self._bucket_bytes,
+            timeout_seconds=self._timeout_seconds / 2,  # the other half is for agreeing on who is lost
+        )
+        prepared.finish()
+
+    def _filled_keys(self) -> tuple[str, ...]:
+        return tuple(fqn for names in self._target.table.names for fqn in names)
+
+    def _fingerprint(self, endpoint: Endpoint) -> Fingerprint:
+        tensors = {fqn: value for fqn, value in endpoint.values.items() if isinstance(value, torch.Tensor)}
+        if endpoint is self._target:
+            tensors = {fqn: value for fqn, value in tensors.items() if fqn not in self._part.partial}
+        return fingerprint(tensors, process_group=self._group)
+
+    def _prove(self, held: Fingerprint) -> tuple[str, ...]:
+        filled = self._fingerprint(self._target)
+        unproved = tuple(dict.fromkeys((*self._part.cast, *self._part.partial)))
+        wrong = [
+            fqn
+            for fqn, digest in filled.values.items()
+            if fqn not in unproved
+            and (digest != held.values[self._part.renamed.get(fqn, fqn)] or fqn in filled.differing)
+        ]
+        if wrong:
+            what = "is not what the source holds, after the transfer; run it again"
+            raise refusal("reshard", [Problem("replicas_differ", fqn, what) for fqn in wrong])
+        return unproved
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What a rank tells the others before a run."""
+
+    version: int | None
+    objects: Mapping[str, Any]
+    problems: tuple[Problem, ...]
+
+
+@dataclass
+class _Prepared:
+    """Plain memory of both sides of one run, and what is to be called when the targets are filled."""
+
+    sources: list[torch.Tensor]
+    targets: list[torch.Tensor]
+    finish: Callable[[], None]
+
+
+def _nothing() -> None:
+    """Nothing is prepared yet."""
+
+
+def _as_tensor(entries: bytes) -> torch.Tensor:
+    if not entries:
+        return torch.empty(0, dtype=torch.int64, device="cpu")
+    return torch.frombuffer(bytearray(entries), dtype=torch.int64)

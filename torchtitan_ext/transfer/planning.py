@@ -1,0 +1,190 @@
+"""What the coordinator works out for all ranks: which keys belong together, what does not fit, who sends what."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from torchtitan_ext import _core, ops
+from torchtitan_ext.checkpoint.rules.casts import CastPolicy, cast_problem
+from torchtitan_ext.checkpoint.rules.policy import Source
+from torchtitan_ext.checkpoint.tables.agreement import Agreement, agree, dtype_named, unused_layouts
+from torchtitan_ext.checkpoint.tables.key_table import RankTable, number_hosts
+from torchtitan_ext.errors import Problem, refusal
+from torchtitan_ext.errors.near_names import nearest_name
+
+# Ranks are told who sends how much to whom up to this many ranks; beyond it the table grows with their square.
+_MAX_RANKS_TOLD = 64
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What one rank tells the coordinator: the tables of both sides, what is wrong with them, and its arguments."""
+
+    source: RankTable
+    target: RankTable
+    host: bytes
+    problems: tuple[Problem, ...]
+    cast: CastPolicy
+    rename: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """What the coordinator tells one rank.
+
+    Attributes:
+        number: Of this plan, the same on all ranks.
+        sends, receives: The rank's boxes, for ``_core.expand_transfers``.
+        objects_sent: Source keys of values that are no tensors, which this rank sends to all.
+        objects_filled: The source key of each such value of this rank's target.
+        bytes_between: Bytes from rank to rank, of few ranks all.
+        total_bytes: Of all ranks together, those that a rank has itself included.
+        renamed: The source keys of target keys with other names.
+        cast: Target keys whose dtype is not the source's.
+        partial: Target keys of which the ranks together do not hold each element once.
+    """
+
+    number: int
+    sends: bytes
+    receives: bytes
+    objects_sent: tuple[str, ...]
+    objects_filled: Mapping[str, str]
+    bytes_between: Mapping[tuple[int, int], int]
+    total_bytes: int
+    renamed: Mapping[str, str]
+    cast: tuple[str, ...]
+    partial: tuple[str, ...]
+
+
+def plan_for_all(offers: Sequence[Offer]) -> list[RankPart]:
+    """The part of each rank. Runs on the coordinator.
+
+    Raises:
+        StateRefusedError: (a subclass) Something does not fit, on any rank: all of it.
+    """
+    wrong = [problem for offer in offers for problem in offer.problems if problem.kind == "wrong_argument"]
+    if wrong:  # what else does not fit follows from it
+        raise refusal("reshard", wrong)
+    source = agree([offer.source for offer in offers], every_rank_reports=True)
+    target = agree([offer.target for offer in offers], every_rank_reports=False)
+    problems = [*source.problems, *target.problems, *(problem for offer in offers for problem in offer.problems)]
+    problems += [problem for name in ("cast", "rename") for problem in _differing(name, offers)]
+    problems += unused_layouts([offer.source for offer in offers], source, source.names)
+    problems += unused_layouts([offer.target for offer in offers], target, target.names)
+    names, cast = Source(rename=offers[0].rename), offers[0].cast
+    source_of = [_core.NO_KEY] * len(target.names)
+    renamed = {fqn: names.saved_name(fqn) for fqn in target.names}
+    for number, fqn in enumerate(target.names):
+        if number not in target.agreed_keys:
+            continue
+        found = source.number_of.get(renamed[fqn])
+        if found is None:
+            problems.append(_missing(fqn, renamed[fqn], source.names))
+        elif found in source.agreed_keys:
+            source_of[number] = found
+    pairs = _core.pair_keys(source.world, target.world, source_of)
+    misfits = [problem for pair in pairs for problem in _misfits(pair, source, target, cast)]
+    if problems or misfits:
+        raise refusal("reshard", [*problems, *misfits])
+    of_tensors = [pair for pair in pairs if not target.kinds[pair.target_class].is_object]
+    for pair in of_tensors:
+        wanted = target.kinds[pair.target_class]
+        if wanted.dtype != source.kinds[pair.source_class].dtype:
+            pair.cast_to = ops.dtype_number(_dtype_of(wanted))
+    hosts = number_hosts([offer.host for offer in offers])
+    plan = _core.TransferPlan(source.world, target.world, of_tensors, hosts)
+    return _parts(plan, pairs, source, target, offers, renamed)
+
+
+def _parts(
+    plan: _core.TransferPlan,
+    pairs: Sequence[_core.TransferPair],
+    source: Agreement,
+    target: Agreement,
+    offers: Sequence[Offer],
+    renamed: Mapping[str, str],
+) -> list[RankPart]:
+    sent: list[list[str]] = [[] for _ in offers]
+    filled: list[dict[str, str]] = [{} for _ in offers]
+    for pair in pairs:
+        if target.kinds[pair.target_class].is_object:
+            holder = source.world.ranks(pair.source_class)[0]
+            sent[holder] += [source.names[key] for key in pair.source_keys]
+            for rank in target.world.ranks(pair.target_class):
+                filled[rank].update({target.names[key]: renamed[target.names[key]] for key in pair.target_keys})
+    between = plan.bytes_between
+    common = RankPart(
+        number=secrets.randbits(62),
+        sends=b"",
+        receives=b"",
+        objects_sent=(),
+        objects_filled={},
+        bytes_between=between if len(offers) <= _MAX_RANKS_TOLD else {},
+        total_bytes=sum(between.values()),
+        renamed={fqn: name for fqn, name in renamed.items() if fqn != name},
+        cast=tuple(target.names[key] for pair in pairs if pair.cast_to >= 0 for key in pair.target_keys),
+        partial=tuple(target.names[key] for pair in pairs if _is_partial(pair, target) for key in pair.target_keys),
+    )
+    return [
+        replace(
+            common,
+            sends=plan.sends(rank),
+            receives=plan.receives(rank),
+            objects_sent=tuple(dict.fromkeys(sent[rank])),
+            objects_filled=filled[rank],
+        )
+        for rank in range(len(offers))
+    ]
+
+
+def _is_partial(pair: _core.TransferPair, target: Agreement) -> bool:
+    """Whether the ranks together do not hold each element of the targets, or hold some in boxes that differ."""
+    kind = target.kinds[pair.target_class]
+    if kind.type != _core.EntryType.BOXES:
+        return False
+    return _core.cover_defect(kind.global_shape, target.world.written_boxes(pair.target_class)) is not None
+
+
+def _misfits(pair: _core.TransferPair, source: Agreement, target: Agreement, cast: CastPolicy) -> list[Problem]:
+    """What keeps the keys of a pair from being filled, the same for each of them."""
+    held, wanted = source.kinds[pair.source_class], target.kinds[pair.target_class]
+    fqns = [target.names[key] for key in pair.target_keys]
+    if held.is_object != wanted.is_object:
+        kinds = ("a tensor", "a value that is no tensor")
+        what = f"is {kinds[held.is_object]} in the source, {kinds[wanted.is_object]} in the target"
+        return [Problem("wrong_type", fqn, what) for fqn in fqns]
+    if held.is_object:
+        return []
+    if held.global_shape != wanted.global_shape:
+        what = f"has shape {held.global_shape} in the source, {wanted.global_shape} in the target"
+        return [Problem("wrong_shape", fqn, what) for fqn in fqns]
+    dtypes = _dtype_of(held), _dtype_of(wanted)
+    found = [cast_problem(fqn, *dtypes, cast, has="the source is") for fqn in fqns]
+    return [problem for problem in found if problem is not None]
+
+
+def _dtype_of(kind: _core.KeyKind) -> torch.dtype:
+    dtype = dtype_named(kind.dtype)
+    assert dtype is not None, "a tensor has a dtype, please report"
+    return dtype
+
+
+def _differing(name: str, offers: Sequence[Offer]) -> list[Problem]:
+    """The problem that ranks do not all give an argument the same value."""
+    first = getattr(offers[0], name)
+    other = next((rank for rank, offer in enumerate(offers) if getattr(offer, name) != first), None)
+    if other is None:
+        return []
+    what = f"is {first!r} on rank 0, {getattr(offers[other], name)!r} on rank {other}"
+    return [Problem("ranks_disagree", name, what)]
+
+
+def _missing(fqn: str, source_name: str, names: Sequence[str]) -> Problem:
+    near = nearest_name(source_name, names)
+    asked = "" if source_name == fqn else f" as {source_name}"
+    hint = "" if near is None else f"; perhaps {near} is meant: pass rename={{{fqn!r}: {near!r}}}"
+    return Problem("missing_key", fqn, f"the source does not have it{asked}{hint}")
