@@ -3,8 +3,8 @@
     python benchmarks/bench_reshard_plan.py     a line per case, and results/reshard_plan_<machine>.json
 
 Ranks are simulated in one process: what each would send is made first. Timed, in CPU seconds and at the best of a few
-rounds, is what the coordinator does with it, and what one rank does: it describes its two states of DTensors, and writes
-its boxes out.
+rounds, is what the coordinator does with it, and what one rank does: it describes its two states of DTensors, and
+writes its boxes out.
 """
 
 import argparse

@@ -121,26 +121,46 @@ def distribute_tensor(
         raise argument_error("distribute_tensor", "full", full, "a plain tensor; redistribute() a DTensor")
     check_argument("distribute_tensor", "mesh", mesh, DeviceMesh, "a DeviceMesh")
     check_argument("distribute_tensor", "layout", layout, (ShardOrder, NoneType), "a ShardOrder")
-    _check_placements(mesh, placements)
-    describer = Describer(_rule_for_any(layout))
-    report = describer.describe_placements(_ANY, full.shape, mesh, placements)
-    if isinstance(report, Problem):
-        raise refusal("distribute_tensor", [report])
-    steps = _decided_by_shapes(report)
-    if isinstance(steps, Problem):
-        raise refusal("distribute_tensor", [steps])
-    if mesh.get_coordinate() is None:
+    shard = placed_shard("distribute_tensor", full.shape, mesh, placements, layout)
+    if shard is None:
         local = full.new_empty(0)
     else:
         source = full.detach().resolve_conj().resolve_neg()
         if src_data_rank is not None:
             is_source = all(index == src_data_rank for index in mesh.get_coordinate() or ())
             source = broadcast_full(source if is_source else None, like=source, scope=mesh, src=src_data_rank)
-        local = ops.pack_shard(source, shard_of(report, steps))
-    stride = torch.empty(full.shape, dtype=full.dtype, device="meta").stride()
-    dtensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=stride)
+        local = ops.pack_shard(source, shard)
+    dtensor = as_dtensor(local, full.shape, mesh, placements)
     dtensor.requires_grad_(full.requires_grad)
     return dtensor
+
+
+def placed_shard(
+    operation: str,
+    shape: Sequence[int],
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    layout: ShardOrder | None,
+) -> LocalShard | None:
+    """What placements give this rank of a new tensor; ``None`` where it is not on the mesh. Not collective.
+
+    Raises what ``distribute_tensor`` raises.
+    """
+    _check_placements(operation, mesh, placements)
+    describer = Describer(_rule_for_any(layout))
+    report = describer.describe_placements(_ANY, torch.Size(shape), mesh, placements)
+    if isinstance(report, Problem):
+        raise refusal(operation, [report])
+    steps = _decided_by_shapes(report)
+    if isinstance(steps, Problem):
+        raise refusal(operation, [steps])
+    return None if mesh.get_coordinate() is None else shard_of(report, steps)
+
+
+def as_dtensor(local: torch.Tensor, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """The DTensor of a global shape with this local tensor, row-major. Not collective."""
+    stride = torch.empty(shape, dtype=local.dtype, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 _ANY = "tensor"  # messages give this name to a tensor that came without a key
@@ -150,15 +170,13 @@ def _rule_for_any(layout: ShardOrder | None) -> LayoutRules:
     return LayoutRules({} if layout is None else {_ANY: layout})
 
 
-def _check_placements(mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
-    check_argument("distribute_tensor", "placements", placements, Sequence, "a list of placements")
+def _check_placements(operation: str, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
+    check_argument(operation, "placements", placements, Sequence, "a list of placements")
     for placement in placements:
-        check_argument(
-            "distribute_tensor", "placements", placement, Placement, "Shard, Replicate or _StridedShard objects"
-        )
+        check_argument(operation, "placements", placement, Placement, "Shard, Replicate or _StridedShard objects")
     if len(placements) != mesh.ndim:
         raise ValueError(
-            f"distribute_tensor: placements: got {len(placements)}, expected one per axis of the mesh, {mesh.ndim}"
+            f"{operation}: placements: got {len(placements)}, expected one per axis of the mesh, {mesh.ndim}"
         )
 
 

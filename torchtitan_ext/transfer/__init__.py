@@ -3,118 +3,12 @@
 A transfer is a load whose storage is other ranks' memory: the same key tables, the same agreement on layouts, the same
 refusals. The walk of a call:
 
-    endpoint (each rank's two sides) -> planning (the coordinator) -> plan (kept; runs each step) -> ops.exchange_runs_
+    state_dicts | dtensors -> endpoint (each rank's two sides) -> planning (the coordinator)
+        -> plan (kept, runs each step) -> ops.exchange_runs_
 """
 
-from __future__ import annotations
+from torchtitan_ext.transfer.dtensors import redistribute
+from torchtitan_ext.transfer.plan import TransferPlan, TransferResult
+from torchtitan_ext.transfer.state_dicts import plan_reshard, reshard
 
-from collections.abc import Mapping
-
-import torch.distributed as dist
-
-from torchtitan_ext import ops
-from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS
-from torchtitan_ext.checkpoint.rules.casts import CastPolicy
-from torchtitan_ext.checkpoint.rules.policy import Source
-from torchtitan_ext.checkpoint.tables.key_table import host_digest
-from torchtitan_ext.layout.layout import LayoutRules, ShardOrder
-from torchtitan_ext.ranks.exchange import check_usable
-from torchtitan_ext.transfer.endpoint import Endpoint, State, describe_endpoint, device_problems
-from torchtitan_ext.transfer.phases import transfer_phases
-from torchtitan_ext.transfer.plan import Replicas, TransferPlan, TransferResult
-from torchtitan_ext.transfer.planning import Offer, plan_for_all
-
-__all__ = ["TransferPlan", "TransferResult", "plan_reshard", "reshard"]
-
-
-def reshard(
-    source: State,
-    target: State,
-    group: dist.ProcessGroup | None = None,
-    *,
-    cast: CastPolicy = "exact",
-    rename: Mapping[str, str] | None = None,
-    source_layouts: Mapping[str, ShardOrder] | None = None,
-    target_layouts: Mapping[str, ShardOrder] | None = None,
-    version: int | None = None,
-    verify: bool = False,
-    replicas: Replicas = "equal",
-    bucket_bytes: int = ops.DEFAULT_BUCKET_BYTES,
-    timeout_seconds: float = TIMEOUT_SECONDS,
-) -> TransferResult:
-    """Fills the target with what the source holds, in place, whatever their layouts: as a save and a load, bit for bit.
-
-    ``plan_reshard`` and one ``run``, whose arguments and errors these are.
-    """
-    plan = plan_reshard(
-        source,
-        target,
-        group,
-        cast=cast,
-        rename=rename,
-        source_layouts=source_layouts,
-        target_layouts=target_layouts,
-        bucket_bytes=bucket_bytes,
-        timeout_seconds=timeout_seconds,
-    )
-    return plan.run(version=version, verify=verify, replicas=replicas)
-
-
-def plan_reshard(
-    source: State,
-    target: State,
-    group: dist.ProcessGroup | None = None,
-    *,
-    cast: CastPolicy = "exact",
-    rename: Mapping[str, str] | None = None,
-    source_layouts: Mapping[str, ShardOrder] | None = None,
-    target_layouts: Mapping[str, ShardOrder] | None = None,
-    bucket_bytes: int = ops.DEFAULT_BUCKET_BYTES,
-    timeout_seconds: float = TIMEOUT_SECONDS,
-) -> TransferPlan:
-    """Plans the way of each part of the source into the target, to be run as often as wanted. Collective.
-
-    Each rank gets each element that it wants once: from itself where it holds it, else from the nearest rank that does,
-    of these from the one that sends least.
-
-    Args:
-        source: What this rank holds: a nested state dict of DTensors, plain tensors (all of the tensor on each rank
-            that has the key), tensors that describe their own boxes, wrapper subclasses, and other values; or a module.
-            ``None`` on a rank that has no part of it.
-        target: What this rank wants filled, in the same forms, of the same global shapes. Its keys must be in the
-            source, whose other keys are left alone. Its memory may not be the source's.
-        group: Ranks of both sides; the default group if left out. Its backends must send tensors of their device.
-        cast: Which changes of dtype are allowed, as in ``LoadPlanner``. The sender converts.
-        rename: Keys of the target to keys of the source, as in ``Source``: ``{"model.*": "module.*"}``.
-        source_layouts, target_layouts: Sharding orders that placements cannot express, by canonical fqn or glob of each
-            side.
-        bucket_bytes: Size of the buffers; a rank holds at most three beside its tensors.
-        timeout_seconds: How long a rank waits for the others in each phase.
-
-    Raises:
-        StateRefusedError: (a subclass) Source and target do not fit, or a layout is in doubt; all problems of all
-            ranks, the same on every rank. Nothing was changed.
-        LostRankError: A rank is gone or does not take part.
-    """
-    check_usable("plan_reshard", group)
-
-    ends: dict[str, Endpoint] = {}
-
-    def offer() -> Offer:
-        ends["source"] = describe_endpoint("source", source, LayoutRules(source_layouts), is_filled=False)
-        ends["target"] = describe_endpoint("target", target, LayoutRules(target_layouts), is_filled=True)
-        problems = [problem for end in ends.values() for problem in end.problems]
-        return Offer(
-            source=ends["source"].table.message,
-            target=ends["target"].table.message,
-            host=host_digest(),
-            problems=(*problems, *device_problems(ends["source"], ends["target"], group)),
-            cast=cast,
-            rename=Source(rename=dict(rename or {})).rename,
-        )
-
-    with transfer_phases(group, timeout_seconds) as phases:
-        part = phases.through_coordinator("plan", offer, plan_for_all, doing="ranks planned a transfer")
-    return TransferPlan(
-        **ends, part=part, group=phases.group, bucket_bytes=bucket_bytes, timeout_seconds=timeout_seconds
-    )
+__all__ = ["TransferPlan", "TransferResult", "plan_reshard", "redistribute", "reshard"]

@@ -76,6 +76,7 @@ def plan_for_all(offers: Sequence[Offer]) -> list[RankPart]:
     problems += unused_layouts([offer.source for offer in offers], source, source.names)
     problems += unused_layouts([offer.target for offer in offers], target, target.names)
     names, cast = Source(rename=offers[0].rename), offers[0].cast
+    missing: list[Problem] = []
     source_of = [_core.NO_KEY] * len(target.names)
     renamed = {fqn: names.saved_name(fqn) for fqn in target.names}
     for number, fqn in enumerate(target.names):
@@ -83,9 +84,12 @@ def plan_for_all(offers: Sequence[Offer]) -> list[RankPart]:
             continue
         found = source.number_of.get(renamed[fqn])
         if found is None:
-            problems.append(_missing(fqn, renamed[fqn], source.names))
+            missing.append(_missing(fqn, renamed[fqn], source.names))
         elif found in source.agreed_keys:
             source_of[number] = found
+    # A key that its ranks could not describe is not missing.
+    undescribed = {problem.fqn for problem in problems}
+    problems += [problem for problem in missing if renamed[problem.fqn] not in undescribed]
     pairs = _core.pair_keys(source.world, target.world, source_of)
     misfits = [problem for pair in pairs for problem in _misfits(pair, source, target, cast)]
     if problems or misfits:
