@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_readme import GLOO_AT_EXIT
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CLIENT_EXAMPLES = sorted(
@@ -22,7 +23,7 @@ def run_example(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_every_example_has_a_test() -> None:
     commands = {path.name for path in EXAMPLES.glob("*.py") if 'if __name__ == "__main__"' in path.read_text()}
     own = {"elastic_8_to_16.py", "first_hour.py", "ops_in_compiled_code.py", "sync_hsdp.py", "train_llama_2d.py"}
-    assert commands == {*own, *CLIENT_EXAMPLES}
+    assert commands == {*own, "reshard_live.py", *CLIENT_EXAMPLES}
 
 
 def test_ops_in_compiled_code() -> None:
@@ -36,6 +37,22 @@ def test_sync_hsdp_finds_the_broken_replica() -> None:
     finished = run_example("sync_hsdp.py")
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert re.search(r"layers.1.ffn.w2.weight: .* rank 3 at \(1, 1\), first at \(5, 7\)", finished.stdout)
+
+
+def test_reshard_live_gives_equal_logits() -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    for _ in range(3):
+        finished = subprocess.run(
+            [*launcher, str(EXAMPLES / "reshard_live.py")], capture_output=True, text=True, timeout=EXAMPLE_SECONDS
+        )
+        if GLOO_AT_EXIT not in finished.stderr:
+            break
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    row = r"version (\d): 25,440 bytes received, logits within (\S+)\n"
+    assert re.fullmatch(row * 3, finished.stdout), finished.stdout
+    found = re.findall(row, finished.stdout)
+    assert [version for version, _ in found] == ["1", "2", "3"]
+    assert all(float(difference) < 1e-5 for _, difference in found)
 
 
 WITHOUT_LIBRARIES = """
