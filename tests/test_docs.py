@@ -89,9 +89,9 @@ def functions_run(tmp_path_factory: pytest.TempPathFactory) -> set[tuple[str, st
     state = {"model": {"w": torch.zeros(3)}, "step": 1}
     sys.setprofile(note)
     try:
-        torchtitan_ext.save(state, run / "step-1", keep=1)
+        torchtitan_ext.save(state, run / "step-1", keep=1, fingerprints=True)
         torchtitan_ext.load(state, run, step="latest", policy=ElasticPolicy())
-        torchtitan_ext.load(state, run / "step-1")
+        torchtitan_ext.load(state, run / "step-1", prove=True)
     finally:
         sys.setprofile(None)
     return found

@@ -35,6 +35,14 @@ INSTANCES = [
     errors.DamagedCheckpointError("step-3/__0_0.distcp: bytes 0 to 9 do not match their checksum; in them lie w[0:2]"),
     errors.LostRankError("sync_module_states", "tensors were sent", 2, (1,), "Connection reset by peer"),
     errors.SaveInProgressError("run/step-3", "process 7 on node1 since 12:00:00", "run/.tte_save-1"),
+    errors.ProofFailedError(
+        "run/step-3",
+        ("w", "v"),
+        (
+            errors.WrongPart("w", "__0_0.distcp", (0, 2), (4, 2), (1, 3), False),
+            errors.WrongPart("v", "__1_0.distcp", (), (), (0,), None),
+        ),
+    ),
     errors.SavedOverError("run/step-3", "__0_0.distcp is gone"),
     errors.NoCheckpointError("run", "got step=3, expected one of 1, 2"),
     errors.UnknownFormatError("model", "the directory is empty"),

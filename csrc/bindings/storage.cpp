@@ -169,10 +169,6 @@ struct ReadIndex {
     return tensors[name];
   }
 
-  bool has_sums() const {
-    return std::ranges::any_of(index.files, [](const SavedFile& file) { return !file.sums.empty(); });
-  }
-
   std::optional<uint64_t> sum_of(const py::str& name, int64_t offset, const std::string& fqn) {
     auto found = sums.find(name);
     if (found == sums.end()) {
@@ -235,16 +231,16 @@ void define_index(py::module_& module) {
       .def_readonly("notes", &ReadIndex::notes)
       .def_readonly("files", &ReadIndex::files)
       .def("tensors", &ReadIndex::tensors_of, py::arg("name"))
-      .def_property_readonly("has_sums", &ReadIndex::has_sums)
+      .def_property_readonly("has_sums", [](const ReadIndex& self) { return self.index.has_sums; })
       .def("sum_of", &ReadIndex::sum_of, py::arg("name"), py::arg("offset"), py::arg("fqn"))
       .def(py::pickle([](const ReadIndex& self) { return py::bytes(encode_index(self.index)); },
                       [](const py::bytes& state) { return ReadIndex(parse_index(std::string_view(state), "index")); }));
 }
 
 py::bytes encode_index_py(std::string_view save_id, int64_t metadata_bytes, uint64_t metadata_digest, Notes notes,
-                          std::vector<SavedFile> files, std::string tables) {
-  return encode_index(
-      {to_save_id(save_id), metadata_bytes, metadata_digest, std::move(notes), std::move(files), std::move(tables)});
+                          std::vector<SavedFile> files, std::string tables, bool has_sums) {
+  return encode_index({to_save_id(save_id), metadata_bytes, metadata_digest, std::move(notes), std::move(files),
+                       std::move(tables), has_sums});
 }
 
 // Opens a file that ends with a footer and takes the checksums from there.
@@ -450,7 +446,8 @@ void define_storage(py::module_& module) {
     return digest_of(view);
   });
   module.def("encode_index", &encode_index_py, py::arg("save_id"), py::arg("metadata_bytes"),
-             py::arg("metadata_digest"), py::arg("notes"), py::arg("files"), py::arg("tables") = py::bytes());
+             py::arg("metadata_digest"), py::arg("notes"), py::arg("files"), py::arg("tables") = py::bytes(),
+             py::arg("has_sums") = false);
   module.def("find_storages", &find_storages, py::arg("data"), Unlocked());
   module.def(
       "check_pickle_keys",

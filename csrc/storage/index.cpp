@@ -206,7 +206,7 @@ std::string encode_index(const Index& index) {
   std::vector<NewSection> sections{{kSaveTag, kRequiredSection, save.take()}};
   for (const SavedFile& file : index.files) sections.push_back({kFileTag, kRequiredSection, encode_file(file)});
   if (!index.tables.empty()) sections.push_back({kTablesTag, kRequiredSection, index.tables});
-  if (std::ranges::any_of(index.files, [](const SavedFile& file) { return !file.sums.empty(); })) {
+  if (index.has_sums) {
     sections.push_back({kProofTag, 0, encode_proof(index.files)});
   }
   return seal(kMagic, sections);
@@ -221,6 +221,7 @@ Index parse_index(std::string_view bytes, const std::string& where) {
     if (section.tag == kFileTag) index.files.push_back(parse_file(section, where, num_tensors.emplace_back(0)));
     if (section.tag == kTablesTag) index.tables = section.bytes;
     if (section.tag == kProofTag) parse_proof(section, where, num_tensors, index.files);
+    index.has_sums |= section.tag == kProofTag;
     has_save |= section.tag == kSaveTag;
   }
   if (!has_save) throw_format_error(where, 0, "the index does not say which save it belongs to");

@@ -55,7 +55,8 @@ struct Index {
   uint64_t metadata_digest = 0;
   std::vector<std::pair<std::string, std::string>> notes;  // step, world size, versions: for people and later readers
   std::vector<SavedFile> files;
-  std::string tables;  // encoded; empty where there are none
+  std::string tables;     // encoded; empty where there are none
+  bool has_sums = false;  // whether the save took sums, were it of no record
 };
 
 std::string encode_records(const std::vector<SavedRecord>& records);

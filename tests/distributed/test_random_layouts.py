@@ -1,78 +1,25 @@
 """Random layouts saved and loaded as other random layouts: many tensors of one state, each with a mesh of its own."""
 
-import random
 from pathlib import Path
 
 import pytest
 import torch
-from models import DTYPES, HandMade, differences, distribute_by_index, poison, random_whole
-from reference import Step, dtensor_steps
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from models import differences, poison
+from random_layouts import build, random_layouts, random_truth
 
 import torchtitan_ext as tte
 
 NUM_TENSORS = 60
-MESH_SHAPES = {8: [(8,), (2, 4), (4, 2), (2, 2, 2)], 6: [(6,), (2, 3), (3, 2)]}
-
-
-def random_truth(seed: int) -> dict[str, torch.Tensor]:
-    draw = random.Random(seed)
-    truth = {}
-    for index in range(NUM_TENSORS):
-        shape = tuple(draw.choice([0, 1, 2, 3, 5, 7, 9, 12, 17, 24, 33]) for _ in range(draw.randint(1, 3)))
-        truth[f"tensor_{index}"] = random_whole(shape, draw.choice(DTYPES), seed * NUM_TENSORS + index)
-    return truth
-
-
-def random_layout(draw: random.Random, world_size: int, num_dims: int) -> HandMade:
-    """Either what placements say from left to right, or FSDP2's order over one other axis, or an order to be stated."""
-    mesh_shape = draw.choice(MESH_SHAPES[world_size])
-    dim = draw.randrange(num_dims)
-    kind = draw.choice(["placements", "fsdp", "strided", "stated"])
-    if kind == "fsdp" and len(mesh_shape) == 2:
-        placements: list[Placement] = [_StridedShard(dim, split_factor=mesh_shape[1]), Shard(dim)]
-        return HandMade(kind, mesh_shape, tuple(placements), (Step(1, dim), Step(0, dim)))
-    if kind == "strided" and len(mesh_shape) == 1:
-        split_factor = draw.randint(2, 4)
-        placements = [_StridedShard(dim, split_factor=split_factor)]
-        return HandMade(kind, mesh_shape, tuple(placements), (Step(0, dim, split_factor),))
-    placements = [draw.choice([Replicate(), *map(Shard, range(num_dims))]) for _ in mesh_shape]
-    steps = dtensor_steps(placements)
-    if kind == "stated":
-        draw.shuffle(steps)
-        steps = [Step(step.axis, step.dim, draw.choice([1, 2, 3])) for step in steps]
-    return HandMade(kind, mesh_shape, tuple(placements), tuple(steps), must_be_stated=kind == "stated")
-
-
-def build(
-    truth: dict[str, torch.Tensor], layouts: dict[str, HandMade]
-) -> tuple[dict[str, DTensor], dict[str, tte.ShardOrder]]:
-    meshes: dict[tuple[int, ...], DeviceMesh] = {}
-    state, orders = {}, {}
-    for name, layout in layouts.items():
-        if layout.mesh_shape not in meshes:
-            meshes[layout.mesh_shape] = init_device_mesh("cpu", layout.mesh_shape)
-        state[name] = distribute_by_index(truth[name], meshes[layout.mesh_shape], layout)
-        if layout.must_be_stated and layout.steps:
-            orders[name] = tte.ShardOrder(tuple((step.axis, step.dim, step.split_factor) for step in layout.steps))
-    return state, orders
-
-
-def random_layouts(seed: int, world_size: int, truth: dict[str, torch.Tensor]) -> dict[str, HandMade]:
-    draw = random.Random(seed)
-    return {name: random_layout(draw, world_size, whole.ndim) for name, whole in truth.items()}
 
 
 def save_random(rank: int, world_size: int, seed: int, path: Path) -> None:
-    truth = random_truth(seed)
+    truth = random_truth(seed, NUM_TENSORS)
     state, orders = build(truth, random_layouts(seed, world_size, truth))
     tte.save(state, path, planner=tte.SavePlanner(layouts=orders))
 
 
 def load_random(rank: int, world_size: int, seed: int, path: Path) -> list[str]:
-    truth = random_truth(seed)
+    truth = random_truth(seed, NUM_TENSORS)
     layouts = random_layouts(seed + 1000, world_size, truth)
     state, orders = build(truth, layouts)
     poison(state)
@@ -92,7 +39,7 @@ def load_random(rank: int, world_size: int, seed: int, path: Path) -> list[str]:
 def test_random_layouts(run_world, tmp_path: Path, seed: int, source: int, target: int) -> None:
     run_world(source, save_random, seed, tmp_path)
     assert run_world(target, load_random, seed, tmp_path) == [[]] * target
-    truth = random_truth(seed)
+    truth = random_truth(seed, NUM_TENSORS)
     state = {name: torch.empty_like(whole) for name, whole in truth.items()}
     poison(state)
     tte.load(state, tmp_path)

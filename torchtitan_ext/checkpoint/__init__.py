@@ -38,7 +38,7 @@ from torchtitan_ext.checkpoint.planners.save_planner import SavePlanner
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source, check_rules
 from torchtitan_ext.checkpoint.rules.report import LoadReport
 from torchtitan_ext.checkpoint.staging.stager import CpuStager
-from torchtitan_ext.errors import SavedOverError, WrongValueError
+from torchtitan_ext.errors import SavedOverError, WrongValueError, check_argument
 from torchtitan_ext.metrics import begin_trace
 from torchtitan_ext.state.plain_value import check_classes
 
@@ -128,6 +128,7 @@ def load(
     policy: ElasticPolicy | None = None,
     sources: Sequence[Source] = (),
     allow_classes: Collection[Callable[..., Any]] = (),
+    prove: bool = False,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     timeout_seconds: float = TIMEOUT_SECONDS,
@@ -151,22 +152,26 @@ def load(
         policy: What to do with each component, and about missing and unexpected keys.
         sources: Several checkpoints and which keys come from each, instead of ``path``.
         allow_classes: Classes of values beside plain data, see ``LoadPlanner``; not together with a planner.
+        prove: Compare the loaded tensors with the fingerprints that ``save(..., fingerprints=True)`` stored, on all
+            ranks; objects are asked for their state again. What cannot be compared is in the report's ``proof``.
         process_group: The ranks that take part; all by default.
         no_dist: Load into this process alone.
         timeout_seconds: How long a rank waits for the others in each phase.
         trace: As in ``save``.
 
     Returns:
-        With a policy or sources a report of what was done, the same on every rank; else ``None``.
+        With a policy, sources or ``prove`` a report of what was done, the same on every rank; else ``None``.
 
     Raises:
         StateRefusedError: No target was changed; the same on every rank, listing all problems.
         CheckpointFailedError: A rank failed while reading; targets may be part-written, and it names them.
         NoCheckpointError: The run has no such step, or none that is good.
+        ProofFailedError: Loaded tensors are not what was saved; the same on every rank, and names them, the files and
+            the ranks.
         LostRankError: A rank died, hangs, or did not come in time; the same on every rank, and names it.
         TypeError: An argument is of another type.
-        ValueError: Both ``path`` and ``sources``, two policies, or ``allow_classes`` and a planner; or a policy for a
-            planner that knows none.
+        ValueError: Both ``path`` and ``sources``, two policies, or ``allow_classes`` and a planner; a policy or
+            ``prove`` for a planner that knows none; or ``prove`` and a checkpoint without fingerprints.
     """
     check_rules("load", policy, sources)
     check_load(state_dict, path, planner, storage_reader, process_group, has_sources=bool(sources))
@@ -177,6 +182,9 @@ def load(
         raise ValueError("load: got allow_classes and a planner; give them to it: LoadPlanner(allow_classes=[...])")
     planner = LoadPlanner(allow_classes=allow_classes) if planner is None else planner
     policy = _policy_of_load(policy, planner, has_sources=bool(sources))
+    check_argument("load", "prove", prove, bool, "True or False")
+    if prove and not isinstance(planner, LoadPlanner):
+        raise WrongValueError(f"load: got prove=True and a {type(planner).__name__}, expected a LoadPlanner")
     spans = begin_trace("load", trace)
     phases_at = partial(Phases, "load", process_group, no_dist=no_dist, timeout_seconds=timeout_seconds, trace=spans)
     if path is not None and step is not None:
@@ -185,7 +193,7 @@ def load(
     sources = sources or [_source_at(path, storage_reader, planner)]
     place = ", ".join(str(source.path) for source in sources if source.path is not None) or None
     with phases_at(path=place) as phases:
-        return _load_unless_overwritten(LoadJob(state_dict, sources, planner, policy, phases))
+        return _load_unless_overwritten(LoadJob(state_dict, sources, planner, policy, phases, prove))
 
 
 def _policy_of_load(

@@ -28,6 +28,7 @@ from torchtitan_ext.errors.failures import (
     DamagedValueError,
     LostRankError,
     NoCheckpointError,
+    ProofFailedError,
     SavedOverError,
     SaveInProgressError,
     TorchtitanExtError,
@@ -35,6 +36,7 @@ from torchtitan_ext.errors.failures import (
     UnknownFormatError,
     UnsafePickleError,
     WorkerLostError,
+    WrongPart,
     WrongValueError,
 )
 from torchtitan_ext.errors.problems import MAX_NAMED, Problem, ProblemKind, Remedy, listed, named
@@ -63,6 +65,7 @@ __all__ = [
     "NoCheckpointError",
     "Problem",
     "ProblemKind",
+    "ProofFailedError",
     "Remedy",
     "ReplicaMismatchError",
     "ReshardError",
@@ -76,6 +79,7 @@ __all__ = [
     "UnsafePickleError",
     "WorkerLostError",
     "WrongArgumentError",
+    "WrongPart",
     "WrongValueError",
     "argument_error",
     "check_argument",

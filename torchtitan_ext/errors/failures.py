@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from torchtitan_ext.errors.problems import Remedy, named
+from torchtitan_ext.errors.problems import MAX_NAMED, Remedy, named
 
 
 class TorchtitanExtError(Exception):
@@ -136,6 +136,61 @@ class DamagedCheckpointError(TorchtitanExtError, RuntimeError):
 
     def __str__(self) -> str:
         return f"load: {self.reason}{self.advice}; load another step"
+
+
+@dataclass(frozen=True)
+class WrongPart:
+    """A part of a loaded tensor whose elements are not those that were saved.
+
+    Attributes:
+        fqn: The key in the state dict.
+        file: The checkpoint's file with the saved chunk.
+        offsets: Where the chunk begins in the global tensor.
+        sizes: Its shape.
+        ranks: The ranks that hold wrong elements of it.
+        is_in_file: Whether the file has other elements than were saved under this key; ``None`` if it could not be read
+            again.
+    """
+
+    fqn: str
+    file: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    ranks: tuple[int, ...]
+    is_in_file: bool | None
+
+    def __str__(self) -> str:
+        rows = ", ".join(f"{first}:{first + size}" for first, size in zip(self.offsets, self.sizes, strict=True))
+        where = {
+            True: "the file has other elements there than were saved under this key",
+            False: "the file has what was saved: it changed after it was read",
+            None: "the file could not be read again",
+        }[self.is_in_file]
+        return f"{self.fqn}[{rows}] of {self.file} on rank(s) {', '.join(map(str, self.ranks))}; {where}"
+
+
+@dataclass(eq=False, repr=False)
+class ProofFailedError(TorchtitanExtError, RuntimeError):
+    """Loaded tensors are not what was saved: their fingerprints differ. The same on every rank; the state is undefined.
+
+    Attributes:
+        path: The checkpoint.
+        fqns: Keys of the wrong tensors in the state dict.
+        parts: What is wrong on which ranks, for the first of these keys.
+    """
+
+    path: str
+    fqns: tuple[str, ...]
+    parts: tuple[WrongPart, ...]
+
+    def __str__(self) -> str:
+        lines = [
+            f"load: {len(self.fqns)} tensor(s) of {self.path} are not what was saved ({named(self.fqns)}); load again, "
+            "and another step where that fails too"
+        ]
+        lines += [f"  {part}" for part in self.parts[:MAX_NAMED]]
+        more = len(self.parts) - MAX_NAMED
+        return "\n".join([*lines, *([f"  ... and {more} more"] if more > 0 else [])])
 
 
 @dataclass(eq=False, repr=False)

@@ -72,7 +72,7 @@ def flatten_state_dict(
         ValueError: Two paths give the same flat key, or a container holds itself.
     """
     flat = FlatStateDict()
-    is_walked = _holds_tensor if tuples == "walked" else _needs_walk
+    is_walked = holds_tensor if tuples == "walked" else _needs_walk
     reasons: dict[Any, str | None] = {}
     keeps_whole = is_whole or (lambda fqn, wrapper: why_not_whole(wrapper, reasons) is None)
 
@@ -222,7 +222,8 @@ def _is_walked_list(value: list[Any], is_walked: Callable[[Any], bool]) -> bool:
     return False
 
 
-def _holds_tensor(value: Any) -> bool:
+def holds_tensor(value: Any) -> bool:
+    """Whether a value is a tensor, or a container with one somewhere."""
     return any(isinstance(member, torch.Tensor) for member in nested_members(value))
 
 
@@ -231,7 +232,7 @@ def _needs_walk(value: Any) -> bool:
         is_traceable_wrapper_subclass(member)
         or isinstance(member, ShardedTensor)
         or has_own_boxes(member)
-        or (isinstance(member, tuple) and type(member) not in (tuple, torch.Size) and _holds_tensor(member))
+        or (isinstance(member, tuple) and type(member) not in (tuple, torch.Size) and holds_tensor(member))
         for member in nested_members(value)
     )
 

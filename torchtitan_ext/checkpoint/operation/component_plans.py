@@ -129,7 +129,7 @@ def cut_by_component(
             carried[key] = component
         else:
             components.values[key] = component.state_dict()
-    new = _world_of(components.values, size)
+    new = world_of(components.values, size)
     for key in list(components.values):
         if policy.component_action(str(key)) == "reshard" and _has_group_list(components.values[key]):
             _cut_param_groups(key, components, opened, policy, new)
@@ -299,7 +299,8 @@ def _check_samples(components: Components) -> None:
                 plans[name] = replace(plans[name], problem=Problem("cannot_reshard", name, detail))
 
 
-def _world_of(values: Mapping[str, Any], size: int) -> World:
+def world_of(values: Mapping[str, Any], size: int) -> World:
+    """The ranks, and the axes of the meshes in a state dict."""
     meshes = {
         tensor.device_mesh for tensor in flatten_state_dict(values).values.values() if isinstance(tensor, DTensor)
     }

@@ -1,9 +1,10 @@
-"""Loads a state dict, all of it or nothing, in four phases: prepare, plan, read, take.
+"""Loads a state dict, all of it or nothing, in four phases: prepare, plan, read, take; and proves it, where asked to.
 
 1. *prepare* reads what components have saved and asks them for their part;
 2. *plan* makes the plans of all checkpoints, and one refusal of what any rank refuses; nothing has changed so far;
 3. *read* reads tensors in place;
-4. *take* gives components their new state.
+4. *take* gives components their new state;
+5. *prove* compares the loaded tensors with the fingerprints of the save.
 
 Without a policy the phases are the same, by stock's rules.
 """
@@ -24,18 +25,24 @@ from torch.distributed.checkpoint.planner import LoadPlanner as StockLoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from torchtitan_ext.checkpoint.operation.arguments import place_of
-from torchtitan_ext.checkpoint.operation.component_plans import Components, OpenSource, cut_by_component
+from torchtitan_ext.checkpoint.operation.component_plans import (
+    Components,
+    OpenSource,
+    cut_by_component,
+    world_of,
+)
 from torchtitan_ext.checkpoint.operation.phases import Phases
+from torchtitan_ext.checkpoint.operation.prove import ProvenSource, check_has_sums, prove_load
 from torchtitan_ext.checkpoint.planners.items import ReadDecision
 from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
 from torchtitan_ext.checkpoint.planners.subclasses import read_metadata, set_up_load
 from torchtitan_ext.checkpoint.rules.load_rules import LoadRules
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source
-from torchtitan_ext.checkpoint.rules.report import LoadReport, disagreements, join_reports
-from torchtitan_ext.checkpoint.tables.component import is_stateful
+from torchtitan_ext.checkpoint.rules.report import LoadReport, disagreements, join_reports, warn_of_unproved
+from torchtitan_ext.checkpoint.tables.component import is_stateful, saved_world
 from torchtitan_ext.dcp_private import storage_setup
 from torchtitan_ext.errors import Problem, ReplicaMismatchError, StateRefusedError, refusal
-from torchtitan_ext.state.nested import set_member
+from torchtitan_ext.state.nested import holds_tensor, set_member
 from torchtitan_ext.storage import FileReader
 from torchtitan_ext.storage.futures import result_of
 
@@ -61,6 +68,7 @@ class LoadJob:
             gets the report.
         policy: What to do with each component; ``None``: as stock.
         phases: The ranks that load.
+        prove: Compare what was loaded with the fingerprints of the save; needs a ``LoadPlanner``.
     """
 
     state_dict: dict[Any, Any]
@@ -68,6 +76,7 @@ class LoadJob:
     planner: StockLoadPlanner
     policy: ElasticPolicy | None
     phases: Phases
+    prove: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,19 +93,29 @@ def load_state_dict(job: LoadJob) -> LoadReport | None:
     """Loads a state dict from one or several checkpoints. Collective.
 
     Returns:
-        With a policy what was done, the same on every rank.
+        With a policy, or a proof, what was done, the same on every rank.
 
     Raises:
         StateRefusedError: With the report; nothing was changed. The same on every rank.
         CheckpointFailedError: A rank failed while reading, or while its components took their state; names the
             components that are undefined now.
+        ProofFailedError: The loaded tensors are not what was saved.
     """
     opened, components = _prepare(job)
     planned = _plan(job, opened, components)
-    num_bytes = _read(job, planned, components)
-    _take(job, components)
+    num_bytes = _read(job, opened, planned, components)
+    with_tensors = _take(job, components)
+    proof = None
+    if job.prove:
+        proof = prove_load(job.state_dict, components, _proven(opened, planned), with_tensors, job.phases)
+        if job.phases.is_coordinator:
+            warn_of_unproved(proof)
     job.phases.log_metrics(logger, num_bytes, path=", ".join(one.name for one in opened))
     report = _joined([(one.name, other.report) for one, other in zip(opened, planned, strict=True)], job.policy)
+    if proof is not None:
+        new = world_of(components.values, job.phases.size)
+        report = report or LoadReport(saved_world(opened[0].metadata), new, components=())
+        report = replace(report, proof=proof)
     if isinstance(job.planner, LoadPlanner):
         job.planner.report = report
     return report
@@ -217,7 +236,7 @@ def _plan_source(one: OpenSource, planner: StockLoadPlanner, values: dict[Any, A
     return phases.through_coordinator("plan", plan_own_part, plan_all_parts, doing=_PLANNING)
 
 
-def _read(job: LoadJob, planned: Sequence[PlannedSource], components: Components) -> int:
+def _read(job: LoadJob, opened: Sequence[OpenSource], planned: Sequence[PlannedSource], components: Components) -> int:
     """Reads non-tensor values first: where one cannot be read, nothing has changed yet.
 
     Returns:
@@ -226,6 +245,8 @@ def _read(job: LoadJob, planned: Sequence[PlannedSource], components: Components
     plans: list[LoadPlan] = []
 
     def read_values() -> None:
+        if job.prove:
+            check_has_sums(_proven(opened, planned))
         for one in planned:
             plan = one.planner.finish_plan(one.plan)
             if isinstance(one.planner, LoadPlanner):
@@ -252,11 +273,16 @@ def _read(job: LoadJob, planned: Sequence[PlannedSource], components: Components
     return sum(job.phases.on_all("read", read_tensors, doing=doing, undefined=loaded))
 
 
-def _take(job: LoadJob, components: Components) -> None:
-    """Gives components their new state; the planners have filled the tensors in place."""
+def _take(job: LoadJob, components: Components) -> set[str]:
+    """Gives components their new state; the planners have filled the tensors in place.
+
+    Returns:
+        With a proof, the components of which some rank has loaded tensors.
+    """
     state_dict, phases = job.state_dict, job.phases
 
-    def take() -> None:
+    def take() -> list[str]:
+        with_tensors = [str(key) for key, value in components.values.items() if job.prove and holds_tensor(value)]
         for key, component in state_dict.items():
             if not isinstance(component, torch.Tensor):  # load_state_dict() of others may take long
                 phases.at(str(key))
@@ -272,10 +298,16 @@ def _take(job: LoadJob, components: Components) -> None:
         for key in components.to_reset:
             phases.at(str(key))
             state_dict[key].reset()
+        return with_tensors
 
     changed = components.changed(job.policy)
     doing = f"components took their state; undefined are {', '.join(changed)}"
-    phases.on_all("take", take, doing=doing, undefined=changed)
+    return {name for names in phases.on_all("take", take, doing=doing, undefined=changed) for name in names}
+
+
+def _proven(opened: Sequence[OpenSource], planned: Sequence[PlannedSource]) -> list[ProvenSource]:
+    planners = [one.planner for one in planned if isinstance(one.planner, LoadPlanner)]  # all: tte.load has checked it
+    return [ProvenSource(one, planner) for one, planner in zip(opened, planners, strict=True)]
 
 
 def _taken(component: Any, value: Any) -> Any:

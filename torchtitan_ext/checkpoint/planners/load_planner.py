@@ -50,7 +50,7 @@ from torchtitan_ext.checkpoint.planners.targets import (
 from torchtitan_ext.checkpoint.rules.casts import CastPolicy
 from torchtitan_ext.checkpoint.rules.load_rules import JointRequest, LoadRules, ReadRequest, for_components
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source, check_rules
-from torchtitan_ext.checkpoint.rules.report import LoadReport, review, warn_of_leftovers
+from torchtitan_ext.checkpoint.rules.report import NO_TENSOR, LoadReport, review, warn_of_leftovers
 from torchtitan_ext.checkpoint.tables.agreement import agree
 from torchtitan_ext.checkpoint.tables.component import nested_stateful
 from torchtitan_ext.checkpoint.tables.key_table import (
@@ -168,6 +168,36 @@ class LoadPlanner(DefaultLoadPlanner):
     def wanted(self) -> KeyTable:
         """The entries that this rank reads, from step 2 on, as they were saved, by keys of the state dict."""
         return self._table
+
+    @property
+    def layouts(self) -> LayoutRules:
+        """The sharding orders that the user states."""
+        return self._layouts
+
+    def loaded_values(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The values of a state dict, as components give it after the load, by the flat keys of this planner.
+
+        Where a subclass has put targets of its own in their places, these.
+        """
+        if self.state_dict.keys() != self._flat.values.keys():
+            return self.state_dict
+        flat = flatten_targets(
+            state_dict,
+            self.metadata.state_dict_metadata,
+            self.rules.source,
+            nested=self.flatten_state_dict,
+            sharded_tensors=self.flatten_sharded_tensors,
+        )
+        return flat.values
+
+    def why_unproved(self, fqn: str) -> str | None:
+        """Why the fingerprint of a loaded key cannot be that of the saved one; ``None`` where it must be."""
+        saved = self.metadata.state_dict_metadata[self.rules.source.saved_name(fqn)]
+        if overrides(self, LoadPlanner, "lookup_tensor", "transform_tensor", "resolve_tensor", "commit_tensor"):
+            return f"{type(self).__name__} fills it by methods of its own"
+        if not isinstance(saved, TensorStorageMetadata) or fqn in self._numbers:
+            return NO_TENSOR
+        return None
 
     def with_rules(self, rules: LoadRules) -> LoadPlanner:
         """A planner of the same class, with the same options, that follows these rules."""

@@ -42,6 +42,10 @@ logger = logging.getLogger(__name__)
 _MAX_GLOBS = 20
 
 
+NO_TENSOR = "it is no tensor, here or in the checkpoint"
+"""Why a value is not proved."""
+
+
 @dataclass(frozen=True)
 class ComponentLine:
     """One line of a report."""
@@ -49,6 +53,26 @@ class ComponentLine:
     name: str
     action: Action
     outcome: str
+
+
+@dataclass(frozen=True)
+class LoadProof:
+    """What a load with ``prove=True`` has compared with the fingerprints of the save.
+
+    Attributes:
+        proved: Keys of the tensors that are what was saved, on all ranks.
+        unproved: All other keys of the state dict, each with the reason.
+    """
+
+    proved: tuple[str, ...]
+    unproved: Mapping[str, str]
+
+    def __str__(self) -> str:
+        of_reason: dict[str, list[str]] = {}
+        for fqn, reason in self.unproved.items():
+            of_reason.setdefault(reason, []).append(fqn)
+        reasons = [f"unproved, {reason}: {named(keys)}" for reason, keys in of_reason.items()]
+        return "\n".join([f"proved: {len(self.proved)} tensor(s)", *reasons])
 
 
 @dataclass(frozen=True)
@@ -64,6 +88,7 @@ class LoadReport:
         unused: Names in the policy that match nothing in state dict or checkpoint: perhaps misspelt.
         problems: Why the load is refused; empty where it is not.
         remedy_policy: The policy under which the load would succeed, where there is one.
+        proof: What was compared with the fingerprints of the save, if the load was told to prove.
     """
 
     old: World
@@ -74,6 +99,7 @@ class LoadReport:
     unused: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
     remedy_policy: ElasticPolicy | None = None
+    proof: LoadProof | None = None
 
     @property
     def remedy(self) -> str:
@@ -93,6 +119,7 @@ class LoadReport:
         for title, keys in zip(titles, (self.missing, self.unexpected, self.unused), strict=True):
             if keys:
                 lines.append(f"  {title}: {named(keys)}")
+        lines += [] if self.proof is None else [f"  {line}" for line in str(self.proof).splitlines()]
         return "\n".join(lines)
 
 
@@ -264,6 +291,13 @@ def warn_of_leftovers(report: LoadReport, policy: ElasticPolicy) -> None:
         logger.warning("load: %s", report)
     elif policy.strict != "ignore" and report.unused:
         logger.warning("load: the policy names what is not there: %s", ", ".join(report.unused))
+
+
+def warn_of_unproved(proof: LoadProof) -> None:
+    """Logs the tensors that a load has not proved; values that are no tensors are in the report."""
+    tensors = {fqn: reason for fqn, reason in proof.unproved.items() if reason != NO_TENSOR}
+    if tensors:
+        logger.warning("load: %s", LoadProof(proof.proved, tensors))
 
 
 def disagreements(rules: Sequence[str]) -> list[Problem]:

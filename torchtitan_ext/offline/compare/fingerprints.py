@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from torchtitan_ext import ops
-from torchtitan_ext.fingerprints import hex_of_digest
+from torchtitan_ext.checkpoint.tables.tensor_sums import hex_of_digest
 from torchtitan_ext.layout.layout import Chunk, LocalShard
 from torchtitan_ext.offline.boxes import BoxReader, Piece, batched, chunks_of, cut, new_buffer, records_of, views
 from torchtitan_ext.offline.sources import FileSource

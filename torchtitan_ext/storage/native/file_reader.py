@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
@@ -35,8 +36,9 @@ from torchtitan_ext.storage.commit.opened import Footers, OpenedCheckpoint
 from torchtitan_ext.storage.futures import finished
 from torchtitan_ext.storage.metadata.metadata_file import metadata_of_tables, parse_metadata
 from torchtitan_ext.storage.native.device_buckets import bucket_bytes_of
-from torchtitan_ext.storage.native.read_batch import ReadBatch
+from torchtitan_ext.storage.native.read_batch import ReadBatch, add_box
 from torchtitan_ext.storage.progress import progress
+from torchtitan_ext.storage.raw_tensor import DTYPES
 
 Verify = Literal["auto", "all", "none"]
 
@@ -202,6 +204,42 @@ class FileReader(StorageReader):
             Record(info.relative_path, info.offset, info.length, tensors[info.relative_path].get(info.offset))
             for info in infos
         ]
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether the save took sums of its records; from ``set_up_storage_reader`` on."""
+        return self._index is not None and self._index.has_sums
+
+    def find_sums(self, indices: Sequence[MetadataIndex]) -> list[int | None]:
+        """The stored sums of chunks of tensors; ``None`` of those that have none."""
+        infos = [self._info_of(index) for index in indices]
+        if self._index is None:
+            return [None] * len(infos)
+        sum_of = self._index.sum_of
+        pairs = zip(indices, infos, strict=True)
+        return [sum_of(info.relative_path, info.offset, index.fqn) for index, info in pairs]
+
+    def read_boxes(self, boxes: Sequence[tuple[MetadataIndex, Sequence[int], torch.Tensor]]) -> None:
+        """Reads parts of chunks without a plan: each chunk, the part's offsets in it, and the CPU tensor to fill.
+
+        Raises:
+            DamagedCheckpointError: Bytes differ from those that were written; or a chunk is no plain tensor of that
+                dtype.
+            OSError: A file cannot be read.
+        """
+        records = self.find_records([index for index, _, _ in boxes])
+        runs = _core.RunReader()
+        files: dict[str, int] = {}
+        copies = []
+        for record, (index, offsets, place) in zip(records, boxes, strict=True):
+            if record.tensor is None or DTYPES[record.tensor.dtype] != place.dtype:
+                raise DamagedCheckpointError(f"{self.path / record.file}: {index.fqn} is not saved as {place.dtype}")
+            if record.file not in files:
+                files[record.file] = self.open_file(runs, record.file)
+            copies += add_box(runs, files[record.file], record.tensor, offsets, place)
+        self.read_runs(runs, list(files))
+        for place, values in copies:
+            place.copy_(values)
 
     def open_file(self, runs: _core.RunReader, name: str) -> int:
         """Adds a file with its checksums to a RunReader, and returns its number there.

@@ -216,6 +216,7 @@ class FileWriter(StorageWriter):
             notes_of_save(len(results)),
             files,
             tables,
+            has_sums=self.fingerprints,
         )
         path = self._save.commit(index, content if needs_metadata else None, sync=self.sync, confirm=self.confirm)
         self._save = None

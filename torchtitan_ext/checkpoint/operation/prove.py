@@ -1,0 +1,366 @@
+"""Proves a load: compares the fingerprints of the loaded tensors with those that the save stored, over all ranks.
+
+Two exchanges, as of ``tte.fingerprint``. Ranks tell which tensors they hold, and so decide the sharding orders; then
+each rank sums its tensors, and looks up the stored sums of its share of all keys. Nothing is gathered but sums. Only if
+some tensor is wrong a third exchange tells where: each rank reads its part of the tensor's chunks again.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+from torchtitan_ext.checkpoint.operation.component_plans import Components, OpenSource
+from torchtitan_ext.checkpoint.operation.phases import Phases
+from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
+from torchtitan_ext.checkpoint.rules.report import LoadProof
+from torchtitan_ext.checkpoint.tables.agreement import agree
+from torchtitan_ext.checkpoint.tables.component import is_stateful
+from torchtitan_ext.checkpoint.tables.key_table import BoxesEntry, KeyTable, RankTable, TensorEntry, encode_table
+from torchtitan_ext.checkpoint.tables.tensor_sums import (
+    HeldBox,
+    TensorSummer,
+    TensorSums,
+    describe_tensors,
+    sum_box,
+    totals_of_replicas,
+    with_numbers,
+)
+from torchtitan_ext.errors import ProofFailedError, WrongPart, WrongValueError, first_line
+from torchtitan_ext.layout.layout import Steps
+from torchtitan_ext.storage import FileReader
+
+_PROVING = "tensors were loaded, and are compared with their fingerprints"
+
+# So many wrong tensors are looked at in detail.
+_MAX_DETAILED = 10
+
+_MODULUS = 2**64
+
+
+@dataclass(frozen=True)
+class ProvenSource:
+    """A checkpoint of which tensors were loaded, and the planner that chose them."""
+
+    opened: OpenSource
+    planner: LoadPlanner
+
+    @property
+    def with_sums(self) -> FileReader | None:
+        """The reader, if the checkpoint has fingerprints."""
+        reader = self.opened.reader
+        return reader if isinstance(reader, FileReader) and reader.has_sums else None
+
+    def saved_name(self, fqn: str) -> str:
+        """The checkpoint's name of a flat key of the state dict."""
+        return self.planner.rules.source.saved_name(fqn)
+
+    def saved_chunks(self, fqn: str) -> Iterator[tuple[MetadataIndex, tuple[int, ...]]]:
+        """The saved chunks of a key and their sizes; without empty ones: stock may save another at the same offsets."""
+        name = self.saved_name(fqn)
+        saved = self.opened.metadata.state_dict_metadata.get(name)
+        for position, chunk in enumerate(getattr(saved, "chunks", ())):
+            if 0 not in chunk.sizes:
+                yield MetadataIndex(name, chunk.offsets, position), tuple(chunk.sizes)
+
+
+@dataclass
+class _OwnTensors:
+    """The loaded tensors of this rank.
+
+    Attributes:
+        values: By flat key.
+        source_of: The position of the source that each key comes from.
+        unproved: Why other keys, and keys that turn out to be impossible to sum, are not proved.
+    """
+
+    values: dict[str, torch.Tensor] = field(default_factory=dict)
+    entries: dict[str, TensorEntry | BoxesEntry] = field(default_factory=dict)
+    source_of: dict[str, int] = field(default_factory=dict)
+    unproved: dict[str, str] = field(default_factory=dict)
+
+
+class _Described(NamedTuple):
+    """What a rank tells of its tensors first."""
+
+    table: RankTable
+    source_of: dict[str, int]
+    unproved: dict[str, str]
+
+
+class _Summed(NamedTuple):
+    """The sums of a rank's tensors, and the stored sums of its share of keys, or why there are none."""
+
+    sums: dict[str, TensorSums]
+    stored: dict[str, int | str]
+    unproved: dict[str, str]
+
+
+class _PartSums(NamedTuple):
+    """What a rank holds of a saved chunk: its sum in memory and, if the file could be read again, in the file.
+
+    ``chunk`` is the chunk with no ranks yet, ``stored`` its stored sum.
+    """
+
+    chunk: WrongPart
+    stored: int | None
+    replica: Any
+    box: tuple[tuple[int, ...], tuple[int, ...]]
+    in_memory: int
+    in_file: int | None
+
+
+def check_has_sums(sources: Sequence[ProvenSource]) -> None:
+    """Raises WrongValueError unless some source has fingerprints. Not collective; sources are set up."""
+    if all(source.with_sums is None for source in sources):
+        names = ", ".join(source.opened.name for source in sources)
+        raise WrongValueError(
+            f"load: got prove=True, and {names} has no fingerprints; save with tte.save(..., fingerprints=True), or "
+            "load without prove"
+        )
+
+
+def prove_load(
+    state_dict: Mapping[Any, Any],
+    components: Components,
+    sources: Sequence[ProvenSource],
+    with_tensors: Collection[str],
+    phases: Phases,
+) -> LoadProof:
+    """Proves what was loaded into a state dict. Collective.
+
+    Args:
+        with_tensors: Components of which some rank has loaded tensors: these are asked for their state again.
+
+    Raises:
+        ProofFailedError: Tensors are not what was saved; the same on every rank.
+    """
+    own = _OwnTensors()
+    summer = TensorSummer()
+
+    def describe() -> _Described:
+        state = _state_after(state_dict, components, with_tensors, phases)
+        _collect(own, state, components, sources)
+        return _Described(encode_table(KeyTable(own.entries)).message, own.source_of, own.unproved)
+
+    described = phases.on_all("prove", describe, doing=_PROVING)
+    agreement = agree([one.table for one in described], every_rank_reports=True)
+    unproved = {fqn: reason for one in described for fqn, reason in one.unproved.items()}
+    unproved |= {problem.fqn: problem.detail for problem in agreement.problems}
+    source_of = {fqn: position for one in described for fqn, position in one.source_of.items()}
+    keys = [fqn for fqn in source_of if fqn not in unproved]
+    steps = agreement.world.steps_of(phases.rank)
+
+    def sum_own() -> _Summed:
+        sums, failed = _sums_of(own, keys, steps, summer, phases)
+        return _Summed(with_numbers(sums), _stored_sums(keys, source_of, sources, phases), failed)
+
+    summed = phases.on_all("prove", sum_own, doing=_PROVING)
+    unproved |= {fqn: reason for one in summed for fqn, reason in one.unproved.items()}
+    wrong, proved = _compare(keys, source_of, sources, summed, unproved)
+    if wrong:
+        detailed = [fqn for fqn in wrong[:_MAX_DETAILED] if fqn in own.values]
+
+        def look_again() -> list[_PartSums]:
+            return [
+                part
+                for fqn in detailed
+                for part in _part_sums(fqn, own, sources[source_of[fqn]], steps.get(fqn), summer)
+            ]
+
+        found = phases.on_all("prove", look_again, doing=_PROVING)
+        path = ", ".join(dict.fromkeys(sources[source_of[fqn]].opened.name for fqn in wrong))
+        raise ProofFailedError(path, tuple(wrong), tuple(_wrong_parts(found)))
+    return LoadProof(tuple(proved), unproved)
+
+
+def _state_after(
+    state_dict: Mapping[Any, Any], components: Components, with_tensors: Collection[str], phases: Phases
+) -> dict[Any, Any]:
+    """The state dict as it is now: objects are asked for their state, since they may have taken copies."""
+    state: dict[Any, Any] = {}
+    for key in components.values:
+        value = state_dict[key]
+        if is_stateful(value):
+            if str(key) not in with_tensors:
+                continue
+            phases.at(str(key))
+            value = value.state_dict()
+        state[key] = value
+    return state
+
+
+def _collect(own: _OwnTensors, state: dict[Any, Any], components: Components, sources: Sequence[ProvenSource]) -> None:
+    for key in (*components.resharded, *components.to_reset):
+        own.unproved[str(key)] = "it was loaded by a rule of its own, or not at all"
+    loaded: set[str] = set()
+    others: set[str] = set()
+    for position, source in enumerate(sources):
+        planner = source.planner
+        values = planner.loaded_values(state)
+        tensors = {}
+        for fqn in planner.wanted.entries:
+            loaded.add(fqn)
+            reason = planner.why_unproved(fqn) or _why_changed(values.get(fqn), fqn, source)
+            reason = reason or (None if source.with_sums else "its checkpoint has no fingerprints")
+            if reason is None:
+                tensors[fqn] = values[fqn]
+            else:
+                own.unproved[fqn] = reason
+        entries, problems = describe_tensors(tensors, planner.layouts)
+        own.unproved |= {problem.fqn: problem.detail for problem in problems}
+        own.entries |= entries
+        own.values |= {fqn: tensors[fqn] for fqn in entries}
+        own.source_of |= dict.fromkeys(entries, position)
+        others |= values.keys()
+    own.unproved |= dict.fromkeys(sorted(others - loaded), "it was not loaded")
+
+
+def _why_changed(value: Any, fqn: str, source: ProvenSource) -> str | None:
+    """Why what an object gives now cannot be compared with what it was given."""
+    if not isinstance(value, torch.Tensor):
+        return "its object does not give it back"
+    saved = source.opened.metadata.state_dict_metadata[source.saved_name(fqn)]
+    if isinstance(saved, TensorStorageMetadata) and value.dtype != saved.properties.dtype:
+        return f"it was cast from {saved.properties.dtype} to {value.dtype}"
+    return None
+
+
+def _sums_of(
+    own: _OwnTensors, keys: Sequence[str], steps: Mapping[str, Steps], summer: TensorSummer, phases: Phases
+) -> tuple[dict[str, TensorSums], dict[str, str]]:
+    sums: dict[str, TensorSums] = {}
+    failed: dict[str, str] = {}
+    for fqn in keys:
+        if fqn in own.values:
+            phases.at(fqn)
+            try:
+                sums[fqn] = summer.sum(own.values[fqn], own.entries[fqn], steps.get(fqn))
+            except (RuntimeError, ValueError) as error:  # a dtype or device that the operator does not know
+                failed[fqn] = f"it cannot be summed ({first_line(error)})"
+    return sums, failed
+
+
+def _stored_sums(
+    keys: Sequence[str], source_of: Mapping[str, int], sources: Sequence[ProvenSource], phases: Phases
+) -> dict[str, int | str]:
+    """The stored sums of this rank's share of keys; of all that it can find where each rank has metadata of its own."""
+    stored: dict[str, int | str] = {}
+    for number, fqn in enumerate(keys):
+        source = sources[source_of[fqn]]
+        if source.opened.is_of_one_rank or number % phases.size == phases.rank:
+            found = _stored_sum(fqn, source)
+            if found is not None:
+                stored[fqn] = found
+    return stored
+
+
+def _stored_sum(fqn: str, source: ProvenSource) -> int | str | None:
+    """The sum of a key, or why it has none; ``None`` where this rank's metadata does not know the key."""
+    if source.with_sums is None or source.saved_name(fqn) not in source.opened.metadata.state_dict_metadata:
+        return None
+    sums = source.with_sums.find_sums([index for index, _ in source.saved_chunks(fqn)])
+    known = [one for one in sums if one is not None]
+    if len(known) < len(sums):
+        few = f" for {len(sums) - len(known)} of its {len(sums)} chunks" if known else ""
+        return f"the save stored no fingerprint of it{few}"
+    return sum(known) % _MODULUS
+
+
+def _compare(
+    keys: Sequence[str],
+    source_of: Mapping[str, int],
+    sources: Sequence[ProvenSource],
+    summed: Sequence[_Summed],
+    unproved: dict[str, str],
+) -> tuple[list[str], list[str]]:
+    """The keys that are wrong and those that are right; adds to ``unproved``."""
+    stored = {fqn: found for one in summed for fqn, found in one.stored.items()}
+    parts: dict[str, list[tuple[int, TensorSums]]] = defaultdict(list)
+    for rank, one in enumerate(summed):
+        for fqn, part in one.sums.items():
+            parts[fqn].append((rank, part))
+    wrong, proved = [], []
+    for fqn in keys:
+        if fqn in unproved:
+            continue
+        if sources[source_of[fqn]].opened.is_of_one_rank:
+            expected = [summed[rank].stored[fqn] for rank, _ in parts[fqn]]
+            totals = [sum(part.sums.values()) for _, part in parts[fqn]]
+        else:
+            replicas = totals_of_replicas(parts[fqn])
+            expected, totals = [stored[fqn]] * len(replicas), [one.total for one in replicas]
+        reason = next((one for one in expected if isinstance(one, str)), None)
+        if reason is not None:
+            unproved[fqn] = reason
+        elif any(total % _MODULUS != one for total, one in zip(totals, expected, strict=True)):
+            wrong.append(fqn)
+        else:
+            proved.append(fqn)
+    return wrong, proved
+
+
+def _part_sums(
+    fqn: str, own: _OwnTensors, source: ProvenSource, steps: Steps | None, summer: TensorSummer
+) -> Iterator[_PartSums]:
+    """The sums of this rank's part of each saved chunk of a key, in memory and in the file."""
+    entry, reader = own.entries[fqn], source.with_sums
+    assert reader is not None, "a key of a checkpoint without fingerprints was compared, please report"
+    held = list(summer.held_boxes(own.values[fqn], entry, steps))
+    for index, sizes in source.saved_chunks(fqn):
+        offsets = tuple(index.offset or ())
+        (stored,) = reader.find_sums([index])
+        chunk = WrongPart(fqn, reader.storage_data[index].relative_path, offsets, sizes, (), None)
+        for one in held:
+            part = _overlap(one, offsets, sizes)
+            if part is None:
+                continue
+            place = torch.empty(part.elements.shape, dtype=part.elements.dtype, device="cpu")
+            inside = [begin - first for begin, first in zip(part.offsets, offsets, strict=True)]
+            try:
+                reader.read_boxes([(index, inside, place)])
+                in_file = int(sum_box(place, part.offsets, entry.global_shape)) % _MODULUS
+            except Exception:  # whatever it is, the loaded tensor is wrong: that is to be said
+                in_file = None
+            in_memory = int(sum_box(part.elements, part.offsets, entry.global_shape)) % _MODULUS
+            replica = None if source.opened.is_of_one_rank else part.replica
+            box = (part.offsets, tuple(part.elements.shape))
+            yield _PartSums(chunk, stored, replica, box, in_memory, in_file)
+
+
+def _overlap(held: HeldBox, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> HeldBox | None:
+    """What lies in a chunk of what a rank holds."""
+    begins = [max(pair) for pair in zip(held.offsets, offsets, strict=True)]
+    held_ends = [first + size for first, size in zip(held.offsets, held.elements.shape, strict=True)]
+    ends = [min(end, first + size) for end, first, size in zip(held_ends, offsets, sizes, strict=True)]
+    if any(begin >= end for begin, end in zip(begins, ends, strict=True)):
+        return None
+    inner = tuple(slice(b - h, e - h) for b, e, h in zip(begins, ends, held.offsets, strict=True))
+    return HeldBox(held.replica, tuple(begins), held.elements[inner])
+
+
+def _wrong_parts(found: Sequence[list[_PartSums]]) -> Iterator[WrongPart]:
+    """The chunks that some rank holds wrong, with these ranks."""
+    of_chunk: dict[WrongPart, dict[Any, list[tuple[int, _PartSums]]]] = defaultdict(lambda: defaultdict(list))
+    for rank, parts in enumerate(found):
+        for part in parts:
+            of_chunk[part.chunk][rank if part.replica is None else part.replica].append((rank, part))
+    for chunk, replicas in of_chunk.items():
+        wrong: set[int] = set()
+        is_in_file: bool | None = False
+        for members in replicas.values():
+            boxes = {part.box: part for _, part in members}.values()
+            stored = members[0][1].stored
+            in_file = [part.in_file for part in boxes if part.in_file is not None]
+            if len(in_file) == len(boxes) and sum(in_file) % _MODULUS == stored:
+                wrong |= {rank for rank, part in members if part.in_memory != part.in_file}
+            elif sum(part.in_memory for part in boxes) % _MODULUS != stored:
+                wrong |= {rank for rank, _ in members}
+                is_in_file = True if len(in_file) == len(boxes) else None
+        if wrong:
+            yield replace(chunk, ranks=tuple(sorted(wrong)), is_in_file=is_in_file)
