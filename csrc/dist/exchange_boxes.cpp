@@ -51,11 +51,11 @@ class Casts {
  public:
   void check(const at::Tensor& tensor, int64_t dtype, const std::string& where, size_t box) {
     if (!tried_.insert({tensor.scalar_type(), dtype}).second) return;
-    TORCH_CHECK_VALUE(is_plain(dtype), where, "box ", box, " has dtype ", dtype, ", expected -1 or that of elements");
+    TORCH_CHECK_VALUE(is_plain(dtype), where, ": box ", box, " has dtype ", dtype, ", expected -1 or that of elements");
     try {
       at::zeros({1}, tensor.options()).to(static_cast<at::ScalarType>(dtype));
     } catch (const c10::Error& error) {
-      TORCH_CHECK_VALUE(false, where, "box ", box, " cannot be cast: ", error.what_without_backtrace());
+      TORCH_CHECK_VALUE(false, where, ": box ", box, " cannot be cast: ", error.what_without_backtrace());
     }
   }
 
@@ -79,7 +79,7 @@ ExchangeBoxes::ExchangeBoxes(at::TensorList tensors, const at::Tensor& table, co
     shapes.push_back(tensors[index].sizes());
   }
   const char* table_name = are_sent ? "sends" : "receives";
-  const std::string where = c10::str(kExchange, ": ", table_name, ": ");
+  const std::string where = c10::str(kExchange, ": ", table_name);
   const std::vector<ExchangeBox> boxes =
       core::read_exchange_boxes(span_of(table, table_name), shapes, num_ranks, where);
   boxes_.reserve(boxes.size());
@@ -88,9 +88,9 @@ ExchangeBoxes::ExchangeBoxes(at::TensorList tensors, const at::Tensor& table, co
   for (size_t index = 0; index < boxes.size(); ++index) {
     const ExchangeBox& box = boxes[index];
     const at::Tensor& tensor = tensors[box.tensor];
-    TensorBox here{&tensor, memories_[box.tensor], tensor.scalar_type(), 0, false, false};
+    TensorBox here{&tensor, memories_[box.tensor], box.offsets, tensor.scalar_type(), 0, false, false};
     if (box.dtype != kOwnDtype && box.dtype != static_cast<int64_t>(tensor.scalar_type())) {
-      TORCH_CHECK_VALUE(are_sent, where, "box ", index, " has dtype ", box.dtype,
+      TORCH_CHECK_VALUE(are_sent, where, ": box ", index, " has dtype ", box.dtype,
                         ", expected -1: only a sender can cast");
       casts.check(tensor, box.dtype, where, index);
       here.dtype = static_cast<at::ScalarType>(box.dtype);
@@ -114,7 +114,30 @@ std::pair<size_t, size_t> ExchangeBoxes::range_of(int64_t peer) const {
   return {range.begin() - peer_bytes_.begin(), range.end() - peer_bytes_.begin()};
 }
 
+void ExchangeBoxes::check_disjoint() const {
+  std::vector<std::pair<const at::Tensor*, size_t>> by_tensor;
+  for (size_t index = 0; index < boxes_.size(); ++index) by_tensor.emplace_back(boxes_[index].tensor, index);
+  std::ranges::sort(by_tensor);
+  std::vector<core::Box> boxes;
+  for (size_t first = 0; first < by_tensor.size();) {
+    size_t last = first + 1;
+    while (last < by_tensor.size() && by_tensor[last].first == by_tensor[first].first) ++last;
+    if (last - first > 1) {
+      boxes.clear();
+      for (size_t place = first; place < last; ++place) {
+        const TensorBox& box = boxes_[by_tensor[place].second];
+        boxes.push_back({box.offsets, box.memory.sizes});
+      }
+      const auto pair = core::find_colliding_pair(boxes);
+      TORCH_CHECK_VALUE(!pair, kExchange, ": receives: boxes ", by_tensor[first + pair->first].second, " and ",
+                        by_tensor[first + pair->second].second, " share elements");
+    }
+    first = last;
+  }
+}
+
 void check_separate(const ExchangeBoxes& sources, const ExchangeBoxes& targets) {
+  targets.check_disjoint();
   const auto pair = core::find_shared_memory(targets.memories());
   TORCH_CHECK_VALUE(!pair, kExchange, ": targets[", pair->first, "] and targets[", pair->second,
                     "] share memory and would both be received into");

@@ -4,6 +4,8 @@
 #include <ATen/ATen.h>
 
 #include <cstdint>
+#include <span>
+#include <utility>
 #include <vector>
 
 #include "core/exchange_schedule.h"
@@ -18,6 +20,7 @@ constexpr const char* kExchange = "exchange_runs_";
 struct TensorBox {
   const at::Tensor* tensor = nullptr;
   core::Memory memory;
+  std::span<const int64_t> offsets;
   at::ScalarType dtype = at::kByte;
   int64_t num_bytes = 0;
   bool is_cast = false;
@@ -38,6 +41,8 @@ class ExchangeBoxes {
   const std::vector<core::Memory>& memories() const { return memories_; }
   // The positions [first, last) of the boxes of one rank.
   std::pair<size_t, size_t> range_of(int64_t peer) const;
+  // Throws what becomes a ValueError where boxes of one tensor share elements.
+  void check_disjoint() const;
 
  private:
   std::vector<TensorBox> boxes_;

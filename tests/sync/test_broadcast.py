@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from python_group import PythonGroup, register
 from torch import Tensor
 
 import torchtitan_ext as tte
@@ -195,29 +196,6 @@ def without_check(rank: int, world_size: int) -> float:
 
 def test_without_agreement_and_of_inference_tensors(run_world) -> None:
     assert run_world(2, without_check) == [8.0] * 2
-
-
-class PythonGroup(dist.ProcessGroup):
-    """Sends as the group within it does, one call at a time; it has no backends that could be asked for anything."""
-
-    def __init__(self, inner: dist.ProcessGroup, *, calls_until_failure: int = 1 << 30) -> None:
-        super().__init__(inner.rank(), inner.size())
-        self.inner, self.calls_left = inner, calls_until_failure
-
-    def getBackendName(self) -> str:
-        return "python"
-
-    def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions) -> dist.Work:
-        self.calls_left -= 1
-        if self.calls_left < 0:
-            raise RuntimeError("the network is gone")
-        return self.inner.broadcast(tensors, options)
-
-
-def register(group: PythonGroup, name: str) -> PythonGroup:
-    """Returns the group, which lives only as long as somebody holds it."""
-    torch._C._distributed_c10d._register_process_group(name, group)
-    return group
 
 
 def through_a_python_group(rank: int, world_size: int) -> list[float]:

@@ -1,0 +1,176 @@
+"""Resharding in memory, on gloo processes of one machine: ours against one flat all-to-all and what PyTorch has.
+
+    python benchmarks/bench_reshard.py
+
+Prints a table per workload and writes results/reshard_<machine>.json. Every ratio is to the limit: one
+`all_to_all_single` of as many bytes between every two ranks, from one flat warm buffer into another, packed before and
+never unpacked.
+
+A time is the slowest rank's. The contenders take turns, round by round, and a ratio is the median over rounds of time
+over the limit's time in the same round: what else the machine does hits all alike. Memory is the growth of the largest
+resident set over all ranks, while the freed memory of earlier calls has been given back.
+"""
+
+import argparse
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from bench_sync import Contenders, compare
+from result_file import write_results
+from torch import Tensor
+
+from torchtitan_ext import ops
+
+WORLD_SIZE = 4
+LIMIT = "limit: one flat all_to_all_single"
+OURS = "ops.exchange_runs_"
+Shape = tuple[int, ...]
+Box = tuple[list[int], list[int]]
+"""Offsets and sizes."""
+Layout = Callable[[Shape, int], Box]
+"""The box of a tensor of some shape that a rank holds."""
+
+LAYERS = 50
+SHAPES: list[Shape] = [(512,), (512, 512), (512, 512), (512,), (1152, 512), (1152, 512)] * LAYERS
+"""300 tensors, 341 MB of float32: 50 layers of two norms, two projections and two FFN weights."""
+SMALL_SHAPES: list[Shape] = [(16, 16)] * 5_000
+"""1 KiB each."""
+
+
+def cut(shape: Shape, dim: int, part: int, num_parts: int) -> Box:
+    """One of even parts of a dim, of which ranks behind the last one hold nothing."""
+    dim = min(dim, len(shape) - 1)
+    size = math.ceil(shape[dim] / num_parts)
+    begin, end = (min(shape[dim], part * size), min(shape[dim], (part + 1) * size))
+    offsets, sizes = [0] * len(shape), list(shape)
+    offsets[dim], sizes[dim] = begin, end - begin
+    return offsets, sizes
+
+
+def rows(num_parts: int) -> Layout:
+    return lambda shape, rank: cut(shape, 0, rank, num_parts)
+
+
+def columns(num_parts: int) -> Layout:
+    return lambda shape, rank: cut(shape, 1, rank, num_parts)
+
+
+@dataclass
+class Exchange:
+    """What a rank has, wants, sends and receives."""
+
+    sources: list[Tensor]
+    targets: list[Tensor]
+    sends: Tensor
+    receives: Tensor
+    sent_bytes: list[int]
+    received_bytes: list[int]
+
+    def run(self, **options: Any) -> None:
+        name = dist.group.WORLD.group_name
+        ops.exchange_runs_(self.sources, self.targets, self.sends, self.receives, group_name=name, **options)
+
+
+def exchange_of(shapes: Sequence[Shape], held: Layout, wanted: Layout) -> Exchange:
+    rank, ranks = dist.get_rank(), range(dist.get_world_size())
+    sources = [torch.full(held(shape, rank)[1], float(rank)) for shape in shapes]
+    targets = [torch.zeros(wanted(shape, rank)[1]) for shape in shapes]
+    sends, sent_bytes = boxes_of(shapes, held, rank, wanted, ranks)
+    receives, received_bytes = boxes_of(shapes, wanted, rank, held, ranks)
+    return Exchange(sources, targets, sends, receives, sent_bytes, received_bytes)
+
+
+def boxes_of(
+    shapes: Sequence[Shape], own: Layout, rank: int, others: Layout, ranks: Sequence[int]
+) -> tuple[Tensor, list[int]]:
+    """The table of what a rank's tensors share with those of each other rank, and its bytes by rank."""
+    table: list[int] = []
+    peer_bytes = [0] * len(ranks)
+    for peer in ranks:
+        for index, shape in enumerate(shapes):
+            (own_offsets, own_sizes), (offsets, sizes) = own(shape, rank), others(shape, peer)
+            begins = [max(pair) for pair in zip(own_offsets, offsets, strict=True)]
+            ends = [min(o + s, p + t) for o, s, p, t in zip(own_offsets, own_sizes, offsets, sizes, strict=True)]
+            shared = [end - begin for begin, end in zip(begins, ends, strict=True)]
+            if min(shared) > 0:
+                local = [begin - offset for begin, offset in zip(begins, own_offsets, strict=True)]
+                table += [peer, index, -1, len(shape), *local, *shared]
+                peer_bytes[peer] += math.prod(shared) * torch.float32.itemsize
+    return torch.tensor(table, dtype=torch.int64), peer_bytes
+
+
+def flat_exchange(exchange: Exchange) -> Callable[[], object]:
+    source = torch.zeros(sum(exchange.sent_bytes), dtype=torch.uint8)
+    target = torch.zeros(sum(exchange.received_bytes), dtype=torch.uint8)
+    return lambda: dist.all_to_all_single(target, source, exchange.received_bytes, exchange.sent_bytes)
+
+
+def contenders_for(exchange: Exchange) -> Contenders:
+    return {LIMIT: flat_exchange(exchange), OURS: exchange.run}
+
+
+# Of each workload the shapes, what ranks hold and what they want.
+WORKLOADS: dict[str, tuple[list[Shape], Layout, Layout]] = {
+    "341 MB in 300, rows of 4 -> columns of 4": (SHAPES, rows(4), columns(4)),
+    "341 MB in 300, columns of 4 -> rows of 4": (SHAPES, columns(4), rows(4)),
+    "341 MB in 300, rows of 4 -> rows of 3": (SHAPES, rows(4), rows(3)),
+    "341 MB in 300, rows of 4 -> rows of 2": (SHAPES, rows(4), rows(2)),
+    "5,000 x 1 KiB, rows of 4 -> columns of 4": (SMALL_SHAPES, rows(4), columns(4)),
+    "5,000 x 1 KiB, rows of 4 -> rows of 3": (SMALL_SHAPES, rows(4), rows(3)),
+}
+
+
+def run_rank(rank: int, folder: str, num_rounds: int, wanted: str) -> None:
+    torch.set_num_threads(1)  # The ranks share this machine's cores.
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD_SIZE)
+    results: dict[str, Any] = {}
+    for name, (shapes, held, layout) in WORKLOADS.items():
+        if wanted not in name:
+            continue
+        results[name] = compare(contenders_for(exchange_of(shapes, held, layout)), num_rounds)
+        if rank == 0:
+            print_table(name, results[name])
+    if rank == 0:
+        torch.save(results, Path(folder, "results"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def print_table(name: str, rows: dict[str, Any]) -> None:
+    print(f"\n{name:58} {'time':>11} {'ratio':>7} {'memory':>9}")
+    for contender, row in rows.items():
+        told = row.get("refused") or (
+            f"{row['seconds'] * 1e3:8.1f} ms {row['ratio']:7.2f} {row['extra_bytes'] / 1e6:6.1f} MB"
+        )
+        print(f"  {contender:56} {told}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9, help="times are medians of this many (default: 9)")
+    parser.add_argument("--only", default="", help="workloads whose name contains this; writes no file")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (folder, options.rounds, options.only)
+        mp.start_processes(run_rank, arguments, nprocs=WORLD_SIZE, start_method="forkserver")
+        results = torch.load(Path(folder, "results"))
+    if options.only:
+        return
+    sizes = {"backend": "gloo", "processes": WORLD_SIZE, "rounds": options.rounds}
+    sizes["bucket_bytes"] = ops.DEFAULT_BUCKET_BYTES
+    sizes["workload_bytes"] = {
+        name: sum(math.prod(shape) * 4 for shape in shapes) for name, (shapes, _, _) in WORKLOADS.items()
+    }
+    path = write_results("reshard", sizes=sizes, results=results)
+    print(f"\nwritten: benchmarks/results/{path.name}")
+
+
+if __name__ == "__main__":
+    main()
