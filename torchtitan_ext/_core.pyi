@@ -243,7 +243,8 @@ def element_types() -> dict[str, ElementType]:
 class RankFile:
     """The file that one rank wrote: all that the coordinator needs to know of it.
 
-    ``records`` and ``sums`` are the rank's part of the index, encoded.
+    ``records`` and ``sums`` are the rank's part of the index, encoded. ``save_id`` is that of the save that wrote the
+    file, where that is another one than that of the index.
     """
 
     name: str
@@ -253,6 +254,7 @@ class RankFile:
     footer_digest: int
     records: bytes
     sums: bytes
+    save_id: bytes | None
     def __init__(
         self,
         name: str,
@@ -262,6 +264,7 @@ class RankFile:
         footer_digest: int,
         records: bytes,
         sums: bytes = b"",
+        save_id: bytes | None = None,
     ) -> None: ...
 
 class SavedRecord:
@@ -279,6 +282,8 @@ class SavedRecord:
     num_bytes: int
     data_offset: int
     sum: int | None
+    def __init__(self, key: _Key, dtype: str, sizes: Sequence[int], sum: int | None) -> None:
+        """A record that lies nowhere yet."""
 
 class Index:
     """The index of one save.
@@ -315,8 +320,9 @@ class RecordWriter:
         address: int,
         strides: Sequence[int],
         global_sizes: Sequence[int] | None = None,
+        sum: int | None = None,
     ) -> None:
-        """With global sizes the record gets a sum: it is a chunk of a tensor of these sizes."""
+        """With global sizes the record gets a sum: it is a chunk of a tensor of these sizes. A given sum is kept."""
     def begin_tensor(
         self,
         key: _Key,
@@ -324,6 +330,7 @@ class RecordWriter:
         sizes: Sequence[int],
         type: ElementType,
         global_sizes: Sequence[int] | None = None,
+        sum: int | None = None,
     ) -> None: ...
     def add_bytes(self, address: int, num_bytes: int, /) -> None: ...
     def end_tensor(self) -> None: ...
@@ -346,9 +353,9 @@ class RunReader:
         """A file without checksums; its size is checked where ``num_bytes`` is not negative.
 
         Here and below a descriptor that is not negative is what is read, and the path is for messages."""
-    def add_checked_file(
-        self, path: str, num_bytes: int, footer_offset: int, footer_digest: int, save_id: bytes, descriptor: int = -1
-    ) -> int: ...
+    def add_checked_file(self, path: str, file: RankFile, save_id: bytes, descriptor: int = -1) -> int:
+        """A file that ends with a footer; ``save_id`` is that of the index, for a file that has none of its own."""
+
     def add_box(
         self,
         file: int,
@@ -395,9 +402,19 @@ def encode_index(
 ) -> bytes: ...
 def parse_index(bytes: bytes, where: str) -> Index: ...
 def parse_records(file: RankFile) -> list[SavedRecord]: ...
-def find_footer(path: str, name: str, descriptor: int) -> tuple[RankFile, bytes] | None:
-    """The file as an index would name it, without its records, and the save id of its footer; ``None`` where the file
-    does not end with a footer."""
+def find_unchanged(earlier: Index, wanted: Sequence[SavedRecord]) -> list[tuple[str, SavedRecord] | None]:
+    """For each wanted record the one of the same key, box, dtype and sum, and the name of its file. ``None`` where the
+    bytes differ, or where either side has no sum."""
+
+def share_file(file: RankFile, save_id: bytes, name: str, records: Sequence[SavedRecord]) -> RankFile:
+    """A file of an earlier checkpoint in a later one, with those of its records that the later one uses."""
+
+def join_shared(files: Sequence[RankFile]) -> list[RankFile]:
+    """Of each shared file one, with the records that all ranks use of it; the others stay as they are, in front."""
+
+def find_footer(path: str, name: str, descriptor: int) -> RankFile | None:
+    """The file as an index would name it, without its records, and with the save id of its footer; ``None`` where the
+    file does not end with a footer."""
 
 class StoredTensor:
     """Where the elements of a tensor lie in a file; without strides row-major. ``data_offset`` is the byte of the file

@@ -25,6 +25,7 @@
 #include "storage/parallel.h"
 #include "storage/record_writer.h"
 #include "storage/run_reader.h"
+#include "storage/shared_files.h"
 #include "storage/tensor_record.h"
 
 namespace py = pybind11;
@@ -61,6 +62,11 @@ SavedRecord to_record(const Key& key, std::string dtype, Sizes sizes) {
   return record;
 }
 
+SavedRecord with_sum(SavedRecord record, std::optional<uint64_t> sum) {
+  record.sum = sum;
+  return record;
+}
+
 void define_writer(py::module_& module) {
   py::class_<ElementType>(module, "ElementType")
       .def(py::init<std::string, std::string, int64_t>(), py::arg("storage_class"), py::arg("dtype"),
@@ -81,18 +87,21 @@ void define_writer(py::module_& module) {
       .def(
           "add_tensor",
           [](RecordWriter& self, const Key& key, std::string dtype, Sizes sizes, const ElementType& type,
-             uintptr_t address, const Sizes& strides, const std::optional<Sizes>& global_sizes) {
-            self.add_tensor(to_record(key, std::move(dtype), std::move(sizes)), type, address, strides, global_sizes);
+             uintptr_t address, const Sizes& strides, const std::optional<Sizes>& global_sizes,
+             std::optional<uint64_t> sum) {
+            self.add_tensor(with_sum(to_record(key, std::move(dtype), std::move(sizes)), sum), type, address, strides,
+                            global_sizes);
           },
           py::arg("key"), py::arg("dtype"), py::arg("sizes"), py::arg("type"), py::arg("address"), py::arg("strides"),
-          py::arg("global_sizes") = py::none())
+          py::arg("global_sizes") = py::none(), py::arg("sum") = py::none())
       .def(
           "begin_tensor",
           [](RecordWriter& self, const Key& key, std::string dtype, Sizes sizes, const ElementType& type,
-             const std::optional<Sizes>& global_sizes) {
-            self.begin_tensor(to_record(key, std::move(dtype), std::move(sizes)), type, global_sizes);
+             const std::optional<Sizes>& global_sizes, std::optional<uint64_t> sum) {
+            self.begin_tensor(with_sum(to_record(key, std::move(dtype), std::move(sizes)), sum), type, global_sizes);
           },
-          py::arg("key"), py::arg("dtype"), py::arg("sizes"), py::arg("type"), py::arg("global_sizes") = py::none())
+          py::arg("key"), py::arg("dtype"), py::arg("sizes"), py::arg("type"), py::arg("global_sizes") = py::none(),
+          py::arg("sum") = py::none())
       .def("add_bytes", &RecordWriter::add_bytes)
       .def("end_tensor", &RecordWriter::end_tensor)
       .def(
@@ -112,8 +121,11 @@ void define_writer(py::module_& module) {
 }
 
 SavedFile make_file(std::string name, uint32_t rank, int64_t num_bytes, int64_t footer_offset, uint64_t footer_digest,
-                    const py::bytes& records, const py::bytes& sums) {
-  return {std::move(name), rank, num_bytes, footer_offset, footer_digest, std::string(records), std::string(sums)};
+                    const py::bytes& records, const py::bytes& sums, const std::optional<py::bytes>& save_id) {
+  SavedFile file{std::move(name),   rank, num_bytes, footer_offset, footer_digest, std::string(records),
+                 std::string(sums), {}};
+  if (save_id) file.save_id = to_save_id(std::string_view(*save_id));
+  return file;
 }
 
 PlainTensor make_tensor(std::string dtype, Sizes sizes, std::optional<Sizes> strides, int64_t data_offset) {
@@ -186,9 +198,12 @@ struct ReadIndex {
 void define_index(py::module_& module) {
   const auto records = [](const SavedFile& self) { return py::bytes(self.records); };
   const auto sums = [](const SavedFile& self) { return py::bytes(self.sums); };
+  const auto save_id = [](const SavedFile& self) {
+    return self.save_id ? std::optional(to_bytes(*self.save_id)) : std::nullopt;
+  };
   py::class_<SavedFile>(module, "RankFile")
       .def(py::init(&make_file), py::arg("name"), py::arg("rank"), py::arg("num_bytes"), py::arg("footer_offset"),
-           py::arg("footer_digest"), py::arg("records"), py::arg("sums") = py::bytes())
+           py::arg("footer_digest"), py::arg("records"), py::arg("sums") = py::bytes(), py::arg("save_id") = py::none())
       .def_readonly("name", &SavedFile::name)
       .def_readonly("rank", &SavedFile::rank)
       .def_readonly("num_bytes", &SavedFile::num_bytes)
@@ -196,17 +211,22 @@ void define_index(py::module_& module) {
       .def_readonly("footer_digest", &SavedFile::footer_digest)
       .def_property_readonly("records", records)
       .def_property_readonly("sums", sums)
+      .def_property_readonly("save_id", save_id)
       .def(py::pickle(
-          [records, sums](const SavedFile& self) {
+          [records, sums, save_id](const SavedFile& self) {
             return py::make_tuple(self.name, self.rank, self.num_bytes, self.footer_offset, self.footer_digest,
-                                  records(self), sums(self));
+                                  records(self), sums(self), save_id(self));
           },
           [](const py::tuple& state) {
             return make_file(state[0].cast<std::string>(), state[1].cast<uint32_t>(), state[2].cast<int64_t>(),
                              state[3].cast<int64_t>(), state[4].cast<uint64_t>(), state[5].cast<py::bytes>(),
-                             state[6].cast<py::bytes>());
+                             state[6].cast<py::bytes>(), state[7].cast<std::optional<py::bytes>>());
           }));
   py::class_<SavedRecord>(module, "SavedRecord")
+      .def(py::init([](const Key& key, std::string dtype, Sizes sizes, std::optional<uint64_t> sum) {
+             return with_sum(to_record(key, std::move(dtype), std::move(sizes)), sum);
+           }),
+           py::arg("key"), py::arg("dtype"), py::arg("sizes"), py::arg("sum"))
       .def_readonly("fqn", &SavedRecord::fqn)
       .def_property_readonly("offsets",
                              [](const SavedRecord& self) {
@@ -243,36 +263,57 @@ py::bytes encode_index_py(std::string_view save_id, int64_t metadata_bytes, uint
                        std::move(tables), has_sums});
 }
 
+// The wanted records that an earlier checkpoint has, each with the name of its file.
+std::vector<std::optional<std::pair<std::string, SavedRecord>>> find_unchanged_py(
+    const ReadIndex& earlier, const std::vector<SavedRecord>& wanted) {
+  std::vector<std::optional<std::pair<std::string, SavedRecord>>> named(wanted.size());
+  const std::vector<std::optional<EarlierRecord>> found = find_unchanged(earlier.index, wanted);
+  for (size_t number = 0; number < found.size(); ++number) {
+    if (found[number]) named[number].emplace(earlier.index.files[found[number]->file].name, found[number]->record);
+  }
+  return named;
+}
+
+SavedFile share_file_py(const SavedFile& file, std::string_view save_id, std::string name,
+                        std::vector<SavedRecord> records) {
+  return share_file(file, to_save_id(save_id), std::move(name), std::move(records));
+}
+
 // Opens a file that ends with a footer and takes the checksums from there.
-int64_t add_checked_file(RunReader& reader, const std::string& path, int64_t num_bytes, int64_t footer_offset,
-                         uint64_t footer_digest, std::string_view save_id, int descriptor) {
-  const SaveId expected_id = to_save_id(save_id);
+int64_t add_checked_file(RunReader& reader, const std::string& path, const SavedFile& expected,
+                         std::string_view save_id, int descriptor) {
+  const SaveId expected_id = expected.save_id ? *expected.save_id : to_save_id(save_id);
   File file = File::open(path, descriptor);
-  if (file.num_bytes() != num_bytes) {
-    throw_format_error(path, std::min(num_bytes, file.num_bytes()), "the file has ", file.num_bytes(),
-                       " bytes, expected ", num_bytes);
+  if (file.num_bytes() != expected.num_bytes) {
+    throw_format_error(path, std::min(expected.num_bytes, file.num_bytes()), "the file has ", file.num_bytes(),
+                       " bytes, expected ", expected.num_bytes);
   }
-  std::string bytes(static_cast<size_t>(num_bytes - footer_offset), '\0');
+  std::string bytes(static_cast<size_t>(expected.num_bytes - expected.footer_offset), '\0');
   iovec piece{bytes.data(), bytes.size()};
-  file.read_at({&piece, 1}, footer_offset);
-  Footer footer = parse_footer(bytes, path, footer_offset);
-  if (footer.save_id != expected_id) throw_format_error(path, footer_offset, "the file belongs to another save");
-  if (digest_of(bytes) != footer_digest) {
-    throw_format_error(path, footer_offset, "the footer is not the one that the index names");
+  file.read_at({&piece, 1}, expected.footer_offset);
+  Footer footer = parse_footer(bytes, path, expected.footer_offset);
+  if (footer.save_id != expected_id) {
+    throw_format_error(path, expected.footer_offset, "the file belongs to another save");
   }
-  return reader.add_file(std::move(file), num_bytes,
+  if (digest_of(bytes) != expected.footer_digest) {
+    throw_format_error(path, expected.footer_offset, "the footer is not the one that the index names");
+  }
+  return reader.add_file(std::move(file), expected.num_bytes,
                          {footer.block_bytes, footer.covered_bytes, std::move(footer.checksums)});
 }
 
-// What an index would say of a file but for its records, and its save id.
-std::optional<std::pair<SavedFile, py::bytes>> find_footer_py(const std::string& path, std::string name,
-                                                              int descriptor) {
+// What an index would say of a file but for its records.
+std::optional<SavedFile> find_footer_py(const std::string& path, std::string name, int descriptor) {
   const std::optional<FoundFooter> found = find_footer(File::open(path, descriptor));
   if (!found) return std::nullopt;
-  return std::pair(
-      SavedFile{
-          std::move(name), found->footer.rank, found->num_bytes, found->footer.covered_bytes, found->digest, {}, {}},
-      to_bytes(found->footer.save_id));
+  SavedFile file;
+  file.name = std::move(name);
+  file.rank = found->footer.rank;
+  file.num_bytes = found->num_bytes;
+  file.footer_offset = found->footer.covered_bytes;
+  file.footer_digest = found->digest;
+  file.save_id = found->footer.save_id;
+  return file;
 }
 
 void add_box(RunReader& reader, int64_t file, const PlainTensor& stored, const Sizes& offsets, const Sizes& sizes,
@@ -304,8 +345,8 @@ void define_reader(py::module_& module) {
             return self.add_file(File::open(std::move(path), descriptor), num_bytes, {});
           },
           py::arg("path"), py::arg("num_bytes"), py::arg("descriptor") = -1)
-      .def("add_checked_file", &add_checked_file, py::arg("path"), py::arg("num_bytes"), py::arg("footer_offset"),
-           py::arg("footer_digest"), py::arg("save_id"), py::arg("descriptor") = -1)
+      .def("add_checked_file", &add_checked_file, py::arg("path"), py::arg("file"), py::arg("save_id"),
+           py::arg("descriptor") = -1)
       .def("add_box", &add_box)
       .def("add_bytes", &RunReader::add_bytes)
       .def("check_bytes", &RunReader::check_bytes, py::arg("file"), py::arg("offset"), py::arg("num_bytes"))
@@ -468,6 +509,9 @@ void define_storage(py::module_& module) {
       },
       py::arg("bytes"), py::arg("where"));
   module.def("parse_records", &records_of, py::arg("file"));
+  module.def("find_unchanged", &find_unchanged_py, py::arg("earlier"), py::arg("wanted"), Unlocked());
+  module.def("share_file", &share_file_py, py::arg("file"), py::arg("save_id"), py::arg("name"), py::arg("records"));
+  module.def("join_shared", &join_shared, py::arg("files"));
   module.def("find_footer", &find_footer_py, py::arg("path"), py::arg("name"), py::arg("descriptor"));
   module.def("start_write_back", &start_write_back, py::arg("descriptor"), py::arg("offset"), py::arg("num_bytes"),
              Unlocked());

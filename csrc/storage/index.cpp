@@ -11,7 +11,7 @@ namespace torchtitan_ext::storage {
 namespace {
 
 constexpr std::string_view kMagic = "TTEINDEX";
-constexpr uint32_t kSaveTag = 1, kFileTag = 2, kTablesTag = 3, kProofTag = 4;
+constexpr uint32_t kSaveTag = 1, kFileTag = 2, kTablesTag = 3, kProofTag = 4, kSharedTag = 5;
 constexpr uint8_t kTensorFlag = 1, kOffsetsFlag = 2;
 constexpr uint8_t kSumFlag = 1;
 constexpr uint64_t kLeastRecordBytes = 4 + 4 + 4 * 8;
@@ -21,6 +21,12 @@ std::string encode_file(const SavedFile& file) {
   ByteWriter out;
   out.text(file.name).number(file.rank).number(file.num_bytes).number(file.footer_offset).number(file.footer_digest);
   return out.raw(file.records).take();
+}
+
+std::string encode_shared(const SavedFile& file) {
+  ByteWriter out;
+  for (const uint8_t byte : *file.save_id) out.number(byte);
+  return out.raw(encode_file(file)).take();
 }
 
 bool leads_out(std::string_view name) {
@@ -43,6 +49,16 @@ SavedFile parse_file(const Section& section, const std::string& where, uint64_t&
   file.records = reader.raw(reader.left());
   parse_records(file.records, file.footer_offset, where + ", records of " + file.name,
                 [&](const SavedRecord& record) { num_tensors += record.is_tensor ? 1 : 0; });
+  return file;
+}
+
+SavedFile parse_shared(const Section& section, const std::string& where, uint64_t& num_tensors) {
+  ByteReader reader(section.bytes, where, section.offset);
+  SaveId save_id{};
+  std::ranges::copy(reader.raw(save_id.size()), save_id.begin());
+  const int64_t offset = reader.byte();
+  SavedFile file = parse_file({section.tag, section.flags, reader.raw(reader.left()), offset}, where, num_tensors);
+  file.save_id = save_id;
   return file;
 }
 
@@ -204,7 +220,13 @@ std::string encode_index(const Index& index) {
   save.number(index.metadata_bytes).number(index.metadata_digest).number(static_cast<uint32_t>(index.notes.size()));
   for (const auto& [name, value] : index.notes) save.text(name).text(value);
   std::vector<NewSection> sections{{kSaveTag, kRequiredSection, save.take()}};
-  for (const SavedFile& file : index.files) sections.push_back({kFileTag, kRequiredSection, encode_file(file)});
+  for (const SavedFile& file : index.files) {
+    if (file.save_id) {
+      sections.push_back({kSharedTag, kRequiredSection, encode_shared(file)});
+    } else {
+      sections.push_back({kFileTag, kRequiredSection, encode_file(file)});
+    }
+  }
   if (!index.tables.empty()) sections.push_back({kTablesTag, kRequiredSection, index.tables});
   if (index.has_sums) {
     sections.push_back({kProofTag, 0, encode_proof(index.files)});
@@ -216,9 +238,11 @@ Index parse_index(std::string_view bytes, const std::string& where) {
   Index index;
   bool has_save = false;
   std::vector<uint64_t> num_tensors;  // of each file
-  for (const Section& section : unseal(bytes, kMagic, {kSaveTag, kFileTag, kTablesTag, kProofTag}, where, 0)) {
+  const std::vector<uint32_t> known_tags{kSaveTag, kFileTag, kTablesTag, kProofTag, kSharedTag};
+  for (const Section& section : unseal(bytes, kMagic, known_tags, where, 0)) {
     if (section.tag == kSaveTag) parse_save(section, where, index);
     if (section.tag == kFileTag) index.files.push_back(parse_file(section, where, num_tensors.emplace_back(0)));
+    if (section.tag == kSharedTag) index.files.push_back(parse_shared(section, where, num_tensors.emplace_back(0)));
     if (section.tag == kTablesTag) index.tables = section.bytes;
     if (section.tag == kProofTag) parse_proof(section, where, num_tensors, index.files);
     index.has_sums |= section.tag == kProofTag;

@@ -5,6 +5,7 @@
 //     2  file     one per rank file: its name, size, footer, and its records
 //     3  tables   where there is no `.metadata`: what it would say beside files and records (metadata_tables.h)
 //     4  proof    free: the sums of tensor records
+//     5  shared   one per rank file that an earlier save wrote: the id of that save, then as a file
 #pragma once
 
 #include <cstdint>
@@ -47,6 +48,9 @@ struct SavedFile {
   uint64_t footer_digest = 0;  // of all bytes from `footer_offset` on
   std::string records;         // encoded: made by the rank that wrote the file, joined unread by the coordinator
   std::string sums;            // of its tensor records, encoded in the same way; empty where no record has one
+  // Of the save that wrote the file, where that is another one than that of the index. Bytes of such a file that no
+  // record names belong to the other save alone.
+  std::optional<SaveId> save_id = std::nullopt;
 };
 
 struct Index {

@@ -1,15 +1,18 @@
 """Checkpoints of every format version that has been released: they load, to the bit, and stock loads them too."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
-from golden.generate import golden_state, small_golden_state
+from golden.generate import golden_state, shared_golden_state, small_golden_state
 from states import blank, differences, load
 
 import torchtitan_ext as tte
+from torchtitan_ext import _core
 from torchtitan_ext.storage import FileReader, FileWriter
+from torchtitan_ext.storage.checkpoint_files import sharing_save
 
 GOLDEN = Path(__file__).parent / "golden"
 VERSIONS = ["version_1"]
@@ -27,6 +30,18 @@ def test_the_one_without_metadata_loads(verify: Any) -> None:
     reader = FileReader(GOLDEN / "version_1_index_alone", verify)
     loaded = load(blank(small_golden_state()), reader, tte.LoadPlanner())
     assert differences(loaded, small_golden_state()) == []
+
+
+@pytest.mark.parametrize("verify", ["auto", "all", "none"])
+def test_the_one_that_shares_a_file_loads(verify: Any) -> None:
+    path = GOLDEN / "version_1_shared"
+    shared = [name for name in map(sharing_save, os.listdir(path)) if name is not None]
+    index = _core.parse_index((path / ".tte_index").read_bytes(), "index")
+    assert [file.save_id and file.save_id.hex() for file in index.files.values()] == [None, *shared] != [None]
+    loaded = load(blank(shared_golden_state()), FileReader(path, verify), tte.LoadPlanner())
+    assert differences(loaded, shared_golden_state()) == []
+    loaded = load(blank(shared_golden_state()), dcp.FileSystemReader(path), dcp.DefaultLoadPlanner())
+    assert differences(loaded, shared_golden_state()) == []
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -26,6 +26,7 @@ from torchtitan_ext.checkpoint.operation.arguments import (
     check_save,
     check_seconds,
     check_step,
+    checked_reuse,
 )
 from torchtitan_ext.checkpoint.operation.background import save_in_background
 from torchtitan_ext.checkpoint.operation.choose_step import Step, choose_step
@@ -65,6 +66,7 @@ def save(
     retries: int = 0,
     max_failures: int = 3,
     fingerprints: bool = False,
+    reuse: str | os.PathLike[str] | None = None,
 ) -> SaveResult:
     """Saves a state dict; any layout, exactly. Collective over ``process_group``.
 
@@ -89,6 +91,10 @@ def save(
             process group is raised all the same.
         fingerprints: Store a fingerprint of each saved chunk, taken while it is written, for ``load`` with
             ``prove=True``. A ``FileWriter`` of one's own has the same argument.
+        reuse: An earlier checkpoint, or ``"latest"``: the latest step of the run that ``path`` is a step of. What has
+            not changed since is not written again: the new checkpoint links the files that hold it, and stays whole
+            whatever becomes of the earlier one. Takes fingerprints. A ``FileWriter`` of one's own has the same
+            argument.
 
     Returns:
         The place, the bytes and the seconds; reads the metadata on request.
@@ -106,12 +112,15 @@ def save(
     on_storage_error = OnStorageError(on_error, fallback, retries, max_failures)
     on_storage_error.check("save", path)
     check_fingerprints("save", fingerprints, path, storage_writer)
+    earlier = checked_reuse("save", reuse, path, storage_writer)
     spans = begin_trace("save", trace)
     with Phases(
         "save", process_group, no_dist=no_dist, path=path, timeout_seconds=timeout_seconds, trace=spans
     ) as phases:
         planner = SavePlanner() if planner is None else planner
-        job = SaveJob(path, storage_writer, planner, phases, keep, step_pattern, on_storage_error, fingerprints)
+        job = SaveJob(
+            path, storage_writer, planner, phases, keep, step_pattern, on_storage_error, fingerprints, earlier
+        )
         values = ask_for_states(state_dict, job)
         return save_softly(lambda attempt: save_values(values, writer_at(attempt), attempt), job)
 
@@ -247,6 +256,7 @@ def async_save(
     retries: int = 0,
     max_failures: int = 3,
     fingerprints: bool = False,
+    reuse: str | os.PathLike[str] | None = None,
     stager: AsyncStager | None = None,
     process: bool = False,
 ) -> Future[SaveResult]:
@@ -283,10 +293,11 @@ def async_save(
     on_storage_error = OnStorageError(on_error, fallback, retries, max_failures)
     on_storage_error.check("async_save", path)
     check_fingerprints("async_save", fingerprints, path, storage_writer)
+    earlier = checked_reuse("async_save", reuse, path, storage_writer)
     spans = begin_trace("async_save", trace)
     phases = Phases("save", process_group, path=path, timeout_seconds=timeout_seconds, trace=spans)
     planner = SavePlanner() if planner is None else planner
-    job = SaveJob(path, storage_writer, planner, phases, keep, step_pattern, on_storage_error, fingerprints)
+    job = SaveJob(path, storage_writer, planner, phases, keep, step_pattern, on_storage_error, fingerprints, earlier)
     if stager is not None:
         return save_in_background(state_dict, job, stager)
     made = CpuStager(process=process)

@@ -23,6 +23,13 @@ DATA_SUFFIX = ".distcp"
 # The id of a save of ours; stock's ids contain dashes.
 _SAVE_ID = re.compile("[0-9a-f]{32}")
 
+# A file that several checkpoints may share, which has the same name in each of them. Stock DCP opens no file of such a
+# name, and a version of this package that does not know it leaves the file alone. The last digit is 1 for a file of
+# what had not changed since the checkpoint before: a rank may write both kinds.
+SHARED_NAME = r"(__\d+_([0-9a-f]{32}))\.([01])\.distcp"
+_SHARED = re.compile(SHARED_NAME)
+_LINKABLE = re.compile(r"(__\d+_[0-9a-f]{32})\.distcp")
+
 # A message names so many keys of which bytes are damaged.
 _MAX_NAMED = 4
 
@@ -49,6 +56,26 @@ class Record:
 def is_save_id(save_id: object) -> TypeGuard[str]:
     """Whether a value has the form of the ids of our saves. A damaged checkpoint may contain any value."""
     return isinstance(save_id, str) and _SAVE_ID.fullmatch(save_id) is not None
+
+
+def shared_name(name: str) -> str | None:
+    """The name of a file in the checkpoints that share it.
+
+    ``None`` if it can have no second name: stock DCP writes into files of its own names, and so into all links of them.
+    """
+    match = _LINKABLE.fullmatch(name)
+    return name if _SHARED.fullmatch(name) else None if match is None else f"{match[1]}.0{DATA_SUFFIX}"
+
+
+def kept_name(prefix: str, save_id: str) -> str:
+    """The name of a rank's file of what has not changed."""
+    return f"{prefix}{save_id}.1{DATA_SUFFIX}"
+
+
+def sharing_save(name: str) -> str | None:
+    """The id of the save that wrote a file with a name of ``shared_name``; ``None`` for other names."""
+    match = _SHARED.fullmatch(name)
+    return None if match is None else match[2]
 
 
 def is_local(checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -1,6 +1,7 @@
 """Writes the golden checkpoint of the current format version: `python generate.py`, only when the version goes up."""
 
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,11 @@ def small_golden_state() -> dict[str, Any]:
     return {key: value for key, value in golden_state().items() if key != "page"}
 
 
+def shared_golden_state() -> dict[str, Any]:
+    """Most bytes are those of one tensor, so that a save of another scalar shares the file."""
+    return small_golden_state() | {"large": torch.arange(3000, dtype=torch.int16)}
+
+
 if __name__ == "__main__":
     os.chdir(Path(__file__).parent)
     # A relative path: the checkpoint remembers where it was saved.
@@ -39,3 +45,9 @@ if __name__ == "__main__":
     # The same without `.metadata`, of what is small.
     writer = FileWriter("version_1_index_alone", stock_metadata=False)
     dcp.save(small_golden_state(), storage_writer=writer, no_dist=True)
+    # One that shares a file with an earlier checkpoint.
+    with tempfile.TemporaryDirectory(dir=".") as run:
+        writer = FileWriter(f"{run}/step-1", fingerprints=True)
+        dcp.save(shared_golden_state() | {"scalar": torch.tensor(0)}, storage_writer=writer, no_dist=True)
+        writer = FileWriter("version_1_shared", reuse=f"{run}/step-1")
+        dcp.save(shared_golden_state(), storage_writer=writer, no_dist=True)

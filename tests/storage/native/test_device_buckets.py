@@ -295,7 +295,7 @@ def test_tensors_of_other_devices_pass_through_buckets(tmp_path: Path, bucket_by
     buckets.finish()
     written = records.finish("file", bytes(16), 0)
     reader = _core.RunReader()
-    file = reader.add_checked_file(path, written.num_bytes, written.footer_offset, written.footer_digest, bytes(16))
+    file = reader.add_checked_file(path, written, bytes(16))
     targets = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in state.items()}
     for one in _core.parse_records(written):
         target, zero = targets[one.fqn], (0,) * len(one.sizes)

@@ -65,11 +65,30 @@ def check_step(path: Any, step: Any, pattern: Any = None, fallback: Any = None) 
         raise ValueError(f"load: got step={step!r} without a path, expected the directory of the run")
 
 
-def check_keep(keep: Any, path: str | os.PathLike[str] | None, pattern: Any = None) -> None:
+def checked_reuse(operation: str, reuse: Any, path: Any, storage_writer: Any) -> str | None:
+    """An earlier checkpoint as an absolute path, "latest" or ``None``; raises TypeError or ValueError of all else."""
+    check_argument(operation, "reuse", reuse, (str, os.PathLike, NoneType), 'a checkpoint or "latest"')
+    if reuse is None:
+        return None
+    if storage_writer is not None:
+        raise WrongValueError(
+            f"{operation}: got reuse={str(reuse)!r} and a storage_writer; give it to the writer: FileWriter(path, "
+            "reuse=...)"
+        )
+    for name, place in (("reuse", reuse), ("path", path)):
+        if not is_local(place):
+            raise WrongValueError(
+                f"{operation}: got reuse={str(reuse)!r} and {name}={str(place)!r}, expected a directory: other storage "
+                "has no links"
+            )
+    return "latest" if reuse == "latest" else os.path.abspath(reuse)
+
+
+def check_keep(keep: Any, path: str | os.PathLike[str] | None, pattern: Any = None, reuse: Any = None) -> None:
     """Raises TypeError or ValueError unless ``keep`` is a number of steps and ``path`` a step of a run."""
     _check_pattern("save", pattern)
     if keep is None:
-        if pattern is not None:
+        if pattern is not None and reuse != "latest":
             raise ValueError(f"save: got step_pattern={pattern!r} and no keep, expected how many steps stay")
         return
     if isinstance(keep, bool) or not isinstance(keep, int):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import warnings
@@ -26,6 +27,7 @@ from torchtitan_ext.dcp_private import storage_setup
 from torchtitan_ext.errors import CheckpointFailedError, only_printed
 from torchtitan_ext.storage import FileReader, FileWriter
 from torchtitan_ext.storage.futures import result_of
+from torchtitan_ext.storage.native.shared_files import WrittenFiles
 from torchtitan_ext.storage.runs.retention import remove_old_steps
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,9 @@ class SaveResult:
             ``checkpoint_id``. The same on every rank.
         save_id: The name of this save. The same on every rank.
         num_bytes: Bytes that all ranks wrote, as far as the storage says.
+        reused_bytes: With ``reuse``: bytes of records that lie in files of the earlier checkpoint and were not written.
+        not_reused: With ``reuse``: why something that has not changed was written again; empty if nothing stood in the
+            way.
         seconds: Duration of each phase on this rank: ``prepare``, ``plan`` and ``write``, which ends with the commit.
         error: With ``on_error="warn"``, why nothing was saved; path and id are empty then.
     """
@@ -52,6 +57,8 @@ class SaveResult:
     num_bytes: int
     seconds: Mapping[str, float]
     error: str = ""
+    reused_bytes: int = 0
+    not_reused: str = ""
 
     @property
     def metadata(self) -> Metadata:
@@ -71,6 +78,7 @@ class SaveJob:
     step_pattern: str | None = None
     on_storage_error: OnStorageError = OnStorageError()
     fingerprints: bool = False
+    reuse: str | os.PathLike[str] | None = None
 
 
 def writer_at(job: SaveJob) -> StorageWriter:
@@ -80,9 +88,9 @@ def writer_at(job: SaveJob) -> StorageWriter:
         ValueError: ``keep`` for a place that is no step of a run.
     """
     path, writer = job.path, job.storage_writer
-    check_keep(job.keep, getattr(writer, "path", None) if path is None else path, job.step_pattern)
+    check_keep(job.keep, getattr(writer, "path", None) if path is None else path, job.step_pattern, job.reuse)
     if writer is None and path is not None and FileWriter.validate_checkpoint_id(path):
-        return FileWriter(path, fingerprints=job.fingerprints)
+        return FileWriter(path, fingerprints=job.fingerprints, reuse=job.reuse, step_pattern=job.step_pattern)
     return cast(StorageWriter, storage_setup(writer, path, reader=False))
 
 
@@ -170,27 +178,34 @@ def save_values(
         _check_all_written(final_plan, written, phases.rank)
         return written
 
-    def commit(results: list[Any]) -> tuple[str, str, int]:
+    def commit(results: list[Any]) -> SaveResult:
         assert metadata is not None, "the coordinator has no metadata, please report"
         if isinstance(writer, FileWriter):
             writer.confirm = phases.confirm
         writer.finish(metadata=metadata, results=results)
         storage_meta = writer.storage_meta()
         path = writer.target if isinstance(writer, FileWriter) else getattr(storage_meta, "checkpoint_id", None)
-        return str(path or type(writer).__name__), str(getattr(storage_meta, "save_id", "")), _num_bytes(results)
+        return SaveResult(
+            str(path or type(writer).__name__),
+            str(getattr(storage_meta, "save_id", "")),
+            _num_bytes(results),
+            {},
+            reused_bytes=sum(result.reused_bytes for result in results if isinstance(result, WrittenFiles)),
+            not_reused=writer.not_reused if isinstance(writer, FileWriter) else "",
+        )
 
     try:
         plan = phases.through_coordinator("plan", plan_own_part, plan_all_parts, doing=_EXCHANGING)
-        path, save_id, num_bytes = phases.to_coordinator("write", write, commit, then="commit", doing=_EXCHANGING)
+        saved = phases.to_coordinator("write", write, commit, then="commit", doing=_EXCHANGING)
     except BaseException:
         if isinstance(writer, FileWriter):
             writer.abandon()
         raise
     if job.keep is not None and phases.is_coordinator:
         with only_printed():
-            remove_old_steps(Path(path), job.keep, job.step_pattern)
-    phases.log_metrics(logger, num_bytes, path=path)
-    return SaveResult(path, save_id, num_bytes, dict(phases.seconds))
+            remove_old_steps(Path(saved.path), job.keep, job.step_pattern)
+    phases.log_metrics(logger, saved.num_bytes, path=saved.path)
+    return dataclasses.replace(saved, seconds=dict(phases.seconds))
 
 
 def _check_all_written(plan: SavePlan, results: Any, rank: int) -> None:
@@ -209,7 +224,9 @@ def _check_all_written(plan: SavePlan, results: Any, rank: int) -> None:
 
 
 def _num_bytes(results: Sequence[Any]) -> int:
-    """The bytes in the results of all ranks: a ``RankFile`` each, or lists of ``WriteResult`` from storage of DCP."""
+    """The bytes in the results of all ranks: of our files, or lists of ``WriteResult`` from storage of DCP."""
     lists = [result for result in results if isinstance(result, list)]
-    ours = sum(result.num_bytes for result in results if isinstance(result, _core.RankFile))
+    files = [file for result in results if isinstance(result, WrittenFiles) for file in result.written]
+    files += [result for result in results if isinstance(result, _core.RankFile)]
+    ours = sum(file.num_bytes for file in files)
     return ours + sum(one.size_in_bytes for result in lists for one in result if isinstance(one, WriteResult))

@@ -248,21 +248,24 @@ class SavePlanner(DefaultSavePlanner):
             self.plan = dataclasses.replace(cached, storage_data=new_plan.storage_data or cached.storage_data)
             writes = self._read_writes(self.plan)
         self._boxes = writes.local_boxes()
-        self._num_unwritten = len(self.plan.items)
-        if self._num_unwritten == 0:
-            self.state_dict = {}  # as in ``resolve_data``, which nobody will call
+        self._num_unwritten = 0
+        self.expect_requests(len(self.plan.items))
         # A subclass may change the list: it gets a copy.
         is_shared = sees_items(self, SavePlanner)
         return dataclasses.replace(self.plan, items=list(self.plan.items)) if is_shared else self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         value = self.transform_object(write_item, self.lookup_object(write_item.index))
-        self._num_unwritten -= 1
-        if self._num_unwritten == 0:
-            self.state_dict = {}  # a planner that is kept for the next save must not keep staged tensors alive
+        self.expect_requests(-1)
         # Our writer packs many of them at once.
         is_packed_later = isinstance(self.plan.storage_data, FilePrefix)
         return value if isinstance(value, io.BytesIO) or is_packed_later else packed_on_device(value)
+
+    def expect_requests(self, num_more: int) -> None:
+        """Storage will call ``resolve_data`` so many times more than it said before; at first once for each item."""
+        self._num_unwritten += num_more
+        if self._num_unwritten == 0:
+            self.state_dict = {}  # a planner that is kept for the next save must not keep staged tensors alive
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """The value at an index, for a chunk a view of the local tensor. Subclasses may replace it, as in stock."""

@@ -13,7 +13,14 @@ from torchtitan_ext.cli.options import Json, Run, StepNames, refusing_wrong_usag
 from torchtitan_ext.cli.output import DIFFERS, print_json, print_line, print_problem, print_table, text_of_bytes
 from torchtitan_ext.storage.commit.leftovers import checkpoint_names
 from torchtitan_ext.storage.commit.steps import step_paths
-from torchtitan_ext.storage.runs.listing import Leftover, ListedStep, checkpoint_bytes, find_leftovers, list_steps
+from torchtitan_ext.storage.runs.listing import (
+    Leftover,
+    ListedStep,
+    checkpoint_bytes,
+    find_leftovers,
+    freed_bytes,
+    list_steps,
+)
 from torchtitan_ext.storage.runs.retention import remove_leftovers, remove_step, steps_beyond
 
 
@@ -36,11 +43,10 @@ def run(
     beyond = steps_beyond(run_dir, keep, pattern=step_pattern)
     old = {number: paths[number] for number in beyond if listed[number].saver is None}
     leftovers = find_leftovers(run_dir, step_pattern)
-    sizes = {number: checkpoint_bytes(path) for number, path in old.items()}
-    freed = sum(sizes.values()) + sum(leftover.num_bytes for leftover in leftovers)
+    freed = freed_bytes(old.values(), leftovers)
     if not json:
         rows = [
-            (number, "goes" if number in sizes else "stays", step.state, text_of_bytes(step.num_bytes))
+            (number, "goes" if number in old else "stays", step.state, text_of_bytes(step.num_bytes))
             for number, step in sorted(listed.items())
         ]
         print_table(("step", "", "state", "bytes"), rows)
@@ -54,15 +60,15 @@ def run(
         except OSError as error:
             print_problem(f"what dead saves left stays: {error}")
     stuck = _not_removed(old.values(), find_leftovers(run_dir, step_pattern)) if yes else []
-    freed -= sum(left.num_bytes for left in stuck)
+    freed -= min(freed, sum(left.num_bytes for left in stuck))
     if json:
         print_json(
             {
                 "path": str(run_dir),
                 "keep": keep,
                 "is_done": yes,
-                "kept": [_plain(listed[number]) for number in sorted(listed) if number not in sizes],
-                "removed": [_plain(listed[number]) for number in sorted(sizes)],
+                "kept": [_plain(listed[number]) for number in sorted(listed) if number not in old],
+                "removed": [_plain(listed[number]) for number in sorted(old)],
                 "leftovers": plain_leftovers(leftovers),
                 "freed_bytes": freed,
                 "not_removed": [str(left.path) for left in stuck],

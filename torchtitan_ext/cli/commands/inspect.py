@@ -145,7 +145,10 @@ def _headline(contents: Contents, totals: Sequence[_Total]) -> Iterator[str]:
     missing = len(contents.files) - len(there)
     lost = f", {missing:,} not there" if missing else ""
     checksums = "checksums of all bytes" if contents.has_checksums else "no checksums of ours"
-    yield f"{count_of(len(contents.files), 'file')} of {text_of_bytes(sum(there))}{lost}; {checksums}"
+    earlier = [file for file in contents.files if file.save_id is not None]
+    size = text_of_bytes(sum(file.num_bytes or 0 for file in earlier))
+    shared = f" ({len(earlier):,} of {size} shared with earlier saves)" if earlier else ""
+    yield f"{count_of(len(contents.files), 'file')} of {text_of_bytes(sum(there))}{shared}{lost}; {checksums}"
     if contents.world_size is not None:
         yield saved_by(contents.world_size, contents.mesh)
 
@@ -188,7 +191,7 @@ def _plain(contents: Contents, keys: Sequence[ContentKey], shards: bool) -> dict
         "num_tensors": len(tensors),
         "tensor_bytes": sum(key.num_bytes for key in tensors),
         "components": [dict(zip(names_of_totals, total, strict=True)) for total in _totals(contents)],
-        "files": [{"name": name, "num_bytes": size, "num_records": count} for name, size, count in contents.files],
+        "files": [file._asdict() for file in contents.files],
         "keys": rows,
     }
 

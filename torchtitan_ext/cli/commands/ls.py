@@ -8,8 +8,16 @@ from typing import Any
 
 from torchtitan_ext.cli.options import Json, Run, StepNames, refusing_wrong_usage
 from torchtitan_ext.cli.output import FORMAT_NAMES, print_json, print_line, print_table, text_of_bytes, text_of_time
+from torchtitan_ext.storage.commit.steps import step_paths
 from torchtitan_ext.storage.formats.detect import checkpoints_in, format_of
-from torchtitan_ext.storage.runs.listing import Leftover, ListedStep, bytes_in, find_leftovers, list_steps
+from torchtitan_ext.storage.runs.listing import (
+    Leftover,
+    ListedStep,
+    bytes_in,
+    disk_bytes,
+    find_leftovers,
+    list_steps,
+)
 
 
 def run(run_dir: Run, step_pattern: StepNames = None, json: Json = False) -> None:
@@ -25,10 +33,15 @@ def run(run_dir: Run, step_pattern: StepNames = None, json: Json = False) -> Non
     if json:
         rows = [step._asdict() for step in steps]
         left = plain_leftovers(leftovers)
-        print_json({"path": str(run_dir), "steps": rows, "leftovers": left, "checkpoints": inner})
+        on_disk = disk_bytes(step_paths(run_dir, step_pattern).values())
+        found = {"steps": rows, "disk_bytes": on_disk, "leftovers": left, "checkpoints": inner}
+        print_json({"path": str(run_dir), **found})
         return
     if steps:
         print_table(("step", "state", "bytes", "finished", "ranks", "saved by"), map(_row, steps))
+        on_disk = disk_bytes(step_paths(run_dir, step_pattern).values())
+        if not any(step.checkpoints for step in steps) and on_disk < sum(step.num_bytes for step in steps):
+            print_line(f"steps share files: {text_of_bytes(on_disk)} on the disk")
     elif inner:
         print_table(("checkpoint", "format", "bytes"), inner_rows(run_dir, inner))
     else:

@@ -26,7 +26,14 @@ from pathlib import Path
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import CheckpointFailedError, only_printed
-from torchtitan_ext.storage.checkpoint_files import DATA_SUFFIX, index_path, metadata_path, sync_directory, write_file
+from torchtitan_ext.storage.checkpoint_files import (
+    DATA_SUFFIX,
+    index_path,
+    metadata_path,
+    sharing_save,
+    sync_directory,
+    write_file,
+)
 from torchtitan_ext.storage.commit.leftovers import (
     LOCK_PREFIX,
     PROBES,
@@ -60,12 +67,15 @@ class SavePlace:
         is_named_by_id: Whether the names of rank files have the save id. Else they are stock's, which a save in place
             cannot use: files of two saves lie beside each other. Nor can files that a later save may link to: stock
             writes into a file of its own name, and so into all links of it.
+        earlier: The checkpoint whose files this one may share; ``None`` in a save in place, where they would look like
+            files that the save replaces.
     """
 
     save_id: str
     target: Path
     is_staged: bool
     is_named_by_id: bool
+    earlier: Path | None = None
 
     @property
     def directory(self) -> Path:
@@ -93,7 +103,7 @@ class RunningSave:
     def check_names(self, names: Sequence[str]) -> None:
         """Raises CheckpointFailedError if a rank wrote under the names of another save, because it saw an old lock."""
         expected = self.place.save_id if self.place.is_named_by_id else None
-        marks = {name for name in names if save_id_of(name) != expected}
+        marks = {name for name in names if (save_id_of(name) or sharing_save(name)) != expected}
         if marks:
             text = f"{', '.join(sorted(marks))} belong to another save: the file system showed these ranks an old lock"
             raise CheckpointFailedError("save", {0: text})
@@ -187,12 +197,15 @@ class RunningSave:
         self._lock.release()
 
 
-def begin_save(path: Path, save_id: str, rank: int | None, *, names_have_id: bool = False) -> RunningSave:
+def begin_save(
+    path: Path, save_id: str, rank: int | None, *, names_have_id: bool = False, earlier: Path | None = None
+) -> RunningSave:
     """Takes the lock of a target, removes the leftovers of dead saves there, and decides where the new save writes.
 
     Args:
         rank: The rank whose save it is, if each rank has metadata of its own; else ``None``.
         names_have_id: Name rank files by the save id wherever the save writes.
+        earlier: An absolute path: the checkpoint whose files the save may share.
 
     Raises:
         SaveInProgressError: Another save is under way there.
@@ -217,11 +230,12 @@ def begin_save(path: Path, save_id: str, rank: int | None, *, names_have_id: boo
         if not is_staged:
             new_parents += _make_directories(target)
         is_named_by_id = names_have_id or not is_staged
-        lock.add_line(json.dumps({"is_staged": is_staged, "is_named_by_id": is_named_by_id}))
+        place = SavePlace(save_id, target, is_staged, is_named_by_id, earlier if is_staged else None)
+        lock.add_line(_place_line(place))
     except BaseException:
         lock.release()
         raise
-    return RunningSave(lock, SavePlace(save_id, target, is_staged, is_named_by_id), rank, new_parents)
+    return RunningSave(lock, place, rank, new_parents)
 
 
 class NotSharedError(OSError, RuntimeError):
@@ -244,14 +258,24 @@ def find_place(path: Path, rank: int, *, is_own: bool) -> SavePlace:
         for lock_file in lock_files:
             state = read_lock(lock_file)
             if state is not None and state.owner is not None and state.lines:
-                place = json.loads(state.lines[0])
-                return SavePlace(state.owner.save_id, target, place["is_staged"], place["is_named_by_id"])
+                return _place_of_line(state.lines[0], state.owner.save_id, target)
         if time.monotonic() > deadline:
             raise NotSharedError(
                 f"{path} is not in a shared directory: rank {rank} does not see what the coordinator wrote there; "
                 "save to a file system that all ranks have"
             )
         time.sleep(0.05)
+
+
+def _place_line(place: SavePlace) -> str:
+    earlier = None if place.earlier is None else os.fsencode(place.earlier).hex()
+    return json.dumps({"is_staged": place.is_staged, "is_named_by_id": place.is_named_by_id, "earlier": earlier})
+
+
+def _place_of_line(line: str, save_id: str, target: Path) -> SavePlace:
+    place = json.loads(line)
+    earlier = None if place["earlier"] is None else Path(os.fsdecode(bytes.fromhex(place["earlier"])))
+    return SavePlace(save_id, target, place["is_staged"], place["is_named_by_id"], earlier)
 
 
 def lock_path(target: Path, rank: int | None) -> Path:

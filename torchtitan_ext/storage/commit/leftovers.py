@@ -15,7 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_ext import _core
-from torchtitan_ext.storage.checkpoint_files import metadata_path, sync_directory
+from torchtitan_ext.storage.checkpoint_files import (
+    NO_METADATA,
+    SHARED_NAME,
+    index_path,
+    metadata_path,
+    sharing_save,
+    shown,
+    sync_directory,
+)
 from torchtitan_ext.storage.commit.save_lock import LockState, is_surely_dead, read_lock
 
 LOCK_PREFIX = ".tte_save-"
@@ -26,6 +34,7 @@ PROBES = (".tte_probe-1", ".tte_probe-2")
 _STAGE = re.compile(r"\.tte-([0-9a-f]{32})")
 _OF_CHECKPOINT = re.compile(
     r"(__\d+)?\.metadata(\.tmp)?|__\d+_(\d+|[0-9a-f]{32})\.distcp|(__\d+)?\.tte_index(\.[0-9a-f]{32})?"
+    f"|{SHARED_NAME}"
 )
 _SAVE_ID = re.compile(r"__\d+_([0-9a-f]{32})\.distcp|(?:__\d+)?\.tte_index\.([0-9a-f]{32})")
 _OF_RANK = re.compile(r"__(\d+)[._].*")
@@ -103,7 +112,8 @@ def remove_dead_saves(directory: Path, own_lock: Path | None = None) -> None:
 
 
 def find_dead_files(target: Path, rank: int | None) -> list[str]:
-    """Files of dead saves in place: those with another save id in their names than ``.metadata`` has.
+    """Files of dead saves in place: those with another save id in their names than the metadata has, and files made to
+    be shared that the metadata does not name.
 
     Args:
         rank: Look only at this rank's files, if each rank has metadata of its own; else ``None``.
@@ -114,12 +124,17 @@ def find_dead_files(target: Path, rank: int | None) -> list[str]:
         return []  # they may belong to a checkpoint of the other kind
     own = of_rank(names, rank)
     ids = {name: found for name in own if (found := save_id_of(name))}
+    shared = {name for name in own if sharing_save(name) is not None}
+    is_one_save = len(set(ids.values())) == 1 and not any(
+        name.endswith(".distcp") for name in set(own) - set(ids) - shared
+    )
     path = metadata_path(target, rank)
-    is_one_save = len(set(ids.values())) == 1 and not any(name.endswith(".distcp") for name in set(own) - set(ids))
-    if not ids or (is_one_save and path.exists() and any(".tte_index." in name for name in ids)):
+    if not ids or (is_one_save and path.exists() and any(".tte_index" in name for name in own)):
         return []  # reading the metadata, to know more, may take seconds
-    committed = _committed_id(path)
-    return [] if committed == "" else [name for name, save_id in ids.items() if save_id != committed]
+    committed, named = _committed(target, rank)
+    if committed == "":
+        return []
+    return [name for name in (*ids, *sorted(shared)) if ids.get(name) != committed and name not in named]
 
 
 def remove_dead_files(target: Path, rank: int | None) -> None:
@@ -190,12 +205,26 @@ def _attributes(path: Path) -> tuple[int, int, int, dict[str, bytes]]:
     return status.st_uid, status.st_gid, stat.S_IMODE(status.st_mode), extended
 
 
-def _committed_id(metadata: Path) -> str | None:
-    """The save id in ``.metadata``; ``None`` if there is no such file, empty if it contains no id."""
+def _committed(target: Path, rank: int | None) -> tuple[str | None, set[str]]:
+    """The save id in the metadata, and the data files that it names.
+
+    The id is ``None`` if there is no metadata, empty if it contains no id.
+    """
     try:
-        meta = _core.read_metadata_pickle(metadata.read_bytes()).storage_meta
+        metadata = _core.read_metadata_pickle(metadata_path(target, rank).read_bytes())
     except FileNotFoundError:
-        return None
+        return _committed_by_index(index_path(target, rank))
     except ValueError:
-        return ""
-    return (meta or {}).get("save_id") or ""
+        return "", set()
+    return (metadata.storage_meta or {}).get("save_id") or "", {file.path for file in metadata.columns.describe_files()}
+
+
+def _committed_by_index(path: Path) -> tuple[str | None, set[str]]:
+    """The same of an index that replaces ``.metadata``."""
+    try:
+        index = _core.parse_index(path.read_bytes(), shown(path))
+    except FileNotFoundError:
+        return None, set()
+    except ValueError:
+        return "", set()
+    return (index.save_id.hex(), set(index.files)) if index.metadata_bytes == NO_METADATA else (None, set())

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError, SavedOverError
-from torchtitan_ext.storage.checkpoint_files import data_path, index_path, is_save_id, shown
+from torchtitan_ext.storage.checkpoint_files import data_path, index_path, is_save_id, sharing_save, shown
 from torchtitan_ext.storage.commit.leftovers import checkpoint_names
 
 # A rank may need thousands of files of a larger world: those beyond this number are opened when they are read.
@@ -100,8 +100,11 @@ class OpenedCheckpoint:
             descriptor = self.descriptor(file.name)
         except (DamagedCheckpointError, FileNotFoundError):
             return False
-        footer = os.pread(descriptor, file.num_bytes - file.footer_offset + 1, file.footer_offset)
-        return len(footer) == file.num_bytes - file.footer_offset and _core.digest(footer) == file.footer_digest
+        return has_footer(descriptor, file)
+
+    def link(self, name: str, path: Path) -> None:
+        """Gives a file of the checkpoint a second name."""
+        os.link(name, path, src_dir_fd=self._directory, follow_symlinks=False)
 
     def _open(self, name: str) -> int:
         try:
@@ -133,8 +136,14 @@ def _identity(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
+def has_footer(descriptor: int, file: _core.RankFile) -> bool:
+    """Whether an opened file has the size and the footer that an index describes."""
+    footer = os.pread(descriptor, file.num_bytes - file.footer_offset + 1, file.footer_offset)
+    return len(footer) == file.num_bytes - file.footer_offset and _core.digest(footer) == file.footer_digest
+
+
 class Footers:
-    """The footers of the files of one checkpoint, which all belong to one save.
+    """The footers of the files of one checkpoint, which all belong to one save, but for those that it shares.
 
     Every rank file of ``FileWriter`` ends with a footer. Files of other writers have neither footers nor checksums.
 
@@ -154,19 +163,21 @@ class Footers:
         """A file as an index would describe it, without its records; ``None`` for a file of another writer.
 
         Raises:
-            FormatError: The footer is damaged, missing, or of another save than ``.metadata`` or an earlier file.
+            FormatError: The footer is damaged, missing, or of another save than ``.metadata`` or an earlier file; or of
+                another save than the name of a shared file says.
             OSError: The file cannot be read.
         """
-        found = _core.find_footer(shown(path), path.name, descriptor)
-        if found is None:
+        file = _core.find_footer(shown(path), path.name, descriptor)
+        if file is None:
             if self.are_expected:
                 raise _core.FormatError(
                     f"{shown(path)}: the file does not end with a footer, as all files of this save do: it is cut, or "
                     "of another save"
                 )
             return None
-        file, save_id = found
-        self.save_id = self.save_id or save_id
-        if save_id != self.save_id:
+        shared = sharing_save(path.name)
+        if shared is None:
+            self.save_id = self.save_id or file.save_id or b""
+        if file.save_id != (self.save_id if shared is None else bytes.fromhex(shared)):
             raise _core.FormatError(f"{shown(path)}: the file belongs to another save")
         return file

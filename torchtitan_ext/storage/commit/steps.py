@@ -103,6 +103,12 @@ def last_finished(steps: Mapping[int, bool]) -> int | None:
     return max((number for number, is_finished in steps.items() if is_finished), default=None)
 
 
+def latest_path(run: Path, pattern: str | None = None) -> Path | None:
+    """The directory of the highest step whose save has finished; ``None`` without one."""
+    paths = step_paths(run, pattern)
+    return next((paths[number] for number in sorted(paths, reverse=True) if has_finished(paths[number])), None)
+
+
 def step_of(path: str | os.PathLike[str], pattern: str | None = None) -> int | None:
     """The step in a directory's name; ``None`` for other names."""
     name = Path(os.path.abspath(path)).name

@@ -61,11 +61,13 @@ class ContentFile(NamedTuple):
     Attributes:
         num_bytes: Size of the file; ``None`` if it is missing.
         num_records: Number of chunks and values in the file.
+        save_id: The id of the earlier save that wrote the file; ``None`` for a file of the checkpoint's own save.
     """
 
     name: str
     num_bytes: int | None
     num_records: int
+    save_id: str | None = None
 
 
 @dataclass(frozen=True)

@@ -222,9 +222,8 @@ class DcpLook:
         try:
             file = indexed or footers.find(path, descriptor)
             if file is not None:
-                save_id = footers.save_id if saved.index is None else saved.index.save_id
                 runs.add_checked_file(
-                    shown(path), file.num_bytes, file.footer_offset, file.footer_digest, save_id, descriptor
+                    shown(path), file, b"" if saved.index is None else saved.index.save_id, descriptor
                 )
         except _core.FormatError as error:
             is_whole = status.st_size >= num_bytes if indexed is None else status.st_size == indexed.num_bytes

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError, UnknownFormatError
+from torchtitan_ext.storage.checkpoint_files import sharing_save
 from torchtitan_ext.storage.commit.opened import OpenedCheckpoint
 from torchtitan_ext.storage.commit.steps import step_of
 from torchtitan_ext.storage.formats.contents import ContentChunk, ContentFile, ContentKey, Contents, bytes_of, size_of
@@ -57,7 +58,10 @@ def _describe_dcp(path: Path, rank: int | None) -> Contents:
         raise UnknownFormatError(str(path), text) from None
     try:
         keys = [_key(one) for one in saved.columns.describe_keys()]
-        files = [ContentFile(f.path, size_of(path / f.path), f.num_parts) for f in saved.columns.describe_files()]
+        files = [
+            ContentFile(file.path, size_of(path / file.path), file.num_parts, _earlier_save(saved, file.path))
+            for file in saved.columns.describe_files()
+        ]
     except OverflowError as error:
         raise DamagedCheckpointError(f"{path}: its records have no end ({error})") from None
     notes = {} if saved.index is None else saved.index.notes
@@ -78,6 +82,12 @@ def _describe_dcp(path: Path, rank: int | None) -> Contents:
         mesh=mesh,
         versions=versions | ({} if saved.version is None else {"dcp": saved.version}),
     )
+
+
+def _earlier_save(saved: SavedMetadata, name: str) -> str | None:
+    """The id in the name of a shared file, unless it is that of this save."""
+    save_id = sharing_save(name)
+    return None if save_id == saved.save_id else save_id
 
 
 def _key(one: _core.KeySummary) -> ContentKey:

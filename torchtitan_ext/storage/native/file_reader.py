@@ -256,8 +256,7 @@ class FileReader(StorageReader):
         file = indexed or self._footers.find(self.path / name, descriptor)
         if file is None:
             return runs.add_file(path, -1, descriptor)
-        save_id = self._footers.save_id if self._index is None else self._index.save_id
-        return runs.add_checked_file(path, file.num_bytes, file.footer_offset, file.footer_digest, save_id, descriptor)
+        return runs.add_checked_file(path, file, b"" if self._index is None else self._index.save_id, descriptor)
 
     def read_runs(self, runs: _core.RunReader, names: list[str]) -> None:
         """Reads all that was added to a RunReader.

@@ -8,7 +8,7 @@ import io
 import os
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -17,26 +17,29 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, SerializationFormat
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter
 from torch.futures import Future
 
 from torchtitan_ext import _core
 from torchtitan_ext.dcp_private import StreamTransformExtension
-from torchtitan_ext.errors import WrongValueError
+from torchtitan_ext.errors import WrongValueError, only_printed
 from torchtitan_ext.layout.wrapper import without_slack
 from torchtitan_ext.storage.checkpoint_files import (
     NO_METADATA,
     index_path,
     is_local,
+    kept_name,
     metadata_path,
     thread_count_of,
 )
-from torchtitan_ext.storage.commit.commit import RunningSave, begin_save, find_place
+from torchtitan_ext.storage.commit.commit import RunningSave, SavePlace, begin_save, find_place
+from torchtitan_ext.storage.commit.steps import latest_path, pattern_of
 from torchtitan_ext.storage.futures import finished
 from torchtitan_ext.storage.metadata.metadata_file import encode_metadata, encode_tables, send_as_place
 from torchtitan_ext.storage.native.device_buckets import OutgoingBuckets, bucket_bytes_of
+from torchtitan_ext.storage.native.shared_files import Unchanged, WrittenFiles, share_unchanged
 from torchtitan_ext.storage.progress import progress
 from torchtitan_ext.storage.raw_tensor import ELEMENT_TYPES, NAMES, raw_memory
 
@@ -54,6 +57,9 @@ class FilePrefix:
 
     prefix: str
 
+
+# Of a save that shares no files.
+_NOT_COMPARED = Unchanged()
 
 # Read once: it takes half a millisecond, as long as the rest of a small save.
 _VERSION = version("torchtitan-ext")
@@ -82,6 +88,10 @@ class FileWriter(StorageWriter):
             ranks stock takes too long to read it anyway.
         fingerprints: Take a fingerprint of each saved chunk while it is written, into the index: ``tte.load`` with
             ``prove=True`` compares what it has loaded with them. The names of the files have the save id then.
+        reuse: An earlier checkpoint, or ``"latest"``: the latest step of the run that the path is a step of. What has
+            not changed since is not written again: the files that hold it are linked (docs/reference/storage.md). Takes
+            fingerprints.
+        step_pattern: How the run names its steps, for ``"latest"``.
         sync_files: The name of ``sync`` in ``FileSystemWriter``.
         per_thread_copy_ahead: Accepted like in ``FileSystemWriter`` and ignored: tensors of an accelerator come to the
             host in buckets, each while the one before is written.
@@ -90,6 +100,8 @@ class FileWriter(StorageWriter):
 
     Attributes:
         target: The absolute path: the working directory may have changed when an asynchronous save begins.
+        not_reused: After a save with ``reuse``, on the coordinator: why something that has not changed was written
+            again; empty if nothing stood in the way.
         confirm: Called when all files are on the disk, right before the rename that commits. If it raises, nothing is
             committed. Each ``set_up_storage_writer`` resets it.
 
@@ -109,6 +121,8 @@ class FileWriter(StorageWriter):
         overwrite: bool = True,
         stock_metadata: bool = True,
         fingerprints: bool = False,
+        reuse: str | os.PathLike[str] | None = None,
+        step_pattern: str | None = None,
         sync_files: bool | None = None,
         single_file_per_rank: bool = True,
         per_thread_copy_ahead: int | None = None,
@@ -137,7 +151,10 @@ class FileWriter(StorageWriter):
         self.sync = sync if sync_files is None else sync_files
         self.overwrite = overwrite
         self.stock_metadata = stock_metadata
-        self.fingerprints = fingerprints
+        self.reuse = reuse if reuse is None or reuse == "latest" else Path(reuse).absolute()
+        self.step_pattern = step_pattern
+        self.fingerprints = fingerprints or reuse is not None
+        self.not_reused = ""
         self.thread_count = thread_count
         thread_count_of(thread_count)
         self.save_id = uuid.uuid4().hex
@@ -190,7 +207,12 @@ class FileWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self.abandon()
-        self._save = begin_save(self.target, self.save_id, self._own_rank, names_have_id=self.fingerprints)
+        earlier = self._earlier()
+        self._save = begin_save(
+            self.target, self.save_id, self._own_rank, names_have_id=self.fingerprints, earlier=earlier
+        )
+        if earlier is not None and not self._save.place.is_staged:
+            self.not_reused = f"{self.target} is written in place"
         return [
             dataclasses.replace(plan, storage_data=FilePrefix(f"__{index}_")) if plan.storage_data is None else plan
             for index, plan in enumerate(plans)
@@ -199,10 +221,12 @@ class FileWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
         return finished(lambda: self._write(plan, planner))
 
-    def finish(self, metadata: Metadata, results: Sequence[_core.RankFile | None]) -> None:  # type: ignore[override]
+    def finish(  # type: ignore[override]
+        self, metadata: Metadata, results: Sequence[_core.RankFile | WrittenFiles | None]
+    ) -> None:
         assert self._save is not None, "finish without prepare_global_plan, please report"
-        files = [file for file in results if file is not None]
-        self._save.check_names([file.name for file in files])
+        files = files_of(results)
+        self._save.check_names([file.name for file in files if file.save_id is None])
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_meta = self.storage_meta()
         # In place the rename of `.metadata` is the commit.
@@ -220,6 +244,10 @@ class FileWriter(StorageWriter):
         )
         path = self._save.commit(index, content if needs_metadata else None, sync=self.sync, confirm=self.confirm)
         self._save = None
+        self.not_reused = self.not_reused or next(filter(None, map(_problem_of, results)), "")
+        if self.not_reused:
+            with only_printed():
+                warnings.warn(f"save: what has not changed is written again: {self.not_reused}", stacklevel=2)
         send_as_place(metadata, path, content if needs_metadata else index)
 
     def abandon(self) -> None:
@@ -240,6 +268,15 @@ class FileWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return is_local(checkpoint_id)
 
+    def _earlier(self) -> Path | None:
+        """The checkpoint whose files this save may share, on the coordinator."""
+        self.not_reused = ""
+        if self.reuse is None or isinstance(self.reuse, Path):
+            return self.reuse
+        known = pattern_of(self.target)
+        pattern = known.text if self.step_pattern is None and known is not None else self.step_pattern
+        return latest_path(self.target.parent, pattern)
+
     def _has_checkpoint(self, rank: int | None) -> bool:
         return metadata_path(self.target, rank).exists() or index_path(self.target, rank).exists()
 
@@ -248,31 +285,52 @@ class FileWriter(StorageWriter):
         """This rank if each rank has metadata of its own, else ``None``."""
         return None if self.use_collectives else self.rank
 
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> _core.RankFile | None:
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> _core.RankFile | WrittenFiles | None:
         # Plans do not carry the save id: a cached plan would bring back an old one.
         place = find_place(self.target, self.rank or 0, is_own=not self.use_collectives)
         if not plan.items:
             return None
+        # As stock: values first. Planners may count on it.
+        items = sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO)
         name = place.data_name(plan.storage_data.prefix)
+        if place.earlier is None:
+            return self._write_file(place, name, items, planner)
+        if isinstance(planner, WritesInPortions):
+            reason = "a state that is staged in portions is written before it is known what has changed"
+            return WrittenFiles([self._write_file(place, name, items, planner)], [], reason)
+        unchanged = share_unchanged(items, planner, place.earlier, place.directory, sync=self.sync)
+        kept = [item for item in items if item.index in unchanged.kept]
+        changed = [item for item in items if item.index not in unchanged.kept | unchanged.reused]
+        groups = {name: changed, kept_name(plan.storage_data.prefix, place.save_id): kept}
+        written = [self._write_file(place, name, group, planner, unchanged) for name, group in groups.items() if group]
+        return WrittenFiles(written, list(unchanged.shared), unchanged.not_reused)
+
+    def _write_file(
+        self,
+        place: SavePlace,
+        name: str,
+        items: list[WriteItem],
+        planner: SavePlanner,
+        unchanged: Unchanged = _NOT_COMPARED,
+    ) -> _core.RankFile:
         num_threads = thread_count_of(self.thread_count)
         records = _core.RecordWriter(os.fsencode(place.directory / name), BLOCK_BYTES, num_threads, self.sync)
         with progress(
             "save, rank 0",
             is_coordinator=self._is_coordinator,
-            total_bytes=lambda: _tensor_bytes(plan.items),
+            total_bytes=lambda: _tensor_bytes(items),
             in_logs=False,
         ) as advance:
             batch = _Batch(
                 records,
                 advance,
-                lambda: bucket_bytes_of(_tensor_bytes(plan.items)),
-                with_sums=self.fingerprints,
+                lambda: bucket_bytes_of(_tensor_bytes(items)),
+                sums=unchanged.sums if self.fingerprints else None,
             )
-            # As stock: values first. Planners may count on it.
-            items = sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO)
             for portion in planner.portions(items) if isinstance(planner, WritesInPortions) else [items]:
                 for item in portion:
-                    value = planner.resolve_data(item)
+                    value = unchanged.values.pop(item.index, None)
+                    value = planner.resolve_data(item) if value is None else value
                     if isinstance(value, io.BytesIO):
                         batch.add_value(item, value)
                     else:
@@ -282,6 +340,21 @@ class FileWriter(StorageWriter):
                 batch.write()
         rank = self.rank or 0
         return records.finish(name, bytes.fromhex(place.save_id), rank)
+
+
+def files_of(results: Sequence[_core.RankFile | WrittenFiles | None]) -> list[_core.RankFile]:
+    """The files of a save, from what ``write_data`` has returned on all ranks; each shared file once."""
+    files: list[_core.RankFile] = []
+    for result in results:
+        if isinstance(result, WrittenFiles):
+            files += [*result.written, *result.shared]
+        elif result is not None:
+            files.append(result)
+    return _core.join_shared(files)
+
+
+def _problem_of(result: _core.RankFile | WrittenFiles | None) -> str:
+    return result.not_reused if isinstance(result, WrittenFiles) else ""
 
 
 def _not_followed(argument: str, got: object, expected: str) -> WrongValueError:
@@ -303,7 +376,7 @@ class _Batch:
     Args:
         advance: Called with each number of written bytes.
         bucket_bytes: Called once if there are tensors of an accelerator, for the size of their buckets.
-        with_sums: Take the sum of each tensor record.
+        sums: Those of records that are known; of all other tensors they are taken. ``None`` takes none.
     """
 
     def __init__(
@@ -312,12 +385,12 @@ class _Batch:
         advance: Callable[[int], object],
         bucket_bytes: Callable[[], int],
         *,
-        with_sums: bool,
+        sums: Mapping[MetadataIndex, int] | None,
     ) -> None:
         self._records = records
         self._advance = advance
         self._bucket_bytes = bucket_bytes
-        self._with_sums = with_sums
+        self._sums = sums
         self._held: list[Any] = []
         self._buckets: OutgoingBuckets | None = None
         self._waiting_bytes = 0
@@ -341,12 +414,13 @@ class _Batch:
             return
         key = (item.index.fqn, item.index.offset, item.index.index)
         name, element_type = NAMES[raw.dtype], ELEMENT_TYPES[raw.dtype]
-        global_sizes = item.tensor_data.size if self._with_sums and item.tensor_data is not None else None
+        known = None if self._sums is None else self._sums.get(item.index)
+        global_sizes = item.tensor_data.size if self._sums is not None and item.tensor_data is not None else None
         if raw.is_cpu:
             address, shape, strides = raw.data_ptr(), raw.shape, raw.stride()
             self._in_turn(
                 raw,
-                lambda: self._records.add_tensor(key, name, shape, element_type, address, strides, global_sizes),
+                lambda: self._records.add_tensor(key, name, shape, element_type, address, strides, global_sizes, known),
             )
             return
         if self._buckets is None:
@@ -354,7 +428,7 @@ class _Batch:
             write_queued = functools.partial(_write_queued, self._records, self._held, self._advance)
             self._buckets = OutgoingBuckets(self._bucket_bytes(), write_queued)
         shape = raw.shape
-        self._buckets.then(lambda: self._records.begin_tensor(key, name, shape, element_type, global_sizes))
+        self._buckets.then(lambda: self._records.begin_tensor(key, name, shape, element_type, global_sizes, known))
         self._buckets.add(raw, self._records.add_bytes)
         self._buckets.then(self._records.end_tensor)
 

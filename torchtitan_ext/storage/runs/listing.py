@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import stat
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -85,8 +88,29 @@ def bytes_in(path: Path, names: list[str] | None = None) -> int:
 
 
 def checkpoint_bytes(step: Path) -> int:
-    """The size of a step's checkpoint files, which its removal frees."""
+    """The size of a step's checkpoint files."""
     return bytes_in(step, checkpoint_names(step)[0])
+
+
+def disk_bytes(paths: Iterable[Path]) -> int:
+    """The size of the files in some directories on the disk: a file that several checkpoints share counts once."""
+    files = [entry.stat() for path in paths for entry in os.scandir(path) if entry.is_file(follow_symlinks=False)]
+    return sum({(status.st_dev, status.st_ino): status.st_size for status in files}.values())
+
+
+def freed_bytes(steps: Iterable[Path], leftovers: Iterable[Leftover]) -> int:
+    """What the removal of these checkpoints and leftovers frees: not files that other checkpoints share."""
+    files = [step / name for step in steps for name in checkpoint_names(step)[0]]
+    for path, _ in leftovers:
+        files += [Path(entry) for entry in os.scandir(path)] if path.is_dir() else [path]
+    found = [status for status in map(Path.lstat, files) if not stat.S_ISDIR(status.st_mode)]
+    removed = Counter((status.st_dev, status.st_ino) for status in found)
+    sizes = {
+        (status.st_dev, status.st_ino): status.st_size
+        for status in found
+        if removed[status.st_dev, status.st_ino] == status.st_nlink
+    }
+    return sum(sizes.values())
 
 
 def _listed(path: Path, number: int, saver: str | None) -> ListedStep:

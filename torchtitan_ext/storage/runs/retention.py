@@ -21,7 +21,7 @@ from torchtitan_ext.storage.commit.leftovers import (
     stage_path,
 )
 from torchtitan_ext.storage.commit.save_lock import SaveLock
-from torchtitan_ext.storage.commit.steps import has_finished, pattern_of, step_of, step_paths
+from torchtitan_ext.storage.commit.steps import latest_path, pattern_of, step_of, step_paths
 from torchtitan_ext.storage.inspect.verify import is_whole
 from torchtitan_ext.storage.metadata.saved_metadata import ranks_with_metadata
 
@@ -34,8 +34,7 @@ def latest(run_dir: str | os.PathLike[str], *, step_pattern: str | None = None) 
     Args:
         step_pattern: How the run names its steps, as in ``tte.load``.
     """
-    paths = step_paths(Path(run_dir), step_pattern)
-    return next((paths[number] for number in sorted(paths, reverse=True) if has_finished(paths[number])), None)
+    return latest_path(Path(run_dir), step_pattern)
 
 
 def remove_old_steps(saved: Path, keep: int, pattern: str | None = None) -> None:

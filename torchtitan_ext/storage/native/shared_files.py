@@ -1,0 +1,205 @@
+"""What a save need not write again: records of an earlier checkpoint with equal bytes, in files that both share.
+
+A shared file is one file on the disk with a name in each checkpoint (a hard link). Each rank decides alone, about what
+it would write itself, and links for itself; that two ranks link one file is one link.
+
+A rank links a file if at least half of its bytes are used: what is not used lies there as long as the file is linked.
+The rest of what has not changed goes into a file of its own, beside the one for what has: the next save uses all of the
+former, and none of the latter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
+
+from torchtitan_ext import _core, ops
+from torchtitan_ext.layout.layout import Chunk, LocalShard
+from torchtitan_ext.state.host_copies import takes_operators
+from torchtitan_ext.state.value_digest import fetch_sums
+from torchtitan_ext.storage.checkpoint_files import shared_name, shown
+from torchtitan_ext.storage.commit.opened import OpenedCheckpoint, has_footer
+from torchtitan_ext.storage.raw_tensor import NAMES, raw_memory
+
+# A rank that could link more files than this links half as many, the largest, and writes the rest again, in one file:
+# hundreds of saves must not end in hundreds of files.
+MAX_SHARED_FILES = 16
+
+_ALL_BITS = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class WrittenFiles:
+    """What one rank has written for a save that may share files, and what it shares.
+
+    Attributes:
+        shared: With the records that this rank uses of them.
+        not_reused: Why the rank could not share what it should have shared; empty if nothing stood in the way.
+    """
+
+    written: list[_core.RankFile]
+    shared: list[_core.RankFile]
+    not_reused: str
+
+    @property
+    def reused_bytes(self) -> int:
+        return sum(record.num_bytes for file in self.shared for record in _core.parse_records(file))
+
+
+@runtime_checkable
+class CountsRequests(Protocol):
+    """A planner that can be asked for an item again, and lets go of the state after the last request."""
+
+    def expect_requests(self, num_more: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Unchanged:
+    """What has not changed of the items of a plan.
+
+    Attributes:
+        sums: Of all items that have one.
+        reused: The items that lie in shared files.
+        kept: Those that are written again all the same.
+        values: What a planner has given that may be asked only once for each item.
+    """
+
+    sums: Mapping[MetadataIndex, int] = field(default_factory=dict)
+    reused: frozenset[MetadataIndex] = frozenset()
+    kept: frozenset[MetadataIndex] = frozenset()
+    values: dict[MetadataIndex, Any] = field(default_factory=dict)
+    shared: Sequence[_core.RankFile] = ()
+    not_reused: str = ""
+
+
+def share_unchanged(
+    items: Sequence[WriteItem], planner: SavePlanner, earlier: Path, directory: Path, *, sync: bool
+) -> Unchanged:
+    """Links the files of an earlier checkpoint that hold enough of these items into the directory of a save.
+
+    Our planner is asked once more for what is to be written. What others give is held until then: of DCP's planner
+    these are the tensors of the state.
+    """
+    try:
+        opened = OpenedCheckpoint(earlier)
+        path, content = opened.read_index(None, None)
+        if content is None:
+            return Unchanged(not_reused=f"{earlier} has no index of ours")
+        index = _core.parse_index(content, shown(path))
+    except (OSError, ValueError) as error:
+        return Unchanged(not_reused=str(error))
+    if not index.has_sums:
+        return Unchanged(not_reused=f"{earlier} was saved without fingerprints")
+    values: dict[MetadataIndex, Any] = {}
+    wanted = _records_of(items, planner, None if isinstance(planner, CountsRequests) else values)
+    found: dict[str, dict[MetadataIndex, _core.SavedRecord]] = {}
+    for key, one in zip(wanted, _core.find_unchanged(index, list(wanted.values())), strict=True):
+        if one is not None:
+            found.setdefault(one[0], {})[key] = one[1]
+    shared: list[_core.RankFile] = []
+    reused: set[MetadataIndex] = set()
+    problems: list[str] = []
+    for name in _worth_a_link(index, found):
+        file = index.files[name]
+        new_name = shared_name(name)
+        if new_name is None:
+            problems.append(f"{earlier / name} has a name of stock DCP, which would write into it")
+        elif problem := _link(opened, file, directory / new_name, sync=sync):
+            problems.append(problem)
+        else:
+            save_id = file.save_id or index.save_id
+            shared.append(_core.share_file(file, save_id, new_name, list(found[name].values())))
+            reused |= found[name].keys()
+    sums = {key: record.sum for key, record in wanted.items() if record.sum is not None}
+    kept = frozenset().union(*found.values()) - reused
+    if isinstance(planner, CountsRequests):
+        planner.expect_requests(-len(reused))
+    for key in reused:
+        values.pop(key, None)
+    return Unchanged(sums, frozenset(reused), kept, values, shared, "; ".join(dict.fromkeys(problems)))
+
+
+def _records_of(
+    items: Sequence[WriteItem], planner: SavePlanner, values: dict[MetadataIndex, Any] | None
+) -> dict[MetadataIndex, _core.SavedRecord]:
+    """The records of the items that are plain tensors, with their sums and without places.
+
+    Args:
+        values: Gets what the planner gives; ``None`` if it can be asked again.
+    """
+    totals: dict[MetadataIndex, torch.Tensor] = {}
+    forms: dict[MetadataIndex, tuple[str, tuple[int, ...]]] = {}
+    has_operators: dict[torch.device, bool] = {torch.device("cpu"): True}
+    for item in items:
+        if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
+            continue
+        if values is None:
+            cast(CountsRequests, planner).expect_requests(1)
+        value = planner.resolve_data(item)
+        if values is not None:
+            values[item.index] = value
+        raw = raw_memory(value.detach()) if isinstance(value, torch.Tensor) else None
+        if raw is None or raw.numel() == 0 or raw.shape != item.tensor_data.chunk.sizes:
+            continue
+        if raw.device not in has_operators:
+            has_operators[raw.device] = takes_operators(raw.device)
+        if not has_operators[raw.device]:
+            raw = raw.cpu()
+        sizes = tuple(raw.shape)
+        start = (0,) * len(sizes)
+        shard = LocalShard(sizes, (Chunk(tuple(item.index.offset or start), sizes, start),))
+        with contextlib.suppress(RuntimeError, ValueError), torch.no_grad():  # it lies in no tensor of the global size
+            totals[item.index] = ops.fingerprint_shard(raw, shard, tuple(item.tensor_data.size))
+            forms[item.index] = NAMES[raw.dtype], sizes
+    return {
+        key: _core.SavedRecord((key.fqn, key.offset, key.index), *forms[key], total & _ALL_BITS)
+        for key, total in fetch_sums(totals).items()
+    }
+
+
+def _worth_a_link(index: _core.Index, found: Mapping[str, Mapping[MetadataIndex, _core.SavedRecord]]) -> list[str]:
+    """The files of which enough is used, those with the most used bytes first."""
+    used = {name: sum(record.num_bytes for record in records.values()) for name, records in found.items()}
+    worth = [name for name, num_bytes in used.items() if 2 * num_bytes >= index.files[name].footer_offset]
+    worth.sort(key=lambda name: (-used[name], name))
+    return worth if len(worth) <= MAX_SHARED_FILES else worth[: MAX_SHARED_FILES // 2]
+
+
+def _link(opened: OpenedCheckpoint, file: _core.RankFile, path: Path, *, sync: bool) -> str:
+    """Gives a file of an opened checkpoint a second name; returns why that is not possible.
+
+    The file may be gone or another one by now: what the new name leads to is compared with the index.
+    """
+    try:
+        with contextlib.suppress(FileExistsError):  # another rank was first
+            opened.link(file.name, path)
+        if not _is_as_indexed(path, file, sync=sync):
+            path.unlink(missing_ok=True)
+            return f"{opened.directory / file.name} is not the file that its index describes"
+    except OSError as error:
+        return f"{opened.directory / file.name} cannot be shared: {error.strerror}"
+    return ""
+
+
+def _is_as_indexed(path: Path, file: _core.RankFile, *, sync: bool) -> bool:
+    """Whether this is a file with the size and the footer that an index describes; with ``sync`` it is on the disk."""
+    if not stat.S_ISREG(path.lstat().st_mode):
+        return False
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        if not has_footer(descriptor, file):
+            return False
+        if sync:  # the earlier save may not have waited for the disk
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return True
