@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from torchtitan_ext.op_library import bump_version_of, call_collective, listed
+from torchtitan_ext.op_library import bump_version_of, call_collective, listed, register_fake
 
 DEFAULT_BUCKET_BYTES = 32 << 20
 """Large buckets make few messages, each long enough to hide its copies. On 4 gloo processes, 341 MB in 300 tensors take
@@ -65,12 +64,12 @@ def check_broadcast(tensors: Sequence[Tensor]) -> BroadcastCheck:
     return BroadcastCheck(tuple(digest), tuple(positions), reason)
 
 
-@torch.library.register_fake("torchtitan_ext::broadcast_coalesced_")
+@register_fake("broadcast_coalesced_")
 def _(tensors: Sequence[Tensor], group_name: str, src: int, bucket_bytes: int) -> None:
     _refuse_meta("broadcast_coalesced_", tensors)
 
 
-@torch.library.register_fake("torchtitan_ext::check_broadcast")
+@register_fake("check_broadcast")
 def _(tensors: Sequence[Tensor]) -> tuple[list[int], list[int], str]:
     _refuse_meta("check_broadcast", tensors)
     return [0, 0], [], ""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from torchtitan_ext.op_library import bump_version_of, call_collective, kernels, listed
+from torchtitan_ext.op_library import bump_version_of, call_collective, kernels, listed, register_fake
 from torchtitan_ext.ops.broadcast import DEFAULT_BUCKET_BYTES
 
 REFUSED = -1
@@ -84,7 +84,7 @@ def exchange_runs_(
     call_collective("exchange_runs_", (*given, group_name, digest, bucket_bytes, float(timeout_seconds)))
 
 
-@torch.library.register_fake("torchtitan_ext::exchange_runs_")
+@register_fake("exchange_runs_")
 def _(
     sources: Sequence[Tensor],
     targets: Sequence[Tensor],

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_ext.op_library import DifferentiableOp, bump_version_of, call, listed
+from torchtitan_ext.op_library import DifferentiableOp, bump_version_of, call, listed, register_fake
 
 DEFAULT_ALIGNMENT = 64
 """Bytes. A cache line: no two tensors of a flat buffer share one, and a view of any dtype fits."""
@@ -43,7 +43,7 @@ def flatten_tensors(
     return _FLATTEN_TENSORS((given, alignment, dtype)) if given else torch.empty(0, dtype=dtype)
 
 
-@torch.library.register_fake("torchtitan_ext::flatten_tensors")
+@register_fake("flatten_tensors")
 def _(tensors: Sequence[Tensor], alignment: int, dtype: torch.dtype) -> Tensor:
     num_bytes = flat_offsets(tensors, alignment=alignment)[-1]
     return tensors[0].new_empty(num_bytes // dtype.itemsize, dtype=dtype)
@@ -74,7 +74,7 @@ def flatten_into_(tensors: Sequence[Tensor], out: Tensor, *, alignment: int = DE
         call("flatten_into_", (given, alignment, out))
 
 
-@torch.library.register_fake("torchtitan_ext::flatten_into_")
+@register_fake("flatten_into_")
 def _(tensors: Sequence[Tensor], alignment: int, out: Tensor) -> None:
     return None
 
@@ -95,7 +95,7 @@ def unflatten_tensors_(tensors: Sequence[Tensor], flat: Tensor, *, alignment: in
         call("unflatten_tensors_", (given, flat, alignment))
 
 
-@torch.library.register_fake("torchtitan_ext::unflatten_tensors_")
+@register_fake("unflatten_tensors_")
 def _(tensors: Sequence[Tensor], flat: Tensor, alignment: int) -> None:
     return None
 

@@ -8,7 +8,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from torchtitan_ext.op_library import DifferentiableOp, bump_version_of, call, is_transformed, kernels, listed
+from torchtitan_ext.op_library import (
+    DifferentiableOp,
+    bump_version_of,
+    call,
+    is_transformed,
+    kernels,
+    listed,
+    register_fake,
+)
 
 
 class ChunkLike(Protocol):
@@ -49,7 +57,7 @@ def pack_shard(src: Tensor, shard: ShardLike, *, src_offsets: Sequence[int] | No
     return _PACK_SHARD((src, origin, shard.sizes, _chunk_table(shard)))
 
 
-@torch.library.register_fake("torchtitan_ext::pack_shard")
+@register_fake("pack_shard")
 def _(src: Tensor, src_offsets: Sequence[int], shard_sizes: Sequence[int], chunks: Sequence[int]) -> Tensor:
     return src.new_empty(shard_sizes)
 
@@ -93,7 +101,7 @@ def unpack_shard_(dst: Tensor, local: Tensor, shard: ShardLike, *, dst_offsets: 
     call("unpack_shard_", (dst, origin, local, _chunk_table(shard)))
 
 
-@torch.library.register_fake("torchtitan_ext::unpack_shard_")
+@register_fake("unpack_shard_")
 def _(dst: Tensor, dst_offsets: Sequence[int], shard: Tensor, chunks: Sequence[int]) -> None:
     return None
 
@@ -108,7 +116,7 @@ def unpack_shard(dst: Tensor, local: Tensor, shard: ShardLike, *, dst_offsets: S
     return _UNPACK_SHARD((dst, origin, local, _chunk_table(shard)))
 
 
-@torch.library.register_fake("torchtitan_ext::unpack_shard")
+@register_fake("unpack_shard")
 def _(dst: Tensor, dst_offsets: Sequence[int], shard: Tensor, chunks: Sequence[int]) -> Tensor:
     return torch.empty_like(dst, memory_format=torch.contiguous_format)
 
@@ -149,7 +157,7 @@ def _entries(src: Sequence[Tensor], tables: Sequence[int]) -> list[tuple[list[in
     return entries
 
 
-@torch.library.register_fake("torchtitan_ext::pack_shards")
+@register_fake("pack_shards")
 def _(src: Sequence[Tensor], tables: Sequence[int]) -> list[Tensor]:
     return [tensor.new_empty(sizes) for tensor, (_, sizes, _) in zip(src, _entries(src, tables), strict=True)]
 
@@ -188,7 +196,7 @@ def unpack_shards_(
         call("unpack_shards_", (given, given_locals, tables))
 
 
-@torch.library.register_fake("torchtitan_ext::unpack_shards_")
+@register_fake("unpack_shards_")
 def _(dst: Sequence[Tensor], shards: Sequence[Tensor], tables: Sequence[int]) -> None:
     return None
 
@@ -246,6 +254,6 @@ def fingerprint_shard(local: Tensor, shard: ShardLike, global_sizes: Sequence[in
     return call("fingerprint_shard", (local, global_sizes, _chunk_table(shard)))
 
 
-@torch.library.register_fake("torchtitan_ext::fingerprint_shard")
+@register_fake("fingerprint_shard")
 def _(shard: Tensor, global_sizes: Sequence[int], chunks: Sequence[int]) -> Tensor:
     return shard.new_empty((), dtype=torch.int64)
