@@ -213,6 +213,11 @@ int renameat2(int from, const char* first, int to, const char* second, unsigned 
   RENAME(kind, from, first, to, second, real(from, first, to, second, flags));
 }
 
+int linkat(int from, const char* first, int to, const char* second, int flags) {
+  REAL("linkat", int, (int, const char*, int, const char*, int));
+  RENAME("link", from, first, to, second, real(from, first, to, second, flags));
+}
+
 #define CHANGE(kind, directory, path, call) \
   char full[PATH_MAX];                      \
   resolve(directory, path, full);           \

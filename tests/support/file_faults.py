@@ -41,6 +41,7 @@ class Case:
         code: The errno with which it fails; 0: the process is killed there, and all others with it.
         is_late: Where that call is a rename: it takes effect, and fails all the same.
         after_seconds: All ranks are killed then, wherever they are.
+        reuse: The checkpoint with which the save shares what has not changed.
     """
 
     root: str
@@ -57,6 +58,7 @@ class Case:
     num_rows: int = 40
     after_seconds: float = 0.0
     sync: bool = True
+    reuse: str | None = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Outcome:
 
 def state_of(value: int, world_size: int, num_rows: int = 40) -> dict[str, Any]:
     own = {f"rank_{rank}": torch.full((50,), float(value + rank)) for rank in range(world_size)}
-    return {"w": torch.full((num_rows, 30), float(value)), "step": value, **own}
+    return {"w": torch.full((num_rows, 30), float(value)), "frozen": torch.arange(4000), "step": value, **own}
 
 
 def loaded_value(path: Path, world_size: int, step: Any = None) -> int | str:
@@ -177,8 +179,8 @@ def save_as_rank(rank: int, case: Case, faults: Any, scratch: str) -> None:
             )
         state = state_of(case.value, case.world_size, case.num_rows)
         if case.world_size > 1:
-            state = {key: value for key, value in state.items() if key in ("w", "step", f"rank_{rank}")}
-        writer = FileWriter(case.target, sync=case.sync, thread_count=case.num_threads)
+            state = {key: value for key, value in state.items() if key in ("w", "frozen", "step", f"rank_{rank}")}
+        writer = FileWriter(case.target, sync=case.sync, thread_count=case.num_threads, reuse=case.reuse)
         at = case.at if rank == case.rank else 0
         root, log = case.root.encode(), case.log.encode() if rank == case.rank else b""
         faults.tte_faults_arm(root, ctypes.c_long(at), case.code, int(case.is_late), int(case.no_exchange), log)

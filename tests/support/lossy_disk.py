@@ -88,6 +88,8 @@ class LossyDisk:
                     node.synced, node.changes = dict(node.names), []
             case "rename" | "exchange":
                 self._rename(one, operation.second, operation.name == "exchange")
+            case "link":
+                self._parent(operation.second).change(**{operation.second.name: self._node(one)})
             case "unlink" | "rmdir":
                 self._parent(one).change(**{one.name: None})
 

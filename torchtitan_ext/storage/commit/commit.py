@@ -19,7 +19,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -107,6 +107,12 @@ class RunningSave:
         if marks:
             text = f"{', '.join(sorted(marks))} belong to another save: the file system showed these ranks an old lock"
             raise CheckpointFailedError("save", {0: text})
+
+    def remove_unused(self, used: Collection[str]) -> None:
+        """Removes the shared files that no rank uses after all."""
+        if self.place.earlier is not None:
+            names = os.listdir(self.place.directory)
+            remove_files(self.place.directory, [name for name in names if sharing_save(name) and name not in used])
 
     def commit(
         self, index: bytes, metadata: bytes | None, *, sync: bool, confirm: Callable[[], None] = lambda: None

@@ -227,6 +227,7 @@ class FileWriter(StorageWriter):
         assert self._save is not None, "finish without prepare_global_plan, please report"
         files = files_of(results)
         self._save.check_names([file.name for file in files if file.save_id is None])
+        self._save.remove_unused({file.name for file in files})
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_meta = self.storage_meta()
         # In place the rename of `.metadata` is the commit.

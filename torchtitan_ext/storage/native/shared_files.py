@@ -177,13 +177,13 @@ def _worth_a_link(index: _core.Index, found: Mapping[str, Mapping[MetadataIndex,
 def _link(opened: OpenedCheckpoint, file: _core.RankFile, path: Path, *, sync: bool) -> str:
     """Gives a file of an opened checkpoint a second name; returns why that is not possible.
 
-    The file may be gone or another one by now: what the new name leads to is compared with the index.
+    The file may be gone or another one by now: what the new name leads to is compared with the index. A name that is of
+    no use stays, since another rank may use it; the commit removes those that none uses.
     """
     try:
         with contextlib.suppress(FileExistsError):  # another rank was first
             opened.link(file.name, path)
         if not _is_as_indexed(path, file, sync=sync):
-            path.unlink(missing_ok=True)
             return f"{opened.directory / file.name} is not the file that its index describes"
     except OSError as error:
         return f"{opened.directory / file.name} cannot be shared: {error.strerror}"
