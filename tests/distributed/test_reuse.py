@@ -91,6 +91,12 @@ def load_steps(rank: int, world_size: int, layout: str, run: Path, steps: list[i
     return wrong
 
 
+def prove_step(rank: int, world_size: int, layout: str, path: Path) -> tuple[int, list[str]]:
+    report = tte.load(state_on(layout, -1), path, prove=True)
+    assert report is not None and report.proof is not None
+    return len(report.proof.proved), sorted(report.proof.unproved)
+
+
 def check(run_world: Any, run: Path, layouts: list[str], steps: list[int]) -> None:
     for step in steps:
         assert verify(run / f"step-{step}", is_deep=True).damages == []
@@ -116,6 +122,8 @@ def test_after_a_change_of_the_mesh_a_save_writes_what_is_cut_otherwise_once(run
         step += 2
         assert answers[0][1][0] <= 1.1 * LORA_BYTES, layout
     check(run_world, tmp_path, ["hsdp2x2", "one"], list(range(1, step + 1)))
+    answers = run_world(4, prove_step, "fsdp4", tmp_path / f"step-{step}")
+    assert answers == [(NUM_BASE + 1, ["step"])] * 4
 
 
 def test_the_same_chunks_are_found_whoever_wrote_them(run_world, tmp_path: Path) -> None:
