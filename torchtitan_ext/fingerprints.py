@@ -28,6 +28,7 @@ from torchtitan_ext.checkpoint.tables.tensor_sums import (
 from torchtitan_ext.errors import Problem, described, refusal
 from torchtitan_ext.layout.layout import LayoutRules, ShardOrder, Steps
 from torchtitan_ext.ranks.exchange import check_usable, gather_values
+from torchtitan_ext.ranks.groups import position_in
 from torchtitan_ext.state.nested import flatten_state_dict
 from torchtitan_ext.state.value_digest import digest_value
 
@@ -123,7 +124,7 @@ def _true_steps(
     agreement = agree(tables, every_rank_reports=True)
     if agreement.problems:
         raise refusal("fingerprint", agreement.problems)
-    rank = dist.get_rank(process_group) if len(tables) > 1 else 0
+    rank = position_in(process_group) if len(tables) > 1 else 0
     return agreement.world.steps_of(rank)
 
 

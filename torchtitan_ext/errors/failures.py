@@ -306,6 +306,22 @@ class CheckpointFailedError(TorchtitanExtError, RuntimeError):
 
 
 @dataclass(eq=False, repr=False)
+class MeetingError(TorchtitanExtError, RuntimeError):
+    """Ranks of several jobs did not become one group. The same on every rank that has come.
+
+    Attributes:
+        detail: Who did not come, or what ranks of which job say differently.
+        address: Where the store of the meeting is, or should be.
+    """
+
+    detail: str
+    address: str
+
+    def __str__(self) -> str:
+        return f"meeting at {self.address} failed: {self.detail}"
+
+
+@dataclass(eq=False, repr=False)
 class TransferFailedError(TorchtitanExtError, RuntimeError):
     """Ranks failed while they planned or ran a transfer from memory to memory. The same on every rank.
 

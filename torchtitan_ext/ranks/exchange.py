@@ -25,6 +25,7 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     ScatterOptions,
 )
 
+from torchtitan_ext.ranks.groups import position_in, ranks_of
 from torchtitan_ext.ranks.side_group import SideGroup
 from torchtitan_ext.ranks.watch import Watch
 
@@ -40,9 +41,11 @@ def scope_ranks(scope: Scope = None) -> list[int]:
     """Global ranks of a scope, in the order of ``gather_values``; without any process group rank 0 alone."""
     if isinstance(scope, DeviceMesh):
         return [int(rank) for rank in scope.mesh.flatten().tolist()]
-    if not (dist.is_available() and dist.is_initialized()):
+    if scope is None and not (dist.is_available() and dist.is_initialized()):
         return [0]
-    return dist.get_process_group_ranks(dist.group.WORLD if scope is None else scope)
+    group = dist.group.WORLD if scope is None else scope
+    assert group is not None
+    return ranks_of(group)
 
 
 def check_usable(operation: str, scope: Scope) -> None:
@@ -52,7 +55,7 @@ def check_usable(operation: str, scope: Scope) -> None:
     try:
         groups = scope.get_all_groups() if isinstance(scope, DeviceMesh) else [scope]
         for group in groups:
-            dist.get_process_group_ranks(group)
+            ranks_of(group)
     except Exception:
         what = "the mesh" if isinstance(scope, DeviceMesh) else "group"
         raise ValueError(f"{operation}: the process group of {what} was destroyed; make a new one") from None
@@ -139,7 +142,7 @@ def broadcast_bytes(flat: torch.Tensor, scope: Scope = None, *, src: int = 0) ->
         for axis in range(scope.ndim):
             dist.broadcast(flat, src=ranks_along(scope, axis)[src], group=scope.get_group(axis))
     elif scope is not None or dist.is_initialized():
-        dist.broadcast(flat, src=scope_ranks(scope)[src], group=scope)
+        dist.broadcast(flat, group=scope, group_src=src)
 
 
 def ranks_along(mesh: DeviceMesh, axis: int) -> list[int]:
@@ -191,7 +194,7 @@ class TimedExchange:
         self._group: Any = group if side is None else side.backend
         self._watch = watch
         self._size = dist.get_world_size(group)
-        self._is_coordinator = dist.get_rank(group) == 0
+        self._is_coordinator = position_in(group) == 0
         self._device = device_of(group) if side is None else torch.device("cpu")
 
     def heads(self, data: bytes) -> list[bytes]:

@@ -29,9 +29,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from torchtitan_ext.errors import LostRankError
+from torchtitan_ext.ranks.groups import meeting_address, members_text, own_rank, ranks_of, store_of
 
 # Between two questions of a rank to the store. Ranks take 0.75 to 1.25 of it, by their numbers, so that thousands of
 # them do not ask at once.
@@ -88,8 +89,10 @@ class Watch:
         self.timeout_seconds = timeout_seconds
         self._operation = operation
         self._path = path
-        self._rank = dist.get_rank()
-        self._ranks = dist.get_process_group_ranks(group)
+        self._group = group
+        self._rank = own_rank(group)
+        self._ranks = ranks_of(group)
+        self._store = store_of(group)
         self._prefix = f"torchtitan_ext/watch/{group.group_name}"
         self._standing = Standing("", "", time.monotonic())
         self._deadline: float | None = None
@@ -102,7 +105,7 @@ class Watch:
         self._is_asked = False
         self._is_closed = False
         self._thread: threading.Thread | None = None
-        if can_be_asked(_get_default_store()):
+        if can_be_asked(self._store):
             self._thread = threading.Thread(target=self._run, name="torchtitan_ext.watch", daemon=True)
             self._thread.start()
 
@@ -222,6 +225,9 @@ class Watch:
         is_of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         silent = () if is_of_agent else (0,)
         host = "the launcher's agent on the first node hosts" if is_of_agent else "rank 0 hosts"
+        address = meeting_address(self._group)
+        if address is not None:
+            return self._error(None, (), f"the store of the meeting at {address} is lost")
         return self._error(None, silent, f"the store of the process groups, which {host}, is lost")
 
     def _error(self, rank: int | None, silent: tuple[int, ...], why: str) -> LostRankError:
@@ -233,7 +239,7 @@ class Watch:
         interval = _POLL_SECONDS * (0.75 + 0.5 * (self._rank * 0.618034 % 1))
         try:
             # A store of its own: another thread may wait in the shared one, and blocks it meanwhile.
-            store = PrefixStore(self._prefix, _get_default_store().clone())  # type: ignore[attr-defined]
+            store = PrefixStore(self._prefix, self._store.clone())  # type: ignore[attr-defined]
             while not self._is_closed or self._reason is not None:
                 asked = time.monotonic()
                 if self._reason is not None or store.check([_CALL]):
@@ -251,13 +257,15 @@ class Watch:
                 self._changed.notify_all()
 
     def _hear(self, verdict: dict[str, Any]) -> None:
+        members = members_text(self._group, verdict["silent"])
+        why = f"{verdict['why']}; {members}" if members else verdict["why"]
         with self._changed:
             self._verdict = LostRankError(
                 verdict["operation"],
                 verdict["doing"],
                 None,
                 tuple(verdict["silent"]),
-                f"{verdict['why']}; {_ADVICE}",
+                f"{why}; {_ADVICE}",
                 step=verdict["phase"],
                 path=verdict["path"],
                 late={int(rank): text for rank, text in verdict["late"].items()},

@@ -8,7 +8,8 @@ refusals. The walk of a call:
 """
 
 from torchtitan_ext.transfer.dtensors import redistribute
+from torchtitan_ext.transfer.meeting import meet
 from torchtitan_ext.transfer.plan import TransferPlan, TransferResult
 from torchtitan_ext.transfer.state_dicts import plan_reshard, reshard
 
-__all__ = ["TransferPlan", "TransferResult", "plan_reshard", "redistribute", "reshard"]
+__all__ = ["TransferPlan", "TransferResult", "meet", "plan_reshard", "redistribute", "reshard"]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torchtitan_ext import _core, ops
 from torchtitan_ext.errors import Problem, refusal
 from torchtitan_ext.fingerprints import Fingerprint, fingerprint
+from torchtitan_ext.ranks.groups import position_in
 from torchtitan_ext.transfer.endpoint import Endpoint
 from torchtitan_ext.transfer.phases import transfer_phases
 from torchtitan_ext.transfer.planning import RankPart
@@ -126,7 +127,7 @@ class TransferPlan:
 
     def describe(self) -> str:
         """Who sends how much to whom, in groups of at most 64 ranks; else this rank's part. Not collective."""
-        rank = 0 if self._group is None else dist.get_rank(self._group)
+        rank = 0 if self._group is None else position_in(self._group)
         between = self._part.bytes_between or {
             **{(rank, peer): num_bytes for peer, num_bytes in self._bytes_to.items()},
             **{(peer, rank): num_bytes for peer, num_bytes in self._bytes_from.items()},

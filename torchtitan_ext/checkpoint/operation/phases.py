@@ -27,6 +27,7 @@ from torchtitan_ext.errors import (
 )
 from torchtitan_ext.metrics import Trace, Traced, log_metrics, timed
 from torchtitan_ext.ranks.exchange import TimedExchange
+from torchtitan_ext.ranks.groups import position_in
 from torchtitan_ext.ranks.side_group import (
     GroupOffer,
     can_have_side_group,
@@ -78,15 +79,15 @@ class Phases:
     ) -> None:
         self._operation = operation
         self._path = "" if path is None else str(path)
-        is_alone = no_dist or not (dist.is_available() and dist.is_initialized())
+        is_alone = no_dist or (process_group is None and not (dist.is_available() and dist.is_initialized()))
         group = None if is_alone else process_group or dist.group.WORLD
         self.group = group
         """The ranks that take part; ``None`` where this process works alone."""
-        self.rank = 0 if group is None else dist.get_rank(group)
+        self.rank = 0 if group is None else position_in(group)
         """This rank, counted in the group."""
         self.is_coordinator = self.rank == 0
         """Whether this rank is the one that works for all ranks."""
-        self.size = 1 if group is None else dist.get_world_size(group)
+        self.size = 1 if group is None else group.size()
         """Number of ranks that take part."""
         self.timeout_seconds = timeout_seconds
         """How long a rank waits for the others in each phase."""

@@ -1,0 +1,177 @@
+"""Jobs that were started apart meet in one group, move state from one to the other, lose each other and meet again."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from reference import same_bits
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+import torchtitan_ext as tte
+from torchtitan_ext import transfer
+from torchtitan_ext.errors import MeetingError, WrongValueError
+
+JOBS = {"trainer": 3, "generator": 2}
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def in_jobs(position: int, address: str, folder: Path) -> tuple[str, int, Any]:
+    """Makes this process a rank of a job with a default group of its own, and meets the other job."""
+    job, rank = ("trainer", position) if position < JOBS["trainer"] else ("generator", position - JOBS["trainer"])
+    store = dist.FileStore(str(folder / job), JOBS[job])
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=JOBS[job])
+    return job, rank, transfer.meet(address, job=job, rank=rank, jobs=JOBS, timeout_seconds=60)
+
+
+def two_jobs(position: int, world_size: int, address: str, folder: Path) -> None:
+    job, rank, group = in_jobs(position, address, folder)
+    assert (group.rank(), group.size()) == (position, 5)
+    whole = torch.arange(35.0).view(7, 5)
+    mesh = init_device_mesh("cpu", (JOBS[job],))
+    trained, generated = (
+        tte.distribute_tensor(whole if job == "trainer" else torch.zeros_like(whole), mesh, [Shard(dim)])
+        for dim in (0, 1)
+    )
+    source = {"w": trained} if job == "trainer" else None
+    target = {"w": generated} if job == "generator" else None
+    plan = tte.plan_reshard(source, target, group)
+    result = plan.run(version=5 if job == "trainer" else None, verify=True)
+    assert (plan.version, result.unproved) == (5, ())
+    if target is not None:
+        assert same_bits(generated.to_local(), whole.chunk(2, 1)[rank])
+        assert result.bytes_received == generated.to_local().nbytes
+    flat = torch.full((3,), float(position))
+    tte.broadcast_tensors([flat], group=group, src=4)
+    assert bool((flat == 4).all())
+    dist.destroy_process_group()
+
+
+def test_a_trainer_fills_a_generator_that_was_started_apart(run_world: Any, tmp_path: Path) -> None:
+    run_world(5, two_jobs, free_address(), tmp_path, process_group=False)
+
+
+def meet_as(position: int, world_size: int, address: str, calls: list[dict[str, Any]]) -> str:
+    try:
+        transfer.meet(address, **{"timeout_seconds": 60.0, "jobs": {"a": 1, "b": 2}, **calls[position]})
+    except MeetingError as error:
+        return error.detail
+    return "met"
+
+
+def test_who_is_late_or_says_something_else_is_named_on_both_sides(run_world: Any) -> None:
+    a, b0, b1 = ({"job": job, "rank": rank} for job, rank in (("a", 0), ("b", 0), ("b", 1)))
+
+    def answers(*calls: dict[str, Any]) -> list[str]:
+        return run_world(len(calls), meet_as, free_address(), list(calls), process_group=False)  # type: ignore[no-any-return]
+
+    late = {"timeout_seconds": 8.0}  # far more than the two processes come apart
+    assert answers({**a, **late}, {**b0, **late}) == ["rank(s) 1 of b did not come"] * 2
+    found = answers(a, {**b0, "jobs": {"a": 1, "b": 3}}, b1)
+    assert len(set(found)) == 1 and "jobs differ" in found[0] and "a: 1, b: 3" in found[0] and "a: 1, b: 2" in found[0]
+    assert answers(a, b0, b1) == ["met"] * 3
+
+
+def test_arguments() -> None:
+    with pytest.raises(WrongValueError, match="got job='c', expected one of a, b"):
+        transfer.meet("h:1", job="c", rank=0, jobs={"a": 1, "b": 2})
+    with pytest.raises(WrongValueError, match="got rank=2, expected 0 to 1 of b"):
+        transfer.meet("h:1", job="b", rank=2, jobs={"a": 1, "b": 2})
+    with pytest.raises(WrongValueError, match="expected 'host:port'"):
+        transfer.meet("h", job="a", rank=0, jobs={"a": 1})
+    with pytest.raises(MeetingError, match="cannot reach the store"):
+        transfer.meet("127.0.0.1:1", job="b", rank=0, jobs={"a": 1, "b": 1}, timeout_seconds=1)
+
+
+MEMBER = textwrap.dedent("""
+    import json, sys, time, torch
+    import torchtitan_ext as tte
+    from torchtitan_ext import transfer
+    from torchtitan_ext.errors import LostRankError, MeetingError
+
+    address, job, rank, steps = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    jobs = {"trainer": 2, "generator": 1}
+    w = torch.zeros(1000)
+    step = 0
+    while step < steps:
+        try:
+            group = transfer.meet(address, job=job, rank=rank, jobs=jobs, host_store=False, timeout_seconds=60)
+            state = {"w": w}
+            sides = (state, None) if job == "trainer" else (None, state)
+            plan = tte.plan_reshard(*sides, group, timeout_seconds=5)
+            while step < steps:
+                if job == "trainer":
+                    w.fill_(step)
+                plan.run(version=step if job == "trainer" else None)
+                assert job == "trainer" or bool((w == plan.version).all())
+                step = plan.version + 1
+                print(json.dumps({"step": plan.version}), flush=True)
+                time.sleep(0.02)
+        except (LostRankError, MeetingError) as error:
+            print(json.dumps({"lost": type(error).__name__, "text": str(error)}), flush=True)
+""")
+
+
+def start(address: str, job: str, rank: int, steps: int, log: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", MEMBER, address, job, str(rank), str(steps)]
+    return subprocess.Popen(command, stdout=log.open("ab"), env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def events(log: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def wait_for(log: Path, step: int) -> None:
+    deadline = time.monotonic() + 90
+    while max((event.get("step", -1) for event in events(log)), default=-1) < step:
+        assert time.monotonic() < deadline, events(log)[-5:]
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("killed", ["generator", "trainer"])
+def test_a_job_that_was_killed_meets_the_other_again(tmp_path: Path, killed: str) -> None:
+    """The other side gets a typed error within the deadline, and both go on in the next generation."""
+    address, steps = free_address(), 400
+    host, _, port = address.rpartition(":")
+    store = dist.TCPStore(host, int(port), is_master=True, wait_for_workers=False)  # outlives both jobs
+    members = [("trainer", 0), ("trainer", 1), ("generator", 0)]
+    logs = {member: tmp_path / f"{member[0]}{member[1]}" for member in members}
+    processes = {member: start(address, *member, steps, logs[member]) for member in members}
+    try:
+        wait_for(logs["generator", 0], 5)
+        for member in members:
+            if member[0] == killed:
+                processes[member].send_signal(signal.SIGKILL)
+                processes[member].wait()
+        began = time.monotonic()
+        survivor = ("trainer", 0) if killed == "generator" else ("generator", 0)
+        while not any("lost" in event for event in events(logs[survivor])):
+            assert time.monotonic() < began + 30
+            time.sleep(0.02)
+        for member in members:
+            if member[0] == killed:
+                processes[member] = start(address, *member, steps, logs[member])
+        last = max(event["step"] for event in events(logs["generator", 0]) if "step" in event)
+        wait_for(logs["generator", 0], 5 if killed == "trainer" else last + 5)
+        lost = [event for event in events(logs[survivor]) if "lost" in event]
+        assert lost[0]["lost"] == "LostRankError" and f"is {killed} rank 0" in lost[0]["text"], lost
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()
+        del store

@@ -1,0 +1,223 @@
+"""One process group over two jobs that were started apart, such as a trainer and a generator.
+
+Each process tells a store that it is there. Where all have come, the first rank of the first job makes the list of who
+meets, and all connect under it. A process that died in between, and comes again, finds a list without itself, and waits
+for the next one.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.metadata import version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore, _register_process_group
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from torchtitan_ext.checkpoint.operation.arguments import check_seconds
+from torchtitan_ext.errors import MeetingError, WrongValueError, check_argument
+from torchtitan_ext.ranks.groups import Meeting, remember_meeting
+
+_POLL_SECONDS = 0.05
+_MOST_GENERATIONS = 1_000_000
+
+# The stores that this process has started. They live as long as it does: the next meeting reads what the last one left.
+_hosted: dict[str, TCPStore] = {}
+
+
+def meet(
+    address: str,
+    *,
+    job: str,
+    rank: int,
+    jobs: Mapping[str, int],
+    generation: int | None = None,
+    backend: str = "gloo",
+    host_store: bool | None = None,
+    timeout_seconds: float = 300.0,
+) -> dist.ProcessGroup:
+    """Makes one process group of the ranks of several jobs. Collective over all of them; needs no default group.
+
+    ``plan_reshard``, ``reshard``, ``fingerprint`` and ``broadcast_tensors`` take the group. Positions in it count the
+    ranks of the first job, then those of the next; ``torch.distributed`` does not know it, so take them from
+    ``group.rank()``. After an error of a transfer, such as a lost rank, meet again.
+
+    Args:
+        address: ``"host:port"`` of the meeting's store.
+        job: The name of this process's job.
+        rank: Its rank in the job.
+        jobs: The number of ranks of each job, in the same order everywhere.
+        generation: Meetings of one generation find each other, and each generation meets once. By default the first
+            that has not met yet, so that a job that was started again meets the one that has lost it.
+        backend: ``"gloo"``, or ``"cpu:gloo,cuda:nccl"``.
+        host_store: Whether this process starts the store. By default rank 0 of the first job does. ``False`` on all
+            where something that outlives them hosts it (``dist.TCPStore(host, port, is_master=True)``).
+        timeout_seconds: How long to wait for the others.
+
+    Raises:
+        MeetingError: Some rank did not come in time, or ranks name other jobs, sizes or versions; names them.
+        WrongValueError: An argument is out of range.
+    """
+    check_seconds("meet", timeout_seconds)
+    me = _Member(job, rank, dict(jobs), uuid.uuid4().hex)
+    me.check()
+    deadline = time.monotonic() + timeout_seconds
+    is_host = me.position == 0 if host_store is None else host_store
+    devices = _devices(backend)
+    store = _connect(address, is_host, deadline)
+    for number in range(_MOST_GENERATIONS) if generation is None else [generation]:
+        place = PrefixStore(f"torchtitan_ext/meeting/{number}", store)
+        with _as_meeting_error(address):
+            name = _gather(place, me, deadline, address)
+            if name is not None:
+                return _connected(PrefixStore(name, place), name, me, devices, address, timeout_seconds)
+    raise MeetingError(f"generation {generation} has met at {address} already; pass the next one", address)
+
+
+@dataclass(frozen=True)
+class _Member:
+    """This process in a meeting; ``token`` tells it from one that was there before it in its place."""
+
+    job: str
+    rank: int
+    jobs: dict[str, int]
+    token: str
+
+    def check(self) -> None:
+        for name, size in self.jobs.items():
+            check_argument("meet", "jobs", name, str, "a mapping from names of jobs to numbers of ranks")
+            if not isinstance(size, int) or size < 1:
+                raise WrongValueError(f"meet: got {size!r} ranks of {name}, expected at least 1")
+        if self.job not in self.jobs:
+            raise WrongValueError(f"meet: got job={self.job!r}, expected one of {', '.join(self.jobs)}")
+        if not isinstance(self.rank, int) or not 0 <= self.rank < self.jobs[self.job]:
+            last = self.jobs[self.job] - 1
+            raise WrongValueError(f"meet: got rank={self.rank!r}, expected 0 to {last} of {self.job}")
+
+    @property
+    def members(self) -> list[tuple[str, int]]:
+        """All members, by position."""
+        return [(job, rank) for job, size in self.jobs.items() for rank in range(size)]
+
+    @property
+    def position(self) -> int:
+        return self.members.index((self.job, self.rank))
+
+    def statement(self) -> str:
+        """What the others get to know, and must agree on but for the name."""
+        text = {"job": self.job, "rank": self.rank, "token": self.token, "jobs": list(self.jobs.items())}
+        return json.dumps({**text, "version": version("torchtitan-ext"), "torch": torch.__version__.split("+")[0]})
+
+
+def _connect(address: str, is_host: bool, deadline: float) -> Store:
+    host, separator, port = address.rpartition(":")
+    if not separator or not port.isdecimal():
+        raise WrongValueError(f"meet: got address={address!r}, expected 'host:port'")
+    left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+    try:
+        if not is_host:
+            return TCPStore(host, int(port), is_master=False, timeout=left)
+        if address not in _hosted:
+            _hosted[address] = TCPStore(host, int(port), is_master=True, wait_for_workers=False, timeout=left)
+        return _hosted[address]
+    except RuntimeError as error:
+        doing = "start" if is_host else "reach"
+        raise MeetingError(f"cannot {doing} the store at {address}: {error}", address) from None
+
+
+def _gather(place: Store, me: _Member, deadline: float, address: str) -> str | None:
+    """The name of the meeting; ``None`` where this generation has met without this process."""
+    if place.check(["list"]):
+        return None
+    place.set(f"arrival/{place.add('arrivals', 1)}", me.statement())
+    arrived: dict[tuple[str, int], dict[str, Any]] = {}
+    num_read = 0
+    while not place.check(["list"]):
+        for number in range(num_read + 1, place.add("arrivals", 0) + 1):
+            other = json.loads(place.get(f"arrival/{number}"))
+            arrived[other["job"], other["rank"]] = other
+            num_read = number
+        problem = _disagreement(me, arrived.values())
+        absent = [member for member in me.members if member not in arrived]
+        if problem is None and absent and time.monotonic() > deadline:
+            problem = f"{_named(absent)} did not come"
+        if problem is not None:
+            place.compare_set("list", "", json.dumps({"problem": problem}))
+        elif not absent and me.position == 0:
+            tokens = [arrived[member]["token"] for member in me.members]
+            place.compare_set("list", "", json.dumps({"name": uuid.uuid4().hex, "tokens": tokens}))
+        else:
+            time.sleep(_POLL_SECONDS)
+    found = json.loads(place.get("list"))
+    if "problem" in found:
+        raise MeetingError(found["problem"], address)
+    return str(found["name"]) if me.token in found["tokens"] else None
+
+
+def _disagreement(me: _Member, arrived: Any) -> str | None:
+    own = json.loads(me.statement())
+    for other in arrived:
+        for what in ("jobs", "version", "torch"):
+            if other[what] != own[what]:
+                sides = f"{me.job} rank {me.rank} has {_shown(own[what])}, {other['job']} rank {other['rank']} has "
+                return f"{what} differ: {sides}{_shown(other[what])}"
+    return None
+
+
+def _shown(value: Any) -> str:
+    return ", ".join(f"{name}: {size}" for name, size in value) if isinstance(value, list) else str(value)
+
+
+def _named(members: list[tuple[str, int]]) -> str:
+    ranks: dict[str, list[str]] = {}
+    for job, rank in members:
+        ranks.setdefault(job, []).append(str(rank))
+    return " and ".join(f"rank(s) {', '.join(numbers)} of {job}" for job, numbers in ranks.items())
+
+
+def _connected(
+    place: Store, name: str, me: _Member, devices: Mapping[str, str], address: str, timeout_seconds: float
+) -> dist.ProcessGroup:
+    size, timeout = len(me.members), timedelta(seconds=timeout_seconds)
+    group: Any = dist.ProcessGroup(place, me.position, size)
+    for device, kind in devices.items():
+        connection = PrefixStore(device, place)
+        if kind == "gloo":
+            made: Any = dist.ProcessGroupGloo(connection, me.position, size, timeout)
+        else:
+            made = dist.ProcessGroupNCCL(connection, me.position, size, dist.ProcessGroupNCCL.Options())
+        kinds = dist.ProcessGroup.BackendType
+        group._register_backend(torch.device(device), kinds.GLOO if kind == "gloo" else kinds.NCCL, made)
+    group_name: Any = f"torchtitan_ext/meeting/{name}"
+    group._set_group_name(group_name)
+    _register_process_group(group_name, group)
+    remember_meeting(group, Meeting(PrefixStore("watch", place), address, tuple(me.members)))
+    made_group: dist.ProcessGroup = group
+    return made_group
+
+
+def _devices(backend: str) -> dict[str, str]:
+    """Backend by device type."""
+    pairs = [part.partition(":") for part in backend.split(",")]
+    found = {device if separator else "cpu": kind if separator else device for device, separator, kind in pairs}
+    if not set(found.items()) <= {("cpu", "gloo"), ("cuda", "nccl")}:
+        raise WrongValueError(f"meet: got backend={backend!r}, expected 'gloo' or 'cpu:gloo,cuda:nccl'")
+    return found
+
+
+@contextmanager
+def _as_meeting_error(address: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, MeetingError):
+            raise
+        raise MeetingError(f"ranks or their store were lost meanwhile ({error}); meet again", address) from None
