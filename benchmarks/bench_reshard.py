@@ -4,7 +4,8 @@
 
 Prints a table per workload and writes results/reshard_<machine>.json. Every ratio is to the limit: one
 `all_to_all_single` of as many bytes between every two ranks, from one flat warm buffer into another, packed before and
-never unpacked.
+never unpacked. Where both layouts are DTensors', whole reshards take part: ours with a kept plan and without, and what
+PyTorch has, of which some make new tensors.
 
 A time is the slowest rank's. The contenders take turns, round by round, and a ratio is the median over rounds of time
 over the limit's time in the same round: what else the machine does hits all alike. Memory is the growth of the largest
@@ -12,7 +13,9 @@ resident set over all ranks, while the freed memory of earlier calls has been gi
 """
 
 import argparse
+import itertools
 import math
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,11 +24,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from bench_sync import Contenders, compare
 from result_file import write_results
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
+import torchtitan_ext as tte
 from torchtitan_ext import ops
 
 WORLD_SIZE = 4
@@ -40,7 +47,7 @@ Layout = Callable[[Shape, int], Box]
 LAYERS = 50
 SHAPES: list[Shape] = [(512,), (512, 512), (512, 512), (512,), (1152, 512), (1152, 512)] * LAYERS
 """300 tensors, 341 MB of float32: 50 layers of two norms, two projections and two FFN weights."""
-SMALL_SHAPES: list[Shape] = [(16, 16)] * 5_000
+SMALL_SHAPES: list[Shape] = [(256,)] * 5_000
 """1 KiB each."""
 
 
@@ -60,6 +67,15 @@ def rows(num_parts: int) -> Layout:
 
 def columns(num_parts: int) -> Layout:
     return lambda shape, rank: cut(shape, 1, rank, num_parts)
+
+
+def rows_and_columns(shape: Shape, rank: int) -> Box:
+    """FSDP 2 x TP 2."""
+    if len(shape) == 1:
+        return cut(shape, 0, rank, 4)
+    (row, _), (height, _) = cut(shape, 0, rank // 2, 2)
+    (_, column), (_, width) = cut(shape, 1, rank % 2, 2)
+    return [row, column], [height, width]
 
 
 @dataclass
@@ -112,18 +128,76 @@ def flat_exchange(exchange: Exchange) -> Callable[[], object]:
     return lambda: dist.all_to_all_single(target, source, exchange.received_bytes, exchange.sent_bytes)
 
 
-def contenders_for(exchange: Exchange) -> Contenders:
-    return {LIMIT: flat_exchange(exchange), OURS: exchange.run}
+@dataclass
+class Workload:
+    """What ranks hold and want. Where both can be DTensors: the shape of the wanted mesh, and the placements."""
+
+    shapes: list[Shape]
+    held: Layout
+    wanted: Layout
+    mesh_shape: Shape = ()
+    placements: tuple[Placement, ...] = ()
+
+    def contenders(self, folder: str) -> Contenders:
+        exchange = exchange_of(self.shapes, self.held, self.wanted)
+        contenders: dict[str, Callable[[], object]] = {LIMIT: flat_exchange(exchange), OURS: exchange.run}
+        if self.placements:
+            contenders |= self._whole_reshards(exchange, folder)
+        return contenders
+
+    def _whole_reshards(self, exchange: Exchange, folder: str) -> Contenders:
+        old_mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+        new_mesh = old_mesh if self.mesh_shape == (WORLD_SIZE,) else init_device_mesh("cpu", self.mesh_shape)
+        sources, targets = {}, {}
+        for index, shape in enumerate(self.shapes):
+            new = [Shard(min(placement.dim, len(shape) - 1)) for placement in self.placements]
+            sources[f"{index}"] = DTensor.from_local(exchange.sources[index], old_mesh, [Shard(0)])
+            targets[f"{index}"] = DTensor.from_local(exchange.targets[index], new_mesh, new)
+        plan = tte.plan_reshard(sources, targets)
+        names = (f"{folder}/checkpoint{number}" for number in itertools.count())
+
+        def redistribute() -> None:
+            for name, source in sources.items():
+                source.redistribute(new_mesh, targets[name].placements)
+
+        def gather_and_distribute() -> None:
+            for name, source in sources.items():
+                distribute_tensor(source.full_tensor(), new_mesh, targets[name].placements)
+
+        def dcp_save(state: dict[str, DTensor], path: str) -> None:
+            dcp.save(state, checkpoint_id=path)
+
+        def dcp_load(state: dict[str, DTensor], path: str) -> None:
+            dcp.load(state, checkpoint_id=path)
+
+        def save_and_load(save: Callable[[Any, str], object], load: Callable[[Any, str], object]) -> None:
+            path = next(names)
+            save(sources, path)
+            load(targets, path)
+            dist.barrier()
+            if dist.get_rank() == 0:
+                shutil.rmtree(path)
+
+        return {
+            "a kept plan's run": plan.run,
+            "tte.reshard, planning included": lambda: tte.reshard(sources, targets),
+            **({"DTensor.redistribute": redistribute} if new_mesh is old_mesh else {}),
+            "full_tensor + distribute_tensor": gather_and_distribute,
+            "tte.save + tte.load, RAM disk": lambda: save_and_load(tte.save, tte.load),
+            "dcp.save + dcp.load, RAM disk": lambda: save_and_load(dcp_save, dcp_load),
+        }
 
 
-# Of each workload the shapes, what ranks hold and what they want.
-WORKLOADS: dict[str, tuple[list[Shape], Layout, Layout]] = {
-    "341 MB in 300, rows of 4 -> columns of 4": (SHAPES, rows(4), columns(4)),
-    "341 MB in 300, columns of 4 -> rows of 4": (SHAPES, columns(4), rows(4)),
-    "341 MB in 300, rows of 4 -> rows of 3": (SHAPES, rows(4), rows(3)),
-    "341 MB in 300, rows of 4 -> rows of 2": (SHAPES, rows(4), rows(2)),
-    "5,000 x 1 KiB, rows of 4 -> columns of 4": (SMALL_SHAPES, rows(4), columns(4)),
-    "5,000 x 1 KiB, rows of 4 -> rows of 3": (SMALL_SHAPES, rows(4), rows(3)),
+WORKLOADS = {
+    "341 MB in 300, rows of 4 -> columns of 4": Workload(SHAPES, rows(4), columns(4), (4,), (Shard(1),)),
+    "341 MB in 300, rows of 4 -> FSDP 2 x TP 2": Workload(
+        SHAPES, rows(4), rows_and_columns, (2, 2), (Shard(0), Shard(1))
+    ),
+    "341 MB in 300, columns of 4 -> rows of 4": Workload(SHAPES, columns(4), rows(4)),
+    "341 MB in 300, rows of 4 -> rows of 3": Workload(SHAPES, rows(4), rows(3)),
+    "341 MB in 300, rows of 4 -> rows of 2": Workload(SHAPES, rows(4), rows(2)),
+    "5,000 x 1 KiB, rows of 4 -> rows of 3": Workload(SMALL_SHAPES, rows(4), rows(3)),
+    "5,000 x 1 KiB, rows of 4 -> rows of 2": Workload(SMALL_SHAPES, rows(4), rows(2)),
 }
 
 
@@ -131,10 +205,10 @@ def run_rank(rank: int, folder: str, num_rounds: int, wanted: str) -> None:
     torch.set_num_threads(1)  # The ranks share this machine's cores.
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD_SIZE)
     results: dict[str, Any] = {}
-    for name, (shapes, held, layout) in WORKLOADS.items():
+    for name, workload in WORKLOADS.items():
         if wanted not in name:
             continue
-        results[name] = compare(contenders_for(exchange_of(shapes, held, layout)), num_rounds)
+        results[name] = compare(workload.contenders(folder), num_rounds)
         if rank == 0:
             print_table(name, results[name])
     if rank == 0:
@@ -157,7 +231,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="times are medians of this many (default: 9)")
     parser.add_argument("--only", default="", help="workloads whose name contains this; writes no file")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         arguments = (folder, options.rounds, options.only)
         mp.start_processes(run_rank, arguments, nprocs=WORLD_SIZE, start_method="forkserver")
         results = torch.load(Path(folder, "results"))
@@ -166,7 +240,7 @@ def main() -> None:
     sizes = {"backend": "gloo", "processes": WORLD_SIZE, "rounds": options.rounds}
     sizes["bucket_bytes"] = ops.DEFAULT_BUCKET_BYTES
     sizes["workload_bytes"] = {
-        name: sum(math.prod(shape) * 4 for shape in shapes) for name, (shapes, _, _) in WORKLOADS.items()
+        name: sum(math.prod(shape) * 4 for shape in workload.shapes) for name, workload in WORKLOADS.items()
     }
     path = write_results("reshard", sizes=sizes, results=results)
     print(f"\nwritten: benchmarks/results/{path.name}")
