@@ -368,7 +368,7 @@ def test_overrides_replace_the_configs_of_the_trainer() -> None:
     config.override.imports = [
         (
             f"{OVERRIDES}.elastic_checkpoint",
-            json.loads('{"policy": {"dataloader": "reset"}, "strict": "warn", "cast": "allow"}'),
+            json.loads('{"policy": {"dataloader": "reset"}, "strict": "warn", "cast": "allow", "on_error": "warn"}'),
         ),
         (f"{OVERRIDES}.elastic_data", {"num_shards": 12}),
     ]
@@ -379,6 +379,7 @@ def test_overrides_replace_the_configs_of_the_trainer() -> None:
         "policy": {"dataloader": "reset"},
         "strict": "warn",
         "cast": "allow",
+        "on_error": "warn",
     }
     assert config.checkpoint.interval == 10
     assert isinstance(config.dataloader, ElasticTextDataLoader.Config)
@@ -460,7 +461,7 @@ def test_a_run_goes_on_where_storage_refuses_a_save(run_world, tmp_path: Path, a
 
 
 def fall_back(rank: int, world_size: int, path: Path) -> list[Any]:
-    """Storage refuses step 3 in the folder of the run, which is lost later."""
+    """Storage refuses steps 3 to 6 in the folder of the run, which is lost later."""
     loader = loader_of(ElasticTextDataLoader.Config(dataset="documents", num_shards=8), rank, world_size)
     other = path / "other"
     config = ElasticCheckpointManager.Config(**{**OPTIONS, "keep_latest_k": 2}, fallback=str(other))
@@ -473,17 +474,17 @@ def fall_back(rank: int, world_size: int, path: Path) -> list[Any]:
             raise OSError(30, "Read-only file system")
         return write(writer, *args)
 
-    for step in (1, 2, 3):
+    for step in range(1, 7):
         manager.states["train_state"].step = step
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(logger, "warning", lambda text, *_: logged.append(text))
-            if step == 3:
+            if step >= 3:
                 patch.setattr(FileWriter, "write_data", refuse)
             assert manager.save(step)
     manager.close()
     assert any(f"step-3: storage refused this save; it is in {other / 'step-3'}" in line for line in logged)
     loaded = []
-    for step in (-1, 2, 3, -1):
+    for step in (-1, 2, 5, -1):
         manager = manager_of(config, path, loader)
         assert manager.load(step) and manager.folder == str(path / "checkpoint")
         loaded.append(manager.states["train_state"].step)
@@ -497,7 +498,7 @@ def fall_back(rank: int, world_size: int, path: Path) -> list[Any]:
 
 
 def test_another_folder_takes_what_that_of_the_run_refuses(run_world, tmp_path: Path) -> None:
-    assert run_world(2, fall_back, tmp_path) == [[[3, 2, 3, 3], ["step-3"]]] * 2
+    assert run_world(2, fall_back, tmp_path) == [[[6, 2, 5, 6], ["step-5", "step-6"]]] * 2
 
 
 def test_wrong_options_are_refused_when_the_run_begins(tmp_path: Path) -> None:

@@ -151,23 +151,20 @@ class ElasticCheckpointManager(CheckpointManager):
             staged.set_result(None)
             return AsyncSaveResponse(staging_completion=staged, upload_completion=saved)
         result = save(state_dict, checkpoint_id, **options)
-        if self._is_in_folder(checkpoint_id, result):
+        self._log_refusal(checkpoint_id, result)
+        if not result.error:
             self._latest_save = Path(result.path)
         if enable_garbage_collection:
             GarbageCollection.collect("GC collection invoked by checkpointer.")
         return None
 
-    def _is_in_folder(self, checkpoint_id: str, result: SaveResult) -> bool:
-        """Whether a save that has ended is in the run's folder. Logs it where storage refused that: torchtitan's own
-        log takes every save that raises nothing for finished."""
+    def _log_refusal(self, checkpoint_id: str, result: SaveResult) -> None:
+        """Logs what storage refused: torchtitan's own log takes every save that raises nothing for finished."""
         self._is_refused = bool(result.error)
-        if result.error:
+        if self._is_refused:
             logger.warning(f"{checkpoint_id}: {result.error}")
-            return False
-        is_elsewhere = result.path == self._on_storage_error.place_of(checkpoint_id)
-        if is_elsewhere:
+        elif result.path == self._on_storage_error.place_of(checkpoint_id):
             logger.warning(f"{checkpoint_id}: storage refused this save; it is in {result.path}")
-        return not is_elsewhere
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         """As in torchtitan; false, too, where storage refused the save."""
@@ -183,7 +180,7 @@ class ElasticCheckpointManager(CheckpointManager):
         saved = self.save_future
         super()._wait_for_saving()
         if saved is not None:
-            self._is_in_folder(self._id_of_future, saved.result())
+            self._log_refusal(self._id_of_future, saved.result())
 
     def _load(self, step: int = -1) -> bool:
         """As in torchtitan, from the fallback where that has the step and the folder of the run has not. Collective."""
