@@ -421,3 +421,16 @@ def test_names_of_steps_may_have_another_pattern(tmp_path: Path) -> None:
             lora_state(step, base), tmp_path / f"ckpt-{step}", no_dist=True, reuse="latest", step_pattern="ckpt-{step}"
         )
     assert result.reused_bytes > 0
+
+
+def test_without_its_metadata_a_checkpoint_is_no_leftover(tmp_path: Path) -> None:
+    """Its files have ids in their names, as those of a save in place that died have."""
+    base = random_weights(6)
+    for step in (1, 2):
+        save_step(tmp_path, step, lora_state(step, base))
+        (tmp_path / f"step-{step}" / ".metadata").rename(tmp_path / f"metadata-{step}")
+        assert find_dead_files(tmp_path / f"step-{step}", None) == []
+    save_step(tmp_path, 3, lora_state(3, base))
+    for step in (1, 2):
+        (tmp_path / f"metadata-{step}").rename(tmp_path / f"step-{step}" / ".metadata")
+        check_step(tmp_path / f"step-{step}", lora_state(step, base))

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from torchtitan_ext import _core
 from torchtitan_ext.storage.checkpoint_files import (
-    NO_METADATA,
     SHARED_NAME,
     index_path,
     metadata_path,
@@ -220,11 +219,11 @@ def _committed(target: Path, rank: int | None) -> tuple[str | None, set[str]]:
 
 
 def _committed_by_index(path: Path) -> tuple[str | None, set[str]]:
-    """The same of an index that replaces ``.metadata``."""
+    """The same of the index of a staged save, whose ``.metadata`` is lost or was never written."""
     try:
         index = _core.parse_index(path.read_bytes(), shown(path))
     except FileNotFoundError:
         return None, set()
     except ValueError:
         return "", set()
-    return (index.save_id.hex(), set(index.files)) if index.metadata_bytes == NO_METADATA else (None, set())
+    return index.save_id.hex(), set(index.files)
