@@ -13,6 +13,7 @@ class Outcome(NamedTuple):
     digests: dict[str, str]  # of every full tensor, right after save or load
     losses: list[float]  # of the steps after that
     stock: dict[str, str] | str = ""  # the digests that PyTorch's own load comes to, or why it refuses
+    num_proved: int = 0  # tensors whose fingerprints are those of the save, by the load itself
 
 
 def print_table(saved: Outcome, resumed: Sequence[Outcome]) -> None:
@@ -21,6 +22,8 @@ def print_table(saved: Outcome, resumed: Sequence[Outcome]) -> None:
         losses = " ".join(f"{loss:.4f}" for loss in outcome.losses)
         equal = f"{num_equal(saved, outcome.digests):3} of {len(saved.digests)}"
         print(f"{outcome.mesh:34}  {equal}  {losses}  {largest_difference(saved, outcome):.0e}")
+        if outcome.num_proved:
+            print(f"{'  proved by the load':34}  {outcome.num_proved:3} tensors")
         if isinstance(outcome.stock, dict):
             print(f"{'  stock PyTorch':34}  {num_equal(saved, outcome.stock):3} of {len(saved.digests)}")
         elif outcome.stock:

@@ -1,5 +1,7 @@
 """Trains a tiny Llama on 4 gloo processes as FSDP2 2 x TP 2, saves it, and resumes on other meshes, bit for bit.
 
+Each load proves itself: the fingerprints of what it loaded are those that the save stored.
+
 Before each resume stock PyTorch is asked to load the same checkpoint into the same model; its answer stands beside
 ours.
 
@@ -27,7 +29,7 @@ OTHER_AXES = [{"dp": 4, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}, {
 def train_and_save(axes: dict[str, int], checkpoint: str) -> Outcome:
     job = LlamaJob(axes, seed=0)
     job.train(last_step=SAVE_STEP)
-    tte.save(job.state(), checkpoint)
+    tte.save(job.state(), checkpoint, fingerprints=True)
     return Outcome(describe(axes), job.digests(), job.train(last_step=LAST_STEP))
 
 
@@ -35,9 +37,10 @@ def resume(axes: dict[str, int], checkpoint: str) -> Outcome:
     job = LlamaJob(axes, seed=1)  # Other weights: what is equal afterwards was loaded.
     state = job.state()
     stock = answer_of_stock(job, state, checkpoint)
-    tte.load(state, checkpoint)
+    report = tte.load(state, checkpoint, prove=True)
     job.restore(state)
-    return Outcome(describe(axes), job.digests(), job.train(last_step=LAST_STEP), stock)
+    num_proved = len(report.proof.proved)
+    return Outcome(describe(axes), job.digests(), job.train(last_step=LAST_STEP), stock, num_proved)
 
 
 def answer_of_stock(job: LlamaJob, state: dict[str, object], checkpoint: str) -> dict[str, str] | str:

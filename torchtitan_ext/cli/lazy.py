@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torchtitan_ext.offline import selection as selection
     from torchtitan_ext.offline import sources as sources
     from torchtitan_ext.offline.compare import diff as diff
+    from torchtitan_ext.offline.compare import fingerprints as fingerprints
     from torchtitan_ext.offline.dry_run import run as run
     from torchtitan_ext.offline.rewrite import convert as convert
     from torchtitan_ext.offline.rewrite import reshard as reshard
@@ -35,6 +36,7 @@ else:
     selection = _LazyModule("torchtitan_ext.offline.selection")
     sources = _LazyModule("torchtitan_ext.offline.sources")
     diff = _LazyModule("torchtitan_ext.offline.compare.diff")
+    fingerprints = _LazyModule("torchtitan_ext.offline.compare.fingerprints")
     run = _LazyModule("torchtitan_ext.offline.dry_run.run")
     convert = _LazyModule("torchtitan_ext.offline.rewrite.convert")
     reshard = _LazyModule("torchtitan_ext.offline.rewrite.reshard")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -68,9 +68,16 @@ class Selection:
         chosen = {key: _below(key, fqn, paths[fqn]) for key, fqn in self.keys_of(source).items()}
         return chosen if _is_nesting(chosen.values(), len(paths)) else {key: (key,) for key in chosen}
 
-    def num_bytes_of(self, source: FileSource, dtype: torch.dtype | None = None) -> int:
-        """The size of the chosen tensors in bytes, floating-point ones after a cast to ``dtype``."""
-        entries = (source.metadata.state_dict_metadata[fqn] for fqn in self.keys_of(source).values())
+    def num_bytes_of(
+        self, source: FileSource, dtype: torch.dtype | None = None, *, without: Container[str] = ()
+    ) -> int:
+        """The size of the chosen tensors in bytes, floating-point ones after a cast to ``dtype``.
+
+        Args:
+            without: Keys of the source that do not count.
+        """
+        fqns = (fqn for fqn in self.keys_of(source).values() if fqn not in without)
+        entries = (source.metadata.state_dict_metadata[fqn] for fqn in fqns)
         return sum(_num_bytes_of(_in_dtype(one, dtype)) for one in entries if isinstance(one, TensorStorageMetadata))
 
     def _is_below(self, fqn: str) -> bool:

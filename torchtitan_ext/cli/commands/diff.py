@@ -12,7 +12,15 @@ import typer
 
 from torchtitan_ext.cli import lazy
 from torchtitan_ext.cli.options import Json, Only, Prefix, UnsafeUnpickle, amount_of, refusing_wrong_usage
-from torchtitan_ext.cli.output import DIFFERS, plain_number, print_json, print_line, print_problem, print_table
+from torchtitan_ext.cli.output import (
+    DIFFERS,
+    count_of,
+    plain_number,
+    print_json,
+    print_line,
+    print_problem,
+    print_table,
+)
 from torchtitan_ext.cli.pictures import plotter, say_written
 from torchtitan_ext.storage.checkpoint_files import thread_count_of
 from torchtitan_ext.storage.progress import progress
@@ -32,6 +40,9 @@ def run(
     ] = 0.0,
     atol: Annotated[float, typer.Option(metavar="X", show_default=False, help="The same.", min=0.0)] = 0.0,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw where the first such tensor differs.")] = None,
+    read: Annotated[
+        bool, typer.Option("--read", help="Read tensors even if both saves have stored fingerprints.")
+    ] = False,
     max_memory: Annotated[str, typer.Option(metavar="BYTES", help="The memory, beside Python and torch.")] = "256MB",
     unsafe_unpickle: UnsafeUnpickle = False,
     json: Json = False,
@@ -46,7 +57,7 @@ def run(
         one, other = (lazy.sources.open_source(path, weights_only=not unsafe_unpickle) for path in (a, b))
         selection = lazy.selection.Selection(tuple(only or ()), prefix)
         tolerance = lazy.diff.Tolerance(rtol, atol)
-        total_bytes = partial(lazy.diff.num_bytes_to_read, one, other, selection)
+        total_bytes = partial(lazy.diff.num_bytes_to_read, one, other, selection, read=read)
         with progress("diff", is_coordinator=True, total_bytes=total_bytes) as on_bytes:
             report = lazy.diff.diff(
                 one,
@@ -56,6 +67,7 @@ def run(
                 tolerance=tolerance,
                 max_bytes=amount_of(max_memory),
                 num_threads=thread_count_of(None),
+                read=read,
                 progress=on_bytes,
             )
     if plot is not None:
@@ -101,6 +113,9 @@ def _print(report: DiffReport) -> None:
     differ = "key differs" if len(report.differences) == 1 else "keys differ"
     are = "is" if report.num_equal == 1 else "are"
     print_line(f"{len(report.differences):,} {differ}, {report.num_equal:,} {are} equal")
+    if report.num_unread:
+        tensors = count_of(report.num_unread, "tensor")
+        print_line(f"{tensors} compared by the fingerprints of the saves, unread; --read reads them")
 
 
 def _row(found: Difference) -> tuple[str, str, str, str, str]:
@@ -121,4 +136,9 @@ def _as_json(report: DiffReport) -> dict[str, Any]:
     differences = [dataclasses.asdict(found) for found in report.differences]
     for values in filter(None, (found["values"] for found in differences)):
         values |= {name: plain_number(values[name]) for name in ("first_a", "first_b")}
-    return {"is_equal": not differences, "num_equal": report.num_equal, "differences": differences}
+    return {
+        "is_equal": not differences,
+        "num_equal": report.num_equal,
+        "num_unread": report.num_unread,
+        "differences": differences,
+    }

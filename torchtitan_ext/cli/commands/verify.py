@@ -3,70 +3,90 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from torchtitan_ext.cli import output
+from torchtitan_ext.cli import lazy, output
 from torchtitan_ext.cli.options import Json, StepNames, refusing_wrong_usage
 from torchtitan_ext.errors import UnknownFormatError, named
+from torchtitan_ext.storage.checkpoint_files import thread_count_of
 from torchtitan_ext.storage.commit.steps import has_finished, step_paths
 from torchtitan_ext.storage.formats.detect import checkpoints_in, format_of
-from torchtitan_ext.storage.inspect.dcp_damage import Verdict
+from torchtitan_ext.storage.inspect.dcp_damage import Damage, Verdict
 from torchtitan_ext.storage.inspect.verify import verify
-from torchtitan_ext.storage.progress import progress
+from torchtitan_ext.storage.progress import OnBytes, progress
+
+if TYPE_CHECKING:
+    from torchtitan_ext.offline.compare.fingerprints import Proof
 
 _MAX_UNPROVED = 4
+
+# What all threads of a proof hold of tensors together.
+_MAX_BYTES = 256 << 20
 
 
 def run(
     path: Annotated[Path, typer.Argument(metavar="PATH|RUN", help="A checkpoint, or a run with step-<number> in it.")],
     deep: Annotated[bool, typer.Option("--deep", help="Read every byte and compare its checksum.")] = False,
+    prove: Annotated[
+        bool, typer.Option("--prove", help="Read every tensor and compare it with the fingerprints of the save.")
+    ] = False,
     step_pattern: StepNames = None,
     json: Json = False,
 ) -> None:
     """Whether a checkpoint, or each of a run, is whole: all files, of their sizes, of one save.
 
-    Exits with 1 if one is damaged, with 3 if files cannot be read.
+    Exits with 1 if one is damaged, with 3 if files cannot be read, or have no fingerprints to prove by.
 
     Example: torchtitan-ext verify outputs/checkpoint/step-100 --deep
     """
     with refusing_wrong_usage():
         steps = _steps_of(path, step_pattern)
     if steps is None:
-        verdicts = [_look(path, deep)]
+        found = [_look(path, deep, prove)]
         if json:
-            output.print_json(_plain(verdicts[0]))
+            output.print_json(_plain(found[0]))
         else:
-            _print(verdicts[0])
+            _print(found[0])
     else:
-        verdicts = _verify_run(path, steps, deep, json)
-    if any(verdict.is_damaged for verdict in verdicts):
+        found = _verify_run(path, steps, deep, prove, json)
+    if any(one.verdict.is_damaged for one in found):
         raise typer.Exit(output.DIFFERS)
-    if any(verdict.damages for verdict in verdicts):
+    if any(one.verdict.damages or (prove and one.proof is None) for one in found):
         raise typer.Exit(output.UNREADABLE)
 
 
-def _verify_run(run_dir: Path, steps: dict[int, Path], deep: bool, json: bool) -> list[Verdict]:
+@dataclass(frozen=True)
+class _Found:
+    """What was found of one checkpoint; no proof where none was asked for, where there is damage, or no fingerprint."""
+
+    verdict: Verdict
+    is_proving: bool
+    proof: Proof | None
+
+
+def _verify_run(run_dir: Path, steps: dict[int, Path], deep: bool, prove: bool, json: bool) -> list[_Found]:
     rows = []
-    verdicts = []
+    found = []
     for number, step in sorted(steps.items()):
         # A step that is no checkpoint itself may contain checkpoints.
         for place in [step] if has_finished(step) else [step / name for name in checkpoints_in(step)]:
-            verdict = _look(place, deep)
-            verdicts.append(verdict)
-            rows.append({"step": number, "is_finished": True, **_plain(verdict)})
+            one = _look(place, deep, prove)
+            found.append(one)
+            rows.append({"step": number, "is_finished": True, **_plain(one)})
             if not json:
-                _print(verdict)
+                _print(one)
         if not rows or rows[-1]["step"] != number:
             rows.append({"step": number, "is_finished": False, "path": str(step)})
             if not json:
                 output.print_line(f"{step}: not finished")
     if json:
-        is_whole = not any(verdict.damages for verdict in verdicts)
+        is_whole = not any(one.verdict.damages for one in found)
         output.print_json({"path": str(run_dir), "is_whole": is_whole, "steps": rows})
-    return verdicts
+    return found
 
 
 def _steps_of(path: Path, pattern: str | None) -> dict[int, Path] | None:
@@ -81,11 +101,28 @@ def _steps_of(path: Path, pattern: str | None) -> dict[int, Path] | None:
     return None
 
 
-def _look(path: Path, deep: bool) -> Verdict:
-    if not deep:
-        return verify(path)
-    with progress(path.name, is_coordinator=True, total_bytes=lambda: _size_of(path)) as on_bytes:
-        return verify(path, is_deep=True, on_bytes=on_bytes)
+def _look(path: Path, deep: bool, prove: bool) -> _Found:
+    if not deep and not prove:
+        return _Found(verify(path), prove, None)
+    total_bytes = (deep + prove) * _size_of(path)
+    with progress(path.name, is_coordinator=True, total_bytes=lambda: total_bytes) as on_bytes:
+        verdict = verify(path, is_deep=deep, on_bytes=on_bytes if deep else lambda _: None)
+        if not prove or verdict.damages:
+            return _Found(verdict, prove, None)
+        proof = _prove(path, on_bytes)
+    wrong = () if proof is None else proof.wrong
+    damages = [*verdict.damages, *(Damage(one.file, f"{path / one.file}: {one}", "fingerprint") for one in wrong)]
+    return _Found(replace(verdict, damages=damages), prove, proof)
+
+
+def _prove(path: Path, on_bytes: OnBytes) -> Proof | None:
+    num_threads = thread_count_of(None)
+    try:
+        return lazy.fingerprints.prove_checkpoint(
+            path, max_bytes=_MAX_BYTES, num_threads=num_threads, progress=on_bytes
+        )
+    except FileNotFoundError:  # each rank has metadata of its own
+        return None
 
 
 def _size_of(path: Path) -> int:
@@ -95,10 +132,12 @@ def _size_of(path: Path) -> int:
         return sum(entry.stat().st_size for entry in entries if entry.name.endswith((".distcp", ".safetensors")))
 
 
-def _print(verdict: Verdict) -> None:
+def _print(found: _Found) -> None:
+    verdict = found.verdict
     size = f"{output.count_of(verdict.num_files, 'file')} of {output.text_of_bytes(verdict.num_bytes)}"
     if not verdict.damages:
         look = "all checksums match" if verdict.is_deep and not verdict.unproved else "sizes and ids"
+        look += f"; {output.count_of(found.proof.num_proved, 'tensor')} proved" if found.proof is not None else ""
         output.print_line(f"{verdict.path}: whole ({size}; {look})")
     elif verdict.is_damaged:
         output.print_line(f"{verdict.path}: {output.count_of(len(verdict.damages), 'damage')} ({size})")
@@ -109,9 +148,14 @@ def _print(verdict: Verdict) -> None:
             output.print_problem(damage.what)
     if verdict.unproved:
         output.print_line(f"  no checksum of all bytes: {named(verdict.unproved, _MAX_UNPROVED)}")
+    if found.is_proving and not verdict.damages and found.proof is None:
+        output.print_line("  nothing is proved: it has no fingerprints, which tte.save(..., fingerprints=True) stores")
+    elif found.proof is not None and found.proof.unproved:
+        output.print_line(f"  no fingerprint: {named(found.proof.unproved, _MAX_UNPROVED)}")
 
 
-def _plain(verdict: Verdict) -> dict[str, Any]:
+def _plain(found: _Found) -> dict[str, Any]:
+    verdict, proof = found.verdict, found.proof
     return {
         "path": str(verdict.path),
         "format": verdict.format,
@@ -121,4 +165,6 @@ def _plain(verdict: Verdict) -> dict[str, Any]:
         "num_bytes": verdict.num_bytes,
         "damages": [{"file": one.file, "kind": one.kind, "what": one.what} for one in verdict.damages],
         "without_checksums": list(verdict.unproved),
+        "num_proved": None if proof is None else proof.num_proved,
+        "without_fingerprints": [] if proof is None else list(proof.unproved),
     }

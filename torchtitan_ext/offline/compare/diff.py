@@ -21,7 +21,7 @@ from torchtitan_ext import _core
 from torchtitan_ext.errors import CheckpointReadError
 from torchtitan_ext.layout.dtensor import as_bytes
 from torchtitan_ext.offline.boxes import BoxReader, Piece, cut, whole
-from torchtitan_ext.offline.compare.fingerprints import fingerprint_tensors
+from torchtitan_ext.offline.compare.fingerprints import fingerprint_tensors, stored_sums
 from torchtitan_ext.offline.selection import Selection
 from torchtitan_ext.offline.sources import DcpSource, FileSource
 from torchtitan_ext.state.value_digest import digest_value
@@ -83,10 +83,12 @@ class DiffReport:
 
     Attributes:
         num_equal: The number of keys that both have with equal contents.
+        num_unread: The number of tensors that were compared by the fingerprints of both saves alone.
     """
 
     differences: tuple[Difference, ...]
     num_equal: int
+    num_unread: int = 0
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ def diff(
     tolerance: Tolerance | None = None,
     max_bytes: int = 256 << 20,
     num_threads: int = 2,
+    read: bool = False,
     progress: OnBytes = lambda _: None,
 ) -> DiffReport:
     """Compares two checkpoints key by key: tensors by their bits, NaNs too, and other values by their digests.
@@ -119,6 +122,7 @@ def diff(
         values: Also find where and how far tensors differ.
         tolerance: Tensors whose numbers are this close count as equal.
         max_bytes: The bytes of tensors that are held at a time.
+        read: Read tensors whose fingerprints the save has stored too.
         progress: Called with the bytes that were read; ``num_bytes_to_read`` is the total.
     """
     chosen = selection or Selection()
@@ -137,10 +141,13 @@ def diff(
         elif isinstance(one.entry(key), TensorStorageMetadata):
             tensors.append(key)
     bounds = {"max_bytes": max_bytes, "num_threads": num_threads}
+    fqns = [[side.fqns[key] for key in tensors] for side in sides]
+    stored = [{} if read else stored_sums(side.source, named) for side, named in zip(sides, fqns, strict=True)]
     digests_a, digests_b = (
-        fingerprint_tensors(side.source, [side.fqns[key] for key in tensors], progress=progress, **bounds)
-        for side in sides
+        fingerprint_tensors(side.source, named, progress=progress, stored=known, **bounds)
+        for side, named, known in zip(sides, fqns, stored, strict=True)
     )
+    num_unread = sum(a in stored[0] and b in stored[1] for a, b in zip(*fqns, strict=True))
     limit = tolerance or Tolerance()
     for key in tensors:
         if digests_a[one.fqns[key]] == digests_b[other.fqns[key]]:
@@ -153,7 +160,8 @@ def diff(
             found = replace(found, values=measured if values else None)
         differences.append(found)
     ordered = tuple(sorted(differences, key=lambda difference: difference.key))
-    return DiffReport(ordered, len(both) - sum(found.kind not in ("only_in_a", "only_in_b") for found in ordered))
+    num_equal = len(both) - sum(found.kind not in ("only_in_a", "only_in_b") for found in ordered)
+    return DiffReport(ordered, num_equal, num_unread)
 
 
 def map_differences(
@@ -218,9 +226,14 @@ class DifferenceMap:
         self.counts += torch.bincount(flat, minlength=self.counts.numel()).view_as(self.counts)
 
 
-def num_bytes_to_read(a: FileSource, b: FileSource, selection: Selection | None = None) -> int:
+def num_bytes_to_read(a: FileSource, b: FileSource, selection: Selection | None = None, *, read: bool = False) -> int:
     """The bytes of tensors that ``diff`` reads."""
-    return sum((selection or Selection()).within(source).num_bytes_of(source) for source in (a, b))
+    num_bytes = 0
+    for source in (a, b):
+        chosen = (selection or Selection()).within(source)
+        known = {} if read else stored_sums(source, chosen.keys_of(source).values())
+        num_bytes += chosen.num_bytes_of(source, without=known)
+    return num_bytes
 
 
 class _Side:

@@ -1,45 +1,158 @@
-"""Fingerprints of a checkpoint's tensors, read in the order of the files and in bounded memory."""
+"""Fingerprints of a checkpoint's tensors: those that its save stored, or read in the order of the files and in bounded
+memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from torchtitan_ext import ops
-from torchtitan_ext.checkpoint.tables.tensor_sums import hex_of_digest
-from torchtitan_ext.layout.layout import Chunk, LocalShard
+from torchtitan_ext.checkpoint.tables.tensor_sums import hex_of_digest, sum_box
 from torchtitan_ext.offline.boxes import BoxReader, Piece, batched, chunks_of, cut, new_buffer, records_of, views
-from torchtitan_ext.offline.sources import FileSource
+from torchtitan_ext.offline.sources import DcpSource, FileSource, open_source
 from torchtitan_ext.offline.workers import divide
 from torchtitan_ext.storage.progress import OnBytes
 
-_PieceOfShape = tuple[Piece, tuple[int, ...]]
-"""A piece, and the shape of the tensor that it is cut from."""
+_PieceOfChunk = tuple[Piece, "_Chunk"]
+
+ChunkSums = dict[tuple[int, ...], int]
+"""The sum of each chunk of a tensor, by its offsets, not reduced modulo 2^64."""
+
+
+class _Chunk(NamedTuple):
+    """A saved chunk that pieces are cut from, and the shape of its tensor."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WrongChunk:
+    """A chunk of a tensor that is not what was saved.
+
+    Attributes:
+        fqn: The tensor.
+        file: The name of the file that holds it.
+        offsets, sizes: The chunk in the global tensor.
+    """
+
+    fqn: str
+    file: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def __str__(self) -> str:
+        rows = ", ".join(f"{first}:{first + size}" for first, size in zip(self.offsets, self.sizes, strict=True))
+        return f"{self.fqn}[{rows}] is not what was saved"
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A checkpoint's tensors beside the fingerprints that its save stored.
+
+    Attributes:
+        num_proved: The number of tensors that are what was saved.
+        wrong: The chunks that are not.
+        unproved: Keys of tensors without fingerprints.
+    """
+
+    num_proved: int
+    wrong: tuple[WrongChunk, ...]
+    unproved: tuple[str, ...]
+
+
+def prove_checkpoint(
+    path: str | os.PathLike[str], *, max_bytes: int, num_threads: int, progress: OnBytes = lambda _: None
+) -> Proof | None:
+    """Reads all tensors of a checkpoint and compares them with its fingerprints; ``None`` if it has none."""
+    source = open_source(path)
+    if not isinstance(source, DcpSource) or not source.has_sums:
+        return None
+    # What checksums would find first is found here too, and named by its tensor.
+    source.verify = "none"
+    stored = stored_sums(source, tensors_of(source))
+    sums = sum_chunks(source, stored, max_bytes=max_bytes, num_threads=num_threads, progress=progress)
+    wrong = []
+    for fqn, expected in stored.items():
+        for chunk in source.metadata.state_dict_metadata[fqn].chunks:  # type: ignore[union-attr]
+            offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+            if 0 not in sizes and sums[fqn][offsets] % 2**64 != expected[offsets]:
+                file = source.storage_data[MetadataIndex(fqn, chunk.offsets)].relative_path
+                wrong.append(WrongChunk(fqn, file, offsets, sizes))
+    num_wrong = len({one.fqn for one in wrong})
+    unproved = tuple(fqn for fqn in tensors_of(source) if fqn not in stored)
+    return Proof(len(stored) - num_wrong, tuple(wrong), unproved)
+
+
+def tensors_of(source: FileSource) -> list[str]:
+    """The keys of the tensors in a checkpoint."""
+    entries = source.metadata.state_dict_metadata
+    return [fqn for fqn, entry in entries.items() if isinstance(entry, TensorStorageMetadata)]
+
+
+def stored_sums(source: FileSource, fqns: Iterable[str]) -> dict[str, ChunkSums]:
+    """The sums that the save stored, of those tensors all of whose chunks have one. Reads nothing."""
+    if not isinstance(source, DcpSource) or not source.has_sums:
+        return {}
+    stored = {}
+    for fqn in fqns:
+        entry = source.metadata.state_dict_metadata[fqn]
+        chunks = [chunk for chunk in getattr(entry, "chunks", ()) if 0 not in chunk.sizes]
+        sums = source.find_sums([MetadataIndex(fqn, chunk.offsets) for chunk in chunks])
+        found = {tuple(chunk.offsets): one for chunk, one in zip(chunks, sums, strict=True) if one is not None}
+        if len(found) == len(chunks):
+            stored[fqn] = found
+    return stored
 
 
 def fingerprint_tensors(
-    source: FileSource, fqns: Iterable[str], *, max_bytes: int, num_threads: int, progress: OnBytes = lambda _: None
+    source: FileSource,
+    fqns: Iterable[str],
+    *,
+    max_bytes: int,
+    num_threads: int,
+    progress: OnBytes = lambda _: None,
+    stored: Mapping[str, ChunkSums] | None = None,
 ) -> dict[str, str]:
     """The digest of each tensor, equal to the one that ``tte.fingerprint`` gives it in a state dict.
 
     Args:
         max_bytes: The bytes that all threads hold together; fewer threads run if this is little.
+        stored: Sums that are taken as they are; these tensors are not read.
     """
+    sums = dict(stored or {})
+    unread = [fqn for fqn in fqns if fqn not in sums]
+    sums |= sum_chunks(source, unread, max_bytes=max_bytes, num_threads=num_threads, progress=progress)
+    entries = {fqn: source.metadata.state_dict_metadata[fqn] for fqn in sums}
+    return {
+        fqn: hex_of_digest(sum(sums[fqn].values()), str(entry.properties.dtype), tuple(entry.size))
+        for fqn, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def sum_chunks(
+    source: FileSource, fqns: Iterable[str], *, max_bytes: int, num_threads: int, progress: OnBytes = lambda _: None
+) -> dict[str, ChunkSums]:
+    """Reads tensors, and sums each of their chunks. The arguments are those of ``fingerprint_tensors``."""
     reader = BoxReader(source)
     entries = {fqn: reader.entry(fqn) for fqn in fqns}
-    sums = dict.fromkeys(entries, 0)
+    sums: dict[str, ChunkSums] = {fqn: {} for fqn in entries}
     shares = divide(max_bytes, num_threads)
     num_threads, part_bytes = shares.num_processes, shares.part_bytes
     source.thread_count = shares.num_threads
     # Empty chunks are left out: stock may have saved another chunk at the same offsets.
     chunks = _in_file_order(source, [chunk for chunk in chunks_of(entries) if 0 not in chunk.sizes])
     shapes = {fqn: tuple(entry.size) for fqn, entry in entries.items()}
-    pieces = ((piece, shapes[piece.fqn]) for chunk in chunks for piece in cut(chunk, part_bytes))
+    pieces = ((piece, _Chunk(chunk.offsets, shapes[chunk.fqn])) for chunk in chunks for piece in cut(chunk, part_bytes))
     free = [(reader.another(), new_buffer(part_bytes)) for _ in range(num_threads)]
 
-    def digest(batch: Sequence[_PieceOfShape]) -> list[int]:
+    def sum_batch(batch: Sequence[_PieceOfChunk]) -> list[int]:
         reader, buffer = free.pop()
         try:
             read = [piece for piece, _ in batch]
@@ -49,16 +162,16 @@ def fingerprint_tensors(
         finally:
             free.append((reader, buffer))
 
-    for batch, totals in _map_in_threads(digest, batched(pieces, part_bytes), num_threads):
-        for (piece, _), total in zip(batch, totals, strict=True):
-            sums[piece.fqn] += total
+    for batch, totals in _map_in_threads(sum_batch, batched(pieces, part_bytes), num_threads):
+        for (piece, chunk), total in zip(batch, totals, strict=True):
+            of_chunks = sums[piece.fqn]
+            of_chunks[chunk.offsets] = of_chunks.get(chunk.offsets, 0) + total
         progress(sum(piece.num_bytes for piece, _ in batch))
-    return {fqn: hex_of_digest(sums[fqn], str(entry.properties.dtype), shapes[fqn]) for fqn, entry in entries.items()}
+    return sums
 
 
-def _sum_of(values: torch.Tensor, piece: Piece, shape: tuple[int, ...]) -> int:
-    chunk = Chunk(piece.offsets, piece.sizes, (0,) * len(piece.sizes))
-    return int(ops.fingerprint_shard(values, LocalShard(piece.sizes, (chunk,)), shape).item())
+def _sum_of(values: torch.Tensor, piece: Piece, chunk: _Chunk) -> int:
+    return int(sum_box(values, piece.offsets, chunk.shape).item())
 
 
 def _in_file_order(source: FileSource, chunks: Sequence[Piece]) -> list[Piece]:
@@ -67,8 +180,8 @@ def _in_file_order(source: FileSource, chunks: Sequence[Piece]) -> list[Piece]:
 
 
 def _map_in_threads(
-    function: Callable[[list[_PieceOfShape]], list[int]], batches: Iterator[list[_PieceOfShape]], num_threads: int
-) -> Iterator[tuple[list[_PieceOfShape], list[int]]]:
+    function: Callable[[list[_PieceOfChunk]], list[int]], batches: Iterator[list[_PieceOfChunk]], num_threads: int
+) -> Iterator[tuple[list[_PieceOfChunk], list[int]]]:
     """The result of each batch, in order; at most ``num_threads`` batches are in memory."""
     with ThreadPoolExecutor(num_threads) as pool:
         running = []

@@ -45,7 +45,18 @@ _READ_BYTES = 16 << 20
 _MAX_UNPLACED = 10
 
 DamageKind = Literal[
-    "lost", "no_file", "size", "footer", "checksum", "record", "header", "metadata", "chunks", "index", "unreadable"
+    "lost",
+    "no_file",
+    "size",
+    "footer",
+    "checksum",
+    "record",
+    "header",
+    "metadata",
+    "chunks",
+    "index",
+    "unreadable",
+    "fingerprint",
 ]
 """What is wrong with a file:
 
@@ -55,6 +66,7 @@ DamageKind = Literal[
 - ``header``: the header of a safetensors file is damaged;
 - ``metadata``, ``index``: it is damaged, or names something that is not there;
 - ``chunks``: the chunks of a tensor do not hold every element once;
+- ``fingerprint``: a chunk of a tensor is not what was saved under its key;
 - ``unreadable``: the system does not let the file be read: it may be whole.
 """
 
