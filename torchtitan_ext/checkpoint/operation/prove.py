@@ -294,7 +294,8 @@ def _compare(
             totals = [sum(part.sums.values()) for _, part in parts[fqn]]
         else:
             replicas = totals_of_replicas(parts[fqn])
-            expected, totals = [stored[fqn]] * len(replicas), [one.total for one in replicas]
+            found = stored.get(fqn, "no rank could look its fingerprint up")
+            expected, totals = [found] * len(replicas), [one.total for one in replicas]
         reason = next((one for one in expected if isinstance(one, str)), None)
         if reason is not None:
             unproved[fqn] = reason
