@@ -61,6 +61,26 @@ def check_every_kind(rank: int, world_size: int, device: str, path: Path, bucket
         assert differences(stock, state) == []
 
 
+@pytest.mark.parametrize("bucket_bytes", [4096, 64 << 20])
+def test_what_passes_through_buckets_is_proved(
+    run_on_accelerator: Callable[..., Any], tmp_path: Path, bucket_bytes: int
+) -> None:
+    run_on_accelerator(1, check_proof, tmp_path, bucket_bytes)
+
+
+def check_proof(rank: int, world_size: int, device: str, path: Path, bucket_bytes: int) -> None:
+    state = mixed_state()
+    with buckets_of(bucket_bytes):
+        for every in (1, 3):
+            tte.save(on_device(state, device, every=every), path / str(every), fingerprints=True)
+            report = tte.load(blank(state), path / str(every), prove=True)
+            assert report is not None and report.proof is not None and len(report.proof.proved) > 20
+            on_host_alone = set(report.proof.unproved)
+            report = tte.load(on_device(blank(state), device), path / str(every), prove=True)
+            assert report is not None and report.proof is not None
+            assert set(report.proof.unproved) == on_host_alone
+
+
 @pytest.mark.parametrize("bucket_bytes", [256, 4096, 64 << 20])
 def test_strided_targets(run_on_accelerator: Callable[..., Any], tmp_path: Path, bucket_bytes: int) -> None:
     run_on_accelerator(1, check_strided_targets, tmp_path, bucket_bytes)
