@@ -1,6 +1,8 @@
 """Runs every example as a user does. The long one runs once; its output serves several tests."""
 
+import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +25,7 @@ def run_example(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_every_example_has_a_test() -> None:
     commands = {path.name for path in EXAMPLES.glob("*.py") if 'if __name__ == "__main__"' in path.read_text()}
     own = {"elastic_8_to_16.py", "first_hour.py", "ops_in_compiled_code.py", "sync_hsdp.py", "train_llama_2d.py"}
-    assert commands == {*own, "reshard_live.py", *CLIENT_EXAMPLES}
+    assert commands == {*own, "reshard_live.py", "two_jobs.py", *CLIENT_EXAMPLES}
 
 
 def test_ops_in_compiled_code() -> None:
@@ -53,6 +55,42 @@ def test_reshard_live_gives_equal_logits() -> None:
     found = re.findall(row, finished.stdout)
     assert [version for version, _ in found] == ["1", "2", "3"]
     assert all(float(difference) < 1e-5 for _, difference in found)
+
+
+def test_two_jobs_meet_again_after_the_generator_was_killed() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        environment = {**os.environ, "MEETING": f"127.0.0.1:{probe.getsockname()[1]}"}
+
+    def start(*command: str, **more: str) -> subprocess.Popen[str]:
+        arguments = [sys.executable, *command]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen(arguments, env={**environment, **more}, **pipes)  # type: ignore[call-overload,no-any-return]
+
+    def start_generator() -> subprocess.Popen[str]:
+        """As torchrun starts its only rank, so that a signal reaches it at once."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+            return start(script, "generator", **rank, MASTER_PORT=str(probe.getsockname()[1]))
+
+    script = str(EXAMPLES / "two_jobs.py")
+    trainer = start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, "trainer")
+    generator = start_generator()
+    try:
+        assert generator.stdout is not None
+        line = next(line for line in generator.stdout if line.startswith("version 3"))
+        generator.kill()
+        generator.wait()
+        generator = start_generator()
+        output, _ = generator.communicate(timeout=EXAMPLE_SECONDS)
+        told, _ = trainer.communicate(timeout=EXAMPLE_SECONDS)
+    finally:
+        for process in (trainer, generator):
+            process.kill()
+    assert "the generator has the trainer's logits" in line
+    assert "version 10: the generator has the trainer's logits" in output, output + told
+    assert "meeting again" in told, told
 
 
 WITHOUT_LIBRARIES = """
