@@ -45,7 +45,13 @@ INNER_ROWS = {
         {""},
     ],
     "checkpoint": [{"tables"}, {"rules"}, {"planners"}, {"staging"}, {"operation"}, {""}],
-    "transfer": [{"endpoint", "meeting", "phases", "planning"}, {"plan"}, {"state_dicts"}, {"dtensors"}, {""}],
+    "transfer": [
+        {"endpoint", "meeting", "phases", "planning", "transport"},
+        {"plan"},
+        {"state_dicts"},
+        {"dtensors"},
+        {""},
+    ],
     "elastic": [{"data", "schedule", "rng", "train_state"}, {""}],
     "offline": [
         {"amounts", "sources", "workers", "placement_rules"},

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_ext.checkpoint.tables.agreement import agree
-from torchtitan_ext.checkpoint.tables.key_table import BoxesEntry, KeyTable, TensorEntry, encode_table
+from torchtitan_ext.checkpoint.tables.key_table import BoxesEntry, KeyTable, RankTable, TensorEntry, encode_table
 from torchtitan_ext.checkpoint.tables.tensor_sums import (
     TensorSummer,
     TensorSums,
@@ -26,11 +26,13 @@ from torchtitan_ext.checkpoint.tables.tensor_sums import (
     with_numbers,
 )
 from torchtitan_ext.errors import Problem, described, refusal
-from torchtitan_ext.layout.layout import LayoutRules, ShardOrder, Steps
+from torchtitan_ext.layout.layout import LayoutRules, ShardOrder
 from torchtitan_ext.ranks.exchange import check_usable, gather_values
 from torchtitan_ext.ranks.groups import position_in
 from torchtitan_ext.state.nested import flatten_state_dict
 from torchtitan_ext.state.value_digest import digest_value
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -73,32 +75,59 @@ def fingerprint(
         LayoutError: The layout of a tensor is in doubt, or not all ranks of its mesh take part.
         WrongArgumentError: ``state_dict`` is something else, on some rank. A ``TypeError``.
     """
+    check_usable("fingerprint", process_group)
+    is_alone = process_group is None and not (dist.is_available() and dist.is_initialized())
+    rank = 0 if is_alone else position_in(process_group)
+    return fingerprint_over(lambda work: gather_values(work(), process_group), state_dict, layouts, rank=rank)
+
+
+class Gather(Protocol):
+    """Gives the results of all ranks, in the order of the ranks. Collective."""
+
+    def __call__(self, work: Callable[[], T], /) -> list[T]: ...
+
+
+def fingerprint_over(
+    gather: Gather, state_dict: Mapping[str, Any], layouts: Mapping[str, ShardOrder] | None, *, rank: int
+) -> Fingerprint:
+    """``fingerprint`` over two exchanges of the caller; ``rank`` is the place of this rank in them."""
     values: dict[str, Any] = {}
     entries: dict[str, TensorEntry | BoxesEntry] = {}
-    sums: dict[str, TensorSums] = {}
-    digests: dict[str, str] = {}
     problems: list[Problem] = []
-    check_usable("fingerprint", process_group)
     # A failure on this rank alone becomes a problem, so that each exchange takes place and every rank gets it.
     if not isinstance(state_dict, Mapping):
         what = f"got {described(state_dict)}, expected a state dict: what state_dict() of a module or optimizer gives"
         problems.append(Problem("wrong_argument", "state_dict", what))
         state_dict = {}
-    with _failures_become(problems):
-        values = flatten_state_dict(state_dict).values
-        entries, found = describe_tensors(values, LayoutRules(layouts))
-        problems += found
-    steps = _true_steps(entries, problems, process_group)
-    with _failures_become(problems):
-        summer = TensorSummer()
-        for fqn, value in values.items():
-            entry = entries.get(fqn)
-            if entry is not None:
-                sums[fqn] = summer.sum(value, entry, steps.get(fqn))
-            elif not isinstance(value, Tensor):
-                digests[fqn] = digest_value(value).hex()[:16]
-        sums = with_numbers(sums)
-    gathered = gather_values((sums, digests, problems), process_group)
+
+    def describe() -> RankTable:
+        with _failures_become(problems):
+            values.update(flatten_state_dict(state_dict).values)
+            described_entries, found = describe_tensors(values, LayoutRules(layouts))
+            entries.update(described_entries)
+            problems.extend(found)
+        return _table_of_sharded(entries, problems)
+
+    agreement = agree(gather(describe), every_rank_reports=True)
+    if agreement.problems:
+        raise refusal("fingerprint", agreement.problems)
+    steps = agreement.world.steps_of(rank)
+
+    def add_up() -> tuple[dict[str, TensorSums], dict[str, str], list[Problem]]:
+        sums: dict[str, TensorSums] = {}
+        digests: dict[str, str] = {}
+        with _failures_become(problems):
+            summer = TensorSummer()
+            for fqn, value in values.items():
+                entry = entries.get(fqn)
+                if entry is not None:
+                    sums[fqn] = summer.sum(value, entry, steps.get(fqn))
+                elif not isinstance(value, Tensor):
+                    digests[fqn] = digest_value(value).hex()[:16]
+            sums = with_numbers(sums)
+        return sums, digests, problems
+
+    gathered = gather(add_up)
     failures = [problem for _, _, own in gathered for problem in own]
     if failures:
         raise refusal("fingerprint", failures)
@@ -113,19 +142,12 @@ def _failures_become(problems: list[Problem]) -> Iterator[None]:
         problems.append(Problem("unsupported_tensor", "state_dict", f"{type(error).__name__}: {error}"))
 
 
-def _true_steps(
-    entries: Mapping[str, TensorEntry | BoxesEntry], problems: list[Problem], process_group: dist.ProcessGroup | None
-) -> dict[str, Steps]:
-    """The sharding order of each DTensor, decided from the reports of all ranks."""
+def _table_of_sharded(entries: Mapping[str, TensorEntry | BoxesEntry], problems: list[Problem]) -> RankTable:
+    """This rank's part of the agreement on the sharding order of each DTensor."""
     sharded = {
         fqn: entry for fqn, entry in entries.items() if isinstance(entry, BoxesEntry) or entry.report.mesh is not None
     }
-    tables = gather_values(encode_table(KeyTable(sharded, problems=tuple(problems))).message, process_group)
-    agreement = agree(tables, every_rank_reports=True)
-    if agreement.problems:
-        raise refusal("fingerprint", agreement.problems)
-    rank = position_in(process_group) if len(tables) > 1 else 0
-    return agreement.world.steps_of(rank)
+    return encode_table(KeyTable(sharded, problems=tuple(problems))).message
 
 
 def _combined(gathered: list[tuple[dict[str, TensorSums], dict[str, str]]]) -> Fingerprint:

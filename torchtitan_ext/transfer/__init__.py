@@ -4,12 +4,23 @@ A transfer is a load whose storage is other ranks' memory: the same key tables, 
 refusals. The walk of a call:
 
     state_dicts | dtensors -> endpoint (each rank's two sides) -> planning (the coordinator)
-        -> plan (kept, runs each step) -> ops.exchange_runs_
+        -> plan (kept, runs each step) -> transport -> ops.exchange_runs_
 """
 
 from torchtitan_ext.transfer.dtensors import redistribute
 from torchtitan_ext.transfer.meeting import meet
 from torchtitan_ext.transfer.plan import TransferPlan, TransferResult
 from torchtitan_ext.transfer.state_dicts import plan_reshard, reshard
+from torchtitan_ext.transfer.transport import Box, Transport, boxes_of
 
-__all__ = ["TransferPlan", "TransferResult", "meet", "plan_reshard", "redistribute", "reshard"]
+__all__ = [
+    "Box",
+    "TransferPlan",
+    "TransferResult",
+    "Transport",
+    "boxes_of",
+    "meet",
+    "plan_reshard",
+    "redistribute",
+    "reshard",
+]

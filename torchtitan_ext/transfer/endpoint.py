@@ -20,7 +20,7 @@ from torchtitan_ext.checkpoint.tables.key_table import (
 )
 from torchtitan_ext.errors import Problem, described
 from torchtitan_ext.layout.dtensor import is_wrapper, local_tensor, may_overlap_itself
-from torchtitan_ext.layout.layout import LayoutRules
+from torchtitan_ext.layout.layout import LayoutRules, ShardOrder
 from torchtitan_ext.layout.wrapper import dense_values
 from torchtitan_ext.ranks.exchange import has_backend
 from torchtitan_ext.state.nested import Path, flatten_state_dict, set_value
@@ -39,6 +39,7 @@ class Endpoint:
         values: The flat state dict.
         tensors: The rank's memory: one tensor per key, or per box where a tensor states its boxes.
         first_tensor: Per key, in the order of the table, its first tensor; -1 for a value that is no tensor.
+        layouts: Sharding orders that the caller has stated.
         problems: Why the state cannot take part, as far as this rank sees.
     """
 
@@ -48,6 +49,7 @@ class Endpoint:
     tensors: list[Tensor]
     first_tensor: list[int]
     paths: Mapping[str, Path]
+    layouts: Mapping[str, ShardOrder] | None
     problems: list[Problem] = field(default_factory=list)
     _addresses: list[int] = field(init=False)
 
@@ -89,7 +91,9 @@ class Endpoint:
         return [tensor.data_ptr() if _is_memory(tensor) else 0 for tensor in self.tensors]
 
 
-def describe_endpoint(side: str, state: State, rules: LayoutRules, *, is_filled: bool) -> Endpoint:
+def describe_endpoint(
+    side: str, state: State, layouts: Mapping[str, ShardOrder] | None, *, is_filled: bool
+) -> Endpoint:
     """The side of this rank; what is wrong with it becomes a problem, so that all ranks get it. Not collective."""
     problems: list[Problem] = []
     if isinstance(state, nn.Module):
@@ -105,7 +109,7 @@ def describe_endpoint(side: str, state: State, rules: LayoutRules, *, is_filled:
         values, paths = flat.values, flat.paths
     except ValueError as error:
         problems.append(Problem("unsupported_value", side, str(error)))
-    described_values = describe_state(values, {}, rules)
+    described_values = describe_state(values, {}, LayoutRules(layouts))
     problems += described_values.problems
     encoded = encode_table(described_values)
     tensors: list[Tensor] = []
@@ -124,18 +128,20 @@ def describe_endpoint(side: str, state: State, rules: LayoutRules, *, is_filled:
         reason = _why_not_usable(held, is_filled=is_filled)
         if reason is not None:
             problems.append(Problem("unsupported_tensor", fqn, reason))
-    return Endpoint(state or {}, encoded, values, tensors, first_tensor, paths, problems)
+    return Endpoint(state or {}, encoded, values, tensors, first_tensor, paths, layouts, problems)
 
 
-def device_problems(source: Endpoint, target: Endpoint, group: dist.ProcessGroup | None) -> list[Problem]:
-    """What keeps a group from sending the tensors of this rank from where they lie."""
+def device_problems(
+    source: Endpoint, target: Endpoint, group: dist.ProcessGroup | None, *, is_sender: bool
+) -> list[Problem]:
+    """What keeps the tensors of this rank from being sent from where they lie, by the group if it is the sender."""
     found = {tensor.device for endpoint in (source, target) for tensor in endpoint.tensors if not tensor.is_meta}
     if len(found) > 1:
         what = f"tensors lie on {', '.join(sorted(map(str, found)))}; transfer those of one device at a time"
         return [Problem("unsupported_tensor", "source and target", what)]
     group = group or (dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
     for device in found:
-        if group is not None and not has_backend(group, device.type):
+        if is_sender and group is not None and not has_backend(group, device.type):
             what = f"tensors lie on {device}, from which the group cannot send; pass a group with a backend for it"
             return [Problem("unsupported_tensor", "source and target", what)]
     return []

@@ -10,13 +10,15 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from torchtitan_ext import _core, ops
-from torchtitan_ext.errors import Problem, refusal
-from torchtitan_ext.fingerprints import Fingerprint, fingerprint
+from torchtitan_ext import _core
+from torchtitan_ext.checkpoint.operation.phases import Phases
+from torchtitan_ext.errors import Problem, named, refusal
+from torchtitan_ext.fingerprints import Fingerprint, fingerprint_over
 from torchtitan_ext.ranks.groups import position_in
 from torchtitan_ext.transfer.endpoint import Endpoint
 from torchtitan_ext.transfer.phases import transfer_phases
 from torchtitan_ext.transfer.planning import RankPart
+from torchtitan_ext.transfer.transport import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +62,7 @@ class TransferPlan:
         part: RankPart,
         group: dist.ProcessGroup | None,
         *,
-        bucket_bytes: int,
+        transport: Transport,
         timeout_seconds: float,
     ) -> None:
         self.version: int | None = None
@@ -68,7 +70,8 @@ class TransferPlan:
         self._target = target
         self._part = part
         self._group = group
-        self._bucket_bytes = bucket_bytes
+        self._filled = part.filled
+        self._transport = transport
         self._timeout_seconds = timeout_seconds
         sends = _core.expand_transfers(part.sends, source.first_tensor)
         receives = _core.expand_transfers(part.receives, target.first_tensor)
@@ -103,17 +106,15 @@ class TransferPlan:
                 problems.append(Problem("ranks_disagree", "version", what))
             if problems:
                 raise refusal("reshard", problems)
-            held = self._fingerprint(self._source) if verify else None
+            held = self._fingerprint(phases, self._source) if verify else None
             if held is not None and held.differing and replicas != "first":
                 what = 'has replicas that differ in the source; pass replicas="first" to take the first one'
                 raise refusal("reshard", [Problem("replicas_differ", fqn, what) for fqn in held.differing])
-            undefined = self._filled_keys()
-            phases.on_all(
-                "exchange", lambda: self._exchange(prepared), doing="ranks exchanged tensors", undefined=undefined
-            )
+            doing = f"ranks exchanged tensors; the target may be part-written: {named(self._filled)}"
+            phases.on_all("exchange", lambda: self._exchange(prepared), doing=doing, undefined=self._filled)
             objects = {fqn: value for offer in found for fqn, value in offer.objects.items()}
             self._target.set_objects({fqn: objects[name] for fqn, name in self._part.objects_filled.items()})
-            unproved = () if held is None else self._prove(held)
+            unproved = () if held is None else self._prove(phases, held)
             phases.log_metrics(logger, self._part.total_bytes)
         self.version = next(iter(versions), None)
         return TransferResult(
@@ -151,29 +152,30 @@ class TransferPlan:
         return _Offer(version, objects, tuple(problems))
 
     def _exchange(self, prepared: _Prepared) -> None:
-        ops.exchange_runs_(
+        self._transport.exchange(
             prepared.sources,
             prepared.targets,
             self._sends,
             self._receives,
-            group_name="" if self._group is None else self._group.group_name,
-            digest=self._part.number,
-            bucket_bytes=self._bucket_bytes,
+            number=self._part.number,
             timeout_seconds=self._timeout_seconds / 2,  # the other half is for agreeing on who is lost
         )
         prepared.finish()
 
-    def _filled_keys(self) -> tuple[str, ...]:
-        return tuple(fqn for names in self._target.table.names for fqn in names)
+    def _fingerprint(self, phases: Phases, endpoint: Endpoint) -> Fingerprint:
+        left_out = self._part.partial if endpoint is self._target else self._part.unwanted
+        tensors = {
+            fqn: value
+            for fqn, value in endpoint.values.items()
+            if isinstance(value, torch.Tensor) and fqn not in left_out
+        }
+        doing = "ranks took fingerprints of the " + ("target" if endpoint is self._target else "source")
+        return fingerprint_over(
+            lambda work: phases.on_all("verify", work, doing=doing), tensors, endpoint.layouts, rank=phases.rank
+        )
 
-    def _fingerprint(self, endpoint: Endpoint) -> Fingerprint:
-        tensors = {fqn: value for fqn, value in endpoint.values.items() if isinstance(value, torch.Tensor)}
-        if endpoint is self._target:
-            tensors = {fqn: value for fqn, value in tensors.items() if fqn not in self._part.partial}
-        return fingerprint(tensors, process_group=self._group)
-
-    def _prove(self, held: Fingerprint) -> tuple[str, ...]:
-        filled = self._fingerprint(self._target)
+    def _prove(self, phases: Phases, held: Fingerprint) -> tuple[str, ...]:
+        filled = self._fingerprint(phases, self._target)
         unproved = tuple(dict.fromkeys((*self._part.cast, *self._part.partial)))
         wrong = [
             fqn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from torchtitan_ext import _core, ops
 from torchtitan_ext.checkpoint.rules.casts import CastPolicy, cast_problem
 from torchtitan_ext.checkpoint.rules.policy import Source
 from torchtitan_ext.checkpoint.tables.agreement import Agreement, agree, dtype_named, unused_layouts
-from torchtitan_ext.checkpoint.tables.key_table import RankTable, number_hosts
+from torchtitan_ext.checkpoint.tables.key_table import RankTable, number_hosts, pack, unpack
 from torchtitan_ext.errors import Problem, refusal
 from torchtitan_ext.errors.near_names import nearest_name
 
@@ -46,6 +47,8 @@ class RankPart:
         renamed: The source keys of target keys with other names.
         cast: Target keys whose dtype is not the source's.
         partial: Target keys of which the ranks together do not hold each element once.
+        packed_filled: The target's keys of all ranks.
+        unwanted: Source keys that no rank's target has.
     """
 
     number: int
@@ -58,6 +61,13 @@ class RankPart:
     renamed: Mapping[str, str]
     cast: tuple[str, ...]
     partial: tuple[str, ...]
+    packed_filled: bytes
+    unwanted: tuple[str, ...]
+
+    @property
+    def filled(self) -> tuple[str, ...]:
+        """The target's keys of all ranks, which a failed run may leave part-written."""
+        return tuple(pickle.loads(unpack(self.packed_filled)))
 
 
 def plan_for_all(offers: Sequence[Offer]) -> list[RankPart]:
@@ -121,6 +131,7 @@ def _parts(
             for rank in target.world.ranks(pair.target_class):
                 filled[rank].update({target.names[key]: renamed[target.names[key]] for key in pair.target_keys})
     between = plan.bytes_between
+    wanted = {key for pair in pairs for key in pair.source_keys}
     common = RankPart(
         number=secrets.randbits(62),
         sends=b"",
@@ -132,6 +143,8 @@ def _parts(
         renamed={fqn: name for fqn, name in renamed.items() if fqn != name},
         cast=tuple(target.names[key] for pair in pairs if pair.cast_to >= 0 for key in pair.target_keys),
         partial=tuple(target.names[key] for pair in pairs if _is_partial(pair, target) for key in pair.target_keys),
+        packed_filled=pack(pickle.dumps(tuple(target.names))),
+        unwanted=tuple(name for key, name in enumerate(source.names) if key not in wanted),
     )
     return [
         replace(

@@ -11,12 +11,13 @@ from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS
 from torchtitan_ext.checkpoint.rules.casts import CastPolicy
 from torchtitan_ext.checkpoint.rules.policy import Source
 from torchtitan_ext.checkpoint.tables.key_table import host_digest
-from torchtitan_ext.layout.layout import LayoutRules, ShardOrder
+from torchtitan_ext.layout.layout import ShardOrder
 from torchtitan_ext.ranks.exchange import check_usable
 from torchtitan_ext.transfer.endpoint import Endpoint, State, describe_endpoint, device_problems
 from torchtitan_ext.transfer.phases import transfer_phases
 from torchtitan_ext.transfer.plan import Replicas, TransferPlan, TransferResult
 from torchtitan_ext.transfer.planning import Offer, plan_for_all
+from torchtitan_ext.transfer.transport import GroupTransport, Transport
 
 
 def reshard(
@@ -61,6 +62,7 @@ def plan_reshard(
     rename: Mapping[str, str] | None = None,
     source_layouts: Mapping[str, ShardOrder] | None = None,
     target_layouts: Mapping[str, ShardOrder] | None = None,
+    transport: Transport | None = None,
     bucket_bytes: int = ops.DEFAULT_BUCKET_BYTES,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> TransferPlan:
@@ -80,6 +82,8 @@ def plan_reshard(
         rename: Keys of the target to keys of the source, as in ``Source``: ``{"model.*": "module.*"}``.
         source_layouts, target_layouts: Sharding orders that placements cannot express, by canonical fqn or glob of each
             side.
+        transport: What carries the boxes from rank to rank; the point-to-point messages of the group if left out. The
+            group then carries the agreements of the ranks alone.
         bucket_bytes: Size of the buffers; a rank holds at most three beside its tensors.
         timeout_seconds: How long a rank waits for the others in each phase.
 
@@ -93,20 +97,19 @@ def plan_reshard(
     ends: dict[str, Endpoint] = {}
 
     def offer() -> Offer:
-        ends["source"] = describe_endpoint("source", source, LayoutRules(source_layouts), is_filled=False)
-        ends["target"] = describe_endpoint("target", target, LayoutRules(target_layouts), is_filled=True)
+        ends["source"] = describe_endpoint("source", source, source_layouts, is_filled=False)
+        ends["target"] = describe_endpoint("target", target, target_layouts, is_filled=True)
         problems = [problem for end in ends.values() for problem in end.problems]
         return Offer(
             source=ends["source"].table.message,
             target=ends["target"].table.message,
             host=host_digest(),
-            problems=(*problems, *device_problems(ends["source"], ends["target"], group)),
+            problems=(*problems, *device_problems(ends["source"], ends["target"], group, is_sender=transport is None)),
             cast=cast,
             rename=Source(rename=dict(rename or {})).rename,
         )
 
     with transfer_phases(group, timeout_seconds) as phases:
         part = phases.through_coordinator("plan", offer, plan_for_all, doing="ranks planned a transfer")
-    return TransferPlan(
-        **ends, part=part, group=phases.group, bucket_bytes=bucket_bytes, timeout_seconds=timeout_seconds
-    )
+    transport = transport or GroupTransport(phases.group, bucket_bytes)
+    return TransferPlan(**ends, part=part, group=phases.group, transport=transport, timeout_seconds=timeout_seconds)

@@ -1,0 +1,219 @@
+"""Ranks that raise, sleep, are interrupted, stopped or die in a phase of a transfer: one error on all others, in time.
+
+Every world has processes and a TCP store of its own, which rank 0 hosts, since ranks are killed and stopped. Ranks 0
+and 1 have the source, ranks 1 and 2 the target; rank 1 is the culprit.
+"""
+
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo_worlds import PRELOADED
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+import torchtitan_ext as tte
+from torchtitan_ext import fingerprints
+from torchtitan_ext.errors import LostRankError, TorchtitanExtError, TransferFailedError
+from torchtitan_ext.ranks import watch
+from torchtitan_ext.transfer import state_dicts
+
+CULPRIT = 1
+DEADLINE_SECONDS = 3.0
+ROLL_CALL_SECONDS = 3.0
+# The rest is for a loaded machine.
+LATEST_SECONDS = DEADLINE_SECONDS + ROLL_CALL_SECONDS + 12
+ROWS, COLUMNS = 4096, 1024
+
+
+def strike(kind: str) -> None:
+    if kind == "raise":
+        raise OSError("boom")
+    if kind == "interrupt":
+        os.kill(os.getpid(), signal.SIGINT)
+    elif kind == "sleep":
+        time.sleep(DEADLINE_SECONDS + 3)
+    else:
+        os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+
+
+def struck_before(function: Any, kind: str, call: int = 1) -> Any:
+    """The function, before whose so manieth call the fault strikes."""
+    calls: list[None] = []
+
+    def struck(*arguments: Any, **options: Any) -> Any:
+        calls.append(None)
+        if len(calls) == call:
+            strike(kind)
+        return function(*arguments, **options)
+
+    return struck
+
+
+def strike_when_filled(kind: str, target: torch.Tensor) -> None:
+    """In a thread: as soon as the first element has come."""
+    while float(target[0, 0]) == 0:
+        time.sleep(0.0001)
+    strike(kind)
+
+
+def inject(kind: str, phase: str, plan: Any, target: torch.Tensor) -> None:
+    """Into the parts of a run."""
+    if phase == "agree":
+        plan._source.memory_to_read = struck_before(plan._source.memory_to_read, kind)
+    elif phase == "exchange" and kind == "raise":
+        plan._source.memory_to_read = lambda: [torch.ones(1, device="meta")]  # which the operator refuses
+    elif phase == "exchange":
+        plan._exchange = struck_before(plan._exchange, kind)
+    elif phase == "moving":
+        threading.Thread(target=strike_when_filled, args=(kind, target), daemon=True).start()
+    elif phase.startswith("verify"):
+        call = 1 if phase == "verify source" else 2
+        fingerprints._table_of_sharded = struck_before(fingerprints._table_of_sharded, kind, call)
+
+
+def sharded(ranks: list[int], dim: int, value: float) -> DTensor:
+    mesh = DeviceMesh("cpu", torch.tensor(ranks), _init_backend=False)
+    sizes = [ROWS, COLUMNS]
+    sizes[dim] //= len(ranks)
+    return DTensor.from_local(torch.full(sizes, value), mesh, [Shard(dim)], run_check=False)
+
+
+def work(rank: int, port: int, channels: Any, kind: str, phase: str) -> None:
+    """One rank. Reports what the transfer raised and when, its version afterwards, and the same of another transfer."""
+    answers, may_end = channels
+    watch._ROLL_CALL_SECONDS = ROLL_CALL_SECONDS
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=3, timeout=timedelta(seconds=120))
+    source, target = sharded([0, 1], 0, 1.0), sharded([1, 2], 1, 0.0)
+    # Who raises says so, however long the others wait for it.
+    options = {
+        "timeout_seconds": 100.0 if kind in ("raise", "interrupt") else DEADLINE_SECONDS,
+        "bucket_bytes": 1 << 16,
+    }
+    sides: tuple[Any, Any] = ({"w": source} if rank < 2 else None, {"w": target} if rank > 0 else None)
+    plan = None
+    if phase != "plan":
+        plan = tte.plan_reshard(*sides, **options)
+    if rank == CULPRIT:
+        if plan is None:
+            state_dicts.describe_endpoint = struck_before(state_dicts.describe_endpoint, kind)
+        else:
+            inject(kind, phase, plan, target.to_local())
+    dist.barrier()
+    for step in (1, 2):
+        start = time.monotonic()
+        error: BaseException | None = None
+        try:
+            plan = plan or tte.plan_reshard(*sides, **options)
+            plan.run(version=step, verify=phase.startswith("verify"))
+        except (TorchtitanExtError, KeyboardInterrupt) as raised:
+            error = raised
+        seconds = time.monotonic() - start
+        answers.put((rank, error, seconds, None if plan is None else plan.version))
+        if phase == "exchange" and kind == "raise":
+            plan = None  # the source of the first one stays broken
+    # Rank 0 hosts the store, in which a rank that was stopped looks for the verdict.
+    may_end.wait(60)
+    answers.close()
+    answers.join_thread()
+    # The interpreter would wait for collectives that were given up.
+    os._exit(0)
+
+
+def run(kind: str, phase: str) -> tuple[dict[int, list[Any]], list[int]]:
+    """Runs one world. Returns (error, seconds, version) of both transfers by rank, and the exit codes."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    answers, may_end = context.Queue(), context.Event()
+    ranks: list[Any] = [
+        context.Process(target=work, args=(rank, port, (answers, may_end), kind, phase)) for rank in range(3)
+    ]
+    for process in ranks:
+        process.start()
+    results: dict[int, list[Any]] = {rank: [] for rank in range(3)}
+
+    def receive(number: int) -> None:
+        for _ in range(number):
+            rank, *outcome = answers.get(timeout=90)
+            results[rank].append(outcome)
+
+    try:
+        receive(4 if kind in ("stop", "kill") else 6)
+        if kind == "stop":
+            os.kill(ranks[CULPRIT].pid, signal.SIGCONT)
+            receive(2)
+        may_end.set()
+        for process in ranks:
+            process.join(60)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    return results, [process.exitcode for process in ranks]
+
+
+PHASES = ("plan", "agree", "verify source", "exchange", "moving", "verify target")
+KINDS = ("sleep", "stop", "kill")
+# No sleep while boxes move: the operator runs on beside the thread.
+EVERY_CASE = [(kind, phase) for phase in PHASES for kind in KINDS if (kind, phase) != ("sleep", "moving")]
+# Each kind and each phase; make soak takes all pairs.
+FEW_CASES = list(zip(KINDS * 2, PHASES, strict=True))
+CASES = EVERY_CASE if "TTE_SOAK" in os.environ else [*FEW_CASES, ("kill", "moving")]
+
+
+@pytest.mark.parametrize(("kind", "phase"), CASES)
+def test_a_rank_that_does_not_come(kind: str, phase: str) -> None:
+    results, _ = run(kind, phase)
+    assert [len(results[rank]) for rank in range(3)] == [2, 0 if kind == "kill" else 2, 2]
+    for transfer in (0, 1):  # a later one on this group, too
+        errors = [outcomes[transfer][0] for outcomes in results.values() if outcomes]
+        assert {type(error) for error in errors} == {LostRankError}
+        assert {outcomes[transfer][2] for outcomes in results.values() if outcomes} == {None}
+    first = {rank: outcomes[0] for rank, outcomes in results.items() if outcomes}
+    assert len({str(error) for error, *_ in first.values()}) == 1, first
+    print(kind, phase, first)
+    assert all(seconds < LATEST_SECONDS for rank, (_, seconds, _) in first.items() if rank != CULPRIT)
+    text = str(first[0][0])
+    named = {"moving": "exchange"}.get(phase, phase.split()[0])
+    assert text.startswith(f"reshard failed in phase {named} while ranks ")
+    assert ("the target may be part-written: w" in text) == (named == "exchange")
+    if kind != "sleep":
+        assert "; rank(s) 1 did not answer a roll call; " in text
+
+
+RAISING = [("raise", phase) for phase in PHASES if phase != "moving"] + [
+    ("interrupt", "agree"),
+    ("interrupt", "moving"),
+]
+
+
+@pytest.mark.parametrize(("kind", "phase"), RAISING)
+def test_a_rank_that_raises_is_the_same_error_and_the_group_goes_on(kind: str, phase: str) -> None:
+    results, exit_codes = run(kind, phase)
+    errors = {rank: outcomes[0][0] for rank, outcomes in results.items()}
+    if kind == "interrupt":
+        assert isinstance(errors.pop(CULPRIT), KeyboardInterrupt)
+    assert {type(error) for error in errors.values()} == {TransferFailedError}
+    assert len({str(error) for error in errors.values()}) == 1, errors
+    assert [outcomes[0][2] for outcomes in results.values()] == [None] * 3
+    named = {"moving": "exchange"}.get(phase, phase.split()[0])
+    assert f"in phase {named}: " in str(errors[0])
+    raised = "rank 1: KeyboardInterrupt" if kind == "interrupt" else "rank 1: OSError: boom"
+    assert ("rank 1: ValueError: " if (kind, named) == ("raise", "exchange") else raised) in str(errors[0])
+    assert errors[0].part_written == (("w",) if named == "exchange" else ())
+    assert [outcomes[1][0] for outcomes in results.values()] == [None] * 3 and exit_codes == [0] * 3
+    assert [outcomes[1][2] for outcomes in results.values()] == [2] * 3

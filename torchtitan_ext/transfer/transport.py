@@ -1,0 +1,99 @@
+"""How boxes of tensors travel from rank to rank: what stands below the plan of a transfer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtitan_ext import ops
+
+
+class Transport(Protocol):
+    """Moves the boxes of one run. Each rank has one of its own, of the same kind."""
+
+    def exchange(
+        self,
+        sources: list[Tensor],
+        targets: list[Tensor],
+        sends: Tensor,
+        receives: Tensor,
+        *,
+        number: int,
+        timeout_seconds: float,
+    ) -> None:
+        """Sends all boxes and receives all boxes. Collective: all ranks have agreed on this run before.
+
+        What it raises on one rank, all ranks raise as a TransferFailedError. It raises where a rank does not answer in
+        time, and returns when the targets are filled, and the sources may be changed.
+
+        Args:
+            sources: Plain tensors of this rank, of any strides and dtypes, to be read.
+            targets: The same, to be written where boxes say so. None shares memory with another one or with a source.
+            sends: The boxes to be sent, which ``boxes_of(sends, sources)`` gives. The same tensors in each run.
+            receives: The boxes to be received. The boxes from one rank have the shapes of those that it sends to this
+                one, in the same order; those from and to this rank itself are copied.
+            number: Of the plan, the same on all ranks, of no other plan.
+            timeout_seconds: How long a rank may keep others waiting.
+        """
+
+
+class Box(NamedTuple):
+    """A part of a tensor that travels.
+
+    Attributes:
+        peer: The other rank, by its position in the group.
+        part: A view of the tensor.
+        cast_to: The number (``ops.dtype_number``) of the dtype that the sender converts the part to; -1 for its own.
+    """
+
+    peer: int
+    part: Tensor
+    cast_to: int
+
+
+def boxes_of(table: Tensor, tensors: Sequence[Tensor]) -> Iterator[Box]:
+    """The boxes of a table, by peer, in the order in which each pair of ranks counts them."""
+    entries = table.tolist()
+    place = 0
+    while place < len(entries):
+        peer, tensor, cast_to, num_dims = entries[place : place + 4]
+        offsets = entries[place + 4 : place + 4 + num_dims]
+        sizes = entries[place + 4 + num_dims : place + 4 + 2 * num_dims]
+        place += 4 + 2 * num_dims
+        part = tensors[tensor]
+        for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+            part = part.narrow(dim, offset, size)
+        yield Box(peer, part, cast_to)
+
+
+@dataclass(frozen=True)
+class GroupTransport:
+    """The point-to-point messages of a process group, by ``ops.exchange_runs_``."""
+
+    group: dist.ProcessGroup | None
+    bucket_bytes: int
+
+    def exchange(
+        self,
+        sources: list[Tensor],
+        targets: list[Tensor],
+        sends: Tensor,
+        receives: Tensor,
+        *,
+        number: int,
+        timeout_seconds: float,
+    ) -> None:
+        ops.exchange_runs_(
+            sources,
+            targets,
+            sends,
+            receives,
+            group_name="" if self.group is None else self.group.group_name,
+            digest=number,
+            bucket_bytes=self.bucket_bytes,
+            timeout_seconds=timeout_seconds,
+        )
