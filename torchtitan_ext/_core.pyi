@@ -68,6 +68,12 @@ class OptionGaps:
 def find_option_gaps(saved: Iterable[str], wanted: Iterable[str]) -> OptionGaps: ...
 def may_overlap_itself(sizes: Sequence[int], strides: Sequence[int]) -> bool: ...
 
+_Memory = tuple[int, Sequence[int], Sequence[int], int]
+"""Of a tensor: address, sizes, strides, bytes of an element."""
+
+def find_shared_memory(written: Sequence[_Memory], read: Sequence[_Memory]) -> tuple[int, int] | None:
+    """A written tensor and another one that share a byte, by position in both lists one after the other."""
+
 class MetadataColumns:
     """What a checkpoint's metadata says; keys, parts and chunk lists are known by their numbers."""
 

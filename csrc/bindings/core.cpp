@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -129,6 +130,27 @@ bool may_overlap_itself_py(const std::vector<int64_t>& sizes, const std::vector<
   return may_overlap_itself(sizes, strides);
 }
 
+// Address, sizes, strides, item bytes.
+using TensorMemory = std::tuple<uintptr_t, Sizes, Sizes, int64_t>;
+
+std::vector<Memory> to_memories(const std::vector<TensorMemory>& tensors) {
+  std::vector<Memory> memories;
+  for (const auto& [address, sizes, strides, item_bytes] : tensors) {
+    memories.push_back({address, sizes, strides, item_bytes});
+  }
+  return memories;
+}
+
+std::optional<std::pair<size_t, size_t>> find_shared_memory_py(const std::vector<TensorMemory>& written,
+                                                               const std::vector<TensorMemory>& read) {
+  const std::vector<Memory> targets = to_memories(written);
+  const auto found = find_shared_memory(targets);
+  if (found || read.empty()) return found;
+  auto with_source = find_shared_memory(targets, to_memories(read));
+  if (with_source) with_source->second += targets.size();
+  return with_source;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_core, module) {
@@ -175,6 +197,7 @@ PYBIND11_MODULE(_core, module) {
       },
       py::arg("saved"), py::arg("wanted"));
   module.def("may_overlap_itself", &may_overlap_itself_py, py::arg("sizes"), py::arg("strides"));
+  module.def("find_shared_memory", &find_shared_memory_py, py::arg("written"), py::arg("read"));
   torchtitan_ext::bindings::define_instances(module);
   torchtitan_ext::bindings::define_value_digest(module);
   torchtitan_ext::bindings::define_metadata(module);

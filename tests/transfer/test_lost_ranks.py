@@ -185,7 +185,6 @@ def test_a_rank_that_does_not_come(kind: str, phase: str) -> None:
         assert {outcomes[transfer][2] for outcomes in results.values() if outcomes} == {None}
     first = {rank: outcomes[0] for rank, outcomes in results.items() if outcomes}
     assert len({str(error) for error, *_ in first.values()}) == 1, first
-    print(kind, phase, first)
     assert all(seconds < LATEST_SECONDS for rank, (_, seconds, _) in first.items() if rank != CULPRIT)
     text = str(first[0][0])
     named = {"moving": "exchange"}.get(phase, phase.split()[0])

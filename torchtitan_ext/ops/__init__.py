@@ -10,7 +10,7 @@ differentiable; where its arguments require grad, call it under ``torch.no_grad(
 """
 
 from torchtitan_ext.ops.broadcast import DEFAULT_BUCKET_BYTES, BroadcastCheck, broadcast_coalesced_, check_broadcast
-from torchtitan_ext.ops.exchange import dtype_number, exchange_runs_
+from torchtitan_ext.ops.exchange import dtype_number, exchange_runs_, numbered_dtype
 from torchtitan_ext.ops.flat import (
     DEFAULT_ALIGNMENT,
     flat_offsets,
@@ -45,6 +45,7 @@ __all__ = [
     "flat_views",
     "flatten_into_",
     "flatten_tensors",
+    "numbered_dtype",
     "pack_shard",
     "pack_shards",
     "unflatten_tensors_",

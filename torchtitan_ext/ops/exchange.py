@@ -31,6 +31,11 @@ def dtype_number(dtype: torch.dtype) -> int:
     return _NUMBER_OF[dtype]
 
 
+def numbered_dtype(number: int) -> torch.dtype:
+    """The dtype of a number that ``dtype_number`` gave."""
+    return _NUMBERS[number]
+
+
 def exchange_runs_(
     sources: Sequence[Tensor],
     targets: Sequence[Tensor],

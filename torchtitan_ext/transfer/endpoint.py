@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.tables.key_table import (
     BoxesEntry,
     EncodedTable,
+    KeyEntry,
     ObjectEntry,
+    TensorEntry,
     box_tensors,
     describe_state,
     encode_table,
@@ -38,6 +41,8 @@ class Endpoint:
         table: Keys, kinds and boxes, as the coordinator gets them.
         values: The flat state dict.
         tensors: The rank's memory: one tensor per key, or per box where a tensor states its boxes.
+        owners: Of each tensor what the caller holds, whose memory may be replaced; the tensor itself where it is a box.
+        names: Of each tensor its key.
         first_tensor: Per key, in the order of the table, its first tensor; -1 for a value that is no tensor.
         layouts: Sharding orders that the caller has stated.
         problems: Why the state cannot take part, as far as this rank sees.
@@ -47,13 +52,17 @@ class Endpoint:
     table: EncodedTable
     values: Mapping[str, Any]
     tensors: list[Tensor]
+    owners: list[Tensor]
+    names: list[str]
     first_tensor: list[int]
     paths: Mapping[str, Path]
     layouts: Mapping[str, ShardOrder] | None
     problems: list[Problem] = field(default_factory=list)
+    _are_memory: list[bool] = field(init=False)
     _addresses: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
+        self._are_memory = [_is_memory(tensor) for tensor in self.tensors]
         self._addresses = self._current_addresses()
 
     def why_changed(self) -> str | None:
@@ -83,12 +92,22 @@ class Endpoint:
 
     def set_objects(self, values: Mapping[str, Any]) -> None:
         """Puts values that are no tensors at their places in the state dict."""
-        assert isinstance(self.state, dict) or not values
         for fqn, value in values.items():
             set_value(self.state, self.paths[fqn], value)  # type: ignore[arg-type]
 
+    def memories(self) -> list[tuple[str, tuple[int, Sequence[int], Sequence[int], int]]]:
+        """The key and the memory of each tensor that is not made of others or computed when it is read."""
+        return [
+            (fqn, (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.itemsize))
+            for fqn, tensor, is_memory in zip(self.names, self.tensors, self._are_memory, strict=True)
+            if is_memory and not tensor.is_meta
+        ]
+
     def _current_addresses(self) -> list[int]:
-        return [tensor.data_ptr() if _is_memory(tensor) else 0 for tensor in self.tensors]
+        return [
+            local_tensor(owner).data_ptr() if is_memory else 0
+            for owner, is_memory in zip(self.owners, self._are_memory, strict=True)
+        ]
 
 
 def describe_endpoint(
@@ -96,8 +115,9 @@ def describe_endpoint(
 ) -> Endpoint:
     """The side of this rank; what is wrong with it becomes a problem, so that all ranks get it. Not collective."""
     problems: list[Problem] = []
+    is_module = isinstance(state, nn.Module)
     if isinstance(state, nn.Module):
-        state = state.state_dict()
+        state = state.state_dict(keep_vars=True)  # of a detached tensor one does not see that its memory is replaced
     if not isinstance(state, Mapping | None):
         what = f"got {described(state)}, expected a state dict, a module, or None on a rank without a part of it"
         problems.append(Problem("wrong_argument", side, what))
@@ -110,9 +130,16 @@ def describe_endpoint(
     except ValueError as error:
         problems.append(Problem("unsupported_value", side, str(error)))
     described_values = describe_state(values, {}, LayoutRules(layouts))
+    if is_filled:
+        entries = described_values.entries
+        tied = _tied_keys(values, entries)
+        values = {fqn: value for fqn, value in values.items() if fqn not in tied}
+        described_values = replace(described_values, entries={fqn: entries[fqn] for fqn in entries if fqn not in tied})
     problems += described_values.problems
     encoded = encode_table(described_values)
     tensors: list[Tensor] = []
+    owners: list[Tensor] = []
+    tensor_names: list[str] = []
     first_tensor: list[int] = []
     for fqn in (name for names in encoded.names for name in names):
         entry, value = described_values.entries[fqn], values[fqn]
@@ -121,14 +148,47 @@ def describe_endpoint(
             if hasattr(value, "state_dict"):
                 what = f"is {described(value)}; pass what its state_dict() gives"
                 problems.append(Problem("unsupported_value", fqn, what))
+            elif is_filled and (is_module or not isinstance(state, dict)):
+                what = f"is no tensor, and cannot be put into a {'module' if is_module else type(state).__name__}; "
+                what += "fill a dict of its own"
+                problems.append(Problem("unsupported_value", fqn, what))
             continue
         first_tensor.append(len(tensors))
         held = list(box_tensors(value, entry)) if isinstance(entry, BoxesEntry) else [local_tensor(value)]
         tensors += held
+        owners += held if isinstance(entry, BoxesEntry) else [value]
+        tensor_names += [fqn] * len(held)
         reason = _why_not_usable(held, is_filled=is_filled)
         if reason is not None:
             problems.append(Problem("unsupported_tensor", fqn, reason))
-    return Endpoint(state or {}, encoded, values, tensors, first_tensor, paths, layouts, problems)
+    return Endpoint(state or {}, encoded, values, tensors, owners, tensor_names, first_tensor, paths, layouts, problems)
+
+
+def _tied_keys(values: Mapping[str, Any], entries: Mapping[str, KeyEntry]) -> set[str]:
+    """Keys whose tensor is that of an earlier key, as tied weights are: they are filled with it."""
+    first_of: dict[Any, str] = {}
+    tied: set[str] = set()
+    for fqn, entry in entries.items():
+        local = local_tensor(values[fqn]) if isinstance(entry, TensorEntry) else None
+        if local is None or local.is_meta or not _is_memory(local):
+            continue
+        memory = (local.untyped_storage()._cdata, local.storage_offset(), local.shape, local.stride(), local.dtype)
+        first = first_of.setdefault(memory, fqn)
+        if first != fqn and entries[first] == entry:
+            tied.add(fqn)
+    return tied
+
+
+def shared_memory_problems(source: Endpoint, target: Endpoint) -> list[Problem]:
+    """Two tensors of this rank, one of which is to be filled, in one memory: the result would depend on the order."""
+    filled, read = target.memories(), source.memories()
+    found = _core.find_shared_memory([memory for _, memory in filled], [memory for _, memory in read])
+    if found is None:
+        return []
+    (fqn, _), (other, _) = (*filled, *read)[found[0]], (*filled, *read)[found[1]]
+    side = "target" if found[1] < len(filled) else "source"
+    what = f"cannot be filled: it shares memory with {other} of the {side}; pass a clone() of one of them"
+    return [Problem("unsupported_tensor", fqn, what)]
 
 
 def device_problems(

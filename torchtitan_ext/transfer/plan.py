@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.operation.phases import Phases
-from torchtitan_ext.errors import Problem, named, refusal
+from torchtitan_ext.errors import Problem, check_counts, named, refusal
 from torchtitan_ext.fingerprints import Fingerprint, fingerprint_over
 from torchtitan_ext.ranks.groups import position_in
 from torchtitan_ext.transfer.endpoint import Endpoint
@@ -95,11 +96,18 @@ class TransferPlan:
             LostRankError: A rank is gone or does not take part.
         """
         self.version = None
-        prepared = _Prepared([], [], _nothing)
+        check_counts("TransferPlan.run", version=version)
+        if replicas not in get_args(Replicas):
+            raise ValueError(f"TransferPlan.run: got replicas={replicas!r}, expected 'equal' or 'first'")
+        arguments = {"plan": self._part.number, "verify": verify, "replicas": replicas}
+        prepared = _Prepared([], [], _nothing, {})
         with transfer_phases(self._group, self._timeout_seconds) as phases:
             rank = phases.rank
-            found = phases.on_all("agree", lambda: self._offer(version, prepared), doing="ranks agreed on a transfer")
+            found = phases.on_all(
+                "agree", lambda: self._offer(version, arguments, prepared), doing="ranks agreed on a transfer"
+            )
             problems = [problem for offer in found for problem in offer.problems]
+            problems += _differing([offer.arguments for offer in found])
             versions = {offer.version for offer in found if offer.version is not None}
             if len(versions) > 1:
                 what = f"ranks gave {', '.join(map(str, sorted(versions)))}; give one number, or none on some ranks"
@@ -110,10 +118,10 @@ class TransferPlan:
             if held is not None and held.differing and replicas != "first":
                 what = 'has replicas that differ in the source; pass replicas="first" to take the first one'
                 raise refusal("reshard", [Problem("replicas_differ", fqn, what) for fqn in held.differing])
+            for offer in found:
+                prepared.objects.update(offer.objects)
             doing = f"ranks exchanged tensors; the target may be part-written: {named(self._filled)}"
             phases.on_all("exchange", lambda: self._exchange(prepared), doing=doing, undefined=self._filled)
-            objects = {fqn: value for offer in found for fqn, value in offer.objects.items()}
-            self._target.set_objects({fqn: objects[name] for fqn, name in self._part.objects_filled.items()})
             unproved = () if held is None else self._prove(phases, held)
             phases.log_metrics(logger, self._part.total_bytes)
         self.version = next(iter(versions), None)
@@ -139,7 +147,7 @@ class TransferPlan:
             lines.append(f"rank {sending} {to} {num_bytes:,} bytes")
         return "\n".join(lines)
 
-    def _offer(self, version: int | None, prepared: _Prepared) -> _Offer:
+    def _offer(self, version: int | None, arguments: Mapping[str, Any], prepared: _Prepared) -> _Offer:
         """What the other ranks get to know. What can fail on this rank alone is done here, before anything moves."""
         problems = []
         for side, endpoint in (("source", self._source), ("target", self._target)):
@@ -149,7 +157,13 @@ class TransferPlan:
         prepared.sources = self._source.memory_to_read()
         prepared.targets, prepared.finish = self._target.memory_to_fill()
         objects = {fqn: self._source.values[fqn] for fqn in self._part.objects_sent}
-        return _Offer(version, objects, tuple(problems))
+        for fqn, value in objects.items():
+            try:
+                pickle.dumps(value)
+            except Exception as error:
+                what = f"is no tensor, and cannot be sent: {type(error).__name__}: {error}"
+                problems.append(Problem("unsupported_value", fqn, what))
+        return _Offer(version, arguments, {} if problems else objects, tuple(problems))
 
     def _exchange(self, prepared: _Prepared) -> None:
         self._transport.exchange(
@@ -158,9 +172,11 @@ class TransferPlan:
             self._sends,
             self._receives,
             number=self._part.number,
-            timeout_seconds=self._timeout_seconds / 2,  # the other half is for agreeing on who is lost
+            # gloo closes connections on which it waited so long: the end of the phase does not take as long again
+            timeout_seconds=self._timeout_seconds,
         )
         prepared.finish()
+        self._target.set_objects({fqn: prepared.objects[name] for fqn, name in self._part.objects_filled.items()})
 
     def _fingerprint(self, phases: Phases, endpoint: Endpoint) -> Fingerprint:
         left_out = self._part.partial if endpoint is self._target else self._part.unwanted
@@ -194,17 +210,31 @@ class _Offer:
     """What a rank tells the others before a run."""
 
     version: int | None
+    arguments: Mapping[str, Any]
     objects: Mapping[str, Any]
     problems: tuple[Problem, ...]
 
 
 @dataclass
 class _Prepared:
-    """Plain memory of both sides of one run, and what is to be called when the targets are filled."""
+    """Plain memory of both sides of one run, what is to be called when the targets are filled, and other values."""
 
     sources: list[torch.Tensor]
     targets: list[torch.Tensor]
     finish: Callable[[], None]
+    objects: dict[str, Any]
+
+
+def _differing(arguments: list[Mapping[str, Any]]) -> list[Problem]:
+    """The problem that ranks run different plans, or in different ways."""
+    for name, first in arguments[0].items():
+        for rank, others in enumerate(arguments):
+            if others[name] != first:
+                what = f"is {first!r} on rank 0, {others[name]!r} on rank {rank}"
+                if name == "plan":
+                    what = f"is not the same one on ranks 0 and {rank}; run plans in one order on all ranks"
+                return [Problem("ranks_disagree", name, what)]
+    return []
 
 
 def _nothing() -> None:

@@ -30,6 +30,7 @@ class Offer:
     host: bytes
     problems: tuple[Problem, ...]
     cast: CastPolicy
+    bucket_bytes: int
     rename: Mapping[str, str]
 
 
@@ -82,7 +83,7 @@ def plan_for_all(offers: Sequence[Offer]) -> list[RankPart]:
     source = agree([offer.source for offer in offers], every_rank_reports=True)
     target = agree([offer.target for offer in offers], every_rank_reports=False)
     problems = [*source.problems, *target.problems, *(problem for offer in offers for problem in offer.problems)]
-    problems += [problem for name in ("cast", "rename") for problem in _differing(name, offers)]
+    problems += [problem for name in ("cast", "bucket_bytes", "rename") for problem in _differing(name, offers)]
     problems += unused_layouts([offer.source for offer in offers], source, source.names)
     problems += unused_layouts([offer.target for offer in offers], target, target.names)
     names, cast = Source(rename=offers[0].rename), offers[0].cast

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import NoneType
+from typing import get_args
 
 import torch.distributed as dist
 
 from torchtitan_ext import ops
+from torchtitan_ext.checkpoint.operation.arguments import check_seconds
 from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS
 from torchtitan_ext.checkpoint.rules.casts import CastPolicy
 from torchtitan_ext.checkpoint.rules.policy import Source
 from torchtitan_ext.checkpoint.tables.key_table import host_digest
+from torchtitan_ext.errors import check_argument, check_counts
 from torchtitan_ext.layout.layout import ShardOrder
 from torchtitan_ext.ranks.exchange import check_usable
-from torchtitan_ext.transfer.endpoint import Endpoint, State, describe_endpoint, device_problems
+from torchtitan_ext.transfer.endpoint import Endpoint, State, describe_endpoint, device_problems, shared_memory_problems
 from torchtitan_ext.transfer.phases import transfer_phases
 from torchtitan_ext.transfer.plan import Replicas, TransferPlan, TransferResult
 from torchtitan_ext.transfer.planning import Offer, plan_for_all
@@ -76,7 +80,8 @@ def plan_reshard(
             that has the key), tensors that describe their own boxes, wrapper subclasses, and other values; or a module.
             ``None`` on a rank that has no part of it.
         target: What this rank wants filled, in the same forms, of the same global shapes. Its keys must be in the
-            source, whose other keys are left alone. Its memory may not be the source's.
+            source, whose other keys are left alone. Its memory may not be the source's. Of keys with one memory (tied
+            weights) the first is filled.
         group: Ranks of both sides; the default group if left out. Its backends must send tensors of their device.
         cast: Which changes of dtype are allowed, as in ``LoadPlanner``. The sender converts.
         rename: Keys of the target to keys of the source, as in ``Source``: ``{"model.*": "module.*"}``.
@@ -92,20 +97,28 @@ def plan_reshard(
             ranks, the same on every rank. Nothing was changed.
         LostRankError: A rank is gone or does not take part.
     """
+    check_argument("plan_reshard", "group", group, (dist.ProcessGroup, NoneType), "a process group or None")
     check_usable("plan_reshard", group)
-
+    if cast not in get_args(CastPolicy):
+        raise ValueError(f"plan_reshard: got cast={cast!r}, expected 'exact', 'allow' or 'forbid'")
+    check_seconds("plan_reshard", timeout_seconds)
+    check_counts("plan_reshard", bucket_bytes=bucket_bytes)
     ends: dict[str, Endpoint] = {}
 
     def offer() -> Offer:
         ends["source"] = describe_endpoint("source", source, source_layouts, is_filled=False)
         ends["target"] = describe_endpoint("target", target, target_layouts, is_filled=True)
         problems = [problem for end in ends.values() for problem in end.problems]
+        problems += device_problems(ends["source"], ends["target"], group, is_sender=transport is None)
+        if not problems:
+            problems += shared_memory_problems(ends["source"], ends["target"])
         return Offer(
             source=ends["source"].table.message,
             target=ends["target"].table.message,
             host=host_digest(),
-            problems=(*problems, *device_problems(ends["source"], ends["target"], group, is_sender=transport is None)),
+            problems=tuple(problems),
             cast=cast,
+            bucket_bytes=bucket_bytes,
             rename=Source(rename=dict(rename or {})).rename,
         )
 

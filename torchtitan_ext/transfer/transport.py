@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -42,17 +43,25 @@ class Transport(Protocol):
 
 
 class Box(NamedTuple):
-    """A part of a tensor that travels.
+    """A part of a tensor that travels, as its elements in row-major order.
 
     Attributes:
         peer: The other rank, by its position in the group.
         part: A view of the tensor.
-        cast_to: The number (``ops.dtype_number``) of the dtype that the sender converts the part to; -1 for its own.
+        sent_as: The dtype to which the sender converts the elements; of a box to be received, that of the tensor.
     """
 
     peer: int
     part: Tensor
-    cast_to: int
+    sent_as: torch.dtype
+
+    def packed(self) -> Tensor:
+        """The bytes that travel: 1-D uint8, the part's own memory where it lies there so."""
+        return self.part.to(self.sent_as).contiguous().view(-1).view(torch.uint8)
+
+    def unpack(self, data: Tensor) -> None:
+        """Puts bytes that came, as ``packed`` gave them, into the part."""
+        self.part.copy_(data.view(self.sent_as).view(self.part.shape))
 
 
 def boxes_of(table: Tensor, tensors: Sequence[Tensor]) -> Iterator[Box]:
@@ -67,7 +76,7 @@ def boxes_of(table: Tensor, tensors: Sequence[Tensor]) -> Iterator[Box]:
         part = tensors[tensor]
         for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
             part = part.narrow(dim, offset, size)
-        yield Box(peer, part, cast_to)
+        yield Box(peer, part, part.dtype if cast_to < 0 else ops.numbered_dtype(cast_to))
 
 
 @dataclass(frozen=True)
