@@ -202,3 +202,9 @@ def test_the_public_face_is_small() -> None:
     assert len(names) <= 23  # about 15, three to install, the latest step, the dry run, two for transfers
     assert torchtitan_ext.__all__ == sorted(torchtitan_ext.__all__)
     assert all(hasattr(torchtitan_ext, name) for name in torchtitan_ext.__all__)
+
+
+def test_no_two_test_modules_have_one_name() -> None:
+    """pytest imports them by it."""
+    names = sorted(path.name for path in Path(__file__).parent.rglob("test_*.py"))
+    assert [name for name, other in zip(names, names[1:], strict=False) if name == other] == []
