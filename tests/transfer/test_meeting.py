@@ -21,6 +21,7 @@ from torch.distributed.tensor import Shard
 import torchtitan_ext as tte
 from torchtitan_ext import transfer
 from torchtitan_ext.errors import MeetingError, WrongValueError
+from torchtitan_ext.transfer import meeting
 
 JOBS = {"trainer": 3, "generator": 2}
 
@@ -85,6 +86,16 @@ def test_who_is_late_or_says_something_else_is_named_on_both_sides(run_world: An
     found = answers(a, {**b0, "jobs": {"a": 1, "b": 3}}, b1)
     assert len(set(found)) == 1 and "jobs differ" in found[0] and "a: 1, b: 3" in found[0] and "a: 1, b: 2" in found[0]
     assert answers(a, b0, b1) == ["met"] * 3
+
+
+def test_a_first_rank_that_is_lost_after_it_came_holds_up_nobody_for_longer_than_asked() -> None:
+    host, _, port = free_address().rpartition(":")
+    store = dist.TCPStore(host, int(port), is_master=True, wait_for_workers=False)
+    first = meeting._Member("a", 0, {"a": 1, "b": 1}, "lost")
+    place = dist.PrefixStore("torchtitan_ext/meeting/0", store)
+    place.set(f"arrival/{place.add('arrivals', 1)}", first.statement())
+    with pytest.raises(MeetingError, match=r"rank\(s\) 0 of a came and was lost"):
+        transfer.meet(f"{host}:{port}", job="b", rank=0, jobs=first.jobs, host_store=False, timeout_seconds=1)
 
 
 def test_arguments() -> None:

@@ -275,6 +275,42 @@ def test_a_kept_plan_refuses_other_memory_and_replicas_that_differ(run_world: An
     run_world(3, changed_and_differing)
 
 
+class Counting(nn.Module):
+    """A module with a value that is no tensor."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def get_extra_state(self) -> int:
+        return self.count
+
+    def set_extra_state(self, state: Any) -> None:
+        self.count = state
+
+
+def present_values(rank: int, world_size: int) -> None:
+    source, module = {"w": torch.ones(2), "step": 1, "nested": {"name": "a"}}, Counting(1)
+    target: dict[str, Any] = {"w": torch.zeros(2), "step": 0, "nested": {"name": ""}}
+    counts = {"_extra_state": 0}
+    plan = tte.plan_reshard(source if rank == 0 else None, target)
+    plan_of_module = tte.plan_reshard(module if rank == 0 else None, counts)
+    for step, name in (1, "a"), (2, "b"):
+        source["step"], source["nested"]["name"], module.count = step, name, step
+        source["w"].fill_(step)
+        plan.run(verify=True)
+        plan_of_module.run()
+        assert (target["w"].tolist(), target["step"], target["nested"]) == ([step, step], step, {"name": name})
+        assert counts == {"_extra_state": step}
+    del source["step"]
+    with pytest.raises(TransferFailedError, match="rank 0: ValueError: step is not in the source any more; plan"):
+        plan.run()
+
+
+def test_a_kept_plan_sends_the_values_of_now_that_are_no_tensors(run_world: Any) -> None:
+    run_world(2, present_values)
+
+
 def damaged_on_the_way(rank: int, world_size: int) -> None:
     """A bit that flips between the exchange and the proof."""
     source, target = {"w": torch.arange(6.0)}, {"w": torch.zeros(6)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -46,6 +46,7 @@ class Endpoint:
         first_tensor: Per key, in the order of the table, its first tensor; -1 for a value that is no tensor.
         layouts: Sharding orders that the caller has stated.
         problems: Why the state cannot take part, as far as this rank sees.
+        module: What gave the state dict, if the caller passed a module.
     """
 
     state: Mapping[str, Any]
@@ -58,6 +59,7 @@ class Endpoint:
     paths: Mapping[str, Path]
     layouts: Mapping[str, ShardOrder] | None
     problems: list[Problem] = field(default_factory=list)
+    module: nn.Module | None = None
     _are_memory: list[bool] = field(init=False)
     _addresses: list[int] = field(init=False)
 
@@ -90,6 +92,20 @@ class Endpoint:
 
         return filled, finish
 
+    def objects_now(self, fqns: Collection[str]) -> dict[str, Any]:
+        """The values of keys that are no tensors, as they are now: others may stand there than when it was planned.
+
+        Raises:
+            ValueError: The state has no such value any more.
+        """
+        if not fqns:
+            return {}
+        values = flatten_state_dict(self.state if self.module is None else self.module.state_dict()).values
+        for fqn in fqns:
+            if fqn not in values or isinstance(values[fqn], Tensor):
+                raise ValueError(f"{fqn} is not in the source any more; plan the transfer again")
+        return {fqn: values[fqn] for fqn in fqns}
+
     def set_objects(self, values: Mapping[str, Any]) -> None:
         """Puts values that are no tensors at their places in the state dict."""
         for fqn, value in values.items():
@@ -115,7 +131,7 @@ def describe_endpoint(
 ) -> Endpoint:
     """The side of this rank; what is wrong with it becomes a problem, so that all ranks get it. Not collective."""
     problems: list[Problem] = []
-    is_module = isinstance(state, nn.Module)
+    module = state if isinstance(state, nn.Module) else None
     if isinstance(state, nn.Module):
         state = state.state_dict(keep_vars=True)  # of a detached tensor one does not see that its memory is replaced
     if not isinstance(state, Mapping | None):
@@ -148,9 +164,9 @@ def describe_endpoint(
             if hasattr(value, "state_dict"):
                 what = f"is {described(value)}; pass what its state_dict() gives"
                 problems.append(Problem("unsupported_value", fqn, what))
-            elif is_filled and (is_module or not isinstance(state, dict)):
-                what = f"is no tensor, and cannot be put into a {'module' if is_module else type(state).__name__}; "
-                what += "fill a dict of its own"
+            elif is_filled and (module is not None or not isinstance(state, dict)):
+                kind = type(state).__name__ if module is None else "module"
+                what = f"is no tensor, and cannot be put into a {kind}; fill a dict of its own"
                 problems.append(Problem("unsupported_value", fqn, what))
             continue
         first_tensor.append(len(tensors))
@@ -161,7 +177,9 @@ def describe_endpoint(
         reason = _why_not_usable(held, is_filled=is_filled)
         if reason is not None:
             problems.append(Problem("unsupported_tensor", fqn, reason))
-    return Endpoint(state or {}, encoded, values, tensors, owners, tensor_names, first_tensor, paths, layouts, problems)
+    return Endpoint(
+        *(state or {}, encoded, values, tensors, owners, tensor_names, first_tensor, paths, layouts, problems, module)
+    )
 
 
 def _tied_keys(values: Mapping[str, Any], entries: Mapping[str, KeyEntry]) -> set[str]:

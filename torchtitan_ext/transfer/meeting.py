@@ -147,8 +147,8 @@ def _gather(place: Store, me: _Member, deadline: float, address: str) -> str | N
             num_read = number
         problem = _disagreement(me, arrived.values())
         absent = [member for member in me.members if member not in arrived]
-        if problem is None and absent and time.monotonic() > deadline:
-            problem = f"{_named(absent)} did not come"
+        if problem is None and time.monotonic() > deadline:
+            problem = f"{_named(absent)} did not come" if absent else f"{_named(me.members[:1])} came and was lost"
         if problem is not None:
             place.compare_set("list", "", json.dumps({"problem": problem}))
         elif not absent and me.position == 0:

@@ -156,7 +156,7 @@ class TransferPlan:
                 problems.append(Problem("cannot_reshard", side, reason))
         prepared.sources = self._source.memory_to_read()
         prepared.targets, prepared.finish = self._target.memory_to_fill()
-        objects = {fqn: self._source.values[fqn] for fqn in self._part.objects_sent}
+        objects = self._source.objects_now(self._part.objects_sent)
         for fqn, value in objects.items():
             try:
                 pickle.dumps(value)
