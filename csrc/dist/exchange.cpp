@@ -350,7 +350,9 @@ Plan plan_exchange(at::TensorList sources, at::TensorList targets, const at::Ten
             bucket_bytes};
   check_separate(plan.sources, plan.targets);
   check_own(plan, rank_in(group));
-  const int64_t num_pieces = (std::min(bucket_bytes, kMaxBucketBytes) / 2 - 1) / core::kPieceBytes + 1;
+  const int64_t half_bytes = std::min(bucket_bytes, kMaxBucketBytes) / 2;
+  const int64_t flight_bytes = plan.wire == Wire::kHost ? std::min(half_bytes, kHostFlightBytes) : half_bytes;
+  const int64_t num_pieces = (flight_bytes - 1) / core::kPieceBytes + 1;
   plan.schedule =
       core::schedule_exchange(rank_in(group), num_ranks, plan.sources.peer_bytes(), plan.targets.peer_bytes(),
                               std::max<int64_t>(num_pieces, 1) * core::kPieceBytes, kDirectBytes);
