@@ -16,9 +16,8 @@ from typing import Any
 from plan_cases import Training
 from result_file import write_results
 
-from torchtitan_ext import _core
+from torchtitan_ext import _core, ops
 from torchtitan_ext.checkpoint.tables.key_table import KeyTable, RankTable, encode_table
-from torchtitan_ext.layout.layout import LayoutRules
 from torchtitan_ext.transfer.endpoint import describe_endpoint
 from torchtitan_ext.transfer.planning import Offer, plan_for_all
 
@@ -46,7 +45,7 @@ def offers_of(num_sources: int, num_targets: int, model: str) -> list[Offer]:
         return tables + [NOBODY] * (count - len(tables))
 
     return [
-        Offer(source, target, str(rank // 8).encode(), (), "exact", {})
+        Offer(source, target, str(rank // 8).encode(), (), "exact", ops.DEFAULT_BUCKET_BYTES, {})
         for rank, (source, target) in enumerate(zip(padded(sources), padded(targets), strict=True))
     ]
 
@@ -60,9 +59,7 @@ def measure(num_sources: int, num_targets: int, model: str) -> dict[str, float]:
         lambda: [_core.expand_transfers(side, range(num_keys)) for side in (parts[0].sends, parts[0].receives)]
     )
     states = [Training("rank", num_ranks, model=model).state(0) for num_ranks in (num_sources, num_targets)]
-    described, _ = cpu_seconds(
-        lambda: [describe_endpoint("source", state, LayoutRules(None), is_filled=False) for state in states]
-    )
+    described, _ = cpu_seconds(lambda: [describe_endpoint("source", state, None, is_filled=False) for state in states])
     return {
         "coordinator seconds": coordinator,
         "rank seconds": described + rank,

@@ -326,9 +326,8 @@ class RecordWriter:
         address: int,
         strides: Sequence[int],
         global_sizes: Sequence[int] | None = None,
-        sum: int | None = None,
     ) -> None:
-        """With global sizes the record gets a sum: it is a chunk of a tensor of these sizes. A given sum is kept."""
+        """With global sizes the record gets a sum: it is a chunk of a tensor of these sizes."""
     def begin_tensor(
         self,
         key: _Key,
@@ -336,7 +335,6 @@ class RecordWriter:
         sizes: Sequence[int],
         type: ElementType,
         global_sizes: Sequence[int] | None = None,
-        sum: int | None = None,
     ) -> None: ...
     def add_bytes(self, address: int, num_bytes: int, /) -> None: ...
     def end_tensor(self) -> None: ...

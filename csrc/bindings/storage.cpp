@@ -87,21 +87,18 @@ void define_writer(py::module_& module) {
       .def(
           "add_tensor",
           [](RecordWriter& self, const Key& key, std::string dtype, Sizes sizes, const ElementType& type,
-             uintptr_t address, const Sizes& strides, const std::optional<Sizes>& global_sizes,
-             std::optional<uint64_t> sum) {
-            self.add_tensor(with_sum(to_record(key, std::move(dtype), std::move(sizes)), sum), type, address, strides,
-                            global_sizes);
+             uintptr_t address, const Sizes& strides, const std::optional<Sizes>& global_sizes) {
+            self.add_tensor(to_record(key, std::move(dtype), std::move(sizes)), type, address, strides, global_sizes);
           },
           py::arg("key"), py::arg("dtype"), py::arg("sizes"), py::arg("type"), py::arg("address"), py::arg("strides"),
-          py::arg("global_sizes") = py::none(), py::arg("sum") = py::none())
+          py::arg("global_sizes") = py::none())
       .def(
           "begin_tensor",
           [](RecordWriter& self, const Key& key, std::string dtype, Sizes sizes, const ElementType& type,
-             const std::optional<Sizes>& global_sizes, std::optional<uint64_t> sum) {
-            self.begin_tensor(with_sum(to_record(key, std::move(dtype), std::move(sizes)), sum), type, global_sizes);
+             const std::optional<Sizes>& global_sizes) {
+            self.begin_tensor(to_record(key, std::move(dtype), std::move(sizes)), type, global_sizes);
           },
-          py::arg("key"), py::arg("dtype"), py::arg("sizes"), py::arg("type"), py::arg("global_sizes") = py::none(),
-          py::arg("sum") = py::none())
+          py::arg("key"), py::arg("dtype"), py::arg("sizes"), py::arg("type"), py::arg("global_sizes") = py::none())
       .def("add_bytes", &RecordWriter::add_bytes)
       .def("end_tensor", &RecordWriter::end_tensor)
       .def(

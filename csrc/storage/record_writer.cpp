@@ -112,8 +112,7 @@ void RecordWriter::begin_tensor(SavedRecord key, const ElementType& type,
   key.num_bytes = tensor_end_ + static_cast<int64_t>(frame.tail.size()) - key.offset;
   tail_frame_ = std::move(frame.tail);
   records_.push_back(std::move(key));
-  has_sums_ |= records_.back().sum.has_value();
-  if (global_sizes && !records_.back().sum) begin_sum(type, *global_sizes);
+  if (global_sizes) begin_sum(type, *global_sizes);
 }
 
 void RecordWriter::begin_sum(const ElementType& type, const core::Sizes& global_sizes) {

@@ -45,7 +45,7 @@ class RecordWriter {
 
   // A tensor of `key.sizes`, whose first element lies at `address`; strides count elements. `key` says everything but
   // where the record lies. With global sizes the sum of the record is taken while it is written: it is a chunk of a
-  // tensor of these sizes. What does not lie in that tensor has no sum, and a `key` with a sum keeps it.
+  // tensor of these sizes. What does not lie in that tensor has no sum.
   void add_tensor(SavedRecord key, const ElementType& type, uintptr_t address, std::span<const int64_t> strides,
                   const std::optional<core::Sizes>& global_sizes = std::nullopt);
   // The same in parts, for a tensor that comes through a buffer: begin_tensor, then add_bytes with all of its bytes in

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,11 @@ def test_a_trainer_fills_a_generator_that_was_started_apart(run_world: Any, tmp_
     run_world(5, two_jobs, free_address(), tmp_path, process_group=False)
 
 
-def meet_as(position: int, world_size: int, address: str, calls: list[dict[str, Any]]) -> str:
+def meet_as(position: int, world_size: int, address: str, calls: list[dict[str, Any]], together: Path) -> str:
+    store = dist.FileStore(str(together), world_size)
+    store.add("here", 1)
+    while store.add("here", 0) < world_size:
+        time.sleep(0.01)
     try:
         transfer.meet(address, **{"timeout_seconds": 60.0, "jobs": {"a": 1, "b": 2}, **calls[position]})
     except MeetingError as error:
@@ -75,11 +80,13 @@ def meet_as(position: int, world_size: int, address: str, calls: list[dict[str, 
     return "met"
 
 
-def test_who_is_late_or_says_something_else_is_named_on_both_sides(run_world: Any) -> None:
+def test_who_is_late_or_says_something_else_is_named_on_both_sides(run_world: Any, tmp_path: Path) -> None:
     a, b0, b1 = ({"job": job, "rank": rank} for job, rank in (("a", 0), ("b", 0), ("b", 1)))
 
     def answers(*calls: dict[str, Any]) -> list[str]:
-        return run_world(len(calls), meet_as, free_address(), list(calls), process_group=False)  # type: ignore[no-any-return]
+        return run_world(
+            len(calls), meet_as, free_address(), list(calls), tmp_path / uuid.uuid4().hex, process_group=False
+        )  # type: ignore[no-any-return]
 
     late = {"timeout_seconds": 8.0}  # far more than the two processes come apart
     assert answers({**a, **late}, {**b0, **late}) == ["rank(s) 1 of b did not come"] * 2

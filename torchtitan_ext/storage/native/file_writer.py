@@ -8,7 +8,7 @@ import io
 import os
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, SerializationFormat
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter
 from torch.futures import Future
@@ -326,7 +326,7 @@ class FileWriter(StorageWriter):
                 records,
                 advance,
                 lambda: bucket_bytes_of(_tensor_bytes(items)),
-                sums=unchanged.sums if self.fingerprints else None,
+                takes_sums=self.fingerprints,
             )
             for portion in planner.portions(items) if isinstance(planner, WritesInPortions) else [items]:
                 for item in portion:
@@ -377,7 +377,7 @@ class _Batch:
     Args:
         advance: Called with each number of written bytes.
         bucket_bytes: Called once if there are tensors of an accelerator, for the size of their buckets.
-        sums: Those of records that are known; of all other tensors they are taken. ``None`` takes none.
+        takes_sums: Whether the sum of each tensor is taken, while it is written: of the bytes that the file gets.
     """
 
     def __init__(
@@ -386,12 +386,12 @@ class _Batch:
         advance: Callable[[int], object],
         bucket_bytes: Callable[[], int],
         *,
-        sums: Mapping[MetadataIndex, int] | None,
+        takes_sums: bool,
     ) -> None:
         self._records = records
         self._advance = advance
         self._bucket_bytes = bucket_bytes
-        self._sums = sums
+        self._takes_sums = takes_sums
         self._held: list[Any] = []
         self._buckets: OutgoingBuckets | None = None
         self._waiting_bytes = 0
@@ -415,13 +415,12 @@ class _Batch:
             return
         key = (item.index.fqn, item.index.offset, item.index.index)
         name, element_type = NAMES[raw.dtype], ELEMENT_TYPES[raw.dtype]
-        known = None if self._sums is None else self._sums.get(item.index)
-        global_sizes = item.tensor_data.size if self._sums is not None and item.tensor_data is not None else None
+        global_sizes = item.tensor_data.size if self._takes_sums and item.tensor_data is not None else None
         if raw.is_cpu:
             address, shape, strides = raw.data_ptr(), raw.shape, raw.stride()
             self._in_turn(
                 raw,
-                lambda: self._records.add_tensor(key, name, shape, element_type, address, strides, global_sizes, known),
+                lambda: self._records.add_tensor(key, name, shape, element_type, address, strides, global_sizes),
             )
             return
         if self._buckets is None:
@@ -429,7 +428,7 @@ class _Batch:
             write_queued = functools.partial(_write_queued, self._records, self._held, self._advance)
             self._buckets = OutgoingBuckets(self._bucket_bytes(), write_queued)
         shape = raw.shape
-        self._buckets.then(lambda: self._records.begin_tensor(key, name, shape, element_type, global_sizes, known))
+        self._buckets.then(lambda: self._records.begin_tensor(key, name, shape, element_type, global_sizes))
         self._buckets.add(raw, self._records.add_bytes)
         self._buckets.then(self._records.end_tensor)
 

@@ -67,13 +67,11 @@ class Unchanged:
     """What has not changed of the items of a plan.
 
     Attributes:
-        sums: Of all items that have one.
         reused: The items that lie in shared files.
         kept: Those that are written again all the same.
         values: What a planner has given that may be asked only once for each item.
     """
 
-    sums: Mapping[MetadataIndex, int] = field(default_factory=dict)
     reused: frozenset[MetadataIndex] = frozenset()
     kept: frozenset[MetadataIndex] = frozenset()
     values: dict[MetadataIndex, Any] = field(default_factory=dict)
@@ -119,13 +117,12 @@ def share_unchanged(
             save_id = file.save_id or index.save_id
             shared.append(_core.share_file(file, save_id, new_name, list(found[name].values())))
             reused |= found[name].keys()
-    sums = {key: record.sum for key, record in wanted.items() if record.sum is not None}
     kept = frozenset().union(*found.values()) - reused
     if isinstance(planner, CountsRequests):
         planner.expect_requests(-len(reused))
     for key in reused:
         values.pop(key, None)
-    return Unchanged(sums, frozenset(reused), kept, values, shared, "; ".join(dict.fromkeys(problems)))
+    return Unchanged(frozenset(reused), kept, values, shared, "; ".join(dict.fromkeys(problems)))
 
 
 def _records_of(
