@@ -27,6 +27,7 @@ from torchtitan_ext.errors import MeetingError, WrongValueError, check_argument
 from torchtitan_ext.ranks.groups import Meeting, remember_meeting
 
 _POLL_SECONDS = 0.05
+_GRACE_SECONDS = 5.0
 _MOST_GENERATIONS = 1_000_000
 
 # The stores that this process has started. They live as long as it does: the next meeting reads what the last one left.
@@ -139,7 +140,7 @@ def _gather(place: Store, me: _Member, deadline: float, address: str) -> str | N
         return None
     place.set(f"arrival/{place.add('arrivals', 1)}", me.statement())
     arrived: dict[tuple[str, int], dict[str, Any]] = {}
-    num_read = 0
+    num_read, ends = 0, deadline
     while not place.check(["list"]):
         for number in range(num_read + 1, place.add("arrivals", 0) + 1):
             other = json.loads(place.get(f"arrival/{number}"))
@@ -147,9 +148,13 @@ def _gather(place: Store, me: _Member, deadline: float, address: str) -> str | N
             num_read = number
         problem = _disagreement(me, arrived.values())
         absent = [member for member in me.members if member not in arrived]
-        if problem is None and time.monotonic() > deadline:
-            problem = f"{_named(absent)} did not come" if absent else f"{_named(me.members[:1])} came and was lost"
-        if problem is not None:
+        if problem is None:
+            ends = deadline
+        elif ends == deadline:  # those that are on their way are to hear of it too
+            ends = min(deadline, time.monotonic() + _GRACE_SECONDS)
+        if time.monotonic() > ends or (problem is not None and not absent):
+            lost = f"{_named(absent)} did not come" if absent else f"{_named(me.members[:1])} came and was lost"
+            problem = problem or lost
             place.compare_set("list", "", json.dumps({"problem": problem}))
         elif not absent and me.position == 0:
             tokens = [arrived[member]["token"] for member in me.members]
