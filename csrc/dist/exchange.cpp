@@ -38,10 +38,6 @@ using core::Segment;
 
 constexpr int64_t kRefusal = -1;  // as a digest
 constexpr int kTag = 0x747465;    // "tte": point-to-point messages of others pass by
-// Where the host's memory is the wire, what is packed is still in a core's cache when it is sent, and what arrives when it
-// is unpacked. Flights of 0.25 to 16 MiB compared on 341 MB from rows to columns (4 gloo processes on 2 cores,
-// benchmarks/bench_reshard.py): 2.9 times the limit with 0.25 MiB, 1.3 with 1, 1.8 with 4 and 16.
-constexpr int64_t kHostFlightBytes = int64_t{1} << 20;
 // From here on a message of its own costs less than the copies through a bucket, of which each end saves its own.
 constexpr int64_t kDirectBytes = int64_t{64} << 10;
 
@@ -350,8 +346,8 @@ Plan plan_exchange(at::TensorList sources, at::TensorList targets, const at::Ten
             bucket_bytes};
   check_separate(plan.sources, plan.targets);
   check_own(plan, rank_in(group));
-  const int64_t half_bytes = std::min(bucket_bytes, kMaxBucketBytes) / 2;
-  const int64_t flight_bytes = plan.wire == Wire::kHost ? std::min(half_bytes, kHostFlightBytes) : half_bytes;
+  // Of 1 to 16 MiB, 16 were fastest on a quiet machine (benchmarks/bench_reshard.py, 4 gloo processes on 2 cores).
+  const int64_t flight_bytes = std::min(bucket_bytes, kMaxBucketBytes) / 2;
   const int64_t num_pieces = (flight_bytes - 1) / core::kPieceBytes + 1;
   plan.schedule =
       core::schedule_exchange(rank_in(group), num_ranks, plan.sources.peer_bytes(), plan.targets.peer_bytes(),

@@ -160,4 +160,4 @@ def complete(*words: str) -> list[str]:
 def test_the_shell_completes_commands_without_importing_them_and_their_options() -> None:
     assert complete("") == [*_SUMMARY_OF, "False"]
     assert complete("insp") == ["inspect", "False"]
-    assert complete("verify", "--") == ["--deep", "--step-pattern", "--json", "--help", "False"]
+    assert complete("verify", "--") == ["--deep", "--prove", "--step-pattern", "--json", "--help", "False"]

@@ -55,6 +55,7 @@ def test_the_story_of_a_checkpoint(run_dir: Path) -> None:
         "schema_version": SCHEMA_VERSION,
         "is_equal": False,
         "num_equal": 1,
+        "num_unread": 0,
         "differences": [{
             "key": "model.w", "kind": "values", "a": "float32 [3, 4]", "b": "float32 [3, 4]",
             "values": {

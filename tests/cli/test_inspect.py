@@ -97,7 +97,12 @@ def test_ours_says_who_wrote_it(tmp_path: Path) -> None:
     assert (shown["step"], shown["world_size"], len(shown["save_id"])) == (7, 1, 32)
     assert shown["versions"]["torch"] == torch.__version__
     assert shown["files"] == [
-        {"name": "__0_0.distcp", "num_bytes": (tmp_path / "step-7" / "__0_0.distcp").stat().st_size, "num_records": 5}
+        {
+            "name": "__0_0.distcp",
+            "num_bytes": (tmp_path / "step-7" / "__0_0.distcp").stat().st_size,
+            "num_records": 5,
+            "save_id": None,
+        }
     ]
 
 
