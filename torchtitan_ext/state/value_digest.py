@@ -103,9 +103,15 @@ def bit_sum(local: torch.Tensor) -> torch.Tensor:
     Reads at the speed of memory, on the tensor's device; two different tensors have equal sums with a probability of
     2^-64.
     """
-    whole = (0,) * local.dim()
-    sizes = tuple(local.shape)
-    return ops.fingerprint_shard(local, LocalShard(sizes, (Chunk(whole, sizes, whole),)), sizes)
+    return sum_box(local, (0,) * local.dim(), tuple(local.shape))
+
+
+def sum_box(elements: torch.Tensor, offsets: tuple[int, ...], global_shape: tuple[int, ...]) -> torch.Tensor:
+    """The sum of one box of a global tensor (``ops.fingerprint_shard``): 0-d int64, on the device of its elements."""
+    sizes = tuple(elements.shape)
+    shard = LocalShard(sizes, (Chunk(offsets, sizes, (0,) * len(sizes)),))
+    with torch.no_grad():
+        return ops.fingerprint_shard(elements.resolve_conj().resolve_neg(), shard, global_shape)
 
 
 def fetch_sums(sums: Mapping[Any, torch.Tensor]) -> dict[Any, int]:

@@ -75,13 +75,14 @@ class Endpoint:
 
     def memory_to_read(self) -> list[Tensor]:
         """Plain tensors with the values, by position; wrappers and lazy views are copies."""
-        return [tensor if _is_memory(tensor) else _values_of(tensor) for tensor in self.tensors]
+        held = zip(self.tensors, self._are_memory, strict=True)
+        return [tensor if is_memory else _values_of(tensor) for tensor, is_memory in held]
 
     def memory_to_fill(self) -> tuple[list[Tensor], Callable[[], None]]:
         """Plain tensors to be filled, by position, and what is to be called when they are."""
         filled = [
-            tensor if _is_memory(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-            for tensor in self.tensors
+            tensor if is_memory else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            for tensor, is_memory in zip(self.tensors, self._are_memory, strict=True)
         ]
 
         def finish() -> None:
@@ -178,7 +179,17 @@ def describe_endpoint(
         if reason is not None:
             problems.append(Problem("unsupported_tensor", fqn, reason))
     return Endpoint(
-        *(state or {}, encoded, values, tensors, owners, tensor_names, first_tensor, paths, layouts, problems, module)
+        state=state or {},
+        table=encoded,
+        values=values,
+        tensors=tensors,
+        owners=owners,
+        names=tensor_names,
+        first_tensor=first_tensor,
+        paths=paths,
+        layouts=layouts,
+        problems=problems,
+        module=module,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -18,7 +18,7 @@ from torchtitan_ext.fingerprints import Fingerprint, fingerprint_over
 from torchtitan_ext.ranks.groups import position_in
 from torchtitan_ext.transfer.endpoint import Endpoint
 from torchtitan_ext.transfer.phases import transfer_phases
-from torchtitan_ext.transfer.planning import RankPart
+from torchtitan_ext.transfer.planning import RankPart, differing
 from torchtitan_ext.transfer.transport import Transport
 
 logger = logging.getLogger(__name__)
@@ -99,15 +99,16 @@ class TransferPlan:
         check_counts("TransferPlan.run", version=version)
         if replicas not in get_args(Replicas):
             raise ValueError(f"TransferPlan.run: got replicas={replicas!r}, expected 'equal' or 'first'")
-        arguments = {"plan": self._part.number, "verify": verify, "replicas": replicas}
         prepared = _Prepared([], [], _nothing, {})
         with transfer_phases(self._group, self._timeout_seconds) as phases:
             rank = phases.rank
             found = phases.on_all(
-                "agree", lambda: self._offer(version, arguments, prepared), doing="ranks agreed on a transfer"
+                "agree",
+                lambda: self._offer(version, verify, replicas, prepared),
+                doing="ranks agreed on a transfer",
             )
             problems = [problem for offer in found for problem in offer.problems]
-            problems += _differing([offer.arguments for offer in found])
+            problems += _differing(found)
             versions = {offer.version for offer in found if offer.version is not None}
             if len(versions) > 1:
                 what = f"ranks gave {', '.join(map(str, sorted(versions)))}; give one number, or none on some ranks"
@@ -147,7 +148,7 @@ class TransferPlan:
             lines.append(f"rank {sending} {to} {num_bytes:,} bytes")
         return "\n".join(lines)
 
-    def _offer(self, version: int | None, arguments: Mapping[str, Any], prepared: _Prepared) -> _Offer:
+    def _offer(self, version: int | None, verify: bool, replicas: Replicas, prepared: _Prepared) -> _Offer:
         """What the other ranks get to know. What can fail on this rank alone is done here, before anything moves."""
         problems = []
         for side, endpoint in (("source", self._source), ("target", self._target)):
@@ -163,7 +164,7 @@ class TransferPlan:
             except Exception as error:
                 what = f"is no tensor, and cannot be sent: {type(error).__name__}: {error}"
                 problems.append(Problem("unsupported_value", fqn, what))
-        return _Offer(version, arguments, {} if problems else objects, tuple(problems))
+        return _Offer(self._part.number, version, verify, replicas, {} if problems else objects, tuple(problems))
 
     def _exchange(self, prepared: _Prepared) -> None:
         self._transport.exchange(
@@ -209,8 +210,10 @@ class TransferPlan:
 class _Offer:
     """What a rank tells the others before a run."""
 
+    plan: int
     version: int | None
-    arguments: Mapping[str, Any]
+    verify: bool
+    replicas: Replicas
     objects: Mapping[str, Any]
     problems: tuple[Problem, ...]
 
@@ -225,16 +228,12 @@ class _Prepared:
     objects: dict[str, Any]
 
 
-def _differing(arguments: list[Mapping[str, Any]]) -> list[Problem]:
+def _differing(offers: Sequence[_Offer]) -> list[Problem]:
     """The problem that ranks run different plans, or in different ways."""
-    for name, first in arguments[0].items():
-        for rank, others in enumerate(arguments):
-            if others[name] != first:
-                what = f"is {first!r} on rank 0, {others[name]!r} on rank {rank}"
-                if name == "plan":
-                    what = f"is not the same one on ranks 0 and {rank}; run plans in one order on all ranks"
-                return [Problem("ranks_disagree", name, what)]
-    return []
+    plans = differing("plan", [offer.plan for offer in offers], advice="run plans in one order on all ranks")
+    verify = differing("verify", [offer.verify for offer in offers])
+    replicas = differing("replicas", [offer.replicas for offer in offers])
+    return (plans or verify or replicas)[:1]
 
 
 def _nothing() -> None:

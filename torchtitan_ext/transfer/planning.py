@@ -6,6 +6,7 @@ import pickle
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -83,7 +84,8 @@ def plan_for_all(offers: Sequence[Offer]) -> list[RankPart]:
     source = agree([offer.source for offer in offers], every_rank_reports=True)
     target = agree([offer.target for offer in offers], every_rank_reports=False)
     problems = [*source.problems, *target.problems, *(problem for offer in offers for problem in offer.problems)]
-    problems += [problem for name in ("cast", "bucket_bytes", "rename") for problem in _differing(name, offers)]
+    for name in ("cast", "bucket_bytes", "rename"):
+        problems += differing(name, [getattr(offer, name) for offer in offers])
     problems += unused_layouts([offer.source for offer in offers], source, source.names)
     problems += unused_layouts([offer.target for offer in offers], target, target.names)
     names, cast = Source(rename=offers[0].rename), offers[0].cast
@@ -191,13 +193,17 @@ def _dtype_of(kind: _core.KeyKind) -> torch.dtype:
     return dtype
 
 
-def _differing(name: str, offers: Sequence[Offer]) -> list[Problem]:
-    """The problem that ranks do not all give an argument the same value."""
-    first = getattr(offers[0], name)
-    other = next((rank for rank, offer in enumerate(offers) if getattr(offer, name) != first), None)
+def differing(name: str, values: Sequence[Any], *, advice: str = "") -> list[Problem]:
+    """The problem that ranks do not all give an argument the same value.
+
+    With ``advice`` it tells what to do, and no values: these are numbers that say nothing to a reader.
+    """
+    other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
     if other is None:
         return []
-    what = f"is {first!r} on rank 0, {getattr(offers[other], name)!r} on rank {other}"
+    what = f"is {values[0]!r} on rank 0, {values[other]!r} on rank {other}"
+    if advice:
+        what = f"is not the same one on ranks 0 and {other}; {advice}"
     return [Problem("ranks_disagree", name, what)]
 
 

@@ -27,12 +27,12 @@ from torchtitan_ext.checkpoint.tables.tensor_sums import (
     TensorSummer,
     TensorSums,
     describe_tensors,
-    sum_box,
     totals_of_replicas,
     with_numbers,
 )
 from torchtitan_ext.errors import ProofFailedError, WrongPart, WrongValueError, first_line
 from torchtitan_ext.layout.layout import Steps
+from torchtitan_ext.state.value_digest import sum_box
 from torchtitan_ext.storage import FileReader
 
 _PROVING = "tensors were loaded, and are compared with their fingerprints"

@@ -27,9 +27,9 @@ from torchtitan_ext.checkpoint.tables.key_table import (
 )
 from torchtitan_ext.errors import Problem
 from torchtitan_ext.layout.dtensor import local_tensor, local_view
-from torchtitan_ext.layout.layout import Chunk, LayoutRules, LocalShard, ShardReport, Steps, shard_of
+from torchtitan_ext.layout.layout import LayoutRules, LocalShard, ShardReport, Steps, shard_of
 from torchtitan_ext.layout.wrapper import dense_values
-from torchtitan_ext.state.value_digest import fetch_sums
+from torchtitan_ext.state.value_digest import fetch_sums, sum_box
 
 _BOXES = "boxes"  # the replica of every tensor that describes its own boxes
 
@@ -158,12 +158,6 @@ def totals_of_replicas(parts: Iterable[tuple[int, TensorSums]]) -> list[ReplicaT
             total = whole + sum(of_box - first[box] for box, of_box in part.sums.items())
             totals.append(ReplicaTotal((rank,), total, dtype, shape))
     return totals
-
-
-def sum_box(elements: Tensor, offsets: tuple[int, ...], global_shape: tuple[int, ...]) -> Tensor:
-    """The sum of one box of a global tensor: 0-d int64, on the device of its elements."""
-    sizes = tuple(elements.shape)
-    return _sum(elements, LocalShard(sizes, (Chunk(offsets, sizes, (0,) * len(sizes)),)), global_shape)
 
 
 def _sum(dense: Tensor, shard: LocalShard, global_shape: tuple[int, ...]) -> Tensor:

@@ -12,10 +12,11 @@ from typing import NamedTuple
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from torchtitan_ext.checkpoint.tables.tensor_sums import hex_of_digest, sum_box
+from torchtitan_ext.checkpoint.tables.tensor_sums import hex_of_digest
 from torchtitan_ext.offline.boxes import BoxReader, Piece, batched, chunks_of, cut, new_buffer, records_of, views
 from torchtitan_ext.offline.sources import DcpSource, FileSource, open_source
 from torchtitan_ext.offline.workers import divide
+from torchtitan_ext.state.value_digest import sum_box
 from torchtitan_ext.storage.progress import OnBytes
 
 _PieceOfChunk = tuple[Piece, "_Chunk"]

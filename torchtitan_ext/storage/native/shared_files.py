@@ -22,10 +22,9 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
-from torchtitan_ext import _core, ops
-from torchtitan_ext.layout.layout import Chunk, LocalShard
+from torchtitan_ext import _core
 from torchtitan_ext.state.host_copies import takes_operators
-from torchtitan_ext.state.value_digest import fetch_sums
+from torchtitan_ext.state.value_digest import fetch_sums, sum_box
 from torchtitan_ext.storage.checkpoint_files import shared_name, shown
 from torchtitan_ext.storage.commit.opened import OpenedCheckpoint, has_footer
 from torchtitan_ext.storage.raw_tensor import NAMES, raw_memory
@@ -151,12 +150,10 @@ def _records_of(
             has_operators[raw.device] = takes_operators(raw.device)
         if not has_operators[raw.device]:
             raw = raw.cpu()
-        sizes = tuple(raw.shape)
-        start = (0,) * len(sizes)
-        shard = LocalShard(sizes, (Chunk(tuple(item.index.offset or start), sizes, start),))
-        with contextlib.suppress(RuntimeError, ValueError), torch.no_grad():  # it lies in no tensor of the global size
-            totals[item.index] = ops.fingerprint_shard(raw, shard, tuple(item.tensor_data.size))
-            forms[item.index] = NAMES[raw.dtype], sizes
+        offsets = tuple(item.index.offset or (0,) * raw.dim())
+        with contextlib.suppress(RuntimeError, ValueError):  # it lies in no tensor of the global size
+            totals[item.index] = sum_box(raw, offsets, tuple(item.tensor_data.size))
+            forms[item.index] = NAMES[raw.dtype], tuple(raw.shape)
     return {
         key: _core.SavedRecord((key.fqn, key.offset, key.index), *forms[key], total & _ALL_BITS)
         for key, total in fetch_sums(totals).items()
