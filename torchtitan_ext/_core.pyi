@@ -707,19 +707,48 @@ class TransferPair:
     source_class: int
     target_class: int
     cast_to: int
+    distrusted: list[int]
     source_keys: list[int]
     target_keys: list[int]
 
-def pair_keys(source: World, target: World, source_of: Sequence[int]) -> list[TransferPair]: ...
+def pair_keys(
+    source: World, target: World, source_of: Sequence[int], distrusted: Mapping[int, Sequence[int]] = ...
+) -> list[TransferPair]: ...
 
 class TransferPlan:
     bytes_between: dict[tuple[int, int], int]
-    def __init__(self, source: World, target: World, pairs: Sequence[TransferPair], hosts: Sequence[int]) -> None: ...
+    first_absent: dict[int, _HeldBox]
+    """By the position of a pair a box of its keys that some rank wants and none holds."""
+    def __init__(
+        self,
+        source: World,
+        target: World,
+        pairs: Sequence[TransferPair],
+        hosts: Sequence[int],
+        has_lost_ranks: bool = False,
+    ) -> None: ...
     def sends(self, rank: int) -> bytes: ...
     def receives(self, rank: int) -> bytes: ...
+    def absent(self, rank: int) -> bytes: ...
 
 class BoxTable:
     entries: bytes
     bytes_of_peer: dict[int, int]
 
+class AbsentBox:
+    """Of a tensor that states its boxes the one with the number ``chunk``, in which local offsets count then."""
+
+    chunk: int
+    offsets: _Sizes
+    sizes: _Sizes
+    local_offsets: _Sizes
+
+class AbsentKey:
+    """What a rank wants of the key at a position of its table, and no rank holds."""
+
+    position: int
+    num_bytes: int
+    boxes: list[AbsentBox]
+
+def expand_absent(absent: bytes) -> list[AbsentKey]: ...
 def expand_transfers(transfers: bytes, first_tensor: Sequence[int]) -> BoxTable: ...
