@@ -752,3 +752,50 @@ class AbsentKey:
 
 def expand_absent(absent: bytes) -> list[AbsentKey]: ...
 def expand_transfers(transfers: bytes, first_tensor: Sequence[int]) -> BoxTable: ...
+
+# Transforms: csrc/core/transform.h, csrc/core/tensor_map.h.
+
+class MapPart:
+    """What is read of one chunk of a source; ``chunk`` is its position in the chunk list. Memory counts elements."""
+
+    source: int
+    chunk: int
+    memory_offset: int
+    memory_strides: _Sizes
+    def stored(self, chunk: StoredTensor) -> StoredTensor:
+        """The elements that are read as a tensor of their own, given where those of the chunk lie."""
+
+class MapSources:
+    """Shape and chunks of each source, by its number; ``None`` for one that is not used."""
+    def __init__(self, sources: Sequence[tuple[Sequence[int], ChunkIndex | None]]) -> None: ...
+
+class TensorMap:
+    shape: _Sizes
+    num_pieces: int
+    sources: list[int]
+    def enumerate(self) -> list[tuple[int, int]]:
+        """Source and row-major position of each element, row by row. For tests and small tensors."""
+    def find_parts(
+        self, offsets: Sequence[int], sizes: Sequence[int], memory_strides: Sequence[int], sources: MapSources
+    ) -> list[MapPart]: ...
+
+class MappedTensor:
+    """A tensor that a transform gives out; without ``dtypes`` it is a value that is no tensor, of source ``value``."""
+
+    name: str
+    dtypes: list[str]
+    values: TensorMap
+    scales: TensorMap | None
+    value: int
+
+class ResolvedTransform:
+    targets: list[MappedTensor]
+    problems: list[tuple[str, str]]
+
+_StepArguments = tuple[str, int, Sequence[int], Sequence[Sequence[int]], str]
+
+def resolve_transform(
+    stages: Sequence[tuple[Sequence[tuple[Sequence[str], Sequence[str], Sequence[_StepArguments]]], Sequence[str]]],
+    sources: Sequence[tuple[str, str, Sequence[int]]],
+) -> ResolvedTransform:
+    """Sources are names, dtypes (empty for values that are no tensors) and shapes."""

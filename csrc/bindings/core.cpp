@@ -18,6 +18,7 @@
 #include "bindings/storage.h"
 #include "bindings/tables.h"
 #include "bindings/transfer.h"
+#include "bindings/transforms.h"
 #include "bindings/value_digest.h"
 #include "core/boxes.h"
 #include "core/chunk.h"
@@ -206,4 +207,5 @@ PYBIND11_MODULE(_core, module) {
   register_plan(module);
   register_transfer(module);
   torchtitan_ext::bindings::define_items(module);
+  torchtitan_ext::bindings::define_transforms(module);
 }
