@@ -23,10 +23,7 @@ PACKAGE = Path(torchtitan_ext.__file__).resolve().parent
 REFERENCE = ROOT / "docs" / "reference"
 LAYOUTS = (ROOT / "docs" / "use" / "layouts.md").read_text()
 EXAMPLES = re.findall(r"```python\n# torchrun --nproc-per-node (\d+)\n(.*?)```", LAYOUTS, re.S)
-ROOMS = (
-    *("", ".checkpoint", ".elastic", ".errors", ".layout", ".metrics", ".ops", ".storage", ".sync", ".transfer"),
-    ".transforms",
-)
+ROOMS = ("", ".checkpoint", ".elastic", ".errors", ".layout", ".metrics", ".ops", ".storage", ".sync", ".transfer")
 
 
 @pytest.mark.parametrize(("num_ranks", "code"), EXAMPLES, ids=["nine rows", "fused QKV"])

@@ -25,7 +25,6 @@ INSTANCES = [
             errors.SyncMismatchError,
             errors.MissingStateError,
             errors.ReshardError,
-            errors.TransformError,
             errors.WrongArgumentError,
         )
     ),

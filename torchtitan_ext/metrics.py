@@ -74,10 +74,12 @@ def log_metrics(
     phase_seconds: Mapping[str, float],
     retries: int = 0,
     failures: int = 0,
+    more: Mapping[str, Any] | None = None,
 ) -> None:
     """Logs an operation that has ended. The coordinator calls it. Errors of handlers are printed.
 
     ``ranks`` ranks together have moved ``num_bytes``; the seconds are those of this rank, the retries those of all.
+    ``more`` has metrics that only some operations have.
     """
     seconds = sum(phase_seconds.values())
     rate = num_bytes / seconds / 1e9
@@ -91,6 +93,7 @@ def log_metrics(
         "gb_per_second": rate,
         "retries": retries,
         "failures": failures,
+        **(more or {}),
     }
     place = f"{operation} of {path}" if path else operation
     phases = ", ".join(f"{name} {one:.3f}" for name, one in phase_seconds.items())

@@ -33,13 +33,14 @@ from torchtitan_ext.checkpoint.operation.choose_step import Step, choose_step
 from torchtitan_ext.checkpoint.operation.load_phases import LoadJob, OtherMetadataError, load_state_dict
 from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, Phases
 from torchtitan_ext.checkpoint.operation.save_phases import SaveJob, SaveResult, ask_for_states, save_values, writer_at
+from torchtitan_ext.checkpoint.operation.share_reads import ShareReads
 from torchtitan_ext.checkpoint.operation.soft_failure import save_softly
 from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
 from torchtitan_ext.checkpoint.planners.save_planner import SavePlanner
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source, check_rules
 from torchtitan_ext.checkpoint.rules.report import LoadReport
 from torchtitan_ext.checkpoint.staging.stager import CpuStager
-from torchtitan_ext.errors import SavedOverError, WrongValueError, check_argument
+from torchtitan_ext.errors import SavedOverError, WrongValueError, argument_error, check_argument
 from torchtitan_ext.metrics import begin_trace
 from torchtitan_ext.state.plain_value import check_classes
 
@@ -138,6 +139,7 @@ def load(
     sources: Sequence[Source] = (),
     allow_classes: Collection[Callable[..., Any]] = (),
     prove: bool = False,
+    share_reads: ShareReads = False,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     timeout_seconds: float = TIMEOUT_SECONDS,
@@ -163,6 +165,9 @@ def load(
         allow_classes: Classes of values beside plain data, see ``LoadPlanner``; not together with a planner.
         prove: Compare the loaded tensors with the fingerprints that ``save(..., fingerprints=True)`` stored, on all
             ranks; objects are asked for their state again. What cannot be compared is in the report's ``proof``.
+        share_reads: Whether what several ranks want is read once, by one of them, and sent to the others through
+            ``process_group``: ``True``; ``"host"`` among the ranks of each host; ``"auto"`` if a short trial of both
+            ways shows that it is faster. The same on every rank. See docs/reference/storage.md.
         process_group: The ranks that take part; all by default.
         no_dist: Load into this process alone.
         timeout_seconds: How long a rank waits for the others in each phase.
@@ -194,6 +199,12 @@ def load(
     check_argument("load", "prove", prove, bool, "True or False")
     if prove and not isinstance(planner, LoadPlanner):
         raise WrongValueError(f"load: got prove=True and a {type(planner).__name__}, expected a LoadPlanner")
+    if not isinstance(share_reads, bool) and share_reads not in ("auto", "host"):
+        raise argument_error("load", "share_reads", share_reads, "True, False, 'auto' or 'host'")
+    if share_reads not in (False, "auto") and not isinstance(planner, LoadPlanner):
+        raise WrongValueError(
+            f"load: got share_reads={share_reads!r} and a {type(planner).__name__}, expected a LoadPlanner"
+        )
     spans = begin_trace("load", trace)
     phases_at = partial(Phases, "load", process_group, no_dist=no_dist, timeout_seconds=timeout_seconds, trace=spans)
     if path is not None and step is not None:
@@ -202,7 +213,7 @@ def load(
     sources = sources or [_source_at(path, storage_reader, planner)]
     place = ", ".join(str(source.path) for source in sources if source.path is not None) or None
     with phases_at(path=place) as phases:
-        return _load_unless_overwritten(LoadJob(state_dict, sources, planner, policy, phases, prove))
+        return _load_unless_overwritten(LoadJob(state_dict, sources, planner, policy, phases, prove, share_reads))
 
 
 def _policy_of_load(

@@ -48,7 +48,6 @@ from torchtitan_ext.errors.refusals import (
     ReshardError,
     StateRefusedError,
     SyncMismatchError,
-    TransformError,
     WrongArgumentError,
     refusal,
 )
@@ -78,7 +77,6 @@ __all__ = [
     "SyncMismatchError",
     "TorchtitanExtError",
     "TransferFailedError",
-    "TransformError",
     "UnknownFormatError",
     "UnsafePickleError",
     "WorkerLostError",

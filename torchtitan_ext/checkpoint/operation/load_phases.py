@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,15 +33,30 @@ from torchtitan_ext.checkpoint.operation.component_plans import (
 )
 from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.checkpoint.operation.prove import ProvenSource, check_has_sums, prove_load
+from torchtitan_ext.checkpoint.operation.share_reads import (
+    PlannedReads,
+    ShareOffer,
+    ShareReads,
+    differing_offers,
+    is_worth_asking,
+    offer,
+    read_sharing,
+)
 from torchtitan_ext.checkpoint.planners.items import ReadDecision
 from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
 from torchtitan_ext.checkpoint.planners.subclasses import read_metadata, set_up_load
 from torchtitan_ext.checkpoint.rules.load_rules import LoadRules
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source
-from torchtitan_ext.checkpoint.rules.report import LoadReport, disagreements, join_reports, warn_of_unproved
+from torchtitan_ext.checkpoint.rules.report import (
+    LoadReport,
+    ReadSharing,
+    disagreements,
+    join_reports,
+    warn_of_unproved,
+)
 from torchtitan_ext.checkpoint.tables.component import is_stateful, saved_world
 from torchtitan_ext.dcp_private import storage_setup
-from torchtitan_ext.errors import Problem, ReplicaMismatchError, StateRefusedError, refusal
+from torchtitan_ext.errors import Problem, ReplicaMismatchError, StateRefusedError, only_printed, refusal
 from torchtitan_ext.state.nested import holds_tensor, set_member
 from torchtitan_ext.storage import FileReader
 from torchtitan_ext.storage.futures import result_of
@@ -69,6 +84,7 @@ class LoadJob:
         policy: What to do with each component; ``None``: as stock.
         phases: The ranks that load.
         prove: Compare what was loaded with the fingerprints of the save; needs a ``LoadPlanner``.
+        share_reads: Read what several ranks want once; anything but ``False`` and ``"auto"`` needs a ``LoadPlanner``.
     """
 
     state_dict: dict[Any, Any]
@@ -77,6 +93,7 @@ class LoadJob:
     policy: ElasticPolicy | None
     phases: Phases
     prove: bool = False
+    share_reads: ShareReads = False
 
 
 @dataclass(frozen=True)
@@ -103,19 +120,26 @@ def load_state_dict(job: LoadJob) -> LoadReport | None:
     """
     opened, components = _prepare(job)
     planned = _plan(job, opened, components)
-    num_bytes = _read(job, opened, planned, components)
+    num_bytes, sharing = _read(job, opened, planned, components)
     with_tensors = _take(job, components)
     proof = None
     if job.prove:
         proof = prove_load(job.state_dict, components, _proven(opened, planned), with_tensors, job.phases)
         if job.phases.is_coordinator:
             warn_of_unproved(proof)
-    job.phases.log_metrics(logger, num_bytes, path=", ".join(one.name for one in opened))
+    path = ", ".join(one.name for one in opened)
+    if sharing is not None and job.phases.is_coordinator:
+        with only_printed():
+            logger.info("load of %s: %s", path, sharing)
+    more = {} if sharing is None else {"share_reads": asdict(sharing)}
+    job.phases.log_metrics(logger, num_bytes, path=path, more=more)
     report = _joined([(one.name, other.report) for one, other in zip(opened, planned, strict=True)], job.policy)
     if proof is not None:
         new = world_of(components.values, job.phases.size)
         report = report or LoadReport(saved_world(opened[0].metadata), new, components=())
         report = replace(report, proof=proof)
+    if sharing is not None and report is not None:
+        report = replace(report, sharing=sharing)
     if isinstance(job.planner, LoadPlanner):
         job.planner.report = report
     return report
@@ -236,15 +260,19 @@ def _plan_source(one: OpenSource, planner: StockLoadPlanner, values: dict[Any, A
     return phases.through_coordinator("plan", plan_own_part, plan_all_parts, doing=_PLANNING)
 
 
-def _read(job: LoadJob, opened: Sequence[OpenSource], planned: Sequence[PlannedSource], components: Components) -> int:
+def _read(
+    job: LoadJob, opened: Sequence[OpenSource], planned: Sequence[PlannedSource], components: Components
+) -> tuple[int, ReadSharing | None]:
     """Reads non-tensor values first: where one cannot be read, nothing has changed yet.
 
     Returns:
-        The bytes that all ranks have read, as far as the readers say.
+        The bytes that all ranks have read, as far as the readers say; and how ranks got what several of them want,
+        where they were asked to share it.
     """
+    phases = job.phases
     plans: list[LoadPlan] = []
 
-    def read_values() -> None:
+    def read_values() -> ShareOffer:
         if job.prove:
             check_has_sums(_proven(opened, planned))
         for one in planned:
@@ -256,6 +284,15 @@ def _read(job: LoadJob, opened: Sequence[OpenSource], planned: Sequence[PlannedS
                     result_of(one.reader.read_data(replace(plan, items=values), one.planner))
                 plan = replace(plan, items=tensors)
             plans.append(plan)
+        return offer(job.share_reads, shared_reads())
+
+    def shared_reads() -> list[PlannedReads]:
+        found = [
+            PlannedReads(one.reader, one.planner, plan)
+            for one, plan in zip(planned, plans, strict=True)
+            if isinstance(one.planner, LoadPlanner)
+        ]
+        return found if len(found) == len(planned) else []
 
     def read_tensors() -> int:
         for one, plan in zip(planned, plans, strict=True):
@@ -265,12 +302,26 @@ def _read(job: LoadJob, opened: Sequence[OpenSource], planned: Sequence[PlannedS
                 result_of(one.reader.read_data(plan, one.planner))
             if isinstance(one.planner, LoadPlanner):
                 one.planner.finish_load()
+        return num_bytes_read()
+
+    def finish() -> int:
+        for one in shared_reads():
+            one.planner.finish_load()
+        return num_bytes_read()
+
+    def num_bytes_read() -> int:
         return sum(one.reader.num_bytes_read for one in planned if isinstance(one.reader, FileReader))
 
-    job.phases.on_all("read values", read_values, doing="values were read; nothing was changed")
+    offers = phases.on_all("read values", read_values, doing="values were read; nothing was changed")
+    problems = differing_offers(offers)
+    if problems:
+        raise refusal("load", problems)
     loaded = components.loaded(job.policy)
     doing = f"tensors were read; these may be part-written: {', '.join(loaded)}"
-    return sum(job.phases.on_all("read", read_tensors, doing=doing, undefined=loaded))
+    if not is_worth_asking(offers):
+        return sum(phases.on_all("read", read_tensors, doing=doing, undefined=loaded)), None
+    sharing = read_sharing(job.share_reads, shared_reads(), offers, phases, doing=doing, undefined=loaded)
+    return sum(phases.on_all("read", finish, doing=doing, undefined=loaded)), sharing
 
 
 def _take(job: LoadJob, components: Components) -> set[str]:

@@ -128,7 +128,7 @@ class Phases:
 
     def offer_side_group(self) -> GroupOffer | None:
         """This rank's part of the agreement that ``go_beside`` needs. Not collective."""
-        if self.group is None or self.size == 1 or not can_have_side_group(self.group):
+        if self.group is None or self.size == 1 or not can_have_side_group():
             return None
         return offer_of(self.group)
 
@@ -150,8 +150,19 @@ class Phases:
         if self._ranks is not None:
             self._ranks[0].at(key)
 
-    def log_metrics(self, logger: logging.Logger, num_bytes: int, *, path: str = "", failures: int = 0) -> None:
-        """Logs bytes, ranks and seconds of the finished operation, on the coordinator. Not collective."""
+    def log_metrics(
+        self,
+        logger: logging.Logger,
+        num_bytes: int,
+        *,
+        path: str = "",
+        failures: int = 0,
+        more: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Logs bytes, ranks and seconds of the finished operation, on the coordinator. Not collective.
+
+        ``more`` has metrics that only some operations have.
+        """
         if self.is_coordinator:
             log_metrics(
                 logger,
@@ -162,6 +173,7 @@ class Phases:
                 phase_seconds=self.seconds,
                 retries=self.num_retries,
                 failures=failures,
+                more=more or {},
             )
 
     def confirm(self) -> None:
@@ -215,10 +227,16 @@ class Phases:
             return values
 
     def through_coordinator(
-        self, name: str, work: Callable[[], T], on_coordinator: Callable[[list[T]], list[R]], *, doing: str
+        self,
+        name: str,
+        work: Callable[[], T],
+        on_coordinator: Callable[[list[T]], list[R]],
+        *,
+        doing: str,
+        undefined: tuple[str, ...] = (),
     ) -> R:
         """This rank's part of what the coordinator makes from all results. Arguments as in ``on_all``."""
-        with self._phase(name, doing):
+        with self._phase(name, doing, undefined):
             parts = self._coordinators_parts(name, "", work, on_coordinator, self.size, doing)
             return cast(R, _value(parts[0] if self._ranks is None else self._ranks[1].scatter(parts)))
 

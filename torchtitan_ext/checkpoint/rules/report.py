@@ -10,8 +10,9 @@ import fnmatch
 import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Literal
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -76,6 +77,43 @@ class LoadProof:
 
 
 @dataclass(frozen=True)
+class ReadSharing:
+    """How ranks that want the same bytes got them, in a load with ``share_reads``.
+
+    Attributes:
+        chosen: Whether one rank read what several want, and sent it to the others; ``"host"``: among those of a host.
+        reason: Why not, or by which measurement.
+        bytes_wanted: What the ranks want of tensors, all together.
+        bytes_once: The same, with what several ranks want counted once; ``None`` where ranks did not ask.
+        bytes_exchanged: What ranks got from other ranks.
+        read_gb_per_second: Of all ranks together, while they read.
+        exchange_gb_per_second: Of all ranks together, while they exchanged.
+        between_hosts: The same from host to host, by their names; empty on one host.
+    """
+
+    chosen: bool | Literal["host"]
+    reason: str
+    bytes_wanted: int
+    bytes_once: int | None = None
+    bytes_exchanged: int = 0
+    read_gb_per_second: float = 0.0
+    exchange_gb_per_second: float = 0.0
+    between_hosts: Mapping[tuple[str, str], float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        of_once = "" if self.bytes_once is None else f", which are {self.bytes_once:,}"
+        wanted = f"ranks wanted {self.bytes_wanted:,} bytes{of_once}"
+        why = f" ({self.reason})" if self.reason else ""
+        if not self.chosen:
+            return f"{wanted}, each rank read its own{why}"
+        of = ", for those of its host" if self.chosen == "host" else ""
+        pairs = [f"{one} to {other} {rate:.3g}" for (one, other), rate in self.between_hosts.items()]
+        rates = f"read at {self.read_gb_per_second:.3g} GB/s, exchanged at {self.exchange_gb_per_second:.3g} GB/s"
+        rates += f" ({', '.join(pairs)})" if pairs else ""
+        return f"{wanted}, one rank read what several want{of}{why}; {rates}"
+
+
+@dataclass(frozen=True)
 class LoadReport:
     """What a load does, or would do.
 
@@ -89,6 +127,7 @@ class LoadReport:
         problems: Why the load is refused; empty where it is not.
         remedy_policy: The policy under which the load would succeed, where there is one.
         proof: What was compared with the fingerprints of the save, if the load was told to prove.
+        sharing: How ranks got what several of them want, where they were to share it (``share_reads``).
     """
 
     old: World
@@ -100,6 +139,7 @@ class LoadReport:
     problems: tuple[Problem, ...] = ()
     remedy_policy: ElasticPolicy | None = None
     proof: LoadProof | None = None
+    sharing: ReadSharing | None = None
 
     @property
     def remedy(self) -> str:
@@ -120,6 +160,7 @@ class LoadReport:
             if keys:
                 lines.append(f"  {title}: {named(keys)}")
         lines += [] if self.proof is None else [f"  {line}" for line in str(self.proof).splitlines()]
+        lines += [] if self.sharing is None else [f"  {self.sharing}"]
         return "\n".join(lines)
 
 

@@ -205,6 +205,13 @@ class FileReader(StorageReader):
             for info in infos
         ]
 
+    def are_plain(self, indices: Sequence[MetadataIndex]) -> list[bool]:
+        """Whether parts of these chunks can be read alone; else only ``torch.load`` can read their records."""
+        try:
+            return [record.tensor is not None for record in self.find_records(indices)]
+        except (_core.FormatError, UnicodeDecodeError) as error:
+            raise DamagedCheckpointError(str(error)) from None
+
     @property
     def has_sums(self) -> bool:
         """Whether the save took sums of its records; from ``set_up_storage_reader`` on."""

@@ -1,0 +1,559 @@
+#include "core/shared_reads.h"
+
+#include <algorithm>
+#include <functional>
+#include <numeric>
+#include <tuple>
+
+#include "core/boxes.h"
+#include "core/check.h"
+#include "core/wire.h"
+
+namespace torchtitan_ext::core {
+namespace {
+
+// Of a part that one rank reads. At least a block that has a checksum: a block in two parts is read by half in one of
+// them, which verifies it.
+constexpr int64_t kMostPartBytes = int64_t{8} << 20;
+constexpr int64_t kFewestPartBytes = int64_t{1} << 20;
+// What a rank reads in one round, at least where there is so much, and at most.
+constexpr int64_t kFewestRoundBytes = int64_t{4} << 20;
+constexpr int64_t kMostRoundBytes = int64_t{256} << 20;
+// Overlapping boxes that would fall into more pieces than this times their number are read by each rank.
+constexpr size_t kMostPiecesPerBox = 16;
+
+struct Region {
+  Sizes begins;
+  Sizes ends;
+};
+
+// A region, and which of the boxes it lies in.
+struct Cut {
+  Region region;
+  std::vector<uint32_t> boxes;
+};
+
+std::pair<Region, bool> intersection(const Region& left, const Region& right) {
+  Region both = left;
+  for (size_t dim = 0; dim < both.begins.size(); ++dim) {
+    both.begins[dim] = std::max(left.begins[dim], right.begins[dim]);
+    both.ends[dim] = std::min(left.ends[dim], right.ends[dim]);
+    if (both.begins[dim] >= both.ends[dim]) return {{}, false};
+  }
+  return {std::move(both), true};
+}
+
+// Adds what of a region is not in `inner`, which lies in it: slabs along the outer dims first, which are contiguous.
+void subtract(Region region, const Region& inner, std::vector<Region>& left_over) {
+  for (size_t dim = 0; dim < region.begins.size(); ++dim) {
+    if (region.begins[dim] < inner.begins[dim]) {
+      left_over.push_back(region);
+      left_over.back().ends[dim] = inner.begins[dim];
+    }
+    if (inner.ends[dim] < region.ends[dim]) {
+      left_over.push_back(region);
+      left_over.back().begins[dim] = inner.ends[dim];
+    }
+    region.begins[dim] = inner.begins[dim];
+    region.ends[dim] = inner.ends[dim];
+  }
+}
+
+// Adds a box to disjoint regions, which are cut where it ends.
+std::vector<Cut> with_box(const std::vector<Cut>& cuts, const Region& box, uint32_t number) {
+  std::vector<Cut> result;
+  std::vector<Region> rest = {box};
+  for (const Cut& cut : cuts) {
+    std::vector<Region> untouched = {cut.region};
+    std::vector<Region> outside;
+    for (const Region& part : rest) {
+      std::vector<Region> still_untouched;
+      for (const Region& own : untouched) {
+        const auto [both, is_any] = intersection(own, part);
+        if (!is_any) {
+          still_untouched.push_back(own);
+          continue;
+        }
+        result.push_back({both, cut.boxes});
+        result.back().boxes.push_back(number);
+        subtract(own, both, still_untouched);
+      }
+      untouched = std::move(still_untouched);
+      const auto [both, is_any] = intersection(part, cut.region);
+      if (is_any) {
+        subtract(part, both, outside);
+      } else {
+        outside.push_back(part);
+      }
+    }
+    for (Region& own : untouched) result.push_back({std::move(own), cut.boxes});
+    rest = std::move(outside);
+  }
+  for (Region& part : rest) result.push_back({std::move(part), {number}});
+  return result;
+}
+
+Region region_of(const Sizes& offsets, const Sizes& sizes) {
+  Region region{offsets, offsets};
+  for (size_t dim = 0; dim < sizes.size(); ++dim) region.ends[dim] = checked_add(offsets[dim], sizes[dim]);
+  return region;
+}
+
+Sizes sizes_of(const Region& region) {
+  Sizes sizes = region.ends;
+  for (size_t dim = 0; dim < sizes.size(); ++dim) sizes[dim] -= region.begins[dim];
+  return sizes;
+}
+
+// The boxes in groups that hang together by overlaps; of a box that meets no other one, a group of its own.
+std::vector<std::vector<uint32_t>> overlapping(const std::vector<Box>& boxes, size_t num_dims) {
+  const BoxIndex index(boxes, num_dims);
+  std::vector<uint32_t> parent(boxes.size());
+  std::iota(parent.begin(), parent.end(), 0);
+  const auto root_of = [&](uint32_t box) {
+    while (parent[box] != box) box = parent[box] = parent[parent[box]];
+    return box;
+  };
+  std::vector<size_t> found;
+  for (uint32_t box = 0; box < boxes.size(); ++box) {
+    index.find(boxes[box], found);
+    for (const size_t other : found) parent[root_of(static_cast<uint32_t>(other))] = root_of(box);
+  }
+  std::map<uint32_t, std::vector<uint32_t>> groups;
+  for (uint32_t box = 0; box < boxes.size(); ++box) groups[root_of(box)].push_back(box);
+  std::vector<std::vector<uint32_t>> result;
+  for (auto& [root, group] : groups) result.push_back(std::move(group));
+  return result;
+}
+
+// Cuts a box into parts of at most so many elements, along its outer dims.
+void cut(const Chunk& box, int64_t most_elements, const std::function<void(const Chunk&)>& add) {
+  const int64_t num_in_all = num_elements(box.sizes);
+  const auto dim =
+      static_cast<size_t>(std::ranges::find_if(box.sizes, [](int64_t size) { return size > 1; }) - box.sizes.begin());
+  if (num_in_all <= most_elements || dim == box.sizes.size()) return add(box);
+  const int64_t num_in_row = num_in_all / box.sizes[dim];
+  const int64_t num_rows = std::max<int64_t>(most_elements / num_in_row, 1);
+  const int64_t end = box.offsets[dim] + box.sizes[dim];
+  for (int64_t begin = box.offsets[dim]; begin < end; begin += num_rows) {
+    Chunk part = box;
+    part.offsets[dim] = begin;
+    part.sizes[dim] = std::min(num_rows, end - begin);
+    if (num_in_row > most_elements) {
+      cut(part, most_elements, add);
+    } else {
+      add(part);
+    }
+  }
+}
+
+struct Message {
+  std::vector<ShareTag> tags;
+  std::vector<WantedRead> reads;
+};
+
+Message decode_wanted(std::string_view bytes) {
+  WireReader in(bytes, "wanted reads");
+  Message message;
+  message.tags.resize(in.get_count("tags", 4));
+  for (ShareTag& tag : message.tags) {
+    tag.name = in.get_string("name of a tag");
+    tag.device = in.get_string("device");
+    tag.item_bytes = static_cast<int64_t>(in.get_index("bytes of an element", 1 << 10));
+    const size_t flags = in.get_index("flags of a tag", 4);
+    tag.is_cut = (flags & 1) != 0;
+    tag.is_overwritten = (flags & 2) != 0;
+  }
+  message.reads.resize(in.get_count("reads", 6));
+  uint64_t item = 0, key = 0;
+  for (WantedRead& read : message.reads) {
+    read.item = item += in.get("item");
+    read.tag = in.get_index("tag", message.tags.size());
+    read.key = key += static_cast<uint64_t>(in.get_signed("key"));
+    read.chunk = in.get("chunk");
+    read.offsets = in.get_sizes("offsets of a read");
+    read.sizes = in.get_sizes("sizes of a read");
+    if (read.sizes.size() != read.offsets.size()) in.fail("sizes of a read", "they are not as many as its offsets");
+  }
+  in.finish();
+  return message;
+}
+
+}  // namespace
+
+std::string encode_wanted(const std::vector<ShareTag>& tags, const std::vector<WantedRead>& reads) {
+  WireWriter out;
+  out.put(tags.size());
+  for (const ShareTag& tag : tags) {
+    out.put_string(tag.name);
+    out.put_string(tag.device);
+    out.put(static_cast<uint64_t>(tag.item_bytes));
+    out.put((tag.is_cut ? 1 : 0) + (tag.is_overwritten ? 2 : 0));
+  }
+  out.put(reads.size());
+  uint64_t item = 0, key = 0;
+  for (const WantedRead& read : reads) {
+    out.put(read.item - std::exchange(item, read.item));
+    out.put(read.tag);
+    out.put_signed(static_cast<int64_t>(read.key - std::exchange(key, read.key)));
+    out.put(read.chunk);
+    out.put_sizes(read.offsets);
+    out.put_sizes(read.sizes);
+  }
+  return out.take();
+}
+
+SharePlan::SharePlan(const std::vector<std::string_view>& wanted, std::vector<int64_t> own_bytes,
+                     std::vector<uint32_t> hosts, bool is_per_host)
+    : host_of_(std::move(hosts)), rank_bytes_(std::move(own_bytes)) {
+  TTE_CHECK(host_of_.size() == wanted.size() && rank_bytes_.size() == wanted.size(), "SharePlan", "got ", wanted.size(),
+            " messages, ", host_of_.size(), " hosts and bytes of ", rank_bytes_.size(), " ranks");
+  std::map<std::pair<std::string_view, uint32_t>, uint32_t> party_of;
+  std::vector<Message> messages;
+  for (size_t rank = 0; rank < wanted.size(); ++rank) {
+    wanted_bytes_ = checked_add(wanted_bytes_, rank_bytes_[rank]);
+    const uint32_t host = is_per_host ? host_of_[rank] : 0;
+    const auto [found, is_new] = party_of.try_emplace({wanted[rank], host}, static_cast<uint32_t>(parties_.size()));
+    if (is_new) {
+      parties_.push_back({});
+      messages.push_back(decode_wanted(wanted[rank]));
+    }
+    parties_[found->second].ranks.push_back(static_cast<int64_t>(rank));
+  }
+  host_bytes_.assign(host_of_.empty() ? 0 : *std::ranges::max_element(host_of_) + 1, 0);
+  for (size_t rank = 0; rank < wanted.size(); ++rank) host_bytes_[host_of_[rank]] += rank_bytes_[rank];
+
+  // What wants the same chunk in the same way.
+  using Place = std::tuple<uint32_t, uint32_t, uint64_t, uint64_t>;  // host, tag, key, chunk
+  std::map<ShareTag, uint32_t> tag_of;
+  std::vector<std::tuple<Place, uint32_t, const Sizes*>> placed;  // with the position in wants_
+  for (uint32_t party = 0; party < parties_.size(); ++party) {
+    const uint32_t host = is_per_host ? host_of_[static_cast<size_t>(parties_[party].ranks.front())] : 0;
+    std::vector<uint32_t> tags;
+    for (const ShareTag& tag : messages[party].tags) {
+      const auto [found, is_new] = tag_of.try_emplace(tag, static_cast<uint32_t>(tags_.size()));
+      if (is_new) tags_.push_back(tag);
+      tags.push_back(found->second);
+    }
+    for (const WantedRead& read : messages[party].reads) {
+      if (num_elements(read.sizes) == 0) continue;
+      placed.emplace_back(Place{host, tags[read.tag], read.key, read.chunk}, static_cast<uint32_t>(wants_.size()),
+                          &read.sizes);
+      wants_.push_back({party, read.item, read.offsets});
+    }
+  }
+  std::ranges::stable_sort(placed, {}, [](const auto& one) { return std::get<0>(one); });
+  std::vector<std::pair<Sizes, uint32_t>> group;
+  for (size_t first = 0; first < placed.size();) {
+    size_t last = first;
+    group.clear();
+    for (; last < placed.size() && std::get<0>(placed[last]) == std::get<0>(placed[first]); ++last) {
+      group.emplace_back(*std::get<2>(placed[last]), std::get<1>(placed[last]));
+    }
+    add_group(std::get<1>(std::get<0>(placed[first])), group);
+    first = last;
+  }
+  // In the order of the files, as far as the first of the ranks that want them goes through these.
+  std::ranges::sort(pieces_, {}, [this](const Piece& piece) {
+    const Want& first = wants_[piece.wants.front()];
+    return std::tuple(parties_[first.party].ranks.front(), first.item, std::cref(piece.offsets).get());
+  });
+}
+
+void SharePlan::add_group(uint32_t tag, std::span<const std::pair<Sizes, uint32_t>> sizes_of_wants) {
+  std::map<std::pair<Sizes, Sizes>, std::vector<uint32_t>> wants_of;  // by offsets and sizes
+  const size_t num_dims = sizes_of_wants.front().first.size();
+  for (const auto& [sizes, want] : sizes_of_wants) {
+    TTE_CHECK(sizes.size() == num_dims, "SharePlan", "ranks want boxes of ", num_dims, " and ", sizes.size(),
+              " dims of one chunk");
+    wants_of[{wants_[want].offsets, sizes}].push_back(want);
+  }
+  std::vector<Box> boxes;
+  std::vector<const std::vector<uint32_t>*> wants;
+  for (const auto& [box, wanting] : wants_of) {
+    boxes.push_back({box.first, box.second});
+    wants.push_back(&wanting);
+  }
+  const auto bytes_of = [&](const Sizes& sizes) { return checked_mul(num_elements(sizes), tags_[tag].item_bytes); };
+  for (const std::vector<uint32_t>& together : overlapping(boxes, num_dims)) {
+    std::vector<Cut> cuts;
+    size_t num_wanting = 0;
+    for (const uint32_t box : together) {
+      num_wanting += ranks_of(*wants[box]).size();
+      const Region region = region_of(Sizes(boxes[box].offsets.begin(), boxes[box].offsets.end()),
+                                      Sizes(boxes[box].sizes.begin(), boxes[box].sizes.end()));
+      cuts = with_box(cuts, region, box);
+      if (cuts.size() > kMostPiecesPerBox * together.size()) break;
+    }
+    // Where whole records are read for a part of them, parts must not become more than the reads that they replace.
+    const bool is_too_fine =
+        cuts.size() > kMostPiecesPerBox * together.size() || (!tags_[tag].is_cut && cuts.size() > num_wanting);
+    if (num_wanting < 2 || is_too_fine) {
+      for (const uint32_t box : together) {
+        const int64_t num_bytes = bytes_of(Sizes(boxes[box].sizes.begin(), boxes[box].sizes.end()));
+        for (const int64_t rank : ranks_of(*wants[box])) {
+          add_bytes(rank, num_bytes);
+          wanted_bytes_ = checked_add(wanted_bytes_, num_bytes);
+        }
+      }
+      continue;
+    }
+    for (Cut& cut : cuts) {
+      Piece piece{tag, cut.region.begins, sizes_of(cut.region), 0, {}};
+      piece.num_bytes = bytes_of(piece.sizes);
+      for (const uint32_t box : cut.boxes)
+        piece.wants.insert(piece.wants.end(), wants[box]->begin(), wants[box]->end());
+      std::ranges::sort(piece.wants);
+      add_piece(std::move(piece));
+    }
+  }
+}
+
+void SharePlan::add_piece(Piece piece) {
+  const auto num_ranks = static_cast<int64_t>(ranks_of(piece.wants).size());
+  const int64_t in_all = checked_mul(piece.num_bytes, num_ranks);
+  wanted_bytes_ = checked_add(wanted_bytes_, in_all);
+  if (num_ranks > 1) {
+    repeated_bytes_ += in_all;
+    shared_bytes_ += piece.num_bytes;
+  }
+  pieces_.push_back(std::move(piece));
+}
+
+// One per want: a rank that wants the same box for two items stands there twice.
+std::vector<int64_t> SharePlan::ranks_of(const std::vector<uint32_t>& wants) const {
+  std::vector<int64_t> ranks;
+  for (const uint32_t want : wants) {
+    const std::vector<int64_t>& of_party = parties_[wants_[want].party].ranks;
+    ranks.insert(ranks.end(), of_party.begin(), of_party.end());
+  }
+  return ranks;
+}
+
+int64_t SharePlan::choose_reader(const std::vector<int64_t>& ranks) const {
+  return *std::ranges::min_element(ranks, {}, [this](int64_t rank) {
+    const auto position = static_cast<size_t>(rank);
+    return std::tuple(rank_bytes_[position], host_bytes_[host_of_[position]], rank);
+  });
+}
+
+void SharePlan::assign(const ShareOptions& options) {
+  std::map<std::pair<std::vector<int64_t>, bool>, Sharers> all_sharers;
+  std::vector<Sharers*> sharers_of;
+  for (const Piece& piece : pieces_) {
+    std::vector<int64_t> ranks = ranks_of(piece.wants);
+    Sharers& sharers = all_sharers[{ranks, tags_[piece.tag].is_overwritten}];
+    sharers.ranks = std::move(ranks);
+    sharers.num_bytes += piece.num_bytes;
+    sharers_of.push_back(&sharers);
+    if (sharers.ranks.size() == 1) {  // nobody else can read it
+      add_bytes(sharers.ranks.front(), piece.num_bytes);
+    }
+  }
+  sample_bytes_.assign(options.sample.size(), 0);
+  num_rounds_ = count_rounds(options.most_rounds);
+  std::vector<Assigned> assigned;
+  for (size_t position = 0; position < pieces_.size(); ++position) {
+    const Piece& piece = pieces_[position];
+    const ShareTag& tag = tags_[piece.tag];
+    Sharers& sharers = *sharers_of[position];
+    const auto deal_out = [&](Chunk part) { deal(piece, std::move(part), options, sharers, assigned); };
+    if (!tag.is_cut || sharers.ranks.size() == 1) {
+      deal_out({piece.offsets, piece.sizes, {}});
+      continue;
+    }
+    // What is cut for a sample is little, so large steps come first.
+    cut({piece.offsets, piece.sizes, {}}, kMostPartBytes / tag.item_bytes, [&](const Chunk& large) {
+      const int64_t round = sample_round(sharers, tag, options.sample);
+      cut(large, part_bytes(sharers, round, options) / tag.item_bytes, deal_out);
+    });
+  }
+  // The rounds of each reader hold about as much each, in the order of its files.
+  const auto first_round = static_cast<int64_t>(options.sample.size());
+  std::vector<int64_t> in_all(host_of_.size(), 0), done(host_of_.size(), 0);
+  for (const Assigned& one : assigned) {
+    if (one.round < 0) in_all[static_cast<size_t>(one.reader)] += one.num_bytes;
+  }
+  for (Assigned& one : assigned) {
+    if (one.round >= 0) continue;
+    const auto reader = static_cast<size_t>(one.reader);
+    const double before = static_cast<double>(done[reader]) / static_cast<double>(in_all[reader]);
+    done[reader] += one.num_bytes;
+    // What is overwritten comes before what overwrites it.
+    const bool is_first = tags_[one.piece->tag].is_overwritten;
+    const auto in_order = static_cast<int64_t>(before * static_cast<double>(num_rounds_));
+    one.round = first_round + (is_first ? 0 : std::min(num_rounds_ - 1, in_order));
+  }
+  tell(assigned, first_round + num_rounds_);
+}
+
+// The rounds behind the sample, for what the busiest rank reads if all is dealt out evenly.
+int64_t SharePlan::count_rounds(int64_t most_rounds) const {
+  if (rank_bytes_.empty() || most_rounds <= 1) return 1;
+  const int64_t most_bytes = *std::ranges::max_element(rank_bytes_);
+  const int64_t num_bytes = most_bytes + shared_bytes_ / static_cast<int64_t>(rank_bytes_.size());
+  return std::max({int64_t{1}, std::min(most_rounds, num_bytes / kFewestRoundBytes), num_bytes / kMostRoundBytes});
+}
+
+// The round of the sample in which the next of the pieces is read; -1 behind the sample.
+int64_t SharePlan::sample_round(const Sharers& sharers, const ShareTag& tag, const std::vector<double>& sample) {
+  if (sharers.ranks.size() < 2 || tag.is_overwritten) return -1;
+  double left = static_cast<double>(sharers.num_assigned) / static_cast<double>(sharers.num_bytes);
+  for (size_t round = 0; round < sample.size(); ++round) {
+    if (left < sample[round]) return static_cast<int64_t>(round);
+    left -= sample[round];
+  }
+  return -1;
+}
+
+// How much of the pieces one rank reads at a time: so that each has something to read in each round.
+int64_t SharePlan::part_bytes(const Sharers& sharers, int64_t round, const ShareOptions& options) const {
+  const double of_round = round < 0 ? 1.0 : options.sample[static_cast<size_t>(round)];
+  const auto num_bytes = static_cast<int64_t>(of_round * static_cast<double>(sharers.num_bytes));
+  const int64_t num_parts = 2 * static_cast<int64_t>(sharers.ranks.size()) * (round < 0 ? num_rounds_ : 1);
+  return std::clamp(num_bytes / num_parts, kFewestPartBytes, kMostPartBytes);
+}
+
+void SharePlan::deal(const Piece& piece, Chunk part, const ShareOptions& options, Sharers& sharers,
+                     std::vector<Assigned>& assigned) {
+  const ShareTag& tag = tags_[piece.tag];
+  const int64_t num_bytes = checked_mul(num_elements(part.sizes), tag.item_bytes);
+  const int64_t round = sample_round(sharers, tag, options.sample);
+  if (sharers.reader < 0 || sharers.round != round ||
+      sharers.part_bytes + num_bytes > part_bytes(sharers, round, options)) {
+    sharers.round = round;
+    sharers.part_bytes = 0;
+    sharers.reader = choose_reader(sharers.ranks);
+  }
+  sharers.part_bytes += num_bytes;
+  sharers.num_assigned += num_bytes;
+  if (sharers.ranks.size() > 1) add_bytes(sharers.reader, num_bytes);
+  if (round >= 0) sample_bytes_[static_cast<size_t>(round)] += num_bytes;
+  assigned.push_back({&piece, std::move(part.offsets), std::move(part.sizes), num_bytes, sharers.reader, round});
+}
+
+void SharePlan::add_bytes(int64_t rank, int64_t num_bytes) {
+  const auto position = static_cast<size_t>(rank);
+  rank_bytes_[position] = checked_add(rank_bytes_[position], num_bytes);
+  int64_t& of_host = host_bytes_[host_of_[position]];
+  of_host = checked_add(of_host, num_bytes);
+}
+
+namespace {
+
+// A row of `SharedPart`, and the round that it belongs to.
+struct ToldRow {
+  int64_t round = 0;
+  SharedPart::Row row;
+};
+
+void put_rows(WireWriter& out, const std::vector<ToldRow>& rows) {
+  out.put(rows.size());
+  int64_t item = 0;
+  for (const ToldRow& told : rows) {
+    out.put(static_cast<uint64_t>(told.round));
+    out.put_signed(static_cast<int64_t>(told.row.item) - std::exchange(item, static_cast<int64_t>(told.row.item)));
+    out.put(told.row.device);
+    out.put_sizes(told.row.offsets);
+    out.put_sizes(told.row.sizes);
+    out.put_sizes(told.row.peers);
+  }
+}
+
+}  // namespace
+
+void SharePlan::tell(const std::vector<Assigned>& assigned, int64_t num_rounds) {
+  std::vector<std::vector<ToldRow>> reads(host_of_.size()), receives(host_of_.size());
+  std::map<std::string, uint32_t> device_of;
+  for (const Assigned& one : assigned) {
+    const ShareTag& tag = tags_[one.piece->tag];
+    const auto [device, is_new] = device_of.try_emplace(tag.device, static_cast<uint32_t>(devices_.size()));
+    if (is_new) devices_.push_back(tag.device);
+    const auto row_of = [&](const Want& want) {
+      SharedPart::Row row{want.item, device->second, one.offsets, one.sizes, {}};
+      for (size_t dim = 0; dim < row.offsets.size(); ++dim) row.offsets[dim] -= want.offsets[dim];
+      return row;
+    };
+    // The first of the reader's items is read, all others are filled from there.
+    std::vector<int64_t> peers;
+    const Want* read = nullptr;
+    for (const uint32_t number : one.piece->wants) {
+      const Want& want = wants_[number];
+      for (const int64_t rank : parties_[want.party].ranks) {
+        const auto position = static_cast<size_t>(rank);
+        if (rank == one.reader && read == nullptr) {
+          read = &want;
+        } else if (tag.is_overwritten) {
+          reads[position].push_back({num_rounds, row_of(want)});  // no round: nothing to read
+        } else {
+          receives[position].push_back({one.round, row_of(want)});
+          receives[position].back().row.peers = {one.reader};
+          peers.push_back(rank);
+          int64_t& between = bytes_between_[{one.reader, rank}];
+          between = checked_add(between, one.num_bytes);
+        }
+      }
+    }
+    if (read != nullptr) {
+      std::vector<ToldRow>& of_reader = reads[static_cast<size_t>(one.reader)];
+      of_reader.push_back({one.round, row_of(*read)});
+      of_reader.back().row.peers = std::move(peers);
+    }
+  }
+  for (size_t rank = 0; rank < reads.size(); ++rank) {
+    WireWriter out;
+    out.put(static_cast<uint64_t>(num_rounds));
+    put_rows(out, reads[rank]);
+    put_rows(out, receives[rank]);
+    told_.push_back(out.take());
+  }
+}
+
+SharedPart::SharedPart(std::string_view told) {
+  WireReader in(told, "shared reads");
+  rounds_.resize(in.get_index("rounds", size_t{1} << 20));
+  for (const bool is_read : {true, false}) {
+    const size_t num_rows = in.get_count("rows", 6);
+    int64_t item = 0;
+    for (size_t number = 0; number < num_rows; ++number) {
+      const size_t round = in.get_index("round", rounds_.size() + 1);
+      Row row;
+      row.item = static_cast<uint64_t>(item += in.get_signed("item"));
+      row.device = static_cast<uint32_t>(in.get("device"));
+      row.offsets = in.get_sizes("offsets of a part");
+      row.sizes = in.get_sizes("sizes of a part");
+      row.peers = in.get_sizes("ranks");
+      items_.push_back(row.item);
+      if (round == rounds_.size()) continue;  // another rank reads what this one overwrites
+      (is_read ? rounds_[round].reads : rounds_[round].receives).push_back(std::move(row));
+    }
+  }
+  in.finish();
+  std::ranges::sort(items_);
+  items_.erase(std::unique(items_.begin(), items_.end()), items_.end());
+}
+
+SharedPart::Exchange SharedPart::exchange(size_t round, uint32_t device) const {
+  Exchange exchange;
+  const auto add = [device](const std::vector<Row>& rows, std::vector<size_t>& tensors, std::vector<int64_t>& table) {
+    std::map<int64_t, std::vector<int64_t>> of_peer;
+    for (size_t position = 0; position < rows.size(); ++position) {
+      const Row& row = rows[position];
+      if (row.device != device || row.peers.empty()) continue;
+      const auto num_dims = static_cast<int64_t>(row.sizes.size());
+      for (const int64_t peer : row.peers) {
+        std::vector<int64_t>& entries = of_peer[peer];
+        entries.insert(entries.end(), {peer, static_cast<int64_t>(tensors.size()), -1, num_dims});
+        entries.insert(entries.end(), row.sizes.size(), 0);
+        entries.insert(entries.end(), row.sizes.begin(), row.sizes.end());
+      }
+      tensors.push_back(position);
+    }
+    for (const auto& [peer, entries] : of_peer) table.insert(table.end(), entries.begin(), entries.end());
+  };
+  add(rounds_.at(round).reads, exchange.sources, exchange.sends);
+  add(rounds_.at(round).receives, exchange.targets, exchange.receives);
+  return exchange;
+}
+
+}  // namespace torchtitan_ext::core

@@ -1,0 +1,175 @@
+"""Loads with ``share_reads``: every byte is read once, by a rank that wants it, and the results are the same."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import local_of, poison
+from random_layouts import build, random_layouts, random_truth
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+import torchtitan_ext as tte
+from torchtitan_ext.checkpoint.operation import share_reads as operation
+from torchtitan_ext.errors import CheckpointFailedError, StateRefusedError, WrongValueError
+from torchtitan_ext.storage import FileReader
+
+RunWorld = Callable[..., list[Any]]
+
+NUM_TENSORS = 12
+
+
+def save_many(rank: int, world_size: int, seeds: list[int], folder: Path) -> None:
+    for seed in seeds:
+        truth = random_truth(seed, NUM_TENSORS)
+        state, orders = build(truth, random_layouts(seed, world_size, truth))
+        tte.save(state, folder / str(seed), planner=tte.SavePlanner(layouts=orders), fingerprints=True)
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().contiguous().view(-1).view(torch.uint8).clone()
+
+
+def bytes_read(reader: FileReader) -> int:
+    amounts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(amounts, reader.num_bytes_read)
+    return sum(amounts)
+
+
+def load_many(rank: int, world_size: int, seeds: list[int], folder: Path) -> None:
+    for seed in seeds:
+        truth, path = random_truth(seed, NUM_TENSORS), folder / str(seed)
+        state, orders = build(truth, random_layouts(seed + 1000, world_size, truth))
+        loaded = []
+        for share_reads in (False, True, "host", "auto"):
+            poison(state)
+            reader, planner = FileReader(path), tte.LoadPlanner(layouts=orders)
+            tte.load(state, path, planner=planner, storage_reader=reader, share_reads=share_reads, prove=True)
+            loaded.append([bits_of(local_of(value)) for value in state.values()])
+            if share_reads in (True, "host"):
+                assert bytes_read(reader) == sum(value.nbytes for value in truth.values()), (seed, share_reads)
+        for others in loaded[1:]:
+            assert all(map(torch.equal, loaded[0], others)), seed
+
+
+@pytest.mark.parametrize(("saving", "loading"), [(4, 2), (2, 8), (6, 4)])
+def test_random_states_are_read_once_and_equal(run_world: RunWorld, tmp_path: Path, saving: int, loading: int) -> None:
+    seeds = list(range(8))
+    run_world(saving, save_many, seeds, tmp_path)
+    run_world(loading, load_many, seeds, tmp_path)
+
+
+def tries(share_reads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets ``"auto"`` try small states too."""
+    monkeypatch.setattr(operation, "_MIN_WANTED_BYTES", 1)
+    monkeypatch.setattr(operation, "_MIN_SECONDS", 0.0)
+    monkeypatch.setattr(operation, "_FEWEST_SAMPLE_BYTES", 64)
+    monkeypatch.setattr(operation, "_FAR_TOO_SLOW", {"far too slow": 0.0}.get(share_reads, 1e9))
+    fast = share_reads == "faster"
+
+    def chosen(sharing: Any, **seconds: float) -> Any:
+        return replace(sharing, chosen=fast, reason="as the test wants it")
+
+    monkeypatch.setattr(operation, "_chosen_by", chosen)
+
+
+DTYPES = [
+    *(torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.bool, torch.int64, torch.uint16),
+]
+
+
+def kinds(rank: int, *, value: int) -> dict[str, Any]:
+    """Targets of odd kinds; each rank's are alike but for their memory."""
+    state: dict[str, Any] = {}
+    for dtype in DTYPES:
+        numbers = torch.arange(600).reshape(20, 30) % 7 + value
+        state[f"{dtype}"] = numbers.to(dtype) if dtype != torch.bool else numbers % 2 == 0
+        state[f"0-d {dtype}"] = state[f"{dtype}"][3, 5].clone()
+    state["no elements"] = torch.zeros(0, 4)
+    state["transposed"] = torch.full((8, 6), 1.5 + value).t() if rank == 1 else torch.full((6, 8), 1.5 + value)
+    state["columns"] = torch.full((6, 9), 2.5 + value)[:, 2:7]
+    state["conj"] = torch.full((5, 2), complex(1, value)).conj()
+    tied = torch.arange(40.0).reshape(5, 8) + value
+    state["tied"], state["also tied"] = tied, tied
+    buffer = torch.arange(10.0) + value
+    state["buffer"], state["part of it"] = buffer, buffer[2:5]
+    state["cast"] = torch.full((7, 3), 4.0 + value, dtype=torch.float64 if value == 0 else torch.float32)
+    state["number"], state["text"] = value, f"text {value}"
+    return {"model": state, "step": value}
+
+
+def load_kinds(rank: int, world_size: int, path: Path) -> None:
+    truth = kinds(0, value=3)
+    if rank == 0:
+        tte.save(truth, path, no_dist=True)
+    dist.barrier()
+    ways: list[Any] = [False, True, "host", "auto", "faster", "slower", "far too slow"]
+    for share_reads in ways:
+        state = kinds(rank, value=0)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            if share_reads in ways[4:]:
+                tries(share_reads, monkeypatch)
+            policy = tte.elastic.ElasticPolicy()
+            given = "auto" if share_reads in ways[4:] else share_reads
+            report = tte.load(state, path, share_reads=given, policy=policy)
+        assert report is not None
+        if share_reads not in (False, "auto"):
+            assert report.sharing is not None
+            assert bool(report.sharing.chosen) == (share_reads in (True, "host", "faster")), (
+                share_reads,
+                report.sharing,
+            )
+        assert state["step"] == 3 and (state["model"]["number"], state["model"]["text"]) == (3, "text 3")
+        for key, expected in truth["model"].items():
+            value = state["model"][key]
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(bits_of(value.to(expected.dtype)), bits_of(expected)), (share_reads, key)
+        assert state["model"]["tied"] is state["model"]["also tied"]
+
+
+def test_odd_kinds_of_targets(run_world: RunWorld, tmp_path: Path) -> None:
+    run_world(3, load_kinds, tmp_path / "step")
+
+
+def load_differently(rank: int, world_size: int, path: Path) -> None:
+    state = {"w": torch.ones(4)}
+    tte.save(state, path)
+    for _ in range(2):
+        with pytest.raises(StateRefusedError, match="share_reads.*is True on rank 0, False on rank 1"):
+            tte.load(state, path, share_reads=rank == 0)
+    assert state["w"].tolist() == [1] * 4
+
+
+def test_ranks_that_disagree_are_refused(run_world: RunWorld, tmp_path: Path) -> None:
+    run_world(2, load_differently, tmp_path / "step")
+
+
+def load_damaged(rank: int, world_size: int, path: Path) -> str:
+    state = {f"w{number}": torch.full((1 << 19,), float(number)) for number in range(8)}  # 16 MiB
+    tte.save(state, path)
+    if rank == 0:
+        for file in path.glob("*.distcp"):
+            content = bytearray(file.read_bytes())
+            content[len(content) // 2] ^= 4
+            file.write_bytes(content)
+    dist.barrier()
+    with pytest.raises(CheckpointFailedError) as caught:
+        tte.load(state, path, share_reads=True)
+    tte.load(state, path, storage_reader=FileReader(path, verify="none"), share_reads=True)  # the group goes on
+    return str(caught.value)
+
+
+def test_a_flipped_bit_is_one_error_on_all_ranks(run_world: RunWorld, tmp_path: Path) -> None:
+    texts = run_world(4, load_damaged, tmp_path / "step")
+    assert len(set(texts)) == 1
+    assert "DamagedCheckpointError" in texts[0] and ".distcp" in texts[0]
+
+
+def test_arguments_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="share_reads='yes', expected True, False, 'auto' or 'host'"):
+        tte.load({}, tmp_path, share_reads="yes")  # type: ignore[arg-type]
+    with pytest.raises(WrongValueError, match="share_reads=True and a DefaultLoadPlanner, expected a LoadPlanner"):
+        tte.load({}, tmp_path, planner=DefaultLoadPlanner(), share_reads=True)
