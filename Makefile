@@ -61,7 +61,7 @@ soak: build $(STAMPS)/test  ## The property tests and fuzzers with many more cas
 
 # Python cannot run sanitized code from the editable install: each sanitizer has a small environment of its own beside its build,
 # which sees the packages of .venv and holds the package with sanitized libraries.
-SANITIZED_TESTS := tests/test_ops.py tests/test_ops_fuzz.py tests/test_fingerprints.py tests/storage/metadata/test_metadata_file.py \
+SANITIZED_TESTS := tests/test_ops.py tests/test_ops_fuzz.py tests/test_change_ops.py tests/test_fingerprints.py tests/storage/metadata/test_metadata_file.py \
   tests/storage/metadata/test_metadata_writer.py tests/storage/metadata/test_hostile_metadata.py tests/storage/native/test_file_reader.py \
   tests/storage/inspect/test_damage.py tests/cli/test_inspect.py tests/cli/test_verify.py
 sanitize: $(STAMPS)/gtest $(STAMPS)/package $(STAMPS)/test  ## C++ tests, op tests and fuzz under ASan + UBSan, then under TSan

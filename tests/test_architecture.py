@@ -21,6 +21,7 @@ ROWS = [
     {"layout"},
     {"state", "ranks"},
     {"storage"},
+    {"transforms"},
     {"checkpoint", "sync"},
     {"full_tensors", "fingerprints"},
     {"full_state_dicts", "transfer"},
@@ -52,6 +53,7 @@ INNER_ROWS = {
         {"dtensors"},
         {""},
     ],
+    "transforms": [{"rules"}, {"mapped"}, {"mapped_reads"}, {"reader"}, {""}],
     "elastic": [{"data", "schedule", "rng", "train_state"}, {""}],
     "offline": [
         {"amounts", "sources", "workers", "placement_rules"},

@@ -23,7 +23,10 @@ PACKAGE = Path(torchtitan_ext.__file__).resolve().parent
 REFERENCE = ROOT / "docs" / "reference"
 LAYOUTS = (ROOT / "docs" / "use" / "layouts.md").read_text()
 EXAMPLES = re.findall(r"```python\n# torchrun --nproc-per-node (\d+)\n(.*?)```", LAYOUTS, re.S)
-ROOMS = ("", ".checkpoint", ".elastic", ".errors", ".layout", ".metrics", ".ops", ".storage", ".sync", ".transfer")
+ROOMS = (
+    *("", ".checkpoint", ".elastic", ".errors", ".layout", ".metrics", ".ops", ".storage", ".sync", ".transfer"),
+    ".transforms",
+)
 
 
 @pytest.mark.parametrize(("num_ranks", "code"), EXAMPLES, ids=["nine rows", "fused QKV"])

@@ -25,6 +25,7 @@ INSTANCES = [
             errors.SyncMismatchError,
             errors.MissingStateError,
             errors.ReshardError,
+            errors.TransformError,
             errors.WrongArgumentError,
         )
     ),

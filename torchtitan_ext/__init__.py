@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torchtitan_ext import storage as storage
     from torchtitan_ext import sync as sync
     from torchtitan_ext import transfer as transfer
+    from torchtitan_ext import transforms as transforms
     from torchtitan_ext.checkpoint import LoadPlanner, SavePlanner, async_save, load, save
     from torchtitan_ext.fingerprints import fingerprint
     from torchtitan_ext.full_state_dicts import get_full_state_dict, set_full_state_dict
@@ -64,7 +65,7 @@ __all__ = [
 ]
 
 # Rooms that are reached by attribute too, as after ``import torchtitan_ext.sync``.
-_ROOMS = ("checkpoint", "layout", "ranks", "state", "storage", "sync", "transfer")
+_ROOMS = ("checkpoint", "layout", "ranks", "state", "storage", "sync", "transfer", "transforms")
 
 _MODULE_OF = {
     **dict.fromkeys(("LoadPlanner", "SavePlanner", "async_save", "load", "save"), "checkpoint"),

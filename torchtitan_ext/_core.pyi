@@ -707,23 +707,98 @@ class TransferPair:
     source_class: int
     target_class: int
     cast_to: int
+    distrusted: list[int]
     source_keys: list[int]
     target_keys: list[int]
 
-def pair_keys(source: World, target: World, source_of: Sequence[int]) -> list[TransferPair]: ...
+def pair_keys(
+    source: World, target: World, source_of: Sequence[int], distrusted: Mapping[int, Sequence[int]] = ...
+) -> list[TransferPair]: ...
 
 class TransferPlan:
     bytes_between: dict[tuple[int, int], int]
-    def __init__(self, source: World, target: World, pairs: Sequence[TransferPair], hosts: Sequence[int]) -> None: ...
+    first_absent: dict[int, _HeldBox]
+    """By the position of a pair a box of its keys that some rank wants and none holds."""
+    def __init__(
+        self,
+        source: World,
+        target: World,
+        pairs: Sequence[TransferPair],
+        hosts: Sequence[int],
+        has_lost_ranks: bool = False,
+    ) -> None: ...
     def sends(self, rank: int) -> bytes: ...
     def receives(self, rank: int) -> bytes: ...
+    def absent(self, rank: int) -> bytes: ...
 
 class BoxTable:
     entries: bytes
     bytes_of_peer: dict[int, int]
 
+class AbsentBox:
+    """Of a tensor that states its boxes the one with the number ``chunk``, in which local offsets count then."""
+
+    chunk: int
+    offsets: _Sizes
+    sizes: _Sizes
+    local_offsets: _Sizes
+
+class AbsentKey:
+    """What a rank wants of the key at a position of its table, and no rank holds."""
+
+    position: int
+    num_bytes: int
+    boxes: list[AbsentBox]
+
+def expand_absent(absent: bytes) -> list[AbsentKey]: ...
 def expand_transfers(transfers: bytes, first_tensor: Sequence[int]) -> BoxTable: ...
 
+# Transforms: csrc/core/transform.h, csrc/core/tensor_map.h.
+
+class MapPart:
+    """What is read of one chunk of a source; ``chunk`` is its position in the chunk list. Memory counts elements."""
+
+    source: int
+    chunk: int
+    memory_offset: int
+    memory_strides: _Sizes
+    def stored(self, chunk: StoredTensor) -> StoredTensor:
+        """The elements that are read as a tensor of their own, given where those of the chunk lie."""
+
+class MapSources:
+    """Shape and chunks of each source, by its number; ``None`` for one that is not used."""
+    def __init__(self, sources: Sequence[tuple[Sequence[int], ChunkIndex | None]]) -> None: ...
+
+class TensorMap:
+    shape: _Sizes
+    num_pieces: int
+    sources: list[int]
+    def enumerate(self) -> list[tuple[int, int]]:
+        """Source and row-major position of each element, row by row. For tests and small tensors."""
+    def find_parts(
+        self, offsets: Sequence[int], sizes: Sequence[int], memory_strides: Sequence[int], sources: MapSources
+    ) -> list[MapPart]: ...
+
+class MappedTensor:
+    """A tensor that a transform gives out; without ``dtypes`` it is a value that is no tensor, of source ``value``."""
+
+    name: str
+    dtypes: list[str]
+    values: TensorMap
+    scales: TensorMap | None
+    value: int
+
+class ResolvedTransform:
+    targets: list[MappedTensor]
+    problems: list[tuple[str, str]]
+
+_StepArguments = tuple[str, int, Sequence[int], Sequence[Sequence[int]], str]
+
+def resolve_transform(
+    stages: Sequence[tuple[Sequence[tuple[Sequence[str], Sequence[str], Sequence[_StepArguments]]], Sequence[str]]],
+    sources: Sequence[tuple[str, str, Sequence[int]]],
+) -> ResolvedTransform:
+    """Sources are names, dtypes (empty for values that are no tensors) and shapes."""
 class WantedReads:
     def __init__(self) -> None: ...
     def add(self, items: Sequence[Any], tag_of: Sequence[int], keys: Mapping[str, int]) -> None: ...

@@ -59,27 +59,30 @@ kernels = torch.ops.torchtitan_ext
 _library = torch.library.Library("torchtitan_ext", "IMPL")
 
 
-def bump_version_of(name: str, argument: int) -> None:
-    """Makes an in-place op known to autograd where ``csrc/autograd``, which does it faster, is missing."""
+def bump_version_of(name: str, *arguments: int) -> None:
+    """Makes an in-place op known to autograd where ``csrc/autograd``, which does it faster, is missing.
+
+    ``arguments`` are the places of those that it writes.
+    """
     if not full_abi_is_missing:
         return
     op = getattr(kernels, name).default
 
-    def kernel(keyset: torch._C.DispatchKeySet, *args: Any) -> None:
+    def kernel(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
             raise RuntimeError(
                 f"{name} is not differentiable: an argument requires grad; call it under torch.no_grad(), "
                 "or use the form without the final underscore"
             )
-        given = args[argument]
-        written = [given] if isinstance(given, Tensor) else given
+        written = [tensor for argument in arguments for tensor in _tensors_in(args[argument])]
         if not torch.is_inference_mode_enabled() and any(tensor.is_inference() for tensor in written):
             raise RuntimeError(
                 f"{name}: a tensor was made in inference mode and is written outside of it; call under "
                 "torch.inference_mode(), or clone() it first"
             )
-        op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
+        result = op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
         torch.autograd.graph.increment_version([tensor for tensor in written if not tensor.is_inference()])
+        return result
 
     _library.impl(name, kernel, "ADInplaceOrView", with_keyset=True)
 

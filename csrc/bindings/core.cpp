@@ -19,6 +19,7 @@
 #include "bindings/storage.h"
 #include "bindings/tables.h"
 #include "bindings/transfer.h"
+#include "bindings/transforms.h"
 #include "bindings/value_digest.h"
 #include "core/boxes.h"
 #include "core/chunk.h"
@@ -207,5 +208,6 @@ PYBIND11_MODULE(_core, module) {
   register_plan(module);
   register_transfer(module);
   torchtitan_ext::bindings::define_items(module);
+  torchtitan_ext::bindings::define_transforms(module);
   torchtitan_ext::bindings::define_shared_reads(module);
 }

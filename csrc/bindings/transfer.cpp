@@ -4,16 +4,19 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <map>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
+#include "bindings/convert.h"
 #include "core/transfer_plan.h"
 
 namespace torchtitan_ext::bindings {
 
 namespace py = pybind11;
+using core::AbsentKey;
 using core::BoxTable;
 using core::TransferPair;
 using core::TransferPlan;
@@ -35,19 +38,39 @@ void register_transfer(py::module_& module) {
       .def_readonly("source_class", &TransferPair::source_class)
       .def_readonly("target_class", &TransferPair::target_class)
       .def_readwrite("cast_to", &TransferPair::cast_to)
+      .def_readonly("distrusted", &TransferPair::distrusted)
       .def_readonly("source_keys", &TransferPair::source_keys)
       .def_readonly("target_keys", &TransferPair::target_keys);
-  module.def("pair_keys", &core::pair_keys, py::arg("source"), py::arg("target"), py::arg("source_of"));
+  module.def("pair_keys", &core::pair_keys, py::arg("source"), py::arg("target"), py::arg("source_of"),
+             py::arg("distrusted") = std::map<uint32_t, std::vector<int64_t>>());
   py::class_<TransferPlan>(module, "TransferPlan", "Who sends what to whom; see csrc/core/transfer_plan.h.")
-      .def(py::init<const World&, const World&, std::vector<TransferPair>, std::vector<uint32_t>>(),
+      .def(py::init<const World&, const World&, std::vector<TransferPair>, std::vector<uint32_t>, bool>(),
            py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::call_guard<py::gil_scoped_release>(), py::arg("source"),
-           py::arg("target"), py::arg("pairs"), py::arg("hosts"))
+           py::arg("target"), py::arg("pairs"), py::arg("hosts"), py::arg("has_lost_ranks") = false)
       .def("sends", [](const TransferPlan& plan, int64_t rank) { return py::bytes(plan.sends(rank)); })
       .def("receives", [](const TransferPlan& plan, int64_t rank) { return py::bytes(plan.receives(rank)); })
+      .def("absent", [](const TransferPlan& plan, int64_t rank) { return py::bytes(plan.absent(rank)); })
+      .def_property_readonly("first_absent",
+                             [](const TransferPlan& plan) {
+                               py::dict first;
+                               for (const auto& [pair, box] : plan.first_absent()) first[py::int_(pair)] = to_box(box);
+                               return first;
+                             })
       .def_property_readonly("bytes_between", &TransferPlan::bytes_between);
   py::class_<BoxTable>(module, "BoxTable", "One side of an exchange; see torchtitan_ext.ops.exchange_runs_.")
       .def_property_readonly("entries", [](const BoxTable& table) { return py::bytes(bytes_of(table)); })
       .def_readonly("bytes_of_peer", &BoxTable::bytes_of_peer);
+  py::class_<AbsentKey::Box>(module, "AbsentBox", "See csrc/core/transfer_plan.h.")
+      .def_readonly("chunk", &AbsentKey::Box::chunk)
+      .def_property_readonly("offsets", [](const AbsentKey::Box& one) { return to_tuple(one.box.offsets); })
+      .def_property_readonly("sizes", [](const AbsentKey::Box& one) { return to_tuple(one.box.sizes); })
+      .def_property_readonly("local_offsets",
+                             [](const AbsentKey::Box& one) { return to_tuple(one.box.local_offsets); });
+  py::class_<AbsentKey>(module, "AbsentKey", "What no rank holds of a key; see csrc/core/transfer_plan.h.")
+      .def_readonly("position", &AbsentKey::position)
+      .def_readonly("num_bytes", &AbsentKey::num_bytes)
+      .def_readonly("boxes", &AbsentKey::boxes);
+  module.def("expand_absent", [](const py::bytes& bytes) { return core::expand_absent(to_view(bytes)); });
   module.def(
       "expand_transfers",
       [](const py::bytes& bytes, const std::vector<int64_t>& first_tensor) {

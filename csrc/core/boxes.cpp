@@ -201,6 +201,42 @@ std::vector<Overlap> find_overlaps(std::span<const Chunk> wanted, std::span<cons
   return ChunkIndex({saved.begin(), saved.end()}).find_overlaps(wanted);
 }
 
+std::vector<Chunk> subtract(const Chunk& chunk, std::span<const Chunk> others) {
+  std::vector<Chunk> left;
+  if (std::ranges::find(chunk.sizes, 0) == chunk.sizes.end()) left.push_back(chunk);
+  Overlap overlap;
+  for (const Chunk& other : others) {
+    check_dims(other, chunk.offsets.size());
+    std::vector<Chunk> cut;
+    for (Chunk& part : left) {
+      if (!intersect(part, other, overlap)) {
+        cut.push_back(std::move(part));
+        continue;
+      }
+      // Dim by dim what lies before and behind the overlap; what is left in the end is the overlap itself.
+      for (size_t dim = 0; dim < part.sizes.size(); ++dim) {
+        const int64_t before = overlap.local_offsets[dim] - part.local_offsets[dim];
+        const int64_t behind = part.sizes[dim] - before - overlap.sizes[dim];
+        if (before > 0) {
+          cut.push_back(part);
+          cut.back().sizes[dim] = before;
+        }
+        if (behind > 0) {
+          cut.push_back(part);
+          cut.back().offsets[dim] += before + overlap.sizes[dim];
+          cut.back().local_offsets[dim] += before + overlap.sizes[dim];
+          cut.back().sizes[dim] = behind;
+        }
+        part.offsets[dim] += before;
+        part.local_offsets[dim] += before;
+        part.sizes[dim] = overlap.sizes[dim];
+      }
+    }
+    left = std::move(cut);
+  }
+  return left;
+}
+
 std::optional<std::pair<size_t, size_t>> find_colliding_pair(std::span<const Box> boxes) {
   if (boxes.size() < 2) return std::nullopt;
   const BoxIndex index(boxes, boxes[0].offsets.size());

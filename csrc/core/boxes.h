@@ -92,6 +92,12 @@ class ChunkIndex {
 // The same for one question.
 std::vector<Overlap> find_overlaps(std::span<const Chunk> wanted, std::span<const Chunk> saved);
 
+// What is left of a chunk without the elements of others: chunks that share none, with `local_offsets` in the same local
+// tensor. At most two per dim for each of the others that it meets.
+//
+//   4 x 4 at [0, 0] without 2 x 2 at [0, 0]:  rows 2-3, and columns 2-3 of rows 0-1
+std::vector<Chunk> subtract(const Chunk& chunk, std::span<const Chunk> others);
+
 // The positions of two boxes that share an element, the lower one first.
 std::optional<std::pair<size_t, size_t>> find_colliding_pair(std::span<const Box> boxes);
 

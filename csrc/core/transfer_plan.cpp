@@ -41,6 +41,61 @@ struct Supply {
   std::vector<uint32_t> chunks;  // per rank
 };
 
+// Ranks that may be taken, of some that are in increasing order; with their chunks, where there are any.
+void leave_out(const std::vector<int64_t>& distrusted, std::vector<Supply>& supplies) {
+  if (distrusted.empty()) return;
+  for (Supply& supply : supplies) {
+    Supply kept{supply.box, {}, {}};
+    for (size_t index = 0; index < supply.ranks.size(); ++index) {
+      if (std::ranges::binary_search(distrusted, supply.ranks[index])) continue;
+      kept.ranks.push_back(supply.ranks[index]);
+      kept.chunks.push_back(supply.chunks[index]);
+    }
+    supply = std::move(kept);
+  }
+  std::erase_if(supplies, [](const Supply& supply) { return supply.ranks.empty(); });
+}
+
+// Of boxes that may share elements each keeps what none before it holds.
+std::vector<Supply> without_repeats(std::vector<Supply> supplies) {
+  std::vector<Chunk> boxes;
+  for (const Supply& supply : supplies) boxes.push_back(supply.box);
+  const ChunkIndex index(boxes);
+  std::vector<Supply> result;
+  for (size_t position = 0; position < supplies.size(); ++position) {
+    std::vector<Chunk> before;
+    for (const Overlap& overlap : index.find_overlaps(std::span(&boxes[position], 1))) {
+      if (overlap.saved < position) before.push_back(boxes[overlap.saved]);
+    }
+    for (Chunk& part : subtract(boxes[position], before)) {
+      result.push_back({std::move(part), supplies[position].ranks, supplies[position].chunks});
+    }
+  }
+  return result;
+}
+
+// Whoever holds equal boxes in equal places, of any replica: a world that has lost ranks may have no whole one.
+std::vector<Supply> supplies_of_any(const KeyClass& of_keys) {
+  std::vector<Supply> supplies;
+  for (const std::vector<const HeldShard*>& equal : equal_shards(of_keys)) {
+    std::vector<std::pair<const HeldShard*, std::vector<int64_t>>> alike;
+    for (const HeldShard* held : equal) {
+      const auto same = std::ranges::find_if(alike, [&](const auto& one) { return one.first->boxes == held->boxes; });
+      std::vector<int64_t>& ranks =
+          same != alike.end() ? same->second : alike.emplace_back(held, std::vector<int64_t>()).second;
+      ranks.insert(ranks.end(), held->ranks.begin(), held->ranks.end());
+    }
+    for (auto& [held, ranks] : alike) {
+      std::ranges::sort(ranks);
+      ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
+      for (const Chunk& box : held->boxes) {
+        if (!is_empty(box)) supplies.push_back({box, ranks, std::vector<uint32_t>(ranks.size(), 0)});
+      }
+    }
+  }
+  return supplies;
+}
+
 std::vector<Supply> supplies_of(const World& world, const KeyClass& of_keys) {
   std::vector<Supply> supplies;
   if (world.kind_of(of_keys).type == EntryType::kBoxes) {
@@ -115,19 +170,22 @@ Sizes sum_of(const Sizes& left, const Sizes& right) {
 
 }  // namespace
 
-std::vector<TransferPair> pair_keys(const World& source, const World& target, const std::vector<uint32_t>& source_of) {
+std::vector<TransferPair> pair_keys(const World& source, const World& target, const std::vector<uint32_t>& source_of,
+                                    const std::map<uint32_t, std::vector<int64_t>>& distrusted) {
   TTE_CHECK(source_of.size() == target.num_keys(), "pair_keys", "got ", source_of.size(), " source keys, expected ",
             target.num_keys());
   std::vector<TransferPair> pairs;
-  std::map<std::pair<uint32_t, uint32_t>, size_t> positions;
+  std::map<std::tuple<uint32_t, uint32_t, std::vector<int64_t>>, size_t> positions;
   for (uint32_t key = 0; key < source_of.size(); ++key) {
     if (source_of[key] == World::kNoClass) continue;
     const uint32_t from = source.class_of(source_of[key]);
     const uint32_t to = target.class_of(key);
     TTE_CHECK(from != World::kNoClass && to != World::kNoClass, "pair_keys", "no rank holds ",
               std::string(target.name(key)));
-    const auto [found, is_new] = positions.try_emplace({from, to}, pairs.size());
-    if (is_new) pairs.push_back({from, to, -1, {}, {}});
+    const auto doubt = distrusted.find(source_of[key]);
+    std::vector<int64_t> without = doubt == distrusted.end() ? std::vector<int64_t>() : doubt->second;
+    const auto [found, is_new] = positions.try_emplace({from, to, without}, pairs.size());
+    if (is_new) pairs.push_back({from, to, -1, std::move(without), {}, {}});
     pairs[found->second].source_keys.push_back(source_of[key]);
     pairs[found->second].target_keys.push_back(key);
   }
@@ -153,6 +211,15 @@ struct TransferPlan::Side {
     out.put(chunk);
     out.put_sizes(local_offsets);
     out.put_sizes(sizes);
+    ++num_boxes[static_cast<size_t>(rank)];
+  }
+
+  void add_absent(int64_t rank, uint32_t chunk, const Chunk& box) {
+    WireWriter& out = boxes[static_cast<size_t>(rank)];
+    out.put(chunk);
+    out.put_sizes(box.offsets);
+    out.put_sizes(box.sizes);
+    out.put_sizes(box.local_offsets);
     ++num_boxes[static_cast<size_t>(rank)];
   }
 
@@ -200,25 +267,34 @@ struct TransferPlan::Side {
 };
 
 TransferPlan::TransferPlan(const World& source, const World& target, std::vector<TransferPair> pairs,
-                           std::vector<uint32_t> hosts)
+                           std::vector<uint32_t> hosts, bool has_lost_ranks)
     : source_(source),
       target_(target),
       host_of_(std::move(hosts)),
+      has_lost_ranks_(has_lost_ranks),
       sent_bytes_(source.num_ranks(), 0),
       sends_(source.num_ranks()),
-      receives_(source.num_ranks()) {
+      receives_(source.num_ranks()),
+      absent_(source.num_ranks()) {
   TTE_CHECK(source.num_ranks() == target.num_ranks() && host_of_.size() == source.num_ranks(), "TransferPlan",
             "the source has ", source.num_ranks(), " ranks, the target ", target.num_ranks(),
             ", and there are hosts of ", host_of_.size());
   Side source_side(source_, sends_);
   Side target_side(target_, receives_);
-  for (const TransferPair& pair : pairs) plan_pair(pair, source_side, target_side);
+  Side absent_side(target_, absent_);
+  for (size_t position = 0; position < pairs.size(); ++position) {
+    plan_pair(position, pairs[position], source_side, target_side, absent_side);
+  }
 }
 
-void TransferPlan::plan_pair(const TransferPair& pair, Side& source_side, Side& target_side) {
+void TransferPlan::plan_pair(size_t position, const TransferPair& pair, Side& source_side, Side& target_side,
+                             Side& absent_side) {
   const KeyClass& from = source_.classes().at(pair.source_class);
   const KeyClass& to = target_.classes().at(pair.target_class);
-  const std::vector<Supply> supplies = supplies_of(source_, from);
+  const bool states_boxes = source_.kind_of(from).type == EntryType::kBoxes;
+  std::vector<Supply> supplies = has_lost_ranks_ && !states_boxes ? supplies_of_any(from) : supplies_of(source_, from);
+  leave_out(pair.distrusted, supplies);
+  if (has_lost_ranks_) supplies = without_repeats(std::move(supplies));
   std::vector<Chunk> held;
   for (const Supply& supply : supplies) held.push_back(supply.box);
   const ChunkIndex index(std::move(held));
@@ -242,6 +318,19 @@ void TransferPlan::plan_pair(const TransferPair& pair, Side& source_side, Side& 
   };
   for (const Demand& demand : demands_of(target_, to)) {
     const std::vector<Overlap> overlaps = index.find_overlaps(demand.boxes);
+    if (has_lost_ranks_) {
+      auto overlap = overlaps.begin();  // in the order of the wanted boxes
+      for (uint32_t box = 0; box < demand.boxes.size(); ++box) {
+        std::vector<Chunk> held_of_it;
+        for (; overlap != overlaps.end() && overlap->wanted == box; ++overlap) {
+          held_of_it.push_back(supplies[overlap->saved].box);
+        }
+        for (const Chunk& part : subtract(demand.boxes[box], held_of_it)) {
+          first_absent_.try_emplace(position, part);
+          for (const int64_t wanting : demand.ranks) absent_side.add_absent(wanting, demand.chunks[box], part);
+        }
+      }
+    }
     for (const int64_t wanting : demand.ranks) {
       for (const Overlap& overlap : overlaps) {
         const Supply& supply = supplies[overlap.saved];
@@ -262,6 +351,44 @@ void TransferPlan::plan_pair(const TransferPair& pair, Side& source_side, Side& 
   }
   source_side.finish_pair(pair.source_keys, item_bytes, pair.cast_to);
   target_side.finish_pair(pair.target_keys, item_bytes, -1);
+  absent_side.finish_pair(pair.target_keys, item_bytes, -1);
+}
+
+namespace {
+
+std::vector<int64_t> get_positions(WireReader& in) {
+  std::vector<int64_t> positions(in.get_count("keys"));
+  int64_t position = 0;
+  for (int64_t& one : positions) one = position += in.get_signed("position of a key");
+  return positions;
+}
+
+}  // namespace
+
+std::vector<AbsentKey> expand_absent(std::string_view bytes) {
+  WireReader in(bytes, "absent boxes");
+  std::map<int64_t, AbsentKey> keys;
+  while (in.num_left() > 0) {
+    const auto item_bytes = static_cast<int64_t>(in.get("bytes of an element"));
+    in.get_signed("dtype");
+    const std::vector<int64_t> positions = get_positions(in);
+    std::vector<AbsentKey::Box> boxes(in.get_count("boxes", 4));
+    int64_t num_bytes = 0;
+    for (auto& [chunk, box] : boxes) {
+      chunk = static_cast<int64_t>(in.get("box of a tensor"));
+      box.offsets = in.get_sizes("offsets of a box");
+      box.sizes = in.get_sizes("sizes of a box");
+      box.local_offsets = in.get_sizes("local offsets of a box");
+      num_bytes = checked_add(num_bytes, checked_mul(num_elements(box.sizes), item_bytes));
+    }
+    for (const int64_t position : positions) {
+      if (position < 0) in.fail("position of a key", "it is negative");
+      keys[position] = {static_cast<size_t>(position), num_bytes, boxes};
+    }
+  }
+  std::vector<AbsentKey> result;
+  for (auto& [position, key] : keys) result.push_back(std::move(key));
+  return result;
 }
 
 BoxTable expand_transfers(std::string_view bytes, const std::vector<int64_t>& first_tensor) {
@@ -277,10 +404,9 @@ BoxTable expand_transfers(std::string_view bytes, const std::vector<int64_t>& fi
   while (in.num_left() > 0) {
     const auto item_bytes = static_cast<int64_t>(in.get("bytes of an element"));
     const int64_t cast_to = in.get_signed("dtype");
-    std::vector<int64_t> tensors(in.get_count("keys"));
-    int64_t position = 0;
+    std::vector<int64_t> tensors = get_positions(in);
     for (int64_t& tensor : tensors) {
-      position += in.get_signed("position of a key");
+      const int64_t position = tensor;
       const bool is_known = position >= 0 && position < static_cast<int64_t>(first_tensor.size());
       tensor = is_known ? first_tensor[static_cast<size_t>(position)] : -1;
       if (tensor < 0) in.fail("position of a key", "this rank has no tensor there");

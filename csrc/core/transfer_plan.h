@@ -8,6 +8,9 @@
 //   source  w1, w2: rows on ranks 0, 1          target  w1, w2: columns on ranks 2, 3        one pair, 4 boxes:
 //                                                       0 -> 2, 0 -> 3, 1 -> 2, 1 -> 3, each for w1 and for w2
 //
+// Of a world that has lost ranks the others hold what they hold: whatever boxes there are, in whatever replicas, each
+// element taken from the first that has it. What no rank holds is absent, and told to the ranks that want it.
+//
 // A rank is told its boxes, per pair, with the positions of the pair's keys in its own table. Both ends of a transfer
 // count boxes in the same order: by pair, by key, by wanted box, by held box.
 #pragma once
@@ -27,39 +30,52 @@ struct TransferPair {
   uint32_t source_class = 0;
   uint32_t target_class = 0;
   int64_t cast_to = -1;  // the number of the dtype to which the sender converts, or -1
+  std::vector<int64_t>
+      distrusted;  // ranks that hold keys of the pair and whose copies are not taken, in increasing order
   std::vector<uint32_t> source_keys;
   std::vector<uint32_t> target_keys;
 };
 
 // The pairs, in the order of the lowest target key of each. Args:
-//   source_of: per key of the target the key of the source, or World::kNoClass for one that is not filled.
-std::vector<TransferPair> pair_keys(const World& source, const World& target, const std::vector<uint32_t>& source_of);
+//   source_of: per key of the target the key of the source, or World::kNoClass for one that is not filled;
+//   distrusted: of keys of the source the ranks whose copies are not taken, in increasing order.
+std::vector<TransferPair> pair_keys(const World& source, const World& target, const std::vector<uint32_t>& source_of,
+                                    const std::map<uint32_t, std::vector<int64_t>>& distrusted = {});
 
 class TransferPlan {
  public:
   // After `agree` of both worlds, which found no trouble; the worlds must outlive this.
   // Args:
   //   pairs: of equal global shapes;
-  //   hosts: per rank the number of its host.
-  TransferPlan(const World& source, const World& target, std::vector<TransferPair> pairs, std::vector<uint32_t> hosts);
+  //   hosts: per rank the number of its host;
+  //   has_lost_ranks: whether the source may lack elements.
+  TransferPlan(const World& source, const World& target, std::vector<TransferPair> pairs, std::vector<uint32_t> hosts,
+               bool has_lost_ranks = false);
 
   // What a rank sends, and what it receives, for `expand_transfers`.
   const std::string& sends(int64_t rank) const { return sends_.at(static_cast<size_t>(rank)); }
   const std::string& receives(int64_t rank) const { return receives_.at(static_cast<size_t>(rank)); }
   // Bytes from each rank to each other rank, and to itself, where there are any.
   const std::map<std::pair<int64_t, int64_t>, int64_t>& bytes_between() const { return bytes_between_; }
+  // What a rank wants and no rank holds, for `expand_absent`.
+  const std::string& absent(int64_t rank) const { return absent_.at(static_cast<size_t>(rank)); }
+  // By the position of a pair the first absent box of its keys, where there is one.
+  const std::map<size_t, Chunk>& first_absent() const { return first_absent_; }
 
  private:
   struct Side;
-  void plan_pair(const TransferPair& pair, Side& source_side, Side& target_side);
+  void plan_pair(size_t position, const TransferPair& pair, Side& source_side, Side& target_side, Side& absent_side);
 
   const World& source_;
   const World& target_;
   std::vector<uint32_t> host_of_;
+  bool has_lost_ranks_;
   std::vector<int64_t> sent_bytes_;  // per rank, to other ranks
   std::vector<std::string> sends_;
   std::vector<std::string> receives_;
   std::map<std::pair<int64_t, int64_t>, int64_t> bytes_between_;
+  std::vector<std::string> absent_;
+  std::map<size_t, Chunk> first_absent_;
 };
 
 // One side of an exchange of boxes: per box peer, tensor, cast_to, number of dims, offsets, sizes; by peer.
@@ -73,5 +89,20 @@ struct BoxTable {
 //   first_tensor: per position in the rank's table its tensor, or -1 for none. A tensor that states its own boxes is one
 //     tensor per box, of which this is the first.
 BoxTable expand_transfers(std::string_view bytes, const std::vector<int64_t>& first_tensor);
+
+// What a rank wants of one key and no rank holds. `chunk` counts the boxes of a tensor that states them; `offsets` are
+// global, `local_offsets` in the rank's tensor, or in that box.
+struct AbsentKey {
+  struct Box {
+    int64_t chunk = 0;
+    Chunk box;
+  };
+  size_t position = 0;  // in the rank's table
+  int64_t num_bytes = 0;
+  std::vector<Box> boxes;
+};
+
+// Writes out what a rank was told is absent. Throws WireError.
+std::vector<AbsentKey> expand_absent(std::string_view bytes);
 
 }  // namespace torchtitan_ext::core

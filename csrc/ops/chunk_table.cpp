@@ -62,6 +62,27 @@ void check_num_dims(size_t num_dims, size_t expected, const char* op, const char
 
 }  // namespace
 
+TableReader::Entry TableReader::next(size_t num_dims) {
+  const int64_t num_chunks = take(1)[0];
+  TTE_CHECK(num_chunks >= 0 && num_chunks <= static_cast<int64_t>(rest_.size() + 1), where_, "the table says ",
+            num_chunks, " chunks and has ", rest_.size(), " more integers");
+  const std::span<const int64_t> of_dims = take(num_dims);
+  const std::span<const int64_t> shard_sizes = take(num_dims);
+  return {of_dims, shard_sizes, take(3 * num_dims * static_cast<size_t>(num_chunks))};
+}
+
+std::span<const int64_t> TableReader::take(size_t count) {
+  TTE_CHECK(count <= rest_.size(), where_, "the table ends too early: ", rest_.size(), " integers are left, expected ",
+            count);
+  const std::span<const int64_t> taken = rest_.first(count);
+  rest_ = rest_.subspan(count);
+  return taken;
+}
+
+void TableReader::finish() const {
+  TTE_CHECK(rest_.empty(), where_, "the table has ", rest_.size(), " integers behind the last tensor's");
+}
+
 std::vector<ChunkView> checked_chunks(std::span<const int64_t> table, std::span<const int64_t> box_sizes,
                                       std::span<const int64_t> box_offsets, std::span<const int64_t> shard_sizes,
                                       const char* op, const char* offsets_name) {

@@ -14,6 +14,26 @@ struct ChunkView {
   std::span<const int64_t> local_offsets;
 };
 
+// Reads the parts of `tables` that belong to one tensor after the other; ops.h has the formats.
+class TableReader {
+ public:
+  TableReader(std::span<const int64_t> tables, const char* where) : rest_(tables), where_(where) {}
+
+  // `num_chunks | a number for each dim | shard_sizes | chunks`. The first numbers are offsets of a box, or global sizes.
+  struct Entry {
+    std::span<const int64_t> of_dims, shard_sizes, chunks;
+  };
+
+  Entry next(size_t num_dims);
+  std::span<const int64_t> take(size_t count);
+  bool at_end() const { return rest_.empty(); }
+  void finish() const;
+
+ private:
+  std::span<const int64_t> rest_;
+  const char* where_;
+};
+
 // The chunks of a table. Throws std::invalid_argument unless every one of them is a box inside the shard and inside the
 // box at `box_offsets` of the global tensor, and they tile the shard. `op` and `offsets_name` are for messages.
 std::vector<ChunkView> checked_chunks(std::span<const int64_t> table, std::span<const int64_t> box_sizes,

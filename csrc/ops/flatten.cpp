@@ -36,18 +36,6 @@ void check_alignment(int64_t alignment, const char* op) {
             alignment, ", expected a power of two of at most ", kMaxAlignment, " bytes");
 }
 
-std::vector<TensorView> views_of(const TensorList& tensors, Access access, const char* op) {
-  TTE_CHECK(!tensors.empty(), op, "got no tensors, expected at least one");
-  std::vector<TensorView> views;
-  views.reserve(tensors.size());
-  for (size_t index = 0; index < tensors.size(); ++index) {
-    const Subject subject{op, "tensors", static_cast<int64_t>(index)};
-    views.push_back(view_of(tensors[index], access, subject));
-    check_same_device(views[0], views[index], {op, "tensors", 0}, subject);
-  }
-  return views;
-}
-
 template <typename View>
 FlatLayout lay_out(const std::vector<View>& views, int64_t alignment) {
   FlatLayout layout;
@@ -128,7 +116,7 @@ void flatten_views(std::span<const TensorView> views, const FlatLayout& layout, 
 Tensor flatten_tensors(const TensorList& tensors, int64_t alignment, ScalarType dtype) {
   const char* op = "flatten_tensors";
   check_alignment(alignment, op);
-  const std::vector<TensorView> views = views_of(tensors, Access::kRead, op);
+  const std::vector<TensorView> views = views_of(tensors, Access::kRead, op, "tensors");
   const FlatLayout layout = lay_out(views, alignment);
   const int32_t out_dtype = static_cast<int32_t>(dtype);
   const int64_t item_bytes = static_cast<int64_t>(aoti_torch_dtype_element_size(out_dtype));
@@ -145,7 +133,7 @@ Tensor flatten_tensors(const TensorList& tensors, int64_t alignment, ScalarType 
 void flatten_into_(const TensorList& tensors, int64_t alignment, const Tensor& out) {
   const char* op = "flatten_into_";
   check_alignment(alignment, op);
-  const std::vector<TensorView> views = views_of(tensors, Access::kRead, op);
+  const std::vector<TensorView> views = views_of(tensors, Access::kRead, op, "tensors");
   const FlatLayout layout = lay_out(views, alignment);
   const TensorView out_view = view_of(out.get(), Access::kWrite, {op, "out"});
   check_buffer(out_view, views, layout.num_bytes, op, "out");
@@ -156,7 +144,7 @@ void flatten_into_(const TensorList& tensors, int64_t alignment, const Tensor& o
 void unflatten_tensors_(const TensorList& tensors, const Tensor& flat, int64_t alignment) {
   const char* op = "unflatten_tensors_";
   check_alignment(alignment, op);
-  const std::vector<TensorView> views = views_of(tensors, Access::kWrite, op);
+  const std::vector<TensorView> views = views_of(tensors, Access::kWrite, op, "tensors");
   const FlatLayout layout = lay_out(views, alignment);
   const TensorView flat_view = view_of(flat.get(), Access::kRead, {op, "flat"});
   check_buffer(flat_view, views, layout.num_bytes, op, "flat");

@@ -10,6 +10,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <cstdint>
+#include <tuple>
 #include <vector>
 
 #include "ops/tensor_list.h"
@@ -63,5 +64,31 @@ std::vector<Tensor> buffer_tensors(const Tensor& buffer, const TensorList& like,
 // The sum, modulo 2^64, of the hashes of the shard's words at their places in the global tensor (element_hash.h): a 0-d
 // int64 tensor on the shard's device. Sums of disjoint chunks add up to that of the whole tensor.
 Tensor fingerprint_shard(const Tensor& shard, const Ints& global_sizes, const Ints& chunks);
+
+// ---- changes.cpp ----
+//
+// Changes of a list of tensors: `counts` of changed elements; int64 `positions` of these in the row-major order of the
+// global tensors, tensor after tensor, ascending in each; their bits as uint8 `values`, those of each tensor from a
+// multiple of 16 bytes on. `tables` has for each tensor `num_chunks | global_sizes | shard_sizes | chunks`.
+
+// The mask of elements that differ by bits (change_marks.h), and their number in each tensor.
+std::tuple<Tensor, Tensor> mark_changes(const TensorList& new_tensors, const TensorList& base);
+
+// Fills positions and values of the marked elements of those tensors whose count is not 0. Returns (2, number of tensors)
+// sums of the hashes (element_hash.h) of their bits before, and of those now.
+Tensor changed_elements_(const TensorList& new_tensors, const TensorList& base, const Ints& tables, const Tensor& mask,
+                         const Ints& counts, const Tensor& positions, const Tensor& values);
+
+// Positions, values and counts of those changes that lie in boxes. `tables` has for each tensor
+// `count | item_bytes | num_dims | num_boxes | global_sizes | offsets, sizes of each box`.
+std::tuple<Tensor, Tensor, Tensor> select_changes(const Tensor& positions, const Tensor& values, const Ints& tables);
+
+// The sums of the hashes of the bits that the shards hold at these positions, and how many of them each shard has.
+std::tuple<Tensor, Tensor> sum_elements(const TensorList& shards, const Ints& tables, const Tensor& positions,
+                                        const Ints& counts);
+
+// Writes the values at those of the positions that a shard holds.
+void apply_changes_(const TensorList& shards, const Ints& tables, const Tensor& positions, const Ints& counts,
+                    const Tensor& values);
 
 }  // namespace torchtitan_ext::ops

@@ -47,41 +47,6 @@ void unpack_into(const Tensor& dst, const Ints& dst_offsets, const Tensor& shard
   copy_runs_on(box, runs);
 }
 
-// Reads the parts of `tables` that belong to one tensor after the other; ops.h has the format.
-class TableReader {
- public:
-  TableReader(std::span<const int64_t> tables, const char* where) : rest_(tables), where_(where) {}
-
-  struct Entry {
-    std::span<const int64_t> box_offsets, shard_sizes, chunks;
-  };
-
-  Entry next(size_t num_dims) {
-    const int64_t num_chunks = take(1)[0];
-    TTE_CHECK(num_chunks >= 0 && num_chunks <= static_cast<int64_t>(rest_.size() + 1), where_, "the table says ",
-              num_chunks, " chunks and has ", rest_.size(), " more integers");
-    const std::span<const int64_t> box_offsets = take(num_dims);
-    const std::span<const int64_t> shard_sizes = take(num_dims);
-    return {box_offsets, shard_sizes, take(3 * num_dims * static_cast<size_t>(num_chunks))};
-  }
-
-  void finish() const {
-    TTE_CHECK(rest_.empty(), where_, "the table has ", rest_.size(), " integers behind the last tensor's");
-  }
-
- private:
-  std::span<const int64_t> take(size_t count) {
-    TTE_CHECK(count <= rest_.size(), where_, "the table ends too early: ", rest_.size(),
-              " integers are left, expected ", count);
-    const std::span<const int64_t> taken = rest_.first(count);
-    rest_ = rest_.subspan(count);
-    return taken;
-  }
-
-  std::span<const int64_t> rest_;
-  const char* where_;
-};
-
 }  // namespace
 
 Tensor pack_shard(const Tensor& src, const Ints& src_offsets, const Ints& shard_sizes, const Ints& chunks) {
@@ -124,8 +89,7 @@ std::vector<Tensor> pack_shards(const TensorList& src, const Ints& tables) {
     const TensorView box = view_of(src[index], Access::kRead, subject);
     const TableReader::Entry entry = reader.next(box.sizes.size());
     parts.push_back(
-        {box, entry,
-         checked_chunks(entry.chunks, box.sizes, entry.box_offsets, entry.shard_sizes, where, "src_offsets")});
+        {box, entry, checked_chunks(entry.chunks, box.sizes, entry.of_dims, entry.shard_sizes, where, "src_offsets")});
     check_same_device(parts[0].box, box, {where, "src", 0}, subject);
   }
   reader.finish();
@@ -135,7 +99,7 @@ std::vector<Tensor> pack_shards(const TensorList& src, const Ints& tables) {
   for (const Part& part : parts) {
     shards.push_back(empty_on(part.box, part.entry.shard_sizes, part.box.dtype));
     const TensorView shard = view_of(shards.back().get(), Access::kWrite, {where, "the result"});
-    append_chunks(runs, part.chunks, part.box, part.entry.box_offsets, shard, Direction::kPack);
+    append_chunks(runs, part.chunks, part.box, part.entry.of_dims, shard, Direction::kPack);
   }
   copy_runs_on(parts[0].box, runs);
   return shards;
@@ -159,9 +123,9 @@ void unpack_shards_(const TensorList& dst, const TensorList& shards, const Ints&
     TTE_CHECK(std::ranges::equal(entry.shard_sizes, shard.sizes), where, shard_is.text(),
               " has another shape than the table says");
     const std::vector<ChunkView> chunks =
-        checked_chunks(entry.chunks, box.sizes, entry.box_offsets, entry.shard_sizes, where, "dst_offsets");
+        checked_chunks(entry.chunks, box.sizes, entry.of_dims, entry.shard_sizes, where, "dst_offsets");
     check_disjoint(chunks, &ChunkView::offsets, where, "larger tensor");
-    append_chunks(runs, chunks, box, entry.box_offsets, shard, Direction::kUnpack);
+    append_chunks(runs, chunks, box, entry.of_dims, shard, Direction::kUnpack);
     boxes.push_back(box);
     shard_views.push_back(shard);
     check_same_device(boxes[0], box, {where, "dst", 0}, dst_is);

@@ -86,6 +86,18 @@ TensorView view_of(AtenTensorHandle tensor, Access access, const Subject& subjec
   return view;
 }
 
+std::vector<TensorView> views_of(const TensorList& tensors, Access access, const char* op, const char* name) {
+  TTE_CHECK(!tensors.empty(), op, "got no tensors, expected at least one");
+  std::vector<TensorView> views;
+  views.reserve(tensors.size());
+  for (size_t index = 0; index < tensors.size(); ++index) {
+    const Subject subject{op, name, static_cast<int64_t>(index)};
+    views.push_back(view_of(tensors[index], access, subject));
+    check_same_device(views[0], views[index], {op, name, 0}, subject);
+  }
+  return views;
+}
+
 Tensor empty_on(const TensorView& like, std::span<const int64_t> sizes, int32_t dtype) {
   const std::vector<int64_t> strides = contiguous_strides(sizes);
   const int64_t item_bytes = static_cast<int64_t>(aoti_torch_dtype_element_size(dtype));

@@ -12,6 +12,7 @@
 #include "core/memory.h"
 #include "core/runs.h"
 #include "ops/copy_runs.h"
+#include "ops/tensor_list.h"
 
 namespace torchtitan_ext::ops {
 
@@ -50,6 +51,9 @@ struct TensorView {
 // CUDA device, or whose storage was freed or shrunk below what it spans (FSDP2 and resize_ do that), and, for
 // Access::kWrite, one whose elements may share memory (an expanded tensor).
 TensorView view_of(AtenTensorHandle tensor, Access access, const Subject& subject);
+
+// Those of a list on one device, which has at least one. `name` is that of the argument.
+std::vector<TensorView> views_of(const TensorList& tensors, Access access, const char* op, const char* name);
 
 // A new contiguous tensor on the device of `like`.
 Tensor empty_on(const TensorView& like, std::span<const int64_t> sizes, int32_t dtype);

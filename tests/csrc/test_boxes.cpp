@@ -49,6 +49,44 @@ std::vector<Overlap> all_pairs(const std::vector<Chunk>& wanted, const std::vect
   return overlaps;
 }
 
+std::set<std::vector<int64_t>> elements_of(std::span<const Chunk> boxes) {
+  std::set<std::vector<int64_t>> elements;
+  for (const Chunk& box : boxes) {
+    Sizes index(box.sizes.size(), 0);
+    for (int64_t number = 0; number < num_elements(box.sizes); ++number) {
+      int64_t rest = number;
+      std::vector<int64_t> element;
+      for (size_t dim = box.sizes.size(); dim-- > 0; rest /= box.sizes[dim]) index[dim] = rest % box.sizes[dim];
+      for (size_t dim = 0; dim < box.sizes.size(); ++dim) element.push_back(box.offsets[dim] + index[dim]);
+      element.push_back(-1);  // then where it lies in the local tensor
+      for (size_t dim = 0; dim < box.sizes.size(); ++dim) element.push_back(box.local_offsets[dim] + index[dim]);
+      EXPECT_TRUE(elements.insert(element).second) << "two boxes hold one element";
+    }
+  }
+  return elements;
+}
+
+TEST(Subtract, LeavesWhatNoOtherBoxHolds) {
+  std::mt19937 random(5);
+  for (int trial = 0; trial < 3000; ++trial) {
+    Sizes shape(std::uniform_int_distribution<size_t>(0, 3)(random));
+    for (int64_t& size : shape) size = std::uniform_int_distribution<int64_t>(1, 7)(random);
+    const auto box = random_boxes(random, shape, 1);
+    const auto others = random_boxes(random, shape, std::uniform_int_distribution<int64_t>(0, 5)(random));
+    auto expected = elements_of(box);
+    std::erase_if(expected, [&](const std::vector<int64_t>& element) {
+      return std::ranges::any_of(others, [&](const Chunk& other) {
+        for (size_t dim = 0; dim < shape.size(); ++dim) {
+          const int64_t at = element[dim] - other.offsets[dim];
+          if (at < 0 || at >= other.sizes[dim]) return false;
+        }
+        return true;
+      });
+    });
+    ASSERT_EQ(elements_of(subtract(box[0], others)), expected);
+  }
+}
+
 TEST(FindOverlaps, IsAllPairsOnRandomBoxes) {
   std::mt19937 random(3);
   for (int trial = 0; trial < 5000; ++trial) {

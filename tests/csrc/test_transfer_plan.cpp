@@ -4,6 +4,7 @@
 #include <map>
 #include <numeric>
 #include <random>
+#include <set>
 
 #include "core/transfer_plan.h"
 #include "core/wire.h"
@@ -59,7 +60,7 @@ void add_tensor(Memory& memory, const Sizes& shape) {
 
 // Keys `names` of kind `kind` on a mesh; ranks outside it hold nothing. `fill` writes each element's global number.
 State state_of(int64_t num_ranks, const MeshForm& mesh, int64_t origin, const Kind& kind,
-               const std::vector<std::string>& names, bool fill) {
+               const std::vector<std::string>& names, bool fill, const std::set<int64_t>& lost = {}) {
   std::vector<std::pair<std::string, uint32_t>> keys;
   for (const std::string& name : names) keys.emplace_back(name, 0);
   const KeyColumns columns = make_columns({mesh}, {kind}, keys);
@@ -72,7 +73,7 @@ State state_of(int64_t num_ranks, const MeshForm& mesh, int64_t origin, const Ki
   for (int64_t rank = 0; rank < num_ranks; ++rank) {
     Memory& memory = state.memory.emplace_back();
     const auto found = coordinates.find(rank);
-    if (found == coordinates.end()) {
+    if (found == coordinates.end() || lost.contains(rank)) {
       state.world.add_rank({empty}, encode_part(make_part(none, {})));
       continue;
     }
@@ -94,8 +95,26 @@ State state_of(int64_t num_ranks, const MeshForm& mesh, int64_t origin, const Ki
     }
   }
   state.world.agree(false);
-  for (const KeyClass& of_keys : state.world.classes()) EXPECT_FALSE(of_keys.trouble);
+  for (const KeyClass& of_keys : state.world.classes()) EXPECT_TRUE(!of_keys.trouble || !lost.empty());
   return state;
+}
+
+// A layout of a tensor on one of the meshes, in FSDP2's order.
+std::pair<MeshForm, Kind> random_layout(std::mt19937& random, const Sizes& shape) {
+  const std::vector<MeshForm> meshes = {strided_mesh({8}, {1}),       strided_mesh({4, 2}, {2, 1}),
+                                        strided_mesh({2, 2}, {2, 1}), strided_mesh({2, 2, 2}, {4, 2, 1}),
+                                        strided_mesh({3}, {1}),       {{2, 2}, false, {7, 1, 3, 5}, false, {}}};
+  const MeshForm& mesh = meshes[random() % meshes.size()];
+  std::vector<Placement> placements(mesh.shape.size());
+  for (Placement& placement : placements) placement.dim = static_cast<int64_t>(random() % 3) - 1;
+  // An axis that shares its dim with axes further right pays for them.
+  for (size_t axis = 0; axis < placements.size(); ++axis) {
+    if (placements[axis].dim < 0) continue;
+    for (size_t other = axis + 1; other < placements.size(); ++other) {
+      if (placements[other].dim == placements[axis].dim) placements[axis].split_factor *= mesh.shape[other];
+    }
+  }
+  return {mesh, sharded(shape, placements)};
 }
 
 std::vector<uint32_t> same_names(const World& source, const World& target) {
@@ -173,30 +192,27 @@ std::vector<uint32_t> one_host_each(int64_t num_ranks) {
   return hosts;
 }
 
+World world_of_boxes(const std::vector<std::vector<Chunk>>& boxes_of_ranks, const Sizes& shape) {
+  const KeyColumns columns = make_columns({}, {stated_boxes(shape)}, {{"w", 0}});
+  World world;
+  const size_t section = world.add_section(encode_columns(columns));
+  for (const std::vector<Chunk>& boxes : boxes_of_ranks) {
+    RankPart part = make_part(columns, {});
+    part.boxes = {{0, boxes}};
+    world.add_rank({section}, encode_part(part));
+  }
+  world.agree(false);
+  return world;
+}
+
 TEST(TransferPlan, FillsEveryElementOnceWhateverTheTwoLayouts) {
   std::mt19937 random(26);
   const auto below = [&](int64_t limit) { return static_cast<int64_t>(random() % static_cast<uint64_t>(limit)); };
   constexpr int64_t kRanks = 8;
-  const std::vector<MeshForm> meshes = {strided_mesh({8}, {1}),       strided_mesh({4, 2}, {2, 1}),
-                                        strided_mesh({2, 2}, {2, 1}), strided_mesh({2, 2, 2}, {4, 2, 1}),
-                                        strided_mesh({3}, {1}),       {{2, 2}, false, {7, 1, 3, 5}, false, {}}};
   for (int trial = 0; trial < 500; ++trial) {
     const Sizes shape = {1 + below(11), 1 + below(7)};
-    const auto layout = [&]() {
-      const MeshForm& mesh = meshes[static_cast<size_t>(below(static_cast<int64_t>(meshes.size())))];
-      std::vector<Placement> placements(mesh.shape.size());
-      for (Placement& placement : placements) placement.dim = below(3) - 1;
-      // FSDP2's order: an axis that shares its dim with axes further right pays for them.
-      for (size_t axis = 0; axis < placements.size(); ++axis) {
-        if (placements[axis].dim < 0) continue;
-        for (size_t other = axis + 1; other < placements.size(); ++other) {
-          if (placements[other].dim == placements[axis].dim) placements[axis].split_factor *= mesh.shape[other];
-        }
-      }
-      return std::pair{mesh, sharded(shape, placements)};
-    };
-    const auto [source_mesh, source_kind] = layout();
-    const auto [target_mesh, target_kind] = layout();
+    const auto [source_mesh, source_kind] = random_layout(random, shape);
+    const auto [target_mesh, target_kind] = random_layout(random, shape);
     const int64_t source_origin = source_mesh.is_strided && num_elements(source_mesh.shape) <= 4 ? below(5) : 0;
     const int64_t target_origin = target_mesh.is_strided && num_elements(target_mesh.shape) <= 4 ? below(5) : 0;
     State source = state_of(kRanks, source_mesh, source_origin, source_kind, {"a", "b"}, true);
@@ -220,6 +236,89 @@ TEST(TransferPlan, FillsEveryElementOnceWhateverTheTwoLayouts) {
   }
 }
 
+TEST(TransferPlan, OfLostRanksTakesWhatOthersHoldAndTellsTheRest) {
+  std::mt19937 random(27);
+  int num_decided = 0;
+  int num_absent = 0;
+  for (int trial = 0; trial < 600; ++trial) {
+    const Sizes shape = {1 + static_cast<int64_t>(random() % 11), 1 + static_cast<int64_t>(random() % 7)};
+    const auto [source_mesh, source_kind] = random_layout(random, shape);
+    const auto [target_mesh, target_kind] = random_layout(random, shape);
+    std::set<int64_t> lost;
+    for (size_t count = 1 + random() % 3; count > 0; --count) lost.insert(static_cast<int64_t>(random() % 8));
+    State source = state_of(8, source_mesh, 0, source_kind, {"w"}, true, lost);
+    if (source.world.num_keys() == 0 || source.world.classes()[0].trouble) continue;  // nobody is left, or in doubt
+    ++num_decided;
+    State target = state_of(8, target_mesh, 0, target_kind, {"w"}, false);
+    const TransferPlan plan(source.world, target.world, pair_keys(source.world, target.world, {0}), one_host_each(8),
+                            true);
+    std::set<int64_t> held;
+    for (const Memory& memory : source.memory) {
+      for (const auto& elements : memory.elements) held.insert(elements.begin(), elements.end());
+    }
+    exchange(plan, source, target);
+    const State expected = state_of(8, target_mesh, 0, target_kind, {"w"}, true);
+    bool is_any_absent = false;
+    for (size_t rank = 0; rank < 8; ++rank) {
+      Memory& made = target.memory[rank];
+      for (const AbsentKey& key : expand_absent(plan.absent(static_cast<int64_t>(rank)))) {
+        ASSERT_EQ(key.position, 0u);
+        is_any_absent = true;
+        int64_t num_bytes = 0;
+        for (const auto& [chunk, box] : key.boxes) {
+          num_bytes += 4 * num_elements(box.sizes);
+          for_each_index(box.sizes, [&](const Sizes& at) {
+            const int64_t element = linear(plus(box.offsets, at), shape);
+            EXPECT_FALSE(held.contains(element)) << "a survivor holds it";
+            const auto local = static_cast<size_t>(linear(plus(box.local_offsets, at), made.shapes[0]));
+            EXPECT_EQ(made.elements[0].at(local), kNothing) << "written twice";
+            made.elements[0][local] = element;
+          });
+        }
+        EXPECT_EQ(key.num_bytes, num_bytes);
+      }
+      EXPECT_EQ(made.elements, expected.memory[rank].elements) << "trial " << trial << ", rank " << rank;
+    }
+    EXPECT_EQ(plan.first_absent().size(), is_any_absent ? 1u : 0u);
+    num_absent += is_any_absent;
+    if (::testing::Test::HasFailure()) return;
+  }
+  EXPECT_GT(num_decided, 300);
+  EXPECT_GT(num_absent, 100);
+}
+
+TEST(TransferPlan, CopiesThatAreDistrustedAreNotTaken) {
+  const Kind everywhere = sharded({8}, {{-1, 1}});
+  const State source = state_of(4, strided_mesh({3}, {1}), 0, everywhere, {"v", "w", "x"}, true);
+  const State target = state_of(4, strided_mesh({4}, {1}), 0, everywhere, {"v", "w", "x"}, false);
+  const auto pairs = pair_keys(source.world, target.world, {0, 1, 2}, {{1, {0}}, {2, {0, 1, 2}}});
+  ASSERT_EQ(pairs.size(), 3u);
+  const TransferPlan plan(source.world, target.world, pairs, one_host_each(4), true);
+  // "v" from rank to itself; rank 0 takes "w" from another one; nobody has an "x" to be trusted.
+  EXPECT_EQ(plan.bytes_between().at({0, 0}), 32);
+  EXPECT_EQ(plan.bytes_between().at({1, 1}), 64);
+  EXPECT_EQ(plan.bytes_between().at({1, 0}), 32);
+  EXPECT_EQ(plan.first_absent().at(2).sizes, Sizes{8});
+  EXPECT_EQ(expand_absent(plan.absent(3)).at(0).position, 2u);
+}
+
+TEST(TransferPlan, BoxesOfSurvivorsThatShareElementsAreTakenOnce) {
+  const World source = world_of_boxes({{{{0}, {5}, {}}}, {{{3}, {4}, {}}}, {}}, {10});
+  const World target = world_of_boxes({{}, {}, {{{0}, {10}, {}}}}, {10});
+  const TransferPlan plan(source, target, pair_keys(source, target, {0}), one_host_each(3), true);
+  const std::vector<int64_t> receives = {0, 7, -1, 1, 0, 5, 1, 7, -1, 1, 5, 2};
+  EXPECT_EQ(expand_transfers(plan.receives(2), {7}).entries, receives);
+  const std::vector<int64_t> sends = {2, 7, -1, 1, 2, 2};
+  EXPECT_EQ(expand_transfers(plan.sends(1), {7}).entries, sends);
+  const std::vector<AbsentKey> absent = expand_absent(plan.absent(2));
+  ASSERT_EQ(absent.size(), 1u);
+  ASSERT_EQ(absent[0].boxes.size(), 1u);
+  EXPECT_EQ(absent[0].boxes[0].box, (Chunk{{7}, {3}, {7}}));
+  for (size_t length = 1; length < plan.absent(2).size(); ++length) {
+    EXPECT_THROW(expand_absent(std::string_view(plan.absent(2)).substr(0, length)), WireError) << length;
+  }
+}
+
 TEST(TransferPlan, TakesFromItselfThenFromItsHostThenFromTheLeastLoaded) {
   const Kind everywhere = sharded({8}, {{-1, 1}});
   const State source = state_of(8, strided_mesh({4}, {1}), 0, everywhere, {"w"}, true);
@@ -230,19 +329,6 @@ TEST(TransferPlan, TakesFromItselfThenFromItsHostThenFromTheLeastLoaded) {
   const std::map<std::pair<int64_t, int64_t>, int64_t> expected = {{{2, 2}, 32}, {{3, 3}, 32}, {{1, 4}, 32},
                                                                    {{0, 5}, 32}, {{2, 6}, 32}, {{3, 7}, 32}};
   EXPECT_EQ(plan.bytes_between(), expected);
-}
-
-World world_of_boxes(const std::vector<std::vector<Chunk>>& boxes_of_ranks, const Sizes& shape) {
-  const KeyColumns columns = make_columns({}, {stated_boxes(shape)}, {{"w", 0}});
-  World world;
-  const size_t section = world.add_section(encode_columns(columns));
-  for (const std::vector<Chunk>& boxes : boxes_of_ranks) {
-    RankPart part = make_part(columns, {});
-    part.boxes = {{0, boxes}};
-    world.add_rank({section}, encode_part(part));
-  }
-  world.agree(false);
-  return world;
 }
 
 TEST(TransferPlan, BoxesThatTensorsStateAreTensorsOfTheirOwn) {

@@ -187,6 +187,7 @@ def test_a_rank_that_does_not_come(kind: str, phase: str) -> None:
     assert len({str(error) for error, *_ in first.values()}) == 1, first
     assert all(seconds < LATEST_SECONDS for rank, (_, seconds, _) in first.items() if rank != CULPRIT)
     text = str(first[0][0])
+    assert text.endswith("can serve no further transfer: make a new one and plan again, or restart")
     named = {"moving": "exchange"}.get(phase, phase.split()[0])
     assert text.startswith(f"reshard failed in phase {named} while ranks ")
     assert ("the target may be part-written: w" in text) == (named == "exchange")

@@ -1,6 +1,7 @@
 """Jobs that were started apart meet in one group, move state from one to the other, lose each other and meet again."""
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -9,6 +10,8 @@ import sys
 import textwrap
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ from torch.distributed.tensor import Shard
 
 import torchtitan_ext as tte
 from torchtitan_ext import transfer
-from torchtitan_ext.errors import MeetingError, WrongValueError
+from torchtitan_ext.errors import LostRankError, MeetingError, WrongValueError
 from torchtitan_ext.transfer import meeting
 
 JOBS = {"trainer": 3, "generator": 2}
@@ -103,6 +106,55 @@ def test_a_first_rank_that_is_lost_after_it_came_holds_up_nobody_for_longer_than
     place.set(f"arrival/{place.add('arrivals', 1)}", first.statement())
     with pytest.raises(MeetingError, match=r"rank\(s\) 0 of a came and was lost"):
         transfer.meet(f"{host}:{port}", job="b", rank=0, jobs=first.jobs, host_store=False, timeout_seconds=1)
+
+
+def lose_in_a_sync(position: int, world_size: int, address: str, folder: Path, has_default: bool) -> None:
+    """Survivors write down what they got: the world fails as a whole."""
+    job, rank = ("a", position) if position < 2 else ("b", 0)
+    if has_default:
+        store = dist.FileStore(str(folder / f"store_{job}"), 2 if job == "a" else 1)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2 if job == "a" else 1)
+    with caplog_at_info() as logged:
+        group = transfer.meet(address, job=job, rank=rank, jobs={"a": 2, "b": 1}, host_store=False, timeout_seconds=60)
+        tensors = [torch.full((10,), float(position))]
+        tte.broadcast_tensors(tensors, group=group, src=2)
+    assert bool((tensors[0] == 2).all()) and len(logged) == (position == 0)
+    if job == "b":
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(LostRankError) as caught:
+        tte.broadcast_tensors(tensors, group=group, src=2)
+    assert caught.value.rank == position and caught.value.silent == (2,)
+    (folder / str(position)).write_text(str(caught.value))
+
+
+@contextmanager
+def caplog_at_info() -> Iterator[list[logging.LogRecord]]:
+    """The records of syncs."""
+    logger, records = logging.getLogger("torchtitan_ext.sync"), []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        yield records
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("has_default", [False, True])
+def test_a_sync_of_a_meeting_names_who_is_lost_by_job(run_world: Any, tmp_path: Path, has_default: bool) -> None:
+    """With a default group, too, which knows nothing of the meeting's group and has other ranks."""
+    host, _, port = free_address().rpartition(":")
+    store = dist.TCPStore(host, int(port), is_master=True, wait_for_workers=False)
+    with pytest.raises(RuntimeError, match="the worker process died"):
+        run_world(3, lose_in_a_sync, f"{host}:{port}", tmp_path, has_default, process_group=False)
+    del store
+    for position in (0, 1):
+        text = (tmp_path / str(position)).read_text()
+        assert text.startswith(f"broadcast_tensors failed on rank {position} while ranks agreed on what to sync")
+        assert "; rank(s) 2 did not answer a roll call; rank 2 is b rank 0; the backend says: " in text
 
 
 def test_arguments() -> None:
@@ -188,6 +240,7 @@ def test_a_job_that_was_killed_meets_the_other_again(tmp_path: Path, killed: str
         wait_for(logs["generator", 0], 5 if killed == "trainer" else last + 5)
         lost = [event for event in events(logs[survivor]) if "lost" in event]
         assert lost[0]["lost"] == "LostRankError" and f"is {killed} rank 0" in lost[0]["text"], lost
+        assert "this process group can serve no further transfer: meet again, and plan again" in lost[0]["text"]
     finally:
         for process in processes.values():
             process.kill()

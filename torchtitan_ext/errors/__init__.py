@@ -48,6 +48,7 @@ from torchtitan_ext.errors.refusals import (
     ReshardError,
     StateRefusedError,
     SyncMismatchError,
+    TransformError,
     WrongArgumentError,
     refusal,
 )
@@ -77,6 +78,7 @@ __all__ = [
     "SyncMismatchError",
     "TorchtitanExtError",
     "TransferFailedError",
+    "TransformError",
     "UnknownFormatError",
     "UnsafePickleError",
     "WorkerLostError",

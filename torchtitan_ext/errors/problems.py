@@ -31,6 +31,7 @@ ProblemKind = Literal[
     "unexpected_key",
     "policy_name",
     "unused_filter",
+    "wrong_transform",
 ]
 
 MAX_NAMED = 10

@@ -78,6 +78,10 @@ class ReshardError(StateRefusedError):
     """The checkpoint cannot become the state that the targets ask for."""
 
 
+class TransformError(StateRefusedError):
+    """A transform does not fit the tensors of the checkpoint, fills elements twice or not at all, or forgets some."""
+
+
 REFUSALS: dict[ProblemKind, tuple[type[StateRefusedError], str]] = {
     "partial_placement": (LayoutError, "Partial tensors cannot be checkpointed"),
     "unknown_placement": (LayoutError, "Placements this package does not know"),
@@ -103,6 +107,7 @@ REFUSALS: dict[ProblemKind, tuple[type[StateRefusedError], str]] = {
     "unexpected_key": (ReshardError, "Saved entries that nothing asks for"),
     "policy_name": (ReshardError, "Names of the policy that cannot be followed"),
     "unused_filter": (ReshardError, "Filters that select nothing"),
+    "wrong_transform": (TransformError, "Transforms that do not fit the checkpoint"),
 }
 """For each kind of problem the error and the heading of its problems in reports."""
 

@@ -10,6 +10,16 @@ differentiable; where its arguments require grad, call it under ``torch.no_grad(
 """
 
 from torchtitan_ext.ops.broadcast import DEFAULT_BUCKET_BYTES, BroadcastCheck, broadcast_coalesced_, check_broadcast
+from torchtitan_ext.ops.changes import (
+    BoxLike,
+    apply_changes_,
+    change_offsets,
+    changed_elements_,
+    mark_changes,
+    mask_words,
+    select_changes,
+    sum_elements,
+)
 from torchtitan_ext.ops.exchange import dtype_number, exchange_runs_, numbered_dtype
 from torchtitan_ext.ops.flat import (
     DEFAULT_ALIGNMENT,
@@ -31,12 +41,16 @@ from torchtitan_ext.ops.shards import (
 )
 
 __all__ = [
+    "BoxLike",
     "BroadcastCheck",
     "ChunkLike",
     "DEFAULT_ALIGNMENT",
     "DEFAULT_BUCKET_BYTES",
     "ShardLike",
+    "apply_changes_",
     "broadcast_coalesced_",
+    "change_offsets",
+    "changed_elements_",
     "check_broadcast",
     "dtype_number",
     "exchange_runs_",
@@ -45,9 +59,13 @@ __all__ = [
     "flat_views",
     "flatten_into_",
     "flatten_tensors",
+    "mark_changes",
+    "mask_words",
     "numbered_dtype",
     "pack_shard",
     "pack_shards",
+    "select_changes",
+    "sum_elements",
     "unflatten_tensors_",
     "unpack_shard",
     "unpack_shard_",

@@ -140,7 +140,7 @@ def pack_shards(
 ) -> list[Tensor]:
     """``pack_shard`` of many tensors, of any dtypes on one device, in one call. Differentiable."""
     given = listed("pack_shards", "src", src)
-    tables = _tables("pack_shards", given, shards, src_offsets)
+    tables = shard_tables("pack_shards", given, shards, src_offsets)
     return _PACK_SHARDS((given, tables)) if given else []
 
 
@@ -187,11 +187,10 @@ def unpack_shards_(
 ) -> None:
     """``unpack_shard_`` of many tensors in one call. No two of ``dst`` may share memory."""
     given, given_locals = listed("unpack_shards_", "dst", dst), listed("unpack_shards_", "locals", locals)
-    tables = _tables("unpack_shards_", given, shards, dst_offsets)
+    tables = shard_tables("unpack_shards_", given, shards, dst_offsets)
     if len(given) != len(given_locals):
         raise ValueError(f"unpack_shards_: got {len(given)} tensors and {len(given_locals)} local tensors")
-    for local, shard in zip(given_locals, shards, strict=True):
-        _check_shape("unpack_shards_", local, shard)
+    check_shapes("unpack_shards_", given_locals, shards)
     if given:
         call("unpack_shards_", (given, given_locals, tables))
 
@@ -213,9 +212,10 @@ def _chunk_table(shard: ShardLike) -> list[int]:
     return table
 
 
-def _tables(
+def shard_tables(
     name: str, tensors: Sequence[Tensor], shards: Sequence[ShardLike], offsets: Sequence[Sequence[int]] | None
 ) -> list[int]:
+    """The tables of a list; ``ops.h`` has the formats. In place of offsets stand global sizes in some of them."""
     if len(tensors) != len(shards) or (offsets is not None and len(offsets) != len(shards)):
         raise ValueError(f"{name}: got {len(tensors)} tensors and {len(shards)} shards, expected one of each for each")
     table: list[int] = []
@@ -225,6 +225,11 @@ def _tables(
         table += shard.sizes
         table += _chunk_table(shard)
     return table
+
+
+def check_shapes(name: str, locals: Sequence[Tensor], shards: Sequence[ShardLike]) -> None:
+    for local, shard in zip(locals, shards, strict=True):
+        _check_shape(name, local, shard)
 
 
 def _check_shape(name: str, local: Tensor, shard: ShardLike) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     ScatterOptions,
 )
 
-from torchtitan_ext.ranks.groups import position_in, ranks_of
+from torchtitan_ext.ranks.groups import is_meeting, position_in, ranks_of
 from torchtitan_ext.ranks.side_group import SideGroup
 from torchtitan_ext.ranks.watch import Watch
 
@@ -117,7 +117,10 @@ def all_gather_bytes(scope: Scope, flat: torch.Tensor, axes: Sequence[int] = ())
         if scope is None and not dist.is_initialized():
             return flat.view(1, num_bytes)
         rows = flat.new_empty(dist.get_world_size(scope), num_bytes)
-        dist.all_gather(list(rows.unbind()), flat, group=scope)
+        if is_meeting(scope):  # dist.all_gather does not know it: an error in there would become another error
+            cast(Any, scope).allgather([list(rows.unbind())], [flat]).wait()
+        else:
+            dist.all_gather(list(rows.unbind()), flat, group=scope)
         return rows
     mesh = scope
     for axis in reversed(axes):

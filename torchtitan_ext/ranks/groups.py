@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -36,9 +37,14 @@ def position_in(group: dist.ProcessGroup | None) -> int:
     return dist.get_rank() if group is None else group.rank()
 
 
-def own_rank(group: dist.ProcessGroup) -> int:
+def is_meeting(group: object) -> TypeGuard[dist.ProcessGroup]:
+    """Whether it is a group over jobs, of which functions of ``torch.distributed`` know nothing."""
+    return isinstance(group, dist.ProcessGroup) and group in _meetings
+
+
+def own_rank(group: object) -> int:
     """The rank by which messages name this process: the global one, or the position in a group over jobs."""
-    return group.rank() if group in _meetings else dist.get_rank()
+    return group.rank() if is_meeting(group) else dist.get_rank()
 
 
 def ranks_of(group: dist.ProcessGroup) -> list[int]:
@@ -50,10 +56,9 @@ def ranks_of(group: dist.ProcessGroup) -> list[int]:
     return list(range(group.size())) if group in _meetings else dist.get_process_group_ranks(group)
 
 
-def store_of(group: dist.ProcessGroup) -> Store:
-    """The store through which the ranks of a group find each other."""
-    meeting = _meetings.get(group)
-    return _get_default_store() if meeting is None else meeting.store
+def store_of(group: object) -> Store:
+    """The store through which the ranks of a group find each other; that of the default group for what is none."""
+    return _meetings[group].store if is_meeting(group) else _get_default_store()
 
 
 def meeting_address(group: dist.ProcessGroup) -> str | None:
@@ -62,9 +67,7 @@ def meeting_address(group: dist.ProcessGroup) -> str | None:
     return None if meeting is None else meeting.address
 
 
-def members_text(group: dist.ProcessGroup, ranks: Sequence[int]) -> str:
+def members_text(group: object, ranks: Sequence[int]) -> str:
     """Of a group over jobs: which ranks of which job these positions are; empty of others."""
-    meeting = _meetings.get(group)
-    if meeting is None or not ranks:
-        return ""
-    return ", ".join(f"rank {rank} is {meeting.members[rank][0]} rank {meeting.members[rank][1]}" for rank in ranks)
+    members = _meetings[group].members if is_meeting(group) else ()
+    return ", ".join(f"rank {rank} is {members[rank][0]} rank {members[rank][1]}" for rank in ranks if members)

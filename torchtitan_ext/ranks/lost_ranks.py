@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store, _get_default_store
+from torch.distributed.distributed_c10d import Store
 
 from torchtitan_ext.errors import LostRankError, TorchtitanExtError
-from torchtitan_ext.ranks.exchange import Scope, scope_ranks
+from torchtitan_ext.ranks.exchange import Scope, all_gather_bytes, scope_ranks
+from torchtitan_ext.ranks.groups import is_meeting, members_text, own_rank, store_of
 
 # Neighbours see a lost connection within milliseconds, the other ranks only when these neighbours give up.
 _ROLL_CALL_SECONDS = 5.0
@@ -41,11 +42,12 @@ def naming_lost_ranks(operation: str, phase: str | Callable[[], str], scope: Sco
     try:
         yield
     except RuntimeError as error:
-        if not (dist.is_initialized() and _is_of_a_collective(error)):
+        if not ((dist.is_initialized() or is_meeting(scope)) and _is_of_a_collective(error)):
             raise
         done = phase if isinstance(phase, str) else phase()
-        silent = _silent_ranks(operation, scope_ranks(scope))
-        raise LostRankError(operation, done, dist.get_rank(), silent, f"the backend says: {error}") from error
+        silent = _silent_ranks(operation, scope)
+        why = "; ".join(filter(None, [members_text(scope, silent), f"the backend says: {error}"]))
+        raise LostRankError(operation, done, own_rank(scope), silent, why) from error
 
 
 def _is_of_a_collective(error: RuntimeError) -> bool:
@@ -57,28 +59,27 @@ def _is_of_a_collective(error: RuntimeError) -> bool:
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
-    frame = None if traceback is None else traceback.tb_frame
-    return (
-        frame is not None
-        and frame.f_globals.get("__name__") == dist.distributed_c10d.__name__
-        and frame.f_code.co_name in _COLLECTIVES
-    )
+    if traceback is None:
+        return False
+    code, module = traceback.tb_frame.f_code, traceback.tb_frame.f_globals.get("__name__")
+    is_ours = code is all_gather_bytes.__code__
+    return is_ours or (module == dist.distributed_c10d.__name__ and code.co_name in _COLLECTIVES)
 
 
-def _silent_ranks(operation: str, ranks: Sequence[int]) -> tuple[int, ...]:
+def _silent_ranks(operation: str, scope: Scope) -> tuple[int, ...]:
     """The ranks that do not answer in time; all of them if the store is gone with the rank that hosts it.
 
     Each rank answers with the count of its failures. A count that was there at first and is below this rank's own
     count is the answer to an earlier failure: the rank survived that one, and may be lost now.
     """
-    own_rank = dist.get_rank()
-    silent = [rank for rank in ranks if rank != own_rank]
+    ranks, own = scope_ranks(scope), own_rank(scope)
+    silent = [rank for rank in ranks if rank != own]
     digest = hashlib.blake2b(str(sorted(ranks)).encode(), digest_size=8).hexdigest()
     prefix = f"torchtitan_ext/roll_call/{operation}/{digest}"
     deadline = time.monotonic() + _ROLL_CALL_SECONDS
     try:
-        store = _get_default_store()
-        own_count = store.add(f"{prefix}/{own_rank}", 1)
+        store = store_of(scope)
+        own_count = store.add(f"{prefix}/{own}", 1)
         at_first = {rank: _count_of(store, prefix, rank) for rank in silent}
         silent = [rank for rank in silent if at_first[rank] < own_count]
         while silent and time.monotonic() < deadline:

@@ -59,6 +59,8 @@ _LONGEST_SLEEP_SECONDS = 0.01
 
 _CALL, _VERDICT, _HEARD = "call", "verdict", "heard"
 _ADVICE = "this process group can serve no further save or load: make a new one, or restart"
+_ADVICE_ON_TRANSFERS = "this process group can serve no further transfer: make a new one and plan again, or restart"
+_ADVICE_ON_MEETINGS = "this process group can serve no further transfer: meet again, and plan again"
 
 # The stores with ``clone`` and ``check``.
 _ASKED_STORES = (dist.TCPStore, dist.FileStore, dist.HashStore)  # type: ignore[attr-defined]
@@ -184,6 +186,12 @@ class Watch:
         return self._verdict is not None or self._store_error is not None
 
     @property
+    def _advice(self) -> str:
+        if meeting_address(self._group) is not None:
+            return _ADVICE_ON_MEETINGS
+        return _ADVICE if self._operation in ("save", "load") else _ADVICE_ON_TRANSFERS
+
+    @property
     def _patience(self) -> float:
         """Seconds after which a silent store counts as lost."""
         return _ROLL_CALL_SECONDS + 2 * _TAKE_OVER_SECONDS
@@ -232,7 +240,9 @@ class Watch:
 
     def _error(self, rank: int | None, silent: tuple[int, ...], why: str) -> LostRankError:
         doing, phase = self._standing.doing, self._standing.phase
-        return LostRankError(self._operation, doing, rank, silent, f"{why}; {_ADVICE}", step=phase, path=self._path)
+        return LostRankError(
+            self._operation, doing, rank, silent, f"{why}; {self._advice}", step=phase, path=self._path
+        )
 
     def _run(self) -> None:
         """The thread: asks until there is a verdict, or the operation ends. It waits for the store's answers alone."""
@@ -265,7 +275,7 @@ class Watch:
                 verdict["doing"],
                 None,
                 tuple(verdict["silent"]),
-                f"{why}; {_ADVICE}",
+                f"{why}; {self._advice}",
                 step=verdict["phase"],
                 path=verdict["path"],
                 late={int(rank): text for rank, text in verdict["late"].items()},

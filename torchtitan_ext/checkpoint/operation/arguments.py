@@ -168,7 +168,7 @@ class OnStorageError:
 
 def check_can_send_from_cpu(operation: str, group: dist.ProcessGroup | None) -> None:
     """Raises ValueError where a save in a thread has no way to send: no gloo beside the group, no CPU backend in it."""
-    if not (dist.is_available() and dist.is_initialized()) or can_have_side_group():
+    if not (dist.is_available() and dist.is_initialized()) or can_have_side_group(group):
         return
     devices = (group or dist.group.WORLD)._device_types  # type: ignore[union-attr]
     if torch.device("cpu") not in devices:

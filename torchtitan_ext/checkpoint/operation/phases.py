@@ -128,7 +128,7 @@ class Phases:
 
     def offer_side_group(self) -> GroupOffer | None:
         """This rank's part of the agreement that ``go_beside`` needs. Not collective."""
-        if self.group is None or self.size == 1 or not can_have_side_group():
+        if self.group is None or self.size == 1 or not can_have_side_group(self.group):
             return None
         return offer_of(self.group)
 

@@ -1,0 +1,75 @@
+// Changed elements as lists: a position in the global tensor and the bits for each. Found by the marks of change_marks.h,
+// written into shards, hashed, and cut to boxes.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "core/box_walk.h"
+#include "core/boxes.h"
+#include "core/memory.h"
+#include "ops/copy_runs.h"
+
+namespace torchtitan_ext::ops {
+
+// ---- from two tensors to a list ----
+
+// The marked elements of one tensor, of which there are `count`, and where they go.
+struct MarkedElements {
+  // Its chunks, keyed by the index in the local tensor. Places: address now, address before, position in the global tensor.
+  using Chunks = std::vector<core::BoxWalk<3>>;
+  Chunks chunks;
+  int64_t item_bytes = 1;
+  const uint64_t* mask = nullptr;  // from the tensor's first word on
+  int64_t num_words = 0;
+  int64_t count = 0;
+  int64_t* positions = nullptr;
+  char* values = nullptr;
+  uint64_t* old_sum = nullptr;  // of the hashes of the bits before; set, as the next
+  uint64_t* new_sum = nullptr;
+};
+
+// The index of the first tensor of which another number of elements is marked than its `count`, and the number, or {-1, 0}.
+struct WrongCount {
+  int64_t tensor = -1;
+  int64_t marked = 0;
+};
+
+// Writes positions, ascending for each tensor, values and sums. Where a count is wrong, nothing is written and the first
+// one is returned. This form is the specification.
+WrongCount list_changes_cpu(std::span<const MarkedElements> tensors, ParallelFor parallel_for);
+
+// ---- from a list to shards ----
+
+// A shard and the elements of its global tensor that are listed.
+struct ListedElements {
+  // Its chunks, keyed by the position in the global tensor. Place: the address.
+  using Chunks = std::vector<core::BoxWalk<1>>;
+  Chunks chunks;
+  int64_t item_bytes = 1;
+  int64_t num_elements = 0;  // of the global tensor
+  const int64_t* positions = nullptr;
+  int64_t count = 0;
+  const char* values = nullptr;  // for write_listed_cpu
+};
+
+// The index of the first tensor whose positions do not ascend or are not inside of its global tensor, or -1.
+int64_t find_unordered(std::span<const ListedElements> tensors, ParallelFor parallel_for);
+
+// Writes the values of those elements that the shards hold. Positions ascend.
+void write_listed_cpu(std::span<const ListedElements> tensors, ParallelFor parallel_for);
+
+// Sets for each tensor the sum of the hashes of the bits that its shard holds at the positions, and how many these are.
+void sum_listed_cpu(std::span<const ListedElements> tensors, uint64_t* sums, int64_t* counts, ParallelFor parallel_for);
+
+// ---- boxes of a list ----
+
+// The indices, ascending, of those of ascending positions that lie in one of disjoint boxes of a tensor, none of them empty.
+std::vector<int64_t> select_positions(std::span<const int64_t> positions, std::span<const int64_t> global_sizes,
+                                      std::span<const core::Box> boxes);
+
+// Copies the elements at these indices of a list, which has values, to the beginning of another one.
+void take_listed(const ListedElements& tensor, std::span<const int64_t> indices, int64_t* positions, char* values);
+
+}  // namespace torchtitan_ext::ops

@@ -1,0 +1,327 @@
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <numeric>
+
+#include "core/element_hash.h"
+#include "ops/change_lists.h"
+#include "ops/change_marks.h"
+#include "ops/chunk_table.h"
+#include "ops/run_tiles.h"
+
+namespace torchtitan_ext::ops {
+namespace {
+
+using core::BoxWalk;
+using core::hash_element;
+
+// A list is cut between threads in pieces of so many words of a mask or so many elements: some 100 us of work.
+constexpr int64_t kPieceWords = 1024;
+constexpr int64_t kPieceElements = 8192;
+// Elements of a list lie far apart: so many of them are fetched ahead.
+constexpr int64_t kAhead = 24;
+
+template <typename Word>
+inline Word load(int64_t address) {
+  Word bits;
+  std::memcpy(&bits, reinterpret_cast<const void*>(address), sizeof(Word));
+  return bits;
+}
+
+// Calls function(Word{}) with the unsigned number of that many bytes.
+template <typename Function>
+auto with_word(int64_t item_bytes, const Function& function) {
+  if (item_bytes == 1) return function(uint8_t{});
+  if (item_bytes == 2) return function(uint16_t{});
+  if (item_bytes == 4) return function(uint32_t{});
+  if (item_bytes == 8) return function(uint64_t{});
+  return function(Word16{});
+}
+
+void add(uint64_t& sum, uint64_t more) {
+  if (more != 0) std::atomic_ref<uint64_t>(sum).fetch_add(more, std::memory_order_relaxed);
+}
+
+// ---- from two tensors to a list ----
+
+// Words [first_word, last_word) of a tensor's mask, whose elements come `first` in its list.
+struct Piece {
+  const MarkedElements* tensor;
+  int64_t first_word, last_word;
+  int64_t first = 0;
+  int64_t count = 0;
+};
+
+// The run of the local tensor that has element `index`. `chunk` is the one where it was found last.
+BoxWalk<3>::Run run_of(const MarkedElements::Chunks& chunks, size_t& chunk, int64_t index) {
+  while (true) {
+    const BoxWalk<3>::Run run = chunks[chunk].seek(index);
+    if (run.begin <= index) return run;  // chunks tile the shard, so one of them has it
+    if (++chunk == chunks.size()) chunk = 0;
+  }
+}
+
+template <typename Word>
+void list_piece(const Piece& piece) {
+  constexpr int64_t kBytes = sizeof(Word);
+  const MarkedElements& tensor = *piece.tensor;
+  size_t chunk = 0;
+  BoxWalk<3>::Run run;
+  run.end = 0;
+  BoxWalk<3>::Places strides{};
+  int64_t at = piece.first;
+  uint64_t old_sum = 0, new_sum = 0;
+  for (int64_t word = piece.first_word; word < piece.last_word; ++word) {
+    for (uint64_t bits = tensor.mask[word]; bits != 0; bits &= bits - 1) {
+      const int64_t index = word * kWordElements + __builtin_ctzll(bits);
+      if (index >= run.end) {
+        run = run_of(tensor.chunks, chunk, index);
+        strides = tensor.chunks[chunk].strides();
+      }
+      const int64_t inside = index - run.begin;
+      const Word now = load<Word>(run.places[0] + inside * strides[0]);
+      const Word before = load<Word>(run.places[1] + inside * strides[1]);
+      const int64_t position = run.places[2] + inside * strides[2];
+      tensor.positions[at] = position;
+      std::memcpy(tensor.values + at * kBytes, &now, kBytes);
+      old_sum += hash_element(before, position);
+      new_sum += hash_element(now, position);
+      ++at;
+    }
+  }
+  add(*tensor.old_sum, old_sum);
+  add(*tensor.new_sum, new_sum);
+}
+
+// Chunks whose order in the local tensor is another one than in the global tensor.
+template <typename Word>
+void sort_list(const MarkedElements& tensor) {
+  if (std::is_sorted(tensor.positions, tensor.positions + tensor.count)) return;
+  struct Element {
+    int64_t position;
+    Word value;
+  };
+  std::vector<Element> elements(tensor.count);
+  constexpr int64_t kBytes = sizeof(Word);
+  for (int64_t at = 0; at < tensor.count; ++at) {
+    elements[at].position = tensor.positions[at];
+    std::memcpy(&elements[at].value, tensor.values + at * kBytes, kBytes);
+  }
+  std::ranges::sort(elements, {}, &Element::position);
+  for (int64_t at = 0; at < tensor.count; ++at) {
+    tensor.positions[at] = elements[at].position;
+    std::memcpy(tensor.values + at * kBytes, &elements[at].value, kBytes);
+  }
+}
+
+void count_pieces(int64_t first, int64_t last, void* context) {
+  Piece* pieces = static_cast<Piece*>(context);
+  for (Piece* piece = pieces + first; piece != pieces + last; ++piece) {
+    piece->count = mark_kernel().count(piece->tensor->mask + piece->first_word, piece->last_word - piece->first_word);
+  }
+}
+
+void list_pieces(int64_t first, int64_t last, void* context) {
+  const Piece* pieces = static_cast<const Piece*>(context);
+  for (const Piece* piece = pieces + first; piece != pieces + last; ++piece) {
+    if (piece->count == 0) continue;
+    with_word(piece->tensor->item_bytes, [&](auto word) { list_piece<decltype(word)>(*piece); });
+  }
+}
+
+// ---- from a list to shards ----
+
+// Calls visit(tensor, first, last) for the elements of each tensor that are among [first, last) of all lists.
+template <typename Visit>
+void visit_lists(std::span<const ListedElements> tensors, int64_t first, int64_t last, const Visit& visit) {
+  for (size_t index = 0; index < tensors.size() && last > 0; ++index) {
+    const int64_t count = tensors[index].count;
+    const int64_t begin = std::max<int64_t>(first, 0), end = std::min(last, count);
+    if (begin < end) visit(index, begin, end);
+    first -= count;
+    last -= count;
+  }
+}
+
+int64_t total(std::span<const ListedElements> tensors) {
+  int64_t count = 0;
+  for (const ListedElements& tensor : tensors) count += tensor.count;
+  return count;
+}
+
+// The first of ascending positions [at, last) that is not below `bound`. It is near.
+int64_t skip_to(const int64_t* positions, int64_t at, int64_t last, int64_t bound) {
+  int64_t step = 1;
+  while (at + step < last && positions[at + step] < bound) {
+    at += step;
+    step *= 2;
+  }
+  return std::lower_bound(positions + at, positions + std::min(at + step, last), bound) - positions;
+}
+
+// Calls visit(at, place) for those of positions [at, last) that lie in a box.
+template <typename Visit>
+inline void visit_inside(const int64_t* positions, int64_t at, int64_t last, const BoxWalk<1>& box,
+                         const Visit& visit) {
+  const int64_t stride = box.strides()[0];
+  while (at < last) {
+    const BoxWalk<1>::Run run = box.seek(positions[at]);
+    if (run.begin == core::kNoKey) return;
+    at = skip_to(positions, at, last, run.begin);
+    const int64_t origin = run.places[0] - run.begin * stride;
+    for (; at < last && positions[at] < run.end; ++at) visit(at, origin + positions[at] * stride);
+  }
+}
+
+// As above; `place` is an address, and those of the next elements are on their way into the cache.
+template <bool kWrite, typename Visit>
+inline void visit_addresses(const ListedElements& tensor, int64_t first, int64_t last, const Visit& visit) {
+  for (const BoxWalk<1>& chunk : tensor.chunks) {
+    const int64_t stride = chunk.strides()[0];
+    visit_inside(tensor.positions, first, last, chunk, [&](int64_t at, int64_t address) {
+      if (at + kAhead < last) {  // in the same run, or nowhere: a fetch of what is not there does nothing
+        const int64_t distance = tensor.positions[at + kAhead] - tensor.positions[at];
+        __builtin_prefetch(reinterpret_cast<const void*>(address + distance * stride), kWrite);
+      }
+      visit(at, address);
+    });
+  }
+}
+
+struct ListTask {
+  std::span<const ListedElements> tensors;
+  uint64_t* sums = nullptr;
+  int64_t* counts = nullptr;
+  std::atomic<int64_t> unordered{-1};
+};
+
+void run_lists(ListTask& task, RangeBody body, ParallelFor parallel_for) {
+  const int64_t count = total(task.tensors);
+  if (count <= kPieceElements) {
+    if (count > 0) body(0, count, &task);
+  } else {
+    parallel_for(0, count, kPieceElements, body, &task);
+  }
+}
+
+}  // namespace
+
+WrongCount list_changes_cpu(std::span<const MarkedElements> tensors, ParallelFor parallel_for) {
+  std::vector<Piece> pieces;
+  for (const MarkedElements& tensor : tensors) {
+    for (int64_t word = 0; word < tensor.num_words; word += kPieceWords) {
+      pieces.push_back({&tensor, word, std::min(word + kPieceWords, tensor.num_words)});
+    }
+  }
+  const int64_t num_pieces = static_cast<int64_t>(pieces.size());
+  const auto run = [&](RangeBody body, int64_t grain) {
+    if (num_pieces <= grain) return body(0, num_pieces, pieces.data());
+    parallel_for(0, num_pieces, grain, body, pieces.data());
+  };
+  run(count_pieces, 64);
+
+  std::vector<int64_t> marked(tensors.size(), 0);
+  for (Piece& piece : pieces) {
+    piece.first = marked[piece.tensor - tensors.data()];
+    marked[piece.tensor - tensors.data()] += piece.count;
+  }
+  for (size_t index = 0; index < tensors.size(); ++index) {
+    if (marked[index] != tensors[index].count) return {static_cast<int64_t>(index), marked[index]};
+  }
+  for (const MarkedElements& tensor : tensors) *tensor.old_sum = *tensor.new_sum = 0;
+  run(list_pieces, 2);
+  for (const MarkedElements& tensor : tensors) {
+    if (tensor.chunks.size() < 2) continue;
+    with_word(tensor.item_bytes, [&](auto word) { sort_list<decltype(word)>(tensor); });
+  }
+  return {};
+}
+
+int64_t find_unordered(std::span<const ListedElements> tensors, ParallelFor parallel_for) {
+  ListTask task{tensors};
+  const RangeBody body = [](int64_t first, int64_t last, void* context) {
+    ListTask& task = *static_cast<ListTask*>(context);
+    visit_lists(task.tensors, first, last, [&](size_t index, int64_t begin, int64_t end) {
+      const ListedElements& tensor = task.tensors[index];
+      bool is_ordered = tensor.positions[begin] >= 0 && tensor.positions[end - 1] < tensor.num_elements;
+      for (int64_t at = std::max<int64_t>(begin, 1); at < end; ++at) {
+        is_ordered &= tensor.positions[at - 1] < tensor.positions[at];
+      }
+      if (is_ordered) return;
+      int64_t before = task.unordered.load();
+      const int64_t found = static_cast<int64_t>(index);
+      while ((before < 0 || found < before) && !task.unordered.compare_exchange_weak(before, found)) {
+      }
+    });
+  };
+  run_lists(task, body, parallel_for);
+  return task.unordered.load();
+}
+
+void write_listed_cpu(std::span<const ListedElements> tensors, ParallelFor parallel_for) {
+  ListTask task{tensors};
+  const RangeBody body = [](int64_t first, int64_t last, void* context) {
+    const ListTask& task = *static_cast<const ListTask*>(context);
+    visit_lists(task.tensors, first, last, [&](size_t index, int64_t begin, int64_t end) {
+      const ListedElements& tensor = task.tensors[index];
+      with_word(tensor.item_bytes, [&](auto word) {
+        visit_addresses<true>(tensor, begin, end, [&](int64_t at, int64_t address) {
+          constexpr int64_t kBytes = sizeof(word);
+          std::memcpy(reinterpret_cast<void*>(address), tensor.values + at * kBytes, kBytes);
+        });
+      });
+    });
+  };
+  run_lists(task, body, parallel_for);
+}
+
+void sum_listed_cpu(std::span<const ListedElements> tensors, uint64_t* sums, int64_t* counts,
+                    ParallelFor parallel_for) {
+  std::fill_n(sums, tensors.size(), uint64_t{0});
+  std::fill_n(counts, tensors.size(), int64_t{0});
+  ListTask task{tensors, sums, counts};
+  const RangeBody body = [](int64_t first, int64_t last, void* context) {
+    const ListTask& task = *static_cast<const ListTask*>(context);
+    visit_lists(task.tensors, first, last, [&](size_t index, int64_t begin, int64_t end) {
+      const ListedElements& tensor = task.tensors[index];
+      uint64_t sum = 0;
+      int64_t count = 0;
+      with_word(tensor.item_bytes, [&](auto word) {
+        visit_addresses<false>(tensor, begin, end, [&](int64_t at, int64_t address) {
+          sum += hash_element(load<decltype(word)>(address), tensor.positions[at]);
+          ++count;
+        });
+      });
+      add(task.sums[index], sum);
+      std::atomic_ref<int64_t>(task.counts[index]).fetch_add(count, std::memory_order_relaxed);
+    });
+  };
+  run_lists(task, body, parallel_for);
+}
+
+void take_listed(const ListedElements& tensor, std::span<const int64_t> indices, int64_t* positions, char* values) {
+  with_word(tensor.item_bytes, [&](auto word) {
+    constexpr int64_t kBytes = sizeof(word);
+    for (const int64_t index : indices) {
+      *positions++ = tensor.positions[index];
+      std::memcpy(values, tensor.values + index * kBytes, kBytes);
+      values += kBytes;
+    }
+  });
+}
+
+std::vector<int64_t> select_positions(std::span<const int64_t> positions, std::span<const int64_t> global_sizes,
+                                      std::span<const core::Box> boxes) {
+  const std::vector<int64_t> strides = contiguous_strides(global_sizes);
+  const int64_t count = static_cast<int64_t>(positions.size());
+  std::vector<int64_t> selected;
+  for (const core::Box& box : boxes) {
+    const int64_t first_key = offset_bytes(box.offsets, {}, strides, 1);
+    const BoxWalk<1> walk(box.sizes, first_key, strides, {0}, {std::vector<int64_t>(strides.size(), 0)});
+    visit_inside(positions.data(), 0, count, walk, [&](int64_t at, int64_t) { selected.push_back(at); });
+  }
+  if (!std::is_sorted(selected.begin(), selected.end())) std::sort(selected.begin(), selected.end());
+  return selected;
+}
+
+}  // namespace torchtitan_ext::ops

@@ -1,0 +1,274 @@
+"""What differs between two versions of tensors: found by bits, selected, compared and applied.
+
+Changes of a list of tensors travel in three parts:
+
+* ``counts``: how many elements of each tensor have changed, as plain numbers in the order of the tensors.
+* ``positions``: 1-d int64, tensor after tensor, the places of these elements in the row-major order of the *global*
+  tensor, ascending and each at most once within a tensor.
+* ``values``: 1-d uint8, their new bits in the same order. The values of a tensor are side by side and begin at a
+  multiple of 16 bytes; ``change_offsets`` says where. What lies between is undefined.
+
+A shard is described by its ``ShardLike`` and the shape of its global tensor, as for ``fingerprint_shard``, and the sums
+are those of ``fingerprint_shard``, over single elements: the sum of a tensor after a change is the sum before it, less
+that of the old bits at the changed positions, plus that of the new bits, all modulo 2^64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from torchtitan_ext.op_library import bump_version_of, call, listed, register_fake
+from torchtitan_ext.ops.shards import ShardLike, check_shapes, shard_tables
+
+VALUES_ALIGNMENT = 16
+"""Bytes. The largest element: the values of a tensor can be viewed as its dtype."""
+
+
+class BoxLike(Protocol):
+    """A box of a global tensor; ``layout.Chunk`` is one."""
+
+    @property
+    def offsets(self) -> Sequence[int]: ...
+    @property
+    def sizes(self) -> Sequence[int]: ...
+
+
+def change_offsets(item_bytes: Sequence[int], counts: Sequence[int]) -> list[int]:
+    """Where the values of each tensor begin in ``values``, in bytes, and behind the last one the bytes of all."""
+    offsets, end = [], 0
+    for bytes_of_one, count in zip(item_bytes, counts, strict=True):
+        offsets.append((end + VALUES_ALIGNMENT - 1) // VALUES_ALIGNMENT * VALUES_ALIGNMENT)
+        end = offsets[-1] + bytes_of_one * count
+    return [*offsets, end]
+
+
+def mask_words(tensors: Sequence[Tensor]) -> list[int]:
+    """Where the bits of each tensor begin in the mask of ``mark_changes``, in words, and at the end their number."""
+    starts = [0]
+    for tensor in tensors:
+        starts.append(starts[-1] + (tensor.numel() + 63) // 64)
+    return starts
+
+
+def mark_changes(new: Sequence[Tensor], base: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Compares tensors by bits: -0.0 differs from 0.0, and a NaN equals itself if its payload does.
+
+    Args:
+        new: Any dtypes and strides, on one device.
+        base: The same dtypes and shapes on the same device, any strides.
+
+    Returns:
+        The mask, 1-d int64: a bit for each element, set where it differs. Each tensor begins a word (``mask_words``
+        says where); its element ``i``, in row-major order of the *local* tensor, is bit ``i % 64`` of word ``i // 64``.
+        The counts, int64 of shape ``(len(new),)``: how many elements of each tensor differ. Both are on the device
+        of the tensors, which is not waited for.
+
+    Raises:
+        ValueError: Numbers, dtypes, shapes or devices of the tensors do not agree.
+    """
+    given, given_base = listed("mark_changes", "new", new), listed("mark_changes", "base", base)
+    if not given and not given_base:
+        return torch.empty(0, dtype=torch.int64, device="cpu"), torch.empty(0, dtype=torch.int64, device="cpu")
+    mask, counts = call("mark_changes", (given, given_base))
+    return mask, counts
+
+
+@register_fake("mark_changes")
+def _(new: Sequence[Tensor], base: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    first = new[0]
+    mask = first.new_empty(mask_words(new)[-1], dtype=torch.int64)
+    return mask, first.new_empty(len(new), dtype=torch.int64)
+
+
+def changed_elements_(
+    new: Sequence[Tensor],
+    base: Sequence[Tensor],
+    shards: Sequence[ShardLike],
+    global_sizes: Sequence[Sequence[int]],
+    mask: Tensor,
+    counts: Sequence[int],
+    positions: Tensor,
+    values: Tensor,
+) -> Tensor:
+    """Writes the changed elements into the caller's buffers, and adds up the hashes of their old and new bits.
+
+    Args:
+        new: The tensors that ``mark_changes`` compared.
+        base: Their earlier bits.
+        shards: What part of its global tensor each of them is.
+        global_sizes: Shapes of the global tensors.
+        mask: What ``mark_changes`` gave for these tensors.
+        counts: Its counts, as plain numbers; 0 leaves a tensor out, whatever changed.
+        positions: Filled. 1-d int64 on the device of the tensors, ``sum(counts)`` long or longer.
+        values: Filled. 1-d uint8 there, as long as the last of ``change_offsets`` or longer.
+
+    Returns:
+        int64 of shape ``(2, len(new))`` on the device: for each tensor the sum of the hashes of its old bits at the
+        changed positions, and behind them those of the new bits. 0 for tensors left out.
+
+    Raises:
+        ValueError: A count is another one than the mask's (on CUDA, where nothing waits for the device, elements beyond
+            the count are left out), a buffer is too short, or an argument does not fit the others. The buffers are
+            unchanged then.
+    """
+    name = "changed_elements_"
+    given, given_base = listed(name, "new", new), listed(name, "base", base)
+    tables = shard_tables(name, given, shards, global_sizes)
+    check_shapes(name, given, shards)
+    if not given:
+        return torch.zeros(2, 0, dtype=torch.int64, device="cpu")
+    sums: Tensor = call(name, (given, given_base, tables, mask, list(counts), positions, values))
+    return sums
+
+
+@register_fake("changed_elements_")
+def _(
+    new: Sequence[Tensor],
+    base: Sequence[Tensor],
+    tables: Sequence[int],
+    mask: Tensor,
+    counts: Sequence[int],
+    positions: Tensor,
+    values: Tensor,
+) -> Tensor:
+    return new[0].new_empty(2, len(new), dtype=torch.int64)
+
+
+bump_version_of("changed_elements_", 5, 6)
+
+
+def select_changes(
+    positions: Tensor,
+    values: Tensor,
+    counts: Sequence[int],
+    item_bytes: Sequence[int],
+    global_sizes: Sequence[Sequence[int]],
+    boxes: Sequence[Sequence[BoxLike]],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Those of the changes that lie in boxes of the global tensors, as changes of the same tensors.
+
+    Args:
+        positions: Of ``sum(counts)`` changed elements, as ``changed_elements_`` gives them.
+        values: Their bits.
+        counts: How many of them each tensor has.
+        item_bytes: Size of one element of each tensor.
+        global_sizes: Shapes of the global tensors.
+        boxes: For each tensor the boxes that are wanted, disjoint; none leaves the tensor out.
+
+    Returns:
+        Positions and values of the selected elements, new tensors on the device of ``positions``, and their counts,
+        int64 of shape ``(len(counts),)`` in host memory. Changes on a CUDA device are selected there too, so that
+        the device is waited for.
+
+    Raises:
+        ValueError: Positions of a tensor do not ascend or lie outside of it, boxes overlap, or sizes do not agree.
+    """
+    name = "select_changes"
+    if not len(counts) == len(item_bytes) == len(global_sizes) == len(boxes):
+        raise ValueError(
+            f"{name}: got {len(counts)} counts, {len(item_bytes)} sizes of elements, {len(global_sizes)} global shapes "
+            f"and {len(boxes)} lists of boxes, expected one of each for each tensor"
+        )
+    tables: list[int] = []
+    for count, bytes_of_one, sizes, wanted in zip(counts, item_bytes, global_sizes, boxes, strict=True):
+        tables += (count, bytes_of_one, len(sizes), len(wanted), *sizes)
+        for box in wanted:
+            tables += box.offsets
+            tables += box.sizes
+    kept_positions, kept_values, kept_counts = call(name, (positions, values, tables))
+    return kept_positions, kept_values, kept_counts
+
+
+@register_fake("select_changes")
+def _(positions: Tensor, values: Tensor, tables: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    context = torch.library.get_ctx()
+    num_tensors, rest = 0, list(tables)
+    while rest:
+        num_tensors, rest = num_tensors + 1, rest[4 + rest[2] * (1 + 2 * rest[3]) :]
+    kept = positions.new_empty(context.new_dynamic_size())
+    counts = torch.empty(num_tensors, dtype=torch.int64, device="cpu")
+    return kept, values.new_empty(context.new_dynamic_size()), counts
+
+
+def sum_elements(
+    locals: Sequence[Tensor],
+    shards: Sequence[ShardLike],
+    global_sizes: Sequence[Sequence[int]],
+    positions: Tensor,
+    counts: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """Adds up the hashes of the bits that shards hold at given positions of their global tensors.
+
+    Args:
+        locals: The shards, any dtypes and strides, on one device.
+        shards: What part of its global tensor each of them is.
+        global_sizes: Shapes of the global tensors.
+        positions: As ``changed_elements_`` gives them, on the same device; those outside of a shard are passed over.
+        counts: How many of them each tensor has.
+
+    Returns:
+        The sums modulo 2^64, int64 of shape ``(len(locals),)``, and how many of the positions lie in each shard, of the
+        same dtype and shape. Both are on the device, which is not waited for.
+
+    Raises:
+        ValueError: Positions of a tensor do not ascend or lie outside of the global tensor (on CUDA not looked at), or
+            an argument does not fit the others.
+    """
+    name = "sum_elements"
+    given = listed(name, "locals", locals)
+    tables = shard_tables(name, given, shards, global_sizes)
+    check_shapes(name, given, shards)
+    if not given:
+        return torch.zeros(0, dtype=torch.int64, device="cpu"), torch.zeros(0, dtype=torch.int64, device="cpu")
+    sums, found = call(name, (given, tables, positions, list(counts)))
+    return sums, found
+
+
+@register_fake("sum_elements")
+def _(shards: Sequence[Tensor], tables: Sequence[int], positions: Tensor, counts: Sequence[int]) -> tuple[Tensor, ...]:
+    return tuple(shards[0].new_empty(len(shards), dtype=torch.int64) for _ in range(2))
+
+
+def apply_changes_(
+    locals: Sequence[Tensor],
+    shards: Sequence[ShardLike],
+    global_sizes: Sequence[Sequence[int]],
+    positions: Tensor,
+    values: Tensor,
+    counts: Sequence[int],
+) -> None:
+    """Writes changed elements into the shards that hold them, in place.
+
+    Args:
+        locals: The shards, any dtypes and strides, on one device. No two may share memory.
+        shards: What part of its global tensor each of them is.
+        global_sizes: Shapes of the global tensors.
+        positions: As ``changed_elements_`` gives them, on the same device. Those outside of a shard are passed over, so
+            every rank can apply the changes of the whole tensor.
+        values: Their bits.
+        counts: How many of them each tensor has.
+
+    Raises:
+        ValueError: Positions of a tensor do not ascend or lie outside of the global tensor (on CUDA not looked at), or
+            an argument does not fit the others. Nothing is written then.
+    """
+    name = "apply_changes_"
+    given = listed(name, "locals", locals)
+    tables = shard_tables(name, given, shards, global_sizes)
+    check_shapes(name, given, shards)
+    if given:
+        call(name, (given, tables, positions, list(counts), values))
+
+
+@register_fake("apply_changes_")
+def _(
+    shards: Sequence[Tensor], tables: Sequence[int], positions: Tensor, counts: Sequence[int], values: Tensor
+) -> None:
+    return None
+
+
+bump_version_of("apply_changes_", 0)
