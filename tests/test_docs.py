@@ -24,8 +24,8 @@ REFERENCE = ROOT / "docs" / "reference"
 LAYOUTS = (ROOT / "docs" / "use" / "layouts.md").read_text()
 EXAMPLES = re.findall(r"```python\n# torchrun --nproc-per-node (\d+)\n(.*?)```", LAYOUTS, re.S)
 ROOMS = (
-    *("", ".checkpoint", ".elastic", ".errors", ".layout", ".metrics", ".ops", ".storage", ".sync", ".transfer"),
-    ".transforms",
+    *("", ".checkpoint", ".delta", ".elastic", ".errors", ".layout", ".metrics", ".ops", ".storage", ".sync"),
+    *(".transfer", ".transforms"),
 )
 
 

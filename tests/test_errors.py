@@ -23,6 +23,7 @@ INSTANCES = [
             errors.LayoutError,
             errors.ReplicaMismatchError,
             errors.SyncMismatchError,
+            errors.WrongBaseError,
             errors.MissingStateError,
             errors.ReshardError,
             errors.TransformError,

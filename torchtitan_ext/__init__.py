@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchtitan_ext import checkpoint as checkpoint
+    from torchtitan_ext import delta as delta
     from torchtitan_ext import elastic, errors, ops
     from torchtitan_ext import layout as layout
     from torchtitan_ext import ranks as ranks
@@ -65,7 +66,7 @@ __all__ = [
 ]
 
 # Rooms that are reached by attribute too, as after ``import torchtitan_ext.sync``.
-_ROOMS = ("checkpoint", "layout", "ranks", "state", "storage", "sync", "transfer", "transforms")
+_ROOMS = ("checkpoint", "delta", "layout", "ranks", "state", "storage", "sync", "transfer", "transforms")
 
 _MODULE_OF = {
     **dict.fromkeys(("LoadPlanner", "SavePlanner", "async_save", "load", "save"), "checkpoint"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -131,7 +131,7 @@ def fingerprint_over(
     failures = [problem for _, _, own in gathered for problem in own]
     if failures:
         raise refusal("fingerprint", failures)
-    return _combined([(of_rank, of_values) for of_rank, of_values, _ in gathered])
+    return fingerprint_of_sums([(of_rank, of_values) for of_rank, of_values, _ in gathered])
 
 
 @contextmanager
@@ -150,7 +150,8 @@ def _table_of_sharded(entries: Mapping[str, TensorEntry | BoxesEntry], problems:
     return encode_table(KeyTable(sharded, problems=tuple(problems))).message
 
 
-def _combined(gathered: list[tuple[dict[str, TensorSums], dict[str, str]]]) -> Fingerprint:
+def fingerprint_of_sums(gathered: Sequence[tuple[Mapping[str, TensorSums], Mapping[str, str]]]) -> Fingerprint:
+    """From the sums of the tensors of each rank, in the order of ranks, and the digests of its other values."""
     parts: dict[str, list[tuple[int, TensorSums]]] = defaultdict(list)
     of_replicas: dict[str, list[str]] = defaultdict(list)
     for rank, (sums, digests) in enumerate(gathered):

@@ -9,6 +9,7 @@
 #include <variant>
 #include <vector>
 
+#include "bindings/changes.h"
 #include "bindings/convert.h"
 #include "bindings/instances.h"
 #include "bindings/items.h"
@@ -206,6 +207,7 @@ PYBIND11_MODULE(_core, module) {
   torchtitan_ext::bindings::define_storage(module);
   torchtitan_ext::bindings::define_tables(module);
   register_plan(module);
+  register_changes(module);
   register_transfer(module);
   torchtitan_ext::bindings::define_items(module);
   torchtitan_ext::bindings::define_transforms(module);

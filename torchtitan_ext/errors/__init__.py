@@ -50,6 +50,7 @@ from torchtitan_ext.errors.refusals import (
     SyncMismatchError,
     TransformError,
     WrongArgumentError,
+    WrongBaseError,
     refusal,
 )
 
@@ -83,6 +84,7 @@ __all__ = [
     "UnsafePickleError",
     "WorkerLostError",
     "WrongArgumentError",
+    "WrongBaseError",
     "WrongPart",
     "WrongValueError",
     "argument_error",

@@ -40,6 +40,8 @@ class Endpoint:
         state: The nested state dict; tensors are filled in place, other values are put there.
         table: Keys, kinds and boxes, as the coordinator gets them.
         values: The flat state dict.
+        entries: What each of its keys is.
+        tied: Keys of a target that are left out of all others, because an earlier key has their memory.
         tensors: The rank's memory: one tensor per key, or per box where a tensor states its boxes.
         owners: Of each tensor what the caller holds, whose memory may be replaced; the tensor itself where it is a box.
         names: Of each tensor its key.
@@ -52,6 +54,8 @@ class Endpoint:
     state: Mapping[str, Any]
     table: EncodedTable
     values: Mapping[str, Any]
+    entries: Mapping[str, KeyEntry]
+    tied: Collection[str]
     tensors: list[Tensor]
     owners: list[Tensor]
     names: list[str]
@@ -80,10 +84,14 @@ class Endpoint:
 
     def memory_to_fill(self) -> tuple[list[Tensor], Callable[[], None]]:
         """Plain tensors to be filled, by position, and what is to be called when they are."""
-        filled = [
-            tensor if is_memory else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-            for tensor, is_memory in zip(self.tensors, self._are_memory, strict=True)
-        ]
+        held = zip(self.tensors, self._are_memory, strict=True)
+        return self._put_back_later([tensor if is_memory else _new_like(tensor) for tensor, is_memory in held])
+
+    def memory_to_change(self) -> tuple[list[Tensor], Callable[[], None]]:
+        """Plain tensors with the values, of which parts are to be filled, and what is to be called when they are."""
+        return self._put_back_later(self.memory_to_read())
+
+    def _put_back_later(self, filled: list[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
 
         def finish() -> None:
             with torch.no_grad():
@@ -147,6 +155,7 @@ def describe_endpoint(
     except ValueError as error:
         problems.append(Problem("unsupported_value", side, str(error)))
     described_values = describe_state(values, {}, LayoutRules(layouts))
+    tied: Collection[str] = ()
     if is_filled:
         entries = described_values.entries
         tied = _tied_keys(values, entries)
@@ -182,6 +191,8 @@ def describe_endpoint(
         state=state or {},
         table=encoded,
         values=values,
+        entries=described_values.entries,
+        tied=tied,
         tensors=tensors,
         owners=owners,
         names=tensor_names,
@@ -248,6 +259,10 @@ def _why_not_usable(held: list[Tensor], *, is_filled: bool) -> str | None:
 def _is_memory(tensor: Tensor) -> bool:
     """Whether the elements lie in the tensor's own memory as they are."""
     return not is_wrapper(tensor) and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _new_like(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def _values_of(tensor: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
@@ -14,8 +14,10 @@ import torch.distributed as dist
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.errors import Problem, check_counts, named, refusal
-from torchtitan_ext.fingerprints import Fingerprint, fingerprint_over
+from torchtitan_ext.fingerprints import Fingerprint, fingerprint_of_sums, fingerprint_over
 from torchtitan_ext.ranks.groups import position_in
+from torchtitan_ext.transfer.changed_boxes import ChangesExchange, OfferedChanges, changes_problems, why_not_sent
+from torchtitan_ext.transfer.changes import Changes
 from torchtitan_ext.transfer.endpoint import Endpoint
 from torchtitan_ext.transfer.phases import transfer_phases
 from torchtitan_ext.transfer.planning import RankPart, differing
@@ -79,7 +81,14 @@ class TransferPlan:
         self._bytes_to, self._bytes_from = sends.bytes_of_peer, receives.bytes_of_peer
         self._sends, self._receives = _as_tensor(sends.entries), _as_tensor(receives.entries)
 
-    def run(self, *, version: int | None = None, verify: bool = False, replicas: Replicas = "equal") -> TransferResult:
+    def run(
+        self,
+        *,
+        version: int | None = None,
+        verify: bool = False,
+        replicas: Replicas = "equal",
+        changes: Changes | None = None,
+    ) -> TransferResult:
         """Fills the targets, in place, with what the sources hold now. Collective over the group; plans nothing.
 
         Args:
@@ -88,49 +97,54 @@ class TransferPlan:
             verify: Whether replicas of the source are compared before anything moves, and the target's fingerprints
                 with the source's afterwards, without gathering tensors.
             replicas: ``"first"`` takes the first replica where those of the source differ.
+            changes: Of the source, from ``delta.Snapshot.changes``: only these are sent. Given by each rank that has a
+                part of the source. The target must hold their base version, which the run before brought there; where
+                changed elements have other bits, nothing is written. ``version`` is theirs.
 
         Raises:
-            StateRefusedError: A tensor has other memory than when this was planned, ranks give several versions, or
-                replicas differ. The same on every rank; nothing was changed.
+            StateRefusedError: A tensor has other memory than when this was planned, ranks give several versions,
+                replicas differ, or the target is not the base of the changes. The same on every rank; nothing was
+                changed.
             TransferFailedError: The transfer failed on some rank; names the part-written keys. The same on every rank.
             LostRankError: A rank is gone or does not take part.
         """
-        self.version = None
         check_counts("TransferPlan.run", version=version)
         if replicas not in get_args(Replicas):
             raise ValueError(f"TransferPlan.run: got replicas={replicas!r}, expected 'equal' or 'first'")
-        prepared = _Prepared([], [], _nothing, {})
+        if changes is not None and version is not None:
+            raise ValueError("TransferPlan.run: got version= beside changes=, which have one")
+        run = _Run(version, verify, replicas, changes)
         with transfer_phases(self._group, self._timeout_seconds) as phases:
-            rank = phases.rank
-            found = phases.on_all(
-                "agree",
-                lambda: self._offer(version, verify, replicas, prepared),
-                doing="ranks agreed on a transfer",
-            )
+            found = phases.on_all("agree", lambda: self._offer(run), doing="ranks agreed on a transfer")
             problems = [problem for offer in found for problem in offer.problems]
-            problems += _differing(found)
+            problems += _differing(found) or changes_problems([offer.changes for offer in found])
             versions = {offer.version for offer in found if offer.version is not None}
-            if len(versions) > 1:
+            if len(versions) > 1 and not problems:
                 what = f"ranks gave {', '.join(map(str, sorted(versions)))}; give one number, or none on some ranks"
                 problems.append(Problem("ranks_disagree", "version", what))
             if problems:
                 raise refusal("reshard", problems)
-            held = self._fingerprint(phases, self._source) if verify else None
+            with_changes = any(offer.changes.versions is not None for offer in found)
+            held = self._fingerprint_of_source(phases, run, with_changes=with_changes) if verify else None
             if held is not None and held.differing and replicas != "first":
                 what = 'has replicas that differ in the source; pass replicas="first" to take the first one'
                 raise refusal("reshard", [Problem("replicas_differ", fqn, what) for fqn in held.differing])
             for offer in found:
-                prepared.objects.update(offer.objects)
-            doing = f"ranks exchanged tensors; the target may be part-written: {named(self._filled)}"
-            phases.on_all("exchange", lambda: self._exchange(prepared), doing=doing, undefined=self._filled)
+                run.objects.update(offer.objects)
+            if with_changes:
+                bytes_to, bytes_from = self._exchange_changes(phases, run)
+            else:
+                bytes_to, bytes_from = self._bytes_to, self._bytes_from
+                self.version = None
+                phases.on_all("exchange", lambda: self._exchange(run), doing=self._part_written, undefined=self._filled)
             unproved = () if held is None else self._prove(phases, held)
             phases.log_metrics(logger, self._part.total_bytes)
         self.version = next(iter(versions), None)
         return TransferResult(
             version=self.version,
-            bytes_sent=sum(self._bytes_to.values()) - self._bytes_to.get(rank, 0),
-            bytes_received=sum(self._bytes_from.values()) - self._bytes_from.get(rank, 0),
-            bytes_kept=self._bytes_from.get(rank, 0),
+            bytes_sent=sum(bytes_to.values()) - bytes_to.get(phases.rank, 0),
+            bytes_received=sum(bytes_from.values()) - bytes_from.get(phases.rank, 0),
+            bytes_kept=bytes_from.get(phases.rank, 0),
             seconds=dict(phases.seconds),
             unproved=unproved,
         )
@@ -148,15 +162,17 @@ class TransferPlan:
             lines.append(f"rank {sending} {to} {num_bytes:,} bytes")
         return "\n".join(lines)
 
-    def _offer(self, version: int | None, verify: bool, replicas: Replicas, prepared: _Prepared) -> _Offer:
+    @property
+    def _part_written(self) -> str:
+        return f"ranks exchanged tensors; the target may be part-written: {named(self._filled)}"
+
+    def _offer(self, run: _Run) -> _Offer:
         """What the other ranks get to know. What can fail on this rank alone is done here, before anything moves."""
         problems = []
         for side, endpoint in (("source", self._source), ("target", self._target)):
             reason = endpoint.why_changed()
             if reason is not None:
                 problems.append(Problem("cannot_reshard", side, reason))
-        prepared.sources = self._source.memory_to_read()
-        prepared.targets, prepared.finish = self._target.memory_to_fill()
         objects = self._source.objects_now(self._part.objects_sent)
         for fqn, value in objects.items():
             try:
@@ -164,20 +180,84 @@ class TransferPlan:
             except Exception as error:
                 what = f"is no tensor, and cannot be sent: {type(error).__name__}: {error}"
                 problems.append(Problem("unsupported_value", fqn, what))
-        return _Offer(self._part.number, version, verify, replicas, {} if problems else objects, tuple(problems))
+        if run.changes is not None:
+            problems += why_not_sent(run.changes, self._source, self._part.cast)
+        return _Offer(
+            plan=self._part.number,
+            version=run.version if run.changes is None else run.changes.version,
+            verify=run.verify,
+            replicas=run.replicas,
+            objects={} if problems else objects,
+            problems=tuple(problems),
+            changes=OfferedChanges(
+                versions=None if run.changes is None else (run.changes.base_version, run.changes.version),
+                has_source=len(self._source.tensors) > 0,
+                has_target=len(self._target.tensors) > 0,
+                target_version=self.version,
+            ),
+        )
 
-    def _exchange(self, prepared: _Prepared) -> None:
+    def _exchange(self, run: _Run) -> None:
+        targets, finish = self._target.memory_to_fill()
         self._transport.exchange(
-            prepared.sources,
-            prepared.targets,
+            self._source.memory_to_read(),
+            targets,
             self._sends,
             self._receives,
             number=self._part.number,
             # gloo closes connections on which it waited so long: the end of the phase does not take as long again
             timeout_seconds=self._timeout_seconds,
         )
-        prepared.finish()
-        self._target.set_objects({fqn: prepared.objects[name] for fqn, name in self._part.objects_filled.items()})
+        self._finish(run, finish)
+
+    def _exchange_changes(self, phases: Phases, run: _Run) -> tuple[Mapping[int, int], Mapping[int, int]]:
+        """Sends what changed. Returns the bytes to and from each rank."""
+        targets, finish = self._target.memory_to_change()
+        exchange = ChangesExchange(
+            sources=self._source.memory_to_read(),
+            targets=targets,
+            sends=self._sends,
+            receives=self._receives,
+            changes=run.changes,
+            transport=self._transport,
+            number=self._part.number,
+            timeout_seconds=self._timeout_seconds,
+        )
+        unchanged = "ranks sent changes; nothing was changed"
+        phases.on_all("pack", exchange.pack, doing=unchanged)
+
+        def compare() -> list[str]:
+            exchange.exchange_headers()
+            exchange.exchange_changes()
+            return [self._target.names[tensor] for tensor in exchange.tensors_of_other_base()]
+
+        found = phases.on_all("compare", compare, doing=unchanged)
+        wrong = {fqn: rank for rank, of_rank in reversed(list(enumerate(found))) for fqn in of_rank}
+        if wrong:
+            what = "of the target has other bits than the changes replace, on rank {}; run the plan without changes"
+            raise refusal("reshard", [Problem("other_base", fqn, what.format(rank)) for fqn, rank in wrong.items()])
+        self.version = None
+
+        def fill() -> None:
+            exchange.apply()
+            exchange.exchange_whole()
+            self._finish(run, finish)
+
+        phases.on_all("exchange", fill, doing=self._part_written, undefined=self._filled)
+        return exchange.bytes_to, exchange.bytes_from
+
+    def _finish(self, run: _Run, finish: Callable[[], None]) -> None:
+        finish()
+        self._target.set_objects({fqn: run.objects[name] for fqn, name in self._part.objects_filled.items()})
+
+    def _fingerprint_of_source(self, phases: Phases, run: _Run, *, with_changes: bool) -> Fingerprint:
+        if not with_changes:
+            return self._fingerprint(phases, self._source)
+        sums = {} if run.changes is None else run.changes.after
+        own = {fqn: of_key for fqn, of_key in sums.items() if fqn not in self._part.unwanted}
+        no_digests: dict[str, str] = {}
+        gathered = phases.on_all("verify", lambda: (own, no_digests), doing="ranks exchanged fingerprints of changes")
+        return fingerprint_of_sums(gathered)
 
     def _fingerprint(self, phases: Phases, endpoint: Endpoint) -> Fingerprint:
         left_out = self._part.partial if endpoint is self._target else self._part.unwanted
@@ -207,6 +287,17 @@ class TransferPlan:
 
 
 @dataclass(frozen=True)
+class _Run:
+    """The arguments of one run, and the values that are no tensors, of all ranks."""
+
+    version: int | None
+    verify: bool
+    replicas: Replicas
+    changes: Changes | None
+    objects: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class _Offer:
     """What a rank tells the others before a run."""
 
@@ -216,16 +307,7 @@ class _Offer:
     replicas: Replicas
     objects: Mapping[str, Any]
     problems: tuple[Problem, ...]
-
-
-@dataclass
-class _Prepared:
-    """Plain memory of both sides of one run, what is to be called when the targets are filled, and other values."""
-
-    sources: list[torch.Tensor]
-    targets: list[torch.Tensor]
-    finish: Callable[[], None]
-    objects: dict[str, Any]
+    changes: OfferedChanges
 
 
 def _differing(offers: Sequence[_Offer]) -> list[Problem]:
@@ -234,10 +316,6 @@ def _differing(offers: Sequence[_Offer]) -> list[Problem]:
     verify = differing("verify", [offer.verify for offer in offers])
     replicas = differing("replicas", [offer.replicas for offer in offers])
     return (plans or verify or replicas)[:1]
-
-
-def _nothing() -> None:
-    """Nothing is prepared yet."""
 
 
 def _as_tensor(entries: bytes) -> torch.Tensor:

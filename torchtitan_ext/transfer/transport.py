@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -66,17 +66,53 @@ class Box(NamedTuple):
 
 def boxes_of(table: Tensor, tensors: Sequence[Tensor]) -> Iterator[Box]:
     """The boxes of a table, by peer, in the order in which each pair of ranks counts them."""
+    for row in rows_of(table):
+        part = part_of(tensors[row.tensor], row)
+        yield Box(row.peer, part, part.dtype if row.cast_to < 0 else ops.numbered_dtype(row.cast_to))
+
+
+class Row(NamedTuple):
+    """A box in a table.
+
+    Attributes:
+        peer: The other rank, by its position in the group.
+        tensor: Which of the rank's tensors.
+        cast_to: The number of the dtype to which the sender converts, or -1.
+        offsets, sizes: The box, in the rank's tensor.
+    """
+
+    peer: int
+    tensor: int
+    cast_to: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def rows_of(table: Tensor) -> Iterator[Row]:
+    """The rows of a table of boxes."""
     entries = table.tolist()
     place = 0
     while place < len(entries):
-        peer, tensor, cast_to, num_dims = entries[place : place + 4]
-        offsets = entries[place + 4 : place + 4 + num_dims]
-        sizes = entries[place + 4 + num_dims : place + 4 + 2 * num_dims]
-        place += 4 + 2 * num_dims
-        part = tensors[tensor]
-        for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-            part = part.narrow(dim, offset, size)
-        yield Box(peer, part, part.dtype if cast_to < 0 else ops.numbered_dtype(cast_to))
+        num_dims = entries[place + 3]
+        first, last = place + 4 + num_dims, place + 4 + 2 * num_dims
+        peer, tensor, cast_to = entries[place : place + 3]
+        yield Row(peer, tensor, cast_to, tuple(entries[place + 4 : first]), tuple(entries[first:last]))
+        place = last
+
+
+def part_of(tensor: Tensor, row: Row) -> Tensor:
+    """A view of the box of a row."""
+    for dim, (offset, size) in enumerate(zip(row.offsets, row.sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
+def table_of(rows: Iterable[Row]) -> Tensor:
+    """The table with these rows."""
+    entries: list[int] = []
+    for row in rows:
+        entries += (row.peer, row.tensor, row.cast_to, len(row.sizes), *row.offsets, *row.sizes)
+    return torch.tensor(entries, dtype=torch.int64, device="cpu")
 
 
 @dataclass(frozen=True)

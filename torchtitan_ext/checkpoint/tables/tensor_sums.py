@@ -27,7 +27,7 @@ from torchtitan_ext.checkpoint.tables.key_table import (
 )
 from torchtitan_ext.errors import Problem
 from torchtitan_ext.layout.dtensor import local_tensor, local_view
-from torchtitan_ext.layout.layout import LayoutRules, LocalShard, ShardReport, Steps, shard_of
+from torchtitan_ext.layout.layout import LayoutRules, LocalShard, Steps, shard_of
 from torchtitan_ext.layout.wrapper import dense_values
 from torchtitan_ext.state.value_digest import fetch_sums, sum_box
 
@@ -76,7 +76,7 @@ class TensorSummer:
         if isinstance(entry, TensorEntry):
             shard = shard_of(entry.report, steps)
             total = _sum(dense_values(local_tensor(value)), shard, entry.global_shape)
-            replica = self._replica_of(entry.report)
+            replica = self.replica_of(entry)
             return TensorSums(replica, {None: total}, str(local_tensor(value).dtype), tuple(entry.global_shape))
         sums: dict[Box | None, Tensor] = {}
         for box, local in zip(entry.boxes, box_tensors(value, entry), strict=True):
@@ -87,7 +87,7 @@ class TensorSummer:
     def held_boxes(self, value: Tensor, entry: TensorEntry | BoxesEntry, steps: Steps | None) -> Iterator[HeldBox]:
         """What the rank holds of one tensor, box by box; boxes without elements are left out."""
         if isinstance(entry, TensorEntry):
-            local, replica = dense_values(local_tensor(value)), self._replica_of(entry.report)
+            local, replica = dense_values(local_tensor(value)), self.replica_of(entry)
             for chunk in shard_of(entry.report, steps).chunks:
                 yield HeldBox(replica, chunk.offsets, local_view(local, chunk.local_offsets, chunk.sizes))
             return
@@ -95,7 +95,11 @@ class TensorSummer:
             if local.numel() > 0:
                 yield HeldBox(_BOXES, box[0], dense_values(local))
 
-    def _replica_of(self, report: ShardReport) -> Any:
+    def replica_of(self, entry: TensorEntry | BoxesEntry) -> Any:
+        """The ``replica`` of ``TensorSums``."""
+        if isinstance(entry, BoxesEntry):
+            return _BOXES
+        report = entry.report
         mesh = report.mesh
         if mesh is None:
             return None

@@ -87,6 +87,11 @@ def read_header(path: Path) -> dict[str, SafetensorsEntry]:
     Raises:
         DamagedCheckpointError: The header is damaged, or does not describe every byte of the file once.
     """
+    return read_header_and_notes(path)[0]
+
+
+def read_header_and_notes(path: Path) -> tuple[dict[str, SafetensorsEntry], dict[str, str]]:
+    """``read_header``, and the file's ``__metadata__``."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise DamagedCheckpointError(f"{path} is no file")
@@ -99,7 +104,7 @@ def read_header(path: Path) -> dict[str, SafetensorsEntry]:
         text_bytes = file.read(header_bytes)
     try:
         header = json.loads(text_bytes)
-        notes = header.pop("__metadata__", None) or {}
+        notes = dict(header.pop("__metadata__", None) or {})
         boxes = json.loads(notes["DCP_SHARDING_INFO"]) if "DCP_SHARDING_INFO" in notes else {}
         "".join(header).encode()  # JSON can spell what is no text
         entries = {str(fqn): _entry(entry, boxes.get(fqn), 8 + header_bytes) for fqn, entry in header.items()}
@@ -107,7 +112,7 @@ def read_header(path: Path) -> dict[str, SafetensorsEntry]:
         raise DamagedCheckpointError(f"{path}: its header is none of safetensors ({error})") from None
     entries = dict(sorted(entries.items(), key=lambda item: item[1].begin))
     _check_places(path, entries, 8 + header_bytes, file_bytes)
-    return entries
+    return entries, notes
 
 
 def sizes_of_tensor(where: str, chunks: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[int, ...]:
@@ -231,10 +236,13 @@ class NewSafetensors:
     num_bytes: int
 
 
-def lay_out(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> NewSafetensors:
-    """A file for tensors of these dtypes and shapes. Larger elements come first, so that all are aligned."""
+def lay_out(tensors: Mapping[str, tuple[str, Sequence[int]]], notes: Mapping[str, str] | None = None) -> NewSafetensors:
+    """A file for tensors of these dtypes and shapes. Larger elements come first, so that all are aligned.
+
+    ``notes`` stand beside the format in the file's ``__metadata__``.
+    """
     by_size = sorted(tensors, key=lambda fqn: (-ITEM_BYTES[tensors[fqn][0]], fqn))
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **(notes or {})}}
     begins: dict[str, int] = {}
     end = 0
     for fqn in by_size:

@@ -1,0 +1,55 @@
+"""Which part of the global tensors a rank holds, agreed on by all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torchtitan_ext.checkpoint.operation.phases import Phases
+from torchtitan_ext.checkpoint.tables.agreement import agree, unused_layouts
+from torchtitan_ext.checkpoint.tables.key_table import BoxesEntry, RankTable, TensorEntry
+from torchtitan_ext.errors import Problem, refusal
+from torchtitan_ext.layout.layout import Chunk, LocalShard, Steps, shard_of
+from torchtitan_ext.transfer.changes import HeldTensor
+from torchtitan_ext.transfer.endpoint import Endpoint
+
+
+def agree_on_steps(phases: Phases, endpoint: Endpoint, operation: str, *, every_rank_reports: bool) -> dict[str, Steps]:
+    """The sharding order of each tensor on a mesh. Collective.
+
+    Raises:
+        StateRefusedError: (a subclass) Of all problems of all ranks, the same on every rank.
+    """
+    is_object = {fqn for fqn, entry in endpoint.entries.items() if not isinstance(entry, TensorEntry | BoxesEntry)}
+    what = "is no tensor, and deltas have tensors only; leave it out of the state"
+    problems = [*endpoint.problems, *(Problem("unsupported_value", fqn, what) for fqn in sorted(is_object))]
+
+    def agree_for_all(offers: Sequence[tuple[RankTable, list[Problem]]]) -> list[dict[str, Steps]]:
+        tables = [table for table, _ in offers]
+        agreement = agree(tables, every_rank_reports=every_rank_reports)
+        found = [problem for _, own in offers for problem in own]
+        found = [*agreement.problems, *found, *unused_layouts(tables, agreement, agreement.names)]
+        if found:
+            raise refusal(operation, found)
+        return [agreement.world.steps_of(rank) for rank in range(len(tables))]
+
+    return phases.through_coordinator(
+        "plan", lambda: (endpoint.table.message, problems), agree_for_all, doing="ranks agreed on layouts"
+    )
+
+
+def held_tensors(endpoint: Endpoint, steps: dict[str, Steps]) -> list[HeldTensor]:
+    """What each tensor of an endpoint is, in their order."""
+    held = []
+    for fqn in dict.fromkeys(endpoint.names):
+        entry = endpoint.entries[fqn]
+        if isinstance(entry, TensorEntry):
+            shard = shard_of(entry.report, steps.get(fqn))
+            held.append(HeldTensor(fqn, shard, tuple(entry.global_shape), None))
+            continue
+        assert isinstance(entry, BoxesEntry)
+        for box in entry.boxes:
+            offsets, sizes = tuple(box[0]), tuple(box[1])
+            chunks = () if 0 in sizes else (Chunk(offsets, sizes, (0,) * len(sizes)),)
+            shard = LocalShard(sizes, chunks)
+            held.append(HeldTensor(fqn, shard, tuple(entry.global_shape), (offsets, sizes)))
+    return held

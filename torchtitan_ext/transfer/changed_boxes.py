@@ -1,0 +1,310 @@
+"""How changes travel over the plan of a transfer: of each box only the elements that changed.
+
+Both ends of a box know it by its place in their tables, so an element is known by its position in the row-major order
+of the box. Three exchanges: how much of each box follows; the changed elements; and, when all ranks have seen that
+their targets are what the changes were made from, the boxes that go whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from torchtitan_ext import _core, ops
+from torchtitan_ext.errors import Problem, named
+from torchtitan_ext.layout.layout import Chunk, LocalShard
+from torchtitan_ext.transfer.changes import Changes
+from torchtitan_ext.transfer.endpoint import Endpoint
+from torchtitan_ext.transfer.transport import Row, Transport, part_of, rows_of, table_of
+
+_WHOLE = -1
+_ALIGNMENT = 8
+
+
+class _Header(NamedTuple):
+    """What the receiver of a box is told first, as int64.
+
+    Attributes:
+        num_changed: Changed elements of the box, or -1 where it goes whole.
+        num_blocks, num_offsets: Of their ``PositionBlocks``.
+        old_sum: Of the hashes of their old bits, at their positions in the box.
+        has_base: Whether ``old_sum`` is known.
+    """
+
+    num_changed: int = 0
+    num_blocks: int = 0
+    num_offsets: int = 0
+    old_sum: int = 0
+    has_base: int = 1
+
+    def num_bytes(self, item_bytes: int) -> int:
+        """Of the changes of the box, which follow: blocks, offsets, values."""
+        if self.num_changed <= 0:
+            return 0
+        num_bytes = 8 * self.num_blocks + 2 * self.num_offsets + item_bytes * self.num_changed
+        return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+@dataclass
+class ChangesExchange:
+    """One run of a plan that sends changes. The steps are called in the order in which they stand here.
+
+    Args:
+        sources, targets: Memory of this rank's two sides, as for ``Transport.exchange``.
+        sends, receives: Its tables.
+        changes: What changed in the sources; ``None`` on a rank without a source.
+    """
+
+    sources: list[Tensor]
+    targets: list[Tensor]
+    sends: Tensor
+    receives: Tensor
+    changes: Changes | None
+    transport: Transport
+    number: int
+    timeout_seconds: float
+
+    def pack(self) -> None:
+        """Makes what this rank sends. Not collective."""
+        self._rows_out, self._rows_in = list(rows_of(self.sends)), list(rows_of(self.receives))
+        self._headers_out, self._data_out = _packed(self._rows_out, self.changes)
+
+    def exchange_headers(self) -> None:
+        """Collective."""
+        width = len(_Header._fields)
+        numbers = torch.tensor(self._headers_out, dtype=torch.int64, device="cpu").reshape(-1)
+        received = self._exchange_flat(numbers, [width] * len(self._rows_out), [width] * len(self._rows_in))
+        self._headers_in = [_Header(*row) for row in received.reshape(-1, width).tolist()]
+
+    def exchange_changes(self) -> None:
+        """Collective. The targets stay as they are."""
+        items = [self.targets[row.tensor].itemsize for row in self._rows_in]
+        sizes_in = [header.num_bytes(item) for header, item in zip(self._headers_in, items, strict=True)]
+        data = torch.frombuffer(bytearray(b"".join(self._data_out)) or bytearray(1), dtype=torch.uint8)
+        data = data[: sum(map(len, self._data_out))]
+        received = self._exchange_flat(data, [len(part) for part in self._data_out], sizes_in).numpy()
+        self._data_out = []
+        self._counts = [max(0, header.num_changed) for header in self._headers_in]
+        offsets = ops.change_offsets(items, self._counts)
+        self._positions = torch.empty(sum(self._counts), dtype=torch.int64, device="cpu")
+        self._values = torch.empty(offsets[-1], dtype=torch.uint8, device="cpu")
+        positions, values = self._positions.numpy(), self._values.numpy()
+        first_byte = first = 0
+        for header, item, size, offset in zip(self._headers_in, items, sizes_in, offsets, strict=False):
+            if header.num_changed > 0:
+                data_of_box = received[first_byte : first_byte + size]
+                positions[first : first + header.num_changed], own = _unpacked(data_of_box, header, item)
+                values[offset : offset + own.size] = own
+            first_byte, first = first_byte + size, first + max(0, header.num_changed)
+
+    def tensors_of_other_base(self) -> list[int]:
+        """The tensors of this rank's target whose changed elements are not those that the changes replace."""
+        if not self._rows_in:
+            return []
+        sums = _sums_at(self._parts_in(), self._positions, self._counts)
+        return [
+            row.tensor
+            for row, header, total in zip(self._rows_in, self._headers_in, sums, strict=True)
+            if header.num_changed > 0 and header.has_base and total != header.old_sum
+        ]
+
+    def apply(self) -> None:
+        """Writes the changed elements into the targets. Not collective."""
+        parts = self._parts_in()
+        if not parts:
+            return
+        device = parts[0].device
+        with torch.no_grad():
+            shards, shapes = _shards_of(parts)
+            positions, values = self._positions.to(device), self._values.to(device)
+            ops.apply_changes_(parts, shards, shapes, positions, values, self._counts)
+
+    def exchange_whole(self) -> None:
+        """Collective: boxes that go whole, from the sources into the targets."""
+        sends, receives = (
+            table_of(row for row, header in zip(rows, headers, strict=True) if header.num_changed == _WHOLE)
+            for rows, headers in ((self._rows_out, self._headers_out), (self._rows_in, self._headers_in))
+        )
+        self._exchange(self._whole_sources(), self.targets, sends, receives)
+
+    @property
+    def bytes_to(self) -> dict[int, int]:
+        """Bytes of changes to each rank, this one among them; at the end."""
+        return _bytes_of_peers(self._rows_out, self._headers_out, self.sources)
+
+    @property
+    def bytes_from(self) -> dict[int, int]:
+        """Bytes of changes from each rank; at the end."""
+        return _bytes_of_peers(self._rows_in, self._headers_in, self.targets)
+
+    def _whole_sources(self) -> list[Tensor]:
+        """The sources; those that go whole as they were when the changes were found."""
+        if self.changes is None:
+            return self.sources
+        sources = list(self.sources)
+        for tensor, values in self.changes.whole.items():
+            sources[tensor] = values.to(sources[tensor].device)
+        return sources
+
+    def _parts_in(self) -> list[Tensor]:
+        return [part_of(self.targets[row.tensor].detach(), row) for row in self._rows_in]
+
+    def _exchange_flat(self, flat: Tensor, sizes_out: Sequence[int], sizes_in: Sequence[int]) -> Tensor:
+        """Sends consecutive parts of a flat tensor, one per row; returns those that came."""
+        device = next((tensor.device for tensor in (*self.sources, *self.targets)), torch.device("cpu"))
+        target = torch.empty(sum(sizes_in), dtype=flat.dtype, device=device)
+        sends, receives = _flat_table(self._rows_out, sizes_out), _flat_table(self._rows_in, sizes_in)
+        self._exchange([flat.to(device)], [target], sends, receives)
+        return target.cpu()
+
+    def _exchange(self, sources: list[Tensor], targets: list[Tensor], sends: Tensor, receives: Tensor) -> None:
+        self.transport.exchange(
+            sources, targets, sends, receives, number=self.number, timeout_seconds=self.timeout_seconds
+        )
+
+
+def _packed(rows: Sequence[Row], changes: Changes | None) -> tuple[list[_Header], list[bytes]]:
+    """Header and data of each row."""
+    if changes is None:
+        return [_Header()] * len(rows), [b""] * len(rows)
+    value_offsets = ops.change_offsets(changes.item_bytes, changes.counts)
+    first_of = np.cumsum([0, *changes.counts])
+    positions, values = changes.positions.numpy(), changes.values.numpy()
+    headers, data, selected = [], [], []
+    for row in rows:
+        if row.tensor in changes.whole:
+            headers.append(_Header(_WHOLE))
+            data.append(b"")
+            selected.append(np.empty(0, dtype=np.int64))
+            continue
+        held, item_bytes = changes.tensors[row.tensor], changes.item_bytes[row.tensor]
+        own = positions[first_of[row.tensor] : first_of[row.tensor + 1]]
+        offsets = _global_offsets(held.shard, row)
+        in_box, indices = _core.select_positions(own, held.global_shape, offsets, row.sizes)
+        begin = value_offsets[row.tensor]
+        elements = values[begin : begin + item_bytes * own.size].reshape(-1, item_bytes)[indices]
+        coded = _core.PositionBlocks.encode(in_box)
+        header = _Header(in_box.size, coded.blocks.size // 2, coded.offsets.size)
+        message = coded.blocks.tobytes() + coded.offsets.tobytes() + elements.tobytes()
+        headers.append(header)
+        data.append(message.ljust(header.num_bytes(item_bytes), b"\0"))
+        selected.append(in_box)
+    if not changes.base:
+        return [header._replace(has_base=0) for header in headers], data
+    if rows:
+        parts = [part_of(changes.base[row.tensor], row) for row in rows]
+        flat = torch.from_numpy(np.concatenate(selected))
+        sums = _sums_at(parts, flat, [of_row.size for of_row in selected])
+        headers = [header._replace(old_sum=total) for header, total in zip(headers, sums, strict=True)]
+    return headers, data
+
+
+def _unpacked(
+    data: npt.NDArray[np.uint8], header: _Header, item_bytes: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
+    """Positions and values of a box. The header's numbers are those of the sender."""
+    ends = np.cumsum([8 * header.num_blocks, 2 * header.num_offsets, item_bytes * header.num_changed])
+    blocks, offsets, values, _ = np.split(data, ends)
+    coded = _core.PositionBlocks(blocks.view(np.int32), offsets.view(np.uint16))
+    return coded.decode(), values
+
+
+def _global_offsets(shard: LocalShard, row: Row) -> tuple[int, ...]:
+    """Where a box of the local tensor, which lies in one chunk, begins in the global tensor."""
+    for chunk in shard.chunks:
+        within = [offset - local for offset, local in zip(row.offsets, chunk.local_offsets, strict=True)]
+        if all(0 <= at < size for at, size in zip(within, chunk.sizes, strict=True)):
+            return tuple(offset + at for offset, at in zip(chunk.offsets, within, strict=True))
+    raise AssertionError("a box of a plan lies in a chunk, please report")
+
+
+def _sums_at(parts: Sequence[Tensor], positions: Tensor, counts: Sequence[int]) -> list[int]:
+    shards, shapes = _shards_of(parts)
+    with torch.no_grad():
+        sums, _ = ops.sum_elements(parts, shards, shapes, positions.to(parts[0].device), counts)
+    numbers: list[int] = sums.tolist()
+    return numbers
+
+
+def _shards_of(parts: Sequence[Tensor]) -> tuple[list[LocalShard], list[tuple[int, ...]]]:
+    """Each box as a global tensor of its own, and as the only shard of it."""
+    shapes = [tuple(part.shape) for part in parts]
+    return [LocalShard(sizes, (Chunk((0,) * len(sizes), sizes, (0,) * len(sizes)),)) for sizes in shapes], shapes
+
+
+def _flat_table(rows: Sequence[Row], sizes: Sequence[int]) -> Tensor:
+    """A table in which each peer gets, or sends, one range of a flat tensor: the consecutive parts of its rows."""
+    ends = np.cumsum([0, *sizes]).tolist()
+    peers = [row.peer for row in rows]
+    starts = [at for at, peer in enumerate(peers) if at == 0 or peers[at - 1] != peer]
+    ranges = [(first, last) for first, last in pairwise([*starts, len(rows)]) if ends[last] > ends[first]]
+    return table_of(Row(peers[a], 0, -1, (ends[a],), (ends[b] - ends[a],)) for a, b in ranges)
+
+
+def _bytes_of_peers(rows: Sequence[Row], headers: Sequence[_Header], tensors: Sequence[Tensor]) -> dict[int, int]:
+    num_bytes: dict[int, int] = {}
+    for row, header in zip(rows, headers, strict=True):
+        item_bytes = tensors[row.tensor].itemsize
+        of_box = math.prod(row.sizes) * item_bytes if header.num_changed == _WHOLE else header.num_bytes(item_bytes)
+        num_bytes[row.peer] = num_bytes.get(row.peer, 0) + of_box
+    return num_bytes
+
+
+@dataclass(frozen=True)
+class OfferedChanges:
+    """What a rank tells the others of changes, before a run.
+
+    Attributes:
+        versions: Of their base and of what they lead to; ``None`` where the rank gives none.
+        has_source, has_target: Whether the rank has a part of the side.
+        target_version: What its target holds.
+    """
+
+    versions: tuple[int, int] | None
+    has_source: bool
+    has_target: bool
+    target_version: int | None
+
+
+def changes_problems(offers: Sequence[OfferedChanges]) -> list[Problem]:
+    """Why changes cannot be sent, as far as their versions say. ``offers`` by rank."""
+    given = {offer.versions for offer in offers if offer.versions is not None}
+    if not given:
+        return []
+    lacking = [rank for rank, offer in enumerate(offers) if offer.has_source and offer.versions is None]
+    if lacking:
+        what = f"were not given on rank(s) {named(lacking)}, which have a part of the source"
+        return [Problem("ranks_disagree", "changes", what)]
+    if len(given) > 1:
+        shown = ", ".join(f"{base} to {version}" for base, version in sorted(given))
+        return [Problem("ranks_disagree", "changes", f"are of several versions: {shown}")]
+    base, version = next(iter(given))
+    other = {offer.target_version for offer in offers if offer.has_target and offer.target_version != base}
+    return [
+        Problem(
+            "other_base",
+            "changes",
+            f"lead from version {base} to {version}, and the target holds "
+            f"{'no known version' if held is None else f'version {held}'}; "
+            f"send the changes from there, or run the plan without changes and with version={version}",
+        )
+        for held in sorted(other, key=lambda held: -1 if held is None else held)
+    ]
+
+
+def why_not_sent(changes: Changes, source: Endpoint, cast: Sequence[str]) -> list[Problem]:
+    """Why this rank's changes cannot travel over a plan with this source, whose target casts some keys."""
+    names = [held.fqn for held in changes.tensors]
+    sizes = [held.shard.sizes for held in changes.tensors]
+    if names != source.names or sizes != [tuple(tensor.shape) for tensor in source.tensors]:
+        return [Problem("other_base", "changes", "are of other tensors than the source that was planned")]
+    what = "is cast on its way, which changes cannot follow; make the snapshot of a source in the target's dtype"
+    return [Problem("wrong_dtype", fqn, what) for fqn in cast]

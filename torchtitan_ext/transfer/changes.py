@@ -1,0 +1,74 @@
+"""What differs between two versions of the tensors that one rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from torchtitan_ext.checkpoint.tables.tensor_sums import TensorSums
+from torchtitan_ext.layout.layout import LocalShard
+
+
+@dataclass(frozen=True)
+class HeldTensor:
+    """A tensor of a rank, and which part of its global tensor it is.
+
+    Attributes:
+        box: The box, where the tensor is one of those that a value describes; ``None`` of a shard.
+    """
+
+    fqn: str
+    shard: LocalShard
+    global_shape: tuple[int, ...]
+    box: tuple[tuple[int, ...], tuple[int, ...]] | None
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What changed since a ``delta.Snapshot``, on one rank, in host memory; one of the changes of all ranks.
+
+    To be saved (``delta.save``) or sent (``TransferPlan.run(changes=)``) before the snapshot goes on by ``advance``.
+
+    Attributes:
+        base_version, version: Of the state before and after.
+        tensors: What this rank holds, in the order of its keys.
+        item_bytes: Size of an element of each tensor.
+        counts: How many elements of each tensor have changed; 0 of those that are whole.
+        positions: Which, as ``ops.changed_elements_`` gives them: 1-d int64, tensor after tensor.
+        values: Their new bits, 1-d uint8.
+        whole: By position among the tensors: those of which so much changed that all of it takes fewer bytes. Copies.
+        base: The tensors before the changes; empty where the snapshot keeps hashes only.
+        before, replaced, after: Per key the sums of this rank's part: before, of the old bits of the changed elements,
+            and after.
+    """
+
+    base_version: int
+    version: int
+    tensors: Sequence[HeldTensor]
+    item_bytes: Sequence[int]
+    counts: Sequence[int]
+    positions: Tensor
+    values: Tensor
+    whole: Mapping[int, Tensor]
+    base: Sequence[Tensor] = field(repr=False)
+    before: Mapping[str, TensorSums] = field(repr=False)
+    replaced: Mapping[str, TensorSums] = field(repr=False)
+    after: Mapping[str, TensorSums] = field(repr=False)
+
+    @property
+    def whole_keys(self) -> list[str]:
+        """Keys of this rank of which a tensor goes whole."""
+        return sorted({self.tensors[at].fqn for at in self.whole})
+
+    @property
+    def num_changed(self) -> int:
+        """Elements of this rank's tensors that travel."""
+        return sum(self.counts) + sum(tensor.numel() for tensor in self.whole.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory of the changes."""
+        held = (self.positions, self.values, *self.whole.values())
+        return sum(tensor.numel() * tensor.itemsize for tensor in held)
