@@ -213,9 +213,10 @@ def interleaved(sizes: tuple[int, int], order: Sequence[int]) -> LocalShard:
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3, 4, 5), (5, 3, 1, 0, 2, 4), (2, 1, 0, 5, 4, 3)], ids=str)
-def test_chunks_side_by_side_are_listed_in_the_order_of_the_global_tensor(order: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_chunks_side_by_side_are_listed_in_the_order_of_the_global_tensor(order: tuple[int, ...], device: str) -> None:
     shard = interleaved((4, 9), order)
-    base = random_tensor((4, 9), torch.bfloat16)
+    base = random_tensor((4, 9), torch.bfloat16, device)
     for share in (0.3, 1.0):
         new = some_bits_flipped(base, share)
         changes = found_changes([new], [base], [shard], [(4, 20)])
@@ -227,12 +228,14 @@ def test_chunks_side_by_side_are_listed_in_the_order_of_the_global_tensor(order:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.complex128], ids=str)
 @pytest.mark.parametrize("columns", [1, 5, 64, 1000])
-def test_many_elements_on_several_threads(dtype: torch.dtype, columns: int) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_many_elements(dtype: torch.dtype, columns: int, device: str) -> None:
+    """On several threads, and in many tiles of a kernel."""
     rows = 400_000 // columns
     shape = (rows, 2 * columns)
     whole = LocalShard(shape, (Chunk((0, 0), shape, (0, 0)),))
     half = LocalShard((rows, columns), (Chunk((0, columns), (rows, columns), (0, 0)),))
-    base = random_tensor(shape, dtype)
+    base = random_tensor(shape, dtype, device)
     new = some_bits_flipped(base, 0.05)
     changes = found_changes([new, new[:, columns:]], [base, base[:, columns:]], [whole, half], [shape, shape])
     differs = (bits(new).view(-1, dtype.itemsize) != bits(base).view(-1, dtype.itemsize)).any(1)

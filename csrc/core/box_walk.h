@@ -56,8 +56,31 @@ class BoxWalk {
 
   // Between places of neighbours in a run.
   const Places& strides() const { return inner_.strides; }
+  const Places& first_places() const { return first_places_; }
+  Places last_places() const {
+    Places last = first_places_;
+    const auto move_to_end = [&](const Dim& dim) {
+      for (size_t place = 0; place < kPlaces; ++place) last[place] += (dim.size - 1) * dim.strides[place];
+    };
+    for (const Dim& dim : dims_) move_to_end(dim);
+    move_to_end(inner_);
+    return last;
+  }
   int64_t first_key() const { return first_key_; }
   int64_t last_key() const { return last_key_; }
+
+  // The box as numbers, for kernels that decode single keys (ops/change_tiles.h): first key, number of dims, first places;
+  // then size, stride of the key and strides of the places of each dim, the innermost last, whose keys are neighbours.
+  void append_numbers(std::vector<int64_t>& numbers) const {
+    numbers.insert(numbers.end(), {first_key_, static_cast<int64_t>(dims_.size() + 1)});
+    numbers.insert(numbers.end(), first_places_.begin(), first_places_.end());
+    const auto append = [&](const Dim& dim) {
+      numbers.insert(numbers.end(), {dim.size, dim.key_stride});
+      numbers.insert(numbers.end(), dim.strides.begin(), dim.strides.end());
+    };
+    for (const Dim& dim : dims_) append(dim);
+    append(inner_);
+  }
 
   // The first run that ends behind `key`. Coordinates in the box follow from the key by divisions; where one of them is
   // outside of the box, the run is the first of the next outer index.

@@ -40,6 +40,18 @@ struct WrongCount {
 // one is returned. This form is the specification.
 WrongCount list_changes_cpu(std::span<const MarkedElements> tensors, ParallelFor parallel_for);
 
+// The same on the current stream of the device, in whose memory masks, lists and sums lie; the sums are 0 before. Does not
+// ask whether counts are right: of elements beyond the count nothing is written. Elements and values are aligned to their
+// size. Waits for the device only where chunks of a tensor stand in another order than in the global tensor.
+void list_changes_cuda(std::span<const MarkedElements> tensors, int32_t device_index);
+
+// Whether each chunk ends, in the local tensor as in the global one, before the next one begins: then a list in the order of
+// the local tensor is in that of the global one.
+bool keeps_order(const MarkedElements::Chunks& chunks);
+
+// Sorts the list of a tensor by position.
+void sort_list(const MarkedElements& tensor);
+
 // ---- from a list to shards ----
 
 // A shard and the elements of its global tensor that are listed.
@@ -62,6 +74,10 @@ void write_listed_cpu(std::span<const ListedElements> tensors, ParallelFor paral
 
 // Sets for each tensor the sum of the hashes of the bits that its shard holds at the positions, and how many these are.
 void sum_listed_cpu(std::span<const ListedElements> tensors, uint64_t* sums, int64_t* counts, ParallelFor parallel_for);
+
+// The same on the current stream of the device; sums and counts are 0 before. Positions may stand in any order.
+void write_listed_cuda(std::span<const ListedElements> tensors, int32_t device_index);
+void sum_listed_cuda(std::span<const ListedElements> tensors, uint64_t* sums, int64_t* counts, int32_t device_index);
 
 // ---- boxes of a list ----
 

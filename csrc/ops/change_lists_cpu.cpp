@@ -6,8 +6,8 @@
 #include "core/element_hash.h"
 #include "ops/change_lists.h"
 #include "ops/change_marks.h"
+#include "ops/change_tiles.h"
 #include "ops/chunk_table.h"
-#include "ops/run_tiles.h"
 
 namespace torchtitan_ext::ops {
 namespace {
@@ -19,23 +19,15 @@ using core::hash_element;
 constexpr int64_t kPieceWords = 1024;
 constexpr int64_t kPieceElements = 8192;
 // Elements of a list lie far apart: so many of them are fetched ahead.
-constexpr int64_t kAhead = 24;
+constexpr int64_t kAhead = 16;
+// Words of a mask whose bits become a list of indices at once.
+constexpr int64_t kIndexWords = 256;
 
 template <typename Word>
 inline Word load(int64_t address) {
   Word bits;
   std::memcpy(&bits, reinterpret_cast<const void*>(address), sizeof(Word));
   return bits;
-}
-
-// Calls function(Word{}) with the unsigned number of that many bytes.
-template <typename Function>
-auto with_word(int64_t item_bytes, const Function& function) {
-  if (item_bytes == 1) return function(uint8_t{});
-  if (item_bytes == 2) return function(uint16_t{});
-  if (item_bytes == 4) return function(uint32_t{});
-  if (item_bytes == 8) return function(uint64_t{});
-  return function(Word16{});
 }
 
 void add(uint64_t& sum, uint64_t more) {
@@ -61,6 +53,13 @@ BoxWalk<3>::Run run_of(const MarkedElements::Chunks& chunks, size_t& chunk, int6
   }
 }
 
+// Element `index` is on its way into the cache if it is in the same run; else a fetch of what is not there does nothing.
+inline void fetch(const BoxWalk<3>::Run& run, const BoxWalk<3>::Places& strides, int64_t index) {
+  const int64_t inside = index - run.begin;
+  __builtin_prefetch(reinterpret_cast<const void*>(run.places[0] + inside * strides[0]));
+  __builtin_prefetch(reinterpret_cast<const void*>(run.places[1] + inside * strides[1]));
+}
+
 template <typename Word>
 void list_piece(const Piece& piece) {
   constexpr int64_t kBytes = sizeof(Word);
@@ -71,13 +70,19 @@ void list_piece(const Piece& piece) {
   BoxWalk<3>::Places strides{};
   int64_t at = piece.first;
   uint64_t old_sum = 0, new_sum = 0;
-  for (int64_t word = piece.first_word; word < piece.last_word; ++word) {
-    for (uint64_t bits = tensor.mask[word]; bits != 0; bits &= bits - 1) {
-      const int64_t index = word * kWordElements + __builtin_ctzll(bits);
+  uint16_t indices[kIndexWords * kWordElements + kIndexSlack];
+  for (int64_t word = piece.first_word; word < piece.last_word; word += kIndexWords) {
+    const int64_t num_words = std::min(kIndexWords, piece.last_word - word);
+    const int64_t count = mark_kernel().indices(tensor.mask + word, num_words, indices);
+    const int64_t origin = word * kWordElements;
+    for (int64_t next = 0; next < std::min(count, kAhead); ++next) fetch(run, strides, origin + indices[next]);
+    for (int64_t next = 0; next < count; ++next, ++at) {
+      const int64_t index = origin + indices[next];
       if (index >= run.end) {
         run = run_of(tensor.chunks, chunk, index);
         strides = tensor.chunks[chunk].strides();
       }
+      if (next + kAhead < count) fetch(run, strides, origin + indices[next + kAhead]);
       const int64_t inside = index - run.begin;
       const Word now = load<Word>(run.places[0] + inside * strides[0]);
       const Word before = load<Word>(run.places[1] + inside * strides[1]);
@@ -86,16 +91,14 @@ void list_piece(const Piece& piece) {
       std::memcpy(tensor.values + at * kBytes, &now, kBytes);
       old_sum += hash_element(before, position);
       new_sum += hash_element(now, position);
-      ++at;
     }
   }
   add(*tensor.old_sum, old_sum);
   add(*tensor.new_sum, new_sum);
 }
 
-// Chunks whose order in the local tensor is another one than in the global tensor.
 template <typename Word>
-void sort_list(const MarkedElements& tensor) {
+void sort_words(const MarkedElements& tensor) {
   if (std::is_sorted(tensor.positions, tensor.positions + tensor.count)) return;
   struct Element {
     int64_t position;
@@ -231,10 +234,21 @@ WrongCount list_changes_cpu(std::span<const MarkedElements> tensors, ParallelFor
   for (const MarkedElements& tensor : tensors) *tensor.old_sum = *tensor.new_sum = 0;
   run(list_pieces, 2);
   for (const MarkedElements& tensor : tensors) {
-    if (tensor.chunks.size() < 2) continue;
-    with_word(tensor.item_bytes, [&](auto word) { sort_list<decltype(word)>(tensor); });
+    if (!keeps_order(tensor.chunks)) sort_list(tensor);
   }
   return {};
+}
+
+bool keeps_order(const MarkedElements::Chunks& chunks) {
+  for (size_t index = 1; index < chunks.size(); ++index) {
+    const BoxWalk<3>&before = chunks[index - 1], &chunk = chunks[index];
+    if (before.last_key() >= chunk.first_key() || before.last_places()[2] >= chunk.first_places()[2]) return false;
+  }
+  return true;
+}
+
+void sort_list(const MarkedElements& tensor) {
+  with_word(tensor.item_bytes, [&](auto word) { sort_words<decltype(word)>(tensor); });
 }
 
 int64_t find_unordered(std::span<const ListedElements> tensors, ParallelFor parallel_for) {

@@ -33,12 +33,18 @@ void mark_changes_cpu(std::span<const MarkedPair> pairs, uint64_t* mask, int64_t
 // Throws std::runtime_error in a build without CUDA.
 void mark_changes_cuda(std::span<const MarkedPair> pairs, uint64_t* mask, int64_t* counts, int32_t device_index);
 
+// What MarkKernel::indices may write behind the indices.
+constexpr int64_t kIndexSlack = 16;
+
 // One for each set of instructions.
 struct MarkKernel {
   // Marks words of elements that lie one behind the other.
   void (*mark)(const char* left, const char* right, int64_t item_bytes, int64_t num_words, uint64_t* mask);
   // How many bits are set.
   int64_t (*count)(const uint64_t* mask, int64_t num_words);
+  // Writes the numbers of the bits that are set, and returns how many. At most 1,024 words; behind the room for all of their
+  // bits, `indices` has kIndexSlack more.
+  int64_t (*indices)(const uint64_t* mask, int64_t num_words, uint16_t* indices);
 };
 extern const MarkKernel kBaselineMarks;
 extern const MarkKernel kAvx2Marks;

@@ -1,7 +1,7 @@
 // Compiled with -mavx2, and called only where the processor has it.
 #include <immintrin.h>
 
-#include "ops/change_marks.h"
+#include "ops/change_marks_kernel.h"
 
 namespace torchtitan_ext::ops {
 namespace {
@@ -69,14 +69,8 @@ void mark_any(const char* left, const char* right, int64_t item_bytes, int64_t n
   return mark<16>(left, right, num_words, mask);
 }
 
-int64_t count_bits(const uint64_t* mask, int64_t num_words) {
-  int64_t count = 0;
-  for (int64_t word = 0; word < num_words; ++word) count += __builtin_popcountll(mask[word]);
-  return count;
-}
-
 }  // namespace
 
-extern const MarkKernel kAvx2Marks{mark_any, count_bits};
+extern const MarkKernel kAvx2Marks{mark_any, count_bits, indices_of_bits};
 
 }  // namespace torchtitan_ext::ops

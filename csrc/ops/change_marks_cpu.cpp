@@ -1,10 +1,9 @@
 #include <algorithm>
 #include <atomic>
-#include <bit>
 #include <cstring>
 #include <vector>
 
-#include "ops/change_marks.h"
+#include "ops/change_marks_kernel.h"
 
 namespace torchtitan_ext::ops {
 namespace {
@@ -28,12 +27,6 @@ void mark_items(const char* left, const char* right, int64_t item_bytes, int64_t
     left += num_bytes;
     right += num_bytes;
   }
-}
-
-int64_t count_bits(const uint64_t* mask, int64_t num_words) {
-  int64_t count = 0;
-  for (int64_t word = 0; word < num_words; ++word) count += std::popcount(mask[word]);
-  return count;
 }
 
 // Elements [first, last) of a tensor one behind the other: where they lie so, or in `block`.
@@ -106,7 +99,7 @@ void mark_range(int64_t first, int64_t last, void* context) {
 
 }  // namespace
 
-extern const MarkKernel kBaselineMarks{mark_items, count_bits};
+extern const MarkKernel kBaselineMarks{mark_items, count_bits, indices_of_bits};
 
 const MarkKernel& mark_kernel() {
 #ifdef TTE_HAVE_AVX2_MARKS

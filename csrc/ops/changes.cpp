@@ -172,7 +172,18 @@ void check_counts(std::span<const int64_t> counts, size_t num_tensors, const cha
   TTE_CHECK(counts.size() == num_tensors, op, "got ", num_tensors, " tensors and ", counts.size(), " counts");
 }
 
-void refuse_cuda(const TensorView& view, const char* op) { TTE_CHECK(!on_cuda(view), op, "works in host memory only"); }
+// CUDA kernels read and write whole elements.
+void check_aligned(std::span<const TensorView> views, const char* op, const char* name) {
+  for (size_t index = 0; index < views.size(); ++index) {
+    TTE_CHECK(views[index].address % static_cast<uintptr_t>(views[index].item_bytes) == 0, op,
+              subject(op, name, index).text(), " is not aligned to its elements; clone() it first");
+  }
+}
+
+void check_values_aligned(const TensorView& values, const char* op) {
+  TTE_CHECK(values.address % kValuesAlignment == 0, op, "values does not begin at a multiple of ", kValuesAlignment,
+            " bytes; clone() it first");
+}
 
 Tensor empty_int64(const TensorView& on, std::vector<int64_t> sizes) {
   return empty_on(on, sizes, aoti_torch_dtype_int64());
@@ -189,8 +200,13 @@ std::tuple<Tensor, Tensor> mark_changes(const TensorList& new_tensors, const Ten
   Tensor counts = empty_int64(left[0], {static_cast<int64_t>(pairs.size())});
   uint64_t* words = static_cast<uint64_t*>(mask.mutable_data_ptr());
   int64_t* numbers = static_cast<int64_t*>(counts.mutable_data_ptr());
-  refuse_cuda(left[0], op);
-  mark_changes_cpu(pairs, words, numbers, parallel_for);
+  if (on_cuda(left[0])) {
+    check_aligned(left, op, "new");
+    check_aligned(right, op, "base");
+    mark_changes_cuda(pairs, words, numbers, left[0].device_index);
+  } else {
+    mark_changes_cpu(pairs, words, numbers, parallel_for);
+  }
   return {std::move(mask), std::move(counts)};
 }
 
@@ -234,7 +250,13 @@ Tensor changed_elements_(const TensorList& new_tensors, const TensorList& base, 
                       sum + left.size() + index});
     indices.push_back(index);
   }
-  refuse_cuda(left[0], op);
+  if (on_cuda(left[0])) {
+    check_aligned(left, op, "new");
+    check_aligned(right, op, "base");
+    check_values_aligned(written[1], op);
+    list_changes_cuda(marked, left[0].device_index);
+    return sums;
+  }
   const WrongCount wrong = list_changes_cpu(marked, parallel_for);
   TTE_CHECK(wrong.tensor < 0, op, "counts[", indices[wrong.tensor], "] is ", marked[wrong.tensor].count,
             ", but the mask has ", wrong.marked, " changed elements");
@@ -283,7 +305,7 @@ std::tuple<Tensor, Tensor, Tensor> select_changes(const Tensor& positions, const
       list_view(positions, Access::kRead, aoti_torch_dtype_int64(), offsets.elements.back(), given, on_is, on_is);
   const TensorView bits = list_view(values, Access::kRead, aoti_torch_dtype_uint8(), offsets.value_bytes.back(), given,
                                     on_is, {op, "values"});
-  refuse_cuda(given, op);
+  TTE_CHECK(!on_cuda(given), op, "takes lists in host memory");
 
   const int64_t* all = reinterpret_cast<const int64_t*>(from.address);
   std::vector<ListedElements> listed;
@@ -332,9 +354,16 @@ std::tuple<Tensor, Tensor> sum_elements(const TensorList& tensors, const Ints& t
   Tensor sums = empty_int64(views[0], {static_cast<int64_t>(views.size())});
   Tensor found = empty_int64(views[0], {static_cast<int64_t>(views.size())});
   const std::vector<ListedElements> listed = listed_elements(views, shards, counts, offsets, list, op);
-  refuse_cuda(views[0], op);
-  sum_listed_cpu(listed, static_cast<uint64_t*>(sums.mutable_data_ptr()),
-                 static_cast<int64_t*>(found.mutable_data_ptr()), parallel_for);
+  uint64_t* sum = static_cast<uint64_t*>(sums.mutable_data_ptr());
+  int64_t* number = static_cast<int64_t*>(found.mutable_data_ptr());
+  if (on_cuda(views[0])) {
+    check_aligned(views, op, "shards");
+    TORCH_ERROR_CODE_CHECK(aoti_torch_zero_(sums.get()));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_zero_(found.get()));
+    sum_listed_cuda(listed, sum, number, views[0].device_index);
+  } else {
+    sum_listed_cpu(listed, sum, number, parallel_for);
+  }
   return {std::move(sums), std::move(found)};
 }
 
@@ -356,8 +385,13 @@ void apply_changes_(const TensorList& tensors, const Ints& tables, const Tensor&
   for (size_t index = 0; index < listed.size(); ++index) {
     listed[index].values = reinterpret_cast<const char*>(read[1].address) + offsets.value_bytes[index];
   }
-  refuse_cuda(views[0], op);
-  write_listed_cpu(listed, parallel_for);
+  if (on_cuda(views[0])) {
+    check_aligned(views, op, "shards");
+    check_values_aligned(read[1], op);
+    write_listed_cuda(listed, views[0].device_index);
+  } else {
+    write_listed_cpu(listed, parallel_for);
+  }
 }
 
 }  // namespace torchtitan_ext::ops

@@ -179,8 +179,9 @@ def select_changes(
         for box in wanted:
             tables += box.offsets
             tables += box.sizes
-    kept_positions, kept_values, kept_counts = call(name, (positions, values, tables))
-    return kept_positions, kept_values, kept_counts
+    # The result is as long as what is found, so that a device would be waited for anyway.
+    kept_positions, kept_values, kept_counts = call(name, (positions.cpu(), values.cpu(), tables))
+    return kept_positions.to(positions.device), kept_values.to(values.device), kept_counts
 
 
 @register_fake("select_changes")
