@@ -48,10 +48,10 @@ INNER_ROWS = {
     ],
     "checkpoint": [{"tables"}, {"rules"}, {"planners"}, {"staging"}, {"operation"}, {""}],
     "transfer": [
-        {"changes", "endpoint", "meeting", "phases", "planning", "transport"},
+        {"changes", "copies", "endpoint", "meeting", "phases", "planning", "recover_report", "transport"},
         {"changed_boxes"},
-        {"plan"},
-        {"state_dicts"},
+        {"plan", "survivors"},
+        {"recovery", "state_dicts"},
         {"dtensors"},
         {""},
     ],

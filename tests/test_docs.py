@@ -21,16 +21,16 @@ from torchtitan_ext.errors.refusals import REFUSALS
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(torchtitan_ext.__file__).resolve().parent
 REFERENCE = ROOT / "docs" / "reference"
-LAYOUTS = (ROOT / "docs" / "use" / "layouts.md").read_text()
-EXAMPLES = re.findall(r"```python\n# torchrun --nproc-per-node (\d+)\n(.*?)```", LAYOUTS, re.S)
+WITH_EXAMPLES = "".join((ROOT / "docs" / "use" / page).read_text() for page in ("layouts.md", "recover.md"))
+EXAMPLES = re.findall(r"```python\n# torchrun --nproc-per-node (\d+)\n(.*?)```", WITH_EXAMPLES, re.S)
 ROOMS = (
     *("", ".checkpoint", ".delta", ".elastic", ".errors", ".layout", ".metrics", ".ops", ".storage", ".sync"),
     *(".transfer", ".transforms"),
 )
 
 
-@pytest.mark.parametrize(("num_ranks", "code"), EXAMPLES, ids=["nine rows", "fused QKV"])
-def test_the_examples_of_layouts_run(tmp_path: Path, num_ranks: str, code: str) -> None:
+@pytest.mark.parametrize(("num_ranks", "code"), EXAMPLES, ids=["nine rows", "fused QKV", "a lost shard"])
+def test_the_examples_of_pages_run(tmp_path: Path, num_ranks: str, code: str) -> None:
     script = tmp_path / "example.py"
     script.write_text(code.replace("/tmp/", f"{tmp_path}/"))
     command = [

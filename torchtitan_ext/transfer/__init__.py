@@ -5,22 +5,30 @@ refusals. The walk of a call:
 
     state_dicts | dtensors -> endpoint (each rank's two sides) -> planning (the coordinator)
         -> plan (kept, runs each step) -> transport -> ops.exchange_runs_
+
+A recovery is a transfer from a world that has lost ranks, and a load of what nobody holds:
+
+    recovery -> survivors (the coordinator; with copies) -> plan -> ... -> checkpoint.operation.load_phases
 """
 
 from torchtitan_ext.transfer.dtensors import redistribute
 from torchtitan_ext.transfer.meeting import meet
 from torchtitan_ext.transfer.plan import TransferPlan, TransferResult
+from torchtitan_ext.transfer.recover_report import RecoverReport
+from torchtitan_ext.transfer.recovery import recover
 from torchtitan_ext.transfer.state_dicts import plan_reshard, reshard
 from torchtitan_ext.transfer.transport import Box, Transport, boxes_of
 
 __all__ = [
     "Box",
+    "RecoverReport",
     "TransferPlan",
     "TransferResult",
     "Transport",
     "boxes_of",
     "meet",
     "plan_reshard",
+    "recover",
     "redistribute",
     "reshard",
 ]

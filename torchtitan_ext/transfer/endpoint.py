@@ -136,9 +136,17 @@ class Endpoint:
 
 
 def describe_endpoint(
-    side: str, state: State, layouts: Mapping[str, ShardOrder] | None, *, is_filled: bool
+    side: str,
+    state: State,
+    layouts: Mapping[str, ShardOrder] | None,
+    *,
+    is_filled: bool,
+    is_left_out: Callable[[str], bool] = lambda fqn: False,
 ) -> Endpoint:
-    """The side of this rank; what is wrong with it becomes a problem, so that all ranks get it. Not collective."""
+    """The side of this rank; what is wrong with it becomes a problem, so that all ranks get it. Not collective.
+
+    ``is_left_out`` tells keys that have no part in the transfer.
+    """
     problems: list[Problem] = []
     module = state if isinstance(state, nn.Module) else None
     if isinstance(state, nn.Module):
@@ -151,7 +159,7 @@ def describe_endpoint(
     paths: Mapping[str, Path] = {}
     try:
         flat = flatten_state_dict(state or {})
-        values, paths = flat.values, flat.paths
+        values, paths = {fqn: one for fqn, one in flat.values.items() if not is_left_out(fqn)}, flat.paths
     except ValueError as error:
         problems.append(Problem("unsupported_value", side, str(error)))
     described_values = describe_state(values, {}, LayoutRules(layouts))

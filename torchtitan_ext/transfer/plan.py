@@ -6,7 +6,7 @@ import logging
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -18,15 +18,13 @@ from torchtitan_ext.fingerprints import Fingerprint, fingerprint_of_sums, finger
 from torchtitan_ext.ranks.groups import position_in
 from torchtitan_ext.transfer.changed_boxes import ChangesExchange, OfferedChanges, changes_problems, why_not_sent
 from torchtitan_ext.transfer.changes import Changes
+from torchtitan_ext.transfer.copies import Replicas
 from torchtitan_ext.transfer.endpoint import Endpoint
 from torchtitan_ext.transfer.phases import transfer_phases
 from torchtitan_ext.transfer.planning import RankPart, differing
 from torchtitan_ext.transfer.transport import Transport
 
 logger = logging.getLogger(__name__)
-
-Replicas = Literal["equal", "first"]
-"""What ``verify`` asks of the source's replicas: that they are equal, or nothing, since the first ones count."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +65,7 @@ class TransferPlan:
         *,
         transport: Transport,
         timeout_seconds: float,
+        operation: str = "reshard",
     ) -> None:
         self.version: int | None = None
         self._source = source
@@ -76,6 +75,7 @@ class TransferPlan:
         self._filled = part.filled
         self._transport = transport
         self._timeout_seconds = timeout_seconds
+        self._operation = operation
         sends = _core.expand_transfers(part.sends, source.first_tensor)
         receives = _core.expand_transfers(part.receives, target.first_tensor)
         self._bytes_to, self._bytes_from = sends.bytes_of_peer, receives.bytes_of_peer
@@ -114,7 +114,7 @@ class TransferPlan:
         if changes is not None and version is not None:
             raise ValueError("TransferPlan.run: got version= beside changes=, which have one")
         run = _Run(version, verify, replicas, changes)
-        with transfer_phases(self._group, self._timeout_seconds) as phases:
+        with transfer_phases(self._group, self._timeout_seconds, self._operation) as phases:
             found = phases.on_all("agree", lambda: self._offer(run), doing="ranks agreed on a transfer")
             problems = [problem for offer in found for problem in offer.problems]
             problems += _differing(found) or changes_problems([offer.changes for offer in found])
@@ -123,12 +123,12 @@ class TransferPlan:
                 what = f"ranks gave {', '.join(map(str, sorted(versions)))}; give one number, or none on some ranks"
                 problems.append(Problem("ranks_disagree", "version", what))
             if problems:
-                raise refusal("reshard", problems)
+                raise refusal(self._operation, problems)
             with_changes = any(offer.changes.versions is not None for offer in found)
             held = self._fingerprint_of_source(phases, run, with_changes=with_changes) if verify else None
             if held is not None and held.differing and replicas != "first":
                 what = 'has replicas that differ in the source; pass replicas="first" to take the first one'
-                raise refusal("reshard", [Problem("replicas_differ", fqn, what) for fqn in held.differing])
+                raise refusal(self._operation, [Problem("replicas_differ", fqn, what) for fqn in held.differing])
             for offer in found:
                 run.objects.update(offer.objects)
             if with_changes:
@@ -282,7 +282,7 @@ class TransferPlan:
         ]
         if wrong:
             what = "is not what the source holds, after the transfer; run it again"
-            raise refusal("reshard", [Problem("replicas_differ", fqn, what) for fqn in wrong])
+            raise refusal(self._operation, [Problem("replicas_differ", fqn, what) for fqn in wrong])
         return unproved
 
 

@@ -104,7 +104,7 @@ def plan_for_all(offers: Sequence[Offer]) -> list[RankPart]:
     undescribed = {problem.fqn for problem in problems}
     problems += [problem for problem in missing if renamed[problem.fqn] not in undescribed]
     pairs = _core.pair_keys(source.world, target.world, source_of)
-    misfits = [problem for pair in pairs for problem in _misfits(pair, source, target, cast)]
+    misfits = [problem for pair in pairs for problem in find_misfits(pair, source, target, cast)]
     if problems or misfits:
         raise refusal("reshard", [*problems, *misfits])
     of_tensors = [pair for pair in pairs if not target.kinds[pair.target_class].is_object]
@@ -114,22 +114,23 @@ def plan_for_all(offers: Sequence[Offer]) -> list[RankPart]:
             pair.cast_to = ops.dtype_number(_dtype_of(wanted))
     hosts = number_hosts([offer.host for offer in offers])
     plan = _core.TransferPlan(source.world, target.world, of_tensors, hosts)
-    return _parts(plan, pairs, source, target, offers, renamed)
+    return make_rank_parts(plan, pairs, source, target, len(offers), renamed)
 
 
-def _parts(
+def make_rank_parts(
     plan: _core.TransferPlan,
     pairs: Sequence[_core.TransferPair],
     source: Agreement,
     target: Agreement,
-    offers: Sequence[Offer],
+    num_ranks: int,
     renamed: Mapping[str, str],
 ) -> list[RankPart]:
-    sent: list[list[str]] = [[] for _ in offers]
-    filled: list[dict[str, str]] = [{} for _ in offers]
+    """What each rank is told of a plan; ``renamed`` has the source key of each target key."""
+    sent: list[list[str]] = [[] for _ in range(num_ranks)]
+    filled: list[dict[str, str]] = [{} for _ in range(num_ranks)]
     for pair in pairs:
         if target.kinds[pair.target_class].is_object:
-            holder = source.world.ranks(pair.source_class)[0]
+            holder = next(rank for rank in source.world.ranks(pair.source_class) if rank not in pair.distrusted)
             sent[holder] += [source.names[key] for key in pair.source_keys]
             for rank in target.world.ranks(pair.target_class):
                 filled[rank].update({target.names[key]: renamed[target.names[key]] for key in pair.target_keys})
@@ -141,7 +142,7 @@ def _parts(
         receives=b"",
         objects_sent=(),
         objects_filled={},
-        bytes_between=between if len(offers) <= _MAX_RANKS_TOLD else {},
+        bytes_between=between if num_ranks <= _MAX_RANKS_TOLD else {},
         total_bytes=sum(between.values()),
         renamed={fqn: name for fqn, name in renamed.items() if fqn != name},
         cast=tuple(target.names[key] for pair in pairs if pair.cast_to >= 0 for key in pair.target_keys),
@@ -157,7 +158,7 @@ def _parts(
             objects_sent=tuple(dict.fromkeys(sent[rank])),
             objects_filled=filled[rank],
         )
-        for rank in range(len(offers))
+        for rank in range(num_ranks)
     ]
 
 
@@ -169,7 +170,7 @@ def _is_partial(pair: _core.TransferPair, target: Agreement) -> bool:
     return _core.cover_defect(kind.global_shape, target.world.written_boxes(pair.target_class)) is not None
 
 
-def _misfits(pair: _core.TransferPair, source: Agreement, target: Agreement, cast: CastPolicy) -> list[Problem]:
+def find_misfits(pair: _core.TransferPair, source: Agreement, target: Agreement, cast: CastPolicy) -> list[Problem]:
     """What keeps the keys of a pair from being filled, the same for each of them."""
     held, wanted = source.kinds[pair.source_class], target.kinds[pair.target_class]
     fqns = [target.names[key] for key in pair.target_keys]

@@ -17,9 +17,10 @@ from torchtitan_ext.checkpoint.tables.key_table import host_digest
 from torchtitan_ext.errors import check_argument, check_counts
 from torchtitan_ext.layout.layout import ShardOrder
 from torchtitan_ext.ranks.exchange import check_usable
+from torchtitan_ext.transfer.copies import Replicas
 from torchtitan_ext.transfer.endpoint import Endpoint, State, describe_endpoint, device_problems, shared_memory_problems
 from torchtitan_ext.transfer.phases import transfer_phases
-from torchtitan_ext.transfer.plan import Replicas, TransferPlan, TransferResult
+from torchtitan_ext.transfer.plan import TransferPlan, TransferResult
 from torchtitan_ext.transfer.planning import Offer, plan_for_all
 from torchtitan_ext.transfer.transport import GroupTransport, Transport
 
@@ -125,4 +126,6 @@ def plan_reshard(
     with transfer_phases(group, timeout_seconds) as phases:
         part = phases.through_coordinator("plan", offer, plan_for_all, doing="ranks planned a transfer")
     transport = transport or GroupTransport(phases.group, bucket_bytes)
-    return TransferPlan(**ends, part=part, group=phases.group, transport=transport, timeout_seconds=timeout_seconds)
+    return TransferPlan(
+        ends["source"], ends["target"], part, phases.group, transport=transport, timeout_seconds=timeout_seconds
+    )

@@ -118,10 +118,10 @@ def load_state_dict(job: LoadJob) -> LoadReport | None:
             components that are undefined now.
         ProofFailedError: The loaded tensors are not what was saved.
     """
-    opened, components = _prepare(job)
-    planned = _plan(job, opened, components)
-    num_bytes, sharing = _read(job, opened, planned, components)
-    with_tensors = _take(job, components)
+    opened, components = prepare_load(job)
+    planned = plan_load(job, opened, components)
+    num_bytes, sharing = read_load(job, opened, planned, components)
+    with_tensors = take_load(job, components)
     proof = None
     if job.prove:
         proof = prove_load(job.state_dict, components, _proven(opened, planned), with_tensors, job.phases)
@@ -145,7 +145,7 @@ def load_state_dict(job: LoadJob) -> LoadReport | None:
     return report
 
 
-def _prepare(job: LoadJob) -> tuple[list[OpenSource], Components]:
+def prepare_load(job: LoadJob) -> tuple[list[OpenSource], Components]:
     """Reads the metadata of all sources and asks the components. Changes nothing."""
     sources, policy, phases = job.sources, job.policy, job.phases
     opened: list[OpenSource] = []
@@ -210,7 +210,7 @@ def open_source(source: Source, planner: StockLoadPlanner, rank: int) -> OpenSou
     return OpenSource(name, source, reader, *read_metadata(reader, name, rank, path), options)
 
 
-def _plan(job: LoadJob, opened: Sequence[OpenSource], components: Components) -> list[PlannedSource]:
+def plan_load(job: LoadJob, opened: Sequence[OpenSource], components: Components) -> list[PlannedSource]:
     """Plans the reads of every source; refuses with the problems of all sources together."""
     planner, policy = job.planner, job.policy
     planned: list[PlannedSource] = []
@@ -260,7 +260,7 @@ def _plan_source(one: OpenSource, planner: StockLoadPlanner, values: dict[Any, A
     return phases.through_coordinator("plan", plan_own_part, plan_all_parts, doing=_PLANNING)
 
 
-def _read(
+def read_load(
     job: LoadJob, opened: Sequence[OpenSource], planned: Sequence[PlannedSource], components: Components
 ) -> tuple[int, ReadSharing | None]:
     """Reads non-tensor values first: where one cannot be read, nothing has changed yet.
@@ -324,7 +324,7 @@ def _read(
     return sum(phases.on_all("read", finish, doing=doing, undefined=loaded)), sharing
 
 
-def _take(job: LoadJob, components: Components) -> set[str]:
+def take_load(job: LoadJob, components: Components) -> set[str]:
     """Gives components their new state; the planners have filled the tensors in place.
 
     Returns:
