@@ -55,7 +55,7 @@ INNER_ROWS = {
         {"dtensors"},
         {""},
     ],
-    "transforms": [{"rules"}, {"mapped"}, {"mapped_reads"}, {"reader"}, {""}],
+    "transforms": [{"rules"}, {"mapped", "models"}, {"mapped_reads"}, {"reader"}, {""}],
     "delta": [{"held", "saved_changes"}, {"files", "snapshot"}, {"application"}, {""}],
     "elastic": [{"data", "schedule", "rng", "train_state"}, {""}],
     "offline": [

@@ -26,6 +26,7 @@ from torchtitan_ext.checkpoint.operation.arguments import (
     check_save,
     check_seconds,
     check_step,
+    check_transform,
     checked_reuse,
 )
 from torchtitan_ext.checkpoint.operation.background import save_in_background
@@ -43,6 +44,7 @@ from torchtitan_ext.checkpoint.staging.stager import CpuStager
 from torchtitan_ext.errors import SavedOverError, WrongValueError, argument_error, check_argument
 from torchtitan_ext.metrics import begin_trace
 from torchtitan_ext.state.plain_value import check_classes
+from torchtitan_ext.transforms.rules import Transform
 
 # Overwrites are rare: after three attempts the load reports it.
 _MAX_ATTEMPTS = 3
@@ -137,6 +139,7 @@ def load(
     storage_reader: StorageReader | None = None,
     policy: ElasticPolicy | None = None,
     sources: Sequence[Source] = (),
+    transform: Transform | None = None,
     allow_classes: Collection[Callable[..., Any]] = (),
     prove: bool = False,
     share_reads: ShareReads = False,
@@ -162,6 +165,9 @@ def load(
         storage_reader: Any DCP storage reader; by default a ``FileReader`` at ``path``.
         policy: What to do with each component, and about missing and unexpected keys.
         sources: Several checkpoints and which keys come from each, instead of ``path``.
+        transform: How the checkpoint's tensors become those of the state dict, see ``tte.transforms``; each rank reads
+            what its shards need. A ``Source`` has its own. Only tensors that keep their elements are proved by
+            fingerprints, so not together with ``prove``.
         allow_classes: Classes of values beside plain data, see ``LoadPlanner``; not together with a planner.
         prove: Compare the loaded tensors with the fingerprints that ``save(..., fingerprints=True)`` stored, on all
             ranks; objects are asked for their state again. What cannot be compared is in the report's ``proof``.
@@ -184,11 +190,13 @@ def load(
             the ranks.
         LostRankError: A rank died, hangs, or did not come in time; the same on every rank, and names it.
         TypeError: An argument is of another type.
-        ValueError: Both ``path`` and ``sources``, two policies, or ``allow_classes`` and a planner; a policy or
-            ``prove`` for a planner that knows none; or ``prove`` and a checkpoint without fingerprints.
+        ValueError: Both ``path`` and ``sources``, two policies, or ``allow_classes`` and a planner; a transform beside
+            ``sources``, ``storage_reader`` or ``prove``; a policy or ``prove`` for a planner that knows none; or
+            ``prove`` and a checkpoint without fingerprints.
     """
     check_rules("load", policy, sources)
     check_load(state_dict, path, planner, storage_reader, process_group, has_sources=bool(sources))
+    check_transform(transform, sources, prove)
     check_seconds("load", timeout_seconds)
     check_step(path, step, step_pattern, fallback)
     check_classes("load", allow_classes)
@@ -210,7 +218,7 @@ def load(
     if path is not None and step is not None:
         with phases_at(path=path) as phases:
             path = choose_step(path, step, phases, step_pattern, fallback)
-    sources = sources or [_source_at(path, storage_reader, planner)]
+    sources = sources or [_source_at(path, storage_reader, planner, transform)]
     place = ", ".join(str(source.path) for source in sources if source.path is not None) or None
     with phases_at(path=place) as phases:
         return _load_unless_overwritten(LoadJob(state_dict, sources, planner, policy, phases, prove, share_reads))
@@ -234,11 +242,16 @@ def _policy_of_load(
 
 
 def _source_at(
-    path: str | os.PathLike[str] | None, storage_reader: StorageReader | None, planner: StockLoadPlanner
+    path: str | os.PathLike[str] | None,
+    storage_reader: StorageReader | None,
+    planner: StockLoadPlanner,
+    transform: Transform | None,
 ) -> Source:
     """One checkpoint as a source, with the keys and names that the planner's own source gives."""
     source = planner.rules.source if isinstance(planner, LoadPlanner) else Source()
-    return dataclasses.replace(source, path=path, storage_reader=storage_reader)
+    return dataclasses.replace(
+        source, path=path, storage_reader=storage_reader, transform=transform or source.transform
+    )
 
 
 def _load_unless_overwritten(job: LoadJob) -> LoadReport | None:

@@ -20,10 +20,12 @@ from torch import nn
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
+from torchtitan_ext.checkpoint.rules.policy import Source
 from torchtitan_ext.errors import Problem, WrongValueError, argument_error, check_argument, named
 from torchtitan_ext.ranks.side_group import can_have_side_group
 from torchtitan_ext.storage.checkpoint_files import is_local
 from torchtitan_ext.storage.commit.steps import StepPattern, step_of
+from torchtitan_ext.transforms.rules import Transform
 
 # A month: longer times overflow the timers of backends, which count in milliseconds.
 _LONGEST_SECONDS = 30 * 24 * 3600
@@ -47,6 +49,15 @@ def check_load(state_dict: Any, path: Any, planner: Any, storage_reader: Any, gr
     expected = "a DCP storage reader, such as FileSystemReader(path)"
     check_argument("load", "storage_reader", storage_reader, (StorageReader, NoneType), expected)
     _check_group("load", group)
+
+
+def check_transform(transform: Any, sources: Sequence[Source], prove: Any) -> None:
+    """Raises TypeError or ValueError unless this is a transform of a load, or ``None``."""
+    check_argument("load", "transform", transform, (Transform, NoneType), "a tte.transforms.Transform")
+    if transform is not None and sources:
+        raise WrongValueError("load: got a transform and sources; give it to them: Source(path, transform=...)")
+    if prove and (transform is not None or any(source.transform is not None for source in sources)):
+        raise WrongValueError("load: got prove=True and a transform; the fingerprints are those of other tensors")
 
 
 def check_step(path: Any, step: Any, pattern: Any = None, fallback: Any = None) -> None:

@@ -60,6 +60,7 @@ from torchtitan_ext.errors import Problem, ReplicaMismatchError, StateRefusedErr
 from torchtitan_ext.state.nested import holds_tensor, set_member
 from torchtitan_ext.storage import FileReader
 from torchtitan_ext.storage.futures import result_of
+from torchtitan_ext.transforms.reader import MappedReader
 
 logger = logging.getLogger(__name__)
 
@@ -155,15 +156,19 @@ def prepare_load(job: LoadJob) -> tuple[list[OpenSource], Components]:
         nonlocal components
         opened.extend(open_source(source, job.planner, phases.rank) for source in sources)
         incomplete = [one.name for one in opened if one.is_of_one_rank]
-        if incomplete and policy is not None:
+        has_transform = any(source.transform is not None for source in sources)
+        if incomplete and (policy is not None or has_transform):
             detail = (
-                "each rank has metadata of its own part alone (use_collectives=False); load it without a policy, on "
-                "the ranks of the save"
+                "each rank has metadata of its own part alone (use_collectives=False); load it without a "
+                f"{'transform' if has_transform else 'policy'}, on the ranks of the save"
             )
             raise refusal("load", [Problem("broken_checkpoint", name, detail) for name in incomplete])
         components = cut_by_component(job.state_dict, opened, policy, phases.size, phases.at)
         seen = ["" if one.is_of_one_rank else getattr(one.reader, "metadata_digest", "") for one in opened]
-        return f"{policy!r}, {[replace(source, path=None) for source in sources]}, {incomplete}", seen
+        rules = f"{policy!r}, {[replace(source, path=None) for source in sources]}, {incomplete}"
+        if has_transform:
+            rules += f", {[source.transform for source in sources]}"
+        return rules, seen
 
     places = [place_of(source.path) for source in sources]
     answers = phases.on_all("prepare", ask, doing=_ASKING, places=places, hold_the_same=_read_the_same)
@@ -199,15 +204,23 @@ def _other_metadata(seen: Sequence[Sequence[str]], names: Sequence[str]) -> list
 
 def open_source(source: Source, planner: StockLoadPlanner, rank: int) -> OpenSource:
     """A source with its metadata, which this rank reads. Not collective."""
-    if source.storage_reader is None and source.path is not None and FileReader.validate_checkpoint_id(source.path):
-        reader: StorageReader = FileReader(source.path)  # reads stock's files too
+    is_local = source.path is not None and FileReader.validate_checkpoint_id(source.path)
+    if source.storage_reader is None and source.path is not None and is_local:
+        # Both read stock's files too.
+        reader: StorageReader = FileReader(source.path) if source.transform is None else MappedReader(source.path)
+    elif source.transform is not None:
+        detail = "a transform reads checkpoints in directories; copy it to one"
+        raise refusal("load", [Problem("no_checkpoint", str(source.path), detail)])
     else:
         reader = cast(StorageReader, storage_setup(source.storage_reader, source.path, reader=True))
     name = str(source.path or type(reader).__name__)
     is_directory = isinstance(reader, FileReader) or type(reader) is FileSystemReader
     path = Path(reader.path) if is_directory else None  # type: ignore[attr-defined]
     options = planner if isinstance(planner, LoadPlanner) else LoadPlanner()
-    return OpenSource(name, source, reader, *read_metadata(reader, name, rank, path), options)
+    metadata, is_of_one_rank = read_metadata(reader, name, rank, path)
+    if isinstance(reader, MappedReader) and source.transform is not None and not is_of_one_rank:
+        metadata = reader.map_metadata(metadata, source.transform)
+    return OpenSource(name, source, reader, metadata, is_of_one_rank, options)
 
 
 def plan_load(job: LoadJob, opened: Sequence[OpenSource], components: Components) -> list[PlannedSource]:

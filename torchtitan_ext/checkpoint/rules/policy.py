@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 from torch.distributed.checkpoint.storage import StorageReader
 
 from torchtitan_ext.errors import WrongValueError, argument_error, check_argument
+from torchtitan_ext.transforms.rules import Transform
 
 Action = Literal["keep", "reshard", "reset", "omit", "error"]
 Strict = Literal["error", "warn", "ignore"]
@@ -104,10 +105,13 @@ class Source:
         rename: Flat keys of the state dict to keys of the checkpoint, for example ``{"model.*": "module.*"}``. A ``*``
             on the right stands for what the ``*`` on the left stands for, in order. The first match counts.
         storage_reader: A DCP storage reader instead of ``FileReader``.
+        transform: How the checkpoint's tensors become those of the state dict. ``rename`` and the filters see its
+            targets.
 
     Raises:
         TypeError: An argument is of another type; a text alone is no list of globs.
-        WrongValueError: The two sides of a rename have different numbers of ``*``.
+        WrongValueError: The two sides of a rename have different numbers of ``*``; or there are a transform and a
+            reader.
     """
 
     path: str | os.PathLike[str] | None = None
@@ -115,6 +119,7 @@ class Source:
     exclude: Sequence[str] = ()
     rename: Mapping[str, str] = field(default_factory=dict)
     storage_reader: StorageReader | None = field(default=None, repr=False)
+    transform: Transform | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check_argument("Source", "path", self.path, (str, os.PathLike, type(None)), "a directory")
@@ -126,6 +131,9 @@ class Source:
         check_argument(
             "Source", "storage_reader", self.storage_reader, (StorageReader, type(None)), "a DCP storage reader"
         )
+        check_argument("Source", "transform", self.transform, (Transform, type(None)), "a tte.transforms.Transform")
+        if self.transform is not None and self.storage_reader is not None:
+            raise WrongValueError("Source: got a transform and a storage_reader; transforms read by a path alone")
         for wanted, saved in self.rename.items():
             if wanted.count("*") != saved.count("*"):
                 raise WrongValueError(f"Source: rename of {wanted!r} to {saved!r}: both need the same number of '*'")

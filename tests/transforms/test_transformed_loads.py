@@ -1,0 +1,202 @@
+"""Loads through a transform: saved on one layout under other names and shapes, loaded on another, bit for bit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from models import differences, poison
+from random_layouts import build, random_layouts
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+import torchtitan_ext as tte
+from torchtitan_ext import transforms
+from torchtitan_ext.errors import MissingStateError, TransformError, WrongValueError
+from torchtitan_ext.transforms import Rule, Transform
+
+HEADS, HEAD_DIM, DIM, EXPERTS = 4, 6, 20, 5
+BLOCK = [5, 3]
+ROWS = [HEADS * HEAD_DIM, DIM]
+TRANSFORM = Transform(
+    [
+        Rule("embed", "model.tok_embeddings"),
+        Rule(
+            "layers.*.q",
+            "model.layers.*.wq",
+            [
+                transforms.reshape([HEADS, 2, HEAD_DIM // 2, DIM], was=ROWS),
+                transforms.transpose(1, 2),
+                transforms.reshape(ROWS, was=[HEADS, HEAD_DIM // 2, 2, DIM]),
+            ],
+        ),
+        Rule("layers.*.kv", ["model.layers.*.wk", "model.layers.*.wv"], [transforms.split(0, sizes=[7, 11])]),
+        Rule("layers.*.conv", "model.layers.*.linear", [transforms.transpose(0, 1)]),
+        Rule(
+            ["layers.*.experts.#.w1", "layers.*.experts.#.w3"],
+            "model.layers.*.w13",
+            [transforms.stack(0), transforms.transpose(1, 2), transforms.concat(1, parts=2)],
+        ),
+        Rule("layers.*.norm", "model.layers.*.norm", [transforms.cast("bfloat16")]),
+        Rule(
+            ["layers.*.fp8", "layers.*.fp8_scale"],
+            "model.layers.*.dense",
+            [transforms.dequantize(BLOCK, dtype="bfloat16"), transforms.transpose(0, 1)],
+        ),
+        Rule("step", "step"),
+    ],
+    drop=["optimizer.**"],
+)
+
+
+def saved_state() -> dict[str, torch.Tensor]:
+    """What a checkpoint has, whole."""
+    generator = torch.Generator().manual_seed(29)
+
+    def of(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    state = {"embed": of(33, DIM), "optimizer.exp_avg": of(3)}
+    for layer in range(2):
+        name = f"layers.{layer}"
+        state |= {
+            f"{name}.q": of(*ROWS),
+            f"{name}.kv": of(18, DIM),
+            f"{name}.conv": of(DIM, 70),
+            f"{name}.norm": of(DIM),
+        }
+        state |= {f"{name}.experts.{one}.{part}": of(9, 4) for one in range(EXPERTS) for part in ("w1", "w3")}
+        state |= {f"{name}.fp8": of(24, 17).to(torch.float8_e4m3fn), f"{name}.fp8_scale": of(5, 6)}
+    return state
+
+
+def wanted_state() -> dict[str, torch.Tensor]:
+    """The same by torch, on whole tensors."""
+    saved = saved_state()
+    wanted = {"tok_embeddings": saved["embed"]}
+    for layer in range(2):
+        name = f"layers.{layer}"
+        wanted[f"{name}.wq"] = saved[f"{name}.q"].view(HEADS, 2, HEAD_DIM // 2, DIM).transpose(1, 2).reshape(ROWS)
+        wanted[f"{name}.wk"], wanted[f"{name}.wv"] = saved[f"{name}.kv"].split([7, 11])
+        wanted[f"{name}.linear"] = saved[f"{name}.conv"].T.contiguous()
+        parts = [
+            torch.stack([saved[f"{name}.experts.{one}.{part}"] for one in range(EXPERTS)]).transpose(1, 2)
+            for part in ("w1", "w3")
+        ]
+        wanted[f"{name}.w13"] = torch.cat(parts, 1)
+        wanted[f"{name}.norm"] = saved[f"{name}.norm"].to(torch.bfloat16)
+        scales = saved[f"{name}.fp8_scale"].repeat_interleave(BLOCK[0], 0).repeat_interleave(BLOCK[1], 1)[:24, :17]
+        wanted[f"{name}.dense"] = (saved[f"{name}.fp8"].float() * scales).to(torch.bfloat16).T.contiguous()
+    return wanted
+
+
+def save_layout(rank: int, world_size: int, seed: int, path: Path, is_stock: bool) -> None:
+    truth = saved_state()
+    state, orders = build(truth, random_layouts(seed, world_size, truth))
+    writer = FileSystemWriter(path) if is_stock else None
+    tte.save({**state, "step": 7}, path, planner=tte.SavePlanner(layouts=orders), storage_writer=writer)
+
+
+def load_layout(rank: int, world_size: int, seed: int, path: Path) -> list[str]:
+    truth = wanted_state()
+    state, orders = build(truth, random_layouts(seed, world_size, truth))
+    poison(state)
+    whole = {"model": state, "step": 0}
+    orders = {f"model.{name}": order for name, order in orders.items()}
+    planner = tte.LoadPlanner(layouts=orders)
+    tte.load(whole, path, transform=TRANSFORM, planner=planner, share_reads=seed % 2 == 1)
+    lines = [] if whole["step"] == 7 else ["step"]
+    for name in state:
+        full = tte.full_tensor(state[name], layout=orders.get(f"model.{name}"))
+        lines += differences({name: full}, {name: truth[name]})
+    return lines
+
+
+@pytest.mark.parametrize(("source", "target", "is_stock"), [(4, 6, False), (6, 2, True), (2, 4, False)])
+@pytest.mark.parametrize("seed", range(2))
+def test_any_layout_is_loaded_from_any_other(
+    run_world, tmp_path: Path, source: int, target: int, is_stock: bool, seed: int
+) -> None:
+    run_world(source, save_layout, seed, tmp_path / "saved", is_stock)
+    assert run_world(target, load_layout, seed + 100, tmp_path / "saved") == [[]] * target
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    tte.save({**saved_state(), "step": 7}, tmp_path, no_dist=True)
+    return tmp_path
+
+
+def targets() -> dict[str, torch.Tensor]:
+    return {name: torch.full_like(value, -1) for name, value in wanted_state().items()}
+
+
+def test_other_memory_than_that_of_the_checkpoint_is_filled(checkpoint: Path) -> None:
+    """Other strides, and a dtype that needs a cast after the transform."""
+    truth = wanted_state()
+    state = {name: torch.full((*value.shape, 2), -1.0, dtype=torch.float64)[..., 0] for name, value in truth.items()}
+    versions = {name: value._version for name, value in state.items()}
+    assert tte.load({"model": state}, checkpoint, transform=TRANSFORM) is None
+    assert differences(state, {name: value.double() for name, value in truth.items()}) == []
+    assert all(value._version > versions[name] for name, value in state.items())
+
+
+def test_one_layer_reads_its_own_files_parts(checkpoint: Path) -> None:
+    state = {"layers.1.wk": torch.zeros(7, DIM)}
+    tte.load({"model": state}, checkpoint, transform=TRANSFORM)
+    assert differences(state, {"layers.1.wk": wanted_state()["layers.1.wk"]}) == []
+
+
+def test_large_tensors_pass_through_bounded_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchtitan_ext.transforms.mapped_reads._BUFFER_BYTES", 512)
+    test_other_memory_than_that_of_the_checkpoint_is_filled(_saved(tmp_path))
+    state = targets()
+    tte.load({"model": state}, tmp_path, transform=TRANSFORM)
+    assert differences(state, wanted_state()) == []
+
+
+def _saved(path: Path) -> Path:
+    tte.save({**saved_state(), "step": 7}, path, no_dist=True)
+    return path
+
+
+def test_sources_have_transforms_of_their_own(checkpoint: Path) -> None:
+    state = targets()
+    source = tte.elastic.Source(checkpoint, transform=TRANSFORM, rename={"*": "model.*"})
+    tte.load(state, sources=[source], policy=tte.elastic.ElasticPolicy(strict="ignore"))
+    assert differences(state, wanted_state()) == []
+
+
+def test_a_transform_that_does_not_fit_changes_nothing(checkpoint: Path) -> None:
+    state = targets()
+    forgetful = Transform(
+        [rule for rule in TRANSFORM.rules if rule.targets != ("model.layers.*.linear",)], TRANSFORM.drop
+    )
+    with pytest.raises(TransformError, match=r"layers\.1\.conv: no rule takes it"):
+        tte.load({"model": state}, checkpoint, transform=forgetful)
+    dropping = Transform(forgetful.rules, [*TRANSFORM.drop, "layers.*.conv"])
+    with pytest.raises(MissingStateError, match=r"model\.layers\.0\.linear"):
+        tte.load({"model": state}, checkpoint, transform=dropping)
+    assert differences(state, targets()) == []
+
+
+def test_what_does_not_go_together_is_refused(checkpoint: Path) -> None:
+    state = {"model": targets()}
+    with pytest.raises(WrongValueError, match="got prove=True and a transform"):
+        tte.load(state, checkpoint, transform=TRANSFORM, prove=True)
+    with pytest.raises(WrongValueError, match="got a transform and sources"):
+        tte.load(state, sources=[tte.elastic.Source(checkpoint)], transform=TRANSFORM)
+    with pytest.raises(WrongValueError, match="got a transform and a storage_reader"):
+        tte.load(state, checkpoint, storage_reader=tte.FileReader(checkpoint), transform=TRANSFORM)
+    with pytest.raises(TypeError, match=r"got transform=a dict, expected a tte\.transforms\.Transform"):
+        tte.load(state, checkpoint, transform={})
+
+
+def test_ranks_with_different_transforms_are_refused(run_world, checkpoint: Path) -> None:
+    assert run_world(2, load_differently, checkpoint) == [True, True]
+
+
+def load_differently(rank: int, world_size: int, path: Path) -> bool:
+    transform = Transform(TRANSFORM.rules, [*TRANSFORM.drop, f"rank_{rank}"])
+    named = r"rank 0 loads by .*Transform\(8 rules, .* rank 1 by .*Transform\(8 rules"
+    with pytest.raises(tte.errors.ReplicaMismatchError, match=named):
+        tte.load({"model": targets()}, path, transform=transform)
+    return True

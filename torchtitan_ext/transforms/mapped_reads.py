@@ -1,0 +1,210 @@
+"""Fills boxes of mapped tensors: reads the runs of the sources they need, straight into place where that can be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from torchtitan_ext import _core
+from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError
+from torchtitan_ext.layout.dtensor import is_wrapper, local_view
+from torchtitan_ext.storage.checkpoint_files import Record
+from torchtitan_ext.storage.native.read_batch import Copy, add_box
+from torchtitan_ext.storage.raw_tensor import DTYPES
+from torchtitan_ext.transforms.mapped import MappedMetadata, PartOfChunk
+
+# Elements that cannot be read into place (turned, cast, scaled, of an accelerator) pass through buffers of this size.
+_BUFFER_BYTES = 8 << 20
+
+# Runs shorter than this are read in the order of the file and put in place by torch, which turns tensors in blocks.
+_MIN_RUN_BYTES = 64
+
+# Files stay open from one call to the next: opening a file again reads its checksums again.
+_MAX_OPEN_FILES = 128
+
+
+class RecordFiles(Protocol):
+    """What reads the files of a checkpoint: a ``FileReader``, or another source of ``offline``."""
+
+    def find_records(self, indices: Sequence[MetadataIndex]) -> list[Record]:
+        """Where chunks lie."""
+        ...
+
+    def open_file(self, runs: _core.RunReader, name: str) -> int:
+        """Adds a file to a RunReader, and returns its number there."""
+        ...
+
+    def read_runs(self, runs: _core.RunReader, names: list[str]) -> None:
+        """Reads what was added."""
+        ...
+
+
+class MappedReads:
+    """Boxes of targets that are read together: ``add`` boxes, then ``read``.
+
+    Attributes:
+        num_bytes: What the next ``read`` reads, in bytes.
+        num_bytes_read: What was read so far.
+    """
+
+    def __init__(self, mapped: MappedMetadata, files: RecordFiles) -> None:
+        self._mapped = mapped
+        self._source = files
+        self._runs = _core.RunReader()
+        self._files: dict[str, int] = {}
+        self._copies: list[Copy] = []
+        self._results: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, list[torch.dtype]]] = []
+        self._buffered = 0
+        self.num_bytes = 0
+        self.num_bytes_read = 0
+
+    def add(self, fqn: str, offsets: Sequence[int], target: torch.Tensor) -> None:
+        """Adds the box of a tensor at some offsets, of the sizes of ``target``, which ``read`` fills.
+
+        Where a buffer is full, what was added before is read now.
+
+        Raises:
+            CheckpointReadError: A source is no plain memory.
+            DamagedCheckpointError: Bytes are not what was written.
+            OSError: A file cannot be read.
+        """
+        dtypes, scale_dtype = self._mapped.dtypes(fqn), self._mapped.scale_dtype(fqn)
+        begin = tuple(offsets)
+        if 0 in target.shape:
+            return
+        if scale_dtype is None and len(dtypes) == 1 and _is_plain(target, dtypes[0]):
+            self._add_parts(self._parts(fqn, begin, target), target)
+            return
+        item_bytes = max(dtype.itemsize for dtype in dtypes) + (0 if scale_dtype is None else scale_dtype.itemsize + 8)
+        max_elements = target.numel() if is_wrapper(target) else max(1, _BUFFER_BYTES // item_bytes)
+        for inside, sizes in _boxes(tuple(target.shape), max_elements):
+            num_bytes = torch.Size(sizes).numel() * item_bytes
+            self._make_room(num_bytes)
+            self._buffered += num_bytes
+            place = torch.empty(sizes, dtype=dtypes[0], device="cpu")
+            at = tuple(offset + inner for offset, inner in zip(begin, inside, strict=True))
+            self._add_parts(self._parts(fqn, at, place), place)
+            scale = None
+            if scale_dtype is not None:
+                scale = torch.empty(sizes, dtype=scale_dtype, device="cpu")
+                self._add_parts(self._parts(fqn, at, scale, scales=True), scale)
+            whole = target if sizes == tuple(target.shape) else local_view(target, inside, sizes)
+            self._results.append((whole, place, scale, dtypes[1:]))
+
+    def read(self) -> None:
+        """Fills all boxes that were added."""
+        try:
+            self._source.read_runs(self._runs, list(self._files))
+        except BaseException as error:
+            self._close()
+            if isinstance(error, (_core.FormatError, UnicodeDecodeError)):
+                raise DamagedCheckpointError(str(error)) from None
+            raise
+        with torch.no_grad():
+            for place, values in self._copies:
+                place.copy_(values)
+            for target, values, scales, dtypes in self._results:
+                target.copy_(_converted(values, scales, dtypes))
+        self.num_bytes_read += self.num_bytes
+        self._forget()
+        if len(self._files) > _MAX_OPEN_FILES:
+            self._close()
+
+    def _parts(
+        self, fqn: str, offsets: tuple[int, ...], place: torch.Tensor, *, scales: bool = False
+    ) -> list[PartOfChunk]:
+        return self._mapped.parts(fqn, offsets, tuple(place.shape), place.stride(), scales=scales)
+
+    def _add_parts(self, parts: list[PartOfChunk], place: torch.Tensor) -> None:
+        records = self._source.find_records([part.index for part in parts])
+        for part, record in zip(parts, records, strict=True):
+            self._add_part(part, record, place)
+
+    def _add_part(self, part: PartOfChunk, record: Record, place: torch.Tensor) -> None:
+        if record.tensor is None:
+            reason = "it is a tensor subclass, quantised or sparse: a transform takes plain tensors; load it without"
+            raise CheckpointReadError(part.index.fqn, reason)
+        if DTYPES[record.tensor.dtype] != part.dtype or record.tensor.sizes != part.sizes:
+            raise DamagedCheckpointError(f"{record.file}: {part.index.fqn} is not of the dtype and shape in .metadata")
+        if record.file not in self._files:
+            self._files[record.file] = self._source.open_file(self._runs, record.file)
+        file, stored = self._files[record.file], part.part.stored(record.tensor)
+        strides = part.part.memory_strides
+        view = place.as_strided(stored.sizes, strides, place.storage_offset() + part.part.memory_offset)
+        self.num_bytes += view.numel() * stored.item_bytes
+        if _has_long_runs(stored, strides):
+            self._copies += add_box(self._runs, file, stored, (0,) * view.dim(), view)
+            return
+        # Repeated elements (stride 0) are read once.
+        once = [dim for dim, stride in enumerate(stored.strides) if stride == 0]
+        sizes = tuple(1 if dim in once else size for dim, size in enumerate(stored.sizes))
+        for inside, part_sizes in _boxes(sizes, max(1, _BUFFER_BYTES // stored.item_bytes)):
+            values = torch.empty(part_sizes, dtype=part.dtype, device="cpu")
+            self._make_room(values.nbytes)
+            self._buffered += values.nbytes
+            copies = add_box(self._runs, file, stored, inside, values)
+            shown = tuple(view.shape[dim] if dim in once else size for dim, size in enumerate(part_sizes))
+            self._copies += [*copies, (local_view(view, inside, shown), values)]
+
+    def _make_room(self, num_bytes: int) -> None:
+        if self._buffered and self._buffered + num_bytes > _BUFFER_BYTES:
+            self.read()
+
+    def _forget(self) -> None:
+        self._copies.clear()
+        self._results.clear()
+        self._buffered = self.num_bytes = 0
+
+    def _close(self) -> None:
+        """The next call must not read what failed, and files do not stay open for ever."""
+        self._runs = _core.RunReader()
+        self._files = {}
+        self._forget()
+
+
+def _is_plain(target: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether elements of a dtype can be read into the memory of a target."""
+    if type(target) is not torch.Tensor or target.layout is not torch.strided or not target.is_cpu:
+        return False
+    if target.dtype != dtype or target.is_conj() or target.is_neg():
+        return False
+    return target.is_contiguous() or not _core.may_overlap_itself(target.shape, target.stride())
+
+
+def _has_long_runs(stored: _core.StoredTensor, strides: Sequence[int]) -> bool:
+    """Whether the innermost elements lie side by side in the file and in memory, enough of them."""
+    if 0 in stored.strides:
+        return False
+    if not stored.sizes or stored.sizes == (1,):
+        return True
+    if (stored.strides[-1], strides[-1]) != (1, 1):
+        return False
+    return stored.sizes[-1] * stored.item_bytes >= _MIN_RUN_BYTES or len(stored.sizes) == 1
+
+
+def _boxes(sizes: tuple[int, ...], max_elements: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cuts a box into boxes (offsets, sizes) of at most so many elements, along the first dims."""
+    num_elements = torch.Size(sizes).numel()
+    if num_elements <= max_elements or not sizes:
+        return [((0,) * len(sizes), sizes)]
+    of_row = num_elements // sizes[0]
+    step = max(1, max_elements // of_row)
+    boxes = []
+    for begin in range(0, sizes[0], step):
+        size = min(step, sizes[0] - begin)
+        inner = (
+            [((0,) * (len(sizes) - 1), sizes[1:])] if of_row * size <= max_elements else _boxes(sizes[1:], max_elements)
+        )
+        boxes += [((begin, *offsets), (size, *of_inner)) for offsets, of_inner in inner]
+    return boxes
+
+
+def _converted(values: torch.Tensor, scales: torch.Tensor | None, dtypes: Sequence[torch.dtype]) -> torch.Tensor:
+    if scales is not None:
+        values = values.to(torch.float32) * scales.to(torch.float32)
+    for dtype in dtypes:
+        values = values.to(dtype)
+    return values

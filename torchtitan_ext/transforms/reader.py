@@ -1,0 +1,74 @@
+"""The storage reader of a load through a transform: planners see the targets, the files have the sources."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+
+from torchtitan_ext.storage.native.file_reader import BATCH_BYTES, FileReader
+from torchtitan_ext.transforms.mapped import MappedMetadata
+from torchtitan_ext.transforms.mapped_reads import MappedReads
+from torchtitan_ext.transforms.rules import Transform
+
+
+class MappedReader(FileReader):
+    """A ``FileReader`` whose plans are of a transform's targets. ``map_metadata`` comes behind ``read_metadata``."""
+
+    _mapped: MappedMetadata
+
+    def map_metadata(self, metadata: Metadata, transform: Transform) -> Metadata:
+        """The metadata to plan with.
+
+        Raises:
+            TransformError: The transform does not fit the checkpoint.
+        """
+        self._mapped = MappedMetadata(transform, metadata)
+        return self._mapped.metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        super().set_up_storage_reader(self._mapped.saved, is_coordinator, *args, **kwargs)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        fqns = dict.fromkeys(item.storage_index.fqn for item in plan.items)
+        indices = (index for fqn in fqns for index in self._mapped.source_indices(fqn))
+        self.files.hold(self.storage_data[index].relative_path for index in indices)
+        return plan if self._mark is None else dataclasses.replace(plan, storage_data=self._mark)
+
+    @property
+    def has_sums(self) -> bool:
+        """A target has none: its elements come from several records, or are not those that were saved."""
+        return False
+
+    def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        values = [self._renamed(item) for item in plan.items if item.type == LoadItemType.BYTE_IO]
+        if values:
+            super()._read(dataclasses.replace(plan, items=values), planner)
+        reads = MappedReads(self._mapped, self)
+        pending: list[tuple[ReadItem, torch.Tensor]] = []
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                continue
+            target = planner.resolve_tensor(item).detach()
+            reads.add(item.storage_index.fqn, tuple(item.storage_offsets), target)
+            pending.append((item, target))
+            if reads.num_bytes >= BATCH_BYTES:
+                self._finish(reads, pending, planner)
+        self._finish(reads, pending, planner)
+        self.num_bytes_read += reads.num_bytes_read
+
+    def _finish(self, reads: MappedReads, pending: list[tuple[ReadItem, torch.Tensor]], planner: LoadPlanner) -> None:
+        reads.read()
+        # Our own reads are nothing that autograd has seen; inference tensors count no versions.
+        written = [target for _, target in pending if not target.is_inference()]
+        torch.autograd.graph.increment_version(written)
+        for item, target in pending:
+            planner.commit_tensor(item, target)
+        pending.clear()
+
+    def _renamed(self, item: ReadItem) -> ReadItem:
+        name = self._mapped.value_name(item.storage_index.fqn)
+        return dataclasses.replace(item, storage_index=MetadataIndex(name))
