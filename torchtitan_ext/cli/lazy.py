@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torchtitan_ext.offline.rewrite import convert as convert
     from torchtitan_ext.offline.rewrite import reshard as reshard
     from torchtitan_ext.storage import raw_tensor as raw_tensor
+    from torchtitan_ext.transforms import rules as rules
 else:
     policy = _LazyModule("torchtitan_ext.checkpoint.rules.policy")
     placement_rules = _LazyModule("torchtitan_ext.offline.placement_rules")
@@ -41,6 +42,7 @@ else:
     convert = _LazyModule("torchtitan_ext.offline.rewrite.convert")
     reshard = _LazyModule("torchtitan_ext.offline.rewrite.reshard")
     raw_tensor = _LazyModule("torchtitan_ext.storage.raw_tensor")
+    rules = _LazyModule("torchtitan_ext.transforms.rules")
 
 
 @contextmanager

@@ -6,10 +6,11 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from torchtitan_ext.cli import lazy
 from torchtitan_ext.cli.output import printable
 from torchtitan_ext.errors import LayoutError, WrongValueError
 from torchtitan_ext.offline.amounts import parse_amount
@@ -33,6 +34,10 @@ Prefix = Annotated[str, typer.Option(metavar="KEY", help="Only keys below this o
 UnsafeUnpickle = Annotated[
     bool, typer.Option("--unsafe-unpickle", help="Run what pickles name: only where you trust them.")
 ]
+Transform = Annotated[
+    Path | None,
+    typer.Option("--transform", metavar="JSON", help="A file of rules: what tensors of SRC become before all else."),
+]
 MaxMemory = Annotated[str, typer.Option(metavar="BYTES", help="The memory of all processes, beside Python and torch.")]
 Processes = Annotated[int | None, typer.Option(metavar="N", min=1, help="By default one per core.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is at DST, when the new one is whole.")]
@@ -45,6 +50,8 @@ _OPTION_OF = {
     "prefix": "--prefix",
     "glob": "GLOB",
     "dtype": "--dtype",
+    "transform": "--transform",
+    "rules": "--transform",
 }
 """The option of a command for each argument of the functions that commands call."""
 
@@ -61,6 +68,17 @@ def amount_of(text: str) -> int:
     if num_bytes < _LEAST_BYTES:
         raise typer.BadParameter(f"got {text!r}, expected at least 1MiB")
     return num_bytes
+
+
+def transformed(source: Any, transform: Path | None) -> Any:
+    """The source as the rules in a file show it; the source itself without a file."""
+    if transform is None:
+        return source
+    try:
+        text = transform.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(printable(f"{transform}: {error}"), param_hint="--transform") from None
+    return lazy.sources.MappedFiles(source, lazy.rules.Transform.from_json(text))
 
 
 @contextmanager

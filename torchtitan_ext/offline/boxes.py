@@ -17,11 +17,12 @@ from torchtitan_ext.checkpoint.rules.casts import is_exact
 from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError, WrongValueError
 from torchtitan_ext.layout.dtensor import local_view
 from torchtitan_ext.layout.wrapper import dense_values
-from torchtitan_ext.offline.sources import FileSource, read_record
+from torchtitan_ext.offline.sources import FileSource, MappedFiles, read_record
 from torchtitan_ext.state.plain_value import read_value
 from torchtitan_ext.storage.checkpoint_files import Record
 from torchtitan_ext.storage.native.read_batch import Copy, add_box
 from torchtitan_ext.storage.raw_tensor import DTYPES, NAMES
+from torchtitan_ext.transforms.mapped_reads import MappedReads
 
 _Target = TypeVar("_Target")
 
@@ -138,6 +139,7 @@ class BoxReader:
     def __init__(self, source: FileSource, chunks: SavedChunks | None = None) -> None:
         self.source = source
         self._chunks = SavedChunks() if chunks is None else chunks
+        self._mapped_reads = MappedReads(source.mapped, source.source) if isinstance(source, MappedFiles) else None
         self._close()
 
     def another(self) -> BoxReader:
@@ -171,6 +173,9 @@ class BoxReader:
             WrongValueError: A number is too large for the dtype of its piece.
             OSError: A file cannot be read.
         """
+        if self._mapped_reads is not None:
+            self._read_mapped(pieces, places, self._mapped_reads)
+            return
         parts = [part for piece, place in zip(pieces, places, strict=True) for part in self._parts_of(piece, place)]
         records = self.source.find_records([part.index for part in parts])
         later: list[Copy] = []
@@ -213,6 +218,18 @@ class BoxReader:
             places = views(buffer, read)
             self.read(read, places)
             yield [(place, target) for place, (_, target) in zip(places, batch, strict=True)]
+
+    def _read_mapped(self, pieces: Sequence[Piece], places: Sequence[torch.Tensor], reads: MappedReads) -> None:
+        casts: list[tuple[_SavedPart, torch.Tensor]] = []
+        for piece, place in zip(pieces, places, strict=True):
+            dtype, target = self._entry(piece.fqn).properties.dtype, place
+            if dtype != place.dtype:
+                target = torch.empty(place.shape, dtype=dtype, device="cpu")
+                casts.append((_SavedPart(MetadataIndex(piece.fqn), piece.offsets, place), target))
+            reads.add(piece.fqn, piece.offsets, target)
+        reads.read()
+        for part, values in casts:
+            _cast(part, values)
 
     def _close(self) -> None:
         self._runs = _core.RunReader()

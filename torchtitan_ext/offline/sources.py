@@ -30,7 +30,9 @@ from torchtitan_ext.storage.formats.detect import format_of
 from torchtitan_ext.storage.formats.safetensors_files import Place, find_safetensors, sizes_of_tensor
 from torchtitan_ext.storage.formats.torch_files import read_torch_file
 from torchtitan_ext.storage.native.file_reader import FileReader
-from torchtitan_ext.storage.raw_tensor import DTYPES
+from torchtitan_ext.storage.raw_tensor import DTYPES, NAMES
+from torchtitan_ext.transforms.mapped import MappedMetadata
+from torchtitan_ext.transforms.rules import Transform
 
 
 def open_source(path: str | os.PathLike[str], *, weights_only: bool = True) -> FileSource:
@@ -174,7 +176,56 @@ class PlainFiles:
         return found
 
 
-FileSource = DcpSource | PlainFiles
+class MappedFiles:
+    """Another source as a transform shows it. Reads go by ``mapped``; every tensor is one chunk.
+
+    Raises:
+        TransformError: The transform does not fit the source.
+    """
+
+    def __init__(self, source: DcpSource | PlainFiles, transform: Transform) -> None:
+        self.source = source
+        self.path = source.path
+        self.mapped = MappedMetadata(transform, source.metadata, operation="transform")
+        self.metadata = self.mapped.metadata
+
+    @property
+    def thread_count(self) -> int | None:
+        return self.source.thread_count
+
+    @thread_count.setter
+    def thread_count(self, count: int | None) -> None:
+        self.source.thread_count = count
+
+    def check_files(self, fqns: Iterable[str]) -> None:
+        self.source.check_files(dict.fromkeys(name for fqn in fqns for name in self.mapped.source_names(fqn)))
+
+    def find_records(self, indices: Sequence[MetadataIndex]) -> list[Record]:
+        """A record for each tensor, of no file; without elements where a tensor that it is made of has none."""
+        found = []
+        for index in indices:
+            entry = self.metadata.state_dict_metadata[index.fqn]
+            assert isinstance(entry, TensorStorageMetadata), f"{index.fqn} is no tensor, please report"
+            records = self.source.find_records(self.mapped.source_indices(index.fqn))
+            is_plain = all(record.tensor is not None for record in records)
+            tensor = _core.StoredTensor(NAMES[entry.properties.dtype], entry.size, None, 0) if is_plain else None
+            found.append(Record(self.path.name, 0, 0, tensor))
+        return found
+
+    def open_file(self, runs: _core.RunReader, name: str) -> int:
+        return self.source.open_file(runs, name)
+
+    def read_runs(self, runs: _core.RunReader, names: list[str]) -> None:
+        self.source.read_runs(runs, names)
+
+    def read_value(self, fqn: str) -> Any:
+        return self.source.read_value(self.mapped.value_name(fqn))
+
+    def value_record(self, fqn: str) -> torch.Tensor:
+        return self.source.value_record(self.mapped.value_name(fqn))
+
+
+FileSource = DcpSource | PlainFiles | MappedFiles
 """A checkpoint of any format whose files are read directly."""
 
 

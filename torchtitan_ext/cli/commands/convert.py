@@ -44,6 +44,7 @@ def run(
     only: options.Only = None,
     prefix: options.Prefix = "",
     max_file_size: Annotated[str, typer.Option(metavar="BYTES", help="Size of safetensors files.")] = "5GB",
+    transform: options.Transform = None,
     max_memory: options.MaxMemory = "1GB",
     processes: options.Processes = None,
     overwrite: options.Overwrite = False,
@@ -58,6 +59,7 @@ def run(
     selection = lazy.selection.Selection(tuple(only or ()), prefix)
     with options.refusing_wrong_usage():
         opened = lazy.sources.open_source(source, weights_only=not unsafe_unpickle)
+        opened = options.transformed(opened, transform)
         new_dtype = None if dtype is None else lazy.raw_tensor.DTYPES[dtype.value]
         total_bytes = partial(selection.num_bytes_of, opened, new_dtype)
         with progress("convert", is_coordinator=True, total_bytes=total_bytes) as on_bytes:

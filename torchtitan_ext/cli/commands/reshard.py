@@ -22,6 +22,7 @@ def run(
     shard: options.Shard = None,
     only: options.Only = None,
     prefix: options.Prefix = "",
+    transform: options.Transform = None,
     max_memory: options.MaxMemory = "1GB",
     processes: options.Processes = None,
     overwrite: options.Overwrite = False,
@@ -35,7 +36,7 @@ def run(
     selection = lazy.selection.Selection(tuple(only or ()), prefix)
     with options.refusing_wrong_usage():
         sizes, rules = lazy.placement_rules.parse_mesh(mesh), lazy.placement_rules.parse_rules(shard or ())
-        opened = lazy.sources.open_source(source)
+        opened = options.transformed(lazy.sources.open_source(source), transform)
         total_bytes = partial(selection.num_bytes_of, opened)
         with progress("reshard", is_coordinator=True, total_bytes=total_bytes) as on_bytes:
             report = lazy.reshard.reshard(
