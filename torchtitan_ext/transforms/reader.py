@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,6 +38,12 @@ class MappedReader(FileReader):
         indices = (index for fqn in fqns for index in self._mapped.source_indices(fqn))
         self.files.hold(self.storage_data[index].relative_path for index in indices)
         return plan if self._mark is None else dataclasses.replace(plan, storage_data=self._mark)
+
+    def are_plain(self, indices: Sequence[MetadataIndex]) -> list[bool]:
+        """Whether parts can be read alone: of all chunks of the tensors that these are made of."""
+        of_sources = [self._mapped.source_indices(index.fqn) for index in indices]
+        are_plain = iter(super().are_plain([one for several in of_sources for one in several]))
+        return [all([next(are_plain) for _ in several]) for several in of_sources]
 
     @property
     def has_sums(self) -> bool:
