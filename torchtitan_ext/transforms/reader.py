@@ -42,8 +42,9 @@ class MappedReader(FileReader):
     def are_plain(self, indices: Sequence[MetadataIndex]) -> list[bool]:
         """Whether parts can be read alone: of all chunks of the tensors that these are made of."""
         of_sources = [self._mapped.source_indices(index.fqn) for index in indices]
-        are_plain = iter(super().are_plain([one for several in of_sources for one in several]))
-        return [all([next(are_plain) for _ in several]) for several in of_sources]
+        unique = list(dict.fromkeys(one for several in of_sources for one in several))
+        are_plain = dict(zip(unique, super().are_plain(unique), strict=True))
+        return [all(are_plain[one] for one in several) for several in of_sources]
 
     @property
     def has_sums(self) -> bool:
