@@ -1,5 +1,6 @@
 """Loads with ``share_reads``: every byte is read once, by a rank that wants it, and the results are the same."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,9 +9,30 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import local_of, poison
+import torch.distributed.checkpoint as dcp
+from boxed_tensors import cut, parts
+from models import (
+    BY_NAME,
+    UNEVEN,
+    Layout,
+    build_model,
+    build_optimizer,
+    local_of,
+    poison,
+    shards_of,
+    take_steps,
+    trained,
+    training_state,
+)
 from random_layouts import build, random_layouts, random_truth
+from reference import same_bits
+from safetensors.torch import save_file
+from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageReader
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import torchtitan_ext as tte
 from torchtitan_ext.checkpoint.operation import share_reads as operation
@@ -166,6 +188,156 @@ def test_a_flipped_bit_is_one_error_on_all_ranks(run_world: RunWorld, tmp_path: 
     texts = run_world(4, load_damaged, tmp_path / "step")
     assert len(set(texts)) == 1
     assert "DamagedCheckpointError" in texts[0] and ".distcp" in texts[0]
+
+
+class Counted:
+    """Counts the elements that a reader of others is asked for."""
+
+    num_elements = 0
+
+    def read_data(self, plan: LoadPlan, planner: Any) -> Any:
+        self.num_elements += sum(item.lengths.numel() for item in plan.items if item.type == LoadItemType.TENSOR)
+        return super().read_data(plan, planner)  # type: ignore[misc]
+
+
+class CountedFiles(Counted, FileSystemReader): ...
+
+
+class CountedSafetensors(Counted, HuggingFaceStorageReader): ...
+
+
+def sum_over_ranks(number: int) -> int:
+    numbers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(numbers, number)
+    return sum(numbers)
+
+
+def load_by_others(rank: int, world_size: int, folder: Path) -> None:
+    truth = {f"w{number}": torch.arange(40.0 + number).reshape(-1, 1) * torch.ones(4) for number in range(5)}
+    mesh = init_device_mesh("cpu", (2, 2))
+    saved = {name: distribute_tensor(value, mesh, [Replicate(), Shard(0)]) for name, value in truth.items()}
+    dcp.save(saved, checkpoint_id=folder / "dcp")
+    if rank == 0:
+        (folder / "hf").mkdir()
+        save_file(truth, folder / "hf" / "model.safetensors")
+    dist.barrier()
+    for placements in ([Replicate(), Shard(0)], [Replicate(), Replicate()], [Shard(1), Replicate()]):
+        for reader in (CountedFiles(folder / "dcp"), CountedSafetensors(str(folder / "hf"))):
+            state = {name: distribute_tensor(torch.zeros_like(one), mesh, placements) for name, one in truth.items()}
+            tte.load(state, storage_reader=reader, share_reads=True)
+            for name, value in state.items():
+                assert torch.equal(value.full_tensor(), truth[name]), (placements, name)
+            assert sum_over_ranks(reader.num_elements) == sum(value.numel() for value in truth.values())
+
+
+def test_readers_of_others_are_asked_once(run_world: RunWorld, tmp_path: Path) -> None:
+    run_world(4, load_by_others, tmp_path)
+
+
+def load_several_sources(rank: int, world_size: int, folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    truth = {name: torch.rand(11, 5, generator=torch.Generator().manual_seed(ord(name))) for name in "abcd"}
+    tte.save({"m": {name: truth[name] for name in "ab"}}, folder / "one", fingerprints=True)
+    tte.save({"m": {name: truth[name] for name in "cd"}}, folder / "two", fingerprints=True)
+    for share_reads in (True, "host"):
+        # Window of rows that overlap in part, replicas, shards, and a meta tensor.
+        begin, end = rank, 11 - (world_size - 1 - rank)
+        state = {
+            "m": {
+                "a": cut(torch.zeros(11, 5), [((begin, 0), (end - begin, 5))]),
+                "b": torch.empty(11, 5, device="meta"),
+                "c": distribute_tensor(torch.zeros(11, 5), mesh, [Shard(0)]),
+                "d": torch.zeros(11, 5),
+            }
+        }
+        readers = [FileReader(folder / "one"), FileReader(folder / "two")]
+        sources = [tte.elastic.Source(storage_reader=readers[0], include=["m.a", "m.b"])]
+        sources += [tte.elastic.Source(storage_reader=readers[1])]
+        report = tte.load(state, sources=sources, share_reads=share_reads, prove=True)
+        assert report is not None and report.sharing is not None and report.sharing.chosen == share_reads
+        assert "one rank read what several want" in str(report)
+        (window,) = parts(state["m"]["a"])
+        assert torch.equal(window, truth["a"][begin:end])
+        assert torch.equal(state["m"]["c"].full_tensor(), truth["c"])
+        assert torch.equal(state["m"]["b"], truth["b"]) and torch.equal(state["m"]["d"], truth["d"])
+        assert sum(bytes_read(reader) for reader in readers) == 4 * 11 * 5 * 4
+
+
+def test_several_sources_and_windows(run_world: RunWorld, tmp_path: Path) -> None:
+    run_world(3, load_several_sources, tmp_path)
+
+
+def load_trained(rank: int, world_size: int, layout: Layout, path: Path) -> list[str]:
+    """A model with its optimizer; returns what is not as it was."""
+    model = build_model(layout, UNEVEN)
+    saved = trained(model)
+    truth = {name: tensor.clone() for name, (_, _, tensor) in shards_of(saved).items()}
+    tte.save(saved, path)
+    optimizer = build_optimizer(model, lr=0.5)
+    take_steps(model, optimizer)
+    state = training_state(model, optimizer)
+    poison(state)
+    reader = FileReader(path)
+    tte.load(state, storage_reader=reader, share_reads=True)
+    metadata = FileReader(path).read_metadata()
+    expected = 0
+    for index, info in metadata.storage_data.items():
+        if isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
+            expected += info.length * world_size  # each rank reads values that are no tensors
+    for entry in metadata.state_dict_metadata.values():
+        if isinstance(entry, TensorStorageMetadata):
+            expected += entry.size.numel() * entry.properties.dtype.itemsize
+    assert bytes_read(reader) == expected
+    loaded = shards_of(state)
+    return [name for name in truth if not same_bits(loaded[name][2], truth[name])]
+
+
+@pytest.mark.parametrize("name", ["hsdp2x2", "hsdp2x2_tp2"])
+def test_a_trained_state(run_world: RunWorld, tmp_path: Path, name: str) -> None:
+    layout = BY_NAME[name]
+    assert not any(run_world(math.prod(layout.mesh_shape), load_trained, layout, tmp_path / "step"))
+
+
+def load_on_hosts(rank: int, world_size: int, path: Path) -> None:
+    truth = {"w": torch.arange(1000.0), "v": torch.arange(7)}
+    tte.save(truth, path)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(operation, "host_digest", lambda: b"one" if rank < 2 else b"two")
+        monkeypatch.setattr(operation.socket, "gethostname", lambda: "one" if rank < 2 else "two")
+        for share_reads, times in ((False, 4), ("host", 2), (True, 1)):
+            state = {name: torch.zeros_like(value) for name, value in truth.items()}
+            reader, policy = FileReader(path), tte.elastic.ElasticPolicy()
+            report = tte.load(state, storage_reader=reader, share_reads=share_reads, policy=policy)
+            assert bytes_read(reader) == times * (4000 + 56)
+            assert all(torch.equal(state[name], value) for name, value in truth.items())
+            if share_reads is True:
+                assert report is not None and report.sharing is not None
+                assert set(report.sharing.between_hosts) <= {
+                    (one, two) for one in ("one", "two") for two in ("one", "two")
+                }
+                assert len(report.sharing.between_hosts) > 1
+                assert "one to two" in str(report.sharing) or "two to one" in str(report.sharing)
+
+
+def test_ranks_of_a_host_share(run_world: RunWorld, tmp_path: Path) -> None:
+    run_world(4, load_on_hosts, tmp_path / "step")
+
+
+def load_on_device(rank: int, world_size: int, device: str, path: Path) -> None:
+    """Targets in the memory of an accelerator, beside some on the CPU."""
+    truth = {f"w{number}": torch.arange(1000.0 * (number + 1)).reshape(-1, 10) for number in range(6)}
+    tte.save(truth, path)
+    state = {name: torch.zeros_like(value, device="cpu" if name == "w3" else device) for name, value in truth.items()}
+    state["w4"] = torch.zeros(10, 500, device=device).t()
+    reader = FileReader(path)
+    tte.load(state, storage_reader=reader, share_reads=True)
+    assert all(torch.equal(state[name].cpu(), value) for name, value in truth.items())
+    if device == "cuda":
+        assert bytes_read(reader) == sum(value.nbytes for value in truth.values())
+
+
+def test_targets_on_an_accelerator(run_on_accelerator: RunWorld, tmp_path: Path) -> None:
+    run_on_accelerator(2, load_on_device, tmp_path / "step")
 
 
 def test_arguments_are_checked(tmp_path: Path) -> None:

@@ -39,7 +39,6 @@ from torchtitan_ext.ranks.exchange import has_backend
 from torchtitan_ext.storage import FileReader
 from torchtitan_ext.storage.futures import result_of
 
-T = TypeVar("T")
 R = TypeVar("R")
 
 ShareReads = Literal["auto", "host"] | bool
@@ -527,7 +526,7 @@ class _Rounds:
         self._items = [item for source in sources for item in source.plan.items]
         self._source_of = [number for number, source in enumerate(sources) for _ in source.plan.items]
         self._own = self._own_by_round()
-        self._unsent: tuple[int, list[_Part]] | None = None
+        self._unsent: list[list[_Sent]] = []
 
     @property
     def num_rounds(self) -> int:
@@ -535,7 +534,7 @@ class _Rounds:
 
     def forget(self) -> None:
         """What was read last is not sent to those who want it too."""
-        self._unsent = None
+        self._unsent = []
 
     def step(self, rounds: Sequence[int], *, is_shared: bool = True) -> _Done:
         """Reads rounds while the one before travels, on all ranks. Collective.
@@ -548,22 +547,24 @@ class _Rounds:
             The bytes of all ranks and the seconds of the slowest one.
         """
 
-        def work() -> _Done:
-            begin = time.perf_counter()
+        def read() -> _Done:
             parts = [part for number in rounds for part in self._reads_of(number, is_shared=is_shared)]
-            unsent, self._unsent = self._unsent, (rounds[0], parts) if is_shared and rounds else None
-            if unsent is None:
-                return self._read(parts).after(begin)
-            if not parts:
-                return self._exchange(*unsent).after(begin)
-            read = self._reader.submit(_like_this_thread(self._read), parts)
+            self._unsent = [self._prepare(number, parts) for number in rounds] if is_shared else []
+            return self._read(parts)
+
+        def work() -> _Done:
+            begin, unsent = time.perf_counter(), self._unsent
+            if not unsent:
+                return read().after(begin)
+            # Whatever fails in the other thread: this rank takes part in the exchange, for which others wait.
+            reading = self._reader.submit(_like_this_thread(read))
             try:
-                exchanged = self._exchange(*unsent)
+                exchanged = self._exchange(unsent)
             finally:
-                error = read.exception()  # nothing is left behind that writes into targets
+                error = reading.exception()  # nothing is left behind that writes into targets
             if error is not None:
                 raise error
-            return (exchanged + read.result()).after(begin)
+            return (exchanged + reading.result()).after(begin)
 
         of_ranks = self._phases.on_all("read", work, doing=self._doing, undefined=self._undefined)
         done = _Done(
@@ -616,23 +617,32 @@ class _Rounds:
         num_bytes = sum(_bytes_of(part.item, self._sources[part.source]) for part in parts)
         return _Done(read_seconds=time.perf_counter() - begin, bytes_read=num_bytes)
 
-    def _exchange(self, number: int, read: Sequence[_Part]) -> _Done:
-        """Sends what was read in a round to those who want it too."""
-        begin, num_bytes = time.perf_counter(), 0
+    def _prepare(self, number: int, read: Sequence[_Part]) -> list[_Sent]:
+        """What a round sends to those who want it too, once it is read, per device."""
         received = self._cut(self._part.receives(number, self._items, torch.Size))
-        for device_number in range(len(self._told.devices)):
-            tables = self._part.exchange(number, device_number)
+        prepared = []
+        for device, name in enumerate(self._told.devices):
+            tables = self._part.exchange(number, device)
+            sources = [self._tensor_of(read[position]) for position in tables.sources]
             targets = [self._tensor_of(received[position]) for position in tables.targets]
+            prepared.append(_Sent(name, sources, targets, _as_tensor(tables.sends), _as_tensor(tables.receives)))
+        return prepared
+
+    def _exchange(self, rounds: Sequence[Sequence[_Sent]]) -> _Done:
+        begin, num_bytes = time.perf_counter(), 0
+        for sent in (one for of_round in rounds for one in of_round):
             ops.exchange_runs_(
-                [self._tensor_of(read[position]) for position in tables.sources],
-                targets,
-                _as_tensor(tables.sends),
-                _as_tensor(tables.receives),
+                sent.sources,
+                sent.targets,
+                sent.sends,
+                sent.receives,
                 group_name="" if self._phases.group is None else self._phases.group.group_name,
                 digest=self._told.number,
                 timeout_seconds=self._phases.timeout_seconds,
             )
-            num_bytes += sum(target.nbytes for target in targets)
+            if sent.device == "cuda":
+                torch.cuda.current_stream().synchronize()  # else the time says nothing
+            num_bytes += sum(target.nbytes for target in sent.targets)
         return _Done(exchange_seconds=time.perf_counter() - begin, bytes_received=num_bytes)
 
     def _tensor_of(self, part: _Part) -> Tensor:
@@ -644,6 +654,16 @@ class _Part(NamedTuple):
 
     source: int
     item: ReadItem
+
+
+class _Sent(NamedTuple):
+    """The arguments of an exchange between targets on one kind of device."""
+
+    device: str
+    sources: list[Tensor]
+    targets: list[Tensor]
+    sends: Tensor
+    receives: Tensor
 
 
 @dataclass(frozen=True)
@@ -663,17 +683,17 @@ class _Done:
         return replace(self, seconds=time.perf_counter() - begin)
 
 
-def _like_this_thread(work: Callable[[T], R]) -> Callable[[T], R]:
+def _like_this_thread(work: Callable[[], R]) -> Callable[[], R]:
     """Work for another thread, with what torch keeps per thread: the mode of autograd, and the current device."""
     is_inference = torch.is_inference_mode_enabled()
     is_grad = torch.is_grad_enabled()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
-    def on_other_thread(argument: T) -> R:
+    def on_other_thread() -> R:
         if device is not None:
             torch.cuda.set_device(device)
         with torch.inference_mode(is_inference), torch.set_grad_enabled(is_grad):
-            return work(argument)
+            return work()
 
     return on_other_thread
 
