@@ -25,7 +25,7 @@ def run_example(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_every_example_has_a_test() -> None:
     commands = {path.name for path in EXAMPLES.glob("*.py") if 'if __name__ == "__main__"' in path.read_text()}
     own = {"elastic_8_to_16.py", "first_hour.py", "ops_in_compiled_code.py", "sync_hsdp.py", "train_llama_2d.py"}
-    assert commands == {*own, "reshard_live.py", "two_jobs.py", *CLIENT_EXAMPLES}
+    assert commands == {*own, "delta_sync.py", "reshard_live.py", "two_jobs.py", *CLIENT_EXAMPLES}
 
 
 def test_ops_in_compiled_code() -> None:
@@ -41,20 +41,36 @@ def test_sync_hsdp_finds_the_broken_replica() -> None:
     assert re.search(r"layers.1.ffn.w2.weight: .* rank 3 at \(1, 1\), first at \(5, 7\)", finished.stdout)
 
 
-def test_reshard_live_gives_equal_logits() -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+def launch_example(name: str, num_ranks: int) -> str:
+    """What an example under torchrun prints."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     for _ in range(3):
         finished = subprocess.run(
-            [*launcher, str(EXAMPLES / "reshard_live.py")], capture_output=True, text=True, timeout=EXAMPLE_SECONDS
+            [*launcher, str(EXAMPLES / name)], capture_output=True, text=True, timeout=EXAMPLE_SECONDS
         )
         if GLOO_AT_EXIT not in finished.stderr:
             break
     assert finished.returncode == 0, finished.stderr[-3000:]
+    return finished.stdout
+
+
+def test_reshard_live_gives_equal_logits() -> None:
+    output = launch_example("reshard_live.py", 4)
     row = r"version (\d): 25,440 bytes received, logits within (\S+)\n"
-    assert re.fullmatch(row * 3, finished.stdout), finished.stdout
-    found = re.findall(row, finished.stdout)
+    assert re.fullmatch(row * 3, output), output
+    found = re.findall(row, output)
     assert [version for version, _ in found] == ["1", "2", "3"]
     assert all(float(difference) < 1e-5 for _, difference in found)
+
+
+def test_delta_sync_sends_little_and_gives_equal_logits() -> None:
+    output = launch_example("delta_sync.py", 6)
+    row = r"version (\d+): changes (\S+) bytes, all 57,664, equal logits: True(?:, proved)?\n"
+    assert re.fullmatch(row * 10, output), output
+    found = re.findall(row, output)
+    assert [int(version) for version, _ in found] == [*range(1, 11)]
+    assert all(0 < int(num_bytes.replace(",", "")) < 57_664 / 20 for _, num_bytes in found)
+    assert output.endswith(", proved\n")
 
 
 def test_two_jobs_meet_again_after_the_generator_was_killed() -> None:
