@@ -25,7 +25,7 @@ WITH_EXAMPLES = "".join((ROOT / "docs" / "use" / page).read_text() for page in (
 EXAMPLES = re.findall(r"```python\n# torchrun --nproc-per-node (\d+)\n(.*?)```", WITH_EXAMPLES, re.S)
 ROOMS = (
     *("", ".checkpoint", ".delta", ".elastic", ".errors", ".layout", ".metrics", ".ops", ".storage", ".sync"),
-    *(".transfer", ".transforms"),
+    *(".transfer", ".transforms", ".transforms.models"),
 )
 
 
