@@ -296,13 +296,158 @@ def fuzz_fingerprint(rng: Random) -> str:
     return "good" if error is None else "bad"
 
 
+def some_changes(rng: Random, tensor: Tensor) -> Tensor:
+    """A copy of other strides, maybe, in which some elements have other bits."""
+    copy = some_tensor(rng, tuple(tensor.shape), tensor.dtype).copy_(tensor)
+    kept = torch.rand(tensor.shape) < rng.choice([0.0, 0.5, 0.9, 1.0])
+    return copy.copy_(torch.where(kept, copy, random_tensor(tuple(tensor.shape), tensor.dtype)))
+
+
+def fuzz_find_changes(rng: Random) -> str:
+    shapes = [some_shape(rng) for _ in range(rng.randint(1, 3))]
+    dtype, of = rng.choice(DTYPES), [some_shard(rng, shape) for shape in shapes]
+    base: list[Any] = [some_tensor(rng, shard.sizes, dtype) for shard in of]
+    new: list[Any] = [some_changes(rng, tensor) for tensor in base]
+    sizes, good = list(shapes), True
+    mask, marked = ops.mark_changes(new, base)
+    counts = [int(count) * rng.choice([1, 1, 1, 0]) for count in marked]
+    places = [
+        reference_pack(torch.arange(torch.Size(shape).numel()).view(shape), shard).reshape(-1)
+        for shape, shard in zip(shapes, of, strict=True)
+    ]
+    expected: list[Tensor] = []
+    for place, left, right, count in zip(places, new, base, counts, strict=True):
+        differs = (bits(left).view(-1, dtype.itemsize) != bits(right).view(-1, dtype.itemsize)).any(1)
+        expected.append(place[differs] if count else place[:0])
+    positions: Any = torch.zeros(sum(counts) + rng.choice([0, 0, 3]), dtype=torch.int64)
+    num_bytes = ops.change_offsets([dtype.itemsize] * len(counts), counts)[-1]
+    values: Any = torch.zeros(num_bytes + rng.choice([0, 0, 5]), dtype=torch.uint8)
+    where = rng.randrange(len(of))
+    for mutate in range(8):
+        if rng.randrange(16) > 0:
+            continue
+        good = False
+        if mutate == 0:
+            new[where] = bad_tensor(rng, new[where])
+        elif mutate == 1:
+            base[where] = bad_tensor(rng, base[where])
+        elif mutate == 2:
+            of[where] = bad_shard(rng, of[where])
+        elif mutate == 3:
+            sizes[where] = bad_ints(rng, sizes[where])
+        elif mutate == 4:
+            counts = list(bad_ints(rng, tuple(counts)))
+        elif mutate == 5:
+            positions = rng.choice([bad_tensor(rng, positions), positions[:-1], mask])
+        elif mutate == 6:
+            values = rng.choice([bad_tensor(rng, values), values[:-1], mask.view(torch.uint8)])
+        else:
+            mask = rng.choice([bad_tensor(rng, mask), mask[1:], ~mask])
+    _, error = call(lambda: ops.mark_changes(new, base))
+    assert error is None or not good, error
+    _, error = call(lambda: ops.changed_elements_(new, base, of, sizes, mask, counts, positions, values))
+    assert error is None or not good, error
+    if error is None and good:
+        assert torch.equal(positions[: sum(counts)], torch.cat(expected))
+    return "good" if error is None else "bad"
+
+
+def fuzz_apply_changes(rng: Random) -> str:
+    shapes = [some_shape(rng) for _ in range(rng.randint(1, 3))]
+    dtype, of = rng.choice(DTYPES), [some_shard(rng, shape) for shape in shapes]
+    listed = [
+        torch.tensor([at for at in range(torch.Size(shape).numel()) if rng.random() < 0.5], dtype=torch.int64)
+        for shape in shapes
+    ]
+    counts, sizes, good = [at.numel() for at in listed], list(shapes), True
+    starts = ops.change_offsets([dtype.itemsize] * len(counts), counts)
+    positions: Any = torch.cat(listed)
+    values: Any = torch.zeros(starts[-1], dtype=torch.uint8)
+    wholes = [random_tensor((torch.Size(shape).numel(),), dtype) for shape in shapes]
+    expected = []
+    for whole, at, start in zip(wholes, listed, starts, strict=False):
+        fresh = random_tensor((at.numel(),), dtype)
+        values[start : start + fresh.nbytes] = bits(fresh)
+        expected.append(whole.clone().index_put_((at,), fresh) if dtype.itemsize > 1 else whole.clone())
+        if dtype.itemsize == 1:  # index_put_ lacks float8
+            expected[-1].view(torch.uint8)[at] = fresh.view(torch.uint8)
+    targets: list[Any] = []
+    for whole, shape, shard in zip(wholes, shapes, of, strict=True):
+        packed = reference_pack(whole.view(shape), shard)
+        targets.append(some_tensor(rng, shard.sizes, dtype).copy_(packed))
+    where, fits = rng.randrange(len(of)), list(of)
+    for mutate in range(7):
+        if rng.randrange(14) > 0:
+            continue
+        good = False
+        if mutate == 0:
+            targets[where] = bad_tensor(rng, targets[where])
+        elif mutate == 1:
+            of[where] = bad_shard(rng, of[where])
+        elif mutate == 2:
+            sizes[where] = bad_ints(rng, sizes[where])
+        elif mutate == 3:
+            counts = list(bad_ints(rng, tuple(counts)))
+        elif mutate == 4:
+            positions = rng.choice([bad_tensor(rng, positions), positions[:-1], positions + 1, positions.flip(0)])
+        elif mutate == 5:
+            values = rng.choice([bad_tensor(rng, values), values[:-1]])
+        else:
+            targets.append(targets[where])
+    before = [tensor.clone() if is_plain(tensor) else None for tensor in targets]
+    _, error = call(lambda: ops.sum_elements(targets, of, sizes, positions, counts))
+    assert error is None or not good, error
+    _, error = call(lambda: ops.apply_changes_(targets, of, sizes, positions, values, counts))
+    assert error is None or not good, error
+    if error is not None:
+        for tensor, kept in zip(targets, before, strict=True):
+            assert kept is None or torch.equal(bits(tensor), bits(kept))
+    elif good:
+        for tensor, whole, shape, shard in zip(targets, expected, shapes, fits, strict=True):
+            assert torch.equal(bits(tensor), bits(reference_pack(whole.view(shape), shard)))
+    boxes = [[chunk for chunk in shard.chunks if rng.randrange(4)] for shard in of]
+    item_bytes = [dtype.itemsize if rng.randrange(20) else rng.choice([0, 3, -1, 2**62])] * len(of)
+    kept_changes, error = call(
+        lambda: ops.select_changes(positions, values, counts[: len(of)], item_bytes, sizes, boxes)
+    )
+    if error is None and good:
+        inside = [
+            at
+            for begin, count, shape, wanted in zip(
+                torch.tensor([0, *counts]).cumsum(0).tolist(), counts, shapes, boxes, strict=False
+            )
+            for at in positions[begin : begin + count].tolist()
+            if any(in_box(at, shape, chunk) for chunk in wanted)
+        ]
+        assert kept_changes[0].tolist() == inside
+    return "good" if error is None and good else "bad"
+
+
+def in_box(position: int, shape: tuple[int, ...], chunk: Chunk) -> bool:
+    for size, offset, length in reversed(list(zip(shape, chunk.offsets, chunk.sizes, strict=True))):
+        position, index = divmod(position, size)
+        if not offset <= index < offset + length:
+            return False
+    return True
+
+
+FUZZED = [
+    fuzz_pack,
+    fuzz_unpack,
+    fuzz_flatten,
+    fuzz_unflatten,
+    fuzz_fingerprint,
+    fuzz_find_changes,
+    fuzz_apply_changes,
+]
+IN_LISTS = {fuzz_pack, fuzz_unpack, fuzz_flatten}
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "fuzz", [fuzz_pack, fuzz_unpack, fuzz_flatten, fuzz_unflatten, fuzz_fingerprint], ids=lambda fuzz: fuzz.__name__[5:]
-)
+@pytest.mark.parametrize("fuzz", FUZZED, ids=lambda fuzz: fuzz.__name__[5:])
 def test_random_calls(fuzz: Callable[[Random], str]) -> None:
     """Half of the calls go to the list form where there is one, so each op sees at least 10,000."""
-    calls = NUM_CALLS * (1 if fuzz in (fuzz_unflatten, fuzz_fingerprint) else 2)
+    calls = NUM_CALLS * (2 if fuzz in IN_LISTS else 1)
     outcomes: Counter[str] = Counter()
     for seed in range(calls):
         try:

@@ -179,9 +179,13 @@ def select_changes(
         for box in wanted:
             tables += box.offsets
             tables += box.sizes
-    # The result is as long as what is found, so that a device would be waited for anyway.
-    kept_positions, kept_values, kept_counts = call(name, (positions.cpu(), values.cpu(), tables))
-    return kept_positions.to(positions.device), kept_values.to(values.device), kept_counts
+    given = (positions, values)
+    if any(isinstance(tensor, Tensor) and tensor.is_cuda for tensor in given):
+        # The result is as long as what is found, so that the device would be waited for anyway.
+        kept_positions, kept_values, kept_counts = call(name, (positions.cpu(), values.cpu(), tables))
+        return kept_positions.to(positions.device), kept_values.to(positions.device), kept_counts
+    kept_positions, kept_values, kept_counts = call(name, (*given, tables))
+    return kept_positions, kept_values, kept_counts
 
 
 @register_fake("select_changes")
