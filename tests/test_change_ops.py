@@ -163,6 +163,10 @@ def test_changes_of_shards_match_indexing(
     leave_out = [1] if random.random() < 0.3 else []
     changes = found_changes(new, base, of, sizes, leave_out)
     check_changes(changes, new, base, of, sizes)
+    at_once = ops.find_changes(new, base, of, sizes, [0 if index in leave_out else 2**40 for index in range(3)])
+    kept = [0 if index in leave_out else count for index, count in enumerate(at_once[2].tolist())]
+    assert kept == changes.counts
+    check_changes(Changes(*at_once[:2], kept, at_once[3]), new, base, of, sizes)
     before = [ops.fingerprint_shard(*each) for each in zip(base, of, sizes, strict=True)]
     after = [ops.fingerprint_shard(*each) for each in zip(new, of, sizes, strict=True)]
     for index in (0, 2):
@@ -238,6 +242,14 @@ def test_many_elements(dtype: torch.dtype, columns: int, device: str) -> None:
     base = random_tensor(shape, dtype, device)
     new = some_bits_flipped(base, 0.05)
     changes = found_changes([new, new[:, columns:]], [base, base[:, columns:]], [whole, half], [shape, shape])
+    at_once = ops.find_changes([new, base], [base, new], [whole, whole], [shape, shape], [changes.counts[0], 9])
+    assert at_once[2].tolist() == [changes.counts[0]] * 2 and at_once[0].numel() == changes.counts[0]
+    assert torch.equal(at_once[0], changes.positions[: changes.counts[0]])
+    assert torch.equal(at_once[3][:, 0], changes.sums[:, 0]) and not at_once[3][:, 1].any()
+    assert torch.equal(
+        at_once[1][: changes.counts[0] * dtype.itemsize],
+        changes.values[: at_once[1].numel()][: changes.counts[0] * dtype.itemsize],
+    )
     differs = (bits(new).view(-1, dtype.itemsize) != bits(base).view(-1, dtype.itemsize)).any(1)
     expected = differs.nonzero().view(-1)
     assert torch.equal(changes.positions[: changes.counts[0]], expected)
@@ -313,6 +325,7 @@ def test_opcheck() -> None:
     torch.library.opcheck(raw.mark_changes.default, ([new.requires_grad_()], [base]))
     new.requires_grad_(False)
     torch.library.opcheck(raw.changed_elements_.default, ([new], [base], table, mask, counts, positions, values))
+    torch.library.opcheck(raw.find_changes.default, ([new], [base], table, [6]))
     torch.library.opcheck(raw.sum_elements.default, ([new], table, positions, counts))
     torch.library.opcheck(raw.apply_changes_.default, ([base], table, positions, counts, values))
     selected = (positions, values, [6, 4, 2, 1, 6, 8, 0, 0, 4, 8])

@@ -345,6 +345,10 @@ def fuzz_find_changes(rng: Random) -> str:
             mask = rng.choice([bad_tensor(rng, mask), mask[1:], ~mask])
     _, error = call(lambda: ops.mark_changes(new, base))
     assert error is None or not good, error
+    at_once, error = call(lambda: ops.find_changes(new, base, of, sizes, counts))
+    assert error is None or not good, error
+    if error is None and good:
+        assert torch.equal(at_once[0], torch.cat(expected)) and torch.equal(at_once[2], marked)
     _, error = call(lambda: ops.changed_elements_(new, base, of, sizes, mask, counts, positions, values))
     assert error is None or not good, error
     if error is None and good:

@@ -3,12 +3,14 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
 #include "core/box_walk.h"
 #include "core/boxes.h"
 #include "core/memory.h"
+#include "ops/change_marks.h"
 #include "ops/copy_runs.h"
 
 namespace torchtitan_ext::ops {
@@ -40,7 +42,31 @@ struct WrongCount {
 // one is returned. This form is the specification.
 WrongCount list_changes_cpu(std::span<const MarkedElements> tensors, ParallelFor parallel_for);
 
-// The same on the current stream of the device, in whose memory masks, lists and sums lie; the sums are 0 before. Does not
+// Two tensors that are compared and listed in one pass, while their elements are in the cache.
+struct ComparedElements {
+  MarkedPair pair;
+  MarkedElements::Chunks chunks;
+  int64_t limit = 0;  // of a tensor in which more elements differ none is listed
+};
+
+struct FoundElements {
+  struct Piece {
+    int64_t count = 0;
+    std::unique_ptr<int64_t[]> positions;
+    std::unique_ptr<char[]> values;
+  };
+
+  int64_t count = 0;  // of all that differ
+  std::vector<Piece> pieces;
+  uint64_t old_sum = 0, new_sum = 0;
+};
+
+std::vector<FoundElements> find_changes_cpu(std::span<const ComparedElements> tensors, ParallelFor parallel_for);
+
+// Writes what was found, and not more than the limit, to the lists of `tensor`, ascending.
+void gather_found(const FoundElements& found, const MarkedElements& tensor);
+
+// list_changes_cpu on the current stream of the device, in whose memory masks, lists and sums lie; the sums are 0 before. Does not
 // ask whether counts are right: of elements beyond the count nothing is written. Elements and values are aligned to their
 // size. Waits for the device only where chunks of a tensor stand in another order than in the global tensor.
 void list_changes_cuda(std::span<const MarkedElements> tensors, int32_t device_index);

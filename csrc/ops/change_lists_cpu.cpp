@@ -60,41 +60,45 @@ inline void fetch(const BoxWalk<3>::Run& run, const BoxWalk<3>::Places& strides,
   __builtin_prefetch(reinterpret_cast<const void*>(run.places[1] + inside * strides[1]));
 }
 
+// The sums of the hashes of listed bits.
+struct HashSums {
+  uint64_t before = 0, now = 0;
+};
+
+// Lists the elements marked in words of a mask, which begin at `mask` and are those from `first_word` on of a tensor.
 template <typename Word>
-void list_piece(const Piece& piece) {
+HashSums list_words(const MarkedElements::Chunks& chunks, const uint64_t* mask, int64_t first_word, int64_t num_words,
+                    int64_t* positions, char* values) {
   constexpr int64_t kBytes = sizeof(Word);
-  const MarkedElements& tensor = *piece.tensor;
   size_t chunk = 0;
   BoxWalk<3>::Run run;
   run.end = 0;
   BoxWalk<3>::Places strides{};
-  int64_t at = piece.first;
-  uint64_t old_sum = 0, new_sum = 0;
+  HashSums sums;
   uint16_t indices[kIndexWords * kWordElements + kIndexSlack];
-  for (int64_t word = piece.first_word; word < piece.last_word; word += kIndexWords) {
-    const int64_t num_words = std::min(kIndexWords, piece.last_word - word);
-    const int64_t count = mark_kernel().indices(tensor.mask + word, num_words, indices);
-    const int64_t origin = word * kWordElements;
+  for (int64_t word = 0; word < num_words; word += kIndexWords) {
+    const int64_t count = mark_kernel().indices(mask + word, std::min(kIndexWords, num_words - word), indices);
+    const int64_t origin = (first_word + word) * kWordElements;
     for (int64_t next = 0; next < std::min(count, kAhead); ++next) fetch(run, strides, origin + indices[next]);
-    for (int64_t next = 0; next < count; ++next, ++at) {
+    for (int64_t next = 0; next < count; ++next) {
       const int64_t index = origin + indices[next];
       if (index >= run.end) {
-        run = run_of(tensor.chunks, chunk, index);
-        strides = tensor.chunks[chunk].strides();
+        run = run_of(chunks, chunk, index);
+        strides = chunks[chunk].strides();
       }
       if (next + kAhead < count) fetch(run, strides, origin + indices[next + kAhead]);
       const int64_t inside = index - run.begin;
       const Word now = load<Word>(run.places[0] + inside * strides[0]);
       const Word before = load<Word>(run.places[1] + inside * strides[1]);
       const int64_t position = run.places[2] + inside * strides[2];
-      tensor.positions[at] = position;
-      std::memcpy(tensor.values + at * kBytes, &now, kBytes);
-      old_sum += hash_element(before, position);
-      new_sum += hash_element(now, position);
+      *positions++ = position;
+      std::memcpy(values, &now, kBytes);
+      values += kBytes;
+      sums.before += hash_element(before, position);
+      sums.now += hash_element(now, position);
     }
   }
-  add(*tensor.old_sum, old_sum);
-  add(*tensor.new_sum, new_sum);
+  return sums;
 }
 
 template <typename Word>
@@ -128,7 +132,49 @@ void list_pieces(int64_t first, int64_t last, void* context) {
   const Piece* pieces = static_cast<const Piece*>(context);
   for (const Piece* piece = pieces + first; piece != pieces + last; ++piece) {
     if (piece->count == 0) continue;
-    with_word(piece->tensor->item_bytes, [&](auto word) { list_piece<decltype(word)>(*piece); });
+    const MarkedElements& tensor = *piece->tensor;
+    const HashSums sums = with_word(tensor.item_bytes, [&](auto word) {
+      return list_words<decltype(word)>(tensor.chunks, tensor.mask + piece->first_word, piece->first_word,
+                                        piece->last_word - piece->first_word, tensor.positions + piece->first,
+                                        tensor.values + piece->first * tensor.item_bytes);
+    });
+    add(*tensor.old_sum, sums.before);
+    add(*tensor.new_sum, sums.now);
+  }
+}
+
+// ---- both at once ----
+
+struct FindTask {
+  std::span<const ComparedElements> tensors;
+  std::vector<FoundElements>& found;
+  std::vector<std::pair<int64_t, int64_t>> pieces;  // (tensor, number of the piece)
+};
+
+void find_pieces(int64_t first, int64_t last, void* context) {
+  FindTask& task = *static_cast<FindTask*>(context);
+  uint64_t mask[kPieceWords];
+  for (int64_t at = first; at < last; ++at) {
+    const auto [index, number] = task.pieces[at];
+    const ComparedElements& tensor = task.tensors[index];
+    FoundElements& found = task.found[index];
+    const int64_t first_word = number * kPieceWords;
+    const int64_t last_word = std::min(first_word + kPieceWords, tensor.pair.num_words());
+    mark_words_cpu(tensor.pair, first_word, last_word, mask);
+    const int64_t count = mark_kernel().count(mask, last_word - first_word);
+    const int64_t so_far = std::atomic_ref<int64_t>(found.count).fetch_add(count) + count;
+    if (count == 0 || so_far > tensor.limit) continue;
+    FoundElements::Piece& piece = found.pieces[number];
+    const int64_t item_bytes = tensor.pair.left.item_bytes;
+    piece.count = count;
+    piece.positions.reset(new int64_t[count]);
+    piece.values.reset(new char[count * item_bytes]);
+    const HashSums sums = with_word(item_bytes, [&](auto word) {
+      return list_words<decltype(word)>(tensor.chunks, mask, first_word, last_word - first_word, piece.positions.get(),
+                                        piece.values.get());
+    });
+    add(found.old_sum, sums.before);
+    add(found.new_sum, sums.now);
   }
 }
 
@@ -237,6 +283,39 @@ WrongCount list_changes_cpu(std::span<const MarkedElements> tensors, ParallelFor
     if (!keeps_order(tensor.chunks)) sort_list(tensor);
   }
   return {};
+}
+
+std::vector<FoundElements> find_changes_cpu(std::span<const ComparedElements> tensors, ParallelFor parallel_for) {
+  std::vector<FoundElements> found(tensors.size());
+  FindTask task{tensors, found, {}};
+  for (size_t index = 0; index < tensors.size(); ++index) {
+    const int64_t num_pieces = (tensors[index].pair.num_words() + kPieceWords - 1) / kPieceWords;
+    found[index].pieces.resize(num_pieces);
+    for (int64_t number = 0; number < num_pieces; ++number) {
+      task.pieces.emplace_back(static_cast<int64_t>(index), number);
+    }
+  }
+  const int64_t num_pieces = static_cast<int64_t>(task.pieces.size());
+  if (num_pieces <= 2) {
+    find_pieces(0, num_pieces, &task);
+  } else {
+    parallel_for(0, num_pieces, 2, find_pieces, &task);
+  }
+  for (size_t index = 0; index < tensors.size(); ++index) {
+    if (found[index].count > tensors[index].limit) found[index].old_sum = found[index].new_sum = 0;
+  }
+  return found;
+}
+
+void gather_found(const FoundElements& found, const MarkedElements& tensor) {
+  int64_t at = 0;
+  for (const FoundElements::Piece& piece : found.pieces) {
+    if (piece.count == 0) continue;
+    std::memcpy(tensor.positions + at, piece.positions.get(), piece.count * sizeof(int64_t));
+    std::memcpy(tensor.values + at * tensor.item_bytes, piece.values.get(), piece.count * tensor.item_bytes);
+    at += piece.count;
+  }
+  if (!keeps_order(tensor.chunks)) sort_list(tensor);
 }
 
 bool keeps_order(const MarkedElements::Chunks& chunks) {

@@ -29,7 +29,10 @@ struct MarkedPair {
 // pair. This form is the specification.
 void mark_changes_cpu(std::span<const MarkedPair> pairs, uint64_t* mask, int64_t* counts, ParallelFor parallel_for);
 
-// The same on the current stream of the device; mask and counts lie in its memory. Elements are aligned to their size.
+// Words [first_word, last_word) of a pair alone, which begin at `mask`. On this thread.
+void mark_words_cpu(const MarkedPair& pair, int64_t first_word, int64_t last_word, uint64_t* mask);
+
+// mark_changes_cpu on the current stream of the device; mask and counts lie in its memory. Elements are aligned to their size.
 // Throws std::runtime_error in a build without CUDA.
 void mark_changes_cuda(std::span<const MarkedPair> pairs, uint64_t* mask, int64_t* counts, int32_t device_index);
 

@@ -43,15 +43,17 @@ struct alignas(64) Block {
   char bytes[kBlockElements * 16];
 };
 
-void mark_pair(const MarkedPair& pair, int64_t first_word, int64_t last_word, uint64_t* mask) {
+}  // namespace
+
+void mark_words_cpu(const MarkedPair& pair, int64_t first_word, int64_t last_word, uint64_t* mask) {
   const auto mark = mark_kernel().mark;
   const int64_t item_bytes = pair.left.item_bytes;
   const int64_t whole_words = std::min(last_word, pair.num_elements / kWordElements);
   if (pair.left_contiguous && pair.right_contiguous && first_word < whole_words) {
     const int64_t offset = first_word * kWordElements * item_bytes;
     mark(reinterpret_cast<const char*>(pair.left.address) + offset,
-         reinterpret_cast<const char*>(pair.right.address) + offset, item_bytes, whole_words - first_word,
-         mask + first_word);
+         reinterpret_cast<const char*>(pair.right.address) + offset, item_bytes, whole_words - first_word, mask);
+    mask += whole_words - first_word;
     first_word = whole_words;
   }
   Block left, right;
@@ -70,10 +72,13 @@ void mark_pair(const MarkedPair& pair, int64_t first_word, int64_t last_word, ui
       of_left = left.bytes;
       of_right = right.bytes;
     }
-    mark(of_left, of_right, item_bytes, num_words, mask + first_word);
+    mark(of_left, of_right, item_bytes, num_words, mask);
+    mask += num_words;
     first_word += num_words;
   }
 }
+
+namespace {
 
 struct Task {
   std::span<const MarkedPair> pairs;
@@ -90,9 +95,9 @@ void mark_range(int64_t first, int64_t last, void* context) {
     const int64_t from = std::max<int64_t>(first - pair->first_word, 0);
     const int64_t to = std::min(last - pair->first_word, pair->num_words());
     if (from >= to) continue;
-    uint64_t* mask = task.mask + pair->first_word;
-    mark_pair(*pair, from, to, mask);
-    const int64_t count = mark_kernel().count(mask + from, to - from);
+    uint64_t* mask = task.mask + pair->first_word + from;
+    mark_words_cpu(*pair, from, to, mask);
+    const int64_t count = mark_kernel().count(mask, to - from);
     std::atomic_ref<int64_t>(task.counts[pair - task.pairs.begin()]).fetch_add(count, std::memory_order_relaxed);
   }
 }

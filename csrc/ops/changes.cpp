@@ -263,6 +263,62 @@ Tensor changed_elements_(const TensorList& new_tensors, const TensorList& base, 
   return sums;
 }
 
+std::tuple<Tensor, Tensor, Tensor, Tensor> find_changes(const TensorList& new_tensors, const TensorList& base,
+                                                        const Ints& tables, const Ints& limits) {
+  const char* op = "find_changes";
+  const std::vector<TensorView> left = views_of(new_tensors, Access::kRead, op, "new");
+  std::vector<TensorView> right;
+  const std::vector<MarkedPair> pairs = pairs_of(left, base, op, right);
+  TTE_CHECK(limits.size() == left.size(), op, "got ", left.size(), " tensors and ", limits.size(), " limits");
+  const std::vector<PlacedShard> shards = placed_shards(left, tables, op, "new");
+  const int64_t num_tensors = static_cast<int64_t>(left.size());
+  TensorView host = left[0];
+  host.device_type = aoti_torch_device_type_cpu();
+  host.device_index = 0;
+  Tensor counts = empty_int64(host, {num_tensors});
+  int64_t* count = static_cast<int64_t*>(counts.mutable_data_ptr());
+
+  Tensor mask;
+  std::vector<FoundElements> found;
+  std::vector<ComparedElements> compared;
+  if (on_cuda(left[0])) {
+    Tensor on_device;
+    std::tie(mask, on_device) = mark_changes(new_tensors, base);
+    torch::stable::copy_(counts, on_device);
+  } else {
+    for (size_t index = 0; index < left.size(); ++index) {
+      compared.push_back({pairs[index], chunks_by_index(shards[index], left[index], right[index]), limits[index]});
+    }
+    found = find_changes_cpu(compared, parallel_for);
+    for (size_t index = 0; index < found.size(); ++index) count[index] = found[index].count;
+  }
+  Ints listed(left.size());
+  for (size_t index = 0; index < left.size(); ++index) listed[index] = count[index] > limits[index] ? 0 : count[index];
+  const ListOffsets offsets = offsets_of(listed, item_bytes_of(left), op);
+  Tensor positions = empty_int64(left[0], {offsets.elements.back()});
+  const int64_t num_bytes[] = {offsets.value_bytes.back()};
+  Tensor values = empty_on(left[0], num_bytes, aoti_torch_dtype_uint8());
+  if (on_cuda(left[0])) {
+    Tensor sums = changed_elements_(new_tensors, base, tables, mask, listed, positions, values);
+    return {std::move(positions), std::move(values), std::move(counts), std::move(sums)};
+  }
+  Tensor sums = empty_int64(left[0], {2, num_tensors});
+  uint64_t* sum = static_cast<uint64_t*>(sums.mutable_data_ptr());
+  for (size_t index = 0; index < left.size(); ++index) {
+    sum[index] = found[index].old_sum;
+    sum[left.size() + index] = found[index].new_sum;
+    if (listed[index] == 0) continue;
+    MarkedElements tensor;
+    tensor.chunks = std::move(compared[index].chunks);
+    tensor.item_bytes = left[index].item_bytes;
+    tensor.count = listed[index];
+    tensor.positions = static_cast<int64_t*>(positions.mutable_data_ptr()) + offsets.elements[index];
+    tensor.values = static_cast<char*>(values.mutable_data_ptr()) + offsets.value_bytes[index];
+    gather_found(found[index], tensor);
+  }
+  return {std::move(positions), std::move(values), std::move(counts), std::move(sums)};
+}
+
 std::tuple<Tensor, Tensor, Tensor> select_changes(const Tensor& positions, const Tensor& values, const Ints& tables) {
   const char* op = "select_changes";
   struct Part {

@@ -28,6 +28,10 @@ STABLE_TORCH_LIBRARY(torchtitan_ext, library) {
   library.def(
       "changed_elements_(Tensor[] new, Tensor[] base, SymInt[] tables, Tensor mask, SymInt[] counts, Tensor(a!) "
       "positions, Tensor(b!) values) -> Tensor");
+  library.def(
+      "find_changes(Tensor[] new, Tensor[] base, SymInt[] tables, SymInt[] limits) -> (Tensor positions, Tensor "
+      "values, "
+      "Tensor counts, Tensor sums)");
   library.def("select_changes(Tensor positions, Tensor values, SymInt[] tables) -> (Tensor, Tensor, Tensor)");
   library.def(
       "sum_elements(Tensor[] shards, SymInt[] tables, Tensor positions, SymInt[] counts) -> (Tensor sums, Tensor "
@@ -51,6 +55,7 @@ static void register_kernels(torch::stable::detail::StableLibrary& library) {
   library.impl("unflatten_tensors_", TORCH_BOX(&ops::unflatten_tensors_));
   library.impl("mark_changes", TORCH_BOX(&ops::mark_changes));
   library.impl("changed_elements_", TORCH_BOX(&ops::changed_elements_));
+  library.impl("find_changes", TORCH_BOX(&ops::find_changes));
   library.impl("select_changes", TORCH_BOX(&ops::select_changes));
   library.impl("sum_elements", TORCH_BOX(&ops::sum_elements));
   library.impl("apply_changes_", TORCH_BOX(&ops::apply_changes_));

@@ -79,6 +79,12 @@ std::tuple<Tensor, Tensor> mark_changes(const TensorList& new_tensors, const Ten
 Tensor changed_elements_(const TensorList& new_tensors, const TensorList& base, const Ints& tables, const Tensor& mask,
                          const Ints& counts, const Tensor& positions, const Tensor& values);
 
+// mark_changes and changed_elements_ at once, in one pass over CPU tensors: positions, values, counts and sums. Of a tensor in
+// which more elements differ than its limit none is listed, and its sums are 0. Counts lie in host memory and are of all
+// that differ. Waits for the device.
+std::tuple<Tensor, Tensor, Tensor, Tensor> find_changes(const TensorList& new_tensors, const TensorList& base,
+                                                        const Ints& tables, const Ints& limits);
+
 // Positions, values and counts of those changes that lie in boxes. `tables` has for each tensor
 // `count | item_bytes | num_dims | num_boxes | global_sizes | offsets, sizes of each box`.
 std::tuple<Tensor, Tensor, Tensor> select_changes(const Tensor& positions, const Tensor& values, const Ints& tables);

@@ -141,6 +141,53 @@ def _(
 bump_version_of("changed_elements_", 5, 6)
 
 
+def find_changes(
+    new: Sequence[Tensor],
+    base: Sequence[Tensor],
+    shards: Sequence[ShardLike],
+    global_sizes: Sequence[Sequence[int]],
+    limits: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``mark_changes`` and ``changed_elements_`` at once: one pass over tensors in host memory, into new buffers.
+
+    Args:
+        new: Any dtypes and strides, on one device.
+        base: Their earlier bits: the same dtypes and shapes on the same device, any strides.
+        shards: What part of its global tensor each of them is.
+        global_sizes: Shapes of the global tensors.
+        limits: Of a tensor in which more elements differ than its limit none is listed, and its sums are 0: who sends
+            such a tensor whole passes the number from which on this is shorter.
+
+    Returns:
+        Positions and values, on the device of the tensors. The counts of all elements that differ, also where they are
+        more than the limit: int64 of shape ``(len(new),)`` in host memory. The sums of ``changed_elements_``.
+        The device of the tensors is waited for.
+
+    Raises:
+        ValueError: An argument does not fit the others.
+    """
+    name = "find_changes"
+    given, given_base = listed(name, "new", new), listed(name, "base", base)
+    tables = shard_tables(name, given, shards, global_sizes)
+    check_shapes(name, given, shards)
+    if not given:
+        empty = torch.empty(0, dtype=torch.int64, device="cpu")
+        return empty, empty.to(torch.uint8), empty, empty.view(2, 0)
+    positions, values, counts, sums = call(name, (given, given_base, tables, list(limits)))
+    return positions, values, counts, sums
+
+
+@register_fake("find_changes")
+def _(
+    new: Sequence[Tensor], base: Sequence[Tensor], tables: Sequence[int], limits: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    context = torch.library.get_ctx()
+    positions = new[0].new_empty(context.new_dynamic_size(), dtype=torch.int64)
+    values = new[0].new_empty(context.new_dynamic_size(), dtype=torch.uint8)
+    counts = torch.empty(len(new), dtype=torch.int64, device="cpu")
+    return positions, values, counts, new[0].new_empty(2, len(new), dtype=torch.int64)
+
+
 def select_changes(
     positions: Tensor,
     values: Tensor,
