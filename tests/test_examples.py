@@ -25,7 +25,7 @@ def run_example(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_every_example_has_a_test() -> None:
     commands = {path.name for path in EXAMPLES.glob("*.py") if 'if __name__ == "__main__"' in path.read_text()}
     own = {"elastic_8_to_16.py", "first_hour.py", "ops_in_compiled_code.py", "sync_hsdp.py", "train_llama_2d.py"}
-    assert commands == {*own, "delta_sync.py", "reshard_live.py", "two_jobs.py", *CLIENT_EXAMPLES}
+    assert commands == {*own, "delta_sync.py", "lose_a_replica.py", "reshard_live.py", "two_jobs.py", *CLIENT_EXAMPLES}
 
 
 def test_ops_in_compiled_code() -> None:
@@ -107,6 +107,18 @@ def test_two_jobs_meet_again_after_the_generator_was_killed() -> None:
     assert "the generator has the trainer's logits" in line
     assert "version 10: the generator has the trainer's logits" in output, output + told
     assert "meeting again" in told, told
+
+
+def test_training_goes_on_after_a_rank_was_killed_as_if_it_had_not() -> None:
+    undisturbed, finished = run_example("lose_a_replica.py", "undisturbed"), run_example("lose_a_replica.py")
+    assert (undisturbed.returncode, finished.returncode) == (0, 0), (
+        undisturbed.stderr + finished.stdout + finished.stderr
+    )
+    losses = r"^step \d: loss \S+$"
+    expected = re.findall(losses, undisturbed.stdout, re.MULTILINE)
+    assert len(expected) == 8 and re.findall(losses, finished.stdout, re.MULTILINE) == expected, finished.stdout
+    assert "rank 3 was killed" in finished.stdout
+    assert "step 4, from the memory of old rank(s) 0, 1, 2: 6,264 bytes kept, 1,744 bytes moved" in finished.stdout
 
 
 WITHOUT_LIBRARIES = """

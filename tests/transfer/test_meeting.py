@@ -10,9 +10,10 @@ import sys
 import textwrap
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -168,6 +169,7 @@ def test_arguments() -> None:
         transfer.meet("127.0.0.1:1", job="b", rank=0, jobs={"a": 1, "b": 1}, timeout_seconds=1)
 
 
+# A member of a job that trains, or takes what the other has; it goes on in the next generation where it loses somebody.
 MEMBER = textwrap.dedent("""
     import json, sys, time, torch
     import torchtitan_ext as tte
@@ -175,7 +177,7 @@ MEMBER = textwrap.dedent("""
     from torchtitan_ext.errors import LostRankError, MeetingError
 
     address, job, rank, steps = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-    jobs = {"trainer": 2, "generator": 1}
+    jobs = {"trainer": int(sys.argv[5]), "generator": int(sys.argv[6])}
     w = torch.zeros(1000)
     step = 0
     while step < steps:
@@ -183,6 +185,7 @@ MEMBER = textwrap.dedent("""
             group = transfer.meet(address, job=job, rank=rank, jobs=jobs, host_store=False, timeout_seconds=60)
             state = {"w": w}
             sides = (state, None) if job == "trainer" else (None, state)
+            print(json.dumps({"met": group.group_name}), flush=True)
             plan = tte.plan_reshard(*sides, group, timeout_seconds=5)
             while step < steps:
                 if job == "trainer":
@@ -197,8 +200,10 @@ MEMBER = textwrap.dedent("""
 """)
 
 
-def start(address: str, job: str, rank: int, steps: int, log: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", MEMBER, address, job, str(rank), str(steps)]
+def start(
+    address: str, job: str, rank: int, steps: int, log: Path, sizes: tuple[int, int] = (2, 1)
+) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", MEMBER, address, job, str(rank), str(steps), *map(str, sizes)]
     return subprocess.Popen(command, stdout=log.open("ab"), env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
@@ -241,6 +246,63 @@ def test_a_job_that_was_killed_meets_the_other_again(tmp_path: Path, killed: str
         lost = [event for event in events(logs[survivor]) if "lost" in event]
         assert lost[0]["lost"] == "LostRankError" and f"is {killed} rank 0" in lost[0]["text"], lost
         assert "this process group can serve no further transfer: meet again, and plan again" in lost[0]["text"]
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()
+        del store
+
+
+def met(log: Path) -> list[str]:
+    return [event["met"] for event in events(log) if "met" in event]
+
+
+def num_lost(log: Path) -> int:
+    return sum("lost" in event for event in events(log))
+
+
+# 2 + 1 and 4 + 2 processes; make soak takes 25 moments of each.
+MOMENTS = {(2, 1): 25, (4, 2): 25} if "TTE_SOAK" in os.environ else {(2, 1): 6, (4, 2): 4}
+
+
+@pytest.mark.parametrize("sizes", MOMENTS, ids=lambda sizes: f"{sizes[0]}+{sizes[1]}")
+def test_either_job_is_killed_at_random_moments(tmp_path: Path, sizes: tuple[int, int]) -> None:
+    """Whatever the others do then, planning, agreeing or moving: they get a typed error, and meet again."""
+    address, random = free_address(), Random(27)
+    host, _, port = address.rpartition(":")
+    store = dist.TCPStore(host, int(port), is_master=True, wait_for_workers=False)  # outlives both jobs
+    members = [(job, rank) for job, size in zip(("trainer", "generator"), sizes, strict=True) for rank in range(size)]
+    logs = {member: tmp_path / f"{member[0]}{member[1]}" for member in members}
+    steps = 1_000_000_000
+    processes = {member: start(address, *member, steps, logs[member], sizes) for member in members}
+
+    def wait_until(what: str, is_so: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 120
+        while not is_so():
+            assert time.monotonic() < deadline, (what, {member: events(log)[-3:] for member, log in logs.items()})
+            assert all(process.poll() is None for process in processes.values()), what
+            time.sleep(0.02)
+
+    try:
+        for moment in range(MOMENTS[sizes]):
+            if moment == 0:
+                wait_until("met", lambda: all(met(log) for log in logs.values()))
+            time.sleep(random.uniform(0, 0.4))  # a step takes a few hundredths of a second, the plan before it too
+            job = random.choice(["trainer", "generator"])
+            killed = [member for member in members if member[0] == job]
+            killed = random.sample(killed, random.randint(1, len(killed)))
+            known = {member: len(met(log)) for member, log in logs.items()}
+            errors = {member: num_lost(log) for member, log in logs.items()}
+            for member in killed:
+                processes[member].kill()
+            for member in killed:
+                processes[member].wait()
+                processes[member] = start(address, *member, steps, logs[member], sizes)
+            wait_until("met again", lambda known=known: all(len(met(logs[one])) > known[one] for one in members))  # type: ignore[misc]
+            wait_until("the same", lambda: len({met(log)[-1] for log in logs.values()}) == 1)
+            # All others have got an error of ours in between; any other one would have ended their process.
+            assert all(num_lost(logs[member]) > errors[member] for member in set(members) - set(killed))
+        wait_until("a step", lambda: all("step" in events(log)[-1] for log in logs.values()))
     finally:
         for process in processes.values():
             process.kill()
