@@ -4,14 +4,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import save_as
 from models import differences, poison
 from random_layouts import build, random_layouts
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from transformed_states import DIM, TRANSFORM, saved_state, wanted_state
 
 import torchtitan_ext as tte
-from torchtitan_ext.errors import MissingStateError, TransformError, WrongValueError
+from torchtitan_ext.errors import MissingStateError, ReshardError, TransformError, WrongValueError
 from torchtitan_ext.transforms import Transform
+
+HUB = Transform([rule for rule in TRANSFORM.rules if rule.targets != ("step",)], TRANSFORM.drop)
 
 
 def save_layout(rank: int, world_size: int, seed: int, path: Path, is_stock: bool) -> None:
@@ -43,6 +46,39 @@ def test_any_layout_is_loaded_from_any_other(
 ) -> None:
     run_world(source, save_layout, seed, tmp_path / "saved", is_stock)
     assert run_world(target, load_layout, seed + 100, tmp_path / "saved") == [[]] * target
+
+
+def load_hub(rank: int, world_size: int, path: Path, is_shared: bool) -> list[str]:
+    truth = wanted_state()
+    state, orders = build(truth, random_layouts(world_size, world_size, truth))
+    poison(state)
+    planner = tte.LoadPlanner(layouts={f"model.{name}": order for name, order in orders.items()})
+    tte.load({"model": state}, path, transform=HUB, planner=planner, share_reads=is_shared)
+    lines = []
+    for name in state:
+        lines += differences({name: tte.full_tensor(state[name], layout=orders.get(name))}, {name: truth[name]})
+    return lines
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_safetensors_of_the_hub_are_loaded_into_any_layout(run_world, tmp_path: Path, is_shared: bool) -> None:
+    save_as("safetensors", tmp_path / "hub", saved_state())
+    assert run_world(4, load_hub, tmp_path / "hub", is_shared) == [[]] * 4
+
+
+def test_one_file_of_safetensors_is_loaded(tmp_path: Path) -> None:
+    state = targets()
+    tte.load({"model": state}, save_as("safetensors file", tmp_path / "hub", saved_state()), transform=HUB)
+    assert differences(state, wanted_state()) == []
+
+
+def test_damaged_safetensors_are_refused(tmp_path: Path) -> None:
+    path = save_as("safetensors file", tmp_path / "hub", saved_state())
+    path.write_bytes(path.read_bytes()[:-5])
+    state = targets()
+    with pytest.raises(ReshardError, match=r"hub\.safetensors"):
+        tte.load({"model": state}, path, transform=HUB)
+    assert differences(state, targets()) == []
 
 
 @pytest.fixture

@@ -1,15 +1,25 @@
-"""The storage reader of a load through a transform: planners see the targets, the files have the sources."""
+"""The storage reader of a load through a transform: planners see the targets, the files have the sources.
+
+The files are those of a checkpoint of DCP, or safetensors.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
+from torchtitan_ext import _core
+from torchtitan_ext.errors import UnknownFormatError
+from torchtitan_ext.storage.checkpoint_files import Record
+from torchtitan_ext.storage.formats.detect import format_of
+from torchtitan_ext.storage.formats.plain_files import PlainFiles
+from torchtitan_ext.storage.formats.safetensors_files import find_safetensors
 from torchtitan_ext.storage.native.file_reader import BATCH_BYTES, FileReader
 from torchtitan_ext.transforms.mapped import MappedMetadata
 from torchtitan_ext.transforms.mapped_reads import MappedReads
@@ -20,6 +30,16 @@ class MappedReader(FileReader):
     """A ``FileReader`` whose plans are of a transform's targets. ``map_metadata`` comes behind ``read_metadata``."""
 
     _mapped: MappedMetadata
+    _plain: PlainFiles | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        self._plain = _safetensors_at(self.path)
+        if self._plain is None:
+            return super().read_metadata(*args, **kwargs)
+        self._forget()
+        places = sorted((index.fqn, tuple(index.offset or ()), info) for index, info in self._plain.places().items())
+        self.metadata_digest = f"{_core.digest(repr(places).encode()):016x}"
+        return self._plain.metadata
 
     def map_metadata(self, metadata: Metadata, transform: Transform) -> Metadata:
         """The metadata to plan with.
@@ -31,13 +51,28 @@ class MappedReader(FileReader):
         return self._mapped.metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        super().set_up_storage_reader(self._mapped.saved, is_coordinator, *args, **kwargs)
+        if self._plain is None:
+            super().set_up_storage_reader(self._mapped.saved, is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        if self._plain is not None:
+            return plan
         fqns = dict.fromkeys(item.storage_index.fqn for item in plan.items)
         indices = (index for fqn in fqns for index in self._mapped.source_indices(fqn))
         self.files.hold(self.storage_data[index].relative_path for index in indices)
         return plan if self._mark is None else dataclasses.replace(plan, storage_data=self._mark)
+
+    def find_records(self, indices: Sequence[MetadataIndex]) -> list[Record]:
+        return super().find_records(indices) if self._plain is None else self._plain.find_records(indices)
+
+    def open_file(self, runs: _core.RunReader, name: str) -> int:
+        return super().open_file(runs, name) if self._plain is None else self._plain.open_file(runs, name)
+
+    def read_runs(self, runs: _core.RunReader, names: list[str]) -> None:
+        if self._plain is None:
+            super().read_runs(runs, names)
+        else:
+            self._plain.read_runs(runs, names)
 
     def are_plain(self, indices: Sequence[MetadataIndex]) -> list[bool]:
         """Whether parts can be read alone: of all chunks of the tensors that these are made of."""
@@ -80,3 +115,14 @@ class MappedReader(FileReader):
     def _renamed(self, item: ReadItem) -> ReadItem:
         name = self._mapped.value_name(item.storage_index.fqn)
         return dataclasses.replace(item, storage_index=MetadataIndex(name))
+
+
+def _safetensors_at(path: Path) -> PlainFiles | None:
+    """The safetensors of a directory, or a file of them; ``None`` if a path holds another checkpoint, or none."""
+    try:
+        if format_of(path) != "safetensors":
+            return None
+    except (OSError, UnknownFormatError):
+        return None
+    places = find_safetensors(path)
+    return PlainFiles(path, places, {}, {fqn: (fqn,) for fqn in places})

@@ -17,11 +17,11 @@ from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
 from torchtitan_ext.checkpoint.planners.saved_chunks import SavedChunks
 from torchtitan_ext.checkpoint.rules.policy import Source
 from torchtitan_ext.errors import Problem, refusal
-from torchtitan_ext.offline.sources import PlainFiles
 from torchtitan_ext.offline.sources import open_source as open_files
 from torchtitan_ext.storage import FileReader
 from torchtitan_ext.storage.checkpoint_files import data_file_bytes, is_local, metadata_file_bytes
 from torchtitan_ext.storage.formats.detect import Format, format_of, how_to_load
+from torchtitan_ext.storage.formats.plain_files import PlainFiles
 
 
 @dataclasses.dataclass(frozen=True)
