@@ -34,9 +34,9 @@ Prefix = Annotated[str, typer.Option(metavar="KEY", help="Only keys below this o
 UnsafeUnpickle = Annotated[
     bool, typer.Option("--unsafe-unpickle", help="Run what pickles name: only where you trust them.")
 ]
-Transform = Annotated[
+TransformFile = Annotated[
     Path | None,
-    typer.Option("--transform", metavar="JSON", help="A file of rules: what tensors of SRC become before all else."),
+    typer.Option("--transform", metavar="JSON", help="Rules: what the tensors of the first checkpoint become."),
 ]
 MaxMemory = Annotated[str, typer.Option(metavar="BYTES", help="The memory of all processes, beside Python and torch.")]
 Processes = Annotated[int | None, typer.Option(metavar="N", min=1, help="By default one per core.")]

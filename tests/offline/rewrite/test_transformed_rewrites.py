@@ -98,6 +98,9 @@ def test_commands_take_a_file_of_rules(tmp_path: Path) -> None:
     done = run(app, ["reshard", str(tmp_path / "a"), str(tmp_path / "c"), "--mesh", "dp_shard=2", *options])
     assert done.exit_code == 0, done.output
     assert differences(loaded(tmp_path / "c"), wanted_state()) == []
+    for target in ("b", "c"):
+        done = run(app, ["diff", str(tmp_path / "a"), str(tmp_path / target), *options[:2]])
+        assert (done.exit_code, done.output) == (0, "0 keys differ, 16 are equal\n")
     (tmp_path / "rules.json").write_text(json.dumps({"rules": [{"from": "a", "to": "b", "steps": [{"op": "turn"}]}]}))
     done = run(app, ["convert", str(tmp_path / "a"), str(tmp_path / "d"), "--to", "dcp", *options])
     assert done.exit_code == 2 and "--transform" in done.output and not (tmp_path / "d").exists()

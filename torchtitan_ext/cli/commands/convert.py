@@ -44,7 +44,7 @@ def run(
     only: options.Only = None,
     prefix: options.Prefix = "",
     max_file_size: Annotated[str, typer.Option(metavar="BYTES", help="Size of safetensors files.")] = "5GB",
-    transform: options.Transform = None,
+    transform: options.TransformFile = None,
     max_memory: options.MaxMemory = "1GB",
     processes: options.Processes = None,
     overwrite: options.Overwrite = False,

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from torchtitan_ext.cli import lazy
-from torchtitan_ext.cli.options import Json, Only, Prefix, UnsafeUnpickle, amount_of, refusing_wrong_usage
+from torchtitan_ext.cli.options import (
+    Json,
+    Only,
+    Prefix,
+    TransformFile,
+    UnsafeUnpickle,
+    amount_of,
+    refusing_wrong_usage,
+    transformed,
+)
 from torchtitan_ext.cli.output import (
     DIFFERS,
     count_of,
@@ -43,6 +52,7 @@ def run(
     read: Annotated[
         bool, typer.Option("--read", help="Read tensors even if both saves have stored fingerprints.")
     ] = False,
+    transform: TransformFile = None,
     max_memory: Annotated[str, typer.Option(metavar="BYTES", help="The memory, beside Python and torch.")] = "256MB",
     unsafe_unpickle: UnsafeUnpickle = False,
     json: Json = False,
@@ -55,6 +65,7 @@ def run(
         plotter(plot)  # refuses wrong usage before the checkpoints are read
     with refusing_wrong_usage():
         one, other = (lazy.sources.open_source(path, weights_only=not unsafe_unpickle) for path in (a, b))
+        one = transformed(one, transform)
         selection = lazy.selection.Selection(tuple(only or ()), prefix)
         tolerance = lazy.diff.Tolerance(rtol, atol)
         total_bytes = partial(lazy.diff.num_bytes_to_read, one, other, selection, read=read)

@@ -22,7 +22,7 @@ def run(
     shard: options.Shard = None,
     only: options.Only = None,
     prefix: options.Prefix = "",
-    transform: options.Transform = None,
+    transform: options.TransformFile = None,
     max_memory: options.MaxMemory = "1GB",
     processes: options.Processes = None,
     overwrite: options.Overwrite = False,
