@@ -8,6 +8,9 @@
 namespace torchtitan_ext::core {
 namespace {
 
+// Views that scatter a tensor into more pieces than this have no boxes or rows left.
+constexpr size_t kMaxPieces = size_t{1} << 21;
+
 // More elements than this are not compared one by one where boxes cannot say it.
 constexpr int64_t kMaxCounted = int64_t{1} << 33;
 
@@ -150,6 +153,8 @@ void align(MapPiece piece, MapSide side, const Grid& grid, std::vector<MapPiece>
     } else {
       aligned.push_back(std::move(next));
     }
+    TTE_CHECK(aligned.size() + pending.size() <= kMaxPieces, "shape", "neither boxes nor rows of a tensor of shape ",
+              list_text(grid.shape()), " stay together: it would be moved in more than ", kMaxPieces, " pieces");
   }
 }
 
@@ -534,7 +539,12 @@ std::optional<CoverDefect> find_defect(std::span<const int64_t> shape, std::span
                                        MapSide side) {
   const int64_t total = num_elements(shape);
   if (total == 0) return std::nullopt;
-  const std::optional<Boxes> boxes = boxes_of(shape, pieces, side);
+  std::optional<Boxes> boxes;
+  try {
+    boxes = boxes_of(shape, pieces, side);
+  } catch (const std::invalid_argument&) {
+    // Too many pieces: counted below.
+  }
   if (!boxes) return counted_defect(shape, pieces, side, true);
   std::optional<CoverDefect> defect = find_cover_defect(boxes->grid.shape(), boxes->chunks);
   if (!defect) return std::nullopt;

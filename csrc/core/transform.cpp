@@ -417,6 +417,17 @@ std::optional<CoverDefect> unused_element(const Sizes& shape, const std::vector<
   return find_gap(shape, unique, kSource);
 }
 
+// What a search finds; a tensor that cannot be searched is a problem.
+template <typename Search>
+std::optional<CoverDefect> proved(const std::string& name, ResolvedTransform& resolved, const Search& search) {
+  try {
+    return search();
+  } catch (const std::invalid_argument& error) {
+    resolved.problems.push_back({name, error.what()});
+    return std::nullopt;
+  }
+}
+
 void prove(const std::vector<TransformSource>& sources, const std::set<uint32_t>& dropped,
            ResolvedTransform& resolved) {
   std::unordered_map<std::string, size_t> seen;
@@ -430,7 +441,8 @@ void prove(const std::vector<TransformSource>& sources, const std::set<uint32_t>
     if (target.scales) collect(*target.scales, of_source);
     std::vector<const MapPiece*> pieces;
     for (const MapPiece& piece : target.values.pieces) pieces.push_back(&piece);
-    const std::optional<CoverDefect> defect = find_defect(target.values.shape, pieces, kTarget);
+    const std::optional<CoverDefect> defect =
+        proved(target.name, resolved, [&] { return find_defect(target.values.shape, pieces, kTarget); });
     if (!defect) continue;
     std::set<std::string> names;
     for (const size_t piece : defect->chunks) names.insert(sources[pieces[piece]->source].name);
@@ -443,7 +455,8 @@ void prove(const std::vector<TransformSource>& sources, const std::set<uint32_t>
   }
   for (uint32_t source = 0; source < sources.size(); ++source) {
     if (sources[source].dtype.empty() || dropped.contains(source)) continue;
-    const std::optional<CoverDefect> gap = unused_element(sources[source].shape, of_source[source]);
+    const std::optional<CoverDefect> gap = proved(
+        sources[source].name, resolved, [&] { return unused_element(sources[source].shape, of_source[source]); });
     if (!gap) continue;
     resolved.problems.push_back({sources[source].name, concat("its element ", list_text(gap->element), " of shape ",
                                                               list_text(sources[source].shape),

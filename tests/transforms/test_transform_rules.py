@@ -219,3 +219,12 @@ def test_a_text_that_is_no_transform_is_refused(text: str, message: str) -> None
 def test_a_step_that_does_not_fit_is_named(step: transforms.Step, detail: str) -> None:
     ((key, text),) = problems_of(Transform([Rule("w", "v", [step])]), [("w", "float32", (4, 2))])
     assert key == "v" and detail in text
+
+
+def test_views_that_leave_no_rows_together_are_refused() -> None:
+    first, second = 3001, 3011  # primes: no box of one shape is a box of the other
+    scattered = [transforms.reshape([second, first]), transforms.transpose(0, 1)] * 3
+    ((key, detail),) = problems_of(Transform([Rule("w", "v", scattered)]), [("w", "float32", (first, second))])
+    assert key == "v" and "neither boxes nor rows of a tensor" in detail
+    rows = targets_of(Transform([Rule("w", "v", scattered[:4])]), [("w", "float32", (first, second))])
+    assert rows["v"].values.num_pieces < 3 * second
