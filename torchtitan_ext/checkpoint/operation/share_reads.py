@@ -51,6 +51,8 @@ _MIN_SECONDS = 0.5
 _MOST_SAMPLE_BYTES = 64 << 20
 _FEWEST_SAMPLE_BYTES = 1 << 20
 _SAMPLE = 0.01
+# A part of a trial that lasted so long says how fast the storage is.
+_ENOUGH_SECONDS = 0.01
 # Of the first round of a sample, which tells whether the network is by far too slow.
 _FIRST_SAMPLE = 1 / 16
 _FAR_TOO_SLOW = 4.0
@@ -384,21 +386,21 @@ def read_sharing(
     if share_reads == "auto":
         left = list(sources)
 
-        def read_some() -> tuple[int, float]:
+        def read_some() -> float | None:
             for source in sources:
                 source.planner.change_targets()
-            return _read_some(left, phases.size)
+            return _read_some(left)
 
-        some = phases.on_all("read", read_some, doing=doing, undefined=undefined)
+        speeds = phases.on_all("read", read_some, doing=doing, undefined=undefined)
         sources = left
         wanted_bytes = sum(one.wanted_bytes for one in offers)
-        num_bytes, seconds = sum(one for one, _ in some), max(seconds for _, seconds in some)
-        if num_bytes > 0:
-            seconds_of_each = seconds / num_bytes
-            if wanted_bytes * seconds_of_each < _MIN_SECONDS:
+        times = [one.wanted_bytes * speed for one, speed in zip(offers, speeds, strict=True) if speed is not None]
+        if len(times) == len(offers):
+            # Of all ranks the mean: one may have waited for its core.
+            seconds_of_each = sum(times) / len(times) / wanted_bytes
+            if seconds_of_each * wanted_bytes < _MIN_SECONDS:
                 _read_each(sources, phases, doing, undefined)
-                reason = f"that takes less than {_MIN_SECONDS} s"
-                return ReadSharing(False, reason, wanted_bytes, read_gb_per_second=num_bytes / seconds / 1e9)
+                return ReadSharing(False, f"that takes less than {_MIN_SECONDS} s", wanted_bytes)
 
     def ask() -> _Request:
         if share_reads != "auto":
@@ -439,26 +441,29 @@ def _read_each(sources: Sequence[PlannedReads], phases: Phases, doing: str, unde
     phases.on_all("read", read, doing=doing, undefined=undefined)
 
 
-def _read_some(sources: list[PlannedReads], num_ranks: int) -> tuple[int, float]:
-    """Reads the first few of this rank's bytes, of which it leaves the others: how many, and in which time.
+def _read_some(sources: list[PlannedReads]) -> float | None:
+    """Reads the first few of this rank's bytes, of which it leaves the others: the seconds per byte, if any were read.
 
-    Few, because every rank reads them: at most a fiftieth of the time in which all bytes are read once.
+    All ranks read theirs: so few bytes at first that a slow store has them soon, and more as long as that says little.
     """
-    in_all = sum(_bytes_of(item, source) for source in sources for item in source.plan.items)
-    num_bytes = min(max(int(_SAMPLE * in_all / num_ranks), _FEWEST_SAMPLE_BYTES), _MOST_SAMPLE_BYTES)
-    num_read, seconds = 0, 0.0
-    # The first bytes open files and make memory: only the others are timed.
-    for is_timed, part in ((False, num_bytes // 4), (True, num_bytes)):
+    speed = None
+    num_bytes = _FEWEST_SAMPLE_BYTES // 4  # files are opened, and memory is made
+    while num_bytes <= _MOST_SAMPLE_BYTES:
+        num_read, left, begin = 0, num_bytes, time.perf_counter()
         for position, source in enumerate(sources):
-            items, sources[position] = source.split(part)
-            begin = time.perf_counter()
+            items, sources[position] = source.split(left)
             source.read(items)
             read = sum(_bytes_of(item, source) for item in items)
-            part -= read
-            if is_timed and read > 0:
-                num_read += read
-                seconds += time.perf_counter() - begin
-    return num_read, seconds
+            num_read, left = num_read + read, left - read
+        if 2 * num_read < num_bytes:
+            break
+        seconds = time.perf_counter() - begin
+        if num_bytes >= _FEWEST_SAMPLE_BYTES:
+            speed = seconds / num_read
+        if seconds > _ENOUGH_SECONDS:
+            break
+        num_bytes *= 4
+    return speed
 
 
 def _read_rounds(rounds: _Rounds, told: _Answer, seconds_of_each: float | None) -> ReadSharing:
