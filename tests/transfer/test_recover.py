@@ -283,6 +283,7 @@ def with_components(rank: int, world_size: int, run: str) -> None:
     expected = torch.get_rng_state()
     tte.save(before, Path(run, f"step-{STEP}"))
     before.pop("extra")  # nobody holds it any more
+    before["loader"] = {"samples": rank}  # nobody wants it
     alive: list[int | None] = [0, 1, 2, None]
     lives = alive[rank] is not None
     arguments: dict[str, Any] = {

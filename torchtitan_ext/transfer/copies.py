@@ -7,7 +7,7 @@ right, for a single copy too; without one the majority of three or more counts, 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -103,17 +103,20 @@ def _volume(box: tuple[Sequence[int], Sequence[int]]) -> int:
 
 def compare_copies(
     source: Agreement,
+    wanted: Collection[str],
     copies: Sequence[Copies],
     saved: SavedSums | None,
     replicas: Replicas,
     name_of: Callable[[int], str],
 ) -> Verdict:
-    """Which copies of all keys are not taken. ``copies`` are in the order of ranks, ``name_of`` names one."""
+    """Which copies of wanted keys are not taken. ``copies`` are in the order of ranks, ``name_of`` names one."""
     verdict = Verdict()
     held: dict[int, list[tuple[Boxes, list[int]]]] = {}
     for key, of_class in source.agreed_keys.items():
         fqn, kind = source.names[key], source.kinds[of_class]
         odd: set[int] = set()
+        if fqn not in wanted:
+            continue
         if kind.is_object:
             digests = {rank: copies[rank].digests[fqn] for rank in source.world.ranks(of_class)}
             odd.update(_judge(fqn, "", digests, None, replicas, verdict, name_of))

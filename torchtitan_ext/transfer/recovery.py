@@ -260,8 +260,8 @@ def _offer(job: _Recovery, phases: Phases, bucket_bytes: int) -> SurvivorOffer:
     _sort_components(job)
     survived = None
     if job.survived is not None:
-        names = {str(key) for key in job.carried}
-        entries = {key: value for key, value in job.survived.items() if str(key) not in names}
+        # What nobody wants is not looked at: the values of other entries may differ by rank.
+        entries = {key: value for key, value in job.survived.items() if key in job.components.values}
         survived = {key: value.state_dict() if is_stateful(value) else value for key, value in entries.items()}
     left_out = {str(key) for key in job.components.values if _action(job, key) in ("reset", "omit")}
 
@@ -269,7 +269,7 @@ def _offer(job: _Recovery, phases: Phases, bucket_bytes: int) -> SurvivorOffer:
         name = next((name for name in left_out if fqn == name or fqn.startswith(f"{name}.")), None)
         return name is not None or job.policy.key_action(fqn, "") in ("reset", "omit")
 
-    job.source = describe_endpoint("survived", survived, job.layouts, is_filled=False)
+    job.source = describe_endpoint("survived", survived, job.layouts, is_filled=False, is_left_out=is_left_out)
     job.target = describe_endpoint("state", job.components.values, job.layouts, is_filled=True, is_left_out=is_left_out)
     problems = [*job.source.problems, *job.target.problems, *_alive_problems(job, phases)]
     problems += device_problems(job.source, job.target, phases.group, is_sender=True)

@@ -174,7 +174,8 @@ def plan_recovery(
         StateRefusedError: (a subclass) Copies differ, or a tensor of the state is another one than the survivors'.
     """
     source, target = found.source, found.target
-    verdict = compare_copies(source, [one.copies for one in held], saved, replicas, found.name_of)
+    copies, wanted = [one.copies for one in held], set(target.names)
+    verdict = compare_copies(source, wanted, copies, saved, replicas, found.name_of)
     components, distrusted_values = _merge_components(found, held, replicas, verdict.problems)
     source_of = [_core.NO_KEY] * len(target.names)
     lacking: list[str] = []
