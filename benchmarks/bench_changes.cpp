@@ -1,5 +1,6 @@
 // The bodies of the operators of changes, on one thread, against reading both sides once and against writing as many
-// cache lines as elements have changed. Prints one JSON object; benchmarks/bench_ops.py calls it.
+// cache lines as elements have changed. Prints one JSON object; Built by
+// `cmake --build build/dev --target bench_changes`.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
