@@ -123,20 +123,28 @@ Selection select_positions(std::span<const int64_t> positions, std::span<const i
   const auto end = std::ranges::upper_bound(positions, last);
   selection.in_box.reserve(static_cast<size_t>(end - begin));
   selection.indices.reserve(static_cast<size_t>(end - begin));
+  // Positions ascend, so one row of the last of the outer dims is looked up for many of them.
+  const int64_t row_size = outer == 0 ? inner : tensor_sizes[outer - 1] * inner;
+  const int64_t row_begin = outer == 0 ? 0 : offsets[outer - 1] * inner;
+  const int64_t row_end = outer == 0 ? inner : row_begin + sizes[outer - 1] * inner;
+  int64_t row = -1;
+  int64_t in_box_of_row = -1;  // where the row begins in the box, or -1 where it is outside
   for (auto found = begin; found < end; ++found) {
-    int64_t rest = *found / inner;
-    int64_t in_box = *found % inner;
-    int64_t stride = inner;
-    bool is_inside = true;
-    for (size_t dim = outer; dim-- > 0 && is_inside;) {
-      const int64_t at = rest % tensor_sizes[dim] - offsets[dim];
-      is_inside = at >= 0 && at < sizes[dim];
-      in_box += at * stride;
-      stride *= sizes[dim];
-      rest /= tensor_sizes[dim];
+    if (row < 0 || *found >= (row + 1) * row_size) {
+      row = *found / row_size;
+      int64_t rest = row;
+      int64_t stride = row_end - row_begin;
+      in_box_of_row = 0;
+      for (size_t dim = outer; dim-- > 1 && in_box_of_row >= 0;) {
+        const int64_t at = rest % tensor_sizes[dim - 1] - offsets[dim - 1];
+        in_box_of_row = at >= 0 && at < sizes[dim - 1] ? in_box_of_row + at * stride : -1;
+        stride *= sizes[dim - 1];
+        rest /= tensor_sizes[dim - 1];
+      }
     }
-    if (!is_inside) continue;
-    selection.in_box.push_back(in_box);
+    const int64_t at = *found - row * row_size;
+    if (in_box_of_row < 0 || at < row_begin || at >= row_end) continue;
+    selection.in_box.push_back(in_box_of_row + at - row_begin);
     selection.indices.push_back(found - positions.begin());
   }
   return selection;

@@ -26,6 +26,8 @@ from torchtitan_ext.transfer.endpoint import Endpoint
 from torchtitan_ext.transfer.transport import Row, Transport, part_of, rows_of, table_of
 
 _WHOLE = -1
+# Elements travel as words of their size.
+_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 _ALIGNMENT = 8
 
 
@@ -190,7 +192,7 @@ def _packed(rows: Sequence[Row], changes: Changes | None) -> tuple[list[_Header]
         offsets = _global_offsets(held.shard, row)
         in_box, indices = _core.select_positions(own, held.global_shape, offsets, row.sizes)
         begin = value_offsets[row.tensor]
-        elements = values[begin : begin + item_bytes * own.size].reshape(-1, item_bytes)[indices]
+        elements = values[begin : begin + item_bytes * own.size].view(_WORDS[item_bytes])[indices]
         coded = _core.PositionBlocks.encode(in_box)
         header = _Header(in_box.size, coded.blocks.size // 2, coded.offsets.size)
         message = coded.blocks.tobytes() + coded.offsets.tobytes() + elements.tobytes()
