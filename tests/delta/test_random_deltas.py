@@ -13,6 +13,7 @@ from random_layouts import SideOfTransfer, random_tensor
 from reference import as_bytes
 
 import torchtitan_ext as tte
+from torchtitan_ext.delta import kept
 
 NUM_TENSORS = 12
 SHARES = [0.0, 0.001, 0.02, 0.1, 0.5, 1.0]
@@ -47,11 +48,14 @@ def wrong(side: SideOfTransfer, truth: dict[str, torch.Tensor]) -> list[str]:
 
 def send_random_changes(rank: int, world_size: int, seeds: list[int], directory: Path) -> list[str]:
     lines = []
+    whole_block = kept._BLOCK_ELEMENTS
     for seed in seeds:
         draw = random.Random(seed)
         truth = {f"tensor_{index}": random_tensor(draw) for index in range(NUM_TENSORS)}
         source, target, other = (SideOfTransfer(draw, world_size, truth) for _ in range(3))
-        base = tte.delta.Snapshot(source.tensors or None, version=seed, layouts=source.orders)
+        keep = draw.choice(["values", "values", "hashes"])
+        kept._BLOCK_ELEMENTS = draw.choice([16, whole_block])
+        base = tte.delta.Snapshot(source.tensors or None, version=seed, layouts=source.orders, keep=keep)
         plan = tte.plan_reshard(
             source.tensors or None,
             target.tensors or None,
@@ -74,6 +78,7 @@ def send_random_changes(rank: int, world_size: int, seeds: list[int], directory:
             base.advance()
             lines += [f"seed {seed}, sent: {line}" for line in wrong(target, truth)]
             lines += [f"seed {seed}, applied: {line}" for line in wrong(other, truth)]
+    kept._BLOCK_ELEMENTS = whole_block
     return lines
 
 

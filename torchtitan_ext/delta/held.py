@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.checkpoint.tables.agreement import agree, unused_layouts
@@ -37,7 +37,7 @@ def agree_on_steps(phases: Phases, endpoint: Endpoint, operation: str, *, every_
     )
 
 
-def held_tensors(endpoint: Endpoint, steps: dict[str, Steps]) -> list[HeldTensor]:
+def held_tensors(endpoint: Endpoint, steps: Mapping[str, Steps]) -> list[HeldTensor]:
     """What each tensor of an endpoint is, in their order."""
     held = []
     for fqn in dict.fromkeys(endpoint.names):

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -192,7 +192,7 @@ def _packed(rows: Sequence[Row], changes: Changes | None) -> tuple[list[_Header]
         offsets = _global_offsets(held.shard, row)
         in_box, indices = _core.select_positions(own, held.global_shape, offsets, row.sizes)
         begin = value_offsets[row.tensor]
-        elements = values[begin : begin + item_bytes * own.size].view(_WORDS[item_bytes])[indices]
+        elements: npt.NDArray[Any] = values[begin : begin + item_bytes * own.size].view(_WORDS[item_bytes])[indices]
         coded = _core.PositionBlocks.encode(in_box)
         header = _Header(in_box.size, coded.blocks.size // 2, coded.offsets.size)
         message = coded.blocks.tobytes() + coded.offsets.tobytes() + elements.tobytes()
