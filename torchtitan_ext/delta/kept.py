@@ -79,16 +79,12 @@ class KeptValues:
         new, held = [all_new[at].detach() for at in batch], [self._held[at] for at in batch]
         base = [self.base[at].to(all_new[at].device, non_blocking=True) for at in batch]
         shards, shapes = [one.shard for one in held], [one.global_shape for one in held]
+        limits = [_most_listed(tensor) for tensor in new]
         with torch.no_grad():
-            mask, num_changed = ops.mark_changes(new, base)
-            counts = num_changed.tolist()
-            are_whole = [_goes_whole(count, tensor) for count, tensor in zip(counts, new, strict=True)]
-            counts = [0 if is_whole else count for count, is_whole in zip(counts, are_whole, strict=True)]
-            num_bytes = ops.change_offsets([tensor.itemsize for tensor in new], counts)[-1]
-            positions = torch.empty(sum(counts), dtype=torch.int64, device=mask.device)
-            values = torch.empty(num_bytes, dtype=torch.uint8, device=mask.device)
-            sums = ops.changed_elements_(new, base, shards, shapes, mask, counts, positions, values)
-            old_sums, new_sums = sums.tolist()
+            positions, values, num_changed, sums = ops.find_changes(new, base, shards, shapes, limits)
+        counts, (old_sums, new_sums) = num_changed.tolist(), sums.tolist()
+        are_whole = [count > limit for count, limit in zip(counts, limits, strict=True)]
+        counts = [0 if is_whole else count for count, is_whole in zip(counts, are_whole, strict=True)]
         whole = {}
         for at, is_whole in enumerate(are_whole):
             if is_whole:
@@ -122,7 +118,7 @@ class KeptHashes:
             are_changed = list(map(operator.ne, before, after))
             blocks = list(compress(_blocks(tensor, held), are_changed))
             count = sum(elements.numel() for _, elements in blocks)
-            if _goes_whole(count, tensor):
+            if count > _most_listed(tensor):
                 whole = {at: _host_copy(tensor)}
                 found.append(Found([0], _NO_POSITIONS, _NO_VALUES, whole, [sum(before)], [sum(after)]))
                 continue
@@ -179,9 +175,9 @@ def _positions_of(offsets: tuple[int, ...], elements: Tensor, global_shape: tupl
     return positions.reshape(-1)
 
 
-def _goes_whole(count: int, tensor: Tensor) -> bool:
-    """Whether all of a tensor takes fewer bytes than so many changes."""
-    return count > 0 and count * (tensor.itemsize + _OFFSET_BYTES) >= tensor.numel() * tensor.itemsize
+def _most_listed(tensor: Tensor) -> int:
+    """The most changes of a tensor that take fewer bytes than all of it."""
+    return max(0, tensor.numel() * tensor.itemsize - 1) // (tensor.itemsize + _OFFSET_BYTES)
 
 
 def _host_copy(tensor: Tensor, *, pin_memory: bool = False) -> Tensor:
