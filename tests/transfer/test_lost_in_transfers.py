@@ -24,7 +24,7 @@ import torchtitan_ext as tte
 from torchtitan_ext import fingerprints
 from torchtitan_ext.errors import LostRankError, TorchtitanExtError, TransferFailedError
 from torchtitan_ext.ranks import watch
-from torchtitan_ext.transfer import state_dicts
+from torchtitan_ext.transfer import changed_boxes, state_dicts
 
 CULPRIT = 1
 DEADLINE_SECONDS = 3.0
@@ -75,6 +75,8 @@ def inject(kind: str, phase: str, plan: Any, target: torch.Tensor) -> None:
         plan._exchange = struck_before(plan._exchange, kind)
     elif phase == "moving":
         threading.Thread(target=strike_when_filled, args=(kind, target), daemon=True).start()
+    elif phase == "compare":
+        changed_boxes._sums_at = struck_before(changed_boxes._sums_at, kind, 2)  # the first one is of the source
     elif phase.startswith("verify"):
         call = 1 if phase == "verify source" else 2
         fingerprints._table_of_sharded = struck_before(fingerprints._table_of_sharded, kind, call)
@@ -105,6 +107,11 @@ def work(rank: int, port: int, channels: Any, kind: str, phase: str) -> None:
     plan = None
     if phase != "plan":
         plan = tte.plan_reshard(*sides, **options)
+    base = None
+    if phase == "compare":
+        plan.run(version=0)
+        base = tte.delta.Snapshot(sides[0])
+        source.to_local()[:2] = 3
     if rank == CULPRIT:
         if plan is None:
             state_dicts.describe_endpoint = struck_before(state_dicts.describe_endpoint, kind)
@@ -116,7 +123,10 @@ def work(rank: int, port: int, channels: Any, kind: str, phase: str) -> None:
         error: BaseException | None = None
         try:
             plan = plan or tte.plan_reshard(*sides, **options)
-            plan.run(version=step, verify=phase.startswith("verify"))
+            if base is None:
+                plan.run(version=step, verify=phase.startswith("verify"))
+            else:
+                plan.run(changes=base.changes(version=step) if rank < 2 else None)
         except (TorchtitanExtError, KeyboardInterrupt) as raised:
             error = raised
         seconds = time.monotonic() - start
@@ -166,13 +176,13 @@ def run(kind: str, phase: str) -> tuple[dict[int, list[Any]], list[int]]:
     return results, [process.exitcode for process in ranks]
 
 
-PHASES = ("plan", "agree", "verify source", "exchange", "moving", "verify target")
+PHASES = ("plan", "agree", "verify source", "exchange", "moving", "verify target", "compare")
 KINDS = ("sleep", "stop", "kill")
 # No sleep while boxes move: the operator runs on beside the thread.
 EVERY_CASE = [(kind, phase) for phase in PHASES for kind in KINDS if (kind, phase) != ("sleep", "moving")]
 # Each kind and each phase; make soak takes all pairs.
-FEW_CASES = list(zip(KINDS * 2, PHASES, strict=True))
-CASES = EVERY_CASE if "TTE_SOAK" in os.environ else [*FEW_CASES, ("kill", "moving")]
+FEW_CASES = list(zip(KINDS * 2, PHASES, strict=False))
+CASES = EVERY_CASE if "TTE_SOAK" in os.environ else [*FEW_CASES, ("kill", "moving"), ("kill", "compare")]
 
 
 @pytest.mark.parametrize(("kind", "phase"), CASES)
@@ -182,7 +192,8 @@ def test_a_rank_that_does_not_come(kind: str, phase: str) -> None:
     for transfer in (0, 1):  # a later one on this group, too
         errors = [outcomes[transfer][0] for outcomes in results.values() if outcomes]
         assert {type(error) for error in errors} == {LostRankError}
-        assert {outcomes[transfer][2] for outcomes in results.values() if outcomes} == {None}
+        held = {outcomes[transfer][2] for outcomes in results.values() if outcomes}
+        assert held == {0 if phase == "compare" else None}, "nothing was changed while changes were compared"
     first = {rank: outcomes[0] for rank, outcomes in results.items() if outcomes}
     assert len({str(error) for error, *_ in first.values()}) == 1, first
     assert all(seconds < LATEST_SECONDS for rank, (_, seconds, _) in first.items() if rank != CULPRIT)
@@ -209,7 +220,7 @@ def test_a_rank_that_raises_is_the_same_error_and_the_group_goes_on(kind: str, p
         assert isinstance(errors.pop(CULPRIT), KeyboardInterrupt)
     assert {type(error) for error in errors.values()} == {TransferFailedError}
     assert len({str(error) for error in errors.values()}) == 1, errors
-    assert [outcomes[0][2] for outcomes in results.values()] == [None] * 3
+    assert [outcomes[0][2] for outcomes in results.values()] == [0 if phase == "compare" else None] * 3
     named = {"moving": "exchange"}.get(phase, phase.split()[0])
     assert f"in phase {named}: " in str(errors[0])
     raised = "rank 1: KeyboardInterrupt" if kind == "interrupt" else "rank 1: OSError: boom"

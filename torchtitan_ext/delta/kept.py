@@ -169,7 +169,7 @@ def _positions_of(offsets: tuple[int, ...], elements: Tensor, global_shape: tupl
     positions = torch.zeros((), dtype=torch.int64, device="cpu")
     stride = 1
     for dim in reversed(range(len(global_shape))):
-        of_dim = (torch.arange(elements.shape[dim], device="cpu") + offsets[dim]) * stride
+        of_dim = (torch.arange(elements.shape[dim], dtype=torch.int64, device="cpu") + offsets[dim]) * stride
         positions = of_dim.view(-1, *[1] * positions.dim()) + positions
         stride *= global_shape[dim]
     return positions.reshape(-1)

@@ -59,6 +59,9 @@ class _Header(NamedTuple):
 class ChangesExchange:
     """One run of a plan that sends changes. The steps are called in the order in which they stand here.
 
+    Each collective step begins with its exchange, which the step before has prepared: so no rank fails while others
+    wait for it in an exchange.
+
     Args:
         sources, targets: Memory of this rank's two sides, as for ``Transport.exchange``.
         sends, receives: Its tables.
@@ -78,34 +81,46 @@ class ChangesExchange:
         """Makes what this rank sends. Not collective."""
         self._rows_out, self._rows_in = list(rows_of(self.sends)), list(rows_of(self.receives))
         self._headers_out, self._data_out = _packed(self._rows_out, self.changes)
+        width = len(_Header._fields)
+        numbers = torch.tensor(self._headers_out, dtype=torch.int64, device="cpu").reshape(-1)
+        self._next = self._flat(numbers, [width] * len(self._rows_out), [width] * len(self._rows_in))
 
     def exchange_headers(self) -> None:
         """Collective."""
-        width = len(_Header._fields)
-        numbers = torch.tensor(self._headers_out, dtype=torch.int64, device="cpu").reshape(-1)
-        received = self._exchange_flat(numbers, [width] * len(self._rows_out), [width] * len(self._rows_in))
-        self._headers_in = [_Header(*row) for row in received.reshape(-1, width).tolist()]
+        self._exchange(self._next)
+        received = self._next.targets[0].cpu().view(-1, len(_Header._fields))
+        self._headers_in = [_Header(*row) for row in received.tolist()]
+        self._sizes_in = [
+            header.num_bytes(self.targets[row.tensor].itemsize)
+            for row, header in zip(self._rows_in, self._headers_in, strict=True)
+        ]
+        sizes_out = [len(part) for part in self._data_out]
+        data = torch.empty(sum(sizes_out), dtype=torch.uint8, device="cpu")
+        data.numpy()[:] = np.frombuffer(b"".join(self._data_out), dtype=np.uint8)
+        self._next = self._flat(data, sizes_out, self._sizes_in)
 
     def exchange_changes(self) -> None:
         """Collective. The targets stay as they are."""
+        self._exchange(self._next)
+        received = self._next.targets[0].cpu().numpy()
         items = [self.targets[row.tensor].itemsize for row in self._rows_in]
-        sizes_in = [header.num_bytes(item) for header, item in zip(self._headers_in, items, strict=True)]
-        data = torch.frombuffer(bytearray(b"".join(self._data_out)) or bytearray(1), dtype=torch.uint8)
-        data = data[: sum(map(len, self._data_out))]
-        received = self._exchange_flat(data, [len(part) for part in self._data_out], sizes_in).numpy()
-        self._data_out = []
         self._counts = [max(0, header.num_changed) for header in self._headers_in]
         offsets = ops.change_offsets(items, self._counts)
         self._positions = torch.empty(sum(self._counts), dtype=torch.int64, device="cpu")
         self._values = torch.empty(offsets[-1], dtype=torch.uint8, device="cpu")
         positions, values = self._positions.numpy(), self._values.numpy()
         first_byte = first = 0
-        for header, item, size, offset in zip(self._headers_in, items, sizes_in, offsets, strict=False):
+        for header, item, size, offset in zip(self._headers_in, items, self._sizes_in, offsets, strict=False):
             if header.num_changed > 0:
                 data_of_box = received[first_byte : first_byte + size]
                 positions[first : first + header.num_changed], own = _unpacked(data_of_box, header, item)
                 values[offset : offset + own.size] = own
             first_byte, first = first_byte + size, first + max(0, header.num_changed)
+        sends, receives = (
+            table_of(row for row, header in zip(rows, headers, strict=True) if header.num_changed == _WHOLE)
+            for rows, headers in ((self._rows_out, self._headers_out), (self._rows_in, self._headers_in))
+        )
+        self._next = _Exchange(self._whole_sources(), self.targets, sends, receives)
 
     def tensors_of_other_base(self) -> list[int]:
         """The tensors of this rank's target whose changed elements are not those that the changes replace."""
@@ -118,6 +133,10 @@ class ChangesExchange:
             if header.num_changed > 0 and header.has_base and total != header.old_sum
         ]
 
+    def exchange_whole(self) -> None:
+        """Collective: boxes that go whole, from the sources into the targets."""
+        self._exchange(self._next)
+
     def apply(self) -> None:
         """Writes the changed elements into the targets. Not collective."""
         parts = self._parts_in()
@@ -128,14 +147,6 @@ class ChangesExchange:
             shards, shapes = _shards_of(parts)
             positions, values = self._positions.to(device), self._values.to(device)
             ops.apply_changes_(parts, shards, shapes, positions, values, self._counts)
-
-    def exchange_whole(self) -> None:
-        """Collective: boxes that go whole, from the sources into the targets."""
-        sends, receives = (
-            table_of(row for row, header in zip(rows, headers, strict=True) if header.num_changed == _WHOLE)
-            for rows, headers in ((self._rows_out, self._headers_out), (self._rows_in, self._headers_in))
-        )
-        self._exchange(self._whole_sources(), self.targets, sends, receives)
 
     @property
     def bytes_to(self) -> dict[int, int]:
@@ -159,18 +170,32 @@ class ChangesExchange:
     def _parts_in(self) -> list[Tensor]:
         return [part_of(self.targets[row.tensor].detach(), row) for row in self._rows_in]
 
-    def _exchange_flat(self, flat: Tensor, sizes_out: Sequence[int], sizes_in: Sequence[int]) -> Tensor:
-        """Sends consecutive parts of a flat tensor, one per row; returns those that came."""
+    def _flat(self, flat: Tensor, sizes_out: Sequence[int], sizes_in: Sequence[int]) -> _Exchange:
+        """Of consecutive parts of a flat tensor, one per row."""
         device = next((tensor.device for tensor in (*self.sources, *self.targets)), torch.device("cpu"))
         target = torch.empty(sum(sizes_in), dtype=flat.dtype, device=device)
         sends, receives = _flat_table(self._rows_out, sizes_out), _flat_table(self._rows_in, sizes_in)
-        self._exchange([flat.to(device)], [target], sends, receives)
-        return target.cpu()
+        return _Exchange([flat.to(device)], [target], sends, receives)
 
-    def _exchange(self, sources: list[Tensor], targets: list[Tensor], sends: Tensor, receives: Tensor) -> None:
+    def _exchange(self, exchange: _Exchange) -> None:
         self.transport.exchange(
-            sources, targets, sends, receives, number=self.number, timeout_seconds=self.timeout_seconds
+            exchange.sources,
+            exchange.targets,
+            exchange.sends,
+            exchange.receives,
+            number=self.number,
+            timeout_seconds=self.timeout_seconds,
         )
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """What one exchange takes, as ``Transport.exchange``."""
+
+    sources: list[Tensor]
+    targets: list[Tensor]
+    sends: Tensor
+    receives: Tensor
 
 
 def _packed(rows: Sequence[Row], changes: Changes | None) -> tuple[list[_Header], list[bytes]]:

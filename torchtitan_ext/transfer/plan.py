@@ -173,6 +173,8 @@ class TransferPlan:
             reason = endpoint.why_changed()
             if reason is not None:
                 problems.append(Problem("cannot_reshard", side, reason))
+        run.sources = self._source.memory_to_read()
+        run.targets, run.finish = self._target.memory_to_fill()
         objects = self._source.objects_now(self._part.objects_sent)
         for fqn, value in objects.items():
             try:
@@ -198,24 +200,23 @@ class TransferPlan:
         )
 
     def _exchange(self, run: _Run) -> None:
-        targets, finish = self._target.memory_to_fill()
         self._transport.exchange(
-            self._source.memory_to_read(),
-            targets,
+            run.sources,
+            run.targets,
             self._sends,
             self._receives,
             number=self._part.number,
             # gloo closes connections on which it waited so long: the end of the phase does not take as long again
             timeout_seconds=self._timeout_seconds,
         )
-        self._finish(run, finish)
+        self._finish(run)
 
     def _exchange_changes(self, phases: Phases, run: _Run) -> tuple[Mapping[int, int], Mapping[int, int]]:
         """Sends what changed. Returns the bytes to and from each rank."""
-        targets, finish = self._target.memory_to_change()
+        unchanged = "ranks sent changes; nothing was changed"
         exchange = ChangesExchange(
-            sources=self._source.memory_to_read(),
-            targets=targets,
+            sources=run.sources,
+            targets=run.targets,
             sends=self._sends,
             receives=self._receives,
             changes=run.changes,
@@ -223,11 +224,15 @@ class TransferPlan:
             number=self._part.number,
             timeout_seconds=self._timeout_seconds,
         )
-        unchanged = "ranks sent changes; nothing was changed"
-        phases.on_all("pack", exchange.pack, doing=unchanged)
+
+        def pack() -> None:
+            exchange.targets, run.finish = self._target.memory_to_change()
+            exchange.pack()
+
+        phases.on_all("pack", pack, doing=unchanged)
+        phases.on_all("headers", exchange.exchange_headers, doing=unchanged)
 
         def compare() -> list[str]:
-            exchange.exchange_headers()
             exchange.exchange_changes()
             return [self._target.names[tensor] for tensor in exchange.tensors_of_other_base()]
 
@@ -239,15 +244,15 @@ class TransferPlan:
         self.version = None
 
         def fill() -> None:
-            exchange.apply()
             exchange.exchange_whole()
-            self._finish(run, finish)
+            exchange.apply()
+            self._finish(run)
 
         phases.on_all("exchange", fill, doing=self._part_written, undefined=self._filled)
         return exchange.bytes_to, exchange.bytes_from
 
-    def _finish(self, run: _Run, finish: Callable[[], None]) -> None:
-        finish()
+    def _finish(self, run: _Run) -> None:
+        run.finish()
         self._target.set_objects({fqn: run.objects[name] for fqn, name in self._part.objects_filled.items()})
 
     def _fingerprint_of_source(self, phases: Phases, run: _Run, *, with_changes: bool) -> Fingerprint:
@@ -286,14 +291,27 @@ class TransferPlan:
         return unproved
 
 
-@dataclass(frozen=True)
+def _nothing() -> None:
+    """Nothing is prepared yet."""
+
+
+@dataclass
 class _Run:
-    """The arguments of one run, and the values that are no tensors, of all ranks."""
+    """The arguments of one run, and what this rank has prepared for it.
+
+    Attributes:
+        sources, targets: Plain memory of both sides.
+        finish: To be called when the targets are filled.
+        objects: Values that are no tensors, of all ranks.
+    """
 
     version: int | None
     verify: bool
     replicas: Replicas
     changes: Changes | None
+    sources: list[torch.Tensor] = field(default_factory=list)
+    targets: list[torch.Tensor] = field(default_factory=list)
+    finish: Callable[[], None] = _nothing
     objects: dict[str, Any] = field(default_factory=dict)
 
 
