@@ -267,7 +267,12 @@ def trainer_and_workers(position: int, world_size: int, address: str, folder: Pa
 
 def test_a_trainer_fills_vllms_layers_and_then_sends_what_changed(run_world: Any, tmp_path: Path) -> None:
     """Equal to what vLLM's own loaders put there; after an error all of it is sent again."""
-    results = run_world(4, trainer_and_workers, free_address(), tmp_path, process_group=False)
+    address = free_address()
+    try:
+        results = run_world(4, trainer_and_workers, address, tmp_path, process_group=False)
+    finally:
+        for left in Path("/dev/shm").glob(f"generator-{address.rpartition(':')[2]}-*"):  # vLLM leaves it there
+            left.unlink()
     for first, second, third, after_error in results[:NUM_TRAINERS]:
         assert 0 < second < first / 2
         assert 0 < third < first / 2
