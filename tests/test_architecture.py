@@ -56,7 +56,7 @@ INNER_ROWS = {
         {""},
     ],
     "transforms": [{"rules"}, {"mapped", "models"}, {"mapped_reads"}, {"reader"}, {""}],
-    "delta": [{"held", "kept", "saved_changes"}, {"files", "snapshot"}, {"application"}, {""}],
+    "delta": [{"held", "kept", "saved_changes"}, {"files", "replacement", "snapshot"}, {"application"}, {""}],
     "elastic": [{"data", "schedule", "rng", "train_state"}, {""}],
     "offline": [
         {"amounts", "sources", "workers", "placement_rules"},

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torchtitan_ext.offline import placement_rules as placement_rules
     from torchtitan_ext.offline import selection as selection
     from torchtitan_ext.offline import sources as sources
+    from torchtitan_ext.offline.compare import delta_file as delta_file
     from torchtitan_ext.offline.compare import diff as diff
     from torchtitan_ext.offline.compare import fingerprints as fingerprints
     from torchtitan_ext.offline.dry_run import run as run
@@ -36,6 +37,7 @@ else:
     placement_rules = _LazyModule("torchtitan_ext.offline.placement_rules")
     selection = _LazyModule("torchtitan_ext.offline.selection")
     sources = _LazyModule("torchtitan_ext.offline.sources")
+    delta_file = _LazyModule("torchtitan_ext.offline.compare.delta_file")
     diff = _LazyModule("torchtitan_ext.offline.compare.diff")
     fingerprints = _LazyModule("torchtitan_ext.offline.compare.fingerprints")
     run = _LazyModule("torchtitan_ext.offline.dry_run.run")

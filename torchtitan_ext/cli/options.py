@@ -36,9 +36,9 @@ UnsafeUnpickle = Annotated[
 ]
 TransformFile = Annotated[
     Path | None,
-    typer.Option("--transform", metavar="JSON", help="Rules: what the tensors of the first checkpoint become."),
+    typer.Option("--transform", metavar="JSON", help="Rules: what tensors of the first one become."),
 ]
-MaxMemory = Annotated[str, typer.Option(metavar="BYTES", help="The memory of all processes, beside Python and torch.")]
+MaxMemory = Annotated[str, typer.Option(metavar="BYTES", help="Memory of all processes, for tensors.")]
 Processes = Annotated[int | None, typer.Option(metavar="N", min=1, help="By default one per core.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is at DST, when the new one is whole.")]
 
@@ -50,6 +50,8 @@ _OPTION_OF = {
     "prefix": "--prefix",
     "glob": "GLOB",
     "dtype": "--dtype",
+    "versions": "--versions",
+    "delta": "--delta",
     "transform": "--transform",
     "rules": "--transform",
 }

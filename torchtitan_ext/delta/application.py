@@ -7,24 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_ext import ops
 from torchtitan_ext.checkpoint.operation.arguments import check_seconds
 from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS
 from torchtitan_ext.checkpoint.tables.key_table import BoxesEntry, TensorEntry
 from torchtitan_ext.checkpoint.tables.tensor_sums import TensorSummer, TensorSums, totals_of_replicas, with_numbers
-from torchtitan_ext.delta.files import elements_of
 from torchtitan_ext.delta.held import agree_on_steps, held_tensors
-from torchtitan_ext.delta.saved_changes import SavedChanges, SavedPart, TensorTotals
+from torchtitan_ext.delta.replacement import OTHER_BITS, Replacement, why_unfit
+from torchtitan_ext.delta.saved_changes import SavedChanges
 from torchtitan_ext.errors import Problem, check_argument, check_counts, named, refusal
-from torchtitan_ext.layout.dtensor import local_view
-from torchtitan_ext.layout.layout import LocalShard, ShardOrder, Steps
+from torchtitan_ext.layout.layout import ShardOrder, Steps
 from torchtitan_ext.ranks.exchange import check_usable
-from torchtitan_ext.state.value_digest import sum_box
 from torchtitan_ext.storage.raw_tensor import dtype_name
 from torchtitan_ext.transfer.changes import HeldTensor
 from torchtitan_ext.transfer.endpoint import Endpoint, State, describe_endpoint
@@ -86,14 +81,14 @@ def apply(
     if verify not in get_args(Verify):
         raise ValueError(f"delta.apply: got verify={verify!r}, expected 'changed' or 'all'")
     endpoint = describe_endpoint("target", state, layouts, is_filled=True)
-    changed = tuple(fqn for fqn, total in changes.totals.items() if total.count > 0)
+    changed = changes.changed_keys
     with transfer_phases(group, timeout_seconds) as phases:
         steps = agree_on_steps(phases, endpoint, "apply", every_rank_reports=True)
         own = _OwnPart(endpoint, steps, changes)
         found = phases.on_all(
             "compare", lambda: own.offer(version, verify), doing="ranks compared their tensors with the changes"
         )
-        problems = _problems(found, changes, changed, verify)
+        problems = _problems(found, changes, verify)
         if problems:
             raise refusal("apply", problems)
         doing = f"ranks wrote changes; these may be part-written: {named(changed)}"
@@ -141,7 +136,7 @@ class _OwnPart:
         fitting = {
             fqn: total for fqn, total in self.changes.totals.items() if keys.get(fqn) == (total.dtype, total.shape)
         }
-        self._batch = _Batch.of(self._held, self._tensors, self.changes, fitting)
+        self._batch = Replacement.of(self._held, self._tensors, self.changes, fitting)
         sums = self._batch.old_sums()
         replaced: dict[str, TensorSums] = {}
         for at, held in enumerate(self._held):
@@ -169,120 +164,11 @@ class _OwnPart:
         self._finish()
 
 
-@dataclass
-class _Batch:
-    """The tensors of this rank, and the changes of each, in order."""
-
-    held: Sequence[HeldTensor]
-    tensors: Sequence[Tensor]
-    positions: Tensor
-    values: Tensor
-    counts: Sequence[int]
-    boxes: Sequence[Sequence[tuple[Tensor, tuple[int, ...], Tensor]]]
-    """Per tensor: a view of it, where that lies in the global tensor, and its new elements."""
-
-    @staticmethod
-    def of(
-        held: Sequence[HeldTensor],
-        tensors: Sequence[Tensor],
-        changes: SavedChanges,
-        fitting: Mapping[str, TensorTotals],
-    ) -> _Batch:
-        counts, positions, values = [], [], []
-        boxes: list[list[tuple[Tensor, tuple[int, ...], Tensor]]] = []
-        for one, tensor in zip(held, tensors, strict=True):
-            parts = changes.parts[one.fqn] if one.fqn in fitting else ()
-            own_positions, own_values = _sorted_elements([part for part in parts if part.box is None], tensor.itemsize)
-            counts.append(own_positions.size)
-            positions.append(own_positions)
-            values.append(own_values)
-            whole = [part for part in parts if part.box is not None]
-            boxes.append([box for part in whole for box in _overlaps(one, tensor, part, fitting[one.fqn])])
-        offsets = ops.change_offsets([tensor.itemsize for tensor in tensors], counts)
-        flat = np.zeros(offsets[-1], dtype=np.uint8)
-        for begin, own_values in zip(offsets, values, strict=False):
-            flat[begin : begin + own_values.size] = own_values
-        device = tensors[0].device if tensors else torch.device("cpu")
-        all_positions = np.concatenate([np.empty(0, dtype=np.int64), *positions])
-        return _Batch(
-            held, tensors, torch.from_numpy(all_positions).to(device), torch.from_numpy(flat).to(device), counts, boxes
-        )
-
-    def old_sums(self) -> list[int]:
-        """Per tensor the sum of the hashes of the bits that will be replaced."""
-        if not self.tensors:
-            return []
-        with torch.no_grad():
-            sums, found = ops.sum_elements(self._locals(), self._shards(), self._shapes(), self.positions, self.counts)
-        self._found: list[int] = found.tolist()
-        totals: list[int] = sums.tolist()
-        for at, boxes in enumerate(self.boxes):
-            for part, offsets, _ in boxes:
-                totals[at] += int(sum_box(part, offsets, self.held[at].global_shape).item())
-        return totals
-
-    def write(self) -> int:
-        """Writes the new elements; returns how many."""
-        if not self.tensors:
-            return 0
-        with torch.no_grad():
-            ops.apply_changes_(self._locals(), self._shards(), self._shapes(), self.positions, self.values, self.counts)
-            for boxes in self.boxes:
-                for part, _, elements in boxes:
-                    part.copy_(elements)
-        return sum(self._found) + sum(part.numel() for boxes in self.boxes for part, _, _ in boxes)
-
-    def _locals(self) -> list[Tensor]:
-        return [tensor.detach() for tensor in self.tensors]
-
-    def _shards(self) -> list[LocalShard]:
-        return [held.shard for held in self.held]
-
-    def _shapes(self) -> list[tuple[int, ...]]:
-        return [held.global_shape for held in self.held]
-
-
-def _sorted_elements(parts: Sequence[SavedPart], item_bytes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Positions and elements of parts together, by position; each position once, since parts are disjoint."""
-    if not parts:
-        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.uint8)
-    if len(parts) == 1:
-        return parts[0].positions(), parts[0].values
-    positions = np.concatenate([part.positions() for part in parts])
-    values = np.concatenate([part.values for part in parts]).reshape(-1, item_bytes)
-    order = np.argsort(positions, kind="stable")
-    return positions[order], values[order].reshape(-1)
-
-
-def _overlaps(
-    held: HeldTensor, tensor: Tensor, part: SavedPart, total: TensorTotals
-) -> list[tuple[Tensor, tuple[int, ...], Tensor]]:
-    """What a tensor of this rank has in common with a box that is given whole."""
-    assert part.box is not None
-    found = []
-    for chunk in held.shard.chunks:
-        begins = [max(a, b) for a, b in zip(chunk.offsets, part.box[0], strict=True)]
-        ends = [
-            min(a + size, b + other)
-            for a, size, b, other in zip(chunk.offsets, chunk.sizes, part.box[0], part.box[1], strict=True)
-        ]
-        sizes = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
-        if all(size > 0 for size in sizes):
-            in_local = tuple(
-                at + local - first for at, local, first in zip(begins, chunk.local_offsets, chunk.offsets, strict=True)
-            )
-            in_box = tuple(at - first for at, first in zip(begins, part.box[0], strict=True))
-            target = local_view(tensor.detach(), in_local, sizes)
-            elements = local_view(elements_of(part, total), in_box, sizes)
-            found.append((target, tuple(begins), elements.to(tensor.device)))
-    return found
-
-
 def _kind(tensor: Tensor, held: HeldTensor) -> tuple[str, tuple[int, ...]]:
     return dtype_name(tensor.dtype), held.global_shape
 
 
-def _problems(offers: Sequence[_Offer], changes: SavedChanges, changed: Sequence[str], verify: Verify) -> list[Problem]:
+def _problems(offers: Sequence[_Offer], changes: SavedChanges, verify: Verify) -> list[Problem]:
     """Why the changes cannot be applied."""
     if any(offer.digest != offers[0].digest for offer in offers):
         return [Problem("ranks_disagree", "changes", "are of different files on different ranks")]
@@ -299,23 +185,12 @@ def _problems(offers: Sequence[_Offer], changes: SavedChanges, changed: Sequence
         for fqn, kind in offer.keys.items():
             keys[fqn].add(kind)
     tied = frozenset().union(*(offer.tied for offer in offers))
-    problems = []
-    for fqn in changed:
-        total = changes.totals[fqn]
-        if fqn not in keys and fqn not in tied:
-            problems.append(Problem("missing_key", fqn, "has changed, and no rank has it"))
-        for dtype, shape in sorted(keys.get(fqn, ())):
-            if shape != total.shape:
-                what = f"has shape {total.shape} in the changes, {shape} in the state"
-                problems.append(Problem("wrong_shape", fqn, what))
-            elif dtype != total.dtype:
-                problems.append(Problem("wrong_dtype", fqn, f"is {total.dtype} in the changes, {dtype} in the state"))
+    problems = why_unfit(changes, keys, left_out=tied, nowhere="no rank has it")
     if problems:
         return problems
     wrong = _keys_with_other_totals([offer.replaced for offer in offers], _of(changes, "replaced"))
     wrong += _keys_with_other_totals([offer.before for offer in offers], _of(changes, "before"))
-    what = "has other bits than the changes were made from"
-    return [Problem("other_base", fqn, what) for fqn in dict.fromkeys(wrong)]
+    return [Problem("other_base", fqn, OTHER_BITS) for fqn in dict.fromkeys(wrong)]
 
 
 def _of(changes: SavedChanges, name: str) -> dict[str, int]:

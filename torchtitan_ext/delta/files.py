@@ -71,13 +71,13 @@ def save(
     check_seconds("delta.save", timeout_seconds)
     target = Path(path)
     with Phases("save", group, path=path, timeout_seconds=timeout_seconds) as phases, ExitStack() as stack:
-        own: list[_Part] = []
+        own: list[Part] = []
 
         def offer() -> _Offer:
             if not isinstance(changes, Changes | None):
                 what = f"got {described(changes)}, expected what Snapshot.changes() gives"
                 raise WrongArgumentError("save", (Problem("wrong_argument", "changes", what),))
-            own.extend([] if changes is None else _parts_of(changes))
+            own.extend([] if changes is None else parts_of(changes))
             return _Offer.of(changes, own)
 
         def plan(offers: list[_Offer]) -> list[_Place]:
@@ -178,6 +178,18 @@ def open_changes(path: Path) -> SavedChanges:
     return SavedChanges(str(path), base_version, version, totals, parts, digest)
 
 
+def open_proved(path: Path) -> SavedChanges:
+    """A file of changes, all of which is what was written. Not collective.
+
+    Raises:
+        DamagedCheckpointError: It is no file of changes, was cut, or has other bits than were written.
+        OSError: It cannot be read.
+    """
+    changes = open_changes(path)
+    check_sums(changes, [_sums_of_new(changes)])
+    return changes
+
+
 def check_sums(changes: SavedChanges, sums: Sequence[Mapping[str, int]]) -> None:
     """Compares the sums of the new elements, of which each rank took a share, with those that were noted.
 
@@ -239,8 +251,8 @@ def _part(
 
 
 @dataclass(frozen=True)
-class _Part:
-    """What this rank would write of one of its tensors."""
+class Part:
+    """What a rank would write of one of its tensors."""
 
     held: HeldTensor
     box: _Box | None
@@ -259,7 +271,8 @@ class _Part:
         return [tensor.contiguous() for tensor in self.tensors]
 
 
-def _parts_of(changes: Changes) -> Iterator[_Part]:
+def parts_of(changes: Changes) -> Iterator[Part]:
+    """What is written of each tensor that has changed."""
     offsets = ops.change_offsets(changes.item_bytes, changes.counts)
     first = 0
     for at, (held, count) in enumerate(zip(changes.tensors, changes.counts, strict=True)):
@@ -268,11 +281,11 @@ def _parts_of(changes: Changes) -> Iterator[_Part]:
             values = changes.values[offsets[at] : offsets[at] + count * changes.item_bytes[at]]
             coded = _core.PositionBlocks.encode(positions.numpy())
             blocks, inside = torch.from_numpy(coded.blocks).view(-1, 2), torch.from_numpy(coded.offsets)
-            yield _Part(held, None, count, (blocks, inside, values))
+            yield Part(held, None, count, (blocks, inside, values))
         elif at in changes.whole:
             for chunk in held.shard.chunks:
                 elements = local_view(changes.whole[at], chunk.local_offsets, chunk.sizes)
-                yield _Part(held, (chunk.offsets, chunk.sizes), elements.numel(), (elements,))
+                yield Part(held, (chunk.offsets, chunk.sizes), elements.numel(), (elements,))
         first += count
 
 
@@ -295,7 +308,7 @@ class _Offer:
     parts: Sequence[_OfferedPart]
 
     @staticmethod
-    def of(changes: Changes | None, own: Sequence[_Part]) -> _Offer:
+    def of(changes: Changes | None, own: Sequence[Part]) -> _Offer:
         if changes is None:
             return _Offer(None, {}, [])
         sums = {fqn: (changes.before[fqn], changes.replaced[fqn], changes.after[fqn]) for fqn in changes.before}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Protocol
 
@@ -76,21 +76,28 @@ class KeptValues:
 
     def _find(self, all_new: list[Tensor], batch: range) -> Found:
         """In the tensors at some positions, where they lie: the copies come there."""
-        new, held = [all_new[at].detach() for at in batch], [self._held[at] for at in batch]
+        new, held = [all_new[at] for at in batch], [self._held[at] for at in batch]
         base = [self.base[at].to(all_new[at].device, non_blocking=True) for at in batch]
-        shards, shapes = [one.shard for one in held], [one.global_shape for one in held]
-        limits = [_most_listed(tensor) for tensor in new]
-        with torch.no_grad():
-            positions, values, num_changed, sums = ops.find_changes(new, base, shards, shapes, limits)
-        counts, (old_sums, new_sums) = num_changed.tolist(), sums.tolist()
-        are_whole = [count > limit for count, limit in zip(counts, limits, strict=True)]
-        counts = [0 if is_whole else count for count, is_whole in zip(counts, are_whole, strict=True)]
-        whole = {}
-        for at, is_whole in enumerate(are_whole):
-            if is_whole:
-                whole[batch[at]] = _host_copy(new[at])
-                old_sums[at], new_sums[at] = _sum_of(base[at], held[at]), _sum_of(new[at], held[at])
-        return Found(counts, positions.cpu(), values.cpu(), whole, old_sums, new_sums)
+        found = find_between(new, base, held)
+        return replace(found, whole={batch[at]: values for at, values in found.whole.items()})
+
+
+def find_between(all_new: Sequence[Tensor], base: Sequence[Tensor], held: Sequence[HeldTensor]) -> Found:
+    """What differs between two versions of tensors on one device."""
+    new = [tensor.detach() for tensor in all_new]
+    shards, shapes = [one.shard for one in held], [one.global_shape for one in held]
+    limits = [_most_listed(tensor) for tensor in new]
+    with torch.no_grad():
+        positions, values, num_changed, sums = ops.find_changes(new, base, shards, shapes, limits)
+    counts, (old_sums, new_sums) = num_changed.tolist(), sums.tolist()
+    are_whole = [count > limit for count, limit in zip(counts, limits, strict=True)]
+    counts = [0 if is_whole else count for count, is_whole in zip(counts, are_whole, strict=True)]
+    whole = {}
+    for at, is_whole in enumerate(are_whole):
+        if is_whole:
+            whole[at] = _host_copy(new[at])
+            old_sums[at], new_sums[at] = _sum_of(base[at], held[at]), _sum_of(new[at], held[at])
+    return Found(counts, positions.cpu(), values.cpu(), whole, old_sums, new_sums)
 
 
 class KeptHashes:

@@ -29,6 +29,7 @@ from torchtitan_ext import _core
 NOTE = "torchtitan_ext.delta"
 _FORMAT = 1
 _SUMS = ("before", "replaced", "after")
+_BLOCK_POSITIONS = 65_536
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,25 @@ class SavedPart:
         """The positions of its elements. Raises ValueError where blocks and offsets are damaged."""
         return _core.PositionBlocks(self.blocks, self.offsets).decode()
 
+    def within(self, first: int, last: int) -> SavedPart:
+        """Without the blocks that have no positions from ``first`` to ``last``; a part that gives a box is itself."""
+        if self.box is not None or self.blocks.size == 0:
+            return self
+        pairs = self.blocks.reshape(-1, 2)
+        wanted = (first // _BLOCK_POSITIONS, last // _BLOCK_POSITIONS + 1)
+        begin, end = np.searchsorted(pairs[:, 0], wanted)
+        counts = pairs[:, 1].astype(np.int64)
+        in_offsets, in_values = (
+            np.concatenate([[0], np.cumsum(of_block)]) for of_block in (np.maximum(counts, 1), np.abs(counts))
+        )
+        item_bytes = self.values.size // in_values[-1]
+        return SavedPart(
+            None,
+            pairs[begin:end].reshape(-1),
+            self.offsets[in_offsets[begin] : in_offsets[end]],
+            self.values[item_bytes * in_values[begin] : item_bytes * in_values[end]],
+        )
+
 
 @dataclass(frozen=True)
 class SavedChanges:
@@ -85,6 +105,11 @@ class SavedChanges:
     totals: Mapping[str, TensorTotals]
     parts: Mapping[str, Sequence[SavedPart]]
     digest: str
+
+    @property
+    def changed_keys(self) -> tuple[str, ...]:
+        """The tensors that have changed."""
+        return tuple(fqn for fqn, total in self.totals.items() if total.count > 0)
 
     @property
     def num_changed(self) -> int:

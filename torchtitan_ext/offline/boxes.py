@@ -16,12 +16,14 @@ from torchtitan_ext.checkpoint.planners.saved_chunks import SavedChunks
 from torchtitan_ext.checkpoint.rules.casts import is_exact
 from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError, WrongValueError
 from torchtitan_ext.layout.dtensor import local_view
+from torchtitan_ext.layout.layout import Chunk, LocalShard
 from torchtitan_ext.layout.wrapper import dense_values
 from torchtitan_ext.offline.sources import FileSource, MappedFiles, read_record
 from torchtitan_ext.state.plain_value import read_value
 from torchtitan_ext.storage.checkpoint_files import Record
 from torchtitan_ext.storage.native.read_batch import Copy, add_box
 from torchtitan_ext.storage.raw_tensor import DTYPES, NAMES
+from torchtitan_ext.transfer.changes import HeldTensor
 from torchtitan_ext.transforms.mapped_reads import MappedReads
 
 _Target = TypeVar("_Target")
@@ -70,6 +72,12 @@ def chunks_of(tensors: Mapping[str, TensorStorageMetadata]) -> list[Piece]:
 def whole(fqn: str, dtype: torch.dtype, shape: Sequence[int]) -> Piece:
     """The box that is the whole tensor."""
     return Piece(fqn, dtype, (0,) * len(shape), tuple(shape))
+
+
+def held_piece(key: str, piece: Piece, shape: Sequence[int]) -> HeldTensor:
+    """A box as the part of a tensor that a rank would hold, under the tensor's new name."""
+    chunk = Chunk(piece.offsets, piece.sizes, (0,) * len(piece.sizes))
+    return HeldTensor(key, LocalShard(piece.sizes, (chunk,)), tuple(shape), None)
 
 
 def cut(piece: Piece, max_bytes: int) -> Iterator[Piece]:

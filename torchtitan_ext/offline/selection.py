@@ -122,7 +122,7 @@ class SelectedKeys:
         tensors = {key: fqn for key, fqn in self.fqns.items() if isinstance(entries[fqn], TensorStorageMetadata)}
         saved = {key: self.reader.entry(fqn) for key, fqn in tensors.items()}
         self.values = [key for key in self.fqns if key not in saved]
-        _check_plain(source, {tensors[key]: entry for key, entry in saved.items()})
+        check_plain(source, {tensors[key]: entry for key, entry in saved.items()})
         self.dtype = dtype
         self.tensors = {key: _in_dtype(entry, dtype) for key, entry in saved.items()}
         kinds = {key: entry.properties.dtype for key, entry in saved.items()}
@@ -150,7 +150,12 @@ def _in_dtype(entry: TensorStorageMetadata, dtype: torch.dtype | None) -> Tensor
     return replace(entry, properties=replace(entry.properties, dtype=dtype))
 
 
-def _check_plain(source: FileSource, tensors: Mapping[str, TensorStorageMetadata]) -> None:
+def check_plain(source: FileSource, tensors: Mapping[str, TensorStorageMetadata]) -> None:
+    """Refuses tensors whose bytes in the files are not their elements, one behind the other.
+
+    Raises:
+        LayoutError: A tensor is a subclass, quantised or sparse.
+    """
     chunks = chunks_of(tensors)
     records = records_of(source, chunks)
     odd = dict.fromkeys(chunk.fqn for chunk, record in zip(chunks, records, strict=True) if record.tensor is None)

@@ -29,12 +29,15 @@ from torchtitan_ext.cli.output import (
     print_line,
     print_problem,
     print_table,
+    text_of_bytes,
 )
 from torchtitan_ext.cli.pictures import plotter, say_written
+from torchtitan_ext.errors import named
 from torchtitan_ext.storage.checkpoint_files import thread_count_of
 from torchtitan_ext.storage.progress import progress
 
 if TYPE_CHECKING:
+    from torchtitan_ext.offline.compare.delta_file import DeltaReport
     from torchtitan_ext.offline.compare.diff import Difference, DifferenceMap, DiffReport, ValueDifference
 
 
@@ -49,9 +52,11 @@ def run(
     ] = 0.0,
     atol: Annotated[float, typer.Option(metavar="X", show_default=False, help="The same.", min=0.0)] = 0.0,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw where the first such tensor differs.")] = None,
-    read: Annotated[
-        bool, typer.Option("--read", help="Read tensors even if both saves have stored fingerprints.")
-    ] = False,
+    delta: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write what turns A into B; --versions 1:2 numbers them.")
+    ] = None,
+    versions: Annotated[str | None, typer.Option(hidden=True)] = None,  # of --delta, where A and B are no steps
+    read: Annotated[bool, typer.Option("--read", help="Read tensors with stored fingerprints too.")] = False,
     transform: TransformFile = None,
     max_memory: Annotated[str, typer.Option(metavar="BYTES", help="The memory, beside Python and torch.")] = "256MB",
     unsafe_unpickle: UnsafeUnpickle = False,
@@ -63,11 +68,16 @@ def run(
     """
     if plot is not None:
         plotter(plot)  # refuses wrong usage before the checkpoints are read
+    if versions is not None and delta is None:
+        raise typer.BadParameter("is for --delta", param_hint="--versions")
     with refusing_wrong_usage():
         one, other = (lazy.sources.open_source(path, weights_only=not unsafe_unpickle) for path in (a, b))
         one = transformed(one, transform)
         selection = lazy.selection.Selection(tuple(only or ()), prefix)
         tolerance = lazy.diff.Tolerance(rtol, atol)
+        if delta is not None:
+            numbers = lazy.delta_file.versions_of(one, other, versions)
+            lazy.delta_file.check_carried(one, other, selection)
         total_bytes = partial(lazy.diff.num_bytes_to_read, one, other, selection, read=read)
         with progress("diff", is_coordinator=True, total_bytes=total_bytes) as on_bytes:
             report = lazy.diff.diff(
@@ -81,6 +91,17 @@ def run(
                 read=read,
                 progress=on_bytes,
             )
+        written = None
+        if delta is not None:
+            written = lazy.delta_file.write_delta(
+                one,
+                other,
+                report,
+                delta,
+                versions=numbers,
+                selection=selection,
+                max_bytes=amount_of(max_memory),
+            )
     if plot is not None:
         _plot(
             plot,
@@ -88,9 +109,11 @@ def run(
             lambda key: lazy.diff.map_differences(one, other, key, selection=selection, tolerance=tolerance),
         )
     if json:
-        print_json(_as_json(report))
+        print_json({**_as_json(report), "delta": None if written is None else dataclasses.asdict(written)})
     else:
         _print(report)
+        if written is not None:
+            _print_delta(delta, written)
     if report.differences:
         raise typer.Exit(DIFFERS)
 
@@ -127,6 +150,14 @@ def _print(report: DiffReport) -> None:
     if report.num_unread:
         tensors = count_of(report.num_unread, "tensor")
         print_line(f"{tensors} compared by the fingerprints of the saves, unread; --read reads them")
+
+
+def _print_delta(path: Path | None, written: DeltaReport) -> None:
+    elements, size = count_of(written.num_changed, "changed element"), text_of_bytes(written.num_bytes)
+    print_line(f"{path}: version {written.base_version} to {written.version}, {elements}, {size}")
+    if written.not_carried:
+        names = named(written.not_carried)
+        print_line(f"not carried, since changes have tensors only: {names}")
 
 
 def _row(found: Difference) -> tuple[str, str, str, str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
@@ -21,7 +21,7 @@ from torchtitan_ext import _core
 from torchtitan_ext.errors import CheckpointReadError
 from torchtitan_ext.layout.dtensor import as_bytes
 from torchtitan_ext.offline.boxes import BoxReader, Piece, cut, whole
-from torchtitan_ext.offline.compare.fingerprints import fingerprint_tensors, stored_sums
+from torchtitan_ext.offline.compare.fingerprints import stored_sums, sum_tensors
 from torchtitan_ext.offline.selection import Selection
 from torchtitan_ext.offline.sources import DcpSource, FileSource
 from torchtitan_ext.state.value_digest import digest_value
@@ -84,11 +84,13 @@ class DiffReport:
     Attributes:
         num_equal: The number of keys that both have with equal contents.
         num_unread: The number of tensors that were compared by the fingerprints of both saves alone.
+        totals: The sums of all elements of each pair of tensors that were compared, in A and in B, modulo 2^64.
     """
 
     differences: tuple[Difference, ...]
     num_equal: int
     num_unread: int = 0
+    totals: Mapping[str, tuple[int, int]] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ def diff(
     """
     chosen = selection or Selection()
     chosen.check_finds(a, b)
-    sides = one, other = _Side(a, chosen), _Side(b, chosen)
+    sides = one, other = Side(a, chosen), Side(b, chosen)
     differences = [Difference(key, "only_in_a", a=one.described(key)) for key in one.fqns.keys() - other.fqns.keys()]
     differences += [Difference(key, "only_in_b", b=other.described(key)) for key in other.fqns.keys() - one.fqns.keys()]
     both = sorted(one.fqns.keys() & other.fqns.keys())
@@ -138,19 +140,20 @@ def diff(
         found = _differs_by_metadata(key, one, other)
         if found is not None:
             differences.append(found)
-        elif isinstance(one.entry(key), TensorStorageMetadata):
+        elif one.has_tensor(key):
             tensors.append(key)
     bounds = {"max_bytes": max_bytes, "num_threads": num_threads}
     fqns = [[side.fqns[key] for key in tensors] for side in sides]
     stored = [{} if read else stored_sums(side.source, named) for side, named in zip(sides, fqns, strict=True)]
-    digests_a, digests_b = (
-        fingerprint_tensors(side.source, named, progress=progress, stored=known, **bounds)
+    sums_a, sums_b = (
+        sum_tensors(side.source, named, progress=progress, stored=known, **bounds)
         for side, named, known in zip(sides, fqns, stored, strict=True)
     )
     num_unread = sum(a in stored[0] and b in stored[1] for a, b in zip(*fqns, strict=True))
     limit = tolerance or Tolerance()
-    for key in tensors:
-        if digests_a[one.fqns[key]] == digests_b[other.fqns[key]]:
+    totals = {key: (sums_a[one.fqns[key]], sums_b[other.fqns[key]]) for key in tensors}
+    for key, (total_a, total_b) in totals.items():
+        if total_a == total_b:
             continue
         found = Difference(key, "values", one.described(key), other.described(key))
         if values or not limit.is_exact:
@@ -161,7 +164,7 @@ def diff(
         differences.append(found)
     ordered = tuple(sorted(differences, key=lambda difference: difference.key))
     num_equal = len(both) - sum(found.kind not in ("only_in_a", "only_in_b") for found in ordered)
-    return DiffReport(ordered, num_equal, num_unread)
+    return DiffReport(ordered, num_equal, num_unread, totals)
 
 
 def map_differences(
@@ -174,9 +177,9 @@ def map_differences(
     max_bytes: int = 256 << 20,
 ) -> DifferenceMap:
     """Where a tensor differs whose values ``diff`` found to differ. The arguments are those of ``diff``."""
-    one, other = (_Side(source, selection or Selection()) for source in (a, b))
+    one, other = (Side(source, selection or Selection()) for source in (a, b))
     found = DifferenceMap(one.shape(key))
-    for piece, *pair in _pieces(key, one, other, max_bytes):
+    for piece, *pair in pieces_of(key, one, other, max_bytes):
         flat_a, flat_b = (tensor.view(-1) for tensor in pair)
         found.add(piece.offsets, piece.sizes, _positions_apart(flat_a, flat_b, tolerance or Tolerance()))
     return found
@@ -236,7 +239,7 @@ def num_bytes_to_read(a: FileSource, b: FileSource, selection: Selection | None 
     return num_bytes
 
 
-class _Side:
+class Side:
     """One of the two checkpoints, and its names for the keys that are compared."""
 
     def __init__(self, source: FileSource, selection: Selection) -> None:
@@ -246,6 +249,9 @@ class _Side:
 
     def entry(self, key: str) -> Any:
         return self.source.metadata.state_dict_metadata[self.fqns[key]]
+
+    def has_tensor(self, key: str) -> bool:
+        return isinstance(self.entry(key), TensorStorageMetadata)
 
     def shape(self, key: str) -> tuple[int, ...]:
         return tuple(self.reader.entry(self.fqns[key]).size)
@@ -279,13 +285,13 @@ def _part_from(text: str, begin: int) -> str:
     return f"{'...' if begin else ''}{text[begin:end]}{'...' if end < len(text) else ''}"
 
 
-def _measure(key: str, one: _Side, other: _Side, tolerance: Tolerance, max_bytes: int) -> ValueDifference | None:
+def _measure(key: str, one: Side, other: Side, tolerance: Tolerance, max_bytes: int) -> ValueDifference | None:
     """How far two tensors are apart; ``None`` if no element differs by more than the tolerance."""
     num_different = 0
     first: tuple[tuple[int, ...], Any, Any] | None = None
     max_abs: list[float] = []
     max_rel: list[float] = []
-    for piece, *pair in _pieces(key, one, other, max_bytes):
+    for piece, *pair in pieces_of(key, one, other, max_bytes):
         flat_a, flat_b = (tensor.view(-1) for tensor in pair)
         positions = _positions_apart(flat_a, flat_b, tolerance)
         if positions.numel() == 0:
@@ -306,12 +312,18 @@ def _measure(key: str, one: _Side, other: _Side, tolerance: Tolerance, max_bytes
     return ValueDifference(num_different, math.prod(one.shape(key)), *first, max(max_abs), max(max_rel))
 
 
-def _pieces(key: str, one: _Side, other: _Side, max_bytes: int) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor]]:
-    """The pieces of two tensors, valid until the next ones are asked for."""
+def pieces_of(
+    key: str, one: Side, other: Side, max_bytes: int, bytes_per_element: int = _BYTES_PER_DIFFERENT
+) -> Iterator[tuple[Piece, torch.Tensor, torch.Tensor]]:
+    """The pieces of two tensors, in row-major order; the tensors are valid until the next ones are asked for.
+
+    Args:
+        bytes_per_element: What the caller needs for an element of a piece, beside the elements and a mask of them.
+    """
     dtype, shape = one.entry(key).properties.dtype, one.shape(key)
     # Both pieces, copies of what differs, and the bits of a comparison of all bytes.
     # Allocators keep as much again: half of the memory is left to them.
-    num_elements = max(max_bytes // 2 // (5 * dtype.itemsize + _BYTES_PER_DIFFERENT), 1)
+    num_elements = max(max_bytes // 2 // (5 * dtype.itemsize + bytes_per_element), 1)
     batches = []
     for side in (one, other):
         pieces = cut(whole(side.fqns[key], dtype, shape), num_elements * dtype.itemsize)
@@ -321,7 +333,7 @@ def _pieces(key: str, one: _Side, other: _Side, max_bytes: int) -> Iterator[tupl
             yield piece, a, b
 
 
-def _differs_by_metadata(key: str, a: _Side, b: _Side) -> Difference | None:
+def _differs_by_metadata(key: str, a: Side, b: Side) -> Difference | None:
     """How a key differs in type, dtype, shape, or as a value that is no tensor; ``None`` if it does not."""
     one, other = a.entry(key), b.entry(key)
     kind: DifferenceKind | None = None
@@ -337,7 +349,7 @@ def _differs_by_metadata(key: str, a: _Side, b: _Side) -> Difference | None:
     return None if kind is None else Difference(key, kind, *_parts_around(a.text(key), b.text(key)))
 
 
-def _compare_values(key: str, a: _Side, b: _Side) -> DifferenceKind | None:
+def _compare_values(key: str, a: Side, b: Side) -> DifferenceKind | None:
     try:
         return None if digest_value(a.value(key)) == digest_value(b.value(key)) else "values"
     except CheckpointReadError:

@@ -122,6 +122,28 @@ def fingerprint_tensors(
 ) -> dict[str, str]:
     """The digest of each tensor, equal to the one that ``tte.fingerprint`` gives it in a state dict.
 
+    The arguments are those of ``sum_tensors``.
+    """
+    sums = sum_tensors(source, fqns, max_bytes=max_bytes, num_threads=num_threads, progress=progress, stored=stored)
+    entries = {fqn: source.metadata.state_dict_metadata[fqn] for fqn in sums}
+    return {
+        fqn: hex_of_digest(sums[fqn], str(entry.properties.dtype), tuple(entry.size))
+        for fqn, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def sum_tensors(
+    source: FileSource,
+    fqns: Iterable[str],
+    *,
+    max_bytes: int,
+    num_threads: int,
+    progress: OnBytes = lambda _: None,
+    stored: Mapping[str, ChunkSums] | None = None,
+) -> dict[str, int]:
+    """The sum over all elements of each tensor, modulo 2^64.
+
     Args:
         max_bytes: The bytes that all threads hold together; fewer threads run if this is little.
         stored: Sums that are taken as they are; these tensors are not read.
@@ -129,18 +151,13 @@ def fingerprint_tensors(
     sums = dict(stored or {})
     unread = [fqn for fqn in fqns if fqn not in sums]
     sums |= sum_chunks(source, unread, max_bytes=max_bytes, num_threads=num_threads, progress=progress)
-    entries = {fqn: source.metadata.state_dict_metadata[fqn] for fqn in sums}
-    return {
-        fqn: hex_of_digest(sum(sums[fqn].values()), str(entry.properties.dtype), tuple(entry.size))
-        for fqn, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+    return {fqn: sum(of_chunks.values()) % 2**64 for fqn, of_chunks in sums.items()}
 
 
 def sum_chunks(
     source: FileSource, fqns: Iterable[str], *, max_bytes: int, num_threads: int, progress: OnBytes = lambda _: None
 ) -> dict[str, ChunkSums]:
-    """Reads tensors, and sums each of their chunks. The arguments are those of ``fingerprint_tensors``."""
+    """Reads tensors, and sums each of their chunks. The arguments are those of ``sum_tensors``."""
     reader = BoxReader(source)
     entries = {fqn: reader.entry(fqn) for fqn in fqns}
     sums: dict[str, ChunkSums] = {fqn: {} for fqn in entries}

@@ -18,6 +18,7 @@ from torchtitan_ext.checkpoint.tables.key_table import Box
 from torchtitan_ext.layout.layout import local_shards
 from torchtitan_ext.offline.boxes import Piece, cut
 from torchtitan_ext.offline.placement_rules import DimOf, Placed, PlacementRules
+from torchtitan_ext.offline.rewrite.changes import ROOM_FOR_CHANGES, ChangeChain, ReplacedSums
 from torchtitan_ext.offline.rewrite.targets import refuse_existing
 from torchtitan_ext.offline.selection import SelectedKeys, Selection
 from torchtitan_ext.offline.sources import FileSource
@@ -35,12 +36,16 @@ class ReshardReport:
     Attributes:
         num_bytes: Size of all tensors in bytes.
         assumed: Tensors for which nothing says how ``tp`` cuts them; dim 0 of these matrices was cut.
+        num_changed: Elements that ``changes`` replaced, those of each file counted.
+        version: What the changes led to; ``None`` without any.
     """
 
     num_ranks: int
     num_keys: int
     num_bytes: int
     assumed: tuple[str, ...]
+    num_changed: int = 0
+    version: int | None = None
 
 
 def reshard(
@@ -51,6 +56,8 @@ def reshard(
     rules: Mapping[str, DimOf] | None = None,
     selection: Selection | None = None,
     dtype: torch.dtype | None = None,
+    changes: Sequence[str | os.PathLike[str]] = (),
+    base_version: int | None = None,
     overwrite: bool = False,
     sync: bool = True,
     max_bytes: int = 1 << 30,
@@ -63,6 +70,10 @@ def reshard(
         mesh: Size of each axis by name, for example ``{"dp_shard": 4, "tp": 2}``; without it one rank writes all.
         rules: The dims that axes cut where the checkpoint does not say it; see ``PlacementRules``.
         dtype: The dtype that floating-point tensors get; by default they keep theirs.
+        changes: Files of ``tte.delta``, in the order of their versions: the new checkpoint has what they lead to. The
+            old bits of each element that a file replaces are compared before anything is committed. Values that are
+            no tensors stay what they are.
+        base_version: The version of the source; by default its step, if its name has one.
         max_bytes: The bytes of the checkpoint that all processes together hold at a time.
         num_processes: By default one per core. Must be 1 in a process that uses CUDA or a process group.
         progress: Called with the bytes of tensors that were written.
@@ -72,42 +83,58 @@ def reshard(
         DamagedCheckpointError: Bytes of the source are not those that were saved.
         LayoutError: Tensors are no plain memory, or rules apply to no tensor.
         ValueError: The mesh or the rules do not fit.
+        WrongBaseError: The source is not the base of the changes, or a version between them is missing.
+        StateRefusedError: (a subclass) The changes are of tensors that the source lacks, or of other shapes or dtypes.
         OSError: A file cannot be read or written.
     """
     refuse_existing(Path(target), overwrite)
     placements = None if mesh is None else PlacementRules(mesh, rules, metadata=source.metadata)
     keys = SelectedKeys(source, selection or Selection(), dtype)
     plan = MeshPlan(keys, placements)
-    write_checkpoint(plan, target, keys.divide(max_bytes, num_processes), progress, sync=sync)
-    return ReshardReport(plan.num_ranks, len(keys.fqns), keys.num_bytes, tuple(plan.assumed))
+    chain = ChangeChain(changes, keys, selection or Selection(), base_version)
+    shares = keys.divide(max_bytes // ROOM_FOR_CHANGES if changes else max_bytes, num_processes)
+    write_checkpoint(plan, target, shares, progress, sync=sync, chain=chain)
+    assumed = tuple(plan.assumed)
+    return ReshardReport(plan.num_ranks, len(keys.fqns), keys.num_bytes, assumed, chain.num_changed, chain.version)
 
 
 def write_checkpoint(
-    plan: MeshPlan, target: str | os.PathLike[str], shares: Shares, progress: OnBytes, *, sync: bool = True
+    plan: MeshPlan,
+    target: str | os.PathLike[str],
+    shares: Shares,
+    progress: OnBytes,
+    *,
+    sync: bool = True,
+    chain: ChangeChain | None = None,
 ) -> None:
-    """Writes the files of the plan's ranks and commits them together."""
+    """Writes the files of the plan's ranks, with changes, and commits them together if these fit."""
     writer = FileWriter(target, sync=sync)
     writer.set_up_storage_writer(True, rank=0)
     writer.prepare_global_plan([SavePlan([])])
     try:
         place = find_place(Path(target), 0, is_own=False)
 
-        def write(rank: int, on_bytes: OnBytes) -> _core.RankFile | None:
+        def write(rank: int, on_bytes: OnBytes) -> tuple[_core.RankFile | None, ReplacedSums]:
+            replaced = ReplacedSums()
             parts, values = list(plan.parts_of(rank, shares.part_bytes)), plan.values_of(rank)
             if not parts and not values:
-                return None
+                return None, replaced
             file = RankFileWriter(place, rank, num_threads=shares.num_threads, sync=sync)
             for key in values:
                 content = plan.keys.source.value_record(plan.keys.fqns[key])  # must live until it is written
                 file.add_value(key, content)
                 file.write()
             for batch in plan.keys.reader.read_batches(parts, shares.part_bytes):
+                if chain is not None:
+                    replaced.update(chain.apply((part.key, part.piece, tensor) for tensor, part in batch))
                 _write_parts(file, batch)
                 on_bytes(sum(tensor.nbytes for tensor, _ in batch))
-            return file.finish()
+            return file.finish(), replaced
 
-        files = run_tasks(write, plan.num_ranks, shares.num_processes, progress)
-        writer.finish(plan.metadata(), files)
+        written = run_tasks(write, plan.num_ranks, shares.num_processes, progress)
+        if chain is not None:
+            chain.check(replaced for _, replaced in written)
+        writer.finish(plan.metadata(), [file for file, _ in written])
     finally:
         writer.abandon()
 
@@ -125,12 +152,13 @@ def _write_parts(file: RankFileWriter, batch: Sequence[tuple[torch.Tensor, _Part
 class _Part(NamedTuple):
     """A part of a chunk that a rank writes: number ``position`` in the chunk list of the new tensor ``key``.
 
-    ``chunk`` is its box under the tensor's name in the source.
+    ``chunk`` is its box under the tensor's name in the source, ``piece`` the part of it.
     """
 
     key: str
     position: int
     chunk: Piece
+    piece: Piece
     is_first: bool
     is_last: bool
 
@@ -188,7 +216,7 @@ class MeshPlan:
                     chunk = Piece(self.keys.fqns[key], entry.properties.dtype, *of_key.boxes[position])
                     pieces = list(cut(chunk, max_bytes)) or [chunk]
                     for piece in pieces:
-                        yield piece, _Part(key, position, chunk, piece is pieces[0], piece is pieces[-1])
+                        yield piece, _Part(key, position, chunk, piece, piece is pieces[0], piece is pieces[-1])
 
     def values_of(self, rank: int) -> list[str]:
         """The keys of the values that a rank writes."""

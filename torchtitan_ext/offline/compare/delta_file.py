@@ -1,0 +1,204 @@
+"""What turns one checkpoint into another, as a file of changes (``tte.delta``)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan_ext.delta.files import parts_of
+from torchtitan_ext.delta.kept import find_between
+from torchtitan_ext.delta.saved_changes import NOTE, TensorTotals, encode_note, part_names
+from torchtitan_ext.errors import DamagedCheckpointError, Problem, ProblemKind, WrongValueError, refusal
+from torchtitan_ext.offline.boxes import held_piece
+from torchtitan_ext.offline.compare.diff import DifferenceKind, DiffReport, Side, pieces_of
+from torchtitan_ext.offline.selection import Selection, check_plain
+from torchtitan_ext.offline.sources import FileSource
+from torchtitan_ext.storage.commit.staged_target import staged_target, take_place
+from torchtitan_ext.storage.commit.steps import step_of
+from torchtitan_ext.storage.formats.safetensors_spool import SafetensorsSpool
+from torchtitan_ext.storage.raw_tensor import dtype_name
+from torchtitan_ext.transfer.changes import Changes
+
+# For each element that differs: its position, its place in a block, and both again while they are put together.
+_BYTES_PER_CHANGED = 20
+
+_PROBLEMS: dict[DifferenceKind, tuple[ProblemKind, str]] = {
+    "only_in_a": ("unexpected_key", "is a tensor of A only"),
+    "only_in_b": ("missing_key", "is a tensor of B only"),
+    "type": ("wrong_type", "is a tensor on one side only"),
+    "shape": ("wrong_shape", "has another shape in B"),
+    "dtype": ("wrong_dtype", "has another dtype in B"),
+}
+
+
+@dataclass(frozen=True)
+class DeltaReport:
+    """What was written.
+
+    Attributes:
+        num_changed: Elements that the file has new bits for.
+        num_bytes: The size of the file.
+        not_carried: Keys of values that are no tensors and differ: a file of changes has tensors only.
+    """
+
+    base_version: int
+    version: int
+    num_changed: int
+    num_bytes: int
+    not_carried: tuple[str, ...]
+
+
+def versions_of(a: FileSource, b: FileSource, given: str | None) -> tuple[int, int]:
+    """The versions of two checkpoints: their steps, or as given, ``100:200``.
+
+    Raises:
+        WrongValueError: They are not known, or do not grow.
+    """
+    if given is not None:
+        parts = given.split(":")
+        if len(parts) != 2 or not all(part.isdecimal() and part.isascii() for part in parts):
+            raise WrongValueError(f"got {given!r}, expected two numbers such as 100:200", "versions")
+        found: list[int | None] = [int(part) for part in parts]
+    else:
+        found = [step_of(source.path) for source in (a, b)]
+    base_version, version = found
+    if base_version is None or version is None:
+        nameless = a.path if base_version is None else b.path
+        raise WrongValueError(f"{nameless} is not named after a step, expected both versions, as 100:200", "versions")
+    if version <= base_version:
+        text = f"got the versions {base_version} and {version}, expected that the second is larger"
+        raise WrongValueError(text, "versions")
+    return base_version, version
+
+
+def check_carried(a: FileSource, b: FileSource, selection: Selection | None = None) -> None:
+    """Refuses tensors that a file of changes cannot turn into those of B. Reads metadata only.
+
+    Raises:
+        StateRefusedError: (a subclass) Tensors that one side lacks, or of other shapes or dtypes; tensors that are no
+            plain memory.
+    """
+    chosen = selection or Selection()
+    one, other = Side(a, chosen), Side(b, chosen)
+    problems = []
+    for key in sorted(one.fqns.keys() | other.fqns.keys()):
+        kind = _kind_of_difference(key, one, other)
+        if kind is not None:
+            problem, what = _PROBLEMS[kind]
+            problems.append(Problem(problem, key, f"{what}, and changes are of tensors that both have; leave it out"))
+    if problems:
+        raise refusal("delta", problems)
+    for side in (one, other):
+        tensors = {fqn: side.entry(key) for key, fqn in side.fqns.items() if side.has_tensor(key)}
+        check_plain(side.source, tensors)
+
+
+def write_delta(
+    a: FileSource,
+    b: FileSource,
+    report: DiffReport,
+    path: str | os.PathLike[str],
+    *,
+    versions: tuple[int, int],
+    selection: Selection | None = None,
+    max_bytes: int = 256 << 20,
+) -> DeltaReport:
+    """Writes the changes that lead from A to B, by bits, into a file that appears when it is whole.
+
+    An existing file is replaced. Reads the tensors that differ once more, side by side; what has changed waits in a
+    file without a name beside ``path``.
+
+    Args:
+        report: What ``diff`` gave for both, with the same selection.
+        versions: Of A and of B.
+        max_bytes: The bytes of tensors and changes that are held at a time.
+
+    Raises:
+        StateRefusedError: (a subclass) As ``check_carried``.
+        DamagedCheckpointError: A tensor is not what its fingerprint says.
+        OSError: A file cannot be read or written.
+    """
+    check_carried(a, b, selection)
+    chosen, target = selection or Selection(), Path(path)
+    one, other = Side(a, chosen), Side(b, chosen)
+    for source in (a, b):
+        if target.exists() and target.samefile(source.path):
+            raise WrongValueError(f"{target} is one of the two checkpoints, expected another file", "delta")
+    base_version, version = versions
+    totals = {}
+    with staged_target(target, take_place) as staged, SafetensorsSpool(staged.parent) as spool:
+        for key, (before, after) in report.totals.items():
+            totals[key] = _Tensor(key, one, other, before, after).add_to(spool, max_bytes)
+        num_bytes = spool.write(staged, {NOTE: encode_note(base_version, version, totals)})
+    not_carried = tuple(found.key for found in report.differences if found.key not in totals)
+    return DeltaReport(base_version, version, sum(of.count for of in totals.values()), num_bytes, not_carried)
+
+
+def _kind_of_difference(key: str, one: Side, other: Side) -> DifferenceKind | None:
+    """How a key differs that is a tensor on some side, by metadata."""
+    is_in_a, is_in_b = (key in side.fqns and side.has_tensor(key) for side in (one, other))
+    if not is_in_a and not is_in_b:
+        return None
+    if key not in other.fqns:
+        return "only_in_a"
+    if key not in one.fqns:
+        return "only_in_b"
+    if not (is_in_a and is_in_b):
+        return "type"
+    if one.shape(key) != other.shape(key):
+        return "shape"
+    return "dtype" if one.entry(key).properties.dtype != other.entry(key).properties.dtype else None
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor of both sides."""
+
+    key: str
+    one: Side
+    other: Side
+    before: int
+    after: int
+
+    def add_to(self, spool: SafetensorsSpool, max_bytes: int) -> TensorTotals:
+        """Adds the tensor's changes to a file. Returns what is noted of it."""
+        boxes: list[tuple[tuple[int, ...], tuple[int, ...]] | None] = []
+        count = replaced = total = 0
+        for changes, old, new in self._changes(max_bytes) if self.before != self.after else ():
+            replaced, total = replaced + old, total + new - old
+            count += changes.num_changed
+            for part in parts_of(changes):
+                names = part_names(self.key, len(boxes), part.box)
+                for name, (dtype, sizes), data in zip(names, part.shapes(), part.data(), strict=True):
+                    spool.add(name, dtype, sizes, data)
+                boxes.append(part.box)
+        if (self.before + total - self.after) % 2**64 != 0:
+            what = "is not what its fingerprint says; --read compares what is there"
+            raise DamagedCheckpointError(f"{self.one.source.path} or {self.other.source.path}: {self.key} {what}")
+        dtype = dtype_name(self.one.entry(self.key).properties.dtype)
+        shape = self.one.shape(self.key)
+        return TensorTotals(dtype, shape, count, self.before, replaced % 2**64, self.after, tuple(boxes))
+
+    def _changes(self, max_bytes: int) -> Iterator[tuple[Changes, int, int]]:
+        """What differs, piece by piece, and the sums of the old and of the new bits."""
+        shape = self.one.shape(self.key)
+        for piece, a, b in pieces_of(self.key, self.one, self.other, max_bytes, _BYTES_PER_CHANGED):
+            held = held_piece(self.key, piece, shape)
+            found = find_between([b], [a], [held])
+            changes = Changes(
+                base_version=0,
+                version=0,
+                tensors=[held],
+                item_bytes=[piece.dtype.itemsize],
+                counts=found.counts,
+                positions=found.positions,
+                values=found.values,
+                whole=found.whole,
+                base=[],
+                before={},
+                replaced={},
+                after={},
+            )
+            yield changes, found.old_sums[0], found.new_sums[0]

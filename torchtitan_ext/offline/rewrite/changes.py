@@ -1,0 +1,120 @@
+"""Changes of files (``tte.delta``), one after the other, onto the tensors of a checkpoint while these are copied."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from torchtitan_ext.delta.files import open_proved
+from torchtitan_ext.delta.replacement import OTHER_BITS, Replacement, why_unfit
+from torchtitan_ext.delta.saved_changes import SavedChanges
+from torchtitan_ext.errors import Problem, WrongValueError, refusal
+from torchtitan_ext.offline.boxes import Piece, held_piece
+from torchtitan_ext.offline.selection import SelectedKeys, Selection
+from torchtitan_ext.storage.commit.steps import step_of
+from torchtitan_ext.storage.raw_tensor import dtype_name
+
+ReplacedSums = Counter[tuple[int, str]]
+"""The sums of the hashes of the old bits that were replaced, by the number of the file and the key."""
+
+ROOM_FOR_CHANGES = 5
+"""A piece and its changes take at most this many times the memory of the piece."""
+
+
+class ChangeChain:
+    """Changes of several files for the tensors of one checkpoint.
+
+    Args:
+        paths: The files, in the order of their versions.
+        selection: That of ``keys``; changes of tensors that it leaves out are passed over.
+        base_version: Of the checkpoint; by default the step that it is named after, and unknown without one.
+
+    Attributes:
+        version: What the checkpoint is after the changes; ``None`` without any.
+        num_changed: Elements that the files replace, those of each file counted.
+
+    Raises:
+        DamagedCheckpointError: A file is no file of changes, or damaged.
+        WrongBaseError: A version is missing between the checkpoint and the files, or they are in another order.
+        StateRefusedError: (a subclass) Changed tensors are missing, or have other shapes or dtypes.
+        WrongValueError: Tensors are cast on the way.
+        OSError: A file cannot be read.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str | os.PathLike[str]],
+        keys: SelectedKeys,
+        selection: Selection,
+        base_version: int | None = None,
+    ) -> None:
+        if paths and keys.cast:
+            raise WrongValueError(f"got {keys.dtype} beside changes, which are for tensors as they are", "dtype")
+        self._chain = [open_proved(Path(path)) for path in paths]
+        self._keys = keys
+        self._parent = os.getpid()
+        left_out = Selection((), selection.prefix).keys_of(keys.source).keys() - keys.fqns.keys()
+        kinds = {key: {(dtype_name(entry.properties.dtype), tuple(entry.size))} for key, entry in keys.tensors.items()}
+        version = step_of(keys.source.path) if base_version is None else base_version
+        problems = []
+        for saved in self._chain:
+            if version is not None and saved.base_version != version:
+                what = f"leads from version {saved.base_version} to {saved.version}, and the tensors are of version "
+                advice = (
+                    f"; give before it what leads from {version} to {saved.base_version}"
+                    if version < saved.base_version
+                    else "; give the files in the order of their versions"
+                )
+                problems.append(Problem("other_base", saved.path, f"{what}{version} then", advice))
+            version = saved.version
+        for saved in self._chain if not problems else ():
+            problems += why_unfit(saved, kinds, left_out=left_out, nowhere="the checkpoint has no such tensor")
+        if problems:
+            raise refusal("reshard", problems)
+        self.version = version if self._chain else None
+        self.num_changed = sum(saved.totals[key].count for saved in self._chain for key in self._changed_keys(saved))
+
+    def apply(self, pieces: Iterable[tuple[str, Piece, torch.Tensor]]) -> ReplacedSums:
+        """Applies the changes to boxes of tensors, in place.
+
+        Args:
+            pieces: The new name of the tensor, the box, and its elements.
+        """
+        if os.getpid() != self._parent:
+            torch.set_num_threads(1)  # threads that the parent has started do not live here
+        sums = ReplacedSums()
+        filled = [one for one in pieces if 0 not in one[1].sizes]
+        for number, saved in enumerate(self._chain):
+            changed = self._changed_keys(saved)
+            own = [one for one in filled if one[0] in changed]
+            held = [held_piece(key, piece, self._keys.tensors[key].size) for key, piece, _ in own]
+            replacement = Replacement.of(held, [tensor for _, _, tensor in own], saved, saved.totals)
+            for (key, _, _), old in zip(own, replacement.old_sums(), strict=True):
+                sums[number, key] += old
+            replacement.write()
+        return sums
+
+    def check(self, replaced: Iterable[ReplacedSums]) -> None:
+        """Compares what all pieces together had before with what the changes replace.
+
+        Raises:
+            WrongBaseError: Names the tensors whose bits were others, and the file.
+        """
+        found = ReplacedSums()
+        for sums in replaced:
+            found.update(sums)
+        problems = [
+            Problem("other_base", key, f"{OTHER_BITS} ({saved.path})")
+            for number, saved in enumerate(self._chain)
+            for key in self._changed_keys(saved)
+            if (found[number, key] - saved.totals[key].replaced) % 2**64 != 0
+        ]
+        if problems:
+            raise refusal("reshard", problems)
+
+    def _changed_keys(self, saved: SavedChanges) -> dict[str, None]:
+        return {key: None for key in saved.changed_keys if key in self._keys.tensors}
