@@ -428,33 +428,39 @@ std::optional<CoverDefect> proved(const std::string& name, ResolvedTransform& re
   }
 }
 
-void prove(const std::vector<TransformSource>& sources, const std::set<uint32_t>& dropped,
+// Whether each element of a target, or of its scales, comes from one element.
+void prove_filled(const std::vector<TransformSource>& sources, const std::string& name, const TensorMap& map,
+                  const char* whose, ResolvedTransform& resolved) {
+  std::vector<const MapPiece*> pieces;
+  for (const MapPiece& piece : map.pieces) pieces.push_back(&piece);
+  const std::optional<CoverDefect> defect =
+      proved(name, resolved, [&] { return find_defect(map.shape, pieces, kTarget); });
+  if (!defect) return;
+  std::set<std::string> names;
+  for (const size_t piece : defect->chunks) names.insert(sources[pieces[piece]->source].name);
+  const std::vector<std::string> listed(names.begin(), names.end());
+  const std::string text =
+      defect->kind == CoverDefect::Kind::kGap ? "nothing fills element " : "is filled twice at element ";
+  resolved.problems.push_back({name, concat(text, list_text(defect->element), whose, list_text(map.shape),
+                                            listed.empty() ? "" : ", from " + joined(listed))});
+}
+
+void prove(const std::vector<TransformSource>& sources, const std::vector<MappedTensor>& dropped,
            ResolvedTransform& resolved) {
-  std::unordered_map<std::string, size_t> seen;
   std::vector<std::vector<const MapPiece*>> of_source(sources.size());
-  for (const MappedTensor& target : resolved.targets) {
-    if (++seen[target.name] == 2) {
-      resolved.problems.push_back({target.name, "several rules fill it; leave one of them"});
+  for (const std::vector<MappedTensor>& tensors : {std::cref(resolved.targets), std::cref(dropped)}) {
+    for (const MappedTensor& tensor : tensors) {
+      collect(tensor.values, of_source);
+      if (tensor.scales) collect(*tensor.scales, of_source);
     }
+  }
+  for (const MappedTensor& target : resolved.targets) {
     if (target.dtypes.empty()) continue;
-    collect(target.values, of_source);
-    if (target.scales) collect(*target.scales, of_source);
-    std::vector<const MapPiece*> pieces;
-    for (const MapPiece& piece : target.values.pieces) pieces.push_back(&piece);
-    const std::optional<CoverDefect> defect =
-        proved(target.name, resolved, [&] { return find_defect(target.values.shape, pieces, kTarget); });
-    if (!defect) continue;
-    std::set<std::string> names;
-    for (const size_t piece : defect->chunks) names.insert(sources[pieces[piece]->source].name);
-    const std::vector<std::string> listed(names.begin(), names.end());
-    const std::string text =
-        defect->kind == CoverDefect::Kind::kGap ? "nothing fills element " : "is filled twice at element ";
-    resolved.problems.push_back(
-        {target.name, concat(text, list_text(defect->element), " of its shape ", list_text(target.values.shape),
-                             listed.empty() ? "" : ", from " + joined(listed))});
+    prove_filled(sources, target.name, target.values, " of its shape ", resolved);
+    if (target.scales) prove_filled(sources, target.name, *target.scales, " of its scales, for shape ", resolved);
   }
   for (uint32_t source = 0; source < sources.size(); ++source) {
-    if (sources[source].dtype.empty() || dropped.contains(source)) continue;
+    if (sources[source].dtype.empty()) continue;
     const std::optional<CoverDefect> gap = proved(
         sources[source].name, resolved, [&] { return unused_element(sources[source].shape, of_source[source]); });
     if (!gap) continue;
@@ -477,15 +483,16 @@ ResolvedTransform resolve(const std::vector<TransformStage>& stages, const std::
     }
     resolved.targets.push_back(std::move(tensor));
   }
-  std::set<uint32_t> dropped;
+  std::vector<MappedTensor> dropped;
   for (const TransformStage& stage : stages) {
     Stage followed(stage, std::move(resolved.targets), resolved.problems);
-    for (const size_t input : followed.dropped()) {
-      const MappedTensor& tensor = followed.inputs()[input];
-      if (tensor.dtypes.empty()) continue;
-      for (const MapPiece& piece : tensor.values.pieces) dropped.insert(piece.source);
-    }
+    for (const size_t input : followed.dropped()) dropped.push_back(followed.inputs()[input]);
     resolved.targets = followed.take();
+    std::unordered_map<std::string, size_t> seen;
+    for (const MappedTensor& target : resolved.targets) {
+      if (++seen[target.name] == 2)
+        resolved.problems.push_back({target.name, "several rules fill it; leave one of them"});
+    }
     if (!resolved.problems.empty()) return resolved;  // what else is wrong follows from it
   }
   prove(sources, dropped, resolved);

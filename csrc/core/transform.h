@@ -11,8 +11,8 @@
 //
 // A stage is a list of rules and the names that it drops. Stages follow each other: tensors that one gives out are those
 // that the next one takes. `resolve` gives the map of each tensor of the last stage over the tensors of the checkpoint, and
-// proves it: each element of each target comes from one element, each element of each source goes somewhere or its name is
-// dropped. Everything that is wrong is a problem that names keys and boxes; nothing has been read so far.
+// proves it: each element of each target, and of its scales, comes from one element; each element of each source goes
+// somewhere, or into a tensor that is dropped. Everything that is wrong is a problem that names keys and boxes; nothing has been read so far.
 #pragma once
 
 #include <cstdint>

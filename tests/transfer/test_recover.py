@@ -15,12 +15,13 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import torchtitan_ext as tte
 from torchtitan_ext import transfer
-from torchtitan_ext.elastic import ElasticPolicy, RngState, TrainState
+from torchtitan_ext.elastic import ElasticPolicy, Resharded, RngState, TrainState, World
 from torchtitan_ext.errors import (
     LayoutError,
     MissingStateError,
     ReplicaMismatchError,
     StateRefusedError,
+    TransferFailedError,
     WrongArgumentError,
 )
 
@@ -361,3 +362,49 @@ def with_wrong_arguments(rank: int, world_size: int) -> None:
 
 def test_arguments(run_world: Any) -> None:
     run_world(2, with_wrong_arguments)
+
+
+class Counted:
+    """A component whose state cannot be unpickled on rank 1."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+    def reshard(self, saved: Any, old: World, new: World) -> Resharded:
+        return Resharded(saved, "taken")
+
+
+class NotOnRank1:
+    def __reduce__(self) -> Any:
+        return fail_on_rank_1, ()
+
+
+def fail_on_rank_1() -> NotOnRank1:
+    if dist.get_rank() == 1:
+        raise RuntimeError("cannot be made here")
+    return NotOnRank1()
+
+
+def with_other_entries_on_each_rank(rank: int, world_size: int) -> None:
+    given: dict[str, Any] = {"alive": [0, 1], "step": 1, "timeout_seconds": 60}
+    state = {f"stage{1 - rank}": {"w": torch.zeros(3)}}
+    held = {f"stage{rank}": {"w": torch.full((3,), float(rank))}}
+    report = transfer.recover(state, survived=held, **given)
+    assert same_bits(state[f"stage{1 - rank}"]["w"], torch.full((3,), float(1 - rank))), state
+    assert report.bytes_moved == 2 * 12 and not report.checkpoint
+
+    survived = {"counted": Counted(NotOnRank1())} if rank == 0 else None
+    given |= {"alive": [0, None], "step": None if rank else 1}
+    with pytest.raises(TransferFailedError, match="in phase ask: rank 1: RuntimeError: cannot be made here"):
+        transfer.recover({"counted": Counted(0)}, survived=survived, **given)
+
+
+def test_ranks_that_want_other_entries_than_they_hold(run_world: Any) -> None:
+    """As stages of a pipeline do; and what cannot be unpickled on one rank fails on all of them."""
+    run_world(2, with_other_entries_on_each_rank)

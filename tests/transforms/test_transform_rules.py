@@ -121,6 +121,24 @@ def test_a_target_that_two_rules_fill_is_named() -> None:
     assert problem == ("w", "several rules fill it; leave one of them")
 
 
+def test_a_tensor_between_two_stages_that_two_rules_fill_is_named() -> None:
+    twice = Transform([Rule("a", "w"), Rule("b", "w"), Rule("a", "v")]).then(Transform([Rule("*", "*")]))
+    (problem,) = problems_of(twice, [("a", "float32", (2,)), ("b", "float32", (2,))])
+    assert problem == ("w", "several rules fill it; leave one of them")
+
+
+def test_a_tensor_that_a_later_stage_drops_excuses_no_other_elements_of_its_source() -> None:
+    cut = Transform([Rule("w", ["a", "b"], [transforms.split(0, sizes=[1, 3])])])
+    source: Sources = [("w", "float32", (4, 2))]
+    assert problems_of(cut.then(Transform([Rule("b", "b")], drop=["a"])), source) == []
+    rest = Transform([Rule("b", "b", [transforms.slice_dim(0, 0, 2)])], drop=["a"])
+    (problem,) = problems_of(cut.then(rest), source)
+    assert problem == ("w", "its element [3, 0] of shape [4, 2] goes nowhere; use it, or name the key in drop")
+    scaled = Transform([Rule(["w", "s"], "w", [transforms.dequantize([2, 2], dtype="float32")])])
+    dropped = scaled.then(Transform([], drop=["w"]))
+    assert problems_of(dropped, [("w", "float8_e4m3fn", (4, 2)), ("s", "float32", (2, 1))]) == []
+
+
 def test_a_wrong_split_is_named() -> None:
     rule = Rule("qkv.*", ["q.*", "kv.*"], [transforms.split(0, sizes=[8, 4])])
     ((key, detail),) = problems_of(Transform([rule]), [("qkv.0", "float32", (16, 2))])
@@ -161,6 +179,10 @@ def test_scales_must_be_those_of_the_blocks() -> None:
     rule = Rule(["w", "s"], "t", [transforms.dequantize([128, 128], dtype="bfloat16")])
     ((_, detail),) = problems_of(Transform([rule]), [("w", "float8_e4m3fn", (300, 100)), ("s", "float32", (2, 1))])
     assert "scales of shape [2, 1] are not those of blocks [128, 128] of a tensor of shape [300, 100]" in detail
+    scaled = Transform([Rule(["w", "s"], "t", [transforms.dequantize([2, 2], dtype="float32")])])
+    values: Sources = [("w", "float8_e4m3fn", (4, 2)), ("s", "float32", (1, 1))]
+    gap = Transform([Rule("w", "w"), Rule("s", "s", [transforms.place([2, 1], [[0, 0]])])]).then(scaled)
+    assert problems_of(gap, values) == [("t", "nothing fills element [2, 0] of its scales, for shape [4, 2]")]
 
 
 @pytest.mark.parametrize(
@@ -170,6 +192,7 @@ def test_scales_must_be_those_of_the_blocks() -> None:
         ([transforms.concat(0)], "concat has no inverse; give it sizes= or parts="),
         ([transforms.reshape([-1])], "reshape has no inverse; give it was="),
         ([transforms.cast("float32")], "cast has no inverse; give it was="),
+        ([transforms.permute([0, 0])], "permute has no inverse"),
         ([transforms.dequantize([1], dtype="float32")], "dequantize has no inverse"),
     ],
 )
@@ -178,11 +201,17 @@ def test_a_step_without_an_inverse_is_named(steps: list[transforms.Step], advice
         Transform([Rule("a", "b", steps)]).inverse()
 
 
+def test_dims_from_the_end_have_an_inverse() -> None:
+    assert transforms.permute([-1, 0, -2]).inverse() == transforms.permute([1, 2, 0])
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("{", "is no JSON"),
         ("[]", "is no transform"),
+        ('{"stages": []}', "has no stage"),
+        ('{"stages": [{"rules": []}], "drop": ["a"]}', "got drop, expected stages"),
         ('{"rules": [{"from": "a"}]}', "is no transform"),
         ('{"rules": [{"from": "a.*", "to": "b"}]}', "several numbers of stars"),
         ('{"rules": [{"from": "a.#.#", "to": "b"}]}', "more than one '#'"),

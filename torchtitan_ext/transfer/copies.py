@@ -6,6 +6,7 @@ right, for a single copy too; without one the majority of three or more counts, 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -95,10 +96,7 @@ def _chunks_in(index: _core.ChunkIndex, boxes: Boxes) -> list[int] | None:
 
 
 def _volume(box: tuple[Sequence[int], Sequence[int]]) -> int:
-    volume = 1
-    for size in box[1]:
-        volume *= size
-    return volume
+    return math.prod(box[1])
 
 
 def compare_copies(

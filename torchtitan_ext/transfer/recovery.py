@@ -251,17 +251,20 @@ def _plan(job: _Recovery, phases: Phases, bucket_bytes: int) -> tuple[Start, Rec
         saved = None if job.path is None else _saved_sums(Path(job.path), found[0].step)
         return plan_recovery(found[0], held, saved, job.replicas)
 
-    start = phases.through_coordinator("plan", lambda: _offer(job, phases, bucket_bytes), agree, doing=_AGREEING)
+    # What one rank holds another one may want: of a pipeline, each wants the keys of its own stage.
+    wanted = set().union(*phases.on_all("plan", lambda: _sort_components(job), doing=_AGREEING))
+    start = phases.through_coordinator(
+        "plan", lambda: _offer(job, wanted, phases, bucket_bytes), agree, doing=_AGREEING
+    )
     part = phases.through_coordinator("compare", lambda: _held_copies(job, start, phases), decide, doing=_COMPARING)
     return start, part
 
 
-def _offer(job: _Recovery, phases: Phases, bucket_bytes: int) -> SurvivorOffer:
-    _sort_components(job)
+def _offer(job: _Recovery, wanted: Collection[str], phases: Phases, bucket_bytes: int) -> SurvivorOffer:
     survived = None
     if job.survived is not None:
         # What nobody wants is not looked at: the values of other entries may differ by rank.
-        entries = {key: value for key, value in job.survived.items() if key in job.components.values}
+        entries = {key: value for key, value in job.survived.items() if str(key) in wanted}
         survived = {key: value.state_dict() if is_stateful(value) else value for key, value in entries.items()}
     left_out = {str(key) for key in job.components.values if _action(job, key) in ("reset", "omit")}
 
@@ -302,8 +305,8 @@ def _action(job: _Recovery, key: Any) -> str:
     return job.policy.component_action(str(key))
 
 
-def _sort_components(job: _Recovery) -> None:
-    """Sorts the entries of the state by what is done with them, as a load does."""
+def _sort_components(job: _Recovery) -> list[str]:
+    """Sorts the entries of the state by what is done with them, as a load does; names those with values to fill."""
     for key, component in job.state.items():
         action = _action(job, key)
         if not is_stateful(component):
@@ -317,6 +320,7 @@ def _sort_components(job: _Recovery) -> None:
             job.carried[key] = component
         else:
             job.components.values[key] = component.state_dict()
+    return [str(key) for key in job.components.values]
 
 
 def _alive_problems(job: _Recovery, phases: Phases) -> list[Problem]:
@@ -395,9 +399,9 @@ def _saved_sums(run: Path, step: int) -> SavedSums | None:
 
 def _ask_components(job: _Recovery, part: RecoverPart, phases: Phases) -> dict[str, str]:
     """Asks components with a rule of their own; by name why some of them need a checkpoint. Collective."""
-    merged = part.components()
 
     def ask() -> dict[str, str]:
+        merged = part.components()
         reasons: dict[str, str] = {}
         for key, component in job.carried.items():
             name = str(key)

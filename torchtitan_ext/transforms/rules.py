@@ -54,8 +54,10 @@ class Step:
         """
         given = self.arguments
         if self.op == "permute":
-            dims = given["dims"]
-            return permute([dims.index(dim) for dim in range(len(dims))])
+            num_dims = len(given["dims"])
+            dims = [dim % num_dims for dim in given["dims"]]
+            if len(set(dims)) == num_dims:
+                return permute([dims.index(dim) for dim in range(num_dims)])
         if self.op == "transpose":
             return self
         if self.op in ("stack", "unstack"):
@@ -268,6 +270,10 @@ class Transform:
             raise WrongValueError(f"is no JSON ({error})", "transform") from None
         try:
             stages = content.get("stages", [content])
+            if "stages" in content:
+                _refuse_unknown(content, ("stages",))
+            if not stages:
+                raise WrongValueError('has no stage; a transform without rules is {"rules": []}', "transform")
             return _of_stages([_stage_of(stage) for stage in stages])
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             text = f'{{"rules": [{{"from": ..., "to": ..., "steps": [...]}}], "drop": [...]}} ({error})'
