@@ -17,12 +17,12 @@ from torchtitan_ext.checkpoint.tables.tensor_sums import TensorSummer, TensorSum
 from torchtitan_ext.delta.held import agree_on_steps, held_tensors
 from torchtitan_ext.delta.replacement import OTHER_BITS, Replacement, why_unfit
 from torchtitan_ext.delta.saved_changes import SavedChanges
-from torchtitan_ext.errors import Problem, check_argument, check_counts, named, refusal
+from torchtitan_ext.errors import Problem, TransferFailedError, check_argument, check_counts, named, refusal
 from torchtitan_ext.layout.layout import ShardOrder, Steps
 from torchtitan_ext.ranks.exchange import check_usable
 from torchtitan_ext.storage.raw_tensor import dtype_name
 from torchtitan_ext.transfer.changes import HeldTensor
-from torchtitan_ext.transfer.endpoint import Endpoint, State, describe_endpoint
+from torchtitan_ext.transfer.endpoint import Endpoint, State, describe_endpoint, shared_memory_problems
 from torchtitan_ext.transfer.phases import transfer_phases
 
 Verify = Literal["changed", "all"]
@@ -70,7 +70,7 @@ def apply(
     Raises:
         WrongBaseError: The state is not what the changes were made from. Nothing was changed.
         StateRefusedError: (a subclass) Keys, shapes or dtypes do not fit, or a layout is in doubt. Nothing was changed.
-        TransferFailedError: A rank failed meanwhile; names the part-written keys.
+        TransferFailedError: A rank failed meanwhile, or ``"all"`` saw another result; names the part-written keys.
         LostRankError: A rank is gone or does not take part.
         All the same on every rank.
     """
@@ -80,10 +80,9 @@ def apply(
     check_seconds("delta.apply", timeout_seconds)
     if verify not in get_args(Verify):
         raise ValueError(f"delta.apply: got verify={verify!r}, expected 'changed' or 'all'")
-    endpoint = describe_endpoint("target", state, layouts, is_filled=True)
     changed = changes.changed_keys
-    with transfer_phases(group, timeout_seconds) as phases:
-        steps = agree_on_steps(phases, endpoint, "apply", every_rank_reports=True)
+    with transfer_phases(group, timeout_seconds, "apply") as phases:
+        endpoint, steps = agree_on_steps(phases, lambda: _described(state, layouts), "apply", every_rank_reports=True)
         own = _OwnPart(endpoint, steps, changes)
         found = phases.on_all(
             "compare", lambda: own.offer(version, verify), doing="ranks compared their tensors with the changes"
@@ -98,8 +97,8 @@ def apply(
             after = phases.on_all("prove", own.sums_of_all, doing=doing)
             wrong = _keys_with_other_totals(after, {fqn: total.after for fqn, total in changes.totals.items()})
             if wrong:
-                what = "is not what the changes lead to, after they were applied"
-                raise refusal("apply", [Problem("replicas_differ", fqn, what) for fqn in wrong])
+                failure = f"{named(wrong)}: after the changes were applied, not what they lead to"
+                raise TransferFailedError("apply", {0: failure}, changed, "prove")
     return DeltaResult(changes.version, own.num_changed, dict(phases.seconds))
 
 
@@ -111,7 +110,7 @@ class _Offer:
     version: int | None
     verify: Verify
     keys: Mapping[str, tuple[str, tuple[int, ...]]]
-    tied: frozenset[str]
+    tied: Mapping[str, str]
     replaced: Mapping[str, TensorSums]
     before: Mapping[str, TensorSums] = field(default_factory=dict)
 
@@ -126,12 +125,12 @@ class _OwnPart:
 
     def __post_init__(self) -> None:
         self.num_changed = 0
-        self._held = held_tensors(self.endpoint, self.steps)
-        self._tensors, self._finish = self.endpoint.memory_to_change()
         self._summer = TensorSummer()
 
     def offer(self, version: int | None, verify: Verify) -> _Offer:
         """Not collective."""
+        self._held = held_tensors(self.endpoint, self.steps)
+        self._tensors, self._finish = self.endpoint.memory_to_change()
         keys = {held.fqn: _kind(tensor, held) for held, tensor in zip(self._held, self._tensors, strict=True)}
         fitting = {
             fqn: total for fqn, total in self.changes.totals.items() if keys.get(fqn) == (total.dtype, total.shape)
@@ -147,8 +146,7 @@ class _OwnPart:
             if held.box is None or self._tensors[at].numel() > 0:
                 of_key.sums[held.box] = sums[at] % 2**64  # type: ignore[index]
         before = self.sums_of_all() if verify == "all" else {}
-        tied = frozenset(self.endpoint.tied)
-        return _Offer(self.changes.digest, version, verify, keys, tied, replaced, before)
+        return _Offer(self.changes.digest, version, verify, keys, self.endpoint.tied, replaced, before)
 
     def sums_of_all(self) -> dict[str, TensorSums]:
         """The sums of this rank's tensors that the changes know. Not collective."""
@@ -162,6 +160,13 @@ class _OwnPart:
         """Not collective."""
         self.num_changed = self._batch.write()
         self._finish()
+
+
+def _described(state: State, layouts: Mapping[str, ShardOrder] | None) -> Endpoint:
+    endpoint = describe_endpoint("target", state, layouts, is_filled=True)
+    if not endpoint.problems:
+        endpoint.problems += shared_memory_problems(None, endpoint)
+    return endpoint
 
 
 def _kind(tensor: Tensor, held: HeldTensor) -> tuple[str, tuple[int, ...]]:
@@ -184,13 +189,23 @@ def _problems(offers: Sequence[_Offer], changes: SavedChanges, verify: Verify) -
     for offer in offers:
         for fqn, kind in offer.keys.items():
             keys[fqn].add(kind)
-    tied = frozenset().union(*(offer.tied for offer in offers))
+    tied = {fqn: first for offer in offers for fqn, first in offer.tied.items()}
     problems = why_unfit(changes, keys, left_out=tied, nowhere="no rank has it")
+    for fqn, first in tied.items():
+        is_given = fqn in changes.changed_keys or (fqn in changes.totals and first in changes.totals)
+        if is_given and _versions_of(fqn, changes) != _versions_of(first, changes):
+            what = f"has the memory of {first} in the state, and not its values in the changes; untie them"
+            problems.append(Problem("cannot_reshard", fqn, what))
     if problems:
         return problems
     wrong = _keys_with_other_totals([offer.replaced for offer in offers], _of(changes, "replaced"))
     wrong += _keys_with_other_totals([offer.before for offer in offers], _of(changes, "before"))
     return [Problem("other_base", fqn, OTHER_BITS) for fqn in dict.fromkeys(wrong)]
+
+
+def _versions_of(fqn: str, changes: SavedChanges) -> tuple[object, ...] | None:
+    total = changes.totals.get(fqn)
+    return None if total is None else (total.dtype, total.shape, total.before, total.after)
 
 
 def _of(changes: SavedChanges, name: str) -> dict[str, int]:

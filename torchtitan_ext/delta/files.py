@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from collections import defaultdict
@@ -30,7 +31,7 @@ from torchtitan_ext.delta.saved_changes import (
     part_names,
 )
 from torchtitan_ext.errors import DamagedCheckpointError, Problem, WrongArgumentError, described, refusal
-from torchtitan_ext.layout.dtensor import local_view
+from torchtitan_ext.layout.dtensor import as_bytes, local_view
 from torchtitan_ext.ranks.exchange import check_usable
 from torchtitan_ext.state.value_digest import sum_box
 from torchtitan_ext.storage.commit.staged_target import staged_target, take_place
@@ -118,7 +119,7 @@ def load(
     Raises:
         DamagedCheckpointError: The file is no file of changes, was cut, or has other bits than were written. The same
             on every rank.
-        OSError: It cannot be read.
+        CheckpointFailedError: It cannot be read.
         LostRankError: A rank is gone or does not take part.
     """
     check_usable("delta.load", group)
@@ -167,14 +168,16 @@ def open_changes(path: Path) -> SavedChanges:
         raise DamagedCheckpointError(f"{path} is no file of changes")
     try:
         base_version, version, totals, digest = decode_note(notes[NOTE])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise DamagedCheckpointError(f"{path}: {error}") from None
     with path.open("rb") as file:
         content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
     parts = {
-        fqn: [_part(path, content, entries, fqn, at, box) for at, box in enumerate(of.boxes)]
-        for fqn, of in totals.items()
+        fqn: [_part(path, content, entries, fqn, at, of) for at in range(len(of.boxes))] for fqn, of in totals.items()
     }
+    for fqn, of in totals.items():
+        if sum(part.values.size for part in parts[fqn]) != of.count * DTYPES[of.dtype].itemsize:
+            raise DamagedCheckpointError(f"{path}: {fqn} has not the {of.count} new elements that were written")
     return SavedChanges(str(path), base_version, version, totals, parts, digest)
 
 
@@ -221,7 +224,13 @@ def sum_of_part(part: SavedPart, total: TensorTotals) -> int:
     """The sum of the hashes of the new elements of a part."""
     if part.box is not None:
         return int(sum_box(elements_of(part, total), part.box[0], total.shape).item())
-    return _core.sum_at(part.values, DTYPES[total.dtype].itemsize, part.positions())
+    coded, item_bytes = _core.PositionBlocks(part.blocks, part.offsets), DTYPES[total.dtype].itemsize
+    if len(coded) * item_bytes != part.values.size:  # a few bytes can stand for very many positions
+        raise ValueError(f"got {len(coded)} positions for {part.values.size} bytes")
+    positions = coded.decode()
+    if positions.size and positions[-1] >= math.prod(total.shape):
+        raise ValueError(f"position {positions[-1]} is outside of shape {total.shape}")
+    return _core.sum_at(part.values, item_bytes, positions)
 
 
 def elements_of(part: SavedPart, total: TensorTotals) -> Tensor:
@@ -237,8 +246,9 @@ def _part(
     entries: Mapping[str, SafetensorsEntry],
     fqn: str,
     number: int,
-    box: _Box | None,
+    total: TensorTotals,
 ) -> SavedPart:
+    box = total.boxes[number]
     arrays = []
     for name, (dtype, sizes) in zip(part_names(fqn, number, box), _FORMS if box is None else _FORMS[2:], strict=True):
         entry = entries.get(name)
@@ -246,6 +256,8 @@ def _part(
             raise DamagedCheckpointError(f"{path}: {name} is not what was written")
         arrays.append(content[entry.begin : entry.begin + entry.num_bytes])
     if box is not None:
+        if arrays[0].size != math.prod(box[1]) * DTYPES[total.dtype].itemsize:
+            raise DamagedCheckpointError(f"{path}: {name} is not what was written")
         return SavedPart(box, np.empty(0, np.int32), np.empty(0, np.uint16), arrays[0])
     return SavedPart(None, arrays[0].view(np.int32), arrays[1].view(np.uint16), arrays[2])
 
@@ -285,7 +297,7 @@ def parts_of(changes: Changes) -> Iterator[Part]:
         elif at in changes.whole:
             for chunk in held.shard.chunks:
                 elements = local_view(changes.whole[at], chunk.local_offsets, chunk.sizes)
-                yield Part(held, (chunk.offsets, chunk.sizes), elements.numel(), (elements,))
+                yield Part(held, (chunk.offsets, chunk.sizes), elements.numel(), (as_bytes(elements),))
         first += count
 
 
@@ -335,10 +347,14 @@ def _planned(offers: Sequence[_Offer]) -> tuple[list[dict[int, list[int]]], byte
     names: dict[tuple[int, int], list[str]] = {}
     boxes: dict[str, list[_Box | None]] = defaultdict(list)
     counts: dict[str, int] = defaultdict(int)
+    written: set[tuple[str, _Box | None]] = set()
     for rank, offer in enumerate(offers):
         for number, part in enumerate(offer.parts):
             if rank not in writers[part.fqn, part.box_key]:
                 continue
+            if part.box_key is not None and (part.fqn, part.box_key) in written:
+                continue  # the rank holds the box several times
+            written.add((part.fqn, part.box_key))
             names[rank, number] = part_names(part.fqn, len(boxes[part.fqn]), part.box)
             tensors.update(zip(names[rank, number], part.shapes, strict=True))
             boxes[part.fqn].append(part.box)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.checkpoint.tables.agreement import agree, unused_layouts
@@ -13,15 +14,23 @@ from torchtitan_ext.transfer.changes import HeldTensor
 from torchtitan_ext.transfer.endpoint import Endpoint
 
 
-def agree_on_steps(phases: Phases, endpoint: Endpoint, operation: str, *, every_rank_reports: bool) -> dict[str, Steps]:
-    """The sharding order of each tensor on a mesh. Collective.
+def agree_on_steps(
+    phases: Phases, describe: Callable[[], Endpoint], operation: str, *, every_rank_reports: bool
+) -> tuple[Endpoint, dict[str, Steps]]:
+    """What this rank holds, and the sharding order of each tensor on a mesh. Collective.
 
     Raises:
         StateRefusedError: (a subclass) Of all problems of all ranks, the same on every rank.
     """
-    is_object = {fqn for fqn, entry in endpoint.entries.items() if not isinstance(entry, TensorEntry | BoxesEntry)}
-    what = "is no tensor, and deltas have tensors only; leave it out of the state"
-    problems = [*endpoint.problems, *(Problem("unsupported_value", fqn, what) for fqn in sorted(is_object))]
+    described: list[Endpoint] = []
+
+    def offer() -> tuple[Any, list[Problem]]:
+        endpoint = describe()
+        described.append(endpoint)
+        is_object = {fqn for fqn, entry in endpoint.entries.items() if not isinstance(entry, TensorEntry | BoxesEntry)}
+        what = "is no tensor, and deltas have tensors only; leave it out of the state"
+        problems = [*endpoint.problems, *(Problem("unsupported_value", fqn, what) for fqn in sorted(is_object))]
+        return endpoint.table.message, problems
 
     def agree_for_all(offers: Sequence[tuple[RankTable, list[Problem]]]) -> list[dict[str, Steps]]:
         tables = [table for table, _ in offers]
@@ -32,9 +41,8 @@ def agree_on_steps(phases: Phases, endpoint: Endpoint, operation: str, *, every_
             raise refusal(operation, found)
         return [agreement.world.steps_of(rank) for rank in range(len(tables))]
 
-    return phases.through_coordinator(
-        "plan", lambda: (endpoint.table.message, problems), agree_for_all, doing="ranks agreed on layouts"
-    )
+    steps = phases.through_coordinator("plan", offer, agree_for_all, doing="ranks agreed on layouts")
+    return described[0], steps
 
 
 def held_tensors(endpoint: Endpoint, steps: Mapping[str, Steps]) -> list[HeldTensor]:

@@ -73,6 +73,9 @@ class KeptValues:
             ops.apply_changes_(self.base, shards, shapes, changes.positions, changes.values, changes.counts)
             for tensor, values in changes.whole.items():
                 as_bytes(self.base[tensor]).copy_(as_bytes(values))
+        kept = self.base
+        self.base = list(kept)
+        kept.clear()  # changes that were found before have it: it is not their base any more
 
     def _find(self, all_new: list[Tensor], batch: range) -> Found:
         """In the tensors at some positions, where they lie: the copies come there."""
@@ -191,8 +194,9 @@ def _host_copy(tensor: Tensor, *, pin_memory: bool = False) -> Tensor:
     """A contiguous copy in host memory, of the same bits."""
     bits = tensor.detach()
     bits = bits.view(torch.uint8) if bits.dtype == torch.bool else bits  # a copy of bools makes any bits but zero a one
-    copy = torch.empty(bits.shape, dtype=bits.dtype, device="cpu", pin_memory=pin_memory)
-    return copy.copy_(bits).view(tensor.dtype)
+    with torch.inference_mode(False), torch.no_grad():  # it is written again outside of inference mode
+        copy = torch.empty(bits.shape, dtype=bits.dtype, device="cpu", pin_memory=pin_memory)
+        return copy.copy_(bits).view(tensor.dtype)
 
 
 def _sum_of(tensor: Tensor, held: HeldTensor) -> int:

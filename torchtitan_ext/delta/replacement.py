@@ -12,7 +12,7 @@ from torch import Tensor
 from torchtitan_ext import ops
 from torchtitan_ext.delta.saved_changes import SavedChanges, SavedPart, TensorTotals
 from torchtitan_ext.errors import Problem
-from torchtitan_ext.layout.dtensor import local_view
+from torchtitan_ext.layout.dtensor import local_view, to_write
 from torchtitan_ext.layout.layout import LocalShard, row_major_position
 from torchtitan_ext.state.value_digest import sum_box
 from torchtitan_ext.storage.raw_tensor import DTYPES
@@ -107,7 +107,7 @@ class Replacement:
         """Writes the new elements; returns how many."""
         if not self.tensors:
             return 0
-        with torch.no_grad():
+        with to_write(self.tensors):
             ops.apply_changes_(self._locals(), self._shards(), self._shapes(), self.positions, self.values, self.counts)
             for boxes in self.boxes:
                 for part, _, elements in boxes:

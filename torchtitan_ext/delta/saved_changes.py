@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_ext import _core
+from torchtitan_ext.storage.raw_tensor import DTYPES
 
 NOTE = "torchtitan_ext.delta"
 _FORMAT = 1
@@ -142,13 +143,23 @@ def decode_note(note: str) -> tuple[int, int, dict[str, TensorTotals], str]:
     found = json.loads(text)
     if found["format"] != _FORMAT:
         raise ValueError(f"it is of format {found['format']}, and this version of the package reads {_FORMAT}")
+    if type(found["base_version"]) is not int or type(found["version"]) is not int:
+        raise ValueError("its versions are no numbers")
     return found["base_version"], found["version"], {fqn: _totals(of) for fqn, of in found["tensors"].items()}, digest
 
 
 def _totals(entry: Mapping[str, Any]) -> TensorTotals:
     before, replaced, after = (int(entry[name], 16) for name in _SUMS)
+    shape, count = tuple(entry["shape"]), entry["count"]
     boxes = tuple(None if box is None else (tuple(box[0]), tuple(box[1])) for box in entry["boxes"])
-    return TensorTotals(entry["dtype"], tuple(entry["shape"]), entry["count"], before, replaced, after, boxes)
+    lines = [(0, shape[dim], shape[dim]) for dim in range(len(shape))]
+    for box in boxes:
+        lines += [] if box is None else zip(*box, shape, strict=True)
+    numbers = (count, *(number for line in lines for number in line))
+    is_whole = all(type(number) is int and 0 <= number < 2**63 for number in numbers)
+    if entry["dtype"] not in DTYPES or not is_whole or any(first + size > end for first, size, end in lines):
+        raise ValueError(f"it has impossible numbers of a tensor: {entry}")
+    return TensorTotals(entry["dtype"], shape, count, before, replaced, after, boxes)
 
 
 def _digest_of(text: str) -> str:

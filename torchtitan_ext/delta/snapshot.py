@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import NoneType
 from typing import Literal, get_args
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from torchtitan_ext.checkpoint.operation.arguments import check_seconds
 from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS
-from torchtitan_ext.checkpoint.tables.key_table import BoxesEntry, TensorEntry
+from torchtitan_ext.checkpoint.tables.key_table import BoxesEntry, KeyEntry, TensorEntry
 from torchtitan_ext.checkpoint.tables.tensor_sums import TensorSummer, TensorSums, with_numbers
 from torchtitan_ext.delta.held import agree_on_steps, held_tensors
 from torchtitan_ext.delta.kept import Kept, KeptHashes, KeptValues
@@ -64,9 +65,10 @@ class Snapshot:
             raise WrongValueError(f"Snapshot: got keep={keep!r}, expected 'values' or 'hashes'")
         self.version = version
         self._layouts = layouts
-        self._endpoint = describe_endpoint("source", state, layouts, is_filled=False)
-        with transfer_phases(group, timeout_seconds) as phases:
-            steps = agree_on_steps(phases, self._endpoint, "snapshot", every_rank_reports=True)
+        with transfer_phases(group, timeout_seconds, "snapshot") as phases:
+            self._endpoint, steps = agree_on_steps(
+                phases, lambda: self._described(state), "snapshot", every_rank_reports=True
+            )
             phases.on_all("keep", lambda: self._keep(steps, keep), doing="ranks made a snapshot of their tensors")
         self._changes: Changes | None = None
 
@@ -89,25 +91,28 @@ class Snapshot:
         check_counts("Snapshot.changes", version=version)
         if version <= self.version:
             raise WrongValueError(f"Snapshot.changes: got version={version}, expected more than {self.version}")
-        endpoint = (
-            self._endpoint if state is None else describe_endpoint("source", state, self._layouts, is_filled=False)
-        )
+        if state is None:  # tensors of it may have been replaced since
+            state = self._endpoint.state if self._endpoint.module is None else self._endpoint.module
+        endpoint = self._described(state)
         problems = list(endpoint.problems)
-        if state is None and (reason := endpoint.why_changed()) is not None:
-            problems = [Problem("cannot_reshard", "state", f"{reason}; pass the state to changes()")]
-        elif endpoint.table.message != self._endpoint.table.message:
+        if endpoint.names != self._endpoint.names or _layouts_of(endpoint) != _layouts_of(self._endpoint):
             what = "has other tensors or layouts than the snapshot; make a new snapshot"
             problems.append(Problem("cannot_reshard", "state", what))
         if problems:
             raise refusal("changes", problems)
+        self._changes = None
         found = self._kept.find(endpoint.memory_to_read())
+        # A rank may hold one box several times.
+        sums = {
+            (held.fqn, held.box): of_tensor
+            for held, *of_tensor in zip(self._held, found.old_sums, found.new_sums, strict=True)
+        }
         replaced = {fqn: of_key._replace(sums=dict.fromkeys(of_key.sums, 0)) for fqn, of_key in self._sums.items()}
         after = {fqn: of_key._replace(sums=dict(of_key.sums)) for fqn, of_key in self._sums.items()}
-        for held, old, new in zip(self._held, found.old_sums, found.new_sums, strict=True):
-            if held.box in after[held.fqn].sums:
-                replaced[held.fqn].sums[held.box] = old % 2**64  # type: ignore[index]
-                total = after[held.fqn].sums[held.box]
-                after[held.fqn].sums[held.box] = (total - old + new) % 2**64  # type: ignore[index]
+        for (fqn, box), (old, new) in sums.items():
+            if box in after[fqn].sums:
+                replaced[fqn].sums[box] = old % 2**64  # type: ignore[index]
+                after[fqn].sums[box] = (after[fqn].sums[box] - old + new) % 2**64  # type: ignore[index]
         self._changes = Changes(
             base_version=self.version,
             version=version,
@@ -140,6 +145,9 @@ class Snapshot:
         self._sums = dict(changes.after)
         self.version = changes.version
 
+    def _described(self, state: State) -> Endpoint:
+        return describe_endpoint("source", state, self._layouts, is_filled=False)
+
     def _keep(self, steps: Mapping[str, Steps], keep: Keep) -> None:
         self._held = held_tensors(self._endpoint, steps)
         tensors = self._endpoint.memory_to_read()
@@ -147,6 +155,14 @@ class Snapshot:
         kinds: dict[Keep, type[KeptValues | KeptHashes]] = {"values": KeptValues, "hashes": KeptHashes}
         self._kept: Kept = kinds[keep](tensors, self._held)
         self._sums = _sums_of(self._endpoint, steps)
+
+
+def _layouts_of(endpoint: Endpoint) -> dict[str, KeyEntry]:
+    """What each key is; a state dict and its module differ in ``requires_grad``."""
+    return {
+        fqn: replace(entry, requires_grad=False) if isinstance(entry, TensorEntry | BoxesEntry) else entry
+        for fqn, entry in endpoint.entries.items()
+    }
 
 
 def _sums_of(endpoint: Endpoint, steps: Mapping[str, Steps]) -> dict[str, TensorSums]:

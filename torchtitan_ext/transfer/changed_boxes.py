@@ -20,6 +20,7 @@ from torch import Tensor
 
 from torchtitan_ext import _core, ops
 from torchtitan_ext.errors import Problem, named
+from torchtitan_ext.layout.dtensor import to_write
 from torchtitan_ext.layout.layout import Chunk, LocalShard
 from torchtitan_ext.transfer.changes import Changes
 from torchtitan_ext.transfer.endpoint import Endpoint
@@ -143,7 +144,7 @@ class ChangesExchange:
         if not parts:
             return
         device = parts[0].device
-        with torch.no_grad():
+        with to_write(parts):
             shards, shapes = _shards_of(parts)
             positions, values = self._positions.to(device), self._values.to(device)
             ops.apply_changes_(parts, shards, shapes, positions, values, self._counts)

@@ -41,7 +41,7 @@ class Endpoint:
         table: Keys, kinds and boxes, as the coordinator gets them.
         values: The flat state dict.
         entries: What each of its keys is.
-        tied: Keys of a target that are left out of all others, because an earlier key has their memory.
+        tied: Keys of a target that are left out of all others, because an earlier key, which is told, has their memory.
         tensors: The rank's memory: one tensor per key, or per box where a tensor states its boxes.
         owners: Of each tensor what the caller holds, whose memory may be replaced; the tensor itself where it is a box.
         names: Of each tensor its key.
@@ -55,7 +55,7 @@ class Endpoint:
     table: EncodedTable
     values: Mapping[str, Any]
     entries: Mapping[str, KeyEntry]
-    tied: Collection[str]
+    tied: Mapping[str, str]
     tensors: list[Tensor]
     owners: list[Tensor]
     names: list[str]
@@ -163,7 +163,7 @@ def describe_endpoint(
     except ValueError as error:
         problems.append(Problem("unsupported_value", side, str(error)))
     described_values = describe_state(values, {}, LayoutRules(layouts))
-    tied: Collection[str] = ()
+    tied: Mapping[str, str] = {}
     if is_filled:
         entries = described_values.entries
         tied = _tied_keys(values, entries)
@@ -212,10 +212,10 @@ def describe_endpoint(
     )
 
 
-def _tied_keys(values: Mapping[str, Any], entries: Mapping[str, KeyEntry]) -> set[str]:
+def _tied_keys(values: Mapping[str, Any], entries: Mapping[str, KeyEntry]) -> dict[str, str]:
     """Keys whose tensor is that of an earlier key, as tied weights are: they are filled with it."""
     first_of: dict[Any, str] = {}
-    tied: set[str] = set()
+    tied: dict[str, str] = {}
     for fqn, entry in entries.items():
         local = local_tensor(values[fqn]) if isinstance(entry, TensorEntry) else None
         if local is None or local.is_meta or not _is_memory(local):
@@ -223,13 +223,13 @@ def _tied_keys(values: Mapping[str, Any], entries: Mapping[str, KeyEntry]) -> se
         memory = (local.untyped_storage()._cdata, local.storage_offset(), local.shape, local.stride(), local.dtype)
         first = first_of.setdefault(memory, fqn)
         if first != fqn and entries[first] == entry:
-            tied.add(fqn)
+            tied[fqn] = first
     return tied
 
 
-def shared_memory_problems(source: Endpoint, target: Endpoint) -> list[Problem]:
+def shared_memory_problems(source: Endpoint | None, target: Endpoint) -> list[Problem]:
     """Two tensors of this rank, one of which is to be filled, in one memory: the result would depend on the order."""
-    filled, read = target.memories(), source.memories()
+    filled, read = target.memories(), [] if source is None else source.memories()
     found = _core.find_shared_memory([memory for _, memory in filled], [memory for _, memory in read])
     if found is None:
         return []

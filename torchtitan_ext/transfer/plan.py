@@ -6,6 +6,7 @@ import logging
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any, get_args
 
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.operation.phases import Phases
-from torchtitan_ext.errors import Problem, check_counts, named, refusal
+from torchtitan_ext.errors import Problem, check_argument, check_counts, named, refusal
 from torchtitan_ext.fingerprints import Fingerprint, fingerprint_of_sums, fingerprint_over
 from torchtitan_ext.ranks.groups import position_in
 from torchtitan_ext.transfer.changed_boxes import ChangesExchange, OfferedChanges, changes_problems, why_not_sent
@@ -111,6 +112,7 @@ class TransferPlan:
         check_counts("TransferPlan.run", version=version)
         if replicas not in get_args(Replicas):
             raise ValueError(f"TransferPlan.run: got replicas={replicas!r}, expected 'equal' or 'first'")
+        check_argument("TransferPlan.run", "changes", changes, (Changes, NoneType), "what Snapshot.changes() gives")
         if changes is not None and version is not None:
             raise ValueError("TransferPlan.run: got version= beside changes=, which have one")
         run = _Run(version, verify, replicas, changes)
@@ -240,7 +242,9 @@ class TransferPlan:
         wrong = {fqn: rank for rank, of_rank in reversed(list(enumerate(found))) for fqn in of_rank}
         if wrong:
             what = "of the target has other bits than the changes replace, on rank {}; run the plan without changes"
-            raise refusal("reshard", [Problem("other_base", fqn, what.format(rank)) for fqn, rank in wrong.items()])
+            raise refusal(
+                self._operation, [Problem("other_base", fqn, what.format(rank)) for fqn, rank in wrong.items()]
+            )
         self.version = None
 
         def fill() -> None:
