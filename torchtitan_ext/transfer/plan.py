@@ -118,6 +118,9 @@ class TransferPlan:
         run = _Run(version, verify, replicas, changes)
         with transfer_phases(self._group, self._timeout_seconds, self._operation) as phases:
             found = phases.on_all("agree", lambda: self._offer(run), doing="ranks agreed on a transfer")
+            with_changes = any(offer.changes.versions is not None for offer in found)
+            if not with_changes:
+                self.version = None
             problems = [problem for offer in found for problem in offer.problems]
             problems += _differing(found) or changes_problems([offer.changes for offer in found])
             versions = {offer.version for offer in found if offer.version is not None}
@@ -126,7 +129,6 @@ class TransferPlan:
                 problems.append(Problem("ranks_disagree", "version", what))
             if problems:
                 raise refusal(self._operation, problems)
-            with_changes = any(offer.changes.versions is not None for offer in found)
             held = self._fingerprint_of_source(phases, run, with_changes=with_changes) if verify else None
             if held is not None and held.differing and replicas != "first":
                 what = 'has replicas that differ in the source; pass replicas="first" to take the first one'
@@ -137,7 +139,6 @@ class TransferPlan:
                 bytes_to, bytes_from = self._exchange_changes(phases, run)
             else:
                 bytes_to, bytes_from = self._bytes_to, self._bytes_from
-                self.version = None
                 phases.on_all("exchange", lambda: self._exchange(run), doing=self._part_written, undefined=self._filled)
             unproved = () if held is None else self._prove(phases, held)
             phases.log_metrics(logger, self._part.total_bytes)
