@@ -36,6 +36,10 @@ def work(job: str) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     while step < STEPS:
         try:
+            # A rank may have seen the end of a run that failed on others of its job.
+            agreed = torch.tensor(step)
+            dist.all_reduce(agreed, dist.ReduceOp.MAX)
+            step = int(agreed)
             group = transfer.meet(ADDRESS, job=job, rank=dist.get_rank(), jobs=JOBS)
             # The generator's model is plain: each of its ranks gets whole tensors. The logits travel along.
             state = {"model": model.state_dict(), "logits": logits}

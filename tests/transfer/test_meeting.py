@@ -175,6 +175,7 @@ MEMBER = textwrap.dedent("""
     import torchtitan_ext as tte
     from torchtitan_ext import transfer
     from torchtitan_ext.errors import LostRankError, MeetingError
+    from torchtitan_ext.transfer.phases import transfer_phases
 
     address, job, rank, steps = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     jobs = {"trainer": int(sys.argv[5]), "generator": int(sys.argv[6])}
@@ -186,6 +187,9 @@ MEMBER = textwrap.dedent("""
             state = {"w": w}
             sides = (state, None) if job == "trainer" else (None, state)
             print(json.dumps({"met": group.group_name}), flush=True)
+            # A rank that was killed begins anew, and one may have seen the end of a run that failed on the others.
+            with transfer_phases(group, 5) as phases:
+                step = max(phases.on_all("step", lambda: step, doing="ranks agreed on a step"))
             plan = tte.plan_reshard(*sides, group, timeout_seconds=5)
             while step < steps:
                 if job == "trainer":
