@@ -3,12 +3,9 @@
 Every world has processes and a TCP store of its own, which rank 0 hosts, since ranks are killed and stopped.
 """
 
-import multiprocessing
 import os
 import signal
-import socket
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gloo_worlds import PRELOADED
+from lost_worlds import end_rank, run_losing_world
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.device_mesh import init_device_mesh
@@ -115,9 +112,9 @@ def operate(operation: str, state: dict[str, Any], path: Path, fault: Fault) -> 
         tte.async_save(state, path, storage_writer=writer, timeout_seconds=fault.deadline_seconds).result()
 
 
-def work(rank: int, size: int, port: int, channels: Any, operation: str, path: Path, fault: Fault) -> None:
+def work(rank: int, port: int, channels: Any, size: int, operation: str, path: Path, fault: Fault) -> None:
     """One rank. Reports what the operation raised and when, and the same of a save after it."""
-    answers, may_end = channels
+    answers, _ = channels
     watch._ROLL_CALL_SECONDS = ROLL_CALL_SECONDS
     os.environ.update(GLOO_SOCKET_IFNAME="lo", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
@@ -136,50 +133,15 @@ def work(rank: int, size: int, port: int, channels: Any, operation: str, path: P
             error = raised
         answers.put((rank, error, time.monotonic() - start))
         fault.kind = ""
-    # Rank 0 hosts the store, in which a rank that was stopped looks for the verdict.
-    may_end.wait(60)
-    answers.close()
-    answers.join_thread()
-    # The interpreter would wait for collectives that were given up.
-    os._exit(0)
+    end_rank(channels)
 
 
 def run(
     operation: str, kind: str, phase: str, path: Path, *, size: int = 3, culprit: int = 1
 ) -> tuple[dict[int, list[Any]], list[int]]:
     """Runs one world. Returns (error, seconds) of every operation by rank, and the exit codes."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    answers, may_end = context.Queue(), context.Event()
     fault = Fault(kind, phase, culprit)
-    ranks: Sequence[Any] = [
-        context.Process(target=work, args=(rank, size, port, (answers, may_end), operation, path, fault))
-        for rank in range(size)
-    ]
-    for process in ranks:
-        process.start()
-    results: dict[int, list[Any]] = {rank: [] for rank in range(size)}
-    expected = 2 * (size - (kind in ("stop", "kill")))
-    try:
-        for _ in range(expected):
-            rank, error, seconds = answers.get(timeout=90)
-            results[rank].append((error, seconds))
-        if kind == "stop":
-            os.kill(ranks[culprit].pid, signal.SIGCONT)
-            for _ in range(2):
-                rank, error, seconds = answers.get(timeout=90)
-                results[rank].append((error, seconds))
-        may_end.set()
-        for process in ranks:
-            process.join(60)
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
-    return results, [process.exitcode for process in ranks]
+    return run_losing_world(work, size, operation, path, fault, kind=kind, size=size, culprit=culprit)
 
 
 def check_lost(results: dict[int, list[Any]], kind: str, phase: str, path: Path, operation: str, culprit: int) -> str:

@@ -4,10 +4,8 @@ Every world has processes and a TCP store of its own, which rank 0 hosts, since 
 the culprit, in the second round.
 """
 
-import multiprocessing
 import os
 import signal
-import socket
 import threading
 import time
 from datetime import timedelta
@@ -17,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gloo_worlds import PRELOADED
+from lost_worlds import end_rank, run_losing_world
 
 import torchtitan_ext as tte
 from torchtitan_ext.checkpoint.operation import share_reads
@@ -73,7 +71,7 @@ def inject(kind: str, phase: str, targets: list[torch.Tensor]) -> None:
 
 def work(rank: int, port: int, channels: Any, path: Path, kind: str, phase: str) -> None:
     """One rank. Reports what the load raised and when, and what a later one does."""
-    answers, may_end = channels
+    answers, _ = channels
     watch._ROLL_CALL_SECONDS = ROLL_CALL_SECONDS
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
     os.environ.update(GLOO_SOCKET_IFNAME="lo", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -96,47 +94,7 @@ def work(rank: int, port: int, channels: Any, path: Path, kind: str, phase: str)
         except (TorchtitanExtError, KeyboardInterrupt) as raised:
             error = raised
         answers.put((rank, error, time.monotonic() - start))
-    # Rank 0 hosts the store, in which a rank that was stopped looks for the verdict.
-    may_end.wait(60)
-    answers.close()
-    answers.join_thread()
-    # The interpreter would wait for collectives that were given up.
-    os._exit(0)
-
-
-def run(path: Path, kind: str, phase: str) -> dict[int, list[tuple[BaseException | None, float]]]:
-    """Runs one world. Returns (error, seconds) of both loads by rank."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    answers, may_end = context.Queue(), context.Event()
-    ranks: list[Any] = [
-        context.Process(target=work, args=(rank, port, (answers, may_end), path, kind, phase)) for rank in range(3)
-    ]
-    for process in ranks:
-        process.start()
-    results: dict[int, list[tuple[BaseException | None, float]]] = {rank: [] for rank in range(3)}
-
-    def receive(number: int) -> None:
-        for _ in range(number):
-            rank, error, seconds = answers.get(timeout=90)
-            results[rank].append((error, seconds))
-
-    try:
-        receive(4 if kind in ("stop", "kill") else 6)
-        if kind == "stop":
-            os.kill(ranks[CULPRIT].pid, signal.SIGCONT)
-            receive(2)
-        may_end.set()
-        for process in ranks:
-            process.join(60)
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
-    return results
+    end_rank(channels)
 
 
 CASES = [("kill", "exchange"), ("kill", "moving"), ("stop", "moving"), ("kill", "reading"), ("stop", "exchange")]
@@ -144,7 +102,7 @@ CASES = [("kill", "exchange"), ("kill", "moving"), ("stop", "moving"), ("kill", 
 
 @pytest.mark.parametrize(("kind", "phase"), CASES)
 def test_a_rank_that_is_lost(tmp_path: Path, kind: str, phase: str) -> None:
-    results = run(tmp_path / "step", kind, phase)
+    results, _ = run_losing_world(work, tmp_path / "step", kind, phase, kind=kind)
     assert [len(results[rank]) for rank in range(3)] == [2, 0 if kind == "kill" else 2, 2]
     for load in (0, 1):  # a later one on this group, too
         assert {type(outcomes[load][0]) for outcomes in results.values() if outcomes} == {LostRankError}
@@ -159,7 +117,7 @@ def test_a_rank_that_is_lost(tmp_path: Path, kind: str, phase: str) -> None:
 
 @pytest.mark.parametrize(("kind", "phase"), [("raise", "reading"), ("raise", "preparing"), ("interrupt", "moving")])
 def test_a_rank_that_raises_is_the_same_error_on_all(tmp_path: Path, kind: str, phase: str) -> None:
-    results = run(tmp_path / "step", kind, phase)
+    results, _ = run_losing_world(work, tmp_path / "step", kind, phase, kind=kind)
     errors = {rank: outcomes[0][0] for rank, outcomes in results.items()}
     if kind == "interrupt":
         assert isinstance(errors.pop(CULPRIT), KeyboardInterrupt)

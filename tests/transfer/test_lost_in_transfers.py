@@ -4,10 +4,8 @@ Every world has processes and a TCP store of its own, which rank 0 hosts, since 
 and 1 have the source, ranks 1 and 2 the target; rank 1 is the culprit.
 """
 
-import multiprocessing
 import os
 import signal
-import socket
 import threading
 import time
 from datetime import timedelta
@@ -16,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gloo_worlds import PRELOADED
+from lost_worlds import end_rank, run_losing_world
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -91,7 +89,7 @@ def sharded(ranks: list[int], dim: int, value: float) -> DTensor:
 
 def work(rank: int, port: int, channels: Any, kind: str, phase: str) -> None:
     """One rank. Reports what the transfer raised and when, its version afterwards, and the same of another transfer."""
-    answers, may_end = channels
+    answers, _ = channels
     watch._ROLL_CALL_SECONDS = ROLL_CALL_SECONDS
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
     os.environ.update(GLOO_SOCKET_IFNAME="lo", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -133,47 +131,7 @@ def work(rank: int, port: int, channels: Any, kind: str, phase: str) -> None:
         answers.put((rank, error, seconds, None if plan is None else plan.version))
         if phase == "exchange" and kind == "raise":
             plan = None  # the source of the first one stays broken
-    # Rank 0 hosts the store, in which a rank that was stopped looks for the verdict.
-    may_end.wait(60)
-    answers.close()
-    answers.join_thread()
-    # The interpreter would wait for collectives that were given up.
-    os._exit(0)
-
-
-def run(kind: str, phase: str) -> tuple[dict[int, list[Any]], list[int]]:
-    """Runs one world. Returns (error, seconds, version) of both transfers by rank, and the exit codes."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    answers, may_end = context.Queue(), context.Event()
-    ranks: list[Any] = [
-        context.Process(target=work, args=(rank, port, (answers, may_end), kind, phase)) for rank in range(3)
-    ]
-    for process in ranks:
-        process.start()
-    results: dict[int, list[Any]] = {rank: [] for rank in range(3)}
-
-    def receive(number: int) -> None:
-        for _ in range(number):
-            rank, *outcome = answers.get(timeout=90)
-            results[rank].append(outcome)
-
-    try:
-        receive(4 if kind in ("stop", "kill") else 6)
-        if kind == "stop":
-            os.kill(ranks[CULPRIT].pid, signal.SIGCONT)
-            receive(2)
-        may_end.set()
-        for process in ranks:
-            process.join(60)
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
-    return results, [process.exitcode for process in ranks]
+    end_rank(channels)
 
 
 PHASES = ("plan", "agree", "verify source", "exchange", "moving", "verify target", "compare")
@@ -187,7 +145,7 @@ CASES = EVERY_CASE if "TTE_SOAK" in os.environ else [*FEW_CASES, ("kill", "movin
 
 @pytest.mark.parametrize(("kind", "phase"), CASES)
 def test_a_rank_that_does_not_come(kind: str, phase: str) -> None:
-    results, _ = run(kind, phase)
+    results, _ = run_losing_world(work, kind, phase, kind=kind)
     assert [len(results[rank]) for rank in range(3)] == [2, 0 if kind == "kill" else 2, 2]
     for transfer in (0, 1):  # a later one on this group, too
         errors = [outcomes[transfer][0] for outcomes in results.values() if outcomes]
@@ -214,7 +172,7 @@ RAISING = [("raise", phase) for phase in PHASES if phase != "moving"] + [
 
 @pytest.mark.parametrize(("kind", "phase"), RAISING)
 def test_a_rank_that_raises_is_the_same_error_and_the_group_goes_on(kind: str, phase: str) -> None:
-    results, exit_codes = run(kind, phase)
+    results, exit_codes = run_losing_world(work, kind, phase, kind=kind)
     errors = {rank: outcomes[0][0] for rank, outcomes in results.items()}
     if kind == "interrupt":
         assert isinstance(errors.pop(CULPRIT), KeyboardInterrupt)
