@@ -267,15 +267,6 @@ def test_many_elements(dtype: torch.dtype, columns: int, device: str) -> None:
     ops.apply_changes_(target, [whole, half], [shape, shape], changes.positions, changes.values, changes.counts)
     assert torch.equal(bits(target[0]), bits(new)) and torch.equal(bits(target[1]), bits(new[:, columns:]))
 
-    kept = ops.select_changes(
-        changes.positions, changes.values, changes.counts, [dtype.itemsize] * 2, [shape] * 2, [half.chunks, []]
-    )
-    assert (
-        torch.equal(kept[0], inside)
-        and torch.equal(kept[1][: values.numel()], values)
-        and kept[2].tolist() == [inside.numel(), 0]
-    )
-
 
 def test_nothing_changed_and_no_tensors() -> None:
     tensor = torch.tensor([0.0, float("nan"), 1.0])
@@ -288,25 +279,10 @@ def test_nothing_changed_and_no_tensors() -> None:
     assert ops.changed_elements_([], [], [], [], mask, [], empty, empty).shape == (2, 0)
     assert [each.shape for each in ops.sum_elements([], [], [], empty, [])] == [(0,), (0,)]
     ops.apply_changes_([], [], [], empty, empty.byte(), [])
-    assert [each.numel() for each in ops.select_changes(empty, empty.byte(), [], [], [], [])] == [0, 0, 0]
     none = LocalShard((0, 8), ())
     of_none = found_changes([torch.empty(0, 8)], [torch.empty(0, 8)], [none], [(6, 8)])
     assert of_none.counts == [0]
     ops.apply_changes_([torch.empty(0, 8)], [none], [(6, 8)], torch.tensor([3]), torch.zeros(4, dtype=torch.uint8), [1])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex128], ids=str)
-def test_selected_boxes(dtype: torch.dtype) -> None:
-    sizes, item = (6, 8), dtype.itemsize
-    positions = torch.tensor([0, 3, 10, 11, 17, 18, 19, 42, 43, 47, 5])  # the last of another tensor
-    values = torch.arange(ops.change_offsets([item, item], [10, 1])[-1], dtype=torch.int64).to(torch.uint8)
-    boxes = [[Chunk((5, 2), (1, 2), (9, 9)), Chunk((1, 2), (2, 2), (0, 0))], [Chunk((0,), (9,), (0,))]]
-    kept, bytes_kept, counts = ops.select_changes(positions, values, [10, 1], [item, item], [sizes, (9,)], boxes)
-    assert kept.tolist() == [10, 11, 18, 19, 42, 43, 5] and counts.tolist() == [6, 1]
-    starts = ops.change_offsets([item, item], [6, 1])
-    indices = [2, 3, 5, 6, 7, 8]
-    assert torch.equal(bytes_kept[: 6 * item].view(-1, item), values[: 10 * item].view(-1, item)[indices])
-    assert torch.equal(bytes_kept[starts[1] :], values[ops.change_offsets([item, item], [10, 1])[1] :])
 
 
 def raw_case() -> tuple[Any, ...]:
@@ -328,8 +304,6 @@ def test_opcheck() -> None:
     torch.library.opcheck(raw.find_changes.default, ([new], [base], table, [6]))
     torch.library.opcheck(raw.sum_elements.default, ([new], table, positions, counts))
     torch.library.opcheck(raw.apply_changes_.default, ([base], table, positions, counts, values))
-    selected = (positions, values, [6, 4, 2, 1, 6, 8, 0, 0, 4, 8])
-    torch.library.opcheck(raw.select_changes.default, selected)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -418,7 +392,6 @@ def test_positions_that_do_not_ascend_are_refused_and_nothing_is_written(listed:
     for call in (
         lambda: ops.apply_changes_([target], [WHOLE], [(6, 8)], positions, values, [2]),
         lambda: ops.sum_elements([target], [WHOLE], [(6, 8)], positions, [2]),
-        lambda: ops.select_changes(positions, values, [2], [4], [(6, 8)], [WHOLE.chunks]),
     ):
         with pytest.raises(ValueError, match="the positions of tensor 0 do not ascend, or are not inside"):
             call()
@@ -439,14 +412,6 @@ def test_changes_that_do_not_fit_are_refused() -> None:
         ops.apply_changes_([torch.nn.Parameter(target)], [WHOLE], [(6, 8)], positions, values, [2])
     with pytest.raises(ValueError, match="got 1 tensors and 2 shards"):
         ops.apply_changes_([target], [WHOLE, WHOLE], [(6, 8)], positions, values, [2])
-    with pytest.raises(ValueError, match="box 0 of tensor 0 is"):
-        ops.select_changes(positions, values, [2], [4], [(6, 8)], [[Chunk((5, 0), (2, 8), (0, 0))]])
-    with pytest.raises(ValueError, match="two boxes of tensor 0 overlap"):
-        ops.select_changes(positions, values, [2], [4], [(6, 8)], [[*WHOLE.chunks, *TWO_CHUNKS.chunks]])
-    with pytest.raises(ValueError, match=r"item_bytes\[0\] is 3, expected 1, 2, 4, 8 or 16"):
-        ops.select_changes(positions, values, [2], [3], [(6, 8)], [[]])
-    with pytest.raises(ValueError, match="got 2 counts, 1 sizes of elements"):
-        ops.select_changes(positions, values, [2, 0], [4], [(6, 8)], [[]])
     with torch.no_grad():
         parameter = torch.nn.Parameter(torch.zeros(6, 8))
         ops.apply_changes_([parameter], [WHOLE], [(6, 8)], positions, values, [2])

@@ -105,13 +105,4 @@ void sum_listed_cpu(std::span<const ListedElements> tensors, uint64_t* sums, int
 void write_listed_cuda(std::span<const ListedElements> tensors, int32_t device_index);
 void sum_listed_cuda(std::span<const ListedElements> tensors, uint64_t* sums, int64_t* counts, int32_t device_index);
 
-// ---- boxes of a list ----
-
-// The indices, ascending, of those of ascending positions that lie in one of disjoint boxes of a tensor, none of them empty.
-std::vector<int64_t> select_positions(std::span<const int64_t> positions, std::span<const int64_t> global_sizes,
-                                      std::span<const core::Box> boxes);
-
-// Copies the elements at these indices of a list, which has values, to the beginning of another one.
-void take_listed(const ListedElements& tensor, std::span<const int64_t> indices, int64_t* positions, char* values);
-
 }  // namespace torchtitan_ext::ops

@@ -392,29 +392,4 @@ void sum_listed_cpu(std::span<const ListedElements> tensors, uint64_t* sums, int
   run_lists(task, body, parallel_for);
 }
 
-void take_listed(const ListedElements& tensor, std::span<const int64_t> indices, int64_t* positions, char* values) {
-  with_word(tensor.item_bytes, [&](auto word) {
-    constexpr int64_t kBytes = sizeof(word);
-    for (const int64_t index : indices) {
-      *positions++ = tensor.positions[index];
-      std::memcpy(values, tensor.values + index * kBytes, kBytes);
-      values += kBytes;
-    }
-  });
-}
-
-std::vector<int64_t> select_positions(std::span<const int64_t> positions, std::span<const int64_t> global_sizes,
-                                      std::span<const core::Box> boxes) {
-  const std::vector<int64_t> strides = contiguous_strides(global_sizes);
-  const int64_t count = static_cast<int64_t>(positions.size());
-  std::vector<int64_t> selected;
-  for (const core::Box& box : boxes) {
-    const int64_t first_key = offset_bytes(box.offsets, {}, strides, 1);
-    const BoxWalk<1> walk(box.sizes, first_key, strides, {0}, {std::vector<int64_t>(strides.size(), 0)});
-    visit_inside(positions.data(), 0, count, walk, [&](int64_t at, int64_t) { selected.push_back(at); });
-  }
-  if (!std::is_sorted(selected.begin(), selected.end())) std::sort(selected.begin(), selected.end());
-  return selected;
-}
-
 }  // namespace torchtitan_ext::ops

@@ -32,7 +32,6 @@ STABLE_TORCH_LIBRARY(torchtitan_ext, library) {
       "find_changes(Tensor[] new, Tensor[] base, SymInt[] tables, SymInt[] limits) -> (Tensor positions, Tensor "
       "values, "
       "Tensor counts, Tensor sums)");
-  library.def("select_changes(Tensor positions, Tensor values, SymInt[] tables) -> (Tensor, Tensor, Tensor)");
   library.def(
       "sum_elements(Tensor[] shards, SymInt[] tables, Tensor positions, SymInt[] counts) -> (Tensor sums, Tensor "
       "found)");
@@ -56,7 +55,6 @@ static void register_kernels(torch::stable::detail::StableLibrary& library) {
   library.impl("mark_changes", TORCH_BOX(&ops::mark_changes));
   library.impl("changed_elements_", TORCH_BOX(&ops::changed_elements_));
   library.impl("find_changes", TORCH_BOX(&ops::find_changes));
-  library.impl("select_changes", TORCH_BOX(&ops::select_changes));
   library.impl("sum_elements", TORCH_BOX(&ops::sum_elements));
   library.impl("apply_changes_", TORCH_BOX(&ops::apply_changes_));
   library.impl("fingerprint_shard", TORCH_BOX(&ops::fingerprint_shard));

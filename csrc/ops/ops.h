@@ -87,7 +87,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> find_changes(const TensorList& new_te
 
 // Positions, values and counts of those changes that lie in boxes. `tables` has for each tensor
 // `count | item_bytes | num_dims | num_boxes | global_sizes | offsets, sizes of each box`.
-std::tuple<Tensor, Tensor, Tensor> select_changes(const Tensor& positions, const Tensor& values, const Ints& tables);
 
 // The sums of the hashes of the bits that the shards hold at these positions, and how many of them each shard has.
 std::tuple<Tensor, Tensor> sum_elements(const TensorList& shards, const Ints& tables, const Tensor& positions,

@@ -359,25 +359,6 @@ TEST(Changes, KernelsOfBothDevicesMatchElementByElement) {
   }
 }
 
-TEST(Changes, SelectedPositionsLieInBoxes) {
-  for (int round = 0; round < 500; ++round) {
-    const Sizes global{draw(1, 9), draw(1, 9)}, strides = contiguous_strides(global);
-    const int64_t cut = draw(0, global[0]), column = draw(0, global[1]);
-    const Sizes first_offsets{cut, column}, first_sizes{global[0] - cut, global[1] - column};
-    const Sizes second_offsets{0, 0}, second_sizes{global[0], column};
-    std::vector<core::Box> boxes;
-    if (core::num_elements(first_sizes) > 0) boxes.push_back({first_offsets, first_sizes});
-    if (column > 0) boxes.push_back({second_offsets, second_sizes});
-    std::vector<int64_t> positions, expected;
-    visit_elements(global, [&](const Sizes& at) {
-      if (draw(0, 2) == 0) return;
-      if (at[1] < column || at[0] >= cut) expected.push_back(static_cast<int64_t>(positions.size()));
-      positions.push_back(dot(at, strides));
-    });
-    ASSERT_EQ(select_positions(positions, global, boxes), expected);
-  }
-}
-
 TEST(Changes, WrongCountsAndOrdersAreFound) {
   Case of(false);
   of.right = of.left;

@@ -762,9 +762,7 @@ TORCH_LIBRARY_IMPL(torchtitan_ext, PrivateUse1, library) {
         "changed_elements_", "sum_elements", "apply_changes_"}) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_stream>());
   }
-  for (const char* name : {"find_changes", "select_changes"}) {
-    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_and_wait>());
-  }
+  library.impl("find_changes", torch::CppFunction::makeFromBoxedFunction<&run_and_wait>());
   library.impl("check_broadcast", torch::CppFunction::makeFromBoxedFunction<&run_at_once>());
 }
 

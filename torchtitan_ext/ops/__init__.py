@@ -11,14 +11,12 @@ differentiable; where its arguments require grad, call it under ``torch.no_grad(
 
 from torchtitan_ext.ops.broadcast import DEFAULT_BUCKET_BYTES, BroadcastCheck, broadcast_coalesced_, check_broadcast
 from torchtitan_ext.ops.changes import (
-    BoxLike,
     apply_changes_,
     change_offsets,
     changed_elements_,
     find_changes,
     mark_changes,
     mask_words,
-    select_changes,
     sum_elements,
 )
 from torchtitan_ext.ops.exchange import dtype_number, exchange_runs_, numbered_dtype
@@ -42,7 +40,6 @@ from torchtitan_ext.ops.shards import (
 )
 
 __all__ = [
-    "BoxLike",
     "BroadcastCheck",
     "ChunkLike",
     "DEFAULT_ALIGNMENT",
@@ -66,7 +63,6 @@ __all__ = [
     "numbered_dtype",
     "pack_shard",
     "pack_shards",
-    "select_changes",
     "sum_elements",
     "unflatten_tensors_",
     "unpack_shard",

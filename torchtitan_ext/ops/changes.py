@@ -16,7 +16,6 @@ that of the old bits at the changed positions, plus that of the new bits, all mo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,15 +25,6 @@ from torchtitan_ext.ops.shards import ShardLike, check_shapes, shard_tables
 
 VALUES_ALIGNMENT = 16
 """Bytes. The largest element: the values of a tensor can be viewed as its dtype."""
-
-
-class BoxLike(Protocol):
-    """A box of a global tensor; ``layout.Chunk`` is one."""
-
-    @property
-    def offsets(self) -> Sequence[int]: ...
-    @property
-    def sizes(self) -> Sequence[int]: ...
 
 
 def change_offsets(item_bytes: Sequence[int], counts: Sequence[int]) -> list[int]:
@@ -186,64 +176,6 @@ def _(
     values = new[0].new_empty(context.new_dynamic_size(), dtype=torch.uint8)
     counts = torch.empty(len(new), dtype=torch.int64, device="cpu")
     return positions, values, counts, new[0].new_empty(2, len(new), dtype=torch.int64)
-
-
-def select_changes(
-    positions: Tensor,
-    values: Tensor,
-    counts: Sequence[int],
-    item_bytes: Sequence[int],
-    global_sizes: Sequence[Sequence[int]],
-    boxes: Sequence[Sequence[BoxLike]],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Those of the changes that lie in boxes of the global tensors, as changes of the same tensors.
-
-    Args:
-        positions: Of ``sum(counts)`` changed elements, as ``changed_elements_`` gives them.
-        values: Their bits.
-        counts: How many of them each tensor has.
-        item_bytes: Size of one element of each tensor.
-        global_sizes: Shapes of the global tensors.
-        boxes: For each tensor the boxes that are wanted, disjoint; none leaves the tensor out.
-
-    Returns:
-        Positions and values of the selected elements, new tensors on the device of ``positions``, and their counts,
-        int64 of shape ``(len(counts),)`` in host memory. Changes on a CUDA device are selected there too, so that
-        the device is waited for.
-
-    Raises:
-        ValueError: Positions of a tensor do not ascend or lie outside of it, boxes overlap, or sizes do not agree.
-    """
-    name = "select_changes"
-    if not len(counts) == len(item_bytes) == len(global_sizes) == len(boxes):
-        raise ValueError(
-            f"{name}: got {len(counts)} counts, {len(item_bytes)} sizes of elements, {len(global_sizes)} global shapes "
-            f"and {len(boxes)} lists of boxes, expected one of each for each tensor"
-        )
-    tables: list[int] = []
-    for count, bytes_of_one, sizes, wanted in zip(counts, item_bytes, global_sizes, boxes, strict=True):
-        tables += (count, bytes_of_one, len(sizes), len(wanted), *sizes)
-        for box in wanted:
-            tables += box.offsets
-            tables += box.sizes
-    given = (positions, values)
-    if any(isinstance(tensor, Tensor) and tensor.is_cuda for tensor in given):
-        # The result is as long as what is found, so that the device would be waited for anyway.
-        kept_positions, kept_values, kept_counts = call(name, (positions.cpu(), values.cpu(), tables))
-        return kept_positions.to(positions.device), kept_values.to(positions.device), kept_counts
-    kept_positions, kept_values, kept_counts = call(name, (*given, tables))
-    return kept_positions, kept_values, kept_counts
-
-
-@register_fake("select_changes")
-def _(positions: Tensor, values: Tensor, tables: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    context = torch.library.get_ctx()
-    num_tensors, rest = 0, list(tables)
-    while rest:
-        num_tensors, rest = num_tensors + 1, rest[4 + rest[2] * (1 + 2 * rest[3]) :]
-    kept = positions.new_empty(context.new_dynamic_size())
-    counts = torch.empty(num_tensors, dtype=torch.int64, device="cpu")
-    return kept, values.new_empty(context.new_dynamic_size()), counts
 
 
 def sum_elements(
