@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import torchtitan_ext as tte
+from torchtitan_ext.elastic import ElasticDataLoader, Streams
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "use" / "command_line.md").read_text()
@@ -32,6 +33,12 @@ def save_runs(rank: int, world_size: int, place: Path) -> None:
     for run in ("checkpoint", "damaged"):
         for step in (100, 200, 300):
             tte.save({"model": model, "step": step}, place / "outputs" / run / f"step-{step}")
+    source = Streams(lambda shard, num_shards, epoch: iter(range(shard, 998, num_shards)), num_shards=4)
+    loader = ElasticDataLoader(source, global_batch_size=16, dp_rank=rank, dp_size=world_size, last="pad")
+    epochs = [len(list(loader)) for _ in range(2)]
+    next(iter(loader))
+    assert epochs == [63, 63]
+    tte.save({"model": model, "dataloader": loader}, place / "outputs" / "elastic" / "step-127")
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +82,7 @@ def paths_of(value: Any, path: str = "") -> set[str]:
 
 
 JSON_CALLS = {
-    "inspect": ["outputs/checkpoint/step-100", "--shards"],
+    "inspect": ["outputs/elastic/step-127", "--shards"],
     "verify": ["outputs/damaged/step-200", "--deep"],
     "ls": ["outputs/checkpoint"],
     "latest": ["outputs/checkpoint"],

@@ -61,7 +61,7 @@ def test_json(checkpoint: Path) -> None:
     result = plan(checkpoint, "--mesh", "dp=2,tp=2", "--shard", "w=tp:1", "--component", "model", "--json")
     assert result.exit_code == FINE
     found: dict[str, Any] = json.loads(result.stdout)
-    assert found.keys() == {"schema_version", "world", "device", "copies", "save", "load", "notes"}
+    assert found.keys() == {"schema_version", "world", "device", "copies", "save", "load", "data_loaders", "notes"}
     assert found["save"].keys() == {
         "ranks", "num_bytes", "num_files", "num_parts", "metadata_bytes", "index_bytes", "seconds", "metadata_seconds",
         "problems",

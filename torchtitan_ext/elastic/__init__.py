@@ -13,8 +13,10 @@ from torchtitan_ext.elastic.data.virtual_shards import TooFewShardsError
 from torchtitan_ext.elastic.rng import RngState
 from torchtitan_ext.elastic.schedule.lr_scheduler import ElasticLRScheduler
 from torchtitan_ext.elastic.train_state import TrainState, read_torchtitan_train_state
+from torchtitan_ext.state.data_position import DataPosition, RankChange, ShardPosition
 
 __all__ = [
+    "DataPosition",
     "ElasticBatchSampler",
     "ElasticDataLoader",
     "ElasticLRScheduler",
@@ -24,9 +26,11 @@ __all__ = [
     "IndexedStreams",
     "OptionGaps",
     "PackedTokens",
+    "RankChange",
     "Reshardable",
     "Resharded",
     "RngState",
+    "ShardPosition",
     "Source",
     "StreamSource",
     "Streams",

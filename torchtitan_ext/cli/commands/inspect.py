@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -25,6 +26,7 @@ from torchtitan_ext.cli.output import (
 )
 from torchtitan_ext.errors import UnknownFormatError
 from torchtitan_ext.errors.near_names import refuse_unmatched
+from torchtitan_ext.state.data_position import DataPosition, ShardPosition, loaders_among, read_data_position
 from torchtitan_ext.storage.commit.steps import step_paths
 from torchtitan_ext.storage.formats.contents import MODEL, ContentChunk, ContentKey, Contents, Scalar
 from torchtitan_ext.storage.formats.detect import checkpoints_in, format_of
@@ -40,6 +42,7 @@ def run(
     shards: Annotated[bool, typer.Option("--shards", help="Where each chunk of a key lies.")] = False,
     layout: Annotated[str | None, typer.Option(metavar="NAME", help="Draw which rank holds what of a tensor.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="The same as a picture: .svg, .png, .pdf.")] = None,
+    data: Annotated[bool, typer.Option("--data", help="Where each data loader stands, shard by shard.")] = False,
     rank: Annotated[int | None, typer.Option(help="The rank, if each rank has metadata of its own.")] = None,
     unsafe_unpickle: UnsafeUnpickle = False,
     json: Json = False,
@@ -67,6 +70,8 @@ def run(
         keys = contents.matching(glob)
         if json:
             print_json(_plain(contents, keys, shards))
+        elif data:
+            _print_data(_data_positions(contents))
         else:
             _print(contents, keys, shards, has_totals=glob is None and not shards)
 
@@ -151,6 +156,36 @@ def _headline(contents: Contents, totals: Sequence[_Total]) -> Iterator[str]:
     yield f"{count_of(len(contents.files), 'file')} of {text_of_bytes(sum(there))}{shared}{lost}; {checksums}"
     if contents.world_size is not None:
         yield saved_by(contents.world_size, contents.mesh)
+    for name, position in _data_positions(contents).items():
+        yield f"{name}: {position}"
+
+
+def _data_positions(contents: Contents) -> dict[str, DataPosition]:
+    """Where each data loader of ours stands, by its component."""
+    found = {}
+    for prefix, fqns in loaders_among([key.fqn for key in contents.keys if key.dtype is None]).items():
+        state = {fqn.removeprefix(prefix): value for fqn, value in contents.read_records(fqns).items()}
+        with suppress(ValueError):
+            found[prefix.removesuffix(".") or "loader"] = read_data_position(state)
+    return found
+
+
+def _print_data(positions: Mapping[str, DataPosition]) -> None:
+    if not positions:
+        print_line("no data loader of this package")
+    for name, position in positions.items():
+        print_line(f"{name}: {position}")
+        for dp_size in (position.dp_size // 2, position.dp_size * 2):
+            if dp_size:
+                print_line(f"  {position.on(dp_size)}")
+        if position.shards:
+            print()
+            print_table(("shard", "epoch", "served", "left", "all epochs"), map(_position_row, position.shards))
+
+
+def _position_row(one: ShardPosition) -> Sequence[object]:
+    left = "-" if one.samples_left is None else f"{one.samples_left:,}"
+    return one.shard, one.epoch, f"{one.served:,}", left, f"{one.total:,}"
 
 
 def _key_row(key: ContentKey) -> Sequence[object]:
@@ -190,6 +225,7 @@ def _plain(contents: Contents, keys: Sequence[ContentKey], shards: bool) -> dict
         "num_keys": len(contents.keys),
         "num_tensors": len(tensors),
         "tensor_bytes": sum(key.num_bytes for key in tensors),
+        "data_loaders": [{"name": name, **one.to_dict()} for name, one in _data_positions(contents).items()],
         "components": [dict(zip(names_of_totals, total, strict=True)) for total in _totals(contents)],
         "files": [file._asdict() for file in contents.files],
         "keys": rows,

@@ -17,6 +17,7 @@ from torchtitan_ext.elastic.data.sampler import ElasticBatchSampler, Last, Local
 from torchtitan_ext.elastic.data.stream_batches import StreamBatches
 from torchtitan_ext.elastic.data.streams import StreamSource
 from torchtitan_ext.errors import argument_error, check_counts
+from torchtitan_ext.state.data_position import DataPosition, read_data_position
 
 
 class ElasticDataLoader:
@@ -150,6 +151,13 @@ class ElasticDataLoader:
             CannotReshardError: The state is of other data or another number of shards; the loader is unchanged.
         """
         self._batches.load_state_dict(state_dict)
+
+    def describe(self) -> DataPosition:
+        """Where the loader stands after the latest batch; of streams with this rank's shards. Not collective.
+
+        ``describe().on(4)`` says what a load by 4 data-parallel ranks would do.
+        """
+        return read_data_position(self.state_dict())
 
     def sample_account(self) -> SampleAccount:
         """The samples that were served; a save compares them with what a ``TrainState`` counts."""

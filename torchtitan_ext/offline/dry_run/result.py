@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torchtitan_ext.offline.amounts import text_of_bytes
 from torchtitan_ext.offline.dry_run.host_memory import Device
 from torchtitan_ext.offline.dry_run.load_forecast import LoadForecast, RankLoad
 from torchtitan_ext.offline.dry_run.save_forecast import RankSave, SaveForecast
+from torchtitan_ext.state.data_position import DataPosition
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class DryRun:
         copies: How many times all ranks together hold each tensor on average: 1 if nothing is replicated.
         save: What a save would do.
         load: What a load of the checkpoint would do; ``None`` without a checkpoint.
+        data: Where each data loader of the checkpoint stands, by its component.
+        num_data_parallel: Ranks of the job that see data of their own.
         notes: What was assumed, or cannot be known without the job.
     """
 
@@ -34,6 +37,8 @@ class DryRun:
     copies: float
     save: SaveForecast
     load: LoadForecast | None
+    data: Mapping[str, DataPosition]
+    num_data_parallel: int
     notes: tuple[str, ...]
 
     @property
@@ -55,6 +60,10 @@ class DryRun:
             "copies": self.copies,
             "save": save,
             "load": load,
+            "data_loaders": [
+                {"name": name, **one.to_dict(), "change": dataclasses.asdict(one.on(self.num_data_parallel))}
+                for name, one in self.data.items()
+            ],
             "notes": list(self.notes),
         }
 
@@ -99,6 +108,9 @@ class DryRun:
                 f"load: each byte is read {self.load.amplification:.3g} times; {text_of_bytes(whole)} by a reader of "
                 f"whole chunks{_duration(self.load.seconds)}"
             )
+        for name, position in self.data.items():
+            lines.append(f"{name}: {position}")
+            lines.append(f"{name}: {position.on(self.num_data_parallel)}")
         return lines
 
 

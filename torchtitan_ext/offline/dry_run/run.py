@@ -9,16 +9,18 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from numbers import Real
 from types import NoneType
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
+from torchtitan_ext.checkpoint.operation.component_plans import read_saved
 from torchtitan_ext.checkpoint.rules.load_rules import component_of
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source, check_rules
 from torchtitan_ext.checkpoint.tables.key_table import ObjectEntry, TensorEntry
-from torchtitan_ext.errors import WrongValueError, check_argument, named
+from torchtitan_ext.errors import CheckpointReadError, WrongValueError, check_argument, named
 from torchtitan_ext.errors.near_names import names_hint
 from torchtitan_ext.layout.layout import ShardOrder, num_elements
 from torchtitan_ext.offline.amounts import Bandwidth
@@ -29,6 +31,7 @@ from torchtitan_ext.offline.dry_run.load_source import LoadSource, open_load_sou
 from torchtitan_ext.offline.dry_run.result import DryRun
 from torchtitan_ext.offline.dry_run.save_forecast import forecast_save
 from torchtitan_ext.offline.placement_rules import DimOf
+from torchtitan_ext.state.data_position import DataPosition, loaders_among, read_data_position
 from torchtitan_ext.storage.metadata.saved_metadata import recorded_paths
 
 
@@ -88,8 +91,11 @@ def dry_run(
         warnings.simplefilter("always")
         save = forecast_save(job)
         load = None if source is None else forecast_load(job, source)
+        data = {} if source is None or source.problems else _data_positions(source, job)
     notes += [str(warning.message) for warning in caught]
-    return DryRun(job.world(mesh), job.device, _copies(stages), save, load, tuple(dict.fromkeys(notes)))
+    num_data_parallel = max(stage.ranks.num_data_parallel for stage in stages)
+    notes, copies = list(dict.fromkeys(notes)), _copies(stages)
+    return DryRun(job.world(mesh), job.device, copies, save, load, data, num_data_parallel, tuple(notes))
 
 
 def _check_arguments(
@@ -147,6 +153,20 @@ def _check_components(source: LoadSource, stages: Sequence[Stage]) -> None:
     for glob in chosen.unused_filters(is_tensor, components):
         hint = names_hint(glob, is_tensor, components)
         raise WrongValueError(f"no component and no key matches {glob!r}; {hint}", "components")
+
+
+def _data_positions(source: LoadSource, job: Job) -> dict[str, DataPosition]:
+    """Where each data loader stands that the job loads and whose state can be read."""
+    saved, policy = source.opened.metadata.state_dict_metadata, job.policy or ElasticPolicy()
+    found = {}
+    for prefix in loaders_among([fqn for fqn, one in saved.items() if isinstance(one, BytesStorageMetadata)]):
+        name = prefix.removesuffix(".")
+        if not name or not source.opened.source.selects(f"{name}.loader"):
+            continue
+        if policy.object_action(name) not in ("reset", "omit"):
+            with suppress(ValueError, CheckpointReadError):
+                found[name] = read_data_position(read_saved(source.opened, name))
+    return found
 
 
 def _device_of(stages: Sequence[Stage]) -> Device:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torchtitan_ext.storage.element_types import ITEM_BYTES, num_bytes_of
 from torchtitan_ext.storage.formats.detect import Format
@@ -72,13 +72,16 @@ class ContentFile(NamedTuple):
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of a checkpoint, from its metadata. Only ``read_values`` reads data. Unknown fields are empty.
+    """The contents of a checkpoint, from its metadata. Unknown fields are empty.
+
+    Only ``read_values`` and ``read_records`` read data.
 
     Attributes:
         keys: All keys in the order of the checkpoint.
         chunks_of: Returns the chunks of a key.
         read_values: Returns the values of those of the given keys that are single numbers or texts.
         paths: The path of each key in the nested state dict.
+        read_records: Returns the values of the given keys of a DCP checkpoint; see ``plain_records``.
         has_checksums: Whether there is an index of ours with checksums of all bytes.
         save_id: The id of the save that wrote the checkpoint.
         step: The step in the name of the directory.
@@ -94,6 +97,7 @@ class Contents:
     chunks_of: Callable[[str], Sequence[ContentChunk]]
     read_values: Callable[[Sequence[ContentKey]], Mapping[str, Scalar]] = lambda keys: {}
     paths: Mapping[str, Sequence[object]] = field(default_factory=dict)
+    read_records: Callable[[Sequence[str]], Mapping[str, Any]] = lambda fqns: {}
     has_checksums: bool = False
     save_id: str | None = None
     step: int | None = None

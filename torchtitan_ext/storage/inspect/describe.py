@@ -14,6 +14,7 @@ from torchtitan_ext.storage.commit.opened import OpenedCheckpoint
 from torchtitan_ext.storage.commit.steps import step_of
 from torchtitan_ext.storage.formats.contents import ContentChunk, ContentFile, ContentKey, Contents, bytes_of, size_of
 from torchtitan_ext.storage.formats.detect import format_of
+from torchtitan_ext.storage.formats.plain_records import read_records
 from torchtitan_ext.storage.formats.safetensors_files import describe_safetensors
 from torchtitan_ext.storage.formats.scalars import read_scalars
 from torchtitan_ext.storage.metadata.saved_metadata import SavedMetadata, ranks_with_metadata, read_saved_metadata
@@ -75,6 +76,7 @@ def _describe_dcp(path: Path, rank: int | None) -> Contents:
         lambda fqn: _chunks(saved, fqn),
         lambda keys: read_scalars(path, saved, ((key.fqn, key.dtype is not None) for key in keys)),
         saved.planner_data if isinstance(saved.planner_data, dict) else {},
+        lambda fqns: read_records(path, saved, fqns),
         has_checksums=saved.index is not None,
         save_id=saved.save_id,
         step=step_of(path),
