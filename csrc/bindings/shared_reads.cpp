@@ -117,7 +117,7 @@ void define_shared_reads(py::module_& module) {
             plan.assign({std::move(sample), most_rounds});
           },
           py::call_guard<py::gil_scoped_release>(), py::arg("sample"), py::arg("most_rounds"))
-      .def("told", [](const SharePlan& plan, int64_t rank) { return py::bytes(plan.told(rank)); });
+      .def("part_message", [](const SharePlan& plan, int64_t rank) { return py::bytes(plan.part_message(rank)); });
   py::class_<PartColumns>(module, "PartColumns")
       .def_readonly("items", &PartColumns::items)
       .def_readonly("types", &PartColumns::types)
@@ -131,9 +131,9 @@ void define_shared_reads(py::module_& module) {
       .def_readonly("targets", &SharedPart::Exchange::targets)
       .def_property_readonly("sends", [](const SharedPart::Exchange& one) { return bytes_of(one.sends); })
       .def_property_readonly("receives", [](const SharedPart::Exchange& one) { return bytes_of(one.receives); });
-  py::class_<SharedPart>(module, "SharedPart", "What one rank has been told; see csrc/core/shared_reads.h.")
-      .def(py::init([](const py::bytes& told) { return SharedPart(static_cast<std::string_view>(told)); }),
-           py::arg("told"))
+  py::class_<SharedPart>(module, "SharedPart", "What one rank reads, sends and receives; see csrc/core/shared_reads.h.")
+      .def(py::init([](const py::bytes& message) { return SharedPart(static_cast<std::string_view>(message)); }),
+           py::arg("message"))
       .def_property_readonly("num_rounds", [](const SharedPart& part) { return part.rounds().size(); })
       .def_property_readonly("items", &SharedPart::items)
       .def(

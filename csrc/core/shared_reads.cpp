@@ -384,7 +384,7 @@ void SharePlan::assign(const ShareOptions& options) {
     const auto in_order = static_cast<int64_t>(before * static_cast<double>(num_rounds_));
     one.round = first_round + (is_first ? 0 : std::min(num_rounds_ - 1, in_order));
   }
-  tell(assigned, first_round + num_rounds_);
+  encode_parts(assigned, first_round + num_rounds_);
 }
 
 // The rounds behind the sample, for what the busiest rank reads if all is dealt out evenly.
@@ -442,28 +442,28 @@ void SharePlan::add_bytes(int64_t rank, int64_t num_bytes) {
 namespace {
 
 // A row of `SharedPart`, and the round that it belongs to.
-struct ToldRow {
+struct RowInRound {
   int64_t round = 0;
   SharedPart::Row row;
 };
 
-void put_rows(WireWriter& out, const std::vector<ToldRow>& rows) {
+void put_rows(WireWriter& out, const std::vector<RowInRound>& rows) {
   out.put(rows.size());
   int64_t item = 0;
-  for (const ToldRow& told : rows) {
-    out.put(static_cast<uint64_t>(told.round));
-    out.put_signed(static_cast<int64_t>(told.row.item) - std::exchange(item, static_cast<int64_t>(told.row.item)));
-    out.put(told.row.device);
-    out.put_sizes(told.row.offsets);
-    out.put_sizes(told.row.sizes);
-    out.put_sizes(told.row.peers);
+  for (const RowInRound& one : rows) {
+    out.put(static_cast<uint64_t>(one.round));
+    out.put_signed(static_cast<int64_t>(one.row.item) - std::exchange(item, static_cast<int64_t>(one.row.item)));
+    out.put(one.row.device);
+    out.put_sizes(one.row.offsets);
+    out.put_sizes(one.row.sizes);
+    out.put_sizes(one.row.peers);
   }
 }
 
 }  // namespace
 
-void SharePlan::tell(const std::vector<Assigned>& assigned, int64_t num_rounds) {
-  std::vector<std::vector<ToldRow>> reads(host_of_.size()), receives(host_of_.size());
+void SharePlan::encode_parts(const std::vector<Assigned>& assigned, int64_t num_rounds) {
+  std::vector<std::vector<RowInRound>> reads(host_of_.size()), receives(host_of_.size());
   std::map<std::string, uint32_t> device_of;
   for (const Assigned& one : assigned) {
     const ShareTag& tag = tags_[one.piece->tag];
@@ -495,7 +495,7 @@ void SharePlan::tell(const std::vector<Assigned>& assigned, int64_t num_rounds) 
       }
     }
     if (read != nullptr) {
-      std::vector<ToldRow>& of_reader = reads[static_cast<size_t>(one.reader)];
+      std::vector<RowInRound>& of_reader = reads[static_cast<size_t>(one.reader)];
       of_reader.push_back({one.round, row_of(*read)});
       of_reader.back().row.peers = std::move(peers);
     }
@@ -505,12 +505,12 @@ void SharePlan::tell(const std::vector<Assigned>& assigned, int64_t num_rounds) 
     out.put(static_cast<uint64_t>(num_rounds));
     put_rows(out, reads[rank]);
     put_rows(out, receives[rank]);
-    told_.push_back(out.take());
+    part_messages_.push_back(out.take());
   }
 }
 
-SharedPart::SharedPart(std::string_view told) {
-  WireReader in(told, "shared reads");
+SharedPart::SharedPart(std::string_view message) {
+  WireReader in(message, "shared reads");
   rounds_.resize(in.get_index("rounds", size_t{1} << 20));
   for (const bool is_read : {true, false}) {
     const size_t num_rows = in.get_count("rows", 6);

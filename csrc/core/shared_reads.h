@@ -75,8 +75,8 @@ class SharePlan {
   // Decides who reads what, once.
   void assign(const ShareOptions& options);
 
-  // After `assign`: what a rank is told, for `SharedPart`; the devices of what travels; bytes from rank to rank.
-  const std::string& told(int64_t rank) const { return told_.at(static_cast<size_t>(rank)); }
+  // After `assign`: the message to a rank, for `SharedPart`; the devices of what travels; bytes from rank to rank.
+  const std::string& part_message(int64_t rank) const { return part_messages_.at(static_cast<size_t>(rank)); }
   const std::vector<std::string>& devices() const { return devices_; }
   const std::map<std::pair<int64_t, int64_t>, int64_t>& bytes_between() const { return bytes_between_; }
   // Bytes of what is shared in the rounds of the sample, counted once.
@@ -128,7 +128,7 @@ class SharePlan {
             std::vector<Assigned>& assigned);
   int64_t choose_reader(const std::vector<int64_t>& ranks) const;
   int64_t count_rounds(int64_t most_rounds) const;
-  void tell(const std::vector<Assigned>& assigned, int64_t num_rounds);
+  void encode_parts(const std::vector<Assigned>& assigned, int64_t num_rounds);
 
   std::vector<uint32_t> host_of_;
   std::vector<Party> parties_;
@@ -141,13 +141,13 @@ class SharePlan {
   int64_t repeated_bytes_ = 0;
   int64_t shared_bytes_ = 0;
   int64_t num_rounds_ = 1;  // behind the sample
-  std::vector<std::string> told_;
+  std::vector<std::string> part_messages_;
   std::vector<std::string> devices_;
   std::map<std::pair<int64_t, int64_t>, int64_t> bytes_between_;
   std::vector<int64_t> sample_bytes_;
 };
 
-// What one rank has been told.
+// What one rank reads, sends and receives.
 class SharedPart {
  public:
   // A part of an item.
@@ -171,7 +171,7 @@ class SharedPart {
   };
 
   // Throws WireError.
-  explicit SharedPart(std::string_view told);
+  explicit SharedPart(std::string_view message);
 
   const std::vector<Round>& rounds() const { return rounds_; }
   // Items of which the rounds have all parts, in increasing order.

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lost_worlds import end_rank, run_losing_world
 
 import torchtitan_ext as tte
-from torchtitan_ext.checkpoint.operation import share_reads
+from torchtitan_ext.checkpoint.operation.sharing.rounds import Rounds
 from torchtitan_ext.errors import CheckpointFailedError, LostRankError, TorchtitanExtError
 from torchtitan_ext.ranks import watch
 
@@ -59,9 +59,9 @@ def strike_when_received(kind: str, targets: list[torch.Tensor]) -> None:
 
 def inject(kind: str, phase: str, targets: list[torch.Tensor]) -> None:
     if phase == "preparing":
-        share_reads._Rounds._prepare = struck_at(share_reads._Rounds._prepare, kind, 2)  # type: ignore[method-assign]
+        Rounds._prepare = struck_at(Rounds._prepare, kind, 2)  # type: ignore[method-assign]
     elif phase == "exchange":
-        share_reads._Rounds._exchange = struck_at(share_reads._Rounds._exchange, kind, 2)  # type: ignore[method-assign]
+        Rounds._exchange = struck_at(Rounds._exchange, kind, 2)  # type: ignore[method-assign]
     elif phase == "moving":
         threading.Thread(target=strike_when_received, args=(kind, targets), daemon=True).start()
     else:

@@ -35,7 +35,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import torchtitan_ext as tte
-from torchtitan_ext.checkpoint.operation import share_reads as operation
+from torchtitan_ext.checkpoint.operation.sharing import requests
+from torchtitan_ext.checkpoint.operation.sharing import share_reads as operation
 from torchtitan_ext.errors import CheckpointFailedError, StateRefusedError, WrongValueError
 from torchtitan_ext.storage import FileReader
 
@@ -88,7 +89,8 @@ def tries(share_reads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets ``"auto"`` try small states too."""
     monkeypatch.setattr(operation, "_MIN_WANTED_BYTES", 1)
     monkeypatch.setattr(operation, "_MIN_SECONDS", 0.0)
-    monkeypatch.setattr(operation, "_FEWEST_SAMPLE_BYTES", 64)
+    monkeypatch.setattr(operation, "FEWEST_SAMPLE_BYTES", 64)
+    monkeypatch.setattr(requests, "FEWEST_SAMPLE_BYTES", 64)
     monkeypatch.setattr(operation, "_FAR_TOO_SLOW", {"far too slow": 0.0}.get(share_reads, 1e9))
     fast = share_reads == "faster"
 
@@ -302,8 +304,8 @@ def load_on_hosts(rank: int, world_size: int, path: Path) -> None:
     truth = {"w": torch.arange(1000.0), "v": torch.arange(7)}
     tte.save(truth, path)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(operation, "host_digest", lambda: b"one" if rank < 2 else b"two")
-        monkeypatch.setattr(operation.socket, "gethostname", lambda: "one" if rank < 2 else "two")
+        monkeypatch.setattr(requests, "host_digest", lambda: b"one" if rank < 2 else b"two")
+        monkeypatch.setattr(requests.socket, "gethostname", lambda: "one" if rank < 2 else "two")
         for share_reads, times in ((False, 4), ("host", 2), (True, 1)):
             state = {name: torch.zeros_like(value) for name, value in truth.items()}
             reader, policy = FileReader(path), tte.elastic.ElasticPolicy()

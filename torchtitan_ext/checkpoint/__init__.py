@@ -34,7 +34,7 @@ from torchtitan_ext.checkpoint.operation.choose_step import Step, choose_step
 from torchtitan_ext.checkpoint.operation.load_phases import LoadJob, OtherMetadataError, load_state_dict
 from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, Phases
 from torchtitan_ext.checkpoint.operation.save_phases import SaveJob, SaveResult, ask_for_states, save_values, writer_at
-from torchtitan_ext.checkpoint.operation.share_reads import ShareReads
+from torchtitan_ext.checkpoint.operation.sharing.requests import ShareReads
 from torchtitan_ext.checkpoint.operation.soft_failure import save_softly
 from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
 from torchtitan_ext.checkpoint.planners.save_planner import SavePlanner

@@ -33,10 +33,10 @@ from torchtitan_ext.checkpoint.operation.component_plans import (
 )
 from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.checkpoint.operation.prove import ProvenSource, check_has_sums, prove_load
-from torchtitan_ext.checkpoint.operation.share_reads import (
-    PlannedReads,
+from torchtitan_ext.checkpoint.operation.sharing.planned_reads import PlannedReads
+from torchtitan_ext.checkpoint.operation.sharing.requests import ShareReads
+from torchtitan_ext.checkpoint.operation.sharing.share_reads import (
     ShareOffer,
-    ShareReads,
     differing_offers,
     is_worth_asking,
     offer,

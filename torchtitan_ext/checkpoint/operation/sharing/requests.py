@@ -1,0 +1,135 @@
+"""What each rank tells the coordinator that it wants, and what the coordinator decides: who reads which part."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torchtitan_ext import _core
+from torchtitan_ext.checkpoint.operation.phases import Phases
+from torchtitan_ext.checkpoint.operation.sharing.planned_reads import PlannedReads, bytes_of
+from torchtitan_ext.checkpoint.operation.sharing.targets import find_targets
+from torchtitan_ext.checkpoint.planners.saved_chunks import name_metadata
+from torchtitan_ext.checkpoint.rules.report import ReadSharing
+from torchtitan_ext.checkpoint.tables.key_table import host_digest, number_hosts, pack, unpack
+from torchtitan_ext.storage import FileReader
+
+ShareReads = Literal["auto", "host"] | bool
+"""Whether ranks share what several of them want: all ranks, those of one host, none, or as measured."""
+
+# What "auto" tries: so much at most, and this fraction of what several ranks want, since the worse way costs its time.
+MOST_SAMPLE_BYTES = 64 << 20
+FEWEST_SAMPLE_BYTES = 1 << 20
+_SAMPLE = 0.01
+# Of the first round of a sample, which tells whether the network is by far too slow.
+_FIRST_SAMPLE = 1 / 16
+# Reading and exchange overlap in all rounds but the first and the last.
+_MOST_ROUNDS = 16
+
+
+@dataclass(frozen=True)
+class ShareRequest:
+    """What a rank tells the coordinator."""
+
+    wanted: bytes
+    own_bytes: int
+    host: bytes
+    host_name: str
+    marks: tuple[str, ...]
+    is_rounded: bool
+
+
+@dataclass(frozen=True)
+class ShareDecision:
+    """What the coordinator tells a rank.
+
+    Attributes:
+        part: For ``_core.SharedPart``; ``None`` where each rank reads for itself.
+        number: Of this plan, the same on all ranks.
+        sample_bytes: Of the rounds that try it, counted once; empty if nothing is tried.
+        repeated_bytes, shared_bytes: What several ranks want, counted for each of them, and once.
+        between_hosts: Bytes from host to host if ranks share.
+    """
+
+    part: bytes | None
+    number: int
+    devices: tuple[str, ...]
+    sample_bytes: tuple[int, ...]
+    sharing: ReadSharing
+    repeated_bytes: int
+    shared_bytes: int
+    between_hosts: Mapping[tuple[str, str], int]
+
+
+def request_of(sources: Sequence[PlannedReads], phases: Phases) -> ShareRequest:
+    """What this rank wants. Its targets have memory by now. Not collective."""
+    wanted = _core.WantedReads()
+    tags: dict[tuple[str, str, int, bool, bool], int] = {}
+    own_bytes = 0
+    for number, (source, targets) in enumerate(zip(sources, find_targets(sources, phases), strict=True)):
+        tag_of = []
+        for item, target in zip(source.plan.items, targets, strict=True):
+            if target is None or item.storage_index.index is None:
+                tag_of.append(-1)
+                own_bytes += bytes_of(item, source)
+                continue
+            tag = (f"{number} {target.dtype}", target.device, target.item_bytes, target.is_cut, target.is_overwritten)
+            tag_of.append(tags.setdefault(tag, len(tags)))
+        keys = {fqn: position for position, fqn in enumerate(sorted(source.planner.metadata.state_dict_metadata))}
+        wanted.add(source.plan.items, tag_of, keys)
+    message = pack(wanted.message(list(tags)))
+    is_rounded = all(isinstance(source.reader, FileReader) for source in sources)
+    return ShareRequest(message, own_bytes, host_digest(), socket.gethostname(), tuple(map(_mark, sources)), is_rounded)
+
+
+def decide(share_reads: ShareReads, requests: Sequence[ShareRequest]) -> list[ShareDecision]:
+    """The part of each rank. Runs on the coordinator."""
+    hosts = number_hosts([request.host for request in requests])
+    plan = _core.SharePlan(
+        [unpack(request.wanted) for request in requests],
+        [request.own_bytes for request in requests],
+        hosts,
+        share_reads == "host",
+    )
+    sharing = ReadSharing(False, "", plan.wanted_bytes, plan.wanted_bytes - plan.repeated_bytes + plan.shared_bytes)
+    sample: list[float] = []
+    why_not = ""
+    if any(request.marks != requests[0].marks for request in requests):
+        why_not = "ranks have read different metadata"
+    elif plan.shared_bytes == 0:
+        why_not = "no bytes are wanted by several ranks"
+    elif share_reads == "auto":
+        tried = max(_SAMPLE * plan.shared_bytes, FEWEST_SAMPLE_BYTES)
+        tried = min(tried, MOST_SAMPLE_BYTES) / plan.shared_bytes
+        sample = [tried * _FIRST_SAMPLE, tried, tried]
+        if 2 * plan.repeated_bytes < plan.wanted_bytes:
+            why_not = "less than half of the bytes is wanted by several ranks"
+        elif sum(sample) > 0.5:
+            why_not = "the state is too small to try it"
+    if why_not:
+        sharing = replace(sharing, reason=why_not)
+        return [ShareDecision(None, 0, (), (), sharing, 0, 0, {})] * len(requests)
+    plan.assign(sample, _MOST_ROUNDS if all(request.is_rounded for request in requests) else 1)
+    between: dict[tuple[str, str], int] = {}
+    for (reading, wanting), num_bytes in plan.bytes_between.items():
+        pair = requests[reading].host_name, requests[wanting].host_name
+        between[pair] = between.get(pair, 0) + num_bytes
+    common = ShareDecision(
+        b"",
+        secrets.randbits(62),
+        tuple(plan.devices),
+        tuple(plan.sample_bytes),
+        replace(sharing, chosen="host" if share_reads == "host" else True),
+        plan.repeated_bytes,
+        plan.shared_bytes,
+        between,
+    )
+    return [replace(common, part=pack(plan.part_message(rank))) for rank in range(len(requests))]
+
+
+def _mark(source: PlannedReads) -> str:
+    """Equal on ranks that number keys and chunks alike."""
+    return getattr(source.reader, "metadata_digest", "") or name_metadata(source.planner.metadata)
