@@ -4,6 +4,7 @@ from torchtitan_ext.checkpoint.rules.param_groups import GroupNote, OptionGaps, 
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source
 from torchtitan_ext.checkpoint.tables.component import Reshardable, Resharded, World, reshard_state
 from torchtitan_ext.elastic.data.dataloader import ElasticDataLoader
+from torchtitan_ext.elastic.data.frontier import TooManyInFlightError, UnknownSamplesError
 from torchtitan_ext.elastic.data.indexed import IndexedStreams
 from torchtitan_ext.elastic.data.packing import PackedTokens
 from torchtitan_ext.elastic.data.sampler import ElasticBatchSampler
@@ -35,8 +36,10 @@ __all__ = [
     "StreamSource",
     "Streams",
     "TooFewShardsError",
+    "TooManyInFlightError",
     "TorchtitanTextStreams",
     "TrainState",
+    "UnknownSamplesError",
     "World",
     "find_option_gaps",
     "merge_param_groups",

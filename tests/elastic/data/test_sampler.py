@@ -4,6 +4,7 @@ import itertools
 from collections import defaultdict
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +13,8 @@ from simulated_loaders import SOAK, Ranks
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from torchtitan_ext.elastic import ElasticBatchSampler, ElasticDataLoader
-from torchtitan_ext.elastic.data.sampler import Share, index_order
+from torchtitan_ext.elastic.data.order import epoch_order
+from torchtitan_ext.elastic.data.sampler import Share
 from torchtitan_ext.errors import CannotReshardError
 
 
@@ -21,6 +23,11 @@ def loader_over(num_samples: int, **options: Any) -> Any:
         return ElasticDataLoader(range(num_samples), dp_rank=dp_rank, dp_size=dp_size, collate_fn=list, **options)
 
     return make
+
+
+def index_order(num_samples: int, *, shuffle: bool, seed: int, epoch: int) -> list[int]:
+    order = epoch_order(num_samples, shuffle=shuffle, order="randperm", seed=seed, epoch=epoch)
+    return order.indices_at(np.arange(num_samples)).tolist()
 
 
 def epoch_of(ranks: Ranks) -> int:
@@ -163,7 +170,8 @@ def test_states_of_other_data_are_refused_and_change_nothing() -> None:
     refusals = [
         ({"loader": ({**entry, "num_samples": 30},)}, "saved over 30 samples, this data set has 20"),
         ({"loader": ({**entry, "kind": "streams"},)}, "saved over streams, this loader reads samples"),
-        ({"loader": ({**entry, "version": 2},)}, "has version 2, this package reads 1"),
+        ({"loader": ({**entry, "version": 3},)}, "has version 3, this package reads up to 2"),
+        ({"loader": ({**entry, "order": "bitrev"},)}, "are in the order 'bitrev', this package knows randperm"),
         ({"dp_rank_0": b"", "world_size": 1}, "none of ElasticDataLoader's .it has dp_rank_0, world_size, but no"),
         ({}, "it has nothing, but no 'loader'"),
     ]
@@ -188,7 +196,7 @@ def test_every_index_once(num_samples: int, seed: int, epoch: int) -> None:
     order = index_order(num_samples, shuffle=True, seed=seed, epoch=epoch)
     assert sorted(order) == list(range(num_samples))
     assert order == index_order(num_samples, shuffle=True, seed=seed, epoch=epoch)
-    assert index_order(num_samples, shuffle=False, seed=seed, epoch=epoch) == range(num_samples)
+    assert index_order(num_samples, shuffle=False, seed=seed, epoch=epoch) == list(range(num_samples))
 
 
 def test_it_is_the_order_of_the_distributed_sampler() -> None:

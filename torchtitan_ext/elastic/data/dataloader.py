@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, default_collate
 
 from torchtitan_ext.checkpoint.tables.component import Resharded, SampleAccount, World
-from torchtitan_ext.elastic.data.sampler import ElasticBatchSampler, Last, LocalBatch, SamplePosition, Share
+from torchtitan_ext.elastic.data.frontier import NO_IDS, Batches, Ids, InFlight, read_ids
+from torchtitan_ext.elastic.data.sample_position import SamplePosition
+from torchtitan_ext.elastic.data.sampler import ElasticBatchSampler, Last, LocalBatch, Share
 from torchtitan_ext.elastic.data.stream_batches import StreamBatches
 from torchtitan_ext.elastic.data.streams import StreamSource
 from torchtitan_ext.errors import argument_error, check_counts
@@ -56,6 +58,9 @@ class ElasticDataLoader:
         group: The data-parallel process group, such as ``mesh["dp"].get_group()``, for streams that are not endless.
             The default group is wrong where there is tensor or pipeline parallelism too.
         collate_fn: From a list of samples to a batch.
+        max_in_flight: How many samples of this rank may be handed out and not acknowledged. With it, a state counts as
+            trained what was acknowledged (see ``acknowledge``), and a resume gives all else again; without it, what was
+            handed out. At least the samples of this rank in a step.
         loader_options: Map-style data: more arguments of ``torch.utils.data.DataLoader``, such as ``num_workers``.
 
     Raises:
@@ -78,29 +83,41 @@ class ElasticDataLoader:
         endless: bool = False,
         group: dist.ProcessGroup | None = None,
         collate_fn: Callable[[list[Any]], Any] = default_collate,
+        max_in_flight: int | None = None,
         **loader_options: Any,
     ) -> None:
         if (batch_size is None) == (global_batch_size is None):
             raise ValueError("ElasticDataLoader: give exactly one of batch_size (per rank) and global_batch_size")
-        check_counts("ElasticDataLoader", batch_size=batch_size, dp_size=dp_size)
+        check_counts("ElasticDataLoader", batch_size=batch_size, dp_size=dp_size, max_in_flight=max_in_flight)
         size = global_batch_size if global_batch_size is not None else (batch_size or 0) * dp_size
         share = Share(size, dp_rank, dp_size, last, endless)
         self.dp_rank = dp_rank
         self.dp_size = dp_size
         self.global_batch_size = size
         self.batch_size = share.batch_size
-        self._batches: StreamBatches | _SampleBatches
+        self._in_flight: InFlight | None = None
+        if max_in_flight is not None:
+            if max_in_flight < share.batch_size:
+                raise ValueError(
+                    f"ElasticDataLoader: max_in_flight={max_in_flight} has no room for a batch of this rank, "
+                    f"{share.batch_size} samples; choose max_in_flight >= {share.batch_size}"
+                )
+            self._in_flight = InFlight(max_in_flight, dp_rank)
+        self._batches: Batches
         if isinstance(data, type):
             raise argument_error("ElasticDataLoader", "data", data, "an instance: a data set or a source of streams")
         if isinstance(data, StreamSource):
             if loader_options:
                 raise ValueError(f"ElasticDataLoader: {', '.join(loader_options)} cannot be applied to streams")
+            if max_in_flight is not None:
+                raise ValueError("ElasticDataLoader: max_in_flight is not yet there for streams; leave it out")
             self._batches = StreamBatches(data, share, group, collate_fn)
         elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
             if not loader_options.get("in_order", True):
                 raise ValueError("ElasticDataLoader: in_order=False has no position to resume from; leave it out")
             sampler = ElasticBatchSampler(data, **asdict(share), shuffle=shuffle, seed=seed)
-            self._batches = _SampleBatches(data, sampler, {"collate_fn": collate_fn, **loader_options})
+            options = {"collate_fn": collate_fn, **loader_options}
+            self._batches = _SampleBatches(data, sampler, options, self._in_flight)
         else:
             raise ValueError(
                 f"ElasticDataLoader: {type(data).__name__} is neither a map-style data set (__len__ and __getitem__) "
@@ -109,7 +126,35 @@ class ElasticDataLoader:
         self._start = self._batches.state_dict()
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._batches)
+        if self._in_flight is None:
+            return iter(self._batches)
+        return _BoundedBatches(self._batches, self._in_flight, self.batch_size)
+
+    @property
+    def sample_ids(self) -> torch.Tensor:
+        """The ids of the samples of this rank's latest batch, in its order, without padding: int64 on the CPU.
+
+        A sample has one id in each epoch, the same for any number of ranks. Over map-style data it is epoch * number of
+        samples + place in the epoch's order.
+        """
+        return torch.from_numpy(self._batches.sample_ids)
+
+    def acknowledge(self, ids: Sequence[int] | Ids | torch.Tensor) -> None:
+        """Says that samples were trained, on the rank whose ``sample_ids`` had them, in any order; not collective.
+
+        What is not acknowledged when a state is taken is given again by a job that goes on from it. Tensor-parallel
+        ranks acknowledge the same.
+
+        Raises:
+            UnknownSamplesError: Some are not in flight on this rank, or are named twice; nothing has changed.
+            TypeError: They are no whole numbers.
+            ValueError: The loader has no ``max_in_flight``: what is handed out counts as trained.
+        """
+        if self._in_flight is None:
+            raise ValueError("ElasticDataLoader: acknowledge needs max_in_flight, the bound on open samples; pass it")
+        trained = read_ids(ids)
+        self._in_flight.acknowledge(trained)
+        self._batches.acknowledge(trained)
 
     @property
     def samples_seen(self) -> int:
@@ -151,6 +196,8 @@ class ElasticDataLoader:
             CannotReshardError: The state is of other data or another number of shards; the loader is unchanged.
         """
         self._batches.load_state_dict(state_dict)
+        if self._in_flight is not None:
+            self._in_flight.clear()
 
     def describe(self) -> DataPosition:
         """Where the loader stands after the latest batch; of streams with this rank's shards. Not collective.
@@ -160,29 +207,55 @@ class ElasticDataLoader:
         return read_data_position(self.state_dict())
 
     def sample_account(self) -> SampleAccount:
-        """The samples that were served; a save compares them with what a ``TrainState`` counts."""
+        """The samples that were served; a save compares them with what a ``TrainState`` counts.
+
+        With ``max_in_flight`` no rank knows how many are in flight on the others, so only a load compares.
+        """
+        if self._in_flight is not None:
+            return SampleAccount()
         return SampleAccount(served=self.samples_seen, padded=self.padded)
 
     def reset(self) -> None:
         """Goes back to the beginning of the first epoch, with the seed of the constructor."""
-        self._batches.load_state_dict(self._start)
+        self.load_state_dict(self._start)
 
     def reshard(self, saved: Mapping[str, Any], old: World, new: World) -> Resharded:
         """See ``Reshardable``. Also adopts torchtitan's states where ``data`` can: see ``TorchtitanTextStreams``."""
         return self._batches.reshard(saved, old, new)
 
 
+class _BoundedBatches:
+    """Batches of which so many samples may be in flight. An error leaves the iterator as it was: ask it again."""
+
+    def __init__(self, batches: Batches, in_flight: InFlight, batch_size: int) -> None:
+        self._batches = batches
+        self._in_flight = in_flight
+        self._batch_size = batch_size
+        self._served = iter(batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self._in_flight.check_room(self._batch_size)
+        batch = next(self._served)
+        self._in_flight.hand_out(self._batches.sample_ids)
+        return batch
+
+
 class _SampleBatches:
     """Batches of a map-style data set, read by PyTorch's own ``DataLoader``."""
 
-    def __init__(self, data: Any, sampler: ElasticBatchSampler, options: dict[str, Any]) -> None:
+    def __init__(
+        self, data: Any, sampler: ElasticBatchSampler, options: dict[str, Any], in_flight: InFlight | None
+    ) -> None:
         self._data = data
         self._sampler = sampler
         self._options = options
+        self._in_flight = in_flight
         self.num_padding = 0
+        self.sample_ids = NO_IDS
         self._num_loads = 0
-        self.state_dict = sampler.state_dict
-        self.reshard = sampler.reshard
 
     @property
     def counts(self) -> SamplePosition:
@@ -195,6 +268,19 @@ class _SampleBatches:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._sampler.load_state_dict(state_dict)
         self._num_loads += 1
+        self.num_padding = 0
+        self.sample_ids = NO_IDS
+
+    def state_dict(self) -> dict[str, Any]:
+        return (
+            self._sampler.state_dict() if self._in_flight is None else self._sampler.state_with(self._in_flight.ids())
+        )
+
+    def reshard(self, saved: Mapping[str, Any], old: World, new: World) -> Resharded:
+        return self._sampler.reshard(saved, old, new)
+
+    def acknowledge(self, ids: Ids) -> None:
+        """See ``Batches``: what is in flight says all."""
 
     def __iter__(self) -> Iterator[Any]:
         num_loads = self._num_loads
@@ -219,5 +305,6 @@ class _SampleBatches:
             batch = ahead.popleft()
             self._sampler.position = batch.position
             self.num_padding = batch.num_padding
+            self.sample_ids = batch.ids
             yield samples
         self._sampler.end_epoch()

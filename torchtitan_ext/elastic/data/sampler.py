@@ -15,19 +15,25 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sized
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-import torch
+import numpy as np
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from torchtitan_ext.checkpoint.tables.component import Resharded, SampleAccount, World
+from torchtitan_ext.elastic.data.frontier import Ids
+from torchtitan_ext.elastic.data.order import OrderedData
+from torchtitan_ext.elastic.data.sample_position import (
+    STATE_KEY,
+    SamplePosition,
+    from_entries,
+    in_flight_key,
+    to_common,
+)
 from torchtitan_ext.errors import CannotReshardError, check_argument, check_counts
 
 Last = Literal["drop", "pad"]
-
-_STATE_KEY = "loader"
-_KIND = "samples"
 
 
 @dataclass(frozen=True)
@@ -65,33 +71,14 @@ class Share:
 
 
 @dataclass(frozen=True)
-class SamplePosition:
-    """Where in the data a job is: equal on all ranks, since all counts are of all ranks together.
+class LocalBatch:
+    """A rank's part of a global batch, which ends in ``num_padding`` repeats, and the position when it is served.
 
-    Attributes:
-        num_samples: Samples of the data set.
-        shuffle: Whether the order of an epoch is shuffled, by ``seed`` and the epoch.
-        next_sample: Position in this epoch's order of the first sample that was not served.
-        samples_seen: Samples served so far, over all epochs, without padding.
-        dropped: Samples left out so far because they did not fill a global batch at the end of an epoch.
-        padded: Samples served twice so far to fill one.
+    ``ids`` are those of the samples before the padding.
     """
 
-    num_samples: int
-    shuffle: bool
-    seed: int
-    epoch: int = 0
-    next_sample: int = 0
-    samples_seen: int = 0
-    dropped: int = 0
-    padded: int = 0
-
-
-@dataclass(frozen=True)
-class LocalBatch:
-    """A rank's part of a global batch, which ends in ``num_padding`` repeats, and the position when it is served."""
-
     indices: list[int]
+    ids: Ids
     num_padding: int
     position: SamplePosition
 
@@ -188,34 +175,42 @@ class ElasticBatchSampler:
     def batches(self) -> Iterator[LocalBatch]:
         """The local batches from the position to the end of the epoch, or without end. Does not move the position."""
         position = self.position
+        data = OrderedData(position.num_samples, position.shuffle, position.order, position.seed)
+        own_places = np.arange(self.dp_rank, self.global_batch_size, self.dp_size)
         while True:
-            order = index_order(
-                position.num_samples, shuffle=position.shuffle, seed=position.seed, epoch=position.epoch
-            )
-            while (span := self._next_span(position)) is not None:
-                mine = range(span.start + self.dp_rank, span.stop, self.dp_size)
-                num_padding = sum(place >= position.num_samples for place in mine)
-                position = _served(position, span)
-                yield LocalBatch([order[place % position.num_samples] for place in mine], num_padding, position)
+            while self._has_batch(position):
+                ids = position.next_ids(own_places)
+                num_real = int(np.searchsorted(own_places, position.num_left))
+                indices = data.indices_of(ids).tolist()
+                position = position.after(self.global_batch_size)
+                yield LocalBatch(indices, ids[:num_real], len(ids) - num_real, position)
             if not self.endless:
                 return
-            position = _next_epoch(position)
+            position = position.next_epoch()
 
     def end_epoch(self) -> None:
         """Drops what is left of the epoch, and goes to the next one."""
-        self.position = _next_epoch(self.position)
+        self.position = self.position.next_epoch()
 
-    def _next_span(self, position: SamplePosition) -> range | None:
-        """Places of the next global batch in the epoch's order, padding from ``num_samples`` on; None at the end."""
-        left = position.num_samples - position.next_sample
-        if left <= 0 or (self.last == "drop" and left < self.global_batch_size):
-            return None
-        return range(position.next_sample, position.next_sample + self.global_batch_size)
+    def _has_batch(self, position: SamplePosition) -> bool:
+        return position.num_left >= (self.global_batch_size if self.last == "drop" else 1)
 
     def state_dict(self) -> dict[str, Any]:
         """One entry, equal on all ranks, in a tuple: a checkpoint keeps a tuple as one value."""
-        saved = {"version": 1, "kind": _KIND, "global_batch_size": self.global_batch_size, **asdict(self.position)}
-        return {_STATE_KEY: ({**saved, "dp_size": self.dp_size},)}
+        return {STATE_KEY: (self._common(has_in_flight=False),)}
+
+    def state_with(self, in_flight: list[int]) -> dict[str, Any]:
+        """The state where this rank has samples in flight: with an entry of this rank, also where it has none."""
+        entry = {in_flight_key(self.dp_rank, self.dp_size): (in_flight,)}
+        return {STATE_KEY: (self._common(has_in_flight=True),), **entry}
+
+    def _common(self, *, has_in_flight: bool) -> dict[str, Any]:
+        return to_common(
+            self.position,
+            global_batch_size=self.global_batch_size,
+            dp_size=self.dp_size,
+            has_in_flight=has_in_flight,
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from the state of any number of ranks and any global batch size, with its seed and ``shuffle``.
@@ -223,7 +218,7 @@ class ElasticBatchSampler:
         Raises:
             CannotReshardError: The state was saved over other data.
         """
-        self.position = self._position_of(state_dict)
+        self.position, _ = self._read(state_dict)
 
     def sample_account(self) -> SampleAccount:
         """See ``CountsSamples``."""
@@ -231,26 +226,28 @@ class ElasticBatchSampler:
 
     def reshard(self, saved: Mapping[str, Any], old: World, new: World) -> Resharded:
         """See ``Reshardable``."""
-        position = self._position_of(saved)
-        (common,) = saved[_STATE_KEY]
+        position, common = self._read(saved)
         note = (
             f"goes on at sample {position.next_sample} of {position.num_samples} of epoch {position.epoch}, "
             f"data-parallel ranks {common['dp_size']} -> {self.dp_size}"
         )
         if common["global_batch_size"] != self.global_batch_size:
             note += f", global batch {common['global_batch_size']} -> {self.global_batch_size}"
-        return Resharded({_STATE_KEY: saved[_STATE_KEY]}, note, position.samples_seen, position.padded)
+        if position.again.size:
+            note += f", gives {position.again.size} samples again that were in flight"
+        size = common["global_batch_size"]
+        merged = to_common(position, global_batch_size=size, dp_size=common["dp_size"], has_in_flight=False)
+        return Resharded({STATE_KEY: (merged,)}, note, position.samples_seen, position.padded)
 
-    def _position_of(self, saved: Mapping[str, Any]) -> SamplePosition:
-        common = common_entry(saved, _KIND)
-        position = SamplePosition(**{field.name: common[field.name] for field in fields(SamplePosition)})
+    def _read(self, saved: Mapping[str, Any]) -> tuple[SamplePosition, Mapping[str, Any]]:
+        position, common = from_entries(saved)
         if position.num_samples != self.position.num_samples:
             raise CannotReshardError(
                 f"the checkpoint was saved over {position.num_samples} samples, this data set has "
                 f"{self.position.num_samples}: a position in one means nothing in the other",
                 "use the data set it was saved with, or reset the data loader to begin a new epoch",
             )
-        return position
+        return position, common
 
 
 class _Ahead:
@@ -267,7 +264,7 @@ class _Ahead:
         self._positions.append(position)
 
     def end_epoch(self) -> None:
-        self._positions[-1] = _next_epoch(self._positions[-1])
+        self._positions[-1] = self._positions[-1].next_epoch()
 
     def position(self) -> SamplePosition:
         self._forget_served()
@@ -279,52 +276,3 @@ class _Ahead:
         while self._num_served < self._loader._num_yielded:
             self._positions.popleft()
             self._num_served += 1
-
-
-def index_order(num_samples: int, *, shuffle: bool, seed: int, epoch: int) -> list[int] | range:
-    """The indices 0 .. num_samples - 1 in the order of an epoch; the same for any rank and number of ranks.
-
-    They are shuffled as ``torch.utils.data.DistributedSampler`` does: ``torch.randperm`` from a generator seeded with
-    ``seed + epoch``.
-    """
-    if not shuffle:
-        return range(num_samples)
-    generator = torch.Generator()
-    generator.manual_seed(seed + epoch)
-    order: list[int] = torch.randperm(num_samples, generator=generator, dtype=torch.int64, device="cpu").tolist()
-    return order
-
-
-def common_entry(saved: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
-    """The entry that is equal on all ranks. Refuses a missing one, one of another kind of loader or version."""
-    entry = saved.get(_STATE_KEY)
-    if not isinstance(entry, tuple) or not entry or not isinstance(entry[0], Mapping):
-        keys = ", ".join(sorted(map(str, saved))[:3]) or "nothing"
-        adopt = "read the data with tte.elastic.TorchtitanTextStreams, which adopts torchtitan's states, or "
-        raise CannotReshardError(
-            f"the checkpoint's data loader state is none of ElasticDataLoader's (it has {keys}, but no {_STATE_KEY!r})",
-            (adopt if "dp_rank_0" in saved else "") + "reset the data loader",
-        )
-    common: Mapping[str, Any] = entry[0]
-    if common.get("kind") != kind:
-        raise CannotReshardError(
-            f"the checkpoint was saved over {common.get('kind')}, this loader reads {kind}",
-            "use the same kind of data as the job that saved it, or reset the data loader",
-        )
-    if common.get("version") != 1:
-        raise CannotReshardError(
-            f"the checkpoint's data loader state has version {common.get('version')}, this package reads 1",
-            "load it with the version of torchtitan_ext that saved it, or a later one",
-        )
-    return common
-
-
-def _served(position: SamplePosition, span: range) -> SamplePosition:
-    end = min(span.stop, position.num_samples)
-    seen, padded = position.samples_seen + end - span.start, position.padded + span.stop - end
-    return replace(position, next_sample=end, samples_seen=seen, padded=padded)
-
-
-def _next_epoch(position: SamplePosition) -> SamplePosition:
-    left = position.num_samples - position.next_sample
-    return replace(position, epoch=position.epoch + 1, next_sample=0, dropped=position.dropped + left)

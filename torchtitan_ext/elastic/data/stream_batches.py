@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_ext.checkpoint.tables.component import Resharded, World
-from torchtitan_ext.elastic.data.sampler import Share, common_entry
+from torchtitan_ext.elastic.data.frontier import Ids
+from torchtitan_ext.elastic.data.sample_position import common_entry
+from torchtitan_ext.elastic.data.sampler import Share
 from torchtitan_ext.elastic.data.streams import AdoptsStates, ChecksStates, SplitsStates, StreamSource
 from torchtitan_ext.elastic.data.virtual_shards import ShardReader, ShardState, from_entry, shard_key, to_entry
 from torchtitan_ext.errors import CannotReshardError, Remedy
@@ -54,6 +56,13 @@ class StreamBatches:
     def epoch(self) -> int:
         """The latest epoch of this rank's shards."""
         return self._reader.epoch
+
+    @property
+    def sample_ids(self) -> Ids:
+        raise NotImplementedError("ElasticDataLoader: sample_ids is not yet there for streams")
+
+    def acknowledge(self, ids: Ids) -> None:
+        """See ``Batches``."""
 
     def __iter__(self) -> Iterator[Any]:
         while True:
