@@ -42,6 +42,7 @@ INNER_ROWS = {
         {"metadata"},
         {"native"},
         {"formats"},
+        {"weights"},
         {"inspect"},
         {"runs"},
         {""},

@@ -377,6 +377,26 @@ class RunReader:
     def check_bytes(self, file: int, offset: int, num_bytes: int) -> None: ...
     def read(self, num_threads: int, verify: str, /) -> list[DamagedBlock]: ...
 
+class RunWriter:
+    def add_file(self, path: bytes, num_bytes: int) -> int:
+        """A file that exists already, of so many bytes in the end."""
+    def add_box(
+        self,
+        file: int,
+        stored: StoredTensor,
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        address: int,
+        strides: Sequence[int],
+        /,
+    ) -> None:
+        """A box of memory, written to where it lies among the elements of a stored tensor."""
+    @property
+    def queued_bytes(self) -> int: ...
+    def write(self, num_threads: int, starts_write_back: bool) -> None:
+        """Writes the boxes that were added, whose memory must be there until then."""
+    def finish(self, num_threads: int, sync: bool) -> None: ...
+
 def frame_tensor(type: ElementType, sizes: Sequence[int], record_offset: int, alignment: int, /) -> tuple[bytes, bytes]:
     """What stands before and behind a tensor's bytes in its record."""
 

@@ -25,6 +25,7 @@
 #include "storage/parallel.h"
 #include "storage/record_writer.h"
 #include "storage/run_reader.h"
+#include "storage/run_writer.h"
 #include "storage/shared_files.h"
 #include "storage/tensor_record.h"
 
@@ -329,6 +330,38 @@ std::vector<DamagedBlock> read_py(RunReader& reader, int num_threads, const std:
   return reader.read(num_threads, verify == "none" ? Verify::kNone : verify == "auto" ? Verify::kAuto : Verify::kAll);
 }
 
+// A box of a tensor to where it lies among the elements of a stored tensor.
+void write_box(RunWriter& writer, int64_t file, const PlainTensor& stored, const Sizes& offsets, const Sizes& sizes,
+               uintptr_t address, const Sizes& strides) {
+  const size_t num_dims = sizes.size();
+  TTE_CHECK(stored.sizes.size() == num_dims && offsets.size() == num_dims && strides.size() == num_dims, "add_box",
+            "got ", stored.sizes.size(), " stored dims, ", offsets.size(), " offsets, ", num_dims, " sizes and ",
+            strides.size(), " strides");
+  int64_t first = 0;
+  for (size_t dim = 0; dim < num_dims; ++dim) {
+    TTE_CHECK(offsets[dim] >= 0 && sizes[dim] >= 0 && offsets[dim] <= stored.sizes[dim] - sizes[dim], "add_box", "got ",
+              sizes[dim], " elements from ", offsets[dim], " on of dim ", dim, ", which has ", stored.sizes[dim]);
+    first += offsets[dim] * stored.strides[dim];
+  }
+  writer.add_box(file, {sizes, stored.item_bytes, address, strides, stored.data_offset + first * stored.item_bytes,
+                        stored.strides});
+}
+
+void define_run_writer(py::module_& module) {
+  py::class_<RunWriter>(module, "RunWriter")
+      .def(py::init<>())
+      .def(
+          "add_file",
+          [](RunWriter& self, std::string path, int64_t num_bytes) {
+            return self.add_file(File::open_for_writing(std::move(path)), num_bytes);
+          },
+          py::arg("path"), py::arg("num_bytes"))
+      .def("add_box", &write_box)
+      .def_property_readonly("queued_bytes", &RunWriter::queued_bytes)
+      .def("write", &RunWriter::write, Unlocked(), py::arg("num_threads"), py::arg("starts_write_back"))
+      .def("finish", &RunWriter::finish, Unlocked(), py::arg("num_threads"), py::arg("sync"));
+}
+
 void define_reader(py::module_& module) {
   py::class_<DamagedBlock>(module, "DamagedBlock")
       .def_readonly("file", &DamagedBlock::file)
@@ -460,6 +493,7 @@ void define_storage(py::module_& module) {
   define_index(module);
   define_writer(module);
   define_reader(module);
+  define_run_writer(module);
   define_tensors(module);
   module.def("frame_tensor", [](const ElementType& type, const Sizes& sizes, int64_t record_offset, int64_t alignment) {
     const RecordFrame frame = frame_tensor(type, sizes, record_offset, alignment);

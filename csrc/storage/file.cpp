@@ -54,6 +54,12 @@ File File::open(std::string path, int descriptor) {
   return File(std::move(path), descriptor);
 }
 
+File File::open_for_writing(std::string path) {
+  const int descriptor = ::open(path.c_str(), O_WRONLY | O_CLOEXEC);
+  if (descriptor < 0) throw_errno(path, "cannot open the file");
+  return File(std::move(path), descriptor);
+}
+
 File::File(File&& other) noexcept : path_(std::move(other.path_)), descriptor_(std::exchange(other.descriptor_, -1)) {}
 
 File::~File() {

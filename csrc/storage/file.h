@@ -18,6 +18,8 @@ class File {
   // Where a descriptor is given it is that file, whatever lies at the path by now, which is for messages only. The
   // descriptor stays the caller's.
   static File open(std::string path, int descriptor = -1);
+  // A file that exists, to write into.
+  static File open_for_writing(std::string path);
   File(File&& other) noexcept;
   File& operator=(File&&) = delete;
   ~File();

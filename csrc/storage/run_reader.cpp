@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <memory>
 #include <mutex>
-#include <numeric>
 #include <utility>
 
 #include "storage/digest.h"
@@ -201,46 +200,23 @@ void RunReader::add_box(int64_t file, const Box& box) {
   }
   const int64_t begin = core::checked_add(box.data_offset, core::checked_mul(first, box.item_bytes));
   check_inside(source, begin, core::checked_mul(core::checked_add(last, 1), box.item_bytes));
-  source.runs.start_pair();
-  source.runs.append_box(box.sizes, {static_cast<int64_t>(box.address), box.strides}, {begin, box.stored_strides},
-                         box.item_bytes);
-  TTE_CHECK(is_in_file_order(source.runs, source.runs.nests().back()), path,
+  core::RunList& runs = source.runs.list();
+  runs.start_pair();
+  runs.append_box(box.sizes, {static_cast<int64_t>(box.address), box.strides}, {begin, box.stored_strides},
+                  box.item_bytes);
+  TTE_CHECK(is_in_file_order(runs, runs.nests().back()), path,
             "elements of a stored tensor are interleaved; please report");
 }
 
 void RunReader::add_bytes(int64_t file, int64_t offset, int64_t num_bytes, uintptr_t address) {
   Source& source = sources_.at(static_cast<size_t>(file));
   check_inside(source, offset, num_bytes);
-  source.runs.start_pair();
-  source.runs.append_bytes(static_cast<int64_t>(address), offset, num_bytes);
+  source.runs.list().start_pair();
+  source.runs.list().append_bytes(static_cast<int64_t>(address), offset, num_bytes);
 }
 
 void RunReader::check_bytes(int64_t file, int64_t offset, int64_t num_bytes) const {
   check_inside(sources_.at(static_cast<size_t>(file)), offset, num_bytes);
-}
-
-// The blocks of a file in which a nest begins, ends, or passes through. Prepares the source for read_unit.
-std::vector<RunReader::Unit> RunReader::units_of(int64_t source_index) {
-  Source& source = sources_[static_cast<size_t>(source_index)];
-  const std::vector<core::RunNest>& nests = source.runs.nests();
-  const int64_t block_bytes = source.checksums.block_bytes > 0 ? source.checksums.block_bytes : kBlockBytes;
-  source.order.resize(nests.size());
-  std::iota(source.order.begin(), source.order.end(), size_t{0});
-  std::ranges::sort(source.order, {}, [&](size_t index) { return nests[index].dst_bytes; });
-  std::vector<Unit> units;
-  int64_t next = 0;  // the first block that is not among the units
-  int64_t max_end = 0;
-  for (const core::RunNest& nest : nests) source.ends.push_back(file_end_of(source.runs, nest));
-  for (const size_t index : source.order) {
-    max_end = std::max(max_end, source.ends[index]);
-    source.max_ends.push_back(max_end);
-    const int64_t last = (source.ends[index] - 1) / block_bytes;
-    for (int64_t block = std::max(next, nests[index].dst_bytes / block_bytes); block <= last; ++block) {
-      units.push_back({source_index, block * block_bytes, std::min((block + 1) * block_bytes, source.records_end())});
-      next = block + 1;
-    }
-  }
-  return units;
 }
 
 std::vector<DamagedBlock> RunReader::read(int num_threads, Verify verify) {
@@ -248,14 +224,17 @@ std::vector<DamagedBlock> RunReader::read(int num_threads, Verify verify) {
   struct Forgetting {
     std::vector<Source>& sources;
     ~Forgetting() {
-      for (Source& source : sources) source.forget_runs();
+      for (Source& source : sources) source.runs.clear();
     }
   } forgetting{sources_};
   TTE_CHECK(num_threads > 0, "read", "got ", num_threads, " threads, expected at least 1");
   std::vector<Unit> units;
   for (size_t index = 0; index < sources_.size(); ++index) {
-    const std::vector<Unit> more = units_of(static_cast<int64_t>(index));
-    units.insert(units.end(), more.begin(), more.end());
+    Source& source = sources_[index];
+    const int64_t block_bytes = source.checksums.block_bytes > 0 ? source.checksums.block_bytes : kBlockBytes;
+    for (const core::Interval& window : source.runs.windows(block_bytes, source.records_end())) {
+      units.push_back({static_cast<int64_t>(index), window.begin, window.end});
+    }
   }
   std::vector<Worker> workers(static_cast<size_t>(num_threads));
   std::mutex mutex;
@@ -273,17 +252,8 @@ std::vector<DamagedBlock> RunReader::read(int num_threads, Verify verify) {
 // False where the block does not match its checksum.
 bool RunReader::read_unit(const Unit& unit, Verify verify, Worker& worker) const {
   const Source& source = sources_[static_cast<size_t>(unit.source)];
-  const std::vector<core::RunNest>& nests = source.runs.nests();
   worker.stretches.clear();
-  // The first nest, by where it begins, that may reach into the block: none before ends behind its beginning.
-  const auto first = std::ranges::upper_bound(source.max_ends, unit.begin) - source.max_ends.begin();
-  for (size_t at = static_cast<size_t>(first); at < source.order.size(); ++at) {
-    const size_t index = source.order[at];
-    if (nests[index].dst_bytes >= unit.end) break;
-    if (source.ends[index] <= unit.begin) continue;
-    visit_window(source.runs, nests[index], unit.begin, unit.end,
-                 [&](const Stretch& stretch) { worker.stretches.push_back(stretch); });
-  }
+  source.runs.find(unit.begin, unit.end, worker.stretches);
   if (worker.stretches.empty()) return true;
   const bool is_verified =
       !source.checksums.checksums.empty() &&

@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
-#include "core/runs.h"
 #include "storage/file.h"
+#include "storage/file_runs.h"
 
 namespace torchtitan_ext::storage {
 
@@ -67,19 +67,10 @@ class RunReader {
     File file;
     int64_t num_bytes = 0;
     FileChecksums checksums;
-    core::RunList runs;                  // destination: bytes of the file; source: addresses
-    std::vector<int64_t> ends = {};      // of each nest, in the file
-    std::vector<size_t> order = {};      // of the nests, by where they begin
-    std::vector<int64_t> max_ends = {};  // over order[0 .. i]
+    FileRuns runs;
 
     // Checksums cover all records: nothing behind them is one.
     int64_t records_end() const { return checksums.checksums.empty() ? num_bytes : checksums.covered_bytes; }
-    void forget_runs() {
-      runs = {};
-      ends.clear();
-      order.clear();
-      max_ends.clear();
-    }
   };
   struct Unit {
     int64_t source = 0;
@@ -89,7 +80,6 @@ class RunReader {
   struct Worker;
 
   static void check_inside(const Source& source, int64_t begin, int64_t num_bytes);
-  std::vector<Unit> units_of(int64_t source_index);
   bool read_unit(const Unit& unit, Verify verify, Worker& worker) const;
 
   std::vector<Source> sources_;

@@ -27,6 +27,7 @@ from torchtitan_ext.checkpoint.operation.arguments import (
     check_seconds,
     check_step,
     check_transform,
+    checked_format,
     checked_reuse,
 )
 from torchtitan_ext.checkpoint.operation.background import save_in_background
@@ -44,6 +45,7 @@ from torchtitan_ext.checkpoint.staging.stager import CpuStager
 from torchtitan_ext.errors import SavedOverError, WrongValueError, argument_error, check_argument
 from torchtitan_ext.metrics import begin_trace
 from torchtitan_ext.state.plain_value import check_classes
+from torchtitan_ext.storage.weights.writer import MAX_FILE_BYTES
 from torchtitan_ext.transforms.rules import Transform
 
 # Overwrites are rare: after three attempts the load reports it.
@@ -70,6 +72,8 @@ def save(
     max_failures: int = 3,
     fingerprints: bool = False,
     reuse: str | os.PathLike[str] | None = None,
+    format: Literal["dcp", "safetensors"] = "dcp",
+    max_file_bytes: int = MAX_FILE_BYTES,
 ) -> SaveResult:
     """Saves a state dict; any layout, exactly. Collective over ``process_group``.
 
@@ -98,6 +102,10 @@ def save(
             not changed since is not written again: the new checkpoint links the files that hold it, and stays whole
             whatever becomes of the earlier one. Takes fingerprints. A ``FileWriter`` of one's own has the same
             argument.
+        format: ``"safetensors"``: the files of Hugging Face's libraries, ``model-00001-of-00002.safetensors`` and so on
+            with their index, straight from the ranks, any layout. Tensors only, of dtypes that the format has. Old
+            weights in the directory are replaced at once; other files there stay, such as a tokenizer.
+        max_file_bytes: The most bytes of tensors in such a file; one that is larger gets a file of its own.
 
     Returns:
         The place, the bytes and the seconds; reads the metadata on request.
@@ -116,13 +124,23 @@ def save(
     on_storage_error.check("save", path)
     check_fingerprints("save", fingerprints, path, storage_writer)
     earlier = checked_reuse("save", reuse, path, storage_writer)
+    weights = checked_format(
+        "save",
+        format,
+        max_file_bytes,
+        path,
+        storage_writer=storage_writer,
+        keep=keep,
+        fingerprints=fingerprints,
+        reuse=reuse,
+    )
     spans = begin_trace("save", trace)
     with Phases(
         "save", process_group, no_dist=no_dist, path=path, timeout_seconds=timeout_seconds, trace=spans
     ) as phases:
         planner = SavePlanner() if planner is None else planner
         job = SaveJob(
-            path, storage_writer, planner, phases, keep, step_pattern, on_storage_error, fingerprints, earlier
+            path, storage_writer, planner, phases, keep, step_pattern, on_storage_error, fingerprints, earlier, weights
         )
         values = ask_for_states(state_dict, job)
         return save_softly(lambda attempt: save_values(values, writer_at(attempt), attempt), job)
@@ -281,6 +299,8 @@ def async_save(
     max_failures: int = 3,
     fingerprints: bool = False,
     reuse: str | os.PathLike[str] | None = None,
+    format: Literal["dcp", "safetensors"] = "dcp",
+    max_file_bytes: int = MAX_FILE_BYTES,
     stager: AsyncStager | None = None,
     process: bool = False,
 ) -> Future[SaveResult]:
@@ -318,10 +338,22 @@ def async_save(
     on_storage_error.check("async_save", path)
     check_fingerprints("async_save", fingerprints, path, storage_writer)
     earlier = checked_reuse("async_save", reuse, path, storage_writer)
+    weights = checked_format(
+        "async_save",
+        format,
+        max_file_bytes,
+        path,
+        storage_writer=storage_writer,
+        keep=keep,
+        fingerprints=fingerprints,
+        reuse=reuse,
+    )
     spans = begin_trace("async_save", trace)
     phases = Phases("save", process_group, path=path, timeout_seconds=timeout_seconds, trace=spans)
     planner = SavePlanner() if planner is None else planner
-    job = SaveJob(path, storage_writer, planner, phases, keep, step_pattern, on_storage_error, fingerprints, earlier)
+    job = SaveJob(
+        path, storage_writer, planner, phases, keep, step_pattern, on_storage_error, fingerprints, earlier, weights
+    )
     if stager is not None:
         return save_in_background(state_dict, job, stager)
     made = CpuStager(process=process)

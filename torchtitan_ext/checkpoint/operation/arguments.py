@@ -95,6 +95,37 @@ def checked_reuse(operation: str, reuse: Any, path: Any, storage_writer: Any) ->
     return "latest" if reuse == "latest" else os.path.abspath(reuse)
 
 
+@dataclass(frozen=True)
+class WeightsFormat:
+    """How a save writes safetensors files: the arguments of ``tte.save``."""
+
+    max_file_bytes: int
+
+
+def checked_format(operation: str, format: Any, max_file_bytes: Any, path: Any, **others: Any) -> WeightsFormat | None:
+    """How safetensors are written; ``None`` for a checkpoint of DCP. Raises TypeError or ValueError of all else.
+
+    Args:
+        others: Arguments that such a save has no use for; each must be empty then.
+    """
+    if format not in ("dcp", "safetensors"):
+        raise WrongValueError(f'{operation}: got format={format!r}, expected "dcp" or "safetensors"')
+    if isinstance(max_file_bytes, bool) or not isinstance(max_file_bytes, int):
+        raise argument_error(operation, "max_file_bytes", max_file_bytes, "a whole number")
+    if max_file_bytes < 1:
+        raise WrongValueError(f"{operation}: got max_file_bytes={max_file_bytes}, expected at least 1")
+    if format == "dcp":
+        return None
+    for name, value in others.items():
+        if value:
+            raise WrongValueError(
+                f'{operation}: got format="safetensors" and {name}={value!r}, expected none: that is of checkpoints'
+            )
+    if not is_local(path):
+        raise WrongValueError(f'{operation}: got format="safetensors" and the path {str(path)!r}, expected a directory')
+    return WeightsFormat(max_file_bytes)
+
+
 def check_keep(keep: Any, path: str | os.PathLike[str] | None, pattern: Any = None, reuse: Any = None) -> None:
     """Raises TypeError or ValueError unless ``keep`` is a number of steps and ``path`` a step of a run."""
     _check_pattern("save", pattern)

@@ -17,7 +17,13 @@ from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from torchtitan_ext import _core
-from torchtitan_ext.checkpoint.operation.arguments import OnStorageError, Place, check_keep, place_of
+from torchtitan_ext.checkpoint.operation.arguments import (
+    OnStorageError,
+    Place,
+    WeightsFormat,
+    check_keep,
+    place_of,
+)
 from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.checkpoint.planners.save_planner import SavePlanner
 from torchtitan_ext.checkpoint.planners.subclasses import check_final_items, set_up_save
@@ -29,10 +35,12 @@ from torchtitan_ext.storage import FileReader, FileWriter
 from torchtitan_ext.storage.futures import result_of
 from torchtitan_ext.storage.native.shared_files import WrittenFiles
 from torchtitan_ext.storage.runs.retention import remove_old_steps
+from torchtitan_ext.storage.weights.writer import SafetensorsWriter, WrittenWeights
 
 logger = logging.getLogger(__name__)
 
 _ASKING = "components were asked for their state; nothing was changed"
+_OURS = (FileWriter, SafetensorsWriter)
 _EXCHANGING = "ranks exchanged plans and results; checkpoints in other directories are as they were"
 
 
@@ -79,6 +87,7 @@ class SaveJob:
     on_storage_error: OnStorageError = OnStorageError()
     fingerprints: bool = False
     reuse: str | os.PathLike[str] | None = None
+    weights: WeightsFormat | None = None
 
 
 def writer_at(job: SaveJob) -> StorageWriter:
@@ -88,6 +97,8 @@ def writer_at(job: SaveJob) -> StorageWriter:
         ValueError: ``keep`` for a place that is no step of a run.
     """
     path, writer = job.path, job.storage_writer
+    if job.weights is not None and path is not None:
+        return SafetensorsWriter(path, max_file_bytes=job.weights.max_file_bytes)
     check_keep(job.keep, getattr(writer, "path", None) if path is None else path, job.step_pattern, job.reuse)
     if writer is None and path is not None and FileWriter.validate_checkpoint_id(path):
         return FileWriter(path, fingerprints=job.fingerprints, reuse=job.reuse, step_pattern=job.step_pattern)
@@ -145,7 +156,7 @@ def _places_of(job: SaveJob) -> list[Place]:
 def _place_of(job: SaveJob) -> Place:
     if job.storage_writer is None:
         return place_of(job.path)
-    if not isinstance(job.storage_writer, FileWriter):
+    if not isinstance(job.storage_writer, _OURS):
         return place_of(None)
     return place_of(job.storage_writer.path if job.path is None else job.path)
 
@@ -167,6 +178,8 @@ def save_values(
     def plan_all_parts(plans: list[SavePlan]) -> list[SavePlan]:
         nonlocal metadata
         plans, metadata = planner.create_global_plan(plans)
+        if isinstance(writer, SafetensorsWriter):
+            writer.take_metadata(metadata)
         return writer.prepare_global_plan(plans)
 
     def write() -> Any:
@@ -180,25 +193,25 @@ def save_values(
 
     def commit(results: list[Any]) -> SaveResult:
         assert metadata is not None, "the coordinator has no metadata, please report"
-        if isinstance(writer, FileWriter):
+        if isinstance(writer, _OURS):
             writer.confirm = phases.confirm
         writer.finish(metadata=metadata, results=results)
         storage_meta = writer.storage_meta()
-        path = writer.target if isinstance(writer, FileWriter) else getattr(storage_meta, "checkpoint_id", None)
+        path = writer.target if isinstance(writer, _OURS) else getattr(storage_meta, "checkpoint_id", None)
         return SaveResult(
             str(path or type(writer).__name__),
             str(getattr(storage_meta, "save_id", "")),
             _num_bytes(results),
             {},
             reused_bytes=sum(result.reused_bytes for result in results if isinstance(result, WrittenFiles)),
-            not_reused=writer.not_reused if isinstance(writer, FileWriter) else "",
+            not_reused=writer.not_reused if isinstance(writer, _OURS) else "",
         )
 
     try:
         plan = phases.through_coordinator("plan", plan_own_part, plan_all_parts, doing=_EXCHANGING)
         saved = phases.to_coordinator("write", write, commit, then="commit", doing=_EXCHANGING)
     except BaseException:
-        if isinstance(writer, FileWriter):
+        if isinstance(writer, _OURS):
             writer.abandon()
         raise
     if job.keep is not None and phases.is_coordinator:
@@ -229,4 +242,5 @@ def _num_bytes(results: Sequence[Any]) -> int:
     files = [file for result in results if isinstance(result, WrittenFiles) for file in result.written]
     files += [result for result in results if isinstance(result, _core.RankFile)]
     ours = sum(file.num_bytes for file in files)
+    ours += sum(result.num_bytes for result in results if isinstance(result, WrittenWeights))
     return ours + sum(one.size_in_bytes for result in lists for one in result if isinstance(one, WriteResult))

@@ -44,6 +44,7 @@ from torchtitan_ext.checkpoint.tables.key_table import (
     Box,
     EncodedTable,
     KeyTable,
+    ObjectEntry,
     RankTable,
     check_objects,
     describe_state,
@@ -63,6 +64,9 @@ from torchtitan_ext.state.host_copies import packed_on_device
 from torchtitan_ext.state.nested import flatten_state_dict
 from torchtitan_ext.storage.metadata.saved_metadata import WORLD_KEY
 from torchtitan_ext.storage.native.file_writer import FilePrefix
+from torchtitan_ext.storage.raw_tensor import dtype_name
+from torchtitan_ext.storage.weights.layout import dtype_problem, value_problem
+from torchtitan_ext.storage.weights.writer import StagedWeights, WeightsMeta
 
 logger = logging.getLogger(__name__)
 
@@ -141,6 +145,7 @@ class SavePlanner(DefaultSavePlanner):
         self._is_set_up = False
         self._num_unwritten = 0
         self._shows_items = False
+        self._writes_weights = False
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | bool | None = None, is_coordinator: bool = False
@@ -154,6 +159,7 @@ class SavePlanner(DefaultSavePlanner):
             state_dict = flatten_sharded_tensors(state_dict)
         self.state_dict = state_dict
         self.is_coordinator = is_coordinator
+        self._writes_weights = isinstance(storage_meta, WeightsMeta)
         self._is_set_up = True
 
     def create_local_plan(self) -> SavePlan:
@@ -257,8 +263,8 @@ class SavePlanner(DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         value = self.transform_object(write_item, self.lookup_object(write_item.index))
         self.expect_requests(-1)
-        # Our writer packs many of them at once.
-        is_packed_later = isinstance(self.plan.storage_data, FilePrefix)
+        # Our writers pack many of them at once.
+        is_packed_later = isinstance(self.plan.storage_data, (FilePrefix, StagedWeights))
         return value if isinstance(value, io.BytesIO) or is_packed_later else packed_on_device(value)
 
     def expect_requests(self, num_more: int) -> None:
@@ -307,6 +313,8 @@ class SavePlanner(DefaultSavePlanner):
         table = describe_state(self.state_dict, self.mappings, self._layouts)
         writes_others = overrides(self, SavePlanner, "resolve_data", "lookup_object", "transform_object")
         unread, unwritable = ({}, []) if writes_others else check_objects(self.state_dict, table)
+        if self._writes_weights:
+            unread, unwritable = {}, _not_weights(self.state_dict, table)
         problems = (
             *uncalled_methods(self, SavePlanner, DefaultSavePlanner),
             *table.problems,
@@ -370,6 +378,22 @@ class SavePlanner(DefaultSavePlanner):
         return [
             WriteDecision(plan.decision(rank), token, rank, several_boxes) for rank in range(agreement.world.num_ranks)
         ]
+
+
+def _not_weights(values: Mapping[str, Any], table: KeyTable) -> list[Problem]:
+    """What safetensors files cannot hold."""
+    problems = []
+    for fqn, entry in table.entries.items():
+        if isinstance(entry, ObjectEntry):
+            problems.append(value_problem(fqn))
+        elif fqn in table.wrappers:
+            detail = (
+                f"is a {type(local_tensor(values[fqn])).__name__}, which is no plain memory as safetensors files need"
+            )
+            problems.append(Problem("unsupported_tensor", fqn, f"{detail}; save what it holds instead"))
+        elif (problem := dtype_problem(fqn, dtype_name(entry.dtype))) is not None:
+            problems.append(problem)
+    return problems
 
 
 def _meta_problems(values: Mapping[str, Any], table: KeyTable) -> list[Problem]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -23,13 +23,13 @@ from torchtitan_ext.offline.sources import FileSource
 from torchtitan_ext.offline.workers import Shares, run_tasks
 from torchtitan_ext.storage.checkpoint_files import sync_directory
 from torchtitan_ext.storage.commit.staged_target import staged_target, take_place
-from torchtitan_ext.storage.element_types import num_bytes_of
-from torchtitan_ext.storage.formats.safetensors_files import INDEX_NAME, NAME_OF_DTYPE, index_of, lay_out
-from torchtitan_ext.storage.formats.sparse_files import make_file, sync_files, write_parts
+from torchtitan_ext.storage.formats.safetensors_files import NAME_OF_DTYPE
+from torchtitan_ext.storage.formats.sparse_files import sync_files, write_parts
 from torchtitan_ext.storage.formats.torch_files import empty_tensors, write_without_data
 from torchtitan_ext.storage.formats.weights_directory import refuse_irreplaceable, replace_weights
 from torchtitan_ext.storage.progress import OnBytes
 from torchtitan_ext.storage.raw_tensor import NAMES
+from torchtitan_ext.storage.weights.layout import lay_out_weights, make_weights
 
 # A task is large enough that its start does not count, and small enough that processes end together.
 _TASK_BYTES = 256 << 20
@@ -143,20 +143,15 @@ def _lay_out_safetensors(keys: SelectedKeys, directory: Path, max_file_bytes: in
     if odd:
         what = "is {}, which safetensors files have no name for; leave it out with --only, or convert to dcp or torch"
         raise refusal("convert", [Problem("wrong_dtype", key, what.format(tensors[key][0])) for key in odd])
-    groups = _grouped({key: num_bytes_of(*tensor) for key, tensor in tensors.items()}, max_file_bytes)
-    directory.mkdir()
-    places = []
-    weight_map: dict[str, str] = {}
-    for number, group in enumerate(groups, start=1):
-        name = f"model-{number:05}-of-{len(groups):05}.safetensors" if len(groups) > 1 else "model.safetensors"
-        file = lay_out({key: tensors[key] for key in group})
-        make_file(directory / name, file.header, file.num_bytes)
-        places += [(_whole(keys, key), (directory / name, offset)) for key, offset in file.offsets.items()]
-        weight_map |= dict.fromkeys(group, name)
-    if len(groups) > 1:
-        text = index_of(weight_map, keys.num_bytes)
-        make_file(directory / INDEX_NAME, text, len(text))
-        sync_files([directory / INDEX_NAME])
+    weights = lay_out_weights(tensors, max_file_bytes)
+    paths = make_weights(weights, directory)
+    if weights.index is not None:
+        sync_files([paths[-1]])
+    places = [
+        (_whole(keys, key), (directory / name, offset))
+        for name, file in weights.files.items()
+        for key, offset in file.offsets.items()
+    ]
     return sorted(places, key=itemgetter(1))
 
 
@@ -175,19 +170,6 @@ def _lay_out_torch(keys: SelectedKeys, path: Path, weights_only: bool) -> list[_
 def _whole(keys: SelectedKeys, key: str) -> Piece:
     entry = keys.tensors[key]
     return whole(keys.fqns[key], entry.properties.dtype, entry.size)
-
-
-def _grouped(num_bytes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
-    """The tensors of each file: in the order of the checkpoint, at most ``max_bytes`` in a file, at least one file."""
-    groups: list[list[str]] = [[]]
-    total = 0
-    for key, size in num_bytes.items():
-        if groups[-1] and total + size > max_bytes:
-            groups.append([])
-            total = 0
-        groups[-1].append(key)
-        total += size
-    return groups
 
 
 def _refuse_other_kind(target: Path, to: NewFormat) -> None:

@@ -32,7 +32,8 @@ def staged_target(target: Path, replace: Callable[[Path, Path], None]) -> Iterat
     target.parent.mkdir(parents=True, exist_ok=True)
     lock = SaveLock.acquire(lock_path(target, None), uuid.uuid4().hex, target)
     # Not a hidden name: torch.save names its archive by the part before the first dot.
-    staged = target.parent / f"tte_new-{_core.digest(os.fsencode(target.name)):016x}.partial"
+    # Beside the lock: where nothing can be made or renamed beside the target, it is in there.
+    staged = lock.path.parent / f"tte_new-{_core.digest(os.fsencode(target.name)):016x}.partial"
     try:
         _remove(staged)
         yield staged

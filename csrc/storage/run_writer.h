@@ -1,0 +1,57 @@
+// Writes boxes of tensors to their places in files that exist already: what other processes write lies between them.
+//
+// The unit is a block of a file. Its runs are joined where they touch in the file, and each joined part is one call:
+// long runs go from where they lie, short and strided ones are packed into a buffer first. No other byte is touched.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "core/chunk.h"
+#include "storage/file.h"
+#include "storage/file_runs.h"
+
+namespace torchtitan_ext::storage {
+
+class RunWriter {
+ public:
+  // Takes a file that is open for writing, of `num_bytes` in the end. Returns its number.
+  int64_t add_file(File file, int64_t num_bytes);
+
+  // Elements at `address` with these strides, and where each of them goes: the first to byte `offset_bytes` of the file,
+  // the others by `file_strides`. Sizes and strides count elements; strides of the file are not 0, and no two elements go
+  // to one place. Throws std::invalid_argument where they do not lie in the file.
+  struct Box {
+    std::span<const int64_t> sizes;
+    int64_t item_bytes = 0;
+    uintptr_t address = 0;
+    std::span<const int64_t> strides;
+    int64_t offset_bytes = 0;
+    std::span<const int64_t> file_strides;
+  };
+  void add_box(int64_t file, const Box& box);
+
+  // Bytes that write() will write.
+  int64_t queued_bytes() const;
+  // Writes all that was added, and forgets it, also where it throws. With `starts_write_back` the system is asked to begin
+  // with writing the bytes out. `num_threads` is at least 1.
+  void write(int num_threads, bool starts_write_back);
+  // Waits until the files are on the disk, and closes them.
+  void finish(int num_threads, bool sync);
+
+ private:
+  struct Target {
+    File file;
+    int64_t num_bytes = 0;
+    FileRuns runs = {};
+  };
+  struct Worker;
+
+  void add_in_order(Target& target, const Box& box);
+  static void write_window(const Target& target, int64_t begin, int64_t end, Worker& worker);
+
+  std::vector<Target> targets_;
+};
+
+}  // namespace torchtitan_ext::storage

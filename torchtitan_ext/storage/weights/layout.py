@@ -1,0 +1,142 @@
+"""Which tensors of a new directory of safetensors lie in which file, and where. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan_ext.errors import Problem
+from torchtitan_ext.storage.element_types import num_bytes_of
+from torchtitan_ext.storage.formats.safetensors_files import (
+    INDEX_NAME,
+    NAME_OF_DTYPE,
+    NewSafetensors,
+    SafetensorsEntry,
+    index_of,
+    lay_out,
+    read_header,
+    read_weight_map,
+)
+from torchtitan_ext.storage.formats.sparse_files import make_file
+
+_ONE_FILE = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class NewWeights:
+    """The files of a new directory.
+
+    Attributes:
+        files: By name. Of several ones an index names the file of each tensor.
+        num_bytes: Size of all tensors in bytes.
+    """
+
+    files: dict[str, NewSafetensors]
+    num_bytes: int
+
+    @property
+    def index(self) -> bytes | None:
+        """The content of the index; ``None`` of one file, which needs none."""
+        if len(self.files) == 1:
+            return None
+        return index_of({fqn: name for name, file in self.files.items() for fqn in file.offsets}, self.num_bytes)
+
+
+def lay_out_weights(
+    tensors: Mapping[str, tuple[str, Sequence[int]]],
+    max_file_bytes: int,
+    file_numbers: Mapping[str, int] | None = None,
+) -> NewWeights:
+    """The files for tensors of these dtypes and shapes.
+
+    Args:
+        max_file_bytes: The most bytes of tensors in a file; one that is larger gets a file of its own.
+        file_numbers: In which file each tensor lies, counted in any way, instead of that.
+    """
+    num_bytes = {fqn: num_bytes_of(*tensor) for fqn, tensor in tensors.items()}
+    groups = _grouped(num_bytes, max_file_bytes) if file_numbers is None else _numbered(tensors, file_numbers)
+    name = "model-{:05}-of-{:05}.safetensors" if len(groups) > 1 else _ONE_FILE
+    files = {
+        name.format(number, len(groups)): lay_out({fqn: tensors[fqn] for fqn in group})
+        for number, group in enumerate(groups, start=1)
+    }
+    return NewWeights(files, sum(num_bytes.values()))
+
+
+def make_weights(weights: NewWeights, directory: Path) -> list[Path]:
+    """Makes a directory with these files, without their elements, and their index. Nothing is synced.
+
+    Returns:
+        All files.
+    """
+    directory.mkdir()
+    contents = {name: (file.header, file.num_bytes) for name, file in weights.files.items()}
+    index = weights.index
+    if index is not None:
+        contents[INDEX_NAME] = (index, len(index))
+    for name, (head, num_bytes) in contents.items():
+        make_file(directory / name, head, num_bytes)
+    return [directory / name for name in contents]
+
+
+def find_places(directory: Path, fqns: Iterable[str], *, num_files: int) -> dict[str, tuple[Path, SafetensorsEntry]]:
+    """Where tensors lie in the files of ``make_weights``.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    weight_map = dict.fromkeys(fqns, _ONE_FILE)
+    if num_files > 1:
+        all_files = read_weight_map(directory / INDEX_NAME)
+        weight_map = {fqn: all_files[fqn] for fqn in weight_map}
+    headers = {name: read_header(directory / name) for name in sorted(set(weight_map.values()))}
+    return {fqn: (directory / name, headers[name][fqn]) for fqn, name in weight_map.items()}
+
+
+def name_problems(fqns: Iterable[str]) -> list[Problem]:
+    """Keys that cannot be names in safetensors files."""
+    problems = []
+    for fqn in fqns:
+        detail = ""
+        if fqn == "__metadata__":
+            detail = "safetensors files keep their notes under this name; give it another one"
+        elif any("\ud800" <= letter <= "\udfff" for letter in fqn):
+            detail = "its name is no text, as safetensors files need it; give it another one"
+        if detail:
+            problems.append(Problem("unsupported_tensor", ascii(fqn).strip("'"), detail))
+    return problems
+
+
+def dtype_problem(fqn: str, dtype: str) -> Problem | None:
+    """What is wrong with a dtype that the files have no name for."""
+    if dtype in NAME_OF_DTYPE:
+        return None
+    detail = f"is {dtype}, which safetensors files have no name for; cast it, leave it out, or save it as a checkpoint"
+    return Problem("unsupported_tensor", fqn, detail)
+
+
+def value_problem(fqn: str) -> Problem:
+    """What is wrong with a value that is no tensor."""
+    detail = "is no tensor, and safetensors files have nothing else; leave it out, or save it as a checkpoint"
+    return Problem("unsupported_value", fqn, detail)
+
+
+def _grouped(num_bytes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
+    """The tensors of each file: in the order of the state, at most ``max_bytes`` in a file, at least one file."""
+    groups: list[list[str]] = [[]]
+    total = 0
+    for fqn, size in num_bytes.items():
+        if groups[-1] and total + size > max_bytes:
+            groups.append([])
+            total = 0
+        groups[-1].append(fqn)
+        total += size
+    return groups
+
+
+def _numbered(fqns: Iterable[str], file_numbers: Mapping[str, int]) -> list[list[str]]:
+    groups: dict[int, list[str]] = {}
+    for fqn in fqns:
+        groups.setdefault(file_numbers[fqn], []).append(fqn)
+    return [groups[number] for number in sorted(groups)] or [[]]
