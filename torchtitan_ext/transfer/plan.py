@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.operation.phases import Phases
-from torchtitan_ext.errors import Problem, check_argument, check_counts, named, refusal
+from torchtitan_ext.errors import Problem, TransferFailedError, check_argument, check_counts, named, refusal
 from torchtitan_ext.fingerprints import Fingerprint, fingerprint_of_sums, fingerprint_over
 from torchtitan_ext.ranks.groups import position_in
 from torchtitan_ext.transfer.changed_boxes import ChangesExchange, OfferedChanges, changes_problems, why_not_sent
@@ -106,7 +106,8 @@ class TransferPlan:
             StateRefusedError: A tensor has other memory than when this was planned, ranks give several versions,
                 replicas differ, or the target is not the base of the changes. The same on every rank; nothing was
                 changed.
-            TransferFailedError: The transfer failed on some rank; names the part-written keys. The same on every rank.
+            TransferFailedError: The transfer failed on some rank, or ``verify`` found another target than source; names
+                the part-written keys. The same on every rank.
             LostRankError: A rank is gone or does not take part.
         """
         check_counts("TransferPlan.run", version=version)
@@ -291,8 +292,8 @@ class TransferPlan:
             and (digest != held.values[self._part.renamed.get(fqn, fqn)] or fqn in filled.differing)
         ]
         if wrong:
-            what = "is not what the source holds, after the transfer; run it again"
-            raise refusal(self._operation, [Problem("replicas_differ", fqn, what) for fqn in wrong])
+            failure = f"{len(wrong)} key(s) are not what the source holds, after the transfer"
+            raise TransferFailedError(self._operation, {0: failure}, tuple(wrong), "verify")
         return unproved
 
 
