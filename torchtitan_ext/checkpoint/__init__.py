@@ -173,7 +173,8 @@ def load(
 
     Args:
         state_dict: The targets; tensors are filled, other values replaced.
-        path: Directory of the checkpoint (``checkpoint_id``); with a step that of the run.
+        path: Directory of the checkpoint (``checkpoint_id``); with a step that of the run. Or safetensors, a file or a
+            directory with some, of Hugging Face or of DCP's writer; each rank reads what its shards need.
         step: A number, or ``"latest"``, of ``<run>/step-<number>``; or ``"last-good"``: the latest step whose files are
             all whole, which the ranks verify by reading them; a warning names the skipped steps.
         step_pattern: How the run names its steps, where that is not ``step-<number>``: ``"ckpt-{step}"``. Names of

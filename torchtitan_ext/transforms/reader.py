@@ -6,8 +6,8 @@ The files are those of a checkpoint of DCP, or safetensors.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,12 +15,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from torchtitan_ext import _core
-from torchtitan_ext.errors import UnknownFormatError
 from torchtitan_ext.storage.checkpoint_files import Record
-from torchtitan_ext.storage.formats.detect import format_of
-from torchtitan_ext.storage.formats.plain_files import PlainFiles
-from torchtitan_ext.storage.formats.safetensors_files import find_safetensors
 from torchtitan_ext.storage.native.file_reader import BATCH_BYTES, FileReader
+from torchtitan_ext.storage.weights.safetensors_reader import reader_at
 from torchtitan_ext.transforms.mapped import MappedMetadata
 from torchtitan_ext.transforms.mapped_reads import MappedReads
 from torchtitan_ext.transforms.rules import Transform
@@ -30,16 +27,16 @@ class MappedReader(FileReader):
     """A ``FileReader`` whose plans are of a transform's targets. ``map_metadata`` comes behind ``read_metadata``."""
 
     _mapped: MappedMetadata
-    _plain: PlainFiles | None = None
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+        self._source = reader_at(path)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        self._plain = _safetensors_at(self.path)
-        if self._plain is None:
-            return super().read_metadata(*args, **kwargs)
         self._forget()
-        places = sorted((index.fqn, tuple(index.offset or ()), info) for index, info in self._plain.places().items())
-        self.metadata_digest = f"{_core.digest(repr(places).encode()):016x}"
-        return self._plain.metadata
+        metadata = self._source.read_metadata(*args, **kwargs)
+        self.metadata_digest = self._source.metadata_digest
+        return metadata
 
     def map_metadata(self, metadata: Metadata, transform: Transform) -> Metadata:
         """The metadata to plan with.
@@ -51,34 +48,31 @@ class MappedReader(FileReader):
         return self._mapped.metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        if self._plain is None:
-            super().set_up_storage_reader(self._mapped.saved, is_coordinator, *args, **kwargs)
+        self._source.set_up_storage_reader(self._mapped.saved, is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        if self._plain is not None:
-            return plan
         fqns = dict.fromkeys(item.storage_index.fqn for item in plan.items)
-        indices = (index for fqn in fqns for index in self._mapped.source_indices(fqn))
-        self.files.hold(self.storage_data[index].relative_path for index in indices)
-        return plan if self._mark is None else dataclasses.replace(plan, storage_data=self._mark)
+        sources = dict.fromkeys(index for fqn in fqns for index in self._mapped.source_indices(fqn))
+        read = self._source.prepare_local_plan(LoadPlan([_whole(index) for index in sources]))
+        return plan if read.storage_data is None else dataclasses.replace(plan, storage_data=read.storage_data)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return self._source.prepare_global_plan(plans)
 
     def find_records(self, indices: Sequence[MetadataIndex]) -> list[Record]:
-        return super().find_records(indices) if self._plain is None else self._plain.find_records(indices)
+        return self._source.find_records(indices)
 
     def open_file(self, runs: _core.RunReader, name: str) -> int:
-        return super().open_file(runs, name) if self._plain is None else self._plain.open_file(runs, name)
+        return self._source.open_file(runs, name)
 
     def read_runs(self, runs: _core.RunReader, names: list[str]) -> None:
-        if self._plain is None:
-            super().read_runs(runs, names)
-        else:
-            self._plain.read_runs(runs, names)
+        self._source.read_runs(runs, names)
 
     def are_plain(self, indices: Sequence[MetadataIndex]) -> list[bool]:
         """Whether parts can be read alone: of all chunks of the tensors that these are made of."""
         of_sources = [self._mapped.source_indices(index.fqn) for index in indices]
         unique = list(dict.fromkeys(one for several in of_sources for one in several))
-        are_plain = dict(zip(unique, super().are_plain(unique), strict=True))
+        are_plain = dict(zip(unique, self._source.are_plain(unique), strict=True))
         return [all(are_plain[one] for one in several) for several in of_sources]
 
     @property
@@ -89,7 +83,7 @@ class MappedReader(FileReader):
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         values = [self._renamed(item) for item in plan.items if item.type == LoadItemType.BYTE_IO]
         if values:
-            super()._read(dataclasses.replace(plan, items=values), planner)
+            self._source._read(dataclasses.replace(plan, items=values), planner)
         reads = MappedReads(self._mapped, self)
         pending: list[tuple[ReadItem, torch.Tensor]] = []
         for item in plan.items:
@@ -117,12 +111,7 @@ class MappedReader(FileReader):
         return dataclasses.replace(item, storage_index=MetadataIndex(name))
 
 
-def _safetensors_at(path: Path) -> PlainFiles | None:
-    """The safetensors of a directory, or a file of them; ``None`` if a path holds another checkpoint, or none."""
-    try:
-        if format_of(path) != "safetensors":
-            return None
-    except (OSError, UnknownFormatError):
-        return None
-    places = find_safetensors(path)
-    return PlainFiles(path, places, {}, {fqn: (fqn,) for fqn in places})
+def _whole(index: MetadataIndex) -> ReadItem:
+    """For the reader of the files, which wants to know what will be read."""
+    none = torch.Size(())
+    return ReadItem(LoadItemType.TENSOR, index, none, index, none, none)

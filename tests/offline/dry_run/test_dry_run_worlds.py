@@ -24,7 +24,6 @@ from models import (
     random_whole,
     trained,
 )
-from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -202,7 +201,7 @@ def load_safetensors(rank: int, world_size: int, shapes: Mapping[str, tuple[int,
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     state = {key: distribute_by_index(torch.zeros(shape), mesh, ROWS_OF_TWO) for key, shape in shapes.items()}
     foreseen = tte.dry_run(state, checkpoint=path)
-    tte.load(state, storage_reader=HuggingFaceStorageReader(str(path)), planner=planner)
+    tte.load(state, path, planner=planner)
     right = {key: torch.equal(one.full_tensor(), torch.ones(shapes[key])) for key, one in state.items()}
     items, metadata = planner.copied.seen
     files = {metadata.storage_data[item.storage_index].relative_path for item in items}

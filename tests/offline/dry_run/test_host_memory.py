@@ -7,7 +7,7 @@ import torch
 import torchtitan_ext as tte
 from torchtitan_ext.offline.dry_run.host_memory import Device, Reads, loading_bytes
 from torchtitan_ext.state.host_copies import BUCKET_BYTES
-from torchtitan_ext.storage.native.file_reader import BATCH_BYTES
+from torchtitan_ext.storage.native.read_batch import CAST_BYTES
 
 MIB = 1 << 20
 
@@ -46,12 +46,12 @@ def test_what_is_cast_or_goes_to_a_gpu_is_read_beside_its_target(tmp_path: Path)
     assert loading(torch.float64, "cpu") - plain == loading(torch.float32, "cuda") - plain == 8 * 4096
 
 
-def test_no_more_is_held_than_a_batch_and_what_fills_it() -> None:
+def test_no_more_is_held_than_the_buffers_of_casts() -> None:
     def loading(staged_bytes: int, device: Device) -> int:
-        reads = Reads(100, 100 * MIB, [], staged_bytes, min(staged_bytes, 4 * MIB))
+        reads = Reads(100, 100 * MIB, [], staged_bytes)
         return loading_bytes(reads, device=device, is_packed=False, metadata_bytes=0, index_bytes=0)
 
-    assert loading(1 << 40, "cpu") - loading(0, "cpu") == BATCH_BYTES + 4 * MIB
+    assert loading(1 << 40, "cpu") - loading(0, "cpu") == CAST_BYTES
     assert loading(1 << 40, "cuda") - loading(0, "cuda") == 2 * BUCKET_BYTES
 
 

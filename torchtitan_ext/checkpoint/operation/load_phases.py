@@ -60,6 +60,7 @@ from torchtitan_ext.errors import Problem, ReplicaMismatchError, StateRefusedErr
 from torchtitan_ext.state.nested import holds_tensor, set_member
 from torchtitan_ext.storage import FileReader
 from torchtitan_ext.storage.futures import result_of
+from torchtitan_ext.storage.weights.safetensors_reader import reader_at
 from torchtitan_ext.transforms.reader import MappedReader
 
 logger = logging.getLogger(__name__)
@@ -206,8 +207,7 @@ def open_source(source: Source, planner: StockLoadPlanner, rank: int) -> OpenSou
     """A source with its metadata, which this rank reads. Not collective."""
     is_local = source.path is not None and FileReader.validate_checkpoint_id(source.path)
     if source.storage_reader is None and source.path is not None and is_local:
-        # Both read stock's files too.
-        reader: StorageReader = FileReader(source.path) if source.transform is None else MappedReader(source.path)
+        reader: StorageReader = reader_at(source.path) if source.transform is None else MappedReader(source.path)
     elif source.transform is not None:
         detail = "a transform reads checkpoints in directories; copy it to one"
         raise refusal("load", [Problem("no_checkpoint", str(source.path), detail)])

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner as StockLoadPlanner
 from torch.distributed.checkpoint.planner import SavePlanner as StockSavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-from torchtitan_ext.errors import Problem, described, named, refusal
+from torchtitan_ext.errors import Problem, SavedOverError, StateRefusedError, described, named, refusal
 from torchtitan_ext.storage.formats.detect import how_to_load
 
 
@@ -186,6 +186,8 @@ def read_metadata(reader: StorageReader, name: str, rank: int, path: Path | None
     """
     try:
         return reader.read_metadata(), False
+    except (StateRefusedError, SavedOverError):  # a reader of ours, which says what is wrong
+        raise
     except Exception as error:
         whole = error
     if _takes(reader.read_metadata, "kwargs"):

@@ -16,6 +16,7 @@ from torchtitan_ext.storage.native.device_buckets import host_buffer_bytes
 from torchtitan_ext.storage.native.file_reader import BATCH_BYTES as READ_BATCH_BYTES
 from torchtitan_ext.storage.native.file_writer import BATCH_BYTES as WRITTEN_BATCH_BYTES
 from torchtitan_ext.storage.native.file_writer import BLOCK_BYTES
+from torchtitan_ext.storage.native.read_batch import CAST_BYTES
 
 Device = Literal["cpu", "cuda"]
 """Where a job's tensors lie."""
@@ -67,14 +68,12 @@ class Reads:
         num_bytes: The size of all reads.
         value_bytes: The size of each value.
         staged_bytes: The size of tensors that are read into other memory first, to be cast or moved to another device.
-        largest_staged_bytes: The size of the largest read of such tensors.
     """
 
     num_reads: int = 0
     num_bytes: int = 0
     value_bytes: Sequence[int] = ()
     staged_bytes: int = 0
-    largest_staged_bytes: int = 0
 
 
 def loading_bytes(reads: Reads, *, device: Device, is_packed: bool, metadata_bytes: int, index_bytes: int) -> int:
@@ -93,7 +92,7 @@ def loading_bytes(reads: Reads, *, device: Device, is_packed: bool, metadata_byt
     reading_values = values + _batch_bytes(reads.value_bytes, READ_BATCH_BYTES) + 2 * max(reads.value_bytes, default=0)
     reading = values + _blocks_bytes(reads.num_reads, reads.num_bytes, is_packed=is_packed)
     if device == "cpu":
-        reading += min(reads.staged_bytes, READ_BATCH_BYTES + reads.largest_staged_bytes)
+        reading += min(reads.staged_bytes, CAST_BYTES)
     elif reads.staged_bytes > 0:
         reading += host_buffer_bytes(reads.staged_bytes)
     return _LEAST_BYTES + reads.num_reads * _READ_BYTES + int(metadata) + max(reading_values, reading)

@@ -283,7 +283,6 @@ class _Load:
             whole_bytes += one.num_keys * sum(whole) * one.dtype.itemsize
             if self._job.device != "cpu" or entry.dtype != one.dtype:
                 reads.staged_bytes += one.num_keys * sum(sizes)
-                reads.largest_staged_bytes = max([reads.largest_staged_bytes, *sizes])
             if of_chunk:
                 found.update(np.unique(files[:, of_chunk]).tolist())
         metadata_bytes, index_bytes = self._source.metadata_bytes

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchtitan_ext import _core
@@ -61,10 +60,8 @@ def open_load_source(source: Source) -> LoadSource:
     assert source.path is not None, "a dry run names a path, please report"
     path = Path(source.path)
     kind: Format = format_of(path) if is_local(source.path) else "dcp"
-    if kind != "dcp":
-        files = open_files(path)
-        assert isinstance(files, PlainFiles), "only DCP has another source, please report"
-        return _with_files(files, kind, source)
+    if kind == "torch":
+        return _of_torch(path, source)
     opened = open_source(source, LoadPlanner(), 0)
     if opened.is_of_one_rank:
         detail = (
@@ -74,20 +71,18 @@ def open_load_source(source: Source) -> LoadSource:
     if not is_local(source.path):
         return LoadSource(opened, {})
     save_id = getattr(opened.metadata.storage_meta, "save_id", None)
+    if not path.is_dir():
+        return LoadSource(opened, {path.name: path.stat().st_size})
     return LoadSource(opened, data_file_bytes(path), metadata_file_bytes(path, save_id))
 
 
-def _with_files(files: PlainFiles, kind: Format, source: Source) -> LoadSource:
-    """Opens files of other formats than DCP's. DCP has a reader for directories of safetensors files."""
-    path = files.path
-    file_bytes = data_file_bytes(path) if path.is_dir() else {path.name: path.stat().st_size}
+def _of_torch(path: Path, source: Source) -> LoadSource:
+    """Opens a file of ``torch.save``, which a job does not read."""
+    files = open_files(path)
+    assert isinstance(files, PlainFiles), "only DCP has another source, please report"
     metadata = dataclasses.replace(files.metadata, storage_data=files.places())
     name = str(source.path)
-    if kind == "safetensors" and path.is_dir():
-        note = f"a job loads safetensors files with storage_reader=HuggingFaceStorageReader({name!r})"
-        reader = HuggingFaceStorageReader(name)
-        return LoadSource(OpenSource(name, source, reader, metadata), file_bytes, notes=(note,))
     problem = Problem("broken_checkpoint", name, how_to_load(path) or "is no checkpoint that a job reads")
     note = "the reads are those that a job would make after one rank has converted the checkpoint"
     opened = OpenSource(name, source, FileReader(path), metadata)
-    return LoadSource(opened, file_bytes, problems=(problem,), notes=(note,))
+    return LoadSource(opened, {path.name: path.stat().st_size}, problems=(problem,), notes=(note,))

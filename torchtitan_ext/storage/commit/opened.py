@@ -48,7 +48,7 @@ class OpenedCheckpoint:
         removed by another save.
         """
         with os.fdopen(self._open(name), "rb") as stream:
-            self._identity = _identity(os.fstat(stream.fileno()))
+            self._identity = identity_of(os.fstat(stream.fileno()))
             self._metadata = stream.read()
         self._metadata_name = name
         return self._metadata
@@ -77,9 +77,13 @@ class OpenedCheckpoint:
         Raises:
             SavedOverError: Another save has replaced the checkpoint.
         """
-        limit = min(_MAX_HELD, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
-        for name in sorted(set(names))[:limit]:
+        for name in sorted(set(names))[: _max_held()]:
             self.descriptor(name)
+
+    def trim(self) -> None:
+        """Closes the files that were opened first, beyond the number that is held."""
+        for name in list(self._files)[: -_max_held()]:
+            os.close(self._files.pop(name))
 
     def descriptor(self, name: str) -> int:
         """The descriptor of a file that ``.metadata`` names. The object keeps it open, and closes it.
@@ -124,14 +128,18 @@ class OpenedCheckpoint:
         path = self.directory / self._metadata_name
         try:
             # It has a hundred megabytes at a thousand ranks, and each of their files may be missing.
-            same = _identity(path.stat()) == self._identity or path.read_bytes() == self._metadata
+            same = identity_of(path.stat()) == self._identity or path.read_bytes() == self._metadata
         except OSError:
             same = False
         if not same:
             raise SavedOverError(str(self.directory), f"{missing} of the earlier save is gone")
 
 
-def _identity(status: os.stat_result) -> tuple[int, ...]:
+def _max_held() -> int:
+    return max(1, min(_MAX_HELD, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+
+
+def identity_of(status: os.stat_result) -> tuple[int, ...]:
     """Equal as long as the file is neither replaced nor written to."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 

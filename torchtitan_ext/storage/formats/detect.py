@@ -97,9 +97,8 @@ def how_to_load(path: Path) -> str | None:
     convert = f"write it as DCP first: torchtitan-ext convert {path} <directory> --to dcp"
     if found == "torch":
         return f"is a file of torch.save, which no load of a job reads; {convert}"
-    if path.is_dir():
-        return f"holds safetensors files; pass storage_reader=HuggingFaceStorageReader({str(path)!r}), or {convert}"
-    return f"is one safetensors file, which no load of a job reads; {convert}"
+    what = "holds safetensors files" if path.is_dir() else "is one safetensors file"
+    return f"{what}; leave storage_reader out, tte.load reads them; or {convert}"
 
 
 def _not_there(path: Path) -> str:

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -90,13 +90,16 @@ def read_header(path: Path) -> dict[str, SafetensorsEntry]:
     return read_header_and_notes(path)[0]
 
 
-def read_header_and_notes(path: Path) -> tuple[dict[str, SafetensorsEntry], dict[str, str]]:
-    """``read_header``, and the file's ``__metadata__``."""
-    status = path.stat()
+def read_header_and_notes(
+    path: Path, descriptor: int | None = None
+) -> tuple[dict[str, SafetensorsEntry], dict[str, str]]:
+    """``read_header``, and the file's ``__metadata__``. Of an opened file if there is a descriptor."""
+    status = path.stat() if descriptor is None else os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         raise DamagedCheckpointError(f"{path} is no file")
     file_bytes = status.st_size
-    with path.open("rb") as file:
+    with path.open("rb") if descriptor is None else os.fdopen(descriptor, "rb", closefd=False) as file:
+        file.seek(0)
         header_bytes = int.from_bytes(file.read(8), "little")
         if header_bytes > min(_MAX_HEADER_BYTES, file_bytes - 8):
             text = f"a header of {header_bytes} bytes is announced, and {max(0, file_bytes - 8)} follow"
@@ -180,10 +183,15 @@ def describe_safetensors(path: Path) -> Contents:
     )
 
 
-def find_safetensors(path: Path) -> dict[str, list[Place]]:
+def find_safetensors(
+    path: Path, descriptor_of: Callable[[str], int | None] = lambda name: None
+) -> dict[str, list[Place]]:
     """The chunks of each tensor of a file or a directory; reads headers only.
 
     Reads the files that the index of a directory names, or all files without an index.
+
+    Args:
+        descriptor_of: Opens a file by its name, for a caller that keeps it open.
 
     Raises:
         DamagedCheckpointError: A header is damaged; files lack tensors of the index, or it names files elsewhere.
@@ -195,7 +203,7 @@ def find_safetensors(path: Path) -> dict[str, list[Place]]:
     directory = path if path.is_dir() else path.parent
     found: dict[str, list[Place]] = {}
     for name in sorted(names):
-        for fqn, entry in read_header(directory / name).items():
+        for fqn, entry in read_header_and_notes(directory / name, descriptor_of(name))[0].items():
             if entry.dtype not in ITEM_BYTES:
                 raise DamagedCheckpointError(
                     f"{directory / name}: {fqn} is {entry.dtype}, which torch has no dtype for"

@@ -316,12 +316,7 @@ class FileReader(StorageReader):
         for item in plan.items:
             info = self._info_of(item.storage_index)
             by_file.setdefault(info.relative_path, []).append((item, info))
-        stored = {
-            name: self._tensors_of(
-                name, {info.offset: info.length for item, info in members if item.type != LoadItemType.BYTE_IO}
-            )
-            for name, members in by_file.items()
-        }
+        stored = {name: self._stored_of(name, members) for name, members in by_file.items()}
         with progress(
             "load, rank 0",
             is_coordinator=self._is_coordinator,
@@ -351,6 +346,11 @@ class FileReader(StorageReader):
                 "load it with FileSystemReader"
             )
         return info
+
+    def _stored_of(self, name: str, items: Sequence[tuple[ReadItem, Any]]) -> Mapping[int, _core.StoredTensor]:
+        """The plain tensors among the items of a file, by the offsets of their records."""
+        places = {info.offset: info.length for item, info in items if item.type != LoadItemType.BYTE_IO}
+        return self._tensors_of(name, places)
 
     def _tensors_of(self, name: str, places: Mapping[int, int]) -> dict[int, _core.StoredTensor]:
         """The plain tensors among some records of a file, by the records' offsets; ``places`` has their lengths."""

@@ -20,6 +20,9 @@ from torchtitan_ext.storage.native.device_buckets import IncomingBuckets
 from torchtitan_ext.storage.progress import OnBytes
 from torchtitan_ext.storage.raw_tensor import DTYPES
 
+# Elements that are not read into place pass through buffers of so many bytes together.
+CAST_BYTES = 16 << 20
+
 
 @dataclass
 class _Target:
@@ -66,6 +69,7 @@ class ReadBatch:
         self._targets: list[_Target] = []
         self._values: list[tuple[ReadItem, bytearray, torch.Tensor | None]] = []
         self._copies: list[Copy] = []  # within what is read
+        self._cast_bytes = 0
         self.num_bytes = 0
         """The bytes that ``read`` will read."""
 
@@ -93,13 +97,17 @@ class ReadBatch:
         if _goes_by_bucket(target):
             self._add_to_buckets(file, item, stored, target)
             return
-        place = target
-        if not _is_plain_target(target, dtype):
+        if _is_plain_target(target, dtype):
+            self._copies += add_box(self._runs, file, stored, item.storage_offsets, target)
+            self._targets.append(_Target(item, target, None, is_written=True))
+            self.num_bytes += target.nbytes
+        elif is_wrapper(target):
             place = torch.empty(target.shape, dtype=dtype, device="cpu")
-        self._copies += add_box(self._runs, file, stored, item.storage_offsets, place)
-        is_written = place is target
-        self._targets.append(_Target(item, target, None if is_written else place, is_written))
-        self.num_bytes += place.nbytes
+            self._copies += add_box(self._runs, file, stored, item.storage_offsets, place)
+            self._targets.append(_Target(item, target, place, is_written=False))
+            self.num_bytes += place.nbytes
+        else:
+            self._add_in_parts(file, item, stored, target)
 
     def read(self) -> None:
         """Reads all added items, and gives them to the planner.
@@ -127,13 +135,28 @@ class ReadBatch:
         torch.autograd.graph.increment_version(written)
         for one in self._targets:
             self._planner.commit_tensor(one.item, one.tensor)
-        self._targets, self._values, self._copies, self.num_bytes = [], [], [], 0
+        self._targets, self._values, self._copies, self.num_bytes, self._cast_bytes = [], [], [], 0, 0
 
     def finish(self) -> None:
         """Reads what is left, and waits until all targets are filled."""
         self.read()
         if self._buckets is not None:
             self._buckets.finish()
+
+    def _add_in_parts(self, file: int, item: ReadItem, stored: _core.StoredTensor, target: torch.Tensor) -> None:
+        """Adds an item whose elements are cast, or not read into place for another reason, in parts of bounded size."""
+        dtype = DTYPES[stored.dtype]
+        # torch refuses to fill elements that share memory, if it sees all of them.
+        max_elements = CAST_BYTES // dtype.itemsize if _has_own_elements(target) else max(1, target.numel())
+        for part_offsets, part in row_major_boxes(target, max_elements):
+            if self._cast_bytes + part.numel() * dtype.itemsize > CAST_BYTES:
+                self.read()
+            place = torch.empty(part.shape, dtype=dtype, device="cpu")
+            begin = [offset + inside for offset, inside in zip(item.storage_offsets, part_offsets, strict=True)]
+            self._copies += [*add_box(self._runs, file, stored, begin, place), (part, place)]
+            self._cast_bytes += place.nbytes
+            self.num_bytes += place.nbytes
+        self._targets.append(_Target(item, target, None, is_written=False))
 
     def _add_to_buckets(self, file: int, item: ReadItem, stored: _core.StoredTensor, target: torch.Tensor) -> None:
         if self._buckets is None:

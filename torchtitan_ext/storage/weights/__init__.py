@@ -1,1 +1,1 @@
-"""Directories of safetensors files, as Hugging Face's libraries read them, written by the ranks of a job."""
+"""Safetensors files, as Hugging Face's libraries have them, written and read by the ranks of a job in any layout."""
