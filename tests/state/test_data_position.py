@@ -108,7 +108,7 @@ STREAMS = {**GOOD, "kind": "streams", "num_shards": 2}
         {"loader": 3},
         {"loader": ()},
         {"loader": ([],)},
-        {"loader": ({**GOOD, "version": 2},)},
+        {"loader": ({**GOOD, "version": 3},)},
         {"loader": ({**GOOD, "kind": []},)},
         {"loader": ({**GOOD, "num_samples": -1},)},
         {"loader": ({**GOOD, "dp_size": 0},)},

@@ -163,7 +163,7 @@ def read_data_position(state: Mapping[str, Any]) -> DataPosition:
     """
     try:
         (common,) = state[_COMMON]
-        if common["version"] != 1 or common["kind"] not in ("samples", "streams"):
+        if common["version"] not in (1, 2) or common["kind"] not in ("samples", "streams"):
             raise ValueError(f"its version is {common['version']!r} and its kind {common['kind']!r}")
         position = (_of_samples if common["kind"] == "samples" else _of_streams)(common, state)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:

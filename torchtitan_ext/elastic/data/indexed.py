@@ -85,6 +85,8 @@ class IndexedStreams:
 class IndexedStream:
     """The samples of one part of a map-style data set; see ``IndexedStreams``."""
 
+    state_is_small = True
+
     def __init__(self, data: Any, part: IndexedPart, epoch: int, seed: int = TORCHTITAN_SEED) -> None:
         self._data = data
         self._part = part
@@ -103,7 +105,7 @@ class IndexedStream:
         self._part = replace(self._part, next_place=self._part.offset)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**asdict(self._part), "seed": self._seed}
+        return {**vars(self._part), "seed": self._seed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._part = _part_of(self._data, self._seed, state_dict)

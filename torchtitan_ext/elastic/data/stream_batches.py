@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,14 @@ from torchtitan_ext.elastic.data.frontier import Ids
 from torchtitan_ext.elastic.data.sample_position import common_entry
 from torchtitan_ext.elastic.data.sampler import Share
 from torchtitan_ext.elastic.data.streams import AdoptsStates, ChecksStates, SplitsStates, StreamSource
-from torchtitan_ext.elastic.data.virtual_shards import ShardReader, ShardState, from_entry, shard_key, to_entry
+from torchtitan_ext.elastic.data.virtual_shards import (
+    ShardReader,
+    ShardState,
+    from_entry,
+    shard_key,
+    stream_state,
+    to_entry,
+)
 from torchtitan_ext.errors import CannotReshardError, Remedy
 from torchtitan_ext.ranks.exchange import device_of
 
@@ -66,24 +74,37 @@ class StreamBatches:
 
     def __iter__(self) -> Iterator[Any]:
         while True:
-            before = self._reader.taken()
-            samples = self._reader.draw(self._share.batch_size)
-            served = self._share.global_batch_size if self._share.endless else self._sum_over_ranks(len(samples))
-            if served == 0 or (self._share.last == "drop" and served < self._share.global_batch_size):
-                self.counts.dropped += served
-                self._reader.end_epoch({shard: n - before[shard] for shard, n in self._reader.taken().items()})
+            try:
+                batch = self._next_batch()
+            except BaseException:
+                self._reader.undo()  # nobody got these samples
+                raise
+            if batch is None:
                 return
-            self.counts.samples_seen += served
-            self.counts.padded += self._share.global_batch_size - served
-            self.num_padding = self._share.batch_size - len(samples)
-            yield self._collate_fn(self._fill(samples))
+            yield batch[0]
 
-    def _fill(self, samples: list[Any]) -> list[Any]:
+    def _next_batch(self) -> tuple[Any] | None:
+        """None at the end of the epoch."""
+        samples = self._reader.draw(self._share.batch_size)
+        served = self._share.global_batch_size if self._share.endless else self._sum_over_ranks(len(samples))
+        if served == 0 or (self._share.last == "drop" and served < self._share.global_batch_size):
+            self._reader.end_epoch()
+            self.counts.dropped += served
+            return None
+        num_padding = self._share.batch_size - len(samples)
+        batch = self._collate_fn(self._fill(samples, num_padding))
+        self._reader.commit()
+        self.counts.samples_seen += served
+        self.counts.padded += self._share.global_batch_size - served
+        self.num_padding = num_padding
+        return (batch,)
+
+    def _fill(self, samples: list[Any], num_padding: int) -> list[Any]:
         """Repeats the samples until they fill the batch; without samples, a first one of the data."""
-        if self.num_padding == 0:
+        if num_padding == 0:
             return samples
         repeated = samples or [self._reader.first_sample()]
-        return samples + [repeated[i % len(repeated)] for i in range(self.num_padding)]
+        return samples + [repeated[i % len(repeated)] for i in range(num_padding)]
 
     def _sum_over_ranks(self, count: int) -> int:
         if self._share.dp_size == 1:
@@ -106,7 +127,7 @@ class StreamBatches:
 
     def state_dict(self) -> dict[str, Any]:
         common = {
-            "version": 1,
+            "version": 2,
             "kind": _KIND,
             "num_shards": self._source.num_shards,
             "dp_size": self._share.dp_size,
@@ -189,7 +210,12 @@ class StreamBatches:
     def _split(self, parent: ShardState, shard: int, num_saved: int) -> list[ShardState]:
         num_parts = self._source.num_shards // num_saved
         assert isinstance(self._source, SplitsStates)
-        streams = self._source.split_state(parent.stream, shard=shard, num_shards=num_saved, num_parts=num_parts)
+        split = partial(self._source.split_state, shard=shard, num_shards=num_saved)
+        stream = parent.stream
+        if parent.since:
+            (whole,) = split(stream, num_parts=1)  # of a stream of this source, which has other shards
+            stream = stream_state(self._source, shard, replace(parent, stream=whole))
+        streams = split(stream, num_parts=num_parts)
         return [ShardState(epoch=parent.epoch, finished=parent.finished, stream=stream) for stream in streams]
 
     def _what_to_choose(self, num_saved: int) -> tuple[str, Remedy | None]:

@@ -7,6 +7,7 @@ every number of ranks to come.
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ class Stream(Protocol):
 
     A stream may have a method ``start_epoch(epoch) -> None``. The loader then calls it at the end of each epoch instead
     of opening a new stream, and ``iter`` gives the samples of that epoch. So a stream can keep leftover tokens.
+
+    The loader asks for a state after every 16 samples, and copies it. It asks after each sample, and copies nothing,
+    where the stream has ``state_is_small``, an attribute that is true: such a state is new and cheap to make.
     """
 
     def __iter__(self) -> Iterator[Any]: ...
@@ -188,3 +192,16 @@ def start_epoch(stream: Iterable[Any] | None, epoch: int) -> bool:
     if start is not None:
         start(epoch)
     return start is not None
+
+
+def has_small_state(stream: Iterable[Any] | None) -> bool:
+    """Whether the stream's state, as it is now, may be asked for after each sample; see ``Stream``."""
+    return bool(getattr(stream, "state_is_small", False))
+
+
+def snapshot(stream: Iterable[Any] | None) -> Any:
+    """The stream's state as a value that nobody changes later; None for a stream without a state."""
+    if not isinstance(stream, Stream):
+        return None
+    is_new = has_small_state(stream)
+    return stream.state_dict() if is_new else copy.deepcopy(stream.state_dict())

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from torchtitan_ext.elastic.data.indexed import TORCHTITAN_SEED, IndexedPart, IndexedStream, IndexedStreams, run_of
 from torchtitan_ext.elastic.data.packing import PackedTokens, packed_state
 from torchtitan_ext.elastic.data.streams import HuggingFaceStreams
-from torchtitan_ext.elastic.data.virtual_shards import ShardState, shard_key, to_entry
+from torchtitan_ext.elastic.data.virtual_shards import ShardState, shard_key, stream_state, to_entry
 from torchtitan_ext.errors import CannotReshardError, DamagedCheckpointError, argument_error
 from torchtitan_ext.state.plain_value import DamagedBytesError, read_pickle
 
@@ -133,7 +133,7 @@ class TorchtitanTextStreams(PackedTokens):
         ``None`` where torchtitan has no such state: for a part of a dealt shard, or at the end of a finite data set.
         ``samples_served`` and ``batch_size`` are that rank's.
         """
-        stream = packed_state() if state.stream is None else state.stream
+        stream = stream_state(self, shard, state) or packed_state()
         documents = stream["documents"]
         data_state: dict[str, Any] = {theirs: stream[ours] for ours, theirs in zip(_LISTS, _BUFFERS, strict=True)}
         if self._num_documents is not None:

@@ -11,16 +11,15 @@ counts are equal this is round robin. With V = 4 shards a, b, c, d and a global 
 
 from __future__ import annotations
 
-import copy
 import heapq
-import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from torchtitan_ext.elastic.data.sampler import Share
-from torchtitan_ext.elastic.data.streams import Stream, StreamSource, start_epoch
+from torchtitan_ext.elastic.data.shard_samples import Mark, ShardSamples
+from torchtitan_ext.elastic.data.streams import StreamSource, start_epoch
 from torchtitan_ext.errors import CannotReshardError, TorchtitanExtError
 
 # A packed shard may need several epochs of a few tokens until one sequence is full.
@@ -71,8 +70,8 @@ class EpochEnd:
 class ShardState:
     """What a checkpoint keeps of a virtual shard.
 
-    ``taken`` samples were served in this epoch, ``total`` over all. ``stream`` is the stream's state; None where it is
-    at the beginning of the epoch, or has no state: a stream without a state resumes by skipping ``taken`` samples.
+    ``taken`` samples were served in this epoch, ``total`` over all, ``since`` after the mark whose ``stream`` this is:
+    a job that goes on reads these again and skips them. States of version 1 have no ``since``: their marks are exact.
     """
 
     epoch: int = 0
@@ -81,6 +80,15 @@ class ShardState:
     finished: bool = False
     last_epoch: EpochEnd | None = None
     stream: Any = None
+    since: int = 0
+
+    def __post_init__(self) -> None:
+        if self.stream is None:  # the mark is the beginning of the epoch
+            self.since = self.taken
+
+    @property
+    def mark(self) -> Mark:
+        return Mark(self.epoch, self.total - self.since, self.stream)
 
 
 def shard_key(shard: int, num_shards: int) -> str:
@@ -106,7 +114,8 @@ def from_entry(key: str, saved: Mapping[str, Any]) -> ShardState:
     try:
         (entry,) = saved[key]
         last_epoch = entry["last_epoch"]
-        known = {field_.name: entry[field_.name] for field_ in fields(ShardState)}
+        known = {field_.name: entry[field_.name] for field_ in fields(ShardState) if field_.name != "since"}
+        known["since"] = entry.get("since", 0)
         return ShardState(**{**known, "last_epoch": None if last_epoch is None else EpochEnd(**last_epoch)})
     except (KeyError, TypeError, ValueError) as error:
         reason = "is missing" if key not in saved else f"is not a shard's ({error!r})"
@@ -116,14 +125,24 @@ def from_entry(key: str, saved: Mapping[str, Any]) -> ShardState:
         ) from None
 
 
+def stream_state(source: StreamSource, shard: int, state: ShardState) -> Any:
+    """The state of a shard's stream after all samples that were served. Reads those after the mark once more."""
+    if not state.since:
+        return state.stream
+    return ShardSamples(source, shard, state.mark, state.since).state()
+
+
 @dataclass
 class _OpenShard:
-    """A shard of this rank while it is read."""
+    """A shard of this rank while it is read. ``state`` counts the samples that were drawn, ``mark`` is the latest."""
 
     index: int
     state: ShardState
-    stream: Iterable[Any] | None = None
-    samples: Iterator[Any] = field(default_factory=lambda: iter(()))
+    mark: Mark
+    samples: ShardSamples
+
+    def to_save(self) -> ShardState:
+        return replace(self.state, stream=self.mark.stream, since=self.state.total - self.mark.total)
 
 
 class ShardReader:
@@ -135,9 +154,7 @@ class ShardReader:
         self._source = source
         self._endless = share.endless
         self.own = range(share.dp_rank, source.num_shards, share.dp_size)
-        self._shards = {index: _OpenShard(index, ShardState()) for index in self.own}
-        self._turns: list[tuple[int, int]] = []
-        self._queue()
+        self.load({index: ShardState() for index in self.own})
 
     @property
     def epoch(self) -> int:
@@ -145,24 +162,26 @@ class ShardReader:
         return max(shard.state.epoch for shard in self._shards.values())
 
     def states(self) -> dict[int, ShardState]:
-        """A copy of the state of each of this rank's shards."""
-        states = {index: copy.deepcopy(shard.state) for index, shard in self._shards.items()}
-        for index, shard in self._shards.items():
-            if isinstance(shard.stream, Stream):
-                states[index].stream = copy.deepcopy(shard.stream.state_dict())
-        return states
+        """The state of each of this rank's shards. The states of their streams are not copied: change none."""
+        return {index: shard.to_save() for index, shard in self._shards.items()}
 
     def load(self, states: Mapping[int, ShardState]) -> None:
         """Goes on from these states of this rank's shards. Streams are opened when they are needed."""
-        self._shards = {index: _OpenShard(index, copy.deepcopy(states[index])) for index in self.own}
+        self._shards = {index: self._opened(index, states[index]) for index in self.own}
+        self._before: dict[int, ShardState] = {}
         self._queue()
 
     def draw(self, size: int) -> list[Any]:
-        """The next samples of this rank, fewer where all its shards are finished. Counts them as served."""
+        """The next samples of this rank, fewer where all its shards are finished.
+
+        Counts them as served. Until ``commit`` says that they were, ``undo`` takes them back.
+        """
         samples: list[Any] = []
         while self._turns and len(samples) < size:
             _, index = heapq.heappop(self._turns)
             shard = self._shards[index]
+            if index not in self._before:
+                self._before[index] = shard.to_save()
             sample = self._next(shard)
             if sample is not None:
                 samples.append(sample[0])
@@ -171,17 +190,23 @@ class ShardReader:
                 heapq.heappush(self._turns, self._turn(shard))
         return samples
 
-    def end_epoch(self, unserved: Mapping[int, int]) -> None:
-        """Goes to the next epoch with all shards. ``unserved`` samples of a shard were drawn last and not served."""
-        for index, shard in self._shards.items():
-            shard.state.taken -= unserved.get(index, 0)
-            shard.state.total -= unserved.get(index, 0)
-            self._start_epoch(shard)
-        self._queue()
+    def commit(self) -> None:
+        """What was drawn was served."""
+        self._before.clear()
 
-    def taken(self) -> dict[int, int]:
-        """Samples that each of this rank's shards has served in its epoch."""
-        return {index: shard.state.taken for index, shard in self._shards.items()}
+    def undo(self) -> None:
+        """Goes back to the latest ``commit``."""
+        self.load({**self.states(), **self._before})
+
+    def end_epoch(self) -> None:
+        """Goes to the next epoch with all shards. Samples that were drawn after the latest ``commit`` do not count."""
+        ended = {index: self._before.get(index, shard.state) for index, shard in self._shards.items()}
+        for index, shard in self._shards.items():
+            self._before.setdefault(index, shard.to_save())
+            shard.state = replace(shard.state, taken=ended[index].taken, total=ended[index].total)
+            self._start_epoch(shard)
+        self.commit()
+        self._queue()
 
     def first_sample(self) -> Any:
         """A sample to pad with: from the first shard that has one in this epoch or later ones, own shards first.
@@ -209,39 +234,29 @@ class ShardReader:
         # Endless shards are in different epochs: by `taken`, shards with few samples would come again and again.
         return (shard.state.total if self._endless else shard.state.taken, shard.index)
 
+    def _opened(self, index: int, state: ShardState) -> _OpenShard:
+        return _OpenShard(index, replace(state), state.mark, ShardSamples(self._source, index, state.mark, state.since))
+
     def _next(self, shard: _OpenShard) -> tuple[Any] | None:
         """The next sample of a shard, None at the end of its epoch."""
-        if shard.stream is None:
-            self._open(shard)
         for _ in range(_MAX_EMPTY_EPOCHS):
-            for sample in shard.samples:
-                return (sample,)
+            for item in shard.samples:
+                if not isinstance(item, Mark):
+                    sample, mark = item
+                    shard.mark = mark or shard.mark
+                    return (sample,)
+                shard.mark = item
             shard.state.finished = True
             if not self._endless:
                 return None
             self._start_epoch(shard)
-            if shard.stream is None:
-                self._open(shard)
         raise EmptyShardError(shard.index, self._source.num_shards)
 
-    def _open(self, shard: _OpenShard) -> None:
-        shard.stream = self._source.open_stream(shard.index, shard.state.epoch)
-        if isinstance(shard.stream, Stream):
-            if shard.state.stream is not None:
-                shard.stream.load_state_dict(copy.deepcopy(shard.state.stream))
-            shard.samples = iter(shard.stream)
-        else:
-            shard.samples = itertools.islice(shard.stream, shard.state.taken, None)
-        shard.state.stream = None
-
     def _start_epoch(self, shard: _OpenShard) -> None:
-        # A stream may keep something from epoch to epoch; if it was not opened since the load, that is in its state.
-        if shard.stream is None and shard.state.stream is not None:
-            self._open(shard)
         state = shard.state
         ended = EpochEnd(state.epoch, state.taken, state.finished)
         shard.state = ShardState(epoch=state.epoch + 1, total=state.total, last_epoch=ended)
-        if start_epoch(shard.stream, shard.state.epoch):
-            shard.samples = iter(shard.stream or ())
-        else:
-            shard.stream, shard.samples = None, iter(())
+        shard.samples.start_epoch(state.total)
+        first = next(iter(shard.samples))
+        assert isinstance(first, Mark)
+        shard.mark = first
