@@ -1,13 +1,13 @@
 // Positions of changed elements for Python, whose arrays are NumPy's. Like core.cpp it converts and decides nothing.
 #include "bindings/changes.h"
 
-#include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
 #include <cstdint>
 #include <span>
 #include <vector>
 
+#include "bindings/arrays.h"
 #include "core/position_blocks.h"
 
 namespace torchtitan_ext::bindings {
@@ -15,29 +15,6 @@ namespace torchtitan_ext::bindings {
 namespace py = pybind11;
 using core::PositionBlocks;
 using core::Sizes;
-
-namespace {
-
-template <typename T>
-using Array = py::array_t<T, py::array::c_style>;
-
-template <typename T>
-std::span<const T> span_of(const Array<T>& array) {
-  return {array.data(), static_cast<size_t>(array.size())};
-}
-
-template <typename T>
-std::vector<T> vector_of(const Array<T>& array) {
-  const std::span<const T> elements = span_of(array);
-  return {elements.begin(), elements.end()};
-}
-
-template <typename T>
-Array<T> array_of(std::span<const T> elements) {
-  return Array<T>(static_cast<py::ssize_t>(elements.size()), elements.data());
-}
-
-}  // namespace
 
 void register_changes(py::module_& module) {
   py::class_<PositionBlocks>(module, "PositionBlocks", "Positions of elements; see csrc/core/position_blocks.h.")

@@ -11,6 +11,7 @@
 
 #include "bindings/changes.h"
 #include "bindings/convert.h"
+#include "bindings/index_order.h"
 #include "bindings/instances.h"
 #include "bindings/items.h"
 #include "bindings/metadata.h"
@@ -208,6 +209,7 @@ PYBIND11_MODULE(_core, module) {
   torchtitan_ext::bindings::define_tables(module);
   register_plan(module);
   register_changes(module);
+  torchtitan_ext::bindings::register_index_order(module);
   register_transfer(module);
   torchtitan_ext::bindings::define_items(module);
   torchtitan_ext::bindings::define_transforms(module);

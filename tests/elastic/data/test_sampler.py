@@ -13,7 +13,7 @@ from simulated_loaders import SOAK, Ranks
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from torchtitan_ext.elastic import ElasticBatchSampler, ElasticDataLoader
-from torchtitan_ext.elastic.data.order import epoch_order
+from torchtitan_ext.elastic.data.order import OrderName, epoch_order
 from torchtitan_ext.elastic.data.sampler import Share
 from torchtitan_ext.errors import CannotReshardError
 
@@ -25,9 +25,9 @@ def loader_over(num_samples: int, **options: Any) -> Any:
     return make
 
 
-def index_order(num_samples: int, *, shuffle: bool, seed: int, epoch: int) -> list[int]:
-    order = epoch_order(num_samples, shuffle=shuffle, order="randperm", seed=seed, epoch=epoch)
-    return order.indices_at(np.arange(num_samples)).tolist()
+def index_order(num_samples: int, *, shuffle: bool, seed: int, epoch: int, order: OrderName = "randperm") -> list[int]:
+    made = epoch_order(num_samples, shuffle=shuffle, order=order, seed=seed, epoch=epoch)
+    return made.indices_at(np.arange(num_samples)).tolist()
 
 
 def epoch_of(ranks: Ranks) -> int:
@@ -41,6 +41,7 @@ def test_every_sample_once_across_restarts(data: st.DataObject) -> None:
     last = data.draw(st.sampled_from(["drop", "pad"]), "last")
     endless = data.draw(st.booleans(), "endless")
     shuffle = data.draw(st.booleans(), "shuffle")
+    order_name = data.draw(st.sampled_from(["feistel-1", "randperm"]), "order")
     served: dict[int, list[int]] = defaultdict(list)
     num_served = 0
     saved = None
@@ -49,7 +50,13 @@ def test_every_sample_once_across_restarts(data: st.DataObject) -> None:
         global_batch_size = data.draw(st.integers(dp_size, 8), "global batch")
         ranks = Ranks(
             loader_over(
-                num_samples, global_batch_size=global_batch_size, last=last, endless=endless, shuffle=shuffle, seed=3
+                num_samples,
+                global_batch_size=global_batch_size,
+                last=last,
+                endless=endless,
+                shuffle=shuffle,
+                seed=3,
+                order=order_name,
             ),
             dp_size,
             saved,
@@ -73,7 +80,7 @@ def test_every_sample_once_across_restarts(data: st.DataObject) -> None:
     assert num_real + position["dropped"] == position["epoch"] * num_samples + position["next_sample"]
     for epoch, samples in served.items():
         # No sample twice, and what is left of the order when the epoch ends is what was dropped.
-        order = list(index_order(num_samples, shuffle=shuffle, seed=3, epoch=epoch))
+        order = index_order(num_samples, shuffle=shuffle, seed=3, epoch=epoch, order=order_name)
         assert sorted(samples) == sorted(order[: len(samples)])
     assert last == "drop" or position["dropped"] == 0
 
@@ -98,7 +105,7 @@ def test_with_one_world_it_is_the_distributed_sampler() -> None:
     for rank in range(4):
         theirs = DistributedSampler(data, num_replicas=4, rank=rank, shuffle=True, seed=5)
         theirs.set_epoch(1)
-        ours = ElasticBatchSampler(data, global_batch_size=12, dp_rank=rank, dp_size=4, seed=5)
+        ours = ElasticBatchSampler(data, global_batch_size=12, dp_rank=rank, dp_size=4, seed=5, order="randperm")
         assert len(ours) == 4 and len(list(ours)) == 4
         assert list(ours) == list(BatchSampler(theirs, batch_size=3, drop_last=True))
 
@@ -171,7 +178,10 @@ def test_states_of_other_data_are_refused_and_change_nothing() -> None:
         ({"loader": ({**entry, "num_samples": 30},)}, "saved over 30 samples, this data set has 20"),
         ({"loader": ({**entry, "kind": "streams"},)}, "saved over streams, this loader reads samples"),
         ({"loader": ({**entry, "version": 3},)}, "has version 3, this package reads up to 2"),
-        ({"loader": ({**entry, "order": "bitrev"},)}, "are in the order 'bitrev', this package knows randperm"),
+        (
+            {"loader": ({**entry, "order": "bitrev"},)},
+            "are in the order 'bitrev', this package knows feistel-1, randperm",
+        ),
         ({"dp_rank_0": b"", "world_size": 1}, "none of ElasticDataLoader's .it has dp_rank_0, world_size, but no"),
         ({}, "it has nothing, but no 'loader'"),
     ]

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from torchtitan_ext.checkpoint.tables.component import Resharded, SampleAccount, World
 from torchtitan_ext.elastic.data.frontier import NO_IDS, Batches, Ids, InFlight, read_ids
+from torchtitan_ext.elastic.data.order import OrderName
 from torchtitan_ext.elastic.data.sample_position import SamplePosition
 from torchtitan_ext.elastic.data.sampler import ElasticBatchSampler, Last, LocalBatch, Share
 from torchtitan_ext.elastic.data.stream_batches import StreamBatches
@@ -50,6 +51,7 @@ class ElasticDataLoader:
         dp_size: Number of data-parallel ranks.
         shuffle: Map-style data: whether each epoch has its own random order. Streams order themselves.
         seed: Seed of the random order. A loaded state brings its own.
+        order: Map-style data: which random order, see ``ElasticBatchSampler``. A loaded state brings its own.
         last: What becomes of samples at the end of an epoch that do not fill a global batch. ``"drop"`` leaves them
             out: over streams the epoch ends when the first rank cannot fill its batch. ``"pad"`` serves all of them: a
             short batch is filled with repeats, at its end, and ``num_padding`` counts these; over streams, ranks
@@ -83,6 +85,7 @@ class ElasticDataLoader:
         endless: bool = False,
         group: dist.ProcessGroup | None = None,
         collate_fn: Callable[[list[Any]], Any] = default_collate,
+        order: OrderName = "feistel-1",
         max_in_flight: int | None = None,
         **loader_options: Any,
     ) -> None:
@@ -115,7 +118,7 @@ class ElasticDataLoader:
         elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
             if not loader_options.get("in_order", True):
                 raise ValueError("ElasticDataLoader: in_order=False has no position to resume from; leave it out")
-            sampler = ElasticBatchSampler(data, **asdict(share), shuffle=shuffle, seed=seed)
+            sampler = ElasticBatchSampler(data, **asdict(share), shuffle=shuffle, seed=seed, order=order)
             options = {"collate_fn": collate_fn, **loader_options}
             self._batches = _SampleBatches(data, sampler, options, self._in_flight)
         else:

@@ -1,4 +1,9 @@
-"""The order of an epoch of map-style data: which sample stands at which place, the same on all ranks."""
+"""The order of an epoch of map-style data: which sample stands at which place, the same on all ranks.
+
+``"feistel-1"`` is a keyed permutation (``csrc/core/index_order.h``): any place at once, no memory. ``"randperm"`` is
+that of ``torch.utils.data.DistributedSampler``: a permutation of the whole epoch in memory. A state has the name of its
+order, so an order never changes under its name.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +12,11 @@ from typing import Literal, Protocol, get_args
 import numpy as np
 import torch
 
+from torchtitan_ext import _core
 from torchtitan_ext.elastic.data.frontier import Ids
 
-OrderName = Literal["randperm"]
+OrderName = Literal["feistel-1", "randperm"]
+_UINT64 = 2**64 - 1
 ORDERS: tuple[str, ...] = get_args(OrderName)
 
 
@@ -40,10 +47,18 @@ class _Randperm:
         return self._indices[places]
 
 
+def check_order(where: str, order: object) -> None:
+    """Raises ValueError unless it is the name of an order."""
+    if order not in ORDERS:
+        raise ValueError(f'{where}: order is {order!r}, expected "feistel-1" or "randperm"')
+
+
 def epoch_order(num_samples: int, *, shuffle: bool, order: str, seed: int, epoch: int) -> EpochOrder:
-    """The order of an epoch, in memory as far as its kind needs memory."""
+    """The order of an epoch; ``"randperm"`` makes it here."""
     if not shuffle:
         return _InSequence()
+    if order == "feistel-1":
+        return _core.IndexOrder(num_samples, seed & _UINT64, epoch)
     return _Randperm(num_samples, seed, epoch)
 
 

@@ -1,13 +1,14 @@
 """Map-style data: the position is the next sample of the epoch's order, whatever the number of ranks.
 
-Let the order of the epoch be ``order`` (see ``index_order``), the position p, and G the global batch size. The next
+Let the order of the epoch be ``order`` (see ``order.py``), the position p, and G the global batch size. The next
 global batch is order[p : p + G], and rank r of W has order[p + r], order[p + r + W], ... of it. With 7 samples, G = 4:
 
     W = 2, p = 0    rank 0: order[0], order[2]    rank 1: order[1], order[3]
     W = 3, p = 0    rank 0: order[0], order[3]    rank 1: order[1]    rank 2: order[2]
     p = 4           three samples left: last="drop" drops them, last="pad" serves them and order[0] once more
 
-With the same W this is what ``torch.utils.data.DistributedSampler`` in a ``BatchSampler`` gives.
+With the same W and ``order="randperm"`` this is what ``torch.utils.data.DistributedSampler`` in a ``BatchSampler``
+gives.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from torchtitan_ext.checkpoint.tables.component import Resharded, SampleAccount, World
 from torchtitan_ext.elastic.data.frontier import Ids
-from torchtitan_ext.elastic.data.order import OrderedData
+from torchtitan_ext.elastic.data.order import OrderedData, OrderName, check_order
 from torchtitan_ext.elastic.data.sample_position import (
     STATE_KEY,
     SamplePosition,
@@ -97,6 +98,8 @@ class ElasticBatchSampler:
         dp_size: Number of data-parallel ranks; at most ``global_batch_size``.
         shuffle: Whether each epoch has its own random order; otherwise it has the order of the data.
         seed: Seed of the random order; the same on every rank.
+        order: The random order: ``"feistel-1"`` needs no memory and no time to start, whatever the number of samples;
+            ``"randperm"`` is that of ``torch.utils.data.DistributedSampler``. A loaded state brings its own.
         last: What becomes of samples at the end of an epoch that fill no global batch: ``"drop"`` leaves them out,
             ``"pad"`` serves them with the first ones of the epoch's order. All ranks have equally many batches.
         endless: Whether iteration goes on with the next epoch. Otherwise it ends, and the next ``iter`` goes on.
@@ -116,7 +119,9 @@ class ElasticBatchSampler:
         seed: int = 0,
         last: Last = "drop",
         endless: bool = False,
+        order: OrderName = "feistel-1",
     ) -> None:
+        check_order("ElasticBatchSampler", order)
         check_argument("ElasticBatchSampler", "data", data, Sized, "a data set with a length")
         Share(global_batch_size, dp_rank, dp_size, last, endless)  # checks these
         num_samples = len(data)
@@ -130,7 +135,7 @@ class ElasticBatchSampler:
         self.dp_size = dp_size
         self.last = last
         self.endless = endless
-        self.position = SamplePosition(num_samples, shuffle, seed)
+        self.position = SamplePosition(num_samples, shuffle, seed, order=order)
 
     @property
     def position(self) -> SamplePosition:
