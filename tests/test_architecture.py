@@ -56,7 +56,7 @@ INNER_ROWS = {
         {"dtensors"},
         {""},
     ],
-    "transforms": [{"rules"}, {"mapped", "models"}, {"mapped_reads"}, {"reader"}, {""}],
+    "transforms": [{"rules"}, {"mapped", "models", "weights"}, {"mapped_reads"}, {"reader"}, {""}],
     "delta": [{"held", "kept", "saved_changes"}, {"files", "replacement", "snapshot"}, {"application"}, {""}],
     "elastic": [{"data", "schedule", "rng", "train_state"}, {""}],
     "offline": [

@@ -383,14 +383,15 @@ class RunWriter:
     def add_box(
         self,
         file: int,
-        stored: StoredTensor,
-        offsets: Sequence[int],
+        item_bytes: int,
         sizes: Sequence[int],
         address: int,
         strides: Sequence[int],
+        offset_bytes: int,
+        file_strides: Sequence[int],
         /,
     ) -> None:
-        """A box of memory, written to where it lies among the elements of a stored tensor."""
+        """A box of memory, and where it goes: its first element, and the strides of the others, in elements."""
     @property
     def queued_bytes(self) -> int: ...
     def write(self, num_threads: int, starts_write_back: bool) -> None:

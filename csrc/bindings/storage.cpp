@@ -330,21 +330,11 @@ std::vector<DamagedBlock> read_py(RunReader& reader, int num_threads, const std:
   return reader.read(num_threads, verify == "none" ? Verify::kNone : verify == "auto" ? Verify::kAuto : Verify::kAll);
 }
 
-// A box of a tensor to where it lies among the elements of a stored tensor.
-void write_box(RunWriter& writer, int64_t file, const PlainTensor& stored, const Sizes& offsets, const Sizes& sizes,
-               uintptr_t address, const Sizes& strides) {
-  const size_t num_dims = sizes.size();
-  TTE_CHECK(stored.sizes.size() == num_dims && offsets.size() == num_dims && strides.size() == num_dims, "add_box",
-            "got ", stored.sizes.size(), " stored dims, ", offsets.size(), " offsets, ", num_dims, " sizes and ",
-            strides.size(), " strides");
-  int64_t first = 0;
-  for (size_t dim = 0; dim < num_dims; ++dim) {
-    TTE_CHECK(offsets[dim] >= 0 && sizes[dim] >= 0 && offsets[dim] <= stored.sizes[dim] - sizes[dim], "add_box", "got ",
-              sizes[dim], " elements from ", offsets[dim], " on of dim ", dim, ", which has ", stored.sizes[dim]);
-    first += offsets[dim] * stored.strides[dim];
-  }
-  writer.add_box(file, {sizes, stored.item_bytes, address, strides, stored.data_offset + first * stored.item_bytes,
-                        stored.strides});
+void write_box(RunWriter& writer, int64_t file, int64_t item_bytes, const Sizes& sizes, uintptr_t address,
+               const Sizes& strides, int64_t offset_bytes, const Sizes& file_strides) {
+  TTE_CHECK(strides.size() == sizes.size() && file_strides.size() == sizes.size(), "add_box", "got ", sizes.size(),
+            " sizes, ", strides.size(), " strides and ", file_strides.size(), " strides of the file");
+  writer.add_box(file, {sizes, item_bytes, address, strides, offset_bytes, file_strides});
 }
 
 void define_run_writer(py::module_& module) {

@@ -1,26 +1,48 @@
-"""Safetensors that ranks write together, whatever their layouts, read by the safetensors library bit for bit."""
+"""Safetensors that ranks write together, whatever their layouts, read by the safetensors library bit for bit.
+
+Forty random states in the suite, 300 with ``make soak``.
+"""
 
 import json
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import boxed_tensors
 import pytest
 import torch
-from models import BY_NAME, EVEN, UNEVEN, build_model, build_whole
+import torch.distributed as dist
+from file_faults import SOAK
+from models import BY_NAME, EVEN, UNEVEN, build_model, build_whole, random_whole
+from random_layouts import SideOfTransfer, build, random_layouts
 from reference import same_bits
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 import torchtitan_ext as tte
+from torchtitan_ext.errors import CheckpointFailedError, StateRefusedError, WrongValueError
+from torchtitan_ext.storage.raw_tensor import DTYPES
+from torchtitan_ext.storage.weights.writer import SafetensorsWriter
+
+FORMAT_DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.float8_e8m0fnu, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16,
+    torch.uint8, torch.bool, torch.complex64,
+]  # fmt: skip
+INDEX = "model.safetensors.index.json"
 
 
 def read_by_the_library(path: Path) -> dict[str, torch.Tensor]:
     """All tensors of a directory; its index, if there is one, names exactly these."""
     files = {name: load_file(path / name) for name in sorted(os.listdir(path)) if name.endswith(".safetensors")}
-    index = path / "model.safetensors.index.json"
-    if index.exists():
-        content = json.loads(index.read_text())
+    if (path / INDEX).exists():
+        content = json.loads((path / INDEX).read_text())
         assert content["weight_map"] == {fqn: name for name, part in files.items() for fqn in part}
         assert content["metadata"]["total_size"] == sum(x.nbytes for part in files.values() for x in part.values())
     else:
@@ -31,21 +53,242 @@ def read_by_the_library(path: Path) -> dict[str, torch.Tensor]:
 def assert_same(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> None:
     assert found.keys() == truth.keys()
     for fqn, whole in truth.items():
-        assert same_bits(found[fqn], whole.detach()), fqn
+        assert same_bits(found[fqn], whole.detach().contiguous()), fqn
 
 
-def save_model(rank: int, world_size: int, layout: str, sizes: Any, path: Path) -> None:
+def save_model(rank: int, world_size: int, layout: str, sizes: Any, path: Path, is_async: bool) -> None:
     model = build_model(BY_NAME[layout], sizes)
-    tte.save(model.state_dict(), path, format="safetensors", max_file_bytes=3000)
+    if is_async:
+        tte.async_save(model.state_dict(), path, format="safetensors", max_file_bytes=3000).result()
+    else:
+        tte.save(model.state_dict(), path, format="safetensors", max_file_bytes=3000)
 
 
 @pytest.mark.parametrize(
-    ("layout", "sizes"),
-    [("fsdp2", EVEN), ("fsdp2_tp2", UNEVEN), ("hsdp2x2_tp2", UNEVEN), ("fsdp4_tp2", UNEVEN), ("fsdp8", UNEVEN)],
+    ("layout", "sizes", "is_async"),
+    [
+        ("fsdp2", EVEN, False),
+        ("fsdp2_tp2", UNEVEN, True),
+        ("hsdp2x2_tp2", UNEVEN, False),
+        ("fsdp4_tp2", UNEVEN, False),
+    ],
     ids=str,
 )
-def test_models_of_any_mesh(run_world: Callable[..., Any], tmp_path: Path, layout: str, sizes: Any) -> None:
-    run_world(BY_NAME[layout].world_size, save_model, layout, sizes, tmp_path / "hf")
-    truth = build_whole(sizes).state_dict()
-    assert_same(read_by_the_library(tmp_path / "hf"), truth)
+def test_models_of_any_mesh(
+    run_world: Callable[..., Any], tmp_path: Path, layout: str, sizes: Any, is_async: bool
+) -> None:
+    run_world(BY_NAME[layout].world_size, save_model, layout, sizes, tmp_path / "hf", is_async)
+    assert_same(read_by_the_library(tmp_path / "hf"), build_whole(sizes).state_dict())
     assert len(list((tmp_path / "hf").iterdir())) > 2
+
+
+def random_tensors(seed: int) -> dict[str, torch.Tensor]:
+    draw = random.Random(seed)
+    truth = {}
+    for number in range(draw.randint(1, 14)):
+        shape = tuple(draw.choice([0, 1, 2, 3, 5, 7, 9, 12, 17, 24, 33]) for _ in range(draw.randint(1, 3)))
+        truth[f"layers.{number}.w"] = random_whole(shape, draw.choice(FORMAT_DTYPES), draw.randrange(2**31))
+    return truth
+
+
+def plain_tensors(seed: int) -> dict[str, torch.Tensor]:
+    """Equal on all ranks, on no mesh: without dims, turned, repeated, conjugated, tied."""
+    draw = random.Random(seed)
+    values = torch.arange(60, dtype=torch.float32).view(5, 12) + draw.random()
+    conjugated = torch.complex(values, values + 1).conj()
+    forms = {"scalar": values.sum(), "turned": values.T, "repeated": values[:1].expand(4, 12), "conj": conjugated}
+    forms |= {"tied.a": values, "tied.b": values, "inside": values[1:3, 2:7], "parameter": torch.nn.Parameter(values)}
+    return {f"plain.{name}": forms[name] for name in draw.sample(list(forms), draw.randint(0, len(forms)))}
+
+
+def save_random(rank: int, world_size: int, seeds: list[int], folder: Path) -> None:
+    for seed in seeds:
+        draw = random.Random(seed)
+        truth = random_tensors(seed)
+        if draw.random() < 0.5:
+            side = SideOfTransfer(draw, world_size, truth)
+            state, orders = side.tensors, side.orders
+        else:
+            state, orders = build(truth, random_layouts(seed, world_size, truth))
+        tte.save(
+            {**state, **plain_tensors(seed)},
+            folder / str(seed),
+            format="safetensors",
+            max_file_bytes=draw.choice([1, 500, 5000, 10**9]),
+            planner=tte.SavePlanner(layouts=orders),
+        )
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_random_states(run_world: Callable[..., Any], tmp_path: Path, world_size: int) -> None:
+    seeds = [1000 * world_size + number for number in range(10 if SOAK == 1 else 75)]
+    run_world(world_size, save_random, seeds, tmp_path, timeout_seconds=600)
+    for seed in seeds:
+        plain = {fqn: tensor.resolve_conj() for fqn, tensor in plain_tensors(seed).items()}
+        assert_same(read_by_the_library(tmp_path / str(seed)), {**random_tensors(seed), **plain})
+
+
+def save_boxes(rank: int, world_size: int, case: str, path: Path) -> None:
+    shape, boxes = boxed_tensors.CASES[case]
+    tte.save({"w": boxed_tensors.cut(whole_of(shape), boxes[rank])}, path, format="safetensors")
+
+
+def whole_of(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+
+
+@pytest.mark.parametrize("case", ["several boxes", "a rank without boxes", "no elements", "no dims"])
+def test_tensors_that_state_their_own_boxes(run_world: Callable[..., Any], tmp_path: Path, case: str) -> None:
+    shape, boxes = boxed_tensors.CASES[case]
+    run_world(len(boxes), save_boxes, case, tmp_path)
+    assert_same(read_by_the_library(tmp_path), {"w": whole_of(shape)})
+
+
+def test_files_are_cut_by_bytes_and_have_no_gaps(tmp_path: Path) -> None:
+    state = {
+        name: torch.full((size,), 1, dtype=torch.uint8)
+        for name, size in zip("abcde", (40, 60, 250, 1, 99), strict=True)
+    }
+    saved = tte.save(state, tmp_path / "hf", format="safetensors", max_file_bytes=100, no_dist=True)
+    names = sorted(os.listdir(tmp_path / "hf"))
+    assert names == [*(f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)), INDEX]
+    assert [sorted(load_file(tmp_path / "hf" / name)) for name in names[:-1]] == [["a", "b"], ["c"], ["d", "e"]]
+    assert (saved.path, saved.num_bytes) == (str(tmp_path / "hf"), 450)
+    tte.save({"a": state["a"]}, tmp_path / "hf", format="safetensors", no_dist=True)
+    assert os.listdir(tmp_path / "hf") == ["model.safetensors"]
+
+
+def test_files_of_others_stay(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "vocab.txt").write_text("a b c")
+    for value, max_file_bytes in ((1.0, 10), (2.0, 1000), (3.0, 10)):
+        state = {"a": torch.full((3,), value), "b": torch.full((4,), value)}
+        tte.save(state, tmp_path, format="safetensors", max_file_bytes=max_file_bytes, no_dist=True)
+        assert_same(read_by_the_library(tmp_path), state)
+    assert (tmp_path / "config.json").read_text() == "{}"
+    assert (tmp_path / "tokenizer" / "vocab.txt").read_text() == "a b c"
+    assert len(os.listdir(tmp_path)) == 2 + 3
+
+
+def test_a_mounted_directory_is_filled_from_within(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "mounted"
+    target.mkdir()
+    monkeypatch.setattr("torchtitan_ext.storage.commit.commit._is_mounted", lambda path: path == target)
+    before = os.listdir(tmp_path)
+    for value in (1.0, 2.0):
+        tte.save({"a": torch.full((3,), value)}, target, format="safetensors", no_dist=True)
+        assert_same(read_by_the_library(target), {"a": torch.full((3,), value)})
+    assert os.listdir(target) == ["model.safetensors"] and os.listdir(tmp_path) == before
+
+
+def refuse(rank: int, world_size: int, path: Path) -> str:
+    mesh = init_device_mesh("cpu", (world_size,))
+    state = {
+        "step": 3,
+        "__metadata__": torch.zeros(2),
+        "half": distribute_tensor(torch.zeros(4, dtype=torch.complex128), mesh, [Shard(0)]),
+        "two": DTensor.from_local(TwoTensor(torch.zeros(2), torch.zeros(2)), mesh, [Shard(0)]),
+        "differs": distribute_tensor(torch.zeros(4), mesh, [Replicate()]) + rank,
+        "fine": torch.zeros(3),
+    }
+    with torch.serialization.safe_globals([TwoTensor]), pytest.raises(StateRefusedError) as caught:
+        tte.save(state, path, format="safetensors")
+    return str(caught.value)
+
+
+def test_all_that_the_format_lacks_is_refused_at_once(run_world: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    tte.save({"w": torch.ones(2)}, tmp_path / "old", format="safetensors", no_dist=True)
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    texts = run_world(2, refuse, tmp_path / "old")
+    assert texts[0] == texts[1]
+    for part in (
+        "step: is no tensor, and safetensors files have nothing else",
+        "half: is complex128, which safetensors files have no name for",
+        "two: is a TwoTensor",
+        "__metadata__: safetensors files keep their notes under this name",
+        "differs",
+    ):
+        assert texts[0].count(part) == 1, texts[0]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("dtype", sorted(set(DTYPES.values()) - set(FORMAT_DTYPES), key=str), ids=str)
+def test_dtypes_that_the_format_lacks(tmp_path: Path, dtype: torch.dtype) -> None:
+    with pytest.raises(StateRefusedError, match="which safetensors files have no name for"):
+        tte.save({"w": torch.zeros(2, dtype=dtype)}, tmp_path / "hf", format="safetensors", no_dist=True)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_stock_planner_is_refused_the_same(tmp_path: Path) -> None:
+    for state, text in (({"step": 3}, "is no tensor"), ({"w": torch.zeros(2, dtype=torch.complex128)}, "complex128")):
+        with pytest.raises(StateRefusedError, match=text):
+            tte.save(state, tmp_path / "hf", format="safetensors", planner=DefaultSavePlanner(), no_dist=True)
+    assert os.listdir(tmp_path) == []
+    state = {"w": torch.arange(5.0)}
+    tte.save(state, tmp_path / "hf", format="safetensors", planner=DefaultSavePlanner(), no_dist=True)
+    assert_same(read_by_the_library(tmp_path / "hf"), state)
+
+
+def test_a_checkpoint_is_not_replaced_by_weights(tmp_path: Path) -> None:
+    tte.save({"w": torch.ones(2)}, tmp_path, no_dist=True)
+    with pytest.raises(CheckpointFailedError, match="of a checkpoint of DCP; use another directory"):
+        tte.save({"w": torch.ones(2)}, tmp_path, format="safetensors", no_dist=True)
+    assert (tmp_path / ".metadata").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"format": "hf"}, 'got format=\'hf\', expected "dcp" or "safetensors"'),
+        ({"format": "safetensors", "max_file_bytes": 0}, "got max_file_bytes=0, expected at least 1"),
+        ({"format": "safetensors", "fingerprints": True}, "and fingerprints=True, expected none"),
+        ({"format": "safetensors", "reuse": "latest"}, "and reuse='latest', expected none"),
+        ({"format": "safetensors", "path": "s3://bucket/hf"}, "expected a directory"),
+    ],
+)
+def test_arguments_that_do_not_go_together(tmp_path: Path, options: dict[str, Any], text: str) -> None:
+    options = {"path": tmp_path / "hf", **options}
+    with pytest.raises(WrongValueError, match=text):
+        tte.save({"w": torch.ones(2)}, no_dist=True, **options)
+    if options["format"] == "safetensors":
+        with pytest.raises(WrongValueError, match="storage_writer"):
+            tte.save({}, tmp_path, storage_writer=FileSystemWriter(tmp_path), format="safetensors", no_dist=True)
+
+
+def save_numbered(rank: int, world_size: int, path: Path) -> None:
+    state = {"a": torch.full((3,), 1.0), "b": torch.full((2,), 2.0), "c": torch.full((2,), 3.0)}
+    writer = SafetensorsWriter(path, file_numbers={"a": 2, "b": 1, "c": 2})
+    if rank == 0:
+        state.pop("b")
+    tte.save(state, storage_writer=writer, planner=tte.SavePlanner(replicas="first"))
+    dist.barrier()
+    found = [sorted(load_file(path / f"model-0000{number}-of-00002.safetensors")) for number in (1, 2)]
+    assert found == [["b"], ["a", "c"]]
+
+
+def test_a_writer_that_is_told_the_file_of_each_tensor(run_world: Callable[..., Any], tmp_path: Path) -> None:
+    run_world(2, save_numbered, tmp_path)
+
+
+def fail_on_one_rank(rank: int, world_size: int, path: Path) -> str:
+    class Planner(tte.SavePlanner):
+        def lookup_object(self, index: Any) -> Any:
+            if rank == 1:
+                raise OSError(28, "No space left on device")
+            return super().lookup_object(index)
+
+    mesh = init_device_mesh("cpu", (world_size,))
+    state = {"w": distribute_tensor(torch.zeros(4), mesh, [Shard(0)])}
+    with pytest.raises(CheckpointFailedError) as caught:
+        tte.save(state, path, format="safetensors", planner=Planner())
+    return str(caught.value)
+
+
+def test_a_rank_that_fails_leaves_the_old_weights(run_world: Callable[..., Any], tmp_path: Path) -> None:
+    tte.save({"w": torch.ones(2)}, tmp_path / "hf", format="safetensors", no_dist=True)
+    texts = run_world(2, fail_on_one_rank, tmp_path / "hf")
+    assert texts[0] == texts[1] and "rank 1" in texts[0]
+    assert_same(read_by_the_library(tmp_path / "hf"), {"w": torch.ones(2)})
+    assert os.listdir(tmp_path) == ["hf"]

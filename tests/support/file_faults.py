@@ -22,10 +22,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.storage import StorageWriter
 
 import torchtitan_ext as tte
 from torchtitan_ext.errors import NoCheckpointError, StateRefusedError
 from torchtitan_ext.storage import FileReader, FileWriter
+from torchtitan_ext.storage.weights.writer import SafetensorsWriter
 
 SOURCE = Path(__file__).with_suffix(".c")
 SOAK = int(os.environ.get("TTE_SOAK", "1"))
@@ -42,6 +44,7 @@ class Case:
         is_late: Where that call is a rename: it takes effect, and fails all the same.
         after_seconds: All ranks are killed then, wherever they are.
         reuse: The checkpoint with which the save shares what has not changed.
+        max_file_bytes: Where it is not 0, the tensors are saved as safetensors, in files of so many bytes.
     """
 
     root: str
@@ -59,6 +62,7 @@ class Case:
     after_seconds: float = 0.0
     sync: bool = True
     reuse: str | None = None
+    max_file_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,12 @@ class Outcome:
 def state_of(value: int, world_size: int, num_rows: int = 40) -> dict[str, Any]:
     own = {f"rank_{rank}": torch.full((50,), float(value + rank)) for rank in range(world_size)}
     return {"w": torch.full((num_rows, 30), float(value)), "frozen": torch.arange(4000), "step": value, **own}
+
+
+def tensors_of(value: int, world_size: int, num_rows: int = 40) -> dict[str, torch.Tensor]:
+    """What of it safetensors hold."""
+    state = state_of(value, world_size, num_rows)
+    return {key: held for key, held in state.items() if isinstance(held, torch.Tensor)}
 
 
 def loaded_value(path: Path, world_size: int, step: Any = None) -> int | str:
@@ -180,7 +190,10 @@ def save_as_rank(rank: int, case: Case, faults: Any, scratch: str) -> None:
         state = state_of(case.value, case.world_size, case.num_rows)
         if case.world_size > 1:
             state = {key: value for key, value in state.items() if key in ("w", "frozen", "step", f"rank_{rank}")}
-        writer = FileWriter(case.target, sync=case.sync, thread_count=case.num_threads, reuse=case.reuse)
+        writer: StorageWriter = FileWriter(case.target, sync=case.sync, thread_count=case.num_threads, reuse=case.reuse)
+        if case.max_file_bytes:
+            state.pop("step")
+            writer = SafetensorsWriter(case.target, max_file_bytes=case.max_file_bytes, thread_count=case.num_threads)
         at = case.at if rank == case.rank else 0
         root, log = case.root.encode(), case.log.encode() if rank == case.rank else b""
         faults.tte_faults_arm(root, ctypes.c_long(at), case.code, int(case.is_late), int(case.no_exchange), log)

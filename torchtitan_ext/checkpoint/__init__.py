@@ -74,6 +74,7 @@ def save(
     reuse: str | os.PathLike[str] | None = None,
     format: Literal["dcp", "safetensors"] = "dcp",
     max_file_bytes: int = MAX_FILE_BYTES,
+    transform: Transform | None = None,
 ) -> SaveResult:
     """Saves a state dict; any layout, exactly. Collective over ``process_group``.
 
@@ -106,6 +107,8 @@ def save(
             with their index, straight from the ranks, any layout. Tensors only, of dtypes that the format has. Old
             weights in the directory are replaced at once; other files there stay, such as a tokenizer.
         max_file_bytes: The most bytes of tensors in such a file; one that is larger gets a file of its own.
+        transform: How the state's tensors become those of the files, see ``tte.transforms``: each rank writes what it
+            holds to where that belongs. All but ``dequantize``; with ``format="safetensors"`` only.
 
     Returns:
         The place, the bytes and the seconds; reads the metadata on request.
@@ -128,6 +131,7 @@ def save(
         "save",
         format,
         max_file_bytes,
+        transform,
         path,
         storage_writer=storage_writer,
         keep=keep,
@@ -302,6 +306,7 @@ def async_save(
     reuse: str | os.PathLike[str] | None = None,
     format: Literal["dcp", "safetensors"] = "dcp",
     max_file_bytes: int = MAX_FILE_BYTES,
+    transform: Transform | None = None,
     stager: AsyncStager | None = None,
     process: bool = False,
 ) -> Future[SaveResult]:
@@ -343,6 +348,7 @@ def async_save(
         "async_save",
         format,
         max_file_bytes,
+        transform,
         path,
         storage_writer=storage_writer,
         keep=keep,

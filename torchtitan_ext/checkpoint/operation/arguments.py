@@ -100,9 +100,12 @@ class WeightsFormat:
     """How a save writes safetensors files: the arguments of ``tte.save``."""
 
     max_file_bytes: int
+    transform: Transform | None = None
 
 
-def checked_format(operation: str, format: Any, max_file_bytes: Any, path: Any, **others: Any) -> WeightsFormat | None:
+def checked_format(
+    operation: str, format: Any, max_file_bytes: Any, transform: Any, path: Any, **others: Any
+) -> WeightsFormat | None:
     """How safetensors are written; ``None`` for a checkpoint of DCP. Raises TypeError or ValueError of all else.
 
     Args:
@@ -114,7 +117,13 @@ def checked_format(operation: str, format: Any, max_file_bytes: Any, path: Any, 
         raise argument_error(operation, "max_file_bytes", max_file_bytes, "a whole number")
     if max_file_bytes < 1:
         raise WrongValueError(f"{operation}: got max_file_bytes={max_file_bytes}, expected at least 1")
+    check_argument(operation, "transform", transform, (Transform, NoneType), "a tte.transforms.Transform")
     if format == "dcp":
+        if transform is not None:
+            raise WrongValueError(
+                f'{operation}: got a transform and format="dcp", expected format="safetensors"; save the state as it '
+                "is, and transform it by a load, or by torchtitan-ext reshard --transform"
+            )
         return None
     for name, value in others.items():
         if value:
@@ -123,7 +132,7 @@ def checked_format(operation: str, format: Any, max_file_bytes: Any, path: Any, 
             )
     if not is_local(path):
         raise WrongValueError(f'{operation}: got format="safetensors" and the path {str(path)!r}, expected a directory')
-    return WeightsFormat(max_file_bytes)
+    return WeightsFormat(max_file_bytes, transform)
 
 
 def check_keep(keep: Any, path: str | os.PathLike[str] | None, pattern: Any = None, reuse: Any = None) -> None:

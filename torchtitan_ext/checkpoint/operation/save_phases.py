@@ -36,6 +36,7 @@ from torchtitan_ext.storage.futures import result_of
 from torchtitan_ext.storage.native.shared_files import WrittenFiles
 from torchtitan_ext.storage.runs.retention import remove_old_steps
 from torchtitan_ext.storage.weights.writer import SafetensorsWriter, WrittenWeights
+from torchtitan_ext.transforms.weights import TransformedTensors
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,9 @@ def writer_at(job: SaveJob) -> StorageWriter:
     """
     path, writer = job.path, job.storage_writer
     if job.weights is not None and path is not None:
-        return SafetensorsWriter(path, max_file_bytes=job.weights.max_file_bytes)
+        transform = job.weights.transform
+        weights_map = None if transform is None else TransformedTensors(transform)
+        return SafetensorsWriter(path, max_file_bytes=job.weights.max_file_bytes, weights_map=weights_map)
     check_keep(job.keep, getattr(writer, "path", None) if path is None else path, job.step_pattern, job.reuse)
     if writer is None and path is not None and FileWriter.validate_checkpoint_id(path):
         return FileWriter(path, fingerprints=job.fingerprints, reuse=job.reuse, step_pattern=job.step_pattern)

@@ -65,7 +65,7 @@ from torchtitan_ext.state.nested import flatten_state_dict
 from torchtitan_ext.storage.metadata.saved_metadata import WORLD_KEY
 from torchtitan_ext.storage.native.file_writer import FilePrefix
 from torchtitan_ext.storage.raw_tensor import dtype_name
-from torchtitan_ext.storage.weights.layout import dtype_problem, value_problem
+from torchtitan_ext.storage.weights.layout import dtype_problems, name_problems, value_problem
 from torchtitan_ext.storage.weights.writer import StagedWeights, WeightsMeta
 
 logger = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ class SavePlanner(DefaultSavePlanner):
             state_dict = flatten_sharded_tensors(state_dict)
         self.state_dict = state_dict
         self.is_coordinator = is_coordinator
-        self._writes_weights = isinstance(storage_meta, WeightsMeta)
+        self._writes_weights = isinstance(storage_meta, WeightsMeta) and not storage_meta.has_transform
         self._is_set_up = True
 
     def create_local_plan(self) -> SavePlan:
@@ -382,7 +382,7 @@ class SavePlanner(DefaultSavePlanner):
 
 def _not_weights(values: Mapping[str, Any], table: KeyTable) -> list[Problem]:
     """What safetensors files cannot hold."""
-    problems = []
+    problems = name_problems(table.entries)
     for fqn, entry in table.entries.items():
         if isinstance(entry, ObjectEntry):
             problems.append(value_problem(fqn))
@@ -391,8 +391,8 @@ def _not_weights(values: Mapping[str, Any], table: KeyTable) -> list[Problem]:
                 f"is a {type(local_tensor(values[fqn])).__name__}, which is no plain memory as safetensors files need"
             )
             problems.append(Problem("unsupported_tensor", fqn, f"{detail}; save what it holds instead"))
-        elif (problem := dtype_problem(fqn, dtype_name(entry.dtype))) is not None:
-            problems.append(problem)
+        else:
+            problems += dtype_problems(fqn, dtype_name(entry.dtype))
     return problems
 
 

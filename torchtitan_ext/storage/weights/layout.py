@@ -108,12 +108,12 @@ def name_problems(fqns: Iterable[str]) -> list[Problem]:
     return problems
 
 
-def dtype_problem(fqn: str, dtype: str) -> Problem | None:
+def dtype_problems(fqn: str, dtype: str) -> list[Problem]:
     """What is wrong with a dtype that the files have no name for."""
     if dtype in NAME_OF_DTYPE:
-        return None
+        return []
     detail = f"is {dtype}, which safetensors files have no name for; cast it, leave it out, or save it as a checkpoint"
-    return Problem("unsupported_tensor", fqn, detail)
+    return [Problem("unsupported_tensor", fqn, detail)]
 
 
 def value_problem(fqn: str) -> Problem:

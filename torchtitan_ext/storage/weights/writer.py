@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import io
 import os
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 from torch.futures import Future
 
-from torchtitan_ext import _core
 from torchtitan_ext.errors import Problem, WrongValueError, argument_error, refusal
-from torchtitan_ext.state.host_copies import row_major_boxes
 from torchtitan_ext.storage.checkpoint_files import is_local, sync_directory, thread_count_of
 from torchtitan_ext.storage.commit.commit import NotSharedError
 from torchtitan_ext.storage.commit.staged_target import staged_target
@@ -31,35 +27,24 @@ from torchtitan_ext.storage.formats.safetensors_files import SafetensorsEntry, s
 from torchtitan_ext.storage.formats.sparse_files import sync_files
 from torchtitan_ext.storage.formats.weights_directory import refuse_irreplaceable, replace_weights
 from torchtitan_ext.storage.futures import finished
-from torchtitan_ext.storage.native.device_buckets import OutgoingBuckets, bucket_bytes_of
 from torchtitan_ext.storage.native.file_writer import WritesInPortions
 from torchtitan_ext.storage.progress import progress
-from torchtitan_ext.storage.raw_tensor import dtype_name, raw_memory
-from torchtitan_ext.storage.weights.layout import (
-    dtype_problem,
-    find_places,
-    lay_out_weights,
-    make_weights,
-    name_problems,
-    value_problem,
-)
+from torchtitan_ext.storage.weights.boxes import PlacedBoxes
+from torchtitan_ext.storage.weights.layout import find_places, lay_out_weights, make_weights
+from torchtitan_ext.storage.weights.placed import SameTensors, TensorForms, WeightsMap
 
 MAX_FILE_BYTES = 5 * 10**9
 """Of the tensors of one file: what Hugging Face's libraries take by default."""
-
-# What a planner may copy for the save is freed after so many bytes. The buckets of an accelerator, of which there are
-# two, have as many together.
-_BATCH_BYTES = 64 << 20
-
-# A process may have 1,024 files open.
-_MAX_OPEN_FILES = 200
 
 # The coordinator makes the files before any rank looks for them; some network file systems show them later.
 _SHOWN_SECONDS = 10.0
 
 
+@dataclass
 class WeightsMeta(StorageMeta):
-    """Tells a planner that nothing but plain tensors can be written."""
+    """Tells a planner that nothing but plain tensors can be written, except where a transform makes others of them."""
+
+    has_transform: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,10 +53,12 @@ class StagedWeights:
 
     Attributes:
         directory: Where they are, seen from the directory of the target.
+        known: What a ``WeightsMap`` has to know of all ranks.
     """
 
     directory: str
     num_files: int
+    known: bytes
 
 
 @dataclass(frozen=True)
@@ -92,6 +79,7 @@ class SafetensorsWriter(StorageWriter):
         path: Directory of the files; made if it is missing.
         max_file_bytes: The most bytes of tensors in a file; one that is larger gets a file of its own.
         file_numbers: In which file each tensor lies, instead of that.
+        weights_map: How the state's tensors become those of the files, where these are others.
         sync: Wait until all files are on the disk.
         thread_count: Threads of each rank; by default its share of the cores, at most 8.
 
@@ -114,6 +102,7 @@ class SafetensorsWriter(StorageWriter):
         *,
         max_file_bytes: int = MAX_FILE_BYTES,
         file_numbers: dict[str, int] | None = None,
+        weights_map: WeightsMap | None = None,
         sync: bool = True,
         thread_count: int | None = None,
     ) -> None:
@@ -125,6 +114,7 @@ class SafetensorsWriter(StorageWriter):
         thread_count_of(thread_count)
         self.max_file_bytes = max_file_bytes
         self.file_numbers = file_numbers
+        self.weights_map = weights_map
         self.sync = sync
         self.thread_count = thread_count
         self.reset(path)
@@ -159,9 +149,9 @@ class SafetensorsWriter(StorageWriter):
         self.abandon()
         if self._metadata is None:
             raise WrongValueError("a SafetensorsWriter needs the metadata of all ranks: save with tte.save")
-        weights = lay_out_weights(
-            _tensors_of(self._metadata, self.file_numbers), self.max_file_bytes, self.file_numbers
-        )
+        forms, known = self._map.forms(self._metadata)
+        self._check_numbers(forms)
+        weights = lay_out_weights(forms, self.max_file_bytes, self.file_numbers)
         target = Path(os.path.realpath(self.target))
         if target.is_dir():
             refuse_irreplaceable(target)
@@ -181,7 +171,7 @@ class SafetensorsWriter(StorageWriter):
             self._directory = stage / self.save_id
             self._files = make_weights(weights, self._directory)
             self._staged: ExitStack | None = staged.pop_all()
-        told = StagedWeights(os.path.relpath(self._directory, target.parent), len(weights.files))
+        told = StagedWeights(os.path.relpath(self._directory, target.parent), len(weights.files), known)
         return [dataclasses.replace(plan, storage_data=told) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
@@ -203,41 +193,53 @@ class SafetensorsWriter(StorageWriter):
                 pass
 
     def storage_meta(self) -> StorageMeta:
-        return WeightsMeta(checkpoint_id=self.path, save_id=getattr(self, "save_id", None))
+        meta = WeightsMeta(checkpoint_id=self.path, save_id=getattr(self, "save_id", None))
+        meta.has_transform = self.weights_map is not None
+        return meta
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return is_local(checkpoint_id)
 
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> WrittenWeights:
-        places = self._find_places(plan)
-        num_bytes = sum(item.tensor_storage_size() or 0 for item in plan.items)
-        with progress(
-            "save, rank 0", is_coordinator=self._is_coordinator, total_bytes=lambda: num_bytes, in_logs=False
-        ) as advance:
-            boxes = _Boxes(places, thread_count_of(self.thread_count), advance, num_bytes, sync=self.sync)
-            try:
-                for portion in planner.portions(plan.items) if isinstance(planner, WritesInPortions) else [plan.items]:
-                    # In the order of the files, so that neighbours are written by one call.
-                    for item in sorted(portion, key=lambda item: _place_of(item, places)):
-                        boxes.add(item, planner.resolve_data(item))
-                    boxes.write()
-                boxes.finish()
-            finally:
-                boxes.clear()
-        return WrittenWeights(num_bytes)
+    @property
+    def _map(self) -> WeightsMap:
+        return SameTensors() if self.weights_map is None else self.weights_map
 
-    def _find_places(self, plan: SavePlan) -> dict[str, tuple[Path, SafetensorsEntry]]:
-        """Where the tensors of this rank's items lie.
+    def _check_numbers(self, forms: TensorForms) -> None:
+        if self.file_numbers is not None:
+            missing = [fqn for fqn in forms if fqn not in self.file_numbers]
+            detail = "has no number of a file; give it one in file_numbers"
+            if missing:
+                raise refusal("save", [Problem("unsupported_tensor", fqn, detail) for fqn in missing])
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> WrittenWeights:
+        if not plan.items:
+            return WrittenWeights(0)
+        told: StagedWeights = plan.storage_data
+        places = self._map.places(plan.items, told.known)
+        entries = self._find_entries(told, places.names)
+        num_bytes = sum(item.tensor_storage_size() or 0 for item in plan.items)
+        with (
+            progress(
+                "save, rank 0", is_coordinator=self._is_coordinator, total_bytes=lambda: num_bytes, in_logs=False
+            ) as advance,
+            PlacedBoxes(thread_count_of(self.thread_count), num_bytes, advance, sync=self.sync) as boxes,
+        ):
+            for portion in planner.portions(plan.items) if isinstance(planner, WritesInPortions) else [plan.items]:
+                # In the order of the files, so that neighbours are written by one call.
+                for item in sorted(portion, key=lambda item: _order(entries.get(item.index.fqn))):
+                    for placed in places.of(item, functools.partial(planner.resolve_data, item)):
+                        boxes.add(placed, *entries[placed.fqn])
+                boxes.write()
+            return WrittenWeights(boxes.num_bytes)
+
+    def _find_entries(self, told: StagedWeights, fqns: Iterable[str]) -> dict[str, tuple[Path, SafetensorsEntry]]:
+        """Where the tensors of the files lie.
 
         Raises:
             NotSharedError: This rank does not see the files.
         """
-        if not plan.items:
-            return {}
-        told: StagedWeights = plan.storage_data
         directory = Path(os.path.realpath(self.target)).parent / told.directory
-        fqns = dict.fromkeys(item.index.fqn for item in plan.items)
         deadline = time.monotonic() + _SHOWN_SECONDS
         while True:
             try:
@@ -255,128 +257,8 @@ class _AbandonedError(Exception):
     """Ends the block of a ``staged_target`` without putting it in place."""
 
 
-class _Boxes:
-    """Queues boxes, and keeps their memory alive until they are written."""
-
-    def __init__(
-        self,
-        places: dict[str, tuple[Path, SafetensorsEntry]],
-        num_threads: int,
-        advance: Callable[[int], object],
-        num_bytes: int,
-        *,
-        sync: bool,
-    ) -> None:
-        self._places = places
-        self._num_threads = num_threads
-        self._advance = advance
-        self._num_bytes = num_bytes
-        self._sync = sync
-        self._runs = _core.RunWriter()
-        self._files: dict[Path, int] = {}
-        self._held: list[torch.Tensor] = []
-        self._held_bytes = 0
-        self._buckets: OutgoingBuckets | None = None
-
-    def add(self, item: WriteItem, value: torch.Tensor | io.BytesIO) -> None:
-        fqn = item.index.fqn
-        raw = None if isinstance(value, io.BytesIO) else raw_memory(value.detach())
-        path, entry = self._places[fqn]
-        if raw is None or dtype_name(raw.dtype) != entry.dtype or item.tensor_data is None:
-            what = "no tensor" if isinstance(value, io.BytesIO) else f"a {type(value).__name__} of {value.dtype}"
-            problem = f"the planner gave {what}, and a plain tensor of {entry.dtype} belongs into the file"
-            raise refusal("save", [Problem("unsupported_tensor", fqn, problem)])
-        if raw.numel() == 0:
-            return
-        stored = _core.StoredTensor(entry.dtype, entry.sizes, None, entry.begin)
-        offsets = tuple(item.tensor_data.chunk.offsets)
-        if raw.is_cpu:
-            self._runs.add_box(self._file(path), stored, offsets, raw.shape, raw.data_ptr(), raw.stride())
-            self._held.append(raw)
-            self._held_bytes += raw.nbytes
-        else:
-            self._add_of_device(path, stored, offsets, raw)
-        if self._held_bytes >= _BATCH_BYTES:
-            self._write_queued()
-
-    def write(self) -> None:
-        if self._buckets is not None:
-            self._buckets.finish()
-        self._write_queued()
-
-    def finish(self) -> None:
-        """Waits until what was written is on the disk."""
-        self._runs.finish(self._num_threads, self._sync)
-        self._files = {}
-
-    def clear(self) -> None:
-        """Frees buffers and tensors without the garbage collector: the buckets know this object."""
-        self._buckets = None
-        self._held.clear()
-
-    def _add_of_device(
-        self, path: Path, stored: _core.StoredTensor, offsets: tuple[int, ...], raw: torch.Tensor
-    ) -> None:
-        bucket_bytes = min(bucket_bytes_of(self._num_bytes), _BATCH_BYTES // 2)
-        if self._buckets is None:
-            self._buckets = OutgoingBuckets(bucket_bytes, self._write_queued)
-        for inside, part in row_major_boxes(raw, bucket_bytes // raw.element_size()):
-            begin = tuple(map(sum, zip(offsets, inside, strict=True)))
-            self._buckets.add(part, functools.partial(self._add_packed, path, stored, begin, part.shape))
-
-    def _add_packed(
-        self,
-        path: Path,
-        stored: _core.StoredTensor,
-        offsets: tuple[int, ...],
-        sizes: torch.Size,
-        address: int,
-        num_bytes: int,
-    ) -> None:
-        strides = torch.empty(sizes, dtype=torch.uint8, device="meta").stride()
-        self._runs.add_box(self._file(path), stored, offsets, sizes, address, strides)
-
-    def _file(self, path: Path) -> int:
-        if path not in self._files:
-            if len(self._files) == _MAX_OPEN_FILES:
-                self._write_queued()
-                self.finish()
-            self._files[path] = self._runs.add_file(os.fsencode(path), path.stat().st_size)
-        return self._files[path]
-
-    def _write_queued(self) -> None:
-        num_bytes = self._runs.queued_bytes
-        self._runs.write(self._num_threads, self._sync)
-        self._held.clear()
-        self._held_bytes = 0
-        self._advance(num_bytes)
-
-
-def _tensors_of(metadata: Metadata, file_numbers: dict[str, int] | None) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Dtypes and shapes of the tensors of a save.
-
-    Raises:
-        StateRefusedError: The format cannot hold something; all problems.
-    """
-    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
-    problems = name_problems(metadata.state_dict_metadata)
-    for fqn, entry in metadata.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            problems.append(value_problem(fqn))
-            continue
-        tensors[fqn] = (dtype_name(entry.properties.dtype), tuple(entry.size))
-        if (problem := dtype_problem(fqn, tensors[fqn][0])) is not None:
-            problems.append(problem)
-        if file_numbers is not None and fqn not in file_numbers:
-            problems.append(Problem("unsupported_tensor", fqn, "has no number of a file; give it one in file_numbers"))
-    if problems:
-        raise refusal("save", problems)
-    return tensors
-
-
-def _place_of(item: WriteItem, places: dict[str, tuple[Path, SafetensorsEntry]]) -> tuple[str, int]:
-    path, entry = places[item.index.fqn]
-    return path.name, entry.begin
+def _order(place: tuple[Path, SafetensorsEntry] | None) -> tuple[str, int]:
+    return ("", 0) if place is None else (place[0].name, place[1].begin)
 
 
 def _ask_nobody() -> None:

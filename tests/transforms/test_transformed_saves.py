@@ -1,0 +1,172 @@
+"""Saves through a transform: held in any layout, written under other names and shapes, read by the safetensors library.
+
+Forty random compositions of steps in the suite, 300 with ``make soak``.
+"""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from file_faults import SOAK
+from models import random_whole
+from random_layouts import build, random_layouts
+from reference import same_bits
+from safetensors.torch import load_file
+from test_random_transforms import Composition
+from transformed_states import DIM, HEAD_DIM, HEADS, TRANSFORM, saved_state, wanted_state
+
+import torchtitan_ext as tte
+from torchtitan_ext import transforms
+from torchtitan_ext.errors import StateRefusedError, TransformError, WrongValueError
+from torchtitan_ext.transforms import Rule, Transform, models
+
+WITHOUT_SCALES = [rule for rule in TRANSFORM.rules if not any("fp8" in name or name == "step" for name in rule.sources)]
+# Values of fp8 go as they are.
+SAVED_AS = Transform(
+    [*WITHOUT_SCALES, *(Rule(f"layers.*.{name}", f"layers.*.{name}") for name in ("fp8", "fp8_scale"))],
+    drop=["optimizer.**", "step"],
+)
+
+
+def read_all(path: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def written_state() -> dict[str, torch.Tensor]:
+    """By torch, on whole tensors."""
+    saved = saved_state()
+    wanted = {f"model.{name}": tensor for name, tensor in wanted_state().items() if "dense" not in name}
+    return wanted | {name: tensor for name, tensor in saved.items() if "fp8" in name}
+
+
+def assert_same(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == truth.keys()
+    for name, tensor in truth.items():
+        assert same_bits(found[name], tensor.contiguous()), name
+
+
+def save_layouts(rank: int, world_size: int, seeds: range, folder: Path) -> None:
+    truth = saved_state()
+    for seed in seeds:
+        state, orders = build(truth, random_layouts(seed, world_size, truth))
+        options: dict[str, Any] = {"format": "safetensors", "max_file_bytes": 4000, "transform": SAVED_AS}
+        planner = tte.SavePlanner(layouts=orders)
+        if seed % 2:
+            tte.async_save({**state, "step": 3}, folder / str(seed), planner=planner, **options).result()
+        else:
+            tte.save({**state, "step": 3}, folder / str(seed), planner=planner, **options)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_any_layout_is_saved(run_world: Callable[..., Any], tmp_path: Path, world_size: int) -> None:
+    seeds = range(10 * world_size, 10 * world_size + 3)
+    run_world(world_size, save_layouts, seeds, tmp_path)
+    for seed in seeds:
+        assert len(list((tmp_path / str(seed)).iterdir())) > 3
+        assert_same(read_all(tmp_path / str(seed)), written_state())
+
+
+def composition_of(seed: int) -> Composition:
+    rng = random.Random(seed)
+    composition = Composition(rng)
+    for _ in range(rng.randint(1, 6)):
+        composition.step()
+    return composition
+
+
+def save_compositions(rank: int, world_size: int, seeds: list[int], folder: Path) -> None:
+    for seed in seeds:
+        composition = composition_of(seed)
+        truth = {name: torch.from_numpy(array) for name, array in composition.sources.items()}
+        meshless = {name: tensor for name, tensor in truth.items() if tensor.dim() == 0}
+        sharded = {name: tensor for name, tensor in truth.items() if tensor.dim() > 0}
+        state, orders = build(sharded, random_layouts(seed, world_size, sharded))
+        tte.save(
+            {**state, **meshless},
+            folder / str(seed),
+            format="safetensors",
+            transform=composition.transform(),
+            planner=tte.SavePlanner(layouts=orders),
+        )
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_random_compositions(run_world: Callable[..., Any], tmp_path: Path, world_size: int) -> None:
+    seeds = [1000 * world_size + number for number in range(10 if SOAK == 1 else 75)]
+    run_world(world_size, save_compositions, seeds, tmp_path, timeout_seconds=600)
+    for seed in seeds:
+        composition = composition_of(seed)
+        found = read_all(tmp_path / str(seed))
+        wanted = torch.from_numpy(composition.array.copy())
+        assert same_bits(found[composition.name], wanted), seed
+        for name, array in composition.sources.items():
+            assert torch.equal(found[name], torch.from_numpy(array)), (seed, name)
+
+
+def test_casts_go_through_small_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchtitan_ext.storage.weights.boxes._CAST_BYTES", 100)
+    monkeypatch.setattr("torchtitan_ext.storage.weights.boxes._BATCH_BYTES", 1000)
+    whole = random_whole((37, 53), torch.float32, 29)
+    steps = [transforms.cast("bfloat16"), transforms.transpose(0, 1), transforms.cast("float16")]
+    tte.save({"w": whole}, tmp_path, format="safetensors", transform=Transform([Rule("w", "v", steps)]), no_dist=True)
+    assert_same(read_all(tmp_path), {"v": whole.bfloat16().half().T})
+
+
+def test_there_and_back_are_the_same_files(tmp_path: Path) -> None:
+    there = models.torchtitan_llama3(num_heads=HEADS, num_kv_heads=2, head_dim=HEAD_DIM, dim=DIM)
+    rows, kv_rows = HEADS * HEAD_DIM, 2 * HEAD_DIM
+    shapes = {"self_attn.q_proj": (rows, DIM), "self_attn.k_proj": (kv_rows, DIM), "self_attn.v_proj": (kv_rows, DIM)}
+    shapes |= {"self_attn.o_proj": (DIM, rows), "mlp.gate_proj": (30, DIM), "mlp.up_proj": (30, DIM)}
+    shapes |= {"mlp.down_proj": (DIM, 30), "input_layernorm": (DIM,), "post_attention_layernorm": (DIM,)}
+    layers = {f"layers.{layer}.{name}.weight": shape for layer in range(2) for name, shape in shapes.items()}
+    names = {"embed_tokens.weight": (41, DIM), "norm.weight": (DIM,), **layers}
+    hub = {f"model.{name}": random_whole(shape, torch.bfloat16, len(name)) for name, shape in names.items()}
+    hub["lm_head.weight"] = random_whole((41, DIM), torch.bfloat16, 1)
+    tte.save(hub, tmp_path / "hub", format="safetensors", no_dist=True)
+    tte.save(hub, tmp_path / "titan", format="safetensors", transform=there, no_dist=True)
+    titan = read_all(tmp_path / "titan")
+    assert titan.keys() & hub.keys() == {"lm_head.weight"}
+    tte.save(titan, tmp_path / "back", format="safetensors", transform=there.inverse(), no_dist=True)
+    hub_bytes, back_bytes = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("hub", "back"))
+    assert hub_bytes == back_bytes
+
+
+@pytest.mark.parametrize(
+    ("transform", "expected"),
+    [
+        (Transform([Rule("layers.0.w", "w")]), "layers.1.w: no rule takes it; give it a rule, or name it in drop"),
+        (
+            Transform([Rule(["layers.0.w", "layers.1.w"], "w", [transforms.place([9, 4], [[0, 0], [4, 0]])])]),
+            r"element \[4, 0\]",
+        ),
+        (
+            Transform([Rule("layers.*.w", ["layers.*.a", "layers.*.b"], [transforms.split(0, sizes=[2, 4])])]),
+            r"layers.1.a: step 1, split, .* got \[2, 4\], 6 in all, for dim 0 of shape \[5, 4\]",
+        ),
+        (Transform([Rule("**", "**", [transforms.cast("complex128")])]), "which safetensors files have no name for"),
+        (Transform([Rule("layers.0.w", "__metadata__"), Rule("**", "**")]), "keep their notes under this name"),
+    ],
+)
+def test_transforms_that_do_not_fit_are_refused(tmp_path: Path, transform: Transform, expected: str) -> None:
+    state = {f"layers.{layer}.w": torch.zeros(5, 4) for layer in range(2)}
+    with pytest.raises(StateRefusedError, match=expected):
+        tte.save(state, tmp_path / "hf", format="safetensors", transform=transform, no_dist=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_scales_and_values_have_no_way_into_the_files(tmp_path: Path) -> None:
+    with pytest.raises(StateRefusedError) as caught:
+        tte.save({**saved_state(), "step": 3}, tmp_path, format="safetensors", transform=TRANSFORM, no_dist=True)
+    text = str(caught.value)
+    assert "model.layers.0.dense: is made by dequantize, which a save does not" in text
+    assert "step: is no tensor" in text and not isinstance(caught.value, TransformError)
+
+
+def test_checkpoints_are_saved_without_a_transform(tmp_path: Path) -> None:
+    with pytest.raises(WrongValueError, match='got a transform and format="dcp"'):
+        tte.save({"w": torch.zeros(2)}, tmp_path, transform=Transform([Rule("**", "**")]), no_dist=True)
+    with pytest.raises(TypeError, match="transform"):
+        tte.save({}, tmp_path, format="safetensors", transform={"rules": []}, no_dist=True)  # type: ignore[arg-type]
