@@ -797,6 +797,8 @@ class TensorMap:
     shape: _Sizes
     num_pieces: int
     sources: list[int]
+    def source_in_place(self) -> int | None:
+        """The only source, where each element is the one at the same row-major position of it."""
     def enumerate(self) -> list[tuple[int, int]]:
         """Source and row-major position of each element, row by row. For tests and small tensors."""
     def find_parts(

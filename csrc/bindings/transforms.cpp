@@ -112,6 +112,7 @@ void define_transforms(py::module_& module) {
                                }
                                return sources;
                              })
+      .def("source_in_place", &TensorMap::source_in_place)
       .def("enumerate", &core::enumerate)
       .def(
           "find_parts",

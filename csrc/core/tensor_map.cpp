@@ -464,6 +464,17 @@ TensorMap TensorMap::stacked(std::span<const TensorMap* const> parts, int64_t di
   return concatenated(pointers, static_cast<int64_t>(along));
 }
 
+std::optional<uint32_t> TensorMap::source_in_place() const {
+  if (pieces.empty()) return std::nullopt;
+  const uint32_t source = pieces.front().source;
+  const auto stays = [&](const MapPiece& piece) {
+    return piece.source == source && piece.starts[kTarget] == piece.starts[kSource] &&
+           std::ranges::all_of(piece.loops,
+                               [](const MapLoop& loop) { return loop.strides[kTarget] == loop.strides[kSource]; });
+  };
+  return std::ranges::all_of(pieces, stays) ? std::optional(source) : std::nullopt;
+}
+
 TensorMap TensorMap::permuted(std::span<const int64_t> dims) const {
   const std::vector<size_t> order = checked_permutation(dims, shape.size());
   TensorMap map;

@@ -61,6 +61,9 @@ struct TensorMap {
   static TensorMap concatenated(std::span<const TensorMap* const> parts, int64_t dim);
   static TensorMap stacked(std::span<const TensorMap* const> parts, int64_t dim);
 
+  // The only source, where each element is the one at the same row-major position of it; nothing else is asked.
+  std::optional<uint32_t> source_in_place() const;
+
   // Dim i of the result is dim `dims[i]`.
   TensorMap permuted(std::span<const int64_t> dims) const;
   // One size may be -1: what is left over for it.

@@ -15,6 +15,14 @@ namespace {
 
 using Op = TransformStep::Op;
 
+// A rule has no more tensors at a time. Only a dim of no elements, or beside one, can be cut so often by mistake.
+constexpr int64_t kMaxTensors = 1 << 16;
+
+void check_num_tensors(const char* what, int64_t count, size_t num_tensors, size_t dim, const Sizes& shape) {
+  TTE_CHECK(count <= kMaxTensors - static_cast<int64_t>(num_tensors), what, "dim ", dim, " of shape ", list_text(shape),
+            " would be cut into ", count, " tensors, expected at most ", kMaxTensors, " in all");
+}
+
 const char* name_of(Op op) {
   switch (op) {
     case Op::kConcat:
@@ -167,11 +175,16 @@ class Pipeline {
 
   void split(const TransformStep& step) {
     std::vector<Member> parts;
+    size_t num_tensors = 0;
     for (const Member& member : members_) {
       const size_t first = parts.size();
       for (const MappedTensor& tensor : member.tensors) {
         const Sizes& shape = tensor.values.shape;
         const size_t dim = checked_dim(step.dim, shape.size());
+        const bool is_even = step.op == Op::kSplitEven;
+        const int64_t count = is_even ? step.sizes.front() : static_cast<int64_t>(step.sizes.size());
+        check_num_tensors(is_even ? "parts" : "sizes", count, num_tensors, dim, shape);
+        num_tensors += static_cast<size_t>(std::max<int64_t>(count, 0));
         const Sizes sizes = sizes_of_parts(step, shape, dim);
         parts.resize(std::max(parts.size(), first + sizes.size()), {member.is_series, {}});
         int64_t begin = 0;
@@ -201,10 +214,13 @@ class Pipeline {
 
   void unstack(const TransformStep& step) {
     std::vector<Member> parts;
+    size_t num_tensors = 0;
     for (const Member& member : members_) {
       TTE_CHECK(!member.is_series, "dim", "a series cannot be unstacked; stack or concat it first");
       const MappedTensor& tensor = member.tensors.front();
       const size_t dim = checked_dim(step.dim, tensor.values.shape.size());
+      check_num_tensors("dim", tensor.values.shape[dim], num_tensors, dim, tensor.values.shape);
+      num_tensors += static_cast<size_t>(tensor.values.shape[dim]);
       Member series{true, {}};
       for (int64_t index = 0; index < tensor.values.shape[dim]; ++index) {
         series.tensors.push_back(view_of(slice_of(tensor, dim, index, index + 1), [&](const TensorMap& map) {

@@ -148,6 +148,22 @@ def test_a_wrong_split_is_named() -> None:
     assert "cannot be cut into 3 equal parts" in problems_of(uneven, [("qkv.0", "float32", (16, 2))])[0][1]
 
 
+@pytest.mark.parametrize("shape", [(0, 4), (2**40, 0)])
+def test_cuts_into_more_tensors_than_can_be_are_refused(shape: tuple[int, ...]) -> None:
+    """Where there are no elements, a dim can be cut into any number of parts: they must not fill the memory."""
+    rule = Rule("w", ["a", "b"], [transforms.split(0, parts=2**40)])
+    ((_, detail),) = problems_of(Transform([rule]), [("w", "float32", shape)])
+    assert f"dim 0 of shape {list(shape)} would be cut into {2**40} tensors, expected at most 65536 in all" in detail
+    twice = Rule("w", "a", [transforms.split(0, parts=2**10)] * 2)
+    assert "would be cut into 1024 tensors" in problems_of(Transform([twice]), [("w", "float32", shape)])[0][1]
+    if shape[0]:
+        ((_, detail),) = problems_of(Transform([Rule("w", "a.#", [transforms.unstack(0)])]), [("w", "float32", shape)])
+        assert f"would be cut into {2**40} tensors" in detail
+    quarters = [transforms.split(0, parts=4), transforms.concat(0), transforms.split(0, parts=4)]
+    thirds = Rule("w", ["a", "b", "c"], quarters)
+    assert problems_of(Transform([thirds]), [("w", "float32", shape)])[0][1].endswith("4 tensors for 3 names, a, b, c")
+
+
 def test_elements_that_go_nowhere_or_twice_to_one_place_are_named() -> None:
     source: Sources = [("w", "float32", (4, 2))]
     rule = Rule("w", "v", [transforms.slice_dim(0, 0, 3)])

@@ -11,8 +11,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from transformed_states import DIM, TRANSFORM, saved_state, wanted_state
 
 import torchtitan_ext as tte
-from torchtitan_ext.errors import MissingStateError, ReshardError, TransformError, WrongValueError
+from torchtitan_ext import transforms
+from torchtitan_ext.errors import MissingStateError, ProofFailedError, ReshardError, TransformError, WrongValueError
 from torchtitan_ext.transforms import Transform
+from torchtitan_ext.transforms.reader import MappedReader
 
 HUB = Transform([rule for rule in TRANSFORM.rules if rule.targets != ("step",)], TRANSFORM.drop)
 
@@ -142,7 +144,7 @@ def test_a_transform_that_does_not_fit_changes_nothing(checkpoint: Path) -> None
 
 def test_what_does_not_go_together_is_refused(checkpoint: Path) -> None:
     state = {"model": targets()}
-    with pytest.raises(WrongValueError, match="got prove=True and a transform"):
+    with pytest.raises(WrongValueError, match=r"got prove=True and a transform; .* than model.*\.wq"):
         tte.load(state, checkpoint, transform=TRANSFORM, prove=True)
     with pytest.raises(WrongValueError, match="got a transform and sources"):
         tte.load(state, sources=[tte.elastic.Source(checkpoint)], transform=TRANSFORM)
@@ -162,3 +164,71 @@ def load_differently(rank: int, world_size: int, path: Path) -> bool:
     with pytest.raises(tte.errors.ReplicaMismatchError, match=named):
         tte.load({"model": targets()}, path, transform=transform)
     return True
+
+
+RENAMES = Transform(
+    [
+        transforms.Rule("model.layers.*.wq", "blocks.*.q"),
+        transforms.Rule("model.wide", "wide", [transforms.transpose(0, 1), transforms.transpose(1, 0)]),
+        transforms.Rule("model.cube", "cube", [transforms.split(0, sizes=[2, 1]), transforms.concat(0)]),
+        transforms.Rule("step", "step"),
+    ],
+    drop=["model.left.*"],
+)
+
+
+def renamed_truth() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return {
+        name: torch.randn(shape, generator=generator)
+        for name, shape in {"layers.0.wq": (7, 5), "layers.1.wq": (5,), "wide": (9, 4), "cube": (3, 2, 2)}.items()
+    }
+
+
+def save_renamed(rank: int, world_size: int, path: Path) -> None:
+    truth = renamed_truth() | {"left.over": torch.ones(3)}
+    state, orders = build(truth, random_layouts(3, world_size, truth))
+    planner = tte.SavePlanner(layouts={f"model.{name}": order for name, order in orders.items()})
+    tte.save({"model": state, "step": 7}, path, planner=planner, fingerprints=True)
+
+
+def prove_renamed(rank: int, world_size: int, path: Path) -> list[str]:
+    truth = {name.replace("layers.", "blocks.").replace("wq", "q"): value for name, value in renamed_truth().items()}
+    state, orders = build(truth, random_layouts(4, world_size, truth))
+    poison(state)
+    planner = tte.LoadPlanner(layouts=orders)
+    report = tte.load({**state, "step": 0}, path, transform=RENAMES, planner=planner, prove=True)
+    assert report is not None and report.proof is not None
+    assert sorted(report.proof.proved) == sorted(truth) and list(report.proof.unproved) == ["step"]
+    lines = [
+        line
+        for name in state
+        for line in differences({name: tte.full_tensor(state[name], layout=orders.get(name))}, {name: truth[name]})
+    ]
+    real_read = MappedReader._read
+    MappedReader._read = lambda *args: (real_read(*args), state["blocks.0.q"].to_local().neg_())  # type: ignore
+    try:
+        with pytest.raises(ProofFailedError) as raised:
+            tte.load({**state, "step": 0}, path, transform=RENAMES, planner=planner, prove=True)
+    finally:
+        MappedReader._read = real_read  # type: ignore[method-assign]
+    assert raised.value.fqns == ("blocks.0.q",)
+    assert all((path / part.file).exists() and part.is_in_file is False for part in raised.value.parts)
+    return lines
+
+
+def test_a_load_through_other_names_is_proved(run_world, tmp_path: Path) -> None:
+    run_world(4, save_renamed, tmp_path / "saved")
+    assert run_world(2, prove_renamed, tmp_path / "saved") == [[], []]
+    assert run_world(1, prove_renamed, tmp_path / "saved") == [[]]
+
+
+def test_what_a_proof_needs(tmp_path: Path) -> None:
+    tte.save({"w": torch.zeros(4, 2)}, tmp_path, no_dist=True)
+    named = Transform([transforms.Rule("w", "v")])
+    with pytest.raises(WrongValueError, match="has no fingerprints"):
+        tte.load({"v": torch.zeros(4, 2)}, tmp_path, transform=named, prove=True)
+    for steps in ([transforms.reshape([2, 4])], [transforms.cast("float64")], [transforms.slice_dim(0, 0, 2)]):
+        changed = Transform([transforms.Rule("w", "v", steps)], drop=["w"])
+        with pytest.raises(WrongValueError, match="the fingerprints are those of other tensors than v"):
+            tte.load({"v": torch.zeros(1)}, tmp_path, transform=changed, prove=True)

@@ -189,8 +189,8 @@ def load(
         policy: What to do with each component, and about missing and unexpected keys.
         sources: Several checkpoints and which keys come from each, instead of ``path``.
         transform: How the checkpoint's tensors become those of the state dict, see ``tte.transforms``; each rank reads
-            what its shards need. A ``Source`` has its own. Only tensors that keep their elements are proved by
-            fingerprints, so not together with ``prove``.
+            what its shards need. A ``Source`` has its own. Together with ``prove`` only one that renames and leaves out
+            whole tensors.
         allow_classes: Classes of values beside plain data, see ``LoadPlanner``; not together with a planner.
         prove: Compare the loaded tensors with the fingerprints that ``save(..., fingerprints=True)`` stored, on all
             ranks; objects are asked for their state again. What cannot be compared is in the report's ``proof``.
@@ -214,12 +214,12 @@ def load(
         LostRankError: A rank died, hangs, or did not come in time; the same on every rank, and names it.
         TypeError: An argument is of another type.
         ValueError: Both ``path`` and ``sources``, two policies, or ``allow_classes`` and a planner; a transform beside
-            ``sources``, ``storage_reader`` or ``prove``; a policy or ``prove`` for a planner that knows none; or
-            ``prove`` and a checkpoint without fingerprints.
+            ``sources`` or ``storage_reader``, or beside ``prove`` one that changes tensors; a policy or ``prove`` for a
+            planner that knows none; or ``prove`` and a checkpoint without fingerprints.
     """
     check_rules("load", policy, sources)
     check_load(state_dict, path, planner, storage_reader, process_group, has_sources=bool(sources))
-    check_transform(transform, sources, prove)
+    check_transform(transform, sources)
     check_seconds("load", timeout_seconds)
     check_step(path, step, step_pattern, fallback)
     check_classes("load", allow_classes)

@@ -78,6 +78,22 @@ class MappedMetadata:
         maps = (target.values, *([] if target.scales is None else [target.scales]))
         return list(dict.fromkeys(self._names[source] for one in maps for source in one.sources))
 
+    def kept_name(self, fqn: str) -> str | None:
+        """The checkpoint's name of a target that is a whole tensor of it, each element where it was; else ``None``."""
+        target = self._targets[fqn]
+        source = target.values.source_in_place() if target.dtypes else target.value
+        if source is None or len(target.dtypes) > 1 or target.scales is not None:
+            return None
+        entry = self._entries[source]
+        is_kept = isinstance(entry, BytesStorageMetadata) or tuple(entry.size) == tuple(target.values.shape)
+        return self._names[source] if is_kept else None
+
+    def changed_tensors(self) -> list[str]:
+        """The targets with elements that are not whole tensors of the checkpoint under another name."""
+        return [
+            fqn for fqn, target in self._targets.items() if self.kept_name(fqn) is None and 0 not in target.values.shape
+        ]
+
     def source_indices(self, fqn: str) -> list[MetadataIndex]:
         """The saved chunks of the keys of ``source_names``, or the saved value."""
         indices = []

@@ -77,8 +77,18 @@ class MappedReader(FileReader):
 
     @property
     def has_sums(self) -> bool:
-        """A target has none: its elements come from several records, or are not those that were saved."""
+        """A target has none of its own: see ``files_reader``."""
         return False
+
+    @property
+    def files_reader(self) -> FileReader:
+        """The reader of the checkpoint without the transform."""
+        return self._source
+
+    @property
+    def mapped(self) -> MappedMetadata:
+        """What the transform makes of the checkpoint."""
+        return self._mapped
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         values = [self._renamed(item) for item in plan.items if item.type == LoadItemType.BYTE_IO]

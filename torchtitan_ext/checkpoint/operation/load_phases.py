@@ -32,7 +32,7 @@ from torchtitan_ext.checkpoint.operation.component_plans import (
     world_of,
 )
 from torchtitan_ext.checkpoint.operation.phases import Phases
-from torchtitan_ext.checkpoint.operation.prove import ProvenSource, check_has_sums, prove_load
+from torchtitan_ext.checkpoint.operation.prove import ProvenSource, check_has_sums, check_keeps_tensors, prove_load
 from torchtitan_ext.checkpoint.operation.sharing.planned_reads import PlannedReads
 from torchtitan_ext.checkpoint.operation.sharing.requests import ShareReads
 from torchtitan_ext.checkpoint.operation.sharing.share_reads import (
@@ -164,6 +164,8 @@ def prepare_load(job: LoadJob) -> tuple[list[OpenSource], Components]:
                 f"{'transform' if has_transform else 'policy'}, on the ranks of the save"
             )
             raise refusal("load", [Problem("broken_checkpoint", name, detail) for name in incomplete])
+        if job.prove:
+            check_keeps_tensors(opened)
         components = cut_by_component(job.state_dict, opened, policy, phases.size, phases.at)
         seen = ["" if one.is_of_one_rank else getattr(one.reader, "metadata_digest", "") for one in opened]
         rules = f"{policy!r}, {[replace(source, path=None) for source in sources]}, {incomplete}"

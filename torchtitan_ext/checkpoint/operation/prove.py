@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from torchtitan_ext.checkpoint.operation.component_plans import Components, OpenSource
 from torchtitan_ext.checkpoint.operation.phases import Phases
@@ -30,12 +30,16 @@ from torchtitan_ext.checkpoint.tables.tensor_sums import (
     totals_of_replicas,
     with_numbers,
 )
-from torchtitan_ext.errors import ProofFailedError, WrongPart, WrongValueError, first_line
+from torchtitan_ext.errors import ProofFailedError, WrongPart, WrongValueError, first_line, named
 from torchtitan_ext.layout.layout import Steps
 from torchtitan_ext.state.value_digest import sum_box
 from torchtitan_ext.storage import FileReader
+from torchtitan_ext.transforms.reader import MappedReader
 
 _PROVING = "tensors were loaded, and are compared with their fingerprints"
+
+# So many tensors that a transform changes are named.
+_MAX_CHANGED = 4
 
 # So many wrong tensors are looked at in detail.
 _MAX_DETAILED = 10
@@ -54,16 +58,25 @@ class ProvenSource:
     def with_sums(self) -> FileReader | None:
         """The reader, if the checkpoint has fingerprints."""
         reader = self.opened.reader
+        reader = reader.files_reader if isinstance(reader, MappedReader) else reader
         return reader if isinstance(reader, FileReader) and reader.has_sums else None
+
+    @property
+    def entries(self) -> Mapping[str, TensorStorageMetadata | BytesStorageMetadata]:
+        """What the checkpoint has, by ``saved_name``."""
+        reader = self.opened.reader
+        metadata = reader.mapped.saved if isinstance(reader, MappedReader) else self.opened.metadata
+        return metadata.state_dict_metadata
 
     def saved_name(self, fqn: str) -> str:
         """The checkpoint's name of a flat key of the state dict."""
-        return self.planner.rules.source.saved_name(fqn)
+        name, reader = self.planner.rules.source.saved_name(fqn), self.opened.reader
+        return (reader.mapped.kept_name(name) or name) if isinstance(reader, MappedReader) else name
 
     def saved_chunks(self, fqn: str) -> Iterator[tuple[MetadataIndex, tuple[int, ...]]]:
         """The saved chunks of a key and their sizes; without empty ones: stock may save another at the same offsets."""
         name = self.saved_name(fqn)
-        saved = self.opened.metadata.state_dict_metadata.get(name)
+        saved = self.entries.get(name)
         for position, chunk in enumerate(getattr(saved, "chunks", ())):
             if 0 not in chunk.sizes:
                 yield MetadataIndex(name, chunk.offsets, position), tuple(chunk.sizes)
@@ -123,6 +136,17 @@ def check_has_sums(sources: Sequence[ProvenSource]) -> None:
             f"load: got prove=True, and {names} has no fingerprints; save with tte.save(..., fingerprints=True), or "
             "load without prove"
         )
+
+
+def check_keeps_tensors(opened: Sequence[OpenSource]) -> None:
+    """Raises WrongValueError where a transform does more than give whole tensors other names. Not collective."""
+    for one in opened:
+        changed = one.reader.mapped.changed_tensors() if isinstance(one.reader, MappedReader) else []
+        if changed:
+            raise WrongValueError(
+                "load: got prove=True and a transform; the fingerprints are those of other tensors than "
+                f"{named(changed, _MAX_CHANGED)}"
+            )
 
 
 def prove_load(
@@ -225,7 +249,7 @@ def _why_changed(value: Any, fqn: str, source: ProvenSource) -> str | None:
     """Why what an object gives now cannot be compared with what it was given."""
     if not isinstance(value, torch.Tensor):
         return "its object does not give it back"
-    saved = source.opened.metadata.state_dict_metadata[source.saved_name(fqn)]
+    saved = source.entries.get(source.saved_name(fqn))
     if isinstance(saved, TensorStorageMetadata) and value.dtype != saved.properties.dtype:
         return f"it was cast from {saved.properties.dtype} to {value.dtype}"
     return None
@@ -262,7 +286,7 @@ def _stored_sums(
 
 def _stored_sum(fqn: str, source: ProvenSource) -> int | str | None:
     """The sum of a key, or why it has none; ``None`` where this rank's metadata does not know the key."""
-    if source.with_sums is None or source.saved_name(fqn) not in source.opened.metadata.state_dict_metadata:
+    if source.with_sums is None or source.saved_name(fqn) not in source.entries:
         return None
     sums = source.with_sums.find_sums([index for index, _ in source.saved_chunks(fqn)])
     known = [one for one in sums if one is not None]
