@@ -377,9 +377,26 @@ class RunReader:
     def check_bytes(self, file: int, offset: int, num_bytes: int) -> None: ...
     def read(self, num_threads: int, verify: str, /) -> list[DamagedBlock]: ...
 
+class PackedRuns:
+    """What a rank sends to those that write the files: memory that lives as long as this.
+
+    Attributes:
+        counts: Runs and bytes for each rank.
+        runs: Of each run its file, first byte and number of bytes, int64; those for rank 0 first.
+        data: The bytes of the runs.
+    """
+
+    counts: list[tuple[int, int]]
+    runs: memoryview
+    data: memoryview
+
 class RunWriter:
-    def add_file(self, path: bytes, num_bytes: int) -> int:
-        """A file that exists already, of so many bytes in the end."""
+    def add_file(self, path: bytes, num_bytes: int, is_written: bool = True) -> int:
+        """A file that exists already, of so many bytes in the end. It is opened where this rank writes it."""
+    def pack(self, rank_of_file: Sequence[int], num_ranks: int) -> PackedRuns:
+        """Takes out the boxes that were added, for the ranks that write the files."""
+    def add_packed(self, runs: int, num_runs: int, data: int, /) -> None:
+        """Adds what other ranks have packed, at these addresses."""
     def add_box(
         self,
         file: int,
@@ -419,6 +436,7 @@ def exchange_paths(first: bytes, second: bytes, /) -> None:
     """Two paths of one file system change places at once; an OSError where the file system cannot."""
 
 def is_on_fuse(path: bytes, /) -> bool: ...
+def is_on_network(path: bytes, /) -> bool: ...
 def encode_index(
     save_id: bytes,
     metadata_bytes: int,

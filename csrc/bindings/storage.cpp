@@ -338,15 +338,40 @@ void write_box(RunWriter& writer, int64_t file, int64_t item_bytes, const Sizes&
 }
 
 void define_run_writer(py::module_& module) {
+  using Packed = RunWriter::Packed;
+  py::class_<Packed>(module, "PackedRuns")
+      .def_readonly("counts", &Packed::counts)
+      .def_property_readonly("runs",
+                             [](Packed& self) {
+                               return py::memoryview::from_memory(
+                                   self.runs.data(), static_cast<py::ssize_t>(self.runs.size() * sizeof(int64_t)),
+                                   false);
+                             })
+      .def_property_readonly("data", [](Packed& self) {
+        return py::memoryview::from_memory(self.data.data(), static_cast<py::ssize_t>(self.data.size()), false);
+      });
   py::class_<RunWriter>(module, "RunWriter")
       .def(py::init<>())
       .def(
           "add_file",
-          [](RunWriter& self, std::string path, int64_t num_bytes) {
-            return self.add_file(File::open_for_writing(std::move(path)), num_bytes);
+          [](RunWriter& self, std::string path, int64_t num_bytes, bool is_written) {
+            std::optional<File> file;
+            if (is_written) file.emplace(File::open_for_writing(path));
+            return self.add_file(std::move(file), std::move(path), num_bytes);
           },
-          py::arg("path"), py::arg("num_bytes"))
+          py::arg("path"), py::arg("num_bytes"), py::arg("is_written") = true)
       .def("add_box", &write_box)
+      .def(
+          "pack",
+          [](RunWriter& self, const std::vector<int64_t>& rank_of_file, int64_t num_ranks) {
+            return self.pack(rank_of_file, num_ranks);
+          },
+          Unlocked(), py::arg("rank_of_file"), py::arg("num_ranks"))
+      .def("add_packed",
+           [](RunWriter& self, uintptr_t runs, int64_t num_runs, uintptr_t data) {
+             self.add_packed(std::span(reinterpret_cast<const int64_t*>(runs), static_cast<size_t>(3 * num_runs)),
+                             data);
+           })
       .def_property_readonly("queued_bytes", &RunWriter::queued_bytes)
       .def("write", &RunWriter::write, Unlocked(), py::arg("num_threads"), py::arg("starts_write_back"))
       .def("finish", &RunWriter::finish, Unlocked(), py::arg("num_threads"), py::arg("sync"));
@@ -538,6 +563,7 @@ void define_storage(py::module_& module) {
              Unlocked());
   module.def("exchange_paths", &exchange_paths, Unlocked());
   module.def("is_on_fuse", &is_on_fuse, Unlocked());
+  module.def("is_on_network", &is_on_network, Unlocked());
 }
 
 }  // namespace torchtitan_ext::bindings

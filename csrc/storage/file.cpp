@@ -150,10 +150,33 @@ void exchange_paths(const std::string& first, const std::string& second) {
   }
 }
 
-bool is_on_fuse(const std::string& path) {
+namespace {
+
+auto file_system_of(const std::string& path) {
   struct statfs status{};
   if (::statfs(path.c_str(), &status) != 0) throw_errno(path, "cannot ask for the file system");
-  return status.f_type == FUSE_SUPER_MAGIC;
+  return status.f_type;
+}
+
+}  // namespace
+
+bool is_on_fuse(const std::string& path) { return file_system_of(path) == FUSE_SUPER_MAGIC; }
+
+bool is_on_network(const std::string& path) {
+  constexpr uint32_t kCeph = 0x00c36400, kCifs = 0xff534d42, kSmb2 = 0xfe534d42;  // which linux/magic.h may lack
+  switch (static_cast<uint32_t>(file_system_of(path))) {
+    case FUSE_SUPER_MAGIC:
+    case NFS_SUPER_MAGIC:
+    case SMB_SUPER_MAGIC:
+    case V9FS_MAGIC:
+    case AFS_SUPER_MAGIC:
+    case kCeph:
+    case kCifs:
+    case kSmb2:
+      return true;
+    default:
+      return false;
+  }
 }
 
 std::string read_file(const std::string& path, int64_t max_bytes) {

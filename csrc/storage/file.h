@@ -61,6 +61,10 @@ void exchange_paths(const std::string& first, const std::string& second);
 // Whether a path lies on FUSE, where a rename may be a copy.
 bool is_on_fuse(const std::string& path);
 
+// Whether a path lies on a file system of another machine, or of another process (NFS, SMB, 9P, AFS, Ceph, FUSE), where
+// several machines that write into one file wait for each other, or overwrite each other's pages.
+bool is_on_network(const std::string& path);
+
 // The whole content of a file of at most `max_bytes`.
 std::string read_file(const std::string& path, int64_t max_bytes);
 

@@ -64,8 +64,8 @@ struct RunWriter::Worker {
   }
 };
 
-int64_t RunWriter::add_file(File file, int64_t num_bytes) {
-  targets_.push_back({std::move(file), num_bytes});
+int64_t RunWriter::add_file(std::optional<File> file, std::string path, int64_t num_bytes) {
+  targets_.push_back({std::move(file), std::move(path), num_bytes});
   return static_cast<int64_t>(targets_.size()) - 1;
 }
 
@@ -78,9 +78,62 @@ void RunWriter::add_box(int64_t file, const Box& box) {
   }
   const int64_t end =
       core::checked_add(box.offset_bytes, core::checked_mul(core::checked_add(last, 1), box.item_bytes));
-  TTE_CHECK(box.offset_bytes >= 0 && end <= target.num_bytes, target.file.path(), "got elements up to byte ", end,
-            ", the file has ", target.num_bytes, "; please report");
+  check_inside(target, box.offset_bytes, end);
   add_in_order(target, box);
+}
+
+void RunWriter::check_inside(const Target& target, int64_t begin, int64_t end) {
+  TTE_CHECK(begin >= 0 && begin <= end && end <= target.num_bytes, target.path, "got bytes ", begin, " to ", end,
+            " of a file that has ", target.num_bytes, "; please report");
+}
+
+RunWriter::Packed RunWriter::pack(std::span<const int64_t> rank_of_file, int64_t num_ranks) {
+  TTE_CHECK(rank_of_file.size() == targets_.size(), "pack", "got ranks of ", rank_of_file.size(), " files, expected ",
+            targets_.size());
+  Packed packed;
+  packed.data.resize(static_cast<size_t>(queued_bytes()));
+  char* at = packed.data.data();
+  Worker worker;
+  for (int64_t rank = 0; rank < num_ranks; ++rank) {
+    const size_t first_run = packed.runs.size();
+    const char* const first = at;
+    for (size_t file = 0; file < targets_.size(); ++file) {
+      FileRuns& runs = targets_[file].runs;
+      if (rank_of_file[file] != rank) continue;
+      const size_t first_of_file = packed.runs.size();
+      for (const core::Interval& window : runs.windows(kWindowBytes, targets_[file].num_bytes)) {
+        worker.found.clear();
+        runs.find(window.begin, window.end, worker.found);
+        worker.split_at_gaps();
+        for (const Stretch& part : worker.parts) {
+          copy_stretch(part, at, part.file_bytes, Direction::kToFile);
+          const int64_t num_bytes = part.file_end() - part.file_bytes;
+          at += num_bytes;
+          const bool goes_on = packed.runs.size() > first_of_file &&
+                               packed.runs[packed.runs.size() - 2] + packed.runs.back() == part.file_bytes;
+          if (goes_on) {
+            packed.runs.back() += num_bytes;
+          } else {
+            packed.runs.insert(packed.runs.end(), {static_cast<int64_t>(file), part.file_bytes, num_bytes});
+          }
+        }
+      }
+      runs.clear();
+    }
+    packed.counts.emplace_back((packed.runs.size() - first_run) / 3, at - first);
+  }
+  return packed;
+}
+
+void RunWriter::add_packed(std::span<const int64_t> runs, uintptr_t address) {
+  for (; !runs.empty(); runs = runs.subspan(3)) {
+    Target& target = targets_.at(static_cast<size_t>(runs[0]));
+    TTE_CHECK(target.file.has_value(), target.path, "another rank writes it; please report");
+    check_inside(target, runs[1], core::checked_add(runs[1], runs[2]));
+    target.runs.list().start_pair();
+    target.runs.list().append_bytes(static_cast<int64_t>(address), runs[1], runs[2]);
+    address += static_cast<uintptr_t>(runs[2]);
+  }
 }
 
 // A box whose loops would not step over all of those inside them is added in parts.
@@ -126,6 +179,10 @@ void RunWriter::write(int num_threads, bool starts_write_back) {
     }
   } forgetting{targets_};
   TTE_CHECK(num_threads > 0, "write", "got ", num_threads, " threads, expected at least 1");
+  for (const Target& target : targets_) {
+    const bool is_written = target.file.has_value() || target.runs.list().nests().empty();
+    TTE_CHECK(is_written, target.path, "another rank writes it; please report");
+  }
   std::vector<std::pair<Target*, core::Interval>> units;
   for (Target& target : targets_) {
     for (const core::Interval& window : target.runs.windows(kWindowBytes, target.num_bytes)) {
@@ -137,7 +194,7 @@ void RunWriter::write(int num_threads, bool starts_write_back) {
     const auto& [target, window] = units[static_cast<size_t>(item)];
     write_window(*target, window.begin, window.end, workers[static_cast<size_t>(worker)]);
     if (starts_write_back && window.end / kWriteBackBytes > window.begin / kWriteBackBytes) {
-      target->file.start_write_back(window.end / kWriteBackBytes * kWriteBackBytes - kWriteBackBytes, kWriteBackBytes);
+      target->file->start_write_back(window.end / kWriteBackBytes * kWriteBackBytes - kWriteBackBytes, kWriteBackBytes);
     }
   });
 }
@@ -150,7 +207,7 @@ void RunWriter::write_window(const Target& target, int64_t begin, int64_t end, W
   int64_t part_begin = begin;
   int64_t at = begin;
   const auto write_part = [&] {
-    target.file.write_at(worker.pieces, part_begin);
+    target.file->write_at(worker.pieces, part_begin);
     worker.pieces.clear();
   };
   for (const Stretch& part : worker.parts) {
@@ -166,9 +223,10 @@ void RunWriter::write_window(const Target& target, int64_t begin, int64_t end, W
 
 void RunWriter::finish(int num_threads, bool sync) {
   parallel_for_items(sync ? num_threads : 1, static_cast<int64_t>(targets_.size()), [&](int, int64_t item) {
-    File& file = targets_[static_cast<size_t>(item)].file;
-    if (sync) file.sync();
-    file.close();
+    std::optional<File>& file = targets_[static_cast<size_t>(item)].file;
+    if (!file) return;
+    if (sync) file->sync();
+    file->close();
   });
   targets_.clear();
 }

@@ -5,7 +5,9 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "core/chunk.h"
@@ -16,8 +18,9 @@ namespace torchtitan_ext::storage {
 
 class RunWriter {
  public:
-  // Takes a file that is open for writing, of `num_bytes` in the end. Returns its number.
-  int64_t add_file(File file, int64_t num_bytes);
+  // Takes a file that is open for writing, of `num_bytes` in the end; none where another rank writes it. Returns its
+  // number.
+  int64_t add_file(std::optional<File> file, std::string path, int64_t num_bytes);
 
   // Elements at `address` with these strides, and where each of them goes: the first to byte `offset_bytes` of the file,
   // the others by `file_strides`. Sizes and strides count elements; strides of the file are not 0, and no two elements go
@@ -32,6 +35,17 @@ class RunWriter {
   };
   void add_box(int64_t file, const Box& box);
 
+  // What was added, for the ranks that write the files: runs (file, first byte, number of bytes) and their bytes, those for
+  // rank 0 first; and how many of both there are for each rank. Nothing is queued any more then.
+  struct Packed {
+    std::vector<std::pair<int64_t, int64_t>> counts;
+    std::vector<int64_t> runs;
+    std::string data;
+  };
+  Packed pack(std::span<const int64_t> rank_of_file, int64_t num_ranks);
+  // Adds runs that other ranks have packed, and whose bytes lie at `address`.
+  void add_packed(std::span<const int64_t> runs, uintptr_t address);
+
   // Bytes that write() will write.
   int64_t queued_bytes() const;
   // Writes all that was added, and forgets it, also where it throws. With `starts_write_back` the system is asked to begin
@@ -42,12 +56,14 @@ class RunWriter {
 
  private:
   struct Target {
-    File file;
+    std::optional<File> file;
+    std::string path;
     int64_t num_bytes = 0;
     FileRuns runs = {};
   };
   struct Worker;
 
+  static void check_inside(const Target& target, int64_t begin, int64_t end);
   void add_in_order(Target& target, const Box& box);
   static void write_window(const Target& target, int64_t begin, int64_t end, Worker& worker);
 

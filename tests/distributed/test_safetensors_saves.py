@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import boxed_tensors
 import pytest
@@ -21,14 +22,19 @@ from reference import same_bits
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 import torchtitan_ext as tte
+from torchtitan_ext import transforms
 from torchtitan_ext.errors import CheckpointFailedError, StateRefusedError, WrongValueError
 from torchtitan_ext.storage.raw_tensor import DTYPES
+from torchtitan_ext.storage.weights import boxes as boxes_module
+from torchtitan_ext.storage.weights import one_writer as one_writer_module
 from torchtitan_ext.storage.weights.writer import SafetensorsWriter
+from torchtitan_ext.transforms import Rule, Transform
+from torchtitan_ext.transforms.weights import TransformedTensors
 
 FORMAT_DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -101,7 +107,7 @@ def plain_tensors(seed: int) -> dict[str, torch.Tensor]:
     return {f"plain.{name}": forms[name] for name in draw.sample(list(forms), draw.randint(0, len(forms)))}
 
 
-def save_random(rank: int, world_size: int, seeds: list[int], folder: Path) -> None:
+def save_random(rank: int, world_size: int, seeds: list[int], folder: Path, one_writer: bool) -> None:
     for seed in seeds:
         draw = random.Random(seed)
         truth = random_tensors(seed)
@@ -110,19 +116,20 @@ def save_random(rank: int, world_size: int, seeds: list[int], folder: Path) -> N
             state, orders = side.tensors, side.orders
         else:
             state, orders = build(truth, random_layouts(seed, world_size, truth))
-        tte.save(
-            {**state, **plain_tensors(seed)},
-            folder / str(seed),
-            format="safetensors",
-            max_file_bytes=draw.choice([1, 500, 5000, 10**9]),
-            planner=tte.SavePlanner(layouts=orders),
-        )
+        options = {"max_file_bytes": draw.choice([1, 500, 5000, 10**9]), "one_writer_per_file": one_writer}
+        writer = SafetensorsWriter(folder / str(seed), **options)
+        planner = tte.SavePlanner(layouts=orders)
+        with patch.multiple(one_writer_module, ROUND_BYTES=draw.choice([64, 4096, 1 << 20]), _LEAST_BYTES=16):
+            saved = tte.save({**state, **plain_tensors(seed)}, storage_writer=writer, planner=planner)
+        assert saved.num_bytes == sum(tensor.nbytes for tensor in (*truth.values(), *plain_tensors(seed).values()))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
-def test_random_states(run_world: Callable[..., Any], tmp_path: Path, world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "one_writer"), [(1, False), (2, False), (4, False), (8, False), (1, True), (2, True), (6, True)]
+)
+def test_random_states(run_world: Callable[..., Any], tmp_path: Path, world_size: int, one_writer: bool) -> None:
     seeds = [1000 * world_size + number for number in range(10 if SOAK == 1 else 75)]
-    run_world(world_size, save_random, seeds, tmp_path, timeout_seconds=600)
+    run_world(world_size, save_random, seeds, tmp_path, one_writer, timeout_seconds=600)
     for seed in seeds:
         plain = {fqn: tensor.resolve_conj() for fqn, tensor in plain_tensors(seed).items()}
         assert_same(read_by_the_library(tmp_path / str(seed)), {**random_tensors(seed), **plain})
@@ -272,23 +279,67 @@ def test_a_writer_that_is_told_the_file_of_each_tensor(run_world: Callable[..., 
     run_world(2, save_numbered, tmp_path)
 
 
-def fail_on_one_rank(rank: int, world_size: int, path: Path) -> str:
+def fail_on_one_rank(rank: int, world_size: int, path: Path, method: str, one_writer: bool) -> str:
     class Planner(tte.SavePlanner):
-        def lookup_object(self, index: Any) -> Any:
-            if rank == 1:
+        def __getattribute__(self, name: str) -> Any:
+            if rank == 1 and name == method:
                 raise OSError(28, "No space left on device")
-            return super().lookup_object(index)
+            return super().__getattribute__(name)
 
     mesh = init_device_mesh("cpu", (world_size,))
-    state = {"w": distribute_tensor(torch.zeros(4), mesh, [Shard(0)])}
+    state = {"w": DTensor.from_local(torch.zeros(4), mesh, [Shard(0)], run_check=False)}
+    writer = SafetensorsWriter(path, one_writer_per_file=one_writer)
     with pytest.raises(CheckpointFailedError) as caught:
-        tte.save(state, path, format="safetensors", planner=Planner())
+        tte.save(state, storage_writer=writer, planner=Planner())
+    assert caught.value.is_of_storage
+    tte.save({"v": torch.zeros(1)}, path.with_name("again"), format="safetensors")
     return str(caught.value)
 
 
-def test_a_rank_that_fails_leaves_the_old_weights(run_world: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["resolve_data", "finish_plan"])
+@pytest.mark.parametrize("one_writer", [False, True])
+def test_a_rank_that_fails_leaves_the_old_weights(
+    run_world: Callable[..., Any], tmp_path: Path, method: str, one_writer: bool
+) -> None:
     tte.save({"w": torch.ones(2)}, tmp_path / "hf", format="safetensors", no_dist=True)
-    texts = run_world(2, fail_on_one_rank, tmp_path / "hf")
-    assert texts[0] == texts[1] and "rank 1" in texts[0]
+    texts = run_world(3, fail_on_one_rank, tmp_path / "hf", method, one_writer)
+    assert len(set(texts)) == 1 and "rank 1: OSError: [Errno 28] No space left on device" in texts[0]
+    assert texts[0].count("another rank failed") == (2 if one_writer else 0)
     assert_same(read_by_the_library(tmp_path / "hf"), {"w": torch.ones(2)})
-    assert os.listdir(tmp_path) == ["hf"]
+    assert sorted(os.listdir(tmp_path)) == ["again", "hf"]
+
+
+def save_of_device(rank: int, world_size: int, device: str, path: Path, one_writer: bool) -> None:
+    mesh = DeviceMesh(device, torch.arange(world_size), _init_backend=False)
+    whole = device_tensors()
+    state: dict[str, Any] = {"plain": whole["plain"].to(device), "cpu": whole["cpu"]}
+    for dim, name in enumerate(("rows", "columns")):
+        local = whole[name].tensor_split(world_size, dim)[rank].to(device)
+        form = {"shape": whole[name].shape, "stride": whole[name].stride()}
+        state[name] = DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, **form)
+    cast = Transform(
+        [
+            Rule("columns", "columns", [transforms.cast("bfloat16")]),
+            Rule(["plain"], ["plain"]),
+            Rule("cpu", "cpu"),
+            Rule("rows", "rows"),
+        ]
+    )
+    writer = SafetensorsWriter(path, one_writer_per_file=one_writer, weights_map=TransformedTensors(cast))
+    with (
+        patch.multiple(one_writer_module, ROUND_BYTES=4096, _LEAST_BYTES=1024),
+        patch.multiple(boxes_module, _BATCH_BYTES=2048, _CAST_BYTES=500),
+    ):
+        tte.save(state, storage_writer=writer)
+
+
+def device_tensors() -> dict[str, torch.Tensor]:
+    names = {"plain": (7, 3), "cpu": (5,), "rows": (31, 40), "columns": (40, 31)}
+    return {name: random_whole(shape, torch.float32, len(name)) for name, shape in names.items()}
+
+
+@pytest.mark.parametrize("one_writer", [False, True])
+def test_tensors_of_accelerators(run_on_accelerator: Callable[..., Any], tmp_path: Path, one_writer: bool) -> None:
+    run_on_accelerator(2, save_of_device, tmp_path, one_writer)
+    truth = device_tensors()
+    assert_same(read_by_the_library(tmp_path), truth | {"columns": truth["columns"].bfloat16()})

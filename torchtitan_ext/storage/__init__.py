@@ -12,10 +12,16 @@ if TYPE_CHECKING:
     from torchtitan_ext.storage.native.file_reader import FileReader
     from torchtitan_ext.storage.native.file_writer import FileWriter
     from torchtitan_ext.storage.runs.retention import latest
+    from torchtitan_ext.storage.weights.writer import SafetensorsWriter
 
-__all__ = ["FileReader", "FileWriter", "latest"]
+__all__ = ["FileReader", "FileWriter", "SafetensorsWriter", "latest"]
 
-_MODULE_OF = {"FileReader": "native.file_reader", "FileWriter": "native.file_writer", "latest": "runs.retention"}
+_MODULE_OF = {
+    "FileReader": "native.file_reader",
+    "FileWriter": "native.file_writer",
+    "SafetensorsWriter": "weights.writer",
+    "latest": "runs.retention",
+}
 
 
 def __getattr__(name: str) -> Any:

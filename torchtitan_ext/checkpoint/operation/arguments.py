@@ -219,12 +219,18 @@ def check_can_send_from_cpu(operation: str, group: dist.ProcessGroup | None) -> 
     """Raises ValueError where a save in a thread has no way to send: no gloo beside the group, no CPU backend in it."""
     if not (dist.is_available() and dist.is_initialized()) or can_have_side_group(group):
         return
-    devices = (group or dist.group.WORLD)._device_types  # type: ignore[union-attr]
-    if torch.device("cpu") not in devices:
+    used = group or dist.group.WORLD
+    if not sends_from_cpu(used):
+        devices = used._device_types  # type: ignore[union-attr]
         raise ValueError(
             f"{operation}: got a group for {', '.join(map(str, devices))}, expected one that can send from CPU memory; "
             "call init_process_group with 'cpu:gloo,cuda:nccl'"
         )
+
+
+def sends_from_cpu(group: dist.ProcessGroup | None) -> bool:
+    """Whether collectives of a group take tensors of the host."""
+    return torch.device("cpu") in group._device_types  # type: ignore[union-attr]
 
 
 def check_seconds(operation: str, timeout_seconds: Any) -> None:

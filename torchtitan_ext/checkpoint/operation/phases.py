@@ -98,6 +98,8 @@ class Phases:
         self._trace = trace
         if trace is not None:
             trace.rank = self.rank
+        self.is_beside = False
+        """Whether the exchanges go beside the group, which other threads use meanwhile."""
         self._ranks: tuple[Watch, TimedExchange] | None = None
         self._turn: Turn | None = None
         if group is not None:
@@ -144,6 +146,7 @@ class Phases:
             connect = partial(make_side_group, group, name, timeout_seconds=self.timeout_seconds / 2)
             self.on_all("connect", connect, doing="ranks were connected for a save beside training")
         self._ranks = watch, TimedExchange(group, watch, side_group_of(group))
+        self.is_beside = True
 
     def at(self, key: str) -> None:
         """Notes the key that this rank works on, for messages on other ranks. Not collective."""

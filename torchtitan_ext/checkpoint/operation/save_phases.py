@@ -23,6 +23,7 @@ from torchtitan_ext.checkpoint.operation.arguments import (
     WeightsFormat,
     check_keep,
     place_of,
+    sends_from_cpu,
 )
 from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.checkpoint.planners.save_planner import SavePlanner
@@ -35,6 +36,7 @@ from torchtitan_ext.storage import FileReader, FileWriter
 from torchtitan_ext.storage.futures import result_of
 from torchtitan_ext.storage.native.shared_files import WrittenFiles
 from torchtitan_ext.storage.runs.retention import remove_old_steps
+from torchtitan_ext.storage.weights.one_writer import WriterRanks
 from torchtitan_ext.storage.weights.writer import SafetensorsWriter, WrittenWeights
 from torchtitan_ext.transforms.weights import TransformedTensors
 
@@ -173,6 +175,8 @@ def save_values(
     """
     planner, phases = job.planner, job.phases
     metadata: Metadata | None = None
+    if isinstance(writer, SafetensorsWriter):
+        writer.ranks = _ranks_of(phases)
 
     def plan_own_part() -> SavePlan:
         set_up_save(values, writer, planner, is_coordinator=phases.is_coordinator, rank=phases.rank)
@@ -186,6 +190,14 @@ def save_values(
         return writer.prepare_global_plan(plans)
 
     def write() -> Any:
+        try:
+            return write_own_part()
+        except BaseException:
+            if isinstance(writer, SafetensorsWriter):
+                writer.refuse(plan)
+            raise
+
+    def write_own_part() -> Any:
         final_plan = planner.finish_plan(plan)
         if isinstance(planner, SavePlanner):
             check_final_items(planner, planner.plan.items, final_plan.items)
@@ -222,6 +234,13 @@ def save_values(
             remove_old_steps(Path(saved.path), job.keep, job.step_pattern)
     phases.log_metrics(logger, saved.num_bytes, path=saved.path)
     return dataclasses.replace(saved, seconds=dict(phases.seconds))
+
+
+def _ranks_of(phases: Phases) -> WriterRanks | None:
+    """How ranks send each other what they write; ``None`` where they cannot."""
+    if phases.group is None or phases.is_beside or not sends_from_cpu(phases.group):
+        return None
+    return WriterRanks(phases.group.group_name, phases.rank, phases.size, phases.timeout_seconds)
 
 
 def _check_all_written(plan: SavePlan, results: Any, rank: int) -> None:

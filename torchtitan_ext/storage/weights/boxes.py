@@ -14,6 +14,7 @@ from torchtitan_ext.state.host_copies import row_major_boxes
 from torchtitan_ext.storage.element_types import ITEM_BYTES
 from torchtitan_ext.storage.formats.safetensors_files import SafetensorsEntry
 from torchtitan_ext.storage.native.device_buckets import OutgoingBuckets, bucket_bytes_of
+from torchtitan_ext.storage.weights.one_writer import OneWriterPerFile
 from torchtitan_ext.storage.weights.placed import Placed, row_major_strides
 
 # What is queued is written after so many bytes: copies, which a planner or a cast has made, are freed then. The two
@@ -35,18 +36,34 @@ class PlacedBoxes:
         num_bytes: Of what will be added, about.
         advance: Called with each number of written bytes.
         sync: Whether to wait for the disk.
+        paths: All files.
+        one_writer: How others' files get what this rank has, where each file has one writer. Collective then: each rank
+            uses one of these in the same ``with``.
 
     Attributes:
         num_bytes: What was written, in bytes.
     """
 
-    def __init__(self, num_threads: int, num_bytes: int, advance: Callable[[int], object], *, sync: bool) -> None:
+    def __init__(
+        self,
+        num_threads: int,
+        num_bytes: int,
+        advance: Callable[[int], object],
+        *,
+        sync: bool,
+        paths: Sequence[Path],
+        one_writer: OneWriterPerFile | None = None,
+    ) -> None:
         self._num_threads = num_threads
         self._advance = advance
         self._sync = sync
-        self._bucket_bytes = min(bucket_bytes_of(num_bytes), _BATCH_BYTES // 2)
+        self._one_writer = one_writer
+        self._max_queued = _BATCH_BYTES if one_writer is None else one_writer.max_queued_bytes
+        self._bucket_bytes = min(bucket_bytes_of(num_bytes), self._max_queued // 2)
         self._runs = _core.RunWriter()
         self._files: dict[Path, int] = {}
+        for number, path in enumerate(paths if one_writer is not None else ()):
+            self._add_file(path, is_written=one_writer is not None and one_writer.writes(number))
         self._held: list[torch.Tensor] = []
         self._held_bytes = 0
         self._buckets: OutgoingBuckets | None = None
@@ -59,6 +76,8 @@ class PlacedBoxes:
         try:
             if kind is None:
                 self.write()
+                while not self._write_queued(is_last=True):
+                    pass
                 self._runs.finish(self._num_threads, self._sync)
         finally:
             # The buckets know this object: without the garbage collector nothing else would free them.
@@ -91,13 +110,7 @@ class PlacedBoxes:
         if values.numel() == 0:
             return
         if values.is_cpu:
-            self._add_memory(
-                path, begin, strides, values.shape, values.element_size(), values.stride(), values.data_ptr()
-            )
-            self._held.append(values)
-            self._held_bytes += values.nbytes
-            if self._held_bytes >= _BATCH_BYTES:
-                self._write_queued()
+            self._add_of_host(path, begin, strides, values)
             return
         if self._buckets is None:
             self._buckets = OutgoingBuckets(self._bucket_bytes, self._write_queued)
@@ -108,6 +121,18 @@ class PlacedBoxes:
             self._buckets.add(
                 part, functools.partial(self._add_packed, path, at, strides, part.shape, item_bytes, packed)
             )
+
+    def _add_of_host(self, path: Path, begin: int, strides: Sequence[int], values: torch.Tensor) -> None:
+        item_bytes = values.element_size()
+        # Of a round that others take part in no rank gets more than it has room for.
+        max_elements = values.numel() if self._one_writer is None else max(1, self._max_queued // item_bytes)
+        for inside, part in row_major_boxes(values, max_elements):
+            at = begin + _steps(inside, strides) * item_bytes
+            self._add_memory(path, at, strides, part.shape, item_bytes, part.stride(), part.data_ptr())
+            self._held.append(part)
+            self._held_bytes += part.nbytes
+            if self._held_bytes >= self._max_queued:
+                self._write_queued()
 
     def _add_packed(
         self,
@@ -140,16 +165,27 @@ class PlacedBoxes:
                 self._write_queued()
                 self._runs.finish(self._num_threads, self._sync)
                 self._files = {}
-            self._files[path] = self._runs.add_file(os.fsencode(path), path.stat().st_size)
+            self._add_file(path, is_written=True)
         return self._files[path]
 
-    def _write_queued(self) -> None:
+    def _add_file(self, path: Path, *, is_written: bool) -> None:
+        self._files[path] = self._runs.add_file(os.fsencode(path), path.stat().st_size, is_written)
+
+    def _write_queued(self, *, is_last: bool = False) -> bool:
+        """Whether no rank has more to write, as far as this one has to wait for that."""
         num_bytes = self._runs.queued_bytes
-        self._runs.write(self._num_threads, self._sync)
+        is_over = True
+        if self._one_writer is None:
+            self._runs.write(self._num_threads, self._sync)
+        else:
+            is_over = self._one_writer.round(
+                self._runs, self._num_threads, starts_write_back=self._sync, is_last=is_last
+            )
         self._held.clear()
         self._held_bytes = 0
         self.num_bytes += num_bytes
         self._advance(num_bytes)
+        return is_over
 
 
 def _steps(offsets: Sequence[int], strides: Sequence[int]) -> int:

@@ -56,12 +56,18 @@ def lay_out_weights(
     """
     num_bytes = {fqn: num_bytes_of(*tensor) for fqn, tensor in tensors.items()}
     groups = _grouped(num_bytes, max_file_bytes) if file_numbers is None else _numbered(tensors, file_numbers)
-    name = "model-{:05}-of-{:05}.safetensors" if len(groups) > 1 else _ONE_FILE
     files = {
-        name.format(number, len(groups)): lay_out({fqn: tensors[fqn] for fqn in group})
-        for number, group in enumerate(groups, start=1)
+        name: lay_out({fqn: tensors[fqn] for fqn in group})
+        for name, group in zip(file_names(len(groups)), groups, strict=True)
     }
     return NewWeights(files, sum(num_bytes.values()))
+
+
+def file_names(num_files: int) -> list[str]:
+    """The names of so many files."""
+    if num_files == 1:
+        return [_ONE_FILE]
+    return [f"model-{number:05}-of-{num_files:05}.safetensors" for number in range(1, num_files + 1)]
 
 
 def make_weights(weights: NewWeights, directory: Path) -> list[Path]:

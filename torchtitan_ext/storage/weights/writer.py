@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 from torch.futures import Future
 
+from torchtitan_ext import _core
 from torchtitan_ext.errors import Problem, WrongValueError, argument_error, refusal
 from torchtitan_ext.storage.checkpoint_files import is_local, sync_directory, thread_count_of
 from torchtitan_ext.storage.commit.commit import NotSharedError
@@ -30,7 +31,8 @@ from torchtitan_ext.storage.futures import finished
 from torchtitan_ext.storage.native.file_writer import WritesInPortions
 from torchtitan_ext.storage.progress import progress
 from torchtitan_ext.storage.weights.boxes import PlacedBoxes
-from torchtitan_ext.storage.weights.layout import find_places, lay_out_weights, make_weights
+from torchtitan_ext.storage.weights.layout import file_names, find_places, lay_out_weights, make_weights
+from torchtitan_ext.storage.weights.one_writer import OneWriterPerFile, WriterRanks
 from torchtitan_ext.storage.weights.placed import SameTensors, TensorForms, WeightsMap
 
 MAX_FILE_BYTES = 5 * 10**9
@@ -59,6 +61,7 @@ class StagedWeights:
     directory: str
     num_files: int
     known: bytes
+    has_one_writer: bool
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,9 @@ class SafetensorsWriter(StorageWriter):
         path: Directory of the files; made if it is missing.
         max_file_bytes: The most bytes of tensors in a file; one that is larger gets a file of its own.
         file_numbers: In which file each tensor lies, instead of that.
+        one_writer_per_file: Whether all bytes of a file go through one rank, because many small writes of several ranks
+            are slow or unsafe; by default on file systems of other machines and on FUSE. Not so beside training
+            (``tte.async_save``), where the ranks have no group for it, and not where theirs sends no host memory.
         weights_map: How the state's tensors become those of the files, where these are others.
         sync: Wait until all files are on the disk.
         thread_count: Threads of each rank; by default its share of the cores, at most 8.
@@ -86,6 +92,7 @@ class SafetensorsWriter(StorageWriter):
     Attributes:
         target: The absolute path.
         confirm: As in ``FileWriter``.
+        ranks: How ranks send each other bytes, where they can; ``tte.save`` sets it on all ranks before it plans.
 
     Raises:
         StateRefusedError: Values that are no tensors, or dtypes that the format lacks; nothing was written.
@@ -102,6 +109,7 @@ class SafetensorsWriter(StorageWriter):
         *,
         max_file_bytes: int = MAX_FILE_BYTES,
         file_numbers: dict[str, int] | None = None,
+        one_writer_per_file: bool | None = None,
         weights_map: WeightsMap | None = None,
         sync: bool = True,
         thread_count: int | None = None,
@@ -114,6 +122,8 @@ class SafetensorsWriter(StorageWriter):
         thread_count_of(thread_count)
         self.max_file_bytes = max_file_bytes
         self.file_numbers = file_numbers
+        self.one_writer_per_file = one_writer_per_file
+        self.ranks: WriterRanks | None = None
         self.weights_map = weights_map
         self.sync = sync
         self.thread_count = thread_count
@@ -121,7 +131,7 @@ class SafetensorsWriter(StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         # The save belongs to the process that holds its lock.
-        return {**vars(self), "_staged": None, "confirm": _ask_nobody}
+        return {**vars(self), "_staged": None, "_one_writer": None, "confirm": _ask_nobody}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self.abandon()
@@ -137,6 +147,7 @@ class SafetensorsWriter(StorageWriter):
         self.confirm = _ask_nobody
         self._is_coordinator = is_coordinator
         self._metadata: Metadata | None = None
+        self._one_writer: OneWriterPerFile | None = None
 
     def take_metadata(self, metadata: Metadata) -> None:
         """Gives the coordinator what ``prepare_global_plan`` lays out; ``tte.save`` calls it before."""
@@ -171,7 +182,12 @@ class SafetensorsWriter(StorageWriter):
             self._directory = stage / self.save_id
             self._files = make_weights(weights, self._directory)
             self._staged: ExitStack | None = staged.pop_all()
-        told = StagedWeights(os.path.relpath(self._directory, target.parent), len(weights.files), known)
+        has_one_writer = self.one_writer_per_file
+        if has_one_writer is None:
+            has_one_writer = _core.is_on_network(os.fsencode(self._directory))
+        has_one_writer &= self.ranks is not None and self.ranks.size > 1
+        directory = os.path.relpath(self._directory, target.parent)
+        told = StagedWeights(directory, len(weights.files), known, has_one_writer)
         return [dataclasses.replace(plan, storage_data=told) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
@@ -213,9 +229,10 @@ class SafetensorsWriter(StorageWriter):
                 raise refusal("save", [Problem("unsupported_tensor", fqn, detail) for fqn in missing])
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> WrittenWeights:
-        if not plan.items:
-            return WrittenWeights(0)
         told: StagedWeights = plan.storage_data
+        one_writer = self._one_writer_of(told)
+        if not plan.items and one_writer is None:
+            return WrittenWeights(0)
         places = self._map.places(plan.items, told.known)
         entries = self._find_entries(told, places.names)
         num_bytes = sum(item.tensor_storage_size() or 0 for item in plan.items)
@@ -223,7 +240,14 @@ class SafetensorsWriter(StorageWriter):
             progress(
                 "save, rank 0", is_coordinator=self._is_coordinator, total_bytes=lambda: num_bytes, in_logs=False
             ) as advance,
-            PlacedBoxes(thread_count_of(self.thread_count), num_bytes, advance, sync=self.sync) as boxes,
+            PlacedBoxes(
+                thread_count_of(self.thread_count),
+                num_bytes,
+                advance,
+                sync=self.sync,
+                paths=[self._directory_of(told) / name for name in file_names(told.num_files)],
+                one_writer=one_writer,
+            ) as boxes,
         ):
             for portion in planner.portions(plan.items) if isinstance(planner, WritesInPortions) else [plan.items]:
                 # In the order of the files, so that neighbours are written by one call.
@@ -233,13 +257,29 @@ class SafetensorsWriter(StorageWriter):
                 boxes.write()
             return WrittenWeights(boxes.num_bytes)
 
+    def refuse(self, plan: SavePlan) -> None:
+        """This rank has failed before or in ``write_data``: the others do not wait for what it would send them."""
+        one_writer = self._one_writer_of(plan.storage_data)
+        if one_writer is not None:
+            one_writer.refuse()
+
+    def _one_writer_of(self, told: StagedWeights) -> OneWriterPerFile | None:
+        if not told.has_one_writer or self.ranks is None:
+            return None
+        if self._one_writer is None:
+            self._one_writer = OneWriterPerFile(self.ranks, told.num_files)
+        return self._one_writer
+
+    def _directory_of(self, told: StagedWeights) -> Path:
+        return Path(os.path.realpath(self.target)).parent / told.directory
+
     def _find_entries(self, told: StagedWeights, fqns: Iterable[str]) -> dict[str, tuple[Path, SafetensorsEntry]]:
         """Where the tensors of the files lie.
 
         Raises:
             NotSharedError: This rank does not see the files.
         """
-        directory = Path(os.path.realpath(self.target)).parent / told.directory
+        directory = self._directory_of(told)
         deadline = time.monotonic() + _SHOWN_SECONDS
         while True:
             try:
