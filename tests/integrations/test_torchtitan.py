@@ -17,6 +17,7 @@ pytest.importorskip("torchtitan")
 pytest.importorskip("datasets")
 
 from datasets import Dataset
+from safetensors.torch import load_file, save_file
 from torchtitan.components.checkpointer import AsyncMode, CheckpointManager
 from torchtitan.config.override import apply_overrides
 from torchtitan.hf_datasets import DatasetConfig
@@ -70,7 +71,12 @@ def loader_of(config: Any, rank: int, world_size: int) -> Any:
 
 
 def manager_of(
-    config: Any, path: Path, loader: Any, dtype: torch.dtype = torch.float32, trainer: Part | None = None
+    config: Any,
+    path: Path,
+    loader: Any,
+    dtype: torch.dtype = torch.float32,
+    trainer: Part | None = None,
+    adapter: Any = None,
 ) -> Any:
     model = torch.nn.Linear(2, 2, bias=False, dtype=dtype)
     torch.nn.init.zeros_(model.weight)
@@ -80,7 +86,7 @@ def manager_of(
         optimizers=Part(lr=0),
         lr_schedulers=Part(last_epoch=0),
         states={"train_state": trainer or Part(step=0, ntokens_seen=0)},
-        sd_adapter=None,
+        sd_adapter=adapter,
         base_folder=str(path),
     )
 
@@ -326,6 +332,61 @@ def test_the_timeout_reaches_saves_and_loads(monkeypatch: Any, tmp_path: Path) -
     with pytest.raises(AssertionError, match="has a report"):
         manager.dcp_load({}, "step-1", from_hf=False, from_quantized=False)
     assert seen == [7.5] * 4
+
+
+class HubAdapter:
+    """Other names, as torchtitan's adapters of models give them."""
+
+    fqn_to_index_mapping: dict[str, int] | None = None
+    hf_assets_path = None
+
+    def to_hf(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {f"model.{name}": value for name, value in state.items()}
+
+    def from_hf(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {name.removeprefix("model."): value for name, value in state.items()}
+
+    def get_hf_storage_reader(self, path: str, from_quantized: bool) -> Any:
+        raise AssertionError("ours reads")
+
+
+HUB = {**OPTIONS, "last_save_model_only": True, "last_save_in_hf": True, "export_dtype": "bfloat16"}
+
+
+def save_for_the_hub(rank: int, world_size: int, path: Path) -> list[float]:
+    loader = loader_of(ElasticTextDataLoader.Config(dataset="documents", num_shards=8), rank, world_size)
+    manager = manager_of(ElasticCheckpointManager.Config(**HUB), path / "run", loader, adapter=HubAdapter())
+    with torch.no_grad():
+        manager.states["model"].model[0].weight += 1.5
+    manager.save(3, last_step=True)
+    manager.close()
+    step = path / "run" / "checkpoint" / "step-3"
+    weights = load_file(step / "model.safetensors")
+    assert list(weights) == ["model.weight"] and weights["model.weight"].dtype == torch.bfloat16
+    assert sorted(file.name for file in step.iterdir()) == ["model.safetensors"]
+    options = {**OPTIONS, "initial_load_in_hf": True, "initial_load_path": str(step)}
+    other = manager_of(ElasticCheckpointManager.Config(**options), path / "other", loader, adapter=HubAdapter())
+    assert other.load(step=-1)
+    return other.states["model"].model[0].weight.flatten().tolist()
+
+
+def test_the_last_step_goes_to_the_hub_and_a_run_begins_from_it(run_world, tmp_path: Path) -> None:
+    assert run_world(2, save_for_the_hub, tmp_path) == [[1.5] * 4] * 2
+
+
+def test_weights_of_the_hub_that_do_not_fit_are_refused_in_flags(tmp_path: Path) -> None:
+    loader = loader_of(ElasticTextDataLoader.Config(dataset="documents", num_shards=8), 0, 1)
+    (tmp_path / "hub").mkdir()
+    save_file({"model.weight": torch.ones(2, 2)}, tmp_path / "hub" / "model.safetensors")
+    options = {**OPTIONS, "initial_load_in_hf": True, "initial_load_path": str(tmp_path / "hub")}
+    config = ElasticCheckpointManager.Config(**options)
+    manager = manager_of(config, tmp_path / "run", loader, torch.bfloat16, adapter=HubAdapter())
+    with pytest.raises(StateRefusedError, match="saved as torch.float32") as refused:
+        manager.load(step=-1)
+    assert "model.weight" in str(refused.value)
+    config = ElasticCheckpointManager.Config(**options, cast="allow")
+    manager = manager_of(config, tmp_path / "run", loader, torch.bfloat16, adapter=HubAdapter())
+    assert manager.load(step=-1) and manager.states["model"].model[0].weight.sum() == 4
 
 
 def test_elastic_data_that_replaced_nothing_is_warned_of(caplog: Any, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint import format_utils, staging, state_dict_loade
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter, SerializationFormat
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from torchtitan_ext.checkpoint import LoadPlanner, SavePlanner
 from torchtitan_ext.checkpoint.operation.arguments import OnStorageError
@@ -40,6 +41,8 @@ from torchtitan_ext.errors import CannotInstallError, TorchtitanExtError, WrongV
 from torchtitan_ext.layout.own_boxes import keep_own_boxes
 from torchtitan_ext.storage import FileReader, FileWriter
 from torchtitan_ext.storage.checkpoint_files import is_local
+from torchtitan_ext.storage.weights.safetensors_reader import SafetensorsReader
+from torchtitan_ext.storage.weights.writer import SafetensorsWriter
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +54,8 @@ OPTIONS: Mapping[type, tuple[str, ...]] = {
     LoadPlanner: ("layouts", "cast", "allow_unclaimed", "weights_only", "allow_classes"),
     FileWriter: ("sync", "thread_count", "stock_metadata"),
     FileReader: ("verify", "thread_count"),
+    SafetensorsWriter: ("sync", "thread_count"),
+    SafetensorsReader: ("thread_count",),
 }
 """The options that ``install`` passes to each of our classes."""
 
@@ -148,7 +153,9 @@ def install(planners: bool = True, storage: bool = True, **options: Any) -> None
         planners: Where none is passed, or exactly a ``DefaultSavePlanner`` or ``DefaultLoadPlanner``: ours, with its
             options.
         storage: Where none is passed, or exactly a ``FileSystemWriter`` or ``FileSystemReader``: ours, with its path
-            and options. A writer whose options ours lacks is left alone, and so are remote paths.
+            and options. A writer whose options ours lacks is left alone, and so are remote paths. In place of a
+            ``HuggingFaceStorageReader`` and of a ``HuggingFaceStorageWriter`` with ``enable_consolidation``, or without
+            ``save_distributed``, ours read and write the final safetensors files.
         options: Of ``SavePlanner``, ``LoadPlanner``, ``FileWriter`` and ``FileReader``: see ``OPTIONS``. And
             ``on_error``, ``fallback``, ``retries`` and ``max_failures`` of ``tte.save``; a save that is only warned of
             returns ``None``.
@@ -198,7 +205,7 @@ def _settings(function: str, planners: bool, storage: bool, options: dict[str, A
     settings = Settings(planners, storage, dict(options), on_storage_error)
     # Wrong values raise here, not in the first save.
     for ours in OPTIONS:
-        args = (".",) if ours in (FileWriter, FileReader) else ()
+        args = () if ours in (SavePlanner, LoadPlanner) else (".",)
         ours(*args, **{name: options[name] for name in OPTIONS[ours] if name in options})
     return settings
 
@@ -254,7 +261,7 @@ def _is_ours(function: Any) -> bool:
 
 def _replace_in_save(settings: Settings, passed: dict[str, Any]) -> None:
     passed["planner"] = _planner(settings, passed.get("planner"), SavePlanner, DefaultSavePlanner, _OF_SAVE_PLANNER)
-    passed["storage_writer"] = _writer(settings, passed["storage_writer"])
+    passed["storage_writer"] = _writer(settings, passed["storage_writer"], passed["planner"])
 
 
 def _replace_in_load(settings: Settings, passed: dict[str, Any]) -> None:
@@ -273,10 +280,10 @@ def _replace_in_executor(settings: Settings, passed: dict[str, Any]) -> None:
     writer, path = passed.get("storage_writer"), passed.get("checkpoint_id")
     if writer is None and path is not None and FileWriter.validate_checkpoint_id(path):
         # Make stock's writer for its defaults: torch has announced another default for ``overwrite``.
-        replaced = _writer(settings, FileSystemWriter(path))
+        replaced = _writer(settings, FileSystemWriter(path), passed["planner"])
         passed["storage_writer"] = replaced if isinstance(replaced, FileWriter) else None
     else:
-        passed["storage_writer"] = _writer(settings, writer)
+        passed["storage_writer"] = _writer(settings, writer, passed["planner"])
 
 
 def _save_softly(settings: Settings, original: Callable[..., Any], passed: inspect.BoundArguments) -> Any:
@@ -355,13 +362,29 @@ def _planner(settings: Settings, planner: Any, ours: type, stock: type, carried:
     return settings.make(ours, stock, **{name.lstrip("_"): getattr(replaced, name) for name in carried.split()})
 
 
-def _writer(settings: Settings, writer: Any) -> Any:
+def _writer(settings: Settings, writer: Any, planner: Any) -> Any:
+    if type(writer) is HuggingFaceStorageWriter:
+        return _weights_writer(settings, writer, planner)
     if not settings.storage or type(writer) is not FileSystemWriter or not _is_plain_writer(writer):
         return writer
     threads = {"thread_count": writer.thread_count} if writer.thread_count != 1 else {}
     return settings.make(
         FileWriter, FileSystemWriter, writer.path, sync=writer.sync_files, overwrite=writer.overwrite, **threads
     )
+
+
+def _weights_writer(settings: Settings, writer: HuggingFaceStorageWriter, planner: Any) -> Any:
+    """A writer of the final files, which need our planner. Shards that somebody else will put together stay stock's."""
+    is_final = writer.enable_consolidation or not writer.save_distributed
+    path = writer.consolidated_output_path if writer.enable_consolidation else writer.path
+    is_local_path = type(writer.fs) is FileSystem and SafetensorsWriter.validate_checkpoint_id(path or "")
+    if not (settings.storage and is_final and is_local_path and isinstance(planner, SavePlanner)):
+        return writer
+    threads = {"thread_count": writer.thread_count} if writer.thread_count != 1 else {}
+    numbers = writer.fqn_to_index_mapping
+    made = settings.make(SafetensorsWriter, HuggingFaceStorageWriter, path, file_numbers=numbers, **threads)
+    made.follow(planner)
+    return made
 
 
 def _is_plain_writer(writer: FileSystemWriter) -> bool:
@@ -376,6 +399,11 @@ def _is_plain_writer(writer: FileSystemWriter) -> bool:
 
 
 def _reader(settings: Settings, reader: Any) -> Any:
+    if type(reader) is HuggingFaceStorageReader:
+        if not settings.storage or type(reader.fs) is not FileSystem or not is_local(reader.path):
+            return reader
+        threads = {"thread_count": reader.thread_count} if reader.thread_count != 1 else {}
+        return settings.make(SafetensorsReader, HuggingFaceStorageReader, reader.path, **threads)
     if not settings.storage or type(reader) is not FileSystemReader or type(reader.fs) is not FileSystem:
         return reader
     extensions = reader.transforms.extension_registry.extensions

@@ -33,6 +33,7 @@ from torchtitan_ext.errors import MissingStateError, Problem, StateRefusedError,
 from torchtitan_ext.integrations.torchtitan_flags import Options, in_flags, with_excluded
 from torchtitan_ext.integrations.torchtitan_train_state import RunTrainState
 from torchtitan_ext.storage.runs.retention import old_steps
+from torchtitan_ext.storage.weights.writer import SafetensorsWriter
 
 try:
     from torchtitan.components.checkpointer import DATALOADER, MODEL, TRAIN_STATE, AsyncMode, CheckpointManager
@@ -59,8 +60,8 @@ _CHOOSING = "the steps of the run were looked for; nothing was changed"
 class ElasticCheckpointManager(CheckpointManager):
     """torchtitan's checkpoint manager, with ``tte.save`` and ``tte.load`` in the place of DCP's.
 
-    Folders, intervals, and Hugging Face's safetensors stay torchtitan's. A load that cannot succeed is refused with one
-    report before anything is changed; a load that succeeds logs its report.
+    Folders and intervals stay torchtitan's, and so do quantised weights of Hugging Face. A load that cannot succeed is
+    refused with one report before anything is changed; a load that succeeds logs its report.
     """
 
     folder: str
@@ -126,8 +127,13 @@ class ElasticCheckpointManager(CheckpointManager):
         to_hf: bool = False,
     ) -> Future[Any] | AsyncSaveResponse | None:
         """Collective, as torchtitan calls it; returns what it expects in each mode. Asynchronous saves are staged."""
-        if to_hf:
+        if to_hf and async_mode != AsyncMode.DISABLED:  # torchtitan saves its last step alone in this format
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
+        writer: SafetensorsWriter | None = None
+        if to_hf:
+            assert self.sd_adapter is not None, "sd_adapter is required for to_hf=True"
+            state_dict = self.sd_adapter.to_hf(state_dict)
+            writer = SafetensorsWriter(checkpoint_id, file_numbers=self.sd_adapter.fqn_to_index_mapping)
         state_dict = self._with_run_tokens(state_dict)
         handling = self._on_storage_error
         options: dict[str, Any] = {
@@ -150,7 +156,7 @@ class ElasticCheckpointManager(CheckpointManager):
             staged: Future[None] = Future()
             staged.set_result(None)
             return AsyncSaveResponse(staging_completion=staged, upload_completion=saved)
-        result = save(state_dict, checkpoint_id, **options)
+        result = save(state_dict, checkpoint_id, storage_writer=writer, **options)
         self._log_refusal(checkpoint_id, result)
         if not result.error:
             self._latest_save = Path(result.path)
@@ -207,7 +213,7 @@ class ElasticCheckpointManager(CheckpointManager):
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
         """Collective, as torchtitan calls it; raises what ``tte.load`` raises."""
         if from_hf:
-            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+            self._load_hf(state_dict, checkpoint_id, from_quantized)
             return
         others = [name for name in self.states if name != MODEL]
         asked = [name for name in others if name in state_dict]
@@ -228,6 +234,19 @@ class ElasticCheckpointManager(CheckpointManager):
             self.states[MODEL].load_state_dict(values)
         if TRAIN_STATE in state_dict and self._train_state.counted_by_rank is not None:
             self._count_for_the_run(checkpoint_id, self._train_state.counted_by_rank)
+
+    def _load_hf(self, state_dict: dict[str, Any], checkpoint_id: str, from_quantized: bool) -> None:
+        if from_quantized or filesystem.is_remote(checkpoint_id):
+            super().dcp_load(state_dict, checkpoint_id, True, from_quantized)
+            return
+        assert self.sd_adapter is not None, "sd_adapter is required for from_hf=True"
+        weights = self.sd_adapter.to_hf(state_dict)
+        planner, timeout_seconds = LoadPlanner(cast=self._config.cast), self._config.timeout_seconds
+        try:
+            load(weights, checkpoint_id, planner=planner, timeout_seconds=timeout_seconds)
+        except StateRefusedError as error:
+            raise in_flags(error, self._options(), []) from None
+        self.states[MODEL].load_state_dict(self.sd_adapter.from_hf(weights))
 
     def _with_run_tokens(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         return {**state_dict, TRAIN_STATE: self._train_state} if TRAIN_STATE in state_dict else state_dict

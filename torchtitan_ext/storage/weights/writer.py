@@ -127,6 +127,7 @@ class SafetensorsWriter(StorageWriter):
         self.weights_map = weights_map
         self.sync = sync
         self.thread_count = thread_count
+        self._planner: Any = None
         self.reset(path)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -153,11 +154,17 @@ class SafetensorsWriter(StorageWriter):
         """Gives the coordinator what ``prepare_global_plan`` lays out; ``tte.save`` calls it before."""
         self._metadata = metadata
 
+    def follow(self, planner: SavePlanner) -> None:
+        """Takes the metadata from the planner of a ``dcp.save``: what its last global plan was made with."""
+        self._planner = planner
+
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self.abandon()
+        if self._metadata is None and self._planner is not None:
+            self._metadata = self._planner.metadata
         if self._metadata is None:
             raise WrongValueError("a SafetensorsWriter needs the metadata of all ranks: save with tte.save")
         forms, known = self._map.forms(self._metadata)
