@@ -22,6 +22,7 @@
 #include "storage/record_writer.h"
 #include "storage/run_reader.h"
 #include "storage/run_window.h"
+#include "storage/run_writer.h"
 
 namespace {
 
@@ -403,6 +404,83 @@ TEST_F(Files, ABlockThatIsDamagedIsNamed) {
   EXPECT_EQ(damaged_blocks(8192, 2048, Verify::kAuto), 1u);
   EXPECT_EQ(damaged_blocks(8192, 2047, Verify::kAuto), 0u);
   EXPECT_EQ(damaged_blocks(0, 8192, Verify::kAll), 0u);
+}
+
+// Elements of memory at random strides, to places of the file that may lie between each other: what each byte must be.
+struct RandomBox {
+  core::Sizes sizes, strides, file_strides;
+  int64_t offset = 0;
+};
+
+std::vector<RandomBox> random_boxes(std::mt19937& random) {
+  const auto pick = [&](int64_t low, int64_t high) { return std::uniform_int_distribution(low, high)(random); };
+  const int64_t rows = pick(1, 5), columns = pick(1, 7), depth = pick(1, 4);
+  const core::Sizes file_strides{columns * depth, depth, 1};
+  const core::Sizes strides{pick(1, 3), 40, 400};
+  const int64_t cut = pick(0, columns);
+  std::vector<RandomBox> boxes{{{rows, cut, depth}, strides, file_strides, 0},
+                               {{rows, columns - cut, depth}, strides, file_strides, cut * depth}};
+  if (pick(0, 1) == 1) {  // a loop that does not step over the one inside of it: 0 4 8, 3 7 11, ...
+    for (const int64_t first : {0, 1, 2})
+      boxes.push_back({{2, 3}, {9, 3}, {3, 4}, rows * columns * depth + 12 * first});
+  }
+  return boxes;
+}
+
+TEST_F(Files, RunWriterPutsEveryByteInItsPlaceAndTouchesNoOther) {
+  std::mt19937 random(29);
+  std::vector<int32_t> memory(4000);
+  std::iota(memory.begin(), memory.end(), 1);
+  for (int round = 0; round < 200; ++round) {
+    const std::vector<RandomBox> boxes = random_boxes(random);
+    constexpr int64_t kElements = 300, kBytes = kElements * 4;
+    std::vector<int32_t> expected(kElements, -7);
+    RunWriter direct, sender, receiver;
+    for (const char* name : {"direct", "packed"}) {
+      File file = File::create(path(name));
+      iovec piece{expected.data(), kBytes};
+      file.write_at({&piece, 1}, 0);
+      file.close();
+    }
+    direct.add_file(File::open_for_writing(path("direct")), path("direct"), kBytes);
+    sender.add_file(std::nullopt, path("packed"), kBytes);
+    receiver.add_file(File::open_for_writing(path("packed")), path("packed"), kBytes);
+    for (const RandomBox& box : boxes) {
+      const RunWriter::Box added{
+          box.sizes, 4, reinterpret_cast<uintptr_t>(memory.data()), box.strides, box.offset * 4, box.file_strides};
+      direct.add_box(0, added);
+      sender.add_box(0, added);
+      core::RunList runs;
+      runs.append_box(box.sizes, {0, box.strides}, {box.offset * 4, box.file_strides}, 4);
+      for (const core::Run& run : runs.enumerate()) {
+        for (int64_t byte = 0; byte < run.num_bytes; byte += 4) {
+          expected[static_cast<size_t>((run.dst_bytes + byte) / 4)] =
+              memory[static_cast<size_t>((run.src_bytes + byte) / 4)];
+        }
+      }
+    }
+    const RunWriter::Packed packed = sender.pack(std::vector<int64_t>{1}, 2);
+    EXPECT_EQ(sender.queued_bytes(), 0);
+    EXPECT_EQ(packed.counts[0], (std::pair<int64_t, int64_t>(0, 0)));
+    receiver.add_packed(packed.runs, reinterpret_cast<uintptr_t>(packed.data.data()));
+    for (RunWriter* writer : {&direct, &receiver}) {
+      writer->write(2, true);
+      writer->finish(1, true);
+    }
+    const std::string wanted(reinterpret_cast<const char*>(expected.data()), kBytes);
+    EXPECT_EQ(read_file(path("direct"), kBytes), wanted) << round;
+    EXPECT_EQ(read_file(path("packed"), kBytes), wanted) << round;
+    EXPECT_THROW(sender.add_packed(packed.runs, 0), std::invalid_argument);
+  }
+}
+
+TEST_F(Files, RunWriterRefusesWhatDoesNotLieInTheFile) {
+  File::create(path("file")).close();
+  RunWriter writer;
+  writer.add_file(File::open_for_writing(path("file")), path("file"), 16);
+  const core::Sizes sizes{5}, strides{1};
+  EXPECT_THROW(writer.add_box(0, {sizes, 4, 0, strides, 0, strides}), std::invalid_argument);
+  EXPECT_THROW(writer.add_box(0, {sizes, 4, 0, strides, -4, strides}), std::invalid_argument);
 }
 
 }  // namespace

@@ -6,6 +6,7 @@ Forty random states in the suite, 300 with ``make soak``.
 import json
 import os
 import random
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from file_faults import SOAK
-from models import BY_NAME, EVEN, UNEVEN, build_model, build_whole, random_whole
+from models import BY_NAME, EVEN, UNEVEN, build_model, build_whole, differences, poison, random_whole
 from random_layouts import SideOfTransfer, build, random_layouts
 from reference import same_bits
 from safetensors.torch import load_file
@@ -28,7 +29,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import torchtitan_ext as tte
 from torchtitan_ext import transforms
-from torchtitan_ext.errors import CheckpointFailedError, StateRefusedError, WrongValueError
+from torchtitan_ext.errors import CheckpointFailedError, LostRankError, StateRefusedError, WrongValueError
 from torchtitan_ext.storage.raw_tensor import DTYPES
 from torchtitan_ext.storage.weights import boxes as boxes_module
 from torchtitan_ext.storage.weights import one_writer as one_writer_module
@@ -133,6 +134,24 @@ def test_random_states(run_world: Callable[..., Any], tmp_path: Path, world_size
     for seed in seeds:
         plain = {fqn: tensor.resolve_conj() for fqn, tensor in plain_tensors(seed).items()}
         assert_same(read_by_the_library(tmp_path / str(seed)), {**random_tensors(seed), **plain})
+    others = {1: 4, 2: 1, 4: 6, 6: 2, 8: 2}[world_size]
+    assert run_world(others, load_random, seeds, tmp_path, timeout_seconds=600) == [[]] * others
+
+
+def load_random(rank: int, world_size: int, seeds: list[int], folder: Path) -> list[str]:
+    lines = []
+    for seed in seeds:
+        truth = random_tensors(seed)
+        state, orders = build(truth, random_layouts(seed + 500, world_size, truth))
+        plain = {fqn: torch.empty_like(tensor).contiguous() for fqn, tensor in plain_tensors(seed).items()}
+        poison(state)
+        tte.load({**state, **plain}, folder / str(seed), planner=tte.LoadPlanner(layouts=orders))
+        for fqn in state:
+            full = tte.full_tensor(state[fqn], layout=orders.get(fqn))
+            lines += [f"{seed}: {line}" for line in differences({fqn: full}, {fqn: truth[fqn]})]
+        wanted = {fqn: tensor.detach().resolve_conj().contiguous() for fqn, tensor in plain_tensors(seed).items()}
+        lines += [f"{seed}: {fqn}" for fqn in plain if not same_bits(plain[fqn].detach(), wanted[fqn])]
+    return lines
 
 
 def save_boxes(rank: int, world_size: int, case: str, path: Path) -> None:
@@ -307,6 +326,50 @@ def test_a_rank_that_fails_leaves_the_old_weights(
     assert texts[0].count("another rank failed") == (2 if one_writer else 0)
     assert_same(read_by_the_library(tmp_path / "hf"), {"w": torch.ones(2)})
     assert sorted(os.listdir(tmp_path)) == ["again", "hf"]
+
+
+def lose_a_rank(rank: int, world_size: int, path: Path) -> None:
+    class Planner(tte.SavePlanner):
+        def resolve_data(self, item: Any) -> Any:
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().resolve_data(item)
+
+    mesh = init_device_mesh("cpu", (world_size,))
+    state = {"w": DTensor.from_local(torch.zeros(4), mesh, [Shard(0)], run_check=False)}
+    with pytest.raises(LostRankError) as caught:
+        tte.save(state, storage_writer=SafetensorsWriter(path, one_writer_per_file=True), planner=Planner())
+    path.with_name(f"error{rank}").write_text(str(caught.value))
+
+
+def test_a_rank_that_is_killed_is_named(run_world: Callable[..., Any], tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="the worker process died"):
+        run_world(3, lose_a_rank, tmp_path / "hf")
+    assert all("rank(s) 1 did not answer" in (tmp_path / f"error{rank}").read_text() for rank in (0, 2))
+
+
+def save_in_portions(rank: int, world_size: int, path: Path) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    whole = torch.arange(5000.0).view(50, 100)
+    locals_of = [whole.tensor_split(world_size)[rank].clone() for _ in range(6)]
+    names = [f"w{number}" for number in range(6)]
+    state = {
+        name: DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+        for name, local in zip(names, locals_of, strict=True)
+    }
+    stager = tte.checkpoint.CpuStager(host_memory_bytes=30_000)
+    saving = tte.async_save(state, path, format="safetensors", max_file_bytes=20_000, stager=stager)
+    for local in locals_of:
+        local.zero_()
+    saving.result()
+    stager.close()
+
+
+def test_states_that_are_staged_in_portions(run_world: Callable[..., Any], tmp_path: Path) -> None:
+    run_world(2, save_in_portions, tmp_path)
+    assert_same(
+        read_by_the_library(tmp_path), {f"w{number}": torch.arange(5000.0).view(50, 100) for number in range(6)}
+    )
 
 
 def save_of_device(rank: int, world_size: int, device: str, path: Path, one_writer: bool) -> None:

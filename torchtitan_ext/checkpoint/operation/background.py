@@ -22,6 +22,7 @@ from torchtitan_ext.checkpoint.staging.stager import CpuStager, flat_bytes
 from torchtitan_ext.errors import WrongValueError, clear_frames
 from torchtitan_ext.ranks.side_group import GroupOffer
 from torchtitan_ext.storage import FileWriter
+from torchtitan_ext.storage.weights.writer import SafetensorsWriter
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +121,7 @@ def _portions_of(values: dict[str, Any], stager: CpuStager, writer: StorageWrite
     num_bytes = flat_bytes(tensors)
     if stager.has_room(num_bytes):
         return None
-    if not isinstance(writer, FileWriter):
+    if not isinstance(writer, (FileWriter, SafetensorsWriter)):
         raise WrongValueError(
             f"async_save: the state needs {num_bytes} bytes of host memory, host_memory_bytes is "
             f"{stager.host_memory_bytes}, and only a FileWriter writes a state in portions; this save has a "

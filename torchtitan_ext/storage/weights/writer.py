@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from torch.futures import Future
 
 from torchtitan_ext import _core
-from torchtitan_ext.errors import Problem, WrongValueError, argument_error, refusal
+from torchtitan_ext.errors import DamagedCheckpointError, Problem, WrongValueError, argument_error, refusal
 from torchtitan_ext.storage.checkpoint_files import is_local, sync_directory, thread_count_of
 from torchtitan_ext.storage.commit.commit import NotSharedError
 from torchtitan_ext.storage.commit.staged_target import staged_target
@@ -291,12 +291,12 @@ class SafetensorsWriter(StorageWriter):
         while True:
             try:
                 return find_places(directory, fqns, num_files=told.num_files)
-            except FileNotFoundError:
+            except (FileNotFoundError, DamagedCheckpointError) as error:
                 if time.monotonic() > deadline:
                     raise NotSharedError(
                         f"{self.path} is not in a shared directory: rank {self.rank} does not see what the coordinator "
                         "wrote there; save to a file system that all ranks have"
-                    ) from None
+                    ) from error
             time.sleep(0.05)
 
 
