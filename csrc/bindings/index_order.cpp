@@ -1,6 +1,8 @@
 // The order of an epoch for Python, whose arrays are NumPy's. Like core.cpp it converts and decides nothing.
 #include "core/index_order.h"
 
+#include <vector>
+
 #include "bindings/arrays.h"
 #include "bindings/index_order.h"
 
@@ -15,7 +17,7 @@ void register_index_order(py::module_& module) {
       .def(
           "indices_at",
           [](const IndexOrder& order, const Array<int64_t>& places) {
-            Array<int64_t> indices(places.size());
+            Array<int64_t> indices(std::vector<py::ssize_t>(places.shape(), places.shape() + places.ndim()));
             order.indices_at(span_of(places), {indices.mutable_data(), static_cast<size_t>(indices.size())});
             return indices;
           },

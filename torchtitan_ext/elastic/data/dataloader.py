@@ -306,7 +306,7 @@ class _SampleBatches:
             if self._num_loads != num_loads:
                 raise RuntimeError("ElasticDataLoader: a state was loaded under this iterator; make a new one")
             batch = ahead.popleft()
-            self._sampler.position = batch.position
+            self._sampler.serve(batch.reached)
             self.num_padding = batch.num_padding
             self.sample_ids = batch.ids
             yield samples

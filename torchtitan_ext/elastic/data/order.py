@@ -73,15 +73,19 @@ class OrderedData:
         self._orders: dict[int, EpochOrder] = {}
 
     def indices_of(self, ids: Ids) -> Ids:
-        """The indices of the samples with these ids. Forgets the orders of epochs that these have none of."""
-        epochs, places = np.divmod(ids, self._num_samples)
-        found = np.unique(epochs).tolist()
+        """The indices of the samples with these ids, at least one, in an array of the same shape.
+
+        Forgets the orders of epochs that these have none of.
+        """
+        first, last = int(ids.min()) // self._num_samples, int(ids.max()) // self._num_samples
+        epochs = ids // self._num_samples if first < last else None
+        found = [first] if epochs is None else np.unique(epochs).tolist()
         self._orders = {epoch: self._orders.get(epoch) or self._make(epoch) for epoch in found}
-        if len(found) == 1:
-            return self._orders[found[0]].indices_at(places)
+        if epochs is None:
+            return self._orders[first].indices_at(ids - first * self._num_samples)
         indices = np.empty_like(ids)
         for epoch, order in self._orders.items():
-            indices[epochs == epoch] = order.indices_at(places[epochs == epoch])
+            indices[epochs == epoch] = order.indices_at(ids[epochs == epoch] - epoch * self._num_samples)
         return indices
 
     def _make(self, epoch: int) -> EpochOrder:

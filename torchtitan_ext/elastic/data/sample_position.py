@@ -57,11 +57,14 @@ class SamplePosition:
 
     def next_ids(self, places: Ids) -> Ids:
         """The ids of these places of the line; from ``num_left`` on they are padding, the beginning of the epoch."""
-        first = self.epoch * self.num_samples
-        of_order = places + (self.next_sample - len(self.again))
-        ids: Ids = np.where(of_order < self.num_samples, of_order, of_order % self.num_samples) + first
+        ids: Ids = places + (self.next_sample - len(self.again))
+        is_padding = ids >= self.num_samples
+        if is_padding.any():
+            ids[is_padding] %= self.num_samples
+        ids += self.epoch * self.num_samples
         is_again = places < len(self.again)
-        ids[is_again] = self.again[places[is_again]]
+        if is_again.any():
+            ids[is_again] = self.again[places[is_again]]
         return ids
 
     def after(self, global_batch_size: int) -> SamplePosition:

@@ -17,7 +17,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
@@ -35,6 +35,9 @@ from torchtitan_ext.elastic.data.sample_position import (
 from torchtitan_ext.errors import CannotReshardError, check_argument, check_counts
 
 Last = Literal["drop", "pad"]
+
+# Of so many samples indices are made at once: some microseconds of NumPy for each call, and 64 KiB.
+_SAMPLES_AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
@@ -71,9 +74,19 @@ class Share:
         return len(range(self.dp_rank, self.global_batch_size, self.dp_size))
 
 
-@dataclass(frozen=True)
-class LocalBatch:
-    """A rank's part of a global batch, which ends in ``num_padding`` repeats, and the position when it is served.
+class Reached(NamedTuple):
+    """The position after ``num_places`` samples, padding counted, from ``start`` on: made when somebody asks for it."""
+
+    start: SamplePosition
+    num_places: int = 0
+
+    @property
+    def position(self) -> SamplePosition:
+        return self.start.after(self.num_places)
+
+
+class LocalBatch(NamedTuple):
+    """A rank's part of a global batch, which ends in ``num_padding`` repeats, and where the job is when it is served.
 
     ``ids`` are those of the samples before the padding.
     """
@@ -81,7 +94,7 @@ class LocalBatch:
     indices: list[int]
     ids: Ids
     num_padding: int
-    position: SamplePosition
+    reached: Reached
 
 
 class ElasticBatchSampler:
@@ -144,17 +157,21 @@ class ElasticBatchSampler:
         Raises:
             ValueError: The loader serves batches in another order than it asks for them.
         """
-        return self._position if self._ahead is None else self._ahead.position()
+        return (self._reached if self._ahead is None else self._ahead.reached()).position
 
     @position.setter
     def position(self, position: SamplePosition) -> None:
-        self._position = position
+        self.serve(Reached(position))
+
+    def serve(self, reached: Reached) -> None:
+        """Moves the position to the end of a batch."""
+        self._reached = reached
         self._ahead: _Ahead | None = None
 
     def __len__(self) -> int:
         """Number of batches in an epoch."""
         rest = self.global_batch_size - 1 if self.last == "pad" else 0
-        return (self._position.num_samples + rest) // self.global_batch_size
+        return (self._reached.start.num_samples + rest) // self.global_batch_size
 
     def __iter__(self) -> Iterator[list[int]]:
         # A loader passes its batch sampler nothing, but calls this: it is in the caller's frame. This is no generator,
@@ -162,15 +179,15 @@ class ElasticBatchSampler:
         reader = sys._getframe(1).f_locals.get("self")
         self.position = self.position
         if isinstance(reader, _MultiProcessingDataLoaderIter):
-            self._ahead = _Ahead(reader, self._position)
+            self._ahead = _Ahead(reader, self._reached)
         return self._indices(self._ahead)
 
     def _indices(self, ahead: _Ahead | None) -> Iterator[list[int]]:
         for batch in self.batches():
             if ahead is None:
-                self.position = batch.position
+                self.serve(batch.reached)
             else:
-                ahead.add(batch.position)
+                ahead.add(batch.reached)
             yield batch.indices
         if ahead is None:
             self.end_epoch()
@@ -181,24 +198,38 @@ class ElasticBatchSampler:
         """The local batches from the position to the end of the epoch, or without end. Does not move the position."""
         position = self.position
         data = OrderedData(position.num_samples, position.shuffle, position.order, position.seed)
-        own_places = np.arange(self.dp_rank, self.global_batch_size, self.dp_size)
         while True:
-            while self._has_batch(position):
-                ids = position.next_ids(own_places)
-                num_real = int(np.searchsorted(own_places, position.num_left))
-                indices = data.indices_of(ids).tolist()
-                position = position.after(self.global_batch_size)
-                yield LocalBatch(indices, ids[:num_real], len(ids) - num_real, position)
+            yield from self._epoch_batches(position, data)
             if not self.endless:
                 return
-            position = position.next_epoch()
+            position = position.after(self._num_batches(position) * self.global_batch_size).next_epoch()
+
+    def _epoch_batches(self, start: SamplePosition, data: OrderedData) -> Iterator[LocalBatch]:
+        """The batches from a position to the end of its epoch; arrays hold the samples of many batches at once."""
+        size = self.global_batch_size
+        own_places = np.arange(self.dp_rank, size, self.dp_size)
+        num_batches = self._num_batches(start)
+        step = max(1, _SAMPLES_AT_ONCE // len(own_places))
+        for first in range(0, num_batches, step):
+            last = min(first + step, num_batches)
+            ids = start.next_ids(own_places + np.arange(first, last)[:, np.newaxis] * size)
+            rows = data.indices_of(ids).tolist()
+            for batch, (indices, batch_ids) in enumerate(zip(rows, ids, strict=True), first + 1):
+                num_padding = 0
+                if batch * size > start.num_left:
+                    num_real = np.searchsorted(own_places, start.num_left - (batch - 1) * size)
+                    batch_ids = batch_ids[:num_real]
+                    num_padding = len(indices) - int(num_real)
+                yield LocalBatch(indices, batch_ids, num_padding, Reached(start, batch * size))
 
     def end_epoch(self) -> None:
         """Drops what is left of the epoch, and goes to the next one."""
         self.position = self.position.next_epoch()
 
-    def _has_batch(self, position: SamplePosition) -> bool:
-        return position.num_left >= (self.global_batch_size if self.last == "drop" else 1)
+    def _num_batches(self, position: SamplePosition) -> int:
+        """Batches from a position to the end of its epoch."""
+        rest = self.global_batch_size - 1 if self.last == "pad" else 0
+        return (position.num_left + rest) // self.global_batch_size
 
     def state_dict(self) -> dict[str, Any]:
         """One entry, equal on all ranks, in a tuple: a checkpoint keeps a tuple as one value."""
@@ -258,26 +289,26 @@ class ElasticBatchSampler:
 class _Ahead:
     """The position after each batch that a ``DataLoader`` with workers has asked for and not yet served."""
 
-    def __init__(self, loader: _MultiProcessingDataLoaderIter, position: SamplePosition) -> None:
+    def __init__(self, loader: _MultiProcessingDataLoaderIter, reached: Reached) -> None:
         self._loader = loader
         self._num_served = 0
         # The first is the position after the last batch that was served.
-        self._positions = deque([position])
+        self._reached = deque([reached])
 
-    def add(self, position: SamplePosition) -> None:
+    def add(self, reached: Reached) -> None:
         self._forget_served()
-        self._positions.append(position)
+        self._reached.append(reached)
 
     def end_epoch(self) -> None:
-        self._positions[-1] = self._positions[-1].next_epoch()
+        self._reached[-1] = Reached(self._reached[-1].position.next_epoch())
 
-    def position(self) -> SamplePosition:
+    def reached(self) -> Reached:
         self._forget_served()
-        if len(self._positions) > 1 and not self._loader._in_order:
+        if len(self._reached) > 1 and not self._loader._in_order:
             raise ValueError("ElasticBatchSampler: in_order=False has no position to resume from; leave it out")
-        return self._positions[0]
+        return self._reached[0]
 
     def _forget_served(self) -> None:
         while self._num_served < self._loader._num_yielded:
-            self._positions.popleft()
+            self._reached.popleft()
             self._num_served += 1
