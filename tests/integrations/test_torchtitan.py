@@ -1,6 +1,7 @@
 """torchtitan 0.3.0's checkpoint manager and data loader beside ours; docs/use/adoption.md says what its trainer did."""
 
 import json
+import multiprocessing
 import re
 import shutil
 from collections import Counter
@@ -116,9 +117,14 @@ def begin(rank: int, world_size: int, path: Path) -> list[int]:
     return train(manager_of(CheckpointManager.Config(**OPTIONS), path, loader), loader, 3)
 
 
-def go_on(rank: int, world_size: int, path: Path, num_steps: int, async_mode: str) -> tuple[list[int], list[int]]:
+def go_on(
+    rank: int, world_size: int, path: Path, num_steps: int, async_mode: str, num_workers: int
+) -> tuple[list[int], list[int]]:
     """Words served, and those left over in the shards."""
-    loader = loader_of(ElasticTextDataLoader.Config(dataset="documents", num_shards=8), rank, world_size)
+    # This process was spawned, so workers would be, each of which would import torch; those of torchrun are forked.
+    multiprocessing.set_start_method("fork", force=True)
+    config = ElasticTextDataLoader.Config(dataset="documents", num_shards=8, num_workers=num_workers)
+    loader = loader_of(config, rank, world_size)
     manager = manager_of(ElasticCheckpointManager.Config(**OPTIONS, async_mode=async_mode), path, loader)
     assert manager.load()
     train_state, saved_step = manager.states["train_state"], manager.states["optimizer"].lr
@@ -126,6 +132,7 @@ def go_on(rank: int, world_size: int, path: Path, num_steps: int, async_mode: st
     assert train_state.ntokens_seen == loader.samples_seen * SEQ_LEN // world_size
     assert torch.all(manager.states["model"].model[0].weight == (3 if saved_step == 3 else 3 + saved_step))
     words = train(manager, loader, num_steps)
+    multiprocessing.set_start_method("spawn", force=True)
     entries = [value[0] for key, value in loader.state_dict().items() if key != "loader"]
     return words, [token for entry in entries for token in entry["stream"]["labels"] if token > 2]
 
@@ -141,11 +148,11 @@ def unread(rank: int, world_size: int, path: Path) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("async_mode", ["disabled", "async", "async_with_pinned_mem"])
-def test_4_ranks_of_torchtitan_to_2_to_8_to_1(run_world, tmp_path: Path, async_mode: str) -> None:
+@pytest.mark.parametrize(("async_mode", "num_workers"), [("disabled", 0), ("async", 2), ("async_with_pinned_mem", 1)])
+def test_4_ranks_of_torchtitan_to_2_to_8_to_1(run_world, tmp_path: Path, async_mode: str, num_workers: int) -> None:
     served = Counter(word for words in run_world(4, begin, tmp_path) for word in words)
     for world_size, num_steps in ((2, 4), (8, 2)):
-        for words, _ in run_world(world_size, go_on, tmp_path, num_steps, async_mode):
+        for words, _ in run_world(world_size, go_on, tmp_path, num_steps, async_mode, num_workers):
             served.update(words)
     (rest,) = run_world(1, unread, tmp_path)
     served.update(rest)

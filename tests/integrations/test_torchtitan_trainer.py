@@ -64,16 +64,17 @@ def train(folder: Path, num_ranks: int, *arguments: str) -> tuple[dict[int, tupl
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("async_mode", ["disabled", "async_with_pinned_mem"])
-def test_two_ranks_to_one(tmp_path: Path, async_mode: str) -> None:
+@pytest.mark.parametrize(("async_mode", "num_workers"), [("disabled", 0), ("async_with_pinned_mem", 2)])
+def test_two_ranks_to_one(tmp_path: Path, async_mode: str, num_workers: int) -> None:
     make_assets(tmp_path)
     overrides = [
         "--override.imports",
         f"{OVERRIDES}.elastic_checkpoint",
         f'{OVERRIDES}.elastic_data={{"num_shards": 2}}',
     ]
-    whole, _ = train(tmp_path, 2, f"--checkpoint.async_mode={async_mode}", *overrides)
-    resumed, log = train(tmp_path, 1, "--checkpoint.load_step=2", *overrides)
+    workers = [f"--dataloader.num_workers={num_workers}"]
+    whole, _ = train(tmp_path, 2, f"--checkpoint.async_mode={async_mode}", *workers, *overrides)
+    resumed, log = train(tmp_path, 1, "--checkpoint.load_step=2", *workers, *overrides)
     assert list(whole) == [1, 2, 3] and list(resumed) == [3]
     # Other reduction orders; other data would be some percent off.
     assert resumed[3][0] == pytest.approx(whole[3][0], rel=1e-5) and resumed[3][1] == pytest.approx(

@@ -11,6 +11,7 @@ from torchtitan_ext.elastic.data.sampler import ElasticBatchSampler
 from torchtitan_ext.elastic.data.streams import HuggingFaceStreams, Streams, StreamSource
 from torchtitan_ext.elastic.data.torchtitan_data import TorchtitanTextStreams
 from torchtitan_ext.elastic.data.virtual_shards import TooFewShardsError
+from torchtitan_ext.elastic.data.workers import StreamWorkerError
 from torchtitan_ext.elastic.rng import RngState
 from torchtitan_ext.elastic.schedule.lr_scheduler import ElasticLRScheduler
 from torchtitan_ext.elastic.train_state import TrainState, read_torchtitan_train_state
@@ -34,6 +35,7 @@ __all__ = [
     "ShardPosition",
     "Source",
     "StreamSource",
+    "StreamWorkerError",
     "Streams",
     "TooFewShardsError",
     "TooManyInFlightError",

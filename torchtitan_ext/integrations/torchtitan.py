@@ -357,6 +357,15 @@ class ElasticTextDataLoader(ElasticDataLoader, BaseDataLoader):
         num_shards: int = 48
         """A multiple of every data-parallel degree to come, and of that of a checkpoint to be taken over."""
 
+        num_workers: int = 0
+        """As the three below, as in torchtitan's own loader: processes that read and tokenize ahead of training."""
+
+        persistent_workers: bool = False
+
+        pin_memory: bool = False
+
+        prefetch_factor: int | None = None
+
     def __init__(
         self,
         config: Config,
@@ -381,8 +390,16 @@ class ElasticTextDataLoader(ElasticDataLoader, BaseDataLoader):
             num_shards=config.num_shards,
             text=dataset.sample_processor,
         )
+        workers: dict[str, Any] = {"pin_memory": config.pin_memory, "num_workers": config.num_workers}
+        if config.num_workers:  # torchtitan ignores these without workers
+            workers |= {"persistent_workers": config.persistent_workers, "prefetch_factor": config.prefetch_factor}
         super().__init__(
-            source, batch_size=local_batch_size, dp_rank=dp_rank, dp_size=dp_world_size, endless=config.infinite
+            source,
+            batch_size=local_batch_size,
+            dp_rank=dp_rank,
+            dp_size=dp_world_size,
+            endless=config.infinite,
+            **workers,
         )
         self._source = source
 
@@ -419,6 +436,4 @@ def elastic_checkpoint(config: CheckpointManager.Config, **options: Any) -> Elas
 @override(target=HuggingFaceTextDataLoader.Config, exact=True, fqns=["dataloader"], description="data by shards")
 def elastic_data(config: HuggingFaceTextDataLoader.Config, **options: Any) -> ElasticTextDataLoader.Config:
     """Options: ``num_shards``."""
-    if config.num_workers:
-        logger.warning(f"dataloader.num_workers={config.num_workers} is not used: the trainer's process reads the data")
     return derive(config, ElasticTextDataLoader.Config, **options)

@@ -156,8 +156,8 @@ def test_data_of_no_known_kind() -> None:
 
 
 def test_options_of_the_map_style_loader_are_refused() -> None:
-    with pytest.raises(ValueError, match="num_workers cannot be applied to streams"):
-        ElasticDataLoader(streams_of([1, 1]), batch_size=1, num_workers=2, dp_size=2)
+    with pytest.raises(ValueError, match="sampler, shuffle_files cannot be applied to streams"):
+        ElasticDataLoader(streams_of([1, 1]), batch_size=1, num_workers=2, shuffle_files=1, sampler=2, dp_size=2)
 
 
 def test_a_reset_loader_begins_anew() -> None:

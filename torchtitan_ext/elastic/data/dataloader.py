@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torchtitan_ext.elastic.data.sample_position import SamplePosition
 from torchtitan_ext.elastic.data.sampler import ElasticBatchSampler, Last, LocalBatch, Share
 from torchtitan_ext.elastic.data.stream_batches import StreamBatches
 from torchtitan_ext.elastic.data.streams import StreamSource
+from torchtitan_ext.elastic.data.workers import WorkerOptions
 from torchtitan_ext.errors import argument_error, check_counts
 from torchtitan_ext.state.data_position import DataPosition, read_data_position
 
@@ -63,12 +64,16 @@ class ElasticDataLoader:
         max_in_flight: How many samples of this rank may be handed out and not acknowledged. With it, a state counts as
             trained what was acknowledged (see ``acknowledge``), and a resume gives all else again; without it, what was
             handed out. At least the samples of this rank in a step.
-        loader_options: Map-style data: more arguments of ``torch.utils.data.DataLoader``, such as ``num_workers``.
+        loader_options: More arguments of ``torch.utils.data.DataLoader``, such as ``num_workers``. Over streams:
+            ``num_workers``, ``prefetch_factor``, ``persistent_workers``, ``pin_memory``, ``multiprocessing_context``,
+            ``timeout``. Workers then read and tokenize the rank's shards ahead of training, each some of them; batches
+            and states are those of a loader without workers.
 
     Raises:
         TypeError: A size is no whole number, or ``data`` is a class.
         ValueError: Arguments do not fit each other, ``group`` and ``dp_size`` among them.
         TooFewShardsError: There are more ranks than virtual shards.
+        StreamWorkerError: While batches are read: a worker raised an error or was killed.
     """
 
     def __init__(
@@ -110,11 +115,12 @@ class ElasticDataLoader:
         if isinstance(data, type):
             raise argument_error("ElasticDataLoader", "data", data, "an instance: a data set or a source of streams")
         if isinstance(data, StreamSource):
-            if loader_options:
-                raise ValueError(f"ElasticDataLoader: {', '.join(loader_options)} cannot be applied to streams")
+            unknown = loader_options.keys() - {field.name for field in fields(WorkerOptions)}
+            if unknown:
+                raise ValueError(f"ElasticDataLoader: {', '.join(sorted(unknown))} cannot be applied to streams")
             if max_in_flight is not None:
                 raise ValueError("ElasticDataLoader: max_in_flight is not yet there for streams; leave it out")
-            self._batches = StreamBatches(data, share, group, collate_fn)
+            self._batches = StreamBatches(data, share, group, collate_fn, WorkerOptions(**loader_options))
         elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
             if not loader_options.get("in_order", True):
                 raise ValueError("ElasticDataLoader: in_order=False has no position to resume from; leave it out")

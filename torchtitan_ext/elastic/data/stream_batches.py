@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from torchtitan_ext.checkpoint.tables.component import Resharded, World
 from torchtitan_ext.elastic.data.frontier import Ids
@@ -24,6 +25,7 @@ from torchtitan_ext.elastic.data.virtual_shards import (
     stream_state,
     to_entry,
 )
+from torchtitan_ext.elastic.data.workers import WorkerOptions
 from torchtitan_ext.errors import CannotReshardError, Remedy
 from torchtitan_ext.ranks.exchange import device_of
 
@@ -48,12 +50,15 @@ class StreamBatches:
         share: Share,
         group: dist.ProcessGroup | None,
         collate_fn: Callable[[list[Any]], Any],
+        options: WorkerOptions,
     ) -> None:
-        self._reader = ShardReader(source, share)
+        self._reader = ShardReader(source, share, options)
         self._source = source
         self._share = share
         self._group = group
         self._collate_fn = collate_fn
+        self._ends_workers = options.num_workers > 0 and not options.persistent_workers
+        self._pins = options.pin_memory and torch.accelerator.is_available()
         self.counts = Counts()
         self.num_padding = 0
         # Where there is a process group already, a wrong one is an error here, not at the first batch.
@@ -73,18 +78,22 @@ class StreamBatches:
         """See ``Batches``."""
 
     def __iter__(self) -> Iterator[Any]:
-        while True:
-            try:
-                batch = self._next_batch()
-            except BaseException:
-                self._reader.undo()  # nobody got these samples
-                raise
-            if batch is None:
-                return
-            yield batch[0]
+        try:
+            while (batch := self._next_batch()) is not None:
+                yield batch[0]
+        finally:
+            if self._ends_workers:
+                self._reader.undo()
 
     def _next_batch(self) -> tuple[Any] | None:
-        """None at the end of the epoch."""
+        """None at the end of the epoch. A batch that fails is not served: the next one has its samples."""
+        try:
+            return self._read_batch()
+        except BaseException:
+            self._reader.undo()
+            raise
+
+    def _read_batch(self) -> tuple[Any] | None:
         samples = self._reader.draw(self._share.batch_size)
         served = self._share.global_batch_size if self._share.endless else self._sum_over_ranks(len(samples))
         if served == 0 or (self._share.last == "drop" and served < self._share.global_batch_size):
@@ -93,6 +102,8 @@ class StreamBatches:
             return None
         num_padding = self._share.batch_size - len(samples)
         batch = self._collate_fn(self._fill(samples, num_padding))
+        if self._pins:
+            batch = pin_memory(batch)
         self._reader.commit()
         self.counts.samples_seen += served
         self.counts.padded += self._share.global_batch_size - served

@@ -15,6 +15,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from operator import itemgetter
 from typing import Any, NoReturn
 
@@ -70,7 +71,7 @@ class TorchtitanTextStreams(PackedTokens):
         super().__init__(
             documents or HuggingFaceStreams(data, num_shards=num_shards),
             seq_len=seq_len,
-            encode=lambda sample: encode(text(sample)),
+            encode=partial(_encode_text, encode, text),
         )
         self._data = data
         self._num_documents = len(data) if is_indexed else None
@@ -197,6 +198,10 @@ class TorchtitanTextStreams(PackedTokens):
                 return False
             leftover = leftover[: len(leftover) - len(tokens)]
         return not leftover or data_state["epoch"] > 0
+
+
+def _encode_text(encode: Callable[[str], Sequence[int]], text: Callable[[Any], str], sample: Any) -> Sequence[int]:
+    return encode(text(sample))
 
 
 def _leftover(data_state: Mapping[str, Any], documents: Any) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from typing import Any
 from torchtitan_ext.elastic.data.sampler import Share
 from torchtitan_ext.elastic.data.shard_samples import Mark, ShardSamples
 from torchtitan_ext.elastic.data.streams import StreamSource, start_epoch
+from torchtitan_ext.elastic.data.workers import SamplesAhead, WorkerOptions, Workers
 from torchtitan_ext.errors import CannotReshardError, TorchtitanExtError
 
 # A packed shard may need several epochs of a few tokens until one sequence is full.
@@ -139,7 +140,7 @@ class _OpenShard:
     index: int
     state: ShardState
     mark: Mark
-    samples: ShardSamples
+    samples: ShardSamples | SamplesAhead
 
     def to_save(self) -> ShardState:
         return replace(self.state, stream=self.mark.stream, since=self.state.total - self.mark.total)
@@ -148,12 +149,14 @@ class _OpenShard:
 class ShardReader:
     """Reads the shards of one rank in turn. No communication. In an endless loader each shard has its own epochs."""
 
-    def __init__(self, source: StreamSource, share: Share) -> None:
+    def __init__(self, source: StreamSource, share: Share, options: WorkerOptions | None = None) -> None:
         if share.dp_size > source.num_shards:
             raise TooFewShardsError(source.num_shards, share.dp_size)
         self._source = source
         self._endless = share.endless
         self.own = range(share.dp_rank, source.num_shards, share.dp_size)
+        has_workers = options is not None and options.num_workers > 0
+        self._workers = Workers(source, self.own, options, share.batch_size) if options and has_workers else None
         self.load({index: ShardState() for index in self.own})
 
     @property
@@ -195,16 +198,19 @@ class ShardReader:
         self._before.clear()
 
     def undo(self) -> None:
-        """Goes back to the latest ``commit``."""
+        """Goes back to the latest ``commit``. Ends the workers: what they read ahead is read again when needed."""
+        if self._workers is not None:
+            self._workers.close()
         self.load({**self.states(), **self._before})
 
     def end_epoch(self) -> None:
         """Goes to the next epoch with all shards. Samples that were drawn after the latest ``commit`` do not count."""
-        ended = {index: self._before.get(index, shard.state) for index, shard in self._shards.items()}
         for index, shard in self._shards.items():
-            self._before.setdefault(index, shard.to_save())
-            shard.state = replace(shard.state, taken=ended[index].taken, total=ended[index].total)
-            self._start_epoch(shard)
+            before = self._before.setdefault(index, shard.to_save())
+            shard.state = replace(shard.state, taken=before.taken, total=before.total)
+            self._leave_epoch(shard)
+        for shard in self._shards.values():  # workers can begin the epoch in all shards at once
+            self._enter_epoch(shard)
         self.commit()
         self._queue()
 
@@ -235,7 +241,10 @@ class ShardReader:
         return (shard.state.total if self._endless else shard.state.taken, shard.index)
 
     def _opened(self, index: int, state: ShardState) -> _OpenShard:
-        return _OpenShard(index, replace(state), state.mark, ShardSamples(self._source, index, state.mark, state.since))
+        mark = state.mark
+        if self._workers is None:
+            return _OpenShard(index, replace(state), mark, ShardSamples(self._source, index, mark, state.since))
+        return _OpenShard(index, replace(state), mark, SamplesAhead(self._workers, index, mark, state.since))
 
     def _next(self, shard: _OpenShard) -> tuple[Any] | None:
         """The next sample of a shard, None at the end of its epoch."""
@@ -249,14 +258,17 @@ class ShardReader:
             shard.state.finished = True
             if not self._endless:
                 return None
-            self._start_epoch(shard)
+            self._leave_epoch(shard)
+            self._enter_epoch(shard)
         raise EmptyShardError(shard.index, self._source.num_shards)
 
-    def _start_epoch(self, shard: _OpenShard) -> None:
+    def _leave_epoch(self, shard: _OpenShard) -> None:
         state = shard.state
         ended = EpochEnd(state.epoch, state.taken, state.finished)
         shard.state = ShardState(epoch=state.epoch + 1, total=state.total, last_epoch=ended)
         shard.samples.start_epoch(state.total)
+
+    def _enter_epoch(self, shard: _OpenShard) -> None:
         first = next(iter(shard.samples))
         assert isinstance(first, Mark)
         shard.mark = first

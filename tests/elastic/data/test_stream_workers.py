@@ -1,0 +1,287 @@
+"""Workers for streams: the same batches and states for any number of them, and one error where one of them is lost."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated_loaders import SOAK, Counted, Ranks
+
+from torchtitan_ext.elastic import ElasticDataLoader, IndexedStreams, PackedTokens, Streams, StreamWorkerError
+from torchtitan_ext.elastic.data.blocks import receive_block, send_block
+
+
+def source_of(lengths: list[int], stateful: bool = True) -> Streams:
+    def open_stream(shard: int, num_shards: int, epoch: int) -> Any:
+        samples = [(epoch, shard, place) for place in range(lengths[shard])]
+        return Counted(samples) if stateful else iter(samples)
+
+    return Streams(open_stream, len(lengths))
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended; waits a little, since nobody promises that it ends at once."""
+    for _ in range(200):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def workers_of(loader: ElasticDataLoader) -> list[int]:
+    """Their process ids."""
+    return [worker.process.pid for worker in loader._batches._reader._workers._running]  # type: ignore[attr-defined]
+
+
+@settings(max_examples=8 * SOAK, deadline=None)
+@given(st.data())
+def test_batches_and_states_are_the_same_for_any_number_of_workers(data: st.DataObject) -> None:
+    num_shards = data.draw(st.integers(1, 5), "shards")
+    endless = data.draw(st.booleans(), "endless")
+    lengths = data.draw(st.lists(st.integers(int(endless), 40), min_size=num_shards, max_size=num_shards), "lengths")
+    if data.draw(st.booleans(), "packed"):
+        documents = [[100 * i + j for j in range(1 + i % 7)] for i in range(sum(lengths) + 2)]
+        source: Any = PackedTokens(IndexedStreams(documents, num_shards=num_shards), seq_len=5)
+    else:
+        source = source_of(lengths, data.draw(st.booleans(), "stateful"))
+    dp_size = data.draw(st.integers(1, min(2, num_shards)), "ranks")
+    options = {
+        "global_batch_size": data.draw(st.integers(dp_size, 9), "global batch"),
+        "last": data.draw(st.sampled_from(["drop", "pad"]), "last"),
+        "endless": endless,
+        "collate_fn": repr,
+    }
+
+    def ranks_with(num_workers: int, saved: Any) -> Ranks:
+        more = {"persistent_workers": persistent, "prefetch_factor": prefetch} if num_workers else {}
+
+        def make(dp_rank: int, dp_size: int) -> ElasticDataLoader:
+            return ElasticDataLoader(
+                source, dp_rank=dp_rank, dp_size=dp_size, num_workers=num_workers, **more, **options
+            )
+
+        return Ranks(make, dp_size, saved)
+
+    persistent = data.draw(st.booleans(), "persistent")
+    prefetch = data.draw(st.sampled_from([None, 1, 4]), "prefetch")
+    saved = None
+    for _ in range(data.draw(st.integers(1, 2), "stops")):
+        num_workers = data.draw(st.sampled_from([1, 2, 3, 7]), "workers")
+        plain, ahead = ranks_with(0, saved), ranks_with(num_workers, saved)
+        for _ in range(data.draw(st.integers(1, 15), "steps")):
+            assert plain.step() == ahead.step()
+            saved = ahead.state()
+            assert plain.state() == saved
+
+
+def test_more_workers_than_shards_are_not_started() -> None:
+    loader = ElasticDataLoader(source_of([9, 9]), batch_size=2, num_workers=5, collate_fn=list)
+    batches = iter(loader)
+    next(batches)
+    assert len(workers_of(loader)) == 2
+
+
+class Failing(Counted):
+    """Raises an error at its fourth sample, unless a file says that this has happened."""
+
+    def __init__(self, shard: int, once: Path) -> None:
+        super().__init__([(shard, place) for place in range(6)])
+        self.once = once
+
+    def __iter__(self) -> Any:
+        for sample in super().__iter__():
+            if sample == (1, 3) and not self.once.exists():
+                self.once.touch()
+                raise OSError("bad block")
+            yield sample
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("persistent", [True, False])
+def test_an_error_in_a_worker_names_shard_and_position_and_loses_nothing(
+    tmp_path: Path, num_workers: int, persistent: bool
+) -> None:
+    source = Streams(lambda shard, num_shards, epoch: Failing(shard, tmp_path / "once"), 3)
+    options = {"num_workers": num_workers, "persistent_workers": persistent, "collate_fn": list}
+    loader = ElasticDataLoader(source, batch_size=4, last="pad", **options)
+    served = []
+    batches = iter(loader)
+    with pytest.raises(
+        StreamWorkerError, match=r"sample 3 of virtual shard 1 of 3, in epoch 0, .*: OSError: bad block;"
+    ):
+        for batch in batches:
+            served += batch
+    state = loader.state_dict()
+    assert len(served) == loader.samples_seen == 8 and state["loader"][0]["samples_seen"] == 8
+    assert list(batches) == [], "the old iterator has ended"
+    again = ElasticDataLoader(source, batch_size=4, last="pad", collate_fn=list)
+    again.load_state_dict(state)
+    rest = [list(one) for one in (loader, again)]
+    assert rest[0] == rest[1]
+    served += [sample for batch in rest[0] for sample in batch[:4]][: 18 - len(served)]
+    assert sorted(served) == [(shard, place) for shard in range(3) for place in range(6)]
+
+
+def test_the_error_has_the_trace_of_the_worker(tmp_path: Path) -> None:
+    source = Streams(lambda shard, num_shards, epoch: Failing(shard, tmp_path / "once"), 2)
+    with pytest.raises(StreamWorkerError) as caught:
+        list(ElasticDataLoader(source, batch_size=4, num_workers=1, collate_fn=list))
+    assert isinstance(caught.value, RuntimeError) and caught.value.shard == 1 and caught.value.sample == 3
+    assert "in __iter__" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_worker_is_one_error_and_a_new_iterator_goes_on(signal_number: signal.Signals) -> None:
+    loader = ElasticDataLoader(source_of([30] * 4), batch_size=4, num_workers=2, collate_fn=list)
+    expected = list(ElasticDataLoader(source_of([30] * 4), batch_size=4, collate_fn=list))
+    served = []
+    for round_ in range(3):
+        batches = iter(loader)
+        served.append(next(batches))
+        state = loader.state_dict()
+        victim = workers_of(loader)[round_ % 2]
+        os.kill(victim, signal_number)
+        name = signal_number.name
+        with pytest.raises(StreamWorkerError, match=f"of 4, in epoch 0, .*process {victim}. was killed by {name}"):
+            while True:
+                served.append(next(batches))
+                state = loader.state_dict()
+        assert loader.state_dict() == state and not workers_of(loader)
+    served += list(loader)
+    assert served == expected
+
+
+def test_a_worker_that_hangs_is_an_error_after_the_timeout() -> None:
+    loader = ElasticDataLoader(source_of([30] * 2), batch_size=2, num_workers=1, timeout=0.2, prefetch_factor=1)
+    batches = iter(loader)
+    next(batches)
+    (pid,) = workers_of(loader)
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(StreamWorkerError, match="did not answer within 0.2 seconds"):
+        for _ in range(9):
+            next(batches)
+    assert is_gone(pid)
+
+
+def test_samples_that_cannot_be_pickled() -> None:
+    source = Streams(lambda shard, num_shards, epoch: [lambda: 0], 2)
+    with pytest.raises(StreamWorkerError, match="[Pp]ickle"):
+        list(ElasticDataLoader(source, batch_size=2, num_workers=1, collate_fn=list))
+
+
+@pytest.mark.parametrize("end", ["end", "close", "del", "break"])
+def test_workers_end_with_the_iterator(end: str) -> None:
+    loader = ElasticDataLoader(source_of([9] * 2), batch_size=2, num_workers=2, collate_fn=list)
+    batches = iter(loader)
+    next(batches)
+    pids = workers_of(loader)
+    if end == "end":
+        list(batches)
+    elif end == "close":
+        batches.close()
+    else:
+        del batches
+    assert all(map(is_gone, pids)) and not workers_of(loader)
+    assert next(iter(loader)) == ([(1, 0, 0), (1, 1, 0)] if end == "end" else [(0, 0, 1), (0, 1, 1)])
+
+
+def test_persistent_workers_end_with_the_loader() -> None:
+    loader = ElasticDataLoader(source_of([3] * 2), batch_size=2, num_workers=2, persistent_workers=True)
+    assert len(list(loader)) == 3
+    pids = workers_of(loader)
+    assert len(list(loader)) == 3 and workers_of(loader) == pids
+    gc.disable()
+    try:
+        del loader
+        assert all(map(is_gone, pids))
+    finally:
+        gc.enable()
+
+
+SCRIPT = """
+import os, sys
+from torchtitan_ext.elastic import ElasticDataLoader, Streams
+loader = ElasticDataLoader(Streams(lambda *_: range(99), 4), batch_size=4, num_workers=2, persistent_workers=True)
+batches = iter(loader)
+next(batches)
+print(*[worker.process.pid for worker in loader._batches._reader._workers._running], flush=True)
+if sys.argv[1] == "kill":
+    os.kill(os.getpid(), 9)
+if sys.argv[1] == "raise":
+    raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize("how", ["return", "raise", "kill"])
+def test_no_worker_outlives_the_trainer(how: str) -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT, how], stdout=subprocess.PIPE, text=True, timeout=100)
+    assert done.returncode == {"return": 0, "raise": 3, "kill": -9}[how]
+    assert all(is_gone(int(pid)) for pid in done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"num_workers": -1}, "num_workers=-1, .*expected none below 0"),
+        ({"num_workers": 1, "prefetch_factor": 0}, "prefetch_factor=0, .*at least 1"),
+        ({"num_workers": 1, "timeout": -1}, "timeout=-1, expected none below 0"),
+        ({"prefetch_factor": 2}, "need workers; pass num_workers"),
+        ({"persistent_workers": True}, "need workers; pass num_workers"),
+    ],
+)
+def test_options_that_do_not_fit(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        ElasticDataLoader(source_of([1]), batch_size=1, **options)
+
+
+def open_range(shard: int, num_shards: int, epoch: int) -> range:
+    return range(shard, 20, num_shards)
+
+
+def test_another_start_method_and_pinned_memory() -> None:
+    """Without an accelerator there is no pinned memory, as in torch."""
+    options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "spawn", "pin_memory": True}
+    batches = list(ElasticDataLoader(Streams(open_range, 2), batch_size=4, **options))
+    assert [sorted(batch.tolist()) for batch in batches] == [list(range(i, i + 4)) for i in range(0, 20, 4)]
+    assert all(batch.is_pinned() == torch.accelerator.is_available() for batch in batches)
+
+
+def test_a_block_has_the_same_values_at_the_other_end() -> None:
+    import multiprocessing
+
+    values: list[Any] = [
+        torch.arange(5),
+        torch.zeros(0, 3),
+        torch.tensor(3.5, dtype=torch.bfloat16),
+        torch.randn(4, 3).t(),
+        torch.randn(3, dtype=torch.complex64).conj(),
+        torch.tensor([True, False]),
+        torch.ones(2, requires_grad=True),
+        torch.eye(3).to_sparse(),
+        np.arange(6).reshape(2, 3),
+        np.zeros((0, 2)),
+        {"text": "abc", "ids": [1, 2]},
+    ]
+    ours, theirs = multiprocessing.Pipe()
+    send_block(theirs, values)
+    received = receive_block(ours)
+    for value, got in zip(values, received, strict=True):
+        if isinstance(value, torch.Tensor):
+            assert got.dtype == value.dtype and got.requires_grad == value.requires_grad
+            assert torch.equal(got.to_dense().resolve_conj(), value.to_dense().resolve_conj())
+        elif isinstance(value, np.ndarray):
+            assert got.dtype == value.dtype and np.array_equal(got, value)
+        else:
+            assert got == value
+    received[0] += 1  # views of shared memory, but nobody else's
