@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 _COMMON = "loader"
+_VERSIONS = (1, 2)
 _IN_FLIGHT = re.compile(r"in_flight_\d{1,9}_of_\d{1,9}$")
 _SHARD = re.compile(r"shard_(\d{1,9})_of_(\d{1,9})$")
 
@@ -163,7 +164,7 @@ def read_data_position(state: Mapping[str, Any]) -> DataPosition:
     """
     try:
         (common,) = state[_COMMON]
-        if common["version"] not in (1, 2) or common["kind"] not in ("samples", "streams"):
+        if common["version"] not in _VERSIONS or common["kind"] not in ("samples", "streams"):
             raise ValueError(f"its version is {common['version']!r} and its kind {common['kind']!r}")
         position = (_of_samples if common["kind"] == "samples" else _of_streams)(common, state)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
