@@ -32,7 +32,7 @@ def write(path: Path, parts: Sequence[Bytes], *, sync: bool, num_threads: int, w
     def write_group(group: Sequence[Bytes], offset: int) -> None:
         for first in range(0, len(group), MAX_PIECES):
             begin = offset
-            offset = _transfer(os.pwritev, descriptor, group[first : first + MAX_PIECES], offset)
+            offset = transfer(os.pwritev, descriptor, group[first : first + MAX_PIECES], offset)
             if write_back:
                 _start_write_back(descriptor, begin, offset - begin)
 
@@ -49,7 +49,7 @@ def read(path: Path, parts: Sequence[Bytes], *, num_threads: int) -> None:
 
     def read_group(group: Sequence[Bytes], offset: int) -> None:
         for first in range(0, len(group), MAX_PIECES):
-            offset = _transfer(os.preadv, descriptor, group[first : first + MAX_PIECES], offset)
+            offset = transfer(os.preadv, descriptor, group[first : first + MAX_PIECES], offset)
 
     _in_threads(read_group, parts, num_threads)
     os.close(descriptor)
@@ -132,7 +132,7 @@ def files_of(folder: Path, rank: int, world_size: int) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())[rank::world_size]
 
 
-def _transfer(call: Callable[..., int], descriptor: int, parts: Sequence[Bytes], offset: int) -> int:
+def transfer(call: Callable[..., int], descriptor: int, parts: Sequence[Bytes], offset: int) -> int:
     pieces = [memoryview(part) for part in parts]
     while pieces:
         done = call(descriptor, pieces, offset)
