@@ -21,7 +21,8 @@ from torchtitan_ext.errors.refusals import REFUSALS
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(torchtitan_ext.__file__).resolve().parent
 REFERENCE = ROOT / "docs" / "reference"
-WITH_EXAMPLES = "".join((ROOT / "docs" / "use" / page).read_text() for page in ("layouts.md", "recover.md"))
+PAGES_WITH_JOBS = ("layouts.md", "recover.md", "hugging_face.md")
+WITH_EXAMPLES = "".join((ROOT / "docs" / "use" / page).read_text() for page in PAGES_WITH_JOBS)
 EXAMPLES = re.findall(r"```python\n# torchrun --nproc-per-node (\d+)\n(.*?)```", WITH_EXAMPLES, re.S)
 ROOMS = (
     *("", ".checkpoint", ".delta", ".elastic", ".errors", ".layout", ".metrics", ".ops", ".storage", ".sync"),
@@ -29,7 +30,7 @@ ROOMS = (
 )
 
 
-@pytest.mark.parametrize(("num_ranks", "code"), EXAMPLES, ids=["nine rows", "fused QKV", "a lost shard"])
+@pytest.mark.parametrize(("num_ranks", "code"), EXAMPLES, ids=["nine rows", "fused QKV", "a lost shard", "weights"])
 def test_the_examples_of_pages_run(tmp_path: Path, num_ranks: str, code: str) -> None:
     script = tmp_path / "example.py"
     script.write_text(code.replace("/tmp/", f"{tmp_path}/"))
@@ -48,6 +49,28 @@ def test_the_examples_of_pages_run(tmp_path: Path, num_ranks: str, code: str) ->
             break
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("equal") == int(num_ranks)
+
+
+# Programs with a name, and below each what it prints.
+PROGRAMS = [
+    (page, *program)
+    for page in ("elastic.md", "hugging_face.md")
+    for program in re.findall(
+        r"```python\n(# \w+\.py)\n(.*?)```\n```\n(.*?)```", (ROOT / "docs" / "use" / page).read_text(), re.S
+    )
+]
+
+
+@pytest.mark.parametrize(("page", "name", "code", "output"), PROGRAMS, ids=[name[2:] for _, name, _, _ in PROGRAMS])
+def test_the_programs_of_pages_print_what_they_show(
+    tmp_path: Path, page: str, name: str, code: str, output: str
+) -> None:
+    if "import AutoModel" in code:
+        pytest.importorskip("transformers")
+    script = tmp_path / name[2:]
+    script.write_text(code.replace("/tmp/", f"{tmp_path}/"))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=180, check=False)
+    assert (done.returncode, done.stdout) == (0, output), done.stderr[-3000:]
 
 
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
