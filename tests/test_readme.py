@@ -40,13 +40,21 @@ def test_the_first_lines_save_on_one_process_and_go_on_under_torchrun(tmp_path: 
     saved = run(tmp_path / "save.py", block_with("# save.py", README))
     assert saved.returncode == 0, saved.stderr[-3000:]
     assert saved.stdout == "step 100\n"
-    command, _, report = block_with("$ torchrun", README).partition("\n")
-    _, *options, script = command.removeprefix("$ ").split()
-    launcher = ["-m", "torch.distributed.run", "--standalone", *options]
-    resumed = run(tmp_path / script, block_with(f"# {script}", README), *launcher)
-    assert resumed.returncode == 0 or GLOO_AT_EXIT in resumed.stderr, resumed.stderr[-3000:]
-    assert resumed.stdout == report
+    launch_as_shown(tmp_path, "resume.py")
     assert (tmp_path / "run" / "step-200").is_dir()
+
+
+def launch_as_shown(folder: Path, script: str) -> None:
+    """Runs a program by the command below it, and compares what it prints."""
+    ((options, shown),) = re.findall(rf"```\n\$ torchrun ([^\n]*) {script}\n(.*?)```", README, re.DOTALL)
+    launcher = ["-m", "torch.distributed.run", "--standalone", *options.split()]
+    done = run(folder / script, block_with(f"# {script}", README), *launcher)
+    assert done.returncode == 0 or GLOO_AT_EXIT in done.stderr, done.stderr[-3000:]
+    assert done.stdout == shown
+
+
+def test_weights_go_to_hugging_face_and_come_back(tmp_path: Path) -> None:
+    launch_as_shown(tmp_path, "weights.py")
 
 
 def test_stock_fails_as_it_says(tmp_path: Path) -> None:
