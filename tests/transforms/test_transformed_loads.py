@@ -7,6 +7,7 @@ import torch
 from checkpoints import save_as
 from models import differences, poison
 from random_layouts import build, random_layouts
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from transformed_states import DIM, TRANSFORM, saved_state, wanted_state
 
@@ -232,3 +233,30 @@ def test_what_a_proof_needs(tmp_path: Path) -> None:
         changed = Transform([transforms.Rule("w", "v", steps)], drop=["w"])
         with pytest.raises(WrongValueError, match="the fingerprints are those of other tensors than v"):
             tte.load({"v": torch.zeros(1)}, tmp_path, transform=changed, prove=True)
+
+
+def test_small_buffers_and_few_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turned, cast and scaled at once, from many files: a full buffer is read in the midst of a box."""
+    monkeypatch.setattr("torchtitan_ext.transforms.mapped_reads._MAX_OPEN_FILES", 1)
+    generator = torch.Generator().manual_seed(3)
+    saved, wanted, rules = {}, {}, []
+    for number in range(6):
+        weight = torch.randn(24, 40, generator=generator).to(torch.float8_e4m3fn)
+        scale = torch.rand(3, 5, generator=generator)
+        plain = [torch.randn(9, 20, generator=generator).bfloat16() for _ in range(3)]
+        saved |= {f"w{number}": weight, f"s{number}": scale} | {f"p{number}.{i}": one for i, one in enumerate(plain)}
+        full = scale.repeat_interleave(8, 0).repeat_interleave(8, 1)
+        wanted[f"w{number}"] = (weight.float() * full).bfloat16().t().contiguous()
+        wanted[f"p{number}"] = torch.stack([one.t() for one in plain]).float()
+    quantised = [transforms.dequantize([8, 8], dtype="bfloat16"), transforms.transpose(0, 1)]
+    rules.append(transforms.Rule(["w*", "s*"], "w*", quantised))
+    turned = [transforms.transpose(0, 1), transforms.stack(0), transforms.cast("float32")]
+    rules.append(transforms.Rule("p*.#", "p*", turned))
+    for name, value in saved.items():
+        save_file({name: value}, tmp_path / f"{name}.safetensors")
+    for num_bytes in (1, 64, 300, 1000, 5000, 1 << 20):
+        monkeypatch.setattr("torchtitan_ext.transforms.mapped_reads._BUFFER_BYTES", num_bytes)
+        state = {name: torch.full_like(value, -1) for name, value in wanted.items()}
+        state["p1"] = torch.full_like(wanted["p1"], -1, dtype=torch.float64)
+        tte.load(state, tmp_path, transform=Transform(rules))
+        assert differences(state, wanted | {"p1": wanted["p1"].double()}) == []

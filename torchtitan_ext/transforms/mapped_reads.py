@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torchtitan_ext import _core
 from torchtitan_ext.errors import CheckpointReadError, DamagedCheckpointError
 from torchtitan_ext.layout.dtensor import is_wrapper, local_view
+from torchtitan_ext.state.host_copies import aligned
 from torchtitan_ext.storage.checkpoint_files import Record
 from torchtitan_ext.storage.native.read_batch import Copy, add_box
 from torchtitan_ext.storage.raw_tensor import DTYPES
@@ -42,6 +43,32 @@ class RecordFiles(Protocol):
         ...
 
 
+class _Buffer:
+    """Memory for boxes, which is used again and again.
+
+    Attributes:
+        used: The bytes that are taken.
+    """
+
+    def __init__(self) -> None:
+        self._memory: torch.Tensor | None = None
+        self.used = 0
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether so much can be taken beside what is; an empty buffer takes anything."""
+        return self.used == 0 or self.used + num_bytes <= _BUFFER_BYTES
+
+    def take(self, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Room for a box; memory of its own where there is not enough."""
+        begin, num_bytes = self.used, torch.Size(sizes).numel() * dtype.itemsize
+        self.used = aligned(begin + num_bytes)
+        if begin + num_bytes > _BUFFER_BYTES:
+            return torch.empty(sizes, dtype=dtype, device="cpu")
+        if self._memory is None:
+            self._memory = torch.empty(_BUFFER_BYTES, dtype=torch.uint8, device="cpu")
+        return self._memory[begin : begin + num_bytes].view(dtype).view(sizes)
+
+
 class MappedReads:
     """Boxes of targets that are read together: ``add`` boxes, then ``read``.
 
@@ -57,7 +84,9 @@ class MappedReads:
         self._files: dict[str, int] = {}
         self._copies: list[Copy] = []
         self._results: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, list[torch.dtype]]] = []
-        self._buffered = 0
+        self._casting = _Buffer()
+        self._turning = _Buffer()
+        self._is_adding = False
         self.num_bytes = 0
         self.num_bytes_read = 0
 
@@ -81,16 +110,17 @@ class MappedReads:
         item_bytes = max(dtype.itemsize for dtype in dtypes) + (0 if scale_dtype is None else scale_dtype.itemsize + 8)
         max_elements = target.numel() if is_wrapper(target) else max(1, _BUFFER_BYTES // item_bytes)
         for inside, sizes in _boxes(tuple(target.shape), max_elements):
-            num_bytes = torch.Size(sizes).numel() * item_bytes
-            self._make_room(num_bytes)
-            self._buffered += num_bytes
-            place = torch.empty(sizes, dtype=dtypes[0], device="cpu")
+            if not self._casting.has_room(torch.Size(sizes).numel() * item_bytes):
+                self.read()
+            self._is_adding = True
+            place = self._casting.take(sizes, dtypes[0])
             at = tuple(offset + inner for offset, inner in zip(begin, inside, strict=True))
             self._add_parts(self._parts(fqn, at, place), place)
             scale = None
             if scale_dtype is not None:
-                scale = torch.empty(sizes, dtype=scale_dtype, device="cpu")
+                scale = self._casting.take(sizes, scale_dtype)
                 self._add_parts(self._parts(fqn, at, scale, scales=True), scale)
+            self._is_adding = False
             whole = target if sizes == tuple(target.shape) else local_view(target, inside, sizes)
             self._results.append((whole, place, scale, dtypes[1:]))
 
@@ -107,11 +137,11 @@ class MappedReads:
             for place, values in self._copies:
                 place.copy_(values)
             for target, values, scales, dtypes in self._results:
-                target.copy_(_converted(values, scales, dtypes))
+                target.copy_(_converted(values, scales, dtypes, target.dtype))
         self.num_bytes_read += self.num_bytes
         self._forget()
         if len(self._files) > _MAX_OPEN_FILES:
-            self._close()
+            self._runs, self._files = _core.RunReader(), {}
 
     def _parts(
         self, fqn: str, offsets: tuple[int, ...], place: torch.Tensor, *, scales: bool = False
@@ -129,39 +159,43 @@ class MappedReads:
             raise CheckpointReadError(part.index.fqn, reason)
         if DTYPES[record.tensor.dtype] != part.dtype or record.tensor.sizes != part.sizes:
             raise DamagedCheckpointError(f"{record.file}: {part.index.fqn} is not of the dtype and shape in .metadata")
-        if record.file not in self._files:
-            self._files[record.file] = self._source.open_file(self._runs, record.file)
-        file, stored = self._files[record.file], part.part.stored(record.tensor)
+        stored = part.part.stored(record.tensor)
         strides = part.part.memory_strides
         view = place.as_strided(stored.sizes, strides, place.storage_offset() + part.part.memory_offset)
         self.num_bytes += view.numel() * stored.item_bytes
         if _has_long_runs(stored, strides):
-            self._copies += add_box(self._runs, file, stored, (0,) * view.dim(), view)
+            self._copies += add_box(self._runs, self._file(record.file), stored, (0,) * view.dim(), view)
             return
         # Repeated elements (stride 0) are read once.
         once = [dim for dim, stride in enumerate(stored.strides) if stride == 0]
         sizes = tuple(1 if dim in once else size for dim, size in enumerate(stored.sizes))
         for inside, part_sizes in _boxes(sizes, max(1, _BUFFER_BYTES // stored.item_bytes)):
-            values = torch.empty(part_sizes, dtype=part.dtype, device="cpu")
-            self._make_room(values.nbytes)
-            self._buffered += values.nbytes
-            copies = add_box(self._runs, file, stored, inside, values)
+            if not self._turning.has_room(torch.Size(part_sizes).numel() * stored.item_bytes):
+                self.read()
+            values = self._turning.take(part_sizes, part.dtype)
+            copies = add_box(self._runs, self._file(record.file), stored, inside, values)
             shown = tuple(view.shape[dim] if dim in once else size for dim, size in enumerate(part_sizes))
             self._copies += [*copies, (local_view(view, inside, shown), values)]
 
-    def _make_room(self, num_bytes: int) -> None:
-        if self._buffered and self._buffered + num_bytes > _BUFFER_BYTES:
-            self.read()
+    def _file(self, name: str) -> int:
+        """The number of a file, which may change with each ``read``."""
+        if name not in self._files:
+            self._files[name] = self._source.open_file(self._runs, name)
+        return self._files[name]
 
     def _forget(self) -> None:
         self._copies.clear()
         self._results.clear()
-        self._buffered = self.num_bytes = 0
+        self.num_bytes = 0
+        self._turning.used = 0
+        if not self._is_adding:  # else a box in there waits for the rest of its parts
+            self._casting.used = 0
 
     def _close(self) -> None:
-        """The next call must not read what failed, and files do not stay open for ever."""
+        """The next call must not read what failed."""
         self._runs = _core.RunReader()
         self._files = {}
+        self._is_adding = False
         self._forget()
 
 
@@ -202,7 +236,12 @@ def _boxes(sizes: tuple[int, ...], max_elements: int) -> list[tuple[tuple[int, .
     return boxes
 
 
-def _converted(values: torch.Tensor, scales: torch.Tensor | None, dtypes: Sequence[torch.dtype]) -> torch.Tensor:
+def _converted(
+    values: torch.Tensor, scales: torch.Tensor | None, dtypes: Sequence[torch.dtype], wanted: torch.dtype
+) -> torch.Tensor:
+    """Without the last cast where a copy makes it."""
+    if dtypes and dtypes[-1] == wanted and scales is None:
+        dtypes = dtypes[:-1]
     if scales is not None:
         values = values.to(torch.float32) * scales.to(torch.float32)
     for dtype in dtypes:
