@@ -45,6 +45,7 @@ class Case:
         after_seconds: All ranks are killed then, wherever they are.
         reuse: The checkpoint with which the save shares what has not changed.
         max_file_bytes: Where it is not 0, the tensors are saved as safetensors, in files of so many bytes.
+        one_writer: Whether each of these has one writer.
     """
 
     root: str
@@ -63,6 +64,7 @@ class Case:
     sync: bool = True
     reuse: str | None = None
     max_file_bytes: int = 0
+    one_writer: bool = False
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,12 @@ def save_as_rank(rank: int, case: Case, faults: Any, scratch: str) -> None:
         writer: StorageWriter = FileWriter(case.target, sync=case.sync, thread_count=case.num_threads, reuse=case.reuse)
         if case.max_file_bytes:
             state.pop("step")
-            writer = SafetensorsWriter(case.target, max_file_bytes=case.max_file_bytes, thread_count=case.num_threads)
+            writer = SafetensorsWriter(
+                case.target,
+                max_file_bytes=case.max_file_bytes,
+                one_writer_per_file=case.one_writer,
+                thread_count=case.num_threads,
+            )
         at = case.at if rank == case.rank else 0
         root, log = case.root.encode(), case.log.encode() if rank == case.rank else b""
         faults.tte_faults_arm(root, ctypes.c_long(at), case.code, int(case.is_late), int(case.no_exchange), log)

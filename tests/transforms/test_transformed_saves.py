@@ -134,6 +134,16 @@ def test_there_and_back_are_the_same_files(tmp_path: Path) -> None:
     assert hub_bytes == back_bytes
 
 
+def test_a_kept_planner_lets_go_of_what_is_dropped(tmp_path: Path) -> None:
+    planner = tte.SavePlanner()
+    for number in range(2):
+        state = {"w": torch.full((3,), float(number)), "dropped": torch.zeros(2), "step": number}
+        kept = Transform([Rule("w", "w")], drop=["dropped", "step"])
+        tte.save(state, tmp_path, format="safetensors", transform=kept, planner=planner, no_dist=True)
+        assert planner.state_dict == {}
+        assert_same(read_all(tmp_path), {"w": state["w"]})
+
+
 @pytest.mark.parametrize(
     ("transform", "expected"),
     [

@@ -25,6 +25,7 @@ class Scenario:
     new_file_bytes: int
     has_foreign: bool = False
     no_exchange: bool = False
+    one_writer: bool = False
 
 
 ONE, SEVERAL = 10**9, 3000
@@ -36,6 +37,9 @@ SCENARIOS = [
     Scenario("several to one, beside others", SEVERAL, ONE, has_foreign=True),
     Scenario("several to several, no exchange", SEVERAL, SEVERAL, no_exchange=True),
 ]
+
+
+WITH_ONE_WRITER = Scenario("several to several, one writer", SEVERAL, SEVERAL, one_writer=True)
 
 
 def value_at(path: Path, world_size: int) -> int | str:
@@ -77,6 +81,7 @@ class Field:
             str(root / "hf"),
             world_size=self.world_size,
             no_exchange=self.scenario.no_exchange,
+            one_writer=self.scenario.one_writer,
             max_file_bytes=max_file_bytes or self.scenario.new_file_bytes,
             **options,
         )
@@ -104,8 +109,11 @@ class Field:
         return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+@pytest.mark.parametrize(
+    ("scenario", "world_size"),
+    [*((scenario, size) for scenario in SCENARIOS for size in (1, 2)), (WITH_ONE_WRITER, 2)],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
 def test_kill_at_every_operation(
     fault_server: FaultServer, fast_path: Path, scenario: Scenario, world_size: int
 ) -> None:

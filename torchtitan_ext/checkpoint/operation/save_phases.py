@@ -175,11 +175,11 @@ def save_values(
     """
     planner, phases = job.planner, job.phases
     metadata: Metadata | None = None
-    if isinstance(writer, SafetensorsWriter):
-        writer.ranks = _ranks_of(phases)
 
     def plan_own_part() -> SavePlan:
         set_up_save(values, writer, planner, is_coordinator=phases.is_coordinator, rank=phases.rank)
+        if isinstance(writer, SafetensorsWriter):
+            writer.ranks = _ranks_of(phases)
         return writer.prepare_local_plan(planner.create_local_plan())
 
     def plan_all_parts(plans: list[SavePlan]) -> list[SavePlan]:

@@ -8,8 +8,8 @@ import os
 import time
 import uuid
 import warnings
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from torchtitan_ext.storage.formats.sparse_files import sync_files
 from torchtitan_ext.storage.formats.weights_directory import refuse_irreplaceable, replace_weights
 from torchtitan_ext.storage.futures import finished
 from torchtitan_ext.storage.native.file_writer import WritesInPortions
+from torchtitan_ext.storage.native.shared_files import CountsRequests
 from torchtitan_ext.storage.progress import progress
 from torchtitan_ext.storage.weights.boxes import PlacedBoxes
 from torchtitan_ext.storage.weights.layout import file_names, find_places, lay_out_weights, make_weights
@@ -92,7 +93,7 @@ class SafetensorsWriter(StorageWriter):
     Attributes:
         target: The absolute path.
         confirm: As in ``FileWriter``.
-        ranks: How ranks send each other bytes, where they can; ``tte.save`` sets it on all ranks before it plans.
+        ranks: How ranks send each other bytes, where they can; ``tte.save`` sets it on all ranks when it plans.
 
     Raises:
         StateRefusedError: Values that are no tensors, or dtypes that the format lacks; nothing was written.
@@ -123,11 +124,18 @@ class SafetensorsWriter(StorageWriter):
         self.max_file_bytes = max_file_bytes
         self.file_numbers = file_numbers
         self.one_writer_per_file = one_writer_per_file
-        self.ranks: WriterRanks | None = None
         self.weights_map = weights_map
         self.sync = sync
         self.thread_count = thread_count
+        self.save_id = ""
+        self.rank = 0
+        self.ranks: WriterRanks | None = None
+        self.confirm: Callable[[], None] = _ask_nobody
+        self._is_coordinator = False
         self._planner: Any = None
+        self._metadata: Metadata | None = None
+        self._one_writer: OneWriterPerFile | None = None
+        self._staged: ExitStack | None = None
         self.reset(path)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -145,10 +153,11 @@ class SafetensorsWriter(StorageWriter):
             raise WrongValueError("save: got use_collectives=False, expected True: safetensors files are of all ranks")
         self.save_id = uuid.uuid4().hex
         self.rank = kwargs.get("rank") or 0
+        self.ranks = None
         self.confirm = _ask_nobody
         self._is_coordinator = is_coordinator
-        self._metadata: Metadata | None = None
-        self._one_writer: OneWriterPerFile | None = None
+        self._metadata = None
+        self._one_writer = None
 
     def take_metadata(self, metadata: Metadata) -> None:
         """Gives the coordinator what ``prepare_global_plan`` lays out; ``tte.save`` calls it before."""
@@ -188,7 +197,7 @@ class SafetensorsWriter(StorageWriter):
             # A name that no rank has seen before: a network file system may show it files of another save.
             self._directory = stage / self.save_id
             self._files = make_weights(weights, self._directory)
-            self._staged: ExitStack | None = staged.pop_all()
+            self._staged = staged.pop_all()
         has_one_writer = self.one_writer_per_file
         if has_one_writer is None:
             has_one_writer = _core.is_on_network(os.fsencode(self._directory))
@@ -207,16 +216,13 @@ class SafetensorsWriter(StorageWriter):
 
     def abandon(self) -> None:
         """Removes the files of a save that has failed on all ranks; acts on the coordinator."""
-        staged, self._staged = getattr(self, "_staged", None), None
+        staged, self._staged = self._staged, None
         if staged is not None:
-            try:
-                with staged:
-                    raise _AbandonedError
-            except _AbandonedError:
-                pass
+            with suppress(_AbandonedError), staged:
+                raise _AbandonedError
 
     def storage_meta(self) -> StorageMeta:
-        meta = WeightsMeta(checkpoint_id=self.path, save_id=getattr(self, "save_id", None))
+        meta = WeightsMeta(checkpoint_id=self.path, save_id=self.save_id)
         meta.has_transform = self.weights_map is not None
         return meta
 
@@ -259,8 +265,12 @@ class SafetensorsWriter(StorageWriter):
             for portion in planner.portions(plan.items) if isinstance(planner, WritesInPortions) else [plan.items]:
                 # In the order of the files, so that neighbours are written by one call.
                 for item in sorted(portion, key=lambda item: _order(entries.get(item.index.fqn))):
+                    num_places = 0
                     for placed in places.of(item, functools.partial(planner.resolve_data, item)):
                         boxes.add(placed, *entries[placed.fqn])
+                        num_places += 1
+                    if num_places == 0 and isinstance(planner, CountsRequests):
+                        planner.expect_requests(-1)  # a transform drops it
                 boxes.write()
             return WrittenWeights(boxes.num_bytes)
 
