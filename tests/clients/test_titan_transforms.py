@@ -75,6 +75,30 @@ def dequantized(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return weight.float() * whole
 
 
+def test_layers_of_multi_token_prediction_come_behind_the_others(tmp_path: Path) -> None:
+    """The hub counts them with the others, and has copies of the embedding and of the head in them."""
+    spec = import_module("torchtitan.models.deepseek_v3").model_registry("debugmodel", num_mtp_layers=2)
+    with torch.device("meta"):
+        shapes = {name: value.shape for name, value in spec.model.build().state_dict().items()}
+    generator = torch.Generator().manual_seed(29)
+    state = {
+        name: torch.randn([min(size, 64) for size in shape], generator=generator).bfloat16()
+        for name, shape in shapes.items()
+    }
+    num_layers = len(spec.model.layers)
+    adapter = spec.state_dict_adapter(spec.model, None)
+    hub = {name: value.clone() for name, value in adapter.to_hf(dict(state)).items()}
+    wanted = adapter.from_hf(dict(hub))
+    assert (
+        any(name.startswith("mtp_layers.1.moe.") for name in wanted)
+        and f"model.layers.{num_layers + 1}.enorm.weight" in hub
+    )
+    transform = models.torchtitan_deepseek_v3(num_layers=num_layers, num_mtp_layers=2)
+    assert differences(through(wanted, tmp_path / "titan", transform.inverse(), hub), hub) == []
+    hub |= {f"model.layers.{num_layers}.{name}.weight": torch.ones(3) for name in ("embed_tokens", "shared_head.head")}
+    assert differences(through(hub, tmp_path / "hub", transform, wanted), wanted) == []
+
+
 def test_fp8_weights_of_deepseek_are_scaled_on_the_way(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(29)
     hub, plain = {}, {}

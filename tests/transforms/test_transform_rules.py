@@ -4,7 +4,7 @@ import pytest
 
 from torchtitan_ext import _core, transforms
 from torchtitan_ext.errors import WrongValueError
-from torchtitan_ext.transforms import Rule, Transform
+from torchtitan_ext.transforms import Rule, Transform, models
 
 Sources = list[tuple[str, str, tuple[int, ...]]]
 
@@ -176,6 +176,17 @@ def test_elements_that_go_nowhere_or_twice_to_one_place_are_named() -> None:
     assert problem == ("w", "is filled twice at element [1, 0] of its shape [3, 2], from a, b")
     gap = Transform([Rule(["a", "b"], "w", [transforms.place([5, 2], [[0, 0], [3, 0]])])])
     assert problems_of(gap, pair) == [("w", "nothing fills element [2, 0] of its shape [5, 2]")]
+
+
+def test_layers_of_multi_token_prediction() -> None:
+    with pytest.raises(WrongValueError, match="got num_mtp_layers=1, expected num_layers beside it"):
+        models.torchtitan_deepseek_v3(num_mtp_layers=1)
+    hub = [f"model.layers.{layer}.input_layernorm.weight" for layer in range(12)]
+    hub += ["model.layers.11.shared_head.norm.weight", "model.layers.11.embed_tokens.weight", "model.norm.weight"]
+    transform = models.torchtitan_deepseek_v3(num_layers=11, num_mtp_layers=1)
+    titan = {*(f"layers.{layer}.attention_norm.weight" for layer in range(11)), "norm.weight"}
+    titan |= {"mtp_layers.0.attention_norm.weight", "mtp_layers.0.mtp_norm.weight"}
+    assert targets_of(transform, [(name, "bfloat16", (4,)) for name in hub]).keys() == titan
 
 
 def test_a_tied_tensor_may_go_to_several_targets() -> None:

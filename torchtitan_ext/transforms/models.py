@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from torchtitan_ext.errors import WrongValueError
 from torchtitan_ext.transforms.rules import (
     Rule,
     Step,
@@ -37,6 +38,7 @@ _TITAN_NAMES = {
     "post_attention_layernorm.weight": "ffn_norm.weight",
 }
 _TITAN_EXPERTS = {"gate_proj": "w1_EFD", "up_proj": "w3_EFD", "down_proj": "w2_EDF"}
+_MTP_COPIES = ("model.layers.*.embed_tokens.weight", "model.layers.*.shared_head.head.weight")
 _NO_WEIGHTS = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
 
 
@@ -74,13 +76,27 @@ def torchtitan_qwen3(*, tied: bool = False) -> Transform:
     )
 
 
-def torchtitan_deepseek_v3(*, dtype: str | None = None, block: Sequence[int] = (128, 128)) -> Transform:
-    """torchtitan's DeepSeek V3, without the layers of its multi-token prediction.
+def torchtitan_deepseek_v3(
+    *,
+    dtype: str | None = None,
+    block: Sequence[int] = (128, 128),
+    num_layers: int | None = None,
+    num_mtp_layers: int = 0,
+) -> Transform:
+    """torchtitan's DeepSeek V3.
 
     Args:
         dtype: The checkpoint has fp8 weights with a scale per block (``weight_scale_inv``): what becomes of them.
             There is no way back then.
+        num_layers: The layers of the model without those of its multi-token prediction; must be given with these.
+        num_mtp_layers: The layers of its multi-token prediction, which the hub counts behind the others. Their own
+            copies of the embedding and of the head are dropped.
+
+    Raises:
+        WrongValueError: Layers of multi-token prediction, and no ``num_layers``.
     """
+    if num_mtp_layers and num_layers is None:
+        raise WrongValueError(f"got num_mtp_layers={num_mtp_layers}, expected num_layers beside it", "num_layers")
     names = {
         "self_attn.kv_a_proj_with_mqa.weight": "attention.wkv_a.weight",
         "self_attn.kv_b_proj.weight": "attention.wkv_b.weight",
@@ -100,9 +116,17 @@ def torchtitan_deepseek_v3(*, dtype: str | None = None, block: Sequence[int] = (
         **{name: target for name, target in _TITAN_NAMES.items() if "norm" in name},
     }
     scaled = [] if dtype is None else [dequantize(block, dtype=dtype)]
-    return Transform(
-        [*_layers(names, scaled), *_layers(plain), *_titan_experts(scaled), *_titan_ends(False)], drop=_NO_WEIGHTS
-    )
+    if num_mtp_layers:
+        plain |= {name: name for name in ("enorm.weight", "hnorm.weight", "eh_proj.weight")}
+        plain["shared_head.norm.weight"] = "mtp_norm.weight"
+    drop = (*_NO_WEIGHTS, *(_MTP_COPIES if num_mtp_layers else ()))
+    rules = [*_layers(names, scaled), *_layers(plain), *_titan_experts(scaled), *_titan_ends(False)]
+    transform = Transform(rules, drop=drop)
+    if not num_mtp_layers or num_layers is None:
+        return transform
+    same = [*(rule.targets[0] for rule in _titan_ends(False)), *(f"layers.{layer}.**" for layer in range(num_layers))]
+    mtp = [Rule(f"layers.{num_layers + layer}.**", f"mtp_layers.{layer}.**") for layer in range(num_mtp_layers)]
+    return transform.then(Transform([*(Rule(name, name) for name in same), *mtp]))
 
 
 def transformers_mixtral() -> Transform:

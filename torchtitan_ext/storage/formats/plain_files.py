@@ -45,7 +45,10 @@ class PlainFiles:
         self._directory = path if path.is_dir() else path.parent
         self._records = {(fqn, offsets): record for fqn, chunks in places.items() for offsets, record in chunks}
         self._values = values
-        entries = {fqn: _entry_of(path, fqn, places[fqn]) if fqn in places else BytesStorageMetadata() for fqn in paths}
+        whole: dict[tuple[int, ...], list[ChunkStorageMetadata]] = {}
+        entries = {
+            fqn: _entry_of(path, fqn, places[fqn], whole) if fqn in places else BytesStorageMetadata() for fqn in paths
+        }
         self.metadata = Metadata(entries, planner_data=dict(paths))
 
     def check_files(self, fqns: Iterable[str]) -> None:
@@ -79,7 +82,16 @@ class PlainFiles:
         return found
 
 
-def _entry_of(path: Path, fqn: str, places: list[Place]) -> TensorStorageMetadata:
+def _entry_of(
+    path: Path, fqn: str, places: list[Place], whole: dict[tuple[int, ...], list[ChunkStorageMetadata]]
+) -> TensorStorageMetadata:
+    """``whole`` has the chunk list of each shape, which tensors of one chunk share."""
+    offsets, tensor = places[0][0], places[0][1].tensor
+    if len(places) == 1 and tensor is not None and not any(offsets):
+        sizes = tuple(tensor.sizes)
+        if sizes not in whole:
+            whole[sizes] = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))]
+        return TensorStorageMetadata(TensorProperties(dtype=DTYPES[tensor.dtype]), torch.Size(sizes), whole[sizes])
     tensors = [(offsets, record.tensor) for offsets, record in places if record.tensor is not None]
     chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(tensor.sizes)) for offsets, tensor in tensors]
     dtype = DTYPES[min({tensor.dtype for _, tensor in tensors})]
