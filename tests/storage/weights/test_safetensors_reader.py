@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import torchtitan_ext as tte
+from torchtitan_ext import transforms
 from torchtitan_ext.elastic import ElasticPolicy, Source
 from torchtitan_ext.errors import MissingStateError, ReshardError, StateRefusedError
 from torchtitan_ext.storage.weights.safetensors_reader import SafetensorsReader, reader_at
@@ -257,6 +258,27 @@ def test_more_files_than_are_held_open(tmp_path: Path, monkeypatch: pytest.Monke
     state = {name: torch.zeros(3) for name in saved}
     tte.load(state, tmp_path)
     assert differences(state, saved) == []
+
+
+def test_files_may_be_links_as_in_the_cache_of_the_hub(tmp_path: Path) -> None:
+    made = save_as("safetensors", tmp_path / "made", truth())
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshots" / "main").mkdir(parents=True)
+    for number, file in enumerate(made.iterdir()):
+        file.rename(tmp_path / "blobs" / str(number))
+        (tmp_path / "snapshots" / "main" / file.name).symlink_to(f"../../blobs/{number}")
+    same = transforms.Transform([transforms.Rule("*", "*")])
+    for transform in (None, same):
+        state = zeros()
+        tte.load(state, tmp_path / "snapshots" / "main", transform=transform)
+        assert differences(state, truth()) == []
+    state = zeros()
+    tte.load(
+        state,
+        tmp_path / "snapshots" / "main" / "model-00001-of-00002.safetensors",
+        policy=ElasticPolicy(strict="ignore"),
+    )
+    assert torch.equal(state["embed"].view(torch.uint8), truth()["embed"].view(torch.uint8))
 
 
 def save_in_shards(rank: int, world_size: int, path: Path) -> None:

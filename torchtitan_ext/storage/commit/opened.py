@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 from torchtitan_ext import _core
@@ -24,10 +25,16 @@ _MAX_HELD = 512
 
 
 class OpenedCheckpoint:
-    """Keeps the directory, and files in it, open as long as the object lives."""
+    """Keeps the directory, and files in it, open as long as the object lives.
 
-    def __init__(self, directory: Path) -> None:
+    Args:
+        may_link: Whether files may be links out of the directory, as in the cache of Hugging Face's hub. Names must be
+            those of files in the directory then.
+    """
+
+    def __init__(self, directory: Path, *, may_link: bool = False) -> None:
         self.directory = directory
+        self._may_link = may_link
         self._files: dict[str, int] = {}
         self._directory = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._metadata_name = ""
@@ -40,8 +47,8 @@ class OpenedCheckpoint:
         if hasattr(self, "_directory"):
             os.close(self._directory)
 
-    def __reduce__(self) -> tuple[type[OpenedCheckpoint], tuple[Path]]:
-        return OpenedCheckpoint, (self.directory,)
+    def __reduce__(self) -> tuple[Callable[..., OpenedCheckpoint], tuple[Path]]:
+        return partial(OpenedCheckpoint, may_link=self._may_link), (self.directory,)
 
     def read_metadata(self, name: str) -> bytes:
         """The bytes of ``.metadata``, or of an index that replaces it. From then on a missing file is recognized as
@@ -94,7 +101,8 @@ class OpenedCheckpoint:
             SavedOverError: Another save has replaced the checkpoint.
         """
         if name not in self._files:
-            data_path(self.directory, name)
+            if not self._may_link:
+                data_path(self.directory, name)
             self._files[name] = self._open(name)
         return self._files[name]
 

@@ -105,7 +105,7 @@ class SafetensorsReader(FileReader):
     @property
     def files(self) -> OpenedCheckpoint:
         if self._opened is None:
-            self._opened = OpenedCheckpoint(self.path if self.path.is_dir() else self.path.parent)
+            self._opened = OpenedCheckpoint(self.path if self.path.is_dir() else self.path.parent, may_link=True)
         return self._opened
 
     def find_records(self, indices: Sequence[MetadataIndex]) -> list[Record]:
