@@ -34,10 +34,11 @@ _MAX_NAMED = 4
 
 @dataclasses.dataclass(frozen=True)
 class _WeightsMark:
-    """The files that a rank has opened; part of its plan. Ranks of one host that name one path have opened the same."""
+    """The files that a rank has opened; part of its plan. Ranks of one host that name one path on one file system have
+    opened the same; containers of a host may have disks of their own.
+    """
 
-    host: str
-    path: str
+    place: tuple[str, int, str]
     digest: str
 
 
@@ -93,12 +94,12 @@ class SafetensorsReader(FileReader):
         if not self._identities:  # with dcp.load one rank reads the headers for all
             return plan
         digest = f"{_core.digest(repr(sorted(self._identities.items())).encode()):016x}"
-        mark = _WeightsMark(socket.gethostname(), os.path.realpath(self.path), digest)
-        return dataclasses.replace(plan, storage_data=mark)
+        place = (socket.gethostname(), self.files.directory.stat().st_dev, os.path.realpath(self.path))
+        return dataclasses.replace(plan, storage_data=_WeightsMark(place, digest))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         marks = {plan.storage_data for plan in plans if isinstance(plan.storage_data, _WeightsMark)}
-        if len({(mark.host, mark.path) for mark in marks}) < len(marks):
+        if len({mark.place for mark in marks}) < len(marks):
             raise SavedOverError(str(self.path), "ranks have opened the files of different saves")
         return plans
 
