@@ -87,9 +87,13 @@ def arrow_documents() -> Any:
     return importlib.import_module("datasets").Dataset.from_list(documents())
 
 
-def packed(num_shards: int) -> PackedTokens:
+def texts(num_shards: int) -> IndexedStreams:
     data = arrow_documents() if importlib.util.find_spec("datasets") else documents()
-    return PackedTokens(IndexedStreams(data, num_shards=num_shards), seq_len=SEQ_LEN, encode=encode_sample)
+    return IndexedStreams(data, num_shards=num_shards)
+
+
+def packed(num_shards: int) -> PackedTokens:
+    return PackedTokens(texts(num_shards), seq_len=SEQ_LEN, encode=encode_sample)
 
 
 def collate(samples: list[Any]) -> Any:
@@ -142,7 +146,7 @@ def text_of_nodes(feed: Feed) -> Iterator[Any]:
 
     class Texts:
         def __iter__(self) -> Iterator[Any]:
-            source, epoch = IndexedStreams(documents(), num_shards=feed.world_size), 0
+            source, epoch = texts(feed.world_size), 0
             while True:
                 yield from source.open_stream(feed.rank, epoch)
                 epoch += 1
