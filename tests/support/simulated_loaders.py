@@ -68,7 +68,7 @@ class Ranks:
                 loader.load_state_dict(loader.reshard(saved, None, None).state)
             else:
                 loader.load_state_dict({key: saved[key] for key in loader.state_dict()})
-        self._iterators = [iter(loader) for loader in self.loaders]
+        self._iterators: list[Any] = [None] * dp_size
 
     def step(self) -> list[Any] | None:
         """One local batch of each rank, or None where all have come to the end of an epoch; never some of them."""
@@ -87,10 +87,12 @@ class Ranks:
         return merged
 
     def _next(self, rank: int) -> Any:
+        if self._iterators[rank] is None:
+            self._iterators[rank] = iter(self.loaders[rank])
         try:
             return next(self._iterators[rank])
         except StopIteration:
-            self._iterators[rank] = iter(self.loaders[rank])
+            self._iterators[rank] = None
             return None
 
     def _sum(self, rank: int, count: int) -> int:

@@ -4,7 +4,7 @@ from torchtitan_ext.checkpoint.rules.param_groups import GroupNote, OptionGaps, 
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source
 from torchtitan_ext.checkpoint.tables.component import Reshardable, Resharded, World, reshard_state
 from torchtitan_ext.elastic.data.dataloader import ElasticDataLoader
-from torchtitan_ext.elastic.data.frontier import TooManyInFlightError, UnknownSamplesError
+from torchtitan_ext.elastic.data.frontier import EpochInFlightError, TooManyInFlightError, UnknownSamplesError
 from torchtitan_ext.elastic.data.indexed import IndexedStreams
 from torchtitan_ext.elastic.data.packing import PackedTokens
 from torchtitan_ext.elastic.data.sampler import ElasticBatchSampler
@@ -23,6 +23,7 @@ __all__ = [
     "ElasticDataLoader",
     "ElasticLRScheduler",
     "ElasticPolicy",
+    "EpochInFlightError",
     "GroupNote",
     "HuggingFaceStreams",
     "IndexedStreams",

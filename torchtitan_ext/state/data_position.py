@@ -211,9 +211,11 @@ def _of_streams(common: Mapping[str, Any], state: Mapping[str, Any]) -> DataPosi
     left = [one.samples_left for one in shards]
     known = [count for count in left if count is not None]
     is_known = len(known) == num_shards
+    in_flight = sum(len(state[key][0].get("in_flight", ())) for key in state if _SHARD.match(key))
     return replace(
         _of_all(common, min(epochs), max(epochs)),
-        samples_left=sum(known) if is_known else None,
+        in_flight=in_flight,
+        samples_left=sum(known) + in_flight if is_known else None,
         num_shards=num_shards,
         shards=shards,
     )

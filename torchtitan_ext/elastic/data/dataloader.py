@@ -118,9 +118,8 @@ class ElasticDataLoader:
             unknown = loader_options.keys() - {field.name for field in fields(WorkerOptions)}
             if unknown:
                 raise ValueError(f"ElasticDataLoader: {', '.join(sorted(unknown))} cannot be applied to streams")
-            if max_in_flight is not None:
-                raise ValueError("ElasticDataLoader: max_in_flight is not yet there for streams; leave it out")
-            self._batches = StreamBatches(data, share, group, collate_fn, WorkerOptions(**loader_options))
+            workers = WorkerOptions(**loader_options)
+            self._batches = StreamBatches(data, share, group, collate_fn, workers, max_in_flight is not None)
         elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
             if not loader_options.get("in_order", True):
                 raise ValueError("ElasticDataLoader: in_order=False has no position to resume from; leave it out")
@@ -144,7 +143,8 @@ class ElasticDataLoader:
         """The ids of the samples of this rank's latest batch, in its order, without padding: int64 on the CPU.
 
         A sample has one id in each epoch, the same for any number of ranks. Over map-style data it is epoch * number of
-        samples + place in the epoch's order.
+        samples + place in the epoch's order; over streams virtual shard + ``num_shards`` * number of the sample in the
+        shard, counted over all epochs.
         """
         return torch.from_numpy(self._batches.sample_ids)
 

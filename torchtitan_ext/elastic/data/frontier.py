@@ -88,6 +88,22 @@ class TooManyInFlightError(TorchtitanExtError, RuntimeError):
 
 
 @dataclass(eq=False, repr=False)
+class EpochInFlightError(TorchtitanExtError, RuntimeError):
+    """An epoch of streams has ended and is not wholly acknowledged. Nothing has changed: acknowledge, then iterate."""
+
+    num_in_flight: int
+    dp_rank: int
+    epoch: int
+
+    def __str__(self) -> str:
+        return (
+            f"data loader: {self.num_in_flight} samples of epoch {self.epoch} are in flight on data-parallel rank "
+            f"{self.dp_rank}, and the next epoch of streams that are not endless begins when all were trained; call "
+            "acknowledge(ids) of these, then iterate again"
+        )
+
+
+@dataclass(eq=False, repr=False)
 class UnknownSamplesError(TorchtitanExtError, ValueError):
     """Samples were acknowledged that are not in flight on this rank, or twice in one call. Nothing has changed.
 

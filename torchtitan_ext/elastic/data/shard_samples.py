@@ -2,9 +2,11 @@
 
 A mark is a place between two samples: how many samples come before it, and the stream's state there. Marks are made
 while the shard is read and never change, so a checkpoint keeps the latest mark as it is and counts the samples since.
-A job that goes on opens the stream at the mark and reads these samples again without giving them:
+A job that goes on opens the stream at the mark and reads these samples again, without giving them. Where samples are
+acknowledged, the checkpoint keeps the latest mark before all that are open, and those are given again:
 
-    s0 s1 ... s15 | s16 s17 s18 ...     a mark after 16 samples; s17 was given last: this mark, and 2 samples since
+    s0 s1 ... s15 | s16 s17 s18 ...     a mark after 16 samples; s17 was given last: this mark, and 2 samples since;
+                                        if s16 is still open, s16 is given again, then s18
 """
 
 from __future__ import annotations
@@ -35,26 +37,38 @@ class Mark:
     stream: Any = None
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where reading goes on: ``num_given`` samples after a mark, in ``epoch``, the mark's or a later one.
+
+    ``again`` has the numbers, over all epochs, of those of them that are given once more before any other, ascending.
+    """
+
+    mark: Mark
+    num_given: int
+    epoch: int
+    again: tuple[int, ...] = ()
+
+
 Item = Mark | tuple[Any, Mark | None]
 
 
 class ShardSamples:
-    """Iterates over the samples of a shard after a mark: pairs of a sample and the mark after it, None without one.
+    """Iterates over the samples of a shard from a place on: pairs of a sample and the mark after it, None without one.
 
     A mark that stands for itself is the place at the end of an epoch or at its beginning. Iteration ends with the epoch
     and goes on after ``start_epoch``. The stream is opened when it is needed.
-
-    Args:
-        num_given: Samples after the mark that were given before; they are skipped.
     """
 
-    def __init__(self, source: StreamSource, shard: int, mark: Mark, num_given: int) -> None:
+    def __init__(self, source: StreamSource, shard: int, place: Place) -> None:
         self._source = source
         self._shard = shard
-        self._mark = mark
-        self._num_given = num_given
+        self._place = place
+        self._epoch = place.mark.epoch
+        self._total = place.mark.total
         self._stream: Iterable[Any] | None = None
-        self._items: Iterator[Item] = self._read()
+        self._samples: Iterator[Any] | None = None
+        self._items: Iterator[Item] = itertools.chain(self._replay(), self._read())
 
     def __iter__(self) -> Iterator[Item]:
         return self._items
@@ -65,45 +79,64 @@ class ShardSamples:
         Args:
             total: What that mark counts: it leaves out samples that were read for a batch that nobody got.
         """
-        if self._stream is None and (self._mark.stream is not None or self._num_given):
+        place = self._place
+        if self._stream is None and (place.mark.stream is not None or place.num_given):
             # It may keep something from epoch to epoch, which is that after the samples that were given.
-            if hasattr(self._open(), "start_epoch"):
-                self._resumed()
-        epoch = self._mark.epoch + 1
-        if not start_epoch(self._stream, epoch):
-            self._stream = None
-        self._mark = Mark(epoch, total, snapshot(self._stream))
-        self._num_given = 0
-        self._items = itertools.chain([self._mark], self._read())
+            self._open()
+            if hasattr(self._stream, "start_epoch"):
+                deque(self._replay(), maxlen=0)
+        self._epoch = place.epoch
+        self._leave_epoch()
+        self._total = total
+        mark = self._mark()
+        self._place = Place(mark, 0, mark.epoch)
+        self._items = itertools.chain([mark], self._read())
 
     def state(self) -> Any:
         """The stream's state after the samples that were given before. Not once iteration has begun."""
-        self._resumed()
+        deque(self._replay(), maxlen=0)
         return snapshot(self._stream)
 
-    def _open(self) -> Iterable[Any]:
-        self._stream = self._source.open_stream(self._shard, self._mark.epoch)
-        if isinstance(self._stream, Stream) and self._mark.stream is not None:
-            self._stream.load_state_dict(copy.deepcopy(self._mark.stream))
-        return self._stream
+    def _open(self) -> Iterator[Any]:
+        """The samples from where the stream stands; of one that is not open, from the mark or the epoch's beginning."""
+        if self._stream is None:
+            mark = self._place.mark
+            self._stream = self._source.open_stream(self._shard, self._epoch)
+            if self._epoch == mark.epoch and mark.stream is not None and isinstance(self._stream, Stream):
+                self._stream.load_state_dict(copy.deepcopy(mark.stream))
+        self._samples = iter(self._stream)
+        return self._samples
 
-    def _resumed(self) -> Iterator[Any]:
-        """The samples of the stream after those that were given before."""
-        samples = iter(self._open() if self._stream is None else self._stream)
-        deque(itertools.islice(samples, self._num_given), maxlen=0)
-        return samples
+    def _leave_epoch(self) -> None:
+        self._epoch += 1
+        self._samples = None
+        if not start_epoch(self._stream, self._epoch):
+            self._stream = None
+
+    def _replay(self) -> Iterator[Item]:
+        """Reads what was given before, and gives again what is to be given again."""
+        place, again = self._place, set(self._place.again)
+        while True:
+            samples = self._open()
+            is_last = self._epoch == place.epoch
+            num_left = place.mark.total + place.num_given - self._total
+            for sample in itertools.islice(samples, num_left) if is_last else samples:
+                if self._total in again:
+                    yield sample, None
+                self._total += 1
+            if is_last:
+                return
+            self._leave_epoch()
 
     def _read(self) -> Iterator[Item]:
-        samples = self._resumed()
+        samples = self._open() if self._samples is None else self._samples
         has_state = isinstance(self._stream, Stream)
         for sample in samples:
-            self._num_given += 1
-            is_due = has_small_state(self._stream) or (self._mark.total + self._num_given) % _MARK_EVERY == 0
-            yield sample, self._new_mark() if has_state and is_due else None
+            self._total += 1
+            is_due = has_small_state(self._stream) or self._total % _MARK_EVERY == 0
+            yield sample, self._mark() if has_state and is_due else None
         if has_state:  # it may have read on after its last sample, for example tokens that fill no sequence
-            yield self._new_mark()
+            yield self._mark()
 
-    def _new_mark(self) -> Mark:
-        self._mark = Mark(self._mark.epoch, self._mark.total + self._num_given, snapshot(self._stream))
-        self._num_given = 0
-        return self._mark
+    def _mark(self) -> Mark:
+        return Mark(self._epoch, self._total, snapshot(self._stream))

@@ -13,18 +13,21 @@ from __future__ import annotations
 
 import heapq
 import re
+from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from torchtitan_ext.elastic.data.sampler import Share
-from torchtitan_ext.elastic.data.shard_samples import Mark, ShardSamples
+from torchtitan_ext.elastic.data.shard_samples import Mark, Place, ShardSamples
 from torchtitan_ext.elastic.data.streams import StreamSource, start_epoch
 from torchtitan_ext.elastic.data.workers import SamplesAhead, WorkerOptions, Workers
 from torchtitan_ext.errors import CannotReshardError, TorchtitanExtError
 
 # A packed shard may need several epochs of a few tokens until one sequence is full.
 _MAX_EMPTY_EPOCHS = 100
+
+_NEW_FIELDS = ("since", "stream_epoch", "in_flight")  # of states of version 2
 
 _SHARD_KEY = re.compile(r"(?:^|\.)shard_\d+_of_(\d+)$")
 
@@ -72,7 +75,10 @@ class ShardState:
     """What a checkpoint keeps of a virtual shard.
 
     ``taken`` samples were served in this epoch, ``total`` over all, ``since`` after the mark whose ``stream`` this is:
-    a job that goes on reads these again and skips them. States of version 1 have no ``since``: their marks are exact.
+    a job that goes on reads these again and skips all but those ``in_flight``, which it gives again. Their numbers are
+    those over all epochs, ascending. ``stream_epoch`` is the mark's epoch, where that is another one.
+
+    States of version 1 have none of these: their marks are exact.
     """
 
     epoch: int = 0
@@ -82,14 +88,17 @@ class ShardState:
     last_epoch: EpochEnd | None = None
     stream: Any = None
     since: int = 0
+    stream_epoch: int | None = None
+    in_flight: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.stream is None:  # the mark is the beginning of the epoch
-            self.since = self.taken
+        if self.stream is None:  # the mark is the beginning of an epoch
+            self.since = max(self.since, self.taken)
 
     @property
-    def mark(self) -> Mark:
-        return Mark(self.epoch, self.total - self.since, self.stream)
+    def place(self) -> Place:
+        epoch = self.epoch if self.stream_epoch is None else self.stream_epoch
+        return Place(Mark(epoch, self.total - self.since, self.stream), self.since, self.epoch, self.in_flight)
 
 
 def shard_key(shard: int, num_shards: int) -> str:
@@ -115,8 +124,8 @@ def from_entry(key: str, saved: Mapping[str, Any]) -> ShardState:
     try:
         (entry,) = saved[key]
         last_epoch = entry["last_epoch"]
-        known = {field_.name: entry[field_.name] for field_ in fields(ShardState) if field_.name != "since"}
-        known["since"] = entry.get("since", 0)
+        known = {field_.name: entry[field_.name] for field_ in fields(ShardState) if field_.name not in _NEW_FIELDS}
+        known |= {name: entry[name] for name in _NEW_FIELDS if name in entry}
         return ShardState(**{**known, "last_epoch": None if last_epoch is None else EpochEnd(**last_epoch)})
     except (KeyError, TypeError, ValueError) as error:
         reason = "is missing" if key not in saved else f"is not a shard's ({error!r})"
@@ -130,30 +139,70 @@ def stream_state(source: StreamSource, shard: int, state: ShardState) -> Any:
     """The state of a shard's stream after all samples that were served. Reads those after the mark once more."""
     if not state.since:
         return state.stream
-    return ShardSamples(source, shard, state.mark, state.since).state()
+    return ShardSamples(source, shard, state.place).state()
 
 
 @dataclass
 class _OpenShard:
-    """A shard of this rank while it is read. ``state`` counts the samples that were drawn, ``mark`` is the latest."""
+    """A shard of this rank while it is read.
+
+    Attributes:
+        state: Counts the samples that were drawn; its stream is that of ``marks``.
+        marks: The mark before all samples that are open or to be given again, and the later ones.
+        open: The numbers of samples that were drawn and are not acknowledged.
+        again: Those of samples that an earlier job gave and this one is still to give again, ascending.
+    """
 
     index: int
     state: ShardState
-    mark: Mark
-    samples: ShardSamples | SamplesAhead
+    marks: deque[Mark]
+    again: deque[int]
+    open: set[int] = field(default_factory=set)
+    samples: ShardSamples | SamplesAhead = field(init=False)
+
+    def place(self) -> Place:
+        """Where this job reads on."""
+        first = self.again[0] if self.again else self.state.total
+        mark = next(mark for mark in reversed(self.marks) if mark.total <= first)
+        return Place(mark, self.state.total - mark.total, self.state.epoch, tuple(self.again))
+
+    def forget_marks(self) -> None:
+        """Keeps those that a later job may need."""
+        first = min([*self.open, *self.again], default=self.state.total)
+        while len(self.marks) > 1 and self.marks[1].total <= first:
+            self.marks.popleft()
 
     def to_save(self) -> ShardState:
-        return replace(self.state, stream=self.mark.stream, since=self.state.total - self.mark.total)
+        self.forget_marks()
+        mark, total, epoch = self.marks[0], self.state.total, self.state.epoch
+        in_flight = tuple(sorted([*self.open, *self.again]))
+        stream_epoch = None if mark.epoch == epoch else mark.epoch
+        since = total - mark.total
+        return replace(self.state, stream=mark.stream, since=since, stream_epoch=stream_epoch, in_flight=in_flight)
+
+    def copy(self) -> _OpenShard:
+        return _OpenShard(self.index, replace(self.state), self.marks.copy(), self.again.copy(), self.open.copy())
 
 
 class ShardReader:
-    """Reads the shards of one rank in turn. No communication. In an endless loader each shard has its own epochs."""
+    """Reads the shards of one rank in turn. No communication. In an endless loader each shard has its own epochs.
 
-    def __init__(self, source: StreamSource, share: Share, options: WorkerOptions | None = None) -> None:
+    With ``acknowledges``, samples are open until they are acknowledged; otherwise none is once it is drawn.
+    """
+
+    def __init__(
+        self,
+        source: StreamSource,
+        share: Share,
+        options: WorkerOptions | None = None,
+        *,
+        acknowledges: bool = False,
+    ) -> None:
         if share.dp_size > source.num_shards:
             raise TooFewShardsError(source.num_shards, share.dp_size)
         self._source = source
         self._endless = share.endless
+        self._acknowledges = acknowledges
         self.own = range(share.dp_rank, source.num_shards, share.dp_size)
         has_workers = options is not None and options.num_workers > 0
         self._workers = Workers(source, self.own, options, share.batch_size) if options and has_workers else None
@@ -164,32 +213,46 @@ class ShardReader:
         """The latest epoch of this rank's shards."""
         return max(shard.state.epoch for shard in self._shards.values())
 
+    @property
+    def num_open(self) -> int:
+        """Samples that were drawn and not acknowledged."""
+        return sum(len(shard.open) for shard in self._shards.values())
+
+    @property
+    def num_again(self) -> int:
+        """Samples of an earlier job that are still to be given again, with those of the latest draw."""
+        return sum(len(self._before.get(index, shard).again) for index, shard in self._shards.items())
+
     def states(self) -> dict[int, ShardState]:
         """The state of each of this rank's shards. The states of their streams are not copied: change none."""
         return {index: shard.to_save() for index, shard in self._shards.items()}
 
     def load(self, states: Mapping[int, ShardState]) -> None:
         """Goes on from these states of this rank's shards. Streams are opened when they are needed."""
-        self._shards = {index: self._opened(index, states[index]) for index in self.own}
-        self._before: dict[int, ShardState] = {}
+        self._before: dict[int, _OpenShard] = {}
+        self._shards: dict[int, _OpenShard] = {}
+        for index in self.own:
+            state = states[index]
+            marks, again = deque([state.place.mark]), deque(state.in_flight)
+            self._reopen(_OpenShard(index, replace(state, in_flight=()), marks, again))
         self._queue()
 
     def draw(self, size: int) -> list[Any]:
-        """The next samples of this rank, fewer where all its shards are finished.
+        """The next samples of this rank, fewer where all its shards are finished; ``drawn`` has their ids.
 
         Counts them as served. Until ``commit`` says that they were, ``undo`` takes them back.
         """
         samples: list[Any] = []
+        self.drawn: list[int] = []
         while self._turns and len(samples) < size:
-            _, index = heapq.heappop(self._turns)
+            index = heapq.heappop(self._turns)[-1]
             shard = self._shards[index]
             if index not in self._before:
-                self._before[index] = shard.to_save()
-            sample = self._next(shard)
-            if sample is not None:
-                samples.append(sample[0])
-                shard.state.taken += 1
-                shard.state.total += 1
+                self._before[index] = shard.copy()
+            drawn = self._next(shard)
+            if drawn is not None:
+                samples.append(drawn[0])
+                self.drawn.append(index + self._source.num_shards * drawn[1])
                 heapq.heappush(self._turns, self._turn(shard))
         return samples
 
@@ -198,16 +261,31 @@ class ShardReader:
         self._before.clear()
 
     def undo(self) -> None:
-        """Goes back to the latest ``commit``. Ends the workers: what they read ahead is read again when needed."""
+        """Goes back to the latest ``commit``."""
+        for shard in self._before.values():
+            self._reopen(shard)
+        self._before.clear()
+        self._queue()
+
+    def close(self) -> None:
+        """As ``undo``, and ends the workers: what they read ahead is read again when it is needed."""
         if self._workers is not None:
             self._workers.close()
-        self.load({**self.states(), **self._before})
+            self._before = {**self._shards, **self._before}
+        self.undo()
+
+    def acknowledge(self, ids: Iterable[int]) -> None:
+        """These samples, each open until now, were trained."""
+        for sample in ids:
+            number, index = divmod(sample, self._source.num_shards)
+            self._shards[index].open.remove(number)
 
     def end_epoch(self) -> None:
         """Goes to the next epoch with all shards. Samples that were drawn after the latest ``commit`` do not count."""
         for index, shard in self._shards.items():
-            before = self._before.setdefault(index, shard.to_save())
-            shard.state = replace(shard.state, taken=before.taken, total=before.total)
+            before = self._before.setdefault(index, shard.copy())
+            shard.state = replace(shard.state, taken=before.state.taken, total=before.state.total)
+            shard.marks = before.marks.copy()
             self._leave_epoch(shard)
         for shard in self._shards.values():  # workers can begin the epoch in all shards at once
             self._enter_epoch(shard)
@@ -230,31 +308,41 @@ class ShardReader:
                     return sample
         raise RuntimeError("data loader: no shard has a sample to pad with, but one was served; please report")
 
+    def _reopen(self, shard: _OpenShard) -> None:
+        self._shards[shard.index] = shard
+        if self._workers is None:
+            shard.samples = ShardSamples(self._source, shard.index, shard.place())
+        else:
+            shard.samples = SamplesAhead(self._workers, shard.index, shard.place())
+
     def _queue(self) -> None:
         # An endless loader goes on with the next epoch of a shard that a loader with an end had finished.
-        shards = [shard for shard in self._shards.values() if self._endless or not shard.state.finished]
-        self._turns = [self._turn(shard) for shard in shards]
+        shards = self._shards.values()
+        self._turns = [self._turn(one) for one in shards if self._endless or one.again or not one.state.finished]
         heapq.heapify(self._turns)
 
-    def _turn(self, shard: _OpenShard) -> tuple[int, int]:
+    def _turn(self, shard: _OpenShard) -> tuple[bool, int, int]:
         # Endless shards are in different epochs: by `taken`, shards with few samples would come again and again.
-        return (shard.state.total if self._endless else shard.state.taken, shard.index)
+        return (not shard.again, shard.state.total if self._endless else shard.state.taken, shard.index)
 
-    def _opened(self, index: int, state: ShardState) -> _OpenShard:
-        mark = state.mark
-        if self._workers is None:
-            return _OpenShard(index, replace(state), mark, ShardSamples(self._source, index, mark, state.since))
-        return _OpenShard(index, replace(state), mark, SamplesAhead(self._workers, index, mark, state.since))
-
-    def _next(self, shard: _OpenShard) -> tuple[Any] | None:
-        """The next sample of a shard, None at the end of its epoch."""
+    def _next(self, shard: _OpenShard) -> tuple[Any, int] | None:
+        """The next sample of a shard and its number, None at the end of its epoch."""
         for _ in range(_MAX_EMPTY_EPOCHS):
             for item in shard.samples:
-                if not isinstance(item, Mark):
-                    sample, mark = item
-                    shard.mark = mark or shard.mark
-                    return (sample,)
-                shard.mark = item
+                if isinstance(item, Mark):
+                    shard.marks.append(item)
+                    continue
+                sample, mark = item
+                number = shard.again.popleft() if shard.again else shard.state.total
+                if number == shard.state.total:
+                    shard.state.taken += 1
+                    shard.state.total += 1
+                if self._acknowledges:
+                    shard.open.add(number)
+                if mark is not None:
+                    shard.marks.append(mark)
+                    shard.forget_marks()
+                return sample, number
             shard.state.finished = True
             if not self._endless:
                 return None
@@ -271,4 +359,5 @@ class ShardReader:
     def _enter_epoch(self, shard: _OpenShard) -> None:
         first = next(iter(shard.samples))
         assert isinstance(first, Mark)
-        shard.mark = first
+        shard.marks.append(first)
+        shard.forget_marks()

@@ -35,7 +35,7 @@ import numpy as np
 import torch
 
 from torchtitan_ext.elastic.data.blocks import receive_block, send_block
-from torchtitan_ext.elastic.data.shard_samples import Item, Mark, ShardSamples
+from torchtitan_ext.elastic.data.shard_samples import Item, Mark, Place, ShardSamples
 from torchtitan_ext.elastic.data.streams import StreamSource
 from torchtitan_ext.errors import TorchtitanExtError, check_counts
 
@@ -104,13 +104,13 @@ class _Ask:
     """What the trainer wants of one shard.
 
     Attributes:
-        start: The mark to begin at, and how many samples after it were given; None to go on.
+        start: The place to begin at; None to go on.
         next_epoch: What the first mark of the next epoch counts, where that epoch is to begin; else None.
     """
 
     shard: int
     num_items: int
-    start: tuple[Mark, int] | None
+    start: Place | None
     next_epoch: int | None
 
 
@@ -126,7 +126,7 @@ class _Answer:
 class _Ahead:
     """What was asked of a shard and came, since it was opened or began its epoch. None is the end of the epoch."""
 
-    start: tuple[Mark, int] | None
+    start: Place | None
     next_epoch: int | None = None
     items: deque[Item | WorkerFailure | None] = field(default_factory=deque)
     num_asked: int = 0
@@ -153,13 +153,15 @@ class _Ahead:
 class SamplesAhead:
     """A shard's samples as ``ShardSamples`` gives them, read by a worker."""
 
-    def __init__(self, workers: Workers, shard: int, mark: Mark, num_given: int) -> None:
+    def __init__(self, workers: Workers, shard: int, place: Place) -> None:
         self._workers = workers
         self._shard = shard
-        self._mark = mark
-        self._num_given = num_given
+        self._mark = place.mark
+        self._num_given = place.num_given
+        self._epoch = place.epoch
+        self._again = deque(place.again)
         self._is_at_end = False
-        self._ahead = workers.open(shard, _Ahead((mark, num_given)))
+        self._ahead = workers.open(shard, _Ahead(place))
 
     def __iter__(self) -> Iterator[Item]:
         return self
@@ -168,20 +170,26 @@ class SamplesAhead:
         try:
             item = self._workers.next_item(self._shard, self._ahead)
         except WorkerFailure as failure:
-            sample = self._mark.total + self._num_given
-            place = (self._shard, self._workers.num_shards, self._mark.epoch, sample)
+            sample = self._again[0] if self._again else self._mark.total + self._num_given
+            place = (self._shard, self._workers.num_shards, self._epoch, sample)
             raise StreamWorkerError(*place, failure.problem) from failure
         if item is None:
             self._is_at_end = True
             raise StopIteration
         mark = item if isinstance(item, Mark) else item[1]
-        self._mark, self._num_given = (self._mark, self._num_given + 1) if mark is None else (mark, 0)
+        if mark is not None:
+            self._mark, self._num_given = mark, 0
+        elif self._again:
+            self._again.popleft()
+        else:
+            self._num_given += 1
         return item
 
     def start_epoch(self, total: int) -> None:
         """See ``ShardSamples``. Does not wait. What was read ahead of an epoch that is cut short is read again."""
-        start = None if self._is_at_end else (self._mark, self._num_given)
+        start = None if self._is_at_end else Place(self._mark, self._num_given, self._epoch)
         self._ahead = self._workers.open(self._shard, _Ahead(start, total))
+        self._epoch += 1
         self._is_at_end = False
 
 
@@ -256,8 +264,10 @@ class _Worker:
         self._number = number
         self._connection, theirs = context.Pipe()
         seed = torch.initial_seed() + 1 + number
+        # A fork server is the parent of what it starts, and ends with this process.
+        parent = None if context.get_start_method() == "forkserver" else os.getpid()
         self.process = context.Process(  # type: ignore[attr-defined]
-            target=_serve, args=(theirs, source, seed), daemon=True, name=f"stream worker {number}"
+            target=_serve, args=(theirs, source, seed, parent), daemon=True, name=f"stream worker {number}"
         )
         self.process.start()
         theirs.close()
@@ -304,7 +314,7 @@ def _stop(running: list[_Worker], pid: int) -> None:
     running.clear()
 
 
-def _serve(connection: Connection, source: StreamSource, seed: int) -> None:
+def _serve(connection: Connection, source: StreamSource, seed: int, parent: int | None) -> None:
     """What a worker process does until the trainer hangs up or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes; the trainer ends its workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -312,7 +322,7 @@ def _serve(connection: Connection, source: StreamSource, seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-    parent = os.getppid()
+    parent = parent or os.getppid()
     shards: dict[int, ShardSamples] = {}
     with contextlib.suppress(EOFError, OSError):
         while os.getppid() == parent:
@@ -329,7 +339,7 @@ def _answer(source: StreamSource, shards: dict[int, ShardSamples], ask: _Ask) ->
     items: list[Item] = []
     try:
         if ask.start is not None:
-            shards[ask.shard] = ShardSamples(source, ask.shard, *ask.start)
+            shards[ask.shard] = ShardSamples(source, ask.shard, ask.start)
         samples = shards[ask.shard]
         if ask.next_epoch is not None:
             samples.start_epoch(ask.next_epoch)
