@@ -192,14 +192,15 @@ void RunWriter::write(int num_threads, bool starts_write_back) {
   std::vector<Worker> workers(static_cast<size_t>(num_threads));
   parallel_for_items(num_threads, static_cast<int64_t>(units.size()), [&](int worker, int64_t item) {
     const auto& [target, window] = units[static_cast<size_t>(item)];
-    write_window(*target, window.begin, window.end, workers[static_cast<size_t>(worker)]);
-    if (starts_write_back && window.end / kWriteBackBytes > window.begin / kWriteBackBytes) {
+    const bool is_full = write_window(*target, window.begin, window.end, workers[static_cast<size_t>(worker)]);
+    // Where other processes write the rest, the disk would get runs in place of blocks.
+    if (starts_write_back && is_full && window.end / kWriteBackBytes > window.begin / kWriteBackBytes) {
       target->file->start_write_back(window.end / kWriteBackBytes * kWriteBackBytes - kWriteBackBytes, kWriteBackBytes);
     }
   });
 }
 
-void RunWriter::write_window(const Target& target, int64_t begin, int64_t end, Worker& worker) {
+bool RunWriter::write_window(const Target& target, int64_t begin, int64_t end, Worker& worker) {
   worker.found.clear();
   target.runs.find(begin, end, worker.found);
   worker.split_at_gaps();
@@ -219,6 +220,7 @@ void RunWriter::write_window(const Target& target, int64_t begin, int64_t end, W
     at = part.file_end();
   }
   write_part();
+  return part_begin == begin && at == end;
 }
 
 void RunWriter::finish(int num_threads, bool sync) {

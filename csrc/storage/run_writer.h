@@ -65,7 +65,8 @@ class RunWriter {
 
   static void check_inside(const Target& target, int64_t begin, int64_t end);
   void add_in_order(Target& target, const Box& box);
-  static void write_window(const Target& target, int64_t begin, int64_t end, Worker& worker);
+  // Whether all bytes of the window are written.
+  static bool write_window(const Target& target, int64_t begin, int64_t end, Worker& worker);
 
   std::vector<Target> targets_;
 };
