@@ -2,13 +2,14 @@
 
     python benchmarks/bench_data.py [--processes 1 2] [--workers 0 2] [--rounds 2] [--seconds 0.8]
 
-Text is encoded and packed into sequences of 2,048 tokens, batches of 8; samples of map-style data are 2,048 tokens,
-batches of 32, a million in random order. Contenders (data_contenders.py) take turns, round by round: each serves
-batches for some seconds on all processes at once, after two that warm up. A rate is of all processes together, the
-highest over the rounds; its ratio is to the highest of all contenders. Then each contender feeds steps that take 1.5
-times as long as the fastest one needs for a batch, asleep as a trainer that waits for its GPU: the longest wait for a
-batch, the first five left out. Microseconds are the CPU time of the trainer's process for a sample; megabytes the
-proportional memory (Pss) of a process and its workers beyond that before, of the process with most.
+Text is encoded and packed into sequences of 2,048 tokens, batches of 8; samples of map-style data are inputs and labels
+of 2,048 tokens each, batches of 32, a million samples in random order. Contenders (data_contenders.py) take turns,
+round by round: each serves batches for some seconds on all processes at once, after two that warm up. A rate is of all
+processes together, the highest over the rounds; its ratio is to the highest of all contenders. Then each contender
+feeds steps that take 1.5 times as long as the fastest one needs for a batch, asleep as a trainer that waits for its
+GPU: the longest wait for a batch, the first five left out. Microseconds are the CPU time of the trainer's process for a
+sample; megabytes the proportional memory (Pss) of a process and its workers beyond that before, of the process with
+most.
 
 Starts: a new loader over 10 million and over a billion samples until its first batch, and from a state in the middle of
 an epoch, beside torch's and torchdata's for 10 million; memory is the peak beyond that before. States: ``state_dict()``

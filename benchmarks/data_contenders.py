@@ -1,8 +1,8 @@
 """Who feeds the trainer in the data benchmark: ours, torch's, torchdata's, torchtitan's, over the same documents.
 
 Each contender is a function from ``Feed`` to an iterator of batches without end. A batch of text is what torchtitan's
-trainer takes; a batch of map-style data a tensor of shape [batch size, SEQ_LEN]. Where a library has no way to pack
-documents (DataLoader, StatefulDataLoader, torchdata.nodes), it packs with our stream, so that what differs is who
+trainer takes; a batch of map-style data inputs and labels of shape [batch size, SEQ_LEN]. Where a library has no way to
+pack documents (DataLoader, StatefulDataLoader, torchdata.nodes), it packs with our stream, so that what differs is who
 reads ahead and who merges.
 """
 
@@ -200,7 +200,7 @@ def text_of_torchtitan(feed: Feed) -> Iterator[Any]:
 
 # ---- map-style data ----
 class Rows:
-    """Samples of SEQ_LEN tokens, which lie in memory as 16-bit numbers, as in a file of tokens."""
+    """Inputs and labels of SEQ_LEN tokens each, which lie in memory as 16-bit numbers, as in a file of tokens."""
 
     def __init__(self, num_samples: int = NUM_SAMPLES) -> None:
         self.num_samples = num_samples
@@ -209,9 +209,10 @@ class Rows:
     def __len__(self) -> int:
         return self.num_samples
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         begin = index % 63 * SEQ_LEN
-        return torch.from_numpy(self.tokens[begin : begin + SEQ_LEN].astype(np.int64))
+        tokens = torch.from_numpy(self.tokens[begin : begin + SEQ_LEN + 1].astype(np.int64))
+        return tokens[:-1], tokens[1:]
 
 
 def rows_of_ours(feed: Feed) -> Iterator[Any]:
@@ -242,7 +243,7 @@ class Fetch:
     def __init__(self, data: Rows) -> None:
         self.data = data
 
-    def __call__(self, indices: list[int]) -> torch.Tensor:
+    def __call__(self, indices: list[int]) -> Any:
         return collate([self.data[index] for index in indices])
 
 

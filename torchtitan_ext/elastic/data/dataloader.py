@@ -288,6 +288,12 @@ class _SampleBatches:
     def reshard(self, saved: Mapping[str, Any], old: World, new: World) -> Resharded:
         return self._sampler.reshard(saved, old, new)
 
+    def _read(self, indices: list[int]) -> Any:
+        """A batch, as the workers of a ``DataLoader`` read it."""
+        read_all = getattr(self._data, "__getitems__", None)
+        samples = [self._data[index] for index in indices] if read_all is None else read_all(indices)
+        return self._options["collate_fn"](samples)
+
     def acknowledge(self, ids: Ids) -> None:
         """See ``Batches``: what is in flight says all."""
 
@@ -307,7 +313,8 @@ class _SampleBatches:
         # The loader draws a seed on the default device, with a generator that may be of another device.
         is_elsewhere = loader.generator is not None and loader.generator.device != torch.get_default_device()
         with loader.generator.device if is_elsewhere else nullcontext():
-            served = iter(loader)
+            # Its iterator without workers does the same and takes longer: per batch as long as ten cheap samples.
+            served = iter(loader) if loader.num_workers or loader.pin_memory else map(self._read, indices())
         for samples in served:
             if self._num_loads != num_loads:
                 raise RuntimeError("ElasticDataLoader: a state was loaded under this iterator; make a new one")
