@@ -62,7 +62,7 @@ def test_positions_from_a_checkpoint_alone(tmp_path: Path, kind: str) -> None:
     assert lines[2].startswith(
         "  data-parallel ranks 2 -> 4: 2 samples a rank in each global batch, global batches are"
     )
-    assert lines[-1].split() == ["3", "0", "1", "-", "1"]
+    assert lines[-1].split() == ["3", "0", "1", "0", "-", "1"]
     assert call("inspect", make(tmp_path / "d", kind, {"w": torch.zeros(4)}), "--data").out.startswith("no data loader")
 
 

@@ -72,6 +72,19 @@ def test_what_is_to_be_given_again_is_left() -> None:
     assert (position.in_flight, position.again, position.samples_left, position.samples_seen) == (0, 20, 96, 4)
 
 
+def test_what_shards_have_in_flight() -> None:
+    loader = ElasticDataLoader(shards(4, 22), global_batch_size=4, last="pad", max_in_flight=99)
+    for _ in loader:
+        loader.acknowledge(loader.sample_ids)
+    batches = iter(loader)
+    assert next(batches) is not None
+    loader.acknowledge(loader.sample_ids[:1])
+    position = loader.describe()
+    assert (position.in_flight, position.samples_left) == (3, 21)
+    assert [one.in_flight for one in position.shards] == [0, 1, 1, 1]
+    assert "21 left, 3 of them to be given again" in str(position)
+
+
 def test_what_all_ranks_have_in_flight() -> None:
     (common,) = served(range(100), 3, global_batch_size=8).state_dict()["loader"]
     state = {"loader": (common,), "in_flight_0_of_2": ([20, 21],), "in_flight_1_of_2": ([23],)}

@@ -27,8 +27,9 @@ class ShardPosition:
         served: Samples that it has served in its epoch.
         total: Samples that it has served over all epochs.
         is_finished: Whether its epoch is read to the end.
-        samples_left: Samples left in its epoch, by the length of its last one; ``None`` where that was not read to its
-            end: a stream does not say how long it is.
+        in_flight: Samples that were handed out and not acknowledged, or are to be given again: a load gives them again.
+        samples_left: Samples still to be given in its epoch, those included, by the length of its last epoch; ``None``
+            where that was not read to its end: a stream does not say how long it is.
     """
 
     shard: int
@@ -36,6 +37,7 @@ class ShardPosition:
     served: int
     total: int
     is_finished: bool
+    in_flight: int
     samples_left: int | None
 
 
@@ -211,11 +213,11 @@ def _of_streams(common: Mapping[str, Any], state: Mapping[str, Any]) -> DataPosi
     left = [one.samples_left for one in shards]
     known = [count for count in left if count is not None]
     is_known = len(known) == num_shards
-    in_flight = sum(len(state[key][0].get("in_flight", ())) for key in state if _SHARD.match(key))
+    in_flight = sum(one.in_flight for one in shards)
     return replace(
         _of_all(common, min(epochs), max(epochs)),
         in_flight=in_flight,
-        samples_left=sum(known) + in_flight if is_known else None,
+        samples_left=sum(known) if is_known else None,
         num_shards=num_shards,
         shards=shards,
     )
@@ -237,8 +239,9 @@ def _shards_of(state: Mapping[str, Any], num_shards: int) -> Iterator[ShardPosit
         left = 0 if is_finished else None
         if last is not None and last["read_to_end"] and not is_finished:
             left = max(0, _count(last, "served") - served)
-        epoch, total = _count(entry, "epoch"), _count(entry, "total")
-        yield ShardPosition(int(match[1]), epoch, served, total, is_finished, left)
+        epoch, total, in_flight = _count(entry, "epoch"), _count(entry, "total"), len(entry.get("in_flight", ()))
+        left = None if left is None else left + in_flight
+        yield ShardPosition(int(match[1]), epoch, served, total, is_finished, in_flight, left)
 
 
 def _count(fields: Mapping[str, Any], name: str, least: int | None = 0) -> int:
