@@ -284,4 +284,4 @@ def test_a_block_has_the_same_values_at_the_other_end() -> None:
             assert got.dtype == value.dtype and np.array_equal(got, value)
         else:
             assert got == value
-    received[0] += 1  # views of shared memory, but nobody else's
+    received[0] += 1  # views of one buffer, but nobody else's

@@ -1,8 +1,9 @@
-"""Values that a worker process hands to the trainer's: through one piece of shared memory each, copied once.
+"""Values that a worker process hands to the trainer's: through one anonymous file in memory each.
 
-The pickle of a value and the bytes of its tensors and arrays lie behind each other in an anonymous file, whose
-descriptor goes through the connection. The trainer's process maps it; its tensors are views of the mapping. (torch's
-own way needs a descriptor for each tensor, and the worker alive when it is received.)
+The pickle of a value and the bytes of its tensors and arrays lie behind each other in the file, whose descriptor goes
+through the connection; so a worker never waits until it is read. The trainer's process reads it into one buffer, of
+which its tensors are views. (torch's own way needs a descriptor for each tensor, and the worker alive when it is
+received. To map the file costs more page faults than the copy.)
 
     pickle | padding | bytes of tensor 0 | padding | bytes of tensor 1 | ...
 """
@@ -10,15 +11,12 @@ own way needs a descriptor for each tensor, and the worker alive when it is rece
 from __future__ import annotations
 
 import io
-import mmap
 import os
 import pickle
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 _ALIGNMENT = 64  # of a cache line: more than any dtype needs
@@ -30,14 +28,14 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not torch.Tensor or value.layout is not torch.strided or value.device.type != "cpu":
             return NotImplemented
-        if value.requires_grad or value.is_quantized or value.is_conj() or value.is_neg():
+        if value.requires_grad or value.is_quantized or value.is_conj() or value.is_neg() or not value.numel():
             return NotImplemented
-        data = value.contiguous().view(-1).view(torch.uint8).numpy()
-        return _tensor_of, (data, value.dtype, tuple(value.shape))
+        data = value.contiguous().view(-1).view(torch.uint8).numpy().data
+        return _tensor_of, (pickle.PickleBuffer(data), value.dtype, tuple(value.shape))
 
 
-def _tensor_of(data: npt.NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.from_numpy(data).view(dtype).view(shape)
+def _tensor_of(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.frombuffer(data, dtype=dtype).view(shape)
 
 
 def send_block(connection: Connection, value: Any) -> None:
@@ -48,12 +46,13 @@ def send_block(connection: Connection, value: Any) -> None:
     parts = [pickled.getbuffer(), *(buffer.raw() for buffer in buffers)]
     sizes = [part.nbytes for part in parts]
     places, size = _places(sizes)
+    block = memoryview(bytearray(size))
+    for part, place in zip(parts, places, strict=True):
+        block[place : place + part.nbytes] = part
     descriptor = os.memfd_create("torchtitan_ext")
     try:
-        os.ftruncate(descriptor, size)
-        with mmap.mmap(descriptor, size) as memory:
-            for part, place in zip(parts, places, strict=True):
-                memory[place : place + part.nbytes] = part
+        while block:
+            block = block[os.write(descriptor, block) :]
         connection.send(sizes)
         send_handle(connection, descriptor, 0)  # the receiver's pid matters on Windows only
     finally:
@@ -65,8 +64,11 @@ def receive_block(connection: Connection) -> Any:
     sizes = connection.recv()
     places, size = _places(sizes)
     descriptor = recv_handle(connection)
+    memory = memoryview(bytearray(size))
     try:
-        memory = memoryview(mmap.mmap(descriptor, size))
+        done = 0
+        while done < size:
+            done += os.preadv(descriptor, [memory[done:]], done)
     finally:
         os.close(descriptor)
     parts = [memory[place : place + nbytes] for place, nbytes in zip(places, sizes, strict=True)]

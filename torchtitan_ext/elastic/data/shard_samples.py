@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan_ext.elastic.data.streams import Stream, StreamSource, has_small_state, snapshot, start_epoch
+from torchtitan_ext.elastic.data.streams import StreamSource, has_small_state, has_state, snapshot, start_epoch
 
 # A state may hold a shuffle buffer: copying it after each sample would cost more than reading the sample.
 _MARK_EVERY = 16
@@ -102,7 +102,7 @@ class ShardSamples:
         if self._stream is None:
             mark = self._place.mark
             self._stream = self._source.open_stream(self._shard, self._epoch)
-            if self._epoch == mark.epoch and mark.stream is not None and isinstance(self._stream, Stream):
+            if self._epoch == mark.epoch and mark.stream is not None and has_state(self._stream):
                 self._stream.load_state_dict(copy.deepcopy(mark.stream))
         self._samples = iter(self._stream)
         return self._samples
@@ -130,12 +130,12 @@ class ShardSamples:
 
     def _read(self) -> Iterator[Item]:
         samples = self._open() if self._samples is None else self._samples
-        has_state = isinstance(self._stream, Stream)
+        keeps_state = has_state(self._stream)
         for sample in samples:
             self._total += 1
             is_due = has_small_state(self._stream) or self._total % _MARK_EVERY == 0
-            yield sample, self._mark() if has_state and is_due else None
-        if has_state:  # it may have read on after its last sample, for example tokens that fill no sequence
+            yield sample, self._mark() if keeps_state and is_due else None
+        if keeps_state:  # it may have read on after its last sample, for example tokens that fill no sequence
             yield self._mark()
 
     def _mark(self) -> Mark:

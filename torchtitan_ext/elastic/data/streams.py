@@ -11,7 +11,7 @@ import copy
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
 
 from torchtitan_ext.errors import argument_error, check_argument
 
@@ -199,9 +199,14 @@ def has_small_state(stream: Iterable[Any] | None) -> bool:
     return bool(getattr(stream, "state_is_small", False))
 
 
+def has_state(stream: Iterable[Any] | None) -> TypeGuard[Stream]:
+    """Whether an iterable is a ``Stream``. To ask the protocol for each sample would take longer than many a sample."""
+    return hasattr(stream, "state_dict") and hasattr(stream, "load_state_dict")
+
+
 def snapshot(stream: Iterable[Any] | None) -> Any:
     """The stream's state as a value that nobody changes later; None for a stream without a state."""
-    if not isinstance(stream, Stream):
+    if not has_state(stream):
         return None
     is_new = has_small_state(stream)
     return stream.state_dict() if is_new else copy.deepcopy(stream.state_dict())
