@@ -29,7 +29,13 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import torchtitan_ext as tte
 from torchtitan_ext import transforms
-from torchtitan_ext.errors import CheckpointFailedError, LostRankError, StateRefusedError, WrongValueError
+from torchtitan_ext.errors import (
+    CheckpointFailedError,
+    LostRankError,
+    ReplicaMismatchError,
+    StateRefusedError,
+    WrongValueError,
+)
 from torchtitan_ext.storage.raw_tensor import DTYPES
 from torchtitan_ext.storage.weights import boxes as boxes_module
 from torchtitan_ext.storage.weights import one_writer as one_writer_module
@@ -271,7 +277,9 @@ def test_a_checkpoint_is_not_replaced_by_weights(tmp_path: Path) -> None:
         ({"format": "safetensors", "max_file_bytes": 0}, "got max_file_bytes=0, expected at least 1"),
         ({"format": "safetensors", "fingerprints": True}, "and fingerprints=True, expected none"),
         ({"format": "safetensors", "reuse": "latest"}, "and reuse='latest', expected none"),
+        ({"format": "safetensors", "step_pattern": "hf-{step}"}, "and step_pattern='hf-{step}', expected none"),
         ({"format": "safetensors", "path": "s3://bucket/hf"}, "expected a directory"),
+        ({"format": "safetensors", "fallback": "s3://bucket/hf"}, "expected a directory"),
     ],
 )
 def test_arguments_that_do_not_go_together(tmp_path: Path, options: dict[str, Any], text: str) -> None:
@@ -281,6 +289,72 @@ def test_arguments_that_do_not_go_together(tmp_path: Path, options: dict[str, An
     if options["format"] == "safetensors":
         with pytest.raises(WrongValueError, match="storage_writer"):
             tte.save({}, tmp_path, storage_writer=FileSystemWriter(tmp_path), format="safetensors", no_dist=True)
+
+
+def test_a_file_is_not_replaced_by_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_text("theirs")
+    with pytest.raises(CheckpointFailedError, match="model.safetensors is a file, expected a directory"):
+        tte.save({"w": torch.ones(2)}, tmp_path / "model.safetensors", format="safetensors", no_dist=True)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("model.safetensors", "theirs")]
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o2770, 0o755])
+def test_a_directory_keeps_its_mode_and_its_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int
+) -> None:
+    target = tmp_path / "hf"
+    target.mkdir()
+    target.chmod(mode)
+    monkeypatch.chdir(target if mode == 0o755 else tmp_path)
+    for value in (1.0, 2.0):
+        saved = tte.save({"w": torch.full((2,), value)}, target, format="safetensors", no_dist=True)
+        assert target.stat().st_mode & 0o7777 == mode and os.path.samefile(os.getcwd(), os.curdir)
+    assert_same(read_by_the_library(target), {"w": torch.full((2,), 2.0)})
+    assert list(saved.metadata.state_dict_metadata) == ["w"]
+
+
+def save_by_other_rules(rank: int, world_size: int, path: Path) -> str:
+    mesh = init_device_mesh("cpu", (world_size,))
+    state = {name: distribute_tensor(torch.zeros(4), mesh, [Shard(0)]) for name in "ab"}
+    renames = [Transform([Rule("a", "x"), Rule("b", "y")]), Transform([Rule("a", "y"), Rule("b", "x")])]
+    texts = []
+    for options in (
+        {"format": "safetensors", "transform": renames[rank]},
+        {"format": "safetensors", "transform": renames[0] if rank == 0 else None},
+        {"format": ["dcp", "safetensors"][rank]},
+    ):
+        with pytest.raises(ReplicaMismatchError) as caught:
+            tte.save(state, path, **options)
+        texts.append(str(caught.value))
+    return "\n".join(texts)
+
+
+def test_ranks_that_would_write_other_tensors_are_refused(run_world: Callable[..., Any], tmp_path: Path) -> None:
+    first, second = run_world(2, save_by_other_rules, tmp_path / "hf")
+    assert first == second and first.count("pass the same format and transform on every rank") == 3
+    assert os.listdir(tmp_path) == []
+
+
+def save_where_files_come_late(rank: int, world_size: int, path: Path) -> None:
+    late = 10 * rank
+    stat = Path.stat
+
+    def stat_of(self: Path, **options: Any) -> os.stat_result:
+        nonlocal late
+        if self.suffix == ".safetensors" and late > 0:
+            late -= 1
+            raise FileNotFoundError(2, "No such file or directory", str(self))
+        return stat(self, **options)
+
+    # Rank 1 holds nothing, and writes the second file.
+    state = {"a": torch.ones(2), "b": torch.ones(3)} if rank == 0 else {}
+    with patch.object(Path, "stat", stat_of):
+        tte.save(state, storage_writer=SafetensorsWriter(path, max_file_bytes=1, one_writer_per_file=True))
+
+
+def test_files_that_a_rank_sees_late(run_world: Callable[..., Any], tmp_path: Path) -> None:
+    run_world(2, save_where_files_come_late, tmp_path / "hf")
+    assert_same(read_by_the_library(tmp_path / "hf"), {"a": torch.ones(2), "b": torch.ones(3)})
 
 
 def save_numbered(rank: int, world_size: int, path: Path) -> None:

@@ -180,3 +180,9 @@ def test_checkpoints_are_saved_without_a_transform(tmp_path: Path) -> None:
         tte.save({"w": torch.zeros(2)}, tmp_path, transform=Transform([Rule("**", "**")]), no_dist=True)
     with pytest.raises(TypeError, match="transform"):
         tte.save({}, tmp_path, format="safetensors", transform={"rules": []}, no_dist=True)  # type: ignore[arg-type]
+
+
+def test_values_that_are_dropped_need_not_be_written(tmp_path: Path) -> None:
+    state = {"a": torch.ones(2), "hook": lambda: None}
+    tte.save(state, tmp_path, format="safetensors", transform=Transform([Rule("a", "b")], drop=["hook"]), no_dist=True)
+    assert load_file(tmp_path / "model.safetensors")["b"].tolist() == [1.0, 1.0]

@@ -133,8 +133,10 @@ def save(
         max_file_bytes,
         transform,
         path,
+        fallback,
         storage_writer=storage_writer,
         keep=keep,
+        step_pattern=step_pattern,
         fingerprints=fingerprints,
         reuse=reuse,
     )
@@ -350,8 +352,10 @@ def async_save(
         max_file_bytes,
         transform,
         path,
+        fallback,
         storage_writer=storage_writer,
         keep=keep,
+        step_pattern=step_pattern,
         fingerprints=fingerprints,
         reuse=reuse,
     )

@@ -250,6 +250,29 @@ def test_weights_that_are_replaced_meanwhile_are_old_or_new(run_world, tmp_path:
     assert found in ([1.0, 1.0], [2.0, 2.0])
 
 
+def test_of_two_indices_that_of_transformers_is_read(tmp_path: Path) -> None:
+    for name, fqn, value in (("consolidated", "layers.w", 1.0), ("model", "model.layers.w", 2.0)):
+        save_file({fqn: torch.full((2,), value)}, tmp_path / f"{name}-00001-of-00001.safetensors")
+        index = {"metadata": {}, "weight_map": {fqn: f"{name}-00001-of-00001.safetensors"}}
+        (tmp_path / f"{name}.safetensors.index.json").write_text(json.dumps(index))
+    state = {"model.layers.w": torch.zeros(2)}
+    tte.load(state, tmp_path, no_dist=True)
+    assert state["model.layers.w"].tolist() == [2.0, 2.0]
+
+
+def test_tensors_without_elements_may_stand_in_any_order(tmp_path: Path) -> None:
+    header = {
+        "a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]},
+        "b": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]},
+    }
+    text = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"\1\2")
+    assert load_file(tmp_path / "model.safetensors")["a"].tolist() == [1, 2]
+    state = {"a": torch.zeros(2, dtype=torch.uint8), "b": torch.zeros(0, dtype=torch.uint8)}
+    tte.load(state, tmp_path, no_dist=True)
+    assert state["a"].tolist() == [1, 2]
+
+
 def test_more_files_than_are_held_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchtitan_ext.storage.commit.opened._MAX_HELD", 2)
     saved = {f"w{number}": torch.full((3,), float(number)) for number in range(7)}

@@ -102,7 +102,7 @@ class WeightsFormat:
 
 
 def checked_format(
-    operation: str, format: Any, max_file_bytes: Any, transform: Any, path: Any, **others: Any
+    operation: str, format: Any, max_file_bytes: Any, transform: Any, path: Any, fallback: Any, **others: Any
 ) -> WeightsFormat | None:
     """How safetensors are written; ``None`` for a checkpoint of DCP. Raises TypeError or ValueError of all else.
 
@@ -128,8 +128,11 @@ def checked_format(
             raise WrongValueError(
                 f'{operation}: got format="safetensors" and {name}={value!r}, expected none: that is of checkpoints'
             )
-    if not is_local(path):
-        raise WrongValueError(f'{operation}: got format="safetensors" and the path {str(path)!r}, expected a directory')
+    for name, place in (("the path ", path), ("fallback=", fallback)):
+        if place is not None and not is_local(place):
+            raise WrongValueError(
+                f'{operation}: got format="safetensors" and {name}{str(place)!r}, expected a directory'
+            )
     return WeightsFormat(max_file_bytes, transform)
 
 

@@ -31,12 +31,13 @@ from torchtitan_ext.checkpoint.planners.subclasses import check_final_items, set
 from torchtitan_ext.checkpoint.staging.portions import Portions
 from torchtitan_ext.checkpoint.tables.component import CountsSamples, SampleAccount, disagreeing_counts, is_stateful
 from torchtitan_ext.dcp_private import storage_setup
-from torchtitan_ext.errors import CheckpointFailedError, only_printed
-from torchtitan_ext.storage import FileReader, FileWriter
+from torchtitan_ext.errors import CheckpointFailedError, Problem, only_printed, refusal
+from torchtitan_ext.storage import FileWriter
 from torchtitan_ext.storage.futures import result_of
 from torchtitan_ext.storage.native.shared_files import WrittenFiles
 from torchtitan_ext.storage.runs.retention import remove_old_steps
 from torchtitan_ext.storage.weights.one_writer import WriterRanks
+from torchtitan_ext.storage.weights.safetensors_reader import reader_at
 from torchtitan_ext.storage.weights.writer import SafetensorsWriter, WrittenWeights
 from torchtitan_ext.transforms.weights import TransformedTensors
 
@@ -73,8 +74,8 @@ class SaveResult:
 
     @property
     def metadata(self) -> Metadata:
-        """The checkpoint's ``.metadata``, read from its file: at thousands of ranks it is large. Not collective."""
-        return FileReader(self.path).read_metadata()
+        """The checkpoint's metadata, read from its files: at thousands of ranks it is large. Not collective."""
+        return reader_at(self.path).read_metadata()
 
 
 @dataclass(frozen=True)
@@ -116,13 +117,13 @@ def ask_for_states(state_dict: Mapping[Any, Any], job: SaveJob) -> dict[Any, Any
     DCP would ask them outside of its collectives: where one raised, the other ranks would wait for this rank.
 
     Raises:
-        ReplicaMismatchError: Ranks name different places.
+        ReplicaMismatchError: Ranks name different places, or write different formats.
     """
     phases = job.phases
     values: dict[Any, Any] = {}
     accounts: dict[str, SampleAccount] = {}
 
-    def ask() -> None:
+    def ask() -> str:
         for key, value in state_dict.items():
             if is_stateful(value):
                 phases.at(str(key))
@@ -132,9 +133,24 @@ def ask_for_states(state_dict: Mapping[Any, Any], job: SaveJob) -> dict[Any, Any
             values[key] = value
         if phases.is_coordinator:
             _warn_of_samples(accounts)
+        return _form_of(job)
 
-    phases.on_all("prepare", ask, doing=_ASKING, places=_places_of(job))
+    forms = phases.on_all("prepare", ask, doing=_ASKING, places=_places_of(job))
+    other = next((rank for rank, form in enumerate(forms) if form != forms[0]), None)
+    if other is not None:
+        detail = (
+            f"rank 0 writes {forms[0]}, rank {other} {forms[other]}; pass the same format and transform on every rank"
+        )
+        raise refusal("save", [Problem("ranks_disagree", "format", detail)])
     return values
+
+
+def _form_of(job: SaveJob) -> str:
+    """What ranks must agree on, because each writes its part by itself."""
+    if job.weights is None:
+        return "no safetensors"
+    transform = job.weights.transform
+    return "safetensors" if transform is None else f"safetensors through {transform!r}"
 
 
 def _warn_of_samples(accounts: Mapping[str, SampleAccount]) -> None:

@@ -145,7 +145,7 @@ class SavePlanner(DefaultSavePlanner):
         self._is_set_up = False
         self._num_unwritten = 0
         self._shows_items = False
-        self._writes_weights = False
+        self._weights: WeightsMeta | None = None
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | bool | None = None, is_coordinator: bool = False
@@ -159,7 +159,7 @@ class SavePlanner(DefaultSavePlanner):
             state_dict = flatten_sharded_tensors(state_dict)
         self.state_dict = state_dict
         self.is_coordinator = is_coordinator
-        self._writes_weights = isinstance(storage_meta, WeightsMeta) and not storage_meta.has_transform
+        self._weights = storage_meta if isinstance(storage_meta, WeightsMeta) else None
         self._is_set_up = True
 
     def create_local_plan(self) -> SavePlan:
@@ -312,9 +312,10 @@ class SavePlanner(DefaultSavePlanner):
             return KeyTable({}, problems=(not_set_up(self, call),))
         table = describe_state(self.state_dict, self.mappings, self._layouts)
         writes_others = overrides(self, SavePlanner, "resolve_data", "lookup_object", "transform_object")
-        unread, unwritable = ({}, []) if writes_others else check_objects(self.state_dict, table)
-        if self._writes_weights:
-            unread, unwritable = {}, _not_weights(self.state_dict, table)
+        are_objects_written = self._weights is None and not writes_others
+        unread, unwritable = check_objects(self.state_dict, table) if are_objects_written else ({}, [])
+        if self._weights is not None and not self._weights.has_transform:  # a transform may drop them
+            unwritable = _not_weights(self.state_dict, table)
         problems = (
             *uncalled_methods(self, SavePlanner, DefaultSavePlanner),
             *table.problems,

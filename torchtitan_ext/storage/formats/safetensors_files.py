@@ -113,7 +113,8 @@ def read_header_and_notes(
         entries = {str(fqn): _entry(entry, boxes.get(fqn), 8 + header_bytes) for fqn, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpointError(f"{path}: its header is none of safetensors ({error})") from None
-    entries = dict(sorted(entries.items(), key=lambda item: item[1].begin))
+    # A tensor without elements may begin where the one behind it does.
+    entries = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].num_bytes)))
     _check_places(path, entries, 8 + header_bytes, file_bytes)
     return entries, notes
 
@@ -137,8 +138,13 @@ def sizes_of_tensor(where: str, chunks: Sequence[tuple[Sequence[int], Sequence[i
 
 
 def find_weight_map(directory: Path) -> Path | None:
-    """The index of a directory, which names the file of each tensor; ``None`` without one."""
-    return min(directory.glob(f"*{INDEX_SUFFIX}"), default=None) if directory.is_dir() else None
+    """The index of a directory, which names the file of each tensor; ``None`` without one.
+
+    Of several ones that which Hugging Face's libraries read: some models have their weights under other names as well.
+    """
+    if not directory.is_dir():
+        return None
+    return min(directory.glob(f"*{INDEX_SUFFIX}"), key=lambda path: (path.name != INDEX_NAME, path), default=None)
 
 
 def read_weight_map(index: Path) -> dict[str, str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from torchtitan_ext.errors import DamagedCheckpointError
 from torchtitan_ext.storage.checkpoint_files import sync_directory, write_file
 from torchtitan_ext.storage.commit.commit import NOT_SUPPORTED
-from torchtitan_ext.storage.commit.leftovers import checkpoint_names
+from torchtitan_ext.storage.commit.leftovers import checkpoint_names, same_attributes
 from torchtitan_ext.storage.commit.staged_target import take_place
 from torchtitan_ext.storage.formats.safetensors_files import (
     INDEX_NAME,
@@ -40,17 +40,18 @@ def replace_weights(new: Path, target: Path) -> None:
     """Replaces a directory of safetensors files by a new one, which has an index if it has several files.
 
     If the target holds nothing else, the two change places at once. Otherwise, and if the file system cannot exchange
-    directories, the files are moved into the target, and foreign files stay. At every moment, also after a kill, a
-    reader sees all old tensors or all new ones if it follows the index, like this package, or looks for
-    ``model.safetensors`` first, like Hugging Face's loaders. A reader that takes all files may see both for a moment.
-    If there were no tensors before, a read fails until all files are there. The next call removes leftovers of a kill.
+    directories, or the new one cannot have the owner and the mode of the target, the files are moved into the target,
+    and foreign files stay. At every moment, also after a kill, a reader sees all old tensors or all new ones if it
+    follows the index, like this package, or looks for ``model.safetensors`` first, like Hugging Face's loaders. A
+    reader that takes all files may see both for a moment. If there were no tensors before, a read fails until all
+    files are there. The next call removes leftovers of a kill.
 
     Raises:
         OSError: A file cannot be moved or removed.
     """
     if not target.is_dir():
         return take_place(new, target)
-    if not _has_others(target):
+    if not _has_others(target) and _can_be_replaced(target, new):
         try:
             return take_place(new, target)
         except OSError as error:
@@ -70,6 +71,15 @@ def replace_weights(new: Path, target: Path) -> None:
     _put_index(target, [f"{own}-{name}" for name in names])
     _remove(target, [*(name for name in _indices_in(target) if name != INDEX_NAME), *old_names])
     _rename_indexed(target, {f"{own}-{name}": name for name in names})
+
+
+def _can_be_replaced(target: Path, new: Path) -> bool:
+    """Whether nobody would notice that a directory is another one, which gets its mode for that."""
+    # A process whose directory is replaced would stand in one that is gone.
+    if os.path.samefile(target, os.curdir):
+        return False
+    new.chmod(target.stat().st_mode & 0o7777)
+    return same_attributes(new, target)
 
 
 def _rename_indexed(directory: Path, new_names: dict[str, str]) -> None:

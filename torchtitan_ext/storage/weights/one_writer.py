@@ -71,17 +71,17 @@ class OneWriterPerFile:
         """
         size = self._ranks.size
         packed = runs.pack(self._rank_of_file, size)
-        told = torch.tensor([[*row, is_last] for row in packed.counts], dtype=torch.int64, device="cpu")
-        counts = torch.empty_like(told)
+        sent_counts = torch.tensor([[*row, is_last] for row in packed.counts], dtype=torch.int64, device="cpu")
+        counts = torch.empty_like(sent_counts)
         rows = [(peer, 0, 3 * peer, 3) for peer in range(size)]
-        self._exchange([told.view(-1)], [counts.view(-1)], rows, rows)
+        self._exchange([sent_counts.view(-1)], [counts.view(-1)], rows, rows)
         sent = [_memory(packed.runs, torch.int64), _memory(packed.data, torch.uint8)]
         num_runs, num_bytes = int(counts[:, 0].sum()), int(counts[:, 1].sum())
         received = [
             torch.empty(3 * num_runs, dtype=torch.int64, device="cpu"),
             torch.empty(num_bytes, dtype=torch.uint8, device="cpu"),
         ]
-        self._exchange(sent, received, _rows_of(told), _rows_of(counts))
+        self._exchange(sent, received, _rows_of(sent_counts), _rows_of(counts))
         self._is_over = bool(counts[:, 2].all())  # now: if the write fails nobody waits for this rank any more
         runs.add_packed(received[0].data_ptr(), num_runs, received[1].data_ptr())
         runs.write(num_threads, starts_write_back)

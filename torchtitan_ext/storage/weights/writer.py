@@ -52,7 +52,7 @@ class WeightsMeta(StorageMeta):
 
 @dataclass(frozen=True)
 class StagedWeights:
-    """What a rank is told of the files, which have their headers already.
+    """What a rank has to know of the files, which have their headers already.
 
     Attributes:
         directory: Where they are, seen from the directory of the target.
@@ -99,7 +99,7 @@ class SafetensorsWriter(StorageWriter):
         StateRefusedError: Values that are no tensors, or dtypes that the format lacks; nothing was written.
         OSError: (in the future of ``write_data``) A file cannot be written; names the file, the byte and the reason.
         SaveInProgressError: Another save runs in the same place.
-        FileExistsError: The directory holds a checkpoint of DCP.
+        FileExistsError: The directory holds a checkpoint of DCP, or the path is that of a file.
     """
 
     not_reused = ""
@@ -180,6 +180,8 @@ class SafetensorsWriter(StorageWriter):
         self._check_numbers(forms)
         weights = lay_out_weights(forms, self.max_file_bytes, self.file_numbers)
         target = Path(os.path.realpath(self.target))
+        if target.exists() and not target.is_dir():
+            raise FileExistsError(f"{target} is a file, expected a directory for the weights; give another path")
         if target.is_dir():
             refuse_irreplaceable(target)
             if safetensors_paths(target):
@@ -203,8 +205,8 @@ class SafetensorsWriter(StorageWriter):
             has_one_writer = _core.is_on_network(os.fsencode(self._directory))
         has_one_writer &= self.ranks is not None and self.ranks.size > 1
         directory = os.path.relpath(self._directory, target.parent)
-        told = StagedWeights(directory, len(weights.files), known, has_one_writer)
-        return [dataclasses.replace(plan, storage_data=told) for plan in plans]
+        data = StagedWeights(directory, len(weights.files), known, has_one_writer)
+        return [dataclasses.replace(plan, storage_data=data) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
         return finished(lambda: self._write(plan, planner))
@@ -242,12 +244,13 @@ class SafetensorsWriter(StorageWriter):
                 raise refusal("save", [Problem("unsupported_tensor", fqn, detail) for fqn in missing])
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> WrittenWeights:
-        told: StagedWeights = plan.storage_data
-        one_writer = self._one_writer_of(told)
+        staged: StagedWeights = plan.storage_data
+        one_writer = self._one_writer_of(staged)
         if not plan.items and one_writer is None:
             return WrittenWeights(0)
-        places = self._map.places(plan.items, told.known)
-        entries = self._find_entries(told, places.names)
+        places = self._map.places(plan.items, staged.known)
+        paths = [self._directory_of(staged) / name for name in file_names(staged.num_files)]
+        entries = self._find_entries(staged, places.names, () if one_writer is None else paths)
         num_bytes = sum(item.tensor_storage_size() or 0 for item in plan.items)
         with (
             progress(
@@ -258,7 +261,7 @@ class SafetensorsWriter(StorageWriter):
                 num_bytes,
                 advance,
                 sync=self.sync,
-                paths=[self._directory_of(told) / name for name in file_names(told.num_files)],
+                paths=paths,
                 one_writer=one_writer,
             ) as boxes,
         ):
@@ -280,27 +283,31 @@ class SafetensorsWriter(StorageWriter):
         if one_writer is not None:
             one_writer.refuse()
 
-    def _one_writer_of(self, told: StagedWeights) -> OneWriterPerFile | None:
-        if not told.has_one_writer or self.ranks is None:
+    def _one_writer_of(self, staged: StagedWeights) -> OneWriterPerFile | None:
+        if not staged.has_one_writer or self.ranks is None:
             return None
         if self._one_writer is None:
-            self._one_writer = OneWriterPerFile(self.ranks, told.num_files)
+            self._one_writer = OneWriterPerFile(self.ranks, staged.num_files)
         return self._one_writer
 
-    def _directory_of(self, told: StagedWeights) -> Path:
-        return Path(os.path.realpath(self.target)).parent / told.directory
+    def _directory_of(self, staged: StagedWeights) -> Path:
+        return Path(os.path.realpath(self.target)).parent / staged.directory
 
-    def _find_entries(self, told: StagedWeights, fqns: Iterable[str]) -> dict[str, tuple[Path, SafetensorsEntry]]:
-        """Where the tensors of the files lie.
+    def _find_entries(
+        self, staged: StagedWeights, fqns: Iterable[str], paths: Iterable[Path]
+    ) -> dict[str, tuple[Path, SafetensorsEntry]]:
+        """Where these tensors lie. These files are there then, too.
 
         Raises:
             NotSharedError: This rank does not see the files.
         """
-        directory = self._directory_of(told)
+        directory = self._directory_of(staged)
         deadline = time.monotonic() + _SHOWN_SECONDS
         while True:
             try:
-                return find_places(directory, fqns, num_files=told.num_files)
+                for path in paths:
+                    path.stat()
+                return find_places(directory, fqns, num_files=staged.num_files)
             except (FileNotFoundError, DamagedCheckpointError) as error:
                 if time.monotonic() > deadline:
                     raise NotSharedError(
