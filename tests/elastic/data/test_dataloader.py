@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -166,6 +167,32 @@ def test_a_reset_loader_begins_anew() -> None:
         first = next(iter(loader))
         loader.reset()
         assert loader.samples_seen == 0 and next(iter(loader)) == first
+
+
+def test_older_iterators_serve_nothing_again_and_skip_nothing() -> None:
+    loader = ElasticDataLoader(list(range(6)), batch_size=2, shuffle=False, seed=np.int64(1), collate_fn=list)
+    old, new = iter(loader), iter(loader)
+    before = loader.state_dict()
+    assert [next(old), next(new)] == [[0, 1], [2, 3]]
+    with pytest.raises(RuntimeError, match="a newer iterator goes on from here"):
+        next(old)
+    assert next(new) == [4, 5]
+    loader.load_state_dict(before)
+    with pytest.raises(RuntimeError, match="a state was loaded under this iterator"):
+        next(new)
+    assert loader.epoch == 0 and len(list(loader)) == 3
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_data_set_that_raises_stop_iteration_does_not_end_the_epoch(num_workers: int) -> None:
+    class Broken(list[int]):
+        def __getitem__(self, index: Any) -> Any:
+            return next(iter([index] if index != 5 else []))
+
+    loader = ElasticDataLoader(Broken(range(8)), batch_size=2, shuffle=False, num_workers=num_workers, collate_fn=None)
+    with pytest.raises(RuntimeError, match="raised StopIteration for a sample"):
+        list(loader)
+    assert (loader.samples_seen, loader.epoch, loader.dropped) == (4, 0, 0)
 
 
 def test_map_style_iterators_do_not_outlive_a_load() -> None:

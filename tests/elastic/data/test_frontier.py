@@ -123,6 +123,16 @@ def test_the_own_entries_of_one_of_several_ranks_are_not_enough() -> None:
     assert loader.samples_seen == 0
 
 
+def test_one_of_several_ranks_is_reset() -> None:
+    loader = make_loader(1, 2, max_in_flight=8)
+    batches = iter(loader)
+    first = next(batches)
+    next(batches)
+    loader.reset()
+    assert loader.describe().in_flight == 0
+    assert next(iter(loader)) == first
+
+
 def test_entries_of_different_moments_are_refused() -> None:
     ranks = Ranks(make_loader, 2)
     ranks.step()

@@ -6,6 +6,7 @@ import pickle
 import random
 import signal
 import time
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -303,6 +304,63 @@ def test_tokens_of_packed_sequences_across_worlds() -> None:
     one = ElasticDataLoader(make(0, 1)._batches._source, batch_size=1, last="pad", collate_fn=tokens_of)  # type: ignore[attr-defined]
     whole = [token for sample in one for token in sample[0]]
     assert sorted(token for sample in job.trained.elements() for token in sample) == sorted(whole)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_what_is_dropped_at_the_end_of_an_epoch_is_not_left_over_for_the_next(num_workers: int) -> None:
+    def epochs(**options: Any) -> list[Any]:
+        documents = Streams(lambda shard, _, epoch: [[100 * epoch + i for i in range(16 * (1 + shard))]], 2)
+        source = PackedTokens(documents, seq_len=5)  # 3 and 6 sequences, each shard's of one document
+        options |= {"num_workers": num_workers, "batch_size": 4, "collate_fn": tokens_of}
+        loader = ElasticDataLoader(source, **options)
+        served: list[Any] = []
+        for _ in range(3):
+            for batch in loader:
+                served.append(batch)
+                if options.get("max_in_flight"):
+                    loader.acknowledge(loader.sample_ids)
+        iter(loader)  # leaves the last epoch
+        return [*served, loader.dropped]
+
+    assert epochs(max_in_flight=8) == epochs()
+
+
+def test_a_sample_that_stays_open_keeps_no_state_of_each_later_one() -> None:
+    class State(dict[str, Any]):
+        alive: weakref.WeakSet["State"] = weakref.WeakSet()
+        __hash__ = object.__hash__  # type: ignore[assignment]
+
+        def __init__(self, **values: Any) -> None:
+            super().__init__(**values)
+            State.alive.add(self)
+
+    class Numbers:
+        state_is_small = True
+        place = 0
+
+        def __iter__(self) -> Any:
+            while self.place < 500:
+                self.place += 1
+                yield self.place
+
+        def state_dict(self) -> dict[str, Any]:
+            return State(place=self.place)
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.place = state["place"]
+
+    loader = ElasticDataLoader(Streams(lambda *_: Numbers(), 1), batch_size=1, max_in_flight=200, collate_fn=list)
+    for number, _ in enumerate(loader):
+        if number == 400:
+            break
+        if 100 <= number < 300:
+            loader.acknowledge(loader.sample_ids)
+        elif number == 300:
+            loader.acknowledge(range(1, 99))
+    assert len(State.alive) < 20
+    other = ElasticDataLoader(Streams(lambda *_: Numbers(), 1), batch_size=1, collate_fn=list)
+    other.load_state_dict(loader.state_dict())
+    assert [sample for batch in other for sample in batch] == [1, 100, *range(301, 501)]
 
 
 def tokens_of(samples: list[Any]) -> list[tuple[int, ...]]:

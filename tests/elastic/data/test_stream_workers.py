@@ -180,6 +180,14 @@ def test_samples_that_cannot_be_pickled() -> None:
         list(ElasticDataLoader(source, batch_size=2, num_workers=1, collate_fn=list))
 
 
+def test_the_samples_before_one_that_cannot_be_pickled_are_served() -> None:
+    source = Streams(lambda shard, num_shards, epoch: [0, 1, 2, (lambda: 0) if shard else 3], 2)
+    batches = iter(ElasticDataLoader(source, batch_size=2, num_workers=1, prefetch_factor=9, collate_fn=list))
+    assert [next(batches) for _ in range(3)] == [[i, i] for i in range(3)]
+    with pytest.raises(StreamWorkerError, match="sample 3 of virtual shard 1"):
+        next(batches)
+
+
 @pytest.mark.parametrize("end", ["end", "close", "del", "break"])
 def test_workers_end_with_the_iterator(end: str) -> None:
     loader = ElasticDataLoader(source_of([9] * 2), batch_size=2, num_workers=2, collate_fn=list)

@@ -28,7 +28,9 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not torch.Tensor or value.layout is not torch.strided or value.device.type != "cpu":
             return NotImplemented
-        if value.requires_grad or value.is_quantized or value.is_conj() or value.is_neg() or not value.numel():
+        if value.is_nested or value.requires_grad or value.is_quantized or value.is_conj() or value.is_neg():
+            return NotImplemented
+        if not value.numel():
             return NotImplemented
         data = value.contiguous().view(-1).view(torch.uint8).numpy().data
         return _tensor_of, (pickle.PickleBuffer(data), value.dtype, tuple(value.shape))

@@ -60,7 +60,7 @@ class ElasticDataLoader:
         endless: Whether iteration goes on with the next epoch by itself, over streams each shard on its own.
         group: The data-parallel process group, such as ``mesh["dp"].get_group()``, for streams that are not endless.
             The default group is wrong where there is tensor or pipeline parallelism too.
-        collate_fn: From a list of samples to a batch.
+        collate_fn: From a list of samples to a batch; by default torch's ``default_collate``.
         max_in_flight: How many samples of this rank may be handed out and not acknowledged. With it, a state counts as
             trained what was acknowledged (see ``acknowledge``), and a resume gives all else again; without it, what was
             handed out. At least the samples of this rank in a step.
@@ -89,7 +89,7 @@ class ElasticDataLoader:
         last: Last = "drop",
         endless: bool = False,
         group: dist.ProcessGroup | None = None,
-        collate_fn: Callable[[list[Any]], Any] = default_collate,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
         order: OrderName = "feistel-1",
         max_in_flight: int | None = None,
         **loader_options: Any,
@@ -99,6 +99,7 @@ class ElasticDataLoader:
         check_counts("ElasticDataLoader", batch_size=batch_size, dp_size=dp_size, max_in_flight=max_in_flight)
         size = global_batch_size if global_batch_size is not None else (batch_size or 0) * dp_size
         share = Share(size, dp_rank, dp_size, last, endless)
+        collate_fn = collate_fn or default_collate
         self.dp_rank = dp_rank
         self.dp_size = dp_size
         self.global_batch_size = size
@@ -120,18 +121,19 @@ class ElasticDataLoader:
                 raise ValueError(f"ElasticDataLoader: {', '.join(sorted(unknown))} cannot be applied to streams")
             workers = WorkerOptions(**loader_options)
             self._batches = StreamBatches(data, share, group, collate_fn, workers, max_in_flight is not None)
+            self._start = self._batches.state_dict()
         elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
             if not loader_options.get("in_order", True):
                 raise ValueError("ElasticDataLoader: in_order=False has no position to resume from; leave it out")
             sampler = ElasticBatchSampler(data, **asdict(share), shuffle=shuffle, seed=seed, order=order)
             options = {"collate_fn": collate_fn, **loader_options}
             self._batches = _SampleBatches(data, sampler, options, self._in_flight)
+            self._start = sampler.state_dict()  # no rank's in flight: those would be needed of all ranks
         else:
             raise ValueError(
                 f"ElasticDataLoader: {type(data).__name__} is neither a map-style data set (__len__ and __getitem__) "
                 "nor a source of streams; wrap what opens your streams in Streams or HuggingFaceStreams of tte.elastic"
             )
-        self._start = self._batches.state_dict()
 
     def __iter__(self) -> Iterator[Any]:
         if self._in_flight is None:
@@ -264,7 +266,7 @@ class _SampleBatches:
         self._in_flight = in_flight
         self.num_padding = 0
         self.sample_ids = NO_IDS
-        self._num_loads = 0
+        self._newest: object = None  # the iterator that may serve
 
     @property
     def counts(self) -> SamplePosition:
@@ -276,7 +278,7 @@ class _SampleBatches:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._sampler.load_state_dict(state_dict)
-        self._num_loads += 1
+        self._newest = None
         self.num_padding = 0
         self.sample_ids = NO_IDS
 
@@ -298,7 +300,7 @@ class _SampleBatches:
         """See ``Batches``: what is in flight says all."""
 
     def __iter__(self) -> Iterator[Any]:
-        num_loads = self._num_loads
+        self._newest = this = object()
         # Workers ask for batches ahead of the training loop: the position moves when a batch is served.
         ahead: deque[LocalBatch] = deque()
 
@@ -316,11 +318,22 @@ class _SampleBatches:
             # Its iterator without workers does the same and takes longer: per batch as long as ten cheap samples.
             served = iter(loader) if loader.num_workers or loader.pin_memory else map(self._read, indices())
         for samples in served:
-            if self._num_loads != num_loads:
-                raise RuntimeError("ElasticDataLoader: a state was loaded under this iterator; make a new one")
+            self._check_newest(this)
             batch = ahead.popleft()
             self._sampler.serve(batch.reached)
             self.num_padding = batch.num_padding
             self.sample_ids = batch.ids
             yield samples
+        self._check_newest(this)
+        if ahead:  # Python takes this for the end of the data: the rest of the epoch would be dropped
+            raise RuntimeError(
+                "ElasticDataLoader: the data set raised StopIteration for a sample, which is no end of it"
+            )
         self._sampler.end_epoch()
+
+    def _check_newest(self, iterator: object) -> None:
+        """An older iterator does not know what was served since: it would serve it again, or skip the next epoch."""
+        if self._newest is None:
+            raise RuntimeError("ElasticDataLoader: a state was loaded under this iterator; make a new one")
+        if self._newest is not iterator:
+            raise RuntimeError("ElasticDataLoader: a newer iterator goes on from here; use that one, or make a new one")

@@ -13,6 +13,7 @@ gives.
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sized
@@ -148,7 +149,7 @@ class ElasticBatchSampler:
         self.dp_size = dp_size
         self.last = last
         self.endless = endless
-        self.position = SamplePosition(num_samples, shuffle, seed, order=order)
+        self.position = SamplePosition(num_samples, shuffle, operator.index(seed), order=order)
 
     @property
     def position(self) -> SamplePosition:

@@ -136,6 +136,8 @@ class StreamBatches:
 
     def _end_epoch(self, num_left_out: int) -> None:
         try:
+            if self._acknowledges:  # reads again what was undone, so that the streams have left it behind
+                self._reader.draw(self._share.batch_size)
             self._reader.end_epoch()
         except BaseException:
             self._reader.close()

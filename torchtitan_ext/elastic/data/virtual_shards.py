@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 import re
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -26,6 +27,9 @@ from torchtitan_ext.errors import CannotReshardError, TorchtitanExtError
 
 # A packed shard may need several epochs of a few tokens until one sequence is full.
 _MAX_EMPTY_EPOCHS = 100
+
+# What a stream keeps may be thousands of tokens, and a mark after each sample would keep as many.
+_MARKS_APART = 16
 
 _NEW_FIELDS = ("since", "stream_epoch", "in_flight")  # of states of version 2
 
@@ -168,9 +172,22 @@ class _OpenShard:
 
     def forget_marks(self) -> None:
         """Keeps those that a later job may need."""
-        first = min([*self.open, *self.again], default=self.state.total)
+        kept = [*self.open, *self.again]
+        first = min(kept, default=self.state.total)
         while len(self.marks) > 1 and self.marks[1].total <= first:
             self.marks.popleft()
+        if len(self.marks) > len(kept) + 1:  # where one sample stays open for long, there would be ever more
+            marks = list(self.marks)
+            totals = [mark.total for mark in marks]
+            needed = {bisect_right(totals, number) - 1 for number in kept}
+            self.marks = deque(marks[i] for i in sorted(needed | {len(marks) - 1}))
+
+    def add_mark(self, mark: Mark) -> None:
+        """Adds the latest mark. What lies between others is read again, so that none need be nearer."""
+        if len(self.marks) > 1 and mark.total - self.marks[-2].total <= _MARKS_APART:
+            self.marks.pop()
+        self.marks.append(mark)
+        self.forget_marks()
 
     def to_save(self) -> ShardState:
         self.forget_marks()
@@ -285,7 +302,7 @@ class ShardReader:
         for index, shard in self._shards.items():
             before = self._before.setdefault(index, shard.copy())
             shard.state = replace(shard.state, taken=before.state.taken, total=before.state.total)
-            shard.marks = before.marks.copy()
+            shard.marks, shard.open = before.marks.copy(), before.open.copy()
             self._leave_epoch(shard)
         for shard in self._shards.values():  # workers can begin the epoch in all shards at once
             self._enter_epoch(shard)
@@ -330,7 +347,7 @@ class ShardReader:
         for _ in range(_MAX_EMPTY_EPOCHS):
             for item in shard.samples:
                 if isinstance(item, Mark):
-                    shard.marks.append(item)
+                    shard.add_mark(item)
                     continue
                 sample, mark = item
                 number = shard.again.popleft() if shard.again else shard.state.total
@@ -340,8 +357,7 @@ class ShardReader:
                 if self._acknowledges:
                     shard.open.add(number)
                 if mark is not None:
-                    shard.marks.append(mark)
-                    shard.forget_marks()
+                    shard.add_mark(mark)
                 return sample, number
             shard.state.finished = True
             if not self._endless:
@@ -359,5 +375,4 @@ class ShardReader:
     def _enter_epoch(self, shard: _OpenShard) -> None:
         first = next(iter(shard.samples))
         assert isinstance(first, Mark)
-        shard.marks.append(first)
-        shard.forget_marks()
+        shard.add_mark(first)

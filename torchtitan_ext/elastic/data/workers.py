@@ -40,6 +40,8 @@ from torchtitan_ext.elastic.data.streams import StreamSource
 from torchtitan_ext.errors import TorchtitanExtError, check_counts
 
 _SECONDS_TO_END = 1.0  # a sample that takes longer is not waited for
+# Ahead of the trainer, of each worker. Each is an open file of the user, who may have as few as 1,024 on a host.
+_MOST_ANSWERS = 8
 _SECONDS_BETWEEN_LOOKS = 5.0  # whether the trainer is still there
 
 
@@ -202,9 +204,11 @@ class Workers:
         self._source = source
         self._options = options
         self._own = own
-        # As many samples ahead as torch's workers read: prefetch_factor batches each. Together they answer one batch.
-        self._num_items = -(-batch_size // self._num_workers)
-        self._depth = (options.prefetch_factor or 2) * self._num_workers
+        # As many samples ahead as torch's workers read: prefetch_factor batches each. Together they answer one batch,
+        # unless that would be too many answers.
+        num_batches = options.prefetch_factor or 2
+        self._depth = min(num_batches * self._num_workers, _MOST_ANSWERS)
+        self._num_items = -(-num_batches * batch_size // self._depth)
         self._ahead: dict[int, _Ahead] = {}
         self._running: list[_Worker] = []
         weakref.finalize(self, _stop, self._running, os.getpid())
@@ -331,8 +335,10 @@ def _serve(connection: Connection, source: StreamSource, seed: int, parent: int 
                 answers = [_answer(source, shards, ask) for ask in asks]
                 try:
                     send_block(connection, answers)
-                except (TypeError, AttributeError, ValueError, pickle.PicklingError) as error:  # samples of no pickle
-                    send_block(connection, [_Answer([], _described(error)) for _ in asks])
+                except OSError:
+                    raise
+                except Exception:  # samples of no pickle
+                    send_block(connection, [_with_pickle(answer) for answer in answers])
 
 
 def _answer(source: StreamSource, shards: dict[int, ShardSamples], ask: _Ask) -> _Answer:
@@ -348,6 +354,16 @@ def _answer(source: StreamSource, shards: dict[int, ShardSamples], ask: _Ask) ->
     except Exception as error:
         return _Answer(items, _described(error))
     return _Answer(items, None)
+
+
+def _with_pickle(answer: _Answer) -> _Answer:
+    """The items before the first that cannot be pickled, and the error of that one."""
+    for number, item in enumerate(answer.items):
+        try:
+            pickle.dumps(item)
+        except Exception as error:
+            return _Answer(answer.items[:number], _described(error))
+    return answer
 
 
 def _described(error: Exception) -> tuple[str, str]:
