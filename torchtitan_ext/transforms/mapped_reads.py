@@ -140,8 +140,6 @@ class MappedReads:
                 target.copy_(_converted(values, scales, dtypes, target.dtype))
         self.num_bytes_read += self.num_bytes
         self._forget()
-        if len(self._files) > _MAX_OPEN_FILES:
-            self._runs, self._files = _core.RunReader(), {}
 
     def _parts(
         self, fqn: str, offsets: tuple[int, ...], place: torch.Tensor, *, scales: bool = False
@@ -162,9 +160,10 @@ class MappedReads:
         stored = part.part.stored(record.tensor)
         strides = part.part.memory_strides
         view = place.as_strided(stored.sizes, strides, place.storage_offset() + part.part.memory_offset)
+        file = self._file(record.file)
         self.num_bytes += view.numel() * stored.item_bytes
         if _has_long_runs(stored, strides):
-            self._copies += add_box(self._runs, self._file(record.file), stored, (0,) * view.dim(), view)
+            self._copies += add_box(self._runs, file, stored, (0,) * view.dim(), view)
             return
         # Repeated elements (stride 0) are read once.
         once = [dim for dim, stride in enumerate(stored.strides) if stride == 0]
@@ -173,13 +172,16 @@ class MappedReads:
             if not self._turning.has_room(torch.Size(part_sizes).numel() * stored.item_bytes):
                 self.read()
             values = self._turning.take(part_sizes, part.dtype)
-            copies = add_box(self._runs, self._file(record.file), stored, inside, values)
+            copies = add_box(self._runs, file, stored, inside, values)
             shown = tuple(view.shape[dim] if dim in once else size for dim, size in enumerate(part_sizes))
             self._copies += [*copies, (local_view(view, inside, shown), values)]
 
     def _file(self, name: str) -> int:
-        """The number of a file, which may change with each ``read``."""
+        """The number of a file; where too many are open, what was added is read first."""
         if name not in self._files:
+            if len(self._files) >= _MAX_OPEN_FILES:
+                self.read()
+                self._runs, self._files = _core.RunReader(), {}
             self._files[name] = self._source.open_file(self._runs, name)
         return self._files[name]
 

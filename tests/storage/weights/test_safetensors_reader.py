@@ -2,6 +2,7 @@
 
 import json
 import random
+import resource
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from torchtitan_ext import transforms
 from torchtitan_ext.elastic import ElasticPolicy, Source
 from torchtitan_ext.errors import MissingStateError, ReshardError, StateRefusedError
 from torchtitan_ext.storage.weights.safetensors_reader import SafetensorsReader, reader_at
+from torchtitan_ext.transforms import Rule, Transform
 
 
 def random_truth(seed: int) -> dict[str, torch.Tensor]:
@@ -335,3 +337,18 @@ def test_the_dry_run_of_one_file(tmp_path: Path) -> None:
     assert found.problems == () and found.notes == tte.dry_run(zeros()).notes
     assert [one.num_bytes for one in found.load.ranks] == [sum(value.nbytes for value in load_file(path).values())]
     assert found.load.file_bytes == {path.name: path.stat().st_size}
+
+
+@pytest.mark.parametrize("transform", [None, Transform([Rule("w*", "w*", [transforms.transpose(0, 1)])])])
+def test_more_files_than_a_process_may_open(tmp_path: Path, transform: Transform | None) -> None:
+    truth = {f"w{number}": torch.full((2, 3), float(number)) for number in range(400)}
+    tte.save(truth, tmp_path, format="safetensors", max_file_bytes=1, no_dist=True)
+    state = {fqn: torch.zeros((2, 3) if transform is None else (3, 2)) for fqn in truth}
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_open = len(list(Path("/proc/self/fd").iterdir()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 280, hard))
+    try:
+        tte.load(state, tmp_path, transform=transform, no_dist=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert all((state[fqn] == number).all() for number, fqn in enumerate(truth))

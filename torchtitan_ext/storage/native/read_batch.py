@@ -23,6 +23,9 @@ from torchtitan_ext.storage.raw_tensor import DTYPES
 # Elements that are not read into place pass through buffers of so many bytes together.
 CAST_BYTES = 16 << 20
 
+# Files that are read together: a process may have 1,024 open.
+_MAX_OPEN_FILES = 128
+
 
 @dataclass
 class _Target:
@@ -82,6 +85,9 @@ class ReadBatch:
             stored: Where the elements lie; ``None`` if only ``torch.load`` can read the record.
         """
         if name not in self._files:
+            if len(self._files) >= _MAX_OPEN_FILES:
+                self.read()
+                self._runs, self._files = _core.RunReader(), {}
             self._files[name] = self._open_file(self._runs, name)
         file = self._files[name]
         if item.type == LoadItemType.BYTE_IO or stored is None:
