@@ -281,6 +281,11 @@ def test_counts_are_those_of_what_is_trained() -> None:
     for state in (ranks.state(), resharded.state):
         loader.load_state_dict(state)
         assert loader.samples_seen == 1 and "counts_trained" not in loader.state_dict()["loader"][0]
+    next(iter(loader))  # two of the seven that were open: the five that still wait are not counted
+    assert loader.samples_seen == 3
+    later = make_loader()
+    later.load_state_dict(loader.state_dict())
+    assert later.samples_seen == 1
 
 
 def test_tokens_of_packed_sequences_across_worlds() -> None:

@@ -250,7 +250,7 @@ class StreamBatches:
                 "pass endless=True, or reset the data loader",
             )
         if not common.get(_COUNTS_TRAINED) and len(parents) == num_saved:
-            in_flight = sum(len(state.in_flight) for state in parents.values())
+            in_flight = sum(len(state.in_flight) - state.num_waiting for state in parents.values())
             common = {**common, "samples_seen": common["samples_seen"] - in_flight, _COUNTS_TRAINED: True}
         if isinstance(self._source, ChecksStates):
             for parent in self._parents(num_saved):

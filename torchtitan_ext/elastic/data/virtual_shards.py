@@ -31,7 +31,7 @@ _MAX_EMPTY_EPOCHS = 100
 # What a stream keeps may be thousands of tokens, and a mark after each sample would keep as many.
 _MARKS_APART = 16
 
-_NEW_FIELDS = ("since", "stream_epoch", "in_flight")  # of states of version 2
+_NEW_FIELDS = ("since", "stream_epoch", "in_flight", "num_waiting")  # of states of version 2
 
 _SHARD_KEY = re.compile(r"(?:^|\.)shard_\d+_of_(\d+)$")
 
@@ -80,7 +80,8 @@ class ShardState:
 
     ``taken`` samples were served in this epoch, ``total`` over all, ``since`` after the mark whose ``stream`` this is:
     a job that goes on reads these again and skips all but those ``in_flight``, which it gives again. Their numbers are
-    those over all epochs, ascending. ``stream_epoch`` is the mark's epoch, where that is another one.
+    those over all epochs, ascending. An earlier job had handed out ``num_waiting`` of them, and the one that saved had
+    not: its ``samples_seen`` does not count these. ``stream_epoch`` is the mark's epoch, where that is another one.
 
     States of version 1 have none of these: their marks are exact.
     """
@@ -94,6 +95,7 @@ class ShardState:
     since: int = 0
     stream_epoch: int | None = None
     in_flight: tuple[int, ...] = ()
+    num_waiting: int = 0
 
     def __post_init__(self) -> None:
         if self.stream is None:  # the mark is the beginning of an epoch
@@ -193,9 +195,14 @@ class _OpenShard:
         self.forget_marks()
         mark, total, epoch = self.marks[0], self.state.total, self.state.epoch
         in_flight = tuple(sorted([*self.open, *self.again]))
-        stream_epoch = None if mark.epoch == epoch else mark.epoch
-        since = total - mark.total
-        return replace(self.state, stream=mark.stream, since=since, stream_epoch=stream_epoch, in_flight=in_flight)
+        return replace(
+            self.state,
+            stream=mark.stream,
+            since=total - mark.total,
+            stream_epoch=None if mark.epoch == epoch else mark.epoch,
+            in_flight=in_flight,
+            num_waiting=len(self.again),
+        )
 
     def copy(self) -> _OpenShard:
         return _OpenShard(self.index, replace(self.state), self.marks.copy(), self.again.copy(), self.open.copy())
@@ -251,7 +258,7 @@ class ShardReader:
         for index in self.own:
             state = states[index]
             marks, again = deque([state.place.mark]), deque(state.in_flight)
-            self._reopen(_OpenShard(index, replace(state, in_flight=()), marks, again))
+            self._reopen(_OpenShard(index, replace(state, in_flight=(), num_waiting=0), marks, again))
         self._queue()
 
     def draw(self, size: int) -> list[Any]:
