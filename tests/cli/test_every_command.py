@@ -75,7 +75,7 @@ GOOD = {
     "ours": (good("ours"), "0 0 0 0 0 0 0 0 0 0 0 0"),
     "ours without .metadata": (good("ours without .metadata"), "0 0 0 0 0 0 0 0 0 0 0 0"),
     "safetensors directory": (good(HF), "0 0 0 0 0 0 0 0 0 0 3 0"),
-    "safetensors": (good("safetensors"), "0 0 0 0 1 0 0 0 0 0 3 0"),
+    "safetensors": (good("safetensors"), "0 0 0 0 0 0 0 0 0 0 3 0"),
     "torch": (good("torch"), "0 0 0 0 1 0 0 0 0 0 3 0"),
 }
 EMPTY: dict[str, tuple[Maker, str]] = {
@@ -158,7 +158,7 @@ HOSTILE = {
     "a header without end": (lambda path: path.write_bytes(b"\xff" * 7 + b"\x7f{"), "3 1 1 3 3 3 3 3 3 0 3 0"),
     "an index of files above": (index_names("../x.safetensors"), "0 1 1 3 3 3 3 3 3 0 3 0"),
     "an index with a zero byte": (index_names("x\0y.safetensors"), "0 1 1 3 3 3 3 3 3 0 3 0"),
-    "safetensors in two files": (chunk_files(([2, 3], [0, 0]), ([2, 3], [0, 0])), "0 1 1 3 1 3 3 3 3 0 3 0"),
+    "safetensors in two files": (chunk_files(([2, 3], [0, 0]), ([2, 3], [0, 0])), "0 1 1 3 3 3 3 3 3 0 3 0"),
     "chunks with a gap": (chunk_files(([2, 3], [0, 0]), ([2, 3], [4, 0])), "0 1 1 3 1 3 3 3 3 0 3 0"),
     "chunks of other dims": (chunk_files(([2, 3], [0, 0]), ([6], [0])), "3 1 1 3 3 3 3 3 3 0 3 0"),
     "a chunk far out": (chunk_files(([2, 3], [(1 << 63) - 1, 0])), "3 1 1 3 3 3 3 3 3 0 3 0"),

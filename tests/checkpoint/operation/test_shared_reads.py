@@ -128,7 +128,7 @@ def test_random_wants_are_filled_and_read_once(is_per_host: bool, sample: list[f
         plan = plan_of(ranks, numbers, hosts, is_per_host=is_per_host)
         assert plan.wanted_bytes >= plan.repeated_bytes >= 2 * plan.shared_bytes
         plan.assign(sample, 5)
-        parts = [_core.SharedPart(plan.told(rank)) for rank in range(len(ranks))]
+        parts = [_core.SharedPart(plan.part_message(rank)) for rank in range(len(ranks))]
         targets = [[torch.zeros(item.lengths, dtype=torch.int64) for item in rank.items] for rank in ranks]
         counts: dict[tuple[str, int, int], torch.Tensor] = {}  # how often elements are read, by key, tag and host
         for number in range(parts[0].num_rounds):
@@ -171,7 +171,7 @@ def test_parts_are_dealt_out_evenly() -> None:
     plan.assign([], 16)
     read = []
     for number in range(4):
-        part = _core.SharedPart(plan.told(number))
+        part = _core.SharedPart(plan.part_message(number))
         rounds = [part.reads(one, rank.items, torch.Size).lengths for one in range(part.num_rounds)]
         assert len(rounds) > 4 and all(rounds)
         read.append(sum(sizes.numel() * 2 for of_round in rounds for sizes in of_round))
