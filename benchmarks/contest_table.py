@@ -4,12 +4,10 @@ python benchmarks/contest_table.py benchmarks/results/hf_<machine>.json --into d
 python benchmarks/contest_table.py benchmarks/results/data_<machine>.json --into docs/use/elastic.md
 """
 
-import argparse
-import json
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
+
+from result_page import command_without, print_or_put
 
 BEGIN, END = "<!-- tables of contest_table.py -->", "<!-- end of tables -->"
 
@@ -86,35 +84,14 @@ def rate_and_wait(row: Row) -> str:
 TABLES = {"hf": of_files, "data": of_loaders}
 
 
-def put_into(page: str, content: dict[str, Any]) -> str:
-    """A page with the tables of a result file between its two markers.
-
-    Raises:
-        ValueError: The page has no place for them.
-    """
-    command = re.sub(r" --directory \S+", "", content["command"])
+def head(content: dict[str, Any]) -> str:
+    """What was run, and where."""
+    command = command_without(content, "--directory")
     machine, versions = content["machine"], {**content["versions"], **content["sizes"].get("libraries", {})}
     known = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "torchtitan-ext")
     cores = f"{machine['cores']} cores, load {machine['load_average']}"
-    head = f"`{command}`; {machine['cpu']}, {cores}, {known}, {content['date']}."
-    place = re.compile(rf"({re.escape(BEGIN)}\n).*?({re.escape(END)})", re.S)
-    if not place.search(page):
-        raise ValueError(f"the page has no {BEGIN} and {END}")
-    made = TABLES[content["benchmark"]](content["results"])
-    return place.sub(lambda match: f"{match[1]}{head}\n\n{made}\n{match[2]}", page)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path)
-    parser.add_argument("--into", type=Path, help="a page with markers for the tables")
-    options = parser.parse_args()
-    content = json.loads(options.results.read_text())
-    if options.into is None:
-        print(TABLES[content["benchmark"]](content["results"]))
-    else:
-        options.into.write_text(put_into(options.into.read_text(), content))
+    return f"`{command}`; {machine['cpu']}, {cores}, {known}, {content['date']}."
 
 
 if __name__ == "__main__":
-    main()
+    print_or_put(__doc__, (BEGIN, END), head, lambda content: TABLES[content["benchmark"]](content["results"]))

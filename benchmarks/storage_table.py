@@ -3,11 +3,9 @@
 python benchmarks/storage_table.py benchmarks/results/storage_<machine>.json
 """
 
-import argparse
-import json
-import re
-from pathlib import Path
 from typing import Any
+
+from result_page import command_without, print_or_put
 
 Row = dict[str, Any]
 Results = dict[str, dict[str, Row]]
@@ -68,36 +66,16 @@ def ratio(row: Row | None) -> str:
     return "fails" if "failed" in row else f"{row['ratio']:.2f}"
 
 
-def put_into(page: str, content: dict[str, Any]) -> str:
-    """A page with the tables of a result file between its two markers.
-
-    Raises:
-        ValueError: The page has no place for them.
-    """
+def head(content: dict[str, Any]) -> str:
+    """What was run, and where."""
     sizes = content["sizes"]
-    command = re.sub(r" --directory \S+", "", content["command"])
-    head = (
+    command = command_without(content, "--directory")
+    return (
         f"`{command}`; {content['machine']['cpu']}, {content['machine']['cores']} cores, "
         f"load {content['machine']['load_average']}, {sizes['file_system']}, torch {content['versions']['torch']}, "
         f"Python {content['versions']['python']}, {content['date']}."
     )
-    place = re.compile(rf"({re.escape(BEGIN)}\n).*?({re.escape(END)})", re.S)
-    if not place.search(page):
-        raise ValueError(f"the page has no {BEGIN} and {END}")
-    return place.sub(lambda match: f"{match[1]}{head}\n\n{tables(content['results'])}\n{match[2]}", page)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path)
-    parser.add_argument("--into", type=Path, help="a page with markers for the tables")
-    options = parser.parse_args()
-    content = json.loads(options.results.read_text())
-    if options.into is None:
-        print(tables(content["results"]))
-    else:
-        options.into.write_text(put_into(options.into.read_text(), content))
 
 
 if __name__ == "__main__":
-    main()
+    print_or_put(__doc__, (BEGIN, END), head, lambda content: tables(content["results"]))
