@@ -57,8 +57,14 @@ INNER_ROWS = {
         {""},
     ],
     "transforms": [{"rules"}, {"mapped", "models", "weights"}, {"mapped_reads"}, {"reader"}, {""}],
-    "delta": [{"held", "kept", "saved_changes"}, {"files", "replacement", "snapshot"}, {"application"}, {""}],
-    "elastic": [{"data", "schedule", "rng", "train_state"}, {""}],
+    "delta": [
+        {"held", "kept", "saved_changes"},
+        {"part_reads"},
+        {"files", "replacement", "snapshot"},
+        {"application"},
+        {""},
+    ],
+    "elastic": [{"own_share"}, {"data", "schedule", "rng", "train_state"}, {""}],
     "offline": [
         {"amounts", "sources", "workers", "placement_rules"},
         {"boxes"},

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from raw_ops import RAW_OVERFLOW, RAW_REFUSAL
 from test_ops import DEVICES, DTYPES, TWO_CHUNKS, WHOLE, bits, random_tensor, reference_pack, shards
 from torch import Tensor
 
@@ -379,11 +380,30 @@ def test_lists_that_do_not_fit_are_refused_and_nothing_is_written() -> None:
         ("share memory", {"positions": both[:48].view(torch.int64), "values": both[40:64]}),
     ]
     for message, other in refusals:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(RAW_REFUSAL, match=message):
             find(**other)
-    with pytest.raises(OverflowError):
+    with pytest.raises(RAW_OVERFLOW, match="overflows int64"):
         find(counts=[2**62])
     assert positions.eq(-1).all() and not values.any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows", [3, 40_001])
+def test_mask_bits_behind_the_last_element_stand_for_none(rows: int, device: str) -> None:
+    """In the last of one word, and of the words of several threads; rows of 3, so that no tensor fills its words."""
+    shape = (rows, 3)
+    base, whole = torch.zeros(shape, device=device), LocalShard(shape, (Chunk((0, 0), shape, (0, 0)),))
+    new = base.clone()
+    new[-1] = 1
+    mask, counts = ops.mark_changes([new], [base])
+    mask[-1] |= -1 << 3 * rows % 64
+    positions = torch.full((4,), -1, dtype=torch.int64, device=device)
+    values = torch.zeros(16, dtype=torch.uint8, device=device)
+    ops.changed_elements_([new], [base], [whole], [shape], mask, counts.tolist(), positions, values)
+    assert positions.tolist() == [*range(3 * rows - 3, 3 * rows), -1]
+    if device == "cpu":
+        with pytest.raises(ValueError, match=r"counts\[0\] is 4, but the mask has 3 changed elements"):
+            ops.changed_elements_([new], [base], [whole], [shape], mask, [4], positions, values)
 
 
 @pytest.mark.parametrize("listed", [[3, 2], [2, 2], [-1, 2], [2, 48], [2**63 - 1, 3], [-(2**63), 3]], ids=str)

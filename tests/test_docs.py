@@ -155,7 +155,11 @@ def test_every_exception_is_explained() -> None:
 
 # Warnings that say what was found elsewhere: phrases of it.
 FOUND_ELSEWHERE = {
-    ("load_planner.py", "load: ..."): ["of a source", "saved entries of ... that nothing asks for are not loaded:"],
+    ("load_planner.py", "load: ..."): [
+        "of a source",
+        "saved entries of ... that nothing asks for are not loaded:",
+        "... is the position of ..., which goes on from it on as many ranks as saved",
+    ],
     ("report.py", "load: %s"): ["load: "],
     ("save_phases.py", "save: ...: ..."): ["it counts the step too"],
 }

@@ -47,9 +47,11 @@ INSTANCES = [
     ),
     errors.SavedOverError("run/step-3", "__0_0.distcp is gone"),
     errors.NoCheckpointError("run", "got step=3, expected one of 1, 2"),
+    errors.AbsentRunError("/mnt/run", "/local/run-0123456789ab", 4),
     errors.UnknownFormatError("model", "the directory is empty"),
     errors.UnsafePickleError("model.pt", "it names os.system"),
     errors.WorkerLostError(-9),
+    errors.DifferentCallsError({0: "save", 1: "reshard", 2: "save"}),
     errors.MeetingError("rank(s) 1 of generator did not come", "host:29500"),
     errors.TransferFailedError("reshard", {1: "ValueError: x"}, ("w",), "exchange"),
     errors.CannotInstallError("torch 3.0 has no function _save_state_dict"),
@@ -134,6 +136,10 @@ KEYS = ["model.layers.0.w", "optimizer.state.layers.0.w.exp_avg", "dataloader.st
         ("model.layers.17.w", None),  # a number is another layer, not a misspelt one
         ("model.lorra*", None),
         ("ema", None),
+        ("modle*", "model*"),
+        ("*.exp_avs*", "*.exp_avg*"),
+        ("mode*", None),  # it matches
+        ("*", None),
     ],
 )
 def test_misspelt_words_of_a_glob_are_found(glob: str, meant: str | None) -> None:

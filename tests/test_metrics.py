@@ -62,7 +62,7 @@ def test_the_first_rank_logs_each_operation_once(run_world: Callable[..., Any], 
     ]
     assert [list(one["phase_seconds"]) for one in metrics] == [
         ["prepare", "plan", "write"],
-        ["prepare", "plan", "read values", "read", "take"],
+        ["prepare", "plan", "read values", "read", "verify", "take"],
         ["prepare", "stage", "connect", "plan", "write"],
         ["agree", "send", "verify"],
         ["agree", "send"],

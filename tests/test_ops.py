@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from raw_ops import RAW_REFUSAL
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
@@ -276,9 +277,9 @@ def test_tensors_of_a_buffer_have_storages_of_their_own() -> None:
     del part
     assert died() is None
     buffer = torch.empty(64, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="the buffer has 64 bytes, the tensors need 68"):
+    with pytest.raises(RAW_REFUSAL, match="the buffer has 64 bytes, the tensors need 68"):
         torch.ops.torchtitan_ext.buffer_tensors(buffer, [torch.ones(1), torch.ones(1)], 64)
-    with pytest.raises(ValueError, match="not a contiguous tensor of 1 dim in CPU memory"):
+    with pytest.raises(RAW_REFUSAL, match="not a contiguous tensor of 1 dim in CPU memory"):
         torch.ops.torchtitan_ext.buffer_tensors(buffer.view(8, 8), like, 64)
 
 
@@ -817,7 +818,7 @@ def test_dtypes_that_the_stable_abi_does_not_know_are_one_sentence() -> None:
     ],
 )
 def test_bad_tables_are_refused(tables: list[int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(RAW_REFUSAL, match=message):
         torch.ops.torchtitan_ext.pack_shards([torch.randn(6, 8)], tables)
 
 

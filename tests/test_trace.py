@@ -17,7 +17,7 @@ from torchtitan_ext.errors import CheckpointFailedError
 from torchtitan_ext.metrics import Span, Trace
 
 SAVE = ["prepare", "plan", "write"]
-LOAD = ["prepare", "plan", "read values", "read", "take"]
+LOAD = ["prepare", "plan", "read values", "read", "verify", "take"]
 
 
 def sharded(world_size: int) -> dict[str, Any]:

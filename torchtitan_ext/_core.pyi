@@ -125,6 +125,7 @@ class TensorKey:
     requires_grad: bool
     pin_memory: bool
     chunk_list: int
+    strides: _Sizes | None
 
 class Part:
     """A chunk of a tensor, or a value (``offsets`` is ``None``), and the bytes of the file that hold its record."""
@@ -175,12 +176,14 @@ class UncoveredKey:
     defect: str
 
 class ParsedMetadata:
-    """``storage_meta`` are the fields of DCP's ``StorageMeta``, or ``None``."""
+    """``storage_meta`` are the fields of DCP's ``StorageMeta``, or ``None``; ``num_unknown_properties`` counts
+    fields of ``TensorProperties`` that a newer torch added and left at their defaults."""
 
     columns: MetadataColumns
     planner_data: Any
     storage_meta: Any
     version: str | None
+    num_unknown_properties: int
 
 def columns_of(
     entries: Mapping[str, Any],
@@ -197,6 +200,9 @@ def columns_of(
     Args:
         memory_formats: DCP's number of each memory format.
     """
+
+NUM_PROPERTIES: int
+"""So many fields of DCP's ``TensorProperties`` are known."""
 
 def read_metadata_pickle(data: bytes) -> ParsedMetadata: ...
 def read_metadata_tables(data: bytes, where: str) -> ParsedMetadata:
@@ -299,7 +305,7 @@ class Index:
 
     Attributes:
         metadata_bytes: Size of the ``.metadata`` that belongs to it; -1 where ``tables`` stand for that file.
-        notes: The ``world_size`` of the save, and the versions of ``torch`` and ``torchtitan_ext``.
+        notes: The ``world_size`` of the save, the versions of ``torch`` and ``torchtitan_ext``, its place in the run.
         files: The rank files by name.
         tables: The encoded metadata; empty where there is a ``.metadata``.
         has_sums: Whether the save took sums of its records.
@@ -355,13 +361,35 @@ class DamagedBlock:
     begin: int
     end: int
 
+class BlockRange:
+    """Blocks ``first`` to ``last`` of a file; the last is not among them."""
+
+    file: str
+    first: int
+    last: int
+
+class BlockLedger:
+    """Which blocks of files were touched and verified, over several reads (``csrc/core/block_ledger.h``)."""
+
+    def unverified(self) -> list[BlockRange]: ...
+    def take_part(self, part: Sequence[BlockRange], /) -> None:
+        """Notes which of the touched blocks this rank verifies; the others are verified by other ranks."""
+    def message(self, copy: str, /) -> bytes:
+        """For ``deal_blocks``; ranks that read the same copy of a checkpoint give the same ``copy``."""
+
+def deal_blocks(messages: Sequence[bytes], /) -> list[list[BlockRange]]:
+    """What each rank has to verify: each block that some rank touched and none verified, once per copy."""
+
 class RunReader:
     def add_file(self, path: str, num_bytes: int, descriptor: int = -1) -> int:
         """A file without checksums; its size is checked where ``num_bytes`` is not negative.
 
         Here and below a descriptor that is not negative is what is read, and the path is for messages."""
-    def add_checked_file(self, path: str, file: RankFile, save_id: bytes, descriptor: int = -1) -> int:
-        """A file that ends with a footer; ``save_id`` is that of the index, for a file that has none of its own."""
+    def add_checked_file(
+        self, path: str, file: RankFile, save_id: bytes, descriptor: int = -1, ledger: BlockLedger | None = None
+    ) -> int:
+        """A file that ends with a footer; ``save_id`` is that of the index, for a file that has none of its own. The
+        ledger has what earlier reads of the file did, and gets what this one does."""
 
     def add_box(
         self,
@@ -375,7 +403,13 @@ class RunReader:
     ) -> None: ...
     def add_bytes(self, file: int, offset: int, num_bytes: int, address: int, /) -> None: ...
     def check_bytes(self, file: int, offset: int, num_bytes: int) -> None: ...
-    def read(self, num_threads: int, verify: str, /) -> list[DamagedBlock]: ...
+    def add_blocks(self, file: int, first: int, last: int, /) -> None:
+        """Blocks that ``read`` verifies, whether anything of them is wanted or not."""
+    def touch(self) -> None:
+        """Notes in the ledger what a ``read`` of all that was added would touch, and forgets what was added."""
+    def read(self, num_threads: int, verify: str, /) -> list[DamagedBlock]:
+        """``verify``: ``"none"`` of the touched blocks, those that are ``"mostly"`` read, each ``"once"`` over all
+        reads of the ledger, or ``"all"``."""
 
 class PackedRuns:
     """What a rank sends to those that write the files: memory that lives as long as this.
@@ -447,6 +481,9 @@ def encode_index(
     has_sums: bool = False,
 ) -> bytes: ...
 def parse_index(bytes: bytes, where: str) -> Index: ...
+def parse_index_head(bytes: bytes, where: str) -> Index:
+    """The save of an index from its first bytes: id, ``.metadata``, notes; no files, and its digest is not compared."""
+
 def parse_records(file: RankFile) -> list[SavedRecord]: ...
 def find_unchanged(earlier: Index, wanted: Sequence[SavedRecord]) -> list[tuple[str, SavedRecord] | None]:
     """For each wanted record the one of the same key, box, dtype and sum, and the name of its file. ``None`` where the
@@ -520,7 +557,7 @@ class ClassWrites:
 
     Attributes:
         keys: Positions in the section.
-        boxes: Those of a tensor that describes itself, with their places in the metadata's list.
+        boxes: Those of a tensor that describes itself, and of a divided shard, with their places in the metadata.
     """
 
     section: int
@@ -739,8 +776,11 @@ class WritePlan:
         lowest_keys: Sequence[int],
         hosts: Sequence[int],
         equal_keys: Sequence[int] = ...,
+        may_divide: bool = ...,
     ) -> None: ...
     def decision(self, rank: int) -> bytes: ...
+    def written_boxes(self, of_class: int) -> tuple[_HeldBox, ...]:
+        """The chunks of each key of a class in the metadata."""
     def keys_of_several_boxes(self) -> list[int]: ...
 
 NO_KEY: int
@@ -839,7 +879,9 @@ class ResolvedTransform:
 _StepArguments = tuple[str, int, Sequence[int], Sequence[Sequence[int]], str]
 
 def resolve_transform(
-    stages: Sequence[tuple[Sequence[tuple[Sequence[str], Sequence[str], Sequence[_StepArguments]]], Sequence[str]]],
+    stages: Sequence[
+        tuple[Sequence[tuple[Sequence[str], Sequence[str], Sequence[_StepArguments], bool]], Sequence[str]]
+    ],
     sources: Sequence[tuple[str, str, Sequence[int]]],
 ) -> ResolvedTransform:
     """Sources are names, dtypes (empty for values that are no tensors) and shapes."""

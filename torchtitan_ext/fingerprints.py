@@ -27,7 +27,7 @@ from torchtitan_ext.checkpoint.tables.tensor_sums import (
 )
 from torchtitan_ext.errors import Problem, described, refusal
 from torchtitan_ext.layout.layout import LayoutRules, ShardOrder
-from torchtitan_ext.ranks.exchange import check_usable, gather_values
+from torchtitan_ext.ranks.exchange import Opening, check_usable, gather_values
 from torchtitan_ext.ranks.groups import position_in
 from torchtitan_ext.state.nested import flatten_state_dict
 from torchtitan_ext.state.value_digest import digest_value
@@ -78,7 +78,10 @@ def fingerprint(
     check_usable("fingerprint", process_group)
     is_alone = process_group is None and not (dist.is_available() and dist.is_initialized())
     rank = 0 if is_alone else position_in(process_group)
-    return fingerprint_over(lambda work: gather_values(work(), process_group), state_dict, layouts, rank=rank)
+    opening = Opening("fingerprint", "sums of a fingerprint")
+    return fingerprint_over(
+        lambda work: gather_values(work(), process_group, opening=opening), state_dict, layouts, rank=rank
+    )
 
 
 class Gather(Protocol):

@@ -21,7 +21,7 @@ from torchtitan_ext.errors import Problem, check_argument, refusal
 from torchtitan_ext.full_tensors import broadcast_full, decide_layouts, gather_full
 from torchtitan_ext.layout.dtensor import is_on_mesh, local_tensor, on_device
 from torchtitan_ext.layout.layout import LayoutRules, ShardOrder, canonical_fqn, shard_of
-from torchtitan_ext.ranks.exchange import broadcast_value, gather_values
+from torchtitan_ext.ranks.exchange import Opening, broadcast_value, gather_values
 from torchtitan_ext.state.nested import load_device
 
 
@@ -93,7 +93,9 @@ def set_full_state_dict(
     wanted = {fqn: value for fqn, value in targets.items() if fqn in offered and is_on_mesh(value)}
     decided, problems = decide_layouts(wanted, LayoutRules(layouts))
     problems += [*_key_problems(targets, offered, strict), *_fit_problems(wanted, offered, cast)]
-    gathered = gather_values((problems, list(wanted)))
+    gathered = gather_values(
+        (problems, list(wanted)), opening=Opening("set_full_state_dict", "keys of a full state dict")
+    )
     every_problem = list(dict.fromkeys(problem for of_rank, _ in gathered for problem in of_rank))
     if every_problem:
         raise refusal("set_full_state_dict", every_problem)

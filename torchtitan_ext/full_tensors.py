@@ -46,6 +46,7 @@ from torchtitan_ext.layout.layout import (
 )
 from torchtitan_ext.layout.wrapper import dense_values
 from torchtitan_ext.ranks.exchange import (
+    Opening,
     Scope,
     all_gather_bytes,
     broadcast_bytes,
@@ -163,6 +164,9 @@ def as_dtensor(local: torch.Tensor, shape: Sequence[int], mesh: DeviceMesh, plac
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
+# Of all functions here, which may call each other.
+_OPENING = Opening("full_tensor", "layouts of full tensors")
+
 _ANY = "tensor"  # messages give this name to a tensor that came without a key
 
 
@@ -206,7 +210,7 @@ def decide_layouts(values: Mapping[str, torch.Tensor], rules: LayoutRules) -> tu
         entries = {fqn: TensorEntry(report, values[fqn].dtype, requires_grad=False) for fqn, report in reports.items()}
         refused = [report for report in described.values() if isinstance(report, Problem)]
         table = KeyTable(entries, problems=(*of_this_rank, *refused))
-        agreement = agree(gather_values(encode_table(table).message, mesh), every_rank_reports=False)
+        agreement = agree(gather_values(encode_table(table).message, mesh, opening=_OPENING), every_rank_reports=False)
         problems += agreement.problems
         rank = row_major_position(mesh.get_coordinate() or (), mesh.shape)
         decided.update({fqn: (reports[fqn], steps) for fqn, steps in agreement.world.steps_of(rank).items()})
@@ -264,7 +268,7 @@ def _gather_boxes(value: torch.Tensor) -> torch.Tensor:
     """
     scope = value.device_mesh if isinstance(value, DTensor) else None
     table = describe_state({_ANY: value}, {}, LayoutRules({}))
-    tables = gather_values(encode_table(table).message, scope)
+    tables = gather_values(encode_table(table).message, scope, opening=_OPENING)
     agreement = agree(tables, every_rank_reports=True)
     if agreement.problems:
         raise refusal("full_tensor", agreement.problems)

@@ -77,7 +77,7 @@ def bump_version_of(name: str, *arguments: int) -> None:
         written = [tensor for argument in arguments for tensor in _tensors_in(args[argument])]
         if not torch.is_inference_mode_enabled() and any(tensor.is_inference() for tensor in written):
             raise RuntimeError(
-                f"{name}: a tensor was made in inference mode and is written outside of it; call under "
+                f"{name} cannot write: a tensor was made in inference mode and is written outside of it; call under "
                 "torch.inference_mode(), or clone() it first"
             )
         result = op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
@@ -274,4 +274,10 @@ def _explained(name: str, args: tuple[Any, ...], error: RuntimeError) -> Excepti
             if "int" in kind and not isinstance(item, torch.dtype):
                 if not isinstance(item, int) or not -(2**63) <= item < 2**63:
                     return ValueError(f"{name}: got {item!r} in {argument.name}, expected an int64")
-    return error
+    if type(error) is not RuntimeError:  # torch's own kinds: a lost peer is a DistBackendError
+        return error
+    # From torch 2.15 on a std::invalid_argument or std::overflow_error of C++ (csrc/core/check.h) is a RuntimeError.
+    text = str(error)
+    if " overflows int64: " in text:
+        return OverflowError(text)
+    return ValueError(text) if text.startswith(f"{name}: ") and "CUDA says" not in text else error

@@ -44,8 +44,8 @@ void refuse_gradients(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValu
 // torch.distributed's do.
 void refuse_inference_tensor(const c10::FunctionSchema& schema, const std::string& argument, const at::Tensor& tensor) {
   const bool is_collective = name_of(schema) == "broadcast_coalesced_" || name_of(schema) == "exchange_runs_";
-  TORCH_CHECK(!tensor.is_inference() || c10::InferenceMode::is_enabled() || is_collective, name_of(schema), ": ",
-              argument,
+  TORCH_CHECK(!tensor.is_inference() || c10::InferenceMode::is_enabled() || is_collective, name_of(schema),
+              " cannot write: ", argument,
               " was made in inference mode and is written outside of it; call under torch.inference_mode(), or clone() "
               "it first");
 }

@@ -128,6 +128,20 @@ std::vector<WritePart> parts_of_boxes(const py::object& entry, const std::vector
   return parts;
 }
 
+// Pieces of the one box of a shard, with their places in the local tensor.
+std::vector<WritePart> parts_of_pieces(const py::object& entry, const ClassWrites& writes) {
+  const std::vector<Chunk> held = written_chunks(entry, &writes.steps);
+  TTE_CHECK(held.size() == 1, "decision", "a shard of ", held.size(), " boxes is divided");
+  std::vector<WritePart> parts;
+  for (const auto& [position, box] : writes.boxes) {
+    Sizes local_offsets = held.front().local_offsets;
+    for (size_t dim = 0; dim < box.offsets.size(); ++dim)
+      local_offsets[dim] += box.offsets[dim] - held.front().offsets[dim];
+    parts.push_back({entry, {box.offsets, box.sizes, std::move(local_offsets)}, position});
+  }
+  return parts;
+}
+
 Writes read_writes(const py::bytes& decision, const Names& names, const std::vector<std::vector<uint32_t>>& kind_of,
                    const py::dict& entries) {
   Writes written;
@@ -142,7 +156,8 @@ Writes read_writes(const py::bytes& decision, const Names& names, const std::vec
         parts = parts_of_boxes(entry, writes.boxes);
         break;
       case EntryType::kTensor:
-        parts = parts_from(entry, written_chunks(entry, &writes.steps), writes.first_chunk);
+        parts = writes.boxes.empty() ? parts_from(entry, written_chunks(entry, &writes.steps), writes.first_chunk)
+                                     : parts_of_pieces(entry, writes);
         break;
       default:
         parts = {{entry, {}, std::nullopt}};

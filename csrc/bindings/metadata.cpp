@@ -45,6 +45,7 @@ struct TensorKey {
   int64_t memory_format;
   bool requires_grad, pin_memory;
   uint32_t chunk_list;
+  py::object strides;
 };
 
 struct Part {
@@ -80,6 +81,7 @@ struct Uncovered {
 struct ParsedMetadata {
   MetadataColumns columns;
   py::object planner_data, storage_meta, version;
+  int64_t num_unknown_properties = 0;
 };
 
 // ---- from Python ----
@@ -171,13 +173,15 @@ py::list names_of_keys(const MetadataColumns& columns) {
 std::optional<TensorKey> key_at(const MetadataColumns& columns, size_t number) {
   const SavedKey& key = at(columns.keys(), number);
   if (!key.is_tensor) return std::nullopt;
-  return TensorKey{to_tuple(columns.sizes[key.sizes]),
-                   to_str(columns.names[key.dtype]),
-                   to_str(columns.names[key.layout]),
-                   key.memory_format,
-                   key.requires_grad,
-                   key.pin_memory,
-                   key.chunk_list};
+  return TensorKey{
+      to_tuple(columns.sizes[key.sizes]),
+      to_str(columns.names[key.dtype]),
+      to_str(columns.names[key.layout]),
+      key.memory_format,
+      key.requires_grad,
+      key.pin_memory,
+      key.chunk_list,
+      key.strides == SavedKey::kNoStrides ? py::object(py::none()) : to_tuple(columns.strides[key.strides])};
 }
 
 py::list chunk_list_at(const MetadataColumns& columns, size_t number) {
@@ -312,7 +316,7 @@ ParsedMetadata read_metadata_pickle(const py::bytes& data) {
   check_names(columns);
   const py::object version = plain.version.empty() ? py::object(py::none()) : py::object(to_str(plain.version));
   return {std::move(columns), plain_of_pickle(*graph, plain.planner_data), plain_of_pickle(*graph, plain.storage_meta),
-          version};
+          version, plain.num_unknown_properties};
 }
 
 void write_storage_meta(const py::dict& fields, PickleWriter& out) {
@@ -383,7 +387,8 @@ void define_rows(py::module_& module) {
       .def_readonly("memory_format", &TensorKey::memory_format)
       .def_readonly("requires_grad", &TensorKey::requires_grad)
       .def_readonly("pin_memory", &TensorKey::pin_memory)
-      .def_readonly("chunk_list", &TensorKey::chunk_list);
+      .def_readonly("chunk_list", &TensorKey::chunk_list)
+      .def_readonly("strides", &TensorKey::strides);
   py::class_<Part>(module, "Part")
       .def(py::init([](py::str fqn, py::object offsets, py::str path, int64_t offset, int64_t num_bytes) {
              return Part{std::move(fqn), std::move(offsets), py::none(), std::move(path),
@@ -419,7 +424,8 @@ void define_rows(py::module_& module) {
       .def_readonly("columns", &ParsedMetadata::columns)
       .def_readonly("planner_data", &ParsedMetadata::planner_data)
       .def_readonly("storage_meta", &ParsedMetadata::storage_meta)
-      .def_readonly("version", &ParsedMetadata::version);
+      .def_readonly("version", &ParsedMetadata::version)
+      .def_readonly("num_unknown_properties", &ParsedMetadata::num_unknown_properties);
 }
 
 }  // namespace
@@ -456,6 +462,7 @@ void define_metadata(py::module_& module) {
       .def("chunk_of", &PartsOfFiles::chunk_of, py::arg("part"));
   module.def("columns_of", &columns_of, py::arg("entries"), py::arg("bytes_class"), py::arg("tensor_class"),
              py::arg("properties_class"), py::arg("chunk_class"), py::arg("size_class"), py::arg("memory_formats"));
+  module.attr("NUM_PROPERTIES") = kKnownProperties;
   module.def("read_metadata_pickle", &read_metadata_pickle, py::arg("data"));
   module.def("read_metadata_tables", &read_tables, py::arg("data"), py::arg("where"));
   module.def("leads_outside", &leads_outside, py::arg("path"));

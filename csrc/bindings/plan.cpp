@@ -284,11 +284,14 @@ void define_write_plan(py::module_& module) {
       py::arg("decision"), py::arg("kind_of"));
   py::class_<WritePlan>(module, "WritePlan", "Who writes what; see csrc/core/write_plan.h.")
       .def(py::init<const World&, bool, const std::vector<uint32_t>&, std::vector<uint32_t>,
-                    const std::vector<uint32_t>&>(),
+                    const std::vector<uint32_t>&, bool>(),
            py::keep_alive<1, 2>(), py::call_guard<py::gil_scoped_release>(), py::arg("world"), py::arg("lowest_only"),
-           py::arg("lowest_keys"), py::arg("hosts"), py::arg("equal_keys") = std::vector<uint32_t>())
+           py::arg("lowest_keys"), py::arg("hosts"), py::arg("equal_keys") = std::vector<uint32_t>(),
+           py::arg("may_divide") = true)
       .def("decision", [](const WritePlan& plan, int64_t rank) { return py::bytes(plan.decision(rank)); })
       .def_property_readonly("load_bytes", &WritePlan::load_bytes)
+      .def("written_boxes",
+           [](const WritePlan& plan, uint32_t of_class) { return to_boxes(plan.written_boxes(of_class)); })
       .def("keys_of_several_boxes", &WritePlan::keys_of_several_boxes);
 }
 

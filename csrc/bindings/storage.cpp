@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "bindings/convert.h"
+#include "core/block_ledger.h"
 #include "core/torch_pickle.h"
 #include "storage/digest.h"
 #include "storage/element_types.h"
@@ -279,7 +280,7 @@ SavedFile share_file_py(const SavedFile& file, std::string_view save_id, std::st
 
 // Opens a file that ends with a footer and takes the checksums from there.
 int64_t add_checked_file(RunReader& reader, const std::string& path, const SavedFile& expected,
-                         std::string_view save_id, int descriptor) {
+                         std::string_view save_id, int descriptor, core::BlockLedger* ledger) {
   const SaveId expected_id = expected.save_id ? *expected.save_id : to_save_id(save_id);
   File file = File::open(path, descriptor);
   if (file.num_bytes() != expected.num_bytes) {
@@ -296,8 +297,9 @@ int64_t add_checked_file(RunReader& reader, const std::string& path, const Saved
   if (digest_of(bytes) != expected.footer_digest) {
     throw_format_error(path, expected.footer_offset, "the footer is not the one that the index names");
   }
-  return reader.add_file(std::move(file), expected.num_bytes,
-                         {footer.block_bytes, footer.covered_bytes, std::move(footer.checksums)});
+  FileChecksums checksums{footer.block_bytes, footer.covered_bytes, std::move(footer.checksums)};
+  if (ledger != nullptr) checksums.states = ledger->file(expected.name, checksums.checksums.size());
+  return reader.add_file(std::move(file), expected.num_bytes, std::move(checksums));
 }
 
 // What an index would say of a file but for its records.
@@ -325,9 +327,38 @@ void add_box(RunReader& reader, int64_t file, const PlainTensor& stored, const S
 }
 
 std::vector<DamagedBlock> read_py(RunReader& reader, int num_threads, const std::string& verify) {
-  TTE_CHECK(verify == "none" || verify == "auto" || verify == "all", "read", "verify is '", verify,
-            "', expected 'none', 'auto' or 'all'");
-  return reader.read(num_threads, verify == "none" ? Verify::kNone : verify == "auto" ? Verify::kAuto : Verify::kAll);
+  static const std::map<std::string, Verify> kModes = {
+      {"none", Verify::kNone}, {"mostly", Verify::kMostly}, {"once", Verify::kOnce}, {"all", Verify::kAll}};
+  const auto mode = kModes.find(verify);
+  TTE_CHECK(mode != kModes.end(), "read", "verify is '", verify, "', expected 'none', 'mostly', 'once' or 'all'");
+  return reader.read(num_threads, mode->second);
+}
+
+// What each rank verifies, given the ledgers of all ranks.
+std::vector<std::vector<core::BlockRange>> deal_blocks_py(const std::vector<py::bytes>& messages) {
+  return core::deal_blocks(std::vector<std::string_view>(messages.begin(), messages.end()));
+}
+
+void define_ledger(py::module_& module) {
+  using core::BlockLedger;
+  using core::BlockRange;
+  py::class_<BlockRange>(module, "BlockRange")
+      .def_readonly("file", &BlockRange::file)
+      .def_readonly("first", &BlockRange::first)
+      .def_readonly("last", &BlockRange::last)
+      .def(py::pickle([](const BlockRange& self) { return py::make_tuple(self.file, self.first, self.last); },
+                      [](const py::tuple& state) {
+                        return BlockRange{state[0].cast<std::string>(), state[1].cast<int64_t>(),
+                                          state[2].cast<int64_t>()};
+                      }));
+  py::class_<BlockLedger>(module, "BlockLedger")
+      .def(py::init<>())
+      .def("unverified", &BlockLedger::unverified)
+      .def("take_part", &BlockLedger::take_part)
+      // What this process has read, another one has not.
+      .def(py::pickle([](const BlockLedger&) { return py::tuple(); }, [](const py::tuple&) { return BlockLedger(); }))
+      .def("message", [](const BlockLedger& self, std::string_view copy) { return py::bytes(self.message(copy)); });
+  module.def("deal_blocks", &deal_blocks_py);
 }
 
 void write_box(RunWriter& writer, int64_t file, int64_t item_bytes, const Sizes& sizes, uintptr_t address,
@@ -391,8 +422,10 @@ void define_reader(py::module_& module) {
           },
           py::arg("path"), py::arg("num_bytes"), py::arg("descriptor") = -1)
       .def("add_checked_file", &add_checked_file, py::arg("path"), py::arg("file"), py::arg("save_id"),
-           py::arg("descriptor") = -1)
+           py::arg("descriptor") = -1, py::arg("ledger") = nullptr)
       .def("add_box", &add_box)
+      .def("add_blocks", &RunReader::add_blocks)
+      .def("touch", &RunReader::touch)
       .def("add_bytes", &RunReader::add_bytes)
       .def("check_bytes", &RunReader::check_bytes, py::arg("file"), py::arg("offset"), py::arg("num_bytes"))
       .def("read", &read_py, Unlocked());
@@ -507,6 +540,7 @@ void define_storage(py::module_& module) {
   });
   define_index(module);
   define_writer(module);
+  define_ledger(module);
   define_reader(module);
   define_run_writer(module);
   define_tensors(module);
@@ -553,6 +587,10 @@ void define_storage(py::module_& module) {
         unlocked.reset();
         return ReadIndex(std::move(index));
       },
+      py::arg("bytes"), py::arg("where"));
+  module.def(
+      "parse_index_head",
+      [](std::string_view bytes, const std::string& where) { return ReadIndex(parse_index_head(bytes, where)); },
       py::arg("bytes"), py::arg("where"));
   module.def("parse_records", &records_of, py::arg("file"));
   module.def("find_unchanged", &find_unchanged_py, py::arg("earlier"), py::arg("wanted"), Unlocked());

@@ -23,7 +23,7 @@ using storage::PlainTensor;
 namespace {
 
 using StepArguments = std::tuple<std::string, int64_t, Sizes, std::vector<Sizes>, std::string>;
-using RuleArguments = std::tuple<std::vector<std::string>, std::vector<std::string>, std::vector<StepArguments>>;
+using RuleArguments = std::tuple<std::vector<std::string>, std::vector<std::string>, std::vector<StepArguments>, bool>;
 using StageArguments = std::pair<std::vector<RuleArguments>, std::vector<std::string>>;
 using SourceArguments = std::tuple<std::string, std::string, Sizes>;
 
@@ -46,8 +46,8 @@ ResolvedTransform resolve_py(const std::vector<StageArguments>& stages, const st
   std::vector<TransformStage> converted;
   for (const auto& [rules, drop] : stages) {
     TransformStage stage{{}, drop};
-    for (const auto& [from, to, steps] : rules) {
-      TransformRule rule{from, to, {}};
+    for (const auto& [from, to, steps, of_others] : rules) {
+      TransformRule rule{from, to, {}, of_others};
       for (const StepArguments& step : steps) rule.steps.push_back(to_step(step));
       stage.rules.push_back(std::move(rule));
     }

@@ -1,5 +1,6 @@
 // Checks on arguments. A failed check is an std::invalid_argument (a ValueError in Python); sizes that overflow int64
-// are an std::overflow_error. Both leave every argument unchanged.
+// are an std::overflow_error. Both leave every argument unchanged. Of operators torch 2.15 makes a RuntimeError of both,
+// which op_library.py knows by their texts: a failed check begins with the name of its op and a colon.
 #pragma once
 
 #include <cstdint>

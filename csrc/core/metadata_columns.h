@@ -104,6 +104,8 @@ class SizesTable {
 
 // One key of the state dict. All but the flags and `chunk_list` are numbers in the tables.
 struct SavedKey {
+  static constexpr uint32_t kNoStrides = HashedNumbers::kNone;
+
   uint32_t fqn = 0;
   bool is_tensor = false;
   // Of a tensor.
@@ -114,6 +116,7 @@ struct SavedKey {
   bool requires_grad = false;
   bool pin_memory = false;
   uint32_t chunk_list = 0;
+  uint32_t strides = kNoStrides;  // since torch 2.15, of the tensor that some rank held; read and never written
 };
 
 struct SavedChunk {
@@ -140,6 +143,7 @@ class MetadataColumns {
  public:
   NameTable names;
   SizesTable sizes;
+  SizesTable strides;
 
   void add_key(const SavedKey& key);
   // The number of a list of chunks; equal lists are one.

@@ -23,6 +23,8 @@ constexpr std::string_view kOldMetadata = "torch.distributed._shard.sharded_tens
 // More than any class has: what a small file says again and again must not take long.
 constexpr size_t kMaxFields = 16;
 
+constexpr size_t kFewestProperties = 5;  // torch before 2.15 has no strides
+
 // A class by its name. Most files name it once, so that its node is known at once from then on.
 struct Class {
   std::string_view module, name;
@@ -41,6 +43,7 @@ class MetadataReader {
     read_keys(keys);
     if (!is_none(parts)) read_parts(parts);
     PlainMetadata plain;
+    plain.num_unknown_properties = num_unknown_properties_;
     if (!is_none(data)) plain.planner_data = data;
     if (!is_none(version)) plain.version = text_of(version, "version");
     if (!is_none(meta)) {
@@ -199,13 +202,44 @@ class MetadataReader {
     }
     const Id state = graph_.state(properties);
     if (!is(state, Kind::kTuple)) refuse(state, fqn, "the state of TensorProperties");
+    if (graph_.num_members(state) > kMaxFields) fail(fqn, "has more fields than its class");
     const auto values = graph_.members(state);
-    if (values.size() != 5) fail(fqn, "has TensorProperties of other fields");
+    if (values.size() < kFewestProperties) {
+      fail(fqn, concat("has TensorProperties of ", values.size(), " fields, expected ", kFewestProperties, " or more"));
+    }
     key.dtype = dtype_of(values[0], fqn);
     key.layout = layout_of(values[1], fqn);
     key.requires_grad = flag_of(values[2], fqn);
     key.memory_format = memory_format_of(values[3], fqn);
     key.pin_memory = flag_of(values[4], fqn);
+    if (values.size() > kFewestProperties) key.strides = strides_of(values[kFewestProperties], fqn);
+    for (size_t field = kKnownProperties; field < values.size(); ++field)
+      check_is_default(values[field], field + 1, fqn);
+  }
+
+  // None, or those of the tensor that a rank held: nothing follows from them for the bytes of a record.
+  uint32_t strides_of(Id id, std::string_view fqn) {
+    if (is_none(id)) return SavedKey::kNoStrides;
+    if (is_call_of(id, size_)) id = argument_of(id, fqn, "strides");
+    if (!is(id, Kind::kTuple) && !is(id, Kind::kList)) refuse(id, fqn, "strides");
+    const Members members = graph_.members(id, arguments_);
+    if (members.size() > kMaxDims) fail(fqn, concat("has more than ", kMaxDims, " dims"));
+    sizes_.clear();
+    for (const Id member : members) {
+      sizes_.push_back(integer_of(member, fqn));
+      if (sizes_.back() < 0) fail(fqn, "has a negative stride");
+    }
+    return columns_.strides.add(sizes_);
+  }
+
+  // A field of a torch that this reader does not know. Options that are off are None or False; anything else may change
+  // what the tensor is.
+  void check_is_default(Id id, size_t field, std::string_view fqn) {
+    if (!is_none(id) && !(is(id, Kind::kBool) && graph_.integer(id) == 0)) {
+      fail(fqn, concat("has a value in field ", field, " of TensorProperties, of which this version knows ",
+                       kKnownProperties, "; upgrade torchtitan_ext"));
+    }
+    num_unknown_properties_ = std::max(num_unknown_properties_, static_cast<int64_t>(field - kKnownProperties));
   }
 
   uint32_t chunk_list_of(Id list, std::string_view fqn) {
@@ -281,6 +315,7 @@ class MetadataReader {
   std::vector<int64_t> sizes_;
   Id path_node_ = kAbsent;
   uint32_t path_ = 0;
+  int64_t num_unknown_properties_ = 0;
 };
 
 }  // namespace

@@ -299,7 +299,9 @@ class Stage {
  public:
   Stage(const TransformStage& stage, std::vector<MappedTensor> inputs, std::vector<TransformProblem>& problems)
       : inputs_(std::move(inputs)), is_used_(inputs_.size(), false), problems_(problems) {
-    for (const TransformRule& rule : stage.rules) follow(rule);
+    for (const TransformRule& rule : stage.rules) {
+      if (!rule.of_others) follow(rule);
+    }
     for (const std::string& text : stage.drop) {
       const NamePattern pattern(text);
       for (size_t input = 0; input < inputs_.size(); ++input) {
@@ -307,6 +309,9 @@ class Stage {
         is_used_[input] = true;
         dropped_.push_back(input);
       }
+    }
+    for (const TransformRule& rule : stage.rules) {
+      if (rule.of_others) follow(rule);
     }
     for (size_t input = 0; input < inputs_.size(); ++input) {
       if (!is_used_[input])
@@ -322,10 +327,13 @@ class Stage {
   void follow(const TransformRule& rule) {
     std::vector<NamePattern> from(rule.from.begin(), rule.from.end());
     std::vector<NamePattern> to(rule.to.begin(), rule.to.end());
+    require_numbers(from, to);
+    const std::vector<bool> is_taken = rule.of_others ? is_used_ : std::vector<bool>(inputs_.size());
     std::map<std::vector<std::string>, Group> groups;
     std::vector<const std::vector<std::string>*> order;  // of the groups, as the checkpoint has them
     for (size_t pattern = 0; pattern < from.size(); ++pattern) {
       for (size_t input = 0; input < inputs_.size(); ++input) {
+        if (is_taken[input]) continue;
         const std::optional<NameMatch> match = from[pattern].match(inputs_[input].name);
         if (!match) continue;
         is_used_[input] = true;
@@ -336,8 +344,9 @@ class Stage {
     }
     for (const std::vector<std::string>* texts : order) {
       const NameMatch match{*texts, 0};
-      const std::string key = to.front().fill(match);
+      std::string key = from.front().fill(match);
       try {
+        key = to.front().fill(match);
         give(rule, from, to, match, groups.at(*texts));
       } catch (const std::invalid_argument& error) {
         problems_.push_back({key, error.what()});
@@ -345,6 +354,18 @@ class Stage {
         problems_.push_back({key, error.what()});
       }
     }
+  }
+
+  // Stars to which one pattern of a rule adds stand for numbers in all of them.
+  static void require_numbers(std::vector<NamePattern>& from, std::vector<NamePattern>& to) {
+    std::vector<bool> numbers(from.front().num_stars());
+    for (const auto* patterns : {&from, &to}) {
+      for (const NamePattern& pattern : *patterns) {
+        const std::vector<bool> own = pattern.numbers();
+        for (size_t star = 0; star < own.size(); ++star) numbers.at(star) = numbers.at(star) || own[star];
+      }
+    }
+    for (NamePattern& pattern : from) pattern.require_numbers(numbers);
   }
 
   void give(const TransformRule& rule, const std::vector<NamePattern>& from, const std::vector<NamePattern>& to,

@@ -52,6 +52,7 @@ struct TransformRule {
   std::vector<std::string> from;
   std::vector<std::string> to;
   std::vector<TransformStep> steps;
+  bool of_others = false;  // takes only what no rule has taken, these in their order last, and nothing that is dropped
 };
 
 struct TransformStage {

@@ -13,7 +13,16 @@
 namespace torchtitan_ext::core {
 namespace {
 
-enum Mode : uint8_t { kNothing, kEveryKey, kSomeKeys, kStatedBoxes };
+enum Mode : uint8_t { kNothing, kEveryKey, kSomeKeys, kStatedBoxes, kPiece, kNumModes };
+
+// A page: records of fewer bytes begin anywhere in a file, and cost more than they take from a rank.
+constexpr int64_t kLeastPieceBytes = 4096;
+
+// Holders that differ by less than this part of what a rank writes on average are left so: each piece is one more chunk.
+constexpr int64_t kToleratedPart = 8;
+
+// So many rows for each piece: with fewer, pieces of whole rows would be uneven again.
+constexpr int64_t kRowsPerPiece = 8;
 
 int64_t num_bytes_of(const HeldShard& shard, int64_t itemsize) {
   int64_t total = 0;
@@ -70,7 +79,7 @@ const std::vector<HeldShard>& WritePlan::written_shards(const KeyClass& of_keys)
 }
 
 WritePlan::WritePlan(const World& world, bool lowest_only, const std::vector<uint32_t>& lowest_keys,
-                     std::vector<uint32_t> hosts, const std::vector<uint32_t>& equal_keys)
+                     std::vector<uint32_t> hosts, const std::vector<uint32_t>& equal_keys, bool may_divide)
     : world_(world),
       host_of_(std::move(hosts)),
       load_bytes_(world.num_ranks(), 0),
@@ -83,13 +92,6 @@ WritePlan::WritePlan(const World& world, bool lowest_only, const std::vector<uin
   TTE_CHECK(host_of_.size() == world.num_ranks(), "WritePlan", "got the hosts of ", host_of_.size(),
             " ranks, expected ", world.num_ranks());
   host_bytes_.assign(host_of_.empty() ? 0 : size_t{*std::max_element(host_of_.begin(), host_of_.end())} + 1, 0);
-  struct Choice {  // keys whose shard has several holders
-    int64_t num_bytes;
-    uint32_t of_class;
-    size_t shard;
-    const std::vector<uint32_t>* keys;
-    const std::vector<int64_t>* ranks;
-  };
   std::vector<Choice> open;
   std::deque<std::vector<int64_t>> ranks_of_all_meshes;
   // By class: those that any holder may write, on the first mesh and on all meshes.
@@ -108,14 +110,10 @@ WritePlan::WritePlan(const World& world, bool lowest_only, const std::vector<uin
     }
     const auto on_all_meshes =
         shared_keys[index].empty() ? std::vector<std::vector<const HeldShard*>>() : equal_shards(of_keys);
-    size_t first_chunk = 0;
-    std::vector<size_t>& first_chunks = first_chunks_.emplace_back();
     const std::vector<HeldShard>& shards = written_shards(of_keys);
     for (size_t shard = 0; shard < shards.size(); ++shard) {
       const std::vector<int64_t>& ranks = shards[shard].ranks;
       const int64_t num_bytes = num_bytes_of(shards[shard], kind.itemsize);
-      first_chunks.push_back(first_chunk);
-      first_chunk += shards[shard].boxes.size();
       if (!settled.empty()) assign(index, shard, settled, {ranks.front()}, num_bytes);
       const auto give = [&](const std::vector<uint32_t>& keys, const std::vector<int64_t>& holders) {
         if (keys.empty()) return;
@@ -144,7 +142,150 @@ WritePlan::WritePlan(const World& world, bool lowest_only, const std::vector<uin
   for (const Choice& choice : open) {
     assign(choice.of_class, choice.shard, *choice.keys, *choice.ranks, choice.num_bytes);
   }
+  if (may_divide) divide_uneven(open);
+  number_chunks();
   for (const Section& section : world.sections()) section_plans_.push_back(plan_section(section));
+}
+
+std::vector<Chunk> WritePlan::written_boxes(uint32_t of_class) const {
+  std::vector<Chunk> boxes;
+  const std::vector<HeldShard>& shards = written_shards(world_.classes()[of_class]);
+  for (size_t shard = 0; shard < shards.size(); ++shard) {
+    const auto divided = pieces_.find({of_class, shard});
+    const std::vector<Chunk>& own = divided == pieces_.end() ? shards[shard].boxes : divided->second;
+    boxes.insert(boxes.end(), own.begin(), own.end());
+  }
+  return boxes;
+}
+
+void WritePlan::number_chunks() {
+  for (uint32_t of_class = 0; of_class < world_.classes().size(); ++of_class) {
+    size_t next = 0;
+    std::vector<size_t>& first = first_chunks_.emplace_back();
+    const std::vector<HeldShard>& shards = written_shards(world_.classes()[of_class]);
+    for (size_t shard = 0; shard < shards.size(); ++shard) {
+      const auto divided = pieces_.find({of_class, shard});
+      first.push_back(next);
+      next += divided == pieces_.end() ? shards[shard].boxes.size() : divided->second.size();
+    }
+  }
+}
+
+void WritePlan::divide_uneven(const std::vector<Choice>& choices) {
+  int64_t total = 0;
+  for (const int64_t num_bytes : load_bytes_) total = checked_add(total, num_bytes);
+  const int64_t mean = load_bytes_.empty() ? 0 : total / static_cast<int64_t>(load_bytes_.size());
+  const int64_t tolerated = std::max(2 * kLeastPieceBytes, mean / kToleratedPart);
+  for (const Choice& choice : choices) {
+    if (choice.num_bytes <= tolerated) break;  // the largest come first, and smaller ones are the balance's grain
+    const KeyClass& of_keys = world_.classes()[choice.of_class];
+    const bool is_one_box = written_shards(of_keys)[choice.shard].boxes.size() == 1;
+    if (world_.kind_of(of_keys).type != EntryType::kTensor || !is_one_box) continue;
+    if (choice.keys->size() < of_keys.keys.size()) continue;  // other keys of the class have their own writers
+    std::vector<std::pair<int64_t, int64_t>> holders;         // bytes, rank
+    int64_t most = 0;
+    for (const int64_t rank : *choice.ranks) {
+      const std::vector<Batch>& batches = batches_[static_cast<size_t>(rank)];
+      const int64_t num_bytes = load_bytes_[static_cast<size_t>(rank)];
+      const bool writes = std::any_of(batches.begin(), batches.end(), [&choice](const Batch& batch) {
+        return batch.of_class == choice.of_class && batch.shard == choice.shard;
+      });
+      if (writes) most = std::max(most, num_bytes);
+      holders.emplace_back(num_bytes, rank);
+    }
+    if (most - std::min_element(holders.begin(), holders.end())->first > tolerated) {
+      divide(choice, std::move(holders), mean);
+    }
+  }
+}
+
+// Takes a shard from its writers, and fills its holders up to the mean with pieces of it, from the one with the fewest
+// bytes on; all of them to one level where there is more. Leaves the shard whole where that would not relieve any writer.
+void WritePlan::divide(const Choice& choice, std::vector<std::pair<int64_t, int64_t>> holders, int64_t mean_bytes) {
+  const auto num_keys = static_cast<int64_t>(choice.keys->size());
+  const auto batch_of = [this, &choice](int64_t rank) {
+    std::vector<Batch>& batches = batches_[static_cast<size_t>(rank)];
+    return std::find_if(batches.begin(), batches.end(), [&choice](const Batch& batch) {
+      return batch.of_class == choice.of_class && batch.shard == choice.shard;
+    });
+  };
+  const auto taken_bytes = [this, &choice, &batch_of, num_keys](int64_t rank) {
+    const auto own = batch_of(rank);
+    if (own == batches_[static_cast<size_t>(rank)].end()) return int64_t{0};
+    return choice.num_bytes * (own->keys.empty() ? num_keys : static_cast<int64_t>(own->keys.size()));
+  };
+  int64_t most = 0;
+  for (auto& [num_bytes, rank] : holders) {
+    const int64_t taken = taken_bytes(rank);
+    if (taken > 0) most = std::max(most, num_bytes);
+    num_bytes -= taken;
+  }
+  std::sort(holders.begin(), holders.end());
+  holders.erase(std::unique(holders.begin(), holders.end()), holders.end());
+
+  const int64_t whole = checked_mul(choice.num_bytes, num_keys);
+  int64_t level = mean_bytes;
+  int64_t below = whole;  // with what the holders have that are filled
+  for (size_t count = 1; count <= holders.size(); ++count) {
+    below = checked_add(below, holders[count - 1].first);
+    const int64_t filled = below / static_cast<int64_t>(count) + 1;
+    if (count < holders.size() && filled > holders[count].first) continue;
+    level = std::max(level, filled);
+    break;
+  }
+  struct Share {
+    int64_t rank;
+    int64_t held_bytes;  // of other shards
+    int64_t num_bytes;
+  };
+  std::vector<Share> shares;
+  int64_t rest = whole;
+  for (const auto& [num_bytes, rank] : holders) {
+    const int64_t room = std::min(level - num_bytes, rest);
+    if (room < kLeastPieceBytes * num_keys) break;
+    shares.push_back({rank, num_bytes, room});
+    rest -= room;
+  }
+  if (shares.size() < 2) return;
+  const auto num_shares = static_cast<int64_t>(shares.size());
+  std::sort(shares.begin(), shares.end(), [](const Share& a, const Share& b) { return a.rank < b.rank; });
+
+  const Chunk& box = written_shards(world_.classes()[choice.of_class])[choice.shard].boxes.front();
+  // The first dim that is long enough: the rows of a piece then follow each other in memory.
+  const auto is_long = [num_shares](int64_t size) { return size >= kRowsPerPiece * num_shares; };
+  auto dim = std::find_if(box.sizes.begin(), box.sizes.end(), is_long);
+  if (dim == box.sizes.end()) dim = std::max_element(box.sizes.begin(), box.sizes.end());
+  const auto axis = static_cast<size_t>(dim - box.sizes.begin());
+  const int64_t row_bytes = whole / *dim;
+  struct Rows {
+    int64_t rank, begin, end;
+  };
+  std::vector<Rows> rows;
+  int64_t row = 0;
+  int64_t end_bytes = 0;
+  for (const Share& share : shares) {
+    end_bytes = checked_add(end_bytes, share.num_bytes + rest / num_shares + 1);
+    const bool is_last = share.rank == shares.back().rank;
+    const int64_t end = is_last ? *dim : std::min(*dim, (end_bytes + row_bytes / 2) / row_bytes);
+    if (share.held_bytes + (end - row) * row_bytes >= most) return;
+    if (end > row) rows.push_back({share.rank, row, end});
+    row = end;
+  }
+  for (const auto& [num_bytes, rank] : holders) {
+    const int64_t taken = taken_bytes(rank);
+    if (taken == 0) continue;
+    batches_[static_cast<size_t>(rank)].erase(batch_of(rank));
+    add_load(rank, -taken);
+  }
+  std::vector<Chunk>& pieces = pieces_[{choice.of_class, choice.shard}];
+  for (const Rows& of_rank : rows) {
+    Chunk piece = box;
+    piece.offsets[axis] += of_rank.begin;
+    piece.sizes[axis] = of_rank.end - of_rank.begin;
+    batches_[static_cast<size_t>(of_rank.rank)].push_back({choice.of_class, choice.shard, {}, pieces.size()});
+    add_load(of_rank.rank, row_bytes * (of_rank.end - of_rank.begin));
+    pieces.push_back(std::move(piece));
+  }
 }
 
 std::vector<uint32_t> WritePlan::keys_of_several_boxes() const {
@@ -173,13 +314,9 @@ void WritePlan::assign(uint32_t of_class, size_t shard, std::vector<uint32_t> ke
                        int64_t num_bytes) {
   const size_t num_keys = world_.classes()[of_class].keys.size();
   const auto put = [&](int64_t rank, std::vector<uint32_t> own) {
-    const int64_t more = checked_mul(num_bytes, static_cast<int64_t>(own.size()));
-    int64_t& of_rank = load_bytes_[static_cast<size_t>(rank)];
-    int64_t& of_host = host_bytes_[host_of_[static_cast<size_t>(rank)]];
-    of_rank = checked_add(of_rank, more);
-    of_host = checked_add(of_host, more);
+    add_load(rank, checked_mul(num_bytes, static_cast<int64_t>(own.size())));
     if (own.size() == num_keys) own.clear();
-    batches_[static_cast<size_t>(rank)].push_back({of_class, shard, std::move(own)});
+    batches_[static_cast<size_t>(rank)].push_back({of_class, shard, std::move(own), std::nullopt});
   };
   if (ranks.size() == 1) {
     put(ranks[0], std::move(keys));
@@ -189,6 +326,13 @@ void WritePlan::assign(uint32_t of_class, size_t shard, std::vector<uint32_t> ke
   std::map<int64_t, std::vector<uint32_t>> keys_of_rank;
   for (const uint32_t key : keys) keys_of_rank[holders.take(num_bytes)].push_back(key);
   for (auto& [rank, own] : keys_of_rank) put(rank, std::move(own));
+}
+
+void WritePlan::add_load(int64_t rank, int64_t num_bytes) {
+  int64_t& of_rank = load_bytes_[static_cast<size_t>(rank)];
+  int64_t& of_host = host_bytes_[host_of_[static_cast<size_t>(rank)]];
+  of_rank = checked_add(of_rank, num_bytes);
+  of_host = checked_add(of_host, num_bytes);
 }
 
 WritePlan::SectionPlan WritePlan::plan_section(const Section& section) const {
@@ -262,6 +406,15 @@ std::string WritePlan::decision(int64_t rank) const {
         }
         continue;
       }
+      if (first.piece) {
+        const Chunk& box = pieces_.at({first.of_class, first.shard})[*first.piece];
+        out.put(kPiece);
+        put_steps(of_keys.replicas.front().steps, out);
+        out.put(first_chunks_[first.of_class][first.shard] + *first.piece);
+        out.put_sizes(box.offsets);
+        out.put_sizes(box.sizes);
+        continue;
+      }
       std::vector<uint32_t> keys;
       for (const Batch* batch : found->second) keys.insert(keys.end(), batch->keys.begin(), batch->keys.end());
       for (uint32_t& key : keys) key = plan.local_positions[number][key];
@@ -301,7 +454,7 @@ std::vector<ClassWrites> read_decision(std::string_view bytes, const std::vector
       if (number_of[key] > 0) keys_of[number_of[key] - 1].push_back(key);
     }
     for (size_t number = 0; number < num_classes; ++number) {
-      const size_t mode = in.get_index("mode", 4);
+      const size_t mode = in.get_index("mode", kNumModes);
       if (mode == kNothing) continue;
       ClassWrites& writes = result.emplace_back();
       writes.section = section;
@@ -316,6 +469,13 @@ std::vector<ClassWrites> read_decision(std::string_view bytes, const std::vector
         continue;
       }
       writes.steps = get_steps(in);
+      if (mode == kPiece) {
+        writes.keys = std::move(keys_of[number]);
+        const uint64_t position = in.get("position of a piece");
+        Sizes offsets = in.get_sizes("offsets of a piece");
+        writes.boxes.push_back({position, {std::move(offsets), in.get_sizes("sizes of a piece"), {}}});
+        continue;
+      }
       writes.first_chunk = in.get("first chunk");
       if (mode == kEveryKey) {
         writes.keys = std::move(keys_of[number]);

@@ -23,13 +23,15 @@ struct MarkedElements {
   using Chunks = std::vector<core::BoxWalk<3>>;
   Chunks chunks;
   int64_t item_bytes = 1;
-  const uint64_t* mask = nullptr;  // from the tensor's first word on
-  int64_t num_words = 0;
+  const uint64_t* mask = nullptr;  // from the tensor's first word on; bits behind the last element count for nothing
+  int64_t num_elements = 0;        // of the local tensor
   int64_t count = 0;
   int64_t* positions = nullptr;
   char* values = nullptr;
   uint64_t* old_sum = nullptr;  // of the hashes of the bits before; set, as the next
   uint64_t* new_sum = nullptr;
+
+  int64_t num_words() const { return mask_words(num_elements); }
 };
 
 // The index of the first tensor of which another number of elements is marked than its `count`, and the number, or {-1, 0}.

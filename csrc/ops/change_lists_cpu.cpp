@@ -65,10 +65,17 @@ struct HashSums {
   uint64_t before = 0, now = 0;
 };
 
+// How many of the bits of words of a mask stand for elements: the last word of a tensor may have others behind these.
+int64_t count_words(const uint64_t* mask, int64_t first_word, int64_t num_words, int64_t num_elements) {
+  const int64_t count = mark_kernel().count(mask, num_words);
+  const int64_t last = num_elements - (first_word + num_words - 1) * kWordElements;
+  return last < kWordElements ? count - __builtin_popcountll(mask[num_words - 1] >> last) : count;
+}
+
 // Lists the elements marked in words of a mask, which begin at `mask` and are those from `first_word` on of a tensor.
 template <typename Word>
 HashSums list_words(const MarkedElements::Chunks& chunks, const uint64_t* mask, int64_t first_word, int64_t num_words,
-                    int64_t* positions, char* values) {
+                    int64_t num_elements, int64_t* positions, char* values) {
   constexpr int64_t kBytes = sizeof(Word);
   size_t chunk = 0;
   BoxWalk<3>::Run run;
@@ -77,8 +84,9 @@ HashSums list_words(const MarkedElements::Chunks& chunks, const uint64_t* mask, 
   HashSums sums;
   uint16_t indices[kIndexWords * kWordElements + kIndexSlack];
   for (int64_t word = 0; word < num_words; word += kIndexWords) {
-    const int64_t count = mark_kernel().indices(mask + word, std::min(kIndexWords, num_words - word), indices);
+    int64_t count = mark_kernel().indices(mask + word, std::min(kIndexWords, num_words - word), indices);
     const int64_t origin = (first_word + word) * kWordElements;
+    while (count > 0 && origin + indices[count - 1] >= num_elements) --count;
     for (int64_t next = 0; next < std::min(count, kAhead); ++next) fetch(run, strides, origin + indices[next]);
     for (int64_t next = 0; next < count; ++next) {
       const int64_t index = origin + indices[next];
@@ -124,7 +132,8 @@ void sort_words(const MarkedElements& tensor) {
 void count_pieces(int64_t first, int64_t last, void* context) {
   Piece* pieces = static_cast<Piece*>(context);
   for (Piece* piece = pieces + first; piece != pieces + last; ++piece) {
-    piece->count = mark_kernel().count(piece->tensor->mask + piece->first_word, piece->last_word - piece->first_word);
+    piece->count = count_words(piece->tensor->mask + piece->first_word, piece->first_word,
+                               piece->last_word - piece->first_word, piece->tensor->num_elements);
   }
 }
 
@@ -134,9 +143,9 @@ void list_pieces(int64_t first, int64_t last, void* context) {
     if (piece->count == 0) continue;
     const MarkedElements& tensor = *piece->tensor;
     const HashSums sums = with_word(tensor.item_bytes, [&](auto word) {
-      return list_words<decltype(word)>(tensor.chunks, tensor.mask + piece->first_word, piece->first_word,
-                                        piece->last_word - piece->first_word, tensor.positions + piece->first,
-                                        tensor.values + piece->first * tensor.item_bytes);
+      return list_words<decltype(word)>(
+          tensor.chunks, tensor.mask + piece->first_word, piece->first_word, piece->last_word - piece->first_word,
+          tensor.num_elements, tensor.positions + piece->first, tensor.values + piece->first * tensor.item_bytes);
     });
     add(*tensor.old_sum, sums.before);
     add(*tensor.new_sum, sums.now);
@@ -170,8 +179,8 @@ void find_pieces(int64_t first, int64_t last, void* context) {
     piece.positions.reset(new int64_t[count]);
     piece.values.reset(new char[count * item_bytes]);
     const HashSums sums = with_word(item_bytes, [&](auto word) {
-      return list_words<decltype(word)>(tensor.chunks, mask, first_word, last_word - first_word, piece.positions.get(),
-                                        piece.values.get());
+      return list_words<decltype(word)>(tensor.chunks, mask, first_word, last_word - first_word,
+                                        tensor.pair.num_elements, piece.positions.get(), piece.values.get());
     });
     add(found.old_sum, sums.before);
     add(found.new_sum, sums.now);
@@ -258,8 +267,8 @@ void run_lists(ListTask& task, RangeBody body, ParallelFor parallel_for) {
 WrongCount list_changes_cpu(std::span<const MarkedElements> tensors, ParallelFor parallel_for) {
   std::vector<Piece> pieces;
   for (const MarkedElements& tensor : tensors) {
-    for (int64_t word = 0; word < tensor.num_words; word += kPieceWords) {
-      pieces.push_back({&tensor, word, std::min(word + kPieceWords, tensor.num_words)});
+    for (int64_t word = 0; word < tensor.num_words(); word += kPieceWords) {
+      pieces.push_back({&tensor, word, std::min(word + kPieceWords, tensor.num_words())});
     }
   }
   const int64_t num_pieces = static_cast<int64_t>(pieces.size());

@@ -69,13 +69,13 @@ inline ChangeEntries<ListEntry> make_list_entries(std::span<const MarkedElements
     entry.values = reinterpret_cast<uint64_t>(tensor.values);
     entry.old_sum = reinterpret_cast<uint64_t>(tensor.old_sum);
     entry.new_sum = reinterpret_cast<uint64_t>(tensor.new_sum);
-    entry.num_words = tensor.num_words;
+    entry.num_elements = tensor.num_elements;
     entry.count = tensor.count;
     entry.item_bytes = tensor.item_bytes;
     entry.first_box = static_cast<int64_t>(made.numbers.size());
     entry.num_boxes = static_cast<int64_t>(tensor.chunks.size());
     for (const core::BoxWalk<3>& chunk : tensor.chunks) chunk.append_numbers(made.numbers);
-    made.add(entry, tensor.num_words, kMaskTileWords);
+    made.add(entry, tensor.num_words(), kMaskTileWords);
   }
   return made;
 }

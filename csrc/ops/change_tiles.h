@@ -34,7 +34,7 @@ struct ListEntry {
   int64_t first_tile = 0;
   uint64_t mask = 0;  // addresses, as the next
   uint64_t positions = 0, values = 0, old_sum = 0, new_sum = 0;
-  int64_t num_words = 0;
+  int64_t num_elements = 0;
   int64_t count = 0;
   int64_t item_bytes = 1;
   int64_t first_box = 0, num_boxes = 0;  // with three places
@@ -217,8 +217,12 @@ TTE_HOST_DEVICE uint64_t mark_tile(const ChangeTable<MarkEntry>& table, uint64_t
   return count;
 }
 
+// Without the bits behind the last element, which stand for none.
 TTE_HOST_DEVICE uint64_t mask_word(const ListEntry& entry, int64_t word) {
-  return word < entry.num_words ? reinterpret_cast<const uint64_t*>(entry.mask)[word] : 0;
+  const int64_t left = entry.num_elements - word * 64;
+  if (left <= 0) return 0;
+  const uint64_t bits = reinterpret_cast<const uint64_t*>(entry.mask)[word];
+  return left < 64 ? bits & ((uint64_t{1} << left) - 1) : bits;
 }
 
 // How many elements a thread has in a tile: it has one word of the mask.

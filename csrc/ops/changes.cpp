@@ -244,7 +244,7 @@ Tensor changed_elements_(const TensorList& new_tensors, const TensorList& base, 
     if (counts[index] == 0) continue;
     marked.push_back({chunks_by_index(shards[index], left[index], right[index]), left[index].item_bytes,
                       reinterpret_cast<const uint64_t*>(mask_view.address) + pairs[index].first_word,
-                      pairs[index].num_words(), counts[index],
+                      pairs[index].num_elements, counts[index],
                       reinterpret_cast<int64_t*>(written[0].address) + offsets.elements[index],
                       reinterpret_cast<char*>(written[1].address) + offsets.value_bytes[index], sum + index,
                       sum + left.size() + index});

@@ -255,4 +255,12 @@ Index parse_index(std::string_view bytes, const std::string& where) {
   return index;
 }
 
+Index parse_index_head(std::string_view bytes, const std::string& where) {
+  const Section section = first_section(bytes, kMagic, where);
+  if (section.tag != kSaveTag) throw_format_error(where, 0, "the index does not begin with the save it belongs to");
+  Index index;
+  parse_save(section, where, index);
+  return index;
+}
+
 }  // namespace torchtitan_ext::storage

@@ -95,4 +95,8 @@ std::string encode_index(const Index& index);
 // Throws FormatError, also where a file's name leads out of its directory.
 Index parse_index(std::string_view bytes, const std::string& where);
 
+// The save of an index (id, size and digest of `.metadata`, notes) from its first bytes, without files and without a
+// look at its digest: the steps of a run are asked for it. Throws FormatError, also where the notes are longer.
+Index parse_index_head(std::string_view bytes, const std::string& where);
+
 }  // namespace torchtitan_ext::storage

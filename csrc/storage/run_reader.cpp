@@ -77,9 +77,16 @@ struct RunReader::Worker {
     return buffer.get();
   }
 
-  int64_t wanted_bytes() const {
+  // The bytes that the stretches want, with the gaps between them that cost nothing: the frames of small records are most
+  // of these. The stretches are sorted.
+  int64_t read_bytes() const {
     int64_t sum = 0;
-    for (const Stretch& stretch : stretches) sum += stretch.run_bytes * stretch.count;
+    int64_t end = stretches.front().file_bytes;
+    for (const Stretch& stretch : stretches) {
+      const int64_t gap = std::max<int64_t>(0, stretch.file_bytes - end);
+      sum += stretch.run_bytes * stretch.count + (gap <= kCachedGapBytes ? gap : 0);
+      end = std::max(end, stretch.file_end());
+    }
     return sum;
   }
 
@@ -162,7 +169,7 @@ struct RunReader::Worker {
 };
 
 int64_t RunReader::add_file(File file, int64_t num_bytes, FileChecksums checksums) {
-  Source source{std::move(file), 0, std::move(checksums), {}};
+  Source source{std::move(file), 0, std::move(checksums), {}, {}};
   source.num_bytes = source.file.num_bytes();
   if (num_bytes >= 0 && source.num_bytes != num_bytes) {
     throw_format_error(source.file.path(), std::min(num_bytes, source.num_bytes), "the file has ", source.num_bytes,
@@ -219,22 +226,71 @@ void RunReader::check_bytes(int64_t file, int64_t offset, int64_t num_bytes) con
   check_inside(sources_.at(static_cast<size_t>(file)), offset, num_bytes);
 }
 
+void RunReader::add_blocks(int64_t file, int64_t first, int64_t last) {
+  Source& source = sources_.at(static_cast<size_t>(file));
+  const auto num_blocks = static_cast<int64_t>(source.checksums.checksums.size());
+  TTE_CHECK(first >= 0 && first <= last && last <= num_blocks, source.file.path(), "has ", num_blocks,
+            " blocks with a checksum, got blocks ", first, " to ", last);
+  const int64_t block_bytes = source.checksums.block_bytes;
+  for (int64_t block = first; block < last; ++block) {
+    const int64_t begin = block * block_bytes;
+    source.blocks.push_back({begin, std::min(begin + block_bytes, source.records_end())});
+  }
+}
+
+// The blocks in which anything is wanted, and those that were asked for.
+std::vector<RunReader::Unit> RunReader::units_of(size_t index) {
+  Source& source = sources_[index];
+  const int64_t block_bytes = source.checksums.block_bytes > 0 ? source.checksums.block_bytes : kBlockBytes;
+  std::vector<Unit> units;
+  for (const core::Interval& window : source.runs.windows(block_bytes, source.records_end())) {
+    units.push_back({static_cast<int64_t>(index), window.begin, window.end});
+  }
+  const size_t num_wanted = units.size();
+  for (const core::Interval& block : source.blocks) {
+    const auto found =
+        std::lower_bound(units.begin(), units.begin() + static_cast<std::ptrdiff_t>(num_wanted), block.begin,
+                         [](const Unit& unit, int64_t begin) { return unit.begin < begin; });
+    if (found != units.begin() + static_cast<std::ptrdiff_t>(num_wanted) && found->begin == block.begin) {
+      found->is_for_checksum = true;
+    } else {
+      units.push_back({static_cast<int64_t>(index), block.begin, block.end, true});
+    }
+  }
+  return units;
+}
+
+void RunReader::touch() {
+  std::vector<Stretch> stretches;
+  for (size_t index = 0; index < sources_.size(); ++index) {
+    Source& source = sources_[index];
+    if (source.checksums.states != nullptr) {
+      for (const Unit& unit : units_of(index)) {
+        stretches.clear();
+        source.runs.find(unit.begin, unit.end, stretches);
+        if (!stretches.empty()) source.touch(unit.begin);
+      }
+    }
+    source.runs.clear();
+  }
+}
+
 std::vector<DamagedBlock> RunReader::read(int num_threads, Verify verify) {
   // Whatever happens: the memory that was to be filled need not be there any more when the next call reads.
   struct Forgetting {
     std::vector<Source>& sources;
     ~Forgetting() {
-      for (Source& source : sources) source.runs.clear();
+      for (Source& source : sources) {
+        source.runs.clear();
+        source.blocks.clear();
+      }
     }
   } forgetting{sources_};
   TTE_CHECK(num_threads > 0, "read", "got ", num_threads, " threads, expected at least 1");
   std::vector<Unit> units;
   for (size_t index = 0; index < sources_.size(); ++index) {
-    Source& source = sources_[index];
-    const int64_t block_bytes = source.checksums.block_bytes > 0 ? source.checksums.block_bytes : kBlockBytes;
-    for (const core::Interval& window : source.runs.windows(block_bytes, source.records_end())) {
-      units.push_back({static_cast<int64_t>(index), window.begin, window.end});
-    }
+    const std::vector<Unit> of_source = units_of(index);
+    units.insert(units.end(), of_source.begin(), of_source.end());
   }
   std::vector<Worker> workers(static_cast<size_t>(num_threads));
   std::mutex mutex;
@@ -249,17 +305,26 @@ std::vector<DamagedBlock> RunReader::read(int num_threads, Verify verify) {
   return damaged;
 }
 
+// Whether a block is compared with its checksum now. The worker has what is wanted of it, sorted.
+bool RunReader::is_verified(const Source& source, const Unit& unit, Verify verify, const Worker& worker) {
+  if (unit.is_for_checksum) return true;
+  if (source.checksums.checksums.empty() || verify == Verify::kNone) return false;
+  if (verify == Verify::kAll) return true;
+  const auto block = static_cast<size_t>(unit.begin / source.checksums.block_bytes);
+  if (source.checksums.states != nullptr && (*source.checksums.states)[block] >= core::BlockState::kElsewhere)
+    return false;
+  return verify == Verify::kOnce || 2 * worker.read_bytes() >= unit.end - unit.begin;
+}
+
 // False where the block does not match its checksum.
 bool RunReader::read_unit(const Unit& unit, Verify verify, Worker& worker) const {
   const Source& source = sources_[static_cast<size_t>(unit.source)];
   worker.stretches.clear();
   source.runs.find(unit.begin, unit.end, worker.stretches);
-  if (worker.stretches.empty()) return true;
-  const bool is_verified =
-      !source.checksums.checksums.empty() &&
-      (verify == Verify::kAll || (verify == Verify::kAuto && 2 * worker.wanted_bytes() >= unit.end - unit.begin));
+  if (worker.stretches.empty() && !unit.is_for_checksum) return true;
   const bool is_direct = worker.split_into_long_runs();
   if (!is_direct) Worker::sort(worker.stretches);
+  const bool is_verified = RunReader::is_verified(source, unit, verify, worker);
   std::vector<Span> spans = worker.spans(0, worker.stretches.size(), kGapBytes);
   if (is_verified) spans = {{unit.begin, unit.end, 0, worker.stretches.size()}};
   Digest digest;
@@ -280,9 +345,17 @@ bool RunReader::read_unit(const Unit& unit, Verify verify, Worker& worker) const
     }
     if (!is_direct) worker.copy_from_buffer(span);
   }
-  if (!is_verified) return true;
-  const int64_t block = unit.begin / source.checksums.block_bytes;
-  return digest.value() == source.checksums.checksums.at(static_cast<size_t>(block));
+  if (source.checksums.checksums.empty()) return true;
+  const auto block = static_cast<size_t>(unit.begin / source.checksums.block_bytes);
+  const bool is_right = !is_verified || digest.value() == source.checksums.checksums.at(block);
+  if (source.checksums.states != nullptr) {
+    if (is_verified && is_right) {
+      source.checksums.states->at(block) = core::BlockState::kVerified;
+    } else {
+      source.touch(unit.begin);
+    }
+  }
+  return is_right;
 }
 
 }  // namespace torchtitan_ext::storage

@@ -6,26 +6,33 @@
 // from there. Where the file has checksums, a block that is verified is read whole, and hashed part by part as it comes.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "core/block_ledger.h"
 #include "storage/file.h"
 #include "storage/file_runs.h"
 
 namespace torchtitan_ext::storage {
 
+// Which blocks are verified, of those that have a checksum and of which anything is wanted.
 enum class Verify {
   kNone,
-  kAuto,  // blocks of which at least half is wanted
-  kAll,   // every block of which anything is wanted
+  kMostly,  // those of which at least half is read anyway, unless they are in the ledger as verified; others are left to it
+  kOnce,  // all that are not in the ledger as verified, here or elsewhere
+  kAll,
 };
 
 struct FileChecksums {
   int64_t block_bytes = 0;
   int64_t covered_bytes = 0;
   std::vector<uint64_t> checksums;  // none where the file has none
+  // What earlier reads of the file have done; without it, each read is the first.
+  std::shared_ptr<core::BlockStates> states = nullptr;
 };
 
 struct DamagedBlock {
@@ -56,6 +63,12 @@ class RunReader {
   void add_bytes(int64_t file, int64_t offset, int64_t num_bytes, uintptr_t address);
   // Throws FormatError where a file does not have these bytes: for who makes memory for them first.
   void check_bytes(int64_t file, int64_t offset, int64_t num_bytes) const;
+  // Blocks [first, last) of a file with checksums, to be verified whether anything of them is wanted or not. Throws
+  // std::invalid_argument where the file has fewer.
+  void add_blocks(int64_t file, int64_t first, int64_t last);
+
+  // Notes in the ledgers of the files what a `read` of all that was added would touch, and forgets it.
+  void touch();
 
   // Reads every box and range that was added, and forgets them, also where it throws; the files stay open. Returns the
   // blocks whose bytes do not match their checksums, in order; what was wanted of them is in memory all the same.
@@ -68,18 +81,27 @@ class RunReader {
     int64_t num_bytes = 0;
     FileChecksums checksums;
     FileRuns runs;
+    std::vector<core::Interval> blocks;  // to be verified in any case, by their bytes
 
     // Checksums cover all records: nothing behind them is one.
     int64_t records_end() const { return checksums.checksums.empty() ? num_bytes : checksums.covered_bytes; }
+    // Notes that the block which begins there is touched. The file has a ledger.
+    void touch(int64_t begin) const {
+      core::BlockState& state = checksums.states->at(static_cast<size_t>(begin / checksums.block_bytes));
+      state = std::max(state, core::BlockState::kTouched);
+    }
   };
   struct Unit {
     int64_t source = 0;
     int64_t begin = 0;
     int64_t end = 0;
+    bool is_for_checksum = false;  // verified, whether anything of it is wanted or not
   };
   struct Worker;
 
   static void check_inside(const Source& source, int64_t begin, int64_t num_bytes);
+  std::vector<Unit> units_of(size_t index);
+  static bool is_verified(const Source& source, const Unit& unit, Verify verify, const Worker& worker);
   bool read_unit(const Unit& unit, Verify verify, Worker& worker) const;
 
   std::vector<Source> sources_;

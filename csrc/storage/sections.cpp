@@ -13,7 +13,8 @@ constexpr uint64_t kSectionHeaderBytes = 16;
 constexpr uint64_t kDigestBytes = 8;
 constexpr uint64_t kAlignment = 8;
 
-void check_header(ByteReader& reader, std::string_view magic, uint64_t num_bytes) {
+// Returns the size that the header says.
+uint64_t check_header(ByteReader& reader, std::string_view magic) {
   if (reader.raw(magic.size()) != magic) {
     throw_format_error(reader.where(), reader.byte(), "is not ", magic, ": other bytes stand there");
   }
@@ -29,9 +30,17 @@ void check_header(ByteReader& reader, std::string_view magic, uint64_t num_bytes
     throw_format_error(reader.where(), reader.byte(), "needs features ", features,
                        " that this reader does not have; upgrade torchtitan_ext");
   }
-  const auto said = reader.number<uint64_t>();
-  if (said != num_bytes)
-    throw_format_error(reader.where(), reader.byte(), "has ", num_bytes, " bytes, expected ", said);
+  return reader.number<uint64_t>();
+}
+
+Section read_section(ByteReader& reader) {
+  Section section;
+  section.tag = reader.number<uint32_t>();
+  section.flags = reader.number<uint32_t>();
+  const auto num_bytes = reader.number<uint64_t>();
+  section.offset = reader.byte();
+  section.bytes = reader.raw(num_bytes);
+  return section;
 }
 
 }  // namespace
@@ -52,10 +61,19 @@ std::string seal(std::string_view magic, const std::vector<NewSection>& sections
   return writer.take();
 }
 
+Section first_section(std::string_view bytes, std::string_view magic, const std::string& where) {
+  ByteReader reader(bytes, where);
+  check_header(reader, magic);
+  return read_section(reader);
+}
+
 std::vector<Section> unseal(std::string_view bytes, std::string_view magic, const std::vector<uint32_t>& known_tags,
                             const std::string& where, int64_t base) {
   ByteReader reader(bytes, where, base);
-  check_header(reader, magic, bytes.size());
+  const uint64_t said = check_header(reader, magic);
+  if (said != bytes.size()) {
+    throw_format_error(where, reader.byte(), "has ", bytes.size(), " bytes, expected ", said);
+  }
   if (reader.left() < kDigestBytes) throw_format_error(where, reader.byte(), "ends too early: it has no digest");
   ByteReader digest(bytes.substr(bytes.size() - kDigestBytes), where, base);
   if (digest.number<uint64_t>() != digest_of(bytes.substr(0, bytes.size() - kDigestBytes))) {
@@ -63,13 +81,8 @@ std::vector<Section> unseal(std::string_view bytes, std::string_view magic, cons
   }
   std::vector<Section> sections;
   while (reader.left() > kDigestBytes) {
-    Section section;
-    section.tag = reader.number<uint32_t>();
-    section.flags = reader.number<uint32_t>();
-    const auto num_bytes = reader.number<uint64_t>();
-    section.offset = reader.byte();
-    section.bytes = reader.raw(num_bytes);
-    reader.raw((kAlignment - num_bytes % kAlignment) % kAlignment);
+    const Section section = read_section(reader);
+    reader.raw((kAlignment - section.bytes.size() % kAlignment) % kAlignment);
     const bool is_known = std::ranges::find(known_tags, section.tag) != known_tags.end();
     if (!is_known && (section.flags & kRequiredSection) != 0) {
       throw_format_error(where, section.offset, "needs section ", section.tag,

@@ -33,6 +33,10 @@ struct NewSection {
 
 std::string seal(std::string_view magic, const std::vector<NewSection>& sections);
 
+// The first section of sealed bytes of which only the beginning is there, at least that section. The digest stands at
+// their end, so it is not compared. Throws FormatError.
+Section first_section(std::string_view bytes, std::string_view magic, const std::string& where);
+
 // The sections of sealed bytes, whose first byte is byte `base` of the file that `where` names; `known_tags` are those
 // that the caller understands. Throws FormatError.
 std::vector<Section> unseal(std::string_view bytes, std::string_view magic, const std::vector<uint32_t>& known_tags,

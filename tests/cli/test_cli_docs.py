@@ -34,7 +34,7 @@ def save_runs(rank: int, world_size: int, place: Path) -> None:
         for step in (100, 200, 300):
             tte.save({"model": model, "step": step}, place / "outputs" / run / f"step-{step}")
     source = Streams(lambda shard, num_shards, epoch: iter(range(shard, 998, num_shards)), num_shards=4)
-    loader = ElasticDataLoader(source, global_batch_size=16, dp_rank=rank, dp_size=world_size, last="pad")
+    loader = ElasticDataLoader(source, global_batch_size=16, dp_rank=rank, dp_size=world_size, uneven=True, last="pad")
     epochs = [len(list(loader)) for _ in range(2)]
     next(iter(loader))
     assert epochs == [63, 63]

@@ -116,6 +116,7 @@ def test_a_pattern_chooses_keys(tmp_path: Path) -> None:
     assert re.fullmatch(r"layers.0.wq +\[0, 0\] +\[2000, 1000\] +8 MB +__0_0.distcp +\d+", shown[-1])
     none = call("inspect", path, "layer.*.norm")
     assert none.code == WRONG_USAGE and "matches no key" in none.err and "perhaps 'layers.*.norm' is meant" in none.err
+    assert "perhaps 'layers*' is meant" in call("inspect", path, "laeyrs*").err
 
 
 @pytest.mark.parametrize("kind", KINDS[:4])

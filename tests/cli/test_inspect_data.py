@@ -20,7 +20,7 @@ def merged(source: Any, dp_size: int, num_batches: int, **options: Any) -> dict[
     """The state of all ranks after some batches."""
     state: dict[str, Any] = {}
     for rank in range(dp_size):
-        loader = ElasticDataLoader(source, dp_rank=rank, dp_size=dp_size, **options)
+        loader = ElasticDataLoader(source, dp_rank=rank, dp_size=dp_size, uneven=True, **options)
         batches = iter(loader)
         for _ in range(num_batches):
             next(batches)

@@ -92,6 +92,12 @@ def test_a_run_without_steps(tmp_path: Path) -> None:
     assert call("gc", tmp_path).code == WRONG_USAGE
 
 
+def test_a_checkpoint_is_no_run(run: Path) -> None:
+    for command in (("ls",), ("latest",), ("gc", "--keep", 1)):
+        done = call(*command, run / "step-5")
+        assert done.code == UNREADABLE and "step-5 is a checkpoint itself, expected the directory of a run" in done.err
+
+
 def test_who_saves_is_named(run: Path) -> None:
     with saving(run / "step-30"), saving(run / "step-5", "b"):
         rows = {step["step"]: step for step in call("ls", run, "--json").json["steps"]}

@@ -99,6 +99,17 @@ def test_wrong_usage(checkpoint: Path, options: tuple[str, ...]) -> None:
     assert plan(checkpoint, *options).exit_code == WRONG_USAGE
 
 
+def test_wrong_usage_names_the_form(checkpoint: Path) -> None:
+    policy = plan(checkpoint, "--mesh", "dp=2", "--policy", "model")
+    assert policy.exit_code == WRONG_USAGE and "got 'model', expected COMPONENT=ACTION" in policy.stderr
+    for text in ("2", "2.5/s"):
+        rate = plan(checkpoint, "--mesh", "dp=2", "--bandwidth", text)
+        assert rate.exit_code == WRONG_USAGE and f"got '{text}', expected a number with its unit" in rate.stderr
+    assert (
+        plan(checkpoint, "--mesh", "dp=2", "--bandwidth", "2MiB/s", "--shared-bandwidth", "3G").exit_code != WRONG_USAGE
+    )
+
+
 def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     assert isinstance(plan(tmp_path, "--mesh", "dp=2").exception, UnknownFormatError)  # `main` makes an exit code of it
     assert isinstance(plan(tmp_path / "none", "--mesh", "dp=2").exception, FileNotFoundError)

@@ -1,6 +1,9 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <numeric>
+#include <random>
+#include <string_view>
 
 #include "core/name_pattern.h"
 #include "core/tensor_map.h"
@@ -101,6 +104,108 @@ TEST(NamePattern, StarsAreParts) {
   EXPECT_FALSE(pattern.match("layers.1.experts.x.w1"));
   EXPECT_EQ(NamePattern("**.w").match("a.b.w")->texts, std::vector<std::string>{"a.b"});
   EXPECT_THROW(NamePattern("#.#"), std::invalid_argument);
+}
+
+// What a pattern stands for, as it is defined: each star tries all lengths, from the shortest on. Takes exponential time.
+bool stands_for(std::string_view pattern, std::string_view name, std::vector<std::string>& texts) {
+  if (pattern.empty()) return name.empty();
+  const bool is_any = pattern.starts_with("**");
+  if (pattern[0] == '#') {
+    size_t digits = 0;
+    while (digits < name.size() && name[digits] >= '0' && name[digits] <= '9') ++digits;
+    if (digits == 0 || (digits > 1 && name[0] == '0')) return false;
+    return stands_for(pattern.substr(1), name.substr(digits), texts);
+  }
+  if (pattern[0] != '*') {
+    return !name.empty() && name[0] == pattern[0] && stands_for(pattern.substr(1), name.substr(1), texts);
+  }
+  for (size_t length = 1; length <= name.size(); ++length) {
+    if (!is_any && name[length - 1] == '.') return false;
+    texts.emplace_back(name.substr(0, length));
+    if (stands_for(pattern.substr(is_any ? 2 : 1), name.substr(length), texts)) return true;
+    texts.pop_back();
+  }
+  return false;
+}
+
+TEST(NamePattern, RandomNamesMatchAsDefined) {
+  std::mt19937 random(7);
+  const auto drawn = [&](std::string_view letters, size_t most) {
+    std::string text;
+    for (size_t length = random() % (most + 1); text.size() < length;) text += letters[random() % letters.size()];
+    return text;
+  };
+  size_t num_matches = 0;
+  for (int round = 0; round < 200000; ++round) {
+    std::string text = drawn("a.1***", 7);
+    if (random() % 3 == 0) text.insert(random() % (text.size() + 1), "#");
+    const std::string name = drawn("a.10", 9);
+    std::vector<std::string> texts;
+    const bool expected = stands_for(text, name, texts);
+    const auto match = NamePattern(text).match(name);
+    ASSERT_EQ(match.has_value(), expected) << text << " of " << name;
+    if (match) {
+      ASSERT_EQ(match->texts, texts) << text << " of " << name;
+      ASSERT_EQ(NamePattern(text).fill(*match), name) << text;
+      ++num_matches;
+    }
+  }
+  EXPECT_GT(num_matches, 5000u);
+}
+
+TEST(NamePattern, ManyStarsTakeNoTime) {
+  const std::string name(300, 'a');
+  for (const char* star : {"*", "**"}) {
+    std::string text;
+    for (int count = 0; count < 12; ++count) text += std::string(star) + "a";
+    EXPECT_TRUE(NamePattern(text).match(name));
+    EXPECT_FALSE(NamePattern(text + "b").match(name));  // by the definition some 300^12 / 12! ways
+  }
+}
+
+TEST(NamePattern, NumbersThatAreAddedTo) {
+  const NamePattern later("h.*{+10}.w");
+  EXPECT_EQ(later.match("h.13.w")->texts, std::vector<std::string>{"3"});
+  EXPECT_EQ(later.fill({{"3"}, 0}), "h.13.w");
+  EXPECT_FALSE(later.match("h.9.w"));
+  EXPECT_FALSE(later.match("h.010.w"));
+  EXPECT_FALSE(later.match("h.x.w"));
+  const NamePattern earlier("h.*{-2}.w");
+  EXPECT_EQ(earlier.match("h.0.w")->texts, std::vector<std::string>{"2"});
+  EXPECT_THROW(earlier.fill({{"1"}, 0}), std::invalid_argument);
+  for (const char* text : {"h.*{10}", "h.*{+}", "h.*{+1", "h.*{+01}", "h.**{+1}", "h.*{*1}"}) {
+    EXPECT_THROW(NamePattern{text}, std::invalid_argument) << text;
+  }
+}
+
+std::vector<std::string> names_of(const ResolvedTransform& resolved) {
+  std::vector<std::string> names;
+  for (const MappedTensor& target : resolved.targets) names.push_back(target.name);
+  std::ranges::sort(names);
+  return names;
+}
+
+TEST(Transform, OthersAreWhatNoRuleTakes) {
+  TransformStep concat;
+  concat.op = TransformStep::Op::kConcat;
+  const TransformRule others{{"**"}, {"**"}, {}, true};
+  const TransformRule fused{{"h.*.q", "h.*.k"}, {"h.*.qk"}, {concat}};
+  const std::vector<TransformSource> sources = {
+      {"h.0.q", "float32", {2}}, {"h.0.k", "float32", {1}}, {"h.0.w", "float32", {3}}, {"norm", "float32", {1}},
+      {"h.x.w", "float32", {2}}, {"gone", "float32", {1}},  {"step", "", {}}};
+  // The order of the rules does not matter to what is left for the others; among them it does.
+  const TransformRule later{{"h.*.w"}, {"h.*{+10}.w"}, {}, true};
+  for (const std::vector<TransformRule>& rules : {std::vector{others, fused}, std::vector{fused, others}}) {
+    const ResolvedTransform resolved = resolve({{rules, {"gone"}}}, sources);
+    EXPECT_TRUE(resolved.problems.empty());
+    EXPECT_EQ(names_of(resolved), (std::vector<std::string>{"h.0.qk", "h.0.w", "h.x.w", "norm", "step"}));
+  }
+  const ResolvedTransform moved = resolve({{{later, others, fused}, {"gone"}}}, sources);
+  EXPECT_TRUE(moved.problems.empty());
+  EXPECT_EQ(names_of(moved), (std::vector<std::string>{"h.0.qk", "h.10.w", "h.x.w", "norm", "step"}));
+  const ResolvedTransform below = resolve({{{{{"h.*.w"}, {"h.*{-1}.w"}, {}}, others}, {}}}, sources);
+  ASSERT_EQ(below.problems.size(), 1u);
+  EXPECT_EQ(below.problems[0].key, "h.0.w");
 }
 
 TEST(Transform, ASplitThatEndsInNothingIsRefused) {

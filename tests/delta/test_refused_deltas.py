@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from reference import same_bits
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import torchtitan_ext as tte
 from torchtitan_ext.errors import (
     DamagedCheckpointError,
+    LayoutError,
     MissingStateError,
     ReplicaMismatchError,
     ReshardError,
@@ -160,6 +162,57 @@ def through_files(rank: int, world_size: int, directory: Path) -> None:
 
 def test_through_files(run_world: Any, tmp_path: Path) -> None:
     run_world(2, through_files, tmp_path)
+
+
+def incomplete(rank: int, world_size: int, directory: Path) -> None:
+    """Each rank that has a part gives it, or another rank has the same part; ``silent`` ranks give none."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    state: dict[str, Any] = {"w": distribute_tensor(torch.zeros(6, 8), mesh, [Replicate(), Shard(0)])}
+    state["plain"] = torch.zeros(3)
+    if rank < 2:
+        state["stage 0"] = distribute_tensor(torch.zeros(5), mesh["shards"], [Shard(0)])
+    if rank == 3:
+        state["stage 1"] = torch.zeros(())
+    base = tte.delta.Snapshot(state, version=1)
+    for tensor in state.values():
+        (tensor.to_local() if isinstance(tensor, DTensor) else tensor).fill_(3)
+    changes = base.changes()
+    path = directory / "delta.safetensors"
+
+    def save(*silent: int) -> None:
+        tte.delta.save(None if rank in silent else changes, path)
+
+    for silent, match in {
+        (0,): r"stage 0: rank\(s\) 1 gave changes that leave out \[0\]; rank\(s\) 0 gave None: pass there what",
+        (0, 1): r"stage 0: no rank gave changes of it; rank\(s\) 0, 1 gave None",
+        (1, 3): r"w: rank\(s\) 0, 2 gave changes that leave out \[3, 0\]; rank\(s\) 1, 3 gave None",
+        (3,): r"stage 1: no rank gave changes of it; rank\(s\) 3 gave None",
+    }.items():
+        with refused(LayoutError, match):
+            save(*silent)
+        assert not path.exists()
+    for members in ([0, 1], [1, 2, 3]):  # groups without some of the ranks
+        group = dist.new_group(members)
+        if rank in members:
+            with refused(LayoutError, r"stage .: .*; save with a group of all ranks that hold it"):
+                tte.delta.save(changes, path, group=group)
+    target = {name: torch.zeros(tensor.shape) for name, tensor in state.items()}
+    for silent in ((2,), ()):
+        save(*silent)
+        for tensor in target.values():
+            tensor.zero_()
+        tte.delta.apply(target, tte.delta.load(path), verify="all")
+        assert all(bool((tensor == 3).all()) for tensor in target.values())
+    if rank == 3:
+        tensor = state["w"].to_local()
+        tensor[0, 0] = 4
+    changes = base.changes()
+    with refused(ReplicaMismatchError, "w: has replicas that differ, before or after"):
+        save(2)  # rank 3 has the rows of rank 1
+
+
+def test_changes_that_a_rank_keeps_back(run_world: Any, tmp_path: Path) -> None:
+    run_world(4, incomplete, tmp_path)
 
 
 def every_byte(rank: int, world_size: int, directory: Path) -> list[int]:

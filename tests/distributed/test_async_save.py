@@ -2,9 +2,13 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -336,3 +340,61 @@ def test_a_refusal_comes_back_from_the_process(run_world, tmp_path: Path) -> Non
         assert fqns == ["rank"]
         assert "Replicas differ" in text
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def lose_errors(rank: int, world_size: int, folder: Path) -> list[str]:
+    """What the operation after a save that failed raises or warns of, the same on both ranks."""
+    said: list[str] = []
+    loaded = {"w": torch.zeros(9)}
+    tte.save({"w": torch.ones(9)}, folder / "good")
+    following: list[Callable[[], Any]] = [
+        lambda: tte.save({"w": torch.ones(9)}, folder / "next"),
+        lambda: tte.async_save({"w": torch.ones(9)}, folder / "next").result(60),
+        lambda: tte.load(loaded, folder / "good"),
+        lambda: tte.load(loaded, folder, step=1),
+    ]
+    tte.save({"w": torch.ones(9)}, folder / "step-1")
+    for number, operation in enumerate(following):
+        for how in ("nobody", "rank 1", "waits", "warns"):
+            options: dict[str, Any] = {"on_error": "warn"} if how == "warns" else {}
+            future = tte.async_save({"value": rank}, folder / "bad", **options)
+            if how == "rank 1" and rank == 1:
+                assert type(future.exception(60)).__name__ == "ReplicaMismatchError"
+            if how == "waits":
+                wait([future], 60)
+            del future
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                try:
+                    operation()
+                except tte.errors.ReplicaMismatchError:
+                    said.append(f"{number} {how}: raised")
+                operation()  # once
+            texts = [str(one.message) for one in caught if "nobody asked" in str(one.message)]
+            assert len(texts) == (rank == 0 and how == "warns")
+            assert all("value" in text for text in texts)
+    return said
+
+
+def test_an_error_that_nobody_asks_for_is_raised_by_the_next_operation(run_world, tmp_path: Path) -> None:
+    expected = [f"{number} {how}: raised" for number in range(4) for how in ("nobody", "waits")]
+    assert run_world(2, lose_errors, tmp_path) == [expected, expected]
+
+
+LOSES_AN_ERROR = """
+import sys, torch, torchtitan_ext as tte
+path, asks = sys.argv[1], sys.argv[2]
+future = tte.async_save({"w": torch.ones(3)}, path + "/file/step-1")
+if asks == "asks":
+    assert "file" in str(future.exception())
+"""
+
+
+@pytest.mark.parametrize("asks", ["asks", "drops"])
+def test_an_error_that_nobody_asks_for_is_printed_at_the_exit(tmp_path: Path, asks: str) -> None:
+    (tmp_path / "file").write_text("no directory")
+    done = subprocess.run(
+        [sys.executable, "-c", LOSES_AN_ERROR, str(tmp_path), asks], capture_output=True, text=True, check=True
+    )
+    text = "torchtitan_ext: an async_save failed, and nobody asked its future: save failed on 1 rank(s): rank 0: "
+    assert (text in done.stderr) == (asks == "drops")

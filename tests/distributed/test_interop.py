@@ -29,11 +29,15 @@ from models import (
     training_truth,
 )
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from torch.distributed.tensor import Shard
 
 import torchtitan_ext as tte
+
+try:
+    from torch.distributed.checkpoint.fsspec_filesystem import FsspecReader, FsspecWriter
+except ImportError:  # torch before 2.15
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 # Layouts that stock describes right, as targets of its planner.
 STOCK_TARGETS = [left_to_right("fsdp", (4,), Shard(0)), left_to_right("fsdp_dim1", (2,), Shard(1))]

@@ -17,6 +17,7 @@ from torch.distributed.tensor import Shard
 import torchtitan_ext as tte
 from torchtitan_ext.errors import CheckpointFailedError
 from torchtitan_ext.storage.commit import commit
+from torchtitan_ext.storage.commit.steps import folders_in_fallback
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ROWS = 10_000
@@ -102,6 +103,7 @@ def meet_all_cases(rank: int, world_size: int, folder: Path) -> list[tuple[str, 
     """Of each case what happened to the saves, and the steps of the run and of the other directory after it."""
     disk, other = folder / "disk", folder / "other"
     run, seen, step = disk / "run", [], 0
+    of_run = Path(folders_in_fallback(run, other)[0])
     warnings.simplefilter("ignore")
     with shared_disk(disk), pytest.MonkeyPatch.context() as patch:
         patch.setattr(commit, "_SHOWN_SECONDS", 0.1)
@@ -119,7 +121,7 @@ def meet_all_cases(rank: int, world_size: int, folder: Path) -> list[tuple[str, 
             step = first + 5
             said.append(save(step, run, is_async=False, keep=2))
             dist.barrier()
-            steps = (steps_in(run), steps_in(other)) if rank == 0 else ([], [])
+            steps = (steps_in(run), steps_in(of_run)) if rank == 0 else ([], [])
             dist.barrier()
             seen.append((kind, said, *steps))
     return seen
@@ -128,7 +130,8 @@ def meet_all_cases(rank: int, world_size: int, folder: Path) -> list[tuple[str, 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_storage_that_refuses(run_world, tmp_path: Path, world_size: int) -> None:
     seen = run_world(world_size, meet_all_cases, tmp_path)
-    run, other = tmp_path / "disk" / "run", tmp_path / "other"
+    run = tmp_path / "disk" / "run"
+    other = Path(folders_in_fallback(run, tmp_path / "other")[0])
     in_other: list[int] = []
     for number, (kind, said, steps, steps_of_other) in enumerate(seen[0]):
         assert all(of_rank[number][:2] == (kind, said) for of_rank in seen)

@@ -1,15 +1,18 @@
 """Replicas that placements do not show: tensors of one key on several meshes, as FSDP2 over TP leaves them."""
 
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from models import Sizes, TinyModel, build_optimizer, differences, leaves, take_steps, training_state
 from reference import same_bits
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -43,10 +46,26 @@ def local_of(tensor: Any) -> torch.Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
+def tensor_parallel(mesh: DeviceMesh) -> nn.Module:
+    torch.manual_seed(0)
+    return parallelize_module(TinyModel(LARGE), mesh["tp"], PLAN)
+
+
+class SeesItems(tte.SavePlanner):
+    """A planner that looks at what is written, and gets shards whole."""
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        plan = super().finish_plan(new_plan)
+        assert all(
+            item.tensor_data.chunk.sizes == item.tensor_data.size for item in plan.items if "embed" in item.index.fqn
+        )
+        return plan
+
+
 def unplanned_replicas(rank: int, world_size: int, path: Path) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
-    model = fully_shard(parallelize_module(TinyModel(LARGE), mesh["tp"], PLAN), mesh=mesh["dp"])
+    model = fully_shard(tensor_parallel(mesh), mesh=mesh["dp"])
     assert [name for name, param in model.named_parameters() if param.device_mesh.ndim == 1] == UNPLANNED
     optimizer = build_optimizer(model, lr=0.01)
     take_steps(model, optimizer, num_steps=1)
@@ -62,6 +81,20 @@ def unplanned_replicas(rank: int, world_size: int, path: Path) -> dict[str, Any]
     ]
 
     found["equal"] += said_by(lambda: found.update(foreseen=tte.dry_run(state).save))
+    divided = {"fsdp": {"model": model.state_dict()}, "tp": {"model": tensor_parallel(mesh).state_dict()}}
+    for name, weights in divided.items():  # an embedding that is larger than all else together
+        tte.save(weights, path / name, fingerprints=True)
+        zeros = {"model": {key: torch.zeros_like(value) for key, value in weights["model"].items()}}
+        tte.load(zeros, path / name, prove=True)
+        assert all(same_bits(local_of(zeros["model"][key]), local_of(value)) for key, value in weights["model"].items())
+        for value in zeros["model"].values():
+            local_of(value).zero_()
+        dcp.load(zeros, checkpoint_id=path / name)
+        assert all(same_bits(local_of(zeros["model"][key]), local_of(value)) for key, value in weights["model"].items())
+    found["divided"] = tte.dry_run(divided["fsdp"]).save
+    kept = tte.save(divided["tp"], path / "kept", planner=SeesItems())
+    again = tte.save(divided["tp"], path / "reused", reuse=path / "tp")
+    assert again.reused_bytes > 0.9 * kept.num_bytes, (again, kept)
     weight = dict(model.named_parameters())["embed.weight"]
     local_of(weight)[5, 7] += 1e-3 if rank == 3 else 0
     found["without mesh"] = tte.check_replicas(model, locate=True)
@@ -98,6 +131,16 @@ def test_what_a_tp_plan_leaves_out(run_world, tmp_path: Path) -> None:
     foreseen = [one.file_bytes for one in answers[0]["foreseen"].ranks]
     sizes = [(tmp_path / "strict" / f"__{rank}_0.distcp").stat().st_size for rank in range(4)]
     assert all(abs(one - other) < 0.02 * other for one, other in zip(foreseen, sizes, strict=True))
+    foreseen = [one.file_bytes for one in answers[0]["divided"].ranks]
+    for name in ("fsdp", "tp"):
+        sizes = [
+            (tmp_path / name / file).stat().st_size for file in sorted(os.listdir(tmp_path / name)) if "__" in file
+        ]
+        assert len(sizes) == 4 and max(sizes) < 1.2 * min(sizes)
+        if name == "fsdp":
+            assert all(abs(one - other) < 0.02 * other for one, other in zip(foreseen, sizes, strict=True))
+    sizes = [(tmp_path / "kept" / f"__{rank}_0.distcp").stat().st_size for rank in range(4)]
+    assert max(sizes) > 10 * min(sizes)
 
     torch.manual_seed(0)
     whole = TinyModel(LARGE)

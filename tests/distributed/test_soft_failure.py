@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import resource
 import shutil
 import warnings
@@ -12,12 +13,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import torchtitan_ext as tte
 from torchtitan_ext.checkpoint import CpuStager
-from torchtitan_ext.errors import CheckpointFailedError, ReplicaMismatchError, WrongValueError
+from torchtitan_ext.errors import (
+    AbsentRunError,
+    CheckpointFailedError,
+    NoCheckpointError,
+    ReplicaMismatchError,
+    WrongValueError,
+)
+from torchtitan_ext.storage.commit.steps import folders_in_fallback
 
 # Saves of this size meet the limit, the index and the metadata of a save do not.
 ROWS = 40_000
@@ -116,6 +125,9 @@ def save_with_fallback(rank: int, world_size: int, folder: Path, kind: str) -> l
         options = {"on_error": "raise", "fallback": other, "keep": 2}
         result = save(kind, stager, state_of(step), path / f"step-{step}", **options)
         seen.append(result.path)
+    with pytest.raises(CheckpointFailedError, match="rank 1: TimeoutError: the planner of a user"):
+        options = {"planner": UsersPlanner("finish_plan" if rank == 1 else ""), "on_error": "warn", "fallback": other}
+        save(kind, stager, state_of(9), run / "step-9", **options)
     with pytest.raises(CheckpointFailedError) as caught:
         save(kind, stager, state_of(4), folder / "file" / "step-4", fallback=folder / "file" / "more")
     seen.append(str(caught.value))
@@ -130,20 +142,113 @@ def test_another_directory_takes_what_the_first_refuses(run_world, tmp_path: Pat
     seen = run_world(2, save_with_fallback, tmp_path, kind)
     assert seen[0] == seen[1]
     run, other = tmp_path / "run", tmp_path / "other"
-    assert seen[0][:3] == [str(run / "step-1"), str(other / "step-2"), str(run / "step-3")]
+    of_file = Path(folders_in_fallback(tmp_path / "file", other)[0])
+    assert seen[0][:3] == [str(run / "step-1"), str(of_file / "step-2"), str(run / "step-3")]
     assert "Not a directory" in seen[0][3]
-    assert loaded_steps(run) == [1, 3] and loaded_steps(other) == [2]
+    assert loaded_steps(run) == [1, 3] and loaded_steps(of_file) == [2]
+    assert loaded_step(run, "latest", other) == 3  # the step of another run does not count
+    of_file.rename(folders_in_fallback(run, other)[0])
     for step, expected in (("latest", 3), ("last-good", 3), (2, 2), (1, 1)):
-        state = {"step": 0}
-        tte.load(state, run, step=step, fallback=other, no_dist=True)
-        assert state["step"] == expected
+        assert loaded_step(run, step, other) == expected
     shutil.rmtree(run / "step-3")
-    tte.load(state, run, step="latest", fallback=other, no_dist=True)
-    assert state["step"] == 2
+    assert loaded_step(run, "latest", other) == 2
+    state = {"step": 0}
     with pytest.raises(tte.errors.NoCheckpointError, match="it has steps 1, 2"):
         tte.load(state, run, step=7, fallback=other, no_dist=True)
     with pytest.raises(ValueError, match="and no step"):
         tte.load(state, run / "step-1", fallback=other, no_dist=True)
+
+
+def loaded_step(run: Path, step: Any, fallback: Path) -> Any:
+    state = {"step": 0}
+    tte.load(state, run, step=step, fallback=fallback, no_dist=True)
+    return state["step"]
+
+
+def test_runs_that_share_a_fallback_directory(tmp_path: Path) -> None:
+    runs, other = [tmp_path / name / "run" for name in "ab"], tmp_path / "other"
+    for number, run in enumerate(runs):
+        tte.save({"step": 1, "run": number}, run / "step-1")
+        run.rename(tmp_path / f"disk-{number}")
+        run.write_text("the disk is lost")
+    for step in (2, 3, 4):
+        for number, run in enumerate(runs):
+            path = tte.save({"step": step, "run": number}, run / f"step-{step}", fallback=other, keep=2).path
+            assert path == str(Path(folders_in_fallback(run, other)[0]) / f"step-{step}")
+    for number, run in enumerate(runs):
+        run.unlink()
+        for is_made in (False, True):  # as where the disk is not mounted
+            run.mkdir() if is_made else None
+            for step in ("latest", "last-good"):
+                match = re.escape(f"{run} is not there or is empty, and the fallback ") + ".*pass step=4 to go on from"
+                with pytest.raises(AbsentRunError, match=match):
+                    tte.load({"step": 0}, run, step=step, fallback=other)
+            assert loaded_step(run, 4, other) == 4
+        run.rmdir()
+        (tmp_path / f"disk-{number}").rename(run)
+        state = {"step": 0, "run": -1}
+        tte.load(state, run, step="latest", fallback=other)
+        assert state == {"step": 4, "run": number}
+        assert loaded_step(run, 1, other) == 1
+        with pytest.raises(NoCheckpointError, match="it has steps 1, 3, 4"):
+            tte.load(state, run, step=2, fallback=other)
+    with pytest.raises(NoCheckpointError, match="has none of this run, it has run-[0-9a-f]{12}, run-"):
+        tte.load({"step": 0}, tmp_path / "c", step="latest", fallback=other)
+
+
+class UsersPlanner(tte.SavePlanner):
+    """A planner of a user, which looks at a server or a file of its own in one of its methods."""
+
+    def __init__(self, method: str, error: type[OSError] = TimeoutError) -> None:
+        super().__init__()
+        self.method, self.error = method, error
+
+    def fail_in(self, method: str) -> None:
+        if method == self.method:
+            raise self.error("the planner of a user")
+
+    def create_local_plan(self) -> Any:
+        self.fail_in("create_local_plan")
+        return super().create_local_plan()
+
+    def finish_plan(self, new_plan: Any) -> Any:
+        self.fail_in("finish_plan")
+        return super().finish_plan(new_plan)
+
+    def resolve_data(self, write_item: Any) -> Any:
+        self.fail_in("resolve_data")
+        return super().resolve_data(write_item)
+
+
+class SlowStorage(FileSystemWriter):
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        raise TimeoutError("the server of the storage")
+
+
+class NoState:
+    def state_dict(self) -> dict[str, Any]:
+        raise ConnectionError("the server of the data")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+@pytest.mark.parametrize("kind", ["save", "async", "portions"])
+def test_errors_of_the_caller_are_not_warned_of(tmp_path: Path, kind: str) -> None:
+    stager = CpuStager(host_memory_bytes=100 if kind == "portions" else None)
+    state, options = {"w": torch.ones(99), "v": torch.ones(9)}, {"on_error": "warn", "fallback": tmp_path / "other"}
+    for method in ("create_local_plan", "finish_plan", "resolve_data"):
+        for error in (TimeoutError, FileNotFoundError):
+            with pytest.raises(CheckpointFailedError, match=f"{error.__name__}: the planner of a user"):
+                save(kind, stager, state, tmp_path / "step-1", planner=UsersPlanner(method, error), **options)
+    with pytest.raises(CheckpointFailedError, match="ConnectionError: the server of the data"):
+        save(kind, stager, {"data": NoState()}, tmp_path / "step-1", **options)
+    (tmp_path / "file").write_text("no directory")
+    with pytest.raises(CheckpointFailedError, match="got a file, expected a directory: .*file"):
+        save(kind, stager, state, tmp_path / "file", **options)
+    assert os.listdir(tmp_path) == ["file"]
+    if kind != "portions":
+        with pytest.warns(UserWarning, match="nothing was saved .*TimeoutError: the server of the storage"):
+            save(kind, stager, state, storage_writer=SlowStorage(tmp_path / "step-1"), on_error="warn")
 
 
 @pytest.mark.parametrize("is_async", [False, True])

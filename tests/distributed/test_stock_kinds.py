@@ -8,6 +8,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from boxed_tensors import CASES, cut, parts, whole_of
 from reference import same_bits
+from states import without_strides
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.checkpoint import default_planner, planner_helpers, utils
@@ -202,16 +204,17 @@ def planned(rank: int, planner: Any, state: dict[str, Any]) -> tuple[list[Any], 
     finals: list[Any] = [None, None]
     dist.all_gather_object(finals, planner.finish_plan(global_plans[rank]))
     items = sorted(
-        (item.index.fqn, tuple(item.index.offset), item.type.name, item.tensor_data.chunk.sizes, str(item.tensor_data))
+        (item.index.fqn, tuple(item.index.offset), item.type.name, data.chunk.sizes, str(data))
         for final in finals
         for item in final.items
+        for data in [replace(item.tensor_data, properties=without_strides(item.tensor_data.properties))]
     )
     return [item for item in items if item[3].numel() > 0], metadata.state_dict_metadata
 
 
 def described(entry: Any) -> tuple[Any, ...]:
     chunks = {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks if chunk.sizes.numel() > 0}
-    return entry.size, entry.properties, chunks
+    return entry.size, without_strides(entry.properties), chunks
 
 
 def compare_with_stock(rank: int, world_size: int, path: Path) -> list[str]:

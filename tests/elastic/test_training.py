@@ -60,6 +60,7 @@ class Job:
             global_batch_size=GLOBAL_BATCH,
             dp_rank=dp_rank,
             dp_size=dp,
+            uneven=True,
             group=mesh.get_group("dp"),
         )
         self.rng = RngState(seed=1, rank=dp_rank, world_size=dp, step=lambda: self.train_state.step)

@@ -43,6 +43,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import torchtitan_ext as tte
 from torchtitan_ext.errors import CannotInstallError, WrongValueError
 from torchtitan_ext.integrations.install import POINTS
+from torchtitan_ext.storage.commit.steps import folders_in_fallback
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 STOCK = {(point.owner, point.name): getattr(point.owner, point.name) for point in POINTS}
@@ -520,10 +521,12 @@ def test_storage_that_refuses_a_save(run_world: Callable[..., Any], tmp_path: Pa
     assert first == second and not_logged == []
     assert first[:5] == ["Metadata", "NoneType", "NoneType", "1 OSError", "Metadata"]
     assert first[5:] == ["0 OSError, 1 OSError", "Metadata", "0 ReplicaMismatchError"]
+    of_run = Path(folders_in_fallback(tmp_path / "file", tmp_path / "other")[0])
+    assert logged.pop().endswith(f"step-7: storage refused this save; it is in {of_run / 'step-7'}")
     assert len(logged) == 2 and "nothing was saved (2 in a row, 3 raise): rank 1: OSError" in logged[1]
     run = tmp_path / "run"
     assert sorted(path.name for path in run.iterdir() if not path.name.startswith(".")) == ["step-1", "step-5"]
-    for path in (run / "step-1", run / "step-5", tmp_path / "other" / "step-7"):
+    for path in (run / "step-1", run / "step-5", of_run / "step-7"):
         target = {"w": torch.zeros(100_000), "of_1": torch.zeros(100_000)}
         with tte.installed():
             dcp.load(target, checkpoint_id=path, no_dist=True)
@@ -553,7 +556,8 @@ def meet_no_directory(rank: int, world_size: int, folder: Path) -> list[Any]:
 
 def test_storage_that_refuses_a_save_in_a_process(run_world: Callable[..., Any], tmp_path: Path) -> None:
     assert run_world(2, meet_no_directory, tmp_path) == [["Metadata", "NoneType", "Metadata"]] * 2
-    for path in (tmp_path / "other" / "step-1", tmp_path / "run" / "step-3"):
+    of_run = Path(folders_in_fallback(tmp_path / "file", tmp_path / "other")[0])
+    for path in (of_run / "step-1", tmp_path / "run" / "step-3"):
         assert outcome({"w": torch.arange(9.0)}, path) == "equal"
 
 

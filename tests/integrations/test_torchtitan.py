@@ -27,10 +27,11 @@ from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.tools.logging import logger
 
 from torchtitan_ext.checkpoint import CpuStager, SaveResult
-from torchtitan_ext.errors import CheckpointFailedError, StateRefusedError
+from torchtitan_ext.errors import AbsentRunError, CheckpointFailedError, StateRefusedError
 from torchtitan_ext.integrations import torchtitan as ours
 from torchtitan_ext.integrations.torchtitan import ElasticCheckpointManager, ElasticTextDataLoader
 from torchtitan_ext.storage import FileWriter
+from torchtitan_ext.storage.commit.steps import folders_in_fallback
 
 SEQ_LEN = 8
 # Document d has 10 words of its own, none below 3.
@@ -550,9 +551,10 @@ def fall_back(rank: int, world_size: int, path: Path) -> list[Any]:
                 patch.setattr(FileWriter, "write_data", refuse)
             assert manager.save(step)
     manager.close()
-    assert any(f"step-3: storage refused this save; it is in {other / 'step-3'}" in line for line in logged)
+    of_run = Path(folders_in_fallback(path / "checkpoint", other)[0])
+    assert any(f"step-3: storage refused this save; it is in {of_run / 'step-3'}" in line for line in logged)
     loaded = []
-    for step in (-1, 2, 5, -1):
+    for step in (-1, 2, 5, 6):
         manager = manager_of(config, path, loader)
         assert manager.load(step) and manager.folder == str(path / "checkpoint")
         loaded.append(manager.states["train_state"].step)
@@ -560,9 +562,11 @@ def fall_back(rank: int, world_size: int, path: Path) -> list[Any]:
         if rank == 0 and len(loaded) == 3:
             shutil.rmtree(path / "checkpoint")
         torch.distributed.barrier()
+    with pytest.raises(AbsentRunError, match="is not there or is empty, .*pass --checkpoint.load_step=6 to go on"):
+        manager.load()
     with pytest.raises(FileNotFoundError):
         manager.load(7)
-    return [loaded, sorted(entry.name for entry in other.iterdir())]
+    return [loaded, sorted(entry.name for entry in of_run.iterdir())]
 
 
 def test_another_folder_takes_what_that_of_the_run_refuses(run_world, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from torchtitan_ext.errors import (
 )
 from torchtitan_ext.offline.compare.delta_file import DeltaReport, check_carried, versions_of, write_delta
 from torchtitan_ext.offline.compare.diff import diff
+from torchtitan_ext.offline.rewrite import changes as changes_of_files
 from torchtitan_ext.offline.rewrite.reshard import ReshardReport, reshard
 from torchtitan_ext.offline.selection import Selection
 from torchtitan_ext.offline.sources import open_source
@@ -153,6 +154,42 @@ def test_gaps_orders_and_bases_are_refused_by_name(tmp_path: Path, chain: list[P
     assert [found.key for found in differences(tmp_path / "new", tmp_path / "step-3")] == ["note"]
 
 
+def test_a_file_that_skips_a_version_is_refused(tmp_path: Path) -> None:
+    """Of no element twice, and a checkpoint whose version nobody knows, or which somebody gives wrong."""
+    weight, steps = torch.arange(600.0).view(30, 20), []
+    for at in range(3):
+        steps.append(save_as("ours", tmp_path / f"step-{at}", {"w": weight.clone(), "v": torch.full((3,), at)}))
+        weight[at, at] = -1
+    files = [wrote(steps[at], steps[at + 1], tmp_path / f"d{at}", selection=Selection(("w",))) for at in range(2)]
+    assert [file.num_changed for file in files] == [1, 1]
+    first = save_as("dp=3", tmp_path / "first", {"w": torch.arange(600.0).view(30, 20), "v": torch.zeros(3)})
+    what = r"w: has other bits than the changes were made from, in elements that they do not replace \(.*d1\)"
+    for options in ({}, {"base_version": 1}, {"num_processes": 2}):
+        refused(WrongBaseError, what, first, tmp_path / "d1", **options)
+    assert resharded(first, tmp_path / "new", tmp_path / "d0", tmp_path / "d1").version == 2
+    chosen = Selection(("w",))
+    read = diff(open_source(tmp_path / "new"), open_source(steps[2]), selection=chosen, read=True)
+    assert read.differences == ()
+
+
+def test_a_file_that_is_written_over_meanwhile(
+    tmp_path: Path, chain: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = chain[0].read_bytes()
+    done = changes_of_files.ChangeChain.__init__
+    written: list[bytes] = []
+
+    def then_write_over(self: Any, *args: Any) -> None:
+        done(self, *args)
+        chain[0].write_bytes(written[-1])
+
+    monkeypatch.setattr(changes_of_files.ChangeChain, "__init__", then_write_over)
+    for other in (content[:-1] + bytes([content[-1] ^ 1]), content[: len(content) // 2]):
+        written.append(other)
+        refused(DamagedCheckpointError, "d0.safetensors", tmp_path / "step-0", chain[0])
+        chain[0].write_bytes(content)
+
+
 def test_other_tensors_are_refused(tmp_path: Path, chain: list[Path]) -> None:
     ten = save_as("ours", tmp_path / "ten", {"w": torch.zeros(10)})
     refused(ReshardError, r"w: has shape \(30, 20\) in the changes, \(10,\) in the state", ten, chain[0])
@@ -196,6 +233,16 @@ def test_what_changes_cannot_carry_is_refused_before_anything_is_read(tmp_path: 
     for wrong in ("1", "1:x", "2:1", "1:2:3", "-1:2"):
         with pytest.raises(WrongValueError):
             versions_of(*sources, wrong)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_what_files_of_changes_do_not_have_is_refused(tmp_path: Path) -> None:
+    for number, (key, dtype) in enumerate({"w\udc80": torch.float32, "half": torch.complex32}.items()):
+        states = [{key: torch.full((8,), at, dtype=torch.uint8).view(dtype)} for at in range(2)]
+        paths = [save_as("stock", tmp_path / str(number) / f"step-{at}", state) for at, state in enumerate(states)]
+        with pytest.raises(StateRefusedError, match=r"w\\udc80: its name is no text|half: "):
+            wrote(*paths, tmp_path / "d")
+        assert not (tmp_path / "d").exists()
 
 
 def test_stored_fingerprints_that_lie_are_found(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtitan_ext.ranks.exchange import (
+    Opening,
     all_gather_bytes,
     broadcast_bytes,
     broadcast_value,
@@ -18,18 +19,25 @@ from torchtitan_ext.ranks.exchange import (
     scope_ranks,
 )
 
+OPENING = Opening("save", "phase plan of save")
+
 
 def gathered(rank: int, world_size: int) -> list[Any]:
     short, long = f"rank {rank}", "x" * (rank * 5000)
     mesh = DeviceMesh("cpu", [[3, 1], [0, 2]])
     pair = dist.new_group([1, 2])
-    by_mesh = gather_values(short, mesh)
+    by_mesh = gather_values(short, mesh, opening=OPENING)
     assert by_mesh == [f"rank {other}" for other in scope_ranks(mesh)]
-    assert [len(value) for value in gather_values(long)] == [other * 5000 for other in range(world_size)]
-    assert pair == dist.GroupMember.NON_GROUP_MEMBER or gather_values(short, pair) == ["rank 1", "rank 2"]
+    assert [len(value) for value in gather_values(long, opening=OPENING)] == [
+        other * 5000 for other in range(world_size)
+    ]
+    assert pair == dist.GroupMember.NON_GROUP_MEMBER or gather_values(short, pair, opening=OPENING) == [
+        "rank 1",
+        "rank 2",
+    ]
     # Of equal ranks some may name the mesh and others not.
     line = init_device_mesh("cpu", (world_size,))
-    return gather_values(rank, line if rank % 2 else None)
+    return gather_values(rank, line if rank % 2 else None, opening=OPENING)
 
 
 def test_values_of_all_ranks_in_order(run_world: Callable[..., list[Any]]) -> None:
@@ -69,7 +77,7 @@ def test_bytes_in_the_order_of_the_mesh(run_world: Callable[..., list[Any]]) -> 
 
 
 def test_without_a_process_group_there_is_one_rank() -> None:
-    assert gather_values("alone") == ["alone"] and broadcast_value(3) == 3 and scope_ranks() == [0]
+    assert gather_values("alone", opening=OPENING) == ["alone"] and broadcast_value(3) == 3 and scope_ranks() == [0]
     flat = torch.ones(2, dtype=torch.uint8)
     broadcast_bytes(flat)
     assert flat.tolist() == [1, 1]

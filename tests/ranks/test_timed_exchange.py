@@ -1,8 +1,10 @@
 """Bytes of every length arrive whole, in one message or two; what is given up keeps its memory."""
 
+import re
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,11 +13,14 @@ import torch.distributed as dist
 from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.errors import LostRankError
 from torchtitan_ext.ranks import watch as watches
-from torchtitan_ext.ranks.exchange import TimedExchange
+from torchtitan_ext.ranks.exchange import Opening, TimedExchange
 from torchtitan_ext.ranks.watch import Watch
 
-# Around the room of the first message: 1024 less one length, or two.
-LENGTHS = [0, 1, 1007, 1008, 1009, 1015, 1016, 1017, 1024, 5000]
+OPENING = Opening("save", "phase plan of save")
+OPENING_BYTES = len(OPENING.encoded())
+
+# Around the room of the first message: 1024 less one length and what it says of the call, or less two lengths.
+LENGTHS = [0, 1, 1007, 1008, 1009, *(1016 - OPENING_BYTES + more for more in (-1, 0, 1)), 1024, 5000]
 
 
 def part_of(rank: int, length: int) -> bytes:
@@ -32,8 +37,8 @@ def exchange_all(rank: int, world_size: int) -> None:
     for length in LENGTHS:
         data = part_of(rank, length)
         everyone = [part_of(other, length) for other in range(world_size)]
-        assert [bytes(one) for one in exchange.rest_on_all(data, exchange.heads(data))] == everyone
-        gathered = exchange.rest_on_coordinator(data, exchange.heads(data))
+        assert [bytes(one) for one in exchange.rest_on_all(data, exchange.heads(data, OPENING))] == everyone
+        gathered = exchange.rest_on_coordinator(data, exchange.heads(data, OPENING))
         assert [bytes(one) for one in gathered] == (everyone if rank == 0 else [])
         assert bytes(exchange.scatter(everyone if rank == 0 else [])) == data
         assert bytes(exchange.broadcast(everyone[0] if rank == 0 else b"")) == everyone[0]
@@ -57,7 +62,7 @@ def give_up(rank: int, world_size: int) -> tuple[str, int, bool]:
     if rank == 1:
         time.sleep(4)
     with pytest.raises(LostRankError) as caught:
-        exchange.heads(b"data")
+        exchange.heads(b"data", OPENING)
     num_kept = len(watches._unfinished)
     watch.close()
     if rank == 1:
@@ -76,6 +81,37 @@ def test_what_was_given_up_keeps_its_memory(run_world: Callable[..., Any]) -> No
     (first, num_kept, is_kept), (second, num_late, _) = run_world(2, give_up)
     assert first == second and "rank 1 is still at work (plan, model, for " in first
     assert (num_kept, is_kept, num_late) == (1, False, 0)
+
+
+def begin_late(rank: int, world_size: int) -> str:
+    """The thread and the store of rank 1 get their first turn late, as where all processors are busy."""
+    take = watches._take_clone
+
+    def take_late(*arguments: Any) -> Any:
+        time.sleep(1.5 * rank)
+        return take(*arguments)
+
+    with (
+        mock.patch.multiple(watches, _ROLL_CALL_SECONDS=0.2, _TAKE_OVER_SECONDS=0.1, _take_clone=take_late),
+        Phases("save", timeout_seconds=60) as phases,
+    ):
+        assert phases.on_all("plan", lambda: rank, doing="testing") == [0, 1]
+    group = dist.group.WORLD
+    assert group is not None
+    watch = Watch("save", group, path="/step", timeout_seconds=60)
+    watch.begin("plan", "testing")
+    watch.close()
+    error = watch._lost_store()
+    assert error.silent == ()
+    return str(error)
+
+
+def test_a_store_that_answers_late_is_not_lost(run_world: Callable[..., Any]) -> None:
+    for text in run_world(2, begin_late):
+        assert text.startswith(
+            "save failed in phase plan of /step while testing; no roll call could be held; the store "
+        )
+        assert re.search(r"the store of the process groups, the file /.*store, is lost; ", text)
 
 
 def through_a_store_that_cannot_be_asked(rank: int, world_size: int, folder: str) -> tuple[list[int], str]:

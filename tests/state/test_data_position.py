@@ -108,7 +108,7 @@ def state_of(num_shards: int, dp_size: int) -> dict[str, Any]:
     for rank in range(dp_size):
         source = Streams(lambda shard, num_shards, epoch: iter(range(9)), num_shards)
         state |= ElasticDataLoader(
-            source, global_batch_size=16, dp_rank=rank, dp_size=dp_size, endless=True
+            source, global_batch_size=16, dp_rank=rank, dp_size=dp_size, uneven=True, endless=True
         ).state_dict()
     return state
 
@@ -117,6 +117,8 @@ def test_a_change_that_would_be_refused() -> None:
     position = read_data_position(state_of(30, 2))
     assert "30 virtual shards cannot feed 31 ranks" in str(position.on(31))
     assert "unless the global batch of 16 becomes larger" in str(position.on(17))
+    assert "3 to 4 samples a rank in each global batch (which takes uneven=True)" in str(position.on(5))
+    assert "uneven" not in str(position.on(4))
     with pytest.raises(ValueError, match="dp_size=0"):
         position.on(0)
 

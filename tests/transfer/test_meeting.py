@@ -128,6 +128,39 @@ def lose_in_a_sync(position: int, world_size: int, address: str, folder: Path, h
     (folder / str(position)).write_text(str(caught.value))
 
 
+def lose_a_generator(position: int, world_size: int, address: str, folder: Path) -> None:
+    """Rank 1 of the generator dies in a run, for which rank 0 waits, while the trainer trains. It comes later."""
+    job, rank = ("trainer", position) if position < 2 else ("generator", position - 2)
+    jobs = {"trainer": 2, "generator": 2}
+    options = {"host_store": False, "timeout_seconds": 60, "roll_call_seconds": 3.0}
+    group = transfer.meet(address, job=job, rank=rank, jobs=jobs, **options)
+    sides = ({"w": torch.ones(3)}, None) if job == "trainer" else (None, {"w": torch.zeros(3)})
+    plan = tte.plan_reshard(*sides, group)
+    if position == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if job == "trainer":  # as soon as the others have told who is lost
+        while not (folder / "2").exists():
+            time.sleep(0.1)
+    with pytest.raises(LostRankError) as caught:
+        plan.run(version=1 if job == "trainer" else None)
+    assert (caught.value.silent, caught.value.elsewhere) == ((3,), (0, 1))
+    (folder / f"{position}.part").write_text(str(caught.value))
+    (folder / f"{position}.part").rename(folder / str(position))
+
+
+def test_a_busy_job_is_not_a_lost_one(run_world: Any, tmp_path: Path) -> None:
+    host, _, port = free_address().rpartition(":")
+    store = dist.TCPStore(host, int(port), is_master=True, wait_for_workers=False)
+    with pytest.raises(RuntimeError, match="the worker process died"):
+        run_world(4, lose_a_generator, f"{host}:{port}", tmp_path, process_group=False)
+    del store
+    texts = {(tmp_path / str(position)).read_text() for position in range(3)}
+    assert len(texts) == 1, texts
+    text = texts.pop()
+    assert "; rank(s) 3 did not answer a roll call; rank(s) 0, 1 are alive, but not in this call; " in text
+    assert "; rank 3 is generator rank 1; " in text and text.endswith("meet again, and plan again")
+
+
 @contextmanager
 def caplog_at_info() -> Iterator[list[logging.LogRecord]]:
     """The records of syncs."""

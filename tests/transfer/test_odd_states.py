@@ -64,6 +64,14 @@ def test_memory_that_is_shared_is_refused(run_world: Any) -> None:
     run_world(2, shared)
 
 
+# In the memory of four floats, row by row: arguments of the method, and what the message says.
+VIEWS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "view": ((torch.int32,), r"torch.int32 of shape \(2, 2\)"),
+    "t": ((), r"torch.float32 of shape \(2, 2\) and strides \(1, 2\)"),
+    "flatten": ((), r"torch.float32 of shape \(4,\)"),
+}
+
+
 def replaced(rank: int, world_size: int) -> None:
     source, target = nn.Linear(2, 2), nn.Linear(2, 2)
     plan = tte.plan_reshard(source, target)
@@ -79,6 +87,20 @@ def replaced(rank: int, world_size: int) -> None:
     sharded._local_tensor = torch.zeros(2)
     with pytest.raises(ReshardError, match="target: its tensors have other memory"):
         plan.run()
+    for view, what in VIEWS.items():
+        source, filled = torch.arange(4.0).view(2, 2), {"w": torch.zeros(2, 2)}
+        plan = tte.plan_reshard({"w": source}, filled)
+        plan.run()
+        if rank == 1:
+            source.data = getattr(source, view)(*what[0])
+        with pytest.raises(
+            ReshardError, match=r"source: its tensors .* planned: w was torch.float32 of .*, is " + what[1]
+        ):
+            plan.run(version=1)
+        assert same_bits(filled["w"], torch.arange(4.0).view(2, 2)) and plan.version is None
+        if rank == 1:
+            source.data = source.data.view(torch.float32).as_strided((2, 2), (2, 1))
+        plan.run(version=2)
 
 
 def test_memory_that_was_replaced_is_refused(run_world: Any) -> None:

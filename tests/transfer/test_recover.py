@@ -20,6 +20,7 @@ from torchtitan_ext.errors import (
     LayoutError,
     MissingStateError,
     ReplicaMismatchError,
+    ReshardError,
     StateRefusedError,
     TransferFailedError,
     WrongArgumentError,
@@ -358,6 +359,40 @@ def with_wrong_arguments(rank: int, world_size: int) -> None:
     shares = {"model": {"w": before["model"]["w"]}}
     with pytest.raises(LayoutError, match="shares memory with"):
         transfer.recover(shares, **given)
+
+
+def recover_tied(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Into a state whose two keys have one memory. This process alone."""
+    head = torch.zeros(3)
+    state = {"emb": head, "head": head}
+    transfer.recover(state, survived={"emb": first, "head": second}, alive=[0], step=STEP)
+    return state["emb"], state["head"]
+
+
+def test_tied_keys_of_which_survivors_hold_two_values_are_refused() -> None:
+    value = torch.arange(3.0)
+    for second in (value, value.clone()):
+        emb, head = recover_tied(value, second)
+        assert emb is head and same_bits(emb, value)
+    with pytest.raises(
+        ReplicaMismatchError, match=r"head: has the memory of emb .* hold two values of them, on rank 0"
+    ):
+        recover_tied(value, value + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_what_only_the_checkpoint_has_is_cast_as_a_load_casts(tmp_path: Path, dtype: torch.dtype) -> None:
+    tte.save({"w": torch.ones(3), "only": torch.full((2,), 1 / 3)}, tmp_path / f"step-{STEP}")
+    state = {"w": torch.zeros(3), "only": torch.zeros(2, dtype=dtype)}
+    options: dict[str, Any] = {"survived": {"w": torch.ones(3)}, "alive": [0], "step": STEP, "path": tmp_path}
+    if dtype == torch.bfloat16:
+        with pytest.raises(
+            ReshardError, match="only: saved as torch.float32, the target is torch.bfloat16: values can"
+        ):
+            transfer.recover(state, **options)
+        return
+    transfer.recover(state, **options)
+    assert torch.equal(state["only"], torch.full((2,), 1 / 3).double())
 
 
 def test_arguments(run_world: Any) -> None:

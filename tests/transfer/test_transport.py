@@ -1,23 +1,28 @@
 """Transfers over a transport of the caller's, here torch.distributed's messages from Python."""
 
+import time
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from gloo_worlds import LONGEST_SECONDS
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import torchtitan_ext as tte
 from torchtitan_ext import ops
-from torchtitan_ext.errors import TransferFailedError
+from torchtitan_ext.errors import LostRankError, ReshardError, TransferFailedError
 from torchtitan_ext.transfer import boxes_of
 
 
 class Messages:
     """A message per box. Receives before it sends, and packs all that it sends: simple, not fast."""
+
+    group: Any = None
+    culprit = -1
 
     def exchange(
         self,
@@ -30,11 +35,13 @@ class Messages:
         timeout_seconds: float,
     ) -> None:
         rank = dist.get_rank()
+        if rank == self.culprit:
+            raise OSError("no link")
         packed = [(box.peer, box.packed()) for box in boxes_of(sends, sources)]
         kept = iter([part for peer, part in packed if peer == rank])
         arrivals = [(box, torch.empty_like(box.packed())) for box in boxes_of(receives, targets) if box.peer != rank]
-        works: list[Any] = [dist.irecv(buffer, box.peer) for box, buffer in arrivals]
-        works += [dist.isend(part, peer) for peer, part in packed if peer != rank]
+        works: list[Any] = [dist.irecv(buffer, box.peer, self.group) for box, buffer in arrivals]
+        works += [dist.isend(part, peer, self.group) for peer, part in packed if peer != rank]
         for box in boxes_of(receives, targets):
             if box.peer == rank:
                 box.unpack(next(kept))
@@ -89,6 +96,98 @@ def broken(rank: int, world_size: int) -> None:
 
 def test_what_a_transport_raises_is_raised_on_all_ranks(run_world: Any) -> None:
     run_world(2, broken)
+
+
+def fail_before_sending(rank: int, world_size: int, is_apart: bool, culprit: int) -> list[str]:
+    """One rank raises, all others wait for what it does not send."""
+    mesh = DeviceMesh("cpu", torch.arange(world_size), _init_backend=False)
+    rows, columns = torch.full((5, world_size), rank + 1.0), torch.zeros(5 * world_size, 1)
+    source = {"w": DTensor.from_local(rows, mesh, [Shard(0)], run_check=False)}
+    target = {"w": DTensor.from_local(columns, mesh, [Shard(1)], run_check=False)}
+    transport, group = Messages(), dist.new_group()
+    transport.group = dist.new_group() if is_apart else group
+    transport.culprit = culprit
+    plan = tte.plan_reshard(source, target, group, transport=transport, timeout_seconds=1.5)
+    start, texts = time.monotonic(), []
+    with pytest.raises(TransferFailedError) as caught:
+        plan.run(version=1)
+    assert time.monotonic() - start < LONGEST_SECONDS and plan.version is None
+    texts.append(str(caught.value))
+    # Of a transport with connections of its own only these are lost.
+    transport.group, transport.culprit = dist.new_group(), -1
+    if is_apart:
+        plan.run(version=2)
+        assert plan.version == 2 and torch.equal(columns, torch.arange(5.0 * world_size).div(5).floor().view(-1, 1) + 1)
+    else:
+        with pytest.raises(LostRankError) as lost:
+            plan.run(version=2)
+        texts.append(str(lost.value))
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("world_size", "is_apart", "culprit"), [(2, True, 1), (2, False, 0), (4, True, 3), (4, False, 1)]
+)
+def test_who_fails_before_it_sends_is_the_error_of_all(
+    run_world: Any, world_size: int, is_apart: bool, culprit: int
+) -> None:
+    results = run_world(world_size, fail_before_sending, is_apart, culprit)
+    assert all(texts == results[0] for texts in results)
+    lost = (
+        ""
+        if is_apart
+        else "; this process group can serve no further transfer: make a new one and plan again, or restart"
+    )
+    assert results[0][0] == (
+        f"reshard failed on 1 rank(s) in phase exchange: rank {culprit}: OSError: no link{lost}. The target may be "
+        "part-written, run it again or fill it anew: w"
+    )
+    assert is_apart or "the backend of rank" in results[0][1]
+
+
+class Registering:
+    """Of one process. Registers the memory of a number when it is first seen."""
+
+    def __init__(self) -> None:
+        self.registered: dict[int, Any] = {}
+        self.numbers: list[int] = []
+
+    def exchange(self, sources: Any, targets: Any, sends: Tensor, receives: Tensor, *, number: int, **_: Any) -> None:
+        memory = [[tensor.data_ptr() for tensor in side] for side in (sources, targets)]
+        tables = sends.tolist(), receives.tolist()
+        if number != 0:
+            assert self.registered.setdefault(number, (memory, tables)) == (memory, tables)
+        self.numbers.append(number)
+        for source, target in zip(boxes_of(sends, sources), boxes_of(receives, targets), strict=True):
+            target.unpack(source.packed())
+
+
+def test_what_is_registered_for_a_number_stays() -> None:
+    source, target, transport = {"w": torch.arange(6.0)}, {"w": torch.zeros(6)}, Registering()
+    plan = tte.plan_reshard(source, target, transport=transport)
+    plan.run(version=0)
+    plan.run(version=1)
+    snapshot = tte.delta.Snapshot(source, version=1)
+    source["w"][2:4] = 9
+    plan.run(changes=snapshot.changes())
+    assert plan.version == 2 and torch.equal(target["w"], source["w"])
+    plan.run(version=3)
+    first = transport.numbers[0]
+    assert first != 0 and transport.numbers == [first, first, 0, 0, 0, first]
+    lazy = torch.zeros(2, dtype=torch.complex64).conj()  # read as a new copy in each run
+    plan = tte.plan_reshard({"c": lazy}, {"c": torch.ones(2, dtype=torch.complex64)}, transport=transport)
+    plan.run()
+    assert transport.numbers[-1] == 0
+
+
+def test_a_refused_run_leaves_the_version() -> None:
+    source, target = {"w": torch.arange(6.0)}, {"w": torch.zeros(6)}
+    plan = tte.plan_reshard(source, target)
+    plan.run(version=7)
+    source["w"].set_(torch.ones(6))
+    with pytest.raises(ReshardError, match="source: its tensors have other memory"):
+        plan.run(version=8)
+    assert plan.version == 7 and torch.equal(target["w"], torch.arange(6.0))
 
 
 def test_boxes_are_views_of_the_tensors() -> None:

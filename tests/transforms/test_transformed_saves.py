@@ -186,3 +186,23 @@ def test_values_that_are_dropped_need_not_be_written(tmp_path: Path) -> None:
     state = {"a": torch.ones(2), "hook": lambda: None}
     tte.save(state, tmp_path, format="safetensors", transform=Transform([Rule("a", "b")], drop=["hook"]), no_dist=True)
     assert load_file(tmp_path / "model.safetensors")["b"].tolist() == [1.0, 1.0]
+
+
+def test_others_go_as_they_are_and_layers_get_other_numbers(tmp_path: Path) -> None:
+    state = {f"h.{layer}.{name}": torch.full((2, 3), layer + len(name) / 10) for layer in range(2) for name in "qkw"}
+    state["norm"] = torch.ones(4)
+    rules = [
+        Rule(["h.*.q", "h.*.k"], "h.*{+10}.qk", [transforms.concat(0, parts=2)]),
+        Rule("h.*.w", "h.*{+10}.w"),
+        Rule("**", "**", others=True),
+    ]
+    transform = Transform.from_json(Transform(rules).to_json())
+    assert transform == Transform(rules)
+    tte.save(state, tmp_path, format="safetensors", transform=transform, no_dist=True)
+    assert sorted(read_all(tmp_path)) == ["h.10.qk", "h.10.w", "h.11.qk", "h.11.w", "norm"]
+    again = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    tte.load(again, tmp_path, transform=transform.inverse(), no_dist=True)
+    assert_same(again, state)
+    for name in ("h.*{10}", "h.**{+1}", "h.*{+01}"):
+        with pytest.raises(WrongValueError, match="braces behind a star that add nothing to a number"):
+            Rule(name, "h.*")

@@ -20,8 +20,10 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from torchtitan_ext.checkpoint.operation.arguments import (
     OnStorageError,
+    check_branch,
     check_can_send_from_cpu,
     check_fingerprints,
+    check_keep,
     check_load,
     check_save,
     check_seconds,
@@ -33,18 +35,21 @@ from torchtitan_ext.checkpoint.operation.arguments import (
 from torchtitan_ext.checkpoint.operation.background import save_in_background
 from torchtitan_ext.checkpoint.operation.choose_step import Step, choose_step
 from torchtitan_ext.checkpoint.operation.load_phases import LoadJob, OtherMetadataError, load_state_dict
-from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, Phases
+from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, Phases, call_text, checking_arguments
 from torchtitan_ext.checkpoint.operation.save_phases import SaveJob, SaveResult, ask_for_states, save_values, writer_at
 from torchtitan_ext.checkpoint.operation.sharing.requests import ShareReads
 from torchtitan_ext.checkpoint.operation.soft_failure import save_softly
+from torchtitan_ext.checkpoint.operation.unasked import raise_unasked
 from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
 from torchtitan_ext.checkpoint.planners.save_planner import SavePlanner
+from torchtitan_ext.checkpoint.rules.casts import CastPolicy
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source, check_rules
 from torchtitan_ext.checkpoint.rules.report import LoadReport
 from torchtitan_ext.checkpoint.staging.stager import CpuStager
 from torchtitan_ext.errors import SavedOverError, WrongValueError, argument_error, check_argument
 from torchtitan_ext.metrics import begin_trace
 from torchtitan_ext.state.plain_value import check_classes
+from torchtitan_ext.storage.commit.branch import Branch
 from torchtitan_ext.storage.weights.writer import MAX_FILE_BYTES
 from torchtitan_ext.transforms.rules import Transform
 
@@ -65,6 +70,7 @@ def save(
     timeout_seconds: float = TIMEOUT_SECONDS,
     keep: int | None = None,
     step_pattern: str | None = None,
+    branch: Branch = "set_aside",
     trace: str | os.PathLike[str] | None = None,
     on_error: Literal["raise", "warn"] = "raise",
     fallback: str | os.PathLike[str] | None = None,
@@ -87,13 +93,18 @@ def save(
         no_dist: Save from this process alone.
         timeout_seconds: How long a rank waits for the others in each phase.
         keep: How many whole checkpoints of the run stay, where ``path`` is ``<run>/step-<number>``. Older steps are
-            removed after the commit of this one, which always stays.
+            removed after the commit of this one, from which they are counted.
         step_pattern: How the run names its steps, as in ``load``.
+        branch: What becomes of steps of the run above this one, which it has where it was set back: ``"set_aside"``
+            moves them to ``<run>/abandoned`` after the commit, with a warning, and loads pass over them; ``"keep"``
+            leaves them; ``"error"`` refuses the save. A save again of the step that was loaded or saved last leaves
+            them too. A ``FileWriter`` of one's own has the same argument.
         trace: A file that shows when each rank did what, written by the coordinator
             (docs/reference/observability.md).
         on_error: ``"warn"``: where storage refuses the save on any rank (a full disk, a directory that is gone or
             read-only), the coordinator warns, and all ranks get a result whose ``error`` says that nothing was saved.
-        fallback: Another directory for runs: what storage refuses at ``path`` is saved there, under the same name.
+        fallback: Another directory, which runs may share: what storage refuses at ``path`` is saved there, under the
+            same name in a folder of the run. The result's ``path`` says where.
         retries: How often a save that storage refused is tried again before that.
         max_failures: With ``on_error="warn"``, which failure in a row of this run (the directory above ``path``) and
             process group is raised all the same.
@@ -121,34 +132,55 @@ def save(
         TypeError: An argument is of another type.
         ValueError: Neither a path nor storage; or ``keep`` for a directory of another name.
     """
-    check_save("save", state_dict, path, planner, storage_writer, process_group)
-    check_seconds("save", timeout_seconds)
-    on_storage_error = OnStorageError(on_error, fallback, retries, max_failures)
-    on_storage_error.check("save", path)
-    check_fingerprints("save", fingerprints, path, storage_writer)
-    earlier = checked_reuse("save", reuse, path, storage_writer)
-    weights = checked_format(
-        "save",
-        format,
-        max_file_bytes,
-        transform,
-        path,
-        fallback,
-        storage_writer=storage_writer,
-        keep=keep,
-        step_pattern=step_pattern,
-        fingerprints=fingerprints,
-        reuse=reuse,
-    )
+    with checking_arguments("save", process_group, no_dist=no_dist):
+        check_save("save", state_dict, path, planner, storage_writer, process_group)
+        check_seconds("save", timeout_seconds)
+        on_storage_error = OnStorageError(on_error, fallback, retries, max_failures)
+        on_storage_error.check("save", path)
+        check_branch("save", branch, storage_writer)
+        check_fingerprints("save", fingerprints, path, storage_writer)
+        earlier = checked_reuse("save", reuse, path, storage_writer)
+        weights = checked_format(
+            "save",
+            format,
+            max_file_bytes,
+            transform,
+            path,
+            fallback,
+            storage_writer=storage_writer,
+            keep=keep,
+            step_pattern=step_pattern,
+            fingerprints=fingerprints,
+            reuse=reuse,
+        )
+        check_keep(keep, getattr(storage_writer, "path", None) if path is None else path, step_pattern, reuse)
     spans = begin_trace("save", trace)
     with Phases(
-        "save", process_group, no_dist=no_dist, path=path, timeout_seconds=timeout_seconds, trace=spans
+        "save",
+        process_group,
+        no_dist=no_dist,
+        path=path,
+        timeout_seconds=timeout_seconds,
+        trace=spans,
+        call=call_text("save", format="" if format == "dcp" else format),
     ) as phases:
         planner = SavePlanner() if planner is None else planner
         job = SaveJob(
-            path, storage_writer, planner, phases, keep, step_pattern, on_storage_error, fingerprints, earlier, weights
+            path,
+            storage_writer,
+            planner,
+            phases,
+            keep,
+            step_pattern,
+            on_storage_error,
+            fingerprints,
+            earlier,
+            weights,
+            branch,
+            on_storage_error.runs_of(path),
         )
-        values = ask_for_states(state_dict, job)
+        raise_unasked(phases)
+        values, job = ask_for_states(state_dict, job)
         return save_softly(lambda attempt: save_values(values, writer_at(attempt), attempt), job)
 
 
@@ -164,6 +196,7 @@ def load(
     policy: ElasticPolicy | None = None,
     sources: Sequence[Source] = (),
     transform: Transform | None = None,
+    cast: CastPolicy = "exact",
     allow_classes: Collection[Callable[..., Any]] = (),
     prove: bool = False,
     share_reads: ShareReads = False,
@@ -175,7 +208,8 @@ def load(
     """Loads a checkpoint into a state dict of any layout, in place. Collective over ``process_group``.
 
     With a policy, or sources, every component crosses to this world by its own rule, or all of it is refused in one
-    report before anything is changed; see ``tte.elastic.ElasticPolicy``.
+    report before anything is changed; see ``tte.elastic.ElasticPolicy``. Without one, objects with a method ``reshard``
+    cross by it too, and all else is loaded as in stock.
 
     Args:
         state_dict: The targets; tensors are filled, other values replaced.
@@ -185,7 +219,7 @@ def load(
             all whole, which the ranks verify by reading them; a warning names the skipped steps.
         step_pattern: How the run names its steps, where that is not ``step-<number>``: ``"ckpt-{step}"``. Names of
             other trainers, such as ``checkpoint-500``, are known where all steps of the run have names of one kind.
-        fallback: With a step: another directory of the run, as in ``save``, whose steps count too.
+        fallback: With a step: another directory, as in ``save``, whose steps of this run count too.
         planner: A ``LoadPlanner`` with options other than the defaults.
         storage_reader: Any DCP storage reader; by default a ``FileReader`` at ``path``.
         policy: What to do with each component, and about missing and unexpected keys.
@@ -193,6 +227,7 @@ def load(
         transform: How the checkpoint's tensors become those of the state dict, see ``tte.transforms``; each rank reads
             what its shards need. A ``Source`` has its own. Together with ``prove`` only one that renames and leaves out
             whole tensors.
+        cast: Dtype changes, see ``LoadPlanner``: ``"exact"``, ``"allow"`` or ``"forbid"``; not together with a planner.
         allow_classes: Classes of values beside plain data, see ``LoadPlanner``; not together with a planner.
         prove: Compare the loaded tensors with the fingerprints that ``save(..., fingerprints=True)`` stored, on all
             ranks; objects are asked for their state again. What cannot be compared is in the report's ``proof``.
@@ -211,41 +246,57 @@ def load(
         StateRefusedError: No target was changed; the same on every rank, listing all problems.
         CheckpointFailedError: A rank failed while reading; targets may be part-written, and it names them.
         NoCheckpointError: The run has no such step, or none that is good.
+        AbsentRunError: Nothing is at ``path``, whose disk may not be mounted, and the fallback has a step of this run.
         ProofFailedError: Loaded tensors are not what was saved; the same on every rank, and names them, the files and
             the ranks.
         LostRankError: A rank died, hangs, or did not come in time; the same on every rank, and names it.
         TypeError: An argument is of another type.
-        ValueError: Both ``path`` and ``sources``, two policies, or ``allow_classes`` and a planner; a transform beside
-            ``sources`` or ``storage_reader``, or beside ``prove`` one that changes tensors; a policy or ``prove`` for a
-            planner that knows none; or ``prove`` and a checkpoint without fingerprints.
+        ValueError: Both ``path`` and ``sources``, two policies, or ``cast`` or ``allow_classes`` and a planner; a
+            transform beside ``sources`` or ``storage_reader``, or beside ``prove`` one that changes tensors; a policy
+            or ``prove`` for a planner that knows none; or ``prove`` and a checkpoint without fingerprints.
     """
-    check_rules("load", policy, sources)
-    check_load(state_dict, path, planner, storage_reader, process_group, has_sources=bool(sources))
-    check_transform(transform, sources)
-    check_seconds("load", timeout_seconds)
-    check_step(path, step, step_pattern, fallback)
-    check_classes("load", allow_classes)
-    if allow_classes and planner is not None:
-        raise ValueError("load: got allow_classes and a planner; give them to it: LoadPlanner(allow_classes=[...])")
-    planner = LoadPlanner(allow_classes=allow_classes) if planner is None else planner
-    policy = _policy_of_load(policy, planner, has_sources=bool(sources))
-    check_argument("load", "prove", prove, bool, "True or False")
-    if prove and not isinstance(planner, LoadPlanner):
-        raise WrongValueError(f"load: got prove=True and a {type(planner).__name__}, expected a LoadPlanner")
-    if not isinstance(share_reads, bool) and share_reads not in ("auto", "host"):
-        raise argument_error("load", "share_reads", share_reads, "True, False, 'auto' or 'host'")
-    if share_reads not in (False, "auto") and not isinstance(planner, LoadPlanner):
-        raise WrongValueError(
-            f"load: got share_reads={share_reads!r} and a {type(planner).__name__}, expected a LoadPlanner"
-        )
+    with checking_arguments("load", process_group, no_dist=no_dist):
+        check_rules("load", policy, sources)
+        check_load(state_dict, path, planner, storage_reader, process_group, has_sources=bool(sources))
+        check_transform(transform, sources)
+        check_seconds("load", timeout_seconds)
+        check_step(path, step, step_pattern, fallback)
+        check_classes("load", allow_classes)
+        if allow_classes and planner is not None:
+            raise ValueError("load: got allow_classes and a planner; give them to it: LoadPlanner(allow_classes=[...])")
+        if cast != "exact" and planner is not None:
+            raise ValueError(
+                f"load: got cast={cast!r} and a planner; give it to the planner: LoadPlanner(cast={cast!r})"
+            )
+        planner = LoadPlanner(cast=cast, allow_classes=allow_classes) if planner is None else planner
+        policy = _policy_of_load(policy, planner, has_sources=bool(sources))
+        check_argument("load", "prove", prove, bool, "True or False")
+        if prove and not isinstance(planner, LoadPlanner):
+            raise WrongValueError(f"load: got prove=True and a {type(planner).__name__}, expected a LoadPlanner")
+        if not isinstance(share_reads, bool) and share_reads not in ("auto", "host"):
+            raise argument_error("load", "share_reads", share_reads, "True, False, 'auto' or 'host'")
+        if share_reads not in (False, "auto") and not isinstance(planner, LoadPlanner):
+            raise WrongValueError(
+                f"load: got share_reads={share_reads!r} and a {type(planner).__name__}, expected a LoadPlanner"
+            )
     spans = begin_trace("load", trace)
-    phases_at = partial(Phases, "load", process_group, no_dist=no_dist, timeout_seconds=timeout_seconds, trace=spans)
+    phases_at = partial(
+        Phases,
+        "load",
+        process_group,
+        no_dist=no_dist,
+        timeout_seconds=timeout_seconds,
+        trace=spans,
+        call=call_text("load", prove=prove),
+    )
     if path is not None and step is not None:
         with phases_at(path=path) as phases:
+            raise_unasked(phases)
             path = choose_step(path, step, phases, step_pattern, fallback)
     sources = sources or [_source_at(path, storage_reader, planner, transform)]
     place = ", ".join(str(source.path) for source in sources if source.path is not None) or None
     with phases_at(path=place) as phases:
+        raise_unasked(phases)
         return _load_unless_overwritten(LoadJob(state_dict, sources, planner, policy, phases, prove, share_reads))
 
 
@@ -299,6 +350,7 @@ def async_save(
     timeout_seconds: float = TIMEOUT_SECONDS,
     keep: int | None = None,
     step_pattern: str | None = None,
+    branch: Branch = "set_aside",
     trace: str | os.PathLike[str] | None = None,
     on_error: Literal["raise", "warn"] = "raise",
     fallback: str | os.PathLike[str] | None = None,
@@ -327,6 +379,8 @@ def async_save(
 
     Returns:
         A future of what ``save`` returns; it raises what ``save`` raises. The caller may change the state dict at once.
+        Where no rank asks it for its ``result`` or ``exception``, the next save or load on the group raises the error,
+        or with ``on_error="warn"`` the coordinator warns; at the exit of the process the coordinator prints it.
 
     Raises:
         CheckpointFailedError: A component, the copy, or connecting the ranks failed on a rank; names the ranks and
@@ -335,35 +389,50 @@ def async_save(
         TypeError: An argument is of another type.
         ValueError: As in ``save``; or there is no gloo and the group cannot send from CPU memory.
     """
-    check_save("async_save", state_dict, path, planner, storage_writer, process_group)
-    check_seconds("async_save", timeout_seconds)
-    check_can_send_from_cpu("async_save", process_group)
-    if process and stager is not None:
-        raise WrongValueError(
-            "async_save: got process=True and a stager, expected one of them: CpuStager(process=True)"
+    with checking_arguments("async_save", process_group):
+        check_save("async_save", state_dict, path, planner, storage_writer, process_group)
+        check_seconds("async_save", timeout_seconds)
+        check_can_send_from_cpu("async_save", process_group)
+        if process and stager is not None:
+            raise WrongValueError(
+                "async_save: got process=True and a stager, expected one of them: CpuStager(process=True)"
+            )
+        on_storage_error = OnStorageError(on_error, fallback, retries, max_failures)
+        on_storage_error.check("async_save", path)
+        check_branch("async_save", branch, storage_writer)
+        check_fingerprints("async_save", fingerprints, path, storage_writer)
+        earlier = checked_reuse("async_save", reuse, path, storage_writer)
+        weights = checked_format(
+            "async_save",
+            format,
+            max_file_bytes,
+            transform,
+            path,
+            fallback,
+            storage_writer=storage_writer,
+            keep=keep,
+            step_pattern=step_pattern,
+            fingerprints=fingerprints,
+            reuse=reuse,
         )
-    on_storage_error = OnStorageError(on_error, fallback, retries, max_failures)
-    on_storage_error.check("async_save", path)
-    check_fingerprints("async_save", fingerprints, path, storage_writer)
-    earlier = checked_reuse("async_save", reuse, path, storage_writer)
-    weights = checked_format(
-        "async_save",
-        format,
-        max_file_bytes,
-        transform,
-        path,
-        fallback,
-        storage_writer=storage_writer,
-        keep=keep,
-        step_pattern=step_pattern,
-        fingerprints=fingerprints,
-        reuse=reuse,
-    )
+        check_keep(keep, getattr(storage_writer, "path", None) if path is None else path, step_pattern, reuse)
     spans = begin_trace("async_save", trace)
-    phases = Phases("save", process_group, path=path, timeout_seconds=timeout_seconds, trace=spans)
+    call = call_text("async_save", format="" if format == "dcp" else format)
+    phases = Phases("save", process_group, path=path, timeout_seconds=timeout_seconds, trace=spans, call=call)
     planner = SavePlanner() if planner is None else planner
     job = SaveJob(
-        path, storage_writer, planner, phases, keep, step_pattern, on_storage_error, fingerprints, earlier, weights
+        path,
+        storage_writer,
+        planner,
+        phases,
+        keep,
+        step_pattern,
+        on_storage_error,
+        fingerprints,
+        earlier,
+        weights,
+        branch,
+        on_storage_error.runs_of(path),
     )
     if stager is not None:
         return save_in_background(state_dict, job, stager)

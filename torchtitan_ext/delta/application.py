@@ -11,13 +11,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_ext.checkpoint.operation.arguments import check_seconds
-from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS
+from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, checking_arguments
 from torchtitan_ext.checkpoint.tables.key_table import BoxesEntry, TensorEntry
 from torchtitan_ext.checkpoint.tables.tensor_sums import TensorSummer, TensorSums, totals_of_replicas, with_numbers
 from torchtitan_ext.delta.held import agree_on_steps, held_tensors
 from torchtitan_ext.delta.replacement import OTHER_BITS, Replacement, why_unfit
 from torchtitan_ext.delta.saved_changes import SavedChanges
-from torchtitan_ext.errors import Problem, TransferFailedError, check_argument, check_counts, named, refusal
+from torchtitan_ext.errors import (
+    DamagedCheckpointError,
+    Problem,
+    TransferFailedError,
+    check_argument,
+    check_counts,
+    named,
+    refusal,
+)
 from torchtitan_ext.layout.layout import ShardOrder, Steps
 from torchtitan_ext.ranks.exchange import check_usable
 from torchtitan_ext.storage.raw_tensor import dtype_name
@@ -60,7 +68,9 @@ def apply(
         state: What this rank holds: a nested state dict of tensors, or a module; ``None`` on a rank without a part. The
             ranks together hold every key that has changed; other keys of theirs are left alone.
         changes: What ``delta.load`` gave, of one file on all ranks.
-        version: Of the state, where it is known: another one than the base of the changes is refused by its number.
+        version: Of the state, given by any rank that knows it: another one than the base of the changes is refused by
+            its number. Without it each tensor that the changes know is compared whole, before anything is written, at
+            the price of reading it once: a state of an earlier version may hold the old bits of all that will change.
         verify: ``"changed"`` compares the old bits of what will be replaced with those that the changes replace;
             ``"all"`` compares each tensor whole, before and after, at the price of reading it twice.
         group: Ranks that hold the state; the default group if left out; without any this process alone.
@@ -68,21 +78,26 @@ def apply(
         timeout_seconds: How long a rank waits for the others in each phase.
 
     Raises:
-        WrongBaseError: The state is not what the changes were made from. Nothing was changed.
+        WrongBaseError: The state is not what the changes were made from, or nothing shows what it is. Nothing was
+            changed.
+        DamagedCheckpointError: The file was written over or cut since ``delta.load``. Nothing was changed.
         StateRefusedError: (a subclass) Keys, shapes or dtypes do not fit, or a layout is in doubt. Nothing was changed.
         TransferFailedError: A rank failed meanwhile, or ``"all"`` saw another result; names the part-written keys.
         LostRankError: A rank is gone or does not take part.
         All the same on every rank.
     """
-    check_argument("delta.apply", "changes", changes, SavedChanges, "what delta.load() gives")
     check_usable("delta.apply", group)
-    check_counts("delta.apply", version=version)
-    check_seconds("delta.apply", timeout_seconds)
-    if verify not in get_args(Verify):
-        raise ValueError(f"delta.apply: got verify={verify!r}, expected 'changed' or 'all'")
+    with checking_arguments("delta.apply", group):
+        check_argument("delta.apply", "changes", changes, SavedChanges, "what delta.load() gives")
+        check_counts("delta.apply", version=version)
+        check_seconds("delta.apply", timeout_seconds)
+        if verify not in get_args(Verify):
+            raise ValueError(f"delta.apply: got verify={verify!r}, expected 'changed' or 'all'")
     changed = changes.changed_keys
     with transfer_phases(group, timeout_seconds, "apply") as phases:
-        endpoint, steps = agree_on_steps(phases, lambda: _described(state, layouts), "apply", every_rank_reports=True)
+        endpoint, steps, _ = agree_on_steps(
+            phases, lambda: _described(state, layouts), "apply", every_rank_reports=True
+        )
         own = _OwnPart(endpoint, steps, changes)
         found = phases.on_all(
             "compare", lambda: own.offer(version, verify), doing="ranks compared their tensors with the changes"
@@ -112,6 +127,7 @@ class _Offer:
     keys: Mapping[str, tuple[str, tuple[int, ...]]]
     tied: Mapping[str, str]
     replaced: Mapping[str, TensorSums]
+    new: Mapping[str, TensorSums]
     before: Mapping[str, TensorSums] = field(default_factory=dict)
 
 
@@ -132,21 +148,23 @@ class _OwnPart:
         self._held = held_tensors(self.endpoint, self.steps)
         self._tensors, self._finish = self.endpoint.memory_to_change()
         keys = {held.fqn: _kind(tensor, held) for held, tensor in zip(self._held, self._tensors, strict=True)}
-        fitting = {
-            fqn: total for fqn, total in self.changes.totals.items() if keys.get(fqn) == (total.dtype, total.shape)
-        }
+        fitting = {fqn for fqn, of in self.changes.totals.items() if keys.get(fqn) == (of.dtype, of.shape)}
         self._batch = Replacement.of(self._held, self._tensors, self.changes, fitting)
-        sums = self._batch.old_sums()
-        replaced: dict[str, TensorSums] = {}
-        for at, held in enumerate(self._held):
+        replaced = self._by_key(keys, self._batch.old_sums())
+        new = self._by_key(keys, self._batch.new_sums)
+        before = self.sums_of_all() if verify == "all" or version is None else {}
+        return _Offer(self.changes.digest, version, verify, keys, self.endpoint.tied, replaced, new, before)
+
+    def _by_key(self, keys: Mapping[str, tuple[str, tuple[int, ...]]], sums: Sequence[int]) -> dict[str, TensorSums]:
+        """Sums over elements of each held tensor."""
+        found: dict[str, TensorSums] = {}
+        for held, tensor, total in zip(self._held, self._tensors, sums, strict=True):
             entry = self.endpoint.entries[held.fqn]
             assert isinstance(entry, TensorEntry | BoxesEntry)
-            dtype, shape = keys[held.fqn]
-            of_key = replaced.setdefault(held.fqn, TensorSums(self._summer.replica_of(entry), {}, dtype, shape))
-            if held.box is None or self._tensors[at].numel() > 0:
-                of_key.sums[held.box] = sums[at] % 2**64  # type: ignore[index]
-        before = self.sums_of_all() if verify == "all" else {}
-        return _Offer(self.changes.digest, version, verify, keys, self.endpoint.tied, replaced, before)
+            of_key = found.setdefault(held.fqn, TensorSums(self._summer.replica_of(entry), {}, *keys[held.fqn]))
+            if held.box is None or tensor.numel() > 0:
+                of_key.sums[held.box] = total % 2**64  # type: ignore[index]
+        return found
 
     def sums_of_all(self) -> dict[str, TensorSums]:
         """The sums of this rank's tensors that the changes know. Not collective."""
@@ -198,9 +216,20 @@ def _problems(offers: Sequence[_Offer], changes: SavedChanges, verify: Verify) -
             problems.append(Problem("cannot_reshard", fqn, what))
     if problems:
         return problems
+    damaged = _keys_with_other_totals([offer.new for offer in offers], _of(changes, "new"))
+    if damaged:
+        what = f"the new elements of {named(damaged)} are not those that were written, and were so in load"
+        raise DamagedCheckpointError(f"{changes.path}: {what}")
     wrong = _keys_with_other_totals([offer.replaced for offer in offers], _of(changes, "replaced"))
-    wrong += _keys_with_other_totals([offer.before for offer in offers], _of(changes, "before"))
-    return [Problem("other_base", fqn, OTHER_BITS) for fqn in dict.fromkeys(wrong)]
+    problems = [Problem("other_base", fqn, OTHER_BITS) for fqn in wrong]
+    if versions and verify != "all":
+        return problems
+    if not versions and not any(offer.before for offer in offers):
+        what = f"are of version {changes.base_version}, and the state has none of their tensors; pass version="
+        return [Problem("other_base", "changes", what)]
+    whole = _keys_with_other_totals([offer.before for offer in offers], _of(changes, "before"))
+    what = f"{OTHER_BITS}, in elements that stay as they are: it is not of version {changes.base_version}"
+    return problems + [Problem("other_base", fqn, what) for fqn in whole if fqn not in wrong]
 
 
 def _versions_of(fqn: str, changes: SavedChanges) -> tuple[object, ...] | None:

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import math
-import mmap
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import compress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_ext import _core, ops
 from torchtitan_ext.checkpoint.operation.arguments import Place, check_seconds, place_of
-from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, Phases
-from torchtitan_ext.checkpoint.tables.tensor_sums import TensorSums, totals_of_replicas
+from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, Phases, checking_arguments
+from torchtitan_ext.delta.part_reads import sum_of_part
 from torchtitan_ext.delta.saved_changes import (
     NOTE,
     SavedChanges,
@@ -30,17 +30,21 @@ from torchtitan_ext.delta.saved_changes import (
     encode_note,
     part_names,
 )
-from torchtitan_ext.errors import DamagedCheckpointError, Problem, WrongArgumentError, described, refusal
+from torchtitan_ext.errors import DamagedCheckpointError, Problem, WrongArgumentError, described, named, refusal
 from torchtitan_ext.layout.dtensor import as_bytes, local_view
 from torchtitan_ext.ranks.exchange import check_usable
-from torchtitan_ext.state.value_digest import sum_box
 from torchtitan_ext.storage.commit.staged_target import staged_target, take_place
-from torchtitan_ext.storage.formats.safetensors_files import SafetensorsEntry, lay_out, read_header_and_notes
+from torchtitan_ext.storage.formats.opened_safetensors import FileRange, OpenedSafetensors
+from torchtitan_ext.storage.formats.safetensors_files import lay_out
 from torchtitan_ext.storage.formats.sparse_files import make_file, sync_files, write_parts
 from torchtitan_ext.storage.raw_tensor import DTYPES, dtype_name
+from torchtitan_ext.storage.weights.layout import name_problems
 from torchtitan_ext.transfer.changes import Changes, HeldTensor
 
 _Box = tuple[tuple[int, ...], tuple[int, ...]]
+_Boxes = tuple[_Box, ...]
+
+_REPLICAS_DIFFER = "has replicas that differ, before or after; tte.sync_module_states makes them equal"
 
 # Of the tensors of a part, the dtypes and the sizes behind the first.
 _FORMS: tuple[tuple[str, tuple[int, ...]], ...] = (("int32", (2,)), ("uint16", ()), ("uint8", ()))
@@ -55,23 +59,31 @@ def save(
 ) -> None:
     """Writes the changes of all ranks into one file, which appears when it is whole. Collective.
 
-    Of replicas the first one is written; all must have changed alike.
+    Of replicas the first one is written; all must have changed alike. Together the ranks give all of each tensor of the
+    snapshot, changed or not.
 
     Args:
-        changes: Of this rank, from ``Snapshot.changes``; ``None`` on a rank that has no part of the state.
+        changes: Of this rank, from ``Snapshot.changes``; ``None`` on a rank that has no part of the state, or one that
+            other ranks give too.
         path: The file, the same on all ranks, on a file system that all ranks see. An existing one is replaced.
         group: Ranks that hold the state; the default group if left out; without any this process alone.
         timeout_seconds: How long a rank waits for the others in each phase.
 
     Raises:
+        LayoutError: A rank that has a part of a tensor gave none and no other rank has it, or files cannot have the
+            tensor's dtype or name. Nothing was written.
         StateRefusedError: (a subclass) Replicas or versions differ, or ranks name different files. Nothing was written.
         CheckpointFailedError: A rank could not write; the file is the old one, or none. The same on every rank.
         LostRankError: A rank is gone or does not take part.
     """
     check_usable("delta.save", group)
-    check_seconds("delta.save", timeout_seconds)
+    with checking_arguments("delta.save", group):
+        check_seconds("delta.save", timeout_seconds)
     target = Path(path)
-    with Phases("save", group, path=path, timeout_seconds=timeout_seconds) as phases, ExitStack() as stack:
+    with (
+        Phases("save", group, path=path, timeout_seconds=timeout_seconds, call="delta.save") as phases,
+        ExitStack() as stack,
+    ):
         own: list[Part] = []
 
         def offer() -> _Offer:
@@ -123,8 +135,9 @@ def load(
         LostRankError: A rank is gone or does not take part.
     """
     check_usable("delta.load", group)
-    check_seconds("delta.load", timeout_seconds)
-    with Phases("load", group, path=path, timeout_seconds=timeout_seconds) as phases:
+    with checking_arguments("delta.load", group):
+        check_seconds("delta.load", timeout_seconds)
+    with Phases("load", group, path=path, timeout_seconds=timeout_seconds, call="delta.load") as phases:
         opened: list[SavedChanges] = []
         place = place_of(path)
 
@@ -163,22 +176,18 @@ def open_changes(path: Path) -> SavedChanges:
     Raises:
         DamagedCheckpointError: It is none, or was cut.
     """
-    entries, notes = read_header_and_notes(path)
-    if NOTE not in notes:
+    file = OpenedSafetensors(path)
+    if NOTE not in file.notes:
         raise DamagedCheckpointError(f"{path} is no file of changes")
     try:
-        base_version, version, totals, digest = decode_note(notes[NOTE])
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise DamagedCheckpointError(f"{path}: {error}") from None
-    with path.open("rb") as file:
-        content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
-    parts = {
-        fqn: [_part(path, content, entries, fqn, at, of) for at in range(len(of.boxes))] for fqn, of in totals.items()
-    }
+        base_version, version, totals, digest = decode_note(file.notes[NOTE])
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{path}: its note of the changes: {error}") from None
+    parts = {fqn: [_part(file, fqn, at, of) for at in range(len(of.boxes))] for fqn, of in totals.items()}
     for fqn, of in totals.items():
-        if sum(part.values.size for part in parts[fqn]) != of.count * DTYPES[of.dtype].itemsize:
+        if sum(part.values.num_bytes for part in parts[fqn]) != of.count * DTYPES[of.dtype].itemsize:
             raise DamagedCheckpointError(f"{path}: {fqn} has not the {of.count} new elements that were written")
-    return SavedChanges(str(path), base_version, version, totals, parts, digest)
+    return SavedChanges(str(path), file, base_version, version, totals, parts, digest)
 
 
 def open_proved(path: Path) -> SavedChanges:
@@ -200,8 +209,7 @@ def check_sums(changes: SavedChanges, sums: Sequence[Mapping[str, int]]) -> None
         DamagedCheckpointError: Names the tensors that differ.
     """
     for fqn, total in changes.totals.items():
-        new = sum(of_rank.get(fqn, 0) for of_rank in sums)
-        if (total.before - total.replaced + new - total.after) % 2**64 != 0:
+        if (sum(of_rank.get(fqn, 0) for of_rank in sums) - total.new) % 2**64 != 0:
             raise DamagedCheckpointError(f"{changes.path}: the new elements of {fqn} are not those that were written")
 
 
@@ -210,62 +218,32 @@ def _sums_of_new(changes: SavedChanges, rank: int = 0, size: int = 1) -> dict[st
     sums: dict[str, int] = defaultdict(int)
     parts = ((fqn, part) for fqn, of_key in changes.parts.items() for part in of_key)
     for number, (fqn, part) in enumerate(parts):
-        if number % size != rank:
-            continue
-        total = changes.totals[fqn]
-        try:
-            sums[fqn] += sum_of_part(part, total)
-        except ValueError as error:
-            raise DamagedCheckpointError(f"{changes.path}: {fqn}: {error}") from None
+        if number % size == rank:
+            sums[fqn] += sum_of_part(changes, fqn, part)
     return sums
 
 
-def sum_of_part(part: SavedPart, total: TensorTotals) -> int:
-    """The sum of the hashes of the new elements of a part."""
-    if part.box is not None:
-        return int(sum_box(elements_of(part, total), part.box[0], total.shape).item())
-    coded, item_bytes = _core.PositionBlocks(part.blocks, part.offsets), DTYPES[total.dtype].itemsize
-    if len(coded) * item_bytes != part.values.size:  # a few bytes can stand for very many positions
-        raise ValueError(f"got {len(coded)} positions for {part.values.size} bytes")
-    positions = coded.decode()
-    if positions.size and positions[-1] >= math.prod(total.shape):
-        raise ValueError(f"position {positions[-1]} is outside of shape {total.shape}")
-    return _core.sum_at(part.values, item_bytes, positions)
-
-
-def elements_of(part: SavedPart, total: TensorTotals) -> Tensor:
-    """The elements of a part that gives a box whole, in its shape. Read-only memory."""
-    assert part.box is not None
-    flat = torch.from_numpy(part.values.copy()) if part.values.size else torch.empty(0, dtype=torch.uint8, device="cpu")
-    return flat.view(DTYPES[total.dtype]).view(part.box[1])
-
-
-def _part(
-    path: Path,
-    content: np.ndarray,
-    entries: Mapping[str, SafetensorsEntry],
-    fqn: str,
-    number: int,
-    total: TensorTotals,
-) -> SavedPart:
+def _part(file: OpenedSafetensors, fqn: str, number: int, total: TensorTotals) -> SavedPart:
     box = total.boxes[number]
-    arrays = []
+    ranges = []
     for name, (dtype, sizes) in zip(part_names(fqn, number, box), _FORMS if box is None else _FORMS[2:], strict=True):
-        entry = entries.get(name)
+        entry = file.entries.get(name)
         if entry is None or entry.dtype != dtype or entry.sizes[1:] != sizes or len(entry.sizes) != 1 + len(sizes):
-            raise DamagedCheckpointError(f"{path}: {name} is not what was written")
-        arrays.append(content[entry.begin : entry.begin + entry.num_bytes])
-    if box is not None:
-        if arrays[0].size != math.prod(box[1]) * DTYPES[total.dtype].itemsize:
-            raise DamagedCheckpointError(f"{path}: {name} is not what was written")
-        return SavedPart(box, np.empty(0, np.int32), np.empty(0, np.uint16), arrays[0])
-    return SavedPart(None, arrays[0].view(np.int32), arrays[1].view(np.uint16), arrays[2])
+            raise DamagedCheckpointError(f"{file.path}: {name} is not what was written")
+        ranges.append(FileRange(entry.begin, entry.num_bytes))
+    if box is None:
+        return SavedPart(None, *ranges)
+    if ranges[0].num_bytes != math.prod(box[1]) * DTYPES[total.dtype].itemsize:
+        raise DamagedCheckpointError(f"{file.path}: {name} is not what was written")
+    nothing = FileRange(ranges[0].begin, 0)
+    return SavedPart(box, nothing, nothing, ranges[0])
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank would write of one of its tensors."""
+    """What a rank would write of the tensor ``at`` of its changes."""
 
+    at: int
     held: HeldTensor
     box: _Box | None
     count: int
@@ -293,19 +271,32 @@ def parts_of(changes: Changes) -> Iterator[Part]:
             values = changes.values[offsets[at] : offsets[at] + count * changes.item_bytes[at]]
             coded = _core.PositionBlocks.encode(positions.numpy())
             blocks, inside = torch.from_numpy(coded.blocks).view(-1, 2), torch.from_numpy(coded.offsets)
-            yield Part(held, None, count, (blocks, inside, values))
+            yield Part(at, held, None, count, (blocks, inside, values))
         elif at in changes.whole:
             for chunk in held.shard.chunks:
                 elements = local_view(changes.whole[at], chunk.local_offsets, chunk.sizes)
-                yield Part(held, (chunk.offsets, chunk.sizes), elements.numel(), (as_bytes(elements),))
+                yield Part(at, held, (chunk.offsets, chunk.sizes), elements.numel(), (as_bytes(elements),))
         first += count
 
 
-class _OfferedPart(NamedTuple):
-    """A part of which the coordinator hears: ``box_key`` is the box in ``TensorSums``."""
+class _HeldPiece(NamedTuple):
+    """What the tensor ``at`` of a rank's changes holds, changed or not; ``sums`` are those before, of the bits that are
+    replaced, and after."""
 
     fqn: str
-    box_key: _Box | None
+    at: int
+    boxes: _Boxes
+    replica: Any
+    dtype: str
+    shape: tuple[int, ...]
+    sums: tuple[int, int, int]
+
+
+class _OfferedPart(NamedTuple):
+    """A part of which the coordinator hears: of the tensor ``at`` of the rank's changes."""
+
+    fqn: str
+    at: int
     box: _Box | None
     num_changed: int
     shapes: list[tuple[str, tuple[int, ...]]]
@@ -313,19 +304,28 @@ class _OfferedPart(NamedTuple):
 
 @dataclass(frozen=True)
 class _Offer:
-    """What a rank tells the coordinator of a save."""
+    """What a rank tells the coordinator of a save; ``elsewhere`` are keys that other ranks hold."""
 
     versions: tuple[int, int] | None
-    sums: Mapping[str, tuple[TensorSums, TensorSums, TensorSums]]
+    elsewhere: Sequence[str]
+    pieces: Sequence[_HeldPiece]
     parts: Sequence[_OfferedPart]
 
     @staticmethod
     def of(changes: Changes | None, own: Sequence[Part]) -> _Offer:
         if changes is None:
-            return _Offer(None, {}, [])
-        sums = {fqn: (changes.before[fqn], changes.replaced[fqn], changes.after[fqn]) for fqn in changes.before}
-        parts = [_OfferedPart(part.held.fqn, part.held.box, part.box, part.count, part.shapes()) for part in own]
-        return _Offer((changes.base_version, changes.version), sums, parts)
+            return _Offer(None, (), [], [])
+        pieces = []
+        for at, held in enumerate(changes.tensors):
+            kinds = [sums[held.fqn] for sums in (changes.before, changes.replaced, changes.after)]
+            if held.box in kinds[0].sums:
+                before, replaced, after = (of_kind.sums[held.box] % 2**64 for of_kind in kinds)
+                replica, _, dtype, shape = kinds[0]
+                name, sums = dtype.removeprefix("torch."), (before, replaced, after)
+                boxes = tuple((chunk.offsets, chunk.sizes) for chunk in held.shard.chunks)
+                pieces.append(_HeldPiece(held.fqn, at, boxes, replica, name, tuple(shape), sums))
+        parts = [_OfferedPart(of.held.fqn, of.at, of.box, of.count, of.shapes()) for of in own]
+        return _Offer((changes.base_version, changes.version), changes.elsewhere, pieces, parts)
 
 
 @dataclass(frozen=True)
@@ -347,14 +347,10 @@ def _planned(offers: Sequence[_Offer]) -> tuple[list[dict[int, list[int]]], byte
     names: dict[tuple[int, int], list[str]] = {}
     boxes: dict[str, list[_Box | None]] = defaultdict(list)
     counts: dict[str, int] = defaultdict(int)
-    written: set[tuple[str, _Box | None]] = set()
     for rank, offer in enumerate(offers):
         for number, part in enumerate(offer.parts):
-            if rank not in writers[part.fqn, part.box_key]:
+            if (rank, part.at) not in writers:
                 continue
-            if part.box_key is not None and (part.fqn, part.box_key) in written:
-                continue  # the rank holds the box several times
-            written.add((part.fqn, part.box_key))
             names[rank, number] = part_names(part.fqn, len(boxes[part.fqn]), part.box)
             tensors.update(zip(names[rank, number], part.shapes, strict=True))
             boxes[part.fqn].append(part.box)
@@ -368,30 +364,85 @@ def _planned(offers: Sequence[_Offer]) -> tuple[list[dict[int, list[int]]], byte
     return places, file.header, file.num_bytes
 
 
-def _writers_and_totals(
-    offers: Sequence[_Offer],
-) -> tuple[dict[tuple[str, _Box | None], set[int]], dict[str, TensorTotals]]:
-    """Which ranks write a key, or one of its boxes: those of the first replica; and the totals of that."""
-    holders: dict[str, list[tuple[int, tuple[TensorSums, ...]]]] = defaultdict(list)
+def _writers_and_totals(offers: Sequence[_Offer]) -> tuple[set[tuple[int, int]], dict[str, TensorTotals]]:
+    """Which tensor of which rank is written, so that all of each global tensor is given once; and the totals of these.
+
+    Raises:
+        StateRefusedError: (a subclass) Of all keys that do not make one whole file.
+    """
+    held: dict[str, dict[_Boxes, list[tuple[int, _HeldPiece]]]] = {}
     for rank, offer in enumerate(offers):
-        for fqn, sums in offer.sums.items():
-            holders[fqn].append((rank, sums))
-    writers: dict[tuple[str, _Box | None], set[int]] = {}
+        for piece in offer.pieces:
+            held.setdefault(piece.fqn, {}).setdefault(piece.boxes, []).append((rank, piece))
+    cover_defect = cache(_core.cover_defect)
+    silent = [rank for rank, offer in enumerate(offers) if offer.versions is None]
+    remedy = "save with a group of all ranks that hold it"
+    if silent:
+        remedy = f"rank(s) {named(silent)} gave None: pass there what Snapshot.changes() gives"
+    nowhere = dict.fromkeys(fqn for offer in offers for fqn in offer.elsewhere if fqn not in held)
+    problems = [Problem("incomplete_cover", fqn, f"no rank gave changes of it; {remedy}") for fqn in nowhere]
+    problems += name_problems(held)
+    writers: set[tuple[int, int]] = set()
     totals: dict[str, TensorTotals] = {}
-    differing = []
-    for fqn, of_key in holders.items():
-        replicas = [totals_of_replicas((rank, sums[which]) for rank, sums in of_key) for which in range(3)]
-        if any(one.total % 2**64 != kind[0].total % 2**64 for kind in replicas for one in kind):
-            differing.append(fqn)
-        before, replaced, after = (kind[0].total % 2**64 for kind in replicas)
-        dtype, shape = replicas[0][0].dtype, replicas[0][0].shape
-        totals[fqn] = TensorTotals(dtype.removeprefix("torch."), tuple(shape), 0, before, replaced, after, ())
-        for rank, (sums, *_) in reversed(of_key):
-            for box in sums.sums:
-                writers[fqn, box] = {rank}
-        if (fqn, None) in writers:
-            writers[fqn, None] = set(replicas[0][0].ranks)
-    if differing:
-        what = "has replicas that differ, before or after; tte.sync_module_states makes them equal"
-        raise refusal("save", [Problem("replicas_differ", fqn, what) for fqn in differing])
+    for fqn, pieces in held.items():
+        reason = _why_not_written(fqn, pieces)
+        if reason is not None:
+            problems.append(reason)
+            continue
+        replicas, defect = _whole_replicas(pieces, cover_defect)
+        if not replicas:
+            ranks = sorted({rank for members in pieces.values() for rank, _ in members})
+            what = f"rank(s) {named(ranks)} gave changes that {defect}; {remedy}"
+            problems.append(Problem("incomplete_cover", fqn, what))
+            continue
+        before, replaced, after = _sums_of(replicas[0])
+        if any(_sums_of(replica) != (before, replaced, after) for replica in replicas):
+            problems.append(Problem("replicas_differ", fqn, _REPLICAS_DIFFER))
+        writers.update((rank, piece.at) for rank, piece in replicas[0])
+        _, one = replicas[0][0]
+        totals[fqn] = TensorTotals(one.dtype, one.shape, 0, before, replaced, after, ())
+    if problems:
+        raise refusal("save", problems)
     return writers, totals
+
+
+def _why_not_written(fqn: str, pieces: Mapping[_Boxes, Sequence[tuple[int, _HeldPiece]]]) -> Problem | None:
+    """Why what the ranks hold of a tensor does not go into a file, apart from what is missing."""
+    (first, one), *others = [member for members in pieces.values() for member in members]
+    for rank, other in others:
+        if (other.dtype, other.shape) != (one.dtype, one.shape):
+            what = f"is {one.dtype} of shape {one.shape} on rank {first}, {other.dtype} of shape {other.shape} on rank "
+            return Problem("ranks_disagree", fqn, f"{what}{rank}; give changes of snapshots of one state")
+    if one.dtype not in DTYPES:
+        what = f"is {one.dtype}, which files of changes do not have; leave it out of the snapshot"
+        return Problem("unsupported_tensor", fqn, what)
+    if any(piece.sums != members[0][1].sums for members in pieces.values() for _, piece in members):
+        return Problem("replicas_differ", fqn, _REPLICAS_DIFFER)
+    return None
+
+
+def _whole_replicas(
+    pieces: Mapping[_Boxes, Sequence[tuple[int, _HeldPiece]]],
+    cover_defect: Callable[[tuple[int, ...], _Boxes], str | None],
+) -> tuple[list[list[tuple[int, _HeldPiece]]], str | None]:
+    """Pieces that have each element of a tensor once, or why there are none.
+
+    The first piece of each box, where boxes do not overlap: so a rank may be silent whose boxes another one has. Else
+    each replica that was given whole.
+    """
+    firsts = [members[0] for members in pieces.values()]
+    shape = firsts[0][1].shape
+    defect = cover_defect(shape, tuple(box for boxes in pieces for box in boxes))
+    if defect is None:
+        return [firsts], None
+    replicas: dict[Any, dict[_Boxes, tuple[int, _HeldPiece]]] = {}
+    for members in pieces.values():
+        for rank, piece in members:
+            of_replica = replicas.setdefault(rank if piece.replica is None else piece.replica, {})
+            of_replica.setdefault(piece.boxes, (rank, piece))
+    are_whole = [cover_defect(shape, tuple(box for boxes in of for box in boxes)) is None for of in replicas.values()]
+    return [list(of.values()) for of in compress(replicas.values(), are_whole)], defect
+
+
+def _sums_of(pieces: Sequence[tuple[int, _HeldPiece]]) -> tuple[int, ...]:
+    return tuple(sum(sums) % 2**64 for sums in zip(*(piece.sums for _, piece in pieces), strict=True))

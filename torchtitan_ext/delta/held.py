@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.checkpoint.tables.agreement import agree, unused_layouts
@@ -14,15 +14,25 @@ from torchtitan_ext.transfer.changes import HeldTensor
 from torchtitan_ext.transfer.endpoint import Endpoint
 
 
+class Agreed(NamedTuple):
+    """What a rank holds, and the sharding order of each tensor on a mesh; ``names``, on the coordinator alone, has the
+    keys of all ranks."""
+
+    endpoint: Endpoint
+    steps: dict[str, Steps]
+    names: list[str]
+
+
 def agree_on_steps(
     phases: Phases, describe: Callable[[], Endpoint], operation: str, *, every_rank_reports: bool
-) -> tuple[Endpoint, dict[str, Steps]]:
-    """What this rank holds, and the sharding order of each tensor on a mesh. Collective.
+) -> Agreed:
+    """What this rank holds, agreed on by all. Collective.
 
     Raises:
         StateRefusedError: (a subclass) Of all problems of all ranks, the same on every rank.
     """
     described: list[Endpoint] = []
+    names: list[str] = []
 
     def offer() -> tuple[Any, list[Problem]]:
         endpoint = describe()
@@ -39,10 +49,11 @@ def agree_on_steps(
         found = [*agreement.problems, *found, *unused_layouts(tables, agreement, agreement.names)]
         if found:
             raise refusal(operation, found)
+        names.extend(agreement.names)
         return [agreement.world.steps_of(rank) for rank in range(len(tables))]
 
     steps = phases.through_coordinator("plan", offer, agree_for_all, doing="ranks agreed on layouts")
-    return described[0], steps
+    return Agreed(described[0], steps, names)
 
 
 def held_tensors(endpoint: Endpoint, steps: Mapping[str, Steps]) -> list[HeldTensor]:

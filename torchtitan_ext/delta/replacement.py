@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import add, sub
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan_ext import ops
-from torchtitan_ext.delta.saved_changes import SavedChanges, SavedPart, TensorTotals
-from torchtitan_ext.errors import Problem
+from torchtitan_ext import _core, ops
+from torchtitan_ext.delta.part_reads import Listed, ListedPart, read_listed
+from torchtitan_ext.delta.saved_changes import SavedChanges, SavedPart
+from torchtitan_ext.errors import DamagedCheckpointError, Problem
 from torchtitan_ext.layout.dtensor import local_view, to_write
 from torchtitan_ext.layout.layout import LocalShard, row_major_position
 from torchtitan_ext.state.value_digest import sum_box
@@ -19,6 +21,8 @@ from torchtitan_ext.storage.raw_tensor import DTYPES
 from torchtitan_ext.transfer.changes import HeldTensor
 
 OTHER_BITS = "has other bits than the changes were made from"
+
+_NOTHING = Listed(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.uint8))
 
 
 def why_unfit(
@@ -51,7 +55,7 @@ def why_unfit(
 
 @dataclass
 class Replacement:
-    """Tensors, and the new elements of each, in order: those of the changes that lie in it."""
+    """Tensors, and the new elements of each, in order: those of the changes that lie in it, read into memory."""
 
     held: Sequence[HeldTensor]
     tensors: Sequence[Tensor]
@@ -60,35 +64,49 @@ class Replacement:
     counts: Sequence[int]
     boxes: Sequence[Sequence[tuple[Tensor, tuple[int, ...], Tensor]]]
     """Per tensor: a view of it, where that lies in the global tensor, and its new elements."""
+    new_sums: Sequence[int]
+    """Per tensor the sum of the hashes of the new elements: of what is written, taken after it was read."""
 
     @staticmethod
     def of(
-        held: Sequence[HeldTensor],
-        tensors: Sequence[Tensor],
-        changes: SavedChanges,
-        fitting: Mapping[str, TensorTotals],
+        held: Sequence[HeldTensor], tensors: Sequence[Tensor], changes: SavedChanges, fitting: Container[str]
     ) -> Replacement:
-        counts, positions, values = [], [], []
-        boxes: list[list[tuple[Tensor, tuple[int, ...], Tensor]]] = []
-        for one, tensor in zip(held, tensors, strict=True):
-            span = _span_of(one)
-            parts = changes.parts[one.fqn] if one.fqn in fitting and span is not None else ()
-            parts = [part if span is None else part.within(*span) for part in parts]
-            own_positions, own_values = _sorted_elements([part for part in parts if part.box is None], tensor.itemsize)
-            counts.append(own_positions.size)
-            positions.append(own_positions)
-            values.append(own_values)
-            whole = [part for part in parts if part.box is not None]
-            boxes.append([box for part in whole for box in _overlaps(one, tensor, part, fitting[one.fqn])])
+        """The changes of the tensors whose keys are ``fitting``. Reads the file.
+
+        Raises:
+            DamagedCheckpointError: The file does not have what was written; not seen in all cases, but by ``new_sums``.
+        """
+        spans = [_span_of(one) if one.fqn in fitting else None for one in held]
+        parts = [() if span is None else changes.parts.get(one.fqn, ()) for one, span in zip(held, spans, strict=True)]
+        asked = [
+            (at, ListedPart(held[at].fqn, part, *span))
+            for at, span in enumerate(spans)
+            if span is not None
+            for part in parts[at]
+            if part.box is None
+        ]
+        listed: list[list[Listed]] = [[] for _ in held]
+        for (at, _), found in zip(asked, read_listed(changes, [one for _, one in asked]), strict=True):
+            listed[at].append(found)
+        own = [_within(one, _sorted(changes, one, of_tensor)) for one, of_tensor in zip(held, listed, strict=True)]
+        boxes = [
+            [box for part in of_tensor if part.box is not None for box in _overlaps(one, tensor, part, changes)]
+            for one, tensor, of_tensor in zip(held, tensors, parts, strict=True)
+        ]
+        new_sums = [
+            _core.sum_at(found.values, tensor.itemsize, found.positions)
+            + sum(int(sum_box(elements, offsets, one.global_shape).item()) for _, offsets, elements in of_tensor)
+            for one, tensor, found, of_tensor in zip(held, tensors, own, boxes, strict=True)
+        ]
+        counts = [found.positions.size for found in own]
         offsets = ops.change_offsets([tensor.itemsize for tensor in tensors], counts)
         flat = np.zeros(offsets[-1], dtype=np.uint8)
-        for begin, own_values in zip(offsets, values, strict=False):
-            flat[begin : begin + own_values.size] = own_values
+        for begin, found in zip(offsets, own, strict=False):
+            flat[begin : begin + found.values.size] = found.values
         device = tensors[0].device if tensors else torch.device("cpu")
-        all_positions = np.concatenate([np.empty(0, dtype=np.int64), *positions])
-        return Replacement(
-            held, tensors, torch.from_numpy(all_positions).to(device), torch.from_numpy(flat).to(device), counts, boxes
-        )
+        positions = np.concatenate([_NOTHING.positions, *(found.positions for found in own)])
+        on_device = torch.from_numpy(positions).to(device), torch.from_numpy(flat).to(device)
+        return Replacement(held, tensors, *on_device, counts, boxes, new_sums)
 
     def old_sums(self) -> list[int]:
         """Per tensor the sum of the hashes of the bits that will be replaced."""
@@ -134,42 +152,47 @@ def _span_of(held: HeldTensor) -> tuple[int, int] | None:
     return first, max(row_major_position(end, held.global_shape) for end in ends)
 
 
-def _sorted_elements(parts: Sequence[SavedPart], item_bytes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Positions and elements of parts together, by position; each position once, since parts are disjoint."""
+def _sorted(changes: SavedChanges, held: HeldTensor, parts: Sequence[Listed]) -> Listed:
+    """The elements of parts of a tensor together, by position."""
     if not parts:
-        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.uint8)
+        return _NOTHING
     if len(parts) == 1:
-        return parts[0].positions(), parts[0].values
-    positions = np.concatenate([part.positions() for part in parts])
-    values = np.concatenate([part.values for part in parts]).reshape(-1, item_bytes)
+        return parts[0]
+    positions = np.concatenate([part.positions for part in parts])
     order = np.argsort(positions, kind="stable")
-    return positions[order], values[order].reshape(-1)
+    ascending = positions[order]
+    if (ascending[1:] == ascending[:-1]).any():
+        raise DamagedCheckpointError(f"{changes.path}: {held.fqn} has new elements of one position twice")
+    values = np.concatenate([part.values for part in parts])
+    return Listed(ascending, values.reshape(positions.size, -1)[order].reshape(-1))
+
+
+def _within(held: HeldTensor, listed: Listed) -> Listed:
+    """Those of the elements that the tensor holds."""
+    if listed.positions.size == 0:
+        return listed
+    chunks = held.shard.chunks
+    found = [_core.select_positions(listed.positions, held.global_shape, of.offsets, of.sizes)[1] for of in chunks]
+    indices = np.sort(np.concatenate(found))
+    return Listed(listed.positions[indices], listed.values.reshape(listed.positions.size, -1)[indices].reshape(-1))
 
 
 def _overlaps(
-    held: HeldTensor, tensor: Tensor, part: SavedPart, total: TensorTotals
-) -> list[tuple[Tensor, tuple[int, ...], Tensor]]:
+    held: HeldTensor, tensor: Tensor, part: SavedPart, changes: SavedChanges
+) -> Iterator[tuple[Tensor, tuple[int, ...], Tensor]]:
     """What a tensor of this rank has in common with a box that is given whole."""
     assert part.box is not None
-    found = []
+    box_offsets, box_sizes = part.box
+    dtype = DTYPES[changes.totals[held.fqn].dtype]
     for chunk in held.shard.chunks:
-        begins = [max(a, b) for a, b in zip(chunk.offsets, part.box[0], strict=True)]
-        ends = [
-            min(a + size, b + other)
-            for a, size, b, other in zip(chunk.offsets, chunk.sizes, part.box[0], part.box[1], strict=True)
-        ]
-        sizes = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
+        begins = tuple(map(max, chunk.offsets, box_offsets))
+        ends = map(min, map(add, chunk.offsets, chunk.sizes), map(add, box_offsets, box_sizes))
+        sizes = tuple(map(sub, ends, begins))
         if all(size > 0 for size in sizes):
-            in_local = tuple(
-                at + local - first for at, local, first in zip(begins, chunk.local_offsets, chunk.offsets, strict=True)
-            )
-            in_box = tuple(at - first for at, first in zip(begins, part.box[0], strict=True))
-            target = local_view(tensor.detach(), in_local, sizes)
-            given = part.values.reshape(*part.box[1], tensor.itemsize)
-            own = given[tuple(slice(at, at + size) for at, size in zip(in_box, sizes, strict=True))]
-            elements = torch.from_numpy(own.copy()).view(-1).view(DTYPES[total.dtype]).view(sizes)
-            found.append((target, tuple(begins), elements.to(tensor.device)))
-    return found
+            in_local = tuple(map(add, chunk.local_offsets, map(sub, begins, chunk.offsets)))
+            in_box = tuple(map(sub, begins, box_offsets))
+            elements = changes.file.read_box(part.values.begin, box_sizes, dtype, in_box, sizes)
+            yield local_view(tensor.detach(), in_local, sizes), begins, elements.to(tensor.device)
 
 
 def _as_bits(tensor: Tensor) -> Tensor:

@@ -17,20 +17,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from torchtitan_ext import _core
+from torchtitan_ext.storage.formats.opened_safetensors import FileRange, OpenedSafetensors
 from torchtitan_ext.storage.raw_tensor import DTYPES
 
 NOTE = "torchtitan_ext.delta"
 _FORMAT = 1
 _SUMS = ("before", "replaced", "after")
-_BLOCK_POSITIONS = 65_536
+BLOCK_POSITIONS = 65_536
+# Positions have 47 bits; torch has not more dims.
+_MAX_ELEMENTS = 1 << 47
+_MAX_DIMS = 64
 
 
 @dataclass(frozen=True)
@@ -54,38 +55,20 @@ class TensorTotals:
     after: int
     boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]] | None, ...]
 
+    @property
+    def new(self) -> int:
+        """Sum of the hashes of the new bits of these elements."""
+        return (self.after - self.before + self.replaced) % 2**64
+
 
 @dataclass(frozen=True)
 class SavedPart:
-    """New elements of a tensor: of a box, or at positions where ``box`` is ``None``."""
+    """Where new elements of a tensor lie in the file: those of a box, or at positions where ``box`` is ``None``."""
 
     box: tuple[tuple[int, ...], tuple[int, ...]] | None
-    blocks: npt.NDArray[np.int32]
-    offsets: npt.NDArray[np.uint16]
-    values: npt.NDArray[np.uint8]
-
-    def positions(self) -> npt.NDArray[np.int64]:
-        """The positions of its elements. Raises ValueError where blocks and offsets are damaged."""
-        return _core.PositionBlocks(self.blocks, self.offsets).decode()
-
-    def within(self, first: int, last: int) -> SavedPart:
-        """Without the blocks that have no positions from ``first`` to ``last``; a part that gives a box is itself."""
-        if self.box is not None or self.blocks.size == 0:
-            return self
-        pairs = self.blocks.reshape(-1, 2)
-        wanted = (first // _BLOCK_POSITIONS, last // _BLOCK_POSITIONS + 1)
-        begin, end = np.searchsorted(pairs[:, 0], wanted)
-        counts = pairs[:, 1].astype(np.int64)
-        in_offsets, in_values = (
-            np.concatenate([[0], np.cumsum(of_block)]) for of_block in (np.maximum(counts, 1), np.abs(counts))
-        )
-        item_bytes = self.values.size // in_values[-1]
-        return SavedPart(
-            None,
-            pairs[begin:end].reshape(-1),
-            self.offsets[in_offsets[begin] : in_offsets[end]],
-            self.values[item_bytes * in_values[begin] : item_bytes * in_values[end]],
-        )
+    blocks: FileRange
+    offsets: FileRange
+    values: FileRange
 
 
 @dataclass(frozen=True)
@@ -94,6 +77,7 @@ class SavedChanges:
 
     Attributes:
         path: The file.
+        file: The same, which stays open.
         base_version, version: Of the state before and after.
         totals: Per key, also of tensors that have not changed.
         parts: Per key.
@@ -101,6 +85,7 @@ class SavedChanges:
     """
 
     path: str
+    file: OpenedSafetensors
     base_version: int
     version: int
     totals: Mapping[str, TensorTotals]
@@ -143,22 +128,32 @@ def decode_note(note: str) -> tuple[int, int, dict[str, TensorTotals], str]:
     found = json.loads(text)
     if found["format"] != _FORMAT:
         raise ValueError(f"it is of format {found['format']}, and this version of the package reads {_FORMAT}")
-    if type(found["base_version"]) is not int or type(found["version"]) is not int:
-        raise ValueError("its versions are no numbers")
-    return found["base_version"], found["version"], {fqn: _totals(of) for fqn, of in found["tensors"].items()}, digest
+    base_version, version = found["base_version"], found["version"]
+    if type(base_version) is not int or type(version) is not int or version <= base_version:
+        raise ValueError("its versions are no numbers that grow")
+    "".join(found["tensors"]).encode()  # JSON can spell what is no text
+    return base_version, version, {fqn: _totals(fqn, of) for fqn, of in found["tensors"].items()}, digest
 
 
-def _totals(entry: Mapping[str, Any]) -> TensorTotals:
+def _totals(fqn: str, entry: Mapping[str, Any]) -> TensorTotals:
     before, replaced, after = (int(entry[name], 16) for name in _SUMS)
     shape, count = tuple(entry["shape"]), entry["count"]
     boxes = tuple(None if box is None else (tuple(box[0]), tuple(box[1])) for box in entry["boxes"])
-    lines = [(0, shape[dim], shape[dim]) for dim in range(len(shape))]
+    lines = [(0, size, size) for size in shape]
     for box in boxes:
         lines += [] if box is None else zip(*box, shape, strict=True)
     numbers = (count, *(number for line in lines for number in line))
-    is_whole = all(type(number) is int and 0 <= number < 2**63 for number in numbers)
-    if entry["dtype"] not in DTYPES or not is_whole or any(first + size > end for first, size, end in lines):
-        raise ValueError(f"it has impossible numbers of a tensor: {entry}")
+    is_possible = (
+        entry["dtype"] in DTYPES
+        and all(type(number) is int and 0 <= number <= _MAX_ELEMENTS for number in numbers)
+        and all(first + size <= end for first, size, end in lines)
+        and all(0 <= total < 1 << 64 for total in (before, replaced, after))
+        and len(shape) <= _MAX_DIMS
+        and math.prod(size or 1 for size in shape) <= _MAX_ELEMENTS
+        and count <= math.prod(shape)
+    )
+    if not is_possible:
+        raise ValueError(f"it has impossible numbers of {fqn}")
     return TensorTotals(entry["dtype"], shape, count, before, replaced, after, boxes)
 
 

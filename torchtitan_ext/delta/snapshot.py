@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from types import NoneType
 from typing import Literal, get_args
 
 import torch.distributed as dist
 
 from torchtitan_ext.checkpoint.operation.arguments import check_seconds
-from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS
-from torchtitan_ext.checkpoint.tables.key_table import BoxesEntry, KeyEntry, TensorEntry
+from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, checking_arguments
+from torchtitan_ext.checkpoint.tables.key_table import BoxesEntry, TensorEntry
 from torchtitan_ext.checkpoint.tables.tensor_sums import TensorSummer, TensorSums, with_numbers
 from torchtitan_ext.delta.held import agree_on_steps, held_tensors
 from torchtitan_ext.delta.kept import Kept, KeptHashes, KeptValues
@@ -59,17 +58,20 @@ class Snapshot:
     ) -> None:
         check_argument("Snapshot", "group", group, (dist.ProcessGroup, NoneType), "a process group or None")
         check_usable("Snapshot", group)
-        check_counts("Snapshot", version=version)
-        check_seconds("Snapshot", timeout_seconds)
-        if keep not in get_args(Keep):
-            raise WrongValueError(f"Snapshot: got keep={keep!r}, expected 'values' or 'hashes'")
+        with checking_arguments("Snapshot", group):
+            check_counts("Snapshot", version=version)
+            check_seconds("Snapshot", timeout_seconds)
+            if keep not in get_args(Keep):
+                raise WrongValueError(f"Snapshot: got keep={keep!r}, expected 'values' or 'hashes'")
         self.version = version
         self._layouts = layouts
         with transfer_phases(group, timeout_seconds, "snapshot") as phases:
-            self._endpoint, steps = agree_on_steps(
+            self._endpoint, steps, names = agree_on_steps(
                 phases, lambda: self._described(state), "snapshot", every_rank_reports=True
             )
-            phases.on_all("keep", lambda: self._keep(steps, keep), doing="ranks made a snapshot of their tensors")
+            doing = "ranks made a snapshot of their tensors"
+            all_names = phases.to_coordinator("keep", lambda: self._keep(steps, keep), lambda _: names, doing=doing)
+            self._elsewhere = tuple(fqn for fqn in all_names if fqn not in self._endpoint.entries)
         self._changes: Changes | None = None
 
     @property
@@ -94,8 +96,8 @@ class Snapshot:
         if state is None:  # tensors of it may have been replaced since
             state = self._endpoint.state if self._endpoint.module is None else self._endpoint.module
         endpoint = self._described(state)
-        problems = list(endpoint.problems)
-        if endpoint.names != self._endpoint.names or _layouts_of(endpoint) != _layouts_of(self._endpoint):
+        problems, kinds = list(endpoint.problems), endpoint.kinds()
+        if endpoint.names != self._endpoint.names or kinds != self._endpoint.kinds():
             what = "has other tensors or layouts than the snapshot; make a new snapshot"
             problems.append(Problem("cannot_reshard", "state", what))
         if problems:
@@ -117,6 +119,8 @@ class Snapshot:
             base_version=self.version,
             version=version,
             tensors=self._held,
+            elsewhere=self._elsewhere,
+            kinds=kinds,
             item_bytes=self._item_bytes,
             counts=found.counts,
             positions=found.positions,
@@ -155,14 +159,6 @@ class Snapshot:
         kinds: dict[Keep, type[KeptValues | KeptHashes]] = {"values": KeptValues, "hashes": KeptHashes}
         self._kept: Kept = kinds[keep](tensors, self._held)
         self._sums = _sums_of(self._endpoint, steps)
-
-
-def _layouts_of(endpoint: Endpoint) -> dict[str, KeyEntry]:
-    """What each key is; a state dict and its module differ in ``requires_grad``."""
-    return {
-        fqn: replace(entry, requires_grad=False) if isinstance(entry, TensorEntry | BoxesEntry) else entry
-        for fqn, entry in endpoint.entries.items()
-    }
 
 
 def _sums_of(endpoint: Endpoint, steps: Mapping[str, Steps]) -> dict[str, TensorSums]:

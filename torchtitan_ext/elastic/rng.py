@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from torchtitan_ext.checkpoint.tables.component import Resharded, World
 from torchtitan_ext.errors import CannotReshardError, argument_error, check_argument, check_counts
+from torchtitan_ext.ranks.groups import check_job_is_joined
 
 # torch has 64-bit seeds, Python any, NumPy lists of 32-bit words; four words of 64 bits fill the pool of each.
 _SEED_WORDS = 4
@@ -41,7 +42,8 @@ class RngState:
 
     Raises:
         TypeError: An argument is of another type.
-        ValueError: The seed is negative, the rank is outside the world, or ``rank`` or ``world_size`` is missing.
+        ValueError: The seed is negative, the rank is outside the world, ``rank`` or ``world_size`` is missing; or both
+            are, and a job of several ranks has no process group yet.
 
     Example:
         >>> rng = RngState(seed=0, rank=dp_rank, world_size=dp_size, step=lambda: train_state.step)
@@ -63,6 +65,8 @@ class RngState:
             raise argument_error("RngState", "step", step, "a function, such as lambda: train_state.step")
         if (rank is None) != (world_size is None):
             raise ValueError(f"RngState: got rank={rank} and world_size={world_size}, expected both or none")
+        if rank is None:
+            check_job_is_joined("RngState", "or pass rank= and world_size=")
         is_alone = not (dist.is_available() and dist.is_initialized())
         self.rank = (0 if is_alone else dist.get_rank()) if rank is None else rank
         self.world_size = (1 if is_alone else dist.get_world_size()) if world_size is None else world_size

@@ -16,16 +16,19 @@ from torchtitan_ext.errors.checks import (
     clear_frames,
     described,
     first_line,
+    is_of_storage,
     only_printed,
     readable_error,
 )
 from torchtitan_ext.errors.failures import (
+    AbsentRunError,
     CannotInstallError,
     CannotReshardError,
     CheckpointFailedError,
     CheckpointReadError,
     DamagedCheckpointError,
     DamagedValueError,
+    DifferentCallsError,
     LostRankError,
     MeetingError,
     NoCheckpointError,
@@ -55,12 +58,14 @@ from torchtitan_ext.errors.refusals import (
 )
 
 __all__ = [
+    "AbsentRunError",
     "CannotInstallError",
     "CannotReshardError",
     "CheckpointFailedError",
     "CheckpointReadError",
     "DamagedCheckpointError",
     "DamagedValueError",
+    "DifferentCallsError",
     "LayoutError",
     "LostRankError",
     "MAX_NAMED",
@@ -93,6 +98,7 @@ __all__ = [
     "clear_frames",
     "described",
     "first_line",
+    "is_of_storage",
     "listed",
     "named",
     "only_printed",

@@ -6,7 +6,7 @@ import logging
 import pickle
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from numbers import Integral
 
@@ -70,6 +70,26 @@ def readable_error(error: BaseException) -> BaseException:
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
+
+
+# What storage calls of DCP's save planners: an error that passed through one of them is not storage's.
+_OF_PLANNERS = {"set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve_data"}
+
+
+# Without a number of the operating system: a storage refuses the path that it got.
+_OF_CALLS = (FileExistsError, NotADirectoryError)
+
+
+def is_of_storage(error: BaseException, frames: Iterable[traceback.FrameSummary] | None = None) -> bool:
+    """Whether storage failed: an OSError that neither a planner has raised, nor storage about a wrong call.
+
+    Args:
+        frames: The functions that the error passed through, where it has lost its traceback.
+    """
+    if not isinstance(error, OSError) or (isinstance(error, _OF_CALLS) and error.errno is None):
+        return False
+    frames = traceback.extract_tb(error.__traceback__) if frames is None else frames
+    return not any(frame.name in _OF_PLANNERS for frame in frames)
 
 
 def clear_frames(error: BaseException) -> None:

@@ -5,7 +5,7 @@ An error with fields is a dataclass: it takes them as arguments, and is pickled 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torchtitan_ext.errors.problems import MAX_NAMED, Remedy, named
@@ -57,6 +57,8 @@ class LostRankError(TorchtitanExtError, RuntimeError):
         step: The name of the phase of a save or load.
         path: The checkpoint of a save or load.
         late: Ranks that answered that they are still at work, and where.
+        elsewhere: Ranks of a group over jobs that are alive, but not in this call: they are busy, not lost.
+        was_asked: Whether a roll call was held; not where the store is lost, through which ranks answer.
     """
 
     operation: str
@@ -67,14 +69,45 @@ class LostRankError(TorchtitanExtError, RuntimeError):
     step: str = ""
     path: str = ""
     late: Mapping[int, str] = field(default_factory=dict)
+    elsewhere: tuple[int, ...] = ()
+    was_asked: bool = True
 
     def __str__(self) -> str:
         where = "" if self.rank is None else f" on rank {self.rank}"
         where += f" in phase {self.step}" if self.step else ""
         where += f" of {self.path}" if self.path else ""
-        silent = f"rank(s) {', '.join(map(str, self.silent))} did not answer" if self.silent else "all ranks answered"
+        all_answered = "all ranks answered a roll call" if self.was_asked else "no roll call could be held"
+        silent = f"rank(s) {named(self.silent, len(self.silent))} did not answer a roll call"
         late = "".join(f"; rank {rank} is still at work ({text})" for rank, text in self.late.items())
-        return f"{self.operation} failed{where} while {self.phase}; {silent} a roll call{late}; {self.reason}"
+        if self.elsewhere:
+            late += f"; rank(s) {named(self.elsewhere)} are alive, but not in this call"
+        answers = silent if self.silent else all_answered
+        return f"{self.operation} failed{where} while {self.phase}; {answers}{late}; {self.reason}"
+
+
+@dataclass(eq=False, repr=False)
+class DifferentCallsError(TorchtitanExtError, RuntimeError):
+    """Ranks of one process group make different collective calls at once. The same on every rank.
+
+    Attributes:
+        calls: What each rank calls, by its position in the group.
+    """
+
+    calls: Mapping[int, str]
+
+    def __str__(self) -> str:
+        ranks_of: dict[str, list[int]] = {}
+        for rank, call in self.calls.items():
+            ranks_of.setdefault(call, []).append(rank)
+        (first, ranks), *others = ranks_of.items()
+        sides = [f"{ranks_text(ranks)} {'calls' if len(ranks) == 1 else 'call'} {first}"]
+        sides += [f"{ranks_text(of_call)} {call}" for call, of_call in others[:MAX_NAMED]]
+        return f"ranks make different calls: {', '.join(sides)}; make the same calls, in one order, on all ranks"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """For sentences: ``rank 3``, ``ranks 0, 1, 2``."""
+    return f"rank{'' if len(ranks) == 1 else 's'} {named(ranks)}"
 
 
 @dataclass(eq=False, repr=False)
@@ -177,19 +210,26 @@ class ProofFailedError(TorchtitanExtError, RuntimeError):
         path: The checkpoint.
         fqns: Keys of the wrong tensors in the state dict.
         parts: What is wrong on which ranks, for the first of these keys.
+        shapes: By key the saved shape and the present one, of tensors that their objects give back in another shape.
     """
 
     path: str
     fqns: tuple[str, ...]
     parts: tuple[WrongPart, ...]
+    shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [
             f"load: {len(self.fqns)} tensor(s) of {self.path} are not what was saved ({named(self.fqns)}); load again, "
             "and another step where that fails too"
         ]
-        lines += [f"  {part}" for part in self.parts[:MAX_NAMED]]
-        more = len(self.parts) - MAX_NAMED
+        changed = [
+            f"{fqn}: its object gives it back with the shape {list(now)}, saved was {list(saved)}"
+            for fqn, (saved, now) in self.shapes.items()
+        ]
+        details = [*changed, *self.parts]
+        lines += [f"  {detail}" for detail in details[:MAX_NAMED]]
+        more = len(details) - MAX_NAMED
         return "\n".join([*lines, *([f"  ... and {more} more"] if more > 0 else [])])
 
 
@@ -248,6 +288,32 @@ class NoCheckpointError(TorchtitanExtError, RuntimeError):
         return f"load: {self.run} {self.detail}"
 
 
+@dataclass(eq=False, repr=False)
+class AbsentRunError(TorchtitanExtError, RuntimeError):
+    """Nothing is at the path of a run, as where its disk is not mounted, and a fallback directory has steps of it.
+
+    It is no ``NoCheckpointError``, after which a trainer may begin anew.
+
+    Attributes:
+        run: The directory of the run.
+        fallback: The run's folder in the fallback directory.
+        step: The latest finished step there. The run may have later ones.
+        option: How the caller gives a step.
+    """
+
+    run: str
+    fallback: str
+    step: int
+    option: str = "step="
+
+    def __str__(self) -> str:
+        return (
+            f"load: {self.run} is not there or is empty, and the fallback {self.fallback} has step {self.step}, which "
+            f"may not be the latest; mount the disk of the run, pass {self.option}{self.step} to go on from the "
+            "fallback, or remove that to begin anew"
+        )
+
+
 class UnknownFormatError(_PathError):
     """There is no checkpoint at a path in a format that this package knows, or its save has not finished.
 
@@ -285,7 +351,8 @@ class CheckpointFailedError(TorchtitanExtError, RuntimeError):
         undefined: Components of the state dict that may be part-written: load them again, or start anew.
         step: The name of the phase.
         path: The checkpoint.
-        is_of_storage: Whether each failed rank raised an OSError: the state is fine, and another place may take it.
+        is_of_storage: Whether storage failed on each of these ranks, see ``is_of_storage``: the state is fine, and
+            another place may take it.
     """
 
     operation: str

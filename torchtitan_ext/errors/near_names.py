@@ -29,7 +29,7 @@ def nearest_name(name: str, names: Iterable[str], *, likeness: float = _WIDE) ->
 def nearest_glob(glob: str, names: Iterable[str], *, likeness: float = _WIDE) -> str | None:
     """A glob of flat keys, or a component, with its misspelt words replaced; ``None`` if no word is misspelt.
 
-    Numbers and words with wildcards count as correct.
+    Numbers and words whose wildcards match one count as correct.
 
     Example:
         >>> nearest_glob("optimiser.state.*.exp_avgs", ["optimizer.state.w.exp_avg"])
@@ -67,6 +67,10 @@ def refuse_unmatched(argument: str, globs: Iterable[str], names: Collection[str]
 
 
 def _nearest_word(part: str, words: Collection[str], likeness: float) -> str:
-    if part in words or part.isdecimal() or _WILDCARDS.search(part):
+    stem = part.strip("*")
+    if part in words or stem.isdecimal() or not stem or _WILDCARDS.search(stem):
         return part
-    return nearest_name(part, words, likeness=likeness) or part
+    if stem != part and fnmatch.filter(words, part):
+        return part
+    near = nearest_name(stem, words, likeness=likeness)
+    return part if near is None else part.replace(stem, near)

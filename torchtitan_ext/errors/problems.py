@@ -22,10 +22,12 @@ ProblemKind = Literal[
     "wrong_dtype",
     "wrong_type",
     "wrong_argument",
+    "refused_argument",
     "planner_subclass",
     "unclaimed_keys",
     "broken_checkpoint",
     "no_checkpoint",
+    "newer_steps",
     "cannot_sync",
     "cannot_reshard",
     "unexpected_key",
@@ -45,11 +47,12 @@ class Remedy:
 
     Attributes:
         option: ``"cast"``; ``"num_shards"`` of a data loader; ``"reshard"`` for per-rank entries, whose value is the
-            number of them; ``"placements"``, whose value is a rule as ``parse_rules`` takes it; ``"weights_only"``.
+            number of them; ``"placements"``, whose value is a rule as ``parse_rules`` takes it; ``"weights_only"``;
+            ``"optimizer_state"``, whose value is the key of an optimizer that needs its state before a load.
         value: The value to give to the option.
     """
 
-    option: Literal["cast", "num_shards", "reshard", "placements", "weights_only"]
+    option: Literal["cast", "num_shards", "reshard", "placements", "weights_only", "optimizer_state"]
     value: str | int | bool
 
 

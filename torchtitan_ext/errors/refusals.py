@@ -64,7 +64,7 @@ class SyncMismatchError(StateRefusedError):
 
 
 class WrongArgumentError(StateRefusedError, TypeError):
-    """An argument of a collective call has the wrong type on some rank. The same on every rank.
+    """An argument of a collective call has a type or value on some rank that it cannot have. The same on every rank.
 
     Also raised for a planner whose class was written for DCP's default planner and follows another protocol than ours.
     """
@@ -102,10 +102,12 @@ REFUSALS: dict[ProblemKind, tuple[type[StateRefusedError], str]] = {
     "wrong_dtype": (ReshardError, "Dtype mismatch"),
     "wrong_type": (ReshardError, "Type mismatch"),
     "wrong_argument": (WrongArgumentError, "Arguments of a wrong type"),
+    "refused_argument": (WrongArgumentError, "Arguments that some ranks refuse"),
     "planner_subclass": (WrongArgumentError, "Subclasses of planners that cannot be followed"),
     "unclaimed_keys": (ReshardError, "Per-rank entries that no rank asks for"),
     "broken_checkpoint": (ReshardError, "Checkpoint metadata is broken"),
     "no_checkpoint": (ReshardError, "Paths without a checkpoint that a load reads"),
+    "newer_steps": (StateRefusedError, "Steps below others of their run"),
     "cannot_sync": (SyncMismatchError, "Tensors that cannot be synced"),
     "cannot_reshard": (ReshardError, "Components that cannot cross to this world"),
     "unexpected_key": (ReshardError, "Saved entries that nothing asks for"),

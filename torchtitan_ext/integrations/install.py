@@ -37,7 +37,7 @@ from torchtitan_ext.dcp_private import (
     async_process_executor,
     async_thread_executor,
 )
-from torchtitan_ext.errors import CannotInstallError, TorchtitanExtError, WrongValueError
+from torchtitan_ext.errors import CannotInstallError, WrongValueError, is_of_storage
 from torchtitan_ext.layout.own_boxes import keep_own_boxes
 from torchtitan_ext.storage import FileReader, FileWriter
 from torchtitan_ext.storage.checkpoint_files import is_local
@@ -288,11 +288,11 @@ def _replace_in_executor(settings: Settings, passed: dict[str, Any]) -> None:
 
 def _save_softly(settings: Settings, original: Callable[..., Any], passed: inspect.BoundArguments) -> Any:
     """What DCP's save returns, or ``None`` for a save that is only warned of. Collective, as the save is."""
-    writer = passed.arguments["storage_writer"]
+    writer, handling = passed.arguments["storage_writer"], settings.on_storage_error
 
     def attempts() -> Iterator[Callable[[], Any]]:
         yield lambda: original(*passed.args, **passed.kwargs)
-        for path in settings.on_storage_error.other_places(writer.path):
+        for path in handling.other_places(writer.path, handling.place_of(writer.path)):
             writer.reset(path)
             yield lambda: original(*passed.args, **passed.kwargs)
         writer.abandon()
@@ -303,11 +303,11 @@ def _save_softly(settings: Settings, original: Callable[..., Any], passed: inspe
 def _save_softly_later(settings: Settings, original: Callable[..., Any], passed: inspect.BoundArguments) -> Any:
     """A future of the same. The first attempt begins at once; others begin where DCP's thread has ended."""
     arguments, writer = passed.arguments, passed.arguments["storage_writer"]
-    first, path = original(*passed.args, **passed.kwargs), writer.path
+    handling, first, path = settings.on_storage_error, original(*passed.args, **passed.kwargs), writer.path
 
     def attempts() -> Iterator[Callable[[], Any]]:
         yield first.result
-        for place in settings.on_storage_error.other_places(path):
+        for place in handling.other_places(path, handling.place_of(path)):
             writer.reset(place)
             # An executor of DCP's is for one save.
             arguments.update(self=type(arguments["self"])(), checkpoint_id=place)
@@ -325,9 +325,13 @@ def _first_saved(
     group, is_alone = passed.get("process_group"), passed.get("no_dist", False) or not dist.is_initialized()
     group = None if is_alone else group or dist.group.WORLD
     outcome = try_in_turn(attempts, settings.on_storage_error, failures_in_a_row(group), run_of(path), _cause)
+    is_coordinator = is_alone or dist.get_rank(group) == passed.get("coordinator_rank", 0)
     if not isinstance(outcome, NothingSaved):
+        place = passed["storage_writer"].path
+        if is_coordinator and place != path:
+            logger.warning("torchtitan_ext: %s: storage refused this save; it is in %s", path, place)
         return outcome
-    if is_alone or dist.get_rank(group) == passed.get("coordinator_rank", 0):
+    if is_coordinator:
         logger.warning("torchtitan_ext: %s: save: nothing was saved (%s): %s", path, outcome.in_a_row, outcome.cause)
     return None
 
@@ -336,10 +340,9 @@ def _cause(error: BaseException) -> str | None:
     """Why a save of DCP's failed, the same on every rank, where that is storage."""
     if not isinstance(error, CheckpointException):
         return None
-    errors = {rank: one for rank, (one, _) in error.failures.items()}
-    if not all(isinstance(one, OSError) and not isinstance(one, TorchtitanExtError) for one in errors.values()):
+    if not all(is_of_storage(one, frames) for one, frames in error.failures.values()):
         return None
-    return "; ".join(f"rank {rank}: {type(one).__name__}: {one}" for rank, one in errors.items())
+    return "; ".join(f"rank {rank}: {type(one).__name__}: {one}" for rank, (one, _) in error.failures.items())
 
 
 def _keep_own_boxes(value: Any, staged: Any) -> None:

@@ -29,9 +29,10 @@ from torchtitan_ext.checkpoint.rules.casts import CastPolicy
 from torchtitan_ext.checkpoint.rules.policy import Action, Strict
 from torchtitan_ext.elastic import ElasticDataLoader, ElasticPolicy, TorchtitanTextStreams
 from torchtitan_ext.elastic.data.virtual_shards import from_entry, shard_key
-from torchtitan_ext.errors import MissingStateError, Problem, StateRefusedError, refusal
+from torchtitan_ext.errors import AbsentRunError, MissingStateError, Problem, StateRefusedError, refusal
 from torchtitan_ext.integrations.torchtitan_flags import Options, in_flags, with_excluded
 from torchtitan_ext.integrations.torchtitan_train_state import RunTrainState
+from torchtitan_ext.storage.commit.steps import folders_in_fallback, is_absent
 from torchtitan_ext.storage.runs.retention import old_steps
 from torchtitan_ext.storage.weights.writer import SafetensorsWriter
 
@@ -85,7 +86,7 @@ class ElasticCheckpointManager(CheckpointManager):
         a run is raised all the same: no later one makes up for it."""
 
         fallback: str | None = None
-        """Another folder of steps: takes what storage refuses in the run's own, and loads look there too."""
+        """Another directory: in a folder of this run it takes what storage refuses, and loads look there too."""
 
         retries: int = 0
         """How often a save that storage refused is tried again before that."""
@@ -189,7 +190,11 @@ class ElasticCheckpointManager(CheckpointManager):
             self._log_refusal(self._id_of_future, saved.result())
 
     def _load(self, step: int = -1) -> bool:
-        """As in torchtitan, from the fallback where that has the step and the folder of the run has not. Collective."""
+        """As in torchtitan, from the fallback where that has the step and the folder of the run has not. Collective.
+
+        Raises:
+            AbsentRunError: Only the fallback has steps, and ``load_step`` names none. The same on every rank.
+        """
         own, fallback = self.folder, self._on_storage_error.fallback
         if fallback is None:
             return super()._load(step)
@@ -203,9 +208,14 @@ class ElasticCheckpointManager(CheckpointManager):
 
     def _folder_with(self, step: int, fallback: str) -> str:
         """The folder to load a step from, or the latest step of both; the run's own one where both have it."""
-        folders = [folder for folder in (self.folder, fallback) if filesystem.exists(folder)]
+        folders = [self.folder, *folders_in_fallback(self.folder, fallback)]
+        folders = [folder for folder in folders if filesystem.exists(folder)]
         if step == -1:
-            return max(folders, key=self._find_load_step, default=self.folder)
+            chosen = max(folders, key=self._find_load_step, default=self.folder)
+            newest = self._find_load_step(chosen)
+            if newest != -1 and not filesystem.is_remote(self.folder) and is_absent(Path(self.folder)):
+                raise AbsentRunError(self.folder, chosen, newest, "--checkpoint.load_step=")
+            return chosen
         steps = [(self._create_checkpoint_id(step, folder), folder) for folder in folders]
         finished = (folder for path, folder in steps if filesystem.isfile(filesystem.join(path, ".metadata")))
         return next(finished, self.folder)

@@ -46,7 +46,7 @@ def in_flags(error: StateRefusedError, options: Options, excluded: Sequence[str]
     """The same refusal, with torchtitan's flags in place of calls of this package, and the ``excluded`` components."""
     ways = _ways_on(error, options)
     problems = [
-        replace(one, advice="") if ways and one.remedy and one.remedy.option != "num_shards" else one
+        replace(one, advice="") if ways and one.remedy and one.remedy.option in ("cast", "reshard") else one
         for one in error.problems
     ]
     if error.report is None:

@@ -42,6 +42,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS
 from torchtitan_ext.delta import SavedChanges, Snapshot
+from torchtitan_ext.delta.part_reads import read_tensor
 from torchtitan_ext.errors import WrongValueError, check_argument
 from torchtitan_ext.integrations.vllm_targets import Wanted, live_targets
 from torchtitan_ext.storage.raw_tensor import DTYPES, dtype_name
@@ -290,25 +291,18 @@ def weight_patches(changes: SavedChanges, device: torch.device | str = "cpu") ->
 
     Raises:
         WrongValueError: A tensor has more elements than int32 can count.
+        DamagedCheckpointError: The file was written over or cut since ``delta.load``.
     """
     patches = []
-    for fqn, parts in changes.parts.items():
-        if not parts:
-            continue
+    for fqn in changes.changed_keys:
         total = changes.totals[fqn]
         if int(np.prod(total.shape, dtype=np.int64)) > _MOST_POSITIONS:
             raise WrongValueError(f"weight_patches: {fqn} has more than 2**31 elements, which patches cannot count")
-        positions = [part.positions() if part.box is None else _positions_of(part.box, total.shape) for part in parts]
-        indices = torch.from_numpy(np.concatenate(positions).astype(np.int32))
-        values = torch.from_numpy(np.concatenate([part.values for part in parts])).view(DTYPES[total.dtype])
+        positions, new = read_tensor(changes, fqn)
+        indices = torch.from_numpy(positions.astype(np.int32))
+        values = torch.from_numpy(new).view(DTYPES[total.dtype])
         patches.append(SparseWeightPatch(fqn, indices.to(device), values.to(device), total.shape))
     return patches
-
-
-def _positions_of(box: tuple[tuple[int, ...], tuple[int, ...]], shape: tuple[int, ...]) -> np.ndarray:
-    """The positions of the elements of a box in the flat tensor, row by row."""
-    ranges = np.ix_(*(np.arange(offset, offset + size) for offset, size in zip(*box, strict=True)))
-    return np.ravel_multi_index(np.broadcast_arrays(*ranges), shape).reshape(-1) if shape else np.zeros(1, np.int64)
 
 
 class WorkerExtension:

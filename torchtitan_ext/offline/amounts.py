@@ -38,6 +38,16 @@ def parse_amount(text: str) -> float:
     return float(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
+def parse_rate(text: str | None) -> float | None:
+    """``2GB/s`` or ``64MiB`` as bytes per second. Raises WrongValueError for anything else, also a number alone."""
+    if text is None:
+        return None
+    num_bytes = parse_amount(text)
+    if re.search("[a-z]", text.replace("/s", ""), re.IGNORECASE) is None:
+        raise WrongValueError(f"got {text!r}, expected a number with its unit, such as {text.replace('/s', '')}GB/s")
+    return num_bytes
+
+
 def text_of_bytes(num_bytes: float) -> str:
     """``1.2 GB``: two or three digits, powers of 1,000."""
     for unit in _UNITS:

@@ -37,6 +37,7 @@ from torchtitan_ext.layout.layout import (
     rule_applies,
     unused_problem,
 )
+from torchtitan_ext.layout.mesh_axes import is_data_parallel, is_fsdp, replicates
 
 Placements = tuple[tuple[int, int], ...]
 """For each mesh axis the tensor dim, or -1 for replicated, and the split factor: as in ``ShardReport``."""
@@ -169,7 +170,7 @@ class PlacementRules:
         dims: dict[str, int | None] = {}
         for axis in named:
             if is_data_parallel(axis):
-                dims[axis] = None if _replicates(axis) else 0
+                dims[axis] = None if replicates(axis) else 0
             elif axis in found:
                 dims[axis] = found[axis]
             else:
@@ -329,32 +330,19 @@ def _check_axis(axis: str, saved_axes: Mapping[str, int], rules: Mapping[str, Di
         )
 
 
-def is_data_parallel(axis: str) -> bool:
-    """Whether ranks along an axis of this name get different data: the axis replicates, or shards as FSDP2 does."""
-    return _replicates(axis) or _is_fsdp(axis)
-
-
-def _replicates(axis: str) -> bool:
-    return "replicate" in axis
-
-
-def _is_fsdp(axis: str) -> bool:
-    return not _replicates(axis) and (axis.startswith("dp") or "fsdp" in axis)
-
-
 def _was_cut(metadata: Metadata | None, saved_axes: Mapping[str, int]) -> bool:
     """Whether FSDP cut the tensors of a save. If it did, whole tensors were no parameters."""
     if metadata is None:
         return False
     if saved_axes:
-        return any(_is_fsdp(axis) and size > 1 for axis, size in saved_axes.items())
+        return any(is_fsdp(axis) and size > 1 for axis, size in saved_axes.items())
     entries = metadata.state_dict_metadata.values()
     return any(isinstance(one, TensorStorageMetadata) and len(one.chunks) > 1 for one in entries)
 
 
 def _saved_dims(shape: tuple[int, ...], boxes: Sequence[Box], old: World) -> tuple[DimOf, bool]:
     """The dims that axes of the save cut, and whether they are a guess because no dims give the saved boxes."""
-    fixed = {axis: None if _replicates(axis) else 0 for axis in old.mesh if is_data_parallel(axis)}
+    fixed = {axis: None if replicates(axis) else 0 for axis in old.mesh if is_data_parallel(axis)}
     open_axes = [axis for axis in old.mesh if axis not in fixed]
     choices: list[int | None] = [*range(len(shape)), None] if len(shape) > 1 else [None, 0]
     # Axes whose product exceeds the number of ranks belong to several meshes: there is no one mesh to try.

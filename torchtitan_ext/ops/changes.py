@@ -91,7 +91,7 @@ def changed_elements_(
         base: Their earlier bits.
         shards: What part of its global tensor each of them is.
         global_sizes: Shapes of the global tensors.
-        mask: What ``mark_changes`` gave for these tensors.
+        mask: What ``mark_changes`` gave for these tensors. Bits behind the last element of a tensor stand for none.
         counts: Its counts, as plain numbers; 0 leaves a tensor out, whatever changed.
         positions: Filled. 1-d int64 on the device of the tensors, ``sum(counts)`` long or longer.
         values: Filled. 1-d uint8 there, as long as the last of ``change_offsets`` or longer.

@@ -6,12 +6,16 @@ the coordinator; a ``Watch`` waits for its collectives.
 
 Each exchange sends a first message of 1 KiB: the length of the data and as much of the data as has room. Most values
 fit. If the data of any rank does not, a second message carries all data.
+
+The first message of every exchange over all ranks is an all-gather of these sizes, and says which call sends it
+(``Opening``). So ranks that make different calls at once find that out together, before anything else is sent.
 """
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -25,6 +29,7 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     ScatterOptions,
 )
 
+from torchtitan_ext.errors import DifferentCallsError, Problem, WrongArgumentError, refusal
 from torchtitan_ext.ranks.groups import is_meeting, position_in, ranks_of
 from torchtitan_ext.ranks.side_group import SideGroup
 from torchtitan_ext.ranks.watch import Watch
@@ -35,6 +40,29 @@ Scope = DeviceMesh | dist.ProcessGroup | None
 
 _FIRST_BYTES = 1024
 _LENGTH_BYTES = 8
+# Of an opening, which tells its length in one byte before it.
+_MOST_OPENING_BYTES = 255
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What a rank is about to do, which the first message of an exchange says.
+
+    Attributes:
+        call: The call as messages name it, such as ``"save"`` or ``"load(prove=True)"``.
+        step: Where in the call. Ranks with equal steps understand each other, whatever their calls are named.
+    """
+
+    call: str
+    step: str
+
+    def encoded(self) -> bytes:
+        text = f"{self.step}\n{self.call}".encode(errors="backslashreplace")[:_MOST_OPENING_BYTES]
+        return bytes([len(text)]) + text
+
+
+REFUSED = "refused"
+"""The step of a rank that has refused its own arguments. Its data is the text of the error."""
 
 
 def scope_ranks(scope: Scope = None) -> list[int]:
@@ -61,16 +89,18 @@ def check_usable(operation: str, scope: Scope) -> None:
         raise ValueError(f"{operation}: the process group of {what} was destroyed; make a new one") from None
 
 
-def gather_values(value: T, scope: Scope = None) -> list[T]:
+def gather_values(value: T, scope: Scope = None, *, opening: Opening) -> list[T]:
     """The picklable value of every rank: of a group in its order, of a mesh in row-major order. Without any process
     group: the value of this process.
+
+    Raises ``DifferentCallsError`` or ``WrongArgumentError`` on all ranks of a group of which some make another call.
 
     Takes half the time of ``dist.all_gather_object``, which sends all lengths before the first value.
     """
     gathered = [value]
     if isinstance(scope, DeviceMesh):
         for axis in reversed(range(scope.ndim)):
-            parts = _gather_lists(gathered, scope.get_group(axis))
+            parts = _gather_lists(gathered, scope.get_group(axis), opening)
             gathered = [member for position in _group_positions(scope, axis) for member in parts[position]]
         return gathered
     if scope is None and not (dist.is_available() and dist.is_initialized()):
@@ -78,16 +108,16 @@ def gather_values(value: T, scope: Scope = None) -> list[T]:
     group = dist.group.WORLD if scope is None else scope
     assert group is not None
     # In a list, as along the axis of a mesh: ranks of which only some name the mesh understand each other.
-    return [member for part in _gather_lists(gathered, group) for member in part]
+    return [member for part in _gather_lists(gathered, group, opening) for member in part]
 
 
-def _gather_lists(values: list[T], group: dist.ProcessGroup) -> list[list[T]]:
+def _gather_lists(values: list[T], group: dist.ProcessGroup, opening: Opening) -> list[list[T]]:
     device, data = device_of(group), pickle.dumps(values)
 
     def gather(block: bytes, num_bytes: int) -> list[memoryview]:
         return _views(all_gather_bytes(group, _block(block, num_bytes, device)))
 
-    heads = gather(_head_of(data), _FIRST_BYTES)
+    heads = same_calls(gather(_head_of(data, opening.encoded()), _FIRST_BYTES), ranks_of(group))
     lengths = list(map(_length, heads))
     # Pickles know where they end.
     return [pickle.loads(part) for part in _cut(heads, lengths) or gather(data, max(lengths))]
@@ -196,21 +226,33 @@ class TimedExchange:
         # Backends have the collectives of groups, which their stubs leave out.
         self._group: Any = group if side is None else side.backend
         self._watch = watch
-        self._size = dist.get_world_size(group)
+        self._ranks = ranks_of(group)
+        self._size = len(self._ranks)
         self._is_coordinator = position_in(group) == 0
         self._device = device_of(group) if side is None else torch.device("cpu")
 
-    def heads(self, data: bytes) -> list[bytes]:
+    def heads(self, data: bytes, opening: Opening) -> list[memoryview]:
         """The first message of every rank. Returns when all ranks have called it; ``rest_on_all`` or
-        ``rest_on_coordinator`` with the same data follows."""
-        return [bytes(row) for row in self._all_gather(_head_of(data), _FIRST_BYTES)]
+        ``rest_on_coordinator`` with the same data follows.
 
-    def rest_on_all(self, data: bytes, heads: Sequence[bytes]) -> list[memoryview]:
+        Raises:
+            DifferentCallsError: Ranks make different calls. The same on every rank; nothing follows.
+            WrongArgumentError: Some ranks have refused their arguments. The same on every rank; nothing follows.
+        """
+        heads = self._all_gather(_head_of(data, opening.encoded()), _FIRST_BYTES)
+        try:
+            return same_calls(heads, self._ranks)
+        except (DifferentCallsError, WrongArgumentError):
+            # In a group that is lost, this may be a message of an operation that other ranks have given up.
+            self._watch.confirm()
+            raise
+
+    def rest_on_all(self, data: bytes, heads: Sequence[memoryview]) -> list[memoryview]:
         """The data of every rank, on every rank."""
         lengths = list(map(_length, heads))
         return _cut(heads, lengths) or self._all_gather(data, max(lengths), lengths)
 
-    def rest_on_coordinator(self, data: bytes, heads: Sequence[bytes]) -> list[memoryview]:
+    def rest_on_coordinator(self, data: bytes, heads: Sequence[memoryview]) -> list[memoryview]:
         """The data of every rank, on the coordinator; nothing elsewhere."""
         lengths = list(map(_length, heads))
         whole = _cut(heads, lengths)
@@ -226,7 +268,7 @@ class TimedExchange:
     def scatter(self, parts: Sequence[bytes]) -> memoryview:
         """Gives each rank its part. Only the coordinator passes parts."""
         longest = max(map(len, parts), default=0)
-        head = self._scatter([_head_of(part, longest) for part in parts], _FIRST_BYTES)
+        head = self._scatter([_head_of(part, _length_bytes(longest)) for part in parts], _FIRST_BYTES)
         longest = _length(head[_LENGTH_BYTES:])
         if longest <= _FIRST_BYTES - 2 * _LENGTH_BYTES:
             return head[2 * _LENGTH_BYTES :][: _length(head)]
@@ -282,21 +324,56 @@ def _block(data: bytes, num_bytes: int, device: torch.device) -> torch.Tensor:
     return block.to(device)
 
 
-def _head_of(data: bytes, *more: int) -> bytes:
-    """The first message: the length of the data, perhaps more lengths, and as much of the data as has room."""
-    lengths = b"".join(length.to_bytes(_LENGTH_BYTES, "little") for length in (len(data), *more))
-    return lengths + data[: _FIRST_BYTES - len(lengths)]
+def _head_of(data: bytes, more: bytes = b"") -> bytes:
+    """The first message: the length of the data, perhaps more, and as much of the data as has room."""
+    first = _length_bytes(len(data)) + more
+    return first + data[: _FIRST_BYTES - len(first)]
+
+
+def _length_bytes(length: int) -> bytes:
+    return length.to_bytes(_LENGTH_BYTES, "little")
+
+
+def same_calls(heads: Sequence[memoryview], ranks: Sequence[int]) -> list[memoryview]:
+    """The first messages of all ranks without what they say of the call, which is the same.
+
+    Raises:
+        DifferentCallsError: The ranks make different calls.
+        WrongArgumentError: Some of them have refused their arguments.
+    """
+    openings, data = [], []
+    for head in heads:
+        end = _LENGTH_BYTES + 1 + head[_LENGTH_BYTES]
+        step, _, call = bytes(head[_LENGTH_BYTES + 1 : end]).decode(errors="replace").partition("\n")
+        openings.append(Opening(call, step))
+        data.append(head[end:])
+    steps = {opening.step for opening in openings}
+    if steps == {openings[0].step} and REFUSED not in steps:
+        return [memoryview(bytes(head[:_LENGTH_BYTES]) + bytes(rest)) for head, rest in zip(heads, data, strict=True)]
+    if REFUSED in steps:
+        raise refusal(
+            " and ".join(dict.fromkeys(opening.call for opening in openings)),
+            [
+                Problem("refused_argument", f"rank {rank}", bytes(rest[: _length(head)]).decode(errors="replace"))
+                for rank, opening, head, rest in zip(ranks, openings, heads, data, strict=True)
+                if opening.step == REFUSED
+            ],
+        )
+    calls = {rank: opening.call for rank, opening in zip(ranks, openings, strict=True)}
+    if len(set(calls.values())) == 1:  # of one call, which stands elsewhere
+        calls = {rank: opening.step for rank, opening in zip(ranks, openings, strict=True)}
+    raise DifferentCallsError(calls)
 
 
 def _length(head: bytes | memoryview) -> int:
     return int.from_bytes(head[:_LENGTH_BYTES], "little")
 
 
-def _cut(heads: Sequence[bytes | memoryview], lengths: Sequence[int]) -> list[memoryview] | None:
+def _cut(heads: Sequence[memoryview], lengths: Sequence[int]) -> list[memoryview] | None:
     """The data of all ranks, where all of it was in the first message."""
-    if max(lengths) > _FIRST_BYTES - _LENGTH_BYTES:
+    if max(lengths) > len(heads[0]) - _LENGTH_BYTES:
         return None
-    return [memoryview(head)[_LENGTH_BYTES:][:length] for head, length in zip(heads, lengths, strict=True)]
+    return [head[_LENGTH_BYTES:][:length] for head, length in zip(heads, lengths, strict=True)]
 
 
 def _views(rows: torch.Tensor, lengths: Sequence[int] | None = None) -> list[memoryview]:

@@ -6,22 +6,29 @@ are positions in it, named by job, and it has a store of its own.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store, _get_default_store
+from torch.distributed.distributed_c10d import Store, _get_default_store, _world
+
+from torchtitan_ext.errors import WrongValueError
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Of a group over several jobs: the store, where it is, and the job and rank in it of each position."""
+    """Of a group over several jobs: the store, where it is, and the job and rank in it of each position.
+
+    ``roll_call_seconds``: How long ranks have to answer when one is lost.
+    """
 
     store: Store
     address: str
     members: tuple[tuple[str, int], ...]
+    roll_call_seconds: float
 
 
 _meetings: WeakKeyDictionary[dist.ProcessGroup, Meeting] = WeakKeyDictionary()
@@ -67,7 +74,36 @@ def meeting_address(group: dist.ProcessGroup) -> str | None:
     return None if meeting is None else meeting.address
 
 
+def roll_call_seconds(group: object, default: float) -> float:
+    """How long the ranks of a group have to answer when one is lost: as a meeting was told, else the default."""
+    return _meetings[group].roll_call_seconds if is_meeting(group) else default
+
+
 def members_text(group: object, ranks: Sequence[int]) -> str:
     """Of a group over jobs: which ranks of which job these positions are; empty of others."""
     members = _meetings[group].members if is_meeting(group) else ()
     return ", ".join(f"rank {rank} is {members[rank][0]} rank {members[rank][1]}" for rank in ranks if members)
+
+
+def check_job_is_joined(where: str, otherwise: str) -> None:
+    """Raises WrongValueError in a job of several ranks (``WORLD_SIZE``, as torchrun sets it) without a process group.
+
+    Args:
+        otherwise: What else to do, for the message.
+    """
+    num_ranks = os.environ.get("WORLD_SIZE", "1")
+    is_joined = dist.is_available() and dist.is_initialized()
+    if not is_joined and num_ranks.isdecimal() and int(num_ranks) > 1:
+        raise WrongValueError(
+            f"{where}: this is one of {num_ranks} ranks by WORLD_SIZE, and there is no process group: each rank would "
+            f"take itself for the only one; call torch.distributed.init_process_group first, {otherwise}"
+        )
+
+
+def groups_of_some_ranks() -> list[str]:
+    """Names of the process groups of this rank that lack ranks of the job and have others; those of meshes have the
+    names of axes behind ``mesh_``."""
+    num_ranks = dist.get_world_size()
+    groups = _world.pg_group_ranks.items()  # a number stands for the groups of others
+    found = [one for one, ranks in groups if isinstance(one, dist.ProcessGroup) and 1 < len(ranks) < num_ranks]
+    return list(dict.fromkeys(group.group_desc or group.group_name for group in found))

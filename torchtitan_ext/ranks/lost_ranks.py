@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -17,7 +17,8 @@ from torch.distributed.distributed_c10d import Store
 
 from torchtitan_ext.errors import LostRankError, TorchtitanExtError
 from torchtitan_ext.ranks.exchange import Scope, all_gather_bytes, scope_ranks
-from torchtitan_ext.ranks.groups import is_meeting, members_text, own_rank, store_of
+from torchtitan_ext.ranks.groups import is_meeting, members_text, own_rank, roll_call_seconds, store_of
+from torchtitan_ext.ranks.presence import ask_who_is_here, who_is_here
 
 # Neighbours see a lost connection within milliseconds, the other ranks only when these neighbours give up.
 _ROLL_CALL_SECONDS = 5.0
@@ -45,9 +46,9 @@ def naming_lost_ranks(operation: str, phase: str | Callable[[], str], scope: Sco
         if not ((dist.is_initialized() or is_meeting(scope)) and _is_of_a_collective(error)):
             raise
         done = phase if isinstance(phase, str) else phase()
-        silent = _silent_ranks(operation, scope)
+        silent, elsewhere = _silent_ranks(operation, scope)
         why = "; ".join(filter(None, [members_text(scope, silent), f"the backend says: {error}"]))
-        raise LostRankError(operation, done, own_rank(scope), silent, why) from error
+        raise LostRankError(operation, done, own_rank(scope), silent, why, elsewhere=elsewhere) from error
 
 
 def _is_of_a_collective(error: RuntimeError) -> bool:
@@ -66,8 +67,8 @@ def _is_of_a_collective(error: RuntimeError) -> bool:
     return is_ours or (module == dist.distributed_c10d.__name__ and code.co_name in _COLLECTIVES)
 
 
-def _silent_ranks(operation: str, scope: Scope) -> tuple[int, ...]:
-    """The ranks that do not answer in time; all of them if the store is gone with the rank that hosts it.
+def _silent_ranks(operation: str, scope: Scope) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ranks that do not answer in time, and those that live elsewhere; all if the store is gone with its host.
 
     Each rank answers with the count of its failures. A count that was there at first and is below this rank's own
     count is the answer to an earlier failure: the rank survived that one, and may be lost now.
@@ -76,18 +77,22 @@ def _silent_ranks(operation: str, scope: Scope) -> tuple[int, ...]:
     silent = [rank for rank in ranks if rank != own]
     digest = hashlib.blake2b(str(sorted(ranks)).encode(), digest_size=8).hexdigest()
     prefix = f"torchtitan_ext/roll_call/{operation}/{digest}"
-    deadline = time.monotonic() + _ROLL_CALL_SECONDS
+    deadline = time.monotonic() + roll_call_seconds(scope, _ROLL_CALL_SECONDS)
+    here: Sequence[int] = ()
     try:
         store = store_of(scope)
+        asked = ask_who_is_here(scope, store)
         own_count = store.add(f"{prefix}/{own}", 1)
         at_first = {rank: _count_of(store, prefix, rank) for rank in silent}
         silent = [rank for rank in silent if at_first[rank] < own_count]
         while silent and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
             silent = [rank for rank in silent if _count_of(store, prefix, rank) == at_first[rank]]
+        here = who_is_here(scope, store, asked)
     except RuntimeError:
         pass
-    return tuple(silent)
+    elsewhere = tuple(rank for rank in silent if rank in here)
+    return tuple(rank for rank in silent if rank not in here), elsewhere
 
 
 def _count_of(store: Store, prefix: str, rank: int) -> int:

@@ -10,6 +10,13 @@ store where their ranks stand, the rank that gave up counts the answers and writ
 
 A verdict stays in the store: collectives of such a group may be under way still, so it serves no save or load again.
 
+In a phase whose work itself waits for other ranks, as in the exchange of a transfer, a rank that fails must not go on
+to the end of the phase while others wait for it: its collective could meet what they expect. It announces its error in
+the store, all threads answer there when their ranks have come out of the work, and then all ranks end the phase:
+
+    rank 0, 2: in the work ............ waited too long --> out --> end of the phase: the error of rank 1
+    rank 1:    failed --> announced ... waits for all to be out --> end of the phase
+
 A deadline begins when a rank has done its own part of a phase: writing for an hour is no fault where all ranks do.
 
 Operations on one group take turns (``Turn``), in the order in which they began. A save in a thread and the next save
@@ -20,19 +27,29 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from torchtitan_ext.errors import LostRankError
-from torchtitan_ext.ranks.groups import meeting_address, members_text, own_rank, ranks_of, store_of
+from torchtitan_ext.ranks.groups import (
+    meeting_address,
+    members_text,
+    own_rank,
+    ranks_of,
+    roll_call_seconds,
+    store_of,
+)
+from torchtitan_ext.ranks.presence import ask_who_is_here, who_is_here
 
 # Between two questions of a rank to the store. Ranks take 0.75 to 1.25 of it, by their numbers, so that thousands of
 # them do not ask at once.
@@ -81,6 +98,25 @@ class Standing:
     key: str = ""
 
 
+@dataclass
+class _Exchange:
+    """Work of a phase that waits for other ranks.
+
+    Attributes:
+        name: Of no other such work on the group, the same on all ranks.
+        is_out: Whether this rank has come out of it.
+        own_error: What it raised on this rank.
+        failure: The rank that failed first, by its position in the group, and its error, as announced.
+        all_are_out: Whether all ranks have come out of it, as this rank knows if it failed.
+    """
+
+    name: str
+    is_out: bool = False
+    own_error: BaseException | None = None
+    failure: tuple[int, BaseException] | None = None
+    all_are_out: bool = False
+
+
 class Watch:
     """Watches over the ranks of a group during one operation. One thread uses it; a thread of its own asks the store.
 
@@ -95,6 +131,7 @@ class Watch:
         self._rank = own_rank(group)
         self._ranks = ranks_of(group)
         self._store = store_of(group)
+        self._cloned = self._store
         self._prefix = f"torchtitan_ext/watch/{group.group_name}"
         self._standing = Standing("", "", time.monotonic())
         self._deadline: float | None = None
@@ -103,9 +140,10 @@ class Watch:
         self._reason: tuple[str, bool] | None = None
         self._last_quiet = float("-inf")
         self._verdict: LostRankError | None = None
-        self._store_error: str | None = None
+        self._store_error: Exception | None = None
         self._is_asked = False
         self._is_closed = False
+        self._exchange: _Exchange | None = None
         self._thread: threading.Thread | None = None
         if can_be_asked(self._store):
             self._thread = threading.Thread(target=self._run, name="torchtitan_ext.watch", daemon=True)
@@ -123,6 +161,8 @@ class Watch:
         """From now on this rank works in a phase; the deadline counts from its first wait in it."""
         self._standing = Standing(phase, doing, time.monotonic())
         self._deadline = None
+        with self._changed:
+            self._exchange = None
 
     def at(self, key: str) -> None:
         """From now on this rank works on this key of the phase."""
@@ -143,11 +183,15 @@ class Watch:
             if self._last_quiet < needed:
                 self._is_asked = True
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._last_quiet >= needed or self._has_ended, self._patience)
+                # The thread and the store get their first turn late where all processors are busy, which is no fault
+                # before the deadline.
+                is_first = self._last_quiet == float("-inf")
+                longest = max(self._patience, self.timeout_seconds) if is_first else self._patience
+                self._changed.wait_for(lambda: self._last_quiet >= needed or self._has_ended, longest)
             if self._verdict is not None:
                 raise self._verdict
             if self._last_quiet == float("-inf"):
-                raise self._lost_store()
+                raise self._lost_store() from self._store_error
 
     def wait_for(self, start: Callable[[], dist.Work], *buffers: torch.Tensor) -> None:
         """Starts a collective and returns when it is done.
@@ -172,6 +216,46 @@ class Watch:
             if work is not None and not work.is_completed():
                 _unfinished.add((work, buffers))
 
+    def enter_exchange(self, name: str) -> None:
+        """From now on this rank's work in the phase waits for other ranks. Not collective.
+
+        Args:
+            name: Of no other such work on the group, the same on all ranks.
+        """
+        with self._changed:
+            self._exchange = None if self._thread is None else _Exchange(name)
+
+    def leave_exchange(self, error: BaseException | None) -> bool:
+        """Ends that work on this rank. Where it raised an error, returns when all ranks have come out of theirs.
+
+        Returns:
+            Whether the error follows from that of another rank, which was announced before.
+        """
+        with self._changed:
+            if self._exchange is None:
+                return False
+            exchange, is_echo = self._exchange, self._exchange.failure is not None
+            exchange.is_out, exchange.own_error = True, error
+            if error is not None:
+                self._changed.notify_all()
+                # Ranks that wait for this one in vain come out when their own time is up.
+                longest = self.timeout_seconds + self._patience
+                self._changed.wait_for(lambda: exchange.all_are_out or self._has_ended, longest)
+            return is_echo
+
+    @property
+    def announced(self) -> tuple[int, BaseException] | None:
+        """The position of the rank whose work failed first in this phase, and its error, where it was announced."""
+        with self._changed:
+            return None if self._exchange is None else self._exchange.failure
+
+    @property
+    def advice(self) -> str:
+        """What to do with a group that is lost."""
+        if meeting_address(self._group) is not None:
+            return _ADVICE_ON_MEETINGS
+        return _ADVICE if self._operation in ("save", "load") else _ADVICE_ON_TRANSFERS
+
     def leave(self, error: BaseException) -> None:
         """Tells the others that this rank takes no further part, as after an interrupt."""
         self._say_why(f"rank {self._rank} left: {type(error).__name__}", is_late=False)
@@ -186,15 +270,13 @@ class Watch:
         return self._verdict is not None or self._store_error is not None
 
     @property
-    def _advice(self) -> str:
-        if meeting_address(self._group) is not None:
-            return _ADVICE_ON_MEETINGS
-        return _ADVICE if self._operation in ("save", "load") else _ADVICE_ON_TRANSFERS
-
-    @property
     def _patience(self) -> float:
         """Seconds after which a silent store counts as lost."""
-        return _ROLL_CALL_SECONDS + 2 * _TAKE_OVER_SECONDS
+        return self._roll_call_seconds + 2 * _TAKE_OVER_SECONDS
+
+    @property
+    def _roll_call_seconds(self) -> float:
+        return roll_call_seconds(self._group, _ROLL_CALL_SECONDS)
 
     def _wait(self, work: dist.Work, device: torch.device) -> None:
         lost_at: float | None = None
@@ -207,7 +289,7 @@ class Watch:
                     lost_at = time.monotonic()
             # The rank that hosts the store ends it when it has finished; what it sent may still be on its way.
             if lost_at is not None and time.monotonic() > lost_at + _TAKE_OVER_SECONDS:
-                raise self._lost_store()
+                raise self._lost_store() from self._store_error
             if self.seconds_left < 0:
                 self._give_up(f"rank {self._rank} waited {self.timeout_seconds:g} s (timeout_seconds)", is_late=True)
 
@@ -221,7 +303,7 @@ class Watch:
             self._changed.wait_for(lambda: self._has_ended, self._patience)
             if self._verdict is not None:
                 raise self._verdict
-        raise self._lost_store()
+        raise self._lost_store() from self._store_error
 
     def _say_why(self, why: str, *, is_late: bool) -> None:
         with self._changed:
@@ -229,41 +311,86 @@ class Watch:
             self._changed.notify_all()
 
     def _lost_store(self) -> LostRankError:
-        """One error for a server that is stopped and does not answer, and one that died and broke the connection."""
-        is_of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        silent = () if is_of_agent else (0,)
-        host = "the launcher's agent on the first node hosts" if is_of_agent else "rank 0 hosts"
-        address = meeting_address(self._group)
+        """One error for a server that is stopped and does not answer, and one that died and broke the connection.
+
+        What the store said is different on each rank: it is the cause of the error.
+        """
+        address, inner = meeting_address(self._group), getattr(self._store, "_underlying_non_prefix_store", self._store)
         if address is not None:
             return self._error(None, (), f"the store of the meeting at {address} is lost")
-        return self._error(None, silent, f"the store of the process groups, which {host}, is lost")
+        if isinstance(inner, dist.FileStore):  # type: ignore[attr-defined]
+            return self._error(
+                None, (), f"the store of the process groups, the file {getattr(inner, 'path', '')}, is lost"
+            )
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            host = "the launcher's agent on the first node hosts"
+            return self._error(None, (), f"the store of the process groups, which {host}, is lost")
+        return self._error(None, (0,), "the store of the process groups, which rank 0 hosts, is lost")
 
     def _error(self, rank: int | None, silent: tuple[int, ...], why: str) -> LostRankError:
         doing, phase = self._standing.doing, self._standing.phase
+        reason = f"{why}; {self.advice}"
         return LostRankError(
-            self._operation, doing, rank, silent, f"{why}; {self._advice}", step=phase, path=self._path
+            self._operation, doing, rank, silent, reason, step=phase, path=self._path, was_asked=bool(silent)
         )
 
     def _run(self) -> None:
         """The thread: asks until there is a verdict, or the operation ends. It waits for the store's answers alone."""
-        interval = _POLL_SECONDS * (0.75 + 0.5 * (self._rank * 0.618034 % 1))
         try:
-            # A store of its own: another thread may wait in the shared one, and blocks it meanwhile.
-            store = PrefixStore(self._prefix, self._store.clone())  # type: ignore[attr-defined]
+            self._cloned = _take_clone(self._group, self._store)
+            store = PrefixStore(self._prefix, self._cloned)
             while not self._is_closed or self._reason is not None:
                 asked = time.monotonic()
+                self._share_failures(store)
                 if self._reason is not None or store.check([_CALL]):
-                    self._hear(self._roll_call(store))
+                    verdict = self._roll_call(store)
+                    self._share_failures(store)
+                    self._hear(verdict)
                     self._linger(store)
                     return
                 with self._changed:
                     self._last_quiet = asked
                     self._is_asked = False
                     self._changed.notify_all()
-                    self._changed.wait_for(lambda: self._is_closed or self._is_asked or self._reason, interval)
+                    self._changed.wait_for(self._has_work, self._interval)
+            _give_back_clone(self._group, self._cloned)
         except (RuntimeError, ValueError) as error:
             with self._changed:
-                self._store_error = str(error)
+                self._store_error = error
+                self._changed.notify_all()
+
+    @property
+    def _interval(self) -> float:
+        """Seconds between two questions to the store."""
+        if self._exchange is not None and self._exchange.failure is not None:
+            return _ANSWER_POLL_SECONDS
+        return _POLL_SECONDS * (0.75 + 0.5 * (self._rank * 0.618034 % 1))
+
+    def _has_work(self) -> bool:
+        has_error = self._exchange is not None and self._exchange.own_error is not None
+        is_untold = has_error and self._exchange is not None and self._exchange.failure is None
+        return self._is_closed or self._is_asked or self._reason is not None or is_untold
+
+    def _share_failures(self, store: Store) -> None:
+        """Announces this rank's error, hears of those of others, and tells and hears who has come out of the work."""
+        with self._changed:
+            exchange = self._exchange
+        if exchange is None:
+            return
+        key = f"failed/{exchange.name}"
+        if exchange.own_error is not None and exchange.failure is None:
+            store.compare_set(key, "", pickle.dumps((self._ranks.index(self._rank), exchange.own_error)).hex())
+        if exchange.failure is None and store.check([key]):
+            failure = pickle.loads(bytes.fromhex(store.get(key).decode()))
+            with self._changed:
+                exchange.failure = failure
+                if self._deadline is not None:  # others come out when their time is up, and it began later
+                    self._deadline = time.monotonic() + self.timeout_seconds + self._patience
+        if exchange.failure is not None and exchange.is_out:
+            store.set(f"out/{exchange.name}/{self._rank}", "")
+        if exchange.own_error is not None and store.check([f"out/{exchange.name}/{rank}" for rank in self._ranks]):
+            with self._changed:
+                exchange.all_are_out = True
                 self._changed.notify_all()
 
     def _hear(self, verdict: dict[str, Any]) -> None:
@@ -275,22 +402,24 @@ class Watch:
                 verdict["doing"],
                 None,
                 tuple(verdict["silent"]),
-                f"{why}; {self._advice}",
+                f"{why}; {self.advice}",
                 step=verdict["phase"],
                 path=verdict["path"],
                 late={int(rank): text for rank, text in verdict["late"].items()},
+                elsewhere=tuple(verdict["elsewhere"]),
             )
             self._changed.notify_all()
 
     def _roll_call(self, store: Store) -> dict[str, Any]:
         """Answers the call and waits for the caller's verdict; makes the verdict if the caller is lost too."""
         if self._reason is not None:
-            store.compare_set(_CALL, "", json.dumps(self._call(*self._reason)))
+            asked = ask_who_is_here(self._group, self._cloned)
+            store.compare_set(_CALL, "", json.dumps({**self._call(*self._reason), "asked": asked}))
         call = json.loads(store.get(_CALL))
         store.set(f"answer/{self._rank}", json.dumps(self._answer()))
         answers = [f"answer/{rank}" for rank in self._ranks]
         is_caller = call["rank"] == self._rank
-        deadline = time.monotonic() + _ROLL_CALL_SECONDS + (0 if is_caller else _TAKE_OVER_SECONDS)
+        deadline = time.monotonic() + self._roll_call_seconds + (0 if is_caller else _TAKE_OVER_SECONDS)
         while not store.check([_VERDICT]):
             if (is_caller and store.check(answers)) or time.monotonic() > deadline:
                 store.compare_set(_VERDICT, "", json.dumps(self._count(store, call)))
@@ -318,12 +447,14 @@ class Watch:
         return {"is_at_work": standing.is_at_work, "text": f"{standing.phase}, {key}for {seconds:.0f} s"}
 
     def _count(self, store: Store, call: dict[str, Any]) -> dict[str, Any]:
-        """The verdict: the ranks that are silent, and those that the caller waited for in vain."""
+        """The verdict: ranks that are silent, that live elsewhere, and that the caller waited for in vain."""
         present = [rank for rank in self._ranks if store.check([f"answer/{rank}"])]
         answers = {rank: json.loads(store.get(f"answer/{rank}")) for rank in present}
         late = {rank: answer["text"] for rank, answer in answers.items() if call["is_late"] and answer["is_at_work"]}
-        silent = [rank for rank in self._ranks if rank not in answers]
-        return {**call, "silent": silent, "late": late, "num_answers": len(answers)}
+        here = who_is_here(self._group, self._cloned, call["asked"])
+        silent = [rank for rank in self._ranks if rank not in answers and rank not in here]
+        elsewhere = [rank for rank in here if rank not in answers]
+        return {**call, "silent": silent, "elsewhere": elsewhere, "late": late, "num_answers": len(answers)}
 
     def _linger(self, store: Store) -> None:
         """Keeps rank 0, which hosts the store, until all ranks that answered have read the verdict."""
@@ -335,6 +466,25 @@ class Watch:
         while num_heard < num_answers and time.monotonic() < deadline:
             time.sleep(_ANSWER_POLL_SECONDS)
             num_heard = store.add(_HEARD, 0)
+
+
+# The clones of stores that no operation uses now, by group: a thread needs a store of its own, since another one may
+# wait in the shared one, and blocks it meanwhile. They are kept: each new clone of a TCPStore is a connection, and each
+# new one of a FileStore reads the whole file, to which it also writes. Changed only under the lock.
+_idle_clones: WeakKeyDictionary[dist.ProcessGroup, list[Store]] = WeakKeyDictionary()
+
+
+def _take_clone(group: dist.ProcessGroup, store: Store) -> Store:
+    with _changing:
+        idle = _idle_clones.setdefault(group, [])
+        kept = idle.pop() if idle else None
+    return store.clone() if kept is None else kept  # type: ignore[attr-defined]
+
+
+def _give_back_clone(group: dist.ProcessGroup, store: Store) -> None:
+    """Takes only a clone that has failed in nothing."""
+    with _changing:
+        _idle_clones.setdefault(group, []).append(store)
 
 
 def can_be_asked(store: Store | None) -> bool:

@@ -66,7 +66,9 @@ class RankChange:
         ranks = f"data-parallel ranks {self.old_dp_size} -> {self.dp_size}"
         if self.problem is not None:
             return f"{ranks}: {self.problem}"
-        parts = [f"{ranks}: {_span(self.samples_per_rank, 'sample')} a rank in each global batch"]
+        least, most = self.samples_per_rank
+        option = "" if least == most else " (which takes uneven=True)"
+        parts = [f"{ranks}: {_span(self.samples_per_rank, 'sample')} a rank in each global batch{option}"]
         if self.shards_per_rank[1]:
             shards = _span(self.shards_per_rank, "virtual shard")
             parts.append(f"{shards} a rank, {self.num_moved:,} with another owner")

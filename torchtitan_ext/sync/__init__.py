@@ -154,7 +154,7 @@ def _sync(source: ModuleOrState, call: SyncCall) -> None:
         slices = () if mesh is None else slice_digests(found, {})
         digests = confirm_same_call(call, found, slices=slices)
         if mesh is not None and any(digest.slices for digest in digests):
-            found = collect_replicas(source, call, src=call.src, joined=agree_on_presumed(found, mesh))
+            found = collect_replicas(source, call, src=call.src, joined=agree_on_presumed(found, call))
             confirm_same_call(call, found)
     _send(call, found, seconds)
     if call.verify:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_ext import ops
 from torchtitan_ext.errors import Problem
-from torchtitan_ext.ranks.exchange import Scope, scope_ranks
+from torchtitan_ext.ranks.exchange import Opening, Scope, scope_ranks
 
 Buffers = Literal["all", "persistent", "none"]
 
@@ -29,6 +29,10 @@ class Call:
         arguments = {name: value for name, value in vars(self).items() if name not in ("operation", "scope")}
         texts = {name: _as_text(value) for name, value in arguments.items()}
         return {"operation": self.operation, "mesh": _mesh_text(self.scope), **texts}
+
+    def opening(self, step: str = "agreement of a sync") -> Opening:
+        """What an exchange of the call says first. In the first one calls of this room tell how they differ."""
+        return Opening(self.operation, step)
 
     def problems(self) -> list[Problem]:
         """Arguments with a value that the function cannot take."""

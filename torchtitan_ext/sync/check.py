@@ -22,11 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_ext.errors import Problem, check_argument, named
 from torchtitan_ext.layout.dtensor import as_bytes
-from torchtitan_ext.ranks.exchange import Scope, check_usable, gather_values, scope_ranks
+from torchtitan_ext.ranks.exchange import check_usable, gather_values, scope_ranks
 from torchtitan_ext.ranks.lost_ranks import naming_lost_ranks
 from torchtitan_ext.state.value_digest import bit_sum, fetch_sums, scalar_text
 from torchtitan_ext.sync.batches import Replicas, ReplicaTensor
-from torchtitan_ext.sync.calls import Buffers, CheckCall, ModuleCall, outside_graphs
+from torchtitan_ext.sync.calls import Buffers, Call, CheckCall, ModuleCall, outside_graphs
 from torchtitan_ext.sync.replicas import collect_replicas
 from torchtitan_ext.sync.same_call import are_equal, confirm_same_call
 from torchtitan_ext.sync.slices import SliceTensor, presumed_replicas, slice_digests, slice_tensor
@@ -151,10 +151,10 @@ def compare_replicas(call: ModuleCall, found: Replicas) -> ReplicaDifferences:
         slices = slice_digests(found, hashes) if across_slices else ()
         if are_equal(confirm_same_call(call, found, contents, slices)):
             return ReplicaDifferences()
-        differences, uncompared = _name_differences(call.scope, found, hashes, across_slices)
+        differences, uncompared = _name_differences(call, found, hashes, across_slices)
         assert differences or slices, "replicas differ, but none by name; please report"
         if isinstance(call, CheckCall) and call.locate:
-            differences = _located(call.scope, found, differences)
+            differences = _located(call, found, differences)
         result = ReplicaDifferences(differences)
         result.uncompared = tuple(uncompared)
         return result
@@ -193,14 +193,14 @@ class _HashedTensor(NamedTuple):
 
 
 def _name_differences(
-    scope: Scope, found: Replicas, hashes: dict[int, bytes], across_slices: bool
+    call: Call, found: Replicas, hashes: dict[int, bytes], across_slices: bool
 ) -> tuple[tuple[ReplicaDifference, ...], list[str]]:
     """The differences, and the names of tensors that could not be compared between meshes."""
     own = [_hashed(tensor, hashes.get(id(tensor), b""), across_slices) for tensor in found.tensors]
-    gathered = gather_values(own, scope)
+    gathered = gather_values(own, call.scope, opening=call.opening("names of replicas that differ"))
     presumed, uncompared = presumed_replicas([one.on_slice for one in of_rank if one.on_slice] for of_rank in gathered)
     replicas: dict[tuple[str, Any], dict[bytes, list[tuple[int, _HashedTensor]]]] = {}
-    for rank, of_rank in zip(scope_ranks(scope), gathered, strict=True):
+    for rank, of_rank in zip(scope_ranks(call.scope), gathered, strict=True):
         for one in of_rank:
             is_presumed = one.on_slice is not None and one.on_slice.name in presumed
             key = (one.fqn, one.place if is_presumed else one.replica_set)
@@ -224,19 +224,18 @@ def _hashed(tensor: ReplicaTensor, bits: bytes, across_slices: bool) -> _HashedT
     return _HashedTensor(tensor.fqn, tensor.replica_set, place, tensor.coordinate, bits, text, on_slice)
 
 
-def _located(
-    scope: Scope, found: Replicas, differences: tuple[ReplicaDifference, ...]
-) -> tuple[ReplicaDifference, ...]:
+def _located(call: Call, found: Replicas, differences: tuple[ReplicaDifference, ...]) -> tuple[ReplicaDifference, ...]:
     """Adds the first differing element of some: finds the first differing block by digests, then looks into it."""
     named, rest = differences[:_MAX_LOCATED], differences[_MAX_LOCATED:]
     own_rank = dist.get_rank() if dist.is_initialized() else 0
+    ranks, opening = scope_ranks(call.scope), call.opening("places of differences")
     by_fqn = {tensor.fqn: tensor.local for tensor in found.tensors}
     mine = {at: by_fqn[entry.fqn] for at, entry in enumerate(named) if any(own_rank in side for side in entry.ranks)}
     described = {at: (tuple(local.shape), local.element_size(), _block_digests(local)) for at, local in mine.items()}
-    of_ranks = dict(zip(scope_ranks(scope), gather_values(described, scope), strict=True))
+    of_ranks = dict(zip(ranks, gather_values(described, call.scope, opening=opening), strict=True))
     blocks = [_first_difference([of_ranks[side[0]][at][2] for side in entry.ranks]) for at, entry in enumerate(named)]
     bytes_of_block = {at: _bytes_of(local, block) for at, local in mine.items() if (block := blocks[at]) is not None}
-    data = dict(zip(scope_ranks(scope), gather_values(bytes_of_block, scope), strict=True))
+    data = dict(zip(ranks, gather_values(bytes_of_block, call.scope, opening=opening), strict=True))
     located = []
     for at, entry in enumerate(named):
         shape, item_bytes, _ = of_ranks[entry.ranks[0][0]][at]

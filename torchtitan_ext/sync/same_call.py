@@ -79,12 +79,14 @@ def confirm_same_call(
         },
         slices=slices,
     )
-    digests = gather_values(digest, call.scope)
+    digests = gather_values(digest, call.scope, opening=call.opening())
     if _is_agreed(digests):
         return digests
     rows = {key: [_row(batch, tensor) for tensor in batch.tensors] for key, batch in batches.items()}
     table = CallTable(arguments, tuple(problems), rows, replicas.tied, replicas.num_listed)
-    raise _mismatch(dict(zip(scope_ranks(call.scope), gather_values(table, call.scope), strict=True)))
+    raise _mismatch(
+        dict(zip(scope_ranks(call.scope), gather_values(table, call.scope, opening=call.opening()), strict=True))
+    )
 
 
 def _mismatch(tables: Mapping[int, CallTable]) -> StateRefusedError:

@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torchtitan_ext.ranks.exchange import Scope, gather_values
+from torchtitan_ext.ranks.exchange import gather_values
 from torchtitan_ext.sync.batches import Replicas, ReplicaTensor
-from torchtitan_ext.sync.calls import digest_of
+from torchtitan_ext.sync.calls import Call, digest_of
 
 Name = tuple[str, int | None]
 """A tensor's name, and the pipeline stage of its ranks where there are stages."""
@@ -70,10 +70,10 @@ def presumed_replicas(of_ranks: Iterable[Iterable[SliceTensor]]) -> tuple[set[Na
     return presumed, sorted({name[0] for name in several.keys() - presumed})
 
 
-def agree_on_presumed(found: Replicas, scope: Scope) -> frozenset[str]:
+def agree_on_presumed(found: Replicas, call: Call) -> frozenset[str]:
     """The names of this rank's tensors that are presumed replicas of those on other slices. Collective."""
     own = [one for tensor in found.tensors if (one := slice_tensor(tensor)) is not None]
-    presumed, _ = presumed_replicas(gather_values(own, scope))
+    presumed, _ = presumed_replicas(gather_values(own, call.scope, opening=call.opening("presumed replicas")))
     return frozenset(one.name[0] for one in own if one.name in presumed)
 
 

@@ -75,7 +75,6 @@ class ChangesExchange:
     receives: Tensor
     changes: Changes | None
     transport: Transport
-    number: int
     timeout_seconds: float
 
     def pack(self) -> None:
@@ -184,7 +183,7 @@ class ChangesExchange:
             exchange.targets,
             exchange.sends,
             exchange.receives,
-            number=self.number,
+            number=0,
             timeout_seconds=self.timeout_seconds,
         )
 
@@ -330,9 +329,10 @@ def changes_problems(offers: Sequence[OfferedChanges]) -> list[Problem]:
 
 def why_not_sent(changes: Changes, source: Endpoint, cast: Sequence[str]) -> list[Problem]:
     """Why this rank's changes cannot travel over a plan with this source, whose target casts some keys."""
-    names = [held.fqn for held in changes.tensors]
-    sizes = [held.shard.sizes for held in changes.tensors]
-    if names != source.names or sizes != [tuple(tensor.shape) for tensor in source.tensors]:
-        return [Problem("other_base", "changes", "are of other tensors than the source that was planned")]
+    kinds = source.kinds()
+    other = [fqn for fqn in {**kinds, **changes.kinds} if kinds.get(fqn) != changes.kinds.get(fqn)]
+    if other or [held.fqn for held in changes.tensors] != source.names:
+        what = "are of other tensors than the source that was planned, or of tensors of other dtypes or layouts"
+        return [Problem("other_base", "changes", f"{what}: {named(other or source.names)}")]
     what = "is cast on its way, which changes cannot follow; make the snapshot of a source in the target's dtype"
     return [Problem("wrong_dtype", fqn, what) for fqn in cast]

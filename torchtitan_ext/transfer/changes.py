@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from torchtitan_ext.checkpoint.tables.key_table import KeyEntry
 from torchtitan_ext.checkpoint.tables.tensor_sums import TensorSums
 from torchtitan_ext.layout.layout import LocalShard
 
@@ -34,6 +35,8 @@ class Changes:
     Attributes:
         base_version, version: Of the state before and after.
         tensors: What this rank holds, in the order of its keys.
+        elsewhere: Keys of the state that other ranks hold and this one does not.
+        kinds: Per key its dtype, shape and layout, as ``Endpoint.kinds`` has them.
         item_bytes: Size of an element of each tensor.
         counts: How many elements of each tensor have changed; 0 of those that are whole.
         positions: Which, as ``ops.changed_elements_`` gives them: 1-d int64, tensor after tensor.
@@ -47,6 +50,8 @@ class Changes:
     base_version: int
     version: int
     tensors: Sequence[HeldTensor]
+    elsewhere: Sequence[str] = field(repr=False)
+    kinds: Mapping[str, KeyEntry] = field(repr=False)
     item_bytes: Sequence[int]
     counts: Sequence[int]
     positions: Tensor

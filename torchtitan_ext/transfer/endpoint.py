@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,8 @@ from torchtitan_ext.checkpoint.tables.key_table import (
     describe_state,
     encode_table,
 )
-from torchtitan_ext.errors import Problem, described
+from torchtitan_ext.checkpoint.tables.tied_keys import is_own_memory, tied_keys
+from torchtitan_ext.errors import Problem, described, named
 from torchtitan_ext.layout.dtensor import is_wrapper, local_tensor, may_overlap_itself
 from torchtitan_ext.layout.layout import LayoutRules, ShardOrder
 from torchtitan_ext.layout.wrapper import dense_values
@@ -65,17 +66,36 @@ class Endpoint:
     problems: list[Problem] = field(default_factory=list)
     module: nn.Module | None = None
     _are_memory: list[bool] = field(init=False)
-    _addresses: list[int] = field(init=False)
+    _planned: list[_Memory] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._are_memory = [_is_memory(tensor) for tensor in self.tensors]
-        self._addresses = self._current_addresses()
+        self._are_memory = [is_own_memory(tensor) for tensor in self.tensors]
+        self._planned = [_memory_of(local_tensor(owner)) for owner in self.owners]
+
+    @property
+    def is_memory(self) -> bool:
+        """Whether all that is read or filled lies in the caller's own memory, the same in each run."""
+        return all(self._are_memory)
 
     def why_changed(self) -> str | None:
         """Why the tensors are not those that were planned for, or ``None`` where they are."""
-        if self._current_addresses() == self._addresses:
+        now = [_memory_of(local_tensor(owner)) for owner in self.owners]
+        changed = {
+            fqn: f"{fqn} {_difference(then, of_now)}"
+            for fqn, then, of_now in zip(self.names, self._planned, now, strict=True)
+            if then != of_now
+        }
+        if not changed:
             return None
-        return "its tensors have other memory than when the transfer was planned; plan it again"
+        what = "its tensors have other memory, dtypes, shapes or strides than when the transfer was planned"
+        return f"{what}: {named(list(changed.values()))}; plan it again"
+
+    def kinds(self) -> dict[str, KeyEntry]:
+        """What each key is: dtype, shape and layout. A state dict and its module have equal ones."""
+        return {
+            fqn: replace(entry, requires_grad=False) if isinstance(entry, TensorEntry | BoxesEntry) else entry
+            for fqn, entry in self.entries.items()
+        }
 
     def memory_to_read(self) -> list[Tensor]:
         """Plain tensors with the values, by position; wrappers and lazy views are copies."""
@@ -128,11 +148,27 @@ class Endpoint:
             if is_memory and not tensor.is_meta
         ]
 
-    def _current_addresses(self) -> list[int]:
-        return [
-            local_tensor(owner).data_ptr() if is_memory else 0
-            for owner, is_memory in zip(self.owners, self._are_memory, strict=True)
-        ]
+
+class _Memory(NamedTuple):
+    """Where the elements of a local tensor lie, and how they are read; address and strides only of plain memory."""
+
+    address: int
+    dtype: torch.dtype
+    sizes: torch.Size
+    strides: tuple[int, ...]
+
+
+def _memory_of(local: Tensor) -> _Memory:
+    if not is_own_memory(local):
+        return _Memory(0, local.dtype, local.shape, ())
+    return _Memory(local.data_ptr(), local.dtype, local.shape, local.stride())
+
+
+def _difference(then: _Memory, now: _Memory) -> str:
+    if then[1:] == now[1:]:
+        return "lies elsewhere"
+    before, after = (f"{of.dtype} of shape {tuple(of.sizes)} and strides {of.strides}" for of in (then, now))
+    return f"was {before}, is {after}"
 
 
 def describe_endpoint(
@@ -166,7 +202,7 @@ def describe_endpoint(
     tied: Mapping[str, str] = {}
     if is_filled:
         entries = described_values.entries
-        tied = _tied_keys(values, entries)
+        tied = tied_keys(values, entries, entries)
         values = {fqn: value for fqn, value in values.items() if fqn not in tied}
         described_values = replace(described_values, entries={fqn: entries[fqn] for fqn in entries if fqn not in tied})
     problems += described_values.problems
@@ -212,21 +248,6 @@ def describe_endpoint(
     )
 
 
-def _tied_keys(values: Mapping[str, Any], entries: Mapping[str, KeyEntry]) -> dict[str, str]:
-    """Keys whose tensor is that of an earlier key, as tied weights are: they are filled with it."""
-    first_of: dict[Any, str] = {}
-    tied: dict[str, str] = {}
-    for fqn, entry in entries.items():
-        local = local_tensor(values[fqn]) if isinstance(entry, TensorEntry) else None
-        if local is None or local.is_meta or not _is_memory(local):
-            continue
-        memory = (local.untyped_storage()._cdata, local.storage_offset(), local.shape, local.stride(), local.dtype)
-        first = first_of.setdefault(memory, fqn)
-        if first != fqn and entries[first] == entry:
-            tied[fqn] = first
-    return tied
-
-
 def shared_memory_problems(source: Endpoint | None, target: Endpoint) -> list[Problem]:
     """Two tensors of this rank, one of which is to be filled, in one memory: the result would depend on the order."""
     filled, read = target.memories(), [] if source is None else source.memories()
@@ -262,11 +283,6 @@ def _why_not_usable(held: list[Tensor], *, is_filled: bool) -> str | None:
         if is_filled and not is_wrapper(tensor) and may_overlap_itself(tensor):
             return "cannot be filled: several of its elements share memory; fill a clone() of it"
     return None
-
-
-def _is_memory(tensor: Tensor) -> bool:
-    """Whether the elements lie in the tensor's own memory as they are."""
-    return not is_wrapper(tensor) and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _new_like(tensor: Tensor) -> Tensor:

@@ -25,6 +25,10 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torchtitan_ext.checkpoint.operation.arguments import check_seconds
 from torchtitan_ext.errors import MeetingError, WrongValueError, check_argument
 from torchtitan_ext.ranks.groups import Meeting, remember_meeting
+from torchtitan_ext.ranks.presence import answer_for
+
+ROLL_CALL_SECONDS = 5.0
+"""How long ranks have to answer when one is lost. A thread of each process asks for a call once in half a second."""
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 5.0
@@ -44,6 +48,7 @@ def meet(
     backend: str = "gloo",
     host_store: bool | None = None,
     timeout_seconds: float = 300.0,
+    roll_call_seconds: float = ROLL_CALL_SECONDS,
 ) -> dist.ProcessGroup:
     """Makes one process group of the ranks of several jobs. Collective over all of them; needs no default group.
 
@@ -62,13 +67,16 @@ def meet(
         host_store: Whether this process starts the store. By default rank 0 of the first job does. ``False`` on all
             where something that outlives them hosts it (``dist.TCPStore(host, port, is_master=True)``).
         timeout_seconds: How long to wait for the others.
+        roll_call_seconds: How long ranks have to answer when one is lost, the same everywhere. A thread of each process
+            answers, also of one that is busy with other things; one that does not answer in time is named as silent.
 
     Raises:
         MeetingError: Some rank did not come in time, or ranks name other jobs, sizes or versions; names them.
         WrongValueError: An argument is out of range.
     """
     check_seconds("meet", timeout_seconds)
-    me = _Member(job, rank, dict(jobs), uuid.uuid4().hex)
+    check_seconds("meet", roll_call_seconds, "roll_call_seconds")
+    me = _Member(job, rank, dict(jobs), uuid.uuid4().hex, roll_call_seconds)
     me.check()
     deadline = time.monotonic() + timeout_seconds
     is_host = me.position == 0 if host_store is None else host_store
@@ -91,6 +99,7 @@ class _Member:
     rank: int
     jobs: dict[str, int]
     token: str
+    roll_call_seconds: float = ROLL_CALL_SECONDS
 
     def check(self) -> None:
         for name, size in self.jobs.items():
@@ -114,7 +123,8 @@ class _Member:
 
     def statement(self) -> str:
         """What the others get to know, and must agree on but for the name."""
-        text = {"job": self.job, "rank": self.rank, "token": self.token, "jobs": list(self.jobs.items())}
+        text: dict[str, Any] = {"job": self.job, "rank": self.rank, "token": self.token}
+        text |= {"jobs": list(self.jobs.items()), "roll_call_seconds": self.roll_call_seconds}
         return json.dumps({**text, "version": version("torchtitan-ext"), "torch": torch.__version__.split("+")[0]})
 
 
@@ -170,7 +180,7 @@ def _gather(place: Store, me: _Member, deadline: float, address: str) -> str | N
 def _disagreement(me: _Member, arrived: Any) -> str | None:
     own = json.loads(me.statement())
     for other in arrived:
-        for what in ("jobs", "version", "torch"):
+        for what in ("jobs", "version", "torch", "roll_call_seconds"):
             if other[what] != own[what]:
                 sides = f"{me.job} rank {me.rank} has {_shown(own[what])}, {other['job']} rank {other['rank']} has "
                 return f"{what} differ: {sides}{_shown(other[what])}"
@@ -204,7 +214,8 @@ def _connected(
     group_name: Any = f"torchtitan_ext/meeting/{name}"
     group._set_group_name(group_name)
     _register_process_group(group_name, group)
-    remember_meeting(group, Meeting(PrefixStore("watch", place), address, tuple(me.members)))
+    remember_meeting(group, Meeting(PrefixStore("watch", place), address, tuple(me.members), me.roll_call_seconds))
+    answer_for(group)
     made_group: dist.ProcessGroup = group
     return made_group
 

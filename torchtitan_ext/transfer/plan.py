@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_ext import _core
-from torchtitan_ext.checkpoint.operation.phases import Phases
+from torchtitan_ext.checkpoint.operation.phases import Phases, checking_arguments
 from torchtitan_ext.errors import Problem, TransferFailedError, check_argument, check_counts, named, refusal
 from torchtitan_ext.fingerprints import Fingerprint, fingerprint_of_sums, fingerprint_over
 from torchtitan_ext.ranks.groups import position_in
@@ -54,7 +54,8 @@ class TransferPlan:
 
     Attributes:
         version: The version of the target's state, by the last run; ``None`` before the first run, after a run without
-            a version, and after one that failed, which may have left the target part-written.
+            a version, and after one that failed while tensors moved, which may have left the target part-written. A run
+            that was refused, or failed before, leaves it.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class TransferPlan:
         self._transport = transport
         self._timeout_seconds = timeout_seconds
         self._operation = operation
+        self._num_runs = 0
         sends = _core.expand_transfers(part.sends, source.first_tensor)
         receives = _core.expand_transfers(part.receives, target.first_tensor)
         self._bytes_to, self._bytes_from = sends.bytes_of_peer, receives.bytes_of_peer
@@ -110,18 +112,17 @@ class TransferPlan:
                 the part-written keys. The same on every rank.
             LostRankError: A rank is gone or does not take part.
         """
-        check_counts("TransferPlan.run", version=version)
-        if replicas not in get_args(Replicas):
-            raise ValueError(f"TransferPlan.run: got replicas={replicas!r}, expected 'equal' or 'first'")
-        check_argument("TransferPlan.run", "changes", changes, (Changes, NoneType), "what Snapshot.changes() gives")
-        if changes is not None and version is not None:
-            raise ValueError("TransferPlan.run: got version= beside changes=, which have one")
+        with checking_arguments("TransferPlan.run", self._group):
+            check_counts("TransferPlan.run", version=version)
+            if replicas not in get_args(Replicas):
+                raise ValueError(f"TransferPlan.run: got replicas={replicas!r}, expected 'equal' or 'first'")
+            check_argument("TransferPlan.run", "changes", changes, (Changes, NoneType), "what Snapshot.changes() gives")
+            if changes is not None and version is not None:
+                raise ValueError("TransferPlan.run: got version= beside changes=, which have one")
         run = _Run(version, verify, replicas, changes)
         with transfer_phases(self._group, self._timeout_seconds, self._operation) as phases:
             found = phases.on_all("agree", lambda: self._offer(run), doing="ranks agreed on a transfer")
             with_changes = any(offer.changes.versions is not None for offer in found)
-            if not with_changes:
-                self.version = None
             problems = [problem for offer in found for problem in offer.problems]
             problems += _differing(found) or changes_problems([offer.changes for offer in found])
             versions = {offer.version for offer in found if offer.version is not None}
@@ -136,11 +137,20 @@ class TransferPlan:
                 raise refusal(self._operation, [Problem("replicas_differ", fqn, what) for fqn in held.differing])
             for offer in found:
                 run.objects.update(offer.objects)
+            run.is_memory = all(offer.is_memory for offer in found)
+            self._num_runs += 1
             if with_changes:
                 bytes_to, bytes_from = self._exchange_changes(phases, run)
             else:
                 bytes_to, bytes_from = self._bytes_to, self._bytes_from
-                phases.on_all("exchange", lambda: self._exchange(run), doing=self._part_written, undefined=self._filled)
+                self.version = None
+                phases.on_all(
+                    "exchange",
+                    lambda: self._exchange(run),
+                    doing=self._part_written,
+                    undefined=self._filled,
+                    exchange_name=self._name_of("exchange"),
+                )
             unproved = () if held is None else self._prove(phases, held)
             phases.log_metrics(logger, self._part.total_bytes)
         self.version = next(iter(versions), None)
@@ -201,7 +211,12 @@ class TransferPlan:
                 has_target=len(self._target.tensors) > 0,
                 target_version=self.version,
             ),
+            is_memory=self._source.is_memory and self._target.is_memory,
         )
+
+    def _name_of(self, phase: str) -> str:
+        """What no other exchange of the group is named, the same on all ranks."""
+        return f"{self._part.number:x}/{self._num_runs}/{phase}"
 
     def _exchange(self, run: _Run) -> None:
         self._transport.exchange(
@@ -209,7 +224,7 @@ class TransferPlan:
             run.targets,
             self._sends,
             self._receives,
-            number=self._part.number,
+            number=self._part.number if run.is_memory else 0,
             # gloo closes connections on which it waited so long: the end of the phase does not take as long again
             timeout_seconds=self._timeout_seconds,
         )
@@ -225,7 +240,6 @@ class TransferPlan:
             receives=self._receives,
             changes=run.changes,
             transport=self._transport,
-            number=self._part.number,
             timeout_seconds=self._timeout_seconds,
         )
 
@@ -234,13 +248,13 @@ class TransferPlan:
             exchange.pack()
 
         phases.on_all("pack", pack, doing=unchanged)
-        phases.on_all("headers", exchange.exchange_headers, doing=unchanged)
+        phases.on_all("headers", exchange.exchange_headers, doing=unchanged, exchange_name=self._name_of("headers"))
 
         def compare() -> list[str]:
             exchange.exchange_changes()
             return [self._target.names[tensor] for tensor in exchange.tensors_of_other_base()]
 
-        found = phases.on_all("compare", compare, doing=unchanged)
+        found = phases.on_all("compare", compare, doing=unchanged, exchange_name=self._name_of("compare"))
         wrong = {fqn: rank for rank, of_rank in reversed(list(enumerate(found))) for fqn in of_rank}
         if wrong:
             what = "of the target has other bits than the changes replace, on rank {}; run the plan without changes"
@@ -254,7 +268,13 @@ class TransferPlan:
             exchange.apply()
             self._finish(run)
 
-        phases.on_all("exchange", fill, doing=self._part_written, undefined=self._filled)
+        phases.on_all(
+            "exchange",
+            fill,
+            doing=self._part_written,
+            undefined=self._filled,
+            exchange_name=self._name_of("exchange"),
+        )
         return exchange.bytes_to, exchange.bytes_from
 
     def _finish(self, run: _Run) -> None:
@@ -307,6 +327,7 @@ class _Run:
 
     Attributes:
         sources, targets: Plain memory of both sides.
+        is_memory: Whether this is the callers' own memory, on all ranks.
         finish: To be called when the targets are filled.
         objects: Values that are no tensors, of all ranks.
     """
@@ -317,6 +338,7 @@ class _Run:
     changes: Changes | None
     sources: list[torch.Tensor] = field(default_factory=list)
     targets: list[torch.Tensor] = field(default_factory=list)
+    is_memory: bool = True
     finish: Callable[[], None] = _nothing
     objects: dict[str, Any] = field(default_factory=dict)
 
@@ -332,6 +354,7 @@ class _Offer:
     objects: Mapping[str, Any]
     problems: tuple[Problem, ...]
     changes: OfferedChanges
+    is_memory: bool
 
 
 def _differing(offers: Sequence[_Offer]) -> list[Problem]:

@@ -37,7 +37,7 @@ from torchtitan_ext.checkpoint.operation.load_phases import (
     read_load,
     take_load,
 )
-from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, Phases
+from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, Phases, checking_arguments
 from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
 from torchtitan_ext.checkpoint.rules.load_rules import UNTOUCHED
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source, check_rules
@@ -143,17 +143,18 @@ def recover(
         TransferFailedError: A rank failed; names what may be part-written. The same on every rank.
         LostRankError: A rank is gone or does not take part.
     """
-    check_argument("recover", "state", state, dict, "a dict such as {'model': model.state_dict()}")
-    check_argument("recover", "survived", survived, (Mapping, type(None)), "a dict with the keys of state, or None")
-    check_argument("recover", "alive", alive, (list, tuple), "a list of old ranks, with None for fresh ranks")
-    check_argument("recover", "path", path, (str, os.PathLike, type(None)), "the directory of a run")
     check_usable("recover", group)
-    check_rules("recover", policy)
-    check_classes("recover", allow_classes)
-    check_seconds("recover", timeout_seconds)
-    check_counts("recover", step=step, bucket_bytes=bucket_bytes)
-    if replicas not in get_args(Replicas):
-        raise ValueError(f"recover: got replicas={replicas!r}, expected 'equal' or 'first'")
+    with checking_arguments("recover", group):
+        check_argument("recover", "state", state, dict, "a dict such as {'model': model.state_dict()}")
+        check_argument("recover", "survived", survived, (Mapping, type(None)), "a dict with the keys of state, or None")
+        check_argument("recover", "alive", alive, (list, tuple), "a list of old ranks, with None for fresh ranks")
+        check_argument("recover", "path", path, (str, os.PathLike, type(None)), "the directory of a run")
+        check_rules("recover", policy)
+        check_classes("recover", allow_classes)
+        check_seconds("recover", timeout_seconds)
+        check_counts("recover", step=step, bucket_bytes=bucket_bytes)
+        if replicas not in get_args(Replicas):
+            raise ValueError(f"recover: got replicas={replicas!r}, expected 'equal' or 'first'")
     job = _Recovery(
         state, survived, tuple(alive), step, path, checkpoint_step, policy or ElasticPolicy(), layouts, replicas
     )
@@ -298,6 +299,7 @@ def _offer(job: _Recovery, wanted: Collection[str], phases: Phases, bucket_bytes
         old_size=old_size,
         arguments=arguments,
         problems=(*problems, *misplaced),
+        tied=job.target.tied,
     )
 
 

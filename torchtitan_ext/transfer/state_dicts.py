@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from torchtitan_ext import ops
 from torchtitan_ext.checkpoint.operation.arguments import check_seconds
-from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS
+from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, checking_arguments
 from torchtitan_ext.checkpoint.rules.casts import CastPolicy
 from torchtitan_ext.checkpoint.rules.policy import Source
 from torchtitan_ext.checkpoint.tables.key_table import host_digest
@@ -100,10 +100,11 @@ def plan_reshard(
     """
     check_argument("plan_reshard", "group", group, (dist.ProcessGroup, NoneType), "a process group or None")
     check_usable("plan_reshard", group)
-    if cast not in get_args(CastPolicy):
-        raise ValueError(f"plan_reshard: got cast={cast!r}, expected 'exact', 'allow' or 'forbid'")
-    check_seconds("plan_reshard", timeout_seconds)
-    check_counts("plan_reshard", bucket_bytes=bucket_bytes)
+    with checking_arguments("plan_reshard", group):
+        if cast not in get_args(CastPolicy):
+            raise ValueError(f"plan_reshard: got cast={cast!r}, expected 'exact', 'allow' or 'forbid'")
+        check_seconds("plan_reshard", timeout_seconds)
+        check_counts("plan_reshard", bucket_bytes=bucket_bytes)
     ends: dict[str, Endpoint] = {}
 
     def offer() -> Offer:

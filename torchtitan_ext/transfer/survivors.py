@@ -7,7 +7,7 @@ alone: two readings that fit all survivors, and give one of them other elements,
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torchtitan_ext.checkpoint.tables.agreement import Agreement, agree, unused_
 from torchtitan_ext.checkpoint.tables.component import World
 from torchtitan_ext.checkpoint.tables.key_table import KeyTable, RankTable, encode_table, number_hosts, pack, unpack
 from torchtitan_ext.dcp_private import unflatten_state_dict
-from torchtitan_ext.errors import Problem, refusal
+from torchtitan_ext.errors import Problem, named, refusal
 from torchtitan_ext.state.nested import Path
 from torchtitan_ext.state.value_digest import digest_value
 from torchtitan_ext.transfer.copies import Copies, Replicas, SavedSums, box_text, compare_copies, majority
@@ -34,6 +34,7 @@ class SurvivorOffer:
         alive: The old rank of each new rank, ``None`` of fresh ones.
         old_size: How many ranks the old world had at least, by the meshes that this rank knows.
         arguments: What all ranks must give alike, by name.
+        tied: Keys of the target that have the memory of another one, which is told.
     """
 
     survived: RankTable
@@ -44,6 +45,7 @@ class SurvivorOffer:
     old_size: int
     arguments: Mapping[str, Any]
     problems: tuple[Problem, ...]
+    tied: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,7 @@ def plan_recovery(
     source, target = found.source, found.target
     copies, wanted = [one.copies for one in held], set(target.names)
     verdict = compare_copies(source, wanted, copies, saved, replicas, found.name_of)
+    verdict.problems += _untied(found, copies, verdict.distrusted)
     components, distrusted_values = _merge_components(found, held, replicas, verdict.problems)
     source_of = [_core.NO_KEY] * len(target.names)
     lacking: list[str] = []
@@ -228,6 +231,28 @@ def plan_recovery(
         )
         for rank in range(len(found.offers))
     ]
+
+
+def _untied(found: Survivors, copies: Sequence[Copies], distrusted: Mapping[int, Collection[int]]) -> list[Problem]:
+    """Keys with one memory in the state of which survivors hold two values, or hold them in other layouts."""
+    source, problems = found.source, []
+    for tied, first in sorted({pair for offer in found.offers for pair in offer.tied.items()}):
+        of_tied, of_first = source.number_of.get(tied), source.number_of.get(first)
+        if of_tied not in source.agreed_keys or of_first not in source.agreed_keys:
+            continue
+        advice = "; give them memory of their own in the state, or leave one of them out of what survived"
+        if source.agreed_keys[of_tied] != source.agreed_keys[of_first]:
+            what = f"has the memory of {first} in the state, and survivors hold the two in other layouts"
+            problems.append(Problem("replicas_differ", tied, what, advice))
+            continue
+        ranks = source.world.ranks(source.agreed_keys[of_first])
+        trusted = [rank for rank in ranks if rank not in distrusted.get(of_first, ())]
+        odd = [rank for rank in trusted if copies[rank].sums[tied] != copies[rank].sums[first]]
+        if odd:
+            where = named([found.name_of(rank) for rank in odd], 4)
+            what = f"has the memory of {first} in the state, and survivors hold two values of them, on {where}"
+            problems.append(Problem("replicas_differ", tied, what, advice))
+    return problems
 
 
 def _merge_components(

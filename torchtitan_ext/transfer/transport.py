@@ -28,16 +28,20 @@ class Transport(Protocol):
     ) -> None:
         """Sends all boxes and receives all boxes. Collective: all ranks have agreed on this run before.
 
-        What it raises on one rank, all ranks raise as a TransferFailedError. It raises where a rank does not answer in
-        time, and returns when the targets are filled, and the sources may be changed.
+        What it raises on one rank, all ranks raise as a TransferFailedError: at once those that have come out of their
+        exchange, others when they do. It raises where a rank does not answer in time, and returns when the targets are
+        filled, and the sources may be changed. A run calls it once; one that sends changes three times.
 
         Args:
             sources: Plain tensors of this rank, of any strides and dtypes, to be read.
             targets: The same, to be written where boxes say so. None shares memory with another one or with a source.
-            sends: The boxes to be sent, which ``boxes_of(sends, sources)`` gives. The same tensors in each run.
+            sends: The boxes to be sent, which ``boxes_of(sends, sources)`` gives.
             receives: The boxes to be received. The boxes from one rank have the shapes of those that it sends to this
                 one, in the same order; those from and to this rank itself are copied.
-            number: Of the plan, the same on all ranks, of no other plan.
+            number: Of this memory, the same on all ranks. Under one number, other than 0, the tensors of each call have
+                the same memory on every rank, and the boxes are the same, as long as the plan is kept: they may be
+                registered when it is first seen. Under 0 they are of this call alone: what a rank sends of changes, and
+                all of a run in which some rank reads or fills copies, such as those of wrapper subclasses.
             timeout_seconds: How long a rank may keep others waiting.
         """
 

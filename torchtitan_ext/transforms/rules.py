@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchtitan_ext.errors import WrongValueError, check_argument, described
 from torchtitan_ext.storage.element_types import ITEM_BYTES
+
+# Behind one star, and of a sign and at most 18 digits: see csrc/core/name_pattern.h.
+_SHIFT_MISSPELT = re.compile(r"\*\*\{|\*\{(?![+-](?:0|[1-9]\d{0,17})\})")
 
 _StepArguments = tuple[str, int, Sequence[int], Sequence[Sequence[int]], str]
 
@@ -147,11 +151,14 @@ class Rule:
         sources: Patterns of names of the checkpoint.
         targets: Patterns of names of the state, one for each member that the steps leave.
         steps: What happens on the way; without any, tensors (and values that are none) get other names.
+        others: Takes only what no rule of the transform has taken and nothing that it drops: such rules come last, in
+            their order. ``Rule("**", "**", others=True)`` leaves all others as they are.
     """
 
     sources: Sequence[str]
     targets: Sequence[str]
     steps: Sequence[Step] = ()
+    others: bool = False
 
     def __post_init__(self) -> None:
         for name in ("sources", "targets"):
@@ -167,6 +174,13 @@ class Rule:
             raise WrongValueError(
                 f"the patterns {', '.join(patterns)} of a rule have several numbers of stars", "rules"
             )
+        if any(_SHIFT_MISSPELT.search(pattern) for pattern in patterns):
+            raise WrongValueError(
+                f"one of the patterns {', '.join(patterns)} has braces behind a star that add nothing to a number, "
+                "expected '*{+10}' or '*{-10}'",
+                "rules",
+            )
+        check_argument("Rule", "others", self.others, bool, "True or False")
         if any(pattern.count("#") > 1 for pattern in patterns):
             raise WrongValueError(f"one of the patterns {', '.join(patterns)} has more than one '#'", "rules")
         if not self.steps and (len(self.sources), len(self.targets)) != (1, 1):
@@ -174,7 +188,7 @@ class Rule:
 
     def inverse(self) -> Rule:
         """From the targets to the sources."""
-        return Rule(self.targets, self.sources, [step.inverse() for step in reversed(self.steps)])
+        return Rule(self.targets, self.sources, [step.inverse() for step in reversed(self.steps)], self.others)
 
 
 @dataclass(frozen=True)
@@ -248,6 +262,7 @@ class Transform:
                         "from": list(rule.sources),
                         "to": list(rule.targets),
                         "steps": [{"op": step.op, **step.arguments} for step in rule.steps],
+                        **({"others": True} if rule.others else {}),
                     }
                     for rule in stage.rules
                 ],
@@ -283,7 +298,10 @@ class Transform:
         """For ``_core.resolve_transform``."""
         return [
             (
-                [(rule.sources, rule.targets, [step.encoded() for step in rule.steps]) for rule in stage.rules],
+                [
+                    (rule.sources, rule.targets, [step.encoded() for step in rule.steps], rule.others)
+                    for rule in stage.rules
+                ],
                 stage.drop,
             )
             for stage in self.stages
@@ -306,8 +324,8 @@ def _stage_of(content: Mapping[str, Any]) -> _Stage:
         steps = [
             Step(step["op"], {name: step[name] for name in step if name != "op"}) for step in rule.get("steps", ())
         ]
-        rules.append(Rule(rule["from"], rule["to"], steps))
-        _refuse_unknown(rule, ("from", "to", "steps"))
+        rules.append(Rule(rule["from"], rule["to"], steps, rule.get("others", False)))
+        _refuse_unknown(rule, ("from", "to", "steps", "others"))
     _refuse_unknown(content, ("rules", "drop"))
     return _Stage(tuple(rules), tuple(_texts("drop", content.get("drop", ()))))
 

@@ -89,7 +89,16 @@ def test_a_place_is_needed(call: Any) -> None:
 def test_where_a_fallback_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     relative = OnStorageError(fallback="other")
+    place = Path(str(relative.place_of("run/step-1/")))
     monkeypatch.chdir("/")
-    assert relative.place_of("run/step-1/") == str(tmp_path / "other" / "step-1")
-    assert OnStorageError(fallback="s3://bucket/run").place_of(Path("run/step-1")) == "s3://bucket/run/step-1"
+    assert relative.place_of(tmp_path / "run" / "step-1") == str(place)
+    assert place.name == "step-1" and place.parent.parent == tmp_path / "other"
+    assert re.fullmatch("run-[0-9a-f]{12}", place.parent.name)
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    assert relative.place_of(tmp_path / "link" / "step-1") == str(place)  # the same run by another path
+    others = [
+        relative.place_of(path) for path in (tmp_path / "a/run/step-1", "gs://a/run/step-1", "gs://b/run/step-1/")
+    ]
+    assert len({str(place), *others}) == 4
+    assert re.fullmatch("s3://bucket/run-.{12}/step-1", OnStorageError(fallback="s3://bucket").place_of("run/step-1"))
     assert OnStorageError().place_of("run/step-1") is None

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -154,8 +155,22 @@ def torch_objects(rank: int, world_size: int, path: Path) -> None:
     for _ in range(3):
         step(saved)
     tte.save(saved, path)
-    error = refused(make(), path, policy=ElasticPolicy())
-    assert {problem.kind for problem in error.problems} == {"unexpected_key"}, "an optimizer that has not stepped"
+    for policy in (None, ElasticPolicy()):
+        error = refused(make(), path, policy=policy)
+        (problem,) = error.problems
+        assert (problem.kind, problem.fqn) == ("unexpected_key", "optimizer.state"), "an optimizer that has not stepped"
+        assert "get_optimizer_state_dict(model, optimizer) first" in str(error) and "To go on" not in str(error)
+    assert "pass policy=ElasticPolicy({'optimizer.state.*': 'omit'})" in str(error)
+    left = make()
+    tte.load(left, path, policy=ElasticPolicy({"optimizer.state.*": "omit"}))
+    assert left["lr_scheduler"].last_epoch == 3 and not left["optimizer"].state
+    tte.load(make(), path, planner=tte.LoadPlanner(source=Source(exclude=["optimizer.state.*"])))
+    ready = make()
+    get_optimizer_state_dict(ready["model"], ready["optimizer"])  # as the message says
+    tte.load(ready, path)
+    moments = [ready["optimizer"].state[p]["exp_avg"] for p in ready["model"].parameters()]
+    for old, moment in zip(saved["model"].parameters(), moments, strict=True):
+        assert torch.equal(saved["optimizer"].state[old]["exp_avg"], moment)
     step(target)
     tte.load(target, path, policy=ElasticPolicy())
     for old, new in zip(saved["model"].parameters(), target["model"].parameters(), strict=True):

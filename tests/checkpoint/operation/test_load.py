@@ -389,7 +389,9 @@ def test_parameter_groups_that_changed(run_world, tmp_path: Path) -> None:
 
 def different_moments(rank: int, world_size: int, path: Path) -> str:
     def make(num_samples: int) -> ElasticDataLoader:
-        return ElasticDataLoader(range(num_samples), global_batch_size=10, dp_rank=rank, dp_size=world_size)
+        return ElasticDataLoader(
+            range(num_samples), global_batch_size=10, dp_rank=rank, dp_size=world_size, uneven=True
+        )
 
     state = {"dataloader": make(100), "validation": make(50), "train_state": TrainState()}
     for _, _ in zip(range(3), state["dataloader"], strict=False):
@@ -558,6 +560,11 @@ def test_no_checkpoint(tmp_path: Path) -> None:
             lambda: tte.load({}, "A", planner=dcp.DefaultLoadPlanner(), policy=ElasticPolicy()),
             "got a policy or sources and a DefaultLoadPlanner, expected a LoadPlanner",
         ),
+        (
+            lambda: tte.load({}, "A", planner=tte.LoadPlanner(), cast="allow"),
+            r"give it to the planner: LoadPlanner\(cast=",
+        ),
+        (lambda: tte.load({}, "A", cast="all"), "got cast='all', expected 'exact', 'allow' or 'forbid'"),
     ],
 )
 def test_bad_arguments(make: Any, text: str) -> None:
@@ -568,7 +575,7 @@ def test_bad_arguments(make: Any, text: str) -> None:
 def dealt_loader(rank: int, world_size: int, path: Path, is_saving: bool) -> list[int]:
     """With the planners alone: virtual shards have keys of their own, and new owners ask for them."""
     streams = Streams(lambda shard, num_shards, epoch: range(shard, 96, num_shards), num_shards=12)
-    loader = ElasticDataLoader(streams, global_batch_size=12, dp_rank=rank, dp_size=world_size)
+    loader = ElasticDataLoader(streams, global_batch_size=12, dp_rank=rank, dp_size=world_size, uneven=True)
     if not is_saving:
         dcp.load({"dataloader": loader}, checkpoint_id=path, planner=tte.LoadPlanner())
     samples: list[int] = []
@@ -629,3 +636,13 @@ def many_keys(rank: int, world_size: int, path: Path) -> None:
 
 def test_a_report_on_thousands_of_keys_is_short_and_quick(run_world, tmp_path: Path) -> None:
     run_world(1, many_keys, tmp_path)
+
+
+def test_casts_that_a_refusal_offers(tmp_path: Path) -> None:
+    tte.save({"w": torch.full((3,), 1.5)}, tmp_path, no_dist=True)
+    state = {"w": torch.zeros(3, dtype=torch.bfloat16)}
+    assert "pass cast='allow' to accept that" in str(refused(state, tmp_path, no_dist=True))
+    tte.load(state, tmp_path, cast="allow", no_dist=True)
+    assert state["w"].tolist() == [1.5] * 3
+    with pytest.raises(StateRefusedError):
+        tte.load({"w": torch.zeros(3, dtype=torch.float64)}, tmp_path, cast="forbid", no_dist=True)

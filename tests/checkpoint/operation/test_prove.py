@@ -3,6 +3,7 @@
 import logging
 import os
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,10 @@ class Changing:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.tensor = state["tensor"].clone()
+        if self.how == "reshapes":
+            self.tensor = self.tensor.reshape(4, 3)
+        if self.how == "flattens":
+            self.tensor = self.tensor.flatten()
         if self.how == "flips":
             self.tensor.view(torch.uint8)[..., 5] ^= 16
 
@@ -70,6 +75,10 @@ def test_what_an_object_changes_is_found(tmp_path: Path) -> None:
     assert prove({"object": Changing(torch.zeros(3, 4))}, tmp_path) == LoadProof(("object.tensor",), {})
     with pytest.raises(ProofFailedError, match="the file has what was saved: it changed after it was read"):
         prove({"object": Changing(torch.zeros(3, 4), "flips")}, tmp_path)
+    for how, shape in (("reshapes", "[4, 3]"), ("flattens", "[12]")):  # the bits and their order are as saved
+        text = f"object.tensor: its object gives it back with the shape {shape}, saved was [3, 4]"
+        with pytest.raises(ProofFailedError, match=re.escape(text)):
+            prove({"object": Changing(torch.zeros(3, 4), how)}, tmp_path)
     proof = prove({"object": Changing(torch.zeros(3, 4), "keeps")}, tmp_path)
     assert proof.unproved["object.tensor"] == "its object does not give it back"
 

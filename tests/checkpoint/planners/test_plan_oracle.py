@@ -228,7 +228,7 @@ def test_each_shard_is_written_once_by_a_holder_and_bytes_are_balanced(seed: int
         equal_keys = compare_replicas(tables, agreement).equal
         num_equal += len(equal_keys)
         plan = _core.WritePlan(agreement.world, False, [], [], equal_keys)
-        entries = metadata_entries(agreement)
+        entries = metadata_entries(agreement, plan)
         writers: dict[Any, int] = {}
         objects: Counter[str] = Counter()
         for rank, table in enumerate(tables):
@@ -307,3 +307,47 @@ def test_small_states_are_written_on_several_hosts() -> None:
     assert [sum(loads[:8]), sum(loads[8:])] == [256, 256]
     unknown = _core.WritePlan(agreement.world, False, [], []).load_bytes
     assert [sum(unknown[:8]), sum(unknown[8:])] == [512, 0]
+
+
+@pytest.mark.parametrize("seed", range(NUM_SEEDS // 10))
+def test_large_replicas_are_divided_among_their_holders(seed: int) -> None:
+    """Plain tensors of all sizes, which all ranks hold, beside a part of a rank's own."""
+    numbers = random.Random(seed)
+    num_divided = 0
+    for _ in range(STATES_PER_SEED // 2):
+        num_ranks, entries = numbers.randint(1, 9), {}
+        for n in range(numbers.randint(1, 8)):
+            shape = tuple(
+                numbers.choice([1, 3, 64, 1000, numbers.randint(1, 5000)]) for _ in range(numbers.randint(0, 2))
+            )
+            entries[f"w{n}"] = TensorEntry(ShardReport(shape, local_sizes=shape), torch.float32, False)
+        own = [(numbers.choice([0, 100, 50_000]),) for _ in range(num_ranks)]
+        tables = [
+            KeyTable({**entries, f"own_{rank}": TensorEntry(ShardReport(s, local_sizes=s), torch.float32, False)})
+            for rank, s in enumerate(own)
+        ]
+        agreement = agree(tables, every_rank_reports=True)
+        plan = _core.WritePlan(agreement.world, False, [], [])
+        saved = metadata_entries(agreement, plan)
+        written: Counter[tuple[str, Any]] = Counter()
+        loads = [0] * num_ranks
+        for rank, table in enumerate(tables):
+            writes = writes_of(rank, table, plan)
+            for item in write_items(writes):
+                chunk, fqn = item.tensor_data.chunk, item.index.fqn
+                assert saved[fqn].chunks[item.index.index] == chunk and item.index.offset == chunk.offsets
+                assert writes.local_boxes()[fqn, tuple(chunk.offsets)] == (tuple(chunk.offsets), tuple(chunk.sizes))
+                written[fqn, chunk.offsets] += 1
+                loads[rank] += 4 * math.prod(chunk.sizes)
+        assert loads == plan.load_bytes and set(written.values()) == {1}
+        assert len(written) == sum(len(entry.chunks) for entry in saved.values())
+        for entry in saved.values():
+            boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+            assert 0 in entry.size or _core.cover_defect(tuple(entry.size), boxes) is None
+        num_divided += sum(len(entry.chunks) > 1 for entry in saved.values())
+        # No rank has much more than the mean, unless it is a rank's own.
+        mean = sum(loads) / num_ranks
+        assert max(loads) <= max(4 * max(own)[0], mean + max(8192, mean / 8)) + 8192
+        kept = _core.WritePlan(agreement.world, False, [], [], may_divide=False)
+        assert all(len(entry.chunks) == 1 for entry in metadata_entries(agreement, kept).values())
+    assert num_divided > 0

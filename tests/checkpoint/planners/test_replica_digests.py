@@ -154,7 +154,9 @@ def test_pipelines(world_of: Any) -> None:
         ]
 
     saved, said = warned(lambda: save(states(embedding)))
-    assert said == [] and {len(saved.metadata.state_dict_metadata[key].chunks) for key in ("layers.0", "tied")} == {2}
+    chunks = {key: len(entry.chunks) for key, entry in saved.metadata.state_dict_metadata.items()}
+    # What both stages hold is divided among them.
+    assert said == [] and chunks == {"layers.0": 2, "layers.1": 2, "tied": 4}
     saved, said = warned(lambda: save(states(embedding + 1)))
     assert "tied: is a tensor on each of several meshes ([0, 1] | [2, 3]), and ranks 0 and 2 hold different" in said[0]
     assert torch.equal(values_of(saved, {"tied": embedding})["tied"], embedding)

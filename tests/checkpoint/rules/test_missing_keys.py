@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import torchtitan_ext as tte
 from torchtitan_ext.checkpoint.rules.missing_keys import missing_problems, unexpected_problems
 from torchtitan_ext.elastic import ElasticPolicy, Source
-from torchtitan_ext.errors import MissingStateError, StateRefusedError
+from torchtitan_ext.errors import MissingStateError, ReshardError, StateRefusedError
 from torchtitan_ext.state.value_digest import digest_value
 
 
@@ -106,13 +106,13 @@ def stepped_optimizer() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def test_dropped_moments_are_warned_of_with_a_cure_that_works(tmp_path: Path) -> None:
+def test_dropped_moments_are_refused_with_a_cure_that_works(tmp_path: Path) -> None:
     model, optimizer = stepped_optimizer()
     tte.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path)
     fresh = torch.optim.AdamW(model.parameters())
-    with pytest.warns(UserWarning, match="get_optimizer_state_dict") as caught:
+    with pytest.raises(ReshardError, match="get_optimizer_state_dict") as refused:
         tte.load({"optimizer": fresh}, tmp_path)
-    (text,) = [str(warning.message) for warning in caught]
+    text = str(refused.value)
     assert "optimizer.state.0.step, optimizer.state.0.exp_avg" in text and "exclude=['optimizer.state.*']" in text
     assert not fresh.state
     with warnings.catch_warnings():

@@ -21,7 +21,7 @@ def streams_of(lengths: list[int]) -> Streams:
 def serve_epochs(rank: int, world_size: int, lengths: list[int], last: Any, num_epochs: int) -> list[list[Any]]:
     """The batches of each epoch, real samples only; every step is a collective, as in training."""
     loader = ElasticDataLoader(
-        streams_of(lengths), batch_size=2, dp_rank=rank, dp_size=world_size, last=last, collate_fn=list
+        streams_of(lengths), batch_size=2, dp_rank=rank, dp_size=world_size, uneven=True, last=last, collate_fn=list
     )
     epochs = []
     for _ in range(num_epochs):
@@ -59,6 +59,7 @@ def save_and_load(rank: int, world_size: int, path: str, steps: int, load: bool,
         global_batch_size=4,
         dp_rank=mesh.get_local_rank("dp"),
         dp_size=world_size // 2,
+        uneven=True,
         last="pad",
         group=mesh.get_group("dp"),
         collate_fn=list,
@@ -107,7 +108,7 @@ def test_the_wrong_group_is_named_when_the_loader_is_made(run_world: Any) -> Non
 
 
 def test_a_loader_may_be_made_before_the_process_group() -> None:
-    loader = ElasticDataLoader(streams_of([3, 3]), batch_size=1, dp_size=2)
+    loader = ElasticDataLoader(streams_of([3, 3]), batch_size=1, dp_rank=0, dp_size=2)
     with pytest.raises(ValueError, match="2 data-parallel ranks must agree .* process group does not exist; pass"):
         next(iter(loader))
 
@@ -115,13 +116,13 @@ def test_a_loader_may_be_made_before_the_process_group() -> None:
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_the_state_counts_what_was_served_not_what_workers_read_ahead(num_workers: int) -> None:
     options: dict[str, Any] = {"global_batch_size": 4, "num_workers": num_workers, "collate_fn": list}
-    loader = ElasticDataLoader(range(40), dp_size=2, **options)
+    loader = ElasticDataLoader(range(40), dp_rank=0, dp_size=2, **options)
     iterator = iter(loader)
     first = [next(iterator) for _ in range(3)]
     state = loader.state_dict()
     rest = list(iterator)
     assert len(first) + len(rest) == 10 and state["loader"][0]["next_sample"] == 12
-    again = ElasticDataLoader(range(40), dp_size=2, **options)
+    again = ElasticDataLoader(range(40), dp_rank=0, dp_size=2, **options)
     again.load_state_dict(state)
     assert list(again) == rest
 
@@ -138,7 +139,10 @@ def test_default_collate_and_local_batch_size() -> None:
         ({}, "exactly one of batch_size .per rank. and global_batch_size"),
         ({"batch_size": 2, "global_batch_size": 4}, "exactly one of"),
         ({"batch_size": 0}, "leaves some of 1 data-parallel ranks without a sample; choose global_batch_size >= 1"),
-        ({"global_batch_size": 3, "dp_size": 4}, "a global batch of 3 leaves some of 4 data-parallel ranks"),
+        (
+            {"global_batch_size": 3, "dp_rank": 0, "dp_size": 4},
+            "a global batch of 3 leaves some of 4 data-parallel ranks",
+        ),
         ({"batch_size": 1, "dp_rank": 2, "dp_size": 2}, "dp_rank is 2, expected 0 <= dp_rank < dp_size = 2"),
         ({"batch_size": 11}, 'has 10 samples, less than one global batch of 11; .* or last="pad"'),
         ({"batch_size": 1, "last": "keep"}, 'last is \'keep\', expected "drop" or "pad"'),
@@ -158,7 +162,9 @@ def test_data_of_no_known_kind() -> None:
 
 def test_options_of_the_map_style_loader_are_refused() -> None:
     with pytest.raises(ValueError, match="sampler, shuffle_files cannot be applied to streams"):
-        ElasticDataLoader(streams_of([1, 1]), batch_size=1, num_workers=2, shuffle_files=1, sampler=2, dp_size=2)
+        ElasticDataLoader(
+            streams_of([1, 1]), batch_size=1, num_workers=2, shuffle_files=1, sampler=2, dp_rank=0, dp_size=2
+        )
 
 
 def test_a_reset_loader_begins_anew() -> None:
@@ -220,7 +226,7 @@ def test_map_style_iterators_do_not_outlive_a_load() -> None:
             "got global_batch_size=2.0, expected a whole number",
         ),
         (range(9), {"dp_size": "1"}, "got dp_size='1', expected a whole number"),
-        (range(9), {"dp_rank": 0.0}, "got dp_rank=0.0, expected a whole number"),
+        (range(9), {"dp_rank": 0.0, "dp_size": 1}, "got dp_rank=0.0, expected a whole number"),
     ],
 )
 def test_arguments_of_another_type(data: Any, options: dict[str, Any], message: str) -> None:

@@ -17,7 +17,9 @@ from torchtitan_ext.errors import CannotReshardError
 
 def make_loader(dp_rank: int = 0, dp_size: int = 1, *, num_samples: int = 20, **options: Any) -> ElasticDataLoader:
     options = {"global_batch_size": 2 * dp_size, "max_in_flight": 8, **options}
-    return ElasticDataLoader(range(num_samples), dp_rank=dp_rank, dp_size=dp_size, collate_fn=list, **options)
+    return ElasticDataLoader(
+        range(num_samples), dp_rank=dp_rank, dp_size=dp_size, uneven=True, collate_fn=list, **options
+    )
 
 
 def test_ids_are_those_of_the_samples_of_the_batch() -> None:

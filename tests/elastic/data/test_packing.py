@@ -68,7 +68,7 @@ def test_no_token_is_lost_across_worlds_epochs_and_splits(data: st.DataObject) -
         def make(dp_rank: int, dp_size: int, num_shards: int = num_shards) -> ElasticDataLoader:
             source = PackedTokens(IndexedStreams(documents, num_shards=num_shards), seq_len=seq_len)
             return ElasticDataLoader(
-                source, batch_size=1, dp_rank=dp_rank, dp_size=dp_size, last="pad", collate_fn=list
+                source, batch_size=1, dp_rank=dp_rank, dp_size=dp_size, uneven=True, last="pad", collate_fn=list
             )
 
         ranks = Ranks(make, dp_size, saved)
@@ -93,7 +93,9 @@ def test_padding_where_an_epoch_has_less_tokens_than_a_sequence() -> None:
 
     def make(dp_rank: int, dp_size: int) -> ElasticDataLoader:
         source = PackedTokens(IndexedStreams([[1, 2], [3, 4], [5, 6]], num_shards=2), seq_len=3)
-        return ElasticDataLoader(source, batch_size=1, dp_rank=dp_rank, dp_size=dp_size, last="pad", collate_fn=list)
+        return ElasticDataLoader(
+            source, batch_size=1, dp_rank=dp_rank, dp_size=dp_size, uneven=True, last="pad", collate_fn=list
+        )
 
     ranks = Ranks(make, 2)
     steps = [ranks.step() for _ in range(8)]

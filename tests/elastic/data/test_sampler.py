@@ -20,7 +20,9 @@ from torchtitan_ext.errors import CannotReshardError
 
 def loader_over(num_samples: int, **options: Any) -> Any:
     def make(dp_rank: int, dp_size: int) -> ElasticDataLoader:
-        return ElasticDataLoader(range(num_samples), dp_rank=dp_rank, dp_size=dp_size, collate_fn=list, **options)
+        return ElasticDataLoader(
+            range(num_samples), dp_rank=dp_rank, dp_size=dp_size, uneven=True, collate_fn=list, **options
+        )
 
     return make
 
@@ -163,7 +165,9 @@ def test_a_loaded_state_brings_its_seed_and_says_what_changed() -> None:
     ranks.step()
     loader = loader_over(20, global_batch_size=5, seed=1)(0, 3)
     resharded = loader.reshard(ranks.state(), None, None)
-    assert resharded.note == ("goes on at sample 4 of 20 of epoch 0, data-parallel ranks 2 -> 3, global batch 4 -> 5")
+    assert resharded.note == (
+        "goes on at sample 4 of 20 of epoch 0, data-parallel ranks 2 -> 3, global batch 4 -> 5, seed 7 as saved, not 1"
+    )
     assert loader.state_dict()["loader"][0]["seed"] == 1
     loader.load_state_dict(resharded.state)
     assert loader.state_dict()["loader"][0]["seed"] == 7
@@ -224,5 +228,5 @@ def test_the_global_generator_stays() -> None:
 
 @pytest.mark.parametrize(("size", "dp_size", "sizes"), [(8, 4, [2, 2, 2, 2]), (7, 3, [3, 2, 2]), (3, 3, [1, 1, 1])])
 def test_local_sizes_add_up(size: int, dp_size: int, sizes: list[int]) -> None:
-    assert [Share(size, rank, dp_size, "drop", False).batch_size for rank in range(dp_size)] == sizes
+    assert [Share(size, rank, dp_size, "drop", False, uneven=True).batch_size for rank in range(dp_size)] == sizes
     assert sum(sizes) == size

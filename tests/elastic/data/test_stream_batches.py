@@ -1,7 +1,7 @@
 """Virtual shards: no sample lost or repeated whatever worlds serve them, and the sets of global batches as promised."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -32,7 +32,7 @@ def streams_of(lengths: list[int], stateful: bool = True) -> Streams:
 
 def loader_over(source: Streams, **options: Any) -> Callable[[int, int], ElasticDataLoader]:
     def make(dp_rank: int, dp_size: int) -> ElasticDataLoader:
-        return ElasticDataLoader(source, dp_rank=dp_rank, dp_size=dp_size, collate_fn=list, **options)
+        return ElasticDataLoader(source, dp_rank=dp_rank, dp_size=dp_size, uneven=True, collate_fn=list, **options)
 
     return make
 
@@ -251,7 +251,7 @@ def test_a_stream_may_carry_over_into_the_next_epoch(endless: bool) -> None:
     def make(dp_rank: int, dp_size: int) -> ElasticDataLoader:
         source = Streams(lambda shard, num_shards, epoch: Growing(shard), 2)
         return ElasticDataLoader(
-            source, global_batch_size=2, dp_rank=dp_rank, dp_size=dp_size, endless=endless, collate_fn=list
+            source, global_batch_size=2, dp_rank=dp_rank, dp_size=dp_size, uneven=True, endless=endless, collate_fn=list
         )
 
     served = []
@@ -348,3 +348,44 @@ def test_a_finished_shard_goes_on_in_an_endless_loader() -> None:
     endless.load_state_dict(finite.state_dict())
     served = [sample for _, batch in zip(range(20), iter(endless), strict=False) for sample in batch]
     assert any(sample >= 100 for sample in served)
+
+
+class BeginsAgain:
+    """As torchdata's loaders: a state that was taken at the end begins the samples again."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples, self.place = samples, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.place %= len(self.samples) + 1
+        while self.place < len(self.samples):
+            self.place += 1
+            yield self.samples[self.place - 1]
+        self.place = len(self.samples) + 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.place = state_dict["place"]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_stream_that_begins_again_at_its_end_is_not_asked_again(num_workers: int) -> None:
+    def open_samples(shard: int, num_shards: int, epoch: int) -> list[Any]:
+        return [(epoch, shard, place) for place in range(5 + shard)]
+
+    def following(open_stream: Callable[[int, int, int], Any]) -> list[Any]:
+        options: dict[str, Any] = {"batch_size": 1, "collate_fn": list, "num_workers": num_workers}
+        finite = ElasticDataLoader(Streams(open_stream, 2), **options)
+        batches = iter(finite)
+        for _ in range(11):  # all samples: shard 0 has ended, and the epoch has not
+            next(batches)
+        endless = ElasticDataLoader(Streams(open_stream, 2), **options, endless=True)
+        endless.load_state_dict(finite.state_dict())
+        batches = iter(endless)
+        return [next(batches) for _ in range(20)]
+
+    without_states = following(open_samples)
+    assert min(without_states)[0][0] == 1, "epoch 0 is over"
+    assert following(lambda *where: BeginsAgain(open_samples(*where))) == without_states

@@ -60,7 +60,7 @@ def source_of(lengths: list[int], kind: str = "stateful") -> Streams:
 def make_loader(dp_rank: int = 0, dp_size: int = 1, *, lengths: Any = (9, 9), **options: Any) -> ElasticDataLoader:
     options = {"global_batch_size": 2 * dp_size, "max_in_flight": 8, **options}
     source = source_of(list(lengths))
-    return ElasticDataLoader(source, dp_rank=dp_rank, dp_size=dp_size, collate_fn=list, **options)
+    return ElasticDataLoader(source, dp_rank=dp_rank, dp_size=dp_size, uneven=True, collate_fn=list, **options)
 
 
 class Job:
@@ -134,7 +134,7 @@ def test_what_is_trained_is_each_sample_once_wherever_a_job_is_stopped(data: st.
 
         def make(dp_rank: int, dp_size: int, size: int = size, room: int = room) -> ElasticDataLoader:
             options = {"global_batch_size": size, "max_in_flight": room, "last": last, "endless": endless}
-            return ElasticDataLoader(source, dp_rank=dp_rank, dp_size=dp_size, collate_fn=list, **options)
+            return ElasticDataLoader(source, dp_rank=dp_rank, dp_size=dp_size, uneven=True, collate_fn=list, **options)
 
         job.start(make, dp_size, by_reshard=data.draw(st.booleans(), "by reshard"))
         for _ in range(data.draw(st.integers(0, 12), "steps")):
@@ -294,7 +294,7 @@ def test_tokens_of_packed_sequences_across_worlds() -> None:
     def make(dp_rank: int, dp_size: int) -> ElasticDataLoader:
         source = PackedTokens(IndexedStreams(documents, num_shards=8), seq_len=5)
         options = {"global_batch_size": 8, "max_in_flight": 12, "last": "pad", "collate_fn": tokens_of}
-        return ElasticDataLoader(source, dp_rank=dp_rank, dp_size=dp_size, **options)
+        return ElasticDataLoader(source, dp_rank=dp_rank, dp_size=dp_size, uneven=True, **options)
 
     job = Job()
     choose = random.Random(1)
@@ -382,7 +382,9 @@ def run_job(path: Path, dp_size: int, num_workers: int, seed: int) -> None:
     def make(dp_rank: int, dp_size: int) -> ElasticDataLoader:
         options: dict[str, Any] = {"global_batch_size": 8, "max_in_flight": 24, "num_workers": num_workers}
         source = source_of([50] * 8)
-        return ElasticDataLoader(source, dp_rank=dp_rank, dp_size=dp_size, endless=True, collate_fn=list, **options)
+        return ElasticDataLoader(
+            source, dp_rank=dp_rank, dp_size=dp_size, uneven=True, endless=True, collate_fn=list, **options
+        )
 
     job.start(make, dp_size)
     while True:

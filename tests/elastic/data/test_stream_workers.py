@@ -68,7 +68,7 @@ def test_batches_and_states_are_the_same_for_any_number_of_workers(data: st.Data
 
         def make(dp_rank: int, dp_size: int) -> ElasticDataLoader:
             return ElasticDataLoader(
-                source, dp_rank=dp_rank, dp_size=dp_size, num_workers=num_workers, **more, **options
+                source, dp_rank=dp_rank, dp_size=dp_size, uneven=True, num_workers=num_workers, **more, **options
             )
 
         return Ranks(make, dp_size, saved)

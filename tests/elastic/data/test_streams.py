@@ -19,7 +19,7 @@ from torchtitan_ext.elastic.data.streams import AdoptsStates, ChecksStates, Spli
 
 def loader_over(source: Any, **options: Any) -> Any:
     def make(dp_rank: int, dp_size: int) -> ElasticDataLoader:
-        return ElasticDataLoader(source, dp_rank=dp_rank, dp_size=dp_size, collate_fn=list, **options)
+        return ElasticDataLoader(source, dp_rank=dp_rank, dp_size=dp_size, uneven=True, collate_fn=list, **options)
 
     return make
 

@@ -56,7 +56,7 @@ def loader_of(num_shards: int, *, data: Any = DOCUMENTS, **options: Any) -> Any:
 
     def make(dp_rank: int, dp_size: int) -> ElasticDataLoader:
         source = source_of(num_shards, data)
-        return ElasticDataLoader(source, dp_rank=dp_rank, dp_size=dp_size, collate_fn=list, **options)
+        return ElasticDataLoader(source, dp_rank=dp_rank, dp_size=dp_size, uneven=True, collate_fn=list, **options)
 
     return make
 

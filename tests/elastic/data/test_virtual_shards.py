@@ -92,7 +92,7 @@ def streams_of(lengths: list[int]) -> Streams:
 def test_more_ranks_than_shards_are_refused_at_construction() -> None:
     message = "4 virtual shards cannot feed 6 data-parallel ranks, .*; choose num_shards=6 or a multiple"
     with pytest.raises(TooFewShardsError, match=message) as caught:
-        ElasticDataLoader(streams_of([1] * 4), batch_size=1, dp_size=6)
+        ElasticDataLoader(streams_of([1] * 4), batch_size=1, dp_rank=0, dp_size=6)
     assert isinstance(caught.value, ValueError)
 
 

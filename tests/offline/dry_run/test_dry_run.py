@@ -197,10 +197,10 @@ def test_components_with_a_rule_of_their_own_are_asked(tmp_path: Path, fake_worl
     fake_world(4)
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     state = {"w": on_meta(mesh, 8, Shard(0)), "counter": Counter()}
-    found = tte.dry_run(state, checkpoint=path, policy=ElasticPolicy())
-    (problem,) = found.problems
-    assert problem.detail.startswith("counted on 1 ranks, not on 4")
-    assert tte.dry_run(state, checkpoint=path).problems == ()
+    for policy in (ElasticPolicy(), None):  # a load asks them without a policy too
+        (problem,) = tte.dry_run(state, checkpoint=path, policy=policy).problems
+        assert problem.detail.startswith("counted on 1 ranks, not on 4")
+    assert tte.dry_run(state, checkpoint=path, policy=ElasticPolicy({"counter": "keep"})).problems == ()
 
 
 def test_a_save_that_would_be_refused(fake_world) -> None:

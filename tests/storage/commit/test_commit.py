@@ -314,13 +314,13 @@ def test_two_jobs_in_one_place(tmp_path: Path, other_job: Any) -> None:
         SaveInProgressError, match=rf"step-1 is being saved to by process {other_job.pid} on \S+, since"
     ):
         save_step(tmp_path / "step-1", 1)
-    save_step(tmp_path / "step-2", 2)  # beside it, and its stage stays
+    save_step(tmp_path / "step-0", 2)  # beside it, and its stage stays
     assert f".tte-{'5' * 32}" in names(tmp_path)
     other_job.kill()
     other_job.wait()
     save_step(tmp_path / "step-1", 1)
     check_step(tmp_path / "step-1", 1)
-    assert names(tmp_path) == ["step-1", "step-2"]
+    assert names(tmp_path) == ["step-0", "step-1"]
 
 
 def test_the_stage_of_a_lock_that_cannot_be_read_yet_stays(tmp_path: Path, other_job: Any) -> None:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from limits import in_limits
 from states import save
-from test_metadata_file import stock_file, with_names
+from test_metadata_file import stock_file, with_names, with_properties
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import torchtitan_ext as tte
@@ -310,7 +310,7 @@ def test_records_that_are_longer_than_their_file(tmp_path: Path, length: int) ->
         ({b"cpathlib\nPosixPath\n": b"cpathlib._local\nPosixPath\n"}, "3.13"),
     ],
 )
-@pytest.mark.parametrize("torch_version", ["2.1", "2.6", "2.13"])
+@pytest.mark.parametrize("torch_version", ["2.1", "2.6", "2.13", "2.15"])
 def test_streams_of_other_versions(tmp_path: Path, names: dict[bytes, bytes], python: str, torch_version: str) -> None:
     """By hand, from a stream of this torch and Python: the names and fields that those versions wrote."""
     data = stock_file(tmp_path, {"model": {"w": torch.ones(3, 4)}, "step": 1})
@@ -328,6 +328,8 @@ def test_streams_of_other_versions(tmp_path: Path, names: dict[bytes, bytes], py
     elif torch_version == "2.6":
         del metadata.__dict__["version"]
     stream = with_names(pickle.dumps(metadata), names)
+    if torch_version == "2.15":
+        stream = with_properties(metadata, ((4, 1),))
     pickletools.dis(stream, out=io.StringIO())
     parsed = parse_metadata(stream)
     assert parsed.state_dict_metadata == metadata.state_dict_metadata

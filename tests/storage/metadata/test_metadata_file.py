@@ -1,20 +1,24 @@
 """`.metadata` read as data: equal to what unpickling gives, and nothing in it is ever run."""
 
+import copyreg
 import io
 import os
 import pickle
 import pickletools
 import random
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from calls import call
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 
 import torchtitan_ext as tte
 from torchtitan_ext import _core
+from torchtitan_ext.storage.metadata.lazy_metadata import PROPERTIES
 from torchtitan_ext.storage.metadata.metadata_file import parse_metadata
 
 SOAK = int(os.environ.get("TTE_SOAK", 1))
@@ -34,6 +38,24 @@ def state_of_all_kinds() -> dict[str, Any]:
         "ünïcode \U0001f600": "text",
         **{f"key_{index}": torch.ones(1) for index in range(3000)},  # lists and dicts come in steps of a thousand
     }
+
+
+def with_properties(metadata: Metadata, fields: tuple[Any, ...], keep: int = 5) -> bytes:
+    """The file of a torch whose ``TensorProperties`` have these fields behind the five that all releases have."""
+    stream = io.BytesIO()
+    pickler = pickle.Pickler(stream)
+    pickler.dispatch_table = (
+        copyreg.dispatch_table
+        | {
+            TensorProperties: lambda value: (
+                copyreg.__newobj__,  # type: ignore[attr-defined]
+                (TensorProperties,),
+                value.__getstate__()[:keep] + fields,
+            )
+        }
+    )
+    pickler.dump(metadata)
+    return stream.getvalue()
 
 
 def assert_same(parsed: Metadata, expected: Metadata) -> None:
@@ -126,6 +148,89 @@ def test_a_path_as_checkpoint_id(tmp_path: Path) -> None:
     assert parsed.storage_meta is not None and parsed.storage_meta.checkpoint_id == tmp_path
 
 
+@pytest.mark.parametrize(
+    ("strides", "read"), [(None, None), ((1, 3), (1, 3)), ([0, 7], (0, 7)), (torch.Size([2]), (2,)), ((), ())]
+)
+def test_strides_of_torch_2_15(tmp_path: Path, strides: Any, read: Any) -> None:
+    """They say how the tensor of one rank lay in memory, and nothing about the bytes of its record."""
+    metadata = pickle.loads(stock_file(tmp_path, {"w": torch.ones(4, 3).t(), "step": 1}))
+    data = with_properties(metadata, (strides,))
+    assert _core.read_metadata_pickle(data).columns.key(0).strides == read  # type: ignore[union-attr]
+    parsed = parse_metadata(data)
+    if "strides" in PROPERTIES:
+        metadata.state_dict_metadata["w"].properties.strides = read
+    assert_same(parsed, metadata)
+    (tmp_path / ".metadata").write_bytes(data)
+    state = {"w": torch.zeros(3, 4), "step": 0}
+    tte.load(state, tmp_path, no_dist=True)
+    assert state["step"] == 1 and torch.equal(state["w"], torch.ones(3, 4))
+
+
+@pytest.mark.parametrize(
+    ("strides", "text"),
+    [
+        (7, "has a value of another type, expected strides"),
+        ("3", "has a value of another type, expected strides"),
+        ((1, None), "has a value of another type, expected an integer"),
+        ((1, -1), "has a negative stride"),
+        ((1,) * 65, "has more than 64 dims"),
+    ],
+)
+def test_strides_that_no_tensor_has(tmp_path: Path, strides: Any, text: str) -> None:
+    metadata = pickle.loads(stock_file(tmp_path, {"w": torch.ones(3)}))
+    with pytest.raises(ValueError, match=rf"^\.metadata: w: {text}$"):
+        parse_metadata(with_properties(metadata, (strides,)))
+
+
+@pytest.mark.parametrize("value", [None, False])
+def test_a_field_of_a_newer_torch_that_is_not_used(
+    tmp_path: Path, value: Any, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    metadata = pickle.loads(stock_file(tmp_path, {"w": torch.ones(3), "b": torch.ones(2)}))
+    data = with_properties(metadata, ((1,), value))
+    recwarn.clear()
+    assert parse_metadata(data).storage_data == metadata.storage_data
+    text = (
+        ".metadata: a newer torch has written field 7{name} of TensorProperties, of which this version knows 6: it is "
+        "ignored, because it has its default everywhere; upgrade torchtitan_ext"
+    )
+    assert [str(one.message) for one in recwarn] == [text.format(name="")]
+    recwarn.clear()
+    (tmp_path / ".metadata").write_bytes(data)
+    monkeypatch.setattr("torchtitan_ext.storage.metadata.metadata_file.PROPERTIES", (*"123456", "colour"))
+    state = {"w": torch.zeros(3)}
+    tte.load(state, tmp_path, no_dist=True)
+    assert torch.equal(state["w"], torch.ones(3))
+    assert text.format(name=" (colour)") in [str(one.message) for one in recwarn]
+    recwarn.clear()
+    shown = call("inspect", tmp_path, "--json")
+    assert (shown.code, len(shown.json["keys"])) == (0, 2)
+
+
+@pytest.mark.parametrize("value", [True, 0, "red", (), (1,), {}])
+def test_a_field_of_a_newer_torch_that_is_used(tmp_path: Path, value: Any) -> None:
+    metadata = pickle.loads(stock_file(tmp_path, {"w": torch.ones(3)}))
+    text = "has a value in field 7 of TensorProperties, of which this version knows 6; upgrade torchtitan_ext"
+    with pytest.raises(ValueError, match=rf"^\.metadata: w: {text}$"):
+        parse_metadata(with_properties(metadata, (None, value)))
+
+
+def test_properties_of_no_torch(tmp_path: Path) -> None:
+    metadata = pickle.loads(stock_file(tmp_path, {"w": torch.ones(3)}))
+    with pytest.raises(ValueError, match="w: has TensorProperties of 4 fields, expected 5 or more$"):
+        parse_metadata(with_properties(metadata, (), keep=4))
+    with pytest.raises(ValueError, match="w: has more fields than its class$"):
+        parse_metadata(with_properties(metadata, (None,) * 12))
+
+
+@pytest.mark.parametrize("fields", [(), (None,), ((1,),)])
+def test_known_fields_are_no_reason_to_warn(tmp_path: Path, fields: Any) -> None:
+    metadata = pickle.loads(stock_file(tmp_path, {"w": torch.ones(3)}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parse_metadata(with_properties(metadata, fields))
+
+
 class Hostile:
     def __reduce__(self) -> Any:
         return os.system, ("touch hostile-was-run",)
@@ -143,6 +248,8 @@ def hostile_files(tmp_path: Path) -> dict[str, bytes]:
     return {
         "instead of the metadata": pickle.dumps(Hostile()),
         "as a key's entry": changed(state_dict_metadata={"w": Hostile()}),
+        "as strides": with_properties(metadata, (Hostile(),)),
+        "as a stride": with_properties(metadata, ((1, Hostile()),)),
         "as a size": changed(state_dict_metadata={"w": entry_of_hostile_size}),
         "in planner_data": changed(planner_data={"w": Hostile()}),
         "deep in planner_data": changed(planner_data={"w": [[[Hostile()]]]}),

@@ -227,9 +227,10 @@ def test_what_is_not_whole_does_not_count(run: Path) -> None:
     assert steps(run) == [10, 20, 30, 40]
 
 
-def test_the_saved_one_stays_behind_later_ones(run: Path) -> None:
-    save_step(run, 7, keep=1)
-    assert steps(run) == [7, 20, 40]
+def test_steps_are_counted_from_the_saved_one(run: Path) -> None:
+    with pytest.warns(UserWarning, match="the run goes on with step 7, below its step\\(s\\) 10, 20"):
+        save_step(run, 7, keep=1)
+    assert steps(run) == [7, 40]
 
 
 def test_files_of_others_stay_in_old_steps(run: Path) -> None:

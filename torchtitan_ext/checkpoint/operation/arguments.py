@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,8 @@ from torchtitan_ext.checkpoint.rules.policy import Source
 from torchtitan_ext.errors import Problem, WrongValueError, argument_error, check_argument, named
 from torchtitan_ext.ranks.side_group import can_have_side_group
 from torchtitan_ext.storage.checkpoint_files import is_local
-from torchtitan_ext.storage.commit.steps import StepPattern, step_of
+from torchtitan_ext.storage.commit.branch import Branch
+from torchtitan_ext.storage.commit.steps import StepPattern, folders_in_fallback, step_of
 from torchtitan_ext.transforms.rules import Transform
 
 # A month: longer times overflow the timers of backends, which count in milliseconds.
@@ -136,6 +137,19 @@ def checked_format(
     return WeightsFormat(max_file_bytes, transform)
 
 
+def check_branch(operation: str, branch: Any, storage_writer: Any) -> None:
+    """Raises ValueError unless this says what becomes of newer steps, for the writer that ``tte.save`` makes."""
+    if branch not in get_args(Branch):
+        raise WrongValueError(
+            f"{operation}: got branch={branch!r}, expected {' or '.join(map(repr, get_args(Branch)))}"
+        )
+    if branch != "set_aside" and storage_writer is not None:
+        raise WrongValueError(
+            f"{operation}: got branch={branch!r} and a storage_writer; give it to the writer: FileWriter(path, "
+            f"branch={branch!r})"
+        )
+
+
 def check_keep(keep: Any, path: str | os.PathLike[str] | None, pattern: Any = None, reuse: Any = None) -> None:
     """Raises TypeError or ValueError unless ``keep`` is a number of steps and ``path`` a step of a run."""
     _check_pattern("save", pattern)
@@ -207,14 +221,25 @@ class OnStorageError:
             object.__setattr__(self, "fallback", os.path.abspath(self.fallback))
 
     def place_of(self, path: str | os.PathLike[str] | None) -> str | None:
-        """Where the fallback of a checkpoint goes: under the same name in the other directory, which may be a URL."""
+        """Where the fallback of a checkpoint goes: under the same name in the run's folder of the other directory."""
         if self.fallback is None or path is None:
             return None
-        return os.path.join(self.fallback, os.path.basename(os.fspath(path).rstrip("/")))
+        path = os.path.abspath(path) if is_local(path) else os.fspath(path).rstrip("/")
+        run, name = os.path.split(path)
+        return os.path.join(folders_in_fallback(run, self.fallback)[0], name)
 
-    def other_places(self, path: str | os.PathLike[str] | None) -> list[str | os.PathLike[str] | None]:
-        """Where a save at ``path`` is tried again, in turn."""
-        fallback = self.place_of(path)
+    def runs_of(self, path: str | os.PathLike[str] | None) -> tuple[Path, ...]:
+        """The directories that may have steps of the run of a checkpoint, its folders in the fallback among them."""
+        if path is None:
+            return ()
+        run = os.path.dirname(os.path.abspath(path)) if is_local(path) else os.path.dirname(os.fspath(path).rstrip("/"))
+        folders = [] if self.fallback is None else folders_in_fallback(run, self.fallback)
+        return tuple(Path(folder) for folder in (run, *folders) if is_local(folder))
+
+    def other_places(
+        self, path: str | os.PathLike[str] | None, fallback: str | None
+    ) -> list[str | os.PathLike[str] | None]:
+        """Where a save at ``path``, whose place in the fallback directory is known, is tried again, in turn."""
         return [path] * self.retries + ([] if fallback is None else [fallback])
 
 
@@ -236,12 +261,12 @@ def sends_from_cpu(group: dist.ProcessGroup | None) -> bool:
     return torch.device("cpu") in group._device_types  # type: ignore[union-attr]
 
 
-def check_seconds(operation: str, timeout_seconds: Any) -> None:
+def check_seconds(operation: str, seconds: Any, argument: str = "timeout_seconds") -> None:
     """Raises TypeError or ValueError unless it is a number of seconds that backends can wait."""
-    check_argument(operation, "timeout_seconds", timeout_seconds, Real, "a number of seconds")
-    if not 0 < timeout_seconds <= _LONGEST_SECONDS:
+    check_argument(operation, argument, seconds, Real, "a number of seconds")
+    if not 0 < seconds <= _LONGEST_SECONDS:
         raise ValueError(
-            f"{operation}: got timeout_seconds={timeout_seconds}, expected more than 0 and at most {_LONGEST_SECONDS:,}"
+            f"{operation}: got {argument}={seconds}, expected more than 0 and at most {_LONGEST_SECONDS:,}"
         )
 
 

@@ -16,6 +16,7 @@ from torchtitan_ext.checkpoint.operation.child_save import SaveInChild
 from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.checkpoint.operation.save_phases import SaveJob, SaveResult, ask_for_states, save_values, writer_at
 from torchtitan_ext.checkpoint.operation.soft_failure import save_softly
+from torchtitan_ext.checkpoint.operation.unasked import SaveFuture, note_failure, raise_unasked
 from torchtitan_ext.checkpoint.staging.copies import StateMemory
 from torchtitan_ext.checkpoint.staging.portions import Portions
 from torchtitan_ext.checkpoint.staging.stager import CpuStager, flat_bytes
@@ -58,6 +59,7 @@ def save_in_background(state_dict: dict[str, Any], job: SaveJob, stager: AsyncSt
     planner, which may be used again, nor an exception, which may be kept.
     """
     phases = job.phases
+    saved = SaveFuture(warns=job.on_storage_error.action == "warn", prints=phases.is_coordinator)
     staged: _SaveHere | SaveInChild = _SaveHere({})
 
     def stage() -> tuple[GroupOffer | None, GroupOffer]:
@@ -68,7 +70,11 @@ def save_in_background(state_dict: dict[str, Any], job: SaveJob, stager: AsyncSt
     def save_staged() -> SaveResult:
         try:
             with phases:
-                return save_softly(run, job, can_go_on=lambda: staged.is_complete)
+                try:
+                    return save_softly(run, job, can_go_on=lambda: staged.is_complete)
+                except BaseException as error:
+                    note_failure(phases, saved, error)
+                    raise
         except BaseException as error:
             clear_frames(error)
             raise
@@ -81,7 +87,8 @@ def save_in_background(state_dict: dict[str, Any], job: SaveJob, stager: AsyncSt
         return staged.run(writer if attempt is job else writer_at(attempt), attempt, offers_of_children)
 
     try:
-        values = ask_for_states(state_dict, job)
+        raise_unasked(phases)
+        values, job = ask_for_states(state_dict, job)
         writer = writer_at(job)
         offers, offers_of_children = zip(*phases.on_all("stage", stage, doing=_COPYING), strict=True)
         phases.go_beside(offers)
@@ -89,7 +96,7 @@ def save_in_background(state_dict: dict[str, Any], job: SaveJob, stager: AsyncSt
         staged.clear()
         phases.close()
         raise
-    saved = _in_thread(save_staged)
+    _in_thread(save_staged, saved)
     if isinstance(staged, _SaveHere) and staged.portions is not None:
         _wait_for_rest(staged.portions, saved)
     return saved
@@ -134,19 +141,28 @@ def _portions_of(values: dict[str, Any], stager: CpuStager, writer: StorageWrite
     return Portions(stager)
 
 
-def _in_thread(save: Callable[[], SaveResult]) -> Future[SaveResult]:
+def _in_thread(save: Callable[[], SaveResult], saved: SaveFuture) -> None:
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torchtitan_ext.async_save")
-    saved = thread.submit(save)
+    saved.set_running_or_notify_cancel()
+    thread.submit(_finish, save, saved)
     thread.shutdown(wait=False)
-    return saved
 
 
-def _wait_for_rest(portions: Portions, saved: Future[SaveResult]) -> None:
+def _finish(save: Callable[[], SaveResult], saved: SaveFuture) -> None:
+    try:
+        saved.set_result(save())
+    except BaseException as error:
+        saved.set_exception(error)
+    finally:
+        del save, saved  # which the error's frames would hold
+
+
+def _wait_for_rest(portions: Portions, saved: SaveFuture) -> None:
     saved.add_done_callback(lambda _: portions.rest_is_written.set())
     try:
         portions.rest_is_written.wait()
     except BaseException:
-        portions.is_given_up = True
+        portions.is_given_up = saved.was_asked = True  # nobody gets the future
         raise
     logger.info(
         "async_save: the state is larger than host_memory_bytes: %d bytes of it were written before the call returned",

@@ -10,6 +10,7 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
@@ -26,6 +27,7 @@ from torchtitan_ext.checkpoint.staging.stager import CpuStager, tensors_in
 from torchtitan_ext.errors import CheckpointFailedError, LostRankError, StateRefusedError, WrongValueError
 from torchtitan_ext.ranks.side_group import GroupOffer, known_to_all
 from torchtitan_ext.ranks.store_address import StoreAddress, address_of_default_store
+from torchtitan_ext.storage.commit.branch import remember_step
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +129,7 @@ class SaveInChild:
                 if not is_of_storage and not isinstance(error, StateRefusedError):
                     self._stager.end_child()
                 raise
+        remember_step(Path(saved.path))
         phases.seconds.update(saved.seconds)
         phases.log_metrics(logger, saved.num_bytes, path=saved.path)
         return dataclasses.replace(saved, seconds=dict(phases.seconds))

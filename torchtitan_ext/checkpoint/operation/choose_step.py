@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from torchtitan_ext.checkpoint.operation.phases import Phases
-from torchtitan_ext.errors import NoCheckpointError, UnknownFormatError, named
-from torchtitan_ext.storage.commit.steps import find_steps, last_finished, patterns_in, step_of, step_paths
+from torchtitan_ext.errors import AbsentRunError, NoCheckpointError, UnknownFormatError, named
+from torchtitan_ext.storage.commit.branch import abandoned_steps, finished_steps, steps_aside
+from torchtitan_ext.storage.commit.steps import folders_in_fallback, is_absent, patterns_in, step_of, step_paths
 from torchtitan_ext.storage.formats.detect import checkpoints_in, format_of
 from torchtitan_ext.storage.inspect.verify import find_damage
 
@@ -32,51 +34,96 @@ def choose_step(
 ) -> Path:
     """The path of a step's checkpoint, the same on every rank. Collective.
 
+    Of a run that was set back, the latest and the last good step are of the branch of its last commit.
+
     For the last good step each rank reads and verifies a part of the files; the coordinator warns of skipped steps.
 
     Args:
-        fallback: A second directory of the run; a step that both have finished is taken from the first.
+        fallback: A directory with steps of this run and of others; a step that is finished in both is the run's own.
 
     Raises:
+        AbsentRunError: Only the fallback has steps, and no number was given. The same on every rank.
         NoCheckpointError: The run has no such step, or no good one. The same on every rank.
     """
     run = Path(run_dir)
+    runs = [run, *map(Path, [] if fallback is None else folders_in_fallback(run_dir, fallback))]
 
-    def look(_: object) -> tuple[dict[int, bool], dict[int, Path], str]:
-        steps, paths = find_steps(run, pattern), step_paths(run, pattern)
-        if fallback is not None:
-            others = step_paths(Path(fallback), pattern)
-            for number, is_finished in find_steps(Path(fallback), pattern).items():
-                if not steps.get(number, False):
-                    steps[number], paths[number] = is_finished, others[number]
-        return steps, paths, "" if any(steps.values()) else why_no_step(run, pattern)
+    def look(_: object) -> _Found:
+        found = _find(runs, pattern)
+        if fallback is None:
+            return found
+        newest = max(found.living, default=None)
+        if newest is not None and not isinstance(step, int) and is_absent(run):
+            raise AbsentRunError(str(run), str(found.finished[newest].parent), newest)
+        return found if found.finished else replace(found, reason=found.reason + _of_other_runs(Path(fallback)))
 
-    steps, paths, reason = phases.to_coordinator("choose", lambda: None, look, doing=_LISTING)
+    found = phases.to_coordinator("choose", lambda: None, look, doing=_LISTING)
     if step == "last-good":
-        return _last_good(run, steps, paths, reason, phases)
-    number = step if isinstance(step, int) else last_finished(steps)
-    if number is not None and steps.get(number, False):
-        return paths[number]
+        return _last_good(run, found, phases)
+    number = step if isinstance(step, int) else max(found.living, default=None)
+    if number is not None and number in found.finished:
+        return found.finished[number]
     wanted = "no finished checkpoint" if step == "latest" else f"no finished checkpoint of step {step}"
-    raise NoCheckpointError(str(run), f"has {wanted}: {_listed(steps, reason)}")
+    raise NoCheckpointError(str(run), f"has {wanted}: {_listed(found)}{_aside(runs, number, pattern, phases)}")
 
 
-def _last_good(run: Path, steps: Mapping[int, bool], paths: Mapping[int, Path], no_steps: str, phases: Phases) -> Path:
+@dataclass(frozen=True)
+class _Found:
+    """The steps in the directories of a run.
+
+    Attributes:
+        finished: Of a step that several directories have, the one that the run has not left behind, of the first.
+        unfinished: The steps that have finished in none.
+        living: The finished steps that the run has not left behind.
+        reason: Why there is no finished step, as the end of a sentence.
+    """
+
+    finished: dict[int, Path]
+    unfinished: dict[int, Path]
+    living: set[int]
+    reason: str
+
+
+def _find(runs: Sequence[Path], pattern: str | None) -> _Found:
+    steps = finished_steps(runs, pattern)
+    abandoned = abandoned_steps(steps)
+    # Later ones count: the first directory's, of what is not left behind.
+    order = sorted(steps, key=lambda one: (one[1] not in abandoned, -runs.index(one[1].parent)))
+    finished = dict(order)
+    unfinished = {number: path for run in runs for number, path in step_paths(run, pattern).items()}
+    unfinished = {number: path for number, path in unfinished.items() if number not in finished}
+    living = {number for number, path in finished.items() if path not in abandoned}
+    return _Found(finished, unfinished, living, "" if finished else why_no_step(runs[0], pattern))
+
+
+def _last_good(run: Path, found: _Found, phases: Phases) -> Path:
     skipped: list[str] = []
-    for number in sorted(steps, reverse=True):
-        path = paths[number]
+    for number in sorted({*found.living, *found.unfinished}, reverse=True):
+        path = found.finished.get(number)
         reason: str | None = "it has no .metadata: its save has not finished"
-        if steps[number]:
+        if path is not None:
             verify = partial(find_damage, path, part=phases.rank, num_parts=phases.size)
-            found = phases.on_all("verify", verify, doing=_VERIFYING)
-            reason = next((damage for damage in found if damage is not None), None)
-        if reason is None:
-            if skipped:
-                _warn_of_skipped(run, number, skipped, phases)
-            return path
+            damages = phases.on_all("verify", verify, doing=_VERIFYING)
+            reason = next((damage for damage in damages if damage is not None), None)
+            if reason is None:
+                if skipped:
+                    _warn_of_skipped(run, number, skipped, phases)
+                return path
         skipped.append(f"step {number}: {reason}")
-    reasons = "; ".join(skipped[:_MAX_LISTED]) or f"it has no step at all{no_steps}"
+    reasons = "; ".join(skipped[:_MAX_LISTED]) or f"it has no step at all{found.reason}"
     raise NoCheckpointError(str(run), f"has no good checkpoint: {reasons}")
+
+
+def _aside(runs: Sequence[Path], number: int | None, pattern: str | None, phases: Phases) -> str:
+    """Where a step that is not in the run was set aside, as the end of a sentence."""
+
+    def look(_: object) -> list[Path]:
+        return [
+            path for run in runs for path in steps_aside(run) if number is not None and step_of(path, pattern) == number
+        ]
+
+    found = phases.to_coordinator("choose", lambda: None, look, doing=_LISTING)
+    return f"; the run was set back and has left it behind, load it by its path: {named(found)}" if found else ""
 
 
 def _warn_of_skipped(run: Path, number: int, skipped: Sequence[str], phases: Phases) -> None:
@@ -106,8 +153,14 @@ def why_no_step(run: Path, pattern: str | None) -> str:
     return f"; it is a checkpoint itself: load it without step={of_run}"
 
 
-def _listed(steps: Mapping[int, bool], reason: str) -> str:
-    finished = sorted(number for number, is_finished in steps.items() if is_finished)
-    text = f"it has steps {', '.join(map(str, finished[-_MAX_LISTED:]))}" if finished else f"it has none{reason}"
-    half = sorted(number for number, is_finished in steps.items() if not is_finished)
+def _of_other_runs(fallback: Path) -> str:
+    folders = sorted(path.name for path in fallback.iterdir() if path.is_dir()) if fallback.is_dir() else []
+    others = f", it has {named(folders, _MAX_LISTED)}" if folders else ""
+    return f"; the fallback {fallback} has none of this run{others}"
+
+
+def _listed(found: _Found) -> str:
+    finished = sorted(found.finished)
+    text = f"it has steps {', '.join(map(str, finished[-_MAX_LISTED:]))}" if finished else f"it has none{found.reason}"
+    half = sorted(found.unfinished)
     return f"{text}; not finished are {', '.join(map(str, half[-_MAX_LISTED:]))}" if half else text

@@ -15,9 +15,11 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
+from torchtitan_ext.checkpoint.rules.data_positions import position_class
 from torchtitan_ext.checkpoint.rules.load_rules import UNTOUCHED, ComponentPlan
 from torchtitan_ext.checkpoint.rules.param_groups import find_moved, merge_param_groups, option_keys
 from torchtitan_ext.checkpoint.rules.policy import Action, ElasticPolicy, Source
@@ -102,46 +104,57 @@ def cut_by_component(
     policy: ElasticPolicy | None,
     size: int,
     at: Callable[[str], None],
+    *,
+    asks: bool = True,
 ) -> Components:
     """Sorts the entries of a state dict by what the load does with them, and asks those with a rule of their own.
 
-    Without a policy the load fills all values, as stock does, and asks no component. ``at`` is called with the key of
-    each component before it is asked.
+    Without a policy the load fills all values, as stock does, and only asks objects that can reshard. ``at`` is called
+    with the key of each component before it is asked. ``asks=False`` asks none: for planners of stock.
     """
     components = Components(plans=[{} for _ in opened])
-    if policy is None:
-        for key, component in state_dict.items():
-            at(str(key))
-            components.values[key] = component.state_dict() if is_stateful(component) else component
-        return components
+    asks = asks and not any(one.is_of_one_rank for one in opened)
+    rules = policy or ElasticPolicy()
     carried = {}
     for key, component in state_dict.items():
         at(str(key))
-        action = _action_for(str(key), component, policy)
+        action = _action_for(str(key), component, rules)
         if not isinstance(component, torch.Tensor):
+            plan = ComponentPlan(action, position_class="" if can_reshard(component) else position_class(component))
             for plans in components.plans:
-                plans[str(key)] = ComponentPlan(action)
+                plans[str(key)] = plan
         if not is_stateful(component):
             components.values[key] = component
         elif action in ("reset", "omit"):
             _leave(key, component, action, components)
-        elif action == "reshard" and can_reshard(component):
+        elif asks and action == "reshard" and _reshards(component, policy):
             carried[key] = component
         else:
             components.values[key] = component.state_dict()
     new = world_of(components.values, size)
-    for key in list(components.values):
-        if policy.component_action(str(key)) == "reshard" and _has_group_list(components.values[key]):
-            _cut_param_groups(key, components, opened, policy, new)
+    if policy is not None:
+        for key in list(components.values):
+            if policy.component_action(str(key)) == "reshard" and _has_group_list(components.values[key]):
+                _cut_param_groups(key, components, opened, policy, new)
     for key, component in carried.items():
         at(str(key))
         position = _source_of(f"{key}.*", opened)
         plan = ComponentPlan("reshard", UNTOUCHED)
         if position is not None:
-            plan = _ask(key, component, components, opened[position], policy, new)
+            plan = _ask(key, component, components, opened[position], rules, new)
         components.plans[position or 0][str(key)] = plan
-    _check_samples(components)
+    if policy is not None:
+        _check_samples(components)
     return components
+
+
+def _reshards(component: Any, policy: ElasticPolicy | None) -> bool:
+    """Whether a load asks an object for its part.
+
+    Without a policy torch's LR schedulers load by key: no report would say that one of another class took the step
+    alone.
+    """
+    return can_reshard(component) and (policy is not None or not isinstance(component, LRScheduler))
 
 
 def _action_for(name: str, component: Any, policy: ElasticPolicy) -> Action:

@@ -2,7 +2,7 @@
 
 1. *prepare* reads what components have saved and asks them for their part;
 2. *plan* makes the plans of all checkpoints, and one refusal of what any rank refuses; nothing has changed so far;
-3. *read* reads tensors in place;
+3. *read* reads tensors in place; blocks of files of which each rank reads little are then verified by one of them;
 4. *take* gives components their new state;
 5. *prove* compares the loaded tensors with the fingerprints of the save.
 
@@ -15,7 +15,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -42,6 +42,7 @@ from torchtitan_ext.checkpoint.operation.sharing.share_reads import (
     offer,
     read_sharing,
 )
+from torchtitan_ext.checkpoint.operation.verify_blocks import leave_blocks, verify_blocks
 from torchtitan_ext.checkpoint.planners.items import ReadDecision
 from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
 from torchtitan_ext.checkpoint.planners.subclasses import read_metadata, set_up_load
@@ -166,7 +167,8 @@ def prepare_load(job: LoadJob) -> tuple[list[OpenSource], Components]:
             raise refusal("load", [Problem("broken_checkpoint", name, detail) for name in incomplete])
         if job.prove:
             check_keeps_tensors(opened)
-        components = cut_by_component(job.state_dict, opened, policy, phases.size, phases.at)
+        asks = isinstance(job.planner, LoadPlanner)
+        components = cut_by_component(job.state_dict, opened, policy, phases.size, phases.at, asks=asks)
         seen = ["" if one.is_of_one_rank else getattr(one.reader, "metadata_digest", "") for one in opened]
         rules = f"{policy!r}, {[replace(source, path=None) for source in sources]}, {incomplete}"
         if has_transform:
@@ -275,6 +277,13 @@ def _plan_source(one: OpenSource, planner: StockLoadPlanner, values: dict[Any, A
     return phases.through_coordinator("plan", plan_own_part, plan_all_parts, doing=_PLANNING)
 
 
+class _Read(NamedTuple):
+    """What a rank has read of all sources, and whether it has left blocks for the ranks to verify together."""
+
+    num_bytes: int
+    has_unverified_blocks: bool
+
+
 def read_load(
     job: LoadJob, opened: Sequence[OpenSource], planned: Sequence[PlannedSource], components: Components
 ) -> tuple[int, ReadSharing | None]:
@@ -286,6 +295,7 @@ def read_load(
     """
     phases = job.phases
     plans: list[LoadPlan] = []
+    readers = [one.reader.files_reader for one in planned if isinstance(one.reader, FileReader)]
 
     def read_values() -> ShareOffer:
         if job.prove:
@@ -299,6 +309,7 @@ def read_load(
                     result_of(one.reader.read_data(replace(plan, items=values), one.planner))
                 plan = replace(plan, items=tensors)
             plans.append(plan)
+        leave_blocks(readers, phases)
         return offer(job.share_reads, shared_reads())
 
     def shared_reads() -> list[PlannedReads]:
@@ -309,7 +320,7 @@ def read_load(
         ]
         return found if len(found) == len(planned) else []
 
-    def read_tensors() -> int:
+    def read_tensors() -> _Read:
         for one, plan in zip(planned, plans, strict=True):
             if isinstance(one.planner, LoadPlanner):
                 one.planner.change_targets()
@@ -317,15 +328,16 @@ def read_load(
                 result_of(one.reader.read_data(plan, one.planner))
             if isinstance(one.planner, LoadPlanner):
                 one.planner.finish_load()
-        return num_bytes_read()
+        return result()
 
-    def finish() -> int:
+    def finish() -> _Read:
         for one in shared_reads():
             one.planner.finish_load()
-        return num_bytes_read()
+        return result()
 
-    def num_bytes_read() -> int:
-        return sum(one.reader.num_bytes_read for one in planned if isinstance(one.reader, FileReader))
+    def result() -> _Read:
+        num_bytes = sum(one.reader.num_bytes_read for one in planned if isinstance(one.reader, FileReader))
+        return _Read(num_bytes, any(reader.has_unverified_blocks for reader in readers))
 
     offers = phases.on_all("read values", read_values, doing="values were read; nothing was changed")
     problems = differing_offers(offers)
@@ -333,10 +345,13 @@ def read_load(
         raise refusal("load", problems)
     loaded = components.loaded(job.policy)
     doing = f"tensors were read; these may be part-written: {', '.join(loaded)}"
-    if not is_worth_asking(offers):
-        return sum(phases.on_all("read", read_tensors, doing=doing, undefined=loaded)), None
-    sharing = read_sharing(job.share_reads, shared_reads(), offers, phases, doing=doing, undefined=loaded)
-    return sum(phases.on_all("read", finish, doing=doing, undefined=loaded)), sharing
+    sharing = None
+    if is_worth_asking(offers):
+        sharing = read_sharing(job.share_reads, shared_reads(), offers, phases, doing=doing, undefined=loaded)
+    of_ranks = phases.on_all("read", read_tensors if sharing is None else finish, doing=doing, undefined=loaded)
+    if any(one.has_unverified_blocks for one in of_ranks):
+        verify_blocks(readers, phases, doing=doing, undefined=loaded)
+    return sum(one.num_bytes for one in of_ranks), sharing
 
 
 def take_load(job: LoadJob, components: Components) -> set[str]:

@@ -10,7 +10,7 @@ import logging
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -19,14 +19,18 @@ import torch.distributed as dist
 from torchtitan_ext.checkpoint.operation.arguments import Place, place_problems
 from torchtitan_ext.errors import (
     CheckpointFailedError,
+    DifferentCallsError,
     LostRankError,
+    StateRefusedError,
     TorchtitanExtError,
+    WrongArgumentError,
+    is_of_storage,
     only_printed,
     readable_error,
     refusal,
 )
 from torchtitan_ext.metrics import Trace, Traced, log_metrics, timed
-from torchtitan_ext.ranks.exchange import TimedExchange
+from torchtitan_ext.ranks.exchange import REFUSED, Opening, TimedExchange
 from torchtitan_ext.ranks.groups import position_in
 from torchtitan_ext.ranks.side_group import (
     GroupOffer,
@@ -48,11 +52,27 @@ _COORDINATOR = "coordinator's part"
 
 
 class PhaseFailure(Exception):
-    """The errors of ranks, by rank; the end of the phase turns them into one of our errors."""
+    """The errors of ranks, by rank; the end of the phase turns them into one of our errors.
 
-    def __init__(self, errors: dict[int, BaseException]) -> None:
-        super().__init__(errors)
+    Attributes:
+        of_storage: The ranks on which storage failed.
+        is_echo: They follow from the error of another rank, which is told in their place.
+        advice: What to do beside, where the group was lost with them.
+    """
+
+    def __init__(
+        self,
+        errors: dict[int, BaseException],
+        of_storage: frozenset[int] = frozenset(),
+        *,
+        is_echo: bool = False,
+        advice: str = "",
+    ) -> None:
+        super().__init__(errors, of_storage)
         self.errors = errors
+        self.of_storage = of_storage
+        self.is_echo = is_echo
+        self.advice = advice
 
 
 class Phases:
@@ -64,7 +84,9 @@ class Phases:
     failed; and a ``LostRankError`` where a rank does not come within ``timeout_seconds``, or its connection breaks. A
     rank that was interrupted (``KeyboardInterrupt``, ``SystemExit``) raises that itself.
 
-    Operation (``"save"`` or ``"load"``) and path are for messages. The coordinator writes the trace at the end.
+    Operation (``"save"`` or ``"load"``) and path are for messages. The coordinator writes the trace at the end. Each
+    phase tells the other ranks the call that it is a phase of, as ``call_text`` writes it: where ranks make different
+    calls, all raise one ``DifferentCallsError``.
     """
 
     def __init__(
@@ -76,8 +98,10 @@ class Phases:
         path: object = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
         trace: Trace | None = None,
+        call: str = "",
     ) -> None:
         self._operation = operation
+        self._call = call or operation
         self._path = "" if path is None else str(path)
         is_alone = no_dist or (process_group is None and not (dist.is_available() and dist.is_initialized()))
         group = None if is_alone else process_group or dist.group.WORLD
@@ -179,6 +203,19 @@ class Phases:
                 more=more or {},
             )
 
+    def refuse(self, error: Exception) -> None:
+        """Tells the other ranks that this one has refused its arguments. Collective, in place of the call's phases.
+
+        Raises:
+            WrongArgumentError: What ranks have refused. The same on every rank; a process alone raises nothing.
+            LostRankError: A rank is gone or does not take part.
+        """
+        if self._ranks is not None:
+            watch, exchange = self._ranks
+            watch.begin("arguments", "ranks checked their arguments; nothing was changed")
+            text = str(error) if str(error).startswith(self._call) else f"{self._call}: {error}"
+            exchange.heads(text.encode(errors="replace"), Opening(self._call, REFUSED))
+
     def confirm(self) -> None:
         """Raises LostRankError where other ranks gave up while this process was stopped. Not collective."""
         if self._ranks is not None:
@@ -193,6 +230,7 @@ class Phases:
         undefined: tuple[str, ...] = (),
         places: Sequence[Place] | None = None,
         hold_the_same: Callable[[list[T]], bool] = lambda _: False,
+        exchange_name: str = "",
     ) -> list[T]:
         """The results of all ranks, on all ranks.
 
@@ -203,16 +241,26 @@ class Phases:
             undefined: Components that may be part-written if a rank fails.
             places: This rank's checkpoints; where ranks name different ones, that is the error, whatever else failed.
             hold_the_same: Whether the results show that different places hold copies of one checkpoint, which is fine.
+            exchange_name: Where ``work`` waits for other ranks: a name that no other such work on the group has, the
+                same on all ranks. What one rank raises is then announced through the store, and no rank goes on to the
+                end of the phase while another one still works; the error of the group that is lost meanwhile is not
+                told, but the one that was announced.
         """
         with self._phase(name, doing, undefined):
-            data = self._own_part(work)
+            data = self._own_part(work, exchange_name)
             if self._ranks is None:
                 return _values([data], self._trace)
-            exchange = self._ranks[1]
+            watch, exchange = self._ranks
             if places is None:
-                return _values(exchange.rest_on_all(data, exchange.heads(data)), self._trace)
+                try:
+                    return _values(exchange.rest_on_all(data, exchange.heads(data, self._opening(name))), self._trace)
+                except LostRankError as lost:
+                    if watch.announced is None or lost.silent or lost.late:
+                        raise
+                    rank, error = watch.announced
+                    raise PhaseFailure({rank: error}, advice=f"; {watch.advice}") from None
             data = pickle.dumps((tuple(places), data))
-            parts = exchange.rest_on_all(data, exchange.heads(data))
+            parts = exchange.rest_on_all(data, exchange.heads(data, self._opening(name)))
             try:
                 found = [(of_rank, part) for of_rank, part in map(pickle.loads, parts)]
             except Exception:
@@ -269,7 +317,7 @@ class Phases:
         gathered: Sequence[bytes | memoryview] = [data]
         if self._ranks is not None:
             watch, exchange = self._ranks
-            heads = exchange.heads(data)
+            heads = exchange.heads(data, self._opening(name))
             watch.begin(then or name, doing)
             gathered = exchange.rest_on_coordinator(data, heads)
             if not self.is_coordinator:
@@ -288,17 +336,30 @@ class Phases:
         made = _attempt(make, self.rank)
         return [pickle.dumps(made)] * num_parts if isinstance(made, PhaseFailure) else made
 
-    def _own_part(self, work: Callable[[], T]) -> bytes:
-        """This rank's result, or error, as it travels."""
+    def _own_part(self, work: Callable[[], T], exchange_name: str = "") -> bytes:
+        """This rank's result, or error, as it travels. ``exchange_name`` is as in ``on_all``."""
 
         def make() -> bytes:
             with self._span("own part"):
                 result = work()
             return pickle.dumps(result)
 
+        watch = self._ranks[0] if self._ranks is not None and exchange_name else None
+        if watch is not None:
+            watch.enter_exchange(exchange_name)
         made = _attempt(make, self.rank)
+        if watch is not None:
+            failed = made if isinstance(made, PhaseFailure) else None
+            error = None if failed is None else next(iter(failed.errors.values()))
+            # An error of the backend follows from a rank that is lost or late, which the end of the phase finds.
+            is_echo = watch.leave_exchange(None if isinstance(error, dist.DistError) else error)
+            if failed is not None:
+                made = PhaseFailure(failed.errors, failed.of_storage, is_echo=is_echo)
         data = pickle.dumps(made) if isinstance(made, PhaseFailure) else made
         return data if self._trace is None else pickle.dumps(Traced(data, self._trace.unsent()))
+
+    def _opening(self, name: str) -> Opening:
+        return Opening(self._call, f"phase {name} of {self._call}")
 
     def _span(self, name: str) -> AbstractContextManager[None]:
         """Records the ``with`` as a span, where there is a trace."""
@@ -320,8 +381,8 @@ class Phases:
                 own = failure.errors.get(self.rank)
                 if isinstance(own, (KeyboardInterrupt, SystemExit)):
                     raise own from None
-                raise self._own_error(failure.errors, name, undefined) from None
-            except LostRankError:
+                raise self._own_error(failure, name, undefined) from None
+            except (LostRankError, DifferentCallsError, StateRefusedError):  # the same on every rank
                 raise
             except BaseException as error:
                 if watch is not None:
@@ -331,15 +392,53 @@ class Phases:
                 if self._turn is not None:
                     self._turn.in_phase = None
 
-    def _own_error(
-        self, errors: Mapping[int, BaseException], name: str, undefined: tuple[str, ...]
-    ) -> TorchtitanExtError:
+    def _own_error(self, failure: PhaseFailure, name: str, undefined: tuple[str, ...]) -> TorchtitanExtError:
+        errors = failure.errors
         ours = next((error for error in errors.values() if isinstance(error, TorchtitanExtError)), None)
-        if ours is not None and not undefined:
+        if ours is not None and not undefined and not failure.advice:
             return ours
-        texts = {rank: f"{type(error).__name__}: {error}" for rank, error in errors.items()}
-        is_of_storage = all(isinstance(error, OSError) for error in errors.values())
-        return CheckpointFailedError(self._operation, texts, undefined, name, self._path, is_of_storage)
+        texts = {rank: f"{type(error).__name__}: {error}{failure.advice}" for rank, error in errors.items()}
+        is_soft = failure.of_storage.issuperset(errors)
+        return CheckpointFailedError(self._operation, texts, undefined, name, self._path, is_soft)
+
+
+def call_text(operation: str, **options: object) -> str:
+    """A call as other ranks get to know it: with the options that must be the same on all ranks, where they are given.
+
+    ``load(prove=True)``
+    """
+    given = ", ".join(f"{name}={value!r}" for name, value in options.items() if value)
+    return f"{operation}({given})" if given else operation
+
+
+@contextmanager
+def checking_arguments(
+    operation: str, group: dist.ProcessGroup | None = None, *, no_dist: bool = False
+) -> Iterator[None]:
+    """Around the checks of a collective call's arguments: an error on one rank alone becomes an error of all.
+
+    Collective where they raise: the rank takes part in the call's first exchange, to tell the others.
+
+    Raises:
+        WrongArgumentError: Some ranks refuse their arguments, or all do and for different reasons; names them. The same
+            on every rank.
+        Exception: What the checks raise; where all ranks raise the same, or the others cannot be told.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(group, dist.ProcessGroup | None):
+            raise
+        told: WrongArgumentError | None = None
+        with suppress(Exception), Phases(operation, group, no_dist=no_dist) as phases:
+            try:
+                phases.refuse(error)
+            except WrongArgumentError as refused:
+                if len(refused.problems) < phases.size or len({problem.detail for problem in refused.problems}) > 1:
+                    told = refused
+        if told is not None:
+            raise told from error
+        raise
 
 
 def _attempt(work: Callable[[], T], rank: int) -> T | PhaseFailure:
@@ -349,7 +448,7 @@ def _attempt(work: Callable[[], T], rank: int) -> T | PhaseFailure:
     except PhaseFailure as failure:
         return failure
     except BaseException as error:
-        return PhaseFailure({rank: readable_error(error)})
+        return PhaseFailure({rank: readable_error(error)}, frozenset([rank] if is_of_storage(error) else []))
 
 
 def _value(data: bytes | memoryview, trace: Trace | None = None) -> Any:
@@ -371,13 +470,16 @@ def _values(gathered: Sequence[bytes | memoryview], trace: Trace | None) -> list
     """
     values: list[Any] = []
     errors: dict[int, BaseException] = {}
+    of_storage: set[int] = set()
+    echoes: dict[int, BaseException] = {}
     for rank, data in enumerate(gathered):
         try:
             values.append(_value(data, trace))
         except PhaseFailure as failure:
-            errors.update(failure.errors)
+            (echoes if failure.is_echo else errors).update(failure.errors)
+            of_storage |= failure.of_storage
         except Exception as error:
             errors[rank] = RuntimeError(f"its result cannot be read back: {type(error).__name__}: {error}")
-    if errors:
-        raise PhaseFailure(errors)
+    if errors or echoes:
+        raise PhaseFailure(errors or echoes, frozenset(of_storage))
     return values

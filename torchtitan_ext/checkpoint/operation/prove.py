@@ -58,7 +58,7 @@ class ProvenSource:
     def with_sums(self) -> FileReader | None:
         """The reader, if the checkpoint has fingerprints."""
         reader = self.opened.reader
-        reader = reader.files_reader if isinstance(reader, MappedReader) else reader
+        reader = reader.files_reader if isinstance(reader, FileReader) else reader
         return reader if isinstance(reader, FileReader) and reader.has_sums else None
 
     @property
@@ -72,6 +72,10 @@ class ProvenSource:
         """The checkpoint's name of a flat key of the state dict."""
         name, reader = self.planner.rules.source.saved_name(fqn), self.opened.reader
         return (reader.mapped.kept_name(name) or name) if isinstance(reader, MappedReader) else name
+
+    def saved_shape(self, fqn: str) -> tuple[int, ...]:
+        """The shape of a tensor that the checkpoint has."""
+        return tuple(self.entries[self.saved_name(fqn)].size)  # type: ignore[union-attr]
 
     def saved_chunks(self, fqn: str) -> Iterator[tuple[MetadataIndex, tuple[int, ...]]]:
         """The saved chunks of a key and their sizes; without empty ones: stock may save another at the same offsets."""
@@ -107,11 +111,15 @@ class _Described(NamedTuple):
 
 
 class _Summed(NamedTuple):
-    """The sums of a rank's tensors, and the stored sums of its share of keys, or why there are none."""
+    """The sums of a rank's tensors, and the stored sums of its share of keys, or why there are none.
+
+    ``reshaped`` has, of this share, the saved shapes of tensors that now have others: a sum does not tell.
+    """
 
     sums: dict[str, TensorSums]
     stored: dict[str, int | str]
     unproved: dict[str, str]
+    reshaped: dict[str, tuple[int, ...]]
 
 
 class _PartSums(NamedTuple):
@@ -182,13 +190,21 @@ def prove_load(
 
     def sum_own() -> _Summed:
         sums, failed = _sums_of(own, keys, steps, summer, phases)
-        return _Summed(with_numbers(sums), _stored_sums(keys, source_of, sources, phases), failed)
+        share = list(_share_of_keys(keys, source_of, sources, phases))
+        stored = {fqn: found for fqn, source in share if (found := _stored_sum(fqn, source)) is not None}
+        reshaped = {
+            fqn: shape
+            for fqn, source in share
+            if fqn in stored and (shape := source.saved_shape(fqn)) != agreement.shape_of(fqn)
+        }
+        return _Summed(with_numbers(sums), stored, failed, reshaped)
 
     summed = phases.on_all("prove", sum_own, doing=_PROVING)
     unproved |= {fqn: reason for one in summed for fqn, reason in one.unproved.items()}
     wrong, proved = _compare(keys, source_of, sources, summed, unproved)
     if wrong:
-        detailed = [fqn for fqn in wrong[:_MAX_DETAILED] if fqn in own.values]
+        reshaped = {fqn: shape for one in summed for fqn, shape in one.reshaped.items() if fqn in wrong}
+        detailed = [fqn for fqn in wrong[:_MAX_DETAILED] if fqn in own.values and fqn not in reshaped]
 
         def look_again() -> list[_PartSums]:
             return [
@@ -199,7 +215,8 @@ def prove_load(
 
         found = phases.on_all("prove", look_again, doing=_PROVING)
         path = ", ".join(dict.fromkeys(sources[source_of[fqn]].opened.name for fqn in wrong))
-        raise ProofFailedError(path, tuple(wrong), tuple(_wrong_parts(found)))
+        shapes = {fqn: (shape, agreement.shape_of(fqn)) for fqn, shape in reshaped.items()}
+        raise ProofFailedError(path, tuple(wrong), tuple(_wrong_parts(found)), shapes)
     return LoadProof(tuple(proved), unproved)
 
 
@@ -270,18 +287,14 @@ def _sums_of(
     return sums, failed
 
 
-def _stored_sums(
+def _share_of_keys(
     keys: Sequence[str], source_of: Mapping[str, int], sources: Sequence[ProvenSource], phases: Phases
-) -> dict[str, int | str]:
-    """The stored sums of this rank's share of keys; of all that it can find where each rank has metadata of its own."""
-    stored: dict[str, int | str] = {}
+) -> Iterator[tuple[str, ProvenSource]]:
+    """The keys that this rank looks up, with their sources; all keys where each rank has metadata of its own."""
     for number, fqn in enumerate(keys):
         source = sources[source_of[fqn]]
         if source.opened.is_of_one_rank or number % phases.size == phases.rank:
-            found = _stored_sum(fqn, source)
-            if found is not None:
-                stored[fqn] = found
-    return stored
+            yield fqn, source
 
 
 def _stored_sum(fqn: str, source: ProvenSource) -> int | str | None:
@@ -309,6 +322,7 @@ def _compare(
     for rank, one in enumerate(summed):
         for fqn, part in one.sums.items():
             parts[fqn].append((rank, part))
+    reshaped = {fqn for one in summed for fqn in one.reshaped}
     wrong, proved = [], []
     for fqn in keys:
         if fqn in unproved:
@@ -323,7 +337,7 @@ def _compare(
         reason = next((one for one in expected if isinstance(one, str)), None)
         if reason is not None:
             unproved[fqn] = reason
-        elif any(total % _MODULUS != one for total, one in zip(totals, expected, strict=True)):
+        elif fqn in reshaped or any(total % _MODULUS != one for total, one in zip(totals, expected, strict=True)):
             wrong.append(fqn)
         else:
             proved.append(fqn)

@@ -21,7 +21,6 @@ from torchtitan_ext.checkpoint.operation.arguments import (
     OnStorageError,
     Place,
     WeightsFormat,
-    check_keep,
     place_of,
     sends_from_cpu,
 )
@@ -33,6 +32,7 @@ from torchtitan_ext.checkpoint.tables.component import CountsSamples, SampleAcco
 from torchtitan_ext.dcp_private import storage_setup
 from torchtitan_ext.errors import CheckpointFailedError, Problem, only_printed, refusal
 from torchtitan_ext.storage import FileWriter
+from torchtitan_ext.storage.commit.branch import Branch
 from torchtitan_ext.storage.futures import result_of
 from torchtitan_ext.storage.native.shared_files import WrittenFiles
 from torchtitan_ext.storage.runs.retention import remove_old_steps
@@ -80,7 +80,13 @@ class SaveResult:
 
 @dataclass(frozen=True)
 class SaveJob:
-    """Where and how one save writes, on which ranks: the arguments that travel together. See ``checkpoint.save``."""
+    """Where and how one save writes, on which ranks: the arguments that travel together. See ``checkpoint.save``.
+
+    Attributes:
+        fallback_place: Where the coordinator writes what storage refuses at ``path``: ranks may know the run by
+            different paths.
+        runs: The directories that may have steps of the run: that of the path, and its folders in the fallback.
+    """
 
     path: str | os.PathLike[str] | None
     storage_writer: StorageWriter | None
@@ -92,6 +98,9 @@ class SaveJob:
     fingerprints: bool = False
     reuse: str | os.PathLike[str] | None = None
     weights: WeightsFormat | None = None
+    branch: Branch = "set_aside"
+    runs: tuple[Path, ...] = ()
+    fallback_place: str | None = None
 
 
 def writer_at(job: SaveJob) -> StorageWriter:
@@ -105,15 +114,20 @@ def writer_at(job: SaveJob) -> StorageWriter:
         transform = job.weights.transform
         weights_map = None if transform is None else TransformedTensors(transform)
         return SafetensorsWriter(path, max_file_bytes=job.weights.max_file_bytes, weights_map=weights_map)
-    check_keep(job.keep, getattr(writer, "path", None) if path is None else path, job.step_pattern, job.reuse)
     if writer is None and path is not None and FileWriter.validate_checkpoint_id(path):
-        return FileWriter(path, fingerprints=job.fingerprints, reuse=job.reuse, step_pattern=job.step_pattern)
+        made = FileWriter(
+            path, fingerprints=job.fingerprints, reuse=job.reuse, step_pattern=job.step_pattern, branch=job.branch
+        )
+        own = os.path.realpath(made.target.parent)
+        made.beside = tuple(run for run in job.runs if os.path.realpath(run) != own)
+        return made
     return cast(StorageWriter, storage_setup(writer, path, reader=False))
 
 
-def ask_for_states(state_dict: Mapping[Any, Any], job: SaveJob) -> dict[Any, Any]:
-    """The values of a state dict: asks ``Stateful`` objects for theirs, and compares their sample counts. Collective.
+def ask_for_states(state_dict: Mapping[Any, Any], job: SaveJob) -> tuple[dict[Any, Any], SaveJob]:
+    """The values of a state dict, and the job with what the ranks have agreed on. Collective.
 
+    Asks ``Stateful`` objects for their values, and compares their sample counts.
     DCP would ask them outside of its collectives: where one raised, the other ranks would wait for this rank.
 
     Raises:
@@ -123,7 +137,7 @@ def ask_for_states(state_dict: Mapping[Any, Any], job: SaveJob) -> dict[Any, Any
     values: dict[Any, Any] = {}
     accounts: dict[str, SampleAccount] = {}
 
-    def ask() -> str:
+    def ask() -> tuple[str, str | None]:
         for key, value in state_dict.items():
             if is_stateful(value):
                 phases.at(str(key))
@@ -133,16 +147,17 @@ def ask_for_states(state_dict: Mapping[Any, Any], job: SaveJob) -> dict[Any, Any
             values[key] = value
         if phases.is_coordinator:
             _warn_of_samples(accounts)
-        return _form_of(job)
+        return _form_of(job), job.on_storage_error.place_of(job.path)
 
-    forms = phases.on_all("prepare", ask, doing=_ASKING, places=_places_of(job))
+    asked = phases.on_all("prepare", ask, doing=_ASKING, places=_places_of(job))
+    forms = [form for form, _ in asked]
     other = next((rank for rank, form in enumerate(forms) if form != forms[0]), None)
     if other is not None:
         detail = (
             f"rank 0 writes {forms[0]}, rank {other} {forms[other]}; pass the same format and transform on every rank"
         )
         raise refusal("save", [Problem("ranks_disagree", "format", detail)])
-    return values
+    return values, dataclasses.replace(job, fallback_place=asked[0][1])
 
 
 def _form_of(job: SaveJob) -> str:
@@ -170,7 +185,7 @@ def _warn_of_samples(accounts: Mapping[str, SampleAccount]) -> None:
 
 def _places_of(job: SaveJob) -> list[Place]:
     """Where our files go; storage of others may have a directory per rank, which cannot be compared."""
-    fallback = job.on_storage_error.place_of(job.path)
+    fallback = job.on_storage_error.fallback
     return [_place_of(job), *([] if fallback is None else [place_of(fallback)])]
 
 

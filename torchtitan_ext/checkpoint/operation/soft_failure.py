@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _WARNING = "the failure of a save was warned of; nothing was saved"
+_TRYING = "storage had refused a save, and it was tried again"
 
 
 def save_softly(
@@ -33,7 +34,7 @@ def save_softly(
     """Calls ``save`` until it succeeds, with the job of each attempt. Collective.
 
     Args:
-        can_go_on: Whether the state is still there for another attempt.
+        can_go_on: Whether this rank still has the state for another attempt, for which all ranks need theirs.
 
     Raises:
         CheckpointFailedError: What the last attempt raised, unless it is only warned of.
@@ -41,11 +42,12 @@ def save_softly(
     handling, phases = job.on_storage_error, job.phases
 
     def attempts() -> Iterator[Callable[[], SaveResult]]:
-        for path in (job.path, *handling.other_places(job.path)):
-            yield partial(save, job if path is job.path else dataclasses.replace(job, path=path))
-            phases.num_retries += 1
-            if not can_go_on():
+        yield partial(save, job)
+        for path in handling.other_places(job.path, job.fallback_place):
+            if not all(phases.on_all("retry", can_go_on, doing=_TRYING)):
                 return
+            phases.num_retries += 1
+            yield partial(save, job if path is job.path else dataclasses.replace(job, path=path))
 
     outcome = try_in_turn(attempts(), handling, failures_in_a_row(phases.group), run_of(job.path), _cause)
     if not isinstance(outcome, NothingSaved):

@@ -97,13 +97,13 @@ def _tensor_data(part: _core.WritePart) -> TensorWriteData | None:
     return TensorWriteData(stored, properties, torch.Size(part.entry.global_shape))
 
 
-def metadata_entries(agreement: Agreement) -> dict[str, Any]:
+def metadata_entries(agreement: Agreement, plan: _core.WritePlan) -> dict[str, Any]:
     """The metadata of each key. Keys of one class share chunks and properties, which pickle then writes once."""
     shared: dict[int, tuple[TensorProperties, torch.Size, list[ChunkStorageMetadata]] | None] = {}
     entries: dict[str, Any] = {}
     for key, of_class in agreement.agreed_keys.items():
         if of_class not in shared:
-            shared[of_class] = _shared_parts(agreement, of_class)
+            shared[of_class] = _shared_parts(agreement, plan, of_class)
         parts = shared[of_class]
         entries[agreement.names[key]] = BytesStorageMetadata() if parts is None else TensorStorageMetadata(*parts)
     return entries
@@ -116,15 +116,14 @@ def metadata_paths(agreement: Agreement, tables: Sequence[RankTable]) -> dict[st
 
 
 def _shared_parts(
-    agreement: Agreement, of_class: int
+    agreement: Agreement, plan: _core.WritePlan, of_class: int
 ) -> tuple[TensorProperties, torch.Size, list[ChunkStorageMetadata]] | None:
     kind = agreement.kinds[of_class]
     dtype = dtype_named(kind.dtype)
     if dtype is None:
         return None
     chunks = [
-        ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-        for offsets, sizes in agreement.world.written_boxes(of_class)
+        ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in plan.written_boxes(of_class)
     ]
     properties = TensorProperties(dtype=dtype, requires_grad=kind.requires_grad)
     return properties, torch.Size(kind.global_shape), chunks

@@ -62,11 +62,13 @@ from torchtitan_ext.checkpoint.tables.key_table import (
     how_to_read,
     lies_in_local,
 )
+from torchtitan_ext.checkpoint.tables.tied_keys import tied_keys
 from torchtitan_ext.errors import CheckpointReadError, DamagedValueError, check_argument, named, refusal
 from torchtitan_ext.layout.dtensor import box_of, local_tensor
 from torchtitan_ext.layout.layout import LayoutRules, ShardOrder, Steps
 from torchtitan_ext.state.nested import FlatStateDict, Path, materialize_meta, on_devices_of, set_value
 from torchtitan_ext.state.plain_value import DamagedBytesError, NotPlain, NotPlainError, check_classes, read_value
+from torchtitan_ext.storage.native.file_reader import ForeseenPlan
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -160,6 +162,7 @@ class LoadPlanner(DefaultLoadPlanner):
         self._saved_chunks = SavedChunks()
         self._saved_names: dict[str, str] = {}
         self._numbers: dict[str, type] = {}
+        self._tied: dict[str, str] = {}
         self._values_read: dict[str, Any] = {}
         self._values_due: set[str] = set()
         self._refused: dict[str, NotPlain] = {}
@@ -234,7 +237,9 @@ class LoadPlanner(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         self._shows_items = sees_items(self, LoadPlanner)
         request = self._request()
-        return LoadPlan(self._shown_items(), planner_data=request)
+        if self._shows_items or self.rules.values_first:  # tte.load has blocks verified after the read
+            return LoadPlan(self._shown_items(), planner_data=request)
+        return ForeseenPlan([], planner_data=request, foresee=lambda: read_items(self._reads({})))
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         check_local_plans("load", self, LoadPlanner, global_plan, (ReadRequest,))
@@ -301,7 +306,12 @@ class LoadPlanner(DefaultLoadPlanner):
         ``finish_plan`` calls it; with ``values_first`` ``tte.load`` does, after all ranks have read their values.
         """
         materialize_meta(self.original_state_dict, self.state_dict, self._places, self._table.entries)
+        for fqn, first in self._tied.items():
+            if self.state_dict[fqn].is_meta:
+                self.state_dict[fqn] = self.state_dict[first]
+                set_value(self.original_state_dict, self._places[fqn], self.state_dict[first])
         self._bump_versions(fqn for fqn, entry in self._table.entries.items() if not isinstance(entry, ObjectEntry))
+        self._bump_versions(self._tied)
         for fqn, value in self._values_read.items():
             self._place(fqn, value)
         self._values_read.clear()
@@ -355,7 +365,10 @@ class LoadPlanner(DefaultLoadPlanner):
         problems += cut_problems(self.state_dict, wanted_table, self._chunk_list)
         self._table = dataclasses.replace(wanted_table, problems=tuple(problems))
         self._encoded = encode_table(self._table)
-        missing = tuple(fitted.missing)
+        absent = {fqn: table.entries[fqn] for fqn in fitted.missing if fqn in self._places}
+        self._tied = tied_keys(self.state_dict, {**fitted.wanted, **absent}, fitted.wanted) if absent else {}
+        self._tied = {fqn: first for fqn, first in self._tied.items() if fqn in absent}
+        missing = tuple(fqn for fqn in fitted.missing if fqn not in self._tied)
         return ReadRequest(
             self._encoded.message,
             name_metadata(self.metadata),
@@ -364,6 +377,7 @@ class LoadPlanner(DefaultLoadPlanner):
             missing=() if self.allow_partial_load else missing,
             advice={fqn: text for fqn in missing if (text := nested_stateful(self.state_dict[fqn])) is not None},
             skipped=missing if self.allow_partial_load else (),
+            tied=self._tied,
             left=tuple(fitted.left),
             refused=tuple(fitted.refused),
             components=rules.components,

@@ -167,7 +167,11 @@ class SavePlanner(DefaultSavePlanner):
         self._table = self._describe_state()
         self._encoded = encode_table(self._table)
         planner = type(self).__qualname__ if sees_items(self, SavePlanner) else ""
-        message = dataclasses.replace(self._encoded.message, host=host_digest(), planner=planner)
+        is_asked = overrides(self, SavePlanner, "resolve_data", "lookup_object", "transform_object")
+        keeps_shards = bool(planner or self._table.wrappers or is_asked)
+        message = dataclasses.replace(
+            self._encoded.message, host=host_digest(), planner=planner, keeps_shards=keeps_shards
+        )
         if self._enable_plan_caching:
             structure = message.structure()
             self._cached_plans_key = f"{plan_cache.CACHE_PREFIX}{type(self).__qualname__}:{structure}"
@@ -209,8 +213,9 @@ class SavePlanner(DefaultSavePlanner):
             self.metadata = dataclasses.replace(StockSavePlanner._cached_metadata[token])
             return self.global_plan, self.metadata
         token = f"{plan_cache.CACHE_PREFIX}{uuid.uuid4().hex}"
-        decisions = self._decide_writes(agreement, tables, compared, token)
-        self.metadata = Metadata(metadata_entries(agreement))
+        plan = self._plan_writes(agreement, tables, compared)
+        decisions = _decisions(agreement, plan, token)
+        self.metadata = Metadata(metadata_entries(agreement, plan))
         if self.flatten_state_dict:
             self.metadata.planner_data = metadata_paths(agreement, tables)
             if every_rank_reports:
@@ -221,15 +226,15 @@ class SavePlanner(DefaultSavePlanner):
             for plan, decision in zip(all_plans, decisions, strict=True)
         ]
         if self._enable_plan_caching:
-            plan = plan_cache.KnownPlan(
+            known = plan_cache.KnownPlan(
                 [dataclasses.replace(table, digests=()) for table in tables],
                 [table.structure() for table in tables],
                 agreement,
                 compared.equal,
                 every_rank_reports,
             )
-            plan_cache.forget_replaced(plan)
-            plan_cache.remember(StockSavePlanner._cached_all_plans, token, plan)
+            plan_cache.forget_replaced(known)
+            plan_cache.remember(StockSavePlanner._cached_all_plans, token, known)
             plan_cache.remember(StockSavePlanner._cached_metadata, token, dataclasses.replace(self.metadata))
             known_tokens = frozenset(plan_cache.own_keys(StockSavePlanner._cached_all_plans))
             self.global_plan = [
@@ -369,16 +374,19 @@ class SavePlanner(DefaultSavePlanner):
             return kind.is_object or not kind.is_plain
         return self._replicas == "strict"
 
-    def _decide_writes(
-        self, agreement: Agreement, tables: Sequence[RankTable], compared: ReplicaComparison, token: str
-    ) -> list[WriteDecision]:
+    def _plan_writes(
+        self, agreement: Agreement, tables: Sequence[RankTable], compared: ReplicaComparison
+    ) -> _core.WritePlan:
         lowest = sorted(agreement.number_of[problem.fqn] for problem in compared.differing)
         hosts = number_hosts([table.host for table in tables])
-        plan = _core.WritePlan(agreement.world, self.dedup_save_to_lowest_rank, lowest, hosts, compared.equal)
-        several_boxes = [agreement.names[key] for key in plan.keys_of_several_boxes()[:MAX_NAMED]]
-        return [
-            WriteDecision(plan.decision(rank), token, rank, several_boxes) for rank in range(agreement.world.num_ranks)
-        ]
+        may_divide = not any(table.keeps_shards for table in tables)
+        is_lowest = self.dedup_save_to_lowest_rank
+        return _core.WritePlan(agreement.world, is_lowest, lowest, hosts, compared.equal, may_divide)
+
+
+def _decisions(agreement: Agreement, plan: _core.WritePlan, token: str) -> list[WriteDecision]:
+    several_boxes = [agreement.names[key] for key in plan.keys_of_several_boxes()[:MAX_NAMED]]
+    return [WriteDecision(plan.decision(rank), token, rank, several_boxes) for rank in range(agreement.world.num_ranks)]
 
 
 def _not_weights(values: Mapping[str, Any], table: KeyTable) -> list[Problem]:

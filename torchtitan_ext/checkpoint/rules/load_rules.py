@@ -32,6 +32,7 @@ class ComponentPlan:
         saved_prefix: The component has already read all saved keys below this one; ``None`` where it reads none.
         options: Keys of optimizer options (``optimizer.param_groups.0.lr``) that are matched by parameter, not by key.
         is_top: The component is ``MODEL``: the tensors at the top of the state dict, not an entry of it.
+        position_class: The class of an object that keeps a position in data and is not ours; see ``data_positions``.
     """
 
     action: Action
@@ -40,6 +41,7 @@ class ComponentPlan:
     saved_prefix: str | None = None
     options: tuple[str, ...] = ()
     is_top: bool = False
+    position_class: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ class ReadRequest:
         missing: Keys that the checkpoint lacks.
         advice: What to do about some of the missing keys.
         skipped: Keys that the checkpoint lacks and may lack (``allow_partial_load``).
+        tied: Keys that the checkpoint lacks and whose target is that of a key that is read: they are filled with it.
         left: Keys that the policy, or every source, leaves out.
         refused: Keys whose saved value has another kind or shape than the target.
         components: The plan of each top-level key that is no tensor.
@@ -101,6 +104,7 @@ class ReadRequest:
     missing: tuple[str, ...] = ()
     advice: Mapping[str, str] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
+    tied: Mapping[str, str] = field(default_factory=dict)
     left: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
     components: Mapping[str, ComponentPlan] = field(default_factory=dict)
@@ -137,6 +141,13 @@ class JointRequest:
         return list(dict.fromkeys(fqn for request in self.requests for fqn in request.skipped))
 
     @cached_property
+    def tied(self) -> dict[str, str]:
+        """Without keys that some rank lacks: there they have memory of their own."""
+        lacking = {*self.missing, *self.skipped}
+        found = {fqn: first for request in self.requests for fqn, first in request.tied.items()}
+        return {fqn: first for fqn, first in found.items() if fqn not in lacking}
+
+    @cached_property
     def left(self) -> set[str]:
         return {fqn for request in self.requests for fqn in request.left}
 
@@ -161,7 +172,7 @@ class JointRequest:
         """
         keys = list(self.held)
         for request in self.requests:
-            keys += (*request.missing, *request.skipped, *request.left, *request.refused)
+            keys += (*request.missing, *request.skipped, *request.tied, *request.left, *request.refused)
         found = {fqn: component_of(fqn, self.components, is_tensor=True) for fqn in keys}
         for name, plan in self.components.items():
             found.update(dict.fromkeys((f"{name}.*", *plan.options), name))

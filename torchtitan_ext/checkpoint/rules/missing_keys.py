@@ -188,35 +188,66 @@ def unexpected_keys(joint: JointRequest, components: Mapping[str, ComponentPlan]
     return unexpected
 
 
-def unclaimed_entries(joint: JointRequest, allowed: Collection[str]) -> list[str]:
-    """Warnings of a load without a policy: per entry of the state dict, the saved keys that nothing asks for.
+def unclaimed_entries(joint: JointRequest, allowed: Collection[str]) -> tuple[list[Problem], list[str]]:
+    """What a load without a policy leaves of the entries of its state dict: saved keys that nothing asks for.
 
-    Saved entries that are not in the state dict at all are no warning: to load a part of a checkpoint is fine.
+    Saved entries that are not in the state dict at all are neither: to load a part of a checkpoint is fine.
+
+    Returns:
+        A problem for each optimizer that would lose all its state; and per other component a warning.
     """
     unclaimed = unexpected_keys(joint, joint.components, ElasticPolicy(dict.fromkeys(allowed, "omit")))
     if not unclaimed:
-        return []
+        return [], []
+    problems, unclaimed = fresh_optimizers(unclaimed, joint.wanted, "LoadPlanner(source=Source(exclude=[{glob!r}]))")
     dropped = find_option_gaps([*joint.wanted, *unclaimed], joint.wanted).dropped
     by_component: dict[str, list[str]] = {}
     for fqn in unclaimed:
         if fqn not in dropped:
             by_component.setdefault(component_of(fqn, joint.components, is_tensor=True), []).append(fqn)
-    return [_unclaimed_text(name, fqns, joint.wanted) for name, fqns in by_component.items()]
+    return problems, [_unclaimed_text(name, fqns, joint.wanted) for name, fqns in by_component.items()]
 
 
 def _unclaimed_text(component: str, fqns: Sequence[str], wanted: Collection[str]) -> str:
     globs = list(dict.fromkeys(common_glob(fqn, fqns, wanted) for fqn in fqns[:MAX_NAMED]))
-    cure = "put targets for them into the state dict"
-    if any(fqn.startswith(f"{component}.param_groups") for fqn in wanted):
-        cure = (
-            "an optimizer that has not stepped has no such state: call "
-            "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer) first, which makes it "
-            "without a step"
-        )
     return (
-        f"saved entries of {component} that nothing asks for are not loaded: {named(fqns, _MAX_SHOWN)}; {cure}; to "
-        f"leave them out without this warning, pass LoadPlanner(source=Source(exclude={globs!r}))"
+        f"saved entries of {component} that nothing asks for are not loaded: {named(fqns, _MAX_SHOWN)}; put targets "
+        "for them into the state dict; to leave them out without this warning, pass "
+        f"LoadPlanner(source=Source(exclude={globs!r}))"
     )
+
+
+def fresh_optimizers(
+    unexpected: Sequence[str], asked: Collection[str], how_to_omit: str
+) -> tuple[list[Problem], list[str]]:
+    """A problem for each optimizer of which the state dict has parameter groups and no state, and the other keys.
+
+    Args:
+        unexpected: Saved keys that nothing asks for.
+        asked: Keys that are asked for; options of parameter groups among them.
+        how_to_omit: What to pass to leave the state out, with a place for ``{glob}``.
+    """
+    prefixes = dict.fromkeys(fqn.partition(".state.")[0] for fqn in unexpected if ".state." in fqn)
+    fresh = [
+        prefix
+        for prefix in prefixes
+        if any(fqn.startswith(f"{prefix}.param_groups") for fqn in asked)
+        and not any(fqn.startswith(f"{prefix}.state.") for fqn in asked)
+    ]
+    problems, lost = [], set[str]()
+    for prefix in fresh:
+        keys = [fqn for fqn in unexpected if fqn.startswith(f"{prefix}.state.")]
+        lost.update(keys)
+        detail = (
+            f"the checkpoint has the optimizer's state ({named(keys, _MAX_SHOWN)}), and nothing asks for it: an "
+            "optimizer that has not stepped has none"
+        )
+        advice = (
+            "; call torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer) first, which "
+            f"makes it without a step; to go on without it, pass {how_to_omit.format(glob=f'{prefix}.state.*')}"
+        )
+        problems.append(Problem("unexpected_key", f"{prefix}.state", detail, advice, Remedy("optimizer_state", prefix)))
+    return problems, [fqn for fqn in unexpected if fqn not in lost]
 
 
 def common_glob(fqn: str, affected: Sequence[str], others: Collection[str]) -> str:

@@ -16,9 +16,11 @@ from typing import Literal
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from torchtitan_ext.checkpoint.rules.data_positions import position_problems
 from torchtitan_ext.checkpoint.rules.load_rules import MODEL, UNTOUCHED, ComponentPlan, JointRequest, component_of
 from torchtitan_ext.checkpoint.rules.missing_keys import (
     common_glob,
+    fresh_optimizers,
     is_read_before,
     missing_problems,
     misspelt_layouts,
@@ -123,6 +125,7 @@ class LoadReport:
         components: One line each.
         missing: Keys of the state dict that the checkpoint lacks; their targets stay as they are.
         unexpected: Keys of the checkpoint, in loaded components, that nothing asks for.
+        tied: Keys of the state dict that the checkpoint lacks and that are one memory with a loaded key, by that key.
         unused: Names in the policy that match nothing in state dict or checkpoint: perhaps misspelt.
         problems: Why the load is refused; empty where it is not.
         remedy_policy: The policy under which the load would succeed, where there is one.
@@ -140,6 +143,7 @@ class LoadReport:
     remedy_policy: ElasticPolicy | None = None
     proof: LoadProof | None = None
     sharing: ReadSharing | None = None
+    tied: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def remedy(self) -> str:
@@ -159,6 +163,8 @@ class LoadReport:
         for title, keys in zip(titles, (self.missing, self.unexpected, self.unused), strict=True):
             if keys:
                 lines.append(f"  {title}: {named(keys)}")
+        if self.tied:
+            lines.append(f"  tied: {named([f'{fqn} is {first}' for fqn, first in self.tied.items()])}")
         lines += [] if self.proof is None else [f"  {line}" for line in str(self.proof).splitlines()]
         lines += [] if self.sharing is None else [f"  {self.sharing}"]
         return "\n".join(lines)
@@ -174,8 +180,13 @@ def review(
     """All problems of a load, those known already first; its warnings; and with a policy its report."""
     metadata, num_ranks = joint.metadata, len(joint.requests)
     filter_problems, warned = unused_filters(joint)
+    new = agreement.ranks_and_meshes()
+    of_positions, doubts = position_problems(joint, saved_world(metadata), new)
+    warned += doubts
     problems = [
         *problems,
+        *(plan.problem for request in joint.requests for plan in request.components.values() if plan.problem),
+        *of_positions,
         *nothing_matches(joint),
         *unclaimed_problems(set(joint.wanted.values()), num_ranks, metadata, allow_unclaimed),
         *disagreements([request.rules for request in joint.requests]),
@@ -183,9 +194,10 @@ def review(
         *filter_problems,
     ]
     if joint.rules.policy is None:
-        problems += missing_problems(joint.missing, metadata, num_ranks, joint.advice)
-        return problems, warned + unclaimed_entries(joint, allow_unclaimed), None
-    report = build_report(joint, joint.rules.policy, agreement.ranks_and_meshes(), problems)
+        unclaimed, left_out = unclaimed_entries(joint, allow_unclaimed)
+        problems += [*missing_problems(joint.missing, metadata, num_ranks, joint.advice), *unclaimed]
+        return list(dict.fromkeys(problems)), warned + left_out, None
+    report = build_report(joint, joint.rules.policy, new, problems)
     return list(report.problems), warned, report
 
 
@@ -194,8 +206,7 @@ def build_report(joint: JointRequest, policy: ElasticPolicy, new: World, problem
     wanted, left, absent, source = joint.wanted, joint.left, joint.missing, joint.rules.source
     saved = joint.metadata.state_dict_metadata
     components, old = dict(joint.components), saved_world(joint.metadata)
-    of_components = [plan.problem for request in joint.requests for plan in request.components.values() if plan.problem]
-    problems = [*problems, *of_components, *_world_problems(components, policy, wanted, old, new)]
+    problems = [*problems, *_world_problems(components, policy, wanted, old, new)]
     is_read = is_read_before(components)
     own = [fqn for fqn in left if source.saved_name(fqn) in saved]
     gaps = find_option_gaps((source.own_name(fqn) for fqn in saved if not is_read(fqn)), [*wanted, *absent, *own])
@@ -209,12 +220,14 @@ def build_report(joint: JointRequest, policy: ElasticPolicy, new: World, problem
         components.setdefault(name, ComponentPlan(policy.component_action(name), is_top=name == MODEL))
     unexpected = [fqn for fqn in unexpected_keys(joint, components, policy) if fqn not in settled]
     options = {name: plan.options for name, plan in components.items() if plan.options}
-    names = {*components, *wanted, *absent, *left, *map(source.own_name, saved), *chain(*options.values())}
+    names = {*components, *wanted, *absent, *joint.tied, *left, *map(source.own_name, saved), *chain(*options.values())}
     unused = unused_names(policy, components, names)
     if policy.strict == "error":
         problems += name_problems(unused, names, {*wanted, *left, *(f"{name}.param_groups" for name in options)})
         problems += missing_problems(missing, joint.metadata, new.size, joint.advice)
-        problems += unexpected_problems(unexpected, missing)
+        asked = [*wanted, *absent, *chain(*options.values())]
+        of_optimizers, others = fresh_optimizers(unexpected, asked, "policy=ElasticPolicy({{{glob!r}: 'omit'}})")
+        problems += [*of_optimizers, *unexpected_problems(others, missing)]
 
     problems = list(dict.fromkeys(problems))
     troubled = {problem.fqn for problem in problems}
@@ -233,7 +246,17 @@ def build_report(joint: JointRequest, policy: ElasticPolicy, new: World, problem
             facts += [f"{', '.join(short)} {what}"] if short and loaded[name] else []
         lines.append(ComponentLine(name, plan.action, ", ".join(facts) or UNTOUCHED))
     remedy = find_remedy(problems, policy, components, wanted)
-    return LoadReport(old, new, tuple(lines), tuple(missing), tuple(unexpected), tuple(unused), tuple(problems), remedy)
+    return LoadReport(
+        old,
+        new,
+        tuple(lines),
+        tuple(missing),
+        tuple(unexpected),
+        tuple(unused),
+        tuple(problems),
+        remedy,
+        tied=joint.tied,
+    )
 
 
 def find_remedy(
@@ -255,8 +278,12 @@ def find_remedy(
         name = component_of(problem.fqn, components, is_tensor=True)
         if problem.kind == "policy_name":
             continue
+        if problem.remedy is not None and problem.remedy.option == "optimizer_state":
+            return None  # a policy would only leave out what the run needs
         if problem.kind == "cannot_reshard" and problem.fqn in policy.actions:
             actions[problem.fqn] = "reset"
+        elif problem.kind == "cannot_reshard" and problem.fqn != name:
+            actions[f"{problem.fqn}.*"] = "reset"
         elif problem.kind in ("cannot_reshard", "unclaimed_keys") or PER_RANK.search(problem.fqn):
             actions[name] = "reset"
         elif problem.kind in ("wrong_shape", "wrong_type"):
@@ -307,6 +334,7 @@ def join_reports(reports: Sequence[tuple[str, LoadReport]], policy: ElasticPolic
         tuple(name for name in first.unused if all(name in report.unused for _, report in others)),
         tuple(problem for _, report in reports for problem in report.problems),
         joined_remedy([report.remedy_policy for _, report in reports if report.problems], policy),
+        tied={fqn: first for _, report in reports for fqn, first in report.tied.items()},
     )
 
 

@@ -46,6 +46,10 @@ class Agreement:
         """The number of each key in the world."""
         return {fqn: number for number, fqn in enumerate(self.names)}
 
+    def shape_of(self, fqn: str) -> tuple[int, ...]:
+        """The global shape of a tensor."""
+        return tuple(self.world.kind_of(self.number_of[fqn]).global_shape)
+
     def ranks_and_meshes(self) -> World:
         """The ranks whose tables these are, and the axes of their meshes."""
         return World(self.world.num_ranks, self.world.axes())

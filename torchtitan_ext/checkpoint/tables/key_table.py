@@ -125,6 +125,7 @@ class RankTable:
         odd_paths: Paths that are no cut of their key at dots.
         host: Digest of the name of the rank's host; empty where the rank does not say. No part of the structure.
         planner: The class of the rank's planner, where it plans by methods of its own. No part of the structure.
+        keeps_shards: Whether shards are written whole: some cannot be cut, or methods of a planner's own give them.
     """
 
     sections: tuple[bytes, ...]
@@ -136,6 +137,7 @@ class RankTable:
     layouts: Mapping[str, bool] = field(default_factory=dict)
     host: bytes = b""
     planner: str = ""
+    keeps_shards: bool = False
 
     def __iter__(self) -> NoReturn:
         """A subclass that plans by itself merges what it takes for the default planner's dicts of paths."""
@@ -148,7 +150,7 @@ class RankTable:
     def structure(self) -> str:
         """Digest of what the state is: keys, dtypes, shapes, meshes, placements, paths; not values, nor the host."""
         hasher = hashlib.blake2b(digest_size=16)
-        rest = repr((self.problems, self.odd_paths, self.unread, self.layouts)).encode()
+        rest = repr((self.problems, self.odd_paths, self.unread, self.layouts, self.keeps_shards)).encode()
         for part in (*self.sections, self.part, rest):
             hasher.update(len(part).to_bytes(8, "little"))
             hasher.update(part)

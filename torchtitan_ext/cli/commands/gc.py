@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from torchtitan_ext.cli.commands.ls import lines_of, plain_leftovers
+from torchtitan_ext.cli.commands.ls import lines_aside, lines_of, plain_leftovers, refuse_checkpoint
 from torchtitan_ext.cli.options import Json, Run, StepNames, refusing_wrong_usage
 from torchtitan_ext.cli.output import DIFFERS, print_json, print_line, print_problem, print_table, text_of_bytes
 from torchtitan_ext.storage.commit.leftovers import checkpoint_names
@@ -19,47 +19,61 @@ from torchtitan_ext.storage.runs.listing import (
     checkpoint_bytes,
     find_leftovers,
     freed_bytes,
+    list_aside,
     list_steps,
 )
-from torchtitan_ext.storage.runs.retention import remove_leftovers, remove_step, steps_beyond
+from torchtitan_ext.storage.runs.retention import remove_empty_branches, remove_leftovers, remove_step, steps_beyond
 
 
 def run(
     run_dir: Run,
-    keep: Annotated[int, typer.Option(min=1, help="How many whole steps stay, counted from the newest.")],
+    keep: Annotated[
+        int | None, typer.Option(min=1, help="How many whole steps stay, counted from the latest.", show_default=False)
+    ] = None,
+    abandoned: Annotated[bool, typer.Option("--abandoned", help="Remove what the run has left behind.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Remove; without it only say what would be removed.")] = False,
     step_pattern: StepNames = None,
     json: Json = False,
 ) -> None:
     """Removes old steps of a run, and what dead saves left. Never files of others, nor a step that is being saved.
 
-    Steps that are not whole do not count as kept. Exits with 1 if something could not be removed.
+    Steps that are not whole do not count as kept. Steps that the run has left behind when it was set back neither count
+    nor go, without --abandoned. Exits with 1 if something could not be removed.
 
     Example: torchtitan-ext gc outputs/checkpoint --keep 3 --yes
     """
+    if keep is None and not abandoned:
+        raise typer.BadParameter("expected --keep with the number of steps that stay, or --abandoned")
     with refusing_wrong_usage():
         listed = {step.step: step for step in list_steps(run_dir, step_pattern)}
+    if not listed:
+        refuse_checkpoint(run_dir)
     paths = step_paths(run_dir, step_pattern)
-    beyond = steps_beyond(run_dir, keep, pattern=step_pattern)
+    beyond = [] if keep is None else steps_beyond(run_dir, keep, pattern=step_pattern)
+    beyond += [step.step for step in listed.values() if abandoned and step.state == "abandoned"]
+    left_behind = list_aside(run_dir) if abandoned else []
     old = {number: paths[number] for number in beyond if listed[number].saver is None}
     leftovers = find_leftovers(run_dir, step_pattern)
-    freed = freed_bytes(old.values(), leftovers)
+    going = [*old.values(), *(step.path for step in left_behind)]
+    freed = freed_bytes(going, leftovers)
     if not json:
         rows = [
             (number, "goes" if number in old else "stays", step.state, text_of_bytes(step.num_bytes))
             for number, step in sorted(listed.items())
         ]
         print_table(("step", "", "state", "bytes"), rows)
-        for line in lines_of(leftovers):
+        for line in (*lines_aside(left_behind), *lines_of(leftovers)):
             print_line(line)
     if yes:
-        for path in old.values():
+        for path in going:
             remove_step(path)
+        if abandoned:
+            remove_empty_branches(run_dir)
         try:
             remove_leftovers(run_dir, step_pattern)
         except OSError as error:
             print_problem(f"what dead saves left stays: {error}")
-    stuck = _not_removed(old.values(), find_leftovers(run_dir, step_pattern)) if yes else []
+    stuck = _not_removed(going, find_leftovers(run_dir, step_pattern)) if yes else []
     freed -= min(freed, sum(left.num_bytes for left in stuck))
     if json:
         print_json(
@@ -69,6 +83,7 @@ def run(
                 "is_done": yes,
                 "kept": [_plain(listed[number]) for number in sorted(listed) if number not in old],
                 "removed": [_plain(listed[number]) for number in sorted(old)],
+                "abandoned": plain_leftovers(left_behind),
                 "leftovers": plain_leftovers(leftovers),
                 "freed_bytes": freed,
                 "not_removed": [str(left.path) for left in stuck],

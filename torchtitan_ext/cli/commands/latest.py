@@ -6,11 +6,11 @@ from pathlib import Path
 
 import typer
 
+from torchtitan_ext.cli.commands.ls import why_no_run
 from torchtitan_ext.cli.options import Json, Run, StepNames, refusing_wrong_usage
 from torchtitan_ext.cli.output import UNREADABLE, print_json, print_problem
-from torchtitan_ext.errors import UnknownFormatError, named
+from torchtitan_ext.errors import named
 from torchtitan_ext.storage.commit.steps import patterns_in, step_of
-from torchtitan_ext.storage.formats.detect import format_of
 from torchtitan_ext.storage.runs.listing import list_steps
 from torchtitan_ext.storage.runs.retention import latest
 
@@ -48,8 +48,5 @@ def _why_none(run_dir: Path, pattern: str | None) -> str:
     known = [one.text for one in patterns_in(run_dir)]
     if pattern is None and len(known) > 1:
         return f"{run_dir} has steps named in several ways, choose one by --step-pattern: {named(known)}"
-    try:
-        format_of(run_dir)
-    except UnknownFormatError:
-        return f"{run_dir} has no step: expected directories {pattern or 'step-<number>'} in it"
-    return f"{run_dir} is a checkpoint itself, expected the directory of a run, with step-<number> in it"
+    no_step = f"{run_dir} has no step: expected directories {pattern or 'step-<number>'} in it"
+    return why_no_run(run_dir) or no_step

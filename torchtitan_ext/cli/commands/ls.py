@@ -8,6 +8,7 @@ from typing import Any
 
 from torchtitan_ext.cli.options import Json, Run, StepNames, refusing_wrong_usage
 from torchtitan_ext.cli.output import FORMAT_NAMES, print_json, print_line, print_table, text_of_bytes, text_of_time
+from torchtitan_ext.errors import UnknownFormatError, WrongValueError
 from torchtitan_ext.storage.commit.steps import step_paths
 from torchtitan_ext.storage.formats.detect import checkpoints_in, format_of
 from torchtitan_ext.storage.runs.listing import (
@@ -16,6 +17,7 @@ from torchtitan_ext.storage.runs.listing import (
     bytes_in,
     disk_bytes,
     find_leftovers,
+    list_aside,
     list_steps,
 )
 
@@ -29,12 +31,16 @@ def run(run_dir: Run, step_pattern: StepNames = None, json: Json = False) -> Non
     """
     with refusing_wrong_usage():
         steps, leftovers = list_steps(run_dir, step_pattern), find_leftovers(run_dir, step_pattern)
+    left_behind = list_aside(run_dir)
+    if not steps:
+        refuse_checkpoint(run_dir)
     inner = [] if steps else checkpoints_in(run_dir)
     if json:
         rows = [step._asdict() for step in steps]
         left = plain_leftovers(leftovers)
         on_disk = disk_bytes(step_paths(run_dir, step_pattern).values())
         found = {"steps": rows, "disk_bytes": on_disk, "leftovers": left, "checkpoints": inner}
+        found["abandoned"] = plain_leftovers(left_behind)
         print_json({"path": str(run_dir), **found})
         return
     if steps:
@@ -46,8 +52,33 @@ def run(run_dir: Run, step_pattern: StepNames = None, json: Json = False) -> Non
         print_table(("checkpoint", "format", "bytes"), inner_rows(run_dir, inner))
     else:
         print_line(f"{run_dir} has no step")
-    for line in lines_of(leftovers):
+    for line in (*lines_aside(left_behind), *lines_of(leftovers)):
         print_line(line)
+
+
+def why_no_run(path: Path) -> str:
+    """Why a directory without steps is none of a run, where it is a checkpoint itself; else empty."""
+    try:
+        format_of(path)
+    except UnknownFormatError:
+        return ""
+    return f"{path} is a checkpoint itself, expected the directory of a run, with step-<number> in it"
+
+
+def refuse_checkpoint(path: Path) -> None:
+    """Raises WrongValueError for a directory without steps that is a checkpoint itself."""
+    reason = why_no_run(path)
+    if reason:
+        raise WrongValueError(reason)
+
+
+def lines_aside(steps: Sequence[Leftover]) -> Iterator[str]:
+    """The lines about steps that were set aside."""
+    if steps:
+        size = text_of_bytes(sum(step.num_bytes for step in steps))
+        yield f"abandoned when the run was set back, {size}, which gc --abandoned removes:"
+    for step in steps:
+        yield f"  {step.path}"
 
 
 def inner_rows(folder: Path, names: Sequence[str]) -> Iterator[Sequence[object]]:

@@ -13,7 +13,7 @@ from torchtitan_ext.cli.options import Json, Mesh, Shard, refusing_wrong_usage
 from torchtitan_ext.cli.output import DIFFERS, print_json, print_text
 from torchtitan_ext.cli.pictures import plotter, say_written
 from torchtitan_ext.cli.pictures.holders import bytes_of_ranks
-from torchtitan_ext.offline.amounts import parse_amount
+from torchtitan_ext.offline.amounts import parse_rate
 
 
 class _Device(str, Enum):
@@ -26,7 +26,9 @@ def run(
     mesh: Mesh,
     component: Annotated[list[str] | None, typer.Option(help="Component or glob of keys; by default all.")] = None,
     shard: Shard = None,
-    policy: Annotated[list[str] | None, typer.Option(help="What to do with a component: dataloader=reset.")] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(metavar="COMPONENT=ACTION", help="As in dataloader=reset.")
+    ] = None,
     device: Annotated[_Device | None, typer.Option(metavar="cuda|cpu", help="Of the job; by default cuda.")] = None,
     bandwidth: Annotated[str | None, typer.Option(help="The bandwidth of one rank: 2GB/s.")] = None,
     shared_bandwidth: Annotated[str | None, typer.Option(help="The bandwidth of all ranks together.")] = None,
@@ -42,6 +44,10 @@ def run(
     """
     if plot is not None:
         plotter(plot)  # refuses wrong usage before the work
+    for text in policy or ():
+        if "=" not in text:
+            expected = "COMPONENT=ACTION such as dataloader=reset"
+            raise typer.BadParameter(f"got {text!r}, expected {expected}", param_hint="--policy")
     # The policy checks the actions.
     actions: dict[str, Any] = {name: action for name, _, action in (text.rpartition("=") for text in policy or ())}
     with refusing_wrong_usage():
@@ -52,8 +58,8 @@ def run(
             placements=lazy.placement_rules.parse_rules(shard or ()),
             policy=lazy.policy.ElasticPolicy(actions),
             device=None if device is None else device.value,
-            bandwidth_bytes_per_second=None if bandwidth is None else parse_amount(bandwidth),
-            shared_bandwidth_bytes_per_second=None if shared_bandwidth is None else parse_amount(shared_bandwidth),
+            bandwidth_bytes_per_second=parse_rate(bandwidth),
+            shared_bandwidth_bytes_per_second=parse_rate(shared_bandwidth),
         )
     if plot is not None and found.load is not None:
         before = bytes_of_ranks(found.load.file_bytes)

@@ -10,18 +10,41 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, default_collate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from torchtitan_ext.checkpoint.tables.component import Resharded, SampleAccount, World
 from torchtitan_ext.elastic.data.frontier import NO_IDS, Batches, Ids, InFlight, read_ids
 from torchtitan_ext.elastic.data.order import OrderName
+from torchtitan_ext.elastic.own_share import data_rank
 from torchtitan_ext.elastic.data.sample_position import SamplePosition
 from torchtitan_ext.elastic.data.sampler import ElasticBatchSampler, Last, LocalBatch, Share
 from torchtitan_ext.elastic.data.stream_batches import StreamBatches
 from torchtitan_ext.elastic.data.streams import StreamSource
 from torchtitan_ext.elastic.data.workers import WorkerOptions
-from torchtitan_ext.errors import argument_error, check_counts
+from torchtitan_ext.errors import WrongValueError, argument_error, check_counts
+from torchtitan_ext.errors.near_names import nearest_name
 from torchtitan_ext.state.data_position import DataPosition, read_data_position
+
+# Of torch.utils.data.DataLoader, beside those that this loader has itself.
+_LOADER_OPTIONS = (
+    "in_order",
+    "generator",
+    "multiprocessing_context",
+    "num_workers",
+    "persistent_workers",
+    "pin_memory",
+    "pin_memory_device",
+    "prefetch_factor",
+    "timeout",
+    "worker_init_fn",
+)
+_OWN_OPTIONS = ("batch_size", "collate_fn", "dp_rank", "dp_size", "endless", "global_batch_size", "max_in_flight")
+_INSTEAD = {
+    "drop_last": "pass last='drop' or last='pad' for drop_last",
+    "sampler": "the loader has an order of its own: order=, shuffle= and seed=",
+    "batch_sampler": "under a DataLoader of your own use ElasticBatchSampler",
+}
 
 
 class ElasticDataLoader:
@@ -47,9 +70,11 @@ class ElasticDataLoader:
         data: A map-style data set or a ``StreamSource``.
         batch_size: Samples of this rank in a step. Give either this or ``global_batch_size``; both may differ from
             those of the job that saved.
-        global_batch_size: Samples of all ranks together in a step; need not be a multiple of ``dp_size``.
-        dp_rank: This process's data-parallel rank.
+        global_batch_size: Samples of all ranks together in a step: a multiple of ``dp_size``, unless ``uneven``.
+        dp_rank: This process's data-parallel rank, with ``dp_size``. Without both and without ``mesh``: that of
+            ``group``, else the rank of the process, where no process group says that some ranks get the same samples.
         dp_size: Number of data-parallel ranks.
+        mesh: The mesh of the data-parallel ranks, such as ``mesh["dp"]``, instead of rank, size and group.
         shuffle: Map-style data: whether each epoch has its own random order. Streams order themselves.
         seed: Seed of the random order. A loaded state brings its own.
         order: Map-style data: which random order, see ``ElasticBatchSampler``. A loaded state brings its own.
@@ -59,11 +84,13 @@ class ElasticDataLoader:
             without samples get padding until all are through.
         endless: Whether iteration goes on with the next epoch by itself, over streams each shard on its own.
         group: The data-parallel process group, such as ``mesh["dp"].get_group()``, for streams that are not endless.
-            The default group is wrong where there is tensor or pipeline parallelism too.
+            The default group is wrong where there is tensor or pipeline parallelism too. A ``mesh`` of one axis has it.
         collate_fn: From a list of samples to a batch; by default torch's ``default_collate``.
         max_in_flight: How many samples of this rank may be handed out and not acknowledged. With it, a state counts as
             trained what was acknowledged (see ``acknowledge``), and a resume gives all else again; without it, what was
             handed out. At least the samples of this rank in a step.
+        uneven: Whether low ranks may get one sample more than the others. An average over ranks of their means then
+            weighs samples unequally: weigh each mean by the rank's samples.
         loader_options: More arguments of ``torch.utils.data.DataLoader``, such as ``num_workers``. Over streams:
             ``num_workers``, ``prefetch_factor``, ``persistent_workers``, ``pin_memory``, ``multiprocessing_context``,
             ``timeout``. Workers then read and tokenize the rank's shards ahead of training, each some of them; batches
@@ -71,7 +98,9 @@ class ElasticDataLoader:
 
     Raises:
         TypeError: A size is no whole number, or ``data`` is a class.
-        ValueError: Arguments do not fit each other, ``group`` and ``dp_size`` among them.
+        ValueError: Arguments do not fit each other, ``group`` and ``dp_size`` among them; ranks would get unequally
+            many samples; nothing says which data-parallel rank this is; an option is unknown; or ``data`` is an
+            ``IterableDataset``.
         TooFewShardsError: There are more ranks than virtual shards.
         StreamWorkerError: While batches are read: a worker raised an error or was killed.
     """
@@ -82,8 +111,9 @@ class ElasticDataLoader:
         *,
         batch_size: int | None = None,
         global_batch_size: int | None = None,
-        dp_rank: int = 0,
-        dp_size: int = 1,
+        dp_rank: int | None = None,
+        dp_size: int | None = None,
+        mesh: DeviceMesh | None = None,
         shuffle: bool = True,
         seed: int = 0,
         last: Last = "drop",
@@ -92,13 +122,15 @@ class ElasticDataLoader:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         order: OrderName = "feistel-1",
         max_in_flight: int | None = None,
+        uneven: bool = False,
         **loader_options: Any,
     ) -> None:
         if (batch_size is None) == (global_batch_size is None):
             raise ValueError("ElasticDataLoader: give exactly one of batch_size (per rank) and global_batch_size")
-        check_counts("ElasticDataLoader", batch_size=batch_size, dp_size=dp_size, max_in_flight=max_in_flight)
+        check_counts("ElasticDataLoader", batch_size=batch_size, max_in_flight=max_in_flight)
+        dp_rank, dp_size, group = data_rank("ElasticDataLoader", dp_rank, dp_size, mesh, group)
         size = global_batch_size if global_batch_size is not None else (batch_size or 0) * dp_size
-        share = Share(size, dp_rank, dp_size, last, endless)
+        share = Share(size, dp_rank, dp_size, last, endless, uneven)
         collate_fn = collate_fn or default_collate
         self.dp_rank = dp_rank
         self.dp_size = dp_size
@@ -116,17 +148,23 @@ class ElasticDataLoader:
         if isinstance(data, type):
             raise argument_error("ElasticDataLoader", "data", data, "an instance: a data set or a source of streams")
         if isinstance(data, StreamSource):
-            unknown = loader_options.keys() - {field.name for field in fields(WorkerOptions)}
-            if unknown:
-                raise ValueError(f"ElasticDataLoader: {', '.join(sorted(unknown))} cannot be applied to streams")
+            _check_options(loader_options, [field.name for field in fields(WorkerOptions)], "streams")
             workers = WorkerOptions(**loader_options)
             self._batches = StreamBatches(data, share, group, collate_fn, workers, max_in_flight is not None)
             self._start = self._batches.state_dict()
+        elif isinstance(data, IterableDataset):
+            raise ValueError(
+                f"ElasticDataLoader: {type(data).__name__} is an IterableDataset, which torch reads from its beginning "
+                "by iteration alone, also where it has __getitem__; wrap what opens its shards in Streams of "
+                "tte.elastic, or pass a map-style view of it: a torch.utils.data.Dataset whose __getitem__ asks it"
+            )
         elif hasattr(data, "__len__") and hasattr(data, "__getitem__"):
             if not loader_options.get("in_order", True):
                 raise ValueError("ElasticDataLoader: in_order=False has no position to resume from; leave it out")
             sampler = ElasticBatchSampler(data, **asdict(share), shuffle=shuffle, seed=seed, order=order)
             options = {"collate_fn": collate_fn, **loader_options}
+            _check_options(loader_options, _LOADER_OPTIONS, "map-style data")
+            DataLoader(data, batch_sampler=[], **options)  # refuses values here, not at the first batch
             self._batches = _SampleBatches(data, sampler, options, self._in_flight)
             self._start = sampler.state_dict()  # no rank's in flight: those would be needed of all ranks
         else:
@@ -233,6 +271,18 @@ class ElasticDataLoader:
     def reshard(self, saved: Mapping[str, Any], old: World, new: World) -> Resharded:
         """See ``Reshardable``. Also adopts torchtitan's states where ``data`` can: see ``TorchtitanTextStreams``."""
         return self._batches.reshard(saved, old, new)
+
+
+def _check_options(given: Mapping[str, object], known: Sequence[str], data: str) -> None:
+    """Raises WrongValueError for options that a loader of such data does not have; says what was perhaps meant."""
+    unknown = sorted(given.keys() - set(known))
+    if unknown:
+        near = ((name, nearest_name(name, [*known, *_OWN_OPTIONS])) for name in unknown)
+        hints = [_INSTEAD.get(name) or f"perhaps {meant} is meant" for name, meant in near if meant or name in _INSTEAD]
+        raise WrongValueError(
+            f"ElasticDataLoader: {', '.join(unknown)} cannot be applied to {data}, which take "
+            f"{', '.join(known)}{''.join(f'; {hint}' for hint in hints)}"
+        )
 
 
 class _BoundedBatches:

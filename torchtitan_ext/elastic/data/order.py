@@ -40,7 +40,7 @@ class _Randperm:
 
     def __init__(self, num_samples: int, seed: int, epoch: int) -> None:
         generator = torch.Generator()
-        generator.manual_seed(seed + epoch)
+        generator.manual_seed((seed + epoch) & _UINT64)
         self._indices: Ids = torch.randperm(num_samples, generator=generator, dtype=torch.int64, device="cpu").numpy()
 
     def indices_at(self, places: Ids) -> Ids:

@@ -21,11 +21,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from torchtitan_ext.checkpoint.tables.component import Resharded, SampleAccount, World
 from torchtitan_ext.elastic.data.frontier import Ids
 from torchtitan_ext.elastic.data.order import OrderedData, OrderName, check_order
+from torchtitan_ext.elastic.own_share import data_rank
 from torchtitan_ext.elastic.data.sample_position import (
     STATE_KEY,
     SamplePosition,
@@ -47,7 +49,8 @@ class Share:
 
     Raises:
         TypeError: A size is no whole number.
-        ValueError: ``last`` is unknown, the rank does not exist, or some rank would get no sample.
+        ValueError: ``last`` is unknown, the rank does not exist, some rank would get no sample, or ranks would get
+            unequally many and that is not asked for.
     """
 
     global_batch_size: int
@@ -55,6 +58,7 @@ class Share:
     dp_size: int
     last: Last
     endless: bool
+    uneven: bool = False
 
     def __post_init__(self) -> None:
         rank, ranks, size = self.dp_rank, self.dp_size, self.global_batch_size
@@ -67,6 +71,14 @@ class Share:
             raise ValueError(
                 f"data loader: a global batch of {size} leaves some of {ranks} data-parallel ranks without a sample; "
                 f"choose global_batch_size >= {ranks}"
+            )
+        if size % ranks and not self.uneven:
+            less = size - size % ranks
+            raise ValueError(
+                f"data loader: a global batch of {size} on {ranks} data-parallel ranks gives ranks {-(-size // ranks)} "
+                f"and {size // ranks} samples, and an average over ranks of their means weighs these unequally; choose "
+                f"global_batch_size={less} or {less + ranks}, or pass uneven=True and weigh each rank's mean by its "
+                "samples"
             )
 
     @property
@@ -107,9 +119,10 @@ class ElasticBatchSampler:
 
     Args:
         data: The data set, or anything whose length is its number of samples.
-        global_batch_size: Samples of all ranks together in one step; need not be a multiple of ``dp_size``.
-        dp_rank: This process's data-parallel rank.
+        global_batch_size: Samples of all ranks together in one step: a multiple of ``dp_size``, unless ``uneven``.
+        dp_rank: This process's data-parallel rank; with ``dp_size``, or neither: see ``ElasticDataLoader``.
         dp_size: Number of data-parallel ranks; at most ``global_batch_size``.
+        mesh: The mesh of the data-parallel ranks, instead of both.
         shuffle: Whether each epoch has its own random order; otherwise it has the order of the data.
         seed: Seed of the random order; the same on every rank.
         order: The random order: ``"feistel-1"`` needs no memory and no time to start, whatever the number of samples;
@@ -117,9 +130,11 @@ class ElasticBatchSampler:
         last: What becomes of samples at the end of an epoch that fill no global batch: ``"drop"`` leaves them out,
             ``"pad"`` serves them with the first ones of the epoch's order. All ranks have equally many batches.
         endless: Whether iteration goes on with the next epoch. Otherwise it ends, and the next ``iter`` goes on.
+        uneven: Whether low ranks may get one sample more than the others.
 
     Raises:
-        ValueError: The sizes leave a rank, or every epoch, without a batch.
+        ValueError: The sizes leave a rank, or every epoch, without a batch; ranks would get unequally many samples; or
+            nothing says which data-parallel rank this is.
     """
 
     def __init__(
@@ -127,17 +142,20 @@ class ElasticBatchSampler:
         data: Sized,
         *,
         global_batch_size: int,
-        dp_rank: int = 0,
-        dp_size: int = 1,
+        dp_rank: int | None = None,
+        dp_size: int | None = None,
+        mesh: DeviceMesh | None = None,
         shuffle: bool = True,
         seed: int = 0,
         last: Last = "drop",
         endless: bool = False,
         order: OrderName = "feistel-1",
+        uneven: bool = False,
     ) -> None:
         check_order("ElasticBatchSampler", order)
         check_argument("ElasticBatchSampler", "data", data, Sized, "a data set with a length")
-        Share(global_batch_size, dp_rank, dp_size, last, endless)  # checks these
+        own = data_rank("ElasticBatchSampler", dp_rank, dp_size, mesh)
+        Share(global_batch_size, own.rank, own.size, last, endless, uneven)  # checks these
         num_samples = len(data)
         if num_samples < (global_batch_size if last == "drop" else 1):
             raise ValueError(
@@ -145,8 +163,8 @@ class ElasticBatchSampler:
                 f'{global_batch_size}; choose a smaller global_batch_size, or last="pad"'
             )
         self.global_batch_size = global_batch_size
-        self.dp_rank = dp_rank
-        self.dp_size = dp_size
+        self.dp_rank = own.rank
+        self.dp_size = own.size
         self.last = last
         self.endless = endless
         self.position = SamplePosition(num_samples, shuffle, operator.index(seed), order=order)
@@ -270,6 +288,11 @@ class ElasticBatchSampler:
         )
         if common["global_batch_size"] != self.global_batch_size:
             note += f", global batch {common['global_batch_size']} -> {self.global_batch_size}"
+        own = self.position
+        for option in ("shuffle", "seed", "order") if position.shuffle or own.shuffle else ():
+            now, before = getattr(own, option), getattr(position, option)
+            if now != before and (option == "shuffle" or position.shuffle):
+                note += f", {option} {before} as saved, not {now}"
         if position.again.size:
             note += f", gives {position.again.size} samples again that were in flight"
         size = common["global_batch_size"]

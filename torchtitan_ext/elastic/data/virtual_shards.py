@@ -352,7 +352,9 @@ class ShardReader:
     def _next(self, shard: _OpenShard) -> tuple[Any, int] | None:
         """The next sample of a shard and its number, None at the end of its epoch."""
         for _ in range(_MAX_EMPTY_EPOCHS):
-            for item in shard.samples:
+            # A loaded stream that stands at its end may begin again, as torchdata's do: it is not asked for more.
+            is_over = shard.state.finished and not shard.again
+            for item in () if is_over else shard.samples:
                 if isinstance(item, Mark):
                     shard.add_mark(item)
                     continue

@@ -221,6 +221,7 @@ def _reshard(
             if own is not None and own.state is not None and fits:
                 state = schedule_math.without_functions(own.state) if by_samples else own.state
                 schedule_math.restore(clone, state, own.groups)
+                remarks |= dict.fromkeys(schedule_math.overridden(scheduler, clone))
             else:
                 remarks[f"scheduler {index} took the step alone: {_why_step_alone(own, clone)}"] = None
             if by_samples:

@@ -66,6 +66,8 @@ _KNOWN = (
     SequentialLR,
 )
 
+# What a schedule counts, beside attributes that begin with "_"; all else of its state are its options.
+_MOVING = frozenset({"last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i"})
 _LR_OPTIONS = ("lr", "initial_lr", "max_lr", "min_lr")
 _MOMENTUM_OPTIONS = ("max_momentum", "base_momentum", "momentum", "betas")
 
@@ -164,6 +166,21 @@ def fits(saved: Mapping[str, Any], current: Mapping[str, Any]) -> bool:
             return False
     saved_children, children = saved.get("_schedulers", []), current.get("_schedulers", [])
     return len(saved_children) == len(children) and all(map(fits, saved_children, children))
+
+
+def overridden(scheduler: LRScheduler, restored: LRScheduler) -> list[str]:
+    """The options of a schedule that a restored state has replaced by other values, for the report."""
+    now, before = scheduler.state_dict(), restored.state_dict()
+    found = [
+        f"{name} {before[name]} as saved, not {now[name]}"
+        for name in now
+        if not name.startswith("_")
+        and name not in _MOVING
+        and name in before
+        and plain(before[name]) != plain(now[name])
+    ]
+    children = zip(_children(scheduler), _children(restored), strict=True)
+    return found + [text for child, other in children for text in overridden(child, other)]
 
 
 def select_groups(state: Mapping[str, Any], positions: Sequence[int]) -> dict[str, Any]:

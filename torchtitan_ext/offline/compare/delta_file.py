@@ -19,6 +19,7 @@ from torchtitan_ext.storage.commit.staged_target import staged_target, take_plac
 from torchtitan_ext.storage.commit.steps import step_of
 from torchtitan_ext.storage.formats.safetensors_spool import SafetensorsSpool
 from torchtitan_ext.storage.raw_tensor import dtype_name
+from torchtitan_ext.storage.weights.layout import name_problems
 from torchtitan_ext.transfer.changes import Changes
 
 # For each element that differs: its position, its place in a block, and both again while they are put together.
@@ -78,11 +79,11 @@ def check_carried(a: FileSource, b: FileSource, selection: Selection | None = No
 
     Raises:
         StateRefusedError: (a subclass) Tensors that one side lacks, or of other shapes or dtypes; tensors that are no
-            plain memory.
+            plain memory, or whose keys are no text.
     """
     chosen = selection or Selection()
     one, other = Side(a, chosen), Side(b, chosen)
-    problems = []
+    problems = name_problems(key for key in one.fqns if one.has_tensor(key))
     for key in sorted(one.fqns.keys() | other.fqns.keys()):
         kind = _kind_of_difference(key, one, other)
         if kind is not None:
@@ -191,6 +192,8 @@ class _Tensor:
                 base_version=0,
                 version=0,
                 tensors=[held],
+                elsewhere=(),
+                kinds={},
                 item_bytes=[piece.dtype.itemsize],
                 counts=found.counts,
                 positions=found.positions,

@@ -37,7 +37,7 @@ from torchtitan_ext.layout.layout import (
     row_major_position,
     shard_of,
 )
-from torchtitan_ext.offline.placement_rules import is_data_parallel
+from torchtitan_ext.layout.mesh_axes import is_data_parallel
 
 MeshPlace = tuple[MeshLayout, tuple[int, ...]]
 """A mesh, and the coordinate of a rank on it."""

@@ -209,10 +209,10 @@ class _Load:
         return loaded, ReadRequest(message, names, left=left, components=plans)
 
     def _generators(self, components: Iterable[str], num_data_parallel: int) -> dict[str, RngState]:
-        """The components that ``RngState`` has saved; with a policy they load by its rule."""
+        """The components that ``RngState`` has saved: they load by its rule."""
         metadata = self._opened.metadata
-        policy, rngs = self._job.policy, dict[str, RngState]()
-        if policy is None or self._source.problems:
+        policy, rngs = self._job.policy or ElasticPolicy(), dict[str, RngState]()
+        if self._source.problems:
             return rngs
         for name in components:
             key = self._opened.source.saved_prefix(name) + ".common"
@@ -227,7 +227,7 @@ class _Load:
         size = self._job.num_ranks
         state = {key: value.among(size) if isinstance(value, RngState) else value for key, value in state.items()}
         components = cut_by_component(state, [self._opened], self._job.policy, size, lambda name: None)
-        planner = self.planner(components.plans[0] if self._job.policy is not None else {})
+        planner = self.planner(components.plans[0])
         planner.set_up_planner(components.values, self._opened.metadata)
         request: ReadRequest = planner.create_local_plan().planner_data
         absent = [fqn for fqn in request.missing if fqn in stage.ranks.own]

@@ -182,7 +182,8 @@ def _records_of(decision: bytes, stage: Stage, rank: int, encoded: EncodedTable)
         assert isinstance(entry, TensorEntry)
         keys = tuple(one.keys)
         own_lengths = tuple(len(fqns[key]) for key in keys if fqns[key] in own_of) if own_of else ()
-        for offsets, sizes in _core.written_boxes(entry, one.steps):
+        pieces = [box for _, box in one.boxes]
+        for offsets, sizes in pieces or _core.written_boxes(entry, one.steps):
             num_bytes = num_elements(sizes) * entry.dtype.itemsize
             yield _Records(one.section, keys, own_lengths, entry.dtype, sizes, num_bytes, offsets)
 

@@ -12,14 +12,16 @@ import torch
 from torchtitan_ext.delta.files import open_proved
 from torchtitan_ext.delta.replacement import OTHER_BITS, Replacement, why_unfit
 from torchtitan_ext.delta.saved_changes import SavedChanges
-from torchtitan_ext.errors import Problem, WrongValueError, refusal
+from torchtitan_ext.errors import DamagedCheckpointError, Problem, WrongValueError, named, refusal
 from torchtitan_ext.offline.boxes import Piece, held_piece
 from torchtitan_ext.offline.selection import SelectedKeys, Selection
+from torchtitan_ext.state.value_digest import sum_box
 from torchtitan_ext.storage.commit.steps import step_of
 from torchtitan_ext.storage.raw_tensor import dtype_name
 
-ReplacedSums = Counter[tuple[int, str]]
-"""The sums of the hashes of the old bits that were replaced, by the number of the file and the key."""
+ChangeSums = Counter[tuple[str, int, str]]
+"""Sums of hashes, by what was summed, the number of the file and the key: ``"before"`` has all elements of the tensor,
+``"replaced"`` the old bits of those that the file replaces, ``"new"`` their new bits."""
 
 ROOM_FOR_CHANGES = 5
 """A piece and its changes take at most this many times the memory of the piece."""
@@ -78,7 +80,7 @@ class ChangeChain:
         self.version = version if self._chain else None
         self.num_changed = sum(saved.totals[key].count for saved in self._chain for key in self._changed_keys(saved))
 
-    def apply(self, pieces: Iterable[tuple[str, Piece, torch.Tensor]]) -> ReplacedSums:
+    def apply(self, pieces: Iterable[tuple[str, Piece, torch.Tensor]]) -> ChangeSums:
         """Applies the changes to boxes of tensors, in place.
 
         Args:
@@ -86,35 +88,56 @@ class ChangeChain:
         """
         if os.getpid() != self._parent:
             torch.set_num_threads(1)  # threads that the parent has started do not live here
-        sums = ReplacedSums()
+        sums = ChangeSums()
         filled = [one for one in pieces if 0 not in one[1].sizes]
+        for key, piece, tensor in filled if self._chain else ():
+            if key in self._chain[0].totals:
+                total = sum_box(tensor, piece.offsets, tuple(self._keys.tensors[key].size))
+                sums["before", 0, key] += int(total.item())
         for number, saved in enumerate(self._chain):
             changed = self._changed_keys(saved)
             own = [one for one in filled if one[0] in changed]
             held = [held_piece(key, piece, self._keys.tensors[key].size) for key, piece, _ in own]
             replacement = Replacement.of(held, [tensor for _, _, tensor in own], saved, saved.totals)
-            for (key, _, _), old in zip(own, replacement.old_sums(), strict=True):
-                sums[number, key] += old
+            for (key, _, _), old, new in zip(own, replacement.old_sums(), replacement.new_sums, strict=True):
+                sums["replaced", number, key] += old
+                sums["new", number, key] += new
             replacement.write()
         return sums
 
-    def check(self, replaced: Iterable[ReplacedSums]) -> None:
-        """Compares what all pieces together had before with what the changes replace.
+    def check(self, sums: Iterable[ChangeSums]) -> None:
+        """Compares the sums over all pieces together with those of the files.
 
         Raises:
-            WrongBaseError: Names the tensors whose bits were others, and the file.
+            WrongBaseError: Names the tensors that were not the base of the changes, and the file.
+            DamagedCheckpointError: What was read of a file is not what was written, and was so when it was opened.
         """
-        found = ReplacedSums()
-        for sums in replaced:
-            found.update(sums)
-        problems = [
-            Problem("other_base", key, f"{OTHER_BITS} ({saved.path})")
-            for number, saved in enumerate(self._chain)
-            for key in self._changed_keys(saved)
-            if (found[number, key] - saved.totals[key].replaced) % 2**64 != 0
-        ]
+        found = ChangeSums()
+        for of_pieces in sums:
+            found.update(of_pieces)
+        problems = []
+        for number, saved in enumerate(self._chain):
+            differing = {
+                what: [
+                    key for key in keys if (found[what, number, key] - getattr(saved.totals[key], what)) % 2**64 != 0
+                ]
+                for what, keys in (
+                    ("new", self._changed_keys(saved)),
+                    ("replaced", self._changed_keys(saved)),
+                    ("before", self._known_keys(saved) if number == 0 else ()),
+                )
+            }
+            if differing["new"]:
+                what = f"the new elements of {named(differing['new'])} are not those that were written"
+                raise DamagedCheckpointError(f"{saved.path}: {what}, and were so when it was opened")
+            for key in dict.fromkeys(differing["replaced"] + differing["before"]):
+                where = "" if key in differing["replaced"] else ", in elements that they do not replace"
+                problems.append(Problem("other_base", key, f"{OTHER_BITS}{where} ({saved.path})"))
         if problems:
             raise refusal("reshard", problems)
+
+    def _known_keys(self, saved: SavedChanges) -> list[str]:
+        return [key for key in saved.totals if key in self._keys.tensors]
 
     def _changed_keys(self, saved: SavedChanges) -> dict[str, None]:
         return {key: None for key in saved.changed_keys if key in self._keys.tensors}

@@ -18,7 +18,7 @@ from torchtitan_ext.checkpoint.tables.key_table import Box
 from torchtitan_ext.layout.layout import local_shards
 from torchtitan_ext.offline.boxes import Piece, cut
 from torchtitan_ext.offline.placement_rules import DimOf, Placed, PlacementRules
-from torchtitan_ext.offline.rewrite.changes import ROOM_FOR_CHANGES, ChangeChain, ReplacedSums
+from torchtitan_ext.offline.rewrite.changes import ROOM_FOR_CHANGES, ChangeChain, ChangeSums
 from torchtitan_ext.offline.rewrite.targets import refuse_existing
 from torchtitan_ext.offline.selection import SelectedKeys, Selection
 from torchtitan_ext.offline.sources import FileSource
@@ -70,9 +70,9 @@ def reshard(
         mesh: Size of each axis by name, for example ``{"dp_shard": 4, "tp": 2}``; without it one rank writes all.
         rules: The dims that axes cut where the checkpoint does not say it; see ``PlacementRules``.
         dtype: The dtype that floating-point tensors get; by default they keep theirs.
-        changes: Files of ``tte.delta``, in the order of their versions: the new checkpoint has what they lead to. The
-            old bits of each element that a file replaces are compared before anything is committed. Values that are
-            no tensors stay what they are.
+        changes: Files of ``tte.delta``, in the order of their versions: the new checkpoint has what they lead to. Each
+            tensor that the first file knows is compared whole with its base, and the old bits of each element that a
+            later one replaces, before anything is committed. Values that are no tensors stay what they are.
         base_version: The version of the source; by default its step, if its name has one.
         max_bytes: The bytes of the checkpoint that all processes together hold at a time.
         num_processes: By default one per core. Must be 1 in a process that uses CUDA or a process group.
@@ -108,17 +108,17 @@ def write_checkpoint(
     chain: ChangeChain | None = None,
 ) -> None:
     """Writes the files of the plan's ranks, with changes, and commits them together if these fit."""
-    writer = FileWriter(target, sync=sync)
+    writer = FileWriter(target, sync=sync, branch="keep")
     writer.set_up_storage_writer(True, rank=0)
     writer.prepare_global_plan([SavePlan([])])
     try:
         place = find_place(Path(target), 0, is_own=False)
 
-        def write(rank: int, on_bytes: OnBytes) -> tuple[_core.RankFile | None, ReplacedSums]:
-            replaced = ReplacedSums()
+        def write(rank: int, on_bytes: OnBytes) -> tuple[_core.RankFile | None, ChangeSums]:
+            sums = ChangeSums()
             parts, values = list(plan.parts_of(rank, shares.part_bytes)), plan.values_of(rank)
             if not parts and not values:
-                return None, replaced
+                return None, sums
             file = RankFileWriter(place, rank, num_threads=shares.num_threads, sync=sync)
             for key in values:
                 content = plan.keys.source.value_record(plan.keys.fqns[key])  # must live until it is written
@@ -126,14 +126,14 @@ def write_checkpoint(
                 file.write()
             for batch in plan.keys.reader.read_batches(parts, shares.part_bytes):
                 if chain is not None:
-                    replaced.update(chain.apply((part.key, part.piece, tensor) for tensor, part in batch))
+                    sums.update(chain.apply((part.key, part.piece, tensor) for tensor, part in batch))
                 _write_parts(file, batch)
                 on_bytes(sum(tensor.nbytes for tensor, _ in batch))
-            return file.finish(), replaced
+            return file.finish(), sums
 
         written = run_tasks(write, plan.num_ranks, shares.num_processes, progress)
         if chain is not None:
-            chain.check(replaced for _, replaced in written)
+            chain.check(sums for _, sums in written)
         writer.finish(plan.metadata(), [file for file, _ in written])
     finally:
         writer.abandon()

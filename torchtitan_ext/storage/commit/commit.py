@@ -218,7 +218,7 @@ def begin_save(
     """
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, "save: got a file, expected a directory", str(target))
+        raise NotADirectoryError(f"save: got a file, expected a directory: '{target}'")
     new_parents = _make_directories(target.parent)
     lock_file = lock_path(target, rank)
     if lock_file.parent == target:

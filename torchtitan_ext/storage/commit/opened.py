@@ -30,6 +30,10 @@ class OpenedCheckpoint:
     Args:
         may_link: Whether files may be links out of the directory, as in the cache of Hugging Face's hub. Names must be
             those of files in the directory then.
+
+    Attributes:
+        copy: Equal on ranks that have read the metadata from one file, also over a network file system; another one
+            where hosts have copies of the checkpoint. Empty before the metadata is read.
     """
 
     def __init__(self, directory: Path, *, may_link: bool = False) -> None:
@@ -40,6 +44,7 @@ class OpenedCheckpoint:
         self._metadata_name = ""
         self._metadata = b""
         self._identity: tuple[int, ...] = ()
+        self.copy = ""
 
     def __del__(self) -> None:
         for descriptor in self._files.values():
@@ -55,7 +60,10 @@ class OpenedCheckpoint:
         removed by another save.
         """
         with os.fdopen(self._open(name), "rb") as stream:
-            self._identity = identity_of(os.fstat(stream.fileno()))
+            status = os.fstat(stream.fileno())
+            self._identity = identity_of(status)
+            # Hosts number the devices of a shared file system differently. A copy gets a time of its own.
+            self.copy = f"{status.st_ino} {status.st_size} {status.st_ctime_ns}"
             self._metadata = stream.read()
         self._metadata_name = name
         return self._metadata

@@ -3,17 +3,19 @@
 ``step-<number>``, torchtitan's name, comes first. The names of other trainers are recognized if all steps of a run have
 the same kind. Any other pattern is a text: ``"ckpt-{step}"``, ``"iter_{step:07d}"`` with leading zeros,
 ``"epoch=*-step={step}"`` with any text in the place of the star.
+
+A fallback directory takes what storage refuses of several runs. Each has a folder of its own there.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 from torchtitan_ext.errors import WrongValueError
-from torchtitan_ext.storage.checkpoint_files import index_path, metadata_path
+from torchtitan_ext.storage.checkpoint_files import index_path, is_local, metadata_path
 
 _NUMBER = re.compile(r"\{step(?::0(\d+)d?)?\}")
 
@@ -98,17 +100,6 @@ def find_steps(run: Path, pattern: str | None = None) -> dict[int, bool]:
     return {number: has_finished(path) for number, path in step_paths(run, pattern).items()}
 
 
-def last_finished(steps: Mapping[int, bool]) -> int | None:
-    """The highest step whose save has finished."""
-    return max((number for number, is_finished in steps.items() if is_finished), default=None)
-
-
-def latest_path(run: Path, pattern: str | None = None) -> Path | None:
-    """The directory of the highest step whose save has finished; ``None`` without one."""
-    paths = step_paths(run, pattern)
-    return next((paths[number] for number in sorted(paths, reverse=True) if has_finished(paths[number])), None)
-
-
 def step_of(path: str | os.PathLike[str], pattern: str | None = None) -> int | None:
     """The step in a directory's name; ``None`` for other names."""
     name = Path(os.path.abspath(path)).name
@@ -120,6 +111,29 @@ def pattern_of(path: str | os.PathLike[str]) -> StepPattern | None:
     """The known pattern that a directory's name matches."""
     name = Path(os.path.abspath(path)).name
     return next((pattern for pattern in _COMMON if pattern.number_of(name) is not None), None)
+
+
+def folders_in_fallback(run: str | os.PathLike[str], fallback: str | os.PathLike[str]) -> list[str]:
+    """The folders of a run in a fallback directory: its name, and a digest of its absolute path or URL.
+
+    A save takes the first one, by the path without links. A save that was made while the disk of a link was lost has
+    the second one.
+    """
+    is_url = not is_local(run)
+    paths = [os.fspath(run).rstrip("/")] if is_url else [os.path.realpath(run), os.path.abspath(run)]
+    names = [f"{Path(path).name[:40]}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:12]}" for path in paths]
+    return [os.path.join(fallback, name) for name in dict.fromkeys(names)]
+
+
+def is_absent(run: Path) -> bool:
+    """Whether there is nothing at the path of a run, as where its disk is not mounted."""
+    return not run.is_dir() or not os.listdir(run)
+
+
+def own_pattern(path: str | os.PathLike[str], pattern: str | None) -> str | None:
+    """The given pattern, or the known one that a directory's name matches."""
+    known = pattern_of(path) if pattern is None else None
+    return pattern if known is None else known.text
 
 
 def has_finished(path: Path) -> bool:

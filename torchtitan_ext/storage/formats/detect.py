@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 from torchtitan_ext.errors import UnknownFormatError, named
-from torchtitan_ext.storage.commit.steps import find_steps
+from torchtitan_ext.storage.commit.branch import latest_path
+from torchtitan_ext.storage.commit.steps import find_steps, step_of
 
 Format = Literal["dcp", "safetensors", "torch"]
 """``dcp``: a directory of torch.distributed.checkpoint, stock's or ours. ``safetensors``: a file, or a directory with
@@ -84,10 +85,10 @@ def how_to_load(path: Path) -> str | None:
         return _not_there(path)
     except UnknownFormatError as error:
         steps = sorted(number for number, is_finished in find_steps(path).items() if is_finished)
-        if steps:
+        if (latest := latest_path(path)) is not None:
             return (
-                f"is the directory of a run, not a checkpoint; pass step='latest', or step={steps[-1]}: it has steps "
-                f"{', '.join(map(str, steps[-_MAX_NAMED:]))}"
+                f"is the directory of a run, not a checkpoint; pass step='latest', or step={step_of(latest)}: it has "
+                f"steps {', '.join(map(str, steps[-_MAX_NAMED:]))}"
             )
         return f"is no checkpoint: {error.detail}"
     except OSError as error:

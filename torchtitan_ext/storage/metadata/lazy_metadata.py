@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, KeysView
+from dataclasses import fields
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -28,6 +29,9 @@ MEMORY_FORMATS = {
     MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT.value: torch.preserve_format,
 }
 """By DCP's numbers."""
+
+PROPERTIES = tuple(field.name for field in fields(TensorProperties))
+"""The fields that tensors have in the metadata of this torch: ``strides`` came with torch 2.15."""
 
 Entry = TensorStorageMetadata | BytesStorageMetadata
 _Key = TypeVar("_Key")
@@ -201,6 +205,7 @@ class _Entries:
             requires_grad=key.requires_grad,
             memory_format=MEMORY_FORMATS[key.memory_format],
             pin_memory=key.pin_memory,
+            **({"strides": key.strides} if "strides" in PROPERTIES else {}),
         )
         return TensorStorageMetadata(properties, torch.Size(key.sizes), self._chunks(key.chunk_list))
 

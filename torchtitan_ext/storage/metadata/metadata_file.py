@@ -8,6 +8,8 @@ path, size and digest of the file that holds them.
 
 from __future__ import annotations
 
+import copyreg
+import io
 import os
 import pickle
 import weakref
@@ -30,19 +32,19 @@ from torch.distributed.checkpoint.metadata import (
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError
 from torchtitan_ext.storage.checkpoint_files import shown
-from torchtitan_ext.storage.metadata.lazy_metadata import MEMORY_FORMATS, LazyDict, lazy_entries, lazy_parts
-from torchtitan_ext.storage.metadata.saved_metadata import parse_tables
+from torchtitan_ext.storage.metadata.lazy_metadata import MEMORY_FORMATS, PROPERTIES, LazyDict, lazy_entries, lazy_parts
+from torchtitan_ext.storage.metadata.saved_metadata import parse_pickle, parse_tables
 
 
 def parse_metadata(data: bytes) -> Metadata:
-    """The metadata in the bytes of a ``.metadata`` file (torch 2.1 to 2.13), equal to what ``pickle.loads`` returns.
+    """The metadata in the bytes of a ``.metadata`` file (torch 2.1 to 2.15), equal to what ``pickle.loads`` returns.
 
     The mappings are lazy, and keys with equal chunk lists share one list.
 
     Raises:
         ValueError: The bytes are damaged, or name something that is not part of a checkpoint's metadata.
     """
-    return _lazy_metadata(_core.read_metadata_pickle(data))
+    return _lazy_metadata(parse_pickle(data, PROPERTIES))
 
 
 def metadata_of_tables(tables: bytes, files: Iterable[_core.RankFile], path: Path) -> Metadata:
@@ -109,7 +111,20 @@ def encode_metadata(metadata: Metadata, files: Sequence[_core.RankFile]) -> byte
     columns = _core.MetadataColumns()
     _add_files(columns, files)
     metadata.storage_data = lazy_parts(columns).copy()
-    return pickle.dumps(metadata)
+    return _pickled(metadata)
+
+
+def _pickled(metadata: Metadata) -> bytes:
+    """By Python, in the form that every torch reads: ``TensorProperties`` without the strides of torch 2.15."""
+    out = io.BytesIO()
+    pickler = pickle.Pickler(out)
+    pickler.dispatch_table = copyreg.dispatch_table | {TensorProperties: _reduced}
+    pickler.dump(metadata)
+    return out.getvalue()
+
+
+def _reduced(properties: TensorProperties) -> tuple[Any, ...]:
+    return copyreg.__newobj__, (TensorProperties,), properties.__getstate__()[:5]  # type: ignore[attr-defined]
 
 
 def encode_tables(metadata: Metadata, files: Sequence[_core.RankFile]) -> bytes:

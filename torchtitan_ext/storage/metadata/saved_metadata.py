@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -100,7 +101,7 @@ def read_saved_metadata(files: OpenedCheckpoint, rank: int | None, *, verify: st
     except FileNotFoundError as error:
         return _of_index_alone(files, rank, verify, error)
     try:
-        parsed = _core.read_metadata_pickle(data)
+        parsed = parse_pickle(data)
     except (ValueError, OverflowError) as error:
         raise DamagedCheckpointError(f"{path}: {error}") from None
     columns, fields = parsed.columns, parsed.storage_meta if isinstance(parsed.storage_meta, dict) else {}
@@ -112,6 +113,28 @@ def read_saved_metadata(files: OpenedCheckpoint, rank: int | None, *, verify: st
             place, content, data, verify=verify, has_file=lambda file: file.name in named and files.has(file)
         )
     return SavedMetadata(columns, parsed.planner_data, fields, parsed.version, index)
+
+
+def parse_pickle(data: bytes, properties: Sequence[str] = ()) -> _core.ParsedMetadata:
+    """The metadata in the bytes of a ``.metadata`` file. Warns of fields that a newer torch added to it.
+
+    Args:
+        properties: The names of the fields of DCP's ``TensorProperties``, as far as they are known: the file has none.
+
+    Raises:
+        ValueError: The bytes are damaged, name something that is not part of a checkpoint's metadata, or have a value
+            in a field that is not known.
+    """
+    parsed = _core.read_metadata_pickle(data)
+    for number in range(_core.NUM_PROPERTIES, _core.NUM_PROPERTIES + parsed.num_unknown_properties):
+        name = f" ({properties[number]})" if number < len(properties) else ""
+        warnings.warn(
+            f".metadata: a newer torch has written field {number + 1}{name} of TensorProperties, of which this "
+            f"version knows {_core.NUM_PROPERTIES}: it is ignored, because it has its default everywhere; upgrade "
+            "torchtitan_ext",
+            stacklevel=3,
+        )
+    return parsed
 
 
 def parse_tables(tables: bytes, files: Iterable[_core.RankFile], path: Path) -> _core.ParsedMetadata:

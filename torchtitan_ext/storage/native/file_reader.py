@@ -7,12 +7,13 @@ import functools
 import os
 import uuid
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
@@ -32,6 +33,7 @@ from torchtitan_ext.storage.checkpoint_files import (
     shown,
     thread_count_of,
 )
+from torchtitan_ext.storage.commit.branch import remember_step
 from torchtitan_ext.storage.commit.opened import Footers, OpenedCheckpoint
 from torchtitan_ext.storage.futures import finished
 from torchtitan_ext.storage.metadata.metadata_file import metadata_of_tables, parse_metadata
@@ -48,9 +50,29 @@ BATCH_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class MetadataMark:
-    """Names the metadata from which a rank made its plan; part of the plan."""
+    """Names the metadata from which a rank made its plan; part of the plan.
+
+    Attributes:
+        blocks: To the coordinator: the ledger of the blocks that this rank is going to read; empty if it does not know.
+        part: From the coordinator: which of them this rank verifies; ``None``: all.
+    """
 
     digest: str
+    blocks: bytes = b""
+    part: Sequence[_core.BlockRange] | None = None
+
+
+@dataclass
+class ForeseenPlan(LoadPlan):
+    """A local plan without items that says what its rank will probably read, where the coordinator decides the items.
+
+    It travels without that.
+    """
+
+    foresee: Callable[[], list[ReadItem]] = list
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LoadPlan, (self.items, self.storage_data, self.planner_data)
 
 
 class FileReader(StorageReader):
@@ -61,8 +83,9 @@ class FileReader(StorageReader):
 
     Args:
         path: Directory of the checkpoint.
-        verify: Which blocks are compared with their checksums, in files that have any: ``"auto"`` blocks of which at
-            least half is read, ``"all"`` every block that is touched (it is read whole then), ``"none"`` none.
+        verify: Which blocks are compared with their checksums, in files that have any: ``"auto"`` each block of which
+            anything is read, once in a load: with ``tte.load`` by one of the ranks, else by each rank that reads of it;
+            ``"all"`` each block in each read of each rank; ``"none"`` none. A block is read whole to be compared.
         thread_count: Threads of each rank; by default its share of the cores, at most 8.
         _extension_registry: Accepted like in ``FileSystemReader`` and ignored: records that were saved through an
             extension are refused.
@@ -80,6 +103,7 @@ class FileReader(StorageReader):
     _index: _core.Index | None
     _footers: Footers
     _stock_tensors: dict[tuple[str, int], _core.StoredTensor | None]
+    _blocks: _core.BlockLedger
 
     def __init__(
         self,
@@ -98,6 +122,8 @@ class FileReader(StorageReader):
         thread_count_of(thread_count)
         self.load_id = uuid.uuid4().hex
         self.storage_data: dict[Any, Any] = {}
+        self.leaves_blocks = False
+        """Whether blocks of which little is read are left to ``verify_blocks``: the ranks of the load share them."""
         self._is_coordinator = False
         self._forget()
 
@@ -161,18 +187,33 @@ class FileReader(StorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         self.files.hold(self.storage_data[item.storage_index].relative_path for item in plan.items)
-        return plan if self._mark is None else dataclasses.replace(plan, storage_data=self._mark)
+        remember_step(self.path)
+        if self._mark is None:
+            return plan
+        items = plan.foresee() if isinstance(plan, ForeseenPlan) else plan.items
+        blocks = self._foreseen_blocks(items) if items and self.verify == "auto" and _has_other_ranks() else b""
+        return dataclasses.replace(plan, storage_data=dataclasses.replace(self._mark, blocks=blocks))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        marks = {plan.storage_data for plan in plans if isinstance(plan.storage_data, MetadataMark)}
-        if len(marks) > 1:
+        marks = [plan.storage_data for plan in plans if isinstance(plan.storage_data, MetadataMark)]
+        if len({mark.digest for mark in marks}) > 1:
             raise SavedOverError(str(self.path), "ranks have read the metadata of different saves")
-        return plans
+        if len(marks) < len(plans) or not all(mark.blocks for mark in marks):
+            return plans
+        parts = _core.deal_blocks([mark.blocks for mark in marks])
+        return [
+            dataclasses.replace(plan, storage_data=MetadataMark(mark.digest, part=part))
+            for plan, mark, part in zip(plans, marks, parts, strict=True)
+        ]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[Any]:
         def read() -> None:
             try:
+                if isinstance(plan.storage_data, MetadataMark) and plan.storage_data.part is not None:
+                    self._blocks.take_part(list(plan.storage_data.part))
                 self._read(plan, planner)
+                if self.verify == "auto" and not self.leaves_blocks:
+                    self.verify_blocks(self._blocks.unverified())
             except (_core.FormatError, UnicodeDecodeError) as error:
                 raise DamagedCheckpointError(str(error)) from None
 
@@ -263,7 +304,8 @@ class FileReader(StorageReader):
         file = indexed or self._footers.find(self.path / name, descriptor)
         if file is None:
             return runs.add_file(path, -1, descriptor)
-        return runs.add_checked_file(path, file, b"" if self._index is None else self._index.save_id, descriptor)
+        save_id = b"" if self._index is None else self._index.save_id
+        return runs.add_checked_file(path, file, save_id, descriptor, self._blocks)
 
     def read_runs(self, runs: _core.RunReader, names: list[str]) -> None:
         """Reads all that was added to a RunReader.
@@ -274,7 +316,8 @@ class FileReader(StorageReader):
         Raises:
             DamagedCheckpointError: Blocks do not match their checksums.
         """
-        damaged = runs.read(thread_count_of(self.thread_count), self.verify)
+        auto = "mostly" if self.leaves_blocks else "once"
+        damaged = runs.read(thread_count_of(self.thread_count), auto if self.verify == "auto" else self.verify)
         if damaged:
             blocks = [(names[block.file], block.begin, block.end) for block in damaged]
             parts = (
@@ -283,6 +326,37 @@ class FileReader(StorageReader):
             )
             text = describe_damage(self.path, blocks, parts, self._index)
             raise DamagedCheckpointError(text, "; verify='none' takes the bytes as they are")
+
+    @property
+    def has_unverified_blocks(self) -> bool:
+        """Whether this reader has left blocks: touched, not verified."""
+        return self.verify == "auto" and bool(self._blocks.unverified())
+
+    def describe_blocks(self) -> bytes:
+        """What this reader did with the blocks of the files, for ``_core.deal_blocks`` over all ranks."""
+        return self._blocks.message(self.files.copy)
+
+    def verify_blocks(self, ranges: Sequence[_core.BlockRange]) -> None:
+        """Reads blocks, and compares them with their checksums.
+
+        Raises:
+            DamagedCheckpointError: Blocks do not match their checksums.
+            OSError: A file cannot be read.
+        """
+        by_file: dict[str, list[_core.BlockRange]] = {}
+        for one in ranges:
+            by_file.setdefault(one.file, []).append(one)
+        for name, of_file in by_file.items():
+            runs = _core.RunReader()
+            file = self.open_file(runs, name)
+            for one in of_file:
+                runs.add_blocks(file, one.first, one.last)
+            self.read_runs(runs, [name])
+
+    @property
+    def files_reader(self) -> FileReader:
+        """The reader of the files: this one, unless a transform lies between."""
+        return self
 
     def _metadata_of_index(self, path: Path) -> Metadata | None:
         """The metadata in an index that replaces ``.metadata``; ``None`` without one."""
@@ -310,12 +384,10 @@ class FileReader(StorageReader):
         self._index = None
         self._footers = Footers(None)
         self._stock_tensors = {}
+        self._blocks = _core.BlockLedger()
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        by_file: dict[str, list[tuple[ReadItem, Any]]] = {}
-        for item in plan.items:
-            info = self._info_of(item.storage_index)
-            by_file.setdefault(info.relative_path, []).append((item, info))
+        by_file = self._by_file(plan.items)
         stored = {name: self._stored_of(name, members) for name, members in by_file.items()}
         with progress(
             "load, rank 0",
@@ -337,6 +409,33 @@ class FileReader(StorageReader):
                     if batch.num_bytes >= BATCH_BYTES:
                         batch.read()
             batch.finish()
+
+    def _foreseen_blocks(self, items: Sequence[ReadItem]) -> bytes:
+        """The ledger of the blocks that a read of these items touches; empty where a file is not as it should be."""
+        self._blocks = _core.BlockLedger()
+        try:
+            for name, members in self._by_file(items).items():
+                runs = _core.RunReader()
+                file, stored = self.open_file(runs, name), self._stored_of(name, members)
+                for item, info in members:
+                    tensor = stored.get(info.offset)
+                    if tensor is None or not tensor.is_row_major:
+                        runs.add_bytes(file, info.offset, info.length, 0)
+                    else:
+                        runs.add_box(file, tensor, item.storage_offsets, item.lengths, 0, tensor.strides)
+                runs.touch()
+        except (_core.FormatError, UnicodeDecodeError, OSError, ValueError):
+            self._blocks = _core.BlockLedger()
+            return b""  # the read says what is wrong
+        return self.describe_blocks()
+
+    def _by_file(self, items: Sequence[ReadItem]) -> dict[str, list[tuple[ReadItem, Any]]]:
+        """The items with their entries in ``storage_data``, by file."""
+        by_file: dict[str, list[tuple[ReadItem, Any]]] = {}
+        for item in items:
+            info = self._info_of(item.storage_index)
+            by_file.setdefault(info.relative_path, []).append((item, info))
+        return by_file
 
     def _info_of(self, index: MetadataIndex) -> Any:
         info = self.storage_data[index]
@@ -362,6 +461,10 @@ class FileReader(StorageReader):
             self._stock_tensors[name, offset] = tensor
         known = {offset: self._stock_tensors[name, offset] for offset in places}
         return {offset: tensor for offset, tensor in known.items() if tensor is not None}
+
+
+def _has_other_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _wanted_bytes(

@@ -24,7 +24,7 @@ from torch.futures import Future
 
 from torchtitan_ext import _core
 from torchtitan_ext.dcp_private import StreamTransformExtension
-from torchtitan_ext.errors import WrongValueError, only_printed
+from torchtitan_ext.errors import Problem, WrongValueError, named, only_printed, refusal
 from torchtitan_ext.layout.wrapper import without_slack
 from torchtitan_ext.storage.checkpoint_files import (
     NO_METADATA,
@@ -34,8 +34,18 @@ from torchtitan_ext.storage.checkpoint_files import (
     metadata_path,
     thread_count_of,
 )
+from torchtitan_ext.storage.commit.branch import (
+    Branch,
+    PlaceInRun,
+    last_name,
+    latest_path,
+    notes_of_place,
+    place_in_run,
+    remember_step,
+    set_aside,
+)
 from torchtitan_ext.storage.commit.commit import RunningSave, SavePlace, begin_save, find_place
-from torchtitan_ext.storage.commit.steps import latest_path, pattern_of
+from torchtitan_ext.storage.commit.steps import own_pattern
 from torchtitan_ext.storage.futures import finished
 from torchtitan_ext.storage.metadata.metadata_file import encode_metadata, encode_tables, send_as_place
 from torchtitan_ext.storage.native.device_buckets import OutgoingBuckets, bucket_bytes_of
@@ -92,6 +102,8 @@ class FileWriter(StorageWriter):
             not changed since is not written again: the files that hold it are linked (docs/reference/storage.md). Takes
             fingerprints.
         step_pattern: How the run names its steps, for ``"latest"``.
+        branch: What becomes of newer steps of the run, if the path is a step of one: ``"set_aside"``, ``"keep"`` or
+            ``"error"``, as in ``tte.save``.
         sync_files: The name of ``sync`` in ``FileSystemWriter``.
         per_thread_copy_ahead: Accepted like in ``FileSystemWriter`` and ignored: tensors of an accelerator come to the
             host in buckets, each while the one before is written.
@@ -123,6 +135,7 @@ class FileWriter(StorageWriter):
         fingerprints: bool = False,
         reuse: str | os.PathLike[str] | None = None,
         step_pattern: str | None = None,
+        branch: Branch = "set_aside",
         sync_files: bool | None = None,
         single_file_per_rank: bool = True,
         per_thread_copy_ahead: int | None = None,
@@ -153,6 +166,10 @@ class FileWriter(StorageWriter):
         self.stock_metadata = stock_metadata
         self.reuse = reuse if reuse is None or reuse == "latest" else Path(reuse).absolute()
         self.step_pattern = step_pattern
+        self.branch = branch
+        self.beside: tuple[Path, ...] = ()
+        self._last_name = last_name(self.target)
+        self._place_at_begin: PlaceInRun | None = None
         self.fingerprints = fingerprints or reuse is not None
         self.not_reused = ""
         self.thread_count = thread_count
@@ -174,6 +191,7 @@ class FileWriter(StorageWriter):
         if checkpoint_id:
             self.path = Path(checkpoint_id)
             self.target = self.path.absolute()
+        self._last_name = last_name(self.target)
         self.save_id = uuid.uuid4().hex
         self._has_named_a_save = False
 
@@ -207,6 +225,8 @@ class FileWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self.abandon()
+        # Steps of other jobs that are saved meanwhile are none that this save leaves behind.
+        self._place_at_begin = self._place()
         earlier = self._earlier()
         self._save = begin_save(
             self.target, self.save_id, self._own_rank, names_have_id=self.fingerprints, earlier=earlier
@@ -234,17 +254,22 @@ class FileWriter(StorageWriter):
         needs_metadata = self.stock_metadata or not self._save.place.is_staged
         content = encode_metadata(metadata, files) if needs_metadata else b""
         tables = b"" if needs_metadata else encode_tables(metadata, files)
+        place = self._place_at_begin
         index = _core.encode_index(
             bytes.fromhex(self.save_id),
             len(content) if needs_metadata else NO_METADATA,
             _core.digest(content),
-            notes_of_save(len(results)),
+            notes_of_save(len(results)) + notes_of_place(place),
             files,
             tables,
             has_sums=self.fingerprints,
         )
         path = self._save.commit(index, content if needs_metadata else None, sync=self.sync, confirm=self.confirm)
         self._save = None
+        remember_step(self.target)
+        if place is not None and place.newer:
+            with only_printed():
+                set_aside(place, self.save_id, sync=self.sync)
         self.not_reused = self.not_reused or next(filter(None, map(_problem_of, results)), "")
         if self.not_reused:
             with only_printed():
@@ -274,9 +299,28 @@ class FileWriter(StorageWriter):
         self.not_reused = ""
         if self.reuse is None or isinstance(self.reuse, Path):
             return self.reuse
-        known = pattern_of(self.target)
-        pattern = known.text if self.step_pattern is None and known is not None else self.step_pattern
-        return latest_path(self.target.parent, pattern)
+        place = self._place_at_begin
+        if place is not None and place.parent is not None:
+            return place.parent
+        return latest_path(self.target.parent, own_pattern(self.target, self.step_pattern))
+
+    def _place(self) -> PlaceInRun | None:
+        """Where this save stands in its run as it begins; ``None`` where it leaves the other steps as they are.
+
+        Raises:
+            StateRefusedError: It is below newer steps, and ``branch`` is ``"error"``.
+        """
+        if self.branch == "keep" or not self.use_collectives:
+            return None
+        place = place_in_run(self.target, self.step_pattern, self._last_name, self.beside)
+        if place is not None and place.newer and self.branch == "error":
+            steps = [str(step.path) for step in reversed(place.newer)]
+            detail = (
+                f"got branch='error', and the run has newer steps: {named(steps)}; save to another run, move them, or "
+                "pass branch='set_aside', which moves them"
+            )
+            raise refusal("save", [Problem("newer_steps", str(self.target), detail)])
+        return place
 
     def _has_checkpoint(self, rank: int | None) -> bool:
         return metadata_path(self.target, rank).exists() or index_path(self.target, rank).exists()

@@ -12,15 +12,16 @@ from typing import Literal, NamedTuple
 from torchtitan_ext import _core
 from torchtitan_ext.errors import UnknownFormatError
 from torchtitan_ext.storage.checkpoint_files import index_path, metadata_path
+from torchtitan_ext.storage.commit.branch import abandoned_steps, index_head, steps_aside
 from torchtitan_ext.storage.commit.commit import lock_beside, lock_name
 from torchtitan_ext.storage.commit.leftovers import LOCK_PREFIX, checkpoint_names, find_dead_files, find_dead_saves
 from torchtitan_ext.storage.commit.save_lock import LockState, is_surely_dead, read_lock
 from torchtitan_ext.storage.commit.steps import has_finished, step_of, step_paths
 from torchtitan_ext.storage.formats.detect import Format, checkpoints_in, format_of
 
-StepState = Literal["finished", "saving", "not finished", "folder", "other"]
-"""``folder``: a directory with checkpoints in it. ``other``: made by no save of DCP, for example an export to
-safetensors."""
+StepState = Literal["finished", "saving", "not finished", "folder", "other", "abandoned"]
+"""``abandoned``: the run was set back and has left it behind. ``folder``: a directory with checkpoints in it.
+``other``: made by no save of DCP, for example an export to safetensors."""
 
 
 class ListedStep(NamedTuple):
@@ -32,6 +33,7 @@ class ListedStep(NamedTuple):
         world_size: Number of ranks that saved, from the index; ``None`` without an index.
         saver: Process, host and start of a save that runs there now, perhaps over a finished checkpoint.
         checkpoints: The names of the checkpoints in a folder.
+        parent: The name of the step that the save went on from, from the index.
     """
 
     step: int
@@ -42,6 +44,7 @@ class ListedStep(NamedTuple):
     world_size: int | None
     saver: str | None
     checkpoints: tuple[str, ...] = ()
+    parent: str | None = None
 
 
 class Leftover(NamedTuple):
@@ -63,9 +66,18 @@ def list_steps(run: Path, pattern: str | None = None) -> list[ListedStep]:
     os.listdir(run)
     savers = _savers(run, pattern)
     paths = step_paths(run, pattern)
-    steps = [_listed(path, number, savers.pop(number, None)) for number, path in paths.items()]
+    abandoned = abandoned_steps(item for item in paths.items() if has_finished(item[1]))
+    steps = [
+        _listed(path, number, savers.pop(number, None), is_abandoned=path in abandoned)
+        for number, path in paths.items()
+    ]
     steps += [ListedStep(number, "saving", None, 0, None, None, saver) for number, saver in savers.items()]
     return sorted(steps)
+
+
+def list_aside(run: Path) -> list[Leftover]:
+    """The steps that a run has left behind: those set aside, and with their sizes."""
+    return [Leftover(path, bytes_in(path)) for path in steps_aside(run)]
 
 
 def find_leftovers(run: Path, pattern: str | None = None) -> list[Leftover]:
@@ -113,7 +125,7 @@ def freed_bytes(steps: Iterable[Path], leftovers: Iterable[Leftover]) -> int:
     return sum(sizes.values())
 
 
-def _listed(path: Path, number: int, saver: str | None) -> ListedStep:
+def _listed(path: Path, number: int, saver: str | None, *, is_abandoned: bool) -> ListedStep:
     saver, is_finished = saver or _saver_of(path), has_finished(path)
     found: Format | None = None
     try:
@@ -124,21 +136,19 @@ def _listed(path: Path, number: int, saver: str | None) -> ListedStep:
     state: StepState = "finished" if is_finished else "saving" if saver else "folder" if inner else "not finished"
     if found == "safetensors" or (found == "dcp" and not is_finished):
         state = "other"
+    elif is_abandoned:
+        state = "abandoned"
     places = [place for place in (metadata_path(path, None), index_path(path, None)) if place.is_file()]
     finished_at = places[0].stat().st_mtime if is_finished else None
+    head = index_head(path)
+    parent = None if head is None else head.notes.get("parent", "").partition(" ")[0] or None
     num_bytes = bytes_in(path) + sum(bytes_in(path / name) for name in inner)
-    return ListedStep(number, state, found, num_bytes, finished_at, _world_size(path), saver, inner)
+    return ListedStep(number, state, found, num_bytes, finished_at, _world_size(head), saver, inner, parent)
 
 
-def _world_size(path: Path) -> int | None:
-    names, _ = checkpoint_names(path)
-    for name in sorted(name for name in names if name.startswith(".tte_index")):
-        try:
-            notes = _core.parse_index((path / name).read_bytes(), name).notes
-        except (OSError, ValueError):
-            continue
-        return int(notes["world_size"]) if notes.get("world_size", "").isdecimal() else None
-    return None
+def _world_size(head: _core.Index | None) -> int | None:
+    text = "" if head is None else head.notes.get("world_size", "")
+    return int(text) if text.isdecimal() else None
 
 
 def _savers(run: Path, pattern: str | None) -> dict[int, str]:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import os
 import uuid
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from torchtitan_ext.errors import SaveInProgressError
-from torchtitan_ext.storage.commit.commit import lock_path
+from torchtitan_ext.storage.commit.branch import ABANDONED, abandoned_steps, branches_aside, latest_path, locked
 from torchtitan_ext.storage.commit.leftovers import (
     checkpoint_names,
     find_dead_files,
@@ -20,16 +17,16 @@ from torchtitan_ext.storage.commit.leftovers import (
     remove_files,
     stage_path,
 )
-from torchtitan_ext.storage.commit.save_lock import SaveLock
-from torchtitan_ext.storage.commit.steps import latest_path, pattern_of, step_of, step_paths
+from torchtitan_ext.storage.commit.steps import has_finished, own_pattern, step_of, step_paths
 from torchtitan_ext.storage.inspect.verify import is_whole
 from torchtitan_ext.storage.metadata.saved_metadata import ranks_with_metadata
 
 
 def latest(run_dir: str | os.PathLike[str], *, step_pattern: str | None = None) -> Path | None:
-    """The checkpoint of the highest step whose save has finished; ``None`` without one. Not collective.
+    """The newest finished step of a run, of the branch of its last commit; ``None`` without one. Not collective.
 
-    Reads no checkpoint: ``tte.load(..., step="last-good")`` does.
+    A run that was set back to step 10 and saved step 11 has left its steps above behind: 11 is the latest. Reads no
+    checkpoint: ``tte.load(..., step="last-good")`` does.
 
     Args:
         step_pattern: How the run names its steps, as in ``tte.load``.
@@ -38,7 +35,7 @@ def latest(run_dir: str | os.PathLike[str], *, step_pattern: str | None = None) 
 
 
 def remove_old_steps(saved: Path, keep: int, pattern: str | None = None) -> None:
-    """Removes checkpoints older than the ``keep`` newest whole ones of a run, but never the one that was just saved.
+    """Removes checkpoints older than the ``keep`` newest whole ones of a run, counted from the one just saved.
 
     A checkpoint that cannot be removed stays, with a warning.
 
@@ -57,8 +54,7 @@ def old_steps(saved: Path, keep: int, pattern: str | None = None) -> list[Path]:
     ``saved`` counts as whole, also if its save still runs: with a ``keep`` of 2 or more a whole checkpoint remains if
     that save fails.
     """
-    run, own, known = Path(os.path.abspath(saved)).parent, step_of(saved, pattern), pattern_of(saved)
-    pattern = known.text if pattern is None and known is not None else pattern
+    run, own, pattern = Path(os.path.abspath(saved)).parent, step_of(saved, pattern), own_pattern(saved, pattern)
     try:
         paths = step_paths(run, pattern)
         return [paths[number] for number in steps_beyond(run, keep, own, pattern)]
@@ -71,15 +67,18 @@ def steps_beyond(run: Path, keep: int, own: int | None = None, pattern: str | No
     """The steps older than the ``keep`` newest whole ones, newest first.
 
     Left out: directories in which each rank has metadata of its own, directories without a file of a DCP checkpoint,
-    and links, which may lead to another run.
+    links, which may lead to another run, and steps that the run has left behind (``commit/branch.py``).
 
     Args:
-        own: A step that counts as whole, whether it is there or not, and is never returned.
+        own: The step to count from. It counts as whole, whether it is there or not, and is never returned, nor are
+            steps above it.
     """
     num_whole = 0
     old: list[int] = []
     paths = step_paths(run, pattern)
-    for number in sorted({*paths, *([] if own is None else [own])}, reverse=True):
+    abandoned = abandoned_steps(item for item in paths.items() if has_finished(item[1]))
+    below = {number for number, path in paths.items() if path not in abandoned and (own is None or number <= own)}
+    for number in sorted({*below, *([] if own is None else [own])}, reverse=True):
         if num_whole < keep:
             num_whole += number == own or is_whole(paths[number])
         elif number != own and not (path := paths[number]).is_symlink():
@@ -92,7 +91,7 @@ def steps_beyond(run: Path, keep: int, own: int | None = None, pattern: str | No
 def remove_step(path: Path) -> None:
     """Removes a checkpoint; foreign files stay. The directory gets a hidden name first: no reader sees half of it."""
     save_id = uuid.uuid4().hex
-    with _locked(path, save_id) as has_lock:
+    with locked(path, save_id) as has_lock:
         if not has_lock:
             return
         try:
@@ -111,21 +110,16 @@ def remove_leftovers(run: Path, pattern: str | None = None) -> None:
     remove_dead_saves(run)
     for path in step_paths(run, pattern).values():
         if find_dead_files(path, None):
-            with _locked(path, uuid.uuid4().hex) as has_lock:
+            with locked(path, uuid.uuid4().hex) as has_lock:
                 if has_lock:
                     remove_dead_files(path, None)
 
 
-@contextmanager
-def _locked(path: Path, save_id: str) -> Iterator[bool]:
-    """Holds the lock of a checkpoint; yields false, after a warning, if that cannot be had."""
-    try:
-        lock = SaveLock.acquire(lock_path(path, None), save_id, path)
-    except (SaveInProgressError, OSError) as error:
-        warnings.warn(f"{path} is kept: {error}", stacklevel=3)
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        lock.release()
+def remove_empty_branches(run: Path) -> None:
+    """Removes the directories of steps that were set aside, and what dead saves left there, where no step is left."""
+    for folder in branches_aside(run):
+        remove_dead_saves(folder)
+        if not os.listdir(folder):
+            folder.rmdir()
+    if not branches_aside(run) and (run / ABANDONED).is_dir() and not os.listdir(run / ABANDONED):
+        (run / ABANDONED).rmdir()

@@ -1,0 +1,8 @@
+"""What direct calls of `torch.ops.torchtitan_ext` raise: torch chooses the class, as `torchtitan_ext.ops` does not."""
+
+import torch
+
+_IS_2_15 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+# Of a kernel's std::invalid_argument and std::overflow_error.
+RAW_REFUSAL: type[Exception] = RuntimeError if _IS_2_15 else ValueError
+RAW_OVERFLOW: type[Exception] = RuntimeError if _IS_2_15 else OverflowError

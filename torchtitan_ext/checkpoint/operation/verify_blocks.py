@@ -1,0 +1,41 @@
+"""Ranks that load together verify each block of the files once: blocks that none of them verified are dealt out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torchtitan_ext import _core
+from torchtitan_ext.checkpoint.operation.phases import Phases
+from torchtitan_ext.storage import FileReader
+
+
+def leave_blocks(readers: Sequence[FileReader], phases: Phases) -> None:
+    """From now on a rank leaves blocks of which it reads little to ``verify_blocks``. Not collective."""
+    for reader in readers:
+        reader.leaves_blocks = phases.size > 1
+
+
+def verify_blocks(readers: Sequence[FileReader], phases: Phases, *, doing: str, undefined: tuple[str, ...]) -> None:
+    """Verifies the blocks that ranks have touched and none has verified; each is read by one rank. Collective.
+
+    Args:
+        readers: One per checkpoint, in the same order on all ranks.
+        doing, undefined: As in ``Phases.on_all``.
+
+    Raises:
+        CheckpointFailedError: Blocks do not match their checksums, or cannot be read; names rank, file and tensors.
+    """
+
+    def deal(ledgers: list[list[bytes]]) -> list[list[list[_core.BlockRange]]]:
+        of_readers = [_core.deal_blocks(of_ranks) for of_ranks in zip(*ledgers, strict=True)]
+        return [list(of_rank) for of_rank in zip(*of_readers, strict=True)]
+
+    def describe() -> list[bytes]:
+        return [reader.describe_blocks() for reader in readers]
+
+    def verify() -> None:
+        for reader, blocks in zip(readers, parts, strict=True):
+            reader.verify_blocks(blocks)
+
+    parts = phases.through_coordinator("verify", describe, deal, doing=doing, undefined=undefined)
+    phases.on_all("verify", verify, doing=doing, undefined=undefined)
