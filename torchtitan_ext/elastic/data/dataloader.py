@@ -16,12 +16,12 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from torchtitan_ext.checkpoint.tables.component import Resharded, SampleAccount, World
 from torchtitan_ext.elastic.data.frontier import NO_IDS, Batches, Ids, InFlight, read_ids
 from torchtitan_ext.elastic.data.order import OrderName
-from torchtitan_ext.elastic.own_share import data_rank
 from torchtitan_ext.elastic.data.sample_position import SamplePosition
 from torchtitan_ext.elastic.data.sampler import ElasticBatchSampler, Last, LocalBatch, Share
 from torchtitan_ext.elastic.data.stream_batches import StreamBatches
 from torchtitan_ext.elastic.data.streams import StreamSource
 from torchtitan_ext.elastic.data.workers import WorkerOptions
+from torchtitan_ext.elastic.own_share import data_rank
 from torchtitan_ext.errors import WrongValueError, argument_error, check_counts
 from torchtitan_ext.errors.near_names import nearest_name
 from torchtitan_ext.state.data_position import DataPosition, read_data_position

@@ -27,7 +27,6 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from torchtitan_ext.checkpoint.tables.component import Resharded, SampleAccount, World
 from torchtitan_ext.elastic.data.frontier import Ids
 from torchtitan_ext.elastic.data.order import OrderedData, OrderName, check_order
-from torchtitan_ext.elastic.own_share import data_rank
 from torchtitan_ext.elastic.data.sample_position import (
     STATE_KEY,
     SamplePosition,
@@ -35,6 +34,7 @@ from torchtitan_ext.elastic.data.sample_position import (
     in_flight_key,
     to_common,
 )
+from torchtitan_ext.elastic.own_share import data_rank
 from torchtitan_ext.errors import CannotReshardError, check_argument, check_counts
 
 Last = Literal["drop", "pad"]
