@@ -137,7 +137,7 @@ def save(
         check_seconds("save", timeout_seconds)
         on_storage_error = OnStorageError(on_error, fallback, retries, max_failures)
         on_storage_error.check("save", path)
-        check_branch("save", branch, storage_writer)
+        check_branch("save", branch, path, storage_writer)
         check_fingerprints("save", fingerprints, path, storage_writer)
         earlier = checked_reuse("save", reuse, path, storage_writer)
         weights = checked_format(
@@ -399,7 +399,7 @@ def async_save(
             )
         on_storage_error = OnStorageError(on_error, fallback, retries, max_failures)
         on_storage_error.check("async_save", path)
-        check_branch("async_save", branch, storage_writer)
+        check_branch("async_save", branch, path, storage_writer)
         check_fingerprints("async_save", fingerprints, path, storage_writer)
         earlier = checked_reuse("async_save", reuse, path, storage_writer)
         weights = checked_format(

@@ -38,6 +38,9 @@ _SUMMARY_OF = {
 """The commands in the order of the help. Each is ``run`` in the module of its name in ``cli.commands``."""
 
 
+_OF_URLS = ("latest", "doctor")
+"""The commands that take URLs. The others' paths would lose one of two slashes, and so name another place."""
+
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 # The base class of all wrong usages: click's, whose module typer renames from version to version.
@@ -60,6 +63,12 @@ class _Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] in _SUMMARY_OF:
+            url = next((argument for argument in args[1:] if "://" in argument), None)
+            if url is not None and args[0] not in _OF_URLS:
+                ctx.fail(
+                    f"{args[0]}: got {url}, expected a directory. Copy the checkpoint to a disk first; latest, and "
+                    "tte.load and tte.latest in Python, read URLs."
+                )
             return args[0], _load(args[0]), args[1:]
         near = nearest_name(args[0], _SUMMARY_OF)
         ctx.fail(f"No such command {args[0]!r}.{f' Did you mean {near!r}?' if near else ''}")

@@ -18,6 +18,7 @@ from torchtitan_ext.offline.rewrite.targets import TargetExistsError
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Directory with step-<number> in it.")]
+RunOrUrl = Annotated[str, typer.Argument(metavar="RUN", help="Directory or URL with step-<number> in it.")]
 StepNames = Annotated[
     str | None,
     typer.Option("--step-pattern", metavar="NAME", help="How steps are named: 'ckpt-{step}'. Common names are known."),

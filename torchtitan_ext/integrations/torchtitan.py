@@ -1,20 +1,21 @@
-"""torchtitan 0.3.0's own trainer on another number of ranks, switched on by two of its config overrides.
+"""torchtitan's own trainer on another number of ranks, switched on by two of its config overrides.
 
     --override.imports torchtitan_ext.integrations.torchtitan.elastic_checkpoint \
                        'torchtitan_ext.integrations.torchtitan.elastic_data={"num_shards": 48}'
 
 The first saves and loads with this package; the second reads the text data by virtual shards, from where torchtitan's
-own data loader stood if need be. Needs torchtitan, whose ``config/override.py`` says what an override is; nothing here
-imports it.
+own data loader stood if need be. Needs torchtitan 0.3.0, whose ``config/override.py`` says what an override is; nothing
+here imports it. torchtitan's main has other data loaders: with it the first override alone is there.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,9 +28,15 @@ from torchtitan_ext.checkpoint.operation.arguments import OnStorageError
 from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, Phases
 from torchtitan_ext.checkpoint.rules.casts import CastPolicy
 from torchtitan_ext.checkpoint.rules.policy import Action, Strict
-from torchtitan_ext.elastic import ElasticDataLoader, ElasticPolicy, TorchtitanTextStreams
-from torchtitan_ext.elastic.data.virtual_shards import from_entry, shard_key
-from torchtitan_ext.errors import AbsentRunError, MissingStateError, Problem, StateRefusedError, refusal
+from torchtitan_ext.elastic import ElasticDataLoader, ElasticPolicy
+from torchtitan_ext.errors import (
+    AbsentRunError,
+    MissingStateError,
+    Problem,
+    StateRefusedError,
+    WrongValueError,
+    refusal,
+)
 from torchtitan_ext.integrations.torchtitan_flags import Options, in_flags, with_excluded
 from torchtitan_ext.integrations.torchtitan_train_state import RunTrainState
 from torchtitan_ext.storage.commit.steps import folders_in_fallback, is_absent
@@ -38,9 +45,7 @@ from torchtitan_ext.storage.weights.writer import SafetensorsWriter
 
 try:
     from torchtitan.components.checkpointer import DATALOADER, MODEL, TRAIN_STATE, AsyncMode, CheckpointManager
-    from torchtitan.components.dataloader import BaseDataLoader
     from torchtitan.config.override import derive, override
-    from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
     from torchtitan.tools import filesystem
     from torchtitan.tools.logging import logger
     from torchtitan.tools.utils import GarbageCollection
@@ -51,6 +56,27 @@ except ImportError as error:
         f"torchtitan_ext.integrations.torchtitan knows torchtitan 0.3.0, and this is another ({error}); use 0.3.0 with "
         "these overrides, or torchtitan_ext.install() with this one"
     ) from error
+
+if find_spec("torchtitan.components.dataloader") is not None:  # the data loaders of 0.3.0
+    from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+
+    from torchtitan_ext.integrations.torchtitan_text_data import ElasticTextDataLoader, elastic_data
+
+    __all__ = ["ElasticCheckpointManager", "ElasticTextDataLoader", "elastic_checkpoint", "elastic_data"]
+    _TEXT_LOADERS: tuple[type, ...] = (ElasticTextDataLoader, HuggingFaceTextDataLoader)
+else:
+    _TEXT_LOADERS = ()
+
+    def __getattr__(name: str) -> Any:
+        """Says to whom asks for ``elastic_data`` why this torchtitan does without."""
+        if name in ("elastic_data", "ElasticTextDataLoader"):
+            raise ImportError(
+                f"torchtitan_ext.integrations.torchtitan has no {name} with this torchtitan, whose data loaders are "
+                "others than those of 0.3.0; elastic_checkpoint is there, and its data go on with as many "
+                "data-parallel ranks as saved"
+            )
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 # What elastic_data saves beside torchtitan's own entries, which torchtitan's loader reads.
 _OF_ELASTIC_DATA = (f"{DATALOADER}.loader", f"{DATALOADER}.shard_*")
@@ -228,7 +254,7 @@ class ElasticCheckpointManager(CheckpointManager):
         others = [name for name in self.states if name != MODEL]
         asked = [name for name in others if name in state_dict]
         excluded = self.exclude_from_loading if asked else []
-        is_elastic = isinstance(self.states[DATALOADER], ElasticTextDataLoader)
+        is_elastic = isinstance(self.states[DATALOADER], ElasticDataLoader)
         planner = _StepPlanner(
             asked, others, checkpoint_id, unused=() if is_elastic else _OF_ELASTIC_DATA, cast=self._config.cast
         )
@@ -263,14 +289,15 @@ class ElasticCheckpointManager(CheckpointManager):
 
     def _count_for_the_run(self, checkpoint_id: str, rank_tokens: int) -> None:
         """Multiplies one rank's count by the number of ranks that saved, from the saved data loader. Collective."""
-        saved: dict[str, Any] = {"world_size": 0, "loader": ()}
+        saved: dict[str, Any] = {"world_size": 0, "dp_world_size": 0, "loader": ()}
         planner = LoadPlanner(allow_partial_load=True, allow_unclaimed=["*"])
         timeout_seconds = self._config.timeout_seconds
         try:
             load({DATALOADER: saved}, checkpoint_id, planner=planner, timeout_seconds=timeout_seconds)
         except MissingStateError:
             logger.warning(f"{checkpoint_id} does not say how many ranks saved it: tokens are counted as of these")
-        dp_size = saved["loader"][0]["dp_size"] if saved["loader"] else saved["world_size"] or _dp_size(self.states)
+        ranks = saved["world_size"] or saved["dp_world_size"] or _dp_size(self.states)
+        dp_size = saved["loader"][0]["dp_size"] if saved["loader"] else ranks
         # The checkpoint does not have the number of ranks that share a sequence: take this run's.
         self._train_state.set_run_tokens(rank_tokens * dp_size * _num_token_ranks(self.states) // _dp_size(self.states))
 
@@ -281,8 +308,7 @@ class ElasticCheckpointManager(CheckpointManager):
 
     def _options(self) -> Options:
         loader = self.states[DATALOADER]
-        is_text = isinstance(loader, ElasticTextDataLoader) or type(loader) is HuggingFaceTextDataLoader
-        return Options(self._config.changed_options(), _dp_size(self.states), is_text)
+        return Options(self._config.changed_options(), _dp_size(self.states), type(loader) in _TEXT_LOADERS)
 
     def _purge_stale_checkpoints(self) -> None:
         """Hands torchtitan's purge thread all steps but the ``keep_latest_k`` newest whole ones.
@@ -333,9 +359,20 @@ class _StepPlanner(LoadPlanner):
 
 
 def _dp_size(states: dict[str, Any]) -> int:
+    """The data-parallel size of this run: as its data loader says (ours, that of 0.3.0, that of torchtitan's main),
+    or as the trainer does."""
     loader = states[DATALOADER]
-    size: int = loader.dp_size if isinstance(loader, ElasticDataLoader) else getattr(loader, "dp_world_size", 1)
-    return size
+    sizes = [getattr(loader, name, None) for name in ("dp_size", "dp_world_size", "_dp_world_size")]
+    told = [size for size in sizes if isinstance(size, int)]
+    dims = getattr(states[TRAIN_STATE], "parallel_dims", None)
+    if told:
+        return told[0]
+    if dims is None:
+        raise WrongValueError(
+            f"elastic_checkpoint: a data loader of class {type(loader).__name__} does not say how many data-parallel "
+            "ranks there are; give it an attribute dp_world_size"
+        )
+    return told[0] if told else int(dims.dp_replicate * dims.dp_shard)
 
 
 def _num_token_ranks(states: dict[str, Any]) -> int:
@@ -349,91 +386,11 @@ def _warn_of_data_not_replaced(states: dict[str, Any]) -> None:
     config, loader = getattr(states[TRAIN_STATE], "config", None), states[DATALOADER]
     imports = [] if config is None else config.override.imports
     names = [entry if isinstance(entry, str) else entry[0] for entry in imports]
-    if f"{__name__}.elastic_data" in names and not isinstance(loader, ElasticTextDataLoader):
+    if f"{__name__}.elastic_data" in names and not isinstance(loader, ElasticDataLoader):
         logger.warning(
             f"elastic_data has replaced nothing: the data loader is a {type(loader).__name__}, expected a "
             "HuggingFaceTextDataLoader; it goes on with as many data-parallel ranks as saved, no other number"
         )
-
-
-class ElasticTextDataLoader(ElasticDataLoader, BaseDataLoader):
-    """torchtitan's text data by virtual shards. ``TorchtitanTextStreams`` takes over its states."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(BaseDataLoader.Config):
-        infinite: bool = True
-        """As in torchtitan. If it is false, all ranks must be data-parallel ranks."""
-
-        num_shards: int = 48
-        """A multiple of every data-parallel degree to come, and of that of a checkpoint to be taken over."""
-
-        num_workers: int = 0
-        """As the three below, as in torchtitan's own loader: processes that read and tokenize ahead of training."""
-
-        persistent_workers: bool = False
-
-        pin_memory: bool = False
-
-        prefetch_factor: int | None = None
-
-    def __init__(
-        self,
-        config: Config,
-        *,
-        dp_world_size: int,
-        dp_rank: int,
-        tokenizer: Any,
-        seq_len: int,
-        local_batch_size: int,
-        **_: Any,
-    ) -> None:
-        if config.num_shards % dp_world_size:
-            logger.warning(
-                f"dataloader.num_shards={config.num_shards} is no multiple of {dp_world_size} data-parallel ranks: "
-                "some read more shards than others, and global batches are other sets than on ranks that divide it"
-            )
-        dataset = DATASETS[config.dataset.lower()]
-        source = TorchtitanTextStreams(
-            dataset.loader(config.dataset_path or dataset.path),
-            partial(tokenizer.encode, add_bos=True, add_eos=True),
-            seq_len=seq_len,
-            num_shards=config.num_shards,
-            text=dataset.sample_processor,
-        )
-        workers: dict[str, Any] = {"pin_memory": config.pin_memory, "num_workers": config.num_workers}
-        if config.num_workers:  # torchtitan ignores these without workers
-            workers |= {"persistent_workers": config.persistent_workers, "prefetch_factor": config.prefetch_factor}
-        super().__init__(
-            source,
-            batch_size=local_batch_size,
-            dp_rank=dp_rank,
-            dp_size=dp_world_size,
-            endless=config.infinite,
-            **workers,
-        )
-        self._source = source
-
-    def __iter__(self) -> Iterator[Any]:
-        """As in ``ElasticDataLoader``; logs the epochs that begin, as torchtitan does."""
-        epoch = self.epoch
-        for batch in super().__iter__():
-            if self.epoch > epoch:
-                epoch = self.epoch
-                logger.warning(f"the data is being re-looped (epoch {epoch})")
-            yield batch
-
-    def state_dict(self) -> dict[str, Any]:
-        """As in ``ElasticDataLoader``. With as many shards as ranks the state of torchtitan's own loader stands beside
-        it, so that torchtitan alone can go on."""
-        state = super().state_dict()
-        if self._source.num_shards == self.dp_size:
-            key = shard_key(self.dp_rank, self.dp_size)
-            served = self.samples_seen // self.dp_size
-            theirs = self._source.as_torchtitan(
-                self.dp_rank, from_entry(key, state), samples_served=served, batch_size=self.batch_size
-            )
-            state |= {} if theirs is None else {f"dp_rank_{self.dp_rank}": theirs, "world_size": self.dp_size}
-        return state
 
 
 @override(target=CheckpointManager.Config, exact=True, description="checkpoints that load on any number of ranks")
@@ -441,9 +398,3 @@ def elastic_checkpoint(config: CheckpointManager.Config, **options: Any) -> Elas
     """Options: ``policy``, ``strict``, ``cast``, ``timeout_seconds``, ``on_error``, ``fallback``, ``retries``,
     ``max_failures``."""
     return derive(config, ElasticCheckpointManager.Config, **options)
-
-
-@override(target=HuggingFaceTextDataLoader.Config, exact=True, fqns=["dataloader"], description="data by shards")
-def elastic_data(config: HuggingFaceTextDataLoader.Config, **options: Any) -> ElasticTextDataLoader.Config:
-    """Options: ``num_shards``."""
-    return derive(config, ElasticTextDataLoader.Config, **options)

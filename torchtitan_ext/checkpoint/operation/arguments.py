@@ -73,6 +73,11 @@ def check_step(path: Any, step: Any, pattern: Any = None, fallback: Any = None) 
         raise argument_error("load", "step", step, "a number, 'latest' or 'last-good'")
     if path is None:
         raise ValueError(f"load: got step={step!r} without a path, expected the directory of the run")
+    if step == "last-good" and not is_local(path):
+        raise WrongValueError(
+            f"load: got step='last-good' and {str(path)!r}, expected a directory: files at a URL have no checksums; "
+            "pass step='latest' or a number"
+        )
 
 
 def checked_reuse(operation: str, reuse: Any, path: Any, storage_writer: Any) -> str | None:
@@ -137,7 +142,7 @@ def checked_format(
     return WeightsFormat(max_file_bytes, transform)
 
 
-def check_branch(operation: str, branch: Any, storage_writer: Any) -> None:
+def check_branch(operation: str, branch: Any, path: Any, storage_writer: Any) -> None:
     """Raises ValueError unless this says what becomes of newer steps, for the writer that ``tte.save`` makes."""
     if branch not in get_args(Branch):
         raise WrongValueError(
@@ -147,6 +152,11 @@ def check_branch(operation: str, branch: Any, storage_writer: Any) -> None:
         raise WrongValueError(
             f"{operation}: got branch={branch!r} and a storage_writer; give it to the writer: FileWriter(path, "
             f"branch={branch!r})"
+        )
+    if branch == "error" and path is not None and not is_local(path):
+        raise WrongValueError(
+            f"{operation}: got branch='error' and {str(path)!r}, expected a directory: newer steps at a URL are not "
+            "looked for, and stay"
         )
 
 
@@ -161,6 +171,11 @@ def check_keep(keep: Any, path: str | os.PathLike[str] | None, pattern: Any = No
         raise argument_error("save", "keep", keep, "a whole number")
     if keep < 1:
         raise ValueError(f"save: got keep={keep}, expected at least 1")
+    if path is not None and not is_local(path):
+        raise WrongValueError(
+            f"save: got keep={keep} and {str(path)!r}, expected a directory: steps at a URL are not removed; leave "
+            "keep= out, and remove old ones by a rule of the storage or by hand"
+        )
     if path is None or step_of(path, pattern) is None:
         name = "step-<number>" if pattern is None else pattern
         raise ValueError(f"save: got keep={keep} and the path {str(path)!r}, expected a directory <run>/{name}")

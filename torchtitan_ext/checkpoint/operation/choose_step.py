@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,10 +12,12 @@ from typing import Literal
 
 from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.errors import AbsentRunError, NoCheckpointError, UnknownFormatError, named
+from torchtitan_ext.storage.checkpoint_files import is_local
 from torchtitan_ext.storage.commit.branch import abandoned_steps, finished_steps, steps_aside
 from torchtitan_ext.storage.commit.steps import folders_in_fallback, is_absent, patterns_in, step_of, step_paths
 from torchtitan_ext.storage.formats.detect import checkpoints_in, format_of
 from torchtitan_ext.storage.inspect.verify import find_damage
+from torchtitan_ext.storage.runs.remote_steps import RemoteSteps, remote_steps
 
 Step = int | Literal["latest", "last-good"]
 
@@ -31,8 +33,8 @@ def choose_step(
     phases: Phases,
     pattern: str | None = None,
     fallback: str | os.PathLike[str] | None = None,
-) -> Path:
-    """The path of a step's checkpoint, the same on every rank. Collective.
+) -> Path | str:
+    """The path of a step's checkpoint, or its URL in a run at one, the same on every rank. Collective.
 
     Of a run that was set back, the latest and the last good step are of the branch of its last commit.
 
@@ -45,8 +47,11 @@ def choose_step(
         AbsentRunError: Only the fallback has steps, and no number was given. The same on every rank.
         NoCheckpointError: The run has no such step, or no good one. The same on every rank.
     """
+    others = list(map(Path, [] if fallback is None else folders_in_fallback(run_dir, fallback)))
+    if not is_local(run_dir):
+        return _step_at_url(os.fspath(run_dir), step, others, phases, pattern)
     run = Path(run_dir)
-    runs = [run, *map(Path, [] if fallback is None else folders_in_fallback(run_dir, fallback))]
+    runs = [run, *others]
 
     def look(_: object) -> _Found:
         found = _find(runs, pattern)
@@ -64,7 +69,25 @@ def choose_step(
     if number is not None and number in found.finished:
         return found.finished[number]
     wanted = "no finished checkpoint" if step == "latest" else f"no finished checkpoint of step {step}"
-    raise NoCheckpointError(str(run), f"has {wanted}: {_listed(found)}{_aside(runs, number, pattern, phases)}")
+    listed = _listed(found.finished, found.unfinished, found.reason)
+    raise NoCheckpointError(str(run), f"has {wanted}: {listed}{_aside(runs, number, pattern, phases)}")
+
+
+def _step_at_url(run: str, step: Step, others: Sequence[Path], phases: Phases, pattern: str | None) -> Path | str:
+    """As ``choose_step``, of a run at a URL: its own steps, and those in the folders of its fallback. Collective."""
+
+    def look(_: object) -> tuple[RemoteSteps, dict[int, Path]]:
+        return remote_steps(run, pattern), dict(finished_steps(others, pattern))
+
+    own, local = phases.to_coordinator("choose", lambda: None, look, doing=_LISTING)
+    steps: dict[int, Path | str] = {**local, **own.finished}
+    number = step if isinstance(step, int) else max(steps, default=None)
+    if number is None or number not in steps:
+        wanted = f"no finished checkpoint of step {step}" if isinstance(step, int) else "no finished checkpoint"
+        raise NoCheckpointError(run, f"has {wanted}: {_listed(steps, own.unfinished, '')}")
+    if number not in own.finished and not isinstance(step, int) and not (own.finished or own.unfinished):
+        raise AbsentRunError(run, str(local[number].parent), number)
+    return steps[number]
 
 
 @dataclass(frozen=True)
@@ -159,8 +182,7 @@ def _of_other_runs(fallback: Path) -> str:
     return f"; the fallback {fallback} has none of this run{others}"
 
 
-def _listed(found: _Found) -> str:
-    finished = sorted(found.finished)
-    text = f"it has steps {', '.join(map(str, finished[-_MAX_LISTED:]))}" if finished else f"it has none{found.reason}"
-    half = sorted(found.unfinished)
+def _listed(finished: Collection[int], unfinished: Collection[int], reason: str) -> str:
+    whole, half = sorted(finished), sorted(unfinished)
+    text = f"it has steps {', '.join(map(str, whole[-_MAX_LISTED:]))}" if whole else f"it has none{reason}"
     return f"{text}; not finished are {', '.join(map(str, half[-_MAX_LISTED:]))}" if half else text

@@ -32,6 +32,7 @@ from torchtitan_ext.checkpoint.tables.component import CountsSamples, SampleAcco
 from torchtitan_ext.dcp_private import storage_setup
 from torchtitan_ext.errors import CheckpointFailedError, Problem, only_printed, refusal
 from torchtitan_ext.storage import FileWriter
+from torchtitan_ext.storage.checkpoint_files import is_local
 from torchtitan_ext.storage.commit.branch import Branch
 from torchtitan_ext.storage.futures import result_of
 from torchtitan_ext.storage.native.shared_files import WrittenFiles
@@ -45,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 _ASKING = "components were asked for their state; nothing was changed"
 _OURS = (FileWriter, SafetensorsWriter)
+_RUNS_AT_URLS: set[str] = set()
+"""The runs of which this process has warned."""
 _EXCHANGING = "ranks exchanged plans and results; checkpoints in other directories are as they were"
 
 
@@ -147,6 +150,7 @@ def ask_for_states(state_dict: Mapping[Any, Any], job: SaveJob) -> tuple[dict[An
             values[key] = value
         if phases.is_coordinator:
             _warn_of_samples(accounts)
+            _warn_of_url(job)
         return _form_of(job), job.on_storage_error.place_of(job.path)
 
     asked = phases.on_all("prepare", ask, doing=_ASKING, places=_places_of(job))
@@ -166,6 +170,21 @@ def _form_of(job: SaveJob) -> str:
         return "no safetensors"
     transform = job.weights.transform
     return "safetensors" if transform is None else f"safetensors through {transform!r}"
+
+
+def _warn_of_url(job: SaveJob) -> None:
+    """Warns, once for a run, that stock's writer is taken."""
+    if job.path is None or is_local(job.path) or job.storage_writer is not None:
+        return
+    run = os.fspath(job.path).rstrip("/").rpartition("/")[0]
+    if run not in _RUNS_AT_URLS:
+        _RUNS_AT_URLS.add(run)
+        warnings.warn(
+            f"{job.path}: at a URL the files are stock's, by fsspec: no commit, so that a save over an earlier one "
+            "that dies leaves neither, and no checksums, so that loads see no damage; on a mounted directory there "
+            "are both",
+            stacklevel=2,
+        )
 
 
 def _warn_of_samples(accounts: Mapping[str, SampleAccount]) -> None:

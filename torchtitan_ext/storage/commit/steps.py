@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torchtitan_ext.errors import WrongValueError
@@ -71,10 +72,14 @@ _COMMON = (
 def patterns_in(run: Path) -> list[StepPattern]:
     """The known patterns that directories of a run match; only ``step-{step}`` if a directory matches that."""
     names = os.listdir(run) if run.is_dir() else []
+    return _patterns_among(names, lambda name: (run / name).is_dir())
+
+
+def _patterns_among(names: Sequence[str], is_directory: Callable[[str], bool]) -> list[StepPattern]:
     found = [
         pattern
         for pattern in _COMMON
-        if any(pattern.number_of(name) is not None and (run / name).is_dir() for name in names)
+        if any(pattern.number_of(name) is not None and is_directory(name) for name in names)
     ]
     return [STEP] if STEP in found else found
 
@@ -85,14 +90,23 @@ def step_paths(run: Path, pattern: str | None = None) -> dict[int, Path]:
     Args:
         pattern: How the run names its steps; by default the one known pattern that directories match.
     """
+    names = sorted(os.listdir(run)) if run.is_dir() else []
+    return {
+        number: run / name for number, name in steps_among(names, pattern, lambda name: (run / name).is_dir()).items()
+    }
+
+
+def steps_among(
+    names: Sequence[str], pattern: str | None, is_directory: Callable[[str], bool] = lambda name: True
+) -> dict[int, str]:
+    """As ``step_paths``, from the names of what is in a run, of which only some may be directories."""
     if pattern is None:
-        known = patterns_in(run)
+        known = _patterns_among(names, is_directory)
         chosen = known[0] if len(known) == 1 else STEP
     else:
         chosen = StepPattern(pattern)
-    names = sorted(os.listdir(run)) if run.is_dir() else []
-    numbers = [(chosen.number_of(name), run / name) for name in names]
-    return {number: path for number, path in numbers if number is not None and path.is_dir()}
+    numbers = [(chosen.number_of(name), name) for name in names]
+    return {number: name for number, name in numbers if number is not None and is_directory(name)}
 
 
 def find_steps(run: Path, pattern: str | None = None) -> dict[int, bool]:

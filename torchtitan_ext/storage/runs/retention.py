@@ -7,6 +7,7 @@ import uuid
 import warnings
 from pathlib import Path
 
+from torchtitan_ext.storage.checkpoint_files import is_local
 from torchtitan_ext.storage.commit.branch import ABANDONED, abandoned_steps, branches_aside, latest_path, locked
 from torchtitan_ext.storage.commit.leftovers import (
     checkpoint_names,
@@ -20,10 +21,13 @@ from torchtitan_ext.storage.commit.leftovers import (
 from torchtitan_ext.storage.commit.steps import has_finished, own_pattern, step_of, step_paths
 from torchtitan_ext.storage.inspect.verify import is_whole
 from torchtitan_ext.storage.metadata.saved_metadata import ranks_with_metadata
+from torchtitan_ext.storage.runs.remote_steps import remote_steps
 
 
-def latest(run_dir: str | os.PathLike[str], *, step_pattern: str | None = None) -> Path | None:
+def latest(run_dir: str | os.PathLike[str], *, step_pattern: str | None = None) -> Path | str | None:
     """The newest finished step of a run, of the branch of its last commit; ``None`` without one. Not collective.
+
+    A path, or of a run at a URL a URL. There fsspec lists, and the newest step that has a ``.metadata`` is the latest.
 
     A run that was set back to step 10 and saved step 11 has left its steps above behind: 11 is the latest. Reads no
     checkpoint: ``tte.load(..., step="last-good")`` does.
@@ -31,7 +35,10 @@ def latest(run_dir: str | os.PathLike[str], *, step_pattern: str | None = None) 
     Args:
         step_pattern: How the run names its steps, as in ``tte.load``.
     """
-    return latest_path(Path(run_dir), step_pattern)
+    if is_local(run_dir):
+        return latest_path(Path(run_dir), step_pattern)
+    steps = remote_steps(os.fspath(run_dir), step_pattern).finished
+    return steps[max(steps)] if steps else None
 
 
 def remove_old_steps(saved: Path, keep: int, pattern: str | None = None) -> None:
