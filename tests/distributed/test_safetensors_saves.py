@@ -264,6 +264,16 @@ def test_a_stock_planner_is_refused_the_same(tmp_path: Path) -> None:
     assert_same(read_by_the_library(tmp_path / "hf"), state)
 
 
+def test_a_checkpoint_is_not_put_beside_old_weights(tmp_path: Path) -> None:
+    tte.save({"w": torch.ones(2)}, tmp_path / "hf", format="safetensors", no_dist=True)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
+    with pytest.raises(CheckpointFailedError, match=r"holds model.safetensors, old weights .* another directory"):
+        tte.save({"w": torch.zeros(2)}, tmp_path / "hf", no_dist=True)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()} == before
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    tte.save({"w": torch.zeros(2)}, tmp_path / "hf", no_dist=True)
+
+
 def test_a_checkpoint_is_not_replaced_by_weights(tmp_path: Path) -> None:
     tte.save({"w": torch.ones(2)}, tmp_path, no_dist=True)
     with pytest.raises(CheckpointFailedError, match="of a checkpoint of DCP; use another directory"):
@@ -281,6 +291,11 @@ def test_a_checkpoint_is_not_replaced_by_weights(tmp_path: Path) -> None:
         ({"format": "safetensors", "step_pattern": "hf-{step}"}, "and step_pattern='hf-{step}', expected none"),
         ({"format": "safetensors", "path": "s3://bucket/hf"}, "expected a directory"),
         ({"format": "safetensors", "fallback": "s3://bucket/hf"}, "expected a directory"),
+        (
+            {"format": "safetensors", "path": "hf/model.safetensors"},
+            "expected a directory, in which the files",
+        ),
+        ({"format": "dcp", "max_file_bytes": 10**9}, 'max_file_bytes=1000000000 and format="dcp"'),
     ],
 )
 def test_arguments_that_do_not_go_together(tmp_path: Path, options: dict[str, Any], text: str) -> None:
@@ -293,10 +308,10 @@ def test_arguments_that_do_not_go_together(tmp_path: Path, options: dict[str, An
 
 
 def test_a_file_is_not_replaced_by_a_directory(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_text("theirs")
-    with pytest.raises(CheckpointFailedError, match="model.safetensors is a file, expected a directory"):
-        tte.save({"w": torch.ones(2)}, tmp_path / "model.safetensors", format="safetensors", no_dist=True)
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("model.safetensors", "theirs")]
+    (tmp_path / "weights").write_text("theirs")
+    with pytest.raises(CheckpointFailedError, match="weights is a file, expected a directory"):
+        tte.save({"w": torch.ones(2)}, tmp_path / "weights", format="safetensors", no_dist=True)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"weights": "theirs"}
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o2770, 0o755])

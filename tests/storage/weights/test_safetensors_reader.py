@@ -3,6 +3,7 @@
 import json
 import random
 import resource
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,13 @@ def test_what_does_not_fit_is_refused(weights: Path) -> None:
         tte.load(zeros(), weights, prove=True)
 
 
+def rewrite_header(path: Path, rewritten: Callable[[str], bytes]) -> None:
+    content = path.read_bytes()
+    num_bytes = int.from_bytes(content[:8], "little")
+    header = rewritten(content[8 : 8 + num_bytes].decode())
+    path.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + num_bytes :])
+
+
 def damage(path: Path, kind: str) -> str:
     """Damages a directory, and returns the name of what a refusal must name."""
     first = path / "model-00001-of-00002.safetensors"
@@ -162,6 +170,10 @@ def damage(path: Path, kind: str) -> str:
         names["weight_map"]["embed"] = "../other.safetensors"
         index.write_text(json.dumps(names))
         return "../other.safetensors"
+    elif kind == "utf-16":
+        rewrite_header(first, lambda text: text.encode("utf-16"))
+    elif kind == "doubled key":
+        rewrite_header(first, lambda text: (text[: text.rindex("}")] + "," + text[1:]).encode())
     elif kind == "twice":
         index.unlink()
         save_file({"embed": truth()["embed"]}, path / "old.safetensors")
@@ -177,7 +189,7 @@ def load_refused(rank: int, world_size: int, path: Path) -> str:
     return str(caught.value)
 
 
-DAMAGE = ["short", "header", "missing", "index", "of another", "outside", "twice"]
+DAMAGE = ["short", "header", "utf-16", "doubled key", "missing", "index", "of another", "outside", "twice"]
 
 
 def test_damage_is_refused_by_name_on_all_ranks(run_world, tmp_path: Path) -> None:

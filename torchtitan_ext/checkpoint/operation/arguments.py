@@ -26,6 +26,7 @@ from torchtitan_ext.ranks.side_group import can_have_side_group
 from torchtitan_ext.storage.checkpoint_files import is_local
 from torchtitan_ext.storage.commit.branch import Branch
 from torchtitan_ext.storage.commit.steps import StepPattern, folders_in_fallback, step_of
+from torchtitan_ext.storage.weights.writer import MAX_FILE_BYTES
 from torchtitan_ext.transforms.rules import Transform
 
 # A month: longer times overflow the timers of backends, which count in milliseconds.
@@ -128,6 +129,11 @@ def checked_format(
                 f'{operation}: got a transform and format="dcp", expected format="safetensors"; save the state as it '
                 "is, and transform it by a load, or by torchtitan-ext reshard --transform"
             )
+        if max_file_bytes != MAX_FILE_BYTES:
+            raise WrongValueError(
+                f'{operation}: got max_file_bytes={max_file_bytes} and format="dcp", whose files each rank fills; '
+                'leave it out, or pass format="safetensors"'
+            )
         return None
     for name, value in others.items():
         if value:
@@ -139,6 +145,11 @@ def checked_format(
             raise WrongValueError(
                 f'{operation}: got format="safetensors" and {name}{str(place)!r}, expected a directory'
             )
+    if path is not None and os.fspath(path).endswith(".safetensors"):
+        raise WrongValueError(
+            f'{operation}: got format="safetensors" and the path {str(path)!r}, expected a directory, in which the '
+            "files are made; leave .safetensors out"
+        )
     return WeightsFormat(max_file_bytes, transform)
 
 

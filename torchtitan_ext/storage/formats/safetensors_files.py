@@ -106,7 +106,8 @@ def read_header_and_notes(
             raise DamagedCheckpointError(f"{path}: {text}")
         text_bytes = file.read(header_bytes)
     try:
-        header = json.loads(text_bytes)
+        # UTF-8 alone: json takes bytes of UTF-16 too, which no other reader of the format does.
+        header = json.loads(text_bytes.decode(), object_pairs_hook=_with_unique_names)
         notes = dict(header.pop("__metadata__", None) or {})
         boxes = json.loads(notes["DCP_SHARDING_INFO"]) if "DCP_SHARDING_INFO" in notes else {}
         "".join(header).encode()  # JSON can spell what is no text
@@ -117,6 +118,15 @@ def read_header_and_notes(
     entries = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].num_bytes)))
     _check_places(path, entries, 8 + header_bytes, file_bytes)
     return entries, notes
+
+
+def _with_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises ValueError for a name that is there twice, of which each reader might take another."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"it has {next(name for name in found if names.count(name) > 1)!r} twice")
+    return found
 
 
 def sizes_of_tensor(where: str, chunks: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[int, ...]:

@@ -46,6 +46,7 @@ from torchtitan_ext.storage.commit.branch import (
 )
 from torchtitan_ext.storage.commit.commit import RunningSave, SavePlace, begin_save, find_place
 from torchtitan_ext.storage.commit.steps import own_pattern
+from torchtitan_ext.storage.formats.safetensors_files import safetensors_paths
 from torchtitan_ext.storage.futures import finished
 from torchtitan_ext.storage.metadata.metadata_file import encode_metadata, encode_tables, send_as_place
 from torchtitan_ext.storage.native.device_buckets import OutgoingBuckets, bucket_bytes_of
@@ -225,6 +226,12 @@ class FileWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self.abandon()
+        weights = safetensors_paths(self.target) if self.target.is_dir() else []
+        if weights:
+            raise FileExistsError(
+                f"{self.target} holds {weights[0].name}, old weights that Hugging Face's libraries would open in place "
+                "of this checkpoint; save to another directory, or remove them first"
+            )
         # Steps of other jobs that are saved meanwhile are none that this save leaves behind.
         self._place_at_begin = self._place()
         earlier = self._earlier()
