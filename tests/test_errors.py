@@ -2,14 +2,22 @@
 
 import inspect
 import pickle
+import threading
+import warnings
+from functools import partial
+from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
+import torchtitan_ext as tte
 from torchtitan_ext import errors
-from torchtitan_ext.errors import Problem, refusal
+from torchtitan_ext.errors import Problem, refusal, warn
 from torchtitan_ext.errors.near_names import names_hint, nearest_glob, nearest_name, refuse_unmatched
 from torchtitan_ext.errors.refusals import HEADINGS_OF_OPERATIONS, REFUSALS
+from torchtitan_ext.storage import FileWriter
 
 PROBLEMS = (
     Problem("missing_key", "model.weight", "Missing key in checkpoint state_dict: model.weight."),
@@ -170,3 +178,22 @@ def test_refusals_of_loads_have_headings_of_their_own(kind: errors.ProblemKind) 
         f"{REFUSALS[kind][1]} (1):" in texts["save"] and f"{HEADINGS_OF_OPERATIONS['load'][kind]} (1):" in texts["load"]
     )
     assert "cannot be filled" in texts["load"] and "cannot be written" not in texts["load"]
+
+
+def test_warnings_point_at_the_line_that_called(tmp_path: Path) -> None:
+    tte.save({"w": torch.ones(2)}, tmp_path, no_dist=True)
+    for save in (partial(tte.save, no_dist=True), dcp.save):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            save({"w": torch.ones(2)}, storage_writer=FileWriter(tmp_path))
+        (found,) = [one for one in caught if "is overwritten" in str(one.message)]
+        assert found.filename == __file__
+
+
+def test_warnings_of_threads_point_at_themselves() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        thread = threading.Thread(target=warn, args=("of a thread",))
+        thread.start()
+        thread.join()
+    assert [str(one.message) for one in caught] == ["of a thread"]

@@ -17,7 +17,6 @@ import json
 import logging
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from torchtitan_ext.errors import check_argument, only_printed
+from torchtitan_ext.errors import check_argument, only_printed, warn
 
 __all__ = ["MetricsHandler"]
 
@@ -183,7 +182,7 @@ class Trace:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.write_text(json.dumps(content))
         except (OSError, ValueError) as error:  # a path may be no name of a file
-            warnings.warn(f"the trace of a {operation} is not written: {error}", stacklevel=2)
+            warn(f"the trace of a {operation} is not written: {error}")
 
     def _record(self, span: Span) -> None:
         self._spans[_key(span)] = span

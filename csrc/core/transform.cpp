@@ -314,8 +314,9 @@ class Stage {
       if (rule.of_others) follow(rule);
     }
     for (size_t input = 0; input < inputs_.size(); ++input) {
-      if (!is_used_[input])
-        problems_.push_back({inputs_[input].name, "no rule takes it; give it a rule, or name it in drop"});
+      if (is_used_[input]) continue;
+      problems_.push_back({inputs_[input].name, "no rule takes it; give it a rule, or name it in drop" + idle_});
+      idle_.clear();  // once is enough
     }
   }
 
@@ -342,6 +343,7 @@ class Stage {
         group->second[pattern][match->number] = input;
       }
     }
+    if (order.empty() && !rule.of_others) idle_ += "; the rule from '" + rule.from.front() + "' takes nothing";
     for (const std::vector<std::string>* texts : order) {
       const NameMatch match{*texts, 0};
       std::string key = from.front().fill(match);
@@ -424,6 +426,7 @@ class Stage {
   std::vector<TransformProblem>& problems_;
   std::vector<MappedTensor> outputs_;
   std::vector<size_t> dropped_;
+  std::string idle_;  // says which rules take nothing: one of them may be misspelt
 };
 
 void collect(const TensorMap& map, std::vector<std::vector<const MapPiece*>>& of_source) {

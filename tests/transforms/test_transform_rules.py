@@ -98,6 +98,13 @@ def test_values_that_are_no_tensors_are_passed_on() -> None:
     assert key == "old.step" and "extra.step: it is no tensor, and can only be renamed" in detail
 
 
+def test_rules_that_take_nothing_are_named() -> None:
+    misspelt = Transform([Rule("wieght", "w"), Rule("bias", "b")])
+    first, second = problems_of(misspelt, [(name, "float32", (2,)) for name in ("weight", "bias", "step")])
+    told = "no rule takes it; give it a rule, or name it in drop"
+    assert (first, second) == (("weight", f"{told}; the rule from 'wieght' takes nothing"), ("step", told))
+
+
 def test_a_forgotten_layer_is_named() -> None:
     (problem,) = problems_of(FUSED, [*ATTENTION, ("model.layers.3.mlp.weight", "float32", (2,))])
     assert problem == ("model.layers.3.mlp.weight", "no rule takes it; give it a rule, or name it in drop")

@@ -133,55 +133,96 @@ def save(
         ValueError: Neither a path nor storage; or ``keep`` for a directory of another name.
     """
     with checking_arguments("save", process_group, no_dist=no_dist):
-        check_save("save", state_dict, path, planner, storage_writer, process_group)
-        check_seconds("save", timeout_seconds)
-        on_storage_error = OnStorageError(on_error, fallback, retries, max_failures)
-        on_storage_error.check("save", path)
-        check_branch("save", branch, path, storage_writer)
-        check_fingerprints("save", fingerprints, path, storage_writer)
-        earlier = checked_reuse("save", reuse, path, storage_writer)
-        weights = checked_format(
+        job_of = _checked_save(
             "save",
+            state_dict,
+            path,
+            planner,
+            storage_writer,
+            process_group,
+            timeout_seconds,
+            keep,
+            step_pattern,
+            branch,
+            OnStorageError(on_error, fallback, retries, max_failures),
+            fingerprints,
+            reuse,
             format,
             max_file_bytes,
             transform,
-            path,
-            fallback,
-            storage_writer=storage_writer,
-            keep=keep,
-            step_pattern=step_pattern,
-            fingerprints=fingerprints,
-            reuse=reuse,
         )
-        check_keep(keep, getattr(storage_writer, "path", None) if path is None else path, step_pattern, reuse)
-    spans = begin_trace("save", trace)
     with Phases(
         "save",
         process_group,
         no_dist=no_dist,
         path=path,
         timeout_seconds=timeout_seconds,
-        trace=spans,
-        call=call_text("save", format="" if format == "dcp" else format),
+        trace=begin_trace("save", trace),
+        call=_call_of("save", format),
     ) as phases:
-        planner = SavePlanner() if planner is None else planner
-        job = SaveJob(
-            path,
-            storage_writer,
-            planner,
-            phases,
-            keep,
-            step_pattern,
-            on_storage_error,
-            fingerprints,
-            earlier,
-            weights,
-            branch,
-            on_storage_error.runs_of(path),
-        )
+        job = job_of(phases)
         raise_unasked(phases)
         values, job = ask_for_states(state_dict, job)
         return save_softly(lambda attempt: save_values(values, writer_at(attempt), attempt), job)
+
+
+def _checked_save(
+    operation: str,
+    state_dict: dict[str, Any],
+    path: str | os.PathLike[str] | None,
+    planner: StockSavePlanner | None,
+    storage_writer: StorageWriter | None,
+    process_group: dist.ProcessGroup | None,
+    timeout_seconds: float,
+    keep: int | None,
+    step_pattern: str | None,
+    branch: Branch,
+    on_storage_error: OnStorageError,
+    fingerprints: bool,
+    reuse: str | os.PathLike[str] | None,
+    format: str,
+    max_file_bytes: int,
+    transform: Transform | None,
+) -> Callable[[Phases], SaveJob]:
+    """The arguments of a save as its job, which wants its phases. Raises what is wrong with them."""
+    check_save(operation, state_dict, path, planner, storage_writer, process_group)
+    check_seconds(operation, timeout_seconds)
+    on_storage_error.check(operation, path)
+    check_branch(operation, branch, path, storage_writer)
+    check_fingerprints(operation, fingerprints, path, storage_writer)
+    earlier = checked_reuse(operation, reuse, path, storage_writer)
+    weights = checked_format(
+        operation,
+        format,
+        max_file_bytes,
+        transform,
+        path,
+        on_storage_error.fallback,
+        storage_writer=storage_writer,
+        keep=keep,
+        step_pattern=step_pattern,
+        fingerprints=fingerprints,
+        reuse=reuse,
+    )
+    check_keep(keep, getattr(storage_writer, "path", None) if path is None else path, step_pattern, reuse)
+    return lambda phases: SaveJob(
+        path,
+        storage_writer,
+        SavePlanner() if planner is None else planner,
+        phases,
+        keep,
+        step_pattern,
+        on_storage_error,
+        fingerprints,
+        earlier,
+        weights,
+        branch,
+        on_storage_error.runs_of(path),
+    )
+
+
+def _call_of(name: str, format: str) -> str:
+    return call_text(name, format="" if format == "dcp" else format)
 
 
 def load(
@@ -390,50 +431,31 @@ def async_save(
         ValueError: As in ``save``; or there is no gloo and the group cannot send from CPU memory.
     """
     with checking_arguments("async_save", process_group):
-        check_save("async_save", state_dict, path, planner, storage_writer, process_group)
-        check_seconds("async_save", timeout_seconds)
         check_can_send_from_cpu("async_save", process_group)
         if process and stager is not None:
             raise WrongValueError(
                 "async_save: got process=True and a stager, expected one of them: CpuStager(process=True)"
             )
-        on_storage_error = OnStorageError(on_error, fallback, retries, max_failures)
-        on_storage_error.check("async_save", path)
-        check_branch("async_save", branch, path, storage_writer)
-        check_fingerprints("async_save", fingerprints, path, storage_writer)
-        earlier = checked_reuse("async_save", reuse, path, storage_writer)
-        weights = checked_format(
+        job_of = _checked_save(
             "async_save",
+            state_dict,
+            path,
+            planner,
+            storage_writer,
+            process_group,
+            timeout_seconds,
+            keep,
+            step_pattern,
+            branch,
+            OnStorageError(on_error, fallback, retries, max_failures),
+            fingerprints,
+            reuse,
             format,
             max_file_bytes,
             transform,
-            path,
-            fallback,
-            storage_writer=storage_writer,
-            keep=keep,
-            step_pattern=step_pattern,
-            fingerprints=fingerprints,
-            reuse=reuse,
         )
-        check_keep(keep, getattr(storage_writer, "path", None) if path is None else path, step_pattern, reuse)
-    spans = begin_trace("async_save", trace)
-    call = call_text("async_save", format="" if format == "dcp" else format)
-    phases = Phases("save", process_group, path=path, timeout_seconds=timeout_seconds, trace=spans, call=call)
-    planner = SavePlanner() if planner is None else planner
-    job = SaveJob(
-        path,
-        storage_writer,
-        planner,
-        phases,
-        keep,
-        step_pattern,
-        on_storage_error,
-        fingerprints,
-        earlier,
-        weights,
-        branch,
-        on_storage_error.runs_of(path),
-    )
+    spans, call = begin_trace("async_save", trace), _call_of("async_save", format)
+    job = job_of(Phases("save", process_group, path=path, timeout_seconds=timeout_seconds, trace=spans, call=call))
     if stager is not None:
         return save_in_background(state_dict, job, stager)
     made = CpuStager(process=process)

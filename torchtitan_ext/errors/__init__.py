@@ -19,6 +19,7 @@ from torchtitan_ext.errors.checks import (
     is_of_storage,
     only_printed,
     readable_error,
+    warn,
 )
 from torchtitan_ext.errors.failures import (
     AbsentRunError,
@@ -104,4 +105,5 @@ __all__ = [
     "only_printed",
     "readable_error",
     "refusal",
+    "warn",
 ]

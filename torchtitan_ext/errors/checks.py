@@ -6,9 +6,11 @@ import logging
 import pickle
 import sys
 import traceback
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from numbers import Integral
+from types import FrameType
 
 # A wrong argument is shown where it is short; a long text says no more than its type.
 _MAX_SHOWN = 60
@@ -102,3 +104,16 @@ def clear_frames(error: BaseException) -> None:
             seen.add(id(one))
             traceback.clear_frames(one.__traceback__)
             pending += [one.__cause__, one.__context__]
+
+
+_PASSED_OVER = ("torchtitan_ext", "torch", "contextlib", "functools", "concurrent", "threading")
+"""Packages whose frames lie between the caller of an operation and its warnings."""
+
+
+def warn(text: str) -> None:
+    """Warns at the line outside of this package and of torch that called; of a thread at the line that warns."""
+    frame: FrameType | None = sys._getframe(1)
+    depth = 2
+    while frame is not None and str(frame.f_globals.get("__name__")).split(".")[0] in _PASSED_OVER:
+        frame, depth = frame.f_back, depth + 1
+    warnings.warn(text, stacklevel=2 if frame is None else depth)

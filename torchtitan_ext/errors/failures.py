@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from torchtitan_ext.errors.problems import MAX_NAMED, Remedy, named
 
+_ANOTHER_STEP = "; load another step (of a run step='last-good' finds one)"
+
 
 class TorchtitanExtError(Exception):
     """Base of all errors of the package."""
@@ -152,7 +154,7 @@ class DamagedValueError(CheckpointReadError):
     """The bytes of a value of the checkpoint are not those of a value."""
 
     def __str__(self) -> str:
-        return f"{super().__str__()}; load another step"
+        return f"{super().__str__()}{_ANOTHER_STEP}"
 
 
 @dataclass(eq=False, repr=False)
@@ -168,7 +170,7 @@ class DamagedCheckpointError(TorchtitanExtError, RuntimeError):
     advice: str = ""
 
     def __str__(self) -> str:
-        return f"load: {self.reason}{self.advice}; load another step"
+        return f"load: {self.reason}{self.advice}{_ANOTHER_STEP}"
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,7 @@ class PlacementRules:
             wildcards comes before a glob, an earlier rule before a later one.
         metadata: The metadata of the checkpoint that has the tensors.
         ranks: The ranks of the mesh, row-major; by default from 0 on.
+        operation: The call that messages name.
 
     Raises:
         TypeError: An argument has another type.
@@ -94,9 +95,11 @@ class PlacementRules:
         *,
         metadata: Metadata | None = None,
         ranks: Sequence[int] | None = None,
+        operation: str = "dry_run",
     ) -> None:
-        _check_mesh(mesh)
-        self._rules = _checked_rules(rules, mesh)
+        self._operation = operation
+        _check_mesh(operation, mesh)
+        self._rules = _checked_rules(operation, rules, mesh)
         sizes = tuple(mesh.values())
         self.mesh = MeshLayout(sizes, tuple(range(num_elements(sizes)) if ranks is None else ranks), tuple(mesh))
         old = World(0) if metadata is None else saved_world(metadata)
@@ -140,7 +143,7 @@ class PlacementRules:
         Raises:
             LayoutError: Names the rules, and for each the key that was probably meant.
         """
-        _check_patterns_used(self._rules, shapes)
+        _check_patterns_used(self._operation, self._rules, shapes)
         problems = []
         for pattern, dims in self._rules.items():
             mine = {fqn: shape for fqn, shape in shapes.items() if shape is not None and rule_applies(pattern, fqn)}
@@ -154,7 +157,7 @@ class PlacementRules:
                 )
                 problems.append(Problem("unused_layout", pattern, detail))
         if problems:
-            raise refusal("plan", problems)
+            raise refusal(self._operation, problems)
 
     def _dims_by_default(self, shape: tuple[int, ...], chunks: _core.ChunkIndex | None) -> tuple[DimOf | None, bool]:
         """The dims that axes cut without a rule, or ``None`` for plain tensors, and whether one of them is a guess."""
@@ -200,8 +203,8 @@ class PipelineRules:
     """
 
     def __init__(self, mesh: Mapping[str, int], rules: Mapping[str, DimOf] | None = None) -> None:
-        _check_mesh(mesh)
-        given = _checked_rules(rules, mesh)
+        _check_mesh("dry_run", mesh)
+        given = _checked_rules("dry_run", rules, mesh)
         self.num_stages = mesh.get(_PP, 1)
         self.mesh = {axis: size for axis, size in mesh.items() if axis != _PP} or {"dp_shard": 1}
         self.rules: dict[str, DimOf] = {}
@@ -234,7 +237,7 @@ class PipelineRules:
             LayoutError: A rule matches none of the keys.
             WrongValueError: Names some of the tensors.
         """
-        _check_patterns_used(self._stage_of, fqns)
+        _check_patterns_used("dry_run", self._stage_of, fqns)
         unknown = [fqn for fqn in tensors if self._is_pipeline and not patterns_for(fqn, self._stage_of)]
         if unknown:
             raise WrongValueError(
@@ -275,20 +278,20 @@ def parse_rules(texts: Sequence[str]) -> dict[str, dict[str, int | None]]:
     return rules
 
 
-def _check_patterns_used(patterns: Iterable[str], fqns: Collection[str]) -> None:
+def _check_patterns_used(operation: str, patterns: Iterable[str], fqns: Collection[str]) -> None:
     """Raises LayoutError if one of the patterns, fqns and globs, matches none of the keys."""
     unused = [pattern for pattern in patterns if not any(rule_applies(pattern, fqn) for fqn in fqns)]
     if unused:
-        raise refusal("plan", [unused_problem(pattern, fqns) for pattern in unused])
+        raise refusal(operation, [unused_problem(pattern, fqns) for pattern in unused])
 
 
-def _check_mesh(mesh: Any) -> None:
+def _check_mesh(operation: str, mesh: Any) -> None:
     """Raises TypeError or WrongValueError unless ``mesh`` has sizes of named axes, with at most ``MAX_RANKS`` ranks."""
     expected = "sizes of named axes such as {'dp': 8, 'tp': 2}"
-    check_argument("plan", "mesh", mesh, Mapping, expected)
+    check_argument(operation, "mesh", mesh, Mapping, expected)
     for axis, size in mesh.items():
         if not isinstance(axis, str) or isinstance(size, bool) or not isinstance(size, int):
-            raise argument_error("plan", "mesh", {axis: size}, expected)
+            raise argument_error(operation, "mesh", {axis: size}, expected)
         if size < 1:
             raise WrongValueError(f"got {axis}={size}, expected at least 1", "mesh")
     if num_elements(tuple(mesh.values())) > MAX_RANKS:
@@ -298,18 +301,18 @@ def _check_mesh(mesh: Any) -> None:
         raise WrongValueError("got no axes, expected sizes such as {'dp': 8, 'tp': 2}", "mesh")
 
 
-def _checked_rules(rules: Any, mesh: Mapping[str, int]) -> dict[str, DimOf]:
+def _checked_rules(operation: str, rules: Any, mesh: Mapping[str, int]) -> dict[str, DimOf]:
     """The rules as a dict. Raises TypeError or WrongValueError unless they give dims to axes of the mesh."""
     expected = "dims of axes by glob such as {'*.wo.weight': {'tp': 1}}"
-    check_argument("plan", "placements", rules, (Mapping, type(None)), expected)
+    check_argument(operation, "placements", rules, (Mapping, type(None)), expected)
     for pattern, dims in (rules or {}).items():
         if not isinstance(pattern, str) or not isinstance(dims, Mapping):
-            raise argument_error("plan", "placements", rules, expected)
+            raise argument_error(operation, "placements", rules, expected)
         for axis, dim in dims.items():
             if axis not in mesh:
                 raise WrongValueError(f"{pattern!r} names axis {axis!r}, the mesh has {', '.join(mesh)}", "placements")
             if isinstance(dim, bool) or not isinstance(dim, (int, type(None))):
-                raise argument_error("plan", "placements", dim, expected)
+                raise argument_error(operation, "placements", dim, expected)
     return dict(rules or {})
 
 

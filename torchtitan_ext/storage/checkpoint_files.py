@@ -9,14 +9,13 @@ from __future__ import annotations
 import errno
 import os
 import re
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
 
 from torchtitan_ext import _core
-from torchtitan_ext.errors import DamagedCheckpointError, named
+from torchtitan_ext.errors import DamagedCheckpointError, named, warn
 
 DATA_SUFFIX = ".distcp"
 
@@ -139,7 +138,7 @@ def parse_index(
         index = _core.parse_index(content, shown(path))
     except ValueError as error:  # a FormatError, or a name that is no UTF-8
         if verify == "none" and metadata is not None:
-            warnings.warn(f"the index is ignored: {error}", stacklevel=2)
+            warn(f"the index is ignored: {error}")
             return None
         if metadata is None:
             raise DamagedCheckpointError(f"{error}; there is no .metadata to read without it") from None
@@ -160,7 +159,7 @@ def parse_index(
         )
         if verify == "all":
             raise DamagedCheckpointError(text, "; verify='auto' reads it without this index")
-        warnings.warn(f"{text}; it is read without this index", stacklevel=2)
+        warn(f"{text}; it is read without this index")
         return None
     return index
 

@@ -8,7 +8,6 @@ check every N steps and find a flipped bit, or a replica that missed an update.
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from types import NoneType
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_ext.errors import Problem, check_argument, named
+from torchtitan_ext.errors import Problem, check_argument, named, warn
 from torchtitan_ext.layout.dtensor import as_bytes
 from torchtitan_ext.ranks.exchange import check_usable, gather_values, scope_ranks
 from torchtitan_ext.ranks.lost_ranks import naming_lost_ranks
@@ -122,11 +121,10 @@ def check_replicas(
     call = CheckCall("check_replicas", mesh, params, buffers, ignore, locate)
     differences = compare_replicas(call, collect_replicas(module, call))
     if differences.uncompared:
-        warnings.warn(
+        warn(
             "check_replicas: some tensors on several meshes were not compared between them, because layouts differ or "
             f"not all ranks hold them: {named(differences.uncompared)}; shard replicas alike, or pass mesh= of the "
-            "ranks that share them",
-            stacklevel=2,
+            "ranks that share them"
         )
     return differences
 

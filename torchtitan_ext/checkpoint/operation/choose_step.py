@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from torchtitan_ext.checkpoint.operation.phases import Phases
-from torchtitan_ext.errors import AbsentRunError, NoCheckpointError, UnknownFormatError, named
+from torchtitan_ext.errors import AbsentRunError, NoCheckpointError, UnknownFormatError, named, warn
 from torchtitan_ext.storage.checkpoint_files import is_local
 from torchtitan_ext.storage.commit.branch import abandoned_steps, finished_steps, steps_aside
 from torchtitan_ext.storage.commit.steps import folders_in_fallback, is_absent, patterns_in, step_of, step_paths
@@ -152,7 +151,7 @@ def _aside(runs: Sequence[Path], number: int | None, pattern: str | None, phases
 def _warn_of_skipped(run: Path, number: int, skipped: Sequence[str], phases: Phases) -> None:
     """Warns on the coordinator, in a phase: where a filter turns warnings into errors, all ranks raise the error."""
     text = f"{run}: step {number} is loaded, {len(skipped)} newer skipped: {'; '.join(skipped)}"
-    phases.to_coordinator("choose", lambda: None, lambda _: warnings.warn(text, stacklevel=2), doing=_VERIFYING)
+    phases.to_coordinator("choose", lambda: None, lambda _: warn(text), doing=_VERIFYING)
 
 
 def why_no_step(run: Path, pattern: str | None) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,7 @@ from torchtitan_ext.checkpoint.planners.subclasses import check_final_items, set
 from torchtitan_ext.checkpoint.staging.portions import Portions
 from torchtitan_ext.checkpoint.tables.component import CountsSamples, SampleAccount, disagreeing_counts, is_stateful
 from torchtitan_ext.dcp_private import storage_setup
-from torchtitan_ext.errors import CheckpointFailedError, Problem, only_printed, refusal
+from torchtitan_ext.errors import CheckpointFailedError, Problem, only_printed, refusal, warn
 from torchtitan_ext.storage import FileWriter
 from torchtitan_ext.storage.checkpoint_files import is_local
 from torchtitan_ext.storage.commit.branch import Branch
@@ -179,11 +178,10 @@ def _warn_of_url(job: SaveJob) -> None:
     run = os.fspath(job.path).rstrip("/").rpartition("/")[0]
     if run not in _RUNS_AT_URLS:
         _RUNS_AT_URLS.add(run)
-        warnings.warn(
+        warn(
             f"{job.path}: at a URL the files are stock's, by fsspec: no commit, so that a save over an earlier one "
             "that dies leaves neither, and no checksums, so that loads see no damage; on a mounted directory there "
-            "are both",
-            stacklevel=2,
+            "are both"
         )
 
 
@@ -192,14 +190,13 @@ def _warn_of_samples(accounts: Mapping[str, SampleAccount]) -> None:
     counts = disagreeing_counts(accounts)
     if counts:
         listed = ", ".join(f"{name} {count}" for name, count in counts.items())
-        warnings.warn(
+        warn(
             f"save: samples seen by the run: {listed}; a load by a policy will refuse these. Call advance(samples=...) "
-            "of the train state once per step, with the samples of the global batch, and save between steps",
-            stacklevel=2,
+            "of the train state once per step, with the samples of the global batch, and save between steps"
         )
     for name, account in accounts.items():
         if account.doubt:
-            warnings.warn(f"save: {name}: {account.doubt}", stacklevel=2)
+            warn(f"save: {name}: {account.doubt}")
 
 
 def _places_of(job: SaveJob) -> list[Place]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import torch.distributed as dist
 
 from torchtitan_ext.checkpoint.operation.arguments import OnStorageError
 from torchtitan_ext.checkpoint.operation.save_phases import SaveJob, SaveResult
-from torchtitan_ext.errors import CheckpointFailedError, clear_frames
+from torchtitan_ext.errors import CheckpointFailedError, clear_frames, warn
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +52,7 @@ def save_softly(
     if not isinstance(outcome, NothingSaved):
         return outcome
     text = f"save: nothing was saved ({outcome.in_a_row}): {outcome.cause}"
-    phases.to_coordinator("warn", lambda: None, lambda _: warnings.warn(text, stacklevel=2), doing=_WARNING)
+    phases.to_coordinator("warn", lambda: None, lambda _: warn(text), doing=_WARNING)
     phases.log_metrics(logger, 0, failures=outcome.num_failures)
     return SaveResult("", "", 0, dict(phases.seconds), error=text)
 

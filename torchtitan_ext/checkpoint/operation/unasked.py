@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import sys
-import warnings
 from concurrent.futures import Future
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from torchtitan_ext.checkpoint.operation.phases import Phases
-from torchtitan_ext.errors import LostRankError
+from torchtitan_ext.errors import LostRankError, warn
 
 _ASKING = "ranks agreed whether the error of an earlier save was seen"
 
@@ -90,7 +89,7 @@ def raise_unasked(phases: Phases) -> None:
     if not future.warns:
         raise error
     text = f"an earlier async_save failed, and nobody asked its future: {error}"
-    phases.to_coordinator("prepare", lambda: None, lambda _: warnings.warn(text, stacklevel=2), doing=_ASKING)
+    phases.to_coordinator("prepare", lambda: None, lambda _: warn(text), doing=_ASKING)
 
 
 @atexit.register

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -63,7 +62,7 @@ from torchtitan_ext.checkpoint.tables.key_table import (
     lies_in_local,
 )
 from torchtitan_ext.checkpoint.tables.tied_keys import tied_keys
-from torchtitan_ext.errors import CheckpointReadError, DamagedValueError, check_argument, named, refusal
+from torchtitan_ext.errors import CheckpointReadError, DamagedValueError, check_argument, named, refusal, warn
 from torchtitan_ext.layout.dtensor import box_of, local_tensor
 from torchtitan_ext.layout.layout import LayoutRules, ShardOrder, Steps
 from torchtitan_ext.state.nested import FlatStateDict, Path, materialize_meta, on_devices_of, set_value
@@ -255,7 +254,7 @@ class LoadPlanner(DefaultLoadPlanner):
         if problems:
             raise refusal("load", problems, report)
         for text in warned:
-            warnings.warn(f"load: {text}", stacklevel=2)
+            warn(f"load: {text}")
         unforeseen = agreement.world.unforeseen_steps()
         decisions = [ReadDecision(steps, is_cover_checked, report) for steps in unforeseen]
         pairs = zip(global_plan, decisions, strict=True)

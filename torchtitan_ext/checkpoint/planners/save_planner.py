@@ -7,7 +7,6 @@ import io
 import logging
 import time
 import uuid
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -56,7 +55,7 @@ from torchtitan_ext.checkpoint.tables.key_table import (
     number_hosts,
 )
 from torchtitan_ext.dcp_private import ShardedTensor, flatten_sharded_tensors
-from torchtitan_ext.errors import MAX_NAMED, Problem, StateRefusedError, listed, named, refusal
+from torchtitan_ext.errors import MAX_NAMED, Problem, StateRefusedError, listed, named, refusal, warn
 from torchtitan_ext.layout.dtensor import box_of, local_tensor
 from torchtitan_ext.layout.layout import LayoutRules, ShardOrder, num_elements
 from torchtitan_ext.ranks.exchange import scope_ranks
@@ -423,7 +422,7 @@ def _warn_of_replicas(compared: ReplicaComparison) -> None:
             # Problems of one heading share their advice, except under the first heading.
             advice = "" if problems is compared.differing else problems[0].advice
             lines = [dataclasses.replace(problem, advice="") for problem in problems] if advice else problems
-            warnings.warn("\n".join([heading.format(advice=advice), *listed(lines)]), stacklevel=3)
+            warn("\n".join([heading.format(advice=advice), *listed(lines)]))
 
 
 def _warn_of_unread_values(tables: Sequence[RankTable]) -> None:
@@ -431,8 +430,7 @@ def _warn_of_unread_values(tables: Sequence[RankTable]) -> None:
     if not unread:
         return
     values = named([f"{fqn} ({found})" for fqn, found in unread.items()])
-    warnings.warn(
+    warn(
         f"a load will refuse these values by default, because they are not plain data: {values}; in the job that loads "
-        f"{how_to_read(unread.values())}. Or save what they hold instead",
-        stacklevel=3,
+        f"{how_to_read(unread.values())}. Or save what they hold instead"
     )

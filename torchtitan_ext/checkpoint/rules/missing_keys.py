@@ -27,6 +27,10 @@ from torchtitan_ext.storage.metadata.saved_metadata import recorded_path
 # A message proposes no rename with more entries.
 _MAX_RENAMES = 3
 
+# Two letters that changed places are a quarter of a name of four.
+_SHORT = 8
+_CLOSE_OF_SHORT = 0.7
+
 # A warning names at most so many keys: it is one line.
 _MAX_SHOWN = 3
 
@@ -103,7 +107,7 @@ def _of_other_ranks(
 
 def _name_hint(fqn: str, twin: str | None, renames: Mapping[str, str], saved: Sequence[str]) -> str:
     if twin is None:
-        near = nearest_name(fqn, saved, likeness=CLOSE)
+        near = nearest_name(fqn, saved, likeness=CLOSE if len(fqn) > _SHORT else _CLOSE_OF_SHORT)
         return "" if near is None else f" Nearest: {near}."
     strip = "strip the wrapper's prefix on one side"
     remedy = f"pass LoadPlanner(source=Source(rename={renames!r})), or {strip}" if renames else strip

@@ -88,7 +88,7 @@ def reshard(
         OSError: A file cannot be read or written.
     """
     refuse_existing(Path(target), overwrite)
-    placements = None if mesh is None else PlacementRules(mesh, rules, metadata=source.metadata)
+    placements = None if mesh is None else PlacementRules(mesh, rules, metadata=source.metadata, operation="reshard")
     keys = SelectedKeys(source, selection or Selection(), dtype)
     plan = MeshPlan(keys, placements)
     chain = ChangeChain(changes, keys, selection or Selection(), base_version)

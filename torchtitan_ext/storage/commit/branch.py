@@ -15,14 +15,13 @@ number and the digest of its ``.metadata``, so another save of the same number i
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from torchtitan_ext import _core
-from torchtitan_ext.errors import SaveInProgressError, named
+from torchtitan_ext.errors import SaveInProgressError, named, warn
 from torchtitan_ext.storage.checkpoint_files import NO_METADATA, metadata_path, shown, sync_directory
 from torchtitan_ext.storage.commit.commit import lock_path
 from torchtitan_ext.storage.commit.save_lock import SaveLock
@@ -174,16 +173,15 @@ def set_aside(place: PlaceInRun, save_id: str, *, sync: bool) -> None:
                 os.rename(step.path, folder / step.path.name)
                 moved[run] = folder
             except OSError as error:
-                warnings.warn(f"{step.path} stays, and loads pass over it: it cannot be moved ({error})", stacklevel=2)
+                warn(f"{step.path} stays, and loads pass over it: it cannot be moved ({error})")
     for run, folder in moved.items() if sync else ():
         for directory in (folder, folder.parent, run):
             sync_directory(directory)
     numbers = named([step.number for step in reversed(place.newer)])
     where = f"set aside in {' and '.join(map(str, moved.values()))}" if moved else "passed over by loads"
-    warnings.warn(
+    warn(
         f"save: the run goes on with step {place.number}, below its step(s) {numbers}: these are abandoned, and {where}"
-        "; torchtitan-ext gc RUN --abandoned removes them, branch='error' refuses such a save",
-        stacklevel=2,
+        "; torchtitan-ext gc RUN --abandoned removes them, branch='error' refuses such a save"
     )
 
 
@@ -207,7 +205,7 @@ def locked(path: Path, save_id: str) -> Iterator[bool]:
     try:
         lock = SaveLock.acquire(lock_path(path, None), save_id, path)
     except (SaveInProgressError, OSError) as error:
-        warnings.warn(f"{path} is kept: {error}", stacklevel=3)
+        warn(f"{path} is kept: {error}")
         yield False
         return
     try:

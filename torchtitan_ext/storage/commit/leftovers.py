@@ -9,12 +9,12 @@ import contextlib
 import os
 import re
 import stat
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_ext import _core
+from torchtitan_ext.errors import warn
 from torchtitan_ext.storage.checkpoint_files import (
     SHARED_NAME,
     index_path,
@@ -168,7 +168,7 @@ def remove_directory(directory: Path, target: Path | None) -> None:
     except FileNotFoundError:
         pass
     except OSError as error:
-        warnings.warn(f"{directory} stays: it cannot be removed, or holds others' files ({error})", stacklevel=2)
+        warn(f"{directory} stays: it cannot be removed, or holds others' files ({error})")
 
 
 def remove_files(directory: Path, names: Iterable[str]) -> None:
@@ -177,7 +177,7 @@ def remove_files(directory: Path, names: Iterable[str]) -> None:
         try:
             (directory / name).unlink(missing_ok=True)
         except OSError as error:
-            warnings.warn(f"{directory / name} stays: it cannot be removed ({error})", stacklevel=2)
+            warn(f"{directory / name} stays: it cannot be removed ({error})")
 
 
 def save_id_of(name: str) -> str | None:

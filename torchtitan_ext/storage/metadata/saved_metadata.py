@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from torchtitan_ext import _core
-from torchtitan_ext.errors import DamagedCheckpointError
+from torchtitan_ext.errors import DamagedCheckpointError, warn
 from torchtitan_ext.storage.checkpoint_files import index_path, metadata_path, parse_index, shown
 from torchtitan_ext.storage.commit.opened import OpenedCheckpoint
 
@@ -128,11 +127,10 @@ def parse_pickle(data: bytes, properties: Sequence[str] = ()) -> _core.ParsedMet
     parsed = _core.read_metadata_pickle(data)
     for number in range(_core.NUM_PROPERTIES, _core.NUM_PROPERTIES + parsed.num_unknown_properties):
         name = f" ({properties[number]})" if number < len(properties) else ""
-        warnings.warn(
+        warn(
             f".metadata: a newer torch has written field {number + 1}{name} of TensorProperties, of which this "
             f"version knows {_core.NUM_PROPERTIES}: it is ignored, because it has its default everywhere; upgrade "
-            "torchtitan_ext",
-            stacklevel=3,
+            "torchtitan_ext"
         )
     return parsed
 

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import os
 import uuid
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch.futures import Future
 
 from torchtitan_ext import _core
 from torchtitan_ext.dcp_private import ExtensionRegistry
-from torchtitan_ext.errors import DamagedCheckpointError, SavedOverError
+from torchtitan_ext.errors import DamagedCheckpointError, SavedOverError, warn
 from torchtitan_ext.storage.checkpoint_files import (
     Record,
     describe_damage,
@@ -181,9 +180,9 @@ class FileReader(StorageReader):
         self._metadata = None
         if self._index is None and self.verify != "none" and self._footers.are_expected:
             text = "has no index, so no checksums of .metadata: its data files are verified by their own footers"
-            warnings.warn(f"{self.path} {text}", stacklevel=2)
+            warn(f"{self.path} {text}")
         elif self._index is None and self.verify == "all":
-            warnings.warn(f"{self.path} has no checksums: nothing of it can be verified", stacklevel=2)
+            warn(f"{self.path} has no checksums: nothing of it can be verified")
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         self.files.hold(self.storage_data[item.storage_index].relative_path for item in plan.items)

@@ -7,7 +7,6 @@ import functools
 import io
 import os
 import uuid
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -24,7 +23,7 @@ from torch.futures import Future
 
 from torchtitan_ext import _core
 from torchtitan_ext.dcp_private import StreamTransformExtension
-from torchtitan_ext.errors import Problem, WrongValueError, named, only_printed, refusal
+from torchtitan_ext.errors import Problem, WrongValueError, named, only_printed, refusal, warn
 from torchtitan_ext.layout.wrapper import without_slack
 from torchtitan_ext.storage.checkpoint_files import (
     NO_METADATA,
@@ -219,7 +218,7 @@ class FileWriter(StorageWriter):
                     f"Checkpoint already exists: {self.path} has a checkpoint; pass overwrite=True or another directory"
                 )
             if self._is_coordinator:
-                warnings.warn(f"the checkpoint in {self.path} is overwritten", stacklevel=2)
+                warn(f"the checkpoint in {self.path} is overwritten")
         if self._own_rank is not None:
             plan = dataclasses.replace(plan, storage_data=FilePrefix(f"__{self.rank}_"))
         return plan
@@ -280,7 +279,7 @@ class FileWriter(StorageWriter):
         self.not_reused = self.not_reused or next(filter(None, map(_problem_of, results)), "")
         if self.not_reused:
             with only_printed():
-                warnings.warn(f"save: what has not changed is written again: {self.not_reused}", stacklevel=2)
+                warn(f"save: what has not changed is written again: {self.not_reused}")
         send_as_place(metadata, path, content if needs_metadata else index)
 
     def abandon(self) -> None:

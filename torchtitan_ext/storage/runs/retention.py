@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import uuid
-import warnings
 from pathlib import Path
 
+from torchtitan_ext.errors import warn
 from torchtitan_ext.storage.checkpoint_files import is_local
 from torchtitan_ext.storage.commit.branch import ABANDONED, abandoned_steps, branches_aside, latest_path, locked
 from torchtitan_ext.storage.commit.leftovers import (
@@ -66,7 +66,7 @@ def old_steps(saved: Path, keep: int, pattern: str | None = None) -> list[Path]:
         paths = step_paths(run, pattern)
         return [paths[number] for number in steps_beyond(run, keep, own, pattern)]
     except OSError as error:
-        warnings.warn(f"old steps of {run} stay: they cannot be listed ({error})", stacklevel=2)
+        warn(f"old steps of {run} stay: they cannot be listed ({error})")
         return []
 
 
@@ -109,7 +109,7 @@ def remove_step(path: Path) -> None:
                 os.rename(path, stage_path(path, save_id))
                 remove_directory(stage_path(path, save_id), None)
         except OSError as error:
-            warnings.warn(f"{path} stays: it cannot be removed ({error})", stacklevel=2)
+            warn(f"{path} stays: it cannot be removed ({error})")
 
 
 def remove_leftovers(run: Path, pattern: str | None = None) -> None:

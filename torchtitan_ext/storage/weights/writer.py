@@ -7,7 +7,6 @@ import functools
 import os
 import time
 import uuid
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from torch.futures import Future
 
 from torchtitan_ext import _core
-from torchtitan_ext.errors import DamagedCheckpointError, Problem, WrongValueError, argument_error, refusal
+from torchtitan_ext.errors import DamagedCheckpointError, Problem, WrongValueError, argument_error, refusal, warn
 from torchtitan_ext.storage.checkpoint_files import is_local, sync_directory, thread_count_of
 from torchtitan_ext.storage.commit.commit import NotSharedError
 from torchtitan_ext.storage.commit.staged_target import staged_target
@@ -185,7 +184,7 @@ class SafetensorsWriter(StorageWriter):
         if target.is_dir():
             refuse_irreplaceable(target)
             if safetensors_paths(target):
-                warnings.warn(f"the weights in {self.path} are replaced", stacklevel=2)
+                warn(f"the weights in {self.path} are replaced")
 
         def put_in_place(_: Path, replaced: Path) -> None:
             sync_files(self._files if self.sync else [])
