@@ -4,6 +4,7 @@ torchrun --nproc-per-node 2 examples/first_hour.py run; torchrun --nproc-per-nod
 
 import sys
 from itertools import islice
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,11 +30,14 @@ def train(run: str) -> None:
     loader = ElasticDataLoader(tokens, global_batch_size=12, dp_rank=dist.get_rank(), dp_size=mesh.size())
     train_state = TrainState()
 
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state, "dataloader": loader, "train_state": train_state}
+    def state() -> dict[str, Any]:
+        weights, moments = get_state_dict(model, optimizer)
+        return {"model": weights, "optimizer": moments, "dataloader": loader, "train_state": train_state}
+
     if tte.latest(run) is not None:
-        report = tte.load(state, run, step="latest", policy=ElasticPolicy())
-        set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+        loaded = state()  # only to load: it steps an optimizer that is new, and the next step would be its second one
+        report = tte.load(loaded, run, step="latest", policy=ElasticPolicy())
+        set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
         show(str(report))
 
     for batch in islice(loader, STEPS):
@@ -46,9 +50,8 @@ def train(run: str) -> None:
         dist.all_reduce(total := loss.detach() / mesh.size())
         show(f"step {train_state.step}: loss {total:.4f}")
 
-    state["model"], state["optimizer"] = get_state_dict(model, optimizer)
     path = f"{run}/step-{train_state.step}"
-    tte.save(state, path, keep=3)
+    tte.save(state(), path, keep=3)
     show(f"saved {path}")
 
 

@@ -28,8 +28,8 @@ if __name__ == "__main__":
     model = fully_shard(get_peft_model(LlamaForCausalLM(config), LoraConfig(r=5, target_modules=["q_proj", "up_proj"])))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
     start = 3 if os.path.exists(sys.argv[1]) else 0
-    state = {"adapter": get_peft_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
     if start:
+        state = {"adapter": get_peft_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
         dcp.load(state, checkpoint_id=sys.argv[1])
         set_peft_model_state_dict(model, state["adapter"])
         set_optimizer_state_dict(model, optimizer, state["optimizer"])

@@ -29,9 +29,10 @@ if __name__ == "__main__":
     convert_to_float8_training(model, config=Float8LinearConfig(emulate=True))
     fully_shard(model, mesh=init_device_mesh("cpu", (num_ranks,)))
     optimizer = AdamW8bit(model.parameters(), lr=0.01)
-    weights, moments = states.get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": moments, "step": 0}
+    state = {"step": 0}
     if os.path.exists(path):
+        weights, moments = states.get_state_dict(model, optimizer)  # only to load: it steps a new optimizer
+        state |= {"model": weights, "optimizer": moments}
         dcp.load(state, checkpoint_id=path)
         states.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
     for _ in range(3):

@@ -11,7 +11,7 @@ from types import FrameType, ModuleType
 
 import pytest
 import torch
-from test_readme import GLOO_AT_EXIT
+from gloo_worlds import GLOO_AT_EXIT
 
 import torchtitan_ext
 from torchtitan_ext import errors

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_readme import GLOO_AT_EXIT
+from gloo_worlds import GLOO_AT_EXIT
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CLIENT_EXAMPLES = sorted(

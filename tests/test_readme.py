@@ -6,13 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from gloo_worlds import GLOO_AT_EXIT
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 ADOPTION = (ROOT / "docs" / "use" / "adoption.md").read_text()
-
-# What a thread of ProcessGroupGloo says when Python ends under it: https://github.com/pytorch/pytorch/issues/190489
-GLOO_AT_EXIT = "terminate called without an active exception"
 
 
 def block_with(text: str, page: str) -> str:

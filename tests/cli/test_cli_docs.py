@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from calls import Done, call, flip
+from calls import call, flip, shown
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -57,11 +57,6 @@ def plain(text: str) -> list[str]:
     text = re.sub(r"torch \d[\w.+]*", "torch <version>", text)
     text = re.sub(r"\b\d+(\.\d)? [kM]?B\b", "<size>", text)
     return [re.sub(r" +", " ", line).strip() for line in text.splitlines() if line.strip()]
-
-
-def shown(done: Done) -> str:
-    code = f"exit code {done.code}\n" if done.code else ""
-    return done.out + done.err + code
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.splitlines()[0])

@@ -57,6 +57,12 @@ def call(*arguments: object) -> Done:
     return Done(code, out.getvalue(), err.getvalue())
 
 
+def shown(done: Done) -> str:
+    """What a reader sees of a command."""
+    code = f"exit code {done.code}\n" if done.code else ""
+    return done.out + done.err + code
+
+
 def call_process(*arguments: object) -> Done:
     """A command as a process."""
     command = [sys.executable, "-m", "torchtitan_ext", *map(str, arguments)]

@@ -50,6 +50,9 @@ STORES = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 # When one rank has failed, the others usually notice the closed connections at once; then they are killed.
 GRACE_SECONDS = 10
 
+# What a thread of ProcessGroupGloo says when Python ends under it: https://github.com/pytorch/pytorch/issues/190489
+GLOO_AT_EXIT = "terminate called without an active exception"
+
 # Imported once in the server from which the workers are forked.
 PRELOADED = [
     "numpy",
