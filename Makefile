@@ -126,7 +126,8 @@ $(PY):
 
 # torch first and alone: with the package's dependencies left to the resolver another torch could be chosen.
 $(STAMPS)/torch: | $(PY)
-	@$(PY) -c 'import torch, numpy' 2>/dev/null || { echo "Installing $(TORCH) into $(VENV) ..."; $(PIP) "$(TORCH)" numpy; }
+	@$(PY) -c 'import torch, numpy' 2>/dev/null || { echo "Installing $(TORCH) into $(VENV) ..."; \
+	  $(PY) -m pip install --disable-pip-version-check "$(TORCH)" numpy; }
 	@mkdir -p $(STAMPS) && touch $@
 
 # An editable install knows the modules that were there when it was made: a new file means a new install.
@@ -137,10 +138,11 @@ FORCE:
 
 # cmake and ninja of the environment, so that the build directory outlives pip's temporary one.
 $(STAMPS)/package: pyproject.toml $(STAMPS)/torch $(STAMPS)/modules
-	@echo "Building the package in $(JOBS) jobs: the first time $(words $(wildcard csrc/*/*.cpp csrc/*/*.cu)) files of C++ are" \
-	  "compiled, about 3 minutes on one core, and nothing is printed meanwhile ..."
-	$(PIP) "scikit-build-core>=0.11" "pybind11>=3.0" "cmake>=3.26" ninja "typer>=0.15"
-	PATH="$(abspath $(VENV))/bin:$$PATH" $(PIP) --no-deps --no-build-isolation -Cbuild-dir=$(BUILD) --editable .
+	@echo "Building the package in $(JOBS) jobs: the first time about 5 minutes of one core ..."
+	@$(PIP) "scikit-build-core>=0.11" "pybind11>=3.0" "cmake>=3.26" ninja "typer>=0.15"
+	@mkdir -p $(BUILD)
+	@PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pip install --verbose --no-deps --no-build-isolation -Cbuild-dir=$(BUILD) \
+	  --editable . 2>&1 | tee $(BUILD)/pip.log | sed -un 's/^ *\(\[[0-9]*\/[0-9]*\] \)/\1/p' || { tail -60 $(BUILD)/pip.log; exit 1; }
 	@touch $@
 
 $(STAMPS)/test: pyproject.toml $(STAMPS)/torch

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, TypeVar
 
+import extent
 import late
 import pytest
 import torch
@@ -44,6 +45,17 @@ def run_on_accelerator(request: pytest.FixtureRequest) -> Callable[..., list[Any
     """`run_on_accelerator(world_size, function, *args)` calls `function(rank, world_size, device, *args)` per rank."""
     run = request.getfixturevalue("run_late_world" if request.param == "late" else "run_world")
     return lambda world_size, function, *args: run(world_size, function, request.param, *args)
+
+
+def pytest_report_header() -> str:
+    how_much = f"TTE_SOAK={extent.SOAK}" if extent.SOAK > 1 else "full" if extent.IS_FULL else "a sample"
+    return f"tests: {how_much}, TTE_SEED={extent.SEED}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # A test that is named by the caller runs.
+    if not any("::" in argument for argument in config.args):
+        config.hook.pytest_deselected(items=extent.keep_sampled(items))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
