@@ -3,11 +3,13 @@
 #   TORCH=torch==2.13.0  the torch to install: pip's own choice of build, on most machines that for CUDA (gigabytes)
 #   VENV=path            a virtual environment of yours: a torch that is there already is used as it is
 #   JOBS=2               compile jobs
-#   TEST_JOBS=2          test processes; each starts worlds of up to eight more
+#   TEST_JOBS=3          test processes; each starts worlds of up to eight more
+#   TTE_SEED=7           what `make test` draws of the cases that `make test-full` runs
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 JOBS ?= $(shell nproc)
-TEST_JOBS ?= 2
+# One more than cores: some tests wait for ranks that do not come.
+TEST_JOBS ?= $(shell expr $$(nproc) + 1)
 VENV ?= .venv
 BUILD ?= build/dev
 
@@ -28,7 +30,7 @@ export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 CPP_FILES = $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh tests/csrc/*.cpp tests/csrc/*.h tests/support/*.cpp benchmarks/*.cpp)
 PY_PATHS := torchtitan_ext tests examples benchmarks
 
-.PHONY: sanitize sanitize-asan sanitize-tsan help demo build test test-cpp test-python test-clients soak wheel lint format clean
+.PHONY: sanitize sanitize-asan sanitize-tsan help demo build test test-full test-torch test-of-torch test-cpp test-python test-clients soak wheel lint format clean
 
 help:  ## Say what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -41,7 +43,10 @@ build: $(STAMPS)/package  ## Compile what changed and put it into .venv
 	@$(LOCK) $(CMAKE) --install $(BUILD) --component python \
 	  --prefix "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("platlib"))')" >/dev/null
 
-test: test-cpp test-python  ## All tests: C++ through ctest, then pytest
+test: test-cpp test-python  ## C++ through ctest, then pytest: a sample where there are many cases, ten minutes on two cores
+
+test-full: export TTE_TESTS := full
+test-full: test-cpp test-python  ## All cases: half an hour
 
 test-cpp: $(STAMPS)/gtest $(STAMPS)/package
 	$(LOCK) $(CMAKE) -S . -B $(BUILD) -DTTE_BUILD_TESTS=ON >/dev/null
@@ -50,6 +55,17 @@ test-cpp: $(STAMPS)/gtest $(STAMPS)/package
 
 test-python: build $(STAMPS)/test
 	$(PYTEST)
+
+# Any torch in an environment and a build of its own, beside .venv: `make test-torch TORCH=2.15.0`. What depends on torch most.
+TORCH_VERSION = $(patsubst torch==%,%,$(TORCH))
+TORCH_TESTS := tests/distributed tests/layout tests/checkpoint/planners tests/storage tests/test_ops.py tests/test_op_library.py \
+  tests/test_import.py tests/integrations/test_install.py
+test-torch:  ## The tests of what depends on torch, with another one: TORCH=2.15.0, or TORCH=newest
+	@version=$(TORCH_VERSION); if [ "$$version" = newest ]; then version=$$($(NEWEST_TORCH)); fi; \
+	  $(MAKE) TORCH="torch==$$version" VENV=".venv-torch-$$version" BUILD="build/torch-$$version" test-of-torch
+test-of-torch: build $(STAMPS)/test
+	$(PYTEST) -p tested_versions --tested-versions "make test-torch" $(TORCH_TESTS)
+NEWEST_TORCH = $(PYTHON) -m pip index versions torch 2>/dev/null | sed -n 's/^torch (\(.*\))$$/\1/p'
 
 test-clients: build $(STAMPS)/clients  ## The tests that need other people's libraries, which it installs (Python 3.11+)
 	TTE_REQUIRE_CLIENTS=1 $(PYTEST) $(CLIENT_TESTS)

@@ -4,8 +4,6 @@ import ast
 import inspect
 from pathlib import Path
 
-import pytest
-
 import torchtitan_ext
 
 PACKAGE = Path(torchtitan_ext.__file__).resolve().parent
@@ -123,13 +121,13 @@ def attributes(source: Path) -> set[str]:
     return {node.attr for node in ast.walk(tree_of(source)) if isinstance(node, ast.Attribute)}
 
 
-@pytest.mark.parametrize("module", IMPORTS)
-def test_no_import_points_up(module: str) -> None:
-    room = room_of(module)
-    assert {room_of(imported) for imported in IMPORTS[module]} <= allowed_rooms(room, ROWS)
-    if room in INNER_ROWS:
-        inner = {inner_room_of(imported) for imported in IMPORTS[module] if room_of(imported) == room}
-        assert inner <= allowed_rooms(inner_room_of(module), INNER_ROWS[room])
+def test_no_import_points_up() -> None:
+    for module, imports in IMPORTS.items():
+        room = room_of(module)
+        assert {room_of(imported) for imported in imports} <= allowed_rooms(room, ROWS), module
+        if room in INNER_ROWS:
+            inner = {inner_room_of(imported) for imported in imports if room_of(imported) == room}
+            assert inner <= allowed_rooms(inner_room_of(module), INNER_ROWS[room]), module
 
 
 def test_no_folder_is_crowded() -> None:
@@ -138,40 +136,42 @@ def test_no_folder_is_crowded() -> None:
     assert {folder: count for folder, count in counts.items() if count > MAX_MODULES_OF_A_FOLDER} == {}
 
 
-@pytest.mark.parametrize("module", IMPORTS)
-def test_no_module_imports_itself_by_way_of_others(module: str) -> None:
-    reached: set[str] = set()
-    pending = [module]
-    while pending:
-        new = IMPORTS.get(pending.pop(), set()) - reached
-        reached |= new
-        pending += new
-    assert module not in reached
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    for module in IMPORTS:
+        reached: set[str] = set()
+        pending = [module]
+        while pending:
+            new = IMPORTS.get(pending.pop(), set()) - reached
+            reached |= new
+            pending += new
+        assert module not in reached
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=name_of)
-def test_private_attributes_of_dtensors_stay_in_layout_dtensor(source: Path) -> None:
-    if name_of(source) != "layout.dtensor":
-        assert not attributes(source) & {"_local_tensor", "_spec"}
+def test_private_attributes_of_dtensors_stay_in_layout_dtensor() -> None:
+    users = {name_of(source) for source in SOURCES if attributes(source) & {"_local_tensor", "_spec"}}
+    assert users == {"layout.dtensor"}
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=name_of)
-def test_only_op_library_names_torch_ops(source: Path) -> None:
-    names = {ast.unparse(node) for node in ast.walk(tree_of(source)) if isinstance(node, ast.Attribute)}
-    if name_of(source) != "op_library":
-        assert "torch.ops" not in names
+def test_only_op_library_names_torch_ops() -> None:
+    users = {
+        name_of(source)
+        for source in SOURCES
+        if any(
+            isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.ops" for node in ast.walk(tree_of(source))
+        )
+    }
+    assert users == {"op_library"}
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=name_of)
-def test_private_names_of_dcp_come_from_dcp_private(source: Path) -> None:
-    found = [
-        f"{node.module}.{alias.name}"
+def test_private_names_of_dcp_come_from_dcp_private() -> None:
+    users = {
+        name_of(source)
+        for source in SOURCES
         for node in ast.walk(tree_of(source))
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.distributed.checkpoint")
-        for alias in node.names
-        if "._" in f"{node.module}.{alias.name}"
-    ]
-    assert not found or name_of(source) == "dcp_private"
+        if any("._" in f"{node.module}.{alias.name}" for alias in node.names)
+    }
+    assert users == {"dcp_private"}
 
 
 # What these do not say torch takes from ``set_default_device`` and ``set_default_dtype``, the business of others.
@@ -194,19 +194,27 @@ CONSTRUCTORS = {
 FOLLOWS_DEFAULTS = {"ops.flat": {"torch.empty(0, dtype=dtype)"}}
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=name_of)
-def test_new_tensors_say_device_and_dtype(source: Path) -> None:
-    calls = [node for node in ast.walk(tree_of(source)) if isinstance(node, ast.Call)]
-    made = [call for call in calls if ast.unparse(call.func) in {f"torch.{name}" for name in CONSTRUCTORS}]
-    silent = {ast.unparse(call) for call in made if not {"device", "dtype"} <= {word.arg for word in call.keywords}}
-    assert silent == FOLLOWS_DEFAULTS.get(name_of(source), set())
+def test_new_tensors_say_device_and_dtype() -> None:
+    silent: dict[str, set[str]] = {}
+    for source in SOURCES:
+        calls = [node for node in ast.walk(tree_of(source)) if isinstance(node, ast.Call)]
+        made = [call for call in calls if ast.unparse(call.func) in {f"torch.{name}" for name in CONSTRUCTORS}]
+        for call in made:
+            if not {"device", "dtype"} <= {word.arg for word in call.keywords}:
+                silent.setdefault(name_of(source), set()).add(ast.unparse(call))
+    assert silent == FOLLOWS_DEFAULTS
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=name_of)
-def test_no_imports_inside_functions(source: Path) -> None:
-    functions = (node for node in ast.walk(tree_of(source)) if isinstance(node, ast.FunctionDef))
-    inner = [node for function in functions for node in ast.walk(function)]
-    assert not [ast.unparse(node) for node in inner if isinstance(node, (ast.Import, ast.ImportFrom))]
+def test_no_imports_inside_functions() -> None:
+    found = {
+        name_of(source): ast.unparse(node)
+        for source in SOURCES
+        for function in ast.walk(tree_of(source))
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+    }
+    assert found == {}
 
 
 def test_the_public_face_is_small() -> None:

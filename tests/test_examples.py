@@ -28,6 +28,7 @@ def test_every_example_has_a_test() -> None:
     assert commands == {*own, "delta_sync.py", "lose_a_replica.py", "reshard_live.py", "two_jobs.py", *CLIENT_EXAMPLES}
 
 
+@pytest.mark.sampled(0.34, "examples")
 def test_ops_in_compiled_code() -> None:
     finished = run_example("ops_in_compiled_code.py")
     assert finished.returncode == 0, finished.stdout + finished.stderr
@@ -35,6 +36,7 @@ def test_ops_in_compiled_code() -> None:
     assert len(losses) == 2 and all(row[:6] > row[-6:] for row in losses), finished.stdout
 
 
+@pytest.mark.sampled(0.34, "examples")
 def test_sync_hsdp_finds_the_broken_replica() -> None:
     finished = run_example("sync_hsdp.py")
     assert finished.returncode == 0, finished.stdout + finished.stderr
@@ -54,6 +56,7 @@ def launch_example(name: str, num_ranks: int) -> str:
     return finished.stdout
 
 
+@pytest.mark.sampled(0.34, "examples")
 def test_reshard_live_gives_equal_logits() -> None:
     output = launch_example("reshard_live.py", 4)
     row = r"version (\d): 25,440 bytes received, logits within (\S+)\n"
@@ -63,6 +66,7 @@ def test_reshard_live_gives_equal_logits() -> None:
     assert all(float(difference) < 1e-5 for _, difference in found)
 
 
+@pytest.mark.sampled(0.34, "examples")
 def test_delta_sync_sends_little_and_gives_equal_logits() -> None:
     output = launch_example("delta_sync.py", 6)
     row = r"version (\d+): changes (\S+) bytes, all 57,664, equal logits: True(?:, proved)?\n"
@@ -73,6 +77,7 @@ def test_delta_sync_sends_little_and_gives_equal_logits() -> None:
     assert output.endswith(", proved\n")
 
 
+@pytest.mark.sampled(0.34, "examples")
 def test_two_jobs_meet_again_after_the_generator_was_killed() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -109,6 +114,7 @@ def test_two_jobs_meet_again_after_the_generator_was_killed() -> None:
     assert "meeting again" in told, told
 
 
+@pytest.mark.sampled(0.34, "examples")
 def test_training_goes_on_after_a_rank_was_killed_as_if_it_had_not() -> None:
     undisturbed, finished = run_example("lose_a_replica.py", "undisturbed"), run_example("lose_a_replica.py")
     assert (undisturbed.returncode, finished.returncode) == (0, 0), (
@@ -132,6 +138,7 @@ runpy.run_path(sys.argv[1])
 """
 
 
+@pytest.mark.sampled(0.2)
 @pytest.mark.parametrize("name", CLIENT_EXAMPLES)
 def test_an_example_says_what_installs_its_library(name: str) -> None:
     command = [sys.executable, "-c", WITHOUT_LIBRARIES, str(EXAMPLES / name)]
@@ -147,12 +154,14 @@ def llama_2d() -> subprocess.CompletedProcess[str]:
     return run_example("train_llama_2d.py")
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.slow
 def test_train_llama_2d_succeeds(llama_2d: subprocess.CompletedProcess[str]) -> None:
     assert llama_2d.returncode == 0, llama_2d.stdout + llama_2d.stderr
     assert "Warning" not in llama_2d.stderr
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["dp 2 x tp 2", "dp 4 x tp 2", "dp_replicate 2 x dp_shard 2 x tp 2", "one process"])
 def test_train_llama_2d_resumes_bit_for_bit(llama_2d: subprocess.CompletedProcess[str], mesh: str) -> None:
@@ -163,6 +172,7 @@ def test_train_llama_2d_resumes_bit_for_bit(llama_2d: subprocess.CompletedProces
     assert float(row.group(2)) <= 1e-5
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.slow
 def test_train_llama_2d_shows_what_stock_says(llama_2d: subprocess.CompletedProcess[str]) -> None:
     answers = re.findall(r"^  stock PyTorch +(.*)$", llama_2d.stdout, re.MULTILINE)
@@ -171,6 +181,7 @@ def test_train_llama_2d_shows_what_stock_says(llama_2d: subprocess.CompletedProc
     assert answers[0].startswith("refused: ") or answers[0] == "120 of 120", llama_2d.stdout
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.slow
 def test_elastic_8_to_16() -> None:
     finished = run_example("elastic_8_to_16.py")

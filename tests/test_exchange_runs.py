@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from extent import SOAK
 from gloo_worlds import LONGEST_SECONDS
 from python_group import PythonGroup, register
 from states import DTYPES, bits, random_tensor
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from torchtitan_ext import ops
 
-SOAK = int(os.environ.get("TTE_SOAK", "1"))
 BUCKETS = [1, 200, 1000, 4096, 1 << 16, ops.DEFAULT_BUCKET_BYTES]
 Box = tuple[list[int], list[int]]
 """Offsets and sizes."""

@@ -39,6 +39,7 @@ def gather_handmade(rank: int, world_size: int, layout: HandMade) -> list[str]:
     return differences(full, truth)
 
 
+@pytest.mark.sampled(0.34)
 @pytest.mark.parametrize("layout", [*HANDMADE, INTERLEAVED_QKV], ids=lambda layout: layout.name)
 def test_full_tensor(run_world, layout: HandMade) -> None:
     assert run_world(layout.world_size, gather_handmade, layout) == [[]] * layout.world_size
@@ -54,6 +55,7 @@ def gather_in_parts(rank: int, world_size: int, layout: HandMade) -> list[str]:
         full_tensors._GATHER_BYTES = kept
 
 
+@pytest.mark.sampled(0.34)
 @pytest.mark.parametrize("layout", [*HANDMADE, INTERLEAVED_QKV], ids=lambda layout: layout.name)
 def test_full_tensor_in_parts(run_world, layout: HandMade) -> None:
     assert run_world(layout.world_size, gather_in_parts, layout) == [[]] * layout.world_size
@@ -201,6 +203,7 @@ def distribute_handmade(rank: int, world_size: int, layout: HandMade, src_data_r
 MADE_NESTED = [layout for layout in HANDMADE if layout.name != "strided_dtensor"]
 
 
+@pytest.mark.sampled(0.34)
 @pytest.mark.parametrize("src_data_rank", [0, None])
 @pytest.mark.parametrize("layout", [*MADE_NESTED, INTERLEAVED_QKV], ids=lambda layout: layout.name)
 def test_distribute_tensor(run_world, layout: HandMade, src_data_rank: int | None) -> None:

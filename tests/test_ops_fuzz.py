@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -10,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from extent import num_cases
 from test_ops import bits, box, random_tensor, reference_pack
 from torch import Tensor
 
 from torchtitan_ext import ops
 from torchtitan_ext.layout.layout import Chunk, LocalShard
 
-NUM_CALLS = 10_000 * int(os.environ.get("TTE_SOAK", "1"))
+NUM_CALLS = num_cases(10_000)
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.complex128, torch.bool, torch.float8_e5m2]
 HUGE = [2**31, 2**40, 2**62, 2**63 - 1, 2**63, 2**70, -(2**63), -(2**64)]
 ALLOWED = (ValueError, OverflowError, RuntimeError, TypeError)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from calls import call
+from extent import SOAK
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
 import torchtitan_ext as tte
@@ -21,7 +22,6 @@ from torchtitan_ext.storage.formats.safetensors_files import lay_out
 from torchtitan_ext.storage.metadata.metadata_file import columns_of
 
 ROOT = Path(__file__).parents[2]
-SOAK = int(os.environ.get("TTE_SOAK", "1"))
 NUM_KEYS = 100_000
 NUM_COPIED = NUM_KEYS if SOAK > 1 else NUM_KEYS // 10
 NUM_RANKS = 1024 if SOAK > 1 else 32
@@ -89,6 +89,7 @@ def test_many_tensors_are_verified_planned_and_compared(saved: Path) -> None:
     assert call("gc", saved.parent, "--keep", 1).code == FINE
 
 
+@pytest.mark.sampled(0.34)
 @pytest.mark.parametrize(
     "command",
     [
@@ -124,6 +125,7 @@ def test_llama_without_data_is_damaged(llama: Path) -> None:
     assert all("No such file" in damage["what"] for damage in done.json["damages"])
 
 
+@pytest.mark.sampled(0.34)
 @pytest.mark.parametrize(
     "command",
     [

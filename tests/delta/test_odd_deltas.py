@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from boxed_tensors import cut, parts
+from extent import num_cases
 from reference import as_bytes, same_bits
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -383,7 +384,7 @@ def test_random_headers_and_notes(path: Path) -> None:
     header, data = json.loads(content[8 : 8 + size]), content[8 + size :]
     note = json.loads(header["__metadata__"][NOTE].partition(" ")[2])
     draw, refused, passed = random.Random(0), 0, 0
-    for number in range(int(os.environ.get("TTE_SOAK_HEADERS", "600"))):
+    for number in range(num_cases(600)):
         if number % 2:
             text = mutated(draw, note)
             notes = {**header["__metadata__"], NOTE: f"{_digest_of(text)} {text}"}

@@ -1,13 +1,13 @@
 """Deltas between random layouts, from no changes to all: over a plan and through files, they give what a full transfer
 gives, bit for bit."""
 
-import os
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from extent import SOAK
 from models import differences, distribute_by_index
 from random_layouts import SideOfTransfer, random_tensor
 from reference import as_bytes
@@ -84,5 +84,5 @@ def send_random_changes(rank: int, world_size: int, seeds: list[int], directory:
 
 @pytest.mark.parametrize("world_size", [1, 2, 5, 8])
 def test_random_changes(run_world: Any, tmp_path: Path, world_size: int) -> None:
-    seeds = list(range(int(os.environ.get("TTE_SOAK_DELTAS", "4"))))
+    seeds = list(range(4 * SOAK))
     assert run_world(world_size, send_random_changes, seeds, tmp_path) == [[]] * world_size

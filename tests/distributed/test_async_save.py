@@ -240,6 +240,7 @@ def test_a_caller_interrupted_while_it_waits_for_the_rest_commits_nothing(tmp_pa
             return super().write_data(plan, planner)
 
     weight = torch.ones(1000)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     with pytest.raises(KeyboardInterrupt):
         writer = InterruptingWriter(tmp_path / "step")
         tte.async_save({"w": weight}, storage_writer=writer, stager=CpuStager(host_memory_bytes=100))

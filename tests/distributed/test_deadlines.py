@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from extent import SOAK
 from lost_worlds import end_rank, run_losing_world
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.planner import LoadItemType
@@ -171,9 +172,10 @@ EVERY_CASE = [
     *[("load", kind, phase) for phase in LOAD_PHASES for kind in KINDS],
 ]
 # Each kind and each phase; make soak takes all pairs.
-CASES = EVERY_CASE if "TTE_SOAK" in os.environ else [*EVERY_CASE[:9:4], EVERY_CASE[11], *EVERY_CASE[12::4]]
+CASES = EVERY_CASE if SOAK > 1 else [*EVERY_CASE[:9:4], EVERY_CASE[11], *EVERY_CASE[12::4]]
 
 
+@pytest.mark.sampled(0.4)
 @pytest.mark.parametrize(("operation", "kind", "phase"), CASES, ids=lambda value: value)
 def test_a_rank_that_does_not_come(tmp_path: Path, operation: str, kind: str, phase: str) -> None:
     path = tmp_path / "step"

@@ -106,6 +106,7 @@ def test_stock_reads_our_training_state(run_world, tmp_path: Path) -> None:
         assert (target.name, answers) == (target.name, [[]] * target.world_size)
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("source", ["fsdp8", "tp2", "fsdp2_tp4", "hsdp2x2", "fsdp2_tp2_dim1", "whole"])
 def test_we_read_what_stock_saved(run_world, tmp_path: Path, source: str) -> None:
     layout = WHOLE if source == "whole" else BY_NAME[source]
@@ -213,6 +214,7 @@ def load_from_storage(rank: int, world_size: int, layout: HandMade, kind: str, p
     return differences(state, truth, list(layout.steps))
 
 
+@pytest.mark.sampled(0.34)
 @pytest.mark.parametrize("source", ["strided_nested", "shard1_shard0", "strided_1d"])
 @pytest.mark.parametrize("kind", ["one_file_per_rank", "one_file_per_item", "two_threads", "fsspec", "hugging_face"])
 def test_stock_storage(run_world, tmp_path: Path, kind: str, source: str) -> None:

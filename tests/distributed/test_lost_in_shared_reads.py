@@ -100,6 +100,7 @@ def work(rank: int, port: int, channels: Any, path: Path, kind: str, phase: str)
 CASES = [("kill", "exchange"), ("kill", "moving"), ("stop", "moving"), ("kill", "reading"), ("stop", "exchange")]
 
 
+@pytest.mark.sampled(0.4)
 @pytest.mark.parametrize(("kind", "phase"), CASES)
 def test_a_rank_that_is_lost(tmp_path: Path, kind: str, phase: str) -> None:
     results, _ = run_losing_world(work, tmp_path / "step", kind, phase, kind=kind)

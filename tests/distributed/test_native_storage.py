@@ -63,6 +63,7 @@ def test_our_files_on_other_meshes(run_world, tmp_path: Path, ours_reads: bool) 
             assert (target.name, answers) == (target.name, [[]] * target.world_size)
 
 
+@pytest.mark.sampled(0.34)
 @pytest.mark.filterwarnings("ignore:.*has no checksums")
 @pytest.mark.parametrize("is_ours, ours_plans", [(True, False), (False, False), (False, True)])
 def test_files_of_either_with_planners_of_either(run_world, tmp_path: Path, is_ours: bool, ours_plans: bool) -> None:

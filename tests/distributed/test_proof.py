@@ -1,6 +1,5 @@
 """Loads that prove themselves: random states on random meshes are proved, and what is wrong is found and named."""
 
-import os
 import pickle
 import random
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from boxed_tensors import CASES, cut, parts
+from extent import SOAK
 from models import local_of, poison
 from random_layouts import MESH_SHAPES, build, random_layouts, random_truth
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,7 +24,7 @@ from torchtitan_ext.storage import FileReader, FileWriter
 
 RunWorld = Callable[..., list[Any]]
 
-NUM_STATES = 300 if os.environ.get("TTE_SOAK") else 42
+NUM_STATES = 300 if SOAK > 1 else 42
 NUM_TENSORS = 12
 WORLDS = [(8, 6), (6, 8), (4, 1), (1, 4), (2, 8), (8, 2), (4, 4)]
 """Ranks that save, and that load."""
@@ -87,6 +87,7 @@ def check_flip(draw: random.Random, state: dict[str, DTensor], path: Path, plann
     assert (path / part.file).exists()
 
 
+@pytest.mark.sampled(0.34)
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("position", range(len(WORLDS)), ids=[f"{old} to {new}" for old, new in WORLDS])
 def test_random_states_and_meshes(run_world: RunWorld, tmp_path: Path, position: int) -> None:
@@ -163,6 +164,7 @@ def load_swapped(rank: int, world_size: int, layout: int, path: Path) -> None:
     assert of_key == {"w_a": holders, "w_b": holders}
 
 
+@pytest.mark.sampled(0.34)
 @pytest.mark.parametrize("how", ["metadata only", "records too", "no metadata"])
 @pytest.mark.parametrize("layout", range(len(LAYOUTS)), ids=LAYOUT_IDS)
 def test_two_swapped_entries_are_found(run_world: RunWorld, tmp_path: Path, layout: int, how: str) -> None:

@@ -111,6 +111,7 @@ def test_save(saved: dict[Row, Path | BaseException], row: Row) -> None:
         raise outcome
 
 
+@pytest.mark.sampled(0.34)
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_load_from_every_other(run_world, saved: dict[Row, Path | BaseException], row: Row) -> None:
     paths = {

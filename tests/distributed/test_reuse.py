@@ -105,6 +105,7 @@ def check(run_world: Any, run: Path, layouts: list[str], steps: list[int]) -> No
         assert (layout, answers) == (layout, [[]] * WORLDS[layout])
 
 
+@pytest.mark.sampled(0.34)
 @pytest.mark.parametrize("layout", ["one", "ddp2", "ddp4", "fsdp2", "fsdp4", "hsdp2x2"])
 def test_a_lora_save_writes_little_more_than_the_adapter(run_world, tmp_path: Path, layout: str) -> None:
     (first, *others), *ranks = run_world(WORLDS[layout], save_steps, layout, tmp_path, [1, 2, 3])
@@ -134,6 +135,7 @@ def test_the_same_chunks_are_found_whoever_wrote_them(run_world, tmp_path: Path)
     check(run_world, tmp_path, ["fsdp2", "one"], [1, 2])
 
 
+@pytest.mark.sampled(0.34)
 @pytest.mark.parametrize("without_links", [(0,), (1,), (0, 1, 2, 3)])
 def test_links_may_be_impossible_on_one_rank_or_all(run_world, tmp_path: Path, without_links: tuple[int, ...]) -> None:
     run_world(4, save_steps, "fsdp4", tmp_path, [1])
@@ -183,6 +185,7 @@ def save_with_dcp(rank: int, world_size: int, run: Path, ours_plans: bool) -> li
     return sizes
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("ours_plans", [True, False])
 def test_dcp_save_shares_too(run_world, tmp_path: Path, ours_plans: bool) -> None:
     sizes = run_world(2, save_with_dcp, tmp_path, ours_plans)[0]
@@ -199,6 +202,7 @@ def save_in_background(rank: int, world_size: int, run: Path, process: bool) -> 
     ]
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("process", [False, True])
 def test_asynchronous_saves_share_too(run_world, tmp_path: Path, process: bool) -> None:
     written = run_world(2, save_in_background, tmp_path, process)[0]

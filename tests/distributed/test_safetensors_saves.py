@@ -16,7 +16,7 @@ import boxed_tensors
 import pytest
 import torch
 import torch.distributed as dist
-from file_faults import SOAK
+from extent import SOAK
 from models import BY_NAME, EVEN, UNEVEN, build_model, build_whole, differences, poison, random_whole
 from random_layouts import SideOfTransfer, build, random_layouts
 from reference import same_bits

@@ -1,7 +1,6 @@
 """By default each block of a file of which anything is read is verified once in a load, by one of the ranks."""
 
 import functools
-import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from extent import SOAK
 from models import local_of, poison
 from random_layouts import build, random_layouts, random_truth
 from reference import same_bits
@@ -27,7 +27,6 @@ from torchtitan_ext.storage.native import file_writer
 
 RunWorld = Callable[..., list[Any]]
 
-SOAK = int(os.environ.get("TTE_SOAK", "1"))
 BLOCK_BYTES = 512
 NUM_TENSORS = 10
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from extent import num_cases
 from random_states import are_equal, blank, holds, is_foreign, is_walked_by_us_only, random_state
 from torch import nn
 from torch.distributed.checkpoint import (
@@ -81,7 +82,7 @@ def outcome(state: dict[str, Any], path: Path, **options: Any) -> str:
 def test_random_states_are_as_with_stock(tmp_path: Path) -> None:
     """Saved and loaded with ``install`` on either side, wherever stock gives back what was saved."""
     num_equal = 0
-    for seed in range(1000, 1100):
+    for seed in range(1000, 1000 + num_cases(100)):
         state = random_state(seed)
         by_stock, by_us = tmp_path / "stock", tmp_path / "ours"
         try:
@@ -104,7 +105,7 @@ def test_random_states_are_as_with_stock(tmp_path: Path) -> None:
         assert is_native(by_us)
         shutil.rmtree(by_us)
         shutil.rmtree(by_stock, ignore_errors=True)
-    assert num_equal > 50
+    assert num_equal > num_cases(100) / 2
 
 
 class Outsider:

@@ -95,10 +95,9 @@ import torchtitan_ext.integrations.torchtitan
 
 
 def test_a_torchtitan_that_has_moved_its_parts_is_named() -> None:
-    """Its main branch has no ``components.dataloader`` any more (torchtitan#4088)."""
     done = subprocess.run([sys.executable, "-c", OTHER_TORCHTITAN], capture_output=True, text=True, check=False)
     assert done.stderr.splitlines()[-1] == (
         "ImportError: torchtitan_ext.integrations.torchtitan knows torchtitan 0.3.0, and this is another "
-        "(No module named 'torchtitan.components.dataloader'); use 0.3.0 with these overrides, or "
+        "(No module named 'torchtitan.config'); use 0.3.0 with these overrides, or "
         "torchtitan_ext.install() with this one"
     )

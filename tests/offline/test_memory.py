@@ -84,6 +84,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "small", folder / "large"
 
 
+@pytest.mark.sampled(0.3)
 @pytest.mark.parametrize(
     ("name", "num_processes"),
     [
@@ -107,6 +108,7 @@ def test_memory_stays_below_the_bound_on_a_state_four_times_as_large(
     assert 1 << 20 < peak < max_bytes
 
 
+@pytest.mark.sampled(0.3)
 @pytest.mark.parametrize("name", ["reshard", "hf", "diff"])
 def test_memory_stays_below_the_bound_whatever_the_strides_of_a_file_of_torch(tmp_path: Path, name: str) -> None:
     max_bytes = 48 << 20

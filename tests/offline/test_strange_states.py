@@ -1,6 +1,5 @@
 """Random states of all kinds of tensors, across all formats and meshes, against plain torch."""
 
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import random_bits, save_as
+from extent import SOAK
 
 import torchtitan_ext as tte
 from torchtitan_ext.offline.compare.diff import DiffReport, diff
@@ -21,7 +21,7 @@ DTYPES = [
     torch.float8_e5m2, torch.float8_e8m0fnu,
 ]  # fmt: skip
 BEYOND_SAFETENSORS = [torch.complex128, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
-NUM_ROUNDS = 3 * int(os.environ.get("TTE_SOAK", "1"))
+NUM_ROUNDS = 3 * SOAK
 SMALL: dict[str, Any] = {"num_processes": 1, "max_bytes": 7 << 20}
 
 

@@ -30,7 +30,6 @@ from torchtitan_ext.storage import FileReader, FileWriter
 from torchtitan_ext.storage.weights.writer import SafetensorsWriter
 
 SOURCE = Path(__file__).with_suffix(".c")
-SOAK = int(os.environ.get("TTE_SOAK", "1"))
 
 
 @dataclass(frozen=True)

@@ -263,10 +263,19 @@ def set_up_process_group(rank: int, world_size: int, backend: str, store_path: s
 def forget_meshes() -> None:
     """Empties DTensor's caches: they keep meshes, and a mesh of an earlier world equals the same mesh of this one."""
     _clear_sharding_prop_cache()
+    for cached in caches_of_dtensor(sum(name.startswith(DTENSOR) for name in sys.modules)):
+        cached.cache_clear()
+
+
+DTENSOR = "torch.distributed.tensor"
+
+
+@functools.lru_cache(1)
+def caches_of_dtensor(num_modules: int) -> list[Any]:
+    """The caches of DTensor's modules, of which so many are imported: a look at every object takes its time."""
     # Not isinstance: it looks through weak proxies, of which torch.compile leaves dead ones.
-    for cached in (entry for entry in gc.get_objects() if type(entry) is functools._lru_cache_wrapper):
-        if str(getattr(cached, "__module__", "")).startswith("torch.distributed.tensor"):
-            cached.cache_clear()
+    caches = [entry for entry in gc.get_objects() if type(entry) is functools._lru_cache_wrapper]
+    return [cached for cached in caches if str(getattr(cached, "__module__", "")).startswith(DTENSOR)]
 
 
 def forget_plans() -> None:

@@ -1,6 +1,5 @@
 """Loaders of all ranks of a world, driven step by step in one process; no process group."""
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +29,6 @@ class Counted:
 
 
 # How many times more cases a soak run tries.
-SOAK = int(os.environ.get("TTE_SOAK", "1"))
 
 # Ranks that wait for each other need a thread each.
 MAX_RANKS = 16

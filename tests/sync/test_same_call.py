@@ -1,6 +1,5 @@
 """Ranks that disagree get the same `SyncMismatchError` on all of them, in time and before any data moved."""
 
-import os
 import random
 import re
 import time
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from extent import num_cases
 from gloo_worlds import LONGEST_SECONDS
 from models import EVEN, LAYOUTS, build_model, local_of
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torchtitan_ext.errors import Problem, SyncMismatchError, WrongArgumentError
 from torchtitan_ext.sync import sync_state_dict
 from torchtitan_ext.sync.same_call import CallTable, compare_tables
 
-NUM_FUZZED = 1_000 * int(os.environ.get("TTE_SOAK", "1"))
+NUM_FUZZED = num_cases(1_000)
 
 
 def base(rank: int) -> dict[str, Any]:

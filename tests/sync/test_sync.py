@@ -111,6 +111,7 @@ def sync_layout(rank: int, world_size: int, layout: Layout) -> list[str]:
     return found
 
 
+@pytest.mark.sampled(0.34)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_every_layout(run_world, layout: Layout) -> None:
     assert run_world(layout.world_size, sync_layout, layout) == [[]] * layout.world_size

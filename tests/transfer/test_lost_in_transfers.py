@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from extent import SOAK
 from lost_worlds import end_rank, run_losing_world
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -140,9 +141,10 @@ KINDS = ("sleep", "stop", "kill")
 EVERY_CASE = [(kind, phase) for phase in PHASES for kind in KINDS if (kind, phase) != ("sleep", "moving")]
 # Each kind and each phase; make soak takes all pairs.
 FEW_CASES = list(zip(KINDS * 2, PHASES, strict=False))
-CASES = EVERY_CASE if "TTE_SOAK" in os.environ else [*FEW_CASES, ("kill", "moving"), ("kill", "compare")]
+CASES = EVERY_CASE if SOAK > 1 else [*FEW_CASES, ("kill", "moving"), ("kill", "compare")]
 
 
+@pytest.mark.sampled(0.4)
 @pytest.mark.parametrize(("kind", "phase"), CASES)
 def test_a_rank_that_does_not_come(kind: str, phase: str) -> None:
     results, _ = run_losing_world(work, kind, phase, kind=kind)

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from extent import IS_FULL, SOAK
 from reference import same_bits
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -255,6 +256,7 @@ def wait_for(log: Path, step: int) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("killed", ["generator", "trainer"])
 def test_a_job_that_was_killed_meets_the_other_again(tmp_path: Path, killed: str) -> None:
     """The other side gets a typed error within the deadline, and both go on in the next generation."""
@@ -299,7 +301,7 @@ def num_lost(log: Path) -> int:
 
 
 # 2 + 1 and 4 + 2 processes; make soak takes 25 moments of each.
-MOMENTS = {(2, 1): 25, (4, 2): 25} if "TTE_SOAK" in os.environ else {(2, 1): 6, (4, 2): 4}
+MOMENTS = {(2, 1): 25, (4, 2): 25} if SOAK > 1 else {(2, 1): 6, (4, 2): 4} if IS_FULL else {(2, 1): 2, (4, 2): 1}
 
 
 @pytest.mark.parametrize("sizes", MOMENTS, ids=lambda sizes: f"{sizes[0]}+{sizes[1]}")

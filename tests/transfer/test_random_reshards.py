@@ -1,11 +1,11 @@
 """Random layouts become other random layouts in the memory of the ranks: meshes of all ranks, of some, overlapping or
 apart, in any order of ranks, several boxes, empty shards, every dtype by bits."""
 
-import os
 import random
 from typing import Any
 
 import pytest
+from extent import SOAK
 from models import differences, poison
 from random_layouts import SideOfTransfer, random_tensor
 
@@ -39,5 +39,5 @@ def reshard_random(rank: int, world_size: int, seeds: list[int]) -> list[str]:
 
 @pytest.mark.parametrize("world_size", [2, 5, 8])
 def test_random_layouts(run_world: Any, world_size: int) -> None:
-    seeds = list(range(int(os.environ.get("TTE_SOAK_RESHARDS", "4"))))
+    seeds = list(range(4 * SOAK))
     assert run_world(world_size, reshard_random, seeds) == [[]] * world_size

@@ -1,13 +1,13 @@
 """A job that lost ranks gets its state back from the memory of the others, and the rest from the last checkpoint."""
 
 import itertools
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from extent import SOAK
 from reference import same_bits
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -109,7 +109,7 @@ def kill_and_recover(rank: int, world_size: int, cases: list[tuple[int, ...]], r
 
 EVERY_CASE = [*((one,) for one in range(8)), *itertools.combinations(range(8), 2)]
 FEW_CASES = [(0,), (6,), (0, 4), (1, 6), (2, 3), (3, 7)]
-CASES = EVERY_CASE if "TTE_SOAK" in os.environ else FEW_CASES
+CASES = EVERY_CASE if SOAK > 1 else FEW_CASES
 
 
 def test_each_killed_rank_and_pair_of_two_replicas(run_world: Any, tmp_path: Path) -> None:

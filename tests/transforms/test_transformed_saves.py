@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from file_faults import SOAK
+from extent import SOAK
 from models import random_whole
 from random_layouts import build, random_layouts
 from reference import same_bits

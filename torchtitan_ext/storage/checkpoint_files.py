@@ -82,6 +82,11 @@ def is_local(checkpoint_id: str | os.PathLike[str]) -> bool:
     return isinstance(checkpoint_id, Path) or "://" not in str(checkpoint_id)
 
 
+def safetensors_paths(path: Path) -> list[Path]:
+    """A file itself, or the ``*.safetensors`` of a directory, sorted."""
+    return sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+
+
 def metadata_path(directory: Path, rank: int | None) -> Path:
     return directory / (".metadata" if rank is None else f"__{rank}.metadata")
 

@@ -1,7 +1,6 @@
 """What a load proves in one process, what it says to be unproved and why, and objects that change what they get."""
 
 import logging
-import os
 import random
 import re
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from extent import SOAK, num_cases
 from random_states import are_equal, blank, holds, is_foreign, random_state
 from torch import nn
 
@@ -20,7 +20,7 @@ from torchtitan_ext.elastic import ElasticPolicy, Source
 from torchtitan_ext.errors import ProofFailedError, WrongValueError
 from torchtitan_ext.storage import FileReader, FileWriter
 
-NUM_STATES = 300 if os.environ.get("TTE_SOAK") else 60
+NUM_STATES = 300 if SOAK > 1 else num_cases(60)
 
 
 def prove(state: dict[str, Any], path: Path | None, **arguments: Any) -> LoadProof:

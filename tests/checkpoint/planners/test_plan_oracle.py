@@ -1,7 +1,6 @@
 """Plans of random states on random meshes against the oracle, which works key by key and rank by rank."""
 
 import math
-import os
 import random
 from collections import Counter
 from dataclasses import replace
@@ -10,6 +9,7 @@ from typing import Any
 import agreement_oracle as oracle
 import pytest
 import torch
+from extent import num_cases
 
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.planners.items import metadata_entries, metadata_paths, write_items
@@ -25,7 +25,7 @@ from torchtitan_ext.checkpoint.tables.key_table import (
 )
 from torchtitan_ext.layout.layout import MeshLayout, ShardReport, Steps, candidate_steps, mesh_coordinates, shard_of
 
-NUM_SEEDS = 40 * int(os.environ.get("TTE_SOAK", "1"))
+NUM_SEEDS = num_cases(40)
 STATES_PER_SEED = 60
 MESHES = [(2,), (3,), (4,), (2, 2), (3, 2), (2, 3), (4, 2), (2, 2, 2), (1, 4), (2, 1, 3)]
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.float8_e4m3fn]

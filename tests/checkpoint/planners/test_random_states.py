@@ -5,7 +5,6 @@ Where stock gives back what was saved, so do we, and each reads what the other w
 """
 
 import collections
-import os
 import shutil
 import statistics
 import time
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
+from extent import SOAK, num_cases
 from random_states import are_equal, blank, holds, is_foreign, is_walked_by_us_only, random_state
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import torchtitan_ext as tte
 from torchtitan_ext.storage.inspect.verify import verify
 
-NUM_STATES = 1000 if os.environ.get("TTE_SOAK") else 120
+NUM_STATES = 1000 if SOAK > 1 else num_cases(120)
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from extent import SOAK
 from test_child_process import is_running
 
 import torchtitan_ext as tte
 
-NUM_KILLS = 2 * int(os.environ.get("TTE_SOAK", "1"))
+NUM_KILLS = 2 * SOAK
 
 TRAINER = """
 import sys, torch
@@ -44,6 +45,7 @@ def load_latest(run: Path) -> int:
     return int(step)
 
 
+@pytest.mark.sampled(0.34)
 @pytest.mark.parametrize(("kind", "limit"), [("thread", 1 << 30), ("thread", 3 << 20), ("child", 0)])
 def test_a_trainer_killed_at_any_moment(tmp_path: Path, kind: str, limit: int) -> None:
     (tmp_path / "trainer.py").write_text(TRAINER)

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from extent import SOAK
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_loaders import SOAK, Ranks
+from simulated_loaders import Ranks
 
 from torchtitan_ext.elastic import ElasticDataLoader, TooManyInFlightError, UnknownSamplesError
 from torchtitan_ext.errors import CannotReshardError

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from extent import SOAK
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_loaders import SOAK, Counted, Ranks
+from simulated_loaders import Counted, Ranks
 
 from torchtitan_ext.elastic import ElasticDataLoader, IndexedStreams, PackedTokens, Streams, StreamWorkerError
 from torchtitan_ext.elastic.data.blocks import receive_block, send_block

@@ -114,6 +114,7 @@ SAVES = [
 ]
 
 
+@pytest.mark.sampled(0.34)
 @pytest.mark.parametrize("layout", SAVES, ids=lambda layout: layout.name)
 def test_files_of_a_save_have_the_sizes_that_every_rank_foresees(run_world, tmp_path: Path, layout: Any) -> None:
     found = run_world(layout.world_size, save_and_foresee, layout, tmp_path)
@@ -130,6 +131,7 @@ LOADS = [
 ]
 
 
+@pytest.mark.sampled(0.34)
 @pytest.mark.parametrize(("saved", "wanted"), LOADS, ids=lambda layout: layout.name)
 def test_ranks_read_what_every_rank_foresees(run_world, tmp_path: Path, saved: Any, wanted: Any) -> None:
     run_world(saved.world_size, save_and_foresee, saved, tmp_path)
@@ -289,6 +291,7 @@ def load_random(rank: int, world_size: int, seeds: range, path: Path) -> list[tu
     return found
 
 
+@pytest.mark.sampled(0.4)
 @pytest.mark.parametrize(("saved", "wanted"), [(2, 3), (3, 8), (4, 4), (6, 4), (8, 2)])
 def test_random_states_are_saved_and_loaded_as_foreseen(run_world, tmp_path: Path, saved: int, wanted: int) -> None:
     seeds = range(100 * saved, 100 * saved + 6)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from extent import SOAK
 from fault_field import SCENARIOS, Field, Scenario
-from file_faults import SOAK, FaultServer, loaded_value
+from file_faults import FaultServer, loaded_value
 from lossy_disk import LossyDisk, choices, read_log
 from missing_tools import skip_or_fail
 
@@ -42,6 +43,7 @@ def values_after_power_loss(field: Field, fast_path: Path, **options: object) ->
     return found
 
 
+@pytest.mark.sampled(0.34)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
 def test_what_was_committed_is_never_lost(fault_server: FaultServer, fast_path: Path, scenario: Scenario) -> None:
     field = Field(fault_server, fast_path, scenario, 1)

@@ -5,7 +5,6 @@ A thousand of each with `make soak`, a tenth in the suite.
 
 import dataclasses
 import io
-import os
 import pickle
 import pickletools
 import random
@@ -18,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from extent import num_cases
 from limits import in_limits
 from states import save
 from test_metadata_file import stock_file, with_names, with_properties
@@ -33,7 +33,7 @@ from torchtitan_ext.storage.inspect.verify import verify
 from torchtitan_ext.storage.metadata.metadata_file import parse_metadata
 from torchtitan_ext.storage.metadata.saved_metadata import recorded_path
 
-NUM_FILES = 100 * min(10, int(os.environ.get("TTE_SOAK", 1)))
+NUM_FILES = min(1000, num_cases(100))
 CALLEES = ["os.system", "builtins.eval", "subprocess.Popen", "builtins.getattr", "torch.load", "shutil.rmtree"]
 CALLEES += [
     "torch.Size.__init__",

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from file_faults import SOAK, Case, FaultServer, Outcome, tensors_of
+from extent import IS_FULL, SEED, SOAK, sampled
+from file_faults import Case, FaultServer, Outcome, tensors_of
 from safetensors.torch import load_file
 
 INDEX = "model.safetensors.index.json"
@@ -122,10 +123,11 @@ def test_kill_at_every_operation(
     assert whole.has_saved and field.check(whole) == 2
     found = []
     for rank in range(world_size):
-        points = range(1, whole.num_calls[rank] + 1)
-        assert len(points) >= (10 if rank == 0 else 2)
+        every = range(1, whole.num_calls[rank] + 1)
+        assert len(every) >= (10 if rank == 0 else 2)
+        points = [*sampled(every[:-1], 0.25, scenario.name), every[-1]]
         if SOAK == 1 and world_size > 1:
-            points = sorted(random.Random(rank).sample(points, 2))
+            points = sorted(random.Random(SEED + rank).sample(every, 2 if IS_FULL else 1))
         for at in points:
             outcome = field.save(rank=rank, at=at)
             assert outcome.ranks[rank] == "killed"
@@ -138,7 +140,7 @@ def test_kill_at_every_operation(
 def test_an_error_at_every_operation(fault_server: FaultServer, fast_path: Path, scenario: Scenario) -> None:
     field = Field(fault_server, fast_path, scenario, 1)
     num_calls = field.save().num_calls[0]
-    for at in range(1, num_calls + 1):
+    for at in sampled(range(1, num_calls + 1), 0.25, scenario.name):
         outcome = field.save(at=at, code=errno.ENOSPC)
         if not outcome.has_saved:
             assert os.strerror(errno.ENOSPC) in outcome.ranks[0], outcome

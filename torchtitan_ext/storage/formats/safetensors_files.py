@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError
-from torchtitan_ext.storage.checkpoint_files import Record
+from torchtitan_ext.storage.checkpoint_files import Record, safetensors_paths
 from torchtitan_ext.storage.commit.steps import step_of
 from torchtitan_ext.storage.element_types import ITEM_BYTES, num_bytes_of
 from torchtitan_ext.storage.formats.contents import ContentChunk, ContentFile, ContentKey, Contents, Scalar, bytes_of
@@ -74,11 +74,6 @@ def files_with_key(directory: Path, fqn: str) -> list[str]:
         except (OSError, DamagedCheckpointError):
             continue
     return found
-
-
-def safetensors_paths(path: Path) -> list[Path]:
-    """A file itself, or the ``*.safetensors`` of a directory, sorted."""
-    return sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
 
 
 def read_header(path: Path) -> dict[str, SafetensorsEntry]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from torchtitan_ext.errors import DamagedCheckpointError
-from torchtitan_ext.storage.checkpoint_files import sync_directory, write_file
+from torchtitan_ext.storage.checkpoint_files import safetensors_paths, sync_directory, write_file
 from torchtitan_ext.storage.commit.commit import NOT_SUPPORTED
 from torchtitan_ext.storage.commit.leftovers import checkpoint_names, same_attributes
 from torchtitan_ext.storage.commit.staged_target import take_place
@@ -18,7 +18,6 @@ from torchtitan_ext.storage.formats.safetensors_files import (
     SafetensorsEntry,
     index_of,
     read_header,
-    safetensors_paths,
 )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError, TorchtitanExtError
-from torchtitan_ext.storage.checkpoint_files import metadata_path, parse_index
+from torchtitan_ext.storage.checkpoint_files import metadata_path, parse_index, safetensors_paths
 from torchtitan_ext.storage.commit.opened import OpenedCheckpoint
 from torchtitan_ext.storage.formats.archives import archive_damage
 from torchtitan_ext.storage.formats.detect import ZIP_START, Format, format_of
@@ -19,7 +19,6 @@ from torchtitan_ext.storage.formats.safetensors_files import (
     find_weight_map,
     read_header,
     read_weight_map,
-    safetensors_paths,
     sizes_of_tensor,
 )
 from torchtitan_ext.storage.inspect.dcp_damage import Damage, DcpLook, Verdict, damage_of_error, verify_dcp

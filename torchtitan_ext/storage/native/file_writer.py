@@ -31,6 +31,7 @@ from torchtitan_ext.storage.checkpoint_files import (
     is_local,
     kept_name,
     metadata_path,
+    safetensors_paths,
     thread_count_of,
 )
 from torchtitan_ext.storage.commit.branch import (
@@ -45,7 +46,6 @@ from torchtitan_ext.storage.commit.branch import (
 )
 from torchtitan_ext.storage.commit.commit import RunningSave, SavePlace, begin_save, find_place
 from torchtitan_ext.storage.commit.steps import own_pattern
-from torchtitan_ext.storage.formats.safetensors_files import safetensors_paths
 from torchtitan_ext.storage.futures import finished
 from torchtitan_ext.storage.metadata.metadata_file import encode_metadata, encode_tables, send_as_place
 from torchtitan_ext.storage.native.device_buckets import OutgoingBuckets, bucket_bytes_of

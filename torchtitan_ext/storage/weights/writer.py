@@ -20,10 +20,10 @@ from torch.futures import Future
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError, Problem, WrongValueError, argument_error, refusal, warn
-from torchtitan_ext.storage.checkpoint_files import is_local, sync_directory, thread_count_of
+from torchtitan_ext.storage.checkpoint_files import is_local, safetensors_paths, sync_directory, thread_count_of
 from torchtitan_ext.storage.commit.commit import NotSharedError
 from torchtitan_ext.storage.commit.staged_target import staged_target
-from torchtitan_ext.storage.formats.safetensors_files import SafetensorsEntry, safetensors_paths
+from torchtitan_ext.storage.formats.safetensors_files import SafetensorsEntry
 from torchtitan_ext.storage.formats.sparse_files import sync_files
 from torchtitan_ext.storage.formats.weights_directory import refuse_irreplaceable, replace_weights
 from torchtitan_ext.storage.futures import finished
