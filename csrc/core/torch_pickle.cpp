@@ -18,12 +18,13 @@ constexpr uint64_t kHashedPerByte = 16;
 constexpr uint64_t kMost = uint64_t{1} << 62;  // sums of two fit
 
 struct EndlessKey : std::invalid_argument {
-  EndlessKey() : invalid_argument("keys of dicts, or members of sets, are tuples that take too long to hash") {}
+  EndlessKey() : EndlessKey("keys of dicts, or members of sets, are tuples that take too long to hash") {}
+  explicit EndlessKey(const char* what) : invalid_argument(what) {}
 };
 
-enum class Kind : uint8_t { kAnything, kInt, kText, kName, kStorage, kTuple, kList };
+enum class Kind : uint8_t { kAnything, kInt, kText, kName, kStorage, kTuple, kList, kRange };
 
-// `at` depends on the kind: the number of a kInt, where a kText begins in the data, the index of a container, name or
+// `at` depends on the kind: the number of a kInt, of the members of a kRange, where a kText begins in the data, the index of a container, name or
 // storage among its like.
 struct Value {
   Kind kind = Kind::kAnything;
@@ -191,6 +192,8 @@ class Machine {
   // What is called may hash the members of a list, or of lists in it: pairs of keys and values.
   void call(const Value& callee, const std::vector<Value>& arguments) {
     for (const Value& argument : arguments) {
+      if (argument.kind == Kind::kRange && static_cast<uint64_t>(argument.at) > kHashedTuples)
+        throw EndlessKey("something is made of a range of numbers that takes too long to count");
       if (argument.kind != Kind::kList) continue;
       for (const Value& member : container(argument).members) {
         hash(member.kind == Kind::kList ? Value{} : member);
@@ -203,7 +206,35 @@ class Machine {
           name == "_rebuild_tensor" || name == "_rebuild_tensor_v2" || name == "_rebuild_tensor_v3";
       if (module == "torch._utils" && makes_tensor) add_tensor(arguments);
     }
+    if (callee.kind == Kind::kName) {
+      const std::string_view name = names_[static_cast<size_t>(callee.at)].name;
+      if (name == "range" || name == "xrange") return push({Kind::kRange, 0, num_numbers(arguments)});
+      if (name == "Fraction" && !arguments.empty() && has_large_exponent(arguments.front()))
+        throw EndlessKey("a fraction has an exponent that takes too long to work out");
+    }
     push({});
+  }
+
+  // Of a range, or more than it can have where an argument is no number of 64 bits.
+  static int64_t num_numbers(const std::vector<Value>& arguments) {
+    for (const Value& argument : arguments) {
+      if (argument.kind != Kind::kInt) return static_cast<int64_t>(kMost);
+    }
+    if (arguments.empty()) return 0;
+    const int64_t first = arguments.size() > 1 ? arguments[0].at : 0;
+    const int64_t last = arguments[arguments.size() > 1 ? 1 : 0].at;
+    const int64_t step = arguments.size() > 2 ? arguments[2].at : 1;
+    const double num =
+        step == 0 ? 0 : (static_cast<double>(last) - static_cast<double>(first)) / static_cast<double>(step);
+    return static_cast<int64_t>(std::clamp(num, 0.0, static_cast<double>(kMost)));
+  }
+
+  // `Fraction("1e999999999")` is worked out; the text of a Fraction has no exponent.
+  bool has_large_exponent(const Value& value) const {
+    if (value.kind != Kind::kText) return false;
+    const std::string_view number = text(value, "");
+    const size_t at = number.find_first_of("eE");
+    return at != std::string_view::npos && number.size() - at > 6;
   }
 
   // ---- storages ----
@@ -404,11 +435,12 @@ class Machine {
         call(called[0], container(called[1]).members);
         break;
       }
-      case 0x81:  // NEWOBJ
-      case 0x92:  // NEWOBJ_EX
-        pop_values(operation == 0x81 ? 2 : 3);
-        push({});
+      case 0x81:    // NEWOBJ
+      case 0x92: {  // NEWOBJ_EX
+        const auto made = pop_values(operation == 0x81 ? 2 : 3);
+        call(made[0], is_container(made[1]) ? container(made[1]).members : std::vector<Value>{});
         break;
+      }
       case 'i':  // INST
         line();
         line();

@@ -7,6 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from datetime import datetime
 from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,28 @@ def test_a_small_pickle_takes_no_long_look(tmp_path: Path, name: str) -> None:
         assert in_limits(lambda: "take too long to hash" in damage(hostile)) == "True"
         assert in_limits(lambda: open_source(hostile)) == "DamagedCheckpointError"
         assert in_limits(lambda: describe_torch(hostile)) == "DamagedCheckpointError"
+
+
+def made_of(function: Any, argument: Any) -> Any:
+    """A value whose pickle makes it by this call, with calls of the same kind as arguments."""
+
+    class Made:
+        def __reduce__(self) -> Any:
+            return function, (argument,)
+
+    return Made()
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_values_that_take_for_ever_to_make_are_refused(tmp_path: Path, protocol: int) -> None:
+    for function in (frozenset, set, list, bytearray, dict):
+        torch.save(made_of(function, made_of(range, 10**12)), tmp_path / "a", pickle_protocol=protocol)
+        assert in_limits(lambda: "made of a range of numbers that takes too long" in damage(tmp_path / "a")) == "True"
+    torch.save(made_of(Fraction, "1e999999999"), tmp_path / "a", pickle_protocol=protocol)
+    assert in_limits(lambda: "an exponent that takes too long" in damage(tmp_path / "a")) == "True"
+    plain = {"a": range(10**18), "b": Fraction("1e30"), "c": frozenset([1]), "d": made_of(set, made_of(range, 5))}
+    torch.save(plain, tmp_path / "a", pickle_protocol=protocol)
+    assert verify(tmp_path / "a").damages == []
 
 
 @pytest.mark.parametrize("protocol", range(6))
