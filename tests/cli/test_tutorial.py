@@ -57,7 +57,7 @@ def test_the_commands_print_what_the_page_shows(tmp_path: Path, monkeypatch: pyt
     printed = {}
     for command, output in STEPS:
         printed[command] = run(command)
-        assert lines(printed[command]) == lines(output), f"{command}: python docs/make_tutorial.py writes the page anew"
+        assert lines(printed[command]) == lines(output), f"{command}: python docs/make_pages.py writes the page anew"
     first, second = (text for command, text in printed.items() if command.startswith("torchrun"))
     assert losses(first) + losses(second) == pytest.approx(losses_without_checkpoints(8), abs=2e-3)
     assert "step 4, 48 samples seen" in second and "saved run/step-8" in second
