@@ -185,6 +185,8 @@ def test_one_report_lists_everything_that_stands_in_the_way(run_world, tmp_path:
         "  old.x: it is in the checkpoint and nothing asks for it; nearest that is asked for: old.y",
         "To go on without these: policy=ElasticPolicy({'counters': 'reset', 'kept': 'reset', 'model.new': 'reset', "
         "'model.more': 'reset', 'old.y': 'reset', 'dataloader': 'reset', 'old.x': 'omit'})",
+        "  then what this run has made of counters, kept, model.new, model.more, old.y, dataloader stays; what was "
+        "saved of old.x is lost to this run",
     ]
 
 

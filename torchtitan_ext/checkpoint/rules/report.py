@@ -152,8 +152,18 @@ class LoadReport:
 
     @property
     def way_on(self) -> str:
-        """The last line of a refusal: how to load all the same. Integrations say it in their users' terms."""
-        return f"To go on without these: policy={self.remedy}" if self.remedy else ""
+        """The last lines of a refusal: how to load all the same, and what is lost then. Integrations say it in their
+        users' terms."""
+        if self.remedy_policy is None:
+            return ""
+        actions = self.remedy_policy.actions
+        reset = [name for name, action in actions.items() if action == "reset"]
+        omitted = [name for name, action in actions.items() if action == "omit"]
+        lost = [f"what this run has made of {named(reset)} stays"] if reset else []
+        lost += [f"what was saved of {named(omitted)} is lost to this run"] if omitted else []
+        strict = self.remedy_policy.strict
+        lost += [] if strict == "error" else ["keys on one side only are passed over"]
+        return f"To go on without these: policy={self.remedy}\n  then {'; '.join(lost)}"
 
     def __str__(self) -> str:
         widths = [max((len(line.name) for line in self.components), default=0), max(map(len, ("reshard", "action")))]
