@@ -64,6 +64,11 @@ if find_spec("torchtitan.components.dataloader") is not None:  # the data loader
 
     __all__ = ["ElasticCheckpointManager", "ElasticTextDataLoader", "elastic_checkpoint", "elastic_data"]
     _TEXT_LOADERS: tuple[type, ...] = (ElasticTextDataLoader, HuggingFaceTextDataLoader)
+    # torchtitan knows an override by its module, which the command line names.
+    elastic_data.__module__ = __name__
+    override(target=HuggingFaceTextDataLoader.Config, exact=True, fqns=["dataloader"], description="data by shards")(
+        elastic_data
+    )
 else:
     _TEXT_LOADERS = ()
 

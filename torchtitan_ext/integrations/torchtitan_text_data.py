@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from torchtitan.components.dataloader import BaseDataLoader
-from torchtitan.config.override import derive, override
+from torchtitan.config.override import derive
 from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
 from torchtitan.tools.logging import logger
 
@@ -96,7 +96,6 @@ class ElasticTextDataLoader(ElasticDataLoader, BaseDataLoader):
         return state
 
 
-@override(target=HuggingFaceTextDataLoader.Config, exact=True, fqns=["dataloader"], description="data by shards")
 def elastic_data(config: HuggingFaceTextDataLoader.Config, **options: Any) -> ElasticTextDataLoader.Config:
     """Options: ``num_shards``."""
     return derive(config, ElasticTextDataLoader.Config, **options)
