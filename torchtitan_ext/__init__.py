@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torchtitan_ext.integrations.install import install, installed, uninstall
     from torchtitan_ext.layout import ShardOrder
     from torchtitan_ext.offline.dry_run.run import dry_run
+    from torchtitan_ext.state.flat_buffer import flatten_state_dict, unflatten_state_dict
     from torchtitan_ext.storage import FileReader, FileWriter, latest
     from torchtitan_ext.sync import broadcast_tensors, sync_module_states
     from torchtitan_ext.sync.check import check_replicas
@@ -50,6 +51,7 @@ __all__ = [
     "elastic",
     "errors",
     "fingerprint",
+    "flatten_state_dict",
     "full_tensor",
     "get_full_state_dict",
     "install",
@@ -62,6 +64,7 @@ __all__ = [
     "save",
     "set_full_state_dict",
     "sync_module_states",
+    "unflatten_state_dict",
     "uninstall",
 ]
 
@@ -78,6 +81,7 @@ _MODULE_OF = {
     **dict.fromkeys(("install", "installed", "uninstall"), "integrations.install"),
     **dict.fromkeys(("plan_reshard", "reshard"), "transfer"),
     "ShardOrder": "layout",
+    **dict.fromkeys(("flatten_state_dict", "unflatten_state_dict"), "state.flat_buffer"),
     "dry_run": "offline.dry_run.run",
     "fingerprint": "fingerprints",
 }

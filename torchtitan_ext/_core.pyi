@@ -58,6 +58,9 @@ def describe_cover_defect(
         owners: The rank of each box; ``None`` for the chunks of a checkpoint.
     """
 
+def why_no_part(offset: int, num_bytes: int, item_bytes: int, sizes: Sequence[int], buffer_bytes: int) -> str:
+    """Why a flat buffer has no such part: bytes, from an offset, of elements of these sizes; empty if it has."""
+
 def instances(cls: type[_Instance], **columns: Sequence[Any]) -> list[_Instance]: ...
 
 class OptionGaps:

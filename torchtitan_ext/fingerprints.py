@@ -29,7 +29,7 @@ from torchtitan_ext.errors import Problem, described, refusal
 from torchtitan_ext.layout.layout import LayoutRules, ShardOrder
 from torchtitan_ext.ranks.exchange import Opening, check_usable, gather_values
 from torchtitan_ext.ranks.groups import position_in
-from torchtitan_ext.state.nested import flatten_state_dict
+from torchtitan_ext.state.nested import flat_keys
 from torchtitan_ext.state.value_digest import digest_value
 
 T = TypeVar("T")
@@ -105,7 +105,7 @@ def fingerprint_over(
 
     def describe() -> RankTable:
         with _failures_become(problems):
-            values.update(flatten_state_dict(state_dict).values)
+            values.update(flat_keys(state_dict).values)
             described_entries, found = describe_tensors(values, LayoutRules(layouts))
             entries.update(described_entries)
             problems.extend(found)

@@ -26,6 +26,7 @@
 #include "core/boxes.h"
 #include "core/chunk.h"
 #include "core/cover.h"
+#include "core/flat_parts.h"
 #include "core/memory.h"
 #include "core/option_gaps.h"
 #include "core/problems.h"
@@ -112,6 +113,11 @@ std::optional<std::string> describe_cover_defect_py(const Sizes& global_shape, c
                          owners ? std::optional<std::span<const int64_t>>(ranks) : std::nullopt);
 }
 
+std::string why_no_part_py(int64_t offset, int64_t num_bytes, int64_t item_bytes, const Sizes& sizes,
+                           int64_t buffer_bytes) {
+  return why_no_part({offset, num_bytes, item_bytes, sizes}, buffer_bytes);
+}
+
 std::vector<std::string> to_keys(const py::iterable& texts) {
   std::vector<std::string> keys;
   for (const py::handle text : texts) keys.push_back(to_utf8(text));
@@ -160,6 +166,8 @@ std::optional<std::pair<size_t, size_t>> find_shared_memory_py(const std::vector
 PYBIND11_MODULE(_core, module) {
   module.doc() =
       "Layouts, cover and plans over plain values, and files; see csrc/core and csrc/storage for the definitions.";
+  module.def("why_no_part", &why_no_part_py, py::arg("offset"), py::arg("num_bytes"), py::arg("item_bytes"),
+             py::arg("sizes"), py::arg("buffer_bytes"));
   module.def("read_placements", &read_placements_py, py::arg("placements"), py::arg("mesh_shape"), py::arg("reading"));
   module.def("shard_at", &shard_at_py, py::arg("global_shape"), py::arg("mesh_shape"), py::arg("steps"),
              py::arg("coordinate"));

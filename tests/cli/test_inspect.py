@@ -13,7 +13,7 @@ from calls import STATE, call, call_importing, make
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from torchtitan_ext.cli.output import FINE, UNREADABLE, WRONG_USAGE
-from torchtitan_ext.state.nested import flatten_state_dict
+from torchtitan_ext.state.nested import flat_keys
 from torchtitan_ext.storage import FileWriter
 
 KINDS = ["stock", "ours", "ours without .metadata", "safetensors directory", "safetensors", "torch"]
@@ -62,7 +62,7 @@ VALUES = {
 
 @pytest.mark.parametrize("kind", ["stock", "ours", "torch", "safetensors"])
 def test_values_of_scalars_and_totals_of_components(tmp_path: Path, kind: str) -> None:
-    flat = flatten_state_dict(NUMBERS, tuples="as_stock").values
+    flat = flat_keys(NUMBERS, tuples="as_stock").values
     path = make(tmp_path / "c", kind, flat if kind == "safetensors" else NUMBERS)
     shown = call("inspect", path, "--json").json
     found = {key["name"]: key["value"] for key in shown["keys"] if key["value"] is not None}

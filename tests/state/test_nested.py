@@ -11,7 +11,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict as stoc
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
-from torchtitan_ext.state.nested import flatten_state_dict, materialize_meta, nested_members, set_value
+from torchtitan_ext.state.nested import flat_keys, materialize_meta, nested_members, set_value
 
 Pair = namedtuple("Pair", "weight step")
 T = torch.zeros(2)
@@ -39,7 +39,7 @@ NESTED: dict[str, tuple[dict[str, Any], list[str]]] = {
 @pytest.mark.parametrize("name", NESTED)
 def test_flat_keys(name: str) -> None:
     nested, keys = NESTED[name]
-    flat = flatten_state_dict(nested)
+    flat = flat_keys(nested)
     assert list(flat.values) == list(flat.paths) == list(flat.stock_paths) == keys
     for fqn, value in flat.values.items():
         found: Any = nested
@@ -51,7 +51,7 @@ def test_flat_keys(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(NESTED.keys() - {"tuples with tensors", "named tuples", "made of tensors"}))
 def test_keys_and_recorded_paths_are_those_of_stock(name: str) -> None:
     nested, _ = NESTED[name]
-    flat = flatten_state_dict(nested)
+    flat = flat_keys(nested)
     values, paths = stock_flatten(nested)
     assert list(flat.values) == list(values)
     assert flat.stock_paths == paths
@@ -59,8 +59,8 @@ def test_keys_and_recorded_paths_are_those_of_stock(name: str) -> None:
 
 def test_containers_that_a_checkpoint_has_as_one_value_stay_whole() -> None:
     nested = {"a": {"b": (T, 1), "c": {"d": 1}}}
-    assert list(flatten_state_dict(nested, is_opaque={"a.b"}.__contains__).values) == ["a.b", "a.c.d"]
-    assert list(flatten_state_dict(nested, is_opaque={"a"}.__contains__).values) == ["a"]
+    assert list(flat_keys(nested, is_opaque={"a.b"}.__contains__).values) == ["a.b", "a.c.d"]
+    assert list(flat_keys(nested, is_opaque={"a"}.__contains__).values) == ["a"]
 
 
 def test_tuples_of_plain_tensors_stay_whole_as_in_stock() -> None:
@@ -72,7 +72,7 @@ def test_tuples_of_plain_tensors_stay_whole_as_in_stock() -> None:
         "sharded": (sharded, 1), "deep and sharded": (1, [{"x": sharded}]), "list of sharded": [(sharded,)],
         "wrapper": (TwoTensor(T, T),), "named": Pair(T, 3), "named inside": (Pair(T, 3), 1), "named int": Pair(1, 2),
     }  # fmt: skip
-    keys = list(flatten_state_dict(nested, tuples="as_stock").values)
+    keys = list(flat_keys(nested, tuples="as_stock").values)
     assert keys == [
         "plain", "deep", "in a list.0", "in a list.1", "list of tuples", "parameter",
         "sharded.0", "sharded.1", "deep and sharded.0", "deep and sharded.1.0.x", "list of sharded.0.0",
@@ -80,49 +80,49 @@ def test_tuples_of_plain_tensors_stay_whole_as_in_stock() -> None:
         "named int",
     ]  # fmt: skip
     plain = {name: value for name, value in nested.items() if name in keys or name == "in a list"}
-    assert list(flatten_state_dict(plain, tuples="as_stock").values) == list(stock_flatten(plain)[0])
+    assert list(flat_keys(plain, tuples="as_stock").values) == list(stock_flatten(plain)[0])
 
 
 def test_containers_that_hold_themselves_are_refused_by_name() -> None:
     inner: dict[str, Any] = {"w": T}
     inner["parent"] = {"again": inner}
     with pytest.raises(ValueError, match=r"state dict: model.parent.again leads back to model: a container .* leave"):
-        flatten_state_dict({"model": inner})
+        flat_keys({"model": inner})
     root: dict[str, Any] = {}
     root["self"] = root
     with pytest.raises(ValueError, match=r"state dict: self leads back to the state dict: "):
-        flatten_state_dict(root)
+        flat_keys(root)
     tensors: list[Any] = [T]
     tensors.append(tensors)
     with pytest.raises(ValueError, match=r"state dict: a.1 leads back to a: "):
-        flatten_state_dict({"a": tensors})
+        flat_keys({"a": tensors})
 
 
 def test_what_holds_itself_without_keys_of_its_own_is_one_value() -> None:
     numbers: list[Any] = [1]
     numbers.append(numbers)
-    assert list(flatten_state_dict({"a": numbers, "b": (numbers, 1)}).values) == ["a", "b"]
+    assert list(flat_keys({"a": numbers, "b": (numbers, 1)}).values) == ["a", "b"]
 
 
 def test_the_same_container_twice_is_no_cycle() -> None:
     shared = {"w": T}
-    assert list(flatten_state_dict({"a": shared, "b": [shared, shared]}).values) == ["a.w", "b.0.w", "b.1.w"]
+    assert list(flat_keys({"a": shared, "b": [shared, shared]}).values) == ["a.w", "b.0.w", "b.1.w"]
 
 
 @pytest.mark.parametrize("nested", [{"a.b": 1, "a": {"b": 2}}, {"s": {0: 1, "0": 2}}])
 def test_two_paths_of_one_key_are_refused(nested: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"duplicated flatten key .* it stands at .* and at .*; rename"):
-        flatten_state_dict(nested)
+        flat_keys(nested)
 
 
 @pytest.mark.parametrize("name", NESTED)
 def test_values_are_put_back_where_they_were(name: str) -> None:
     nested = copy.deepcopy(NESTED[name][0])
-    flat = flatten_state_dict(nested)
+    flat = flat_keys(nested)
     new = {fqn: torch.ones(2) if isinstance(value, torch.Tensor) else object() for fqn, value in flat.values.items()}
     for fqn, path in flat.paths.items():
         set_value(nested, path, new[fqn])
-    again = flatten_state_dict(nested)
+    again = flat_keys(nested)
     assert again.paths == flat.paths
     assert all(again.values[fqn] is value for fqn, value in new.items())
 
@@ -139,7 +139,7 @@ def test_meta_tensors_get_memory_in_both_dicts() -> None:
     real = torch.ones(2)
     nested = {"a": {"w": torch.empty(2, 3, device="meta", dtype=torch.bfloat16)}, "pair": (real, 1), "step": 1}
     nested["left"] = torch.empty(1, device="meta")
-    flat = flatten_state_dict(nested)
+    flat = flat_keys(nested)
     materialize_meta(nested, flat.values, flat.paths, ["a.w", "step"])
     made = nested["a"]["w"]
     assert (made.device.type, made.shape, made.dtype) == ("cpu", (2, 3), torch.bfloat16)

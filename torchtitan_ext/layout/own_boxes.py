@@ -87,12 +87,16 @@ def keep_own_boxes(tensor: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
 
 def own_box_values(tensor: Any) -> list[Any]:
     """The attributes, which must make sense, as plain lists of ints: global shape and boxes."""
-    shape, chunks = own_boxes(tensor)
+    return box_values(*own_boxes(tensor))
+
+
+def box_values(shape: Sequence[int], chunks: Sequence[Chunk]) -> list[Any]:
+    """A global shape and boxes of it as plain lists of ints."""
     return [list(shape), [[list(values) for values in chunk] for chunk in chunks]]
 
 
 def set_own_boxes(tensor: Any, values: Sequence[Any]) -> None:
-    """Gives a tensor the attributes that ``own_box_values`` made lists of."""
+    """Gives a tensor the attributes that ``box_values`` made lists of."""
     shape, chunks = values
     tensor.global_shape = tuple(shape)
     boxes = [Chunk(*map(tuple, chunk)) for chunk in chunks]

@@ -49,7 +49,7 @@ class FlatStateDict:
     stock_paths: dict[str, Path] = field(default_factory=dict)
 
 
-def flatten_state_dict(
+def flat_keys(
     state_dict: Mapping[str, Any],
     *,
     is_opaque: Callable[[str], bool] = lambda fqn: False,
@@ -207,7 +207,7 @@ def _members(
     if isinstance(value, (list, tuple)):
         is_container = is_walked(value) if isinstance(value, tuple) else _is_walked_list(value, is_walked)
         return [(index, index, member) for index, member in enumerate(value)] if is_container else None
-    if _consists_of_tensors(value) and not is_whole(at.fqn, value):
+    if consists_of_tensors(value) and not is_whole(at.fqn, value):
         return [(name, name, part) for name, part in parts_of(value).items()]
     return None
 
@@ -265,7 +265,8 @@ def walk_objects(value: Any, members_of: Callable[[Any], Collection[Any]]) -> It
             pending += [(member, depth + 1) for member in members]
 
 
-def _consists_of_tensors(value: Any) -> bool:
+def consists_of_tensors(value: Any) -> bool:
+    """Whether a value is a tensor subclass that is made of inner tensors, and nothing else says how to save it."""
     return (
         isinstance(value, torch.Tensor)
         and type(value) not in (torch.Tensor, torch.nn.Parameter)

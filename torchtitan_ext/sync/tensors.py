@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torchtitan_ext.errors import Problem
 from torchtitan_ext.layout.dtensor import local_tensor
 from torchtitan_ext.layout.layout import canonical_fqn
-from torchtitan_ext.state.nested import flatten_state_dict
+from torchtitan_ext.state.nested import flat_keys
 from torchtitan_ext.sync.calls import ModuleCall
 
 ModuleOrState = nn.Module | Sequence[nn.Module] | Mapping[str, Any]
@@ -40,7 +40,7 @@ def list_tensors(source: ModuleOrState, call: ModuleCall) -> list[NamedTensor]:
     """
     named: list[NamedTensor] = []
     if isinstance(source, Mapping):
-        flat = flatten_state_dict(source, is_whole=lambda fqn, wrapper: True).values
+        flat = flat_keys(source, is_whole=lambda fqn, wrapper: True).values
         named = [
             NamedTensor(canonical_fqn(fqn), value, "state") for fqn, value in flat.items() if isinstance(value, Tensor)
         ]

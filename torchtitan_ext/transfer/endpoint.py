@@ -27,7 +27,7 @@ from torchtitan_ext.layout.dtensor import is_wrapper, local_tensor, may_overlap_
 from torchtitan_ext.layout.layout import LayoutRules, ShardOrder
 from torchtitan_ext.layout.wrapper import dense_values
 from torchtitan_ext.ranks.exchange import has_backend
-from torchtitan_ext.state.nested import Path, flatten_state_dict, set_value
+from torchtitan_ext.state.nested import Path, flat_keys, set_value
 
 State = Mapping[str, Any] | nn.Module | None
 """What a rank gives as source or target; ``None`` on a rank that has no part of it."""
@@ -129,7 +129,7 @@ class Endpoint:
         """
         if not fqns:
             return {}
-        values = flatten_state_dict(self.state if self.module is None else self.module.state_dict()).values
+        values = flat_keys(self.state if self.module is None else self.module.state_dict()).values
         for fqn in fqns:
             if fqn not in values or isinstance(values[fqn], Tensor):
                 raise ValueError(f"{fqn} is not in the source any more; plan the transfer again")
@@ -194,7 +194,7 @@ def describe_endpoint(
     values: dict[str, Any] = {}
     paths: Mapping[str, Path] = {}
     try:
-        flat = flatten_state_dict(state or {})
+        flat = flat_keys(state or {})
         values, paths = {fqn: one for fqn, one in flat.values.items() if not is_left_out(fqn)}, flat.paths
     except ValueError as error:
         problems.append(Problem("unsupported_value", side, str(error)))

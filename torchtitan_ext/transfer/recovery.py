@@ -65,7 +65,7 @@ from torchtitan_ext.layout.dtensor import describes_itself, local_tensor
 from torchtitan_ext.layout.layout import LayoutRules, ShardOrder, row_major_position
 from torchtitan_ext.layout.own_boxes import has_own_boxes, own_boxes
 from torchtitan_ext.ranks.exchange import check_usable
-from torchtitan_ext.state.nested import flatten_state_dict
+from torchtitan_ext.state.nested import flat_keys
 from torchtitan_ext.state.plain_value import check_classes
 from torchtitan_ext.state.value_digest import digest_value
 from torchtitan_ext.storage import FileReader
@@ -379,7 +379,7 @@ def _held_copies(job: _Recovery, start: Start, phases: Phases) -> HeldCopies:
     for key in job.carried:
         if key in job.survived:
             held = job.survived[key]
-            flat = flatten_state_dict({str(key): held.state_dict() if is_stateful(held) else held})
+            flat = flat_keys({str(key): held.state_dict() if is_stateful(held) else held})
             components |= {fqn: (flat.stock_paths[fqn], value) for fqn, value in flat.values.items()}
     return HeldCopies(Copies(numbers, digests), components)
 

@@ -42,7 +42,7 @@ from torchtitan_ext.errors import (
     Problem,
     Remedy,
 )
-from torchtitan_ext.state.nested import Path, flatten_state_dict
+from torchtitan_ext.state.nested import Path, flat_keys
 from torchtitan_ext.storage.metadata.saved_metadata import recorded_path
 
 
@@ -314,9 +314,7 @@ def _check_samples(components: Components) -> None:
 
 def world_of(values: Mapping[str, Any], size: int) -> World:
     """The ranks, and the axes of the meshes in a state dict."""
-    meshes = {
-        tensor.device_mesh for tensor in flatten_state_dict(values).values.values() if isinstance(tensor, DTensor)
-    }
+    meshes = {tensor.device_mesh for tensor in flat_keys(values).values.values() if isinstance(tensor, DTensor)}
     return World(size, _core.axes_of([(mesh.shape, mesh.mesh_dim_names) for mesh in meshes]))
 
 

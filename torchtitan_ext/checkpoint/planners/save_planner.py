@@ -60,7 +60,7 @@ from torchtitan_ext.layout.dtensor import box_of, local_tensor
 from torchtitan_ext.layout.layout import LayoutRules, ShardOrder, num_elements
 from torchtitan_ext.ranks.exchange import scope_ranks
 from torchtitan_ext.state.host_copies import packed_on_device
-from torchtitan_ext.state.nested import flatten_state_dict
+from torchtitan_ext.state.nested import flat_keys
 from torchtitan_ext.storage.metadata.saved_metadata import WORLD_KEY
 from torchtitan_ext.storage.native.file_writer import FilePrefix
 from torchtitan_ext.storage.raw_tensor import dtype_name
@@ -152,7 +152,7 @@ class SavePlanner(DefaultSavePlanner):
         if isinstance(storage_meta, bool):  # subclasses written for torch before 2.3 pass is_coordinator here
             is_coordinator = storage_meta
         if self.flatten_state_dict:
-            flat = flatten_state_dict(state_dict, tuples="as_stock")
+            flat = flat_keys(state_dict, tuples="as_stock")
             state_dict, self.mappings = flat.values, flat.stock_paths
         if self.flatten_sharded_tensors and any(isinstance(value, ShardedTensor) for value in state_dict.values()):
             state_dict = flatten_sharded_tensors(state_dict)

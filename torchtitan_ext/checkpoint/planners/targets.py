@@ -29,7 +29,7 @@ from torchtitan_ext.errors import Problem
 from torchtitan_ext.layout.dtensor import describes_itself, holds_wrapper, local_tensor, may_overlap_itself
 from torchtitan_ext.layout.layout import ShardReport
 from torchtitan_ext.layout.wrapper import parts_of, why_not_materialized, why_not_whole
-from torchtitan_ext.state.nested import FlatStateDict, Path, flatten_state_dict, holds_shards
+from torchtitan_ext.state.nested import FlatStateDict, Path, flat_keys, holds_shards
 
 
 def flatten_targets(
@@ -51,7 +51,7 @@ def flatten_targets(
         return not is_walked and why_not_whole(wrapper, {}) is None
 
     if nested:
-        flat = flatten_state_dict(state_dict, is_opaque=is_saved_whole, is_whole=is_wrapper_whole)
+        flat = flat_keys(state_dict, is_opaque=is_saved_whole, is_whole=is_wrapper_whole)
     else:
         paths: dict[str, Path] = {fqn: (fqn,) for fqn in state_dict}
         flat = FlatStateDict(values=dict(state_dict), paths=paths, stock_paths=paths)

@@ -40,7 +40,7 @@ from torchtitan_ext.offline.dry_run.alike_ranks import AlikeRanks, names_with_ra
 from torchtitan_ext.offline.dry_run.host_memory import Device
 from torchtitan_ext.offline.dry_run.load_source import LoadSource
 from torchtitan_ext.offline.placement_rules import DimOf, PipelineRules, PlacementRules
-from torchtitan_ext.state.nested import flatten_state_dict
+from torchtitan_ext.state.nested import flat_keys
 from torchtitan_ext.storage.metadata.saved_metadata import recorded_paths
 
 
@@ -165,7 +165,7 @@ def stages_of(
 def _rank_of_state(state: Mapping[str, Any], layouts: Mapping[str, ShardOrder] | None) -> OneRank:
     """What a rank with this state dict holds. Tensors may be on the meta device."""
     values = {key: value.state_dict() if is_stateful(value) else value for key, value in state.items()}
-    flat = flatten_state_dict(values, tuples="as_stock")
+    flat = flat_keys(values, tuples="as_stock")
     table = describe_state(flat.values, flat.stock_paths, LayoutRules(layouts))
     unread, unwritable = check_objects(flat.values, table)
     problems = (*table.problems, *cut_problems(flat.values, table), *unwritable)

@@ -19,7 +19,7 @@ import torch
 
 from torchtitan_ext import _core
 from torchtitan_ext.errors import DamagedCheckpointError, UnsafePickleError
-from torchtitan_ext.state.nested import FlatStateDict, flatten_state_dict
+from torchtitan_ext.state.nested import FlatStateDict, flat_keys
 from torchtitan_ext.state.plain_value import NotPlainError, read_value
 from torchtitan_ext.storage.checkpoint_files import Record
 from torchtitan_ext.storage.commit.steps import step_of
@@ -93,7 +93,7 @@ def flat_form(path: Path, state: Mapping[Any, Any]) -> FlatStateDict:
         DamagedCheckpointError: Two values have one key, a dict contains itself, or a key is no Unicode text.
     """
     try:
-        flat = flatten_state_dict(state, tuples="as_stock")
+        flat = flat_keys(state, tuples="as_stock")
         for fqn in flat.values:
             fqn.encode()
     except (ValueError, RecursionError) as error:
