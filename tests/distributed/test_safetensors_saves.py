@@ -6,6 +6,7 @@ Forty random states in the suite, 300 with ``make soak``.
 import json
 import os
 import random
+import resource
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -20,10 +21,13 @@ from extent import SOAK
 from models import BY_NAME, EVEN, UNEVEN, build_model, build_whole, differences, poison, random_whole
 from random_layouts import SideOfTransfer, build, random_layouts
 from reference import same_bits
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model
+from safetensors.torch import save_model as save_by_the_library
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -53,15 +57,21 @@ INDEX = "model.safetensors.index.json"
 
 
 def read_by_the_library(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a directory; its index, if there is one, names exactly these."""
+    """All tensors of a directory, under all their names; its index, if there is one, names those that are written."""
     files = {name: load_file(path / name) for name in sorted(os.listdir(path)) if name.endswith(".safetensors")}
+    tensors = {fqn: tensor for part in files.values() for fqn, tensor in part.items()}
+    tied = {}
+    for name in files:
+        with safe_open(path / name, "pt") as file:
+            tied |= {fqn: tensors[first] for fqn, first in file.metadata().items() if fqn != "format"}
+    assert not tied.keys() & tensors.keys()
     if (path / INDEX).exists():
         content = json.loads((path / INDEX).read_text())
         assert content["weight_map"] == {fqn: name for name, part in files.items() for fqn in part}
         assert content["metadata"]["total_size"] == sum(x.nbytes for part in files.values() for x in part.values())
     else:
         assert list(files) == ["model.safetensors"]
-    return {fqn: tensor for part in files.values() for fqn, tensor in part.items()}
+    return tensors | tied
 
 
 def assert_same(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> None:
@@ -129,7 +139,8 @@ def save_random(rank: int, world_size: int, seeds: list[int], folder: Path, one_
         planner = tte.SavePlanner(layouts=orders)
         with patch.multiple(one_writer_module, ROUND_BYTES=draw.choice([64, 4096, 1 << 20]), _LEAST_BYTES=16):
             saved = tte.save({**state, **plain_tensors(seed)}, storage_writer=writer, planner=planner)
-        assert saved.num_bytes == sum(tensor.nbytes for tensor in (*truth.values(), *plain_tensors(seed).values()))
+        memories = {(tensor.data_ptr(), tensor.shape): tensor.nbytes for tensor in plain_tensors(seed).values()}
+        assert saved.num_bytes == sum(tensor.nbytes for tensor in truth.values()) + sum(memories.values())
 
 
 @pytest.mark.parametrize(
@@ -159,6 +170,81 @@ def load_random(rank: int, world_size: int, seeds: list[int], folder: Path) -> l
         wanted = {fqn: tensor.detach().resolve_conj().contiguous() for fqn, tensor in plain_tensors(seed).items()}
         lines += [f"{seed}: {fqn}" for fqn in plain if not same_bits(plain[fqn].detach(), wanted[fqn])]
     return lines
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(24, 10)
+        self.head = torch.nn.Linear(10, 24, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def save_tied(rank: int, world_size: int, path: Path, how: str) -> None:
+    torch.manual_seed(3)
+    model = Tied()
+    if world_size > 1:
+        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    if how == "save":
+        tte.save(model.state_dict(), path, format="safetensors")
+    else:
+        tte.async_save(model.state_dict(), path, format="safetensors", process=how == "child").result()
+
+
+@pytest.mark.parametrize(("world_size", "how"), [(1, "save"), (3, "save"), (2, "thread"), (1, "child")])
+def test_tied_weights_are_written_once(
+    run_world: Callable[..., Any], tmp_path: Path, world_size: int, how: str
+) -> None:
+    run_world(world_size, save_tied, tmp_path, how)
+    assert list(load_file(tmp_path / "model.safetensors")) == ["embed.weight"]
+    torch.manual_seed(3)
+    truth, loaded = Tied(), Tied()
+    load_model(loaded, tmp_path / "model.safetensors")
+    assert same_bits(loaded.head.weight, truth.head.weight)
+    apart = {name: torch.empty(24, 10) for name in ("embed.weight", "head.weight")}
+    tte.load(apart, tmp_path, no_dist=True)
+    assert all(same_bits(tensor, truth.embed.weight.detach()) for tensor in apart.values())
+
+
+def test_tied_weights_of_the_library(tmp_path: Path) -> None:
+    model = Tied()
+    save_by_the_library(model, str(tmp_path / "model.safetensors"))
+    loaded = {name: torch.empty(24, 10) for name in ("embed.weight", "head.weight")}
+    tte.load(loaded, tmp_path, no_dist=True)
+    assert all(same_bits(tensor, model.embed.weight.detach()) for tensor in loaded.values())
+
+
+def save_half_tied(rank: int, world_size: int, path: Path) -> str:
+    values = torch.zeros(3)
+    with pytest.raises(StateRefusedError) as caught:
+        tte.save({"a": values, "b": values if rank else values.clone()}, path, format="safetensors")
+    return str(caught.value)
+
+
+def test_weights_tied_on_some_ranks_are_refused(run_world: Callable[..., Any], tmp_path: Path) -> None:
+    first, *others = run_world(3, save_half_tied, tmp_path / "hf")
+    assert others == [first] * 2 and not (tmp_path / "hf").exists()
+    assert "b: has the memory of a on rank 1, memory of its own on another rank; tie it on all or none" in first
+
+
+def save_many_files(rank: int, world_size: int, path: Path) -> str:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    writer = SafetensorsWriter(path, max_file_bytes=1, one_writer_per_file=True)
+    state = {f"w.{number}": torch.zeros(1) for number in range(113)}
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        with pytest.raises(WrongValueError) as caught:
+            tte.save(state, storage_writer=writer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    tte.save(state, storage_writer=writer)
+    return str(caught.value)
+
+
+def test_more_files_than_can_be_open(run_world: Callable[..., Any], tmp_path: Path) -> None:
+    first, second = run_world(2, save_many_files, tmp_path / "hf")
+    assert first == second and "got 113 safetensors files, expected at most 112 of 2 rank(s)" in first
+    assert len(load_file(tmp_path / "hf" / "model-00113-of-00113.safetensors")) == 1
 
 
 def save_boxes(rank: int, world_size: int, case: str, path: Path) -> None:

@@ -23,6 +23,7 @@ import torchtitan_ext as tte
 from torchtitan_ext import transforms
 from torchtitan_ext.elastic import ElasticPolicy, Source
 from torchtitan_ext.errors import MissingStateError, ReshardError, StateRefusedError
+from torchtitan_ext.storage.commit import opened as opened_module
 from torchtitan_ext.storage.weights.safetensors_reader import SafetensorsReader, reader_at
 from torchtitan_ext.transforms import Rule, Transform
 
@@ -351,8 +352,21 @@ def test_the_dry_run_of_one_file(tmp_path: Path) -> None:
     assert found.load.file_bytes == {path.name: path.stat().st_size}
 
 
+NOTES = [b'{"x": ["w"]}', b'{"x": {"w": 1}}', b'{"\\ud800": "w"}', b'{"x": "nothing"}', b'{"w": "w"}']
+
+
+@pytest.mark.parametrize("note", NOTES)
+def test_notes_that_name_no_tensor_are_passed_over(tmp_path: Path, note: bytes) -> None:
+    text = b'{"__metadata__": %s, "w": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}' % note
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"\1\2")
+    assert list(reader_at(tmp_path).read_metadata().state_dict_metadata) == ["w"]
+
+
 @pytest.mark.parametrize("transform", [None, Transform([Rule("w*", "w*", [transforms.transpose(0, 1)])])])
-def test_more_files_than_a_process_may_open(tmp_path: Path, transform: Transform | None) -> None:
+def test_more_files_than_a_process_may_open(
+    tmp_path: Path, transform: Transform | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opened_module, "_MAX_HELD", 64)  # this process may have hundreds of others open
     truth = {f"w{number}": torch.full((2, 3), float(number)) for number in range(400)}
     tte.save(truth, tmp_path, format="safetensors", max_file_bytes=1, no_dist=True)
     state = {fqn: torch.zeros((2, 3) if transform is None else (3, 2)) for fqn in truth}

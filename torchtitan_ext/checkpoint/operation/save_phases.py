@@ -233,7 +233,7 @@ def save_values(
         nonlocal metadata
         plans, metadata = planner.create_global_plan(plans)
         if isinstance(writer, SafetensorsWriter):
-            writer.take_metadata(metadata)
+            writer.take_metadata(metadata, planner)
         return writer.prepare_global_plan(plans)
 
     def write() -> Any:

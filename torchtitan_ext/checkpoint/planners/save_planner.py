@@ -54,6 +54,7 @@ from torchtitan_ext.checkpoint.tables.key_table import (
     lies_in_local,
     number_hosts,
 )
+from torchtitan_ext.checkpoint.tables.tied_keys import tied_keys
 from torchtitan_ext.dcp_private import ShardedTensor, flatten_sharded_tensors
 from torchtitan_ext.errors import MAX_NAMED, Problem, StateRefusedError, listed, named, refusal, warn
 from torchtitan_ext.layout.dtensor import box_of, local_tensor
@@ -61,6 +62,7 @@ from torchtitan_ext.layout.layout import LayoutRules, ShardOrder, num_elements
 from torchtitan_ext.ranks.exchange import scope_ranks
 from torchtitan_ext.state.host_copies import packed_on_device
 from torchtitan_ext.state.nested import flat_keys
+from torchtitan_ext.storage.formats.safetensors_files import OWN_NOTES
 from torchtitan_ext.storage.metadata.saved_metadata import WORLD_KEY
 from torchtitan_ext.storage.native.file_writer import FilePrefix
 from torchtitan_ext.storage.raw_tensor import dtype_name
@@ -138,6 +140,7 @@ class SavePlanner(DefaultSavePlanner):
         self.plan = SavePlan([])
         self.global_plan: list[SavePlan] = []
         self.metadata = Metadata({})
+        self.tied: dict[str, str] = {}
         self._table = KeyTable({})
         self._encoded: EncodedTable = encode_table(self._table)
         self._boxes: dict[tuple[str, tuple[int, ...]], Box] = {}
@@ -201,8 +204,9 @@ class SavePlanner(DefaultSavePlanner):
             fatal += compared.presumed
         agreed = [agreement.names[key] for key in agreement.agreed_keys]
         unused = unused_layouts(tables, agreement, agreed) if every_rank_reports else []
-        if agreement.problems or fatal or unused:
-            raise refusal("save", (*agreement.problems, *fatal, *unused))
+        self.tied, untied = _tied_of(tables, agreement)
+        if agreement.problems or fatal or unused or untied:
+            raise refusal("save", (*untied, *agreement.problems, *fatal, *unused))
         if self._replicas != "first":
             _warn_of_replicas(compared)
 
@@ -320,6 +324,7 @@ class SavePlanner(DefaultSavePlanner):
         unread, unwritable = check_objects(self.state_dict, table) if are_objects_written else ({}, [])
         if self._weights is not None and not self._weights.has_transform:  # a transform may drop them
             unwritable = _not_weights(self.state_dict, table)
+            table = table if writes_others else _without_tied(self.state_dict, table)
         problems = (
             *uncalled_methods(self, SavePlanner, DefaultSavePlanner),
             *table.problems,
@@ -386,6 +391,29 @@ class SavePlanner(DefaultSavePlanner):
 def _decisions(agreement: Agreement, plan: _core.WritePlan, token: str) -> list[WriteDecision]:
     several_boxes = [agreement.names[key] for key in plan.keys_of_several_boxes()[:MAX_NAMED]]
     return [WriteDecision(plan.decision(rank), token, rank, several_boxes) for rank in range(agreement.world.num_ranks)]
+
+
+def _without_tied(values: Mapping[str, Any], table: KeyTable) -> KeyTable:
+    """Without further names of one memory, which safetensors files note beside the tensor."""
+    found = tied_keys(values, table.entries, table.entries)
+    tied = {fqn: first for fqn, first in found.items() if fqn not in OWN_NOTES}
+    entries = {fqn: entry for fqn, entry in table.entries.items() if fqn not in tied}
+    paths = {fqn: path for fqn, path in table.stock_paths.items() if fqn not in tied}
+    return dataclasses.replace(table, entries=entries, stock_paths=paths, tied=tied)
+
+
+def _tied_of(tables: Sequence[RankTable], agreement: Agreement) -> tuple[dict[str, str], list[Problem]]:
+    """What ``_without_tied`` has left out on all ranks. A problem each where a rank has memory of its own for it."""
+    tied: dict[str, str] = {}
+    problems = []
+    for rank, table in enumerate(tables):
+        for fqn, first in table.tied.items():
+            if tied.setdefault(fqn, first) == first and fqn not in agreement.number_of:
+                continue
+            other = f"of {tied[fqn]}" if tied[fqn] != first else "of its own"
+            detail = f"has the memory of {first} on rank {rank}, memory {other} on another rank; tie it on all or none"
+            problems.append(Problem("ranks_disagree", fqn, detail))
+    return tied, problems
 
 
 def _not_weights(values: Mapping[str, Any], table: KeyTable) -> list[Problem]:

@@ -100,6 +100,7 @@ class KeyTable:
         unread: Values that a load will not read by default: by flat key the classes for which it will not.
         layouts: Whether each pattern of ``layouts=`` matches a key.
         wrappers: Tensors whose local tensor is a wrapper subclass. Other ranks are not told.
+        tied: Keys that are left out because they are one memory with another one, which each of them names.
     """
 
     entries: Mapping[str, KeyEntry]
@@ -109,6 +110,7 @@ class KeyTable:
     unread: Mapping[str, NotPlain] = field(default_factory=dict)
     layouts: Mapping[str, bool] = field(default_factory=dict)
     wrappers: tuple[str, ...] = ()
+    tied: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ class RankTable:
             that each rank keeps under a name of its own.
         part: Where this rank stands on the meshes of the first section, and its local sizes, packed.
         digests: The digests of the values of each section, packed.
-        problems: As in ``KeyTable``, like ``unread`` and ``layouts``.
+        problems: As in ``KeyTable``, like ``unread``, ``layouts`` and ``tied``.
         odd_paths: Paths that are no cut of their key at dots.
         host: Digest of the name of the rank's host; empty where the rank does not say. No part of the structure.
         planner: The class of the rank's planner, where it plans by methods of its own. No part of the structure.
@@ -135,6 +137,7 @@ class RankTable:
     odd_paths: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     unread: Mapping[str, NotPlain] = field(default_factory=dict)
     layouts: Mapping[str, bool] = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)
     host: bytes = b""
     planner: str = ""
     keeps_shards: bool = False
@@ -150,7 +153,7 @@ class RankTable:
     def structure(self) -> str:
         """Digest of what the state is: keys, dtypes, shapes, meshes, placements, paths; not values, nor the host."""
         hasher = hashlib.blake2b(digest_size=16)
-        rest = repr((self.problems, self.odd_paths, self.unread, self.layouts, self.keeps_shards)).encode()
+        rest = repr((self.problems, self.odd_paths, self.unread, self.layouts, self.tied, self.keeps_shards)).encode()
         for part in (*self.sections, self.part, rest):
             hasher.update(len(part).to_bytes(8, "little"))
             hasher.update(part)
@@ -187,6 +190,7 @@ def encode_table(table: KeyTable) -> EncodedTable:
         odd_paths={fqn: table.stock_paths[fqn] for fqn in columns.odd_paths},
         unread=table.unread,
         layouts=table.layouts,
+        tied=table.tied,
     )
     return EncodedTable(message, names, kind_of)
 

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +34,10 @@ INDEX_NAME = "model.safetensors.index.json"
 # Numbers of bytes and elements are 64 bits wide.
 _TOO_LARGE = 1 << 63
 _MAX_ITEM_BYTES = 16
+
+OWN_NOTES = ("format", "DCP_SHARDING_INFO")
+"""Names in ``__metadata__`` that have a meaning of their own. Others may be further names of tensors of the file, each
+with the tensor's name, as ``safetensors.torch.save_model`` notes them."""
 
 _DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
@@ -197,7 +201,7 @@ def describe_safetensors(path: Path) -> Contents:
 def find_safetensors(
     path: Path, descriptor_of: Callable[[str], int | None] = lambda name: None
 ) -> dict[str, list[Place]]:
-    """The chunks of each tensor of a file or a directory; reads headers only.
+    """The chunks of each tensor of a file or a directory, under all its names; reads headers only.
 
     Reads the files that the index of a directory names, or all files without an index.
 
@@ -213,8 +217,11 @@ def find_safetensors(
     names = {file.name for file in safetensors_paths(path)} if weight_map is None else set(weight_map.values())
     directory = path if path.is_dir() else path.parent
     found: dict[str, list[Place]] = {}
+    tied: dict[str, str] = {}
     for name in sorted(names):
-        for fqn, entry in read_header_and_notes(directory / name, descriptor_of(name))[0].items():
+        entries, notes = read_header_and_notes(directory / name, descriptor_of(name))
+        tied |= {fqn: first for fqn, first in _other_names(notes) if first in entries}
+        for fqn, entry in entries.items():
             if entry.dtype not in ITEM_BYTES:
                 raise DamagedCheckpointError(
                     f"{directory / name}: {fqn} is {entry.dtype}, which torch has no dtype for"
@@ -232,7 +239,19 @@ def find_safetensors(
         raise DamagedCheckpointError(
             f"{path}: {len(lost)} tensor(s) of its index are not in their files, for example {lost[0]}"
         )
-    return found
+    return found | {fqn: found[first] for fqn, first in tied.items() if first in found and fqn not in found}
+
+
+def _other_names(notes: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The notes that may be another name of a tensor, each with the tensor's name."""
+    for fqn, first in notes.items():
+        if fqn not in OWN_NOTES and is_text(fqn) and isinstance(first, str):
+            yield fqn, first
+
+
+def is_text(fqn: str) -> bool:
+    """Whether a name is Unicode text, as the format needs it: without surrogates, which Python and JSON can spell."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in fqn)
 
 
 def index_of(weight_map: Mapping[str, str], num_bytes: int) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from torchtitan_ext.storage.formats.safetensors_files import (
     NewSafetensors,
     SafetensorsEntry,
     index_of,
+    is_text,
     lay_out,
     read_header,
     read_weight_map,
@@ -47,17 +49,22 @@ def lay_out_weights(
     tensors: Mapping[str, tuple[str, Sequence[int]]],
     max_file_bytes: int,
     file_numbers: Mapping[str, int] | None = None,
+    tied: Mapping[str, str] | None = None,
 ) -> NewWeights:
     """The files for tensors of these dtypes and shapes.
 
     Args:
         max_file_bytes: The most bytes of tensors in a file; one that is larger gets a file of its own.
         file_numbers: In which file each tensor lies, counted in any way, instead of that.
+        tied: Further names of tensors, each with the name under which the tensor is written.
     """
     num_bytes = {fqn: num_bytes_of(*tensor) for fqn, tensor in tensors.items()}
     groups = _grouped(num_bytes, max_file_bytes) if file_numbers is None else _numbered(tensors, file_numbers)
+    others: dict[str, dict[str, str]] = {}
+    for other, fqn in (tied or {}).items():
+        others.setdefault(fqn, {})[other] = fqn
     files = {
-        name: lay_out({fqn: tensors[fqn] for fqn in group})
+        name: lay_out({fqn: tensors[fqn] for fqn in group}, dict(ChainMap(*(others.get(fqn, {}) for fqn in group))))
         for name, group in zip(file_names(len(groups)), groups, strict=True)
     }
     return NewWeights(files, sum(num_bytes.values()))
@@ -107,7 +114,7 @@ def name_problems(fqns: Iterable[str]) -> list[Problem]:
         detail = ""
         if fqn == "__metadata__":
             detail = "safetensors files keep their notes under this name; give it another one"
-        elif any("\ud800" <= letter <= "\udfff" for letter in fqn):
+        elif not is_text(fqn):
             detail = "its name is no text, as safetensors files need it; give it another one"
         if detail:
             problems.append(Problem("unsupported_tensor", ascii(fqn).strip("'"), detail))

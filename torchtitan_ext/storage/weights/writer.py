@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import resource
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
@@ -40,6 +41,9 @@ MAX_FILE_BYTES = 5 * 10**9
 
 # The coordinator makes the files before any rank looks for them; some network file systems show them later.
 _SHOWN_SECONDS = 10.0
+
+# Open in a process beside those that it writes: libraries, connections, data loaders.
+_OTHER_FILES = 200
 
 
 @dataclass
@@ -133,6 +137,7 @@ class SafetensorsWriter(StorageWriter):
         self._is_coordinator = False
         self._planner: Any = None
         self._metadata: Metadata | None = None
+        self._tied: dict[str, str] = {}
         self._one_writer: OneWriterPerFile | None = None
         self._staged: ExitStack | None = None
         self.reset(path)
@@ -158,9 +163,10 @@ class SafetensorsWriter(StorageWriter):
         self._metadata = None
         self._one_writer = None
 
-    def take_metadata(self, metadata: Metadata) -> None:
+    def take_metadata(self, metadata: Metadata, planner: object) -> None:
         """Gives the coordinator what ``prepare_global_plan`` lays out; ``tte.save`` calls it before."""
         self._metadata = metadata
+        self._tied = getattr(planner, "tied", {})
 
     def follow(self, planner: SavePlanner) -> None:
         """Takes the metadata from the planner of a ``dcp.save``: what its last global plan was made with."""
@@ -172,12 +178,12 @@ class SafetensorsWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self.abandon()
         if self._metadata is None and self._planner is not None:
-            self._metadata = self._planner.metadata
+            self.take_metadata(self._planner.metadata, self._planner)
         if self._metadata is None:
             raise WrongValueError("a SafetensorsWriter needs the metadata of all ranks: save with tte.save")
         forms, known = self._map.forms(self._metadata)
         self._check_numbers(forms)
-        weights = lay_out_weights(forms, self.max_file_bytes, self.file_numbers)
+        weights = lay_out_weights(forms, self.max_file_bytes, self.file_numbers, self._tied)
         target = Path(os.path.realpath(self.target))
         if target.exists() and not target.is_dir():
             raise FileExistsError(f"{target} is a file, expected a directory for the weights; give another path")
@@ -203,6 +209,8 @@ class SafetensorsWriter(StorageWriter):
         if has_one_writer is None:
             has_one_writer = _core.is_on_network(os.fsencode(self._directory))
         has_one_writer &= self.ranks is not None and self.ranks.size > 1
+        if has_one_writer and self.ranks is not None:
+            _check_open_files(len(weights.files), self.ranks.size)
         directory = os.path.relpath(self._directory, target.parent)
         data = StagedWeights(directory, len(weights.files), known, has_one_writer)
         return [dataclasses.replace(plan, storage_data=data) for plan in plans]
@@ -318,6 +326,16 @@ class SafetensorsWriter(StorageWriter):
 
 class _AbandonedError(Exception):
     """Ends the block of a ``staged_target`` without putting it in place."""
+
+
+def _check_open_files(num_files: int, num_ranks: int) -> None:
+    """Refuses more files than the ranks can keep open, where each file has one writer."""
+    most = num_ranks * (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OTHER_FILES)
+    if num_files > most:
+        raise WrongValueError(
+            f"save: got {num_files} safetensors files, expected at most {most} of {num_ranks} rank(s) with "
+            "their limits of open files; pass a larger max_file_bytes, or raise the limit (ulimit -n)"
+        )
 
 
 def _order(place: tuple[Path, SafetensorsEntry] | None) -> tuple[str, int]:
