@@ -67,7 +67,9 @@ def contenders(source: Path, target: Path) -> dict[str, list[str]]:
         "reshard, the same mesh": [*ours, "reshard", str(source), str(target), "--mesh", "dp=2,tp=2"],
         "reshard to dp=4": [*ours, "reshard", str(source), str(target), "--mesh", "dp=4"],
         "reshard to dp=2,tp=4": [*ours, "reshard", str(source), str(target), "--mesh", "dp=2,tp=4"],
-        "convert --to hf": [*ours, "convert", str(source), str(target), "--to", "hf", "--prefix", "model"],
+        "convert --to safetensors": [
+            *ours, "convert", str(source), str(target), "--to", "safetensors", "--prefix", "model"
+        ],
         "convert --to torch": [*ours, "convert", str(source), str(target), "--to", "torch"],
         "stock, dcp_to_torch": [
             sys.executable, "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch", str(source), str(target)

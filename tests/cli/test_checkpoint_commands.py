@@ -90,9 +90,11 @@ def test_help_fits_a_screen_and_has_an_example(command: str) -> None:
 
 
 def test_what_was_cast_is_said(run_dir: Path, tmp_path: Path) -> None:
-    done = call("convert", run_dir / "a", tmp_path / "half", "--to", "hf", "--dtype", "bfloat16", "--only", "model.*")
+    done = call(
+        "convert", run_dir / "a", tmp_path / "half", "--to", "safetensors", "--dtype", "bfloat16", "--only", "model.*"
+    )
     assert done.stdout.splitlines()[1:] == ["cast to bfloat16: 1 tensor (model.w); values are rounded"]
-    wrong = call("convert", run_dir / "a", tmp_path / "x", "--to", "hf", "--dtype", "int8")
+    wrong = call("convert", run_dir / "a", tmp_path / "x", "--to", "safetensors", "--dtype", "int8")
     assert wrong.returncode == WRONG_USAGE and "'bfloat16'" in wrong.stderr
 
 

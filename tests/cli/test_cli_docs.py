@@ -84,7 +84,7 @@ JSON_CALLS = {
     "gc": ["outputs/checkpoint", "--keep", "1"],
     "diff": ["outputs/checkpoint/step-100", "outputs/checkpoint/step-200", "--delta", "json/delta"],
     "reshard": ["outputs/checkpoint/step-100", "json/step-100", "--mesh", "dp_shard=4"],
-    "convert": ["outputs/checkpoint/step-100", "json/exported", "--to", "hf"],
+    "convert": ["outputs/checkpoint/step-100", "json/exported", "--to", "safetensors"],
     "doctor": ["."],
 }
 

@@ -44,8 +44,8 @@ from kinds import (
 from torchtitan_ext.cli.output import DIFFERS, FINE, UNREADABLE, WRONG_USAGE
 from torchtitan_ext.storage.commit.opened import OpenedCheckpoint
 
-COMMANDS = ["inspect", "verify", "deep", "diff", "plan", "reshard", "dcp", "hf", "torch", "ls", "latest", "gc"]
-WRITING = ["reshard", "dcp", "hf", "torch"]
+COMMANDS = ["inspect", "verify", "deep", "diff", "plan", "reshard", "dcp", "safetensors", "torch", "ls", "latest", "gc"]
+WRITING = ["reshard", "dcp", "safetensors", "torch"]
 HF = "safetensors directory"
 SECOND = "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -239,7 +239,7 @@ def test_what_was_at_the_target_stays(tmp_path: Path, name: str, command: str) -
     path, target = tmp_path / "a", tmp_path / "b"
     make, expected = ALL[name]
     make(path)
-    good({"hf": HF, "torch": "torch"}.get(command, "ours"))(target)
+    good({"safetensors": HF, "torch": "torch"}.get(command, "ours"))(target)
     before = everything_in(tmp_path)
     done = call(*arguments(command, path, target))
     assert str(done.code) == expected.split()[COMMANDS.index(command)]
@@ -283,7 +283,7 @@ def test_wrong_values_of_arguments_are_wrong_usage(tmp_path: Path) -> None:
         ("plan", path, "--mesh", "dp=2", "--policy", "rng=rest"),
         ("reshard", path, tmp_path / "new", "--mesh", "ring=2"),
         ("reshard", path, path, "--mesh", "dp=2"),
-        ("convert", path, tmp_path / "new", "--to", "hf", "--max-file-size", "1kB"),
+        ("convert", path, tmp_path / "new", "--to", "safetensors", "--max-file-size", "1kB"),
         ("gc", tmp_path, "--keep", 0),
     ]
     for arguments_ in wrong:

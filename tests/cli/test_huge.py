@@ -95,7 +95,7 @@ def test_many_tensors_are_verified_planned_and_compared(saved: Path) -> None:
     [
         ("reshard", "--mesh", "dp=4"),
         ("convert", "--to", "dcp"),
-        ("convert", "--to", "hf"),
+        ("convert", "--to", "safetensors"),
         ("convert", "--to", "torch"),
     ],
 )
@@ -132,7 +132,7 @@ def test_llama_without_data_is_damaged(llama: Path) -> None:
         ("diff",),
         ("reshard", "--mesh", "dp=64"),
         ("convert", "--to", "dcp"),
-        ("convert", "--to", "hf"),
+        ("convert", "--to", "safetensors"),
         ("convert", "--to", "torch"),
     ],
 )

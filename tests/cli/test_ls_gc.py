@@ -104,7 +104,9 @@ def test_who_saves_is_named(run: Path) -> None:
         assert rows[30]["state"] == "saving" and rows[30]["saver"].startswith("process ")
         assert rows[5]["state"] == "finished" and rows[5]["saver"].startswith("process ")
         assert call("ls", run, "--json").json["leftovers"] == []
-        assert call("gc", run, "--keep", 1, "--yes", "--json").json["leftovers"] == []
+        done = call("gc", run, "--keep", 1, "--yes", "--json")
+        assert done.code == FINE and done.json["leftovers"] == []
+        assert [step["step"] for step in done.json["removed"]] == [10, 12, 15]
         assert steps(run) == ["step-20", "step-5"]
     assert len(call("ls", run, "--json").json["leftovers"]) == 4
 

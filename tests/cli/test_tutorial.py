@@ -19,7 +19,7 @@ def lines(text: str) -> list[str]:
     """Losses depend on the processor; sizes of pickles and options of an optimizer on the version of torch."""
     stable = LOSS.sub(r"\1<loss>", text)
     if not torch.__version__.startswith(re.findall(r"torch (\d+\.\d+)", PAGE)[0]):
-        stable = re.sub(r"\d[\d.,]*", "<n>", stable)
+        stable = re.sub(r"\d[\d.,]*(\+\w+,?)?", "<n>", stable)
     return plain(stable)
 
 

@@ -84,13 +84,13 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "small", folder / "large"
 
 
-@pytest.mark.sampled(0.3)
+@pytest.mark.sampled(0.15, "memory")
 @pytest.mark.parametrize(
     ("name", "num_processes"),
     [
         ("reshard", 1),
         ("reshard", 2),
-        ("hf", 2),
+        ("safetensors", 2),
         ("torch", 1),
         ("torch", 2),
         ("dcp", 1),
@@ -108,8 +108,8 @@ def test_memory_stays_below_the_bound_on_a_state_four_times_as_large(
     assert 1 << 20 < peak < max_bytes
 
 
-@pytest.mark.sampled(0.3)
-@pytest.mark.parametrize("name", ["reshard", "hf", "diff"])
+@pytest.mark.sampled(0.15, "memory")
+@pytest.mark.parametrize("name", ["reshard", "safetensors", "diff"])
 def test_memory_stays_below_the_bound_whatever_the_strides_of_a_file_of_torch(tmp_path: Path, name: str) -> None:
     max_bytes = 48 << 20
     for kind, size in (("small", 64), ("large", 3584)):  # 49 MiB of floats

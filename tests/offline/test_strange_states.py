@@ -104,7 +104,7 @@ def test_every_format_gives_what_torch_has(tmp_path: Path, seed: int) -> None:
         source = open_source(path)
         wanted = {key: truth[key] for key in source.metadata.state_dict_metadata}
         assert len(wanted) >= len(truth) - 1
-        for to in ("torch", "hf", "dcp"):
+        for to in ("torch", "safetensors", "dcp"):
             target = tmp_path / f"{path.name}-{to}"
             convert(source, target, to=to, max_file_bytes=1 << 14, **SMALL)  # type: ignore[arg-type]
             assert diff(source, open_source(target), max_bytes=1 << 20) == DiffReport((), len(wanted))

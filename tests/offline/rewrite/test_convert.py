@@ -37,7 +37,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["ours", "stock", "torch", "safetensors", "safetensors file", "dp=4,tp=2"])
-@pytest.mark.parametrize("to", ["dcp", "hf", "torch"])
+@pytest.mark.parametrize("to", ["dcp", "safetensors", "torch"])
 def test_tensors_cross_from_every_format_to_every_other(tmp_path: Path, kind: str, to: Any) -> None:
     state = tensors()
     source = save_as(kind, tmp_path / "a", state)
@@ -67,7 +67,9 @@ def test_a_training_state_crosses_with_its_values_and_nesting(tmp_path: Path, ki
 def test_safetensors_read_what_was_written(tmp_path: Path) -> None:
     state = training_state()
     source = save_as("dp=3,tp=2", tmp_path / "a", state)
-    report = converted(source, tmp_path / "b", to="hf", selection=Selection(prefix="model"), max_file_bytes=17_000)
+    report = converted(
+        source, tmp_path / "b", to="safetensors", selection=Selection(prefix="model"), max_file_bytes=17_000
+    )
     names = sorted(path.name for path in (tmp_path / "b").iterdir())
     assert names == [*(f"model-{n:05}-of-00003.safetensors" for n in (1, 2, 3)), "model.safetensors.index.json"]
     index = json.loads((tmp_path / "b" / names[-1]).read_text())
@@ -83,7 +85,7 @@ def test_safetensors_read_what_was_written(tmp_path: Path) -> None:
 
 
 def test_values_that_have_no_room_in_safetensors_are_named(tmp_path: Path) -> None:
-    report = converted(save_as("ours", tmp_path / "a", training_state()), tmp_path / "b", to="hf")
+    report = converted(save_as("ours", tmp_path / "a", training_state()), tmp_path / "b", to="safetensors")
     assert report.dropped == ("optimizer.groups.0.lr", "optimizer.groups.0.params", "step") or set(report.dropped) == {
         "optimizer.groups",
         "step",
@@ -94,14 +96,14 @@ def test_values_that_have_no_room_in_safetensors_are_named(tmp_path: Path) -> No
 def test_a_dtype_without_a_name_is_refused(tmp_path: Path) -> None:
     source = save_as("ours", tmp_path / "a", {"w": torch.ones(3, dtype=torch.complex128), "v": torch.ones(2)})
     with pytest.raises(ReshardError, match="w: is complex128"):
-        converted(source, tmp_path / "b", to="hf")
+        converted(source, tmp_path / "b", to="safetensors")
     assert os.listdir(tmp_path) == ["a"]
-    assert converted(source, tmp_path / "b", to="hf", selection=Selection(("v",))).num_keys == 1
+    assert converted(source, tmp_path / "b", to="safetensors", selection=Selection(("v",))).num_keys == 1
     with pytest.raises(ValueError, match="only: got 'x', which matches no key of .*; there are w, v"):
-        converted(source, tmp_path / "c", to="hf", selection=Selection(("x",)))
+        converted(source, tmp_path / "c", to="safetensors", selection=Selection(("x",)))
 
 
-@pytest.mark.parametrize("to", ["hf", "torch"])
+@pytest.mark.parametrize("to", ["safetensors", "torch"])
 def test_processes_write_what_one_would(tmp_path: Path, to: Any) -> None:
     state = {f"w{number}": random_bits((300, 700), torch.float32, number) for number in range(4)}
     source = save_as("dp=3", tmp_path / "a", state)
@@ -122,12 +124,12 @@ def test_stored_strides_of_torch_files_do_not_matter(tmp_path: Path) -> None:
         "parameter": torch.nn.Parameter(torch.ones(2)),
     }
     torch.save(state, tmp_path / "a.pt")
-    converted(tmp_path / "a.pt", tmp_path / "b", to="hf")
+    converted(tmp_path / "a.pt", tmp_path / "b", to="safetensors")
     loaded = load_file(tmp_path / "b" / "model.safetensors")
     assert all(torch.equal(bits(loaded[key]), bits(tensor.detach())) for key, tensor in state.items())
 
 
-@pytest.mark.parametrize("to", ["hf", "torch"])
+@pytest.mark.parametrize("to", ["safetensors", "torch"])
 def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path, to: Any) -> None:
     source = save_as("ours", tmp_path / "a", {"w": random_bits((2048, 300), torch.float32)})
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -140,7 +142,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path, to: Any) -> 
     assert os.listdir(tmp_path) == ["a"]
 
 
-@pytest.mark.parametrize("to", ["dcp", "hf", "torch"])
+@pytest.mark.parametrize("to", ["dcp", "safetensors", "torch"])
 def test_damage_leaves_what_was_there(tmp_path: Path, to: Any) -> None:
     source = save_as("ours", tmp_path / "a", {"w": random_bits((512, 300), torch.float32)})
     old = {"w": torch.ones(3)}
@@ -153,7 +155,7 @@ def test_damage_leaves_what_was_there(tmp_path: Path, to: Any) -> None:
     assert sorted(os.listdir(tmp_path)) == ["a", "b", "old"]
 
 
-@pytest.mark.parametrize("to", ["dcp", "hf", "torch"])
+@pytest.mark.parametrize("to", ["dcp", "safetensors", "torch"])
 def test_targets_that_exist(tmp_path: Path, to: Any) -> None:
     source = save_as("ours", tmp_path / "a", tensors())
     converted(save_as("ours", tmp_path / "old", {"w": torch.ones(3)}), tmp_path / "b", to=to)
@@ -170,9 +172,9 @@ def test_files_of_others_stay(tmp_path: Path) -> None:
     target.mkdir()
     (target / "tokenizer.json").write_text("{}")
     with pytest.raises(FileExistsError, match="pass overwrite=True"):
-        converted(source, target, to="hf")
+        converted(source, target, to="safetensors")
     for max_file_bytes in (1 << 30, 17_000, 16_000, 1 << 30):
-        converted(source, target, to="hf", overwrite=True, max_file_bytes=max_file_bytes)
+        converted(source, target, to="safetensors", overwrite=True, max_file_bytes=max_file_bytes)
         assert diff(open_source(source), open_source(target)) == DiffReport((), len(tensors()))
         assert (target / "tokenizer.json").read_text() == "{}"
     assert sorted(os.listdir(target)) == ["model.safetensors", "tokenizer.json"]
@@ -180,20 +182,27 @@ def test_files_of_others_stay(tmp_path: Path) -> None:
         converted(source, target, to="torch", overwrite=True)
 
 
+def test_formats_are_known_by_name(tmp_path: Path) -> None:
+    source = save_as("ours", tmp_path / "a", tensors())
+    with pytest.raises(WrongValueError, match="got to='hf', expected one of dcp, safetensors, torch"):
+        converted(source, tmp_path / "b", to="hf")
+    assert not (tmp_path / "b").exists()
+
+
 def test_safetensors_are_not_put_beside_what_they_would_not_count_beside(tmp_path: Path) -> None:
     source = save_as("ours", tmp_path / "a", tensors())
     other = save_as("ours", tmp_path / "b", {"w": torch.ones(1)})
     with pytest.raises(FileExistsError, match=r"of a checkpoint of DCP"):
-        converted(source, other, to="hf", overwrite=True)
+        converted(source, other, to="safetensors", overwrite=True)
     chunks = tmp_path / "c"
     chunks.mkdir()
     for name in ("x", "y"):
         save_file({"w": torch.ones(1)}, chunks / f"{name}.safetensors")
     (chunks / "config.json").touch()
     with pytest.raises(FileExistsError, match="several files have chunks"):
-        converted(source, chunks, to="hf", overwrite=True)
+        converted(source, chunks, to="safetensors", overwrite=True)
     (chunks / "config.json").unlink()
-    converted(source, chunks, to="hf", overwrite=True)
+    converted(source, chunks, to="safetensors", overwrite=True)
     assert os.listdir(chunks) == ["model.safetensors"]
 
 
@@ -209,7 +218,7 @@ def test_values_that_run_code_are_run_only_where_that_is_said(tmp_path: Path, mo
     with pytest.raises(CheckpointReadError, match="evil"):
         convert(source, tmp_path / "c.pt", to="torch", num_processes=1)
     convert(source, tmp_path / "d", to="dcp", num_processes=1)
-    assert convert(source, tmp_path / "e", to="hf", num_processes=1).dropped == ("evil",)
+    assert convert(source, tmp_path / "e", to="safetensors", num_processes=1).dropped == ("evil",)
     (found,) = diff(source, open_source(save_as("ours", tmp_path / "f", {"w": torch.ones(3), "evil": 1}))).differences
     assert (found.key, found.kind) == ("evil", "unreadable")
     assert diff(source, open_source(tmp_path / "d")).differences == ()
@@ -221,7 +230,7 @@ def test_values_that_run_code_are_run_only_where_that_is_said(tmp_path: Path, mo
 
 def test_a_checkpoint_without_keys(tmp_path: Path) -> None:
     source = save_as("ours", tmp_path / "a", {})
-    for to in ("dcp", "hf", "torch"):
+    for to in ("dcp", "safetensors", "torch"):
         assert converted(source, tmp_path / to, to=to).num_keys == 0  # type: ignore[arg-type]
         assert open_source(tmp_path / to).metadata.state_dict_metadata == {}
 
@@ -247,7 +256,7 @@ def saved_floats() -> dict[str, torch.Tensor]:
     return {**floats, **odd, **others}
 
 
-@pytest.mark.parametrize("to", ["dcp", "hf", "torch"])
+@pytest.mark.parametrize("to", ["dcp", "safetensors", "torch"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float8_e4m3fn])
 def test_floats_are_cast_on_the_way(tmp_path: Path, to: Any, dtype: torch.dtype) -> None:
     state = saved_floats()
@@ -262,7 +271,7 @@ def test_floats_are_cast_on_the_way(tmp_path: Path, to: Any, dtype: torch.dtype)
     assert diff(open_source(tmp_path / "b"), open_source(tmp_path / "wanted.pt")).differences == ()
 
 
-@pytest.mark.parametrize("to", ["dcp", "hf", "torch"])
+@pytest.mark.parametrize("to", ["dcp", "safetensors", "torch"])
 def test_a_number_that_the_dtype_cannot_hold_is_refused(tmp_path: Path, to: Any) -> None:
     source = save_as("ours", tmp_path / "a", {"v": torch.ones(3), "w": torch.tensor([1.0, 1e5, math.inf])})
     with pytest.raises(WrongValueError, match="dtype: w has the number 100000.0, which torch.float16 cannot hold"):

@@ -47,7 +47,7 @@ def test_weights_are_converted_on_the_way(tmp_path: Path, kind: str, max_bytes: 
     source = mapped(save_as(kind, tmp_path / "a", state), TRANSFORM)
     convert(source, tmp_path / "b", to="dcp", num_processes=1, max_bytes=max_bytes)
     assert differences(loaded(tmp_path / "b"), wanted_state()) == []
-    report = convert(source, tmp_path / "c", to="hf", num_processes=1, max_bytes=max_bytes)
+    report = convert(source, tmp_path / "c", to="safetensors", num_processes=1, max_bytes=max_bytes)
     found = load_file(tmp_path / "c" / "model.safetensors")
     assert differences(found, {f"model.{name}": value for name, value in wanted_state().items()}) == []
     assert report.dropped == (("step",) if "step" in state else ())
@@ -58,7 +58,7 @@ def test_the_way_back_gives_what_was_there(tmp_path: Path) -> None:
     save_as("safetensors", tmp_path / "a", state)
     convert(mapped(tmp_path / "a", BOTH_WAYS), tmp_path / "b", to="dcp", num_processes=2)
     back = mapped(tmp_path / "b", Transform.from_json(BOTH_WAYS.inverse().to_json()))
-    convert(back, tmp_path / "c", to="hf", num_processes=2)
+    convert(back, tmp_path / "c", to="safetensors", num_processes=2)
     assert differences(load_file(tmp_path / "c" / "model.safetensors"), state) == []
 
 
@@ -81,7 +81,7 @@ def test_a_checkpoint_is_written_for_a_mesh(tmp_path: Path) -> None:
 def test_dtype_is_that_of_the_option(tmp_path: Path) -> None:
     save_as("ours", tmp_path / "a", saved_state())
     source = mapped(tmp_path / "a", TRANSFORM)
-    report = convert(source, tmp_path / "b", to="hf", dtype=torch.float64, num_processes=1)
+    report = convert(source, tmp_path / "b", to="safetensors", dtype=torch.float64, num_processes=1)
     found = load_file(tmp_path / "b" / "model.safetensors")
     assert differences(found, {f"model.{name}": value.double() for name, value in wanted_state().items()}) == []
     assert report.is_exact

@@ -30,15 +30,17 @@ class _Dtype(str, Enum):
 
 class _Format(str, Enum):
     DCP = "dcp"
-    HF = "hf"
+    SAFETENSORS = "safetensors"
     TORCH = "torch"
+    HF = "hf"  # the name of safetensors in earlier versions
 
 
 def run(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint of any format.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="A directory; with --to torch a file.")],
     to: Annotated[
-        _Format, typer.Option(metavar="dcp|hf|torch", help="DCP, safetensors (tensors alone), or torch.save.")
+        _Format,
+        typer.Option(metavar="FORMAT", help="dcp, safetensors (tensors alone), or torch."),
     ],
     dtype: Annotated[_Dtype | None, typer.Option(metavar="DTYPE", help="Cast floats, for example to bfloat16.")] = None,
     only: options.Only = None,
@@ -53,7 +55,7 @@ def run(
 ) -> None:
     """Write a checkpoint in another format. DST is whole or as it was.
 
-    Example: torchtitan-ext convert run/step-100 exported --to hf --prefix model
+    Example: torchtitan-ext convert run/step-100 new --to safetensors
     """
     begin = time.perf_counter()
     selection = lazy.selection.Selection(tuple(only or ()), prefix)
@@ -66,7 +68,7 @@ def run(
             report = lazy.convert.convert(
                 opened,
                 target,
-                to=to.value,
+                to="safetensors" if to is _Format.HF else to.value,
                 selection=selection,
                 dtype=new_dtype,
                 max_file_bytes=options.amount_of(max_file_size),

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
 from torchtitan_ext.checkpoint.rules.casts import is_exact as is_exact_cast
 from torchtitan_ext.dcp_private import unflatten_state_dict
-from torchtitan_ext.errors import Problem, refusal
+from torchtitan_ext.errors import Problem, WrongValueError, named, refusal
 from torchtitan_ext.layout.layout import row_major_position
 from torchtitan_ext.offline.boxes import Piece, batched, cut, whole
 from torchtitan_ext.offline.rewrite.reshard import MeshPlan, write_checkpoint
@@ -34,7 +34,7 @@ from torchtitan_ext.storage.weights.layout import lay_out_weights, make_weights
 # A task is large enough that its start does not count, and small enough that processes end together.
 _TASK_BYTES = 256 << 20
 
-NewFormat = Literal["dcp", "hf", "torch"]
+NewFormat = Literal["dcp", "safetensors", "torch"]
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,13 @@ def convert(
     weights_only: bool = True,
     progress: OnBytes = lambda _: None,
 ) -> ConvertReport:
-    """Writes a checkpoint of DCP (``"dcp"``), a directory of safetensors (``"hf"``), or a file of ``torch.save``.
+    """Writes a checkpoint of DCP (``"dcp"``), a directory of safetensors, or a file of ``torch.save``.
 
     The target becomes whole, or stays what it was. A directory of safetensors keeps files that are no weights;
     ``replace_weights`` says what its readers see meanwhile.
 
     Args:
+        to: ``"dcp"``, ``"safetensors"``, ``"torch"``.
         dtype: Cast floating-point tensors to it on the way; values can change then, as with ``cast="allow"``.
         max_file_bytes: The largest size of a safetensors file; a tensor that is larger gets a file of its own.
         max_bytes: The bytes of tensors that all processes together hold at a time.
@@ -91,6 +92,8 @@ def convert(
         CheckpointReadError: A value is more than plain data.
         OSError: A file cannot be read or written.
     """
+    if to not in get_args(NewFormat):
+        raise WrongValueError(f"convert: got to={to!r}, expected one of {named(get_args(NewFormat))}")
     refuse_existing(Path(target), overwrite)
     _refuse_other_kind(Path(target), to)
     keys = SelectedKeys(source, selection or Selection(), dtype)
@@ -176,5 +179,5 @@ def _refuse_other_kind(target: Path, to: NewFormat) -> None:
     """A file replaces only a file; safetensors replace only a directory without a checkpoint of DCP."""
     if to == "torch" and target.is_dir():
         raise FileExistsError(f"{target} is a directory, and a file is to be written there")
-    if to == "hf" and target.is_dir():
+    if to == "safetensors" and target.is_dir():
         refuse_irreplaceable(target)
