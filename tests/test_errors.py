@@ -4,6 +4,7 @@ import inspect
 import pickle
 import threading
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -105,12 +106,30 @@ def test_a_problem_that_many_ranks_report_is_listed_once() -> None:
 
 
 def test_the_report_groups_by_kind_and_shows_ten_lines_of_each() -> None:
-    many = [Problem("missing_key", f"layers.{index}", "the checkpoint lacks it") for index in range(25)]
+    many = [Problem("missing_key", f"layers.{index}", f"has {index} of 30 ranks") for index in range(25)]
     lines = str(refusal("load", [*many, PROBLEMS[1]])).splitlines()
     assert lines[0] == "load refused, nothing was changed; 26 problem(s):"
     assert lines[1] == "Missing key in checkpoint (25):"
-    assert lines[2] == "  layers.0: the checkpoint lacks it"
+    assert lines[2] == "  layers.0: has 0 of 30 ranks"
     assert lines[12:] == ["  ... and 15 more", "Size mismatch (1):", "  w: got (2,), expected (3,)"]
+
+
+def test_keys_of_one_sentence_share_a_line() -> None:
+    many = [Problem("missing_key", f"w.{index}", f"Missing key in checkpoint: w.{index}.") for index in range(25)]
+    few = [Problem("wrong_shape", f"b.{index}", "got (2,), expected (3,)") for index in range(3)]
+    assert str(refusal("load", [*many, *few, replace(few[0], fqn="c", detail="got no tensor")])).splitlines()[1:] == [
+        "Missing key in checkpoint (25):",
+        "  Missing key in checkpoint: w.0 (and 24 more: w.1, w.2, ...).",
+        "Size mismatch (4):",
+        *(f"  b.{index}: got (2,), expected (3,)" for index in range(3)),
+        "  c: got no tensor",
+    ]
+
+
+def test_keys_that_look_like_values_share_no_line() -> None:
+    texts = {str(key): f"has {key} rows, expected 9" for key in range(4)}
+    error = refusal("load", [Problem("wrong_shape", key, text) for key, text in texts.items()])
+    assert str(error).splitlines()[2:] == [f"  {key}: {text}" for key, text in texts.items()]
 
 
 def test_every_kind_of_problem_has_a_heading_and_a_class() -> None:

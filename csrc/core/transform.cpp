@@ -78,7 +78,9 @@ MappedTensor join_tensors(const std::vector<MappedTensor>& tensors, const Join& 
   MappedTensor result = tensors.front();
   for (const MappedTensor& other : tensors) {
     TTE_CHECK(other.dtypes == result.dtypes, "dtypes", "got ", joined(result.dtypes), " of ", result.name, " and ",
-              joined(other.dtypes), " of ", other.name, "; cast them to one dtype first");
+              joined(other.dtypes), " of ", other.name,
+              "; cast them to one dtype first, those of a checkpoint by torchtitan-ext "
+              "convert --dtype");
     TTE_CHECK(other.scales.has_value() == result.scales.has_value(), "dequantize", other.name, " and ", result.name,
               " are not both quantised");
   }

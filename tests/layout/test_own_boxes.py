@@ -212,7 +212,7 @@ def test_ranks_that_disagree_are_refused() -> None:
 def test_memory_that_has_no_boxes_is_refused() -> None:
     sparse = boxed(torch.zeros(4).to_sparse(), (4,), [((0,), (0,), (4,))])
     wrapper = boxed(TwoTensor(torch.zeros(4), torch.zeros(4)), (4,), [((0,), (0,), (4,))])
-    with pytest.raises(LayoutError, match="w: is torch.sparse_coo; convert it to a dense"):
+    with pytest.raises(LayoutError, match="w: is torch.sparse_coo; convert it with .to_dense"):
         save([{"w": sparse}])
     with pytest.raises(LayoutError, match="w: its local tensor is a TwoTensor, which is not one block of memory"):
         save([{"w": wrapper}])

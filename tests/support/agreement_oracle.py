@@ -185,10 +185,11 @@ def _replica_problem(
     fqn: str, agreed: TensorAgreement | ObjectAgreement, first: int, other: int, digests: Sequence[bytes]
 ) -> Problem:
     names = [digests[rank].hex()[:12] or "none" for rank in (first, other)]
+    lowest = "SavePlanner(replicas='first')"
     what, remedy = (
-        ("values", "give each rank a key of its own (such as rank_0), or save one rank's value with replicas='first'")
+        ("values", f"give each rank a key of its own (such as rank_0), or save one rank's value with {lowest}")
         if isinstance(agreed, ObjectAgreement)
-        else ("bits", "make the replicas equal first, or save the lowest rank's with replicas='first'")
+        else ("bits", f"make the replicas equal first, or save the lowest rank's with {lowest}")
     )
     held = _values(first, other, digests) or f"{what} with digests {names[0]} and {names[1]}"
     detail = f"ranks {first} and {other} should hold the same, got {held}"

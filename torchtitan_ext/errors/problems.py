@@ -40,6 +40,9 @@ ProblemKind = Literal[
 MAX_NAMED = 10
 """A report stays readable for a model of ten thousand tensors."""
 
+_MANY = 4
+"""So many keys of one sentence share a line."""
+
 
 @dataclass(frozen=True)
 class Remedy:
@@ -72,10 +75,16 @@ class Problem:
     remedy: Remedy | None = None
 
     def __str__(self) -> str:
+        return self.said_of(self.fqn)
+
+    def said_of(self, keys: str) -> str:
+        """The sentence with other words in the place of the key."""
         # Sentences of stock DCP name the key at their end. A key such as "w" is in many sentences that do not name it.
         text = self.detail + self.advice
-        is_named = any(f" {self.fqn}{mark}" in text for mark in ".;")
-        return text if is_named else f"{self.fqn}: {text}"
+        for mark in ".;":
+            if f" {self.fqn}{mark}" in text:
+                return text.replace(f" {self.fqn}{mark}", f" {keys}{mark}", 1)
+        return f"{keys}: {text}"
 
 
 def named(names: Sequence[object], most: int = MAX_NAMED) -> str:
@@ -85,8 +94,22 @@ def named(names: Sequence[object], most: int = MAX_NAMED) -> str:
 
 
 def listed(problems: Sequence[Problem]) -> list[str]:
-    """For reports: a line for each of the first ten problems, and how many more there are."""
-    lines = [f"  {problem}" for problem in problems[:MAX_NAMED]]
-    if len(problems) > MAX_NAMED:
-        lines.append(f"  ... and {len(problems) - MAX_NAMED} more")
-    return lines
+    """For reports: at most ten lines, and how many more problems there are. Many keys of one sentence are one line."""
+    alike: dict[str, list[Problem]] = {}
+    for problem in problems:
+        alike.setdefault(problem.said_of(""), []).append(problem)
+    groups = [
+        part for group in alike.values() for part in ([group] if len(group) >= _MANY else [[one] for one in group])
+    ]
+    lines = [f"  {_line_of(group)}" for group in groups[:MAX_NAMED]]
+    num_more = sum(map(len, groups[MAX_NAMED:]))
+    return [*lines, f"  ... and {num_more} more"] if num_more else lines
+
+
+def _line_of(alike: Sequence[Problem]) -> str:
+    first, *others = alike
+    if not others:
+        return str(first)
+    names = ", ".join(problem.fqn for problem in others[: _MANY - 2])
+    dots = ", ..." if len(others) > _MANY - 2 else ""
+    return first.said_of(f"{first.fqn} (and {len(others)} more: {names}{dots})")

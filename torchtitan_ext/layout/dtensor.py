@@ -54,15 +54,15 @@ def holds_wrapper(tensor: torch.Tensor) -> bool:
 def why_not_dense(local: torch.Tensor) -> str | None:
     """Why the elements of a local tensor are not one block of strided memory, or ``None`` where they are."""
     if local.is_nested:
-        return "is a nested tensor, which has no one shape; store its values() and offsets(), or a list of tensors"
+        return "is a nested tensor, which has no one shape; store list(tensor.unbind())"
     if is_traceable_wrapper_subclass(local):
         return (
             f"its local tensor is a {type(local).__name__}, which is not one block of memory; "
             "dequantise it or give it __create_write_items__"
         )
     if local.layout is not torch.strided or local.is_quantized:
-        what = "quantised" if local.is_quantized else str(local.layout)
-        return f"is {what}; convert it to a dense strided tensor first"
+        what, how = ("quantised", "dequantize()") if local.is_quantized else (str(local.layout), "to_dense()")
+        return f"is {what}; convert it with .{how} first"
     return None
 
 

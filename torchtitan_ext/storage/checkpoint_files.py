@@ -147,7 +147,7 @@ def parse_index(
             return None
         if metadata is None:
             raise DamagedCheckpointError(f"{error}; there is no .metadata to read without it") from None
-        advice = "; verify='none' reads without the index and its checksums"
+        advice = "; storage_reader=FileReader(path, verify='none') reads without the index and its checksums"
         raise DamagedCheckpointError(str(error), advice) from None
     if metadata is None:
         return index if index.metadata_bytes == NO_METADATA else None
@@ -156,14 +156,16 @@ def parse_index(
             raise DamagedCheckpointError(
                 f"the .metadata beside {path} is not the one that was saved with its files: what it says of keys and "
                 "places is not to be trusted",
-                "; verify='none' reads it all the same",
+                "; storage_reader=FileReader(path, verify='none') reads it all the same",
             )
         text = (
             f"{path} belongs to another .metadata than the one beside it: the checkpoint was saved over by stock DCP, "
             "or .metadata is damaged"
         )
         if verify == "all":
-            raise DamagedCheckpointError(text, "; verify='auto' reads it without this index")
+            raise DamagedCheckpointError(
+                text, "; storage_reader=FileReader(path, verify='auto') reads it without this index"
+            )
         warn(f"{text}; it is read without this index")
         return None
     return index

@@ -193,14 +193,14 @@ REFUSED: dict[str, tuple[Any, type[StateRefusedError], str]] = {
     "nested": (
         lambda: [{"w": NESTED}],
         LayoutError,
-        r"w: is a nested tensor, .*; store its values\(\) and offsets\(\)",
+        r"w: is a nested tensor, .*; store list\(tensor.unbind",
     ),
     "wrapper": (
         lambda: of_local(TwoTensor(torch.zeros(2), torch.zeros(2)), Shard(0)),
         LayoutError,
         "TwoTensor, which no load reads; allow it with torch.serialization.add_safe_globals",
     ),
-    "sparse": (lambda: [{"w": SPARSE}], LayoutError, "w: is torch.sparse_coo; convert it to a dense"),
+    "sparse": (lambda: [{"w": SPARSE}], LayoutError, "w: is torch.sparse_coo; convert it with .to_dense"),
     "quantised": (lambda: [{"w": QUANTISED}], LayoutError, "w: is quantised; convert it"),
     "kind": (
         lambda: [{"w": torch.zeros(1)}, {"w": 1}],

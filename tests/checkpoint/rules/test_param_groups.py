@@ -106,7 +106,8 @@ def test_positions_do_not_say_which_parameter_was_frozen() -> None:
     assert merged == [group([0, 1], lr=1.0)]
     assert texts(notes) == [
         "problem: the checkpoint has 3 parameter(s) by position and no names, this optimizer has 2: which is which "
-        "cannot be told; build the optimizer from named_parameters(), or save with get_optimizer_state_dict"
+        "cannot be told; save it again by the job that has these, and load it, with an optimizer built from "
+        "named_parameters(), or by get_optimizer_state_dict"
     ]
 
 

@@ -138,7 +138,10 @@ def test_default_collate_and_local_batch_size() -> None:
     [
         ({}, "exactly one of batch_size .per rank. and global_batch_size"),
         ({"batch_size": 2, "global_batch_size": 4}, "exactly one of"),
-        ({"batch_size": 0}, "leaves some of 1 data-parallel ranks without a sample; choose global_batch_size >= 1"),
+        (
+            {"batch_size": 0},
+            "leaves some of 1 data-parallel ranks without a sample; choose a multiple of 1 as global_batch_size",
+        ),
         (
             {"global_batch_size": 3, "dp_rank": 0, "dp_size": 4},
             "a global batch of 3 leaves some of 4 data-parallel ranks",

@@ -29,6 +29,7 @@ from torchtitan_ext.errors import (
     readable_error,
     refusal,
 )
+from torchtitan_ext.errors.printed_once import leave_report_to_rank_0
 from torchtitan_ext.metrics import Trace, Traced, log_metrics, timed
 from torchtitan_ext.ranks.exchange import REFUSED, Opening, TimedExchange
 from torchtitan_ext.ranks.groups import position_in
@@ -381,8 +382,9 @@ class Phases:
                 own = failure.errors.get(self.rank)
                 if isinstance(own, (KeyboardInterrupt, SystemExit)):
                     raise own from None
-                raise self._own_error(failure, name, undefined) from None
-            except (LostRankError, DifferentCallsError, StateRefusedError):  # the same on every rank
+                raise self._known_to_all(self._own_error(failure, name, undefined)) from None
+            except (LostRankError, DifferentCallsError, StateRefusedError) as error:
+                self._known_to_all(error)
                 raise
             except BaseException as error:
                 if watch is not None:
@@ -391,6 +393,12 @@ class Phases:
             finally:
                 if self._turn is not None:
                     self._turn.in_phase = None
+
+    def _known_to_all(self, error: TorchtitanExtError) -> TorchtitanExtError:
+        """The error, which is the same on every rank."""
+        if isinstance(error, StateRefusedError) and not self.is_coordinator:
+            leave_report_to_rank_0(error, self.rank)
+        return error
 
     def _own_error(self, failure: PhaseFailure, name: str, undefined: tuple[str, ...]) -> TorchtitanExtError:
         errors = failure.errors

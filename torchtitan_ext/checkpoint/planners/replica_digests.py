@@ -74,10 +74,11 @@ def _difference(agreement: Agreement, found: _core.ReplicaDifference) -> Problem
         )
         detail = f"{agreement.world.describe_replicas(found.key)}, and {ranks} hold {held or 'different bits'}"
         return Problem("replicas_differ", fqn, detail, advice)
+    first = "SavePlanner(replicas='first')"
     what, remedy = (
-        ("values", "give each rank a key of its own (such as rank_0), or save one rank's value with replicas='first'")
+        ("values", f"give each rank a key of its own (such as rank_0), or save one rank's value with {first}")
         if kind.is_object
-        else ("bits", "make the replicas equal first, or save the lowest rank's with replicas='first'")
+        else ("bits", f"make the replicas equal first, or save the lowest rank's with {first}")
     )
     held = held or f"{what} with digests {_digest(found.first)} and {_digest(found.second)}"
     return Problem("replicas_differ", fqn, f"{ranks} should hold the same, got {held}", f"; {remedy}")

@@ -247,8 +247,9 @@ def fresh_optimizers(
             "optimizer that has not stepped has none"
         )
         advice = (
-            "; call torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer) first, which "
-            f"makes it without a step; to go on without it, pass {how_to_omit.format(glob=f'{prefix}.state.*')}"
+            "; call optimizer.zero_grad() and torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, "
+            "optimizer) first, which make it without a step; to go on without it, pass "
+            f"{how_to_omit.format(glob=f'{prefix}.state.*')}"
         )
         problems.append(Problem("unexpected_key", f"{prefix}.state", detail, advice, Remedy("optimizer_state", prefix)))
     return problems, [fqn for fqn in unexpected if fqn not in lost]

@@ -75,7 +75,7 @@ def merge_param_groups(
         [list(group["param_names" if by_name else "params"]) for group in groups] for groups in (saved, current)
     )
     notes: list[GroupNote] = []
-    in_doubt = _positions_in_doubt(saved_names, current_names)
+    in_doubt = "" if by_name else _positions_in_doubt(saved, current)
     if in_doubt:
         return [dict(group) for group in current], [GroupNote("problem", in_doubt)]
     owner = {name: index for index, names in enumerate(saved_names) for name in names}
@@ -166,17 +166,27 @@ def find_option_gaps(saved_keys: Iterable[str], wanted_keys: Iterable[str]) -> O
     return OptionGaps(gaps.fillable, gaps.missing, gaps.incomplete, gaps.dropped)
 
 
-def _positions_in_doubt(saved_names: Sequence[Sequence[Any]], current_names: Sequence[Sequence[Any]]) -> str:
-    """Why positions cannot identify parameters; empty where they can, or where there are names."""
-    by_id = any(isinstance(name, int) for names in (*saved_names, *current_names) for name in names)
-    num_saved, num_current = (sum(map(len, names)) for names in (saved_names, current_names))
-    if not by_id or num_saved == num_current:
+def _positions_in_doubt(saved: Sequence[Mapping[str, Any]], current: Sequence[Mapping[str, Any]]) -> str:
+    """Why positions cannot identify parameters, where there are no names; empty where they can."""
+    num_saved, num_current = (sum(len(group["params"]) for group in groups) for groups in (saved, current))
+    if num_saved == num_current or not any(map(_is_by_position, (*saved, *current))):
         return ""
-    return (
-        f"the checkpoint has {num_saved} parameter(s) by position and no names, this optimizer has {num_current}: "
-        "which is which cannot be told; build the optimizer from named_parameters(), or save with "
-        "get_optimizer_state_dict"
+    told = f"the checkpoint has {num_saved} parameter(s) by {{}}: which is which cannot be told; {{}}"
+    if all("param_names" in group for group in saved):
+        by = f"name, this optimizer has {num_current} without"
+        return told.format(by, "load it into an optimizer built from named_parameters()")
+    if not any(map(_is_by_position, saved)):
+        by = f"name, this optimizer has {num_current} by position"
+        return told.format(by, "load it into get_optimizer_state_dict(model, optimizer)")
+    return told.format(
+        f"position and no names, this optimizer has {num_current}",
+        "save it again by the job that has these, and load it, with an optimizer built from named_parameters(), or by "
+        "get_optimizer_state_dict",
     )
+
+
+def _is_by_position(group: Mapping[str, Any]) -> bool:
+    return any(isinstance(name, int) for name in group["params"])
 
 
 def _merged_group(

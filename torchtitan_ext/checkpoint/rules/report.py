@@ -161,9 +161,14 @@ class LoadReport:
         omitted = [name for name, action in actions.items() if action == "omit"]
         lost = [f"what this run has made of {named(reset)} stays"] if reset else []
         lost += [f"what was saved of {named(omitted)} is lost to this run"] if omitted else []
+        unfit = [problem.fqn for problem in self.problems if problem.kind == "policy_name"]
+        lost += [f"nothing is done about {named(unfit)}"] if unfit else []
+        casts = any(problem.remedy is not None and problem.remedy.option == "cast" for problem in self.problems)
+        lost += ["values are rounded"] if casts else []
         strict = self.remedy_policy.strict
         lost += [] if strict == "error" else ["keys on one side only are passed over"]
-        return f"To go on without these: policy={self.remedy}\n  then {'; '.join(lost)}"
+        also = ", cast='allow'" if casts else ""
+        return f"To go on without these: policy={self.remedy}{also}\n  then {'; '.join(lost)}"
 
     def __str__(self) -> str:
         widths = [max((len(line.name) for line in self.components), default=0), max(map(len, ("reshard", "action")))]

@@ -70,7 +70,7 @@ class Share:
         if size < ranks:
             raise ValueError(
                 f"data loader: a global batch of {size} leaves some of {ranks} data-parallel ranks without a sample; "
-                f"choose global_batch_size >= {ranks}"
+                f"choose a multiple of {ranks} as global_batch_size"
             )
         if size % ranks and not self.uneven:
             less = size - size % ranks

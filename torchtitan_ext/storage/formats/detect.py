@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import shlex
 import stat
 from pathlib import Path
 from typing import Literal
@@ -95,7 +96,7 @@ def how_to_load(path: Path) -> str | None:
         return f"cannot be read ({error.strerror})"
     if found == "dcp":
         return None
-    convert = f"write it as DCP first: torchtitan-ext convert {path} <directory> --to dcp"
+    convert = f"write it as DCP first: torchtitan-ext convert {shlex.quote(str(path))} <directory> --to dcp"
     if found == "torch":
         return f"is a file of torch.save, which no load of a job reads; {convert}"
     what = "holds safetensors files" if path.is_dir() else "is one safetensors file"

@@ -324,7 +324,9 @@ class FileReader(StorageReader):
                 for place, info in self.storage_data.items()
             )
             text = describe_damage(self.path, blocks, parts, self._index)
-            raise DamagedCheckpointError(text, "; verify='none' takes the bytes as they are")
+            raise DamagedCheckpointError(
+                text, "; storage_reader=FileReader(path, verify='none') takes the bytes as they are"
+            )
 
     @property
     def has_unverified_blocks(self) -> bool:
