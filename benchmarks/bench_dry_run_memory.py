@@ -9,15 +9,14 @@ synced. Tensors are on the CPU.
 
 import argparse
 import tempfile
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from contest import first_call
+from measured_worlds import run_worlds
 from result_file import write_results
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -137,18 +136,11 @@ class World:
 
 
 def run(rank: int, world_size: int, folder: Path, rank_bytes: int, results: Any) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(str(folder / "store"), world_size), rank=rank, world_size=world_size
-    )
     world = World(folder, rank_bytes)
     world.warm_up()
     world.measure()
     if rank == 0:
-        results.extend(world.rows)
-    dist.barrier()
-    dist.destroy_process_group()
+        results[f"{world_size} ranks"] = world.rows
 
 
 def main() -> None:
@@ -157,12 +149,8 @@ def main() -> None:
     parser.add_argument("--processes", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--mebibytes", type=int, default=256, help="of tensors of each rank")
     options = parser.parse_args()
-    with mp.Manager() as manager:
-        results = manager.list()
-        for world_size in options.processes:
-            with tempfile.TemporaryDirectory(dir=options.directory) as folder:
-                mp.spawn(run, (world_size, Path(folder), options.mebibytes << 20, results), nprocs=world_size)
-        rows = list(results)
+    measured = run_worlds(run, options.processes, options.directory, options.mebibytes << 20)
+    rows = [row for of_world in measured.values() for row in of_world]
     for row in rows:
         print(
             f"{row['world_size']} ranks  {row['kind']}  {row['case']:<28}"

@@ -14,7 +14,6 @@ import argparse
 import os
 import shutil
 import tempfile
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,8 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from contest import Contenders, compare, print_rows
+from measured_worlds import run_worlds
 from raw_files import files_of, sync_files
 from raw_runs import Runs, begins_in
 from result_file import write_results
@@ -87,7 +86,7 @@ class Case:
     def save_and_convert(self) -> None:
         tte.save(self.state, self.folder / "dcp")
         if self.rank == 0:
-            convert(open_source(self.folder / "dcp"), self.folder / "converted", to="hf", num_processes=1)
+            convert(open_source(self.folder / "dcp"), self.folder / "converted", to="safetensors", num_processes=1)
         dist.barrier()
 
     def save_by_stock(self, *, is_consolidated: bool) -> None:
@@ -161,10 +160,6 @@ class Case:
 
 
 def run(rank: int, world_size: int, folder: Path, options: argparse.Namespace, results: Any) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / f"store{world_size}"), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     mesh = init_device_mesh("cpu", (world_size,))
     workload = large(options.gigabytes, torch.bfloat16, world_size)
     processes = f"{world_size} process{'es' if world_size > 1 else ''}"
@@ -188,10 +183,6 @@ def run(rank: int, world_size: int, folder: Path, options: argparse.Namespace, r
         if "loads" in options.steps:
             record(f"load, {layout}", case.measure_loads)
         del case
-    dist.barrier()
-    if rank == 0:
-        shutil.rmtree(folder / "files", ignore_errors=True)
-    dist.destroy_process_group()
 
 
 def main() -> None:
@@ -204,15 +195,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dry", action="store_true", help="write no result file")
     options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="tte_hf_", dir=options.directory))
-    with mp.Manager() as manager:
-        results = manager.dict()
-        try:
-            for world_size in options.processes:
-                mp.spawn(run, (world_size, folder, options, results), nprocs=world_size)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-        measured = dict(results)
+    measured = run_worlds(run, options.processes, options.directory, options)
     if not options.dry:
         sizes = {name: getattr(options, name) for name in ("gigabytes", "processes", "rounds")}
         print(write_results("hf", sizes={**sizes, "cores": os.cpu_count()}, results=measured))

@@ -15,17 +15,14 @@ from __future__ import annotations
 import argparse
 import fcntl
 import os
-import shutil
 import struct
-import tempfile
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from measured_worlds import run_worlds
 from result_file import write_results
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -128,10 +125,7 @@ def load(state: dict[str, Any], reader: FileReader, share_reads: Any) -> dict[st
     }
 
 
-def work(rank: int, options: argparse.Namespace, folder: Path, results: Any) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=options.ranks)
+def work(rank: int, world_size: int, folder: Path, options: argparse.Namespace, results: Any) -> None:
     for kind in KINDS:
         path = folder / kind
         tte.save(state_of("hsdp" if kind == "hsdp" else "replicas", options.megabytes, rank, options.ranks), path)
@@ -152,7 +146,6 @@ def work(rank: int, options: argparse.Namespace, folder: Path, results: Any) -> 
                 assert torch.equal(mine, expected), f"{key} was not loaded as it was saved"
             if rank == 0:
                 results[f"{kind}, {place}"] = best
-    dist.destroy_process_group()
 
 
 def main() -> None:
@@ -162,14 +155,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--folder", type=Path)
     options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="tte_share_reads_", dir=options.folder))
-    with mp.Manager() as manager:
-        results = manager.dict()
-        try:
-            mp.spawn(work, (options, folder, results), nprocs=options.ranks)
-        finally:
-            shutil.rmtree(folder)
-        measured = dict(results)
+    measured = run_worlds(work, [options.ranks], options.folder, options)
     print(f"{'':18} share_reads  seconds  of the best  bytes read  of the store's time  extra memory")
     for case, ways in measured.items():
         best = min(ways["False"]["seconds"], ways["True"]["seconds"])

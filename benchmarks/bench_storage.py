@@ -18,7 +18,6 @@ import argparse
 import os
 import shutil
 import tempfile
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,8 +26,8 @@ from typing import Any
 import raw_files
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from contest import Contenders, compare, print_rows
+from measured_worlds import run_worlds
 from result_file import write_results
 from storage_contenders import (
     PEERS,
@@ -193,11 +192,6 @@ def states(options: argparse.Namespace) -> list[tuple[float, str]]:
 
 
 def run(rank: int, world_size: int, folder: Path, options: argparse.Namespace, results: Any) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(str(folder / "store"), world_size), rank=rank, world_size=world_size
-    )
     mesh = init_device_mesh("cpu", (world_size,))
     peers = make_peers(options.peers)
     fewer_rounds = max(2, options.rounds // 2)
@@ -218,7 +212,6 @@ def run(rank: int, world_size: int, folder: Path, options: argparse.Namespace, r
         asked = peers if world_size == options.processes[0] else []
         case = Case(small(DTYPES[options.dtype[0]]), mesh, files, asked, fewer_rounds, options.threads)
         measure(case, f"{processes}, 4,000 x 2 KiB", results, steps=["save with fsync", "warm load", "rows -> columns"])
-    dist.destroy_process_group()
 
 
 def main() -> None:
@@ -234,12 +227,7 @@ def main() -> None:
     options = parser.parse_args()
     if not options.gigabytes and not options.small:
         parser.error("nothing to measure: give --gigabytes or --small")
-    with mp.Manager() as manager:
-        results = manager.dict()
-        for world_size in options.processes:
-            with tempfile.TemporaryDirectory(dir=options.directory) as folder:
-                mp.spawn(run, (world_size, Path(folder), options, results), nprocs=world_size)
-        measured = dict(results)
+    measured = run_worlds(run, options.processes, options.directory, options)
     sizes = {
         "rounds": options.rounds,
         "threads_per_process": options.threads,

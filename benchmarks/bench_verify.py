@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from contest import compare, print_rows
+from measured_worlds import run_worlds
 from result_file import write_results
 from storage_states import COLUMNS, ROWS, State, filled, large, small
 from torch.distributed.device_mesh import init_device_mesh
@@ -55,11 +53,6 @@ def window(whole: torch.Tensor, first: int, last: int) -> Any:
 
 
 def run(rank: int, world_size: int, folder: Path, options: argparse.Namespace, results: Any) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(str(folder / "store"), world_size), rank=rank, world_size=world_size
-    )
     mesh = init_device_mesh("cpu", (world_size,))
     workloads = {
         f"{options.gigabytes:g} GB": large(options.gigabytes, torch.float32, world_size),
@@ -84,7 +77,6 @@ def run(rank: int, world_size: int, folder: Path, options: argparse.Namespace, r
             if rank == 0:
                 results[f"{world_size} processes, {name}, {case}"] = found
                 print_rows(f"{world_size} processes, {name}, {case}", found)
-    dist.destroy_process_group()
 
 
 def main() -> None:
@@ -94,12 +86,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, nargs="*", default=[1, 2, 4])
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
-    with mp.Manager() as manager:
-        results = manager.dict()
-        for world_size in options.processes:
-            with tempfile.TemporaryDirectory(dir=options.directory) as folder:
-                mp.spawn(run, (world_size, Path(folder), options, results), nprocs=world_size)
-        measured = dict(results)
+    measured = run_worlds(run, options.processes, options.directory, options)
     sizes = {"gigabytes": options.gigabytes, "rounds": options.rounds, "threads_per_process": 1}
     print(write_results("verify", sizes=sizes, results=measured))
 
