@@ -30,7 +30,7 @@ export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 CPP_FILES = $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh tests/csrc/*.cpp tests/csrc/*.h tests/support/*.cpp benchmarks/*.cpp)
 PY_PATHS := torchtitan_ext tests examples benchmarks
 
-.PHONY: sanitize sanitize-asan sanitize-tsan help demo build test test-full test-torch test-of-torch test-cpp test-python test-clients soak wheel lint format clean
+.PHONY: sanitize sanitize-asan sanitize-tsan help demo build test test-full test-torch install-torch torch-alone test-of-torch test-cpp test-python test-clients soak wheel lint format clean
 
 help:  ## Say what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -60,9 +60,14 @@ test-python: build $(STAMPS)/test
 TORCH_VERSION = $(patsubst torch==%,%,$(TORCH))
 TORCH_TESTS := tests/distributed tests/layout tests/checkpoint/planners tests/storage tests/test_ops.py tests/test_op_library.py \
   tests/test_import.py tests/integrations/test_install.py
+test-torch: WITH_TORCH = test-of-torch
+install-torch: WITH_TORCH = torch-alone
 test-torch:  ## The tests of what depends on torch, with another one: TORCH=2.15.0, or TORCH=newest
+install-torch:  ## That torch alone, in the environment of these tests
+test-torch install-torch:
 	@version=$(TORCH_VERSION); if [ "$$version" = newest ]; then version=$$($(NEWEST_TORCH)); fi; \
-	  $(MAKE) TORCH="torch==$$version" VENV=".venv-torch-$$version" BUILD="build/torch-$$version" test-of-torch
+	  $(MAKE) TORCH="torch==$$version" VENV=".venv-torch-$$version" BUILD="build/torch-$$version" $(WITH_TORCH)
+torch-alone: $(STAMPS)/torch
 test-of-torch: build $(STAMPS)/test
 	$(PYTEST) -p tested_versions --tested-versions "make test-torch" $(TORCH_TESTS)
 NEWEST_TORCH = $(PYTHON) -m pip index versions torch 2>/dev/null | sed -n 's/^torch (\(.*\))$$/\1/p'
@@ -72,14 +77,19 @@ test-clients: build $(STAMPS)/clients  ## The tests that need other people's lib
 # What `make test` skips where a library is missing.
 CLIENT_TESTS = $(shell grep -rl --include='test_*.py' 'pytest.importorskip' tests)
 
-soak: build $(STAMPS)/test  ## The property tests and fuzzers with many more cases (minutes to hours: TTE_SOAK=factor)
-	TTE_SOAK=$${TTE_SOAK:-20} $(PYTEST) -m "not needs_cuda" --timeout 7200
+soak: export TTE_SOAK ?= 10
+soak: build $(STAMPS)/test  ## The property tests and fuzzers with TTE_SOAK=10 times the cases, or SOAK_TESTS alone; counts in benchmarks/results
+	$(PYTEST) -m "not needs_cuda" --timeout 7200 --junitxml build/soak.xml $(SOAK_TESTS) || status=$$?; \
+	  $(PY) benchmarks/soak_results.py build/soak.xml; exit $${status:-0}
+SOAK_TESTS = $(shell grep -rlE --include='test_*.py' 'SOAK|num_cases' tests)
 
 # Python cannot run sanitized code from the editable install: each sanitizer has a small environment of its own beside its build,
 # which sees the packages of .venv and holds the package with sanitized libraries.
 SANITIZED_TESTS := tests/test_ops.py tests/test_ops_fuzz.py tests/test_change_ops.py tests/test_fingerprints.py tests/storage/metadata/test_metadata_file.py \
   tests/storage/metadata/test_metadata_writer.py tests/storage/metadata/test_hostile_metadata.py tests/storage/native/test_file_reader.py \
-  tests/storage/inspect/test_damage.py tests/cli/test_inspect.py tests/cli/test_verify.py
+  tests/storage/inspect/test_damage.py tests/cli/test_inspect.py tests/cli/test_verify.py tests/storage/formats \
+  tests/storage/native/test_round_trip.py tests/storage/native/test_stored_boxes.py tests/checkpoint/planners/test_plan_oracle.py \
+  tests/checkpoint/planners/test_random_states.py tests/transforms/test_random_transforms.py tests/state tests/offline/test_offline_deltas.py
 sanitize: $(STAMPS)/gtest $(STAMPS)/package $(STAMPS)/test  ## C++ tests, op tests and fuzz under ASan + UBSan, then under TSan
 	$(MAKE) sanitize-asan sanitize-tsan
 
