@@ -598,6 +598,7 @@ def test_opcheck(requires_grad: bool) -> None:
     torch.library.opcheck(raw.unpack_shards_.default, ([src.detach()], [local.detach()], [2, 0, 0, 3, 2, *table]))
 
 
+@pytest.mark.sampled(0.34, "compiled")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compile(backend: str) -> None:
     def step(src: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
@@ -617,6 +618,7 @@ def test_compile(backend: str) -> None:
     torch.testing.assert_close(results[0], results[1])
 
 
+@pytest.mark.sampled(0.34, "compiled")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compile_flat_buffers_with_dynamic_shapes(backend: str) -> None:
     def step(first: Tensor, second: Tensor) -> Tensor:
@@ -640,6 +642,7 @@ def test_compile_flat_buffers_with_dynamic_shapes(backend: str) -> None:
         torch.testing.assert_close(results[0], results[1])
 
 
+@pytest.mark.sampled(0.34, "compiled")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compile_shards_with_dynamic_shapes(backend: str) -> None:
     def step(src: Tensor, dst: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ def run_on_eight(script: Path, code: str, *launcher: str) -> subprocess.Complete
     return done
 
 
-@pytest.mark.sampled(0.4, "programs of README")
+@pytest.mark.sampled(0.2, "programs of README")
 def test_the_first_lines_save_on_one_process_and_go_on_under_torchrun(tmp_path: Path) -> None:
     saved = run(tmp_path / "save.py", block_with("# save.py", README))
     assert saved.returncode == 0, saved.stderr[-3000:]
@@ -52,19 +52,19 @@ def launch_as_shown(folder: Path, script: str) -> None:
     assert done.stdout == shown
 
 
-@pytest.mark.sampled(0.4, "programs of README")
+@pytest.mark.sampled(0.2, "programs of README")
 def test_weights_go_to_hugging_face_and_come_back(tmp_path: Path) -> None:
     launch_as_shown(tmp_path, "weights.py")
 
 
-@pytest.mark.sampled(0.4, "programs of README")
+@pytest.mark.sampled(0.2, "programs of README")
 def test_stock_fails_as_it_says(tmp_path: Path) -> None:
     done = run_on_eight(tmp_path / "nine.py", block_with("# nine.py", ADOPTION))
     assert done.returncode != 0
     assert block_with("AssertionError: req", ADOPTION).strip() in done.stderr
 
 
-@pytest.mark.sampled(0.4, "programs of README")
+@pytest.mark.sampled(0.2, "programs of README")
 @pytest.mark.parametrize("way", ["run", "planner"])
 def test_the_other_ways_load(tmp_path: Path, way: str) -> None:
     program = block_with("# nine.py", ADOPTION)

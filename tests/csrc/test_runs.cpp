@@ -102,6 +102,14 @@ TEST(Runs, NeighboursJoin) {
   EXPECT_EQ(columns.loops(), (std::vector<Loop>{{5, 32, 8}}));
 }
 
+TEST(Runs, NestsOfOtherStridesDoNotJoin) {
+  RunList list;  // the second begins where the first would go on, on both sides
+  append(list, {2, 1}, 0, {32, 4}, 0, {8, 4}, 4);
+  append(list, {2, 1}, 64, {32, 4}, 16, {12, 4}, 4);
+  append(list, {2, 1}, 128, {24, 4}, 40, {12, 4}, 4);
+  EXPECT_EQ(list.enumerate(), (RunVector{{0, 0, 4}, {32, 8, 4}, {64, 16, 4}, {96, 28, 4}, {128, 40, 4}, {152, 52, 4}}));
+}
+
 TEST(Runs, AThousandEvenStepsAreOneNest) {
   RunList list;
   for (int64_t row = 0; row < 1000; ++row) append(list, {8}, row * 96, {4}, row * 32, {4}, 4);

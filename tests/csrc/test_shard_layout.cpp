@@ -222,6 +222,8 @@ TEST(ResolveSteps, AnEmptyLocalTensorFitsWhateverItsShape) {
   const std::vector<std::vector<ShardStep>> candidates{{{0, 0, 1}}};
   EXPECT_EQ(resolve_steps({1, 3}, {2}, candidates, std::vector<Observation>{{{0}, {1, 3}}, {{1}, {0}}}).outcome,
             Resolution::Outcome::kDecided);
+  EXPECT_EQ(resolve_steps({4}, {2}, candidates, std::vector<Observation>{{{0}, {2}}, {{1}, {0}}}).outcome,
+            Resolution::Outcome::kNoMatch);
 }
 
 }  // namespace

@@ -28,6 +28,8 @@ from torchtitan_ext.errors import (
     TransferFailedError,
     WrongBaseError,
 )
+from torchtitan_ext.layout.layout import Chunk, LocalShard
+from torchtitan_ext.transfer.changes import HeldTensor
 
 
 def saved(base: tte.delta.Snapshot, path: Path) -> tte.delta.SavedChanges:
@@ -114,6 +116,16 @@ def test_states_that_were_put_together_anew() -> None:
     assert base.changes(module.state_dict()).num_changed == 0, "tensors that require no grad"
     module.weight = torch.nn.Parameter(module.weight + 1)
     assert base.changes().num_changed == base.changes(module).num_changed == 9
+
+
+def test_blocks_of_chunks_side_by_side_are_in_the_order_of_the_global_tensor(monkeypatch: Any) -> None:
+    monkeypatch.setattr(kept, "_BLOCK_ELEMENTS", 2)
+    chunks = tuple(Chunk((0, first), (3, 2), (0, 2 * at)) for at, first in enumerate((0, 4)))
+    tensor = torch.zeros(3, 4)
+    hashes = kept.KeptHashes([tensor], [HeldTensor("w", LocalShard((3, 4), chunks), (3, 8), None)])
+    tensor[0, 2:], tensor[1, :2] = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
+    found = hashes.find([tensor])
+    assert found.positions.tolist() == [4, 5, 8, 9] and found.values.view(torch.float32).tolist() == [1, 2, 3, 4]
 
 
 def test_a_box_that_a_rank_holds_twice(path: Path) -> None:

@@ -111,6 +111,7 @@ def save_in_portions(rank: int, world_size: int, layout: HandMade, folder: Path,
         save_and_change(lambda s, p=folder / str(step): tte.async_save(s, p, stager=stager), state)
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("limit", [0, 100, 400, 2000])
 def test_a_state_larger_than_the_host_memory_is_saved_in_portions(run_world, tmp_path: Path, limit: int) -> None:
     truth = handmade_truth()
@@ -156,6 +157,7 @@ def kill_child_of_rank_one(stager: CpuStager, rank: int) -> None:
         os.kill(stager.child()._process.pid or 0, signal.SIGKILL)
 
 
+@pytest.mark.sampled(0.5, "child processes")
 def test_in_a_child_process_of_ours(run_world, tmp_path: Path) -> None:
     truth = handmade_truth()
     seen = run_world(2, save_steps_in_a_child, HANDMADE_BY_NAME["strided_1d"], tmp_path)
@@ -210,6 +212,7 @@ def save_after_changes_of_the_world(rank: int, world_size: int, folder: Path) ->
     stager.close()
 
 
+@pytest.mark.sampled(0.5, "child processes")
 def test_a_child_that_died_between_saves_is_replaced_and_a_part_of_the_ranks_has_none(
     run_world, tmp_path: Path
 ) -> None:
@@ -258,6 +261,7 @@ def save_trained_in_a_child(rank: int, world_size: int, layout: Layout, path: Pa
     stager.close()
 
 
+@pytest.mark.sampled(0.5, "child processes")
 def test_a_trained_model_in_a_child_process(run_world, tmp_path: Path) -> None:
     run_world(4, save_trained_in_a_child, BY_NAME["fsdp2_tp2"], tmp_path)
     state = whole_state()
@@ -293,6 +297,7 @@ def end_process() -> None:
         kept._save_process.kill()
 
 
+@pytest.mark.sampled(0.5, "child processes")
 def test_in_a_process(run_world, tmp_path: Path) -> None:
     truth = handmade_truth()
     run_world(2, async_save_in_process, HANDMADE_BY_NAME["strided_1d"], tmp_path)
@@ -401,6 +406,7 @@ if asks == "asks":
 """
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("asks", ["asks", "drops"])
 def test_an_error_that_nobody_asks_for_is_printed_at_the_exit(tmp_path: Path, asks: str) -> None:
     (tmp_path / "file").write_text("no directory")

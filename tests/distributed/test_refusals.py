@@ -338,12 +338,12 @@ def test_phrases_of_stock_survive_in_dcp_load(checkpoint: Path, target: dict[str
         dcp.load(target, checkpoint_id=checkpoint, planner=tte.LoadPlanner(), no_dist=True)
 
 
-def test_ten_lines_of_a_kind_and_how_many_more(tmp_path: Path) -> None:
+def test_missing_keys_share_a_line(tmp_path: Path) -> None:
     tte.save({"a": 1}, tmp_path)
     with pytest.raises(tte.errors.MissingStateError) as caught:
         tte.load({f"missing_{index}": 0 for index in range(25)}, tmp_path)
     assert len(caught.value.problems) == 25
-    assert str(caught.value).count("missing_") == 10 and "15 more" in str(caught.value)
+    assert "state_dict: missing_0 (and 24 more: missing_1, missing_2, ...)." in str(caught.value)
 
 
 CASTS = [

@@ -155,6 +155,7 @@ def check_exactly_once(runs: list[Run]) -> list[Step]:
 CHAIN = [(2, 1), (4, 1), (8, 1), (4, 2), (2, 2), (3, 2), (1, 2), (3, 1), (1, 1)]
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("data", ["map-style", "24 shards"])
 def test_a_job_goes_on_as_if_it_had_not_been_restarted(run_world, tmp_path: Path, data: str) -> None:
     (whole,) = run_chain(run_world, tmp_path, [(1, 1)], data)

@@ -151,3 +151,25 @@ def test_ranks_whose_store_cannot_be_asked_have_their_deadlines(run_world: Calla
     results = run_world(2, through_a_store_that_cannot_be_asked, str(tmp_path), process_group=False)
     assert [ranks for ranks, _ in results] == [[0, 1]] * 2
     assert results[0][1].startswith("save failed on rank 0 in phase write while testing; rank(s) 1 did not answer")
+
+
+def leave_a_work(rank: int, world_size: int) -> tuple[float, float]:
+    """When this rank left a work in which rank 1 fails, and when it could go on."""
+    group = dist.group.WORLD
+    assert group is not None
+    watch = Watch("reshard", group, path="", timeout_seconds=60)
+    watch.begin("exchange", "testing")
+    watch.enter_exchange("left")
+    if rank == 0:
+        time.sleep(0.5)
+    left = time.monotonic()
+    watch.leave_exchange(OSError("boom") if rank == 1 else None)
+    returned = time.monotonic()
+    dist.barrier()
+    watch.close()
+    return left, returned
+
+
+def test_a_rank_that_fails_in_a_work_goes_on_when_all_are_out_of_it(run_world: Callable[..., Any]) -> None:
+    (left, _), (_, returned) = run_world(2, leave_a_work)
+    assert returned > left

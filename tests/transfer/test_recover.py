@@ -25,6 +25,7 @@ from torchtitan_ext.errors import (
     TransferFailedError,
     WrongArgumentError,
 )
+from torchtitan_ext.transfer.copies import majority
 
 STEP = 5
 POISON = 1000.0  # in the checkpoint every element is larger by this: it shows what came from there
@@ -443,3 +444,10 @@ def with_other_entries_on_each_rank(rank: int, world_size: int) -> None:
 def test_ranks_that_want_other_entries_than_they_hold(run_world: Any) -> None:
     """As stages of a pipeline do; and what cannot be unpickled on one rank fails on all of them."""
     run_world(2, with_other_entries_on_each_rank)
+
+
+@pytest.mark.parametrize(
+    ("values", "right"), [("aa", "a"), ("ab", None), ("aab", "a"), ("abc", None), ("aabb", None), ("abbb", "b")]
+)
+def test_more_than_half_of_three_or_more_are_a_majority(values: str, right: str | None) -> None:
+    assert majority(dict(enumerate(values))) == right

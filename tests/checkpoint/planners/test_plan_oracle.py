@@ -227,7 +227,7 @@ def test_each_shard_is_written_once_by_a_holder_and_bytes_are_balanced(seed: int
         holders = {(fqn, box): held.ranks for fqn, held, _ in shards for box in held.boxes}
         equal_keys = compare_replicas(tables, agreement).equal
         num_equal += len(equal_keys)
-        plan = _core.WritePlan(agreement.world, False, [], [], equal_keys)
+        plan = _core.WritePlan(agreement.world, False, [], [], equal_keys, may_divide=False)
         entries = metadata_entries(agreement, plan)
         writers: dict[Any, int] = {}
         objects: Counter[str] = Counter()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import torchtitan_ext as tte
 from torchtitan_ext.elastic import ElasticPolicy, Source
@@ -74,6 +74,12 @@ def on_meshes(rank: int, world_size: int, path: Path) -> None:
         weight = distribute_tensor(torch.zeros(10, 3), mesh, [placement])
         tte.load({"embed.weight": weight, "head.weight": weight.detach()}, path)
         assert torch.equal(weight.full_tensor(), TRUTH)
+    # DTensors around one local tensor: each counts its versions.
+    weight = distribute_tensor(torch.zeros(10, 3), mesh, [Shard(0)])
+    head = DTensor.from_local(weight.to_local(), mesh, [Shard(0)], shape=weight.shape, stride=weight.stride())
+    versions = weight._version, head._version
+    tte.load({"embed.weight": weight, "head.weight": head}, path)
+    assert weight._version > versions[0] and head._version > versions[1]
     weight = distribute_tensor(torch.zeros(10, 3), mesh, [Shard(1)])
     # One rank disagrees: there the name has memory of its own.
     other = distribute_tensor(torch.zeros(10, 3), mesh, [Shard(1)])

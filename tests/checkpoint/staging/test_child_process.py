@@ -95,6 +95,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("end", ["waits", "ends"])
 def test_a_child_ends_with_its_parent(tmp_path: Path, end: str) -> None:
     (tmp_path / "parent.py").write_text(PARENT)
@@ -167,6 +168,7 @@ def num_mappings(pid: int) -> int:
     return Path(f"/proc/{pid}/maps").read_text().count("torchtitan_ext staging")
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("state", [{"w": torch.ones(9)}, {"w": torch.ones(9), "m": torch.ones(9, device="meta")}])
 def test_an_idle_child_holds_no_memory_of_its_parent(tmp_path: Path, state: dict[str, Any]) -> None:
     stager = CpuStager(process=True)

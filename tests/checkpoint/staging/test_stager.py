@@ -78,6 +78,16 @@ def test_tied_tensors_are_copied_once() -> None:
     assert copied["other"].data_ptr() != copied["a"].data_ptr()
 
 
+def test_lazy_views_of_one_memory_are_copied_apart() -> None:
+    number = torch.tensor([1 + 2j])
+    views = {"plain": number, "conjugated": number.conj(), "negated": torch._neg_view(number)}
+    assert {name: copied.item() for name, copied in stage(views).items()} == {
+        "plain": 1 + 2j,
+        "conjugated": 1 - 2j,
+        "negated": -1 - 2j,
+    }
+
+
 def test_what_a_checkpoint_records_of_a_tensor_is_kept() -> None:
     weight = torch.nn.Parameter(shard(torch.ones(2)))
     assert stage(weight).requires_grad and stage(torch.nn.Parameter(torch.ones(2))).requires_grad

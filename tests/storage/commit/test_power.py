@@ -17,6 +17,8 @@ from lossy_disk import LossyDisk, choices, read_log
 from missing_tools import skip_or_fail
 
 import torchtitan_ext as tte
+from torchtitan_ext.offline.rewrite.convert import convert
+from torchtitan_ext.offline.sources import open_source
 from torchtitan_ext.storage import FileWriter
 
 NUM_WAYS = 4 if SOAK == 1 else 2 + 2 * SOAK
@@ -130,10 +132,16 @@ def test_the_order_of_syncs_and_renames(tmp_path: Path, is_in_place: bool) -> No
     assert len(removed) >= len(old) - is_in_place and min(removed) > parent_synced
 
 
-def test_a_save_over_itself_syncs_each_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[str] = []
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The paths that Python syncs, in their order."""
+    paths: list[str] = []
     original = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda one: (synced.append(os.readlink(f"/proc/self/fd/{one}")), original(one)))
+    monkeypatch.setattr(os, "fsync", lambda one: (paths.append(os.readlink(f"/proc/self/fd/{one}")), original(one)))
+    return paths
+
+
+def test_a_save_over_itself_syncs_each_file_once(tmp_path: Path, synced: list[str]) -> None:
     for _ in range(2):
         synced.clear()
         tte.save({"w": torch.ones(3)}, storage_writer=FileWriter(tmp_path / "step-1"), no_dist=True)
@@ -144,3 +152,20 @@ def test_a_save_over_itself_syncs_each_file_once(tmp_path: Path, monkeypatch: py
         ".tte-ID",
         tmp_path.name,
     ]
+
+
+def test_the_names_of_new_directories_are_synced(tmp_path: Path, synced: list[str]) -> None:
+    run = tmp_path / "runs" / "first"
+    tte.save({"w": torch.ones(3)}, storage_writer=FileWriter(run / "step-1"), no_dist=True)
+    assert sorted(synced[-3:]) == [str(path) for path in (tmp_path, tmp_path / "runs", run)]
+
+
+def test_weights_and_converted_files_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: set[int] = set()
+    original = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda one: (synced.add(os.fstat(one).st_ino), original(one)))
+    weights = tmp_path / "weights"
+    tte.save({"w": torch.ones(3)}, weights, format="safetensors", no_dist=True)
+    convert(open_source(weights), tmp_path / "converted", to="safetensors", num_processes=1)
+    convert(open_source(weights), tmp_path / "model.pt", to="torch", num_processes=1)
+    assert [path for path in tmp_path.rglob("*") if path.stat().st_ino not in synced] == []

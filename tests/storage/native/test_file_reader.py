@@ -14,7 +14,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from torchtitan_ext import _core
+from torchtitan_ext.errors import SavedOverError
 from torchtitan_ext.storage import FileReader, FileWriter
+from torchtitan_ext.storage.native.file_reader import MetadataMark
 
 # Short runs, runs longer than a page, rows longer than a block of checksums.
 SHAPES = [(7,), (300, 5), (20, 3, 4, 5), (64, 3000), (3, 400_000), (900, 1300)]
@@ -116,6 +118,12 @@ def test_autograd_sees_that_targets_changed(tmp_path: Path) -> None:
     assert weight._version > version
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()
+
+
+def test_plans_of_two_ranks_that_read_other_metadata_are_refused(tmp_path: Path) -> None:
+    plans = [LoadPlan([], storage_data=MetadataMark(digest)) for digest in ("a", "b")]
+    with pytest.raises(SavedOverError, match="the metadata of different saves"):
+        FileReader(tmp_path).prepare_global_plan(plans)
 
 
 def test_inference_tensors_are_filled(tmp_path: Path) -> None:
