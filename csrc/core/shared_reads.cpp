@@ -205,14 +205,14 @@ std::string encode_wanted(const std::vector<ShareTag>& tags, const std::vector<W
 
 SharePlan::SharePlan(const std::vector<std::string_view>& wanted, std::vector<int64_t> own_bytes,
                      std::vector<uint32_t> hosts, bool is_per_host)
-    : host_of_(std::move(hosts)), rank_bytes_(std::move(own_bytes)) {
-  TTE_CHECK(host_of_.size() == wanted.size() && rank_bytes_.size() == wanted.size(), "SharePlan", "got ", wanted.size(),
-            " messages, ", host_of_.size(), " hosts and bytes of ", rank_bytes_.size(), " ranks");
+    : loads_(std::move(hosts), std::move(own_bytes)) {
+  TTE_CHECK(loads_.num_ranks() == wanted.size(), "SharePlan", "got ", wanted.size(), " messages and the hosts of ",
+            loads_.num_ranks(), " ranks");
   std::map<std::pair<std::string_view, uint32_t>, uint32_t> party_of;
   std::vector<Message> messages;
   for (size_t rank = 0; rank < wanted.size(); ++rank) {
-    wanted_bytes_ = checked_add(wanted_bytes_, rank_bytes_[rank]);
-    const uint32_t host = is_per_host ? host_of_[rank] : 0;
+    wanted_bytes_ = checked_add(wanted_bytes_, loads_.rank_bytes()[rank]);
+    const uint32_t host = is_per_host ? loads_.host_of(static_cast<int64_t>(rank)) : 0;
     const auto [found, is_new] = party_of.try_emplace({wanted[rank], host}, static_cast<uint32_t>(parties_.size()));
     if (is_new) {
       parties_.push_back({});
@@ -220,15 +220,13 @@ SharePlan::SharePlan(const std::vector<std::string_view>& wanted, std::vector<in
     }
     parties_[found->second].ranks.push_back(static_cast<int64_t>(rank));
   }
-  host_bytes_.assign(host_of_.empty() ? 0 : *std::ranges::max_element(host_of_) + 1, 0);
-  for (size_t rank = 0; rank < wanted.size(); ++rank) host_bytes_[host_of_[rank]] += rank_bytes_[rank];
 
   // What wants the same chunk in the same way.
   using Place = std::tuple<uint32_t, uint32_t, uint64_t, uint64_t>;  // host, tag, key, chunk
   std::map<ShareTag, uint32_t> tag_of;
   std::vector<std::tuple<Place, uint32_t, const Sizes*>> placed;  // with the position in wants_
   for (uint32_t party = 0; party < parties_.size(); ++party) {
-    const uint32_t host = is_per_host ? host_of_[static_cast<size_t>(parties_[party].ranks.front())] : 0;
+    const uint32_t host = is_per_host ? loads_.host_of(parties_[party].ranks.front()) : 0;
     std::vector<uint32_t> tags;
     for (const ShareTag& tag : messages[party].tags) {
       const auto [found, is_new] = tag_of.try_emplace(tag, static_cast<uint32_t>(tags_.size()));
@@ -292,7 +290,7 @@ void SharePlan::add_group(uint32_t tag, std::span<const std::pair<Sizes, uint32_
       for (const uint32_t box : together) {
         const int64_t num_bytes = bytes_of(Sizes(boxes[box].sizes.begin(), boxes[box].sizes.end()));
         for (const int64_t rank : ranks_of(*wants[box])) {
-          add_bytes(rank, num_bytes);
+          loads_.add(rank, num_bytes);
           wanted_bytes_ = checked_add(wanted_bytes_, num_bytes);
         }
       }
@@ -330,13 +328,6 @@ std::vector<int64_t> SharePlan::ranks_of(const std::vector<uint32_t>& wants) con
   return ranks;
 }
 
-int64_t SharePlan::choose_reader(const std::vector<int64_t>& ranks) const {
-  return *std::ranges::min_element(ranks, {}, [this](int64_t rank) {
-    const auto position = static_cast<size_t>(rank);
-    return std::tuple(rank_bytes_[position], host_bytes_[host_of_[position]], rank);
-  });
-}
-
 void SharePlan::assign(const ShareOptions& options) {
   std::map<std::pair<std::vector<int64_t>, bool>, Sharers> all_sharers;
   std::vector<Sharers*> sharers_of;
@@ -347,7 +338,7 @@ void SharePlan::assign(const ShareOptions& options) {
     sharers.num_bytes += piece.num_bytes;
     sharers_of.push_back(&sharers);
     if (sharers.ranks.size() == 1) {  // nobody else can read it
-      add_bytes(sharers.ranks.front(), piece.num_bytes);
+      loads_.add(sharers.ranks.front(), piece.num_bytes);
     }
   }
   sample_bytes_.assign(options.sample.size(), 0);
@@ -370,7 +361,7 @@ void SharePlan::assign(const ShareOptions& options) {
   }
   // The rounds of each reader hold about as much each, in the order of its files.
   const auto first_round = static_cast<int64_t>(options.sample.size());
-  std::vector<int64_t> in_all(host_of_.size(), 0), done(host_of_.size(), 0);
+  std::vector<int64_t> in_all(loads_.num_ranks(), 0), done(loads_.num_ranks(), 0);
   for (const Assigned& one : assigned) {
     if (one.round < 0) in_all[static_cast<size_t>(one.reader)] += one.num_bytes;
   }
@@ -389,9 +380,9 @@ void SharePlan::assign(const ShareOptions& options) {
 
 // The rounds behind the sample, for what the busiest rank reads if all is dealt out evenly.
 int64_t SharePlan::count_rounds(int64_t most_rounds) const {
-  if (rank_bytes_.empty() || most_rounds <= 1) return 1;
-  const int64_t most_bytes = *std::ranges::max_element(rank_bytes_);
-  const int64_t num_bytes = most_bytes + shared_bytes_ / static_cast<int64_t>(rank_bytes_.size());
+  if (loads_.num_ranks() == 0 || most_rounds <= 1) return 1;
+  const int64_t most_bytes = *std::ranges::max_element(loads_.rank_bytes());
+  const int64_t num_bytes = most_bytes + shared_bytes_ / static_cast<int64_t>(loads_.num_ranks());
   return std::max({int64_t{1}, std::min(most_rounds, num_bytes / kFewestRoundBytes), num_bytes / kMostRoundBytes});
 }
 
@@ -423,20 +414,13 @@ void SharePlan::deal(const Piece& piece, Chunk part, const ShareOptions& options
       sharers.part_bytes + num_bytes > part_bytes(sharers, round, options)) {
     sharers.round = round;
     sharers.part_bytes = 0;
-    sharers.reader = choose_reader(sharers.ranks);
+    sharers.reader = sharers.ranks[loads_.best(sharers.ranks)];
   }
   sharers.part_bytes += num_bytes;
   sharers.num_assigned += num_bytes;
-  if (sharers.ranks.size() > 1) add_bytes(sharers.reader, num_bytes);
+  if (sharers.ranks.size() > 1) loads_.add(sharers.reader, num_bytes);
   if (round >= 0) sample_bytes_[static_cast<size_t>(round)] += num_bytes;
   assigned.push_back({&piece, std::move(part.offsets), std::move(part.sizes), num_bytes, sharers.reader, round});
-}
-
-void SharePlan::add_bytes(int64_t rank, int64_t num_bytes) {
-  const auto position = static_cast<size_t>(rank);
-  rank_bytes_[position] = checked_add(rank_bytes_[position], num_bytes);
-  int64_t& of_host = host_bytes_[host_of_[position]];
-  of_host = checked_add(of_host, num_bytes);
 }
 
 namespace {
@@ -463,7 +447,7 @@ void put_rows(WireWriter& out, const std::vector<RowInRound>& rows) {
 }  // namespace
 
 void SharePlan::encode_parts(const std::vector<Assigned>& assigned, int64_t num_rounds) {
-  std::vector<std::vector<RowInRound>> reads(host_of_.size()), receives(host_of_.size());
+  std::vector<std::vector<RowInRound>> reads(loads_.num_ranks()), receives(loads_.num_ranks());
   std::map<std::string, uint32_t> device_of;
   for (const Assigned& one : assigned) {
     const ShareTag& tag = tags_[one.piece->tag];

@@ -6,8 +6,8 @@
 //
 //   rank 0 wants rows 0..6, rank 1 rows 4..10:   pieces 0..4 (rank 0), 4..6 (both), 6..10 (rank 1)
 //
-// Pieces that the same ranks want are dealt out in parts that lie side by side in the files, each to the rank that has
-// the fewest bytes to read so far, then to the host with the fewest. A part is larger than the blocks that have
+// Pieces that the same ranks want are dealt out in parts that lie side by side in the files, each to the best rank by
+// `Loads`. A part is larger than the blocks that have
 // checksums, so that nearly all blocks are read, and verified, whole.
 //
 // The exchange goes in rounds: ranks read the pieces of a round while those of the round before travel. Where it is open
@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "core/chunk.h"
+#include "core/loads.h"
 
 namespace torchtitan_ext::core {
 
@@ -121,22 +122,18 @@ class SharePlan {
   void add_group(uint32_t tag, std::span<const std::pair<Sizes, uint32_t>> sizes_of_wants);
   void add_piece(Piece piece);
   std::vector<int64_t> ranks_of(const std::vector<uint32_t>& wants) const;
-  void add_bytes(int64_t rank, int64_t num_bytes);
   static int64_t sample_round(const Sharers& sharers, const ShareTag& tag, const std::vector<double>& sample);
   int64_t part_bytes(const Sharers& sharers, int64_t round, const ShareOptions& options) const;
   void deal(const Piece& piece, Chunk part, const ShareOptions& options, Sharers& sharers,
             std::vector<Assigned>& assigned);
-  int64_t choose_reader(const std::vector<int64_t>& ranks) const;
   int64_t count_rounds(int64_t most_rounds) const;
   void encode_parts(const std::vector<Assigned>& assigned, int64_t num_rounds);
 
-  std::vector<uint32_t> host_of_;
+  Loads loads_;  // what each rank reads
   std::vector<Party> parties_;
   std::vector<ShareTag> tags_;
   std::vector<Want> wants_;
   std::vector<Piece> pieces_;
-  std::vector<int64_t> rank_bytes_;  // that each rank reads
-  std::vector<int64_t> host_bytes_;
   int64_t wanted_bytes_ = 0;
   int64_t repeated_bytes_ = 0;
   int64_t shared_bytes_ = 0;

@@ -1,19 +1,17 @@
 #include "core/transfer_plan.h"
 
 #include <algorithm>
-#include <limits>
-#include <optional>
 #include <tuple>
 #include <utility>
 
-#include "core/boxes.h"
 #include "core/check.h"
+#include "core/flow.h"
 #include "core/wire.h"
 
 namespace torchtitan_ext::core {
 namespace {
 
-// A box that some ranks hold, or that one rank wants.
+// A box that a rank states.
 struct PlacedBox {
   Chunk box;
   uint32_t chunk = 0;  // of a tensor that states its boxes: the position of this one
@@ -32,46 +30,6 @@ std::vector<PlacedBox> stated_boxes(const KeyClass& of_keys, size_t member) {
     if (!is_empty(box)) placed.push_back({std::move(box), position, of_keys.members[member].rank});
   }
   return placed;
-}
-
-// One set of boxes, and who holds it: any of the holders can send it.
-struct Supply {
-  Chunk box;
-  std::vector<int64_t> ranks;    // in increasing order
-  std::vector<uint32_t> chunks;  // per rank
-};
-
-// Ranks that may be taken, of some that are in increasing order; with their chunks, where there are any.
-void leave_out(const std::vector<int64_t>& distrusted, std::vector<Supply>& supplies) {
-  if (distrusted.empty()) return;
-  for (Supply& supply : supplies) {
-    Supply kept{supply.box, {}, {}};
-    for (size_t index = 0; index < supply.ranks.size(); ++index) {
-      if (std::ranges::binary_search(distrusted, supply.ranks[index])) continue;
-      kept.ranks.push_back(supply.ranks[index]);
-      kept.chunks.push_back(supply.chunks[index]);
-    }
-    supply = std::move(kept);
-  }
-  std::erase_if(supplies, [](const Supply& supply) { return supply.ranks.empty(); });
-}
-
-// Of boxes that may share elements each keeps what none before it holds.
-std::vector<Supply> without_repeats(std::vector<Supply> supplies) {
-  std::vector<Chunk> boxes;
-  for (const Supply& supply : supplies) boxes.push_back(supply.box);
-  const ChunkIndex index(boxes);
-  std::vector<Supply> result;
-  for (size_t position = 0; position < supplies.size(); ++position) {
-    std::vector<Chunk> before;
-    for (const Overlap& overlap : index.find_overlaps(std::span(&boxes[position], 1))) {
-      if (overlap.saved < position) before.push_back(boxes[overlap.saved]);
-    }
-    for (Chunk& part : subtract(boxes[position], before)) {
-      result.push_back({std::move(part), supplies[position].ranks, supplies[position].chunks});
-    }
-  }
-  return result;
 }
 
 // Whoever holds equal boxes in equal places, of any replica: a world that has lost ranks may have no whole one.
@@ -130,13 +88,6 @@ std::vector<Supply> supplies_of(const World& world, const KeyClass& of_keys) {
   return supplies;
 }
 
-// Ranks that want the same boxes: where these lie is worked out once.
-struct Demand {
-  std::vector<Chunk> boxes;
-  std::vector<uint32_t> chunks;
-  std::vector<int64_t> ranks;
-};
-
 std::vector<Demand> demands_of(const World& world, const KeyClass& of_keys) {
   std::vector<Demand> demands;
   if (world.kind_of(of_keys).type == EntryType::kBoxes) {
@@ -160,12 +111,6 @@ std::vector<Demand> demands_of(const World& world, const KeyClass& of_keys) {
     }
   }
   return demands;
-}
-
-Sizes sum_of(const Sizes& left, const Sizes& right) {
-  Sizes sum(left.size());
-  std::ranges::transform(left, right, sum.begin(), std::plus());
-  return sum;
 }
 
 }  // namespace
@@ -270,15 +215,14 @@ TransferPlan::TransferPlan(const World& source, const World& target, std::vector
                            std::vector<uint32_t> hosts, bool has_lost_ranks)
     : source_(source),
       target_(target),
-      host_of_(std::move(hosts)),
       has_lost_ranks_(has_lost_ranks),
-      sent_bytes_(source.num_ranks(), 0),
+      sent_(std::move(hosts)),
       sends_(source.num_ranks()),
       receives_(source.num_ranks()),
       absent_(source.num_ranks()) {
-  TTE_CHECK(source.num_ranks() == target.num_ranks() && host_of_.size() == source.num_ranks(), "TransferPlan",
+  TTE_CHECK(source.num_ranks() == target.num_ranks() && sent_.num_ranks() == source.num_ranks(), "TransferPlan",
             "the source has ", source.num_ranks(), " ranks, the target ", target.num_ranks(),
-            ", and there are hosts of ", host_of_.size());
+            ", and there are hosts of ", sent_.num_ranks());
   Side source_side(source_, sends_);
   Side target_side(target_, receives_);
   Side absent_side(target_, absent_);
@@ -293,60 +237,22 @@ void TransferPlan::plan_pair(size_t position, const TransferPair& pair, Side& so
   const KeyClass& to = target_.classes().at(pair.target_class);
   const bool states_boxes = source_.kind_of(from).type == EntryType::kBoxes;
   std::vector<Supply> supplies = has_lost_ranks_ && !states_boxes ? supplies_of_any(from) : supplies_of(source_, from);
-  leave_out(pair.distrusted, supplies);
-  if (has_lost_ranks_) supplies = without_repeats(std::move(supplies));
-  std::vector<Chunk> held;
-  for (const Supply& supply : supplies) held.push_back(supply.box);
-  const ChunkIndex index(std::move(held));
-  const int64_t num_keys = static_cast<int64_t>(pair.target_keys.size());
+  if (!pair.distrusted.empty()) supplies = without_ranks(std::move(supplies), pair.distrusted);
+  const std::vector<Demand> demands = demands_of(target_, to);
   const int64_t item_bytes = target_.kind_of(to).itemsize;
-  const int64_t key_bytes = checked_mul(item_bytes, num_keys);
-
-  // The nearest of the holders, then the one that sends least; as a position among them.
-  const auto choose = [&](const Supply& supply, int64_t wanting) {
-    const auto own = std::ranges::lower_bound(supply.ranks, wanting);
-    if (own != supply.ranks.end() && *own == wanting) return static_cast<size_t>(own - supply.ranks.begin());
-    const uint32_t host = host_of_[static_cast<size_t>(wanting)];
-    size_t best = 0;
-    std::tuple best_cost{true, std::numeric_limits<int64_t>::max()};
-    for (size_t position = 0; position < supply.ranks.size(); ++position) {
-      const auto rank = static_cast<size_t>(supply.ranks[position]);
-      const std::tuple cost{host_of_[rank] != host, sent_bytes_[rank]};
-      if (cost < best_cost) std::tie(best, best_cost) = std::tuple(position, cost);
-    }
-    return best;
-  };
-  for (const Demand& demand : demands_of(target_, to)) {
-    const std::vector<Overlap> overlaps = index.find_overlaps(demand.boxes);
-    if (has_lost_ranks_) {
-      auto overlap = overlaps.begin();  // in the order of the wanted boxes
-      for (uint32_t box = 0; box < demand.boxes.size(); ++box) {
-        std::vector<Chunk> held_of_it;
-        for (; overlap != overlaps.end() && overlap->wanted == box; ++overlap) {
-          held_of_it.push_back(supplies[overlap->saved].box);
-        }
-        for (const Chunk& part : subtract(demand.boxes[box], held_of_it)) {
-          first_absent_.try_emplace(position, part);
-          for (const int64_t wanting : demand.ranks) absent_side.add_absent(wanting, demand.chunks[box], part);
-        }
-      }
-    }
-    for (const int64_t wanting : demand.ranks) {
-      for (const Overlap& overlap : overlaps) {
-        const Supply& supply = supplies[overlap.saved];
-        const size_t holder = choose(supply, wanting);
-        const int64_t sending = supply.ranks[holder];
-        const int64_t num_bytes = checked_mul(num_elements(overlap.sizes), key_bytes);
-        if (sending != wanting) {
-          int64_t& sent = sent_bytes_[static_cast<size_t>(sending)];
-          sent = checked_add(sent, num_bytes);
-        }
-        int64_t& between = bytes_between_[{sending, wanting}];
-        between = checked_add(between, num_bytes);
-        source_side.add_box(sending, wanting, supply.chunks[holder],
-                            sum_of(supply.box.local_offsets, overlap.saved_offsets), overlap.sizes);
-        target_side.add_box(wanting, sending, demand.chunks[overlap.wanted], overlap.local_offsets, overlap.sizes);
-      }
+  const int64_t key_bytes = checked_mul(item_bytes, static_cast<int64_t>(pair.target_keys.size()));
+  const Holdings holdings = has_lost_ranks_ ? Holdings::kAny : Holdings::kExact;
+  const Flow flow = plan_flow(std::move(supplies), demands, holdings, key_bytes, sent_);
+  for (const Move& move : flow.moves) {
+    int64_t& between = bytes_between_[{move.src_rank, move.dst_rank}];
+    between = checked_add(between, checked_mul(num_elements(move.sizes), key_bytes));
+    source_side.add_box(move.src_rank, move.dst_rank, move.src_chunk, move.src_offsets, move.sizes);
+    target_side.add_box(move.dst_rank, move.src_rank, move.dst_chunk, move.dst_offsets, move.sizes);
+  }
+  for (const Absent& absent : flow.absent) {
+    first_absent_.try_emplace(position, absent.part);
+    for (const int64_t wanting : demands[absent.demand].ranks) {
+      absent_side.add_absent(wanting, absent.chunk, absent.part);
     }
   }
   source_side.finish_pair(pair.source_keys, item_bytes, pair.cast_to);

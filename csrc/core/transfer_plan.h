@@ -2,8 +2,7 @@
 //
 // The tables of the source and of the target are two worlds with the same ranks. Keys whose source keys are of one class
 // and whose targets are of one class are a *pair*: what holds for one of them holds for all, so the boxes are worked out
-// once per pair. Each rank gets each box that it wants once: from itself where it holds it, else from a holder on its own
-// host, of these from the one that sends the fewest bytes so far, then from the lowest.
+// once per pair, as a flow (`flow.h`).
 //
 //   source  w1, w2: rows on ranks 0, 1          target  w1, w2: columns on ranks 2, 3        one pair, 4 boxes:
 //                                                       0 -> 2, 0 -> 3, 1 -> 2, 1 -> 3, each for w1 and for w2
@@ -22,6 +21,7 @@
 #include <vector>
 
 #include "core/agreement.h"
+#include "core/loads.h"
 
 namespace torchtitan_ext::core {
 
@@ -68,9 +68,8 @@ class TransferPlan {
 
   const World& source_;
   const World& target_;
-  std::vector<uint32_t> host_of_;
   bool has_lost_ranks_;
-  std::vector<int64_t> sent_bytes_;  // per rank, to other ranks
+  Loads sent_;  // to other ranks
   std::vector<std::string> sends_;
   std::vector<std::string> receives_;
   std::map<std::pair<int64_t, int64_t>, int64_t> bytes_between_;

@@ -30,46 +30,11 @@ int64_t num_bytes_of(const HeldShard& shard, int64_t itemsize) {
   return total;
 }
 
-// Gives keys of one size to holders of their shard, each to the one with the fewest bytes.
-class Holders {
- public:
-  Holders(const std::vector<int64_t>& ranks, const std::vector<uint32_t>& host_of,
-          const std::vector<int64_t>& rank_bytes, const std::vector<int64_t>& host_bytes) {
-    std::map<uint32_t, std::vector<Load>> of_host;
-    for (const int64_t rank : ranks) {
-      const auto index = static_cast<size_t>(rank);
-      of_host[host_of[index]].push_back({rank_bytes[index], rank});
-    }
-    for (auto& [host, loads] : of_host) {
-      std::sort(loads.begin(), loads.end());
-      loads.erase(std::unique(loads.begin(), loads.end()), loads.end());
-      best_.push_back({loads.front().first, host_bytes[host], loads.front().second, hosts_.size()});
-      hosts_.push_back(std::move(loads));
-    }
-    std::make_heap(best_.begin(), best_.end(), std::greater<>());
-  }
-
-  // Only the host that is taken changes, so all other entries of the heap stay right.
-  int64_t take(int64_t num_bytes) {
-    std::pop_heap(best_.begin(), best_.end(), std::greater<>());
-    auto& [rank_bytes, host_bytes, rank, host] = best_.back();
-    const int64_t taken = rank;
-    std::vector<Load>& loads = hosts_[host];
-    std::pop_heap(loads.begin(), loads.end(), std::greater<>());
-    loads.back().first = checked_add(loads.back().first, num_bytes);
-    std::push_heap(loads.begin(), loads.end(), std::greater<>());
-    rank_bytes = loads.front().first;
-    rank = loads.front().second;
-    host_bytes = checked_add(host_bytes, num_bytes);
-    std::push_heap(best_.begin(), best_.end(), std::greater<>());
-    return taken;
-  }
-
- private:
-  using Load = std::pair<int64_t, int64_t>;                          // bytes, rank
-  std::vector<std::vector<Load>> hosts_;                             // heaps
-  std::vector<std::tuple<int64_t, int64_t, int64_t, size_t>> best_;  // a host's best rank: its bytes, the host's, it
-};
+std::vector<uint32_t> one_host_each(size_t num_ranks) {
+  std::vector<uint32_t> hosts(num_ranks);
+  std::iota(hosts.begin(), hosts.end(), 0u);
+  return hosts;
+}
 
 }  // namespace
 
@@ -81,17 +46,11 @@ const std::vector<HeldShard>& WritePlan::written_shards(const KeyClass& of_keys)
 WritePlan::WritePlan(const World& world, bool lowest_only, const std::vector<uint32_t>& lowest_keys,
                      std::vector<uint32_t> hosts, const std::vector<uint32_t>& equal_keys, bool may_divide)
     : world_(world),
-      host_of_(std::move(hosts)),
-      load_bytes_(world.num_ranks(), 0),
+      loads_(hosts.empty() ? one_host_each(world.num_ranks()) : std::move(hosts)),
       batches_(world.num_ranks()),
       position_in_class_(world.num_keys()) {
-  if (host_of_.empty()) {
-    host_of_.resize(world.num_ranks());
-    std::iota(host_of_.begin(), host_of_.end(), 0u);
-  }
-  TTE_CHECK(host_of_.size() == world.num_ranks(), "WritePlan", "got the hosts of ", host_of_.size(),
+  TTE_CHECK(loads_.num_ranks() == world.num_ranks(), "WritePlan", "got the hosts of ", loads_.num_ranks(),
             " ranks, expected ", world.num_ranks());
-  host_bytes_.assign(host_of_.empty() ? 0 : size_t{*std::max_element(host_of_.begin(), host_of_.end())} + 1, 0);
   std::vector<Choice> open;
   std::deque<std::vector<int64_t>> ranks_of_all_meshes;
   // By class: those that any holder may write, on the first mesh and on all meshes.
@@ -173,8 +132,8 @@ void WritePlan::number_chunks() {
 
 void WritePlan::divide_uneven(const std::vector<Choice>& choices) {
   int64_t total = 0;
-  for (const int64_t num_bytes : load_bytes_) total = checked_add(total, num_bytes);
-  const int64_t mean = load_bytes_.empty() ? 0 : total / static_cast<int64_t>(load_bytes_.size());
+  for (const int64_t num_bytes : load_bytes()) total = checked_add(total, num_bytes);
+  const int64_t mean = load_bytes().empty() ? 0 : total / static_cast<int64_t>(load_bytes().size());
   const int64_t tolerated = std::max(2 * kLeastPieceBytes, mean / kToleratedPart);
   for (const Choice& choice : choices) {
     if (choice.num_bytes <= tolerated) break;  // the largest come first, and smaller ones are the balance's grain
@@ -186,7 +145,7 @@ void WritePlan::divide_uneven(const std::vector<Choice>& choices) {
     int64_t most = 0;
     for (const int64_t rank : *choice.ranks) {
       const std::vector<Batch>& batches = batches_[static_cast<size_t>(rank)];
-      const int64_t num_bytes = load_bytes_[static_cast<size_t>(rank)];
+      const int64_t num_bytes = loads_.bytes_of(rank);
       const bool writes = std::any_of(batches.begin(), batches.end(), [&choice](const Batch& batch) {
         return batch.of_class == choice.of_class && batch.shard == choice.shard;
       });
@@ -275,7 +234,7 @@ void WritePlan::divide(const Choice& choice, std::vector<std::pair<int64_t, int6
     const int64_t taken = taken_bytes(rank);
     if (taken == 0) continue;
     batches_[static_cast<size_t>(rank)].erase(batch_of(rank));
-    add_load(rank, -taken);
+    loads_.add(rank, -taken);
   }
   std::vector<Chunk>& pieces = pieces_[{choice.of_class, choice.shard}];
   for (const Rows& of_rank : rows) {
@@ -283,7 +242,7 @@ void WritePlan::divide(const Choice& choice, std::vector<std::pair<int64_t, int6
     piece.offsets[axis] += of_rank.begin;
     piece.sizes[axis] = of_rank.end - of_rank.begin;
     batches_[static_cast<size_t>(of_rank.rank)].push_back({choice.of_class, choice.shard, {}, pieces.size()});
-    add_load(of_rank.rank, row_bytes * (of_rank.end - of_rank.begin));
+    loads_.add(of_rank.rank, row_bytes * (of_rank.end - of_rank.begin));
     pieces.push_back(std::move(piece));
   }
 }
@@ -314,7 +273,7 @@ void WritePlan::assign(uint32_t of_class, size_t shard, std::vector<uint32_t> ke
                        int64_t num_bytes) {
   const size_t num_keys = world_.classes()[of_class].keys.size();
   const auto put = [&](int64_t rank, std::vector<uint32_t> own) {
-    add_load(rank, checked_mul(num_bytes, static_cast<int64_t>(own.size())));
+    loads_.add(rank, checked_mul(num_bytes, static_cast<int64_t>(own.size())));
     if (own.size() == num_keys) own.clear();
     batches_[static_cast<size_t>(rank)].push_back({of_class, shard, std::move(own), std::nullopt});
   };
@@ -322,17 +281,10 @@ void WritePlan::assign(uint32_t of_class, size_t shard, std::vector<uint32_t> ke
     put(ranks[0], std::move(keys));
     return;
   }
-  Holders holders(ranks, host_of_, load_bytes_, host_bytes_);
+  Dealer dealer(loads_, ranks);
   std::map<int64_t, std::vector<uint32_t>> keys_of_rank;
-  for (const uint32_t key : keys) keys_of_rank[holders.take(num_bytes)].push_back(key);
+  for (const uint32_t key : keys) keys_of_rank[dealer.take(num_bytes)].push_back(key);
   for (auto& [rank, own] : keys_of_rank) put(rank, std::move(own));
-}
-
-void WritePlan::add_load(int64_t rank, int64_t num_bytes) {
-  int64_t& of_rank = load_bytes_[static_cast<size_t>(rank)];
-  int64_t& of_host = host_bytes_[host_of_[static_cast<size_t>(rank)]];
-  of_rank = checked_add(of_rank, num_bytes);
-  of_host = checked_add(of_host, num_bytes);
 }
 
 WritePlan::SectionPlan WritePlan::plan_section(const Section& section) const {

@@ -2,7 +2,7 @@
 //
 // One replica of each tensor is written: of a tensor on several meshes that of the mesh with the lowest rank, by ranks of
 // all meshes where all are known to hold the same. Shards with one holder are settled; the others go, largest first, to the
-// holder with the fewest bytes so far: of several to one whose host has the fewest, and of these to the lowest rank.
+// best of their holders by `Loads`.
 // So ranks are balanced within the largest shard, and what little there is goes to as many hosts as can be. A shard that
 // leaves its holders unequal all the same, such as an embedding that tensor parallel ranks all have, is then divided among
 // them by rows, each piece a chunk of the metadata. Objects are written by the lowest rank that has them.
@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "core/agreement.h"
+#include "core/loads.h"
 
 namespace torchtitan_ext::core {
 
@@ -46,7 +47,7 @@ class WritePlan {
   // Keys of which some rank writes more than one box.
   std::vector<uint32_t> keys_of_several_boxes() const;
   // Bytes that each rank writes.
-  const std::vector<int64_t>& load_bytes() const { return load_bytes_; }
+  const std::vector<int64_t>& load_bytes() const { return loads_.rank_bytes(); }
 
  private:
   // Keys of one class, as positions in it, whose shard, or a piece of it, one rank writes; all where `keys` is empty.
@@ -73,16 +74,13 @@ class WritePlan {
 
   void assign(uint32_t of_class, size_t shard, std::vector<uint32_t> keys, const std::vector<int64_t>& ranks,
               int64_t num_bytes);
-  void add_load(int64_t rank, int64_t num_bytes);
   void divide_uneven(const std::vector<Choice>& choices);
   void divide(const Choice& choice, std::vector<std::pair<int64_t, int64_t>> holders, int64_t mean_bytes);
   void number_chunks();
   SectionPlan plan_section(const Section& section) const;
 
   const World& world_;
-  std::vector<uint32_t> host_of_;
-  std::vector<int64_t> load_bytes_;
-  std::vector<int64_t> host_bytes_;
+  Loads loads_;
   std::vector<std::vector<Batch>> batches_;                           // per rank
   std::map<std::pair<uint32_t, size_t>, std::vector<Chunk>> pieces_;  // of a class and shard that is divided
   std::vector<std::vector<size_t>> first_chunks_;                     // per class and shard
