@@ -146,28 +146,34 @@ def test_storage_that_refuses(run_world, tmp_path: Path, world_size: int) -> Non
     assert len(seen[0]) == len(CASES[world_size])
 
 
-def train(rank: int, world_size: int, folder: Path, saves: bool) -> list[float]:
-    """The example's job, with a save each second step: of the third and fifth on the disk is full."""
+def train(folder: Path | None) -> list[float]:
+    """The example's job; in a folder with a save each second step: of the third and fifth on the disk is full."""
     sys.path.append(str(EXAMPLES))
     from llama_job import LlamaJob
 
-    disk = folder / "disk"
-    with shared_disk(disk) if saves else contextlib.nullcontext():
+    disk = Path() if folder is None else folder / "disk"
+    with contextlib.nullcontext() if folder is None else shared_disk(disk):
         job = LlamaJob({"dp": 2, "tp": 2}, seed=0)
         losses = []
         for step in range(1, 7):
             losses += job.train(last_step=step)
-            if saves:
+            if folder is not None:
                 case = ("full", (0, 1, 2, 3)) if step in (3, 4) else ("read_only", (1,) if step == 5 else ())
                 with refusing(*case, disk):
                     result = tte.save(job.state(), disk / f"step-{step}", keep=1, on_error="warn", max_failures=9)
                 assert bool(result.error) == (step in (3, 4, 5))
-        if saves:
+        if folder is not None:
             assert tte.latest(disk) == disk / "step-6"
     return losses
 
 
+def train_three_times(rank: int, world_size: int, folder: Path) -> list[list[float]]:
+    return [train(None), train(folder), train(None)]
+
+
 @pytest.mark.filterwarnings("ignore:save. nothing was saved")
 def test_the_example_goes_on_training(run_world, tmp_path: Path) -> None:
-    (tmp_path / "with").mkdir()
-    assert run_world(4, train, tmp_path / "with", True) == run_world(4, train, tmp_path, False)
+    """As without saves, in the same processes: with torch 2.15 worlds of other processes had other losses, rarely."""
+    for before, with_saves, after in run_world(4, train_three_times, tmp_path):
+        assert with_saves in (before, after), (before, with_saves, after)
+        assert len(before) == len(after) == 6
