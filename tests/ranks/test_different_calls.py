@@ -91,7 +91,7 @@ REFUSED = [
     ("reshard", {"cast": "maybe"}, r"plan_reshard: got cast='maybe', expected"),
     ("reshard", {"bucket_bytes": 1.5}, r"plan_reshard: got bucket_bytes=1.5, expected"),
     ("plan.run", {"version": "seven"}, r"TransferPlan.run: got version='seven', expected"),
-    ("plan.run", {"replicas": "last"}, r"TransferPlan.run: got replicas='last', expected"),
+    ("reshard", {"replicas": "last"}, r"plan_reshard: got replicas='last', expected"),
     ("recover", {"step": 1.5}, r"recover: got step=1.5, expected"),
     ("snapshot", {"keep": "all"}, r"Snapshot: got keep='all', expected"),
     ("delta.load", {"timeout_seconds": 0}, r"delta.load: got timeout_seconds=0, expected"),
@@ -121,15 +121,16 @@ def test_what_one_rank_refuses_all_refuse(run_world: Callable[..., Any], tmp_pat
 def run_in_other_ways(rank: int, world_size: int) -> list[str]:
     source, target, texts = {"w": torch.ones(3)}, {"w": torch.zeros(3)}, []
     plan = tte.plan_reshard(source, target)
-    for name, values in OTHER_WAYS.items():
-        for call in (plan.run, lambda **more: tte.reshard(source, target, **more)):
-            with pytest.raises(ReplicaMismatchError) as caught:
-                call(**{name: values[rank]})
-            texts.append(str(caught.value).splitlines()[-1])
+    for call, name, values in (
+        (plan.run, "verify", (False, True)),
+        (tte.reshard, "verify", (False, True)),
+        (tte.reshard, "replicas", ("equal", "first")),
+        (tte.plan_reshard, "replicas", ("equal", "first")),
+    ):
+        with pytest.raises(ReplicaMismatchError) as caught:
+            call(*(() if call == plan.run else (source, target)), **{name: values[rank]})
+        texts.append(str(caught.value).splitlines()[-1])
     return texts
-
-
-OTHER_WAYS: dict[str, Any] = {"verify": (False, True), "replicas": ("equal", "first")}
 
 
 def test_runs_with_other_arguments_are_refused_by_name(run_world: Callable[..., Any]) -> None:

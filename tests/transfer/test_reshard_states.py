@@ -260,7 +260,6 @@ def changed_and_differing(rank: int, world_size: int) -> None:
     with pytest.raises(ReplicaMismatchError, match="w: has replicas that differ"):
         plan.run(version=1, verify=True)
     assert not target["w"].any() and plan.version is None
-    plan.run(version=1, verify=True, replicas="first")
     plan.run(version=2)
     assert plan.version == 2
     if rank == 2:
@@ -273,6 +272,31 @@ def changed_and_differing(rank: int, world_size: int) -> None:
 
 def test_a_kept_plan_refuses_other_memory_and_replicas_that_differ(run_world: Any) -> None:
     run_world(3, changed_and_differing)
+
+
+def first_replicas(rank: int, world_size: int) -> list[str]:
+    """Where replicas differ all of it comes from the first one, also on ranks of others."""
+    hsdp, flat = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (4,))
+    truth = torch.arange(24.0).view(8, 3)
+    of_mesh = distribute_tensor(truth, hsdp, [Replicate(), Shard(0)])
+    of_mesh.to_local().add_(rank // 2)
+    boxes = boxed(truth + rank, truth.shape, [((0, 0), (0, 0), (8, 3))])
+    source, wrong = {"w": of_mesh, "plain": truth + rank, "boxes": boxes, "step": rank}, []
+    for placement in (Replicate(), Shard(0), Shard(1)):
+        target: dict[str, Any] = {key: distribute_tensor(torch.zeros(8, 3), flat, [placement]) for key in source}
+        target["step"] = -1
+        with pytest.raises(ReplicaMismatchError, match='plan it with replicas="first"'):
+            tte.reshard(source, target, verify=True)
+        plan = tte.plan_reshard(source, target, replicas="first")
+        plan.run(verify=True)
+        whole = {key: tte.full_tensor(target[key]) for key in ("w", "plain", "boxes")}
+        wrong += [f"{key} {placement}" for key, value in whole.items() if not torch.equal(value, truth)]
+        wrong += [] if target["step"] == 0 else ["step"]
+    return wrong
+
+
+def test_the_first_of_replicas_that_differ(run_world: Any) -> None:
+    assert run_world(4, first_replicas) == [[]] * 4
 
 
 class Counting(nn.Module):

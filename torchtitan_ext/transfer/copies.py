@@ -135,6 +135,16 @@ def compare_copies(
     return verdict
 
 
+def later_copies(source: Agreement) -> dict[int, list[int]]:
+    """By the number of a tensor the ranks whose boxes of it a rank before them holds too."""
+    of_class = {
+        number: sorted(rank for _, ranks in _held_alike(source.world.replicas(number)) for rank in ranks[1:])
+        for number in set(source.agreed_keys.values())
+        if not source.kinds[number].is_object
+    }
+    return {key: of_class[number] for key, number in source.agreed_keys.items() if of_class.get(number)}
+
+
 def box_text(box: Box) -> str:
     """A box as messages show it: ``[8:16, 0:4]``."""
     return f"[{', '.join(f'{first}:{first + size}' for first, size in zip(*box, strict=True))}]"

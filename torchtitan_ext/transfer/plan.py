@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import NoneType
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,6 +68,7 @@ class TransferPlan:
         transport: Transport,
         timeout_seconds: float,
         operation: str = "reshard",
+        replicas: Replicas = "equal",
     ) -> None:
         self.version: int | None = None
         self._source = source
@@ -78,6 +79,7 @@ class TransferPlan:
         self._transport = transport
         self._timeout_seconds = timeout_seconds
         self._operation = operation
+        self._replicas = replicas
         self._num_runs = 0
         sends = _core.expand_transfers(part.sends, source.first_tensor)
         receives = _core.expand_transfers(part.receives, target.first_tensor)
@@ -89,7 +91,6 @@ class TransferPlan:
         *,
         version: int | None = None,
         verify: bool = False,
-        replicas: Replicas = "equal",
         changes: Changes | None = None,
     ) -> TransferResult:
         """Fills the targets, in place, with what the sources hold now. Collective over the group; plans nothing.
@@ -99,7 +100,6 @@ class TransferPlan:
                 give the same.
             verify: Whether replicas of the source are compared before anything moves, and the target's fingerprints
                 with the source's afterwards, without gathering tensors.
-            replicas: ``"first"`` takes the first replica where those of the source differ.
             changes: Of the source, from ``delta.Snapshot.changes``: only these are sent. Given by each rank that has a
                 part of the source. The target must hold their base version, which the run before brought there; where
                 changed elements have other bits, nothing is written. ``version`` is theirs.
@@ -114,12 +114,10 @@ class TransferPlan:
         """
         with checking_arguments("TransferPlan.run", self._group):
             check_counts("TransferPlan.run", version=version)
-            if replicas not in get_args(Replicas):
-                raise ValueError(f"TransferPlan.run: got replicas={replicas!r}, expected 'equal' or 'first'")
             check_argument("TransferPlan.run", "changes", changes, (Changes, NoneType), "what Snapshot.changes() gives")
             if changes is not None and version is not None:
                 raise ValueError("TransferPlan.run: got version= beside changes=, which have one")
-        run = _Run(version, verify, replicas, changes)
+        run = _Run(version, verify, changes)
         with transfer_phases(self._group, self._timeout_seconds, self._operation) as phases:
             found = phases.on_all("agree", lambda: self._offer(run), doing="ranks agreed on a transfer")
             with_changes = any(offer.changes.versions is not None for offer in found)
@@ -132,8 +130,8 @@ class TransferPlan:
             if problems:
                 raise refusal(self._operation, problems)
             held = self._fingerprint_of_source(phases, run, with_changes=with_changes) if verify else None
-            if held is not None and held.differing and replicas != "first":
-                what = 'has replicas that differ in the source; pass replicas="first" to take the first one'
+            if held is not None and held.differing and self._replicas != "first":
+                what = 'has replicas that differ in the source; plan it with replicas="first" to take the first one'
                 raise refusal(self._operation, [Problem("replicas_differ", fqn, what) for fqn in held.differing])
             for offer in found:
                 run.objects.update(offer.objects)
@@ -202,7 +200,6 @@ class TransferPlan:
             plan=self._part.number,
             version=run.version if run.changes is None else run.changes.version,
             verify=run.verify,
-            replicas=run.replicas,
             objects={} if problems else objects,
             problems=tuple(problems),
             changes=OfferedChanges(
@@ -334,7 +331,6 @@ class _Run:
 
     version: int | None
     verify: bool
-    replicas: Replicas
     changes: Changes | None
     sources: list[torch.Tensor] = field(default_factory=list)
     targets: list[torch.Tensor] = field(default_factory=list)
@@ -350,7 +346,6 @@ class _Offer:
     plan: int
     version: int | None
     verify: bool
-    replicas: Replicas
     objects: Mapping[str, Any]
     problems: tuple[Problem, ...]
     changes: OfferedChanges
@@ -361,8 +356,7 @@ def _differing(offers: Sequence[_Offer]) -> list[Problem]:
     """The problem that ranks run different plans, or in different ways."""
     plans = differing("plan", [offer.plan for offer in offers], advice="run plans in one order on all ranks")
     verify = differing("verify", [offer.verify for offer in offers])
-    replicas = differing("replicas", [offer.replicas for offer in offers])
-    return (plans or verify or replicas)[:1]
+    return (plans or verify)[:1]
 
 
 def _as_tensor(entries: bytes) -> torch.Tensor:

@@ -17,6 +17,7 @@ from torchtitan_ext.checkpoint.tables.agreement import Agreement, agree, dtype_n
 from torchtitan_ext.checkpoint.tables.key_table import RankTable, number_hosts, pack, unpack
 from torchtitan_ext.errors import Problem, refusal
 from torchtitan_ext.errors.near_names import nearest_name
+from torchtitan_ext.transfer.copies import Replicas, later_copies
 
 # Ranks are told who sends how much to whom up to this many ranks; beyond it the table grows with their square.
 _MAX_RANKS_TOLD = 64
@@ -32,6 +33,7 @@ class Offer:
     problems: tuple[Problem, ...]
     cast: CastPolicy
     bucket_bytes: int
+    replicas: Replicas
     rename: Mapping[str, str]
 
 
@@ -84,7 +86,7 @@ def plan_for_all(offers: Sequence[Offer]) -> list[RankPart]:
     source = agree([offer.source for offer in offers], every_rank_reports=True)
     target = agree([offer.target for offer in offers], every_rank_reports=False)
     problems = [*source.problems, *target.problems, *(problem for offer in offers for problem in offer.problems)]
-    for name in ("cast", "bucket_bytes", "rename"):
+    for name in ("cast", "bucket_bytes", "replicas", "rename"):
         problems += differing(name, [getattr(offer, name) for offer in offers])
     problems += unused_layouts([offer.source for offer in offers], source, source.names)
     problems += unused_layouts([offer.target for offer in offers], target, target.names)
@@ -103,7 +105,8 @@ def plan_for_all(offers: Sequence[Offer]) -> list[RankPart]:
     # A key that its ranks could not describe is not missing.
     undescribed = {problem.fqn for problem in problems}
     problems += [problem for problem in missing if renamed[problem.fqn] not in undescribed]
-    pairs = _core.pair_keys(source.world, target.world, source_of)
+    left_out = later_copies(source) if offers[0].replicas == "first" else {}
+    pairs = _core.pair_keys(source.world, target.world, source_of, left_out)
     misfits = [problem for pair in pairs for problem in find_misfits(pair, source, target, cast)]
     if problems or misfits:
         raise refusal("reshard", [*problems, *misfits])

@@ -52,10 +52,11 @@ def reshard(
         rename=rename,
         source_layouts=source_layouts,
         target_layouts=target_layouts,
+        replicas=replicas,
         bucket_bytes=bucket_bytes,
         timeout_seconds=timeout_seconds,
     )
-    return plan.run(version=version, verify=verify, replicas=replicas)
+    return plan.run(version=version, verify=verify)
 
 
 def plan_reshard(
@@ -67,6 +68,7 @@ def plan_reshard(
     rename: Mapping[str, str] | None = None,
     source_layouts: Mapping[str, ShardOrder] | None = None,
     target_layouts: Mapping[str, ShardOrder] | None = None,
+    replicas: Replicas = "equal",
     transport: Transport | None = None,
     bucket_bytes: int = ops.DEFAULT_BUCKET_BYTES,
     timeout_seconds: float = TIMEOUT_SECONDS,
@@ -88,6 +90,7 @@ def plan_reshard(
         rename: Keys of the target to keys of the source, as in ``Source``: ``{"model.*": "module.*"}``.
         source_layouts, target_layouts: Sharding orders that placements cannot express, by canonical fqn or glob of each
             side.
+        replicas: ``"first"`` takes the first replica of each part, which others of the source need not equal then.
         transport: What carries the boxes from rank to rank; the point-to-point messages of the group if left out. The
             group then carries the agreements of the ranks alone.
         bucket_bytes: Size of the buffers; a rank holds at most three beside its tensors.
@@ -103,6 +106,8 @@ def plan_reshard(
     with checking_arguments("plan_reshard", group):
         if cast not in get_args(CastPolicy):
             raise ValueError(f"plan_reshard: got cast={cast!r}, expected 'exact', 'allow' or 'forbid'")
+        if replicas not in get_args(Replicas):
+            raise ValueError(f"plan_reshard: got replicas={replicas!r}, expected 'equal' or 'first'")
         check_seconds("plan_reshard", timeout_seconds)
         check_counts("plan_reshard", bucket_bytes=bucket_bytes)
     ends: dict[str, Endpoint] = {}
@@ -121,6 +126,7 @@ def plan_reshard(
             problems=tuple(problems),
             cast=cast,
             bucket_bytes=bucket_bytes,
+            replicas=replicas,
             rename=Source(rename=dict(rename or {})).rename,
         )
 
@@ -128,5 +134,11 @@ def plan_reshard(
         part = phases.through_coordinator("plan", offer, plan_for_all, doing="ranks planned a transfer")
     transport = transport or GroupTransport(phases.group, bucket_bytes)
     return TransferPlan(
-        ends["source"], ends["target"], part, phases.group, transport=transport, timeout_seconds=timeout_seconds
+        ends["source"],
+        ends["target"],
+        part,
+        phases.group,
+        transport=transport,
+        timeout_seconds=timeout_seconds,
+        replicas=replicas,
     )
