@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from models import differences
@@ -17,16 +18,23 @@ def make_gloo(store: dist.Store, rank: int, size: int, timeout: object) -> dist.
     return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 
-def whole_story(rank: int, world_size: int, path: Path) -> list[str]:
+def whole_story(rank: int, world_size: int, path: Path, backend: str) -> list[str]:
     if not hasattr(dist.Backend, "ANOTHER"):
         dist.Backend.register_backend("another", make_gloo, devices=["cpu"])
-    group = dist.new_group(backend="another")
+    group = dist.new_group(backend=backend)
+    assert dist.get_backend(group) == backend
     mesh = init_device_mesh("cpu", (world_size,))
     state = {"w": distribute_tensor(TRUTH["w"], mesh, [Shard(0)])}
     tte.save(state, path, process_group=group)
     state["w"].to_local().zero_()
     tte.load(state, path, process_group=group)
     lines = differences({"w": tte.full_tensor(state["w"])}, TRUTH)
+    tte.async_save(state, path / "later", process_group=group).result()
+    whole = {"w": torch.zeros(9)}
+    tte.load(whole, path / "later", process_group=group, share_reads=True)
+    lines += differences(whole, TRUTH)
+    tte.reshard(state, moved := {"w": torch.zeros(9)}, group, verify=True)
+    lines += differences(moved, TRUTH)
     weights = [torch.full((3,), float(rank)), torch.full((2, 2), rank)]
     tte.broadcast_tensors(weights, group=group, src=0)
     lines += [f"rank {rank} has {weight}" for weight in weights if weight.any()]
@@ -34,5 +42,7 @@ def whole_story(rank: int, world_size: int, path: Path) -> list[str]:
     return lines
 
 
-def test_a_group_of_another_backend_saves_loads_and_syncs(run_world, tmp_path: Path) -> None:
-    assert run_world(2, whole_story, tmp_path) == [[], []]
+@pytest.mark.parametrize("backend", ["another", "cpu:gloo"])
+def test_a_group_of_another_backend_saves_loads_and_syncs(run_world, tmp_path: Path, backend: str) -> None:
+    """Under torchcomms a group of gloo calls itself "cpu:gloo" (pytorch#189070)."""
+    assert run_world(2, whole_story, tmp_path, backend) == [[], []]
