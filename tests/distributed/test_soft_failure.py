@@ -256,11 +256,13 @@ def test_nothing_stays_of_a_save_that_failed(tmp_path: Path, is_async: bool) -> 
     (tmp_path / "file").write_text("no directory")
     state = {"w": torch.ones(9)}
     for _ in range(2):
-        with pytest.raises(CheckpointFailedError) as caught:
+        with pytest.raises(CheckpointFailedError, match="got a file, expected a directory; move it: .*file'") as caught:
             if is_async:
-                tte.async_save(state, tmp_path / "file" / "step").result()
+                tte.async_save(state, tmp_path / "file" / "run" / "step").result()
             else:
                 tte.save(state, tmp_path / "file" / "step")
+        with pytest.raises(CheckpointFailedError, match="got a file, expected a directory; move it: .*file'"):
+            tte.save({"w": torch.ones(9)}, tmp_path / "file" / "weights", format="safetensors")
     died = weakref.ref(state["w"])
     state.clear()
     del caught

@@ -219,10 +219,10 @@ def begin_save(
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_dir():
         raise NotADirectoryError(f"save: got a file, expected a directory: '{target}'")
-    new_parents = _make_directories(target.parent)
+    new_parents = make_directories(target.parent)
     lock_file = lock_path(target, rank)
     if lock_file.parent == target:
-        new_parents += _make_directories(target)
+        new_parents += make_directories(target)
     lock = SaveLock.acquire(lock_file, save_id, target)
     try:
         for other in _excluded_locks(target, rank):
@@ -234,7 +234,7 @@ def begin_save(
             remove_dead_files(target, rank)
         is_staged = lock_file.parent != target and _make_stage(target, save_id)
         if not is_staged:
-            new_parents += _make_directories(target)
+            new_parents += make_directories(target)
         is_named_by_id = names_have_id or not is_staged
         place = SavePlace(save_id, target, is_staged, is_named_by_id, earlier if is_staged else None)
         lock.add_line(_place_line(place))
@@ -370,8 +370,15 @@ def _can_exchange(directory: Path) -> bool:
     return True
 
 
-def _make_directories(path: Path) -> list[Path]:
-    """Makes a directory and its parents; returns the parent of each new directory."""
+def make_directories(path: Path) -> list[Path]:
+    """Makes a directory and its parents; returns the parent of each new directory.
+
+    Raises:
+        NotADirectoryError: A file stands where one of them is to be, as where a disk is not mounted.
+    """
     missing = [directory for directory in (path, *path.parents) if not directory.exists()]
+    nearest = missing[-1].parent if missing else path
+    if not nearest.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "got a file, expected a directory; move it", str(nearest))
     path.mkdir(parents=True, exist_ok=True)
     return [directory.parent for directory in missing]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torchtitan_ext import _core
 from torchtitan_ext.storage.checkpoint_files import sync_directory
-from torchtitan_ext.storage.commit.commit import lock_path
+from torchtitan_ext.storage.commit.commit import lock_path, make_directories
 from torchtitan_ext.storage.commit.save_lock import SaveLock
 
 
@@ -29,7 +29,7 @@ def staged_target(target: Path, replace: Callable[[Path, Path], None]) -> Iterat
         SaveInProgressError: Another process writes to the target.
     """
     target = Path(os.path.realpath(target))
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_directories(target.parent)
     lock = SaveLock.acquire(lock_path(target, None), uuid.uuid4().hex, target)
     # Not a hidden name: torch.save names its archive by the part before the first dot.
     # Beside the lock: where nothing can be made or renamed beside the target, it is in there.
