@@ -52,7 +52,7 @@ _STOCK = format_utils
 OPTIONS: Mapping[type, tuple[str, ...]] = {
     SavePlanner: ("layouts", "replicas", "hash_replicas"),
     LoadPlanner: ("layouts", "cast", "allow_unclaimed", "weights_only", "allow_classes"),
-    FileWriter: ("sync", "thread_count", "stock_metadata"),
+    FileWriter: ("sync", "thread_count", "stock_metadata", "branch"),
     FileReader: ("verify", "thread_count"),
     SafetensorsWriter: ("sync", "thread_count"),
     SafetensorsReader: ("thread_count",),

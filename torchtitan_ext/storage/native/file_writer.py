@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, get_args, runtime_checkable
 
 import numpy as np
 import torch
@@ -144,6 +144,8 @@ class FileWriter(StorageWriter):
         _extensions: Sequence[StreamTransformExtension] | None = None,
     ) -> None:
         super().__init__()
+        if branch not in get_args(Branch):
+            raise _not_followed("branch", branch, " or ".join(map(repr, get_args(Branch))))
         if sync_files and not sync:
             raise _not_followed("sync=False, sync_files", True, "False: both say whether files are synced")
         if not single_file_per_rank:
