@@ -5,6 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+import torchtitan_ext as tte
+from torchtitan_ext.storage.commit.branch import remember_step
+from torchtitan_ext.storage.native import file_writer
+
 SCRIPT = Path(__file__).parents[1] / "support" / "torchtitan_main.py"
 
 
@@ -37,3 +44,17 @@ def test_a_run_goes_on_with_as_many_ranks_and_no_other_number(tmp_path: Path) ->
     for text in run_ranks(tmp_path, 1, 1):
         assert "refused:" in text and "dataloader" in text and "ran:" not in text
         assert "elastic_data=" not in text  # no flag that this torchtitan does not have
+
+
+def test_a_step_that_was_left_behind_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a kill between the commit of a run that was set back and the moves of its later steps."""
+    for num_steps in (1, 2, 3):
+        run_ranks(tmp_path, 1, num_steps)
+    run = tmp_path / "run"
+    remember_step(run / "step-1")
+    monkeypatch.setattr(file_writer, "set_aside", lambda *_, **__: None)
+    whole = _load_state_dict_from_keys(checkpoint_id=run / "step-3")
+    tte.save(whole, run / "step-2")
+    assert sorted(path.name for path in run.glob("step-*")) == [f"step-{step}" for step in (1, 2, 3, 6)]
+    (text,) = run_ranks(tmp_path, 1, 4)
+    assert text.splitlines()[-1] == "ran: True 7 70 [1, 2, 3, 4, 5, 6, 7]", "from what step-2 holds, not from step-6"

@@ -11,6 +11,7 @@ here imports it. torchtitan's main has other data loaders: with it the first ove
 from __future__ import annotations
 
 import fnmatch
+import os
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,7 @@ from torchtitan_ext.errors import (
 )
 from torchtitan_ext.integrations.torchtitan_flags import Options, in_flags, with_excluded
 from torchtitan_ext.integrations.torchtitan_train_state import RunTrainState
+from torchtitan_ext.storage.commit.branch import abandoned_steps, finished_steps
 from torchtitan_ext.storage.commit.steps import folders_in_fallback, is_absent
 from torchtitan_ext.storage.runs.retention import old_steps
 from torchtitan_ext.storage.weights.writer import SafetensorsWriter
@@ -231,13 +233,25 @@ class ElasticCheckpointManager(CheckpointManager):
             return super()._load(step)
         with Phases("load", path=own, timeout_seconds=self._config.timeout_seconds) as phases:
             choose = partial(self._folder_with, step, str(fallback))
-            self.folder = phases.to_coordinator("choose", lambda: None, lambda _: choose(), doing=_CHOOSING)
+            self.folder, step = phases.to_coordinator("choose", lambda: None, lambda _: choose(), doing=_CHOOSING)
         try:
             return super()._load(step)
         finally:
             self.folder = own
 
-    def _folder_with(self, step: int, fallback: str) -> str:
+    def _find_load_step(self, folder: str = "") -> int:
+        """As in torchtitan, but for steps that the run has left behind where it was set back."""
+        newest: int = super()._find_load_step(folder)
+        if filesystem.is_remote(self.folder):
+            return newest
+        steps = finished_steps(self._on_storage_error.runs_of(self._create_checkpoint_id(0, self.folder)), None)
+        left, run = abandoned_steps(steps), os.path.abspath(folder or self.folder)
+        here = {number: path in left for number, path in steps if str(path.parent) == run}
+        if not here.get(newest):
+            return newest
+        return max((number for number, is_left in here.items() if not is_left), default=-1)
+
+    def _folder_with(self, step: int, fallback: str) -> tuple[str, int]:
         """The folder to load a step from, or the latest step of both; the run's own one where both have it."""
         folders = [self.folder, *folders_in_fallback(self.folder, fallback)]
         folders = [folder for folder in folders if filesystem.exists(folder)]
@@ -246,10 +260,10 @@ class ElasticCheckpointManager(CheckpointManager):
             newest = self._find_load_step(chosen)
             if newest != -1 and not filesystem.is_remote(self.folder) and is_absent(Path(self.folder)):
                 raise AbsentRunError(self.folder, chosen, newest, "--checkpoint.load_step=")
-            return chosen
+            return chosen, newest
         steps = [(self._create_checkpoint_id(step, folder), folder) for folder in folders]
         finished = (folder for path, folder in steps if filesystem.isfile(filesystem.join(path, ".metadata")))
-        return next(finished, self.folder)
+        return next(finished, self.folder), step
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
         """Collective, as torchtitan calls it; raises what ``tte.load`` raises."""
