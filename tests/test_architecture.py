@@ -47,7 +47,8 @@ INNER_ROWS = {
     ],
     "checkpoint": [{"tables"}, {"rules"}, {"planners"}, {"staging"}, {"operation"}, {""}],
     "transfer": [
-        {"changes", "copies", "endpoint", "meeting", "phases", "planning", "recover_report", "transport"},
+        {"copies"},
+        {"changes", "endpoint", "meeting", "phases", "planning", "recover_report", "transport"},
         {"changed_boxes"},
         {"plan", "survivors"},
         {"recovery", "state_dicts"},
