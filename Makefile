@@ -116,20 +116,24 @@ sanitize-asan sanitize-tsan: sanitize-%:
 SANITIZER_ENV = ASAN_OPTIONS=detect_leaks=0:halt_on_error=1:allocator_may_return_null=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
   TSAN_OPTIONS=halt_on_error=1:ignore_noninstrumented_modules=1:allocator_may_return_null=1 setarch -R
 
-# The wheel is built from the unpacked sdist, beside the torch of .venv, and tried in an environment that has nothing else but
-# .venv's packages. pip installs before it sees these: the editable install among them is no reason to leave the wheel out.
-wheel: $(STAMPS)/package  ## sdist and wheel in dist/; the wheel saves and loads in an environment of its own
-	rm -rf dist build/wheel/sdist && mkdir -p dist build/wheel/sdist
-	$(PY) -c 'from scikit_build_core.build import build_sdist; build_sdist("dist")' >/dev/null
-	tar -xf dist/*.tar.gz -C build/wheel/sdist --strip-components 1
+# A wheel is for one Python and one minor version of torch: those of VENV. It is built from the unpacked sdist and tried in an
+# environment that has nothing else but VENV's packages. pip installs it before it sees these: the editable install among them is no
+# reason to leave the wheel out. Of other versions: `make wheel VENV=.venv-wheel PYTHON=python3.13 TORCH=torch==2.15.0`.
+WHEEL = build/wheel/$(notdir $(abspath $(VENV)))
+WHEEL_PY = $(WHEEL)/venv/bin/python
+wheel: $(STAMPS)/tools  ## sdist and wheel in dist/; the wheel saves and loads in an environment of its own
+	rm -rf $(WHEEL)/{sdist,dist,run} && mkdir -p $(WHEEL)/{sdist,dist} dist
+	$(PY) -c 'from scikit_build_core.build import build_sdist; build_sdist("$(WHEEL)/dist")' >/dev/null
+	tar -xf $(WHEEL)/dist/*.tar.gz -C $(WHEEL)/sdist --strip-components 1
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation \
-	  -Cbuild-dir="$(abspath build/wheel/cmake)" --wheel-dir dist build/wheel/sdist
-	$(PY) -m venv --without-pip --clear build/wheel/venv
-	$(PY) -m pip --python build/wheel/venv/bin/python install --quiet --disable-pip-version-check --no-deps --no-index dist/*.whl
+	  -Cbuild-dir="$(abspath $(WHEEL))/sdist/build/wheel" --wheel-dir $(WHEEL)/dist $(WHEEL)/sdist
+	$(PY) -m venv --without-pip --clear $(WHEEL)/venv
+	$(PY) -m pip --python $(WHEEL_PY) install --quiet --disable-pip-version-check --no-deps --no-index $(WHEEL)/dist/*.whl
 	$(PY) -c 'import sys; print(*(path for path in sys.path if path.endswith("-packages")), sep="\n")' \
-	  > "$$(build/wheel/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')/packages.pth"
-	cd build/wheel && rm -rf run && venv/bin/torchtitan-ext --version && venv/bin/python ../../tests/support/wheel_smoke.py run \
+	  > "$$($(WHEEL_PY) -c 'import sysconfig; print(sysconfig.get_path("platlib"))')/packages.pth"
+	smoke="$$PWD/tests/support/wheel_smoke.py"; cd $(WHEEL) && venv/bin/torchtitan-ext --version && venv/bin/python "$$smoke" run \
 	  && venv/bin/torchtitan-ext verify run --deep && venv/bin/torchtitan-ext doctor .
+	cp $(WHEEL)/dist/* dist
 	@ls -l dist
 
 lint: $(STAMPS)/lint  ## Formatters in checking mode, ruff, mypy
@@ -163,9 +167,12 @@ $(STAMPS)/modules: FORCE | $(PY)
 FORCE:
 
 # cmake and ninja of the environment, so that the build directory outlives pip's temporary one.
-$(STAMPS)/package: pyproject.toml $(STAMPS)/torch $(STAMPS)/modules
-	@echo "Building the package in $(JOBS) jobs: the first time about 5 minutes of one core ..."
+$(STAMPS)/tools: pyproject.toml $(STAMPS)/torch
 	@$(PIP) "scikit-build-core>=0.11" "pybind11>=3.0" "cmake>=3.26" ninja "typer>=0.15"
+	@touch $@
+
+$(STAMPS)/package: pyproject.toml $(STAMPS)/torch $(STAMPS)/tools $(STAMPS)/modules
+	@echo "Building the package in $(JOBS) jobs: the first time about 5 minutes of one core ..."
 	@mkdir -p $(BUILD)
 	@PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) -m pip install --verbose --no-deps --no-build-isolation -Cbuild-dir=$(BUILD) \
 	  --editable . 2>&1 | tee $(BUILD)/pip.log | sed -un 's/^ *\(\[[0-9]*\/[0-9]*\] \)/\1/p' || { tail -60 $(BUILD)/pip.log; exit 1; }
