@@ -122,7 +122,7 @@ def call_collective(name: str, args: tuple[Any, ...]) -> Any:
     """As ``call``, of an op that only the library on the full ABI has."""
     if full_abi_is_missing:
         raise ImportError(
-            f"torchtitan_ext: no broadcasts: {full_abi_is_missing}; this is torch {torch.__version__}: install the "
+            f"torchtitan_ext: no collectives: {full_abi_is_missing}; this is torch {torch.__version__}: install the "
             "package again beside it"
         )
     return call(name, args)
