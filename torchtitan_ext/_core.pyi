@@ -7,7 +7,7 @@ raises OverflowError.
 
 import enum
 import mmap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -19,6 +19,7 @@ _Sizes = tuple[int, ...]
 _Step = tuple[int, int, int]
 _Box = tuple[Sequence[int], Sequence[int]]
 _Chunk = tuple[_Sizes, _Sizes, _Sizes]
+_AnyChunk = tuple[Sequence[int], Sequence[int], Sequence[int]]
 _Instance = TypeVar("_Instance")
 _Shard = tuple[_Sizes, tuple[_Chunk, ...]]
 
@@ -572,10 +573,12 @@ class ClassWrites:
 def read_decision(decision: bytes, kind_of: Sequence[Sequence[int]]) -> list[ClassWrites]: ...
 
 class Overlap:
-    """A part of a saved chunk that a wanted chunk needs: positions of both, offsets in each, and the part's sizes."""
+    """A part of a saved chunk that a wanted chunk needs: positions of both; where it begins in the global tensor, the
+    saved chunk and the local tensor (of a wanted chunk without local offsets: in this); and its sizes."""
 
     wanted: int
     saved: int
+    offsets: _Sizes
     saved_offsets: _Sizes
     local_offsets: _Sizes
     sizes: _Sizes
@@ -589,7 +592,19 @@ class ChunkIndex:
     def boxes(self) -> tuple[_HeldBox, ...]: ...
     def covers(self, shape: Sequence[int]) -> bool:
         """Whether the chunks hold every element of a tensor of this shape exactly once."""
-    def find_overlaps(self, wanted: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]]) -> list[Overlap]: ...
+    def find_overlaps(self, wanted: Sequence[_AnyChunk]) -> list[Overlap]: ...
+    def find_whole(self, boxes: Sequence[_Box]) -> list[int] | None:
+        """The chunks that make up boxes; ``None`` where these have more elements, or less than all of a chunk."""
+
+def find_overlaps(wanted: Sequence[_AnyChunk], saved: Sequence[_Box]) -> list[Overlap]: ...
+
+class BoxParts:
+    """A box in parts of at most so many elements, in row-major order: whole rows of an outer dim, or parts of one row
+    each. A box without elements is one part."""
+
+    def __init__(self, offsets: Sequence[int], sizes: Sequence[int], most_elements: int) -> None: ...
+    def __iter__(self) -> Iterator[_HeldBox]: ...
+    def __next__(self) -> _HeldBox: ...
 
 # Items of a rank's plan, by its ``KeyEntry`` by flat key; ``names`` are the keys of ``EncodedColumns``.
 

@@ -134,10 +134,9 @@ std::vector<WritePart> parts_of_pieces(const py::object& entry, const ClassWrite
   TTE_CHECK(held.size() == 1, "decision", "a shard of ", held.size(), " boxes is divided");
   std::vector<WritePart> parts;
   for (const auto& [position, box] : writes.boxes) {
-    Sizes local_offsets = held.front().local_offsets;
-    for (size_t dim = 0; dim < box.offsets.size(); ++dim)
-      local_offsets[dim] += box.offsets[dim] - held.front().offsets[dim];
-    parts.push_back({entry, {box.offsets, box.sizes, std::move(local_offsets)}, position});
+    std::optional<Chunk> piece = intersect(held.front(), box_of(box));
+    TTE_CHECK(piece && piece->sizes == box.sizes, "decision", "a piece does not lie in its shard");
+    parts.push_back({entry, *std::move(piece), position});
   }
   return parts;
 }

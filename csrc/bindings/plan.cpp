@@ -321,19 +321,46 @@ py::bytes index_bytes(const ChunkIndex& index) {
   return py::bytes(out.take());
 }
 
-std::vector<Overlap> overlaps_py(const ChunkIndex& index, const std::vector<std::tuple<Sizes, Sizes, Sizes>>& tuples) {
+using ChunkTuple = std::tuple<Sizes, Sizes, Sizes>;  // offsets, sizes, local offsets or none: 0
+
+// With its place in the global tensor.
+struct PlacedOverlap : Overlap {
+  Sizes offsets;
+};
+
+std::vector<PlacedOverlap> overlaps_py(const ChunkIndex& index, const std::vector<ChunkTuple>& tuples) {
   std::vector<Chunk> wanted;
-  for (const auto& [offsets, sizes, local_offsets] : tuples) wanted.push_back({offsets, sizes, local_offsets});
-  return index.find_overlaps(wanted);
+  for (const auto& [offsets, sizes, local_offsets] : tuples) {
+    wanted.push_back({offsets, sizes, local_offsets.empty() ? Sizes(sizes.size(), 0) : local_offsets});
+  }
+  std::vector<PlacedOverlap> overlaps;
+  for (Overlap& part : index.find_overlaps(wanted)) {
+    Sizes offsets = index.chunks()[part.saved].offsets;
+    for (size_t dim = 0; dim < offsets.size(); ++dim) offsets[dim] += part.saved_offsets[dim];
+    overlaps.push_back({std::move(part), std::move(offsets)});
+  }
+  return overlaps;
 }
 
-void define_chunk_index(py::module_& module) {
-  py::class_<Overlap>(module, "Overlap", "A part of a saved chunk that a wanted chunk needs; see csrc/core/boxes.h.")
-      .def_readonly("wanted", &Overlap::wanted)
-      .def_readonly("saved", &Overlap::saved)
-      .def_property_readonly("saved_offsets", [](const Overlap& part) { return to_tuple(part.saved_offsets); })
-      .def_property_readonly("local_offsets", [](const Overlap& part) { return to_tuple(part.local_offsets); })
-      .def_property_readonly("sizes", [](const Overlap& part) { return to_tuple(part.sizes); });
+// Goes through the parts of a box, of which there may be more than memory has room for.
+struct PartsLeft {
+  BoxParts parts;
+  int64_t next = 0;
+
+  py::tuple take() {
+    if (next == parts.size()) throw py::stop_iteration();
+    return to_box(parts.at(next++));
+  }
+};
+
+void define_boxes(py::module_& module) {
+  py::class_<PlacedOverlap>(module, "Overlap", "A part of a saved chunk that a wanted chunk needs; see boxes.h.")
+      .def_readonly("wanted", &PlacedOverlap::wanted)
+      .def_readonly("saved", &PlacedOverlap::saved)
+      .def_property_readonly("offsets", [](const PlacedOverlap& part) { return to_tuple(part.offsets); })
+      .def_property_readonly("saved_offsets", [](const PlacedOverlap& part) { return to_tuple(part.saved_offsets); })
+      .def_property_readonly("local_offsets", [](const PlacedOverlap& part) { return to_tuple(part.local_offsets); })
+      .def_property_readonly("sizes", [](const PlacedOverlap& part) { return to_tuple(part.sizes); });
   py::class_<ChunkIndex>(module, "ChunkIndex", "Saved chunks, sorted once; see csrc/core/boxes.h.")
       .def(py::init(&index_chunks), py::arg("chunks"))
       .def("to_bytes", &index_bytes)
@@ -342,13 +369,32 @@ void define_chunk_index(py::module_& module) {
       .def(
           "covers", [](const ChunkIndex& index, const Sizes& shape) { return index.covers(shape); },
           py::call_guard<py::gil_scoped_release>())
-      .def("find_overlaps", &overlaps_py, py::arg("wanted"));
+      .def("find_overlaps", &overlaps_py, py::arg("wanted"))
+      .def(
+          "find_whole",
+          [](const ChunkIndex& index, const std::vector<BoxTuple>& boxes) {
+            return index.find_whole(to_chunks(boxes));
+          },
+          py::arg("boxes"));
+  module.def(
+      "find_overlaps",
+      [](const std::vector<ChunkTuple>& wanted, const std::vector<BoxTuple>& saved) {
+        return overlaps_py(ChunkIndex(to_chunks(saved)), wanted);
+      },
+      py::arg("wanted"), py::arg("saved"));
+  py::class_<PartsLeft>(module, "BoxParts", "A box in parts of at most so many elements; see csrc/core/boxes.h.")
+      .def(py::init([](Sizes offsets, Sizes sizes, int64_t most_elements) {
+             return PartsLeft{BoxParts({std::move(offsets), std::move(sizes), {}}, most_elements)};
+           }),
+           py::arg("offsets"), py::arg("sizes"), py::arg("most_elements"))
+      .def("__iter__", [](py::object parts) { return parts; })
+      .def("__next__", &PartsLeft::take);
 }
 
 }  // namespace
 
 void register_plan(py::module_& module) {
-  define_chunk_index(module);
+  define_boxes(module);
   define_world(module);
   define_axes(module);
   define_replica_digests(module);

@@ -1,6 +1,8 @@
 #include "core/boxes.h"
 
 #include <algorithm>
+#include <map>
+#include <numeric>
 
 #include "core/check.h"
 #include "core/cover.h"
@@ -10,11 +12,9 @@ namespace {
 
 constexpr size_t kLeafBoxes = 8;
 
-bool is_empty(const Box& box) { return std::ranges::find(box.sizes, 0) != box.sizes.end(); }
-
 bool meets(std::span<const Interval> left, std::span<const Interval> right) {
   for (size_t dim = 0; dim < left.size(); ++dim) {
-    if (left[dim].begin >= right[dim].end || right[dim].begin >= left[dim].end) return false;
+    if (is_empty(intersect(left[dim], right[dim]))) return false;
   }
   return true;
 }
@@ -25,21 +25,7 @@ void append_extents(std::vector<Interval>& extents, const Box& box) {
   }
 }
 
-bool intersect(const Chunk& wanted, const Chunk& saved, Overlap& overlap) {
-  const size_t num_dims = wanted.offsets.size();
-  overlap.saved_offsets.resize(num_dims);
-  overlap.local_offsets.resize(num_dims);
-  overlap.sizes.resize(num_dims);
-  for (size_t dim = 0; dim < num_dims; ++dim) {
-    const int64_t begin = std::max(wanted.offsets[dim], saved.offsets[dim]);
-    const int64_t end = std::min(wanted.offsets[dim] + wanted.sizes[dim], saved.offsets[dim] + saved.sizes[dim]);
-    if (begin >= end) return false;
-    overlap.saved_offsets[dim] = begin - saved.offsets[dim];
-    overlap.local_offsets[dim] = wanted.local_offsets[dim] + (begin - wanted.offsets[dim]);
-    overlap.sizes[dim] = end - begin;
-  }
-  return true;
-}
+Interval extent(const Box& box, size_t dim) { return {box.offsets[dim], box.offsets[dim] + box.sizes[dim]}; }
 
 void check_dims(const Chunk& chunk, size_t num_dims) {
   TTE_CHECK(chunk.offsets.size() == num_dims && chunk.sizes.size() == num_dims, "find_overlaps", "a chunk has ",
@@ -51,9 +37,58 @@ std::vector<Box> boxes_of(const std::vector<Chunk>& chunks, size_t num_dims) {
   boxes.reserve(chunks.size());
   for (const Chunk& chunk : chunks) {
     check_dims(chunk, num_dims);
-    boxes.push_back({chunk.offsets, chunk.sizes});
+    boxes.push_back(box_of(chunk));
   }
   return boxes;
+}
+
+// Keeps elements [begin, begin + size) of one dim of a chunk, counted from where it begins.
+void narrow(Chunk& chunk, size_t dim, int64_t begin, int64_t size) {
+  chunk.offsets[dim] += begin;
+  if (!chunk.local_offsets.empty()) chunk.local_offsets[dim] += begin;
+  chunk.sizes[dim] = size;
+}
+
+// Each without the elements of a box: dim by dim what lies before and behind it.
+std::vector<Chunk> subtract(std::vector<Chunk> chunks, const Box& box) {
+  std::vector<Chunk> left;
+  for (Chunk& part : chunks) {
+    const std::optional<Chunk> both = intersect(part, box);
+    if (!both) {
+      left.push_back(std::move(part));
+      continue;
+    }
+    for (size_t dim = 0; dim < part.sizes.size(); ++dim) {
+      const int64_t before = both->offsets[dim] - part.offsets[dim];
+      const int64_t end = before + both->sizes[dim];
+      if (before > 0) narrow(left.emplace_back(part), dim, 0, before);
+      if (end < part.sizes[dim]) narrow(left.emplace_back(part), dim, end, part.sizes[dim] - end);
+      narrow(part, dim, before, both->sizes[dim]);
+    }
+  }
+  return left;
+}
+
+// Adds a box to disjoint cells, which are cut where it ends.
+std::vector<Cell> with_box(const std::vector<Cell>& cells, Chunk box, uint32_t number) {
+  std::vector<Cell> result;
+  std::vector<Chunk> rest = {std::move(box)};
+  for (const Cell& cell : cells) {
+    std::vector<Chunk> untouched = {cell.box};
+    for (const Chunk& part : rest) {
+      for (const Chunk& own : untouched) {
+        std::optional<Chunk> both = intersect(own, box_of(part));
+        if (!both) continue;
+        result.push_back({*std::move(both), cell.holders});
+        result.back().holders.push_back(number);
+      }
+      untouched = subtract(std::move(untouched), box_of(part));
+    }
+    for (Chunk& own : untouched) result.push_back({std::move(own), cell.holders});
+    rest = subtract(std::move(rest), box_of(cell.box));
+  }
+  for (Chunk& part : rest) result.push_back({std::move(part), {number}});
+  return result;
 }
 
 }  // namespace
@@ -63,7 +98,7 @@ BoxIndex::BoxIndex(std::span<const Box> boxes, size_t num_dims) : num_dims_(num_
   order_.reserve(boxes.size());
   for (size_t index = 0; index < boxes.size(); ++index) {
     append_extents(extents_, boxes[index]);
-    if (!is_empty(boxes[index])) order_.push_back(index);
+    if (!is_empty(boxes[index].sizes)) order_.push_back(index);
   }
   if (!order_.empty()) build(0, order_.size());
 }
@@ -117,7 +152,7 @@ size_t BoxIndex::dim_to_cut(size_t first, size_t last) const {
 
 void BoxIndex::find(const Box& box, std::vector<size_t>& found) const {
   found.clear();
-  if (nodes_.empty() || is_empty(box)) return;
+  if (nodes_.empty() || is_empty(box.sizes)) return;
   std::vector<Interval> wanted;
   append_extents(wanted, box);
   std::vector<size_t> open = {0};
@@ -154,7 +189,7 @@ ChunkIndex::ChunkIndex(std::vector<Chunk> saved)
 
 bool ChunkIndex::covers(std::span<const int64_t> shape) const {
   if (!saved_.empty() && !std::ranges::equal(shape, end_)) {
-    if (shape.size() != num_dims_ || std::ranges::find(shape, 0) == shape.end()) return false;
+    if (shape.size() != num_dims_ || !is_empty(shape)) return false;
     for (size_t dim = 0; dim < num_dims_; ++dim) {
       if (end_[dim] > shape[dim]) return false;
     }
@@ -178,61 +213,52 @@ bool ChunkIndex::fills(std::span<const Chunk> wanted) const {
   return true;
 }
 
+std::optional<std::vector<size_t>> ChunkIndex::find_whole(std::span<const Chunk> wanted) const {
+  int64_t num_missing = 0;
+  for (const Chunk& box : wanted) num_missing += num_elements(box.sizes);
+  std::vector<size_t> found;
+  for (const Overlap& part : find_overlaps(wanted)) {
+    if (part.sizes != saved_[part.saved].sizes) return std::nullopt;
+    num_missing -= num_elements(part.sizes);
+    found.push_back(part.saved);
+  }
+  return num_missing == 0 ? std::optional(std::move(found)) : std::nullopt;
+}
+
 std::vector<Overlap> ChunkIndex::find_overlaps(std::span<const Chunk> wanted) const {
   std::vector<Overlap> overlaps;
   if (saved_.empty()) return overlaps;
   std::vector<size_t> found;
-  Overlap overlap;
   for (size_t position = 0; position < wanted.size(); ++position) {
     check_dims(wanted[position], num_dims_);
-    index_.find({wanted[position].offsets, wanted[position].sizes}, found);
+    index_.find(box_of(wanted[position]), found);
     for (const size_t saved_position : found) {
-      if (!intersect(wanted[position], saved_[saved_position], overlap)) continue;
-      overlap.wanted = position;
-      overlap.saved = saved_position;
-      overlaps.push_back(overlap);
+      const Chunk& saved = saved_[saved_position];
+      std::optional<Chunk> both = intersect(wanted[position], box_of(saved));
+      for (size_t dim = 0; dim < num_dims_; ++dim) both->offsets[dim] -= saved.offsets[dim];
+      overlaps.push_back(
+          {position, saved_position, std::move(both->offsets), std::move(both->local_offsets), std::move(both->sizes)});
     }
   }
   return overlaps;
 }
 
-std::vector<Overlap> find_overlaps(std::span<const Chunk> wanted, std::span<const Chunk> saved) {
-  if (wanted.empty()) return {};
-  return ChunkIndex({saved.begin(), saved.end()}).find_overlaps(wanted);
+std::optional<Chunk> intersect(const Chunk& chunk, const Box& box) {
+  Chunk both = chunk;
+  for (size_t dim = 0; dim < chunk.sizes.size(); ++dim) {
+    const Interval inside = intersect(extent(box_of(chunk), dim), extent(box, dim));
+    if (is_empty(inside)) return std::nullopt;
+    narrow(both, dim, inside.begin - chunk.offsets[dim], inside.length());
+  }
+  return both;
 }
 
 std::vector<Chunk> subtract(const Chunk& chunk, std::span<const Chunk> others) {
   std::vector<Chunk> left;
-  if (std::ranges::find(chunk.sizes, 0) == chunk.sizes.end()) left.push_back(chunk);
-  Overlap overlap;
+  if (!is_empty(chunk.sizes)) left.push_back(chunk);
   for (const Chunk& other : others) {
     check_dims(other, chunk.offsets.size());
-    std::vector<Chunk> cut;
-    for (Chunk& part : left) {
-      if (!intersect(part, other, overlap)) {
-        cut.push_back(std::move(part));
-        continue;
-      }
-      // Dim by dim what lies before and behind the overlap; what is left in the end is the overlap itself.
-      for (size_t dim = 0; dim < part.sizes.size(); ++dim) {
-        const int64_t before = overlap.local_offsets[dim] - part.local_offsets[dim];
-        const int64_t behind = part.sizes[dim] - before - overlap.sizes[dim];
-        if (before > 0) {
-          cut.push_back(part);
-          cut.back().sizes[dim] = before;
-        }
-        if (behind > 0) {
-          cut.push_back(part);
-          cut.back().offsets[dim] += before + overlap.sizes[dim];
-          cut.back().local_offsets[dim] += before + overlap.sizes[dim];
-          cut.back().sizes[dim] = behind;
-        }
-        part.offsets[dim] += before;
-        part.local_offsets[dim] += before;
-        part.sizes[dim] = overlap.sizes[dim];
-      }
-    }
-    left = std::move(cut);
+    left = subtract(std::move(left), box_of(other));
   }
   return left;
 }
@@ -248,6 +274,65 @@ std::optional<std::pair<size_t, size_t>> find_colliding_pair(std::span<const Box
     }
   }
   return std::nullopt;
+}
+
+std::vector<std::vector<uint32_t>> overlapping_groups(std::span<const Box> boxes) {
+  if (boxes.empty()) return {};
+  const BoxIndex index(boxes, boxes[0].offsets.size());
+  std::vector<uint32_t> parent(boxes.size());
+  std::iota(parent.begin(), parent.end(), 0);
+  const auto root_of = [&](uint32_t box) {
+    while (parent[box] != box) box = parent[box] = parent[parent[box]];
+    return box;
+  };
+  std::vector<size_t> found;
+  for (uint32_t box = 0; box < boxes.size(); ++box) {
+    index.find(boxes[box], found);
+    for (const size_t other : found) parent[root_of(static_cast<uint32_t>(other))] = root_of(box);
+  }
+  std::map<uint32_t, std::vector<uint32_t>> groups;
+  for (uint32_t box = 0; box < boxes.size(); ++box) groups[root_of(box)].push_back(box);
+  std::vector<std::vector<uint32_t>> result;
+  for (auto& [root, group] : groups) result.push_back(std::move(group));
+  return result;
+}
+
+std::optional<std::vector<Cell>> partition(std::span<const Box> boxes, size_t most_cells) {
+  std::vector<Cell> cells;
+  for (uint32_t number = 0; number < boxes.size(); ++number) {
+    const Box& box = boxes[number];
+    if (is_empty(box.sizes)) continue;
+    cells =
+        with_box(cells, {{box.offsets.begin(), box.offsets.end()}, {box.sizes.begin(), box.sizes.end()}, {}}, number);
+    if (cells.size() > most_cells) return std::nullopt;
+  }
+  return cells;
+}
+
+BoxParts::BoxParts(Chunk box, int64_t most_elements) : box_(std::move(box)) {
+  int64_t num_in_row = num_elements(box_.sizes);
+  if (num_in_row <= most_elements) return;
+  for (; dim_ < box_.sizes.size(); ++dim_) {
+    num_in_row /= box_.sizes[dim_];
+    if (num_in_row <= most_elements) break;
+    num_parts_ *= box_.sizes[dim_];
+  }
+  if (dim_ == box_.sizes.size()) return;
+  num_rows_ = most_elements / num_in_row;
+  num_parts_ *= (box_.sizes[dim_] - 1) / num_rows_ + 1;
+}
+
+Chunk BoxParts::at(int64_t number) const {
+  Chunk part = box_;
+  if (num_parts_ == 1) return part;
+  if (dim_ < part.sizes.size()) {
+    const int64_t size = box_.sizes[dim_], in_dim = (size - 1) / num_rows_ + 1;
+    const int64_t begin = number % in_dim * num_rows_;
+    narrow(part, dim_, begin, std::min(num_rows_, size - begin));
+    number /= in_dim;
+  }
+  for (size_t dim = dim_; dim-- > 0; number /= box_.sizes[dim]) narrow(part, dim, number % box_.sizes[dim], 1);
+  return part;
 }
 
 }  // namespace torchtitan_ext::core

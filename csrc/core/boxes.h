@@ -1,6 +1,8 @@
 // Boxes of one tensor that share elements: chunks of a shard that must not overlap, wanted and saved chunks that must.
+// All that finds, cuts, intersects and subtracts boxes is here.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -13,11 +15,20 @@
 
 namespace torchtitan_ext::core {
 
+// What two intervals have in common, which may end before it begins.
+inline Interval intersect(const Interval& left, const Interval& right) {
+  return {std::max(left.begin, right.begin), std::min(left.end, right.end)};
+}
+inline bool is_empty(const Interval& interval) { return interval.begin >= interval.end; }
+inline bool is_empty(std::span<const int64_t> sizes) { return std::ranges::find(sizes, 0) != sizes.end(); }
+
 // Offsets and sizes in elements, as views into whatever holds them. A box with a size 0 shares nothing.
 struct Box {
   std::span<const int64_t> offsets;
   std::span<const int64_t> sizes;
 };
+
+inline Box box_of(const Chunk& chunk) { return {chunk.offsets, chunk.sizes}; }
 
 // Answers which of many boxes share an element with a given one, in time that grows with the logarithm of their number
 // plus the answer, whether they tile one dim, several, or one of them spans all the others.
@@ -72,6 +83,8 @@ class ChunkIndex {
   bool covers(std::span<const int64_t> shape) const;
   // Whether the chunks hold every element of each wanted one exactly once.
   bool fills(std::span<const Chunk> wanted) const;
+  // The chunks that make up the wanted boxes; nothing where these have more elements, or less than all of a chunk.
+  std::optional<std::vector<size_t>> find_whole(std::span<const Chunk> wanted) const;
   // Where the chunks end, in each dim.
   const Sizes& end() const { return end_; }
   const std::vector<Chunk>& chunks() const { return saved_; }
@@ -89,16 +102,49 @@ class ChunkIndex {
   std::unique_ptr<Cover> cover_ = std::make_unique<Cover>();
 };
 
-// The same for one question.
-std::vector<Overlap> find_overlaps(std::span<const Chunk> wanted, std::span<const Chunk> saved);
+// What of a chunk lies in a box, if anything does. Chunks need no local offsets, here and below; where they have some,
+// these are moved along.
+std::optional<Chunk> intersect(const Chunk& chunk, const Box& box);
 
-// What is left of a chunk without the elements of others: chunks that share none, with `local_offsets` in the same local
-// tensor. At most two per dim for each of the others that it meets.
+// What is left of a chunk without the elements of others: chunks that share none. At most two per dim for each of the
+// others that it meets.
 //
 //   4 x 4 at [0, 0] without 2 x 2 at [0, 0]:  rows 2-3, and columns 2-3 of rows 0-1
 std::vector<Chunk> subtract(const Chunk& chunk, std::span<const Chunk> others);
 
 // The positions of two boxes that share an element, the lower one first.
 std::optional<std::pair<size_t, size_t>> find_colliding_pair(std::span<const Box> boxes);
+
+// The boxes in groups that hang together by overlaps; of a box that meets no other one, a group of its own.
+std::vector<std::vector<uint32_t>> overlapping_groups(std::span<const Box> boxes);
+
+// A box of which every element lies in the same ones of several boxes: in those at these positions, which increase.
+struct Cell {
+  Chunk box;
+  std::vector<uint32_t> holders;
+};
+
+// What boxes hold, in disjoint cells, each element once. Nothing where that takes more than `most_cells`.
+//
+//   0..6 and 4..10:  4..6 (both), 0..4 (the first), 6..10 (the second)
+std::optional<std::vector<Cell>> partition(std::span<const Box> boxes, size_t most_cells);
+
+// A box in parts of at most so many elements, in row-major order: whole rows of an outer dim, as many as fit, or parts
+// of one row each. A box without elements is one part.
+//
+//   4 x 6 in parts of at most 12:  rows 0-1 and 2-3; of at most 4:  columns 0-3 and 4-5 of each row
+class BoxParts {
+ public:
+  BoxParts(Chunk box, int64_t most_elements);
+
+  int64_t size() const { return num_parts_; }
+  Chunk at(int64_t number) const;
+
+ private:
+  Chunk box_;
+  size_t dim_ = 0;  // parts are one element long in all dims before it
+  int64_t num_rows_ = 1;
+  int64_t num_parts_ = 1;
+};
 
 }  // namespace torchtitan_ext::core

@@ -10,8 +10,6 @@
 namespace torchtitan_ext::core {
 namespace {
 
-bool is_empty(std::span<const int64_t> sizes) { return std::find(sizes.begin(), sizes.end(), 0) != sizes.end(); }
-
 bool is_inside(const Chunk& chunk, std::span<const int64_t> global_shape) {
   for (size_t dim = 0; dim < global_shape.size(); ++dim) {
     const int64_t offset = chunk.offsets[dim];
@@ -93,21 +91,14 @@ constexpr size_t kMaxCornerDims = 6;
 std::vector<Chunk> clip(std::span<const Chunk> chunks, const Chunk& region) {
   std::vector<Chunk> clipped;
   for (const Chunk& chunk : chunks) {
-    Chunk part;
-    for (size_t dim = 0; dim < region.offsets.size(); ++dim) {
-      const int64_t begin = std::max(chunk.offsets[dim], region.offsets[dim]);
-      const int64_t end = std::min(chunk.offsets[dim] + chunk.sizes[dim], region.offsets[dim] + region.sizes[dim]);
-      part.offsets.push_back(begin);
-      part.sizes.push_back(std::max<int64_t>(end - begin, 0));
-    }
-    if (!is_empty(part.sizes)) clipped.push_back(std::move(part));
+    if (auto part = intersect(region, box_of(chunk))) clipped.push_back(*std::move(part));
   }
   return clipped;
 }
 
 bool has_collision(std::span<const Chunk> chunks) {
   std::vector<Box> boxes;
-  for (const Chunk& chunk : chunks) boxes.push_back({chunk.offsets, chunk.sizes});
+  for (const Chunk& chunk : chunks) boxes.push_back(box_of(chunk));
   return find_colliding_pair(boxes).has_value();
 }
 

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <functional>
-#include <numeric>
+#include <optional>
 #include <tuple>
 
 #include "core/boxes.h"
@@ -21,131 +21,6 @@ constexpr int64_t kFewestRoundBytes = int64_t{4} << 20;
 constexpr int64_t kMostRoundBytes = int64_t{256} << 20;
 // Overlapping boxes that would fall into more pieces than this times their number are read by each rank.
 constexpr size_t kMostPiecesPerBox = 16;
-
-struct Region {
-  Sizes begins;
-  Sizes ends;
-};
-
-// A region, and which of the boxes it lies in.
-struct Cut {
-  Region region;
-  std::vector<uint32_t> boxes;
-};
-
-std::pair<Region, bool> intersection(const Region& left, const Region& right) {
-  Region both = left;
-  for (size_t dim = 0; dim < both.begins.size(); ++dim) {
-    both.begins[dim] = std::max(left.begins[dim], right.begins[dim]);
-    both.ends[dim] = std::min(left.ends[dim], right.ends[dim]);
-    if (both.begins[dim] >= both.ends[dim]) return {{}, false};
-  }
-  return {std::move(both), true};
-}
-
-// Adds what of a region is not in `inner`, which lies in it: slabs along the outer dims first, which are contiguous.
-void subtract(Region region, const Region& inner, std::vector<Region>& left_over) {
-  for (size_t dim = 0; dim < region.begins.size(); ++dim) {
-    if (region.begins[dim] < inner.begins[dim]) {
-      left_over.push_back(region);
-      left_over.back().ends[dim] = inner.begins[dim];
-    }
-    if (inner.ends[dim] < region.ends[dim]) {
-      left_over.push_back(region);
-      left_over.back().begins[dim] = inner.ends[dim];
-    }
-    region.begins[dim] = inner.begins[dim];
-    region.ends[dim] = inner.ends[dim];
-  }
-}
-
-// Adds a box to disjoint regions, which are cut where it ends.
-std::vector<Cut> with_box(const std::vector<Cut>& cuts, const Region& box, uint32_t number) {
-  std::vector<Cut> result;
-  std::vector<Region> rest = {box};
-  for (const Cut& cut : cuts) {
-    std::vector<Region> untouched = {cut.region};
-    std::vector<Region> outside;
-    for (const Region& part : rest) {
-      std::vector<Region> still_untouched;
-      for (const Region& own : untouched) {
-        const auto [both, is_any] = intersection(own, part);
-        if (!is_any) {
-          still_untouched.push_back(own);
-          continue;
-        }
-        result.push_back({both, cut.boxes});
-        result.back().boxes.push_back(number);
-        subtract(own, both, still_untouched);
-      }
-      untouched = std::move(still_untouched);
-      const auto [both, is_any] = intersection(part, cut.region);
-      if (is_any) {
-        subtract(part, both, outside);
-      } else {
-        outside.push_back(part);
-      }
-    }
-    for (Region& own : untouched) result.push_back({std::move(own), cut.boxes});
-    rest = std::move(outside);
-  }
-  for (Region& part : rest) result.push_back({std::move(part), {number}});
-  return result;
-}
-
-Region region_of(const Sizes& offsets, const Sizes& sizes) {
-  Region region{offsets, offsets};
-  for (size_t dim = 0; dim < sizes.size(); ++dim) region.ends[dim] = checked_add(offsets[dim], sizes[dim]);
-  return region;
-}
-
-Sizes sizes_of(const Region& region) {
-  Sizes sizes = region.ends;
-  for (size_t dim = 0; dim < sizes.size(); ++dim) sizes[dim] -= region.begins[dim];
-  return sizes;
-}
-
-// The boxes in groups that hang together by overlaps; of a box that meets no other one, a group of its own.
-std::vector<std::vector<uint32_t>> overlapping(const std::vector<Box>& boxes, size_t num_dims) {
-  const BoxIndex index(boxes, num_dims);
-  std::vector<uint32_t> parent(boxes.size());
-  std::iota(parent.begin(), parent.end(), 0);
-  const auto root_of = [&](uint32_t box) {
-    while (parent[box] != box) box = parent[box] = parent[parent[box]];
-    return box;
-  };
-  std::vector<size_t> found;
-  for (uint32_t box = 0; box < boxes.size(); ++box) {
-    index.find(boxes[box], found);
-    for (const size_t other : found) parent[root_of(static_cast<uint32_t>(other))] = root_of(box);
-  }
-  std::map<uint32_t, std::vector<uint32_t>> groups;
-  for (uint32_t box = 0; box < boxes.size(); ++box) groups[root_of(box)].push_back(box);
-  std::vector<std::vector<uint32_t>> result;
-  for (auto& [root, group] : groups) result.push_back(std::move(group));
-  return result;
-}
-
-// Cuts a box into parts of at most so many elements, along its outer dims.
-void cut(const Chunk& box, int64_t most_elements, const std::function<void(const Chunk&)>& add) {
-  const int64_t num_in_all = num_elements(box.sizes);
-  const auto dim =
-      static_cast<size_t>(std::ranges::find_if(box.sizes, [](int64_t size) { return size > 1; }) - box.sizes.begin());
-  if (num_in_all <= most_elements || dim == box.sizes.size()) return add(box);
-  const int64_t num_in_row = num_in_all / box.sizes[dim];
-  const int64_t num_rows = std::max<int64_t>(most_elements / num_in_row, 1);
-  const int64_t end = box.offsets[dim] + box.sizes[dim];
-  for (int64_t begin = box.offsets[dim]; begin < end; begin += num_rows) {
-    Chunk part = box;
-    part.offsets[dim] = begin;
-    part.sizes[dim] = std::min(num_rows, end - begin);
-    if (num_in_row > most_elements) {
-      cut(part, most_elements, add);
-    } else {
-      add(part);
-    }
-  }
-}
 
 struct Message {
   std::vector<ShareTag> tags;
@@ -273,19 +148,16 @@ void SharePlan::add_group(uint32_t tag, std::span<const std::pair<Sizes, uint32_
     wants.push_back(&wanting);
   }
   const auto bytes_of = [&](const Sizes& sizes) { return checked_mul(num_elements(sizes), tags_[tag].item_bytes); };
-  for (const std::vector<uint32_t>& together : overlapping(boxes, num_dims)) {
-    std::vector<Cut> cuts;
+  for (const std::vector<uint32_t>& together : overlapping_groups(boxes)) {
+    std::vector<Box> of_group;
     size_t num_wanting = 0;
     for (const uint32_t box : together) {
       num_wanting += ranks_of(*wants[box]).size();
-      const Region region = region_of(Sizes(boxes[box].offsets.begin(), boxes[box].offsets.end()),
-                                      Sizes(boxes[box].sizes.begin(), boxes[box].sizes.end()));
-      cuts = with_box(cuts, region, box);
-      if (cuts.size() > kMostPiecesPerBox * together.size()) break;
+      of_group.push_back(boxes[box]);
     }
+    std::optional<std::vector<Cell>> cells = partition(of_group, kMostPiecesPerBox * together.size());
     // Where whole records are read for a part of them, parts must not become more than the reads that they replace.
-    const bool is_too_fine =
-        cuts.size() > kMostPiecesPerBox * together.size() || (!tags_[tag].is_cut && cuts.size() > num_wanting);
+    const bool is_too_fine = !cells || (!tags_[tag].is_cut && cells->size() > num_wanting);
     if (num_wanting < 2 || is_too_fine) {
       for (const uint32_t box : together) {
         const int64_t num_bytes = bytes_of(Sizes(boxes[box].sizes.begin(), boxes[box].sizes.end()));
@@ -296,11 +168,13 @@ void SharePlan::add_group(uint32_t tag, std::span<const std::pair<Sizes, uint32_
       }
       continue;
     }
-    for (Cut& cut : cuts) {
-      Piece piece{tag, cut.region.begins, sizes_of(cut.region), 0, {}};
+    for (Cell& cell : *cells) {
+      Piece piece{tag, std::move(cell.box.offsets), std::move(cell.box.sizes), 0, {}};
       piece.num_bytes = bytes_of(piece.sizes);
-      for (const uint32_t box : cut.boxes)
-        piece.wants.insert(piece.wants.end(), wants[box]->begin(), wants[box]->end());
+      for (const uint32_t holder : cell.holders) {
+        const std::vector<uint32_t>& wanting = *wants[together[holder]];
+        piece.wants.insert(piece.wants.end(), wanting.begin(), wanting.end());
+      }
       std::ranges::sort(piece.wants);
       add_piece(std::move(piece));
     }
@@ -348,16 +222,18 @@ void SharePlan::assign(const ShareOptions& options) {
     const Piece& piece = pieces_[position];
     const ShareTag& tag = tags_[piece.tag];
     Sharers& sharers = *sharers_of[position];
-    const auto deal_out = [&](Chunk part) { deal(piece, std::move(part), options, sharers, assigned); };
+    const Chunk whole{piece.offsets, piece.sizes, {}};
     if (!tag.is_cut || sharers.ranks.size() == 1) {
-      deal_out({piece.offsets, piece.sizes, {}});
+      deal(piece, whole, options, sharers, assigned);
       continue;
     }
     // What is cut for a sample is little, so large steps come first.
-    cut({piece.offsets, piece.sizes, {}}, kMostPartBytes / tag.item_bytes, [&](const Chunk& large) {
+    const BoxParts steps(whole, kMostPartBytes / tag.item_bytes);
+    for (int64_t step = 0; step < steps.size(); ++step) {
       const int64_t round = sample_round(sharers, tag, options.sample);
-      cut(large, part_bytes(sharers, round, options) / tag.item_bytes, deal_out);
-    });
+      const BoxParts parts(steps.at(step), part_bytes(sharers, round, options) / tag.item_bytes);
+      for (int64_t part = 0; part < parts.size(); ++part) deal(piece, parts.at(part), options, sharers, assigned);
+    }
   }
   // The rounds of each reader hold about as much each, in the order of its files.
   const auto first_round = static_cast<int64_t>(options.sample.size());

@@ -589,7 +589,6 @@ std::vector<MapPart> find_parts(const TensorMap& map, const Box& box, std::span<
     for (const MapPiece& aligned_piece : by_source) {
       Chunk wanted{grid.coordinates(aligned_piece.starts[kSource]), Sizes(source.shape.size(), 1), {}};
       for (const size_t dim : grid.dims()) wanted.sizes[dim] += loops_of(aligned_piece, kSource, grid, dim).reach;
-      wanted.local_offsets = Sizes(source.shape.size(), 0);
       for (const Overlap& overlap : source.chunks->find_overlaps(std::span(&wanted, 1))) {
         const Chunk& chunk = source.chunks->chunks()[overlap.saved];
         for (const MapPiece& inside : clipped({aligned_piece}, kSource, grid, chunk.offsets, chunk.sizes)) {

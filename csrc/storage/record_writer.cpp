@@ -6,6 +6,7 @@
 #include <memory>
 #include <utility>
 
+#include "core/boxes.h"
 #include "core/word_sums.h"
 #include "storage/digest.h"
 #include "storage/parallel.h"
@@ -237,8 +238,8 @@ void RecordWriter::lay_out(int64_t begin, int64_t end, Scratch& scratch) {
   char* free = scratch.block.get();
   for (size_t index = first_segment(begin); index < segments_.size() && segments_[index].begin < end; ++index) {
     const Segment& segment = segments_[index];
-    const int64_t from = std::max(begin, segment.begin);
-    const int64_t num_bytes = std::min(end, segment.end) - from;
+    const core::Interval own = core::intersect({begin, end}, {segment.begin, segment.end});
+    const int64_t from = own.begin, num_bytes = own.length();
     if (segment.nest < 0 && num_bytes >= kPackedBytes) {
       scratch.pieces.push_back(
           piece_of(reinterpret_cast<const char*>(segment.address) + (from - segment.begin), num_bytes));
@@ -287,8 +288,7 @@ size_t RecordWriter::first_segment(int64_t byte) const {
 void RecordWriter::copy_out(int64_t begin, int64_t end, char* dst) const {
   for (size_t index = first_segment(begin); index < segments_.size() && segments_[index].begin < end; ++index) {
     const Segment& segment = segments_[index];
-    const int64_t from = std::max(begin, segment.begin);
-    const int64_t to = std::min(end, segment.end);
+    const auto [from, to] = core::intersect({begin, end}, {segment.begin, segment.end});
     if (segment.nest < 0) {
       std::memcpy(dst + (from - begin), reinterpret_cast<const char*>(segment.address) + (from - segment.begin),
                   static_cast<size_t>(to - from));

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <map>
 #include <random>
 #include <set>
 #include <stdexcept>
@@ -25,6 +26,10 @@ std::vector<Chunk> random_boxes(std::mt19937& random, const Sizes& shape, int64_
     }
   }
   return boxes;
+}
+
+std::vector<Overlap> find_overlaps(const std::vector<Chunk>& wanted, const std::vector<Chunk>& saved) {
+  return ChunkIndex(saved).find_overlaps(wanted);
 }
 
 // The oracle: every pair, every dim.
@@ -199,6 +204,186 @@ TEST(FindCollidingPair, IsAPairThatAllPairsFind) {
   }
   EXPECT_GT(num_pairs, 500);
   EXPECT_LT(num_pairs, 2500);
+}
+
+// The elements of a box in row-major order.
+std::vector<Sizes> walk(const Chunk& box) {
+  std::vector<Sizes> elements;
+  for (int64_t number = 0; number < num_elements(box.sizes); ++number) {
+    Sizes element = box.offsets;
+    int64_t rest = number;
+    for (size_t dim = box.sizes.size(); dim-- > 0; rest /= box.sizes[dim]) element[dim] += rest % box.sizes[dim];
+    elements.push_back(std::move(element));
+  }
+  return elements;
+}
+
+Sizes random_shape(std::mt19937& random, int64_t least, int64_t most) {
+  Sizes shape(std::uniform_int_distribution<size_t>(0, 3)(random));
+  for (int64_t& size : shape) size = std::uniform_int_distribution<int64_t>(least, most)(random);
+  return shape;
+}
+
+std::vector<Box> views_of(const std::vector<Chunk>& chunks) {
+  std::vector<Box> boxes;
+  for (const Chunk& chunk : chunks) boxes.push_back(box_of(chunk));
+  return boxes;
+}
+
+TEST(Intersect, LeavesWhatBothHoldInItsPlaces) {
+  std::mt19937 random(6);
+  for (int trial = 0; trial < 3000; ++trial) {
+    const auto boxes = random_boxes(random, random_shape(random, 1, 7), 2);
+    auto expected = elements_of(std::span(boxes).first(1));
+    const std::vector<Sizes> others = walk(boxes[1]);
+    std::erase_if(expected, [&](const std::vector<int64_t>& element) {
+      const Sizes place(element.begin(), element.begin() + static_cast<std::ptrdiff_t>(boxes[0].sizes.size()));
+      return std::ranges::find(others, place) == others.end();
+    });
+    const std::optional<Chunk> both = intersect(boxes[0], box_of(boxes[1]));
+    ASSERT_EQ(both.has_value(), !expected.empty());
+    if (both) {
+      ASSERT_EQ(elements_of(std::span(&*both, 1)), expected);
+      ASSERT_EQ(intersect({boxes[0].offsets, boxes[0].sizes, {}}, box_of(boxes[1])),
+                (Chunk{both->offsets, both->sizes, {}}));
+    }
+  }
+}
+
+TEST(OverlappingGroups, AreThoseThatSharedElementsJoin) {
+  std::mt19937 random(8);
+  for (int trial = 0; trial < 2000; ++trial) {
+    const auto boxes = random_boxes(random, random_shape(random, 1, 12), trial % 9);
+    std::vector<std::set<uint32_t>> expected;
+    for (uint32_t box = 0; box < boxes.size(); ++box) {
+      std::set<uint32_t> joined = {box};
+      std::erase_if(expected, [&](const std::set<uint32_t>& group) {
+        const bool meets = std::ranges::any_of(
+            group, [&](uint32_t other) { return !all_pairs({boxes[box]}, {boxes[other]}).empty(); });
+        if (meets) joined.insert(group.begin(), group.end());
+        return meets;
+      });
+      expected.push_back(std::move(joined));
+    }
+    std::vector<std::set<uint32_t>> found;
+    for (const auto& group : overlapping_groups(views_of(boxes))) {
+      ASSERT_TRUE(std::ranges::is_sorted(group));
+      found.emplace_back(group.begin(), group.end());
+    }
+    std::ranges::sort(found);
+    std::ranges::sort(expected);
+    ASSERT_EQ(found, expected);
+  }
+}
+
+TEST(Partition, TellsOfEachElementWhichBoxesHoldIt) {
+  std::mt19937 random(9);
+  for (int trial = 0; trial < 3000; ++trial) {
+    const auto boxes = random_boxes(random, random_shape(random, 1, 7), trial % 7);
+    std::map<Sizes, std::vector<uint32_t>> expected, found;
+    for (uint32_t box = 0; box < boxes.size(); ++box) {
+      for (const Sizes& element : walk(boxes[box])) expected[element].push_back(box);
+    }
+    const auto cells = partition(views_of(boxes), SIZE_MAX);
+    for (const Cell& cell : *cells) {
+      for (const Sizes& element : walk(cell.box)) {
+        ASSERT_TRUE(found.emplace(element, cell.holders).second) << "two cells hold one element";
+      }
+    }
+    ASSERT_EQ(found, expected);
+    ASSERT_TRUE(partition(views_of(boxes), cells->size()));
+    if (cells->size() > 1) {
+      ASSERT_FALSE(partition(views_of(boxes), cells->size() - 1));
+    }
+  }
+}
+
+TEST(Partition, GivesWhatSeveralHoldFirst) {
+  const std::vector<Chunk> rows{{{0}, {6}, {}}, {{4}, {6}, {}}, {{20}, {0}, {}}};
+  const auto cells = partition(views_of(rows), 3);
+  ASSERT_EQ(cells->size(), 3u);
+  EXPECT_EQ((*cells)[0].box, (Chunk{{4}, {2}, {}}));
+  EXPECT_EQ((*cells)[0].holders, (std::vector<uint32_t>{0, 1}));
+  EXPECT_EQ((*cells)[1].box, (Chunk{{0}, {4}, {}}));
+  EXPECT_EQ((*cells)[2].box, (Chunk{{6}, {4}, {}}));
+}
+
+// The definition: whole rows of the outermost dim, as many as fit, or each row in parts.
+void cut_slowly(Chunk box, size_t dim, int64_t most, std::vector<Chunk>& parts) {
+  if (num_elements(box.sizes) <= most || dim == box.sizes.size()) return parts.push_back(box);
+  const int64_t begin = box.offsets[dim], end = begin + box.sizes[dim];
+  const int64_t rows = std::max<int64_t>(most / (num_elements(box.sizes) / box.sizes[dim]), 1);
+  for (box.offsets[dim] = begin; box.offsets[dim] < end; box.offsets[dim] += rows) {
+    box.sizes[dim] = std::min(rows, end - box.offsets[dim]);
+    Chunk part = box;
+    if (!part.local_offsets.empty()) part.local_offsets[dim] += part.offsets[dim] - begin;
+    cut_slowly(std::move(part), dim + 1, most, parts);
+  }
+}
+
+TEST(BoxParts, AreRowsOrPartsOfRowsInRowMajorOrder) {
+  std::mt19937 random(10);
+  for (int trial = 0; trial < 5000; ++trial) {
+    const Sizes shape = random_shape(random, 1, 9);
+    Chunk box = random_boxes(random, shape, 1)[0];
+    if (trial % 2 == 0) box.local_offsets.clear();
+    const auto most = std::uniform_int_distribution<int64_t>(0, 60)(random);
+    std::vector<Chunk> expected, found;
+    cut_slowly(box, 0, most, expected);
+    const BoxParts parts(box, most);
+    std::vector<Sizes> elements;
+    for (int64_t number = 0; number < parts.size(); ++number) {
+      found.push_back(parts.at(number));
+      ASSERT_LE(num_elements(found.back().sizes), std::max<int64_t>(most, 1));
+      for (Sizes& element : walk(found.back())) elements.push_back(std::move(element));
+    }
+    ASSERT_EQ(found, expected);
+    ASSERT_EQ(elements, walk(box));
+  }
+}
+
+TEST(BoxParts, OfABoxWithoutElementsAreTheBox) {
+  const Chunk box{{3, 1}, {0, 7}, {}};
+  const BoxParts parts(box, 2);
+  ASSERT_EQ(parts.size(), 1);
+  EXPECT_EQ(parts.at(0), box);
+}
+
+TEST(BoxParts, MayBeMoreThanMemoryHasRoomFor) {
+  const BoxParts parts({{5, 0, 0}, {INT64_C(1) << 31, INT64_C(1) << 20, 3}, {}}, 2);
+  EXPECT_EQ(parts.size(), INT64_C(1) << 52);
+  EXPECT_EQ(parts.at(parts.size() - 1), (Chunk{{(INT64_C(1) << 31) + 4, (INT64_C(1) << 20) - 1, 2}, {1, 1, 1}, {}}));
+}
+
+TEST(ChunkIndex, FindsTheChunksThatMakeUpBoxes) {
+  std::mt19937 random(12);
+  int num_made_up = 0;
+  for (int trial = 0; trial < 3000; ++trial) {
+    const Sizes shape = random_shape(random, 1, 8);
+    // Disjoint ones, as a checkpoint has, of which some are left out.
+    std::vector<Chunk> saved;
+    const auto boxes = random_boxes(random, shape, 3);
+    const auto cells = partition(views_of(boxes), SIZE_MAX);
+    for (const Cell& cell : *cells) saved.push_back(cell.box);
+    if (trial % 3 == 0) saved.pop_back();
+    std::vector<Chunk> wanted = random_boxes(random, shape, 1);
+    if (trial % 2 == 0 && !saved.empty()) wanted = {saved.front()};
+    std::set<Sizes> missing;
+    for (Sizes& element : walk(wanted[0])) missing.insert(std::move(element));
+    std::vector<size_t> expected;
+    bool is_whole = true;
+    for (size_t chunk = 0; chunk < saved.size(); ++chunk) {
+      size_t num_met = 0;
+      for (const Sizes& element : walk(saved[chunk])) num_met += missing.erase(element);
+      is_whole = is_whole && (num_met == 0 || num_met == walk(saved[chunk]).size());
+      if (num_met > 0) expected.push_back(chunk);
+    }
+    const auto found = ChunkIndex(saved).find_whole(wanted);
+    ASSERT_EQ(found, is_whole && missing.empty() ? std::optional(expected) : std::nullopt);
+    num_made_up += found.has_value();
+  }
+  EXPECT_GT(num_made_up, 1000);
+  EXPECT_LT(num_made_up, 2500);
 }
 
 TEST(BoxIndex, RefusesABoxThatEndsBeyondInt64) {
