@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
+from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.operation.component_plans import Components, OpenSource
 from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
@@ -23,7 +24,6 @@ from torchtitan_ext.checkpoint.tables.agreement import agree
 from torchtitan_ext.checkpoint.tables.component import is_stateful
 from torchtitan_ext.checkpoint.tables.key_table import BoxesEntry, KeyTable, RankTable, TensorEntry, encode_table
 from torchtitan_ext.checkpoint.tables.tensor_sums import (
-    HeldBox,
     TensorSummer,
     TensorSums,
     describe_tensors,
@@ -31,6 +31,7 @@ from torchtitan_ext.checkpoint.tables.tensor_sums import (
     with_numbers,
 )
 from torchtitan_ext.errors import ProofFailedError, WrongPart, WrongValueError, first_line, named
+from torchtitan_ext.layout.dtensor import local_view
 from torchtitan_ext.layout.layout import Steps
 from torchtitan_ext.state.value_digest import sum_box
 from torchtitan_ext.storage import FileReader
@@ -351,36 +352,23 @@ def _part_sums(
     entry, reader = own.entries[fqn], source.with_sums
     assert reader is not None, "a key of a checkpoint without fingerprints was compared, please report"
     held = list(summer.held_boxes(own.values[fqn], entry, steps))
-    for index, sizes in source.saved_chunks(fqn):
-        offsets = tuple(index.offset or ())
+    chunks = list(source.saved_chunks(fqn))
+    wanted = [(index.offset or (), sizes, ()) for index, sizes in chunks]
+    for found in _core.find_overlaps(wanted, [(one.offsets, one.elements.shape) for one in held]):
+        (index, sizes), part = chunks[found.wanted], held[found.saved]
         (stored,) = reader.find_sums([index])
-        chunk = WrongPart(fqn, reader.storage_data[index].relative_path, offsets, sizes, (), None)
-        for one in held:
-            part = _overlap(one, offsets, sizes)
-            if part is None:
-                continue
-            place = torch.empty(part.elements.shape, dtype=part.elements.dtype, device="cpu")
-            inside = [begin - first for begin, first in zip(part.offsets, offsets, strict=True)]
-            try:
-                reader.read_boxes([(index, inside, place)])
-                in_file = int(sum_box(place, part.offsets, entry.global_shape)) % _MODULUS
-            except Exception:  # whatever it is, the loaded tensor is wrong: that is to be said
-                in_file = None
-            in_memory = int(sum_box(part.elements, part.offsets, entry.global_shape)) % _MODULUS
-            replica = None if source.opened.is_of_one_rank else part.replica
-            box = (part.offsets, tuple(part.elements.shape))
-            yield _PartSums(chunk, stored, replica, box, in_memory, in_file)
-
-
-def _overlap(held: HeldBox, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> HeldBox | None:
-    """What lies in a chunk of what a rank holds."""
-    begins = [max(pair) for pair in zip(held.offsets, offsets, strict=True)]
-    held_ends = [first + size for first, size in zip(held.offsets, held.elements.shape, strict=True)]
-    ends = [min(end, first + size) for end, first, size in zip(held_ends, offsets, sizes, strict=True)]
-    if any(begin >= end for begin, end in zip(begins, ends, strict=True)):
-        return None
-    inner = tuple(slice(b - h, e - h) for b, e, h in zip(begins, ends, held.offsets, strict=True))
-    return HeldBox(held.replica, tuple(begins), held.elements[inner])
+        path = reader.storage_data[index].relative_path
+        chunk = WrongPart(fqn, path, tuple(index.offset or ()), sizes, (), None)
+        elements = local_view(part.elements, found.saved_offsets, found.sizes)
+        place = torch.empty(found.sizes, dtype=elements.dtype, device="cpu")
+        try:
+            reader.read_boxes([(index, found.local_offsets, place)])
+            in_file = int(sum_box(place, found.offsets, entry.global_shape)) % _MODULUS
+        except Exception:  # whatever it is, the loaded tensor is wrong: that is to be said
+            in_file = None
+        in_memory = int(sum_box(elements, found.offsets, entry.global_shape)) % _MODULUS
+        replica = None if source.opened.is_of_one_rank else part.replica
+        yield _PartSums(chunk, stored, replica, (found.offsets, found.sizes), in_memory, in_file)
 
 
 def _wrong_parts(found: Sequence[list[_PartSums]]) -> Iterator[WrongPart]:
