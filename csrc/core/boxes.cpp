@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 #include <numeric>
+#include <tuple>
 
 #include "core/check.h"
 #include "core/cover.h"
@@ -89,6 +90,25 @@ std::vector<Cell> with_box(const std::vector<Cell>& cells, Chunk box, uint32_t n
   }
   for (Chunk& part : rest) result.push_back({std::move(part), {number}});
   return result;
+}
+
+// The dim in which to halve a box that is not in file order, so that few cuts are needed.
+std::optional<size_t> dim_to_halve(std::span<const int64_t> sizes, std::span<const int64_t> strides) {
+  std::vector<size_t> dims;
+  for (size_t dim = 0; dim < sizes.size(); ++dim) {
+    if (sizes[dim] > 1) dims.push_back(dim);
+  }
+  std::ranges::sort(dims, {}, [&](size_t dim) { return std::tuple(strides[dim], sizes[dim], dim); });
+  if (!dims.empty() && strides[dims.front()] == 0) return std::nullopt;
+  int64_t reach = 1;
+  std::optional<size_t> inner;
+  for (const size_t dim : dims) {
+    // What lies inside is cut until it fits into one step of this dim, or this dim until it makes no step.
+    if (strides[dim] < reach) return !inner || (reach - 1) / strides[dim] + 1 >= sizes[dim] ? dim : inner;
+    reach = checked_add(reach, checked_mul(strides[dim], sizes[dim] - 1));
+    inner = dim;
+  }
+  return std::nullopt;
 }
 
 }  // namespace
@@ -333,6 +353,22 @@ Chunk BoxParts::at(int64_t number) const {
   }
   for (size_t dim = dim_; dim-- > 0; number /= box_.sizes[dim]) narrow(part, dim, number % box_.sizes[dim], 1);
   return part;
+}
+
+std::vector<Chunk> boxes_in_file_order(std::span<const int64_t> sizes, std::span<const int64_t> strides) {
+  std::vector<Chunk> ordered, open = {{Sizes(sizes.size(), 0), {sizes.begin(), sizes.end()}, {}}};
+  while (!open.empty()) {
+    Chunk box = std::move(open.back());
+    open.pop_back();
+    if (const auto dim = dim_to_halve(box.sizes, strides)) {
+      const int64_t size = box.sizes[*dim], half = size / 2;
+      narrow(open.emplace_back(box), *dim, half, size - half);
+      narrow(open.emplace_back(std::move(box)), *dim, 0, half);
+    } else {
+      ordered.push_back(std::move(box));
+    }
+  }
+  return ordered;
 }
 
 }  // namespace torchtitan_ext::core

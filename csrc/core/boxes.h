@@ -147,4 +147,12 @@ class BoxParts {
   int64_t num_parts_ = 1;
 };
 
+// A box of strided memory, whose offsets are 0, in boxes in file order: a stride steps over all elements of smaller
+// strides. Most often that is the box itself; elements that share bytes or interleave are rare. Where a stride is 0 in a
+// dim of several elements, it is left as it is.
+//
+//   3 windows of 4 elements, each 2 behind the one before, have sizes (3, 4), strides (2, 1), and share elements: their
+//   left and right halves become a box each, of sizes (3, 2)
+std::vector<Chunk> boxes_in_file_order(std::span<const int64_t> sizes, std::span<const int64_t> strides);
+
 }  // namespace torchtitan_ext::core

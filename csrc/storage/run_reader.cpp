@@ -5,6 +5,7 @@
 #include <mutex>
 #include <utility>
 
+#include "core/boxes.h"
 #include "storage/digest.h"
 #include "storage/errors.h"
 #include "storage/parallel.h"
@@ -208,11 +209,17 @@ void RunReader::add_box(int64_t file, const Box& box) {
   const int64_t begin = core::checked_add(box.data_offset, core::checked_mul(first, box.item_bytes));
   check_inside(source, begin, core::checked_mul(core::checked_add(last, 1), box.item_bytes));
   core::RunList& runs = source.runs.list();
-  runs.start_pair();
-  runs.append_box(box.sizes, {static_cast<int64_t>(box.address), box.strides}, {begin, box.stored_strides},
-                  box.item_bytes);
-  TTE_CHECK(is_in_file_order(runs, runs.nests().back()), path,
-            "elements of a stored tensor are interleaved; please report");
+  for (const core::Chunk& part : core::boxes_in_file_order(box.sizes, box.stored_strides)) {
+    auto address = static_cast<int64_t>(box.address), byte = begin;
+    for (size_t dim = 0; dim < part.sizes.size(); ++dim) {
+      address += part.offsets[dim] * box.strides[dim] * box.item_bytes;
+      byte += part.offsets[dim] * box.stored_strides[dim] * box.item_bytes;
+    }
+    runs.start_pair();
+    runs.append_box(part.sizes, {address, box.strides}, {byte, box.stored_strides}, box.item_bytes);
+    TTE_CHECK(is_in_file_order(runs, runs.nests().back()), path,
+              "elements of a stored tensor are interleaved; please report");
+  }
 }
 
 void RunReader::add_bytes(int64_t file, int64_t offset, int64_t num_bytes, uintptr_t address) {

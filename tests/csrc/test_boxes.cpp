@@ -355,6 +355,53 @@ TEST(BoxParts, MayBeMoreThanMemoryHasRoomFor) {
   EXPECT_EQ(parts.at(parts.size() - 1), (Chunk{{(INT64_C(1) << 31) + 4, (INT64_C(1) << 20) - 1, 2}, {1, 1, 1}, {}}));
 }
 
+std::vector<std::pair<Sizes, Sizes>> in_file_order(const Sizes& sizes, const Sizes& strides) {
+  std::vector<std::pair<Sizes, Sizes>> boxes;
+  for (const Chunk& box : boxes_in_file_order(sizes, strides)) boxes.emplace_back(box.offsets, box.sizes);
+  return boxes;
+}
+
+TEST(BoxesInFileOrder, AreCutWhereWindowsHaveElementsInCommon) {
+  using Boxes = std::vector<std::pair<Sizes, Sizes>>;
+  constexpr int64_t kMany = INT64_C(1) << 40;
+  EXPECT_EQ(in_file_order({3, 4}, {2, 1}), (Boxes{{{0, 0}, {3, 2}}, {{0, 2}, {3, 2}}}));
+  EXPECT_EQ(in_file_order({4, 3}, {1, 4}), (Boxes{{{0, 0}, {4, 3}}}));
+  EXPECT_EQ(in_file_order({3, kMany}, {1, 1}).size(), 3u);
+  EXPECT_EQ(in_file_order({kMany, 3}, {1, 2}).size(), 3u);
+  EXPECT_EQ(in_file_order({2, 3}, {0, 1}).size(), 1u);
+}
+
+// The smaller strides lead to less than one step of the next one.
+bool is_in_file_order(const Sizes& sizes, const Sizes& strides) {
+  std::vector<std::pair<int64_t, int64_t>> steps;
+  for (size_t dim = 0; dim < sizes.size(); ++dim) {
+    if (sizes[dim] > 1) steps.emplace_back(strides[dim], sizes[dim]);
+  }
+  std::ranges::sort(steps);
+  int64_t reach = 0;
+  for (const auto& [stride, size] : steps) {
+    if (reach >= stride) return false;
+    reach += stride * (size - 1);
+  }
+  return true;
+}
+
+TEST(BoxesInFileOrder, HoldEveryElementOnce) {
+  std::mt19937 random(11);
+  for (int trial = 0; trial < 3000; ++trial) {
+    Sizes sizes(std::uniform_int_distribution<size_t>(0, 4)(random)), strides(sizes.size());
+    for (int64_t& size : sizes) size = std::uniform_int_distribution<int64_t>(0, 5)(random);
+    for (int64_t& stride : strides) stride = std::uniform_int_distribution<int64_t>(1, 30)(random);
+    std::vector<Sizes> seen;
+    for (const auto& [offsets, part] : in_file_order(sizes, strides)) {
+      ASSERT_TRUE(is_in_file_order(part, strides));
+      for (Sizes& element : walk({offsets, part, {}})) seen.push_back(std::move(element));
+    }
+    std::ranges::sort(seen);
+    ASSERT_EQ(seen, walk({Sizes(sizes.size(), 0), sizes, {}}));
+  }
+}
+
 TEST(ChunkIndex, FindsTheChunksThatMakeUpBoxes) {
   std::mt19937 random(12);
   int num_made_up = 0;

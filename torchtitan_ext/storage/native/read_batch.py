@@ -4,7 +4,7 @@ buckets, other records through a buffer."""
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -266,56 +266,12 @@ def add_box(
             f"a tensor of sizes {list(stored.sizes)} lies at byte {stored.data_offset} of its file, expected one of "
             f"{place.dim()} dims"
         )
-    if stored.is_row_major:  # nearly all tensors, perhaps very many
-        runs.add_box(file, stored, offsets, place.shape, place.data_ptr(), place.stride())
-        return []
-    copies = []
-    for dim, stride in enumerate(stored.strides):
-        if stride == 0 and place.shape[dim] > 1:
-            first = place.narrow(dim, 0, 1)
-            copies.append((place.narrow(dim, 1, place.shape[dim] - 1), first))
-            place = first
-    for begins, sizes in boxes_in_file_order(place.shape, stored.strides):
-        part_offsets = [offset + begin for offset, begin in zip(offsets, begins, strict=True)]
-        part = local_view(place, begins, sizes)
-        runs.add_box(file, stored, part_offsets, part.shape, part.data_ptr(), part.stride())
+    copies: list[Copy] = []
+    if not stored.is_row_major:  # few tensors
+        for dim, stride in enumerate(stored.strides):
+            if stride == 0 and place.shape[dim] > 1:
+                first = place.narrow(dim, 0, 1)
+                copies.append((place.narrow(dim, 1, place.shape[dim] - 1), first))
+                place = first
+    runs.add_box(file, stored, offsets, place.shape, place.data_ptr(), place.stride())
     return copies[::-1]
-
-
-def boxes_in_file_order(
-    sizes: Sequence[int], strides: Sequence[int]
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cuts a box into boxes (offsets, sizes) in file order: a stride steps over all elements of smaller strides.
-
-    Most often that is the box itself; elements that share bytes or interleave are rare.
-
-    Args:
-        strides: Not 0 in a dim with several elements.
-
-    Example:
-        Three windows of 4 elements, each 2 behind the one before, have sizes (3, 4) and strides (2, 1), and share
-        elements: their left and right halves become a box each, of sizes (3, 2).
-    """
-    dim = _dim_to_cut(sizes, strides)
-    if dim is None:
-        yield (0,) * len(sizes), tuple(sizes)
-        return
-    half = sizes[dim] // 2
-    for begin, size in ((0, half), (half, sizes[dim] - half)):
-        part = (*sizes[:dim], size, *sizes[dim + 1 :])
-        for offsets, part_sizes in boxes_in_file_order(part, strides):
-            yield (*offsets[:dim], begin + offsets[dim], *offsets[dim + 1 :]), part_sizes
-
-
-def _dim_to_cut(sizes: Sequence[int], strides: Sequence[int]) -> int | None:
-    """The dim in which to halve a box that is not in file order, so that few cuts are needed; else ``None``."""
-    extent, inner = 1, None
-    for stride, size, dim in sorted(zip(strides, sizes, range(len(sizes)), strict=True)):
-        if size <= 1:
-            continue
-        if stride < extent:
-            # What lies inside is cut until it fits into one step of this dim, or this dim until it makes no step.
-            return dim if inner is None or -(-extent // stride) >= size else inner
-        extent += stride * (size - 1)
-        inner = dim
-    return None
