@@ -8,7 +8,7 @@ most ``_GATHER_BYTES``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import zip_longest
 from types import NoneType
 
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from torchtitan_ext import ops
+from torchtitan_ext import _core, ops
 from torchtitan_ext.checkpoint.tables.agreement import agree
 from torchtitan_ext.checkpoint.tables.key_table import (
     BoxesEntry,
@@ -29,7 +29,7 @@ from torchtitan_ext.checkpoint.tables.key_table import (
     encode_table,
 )
 from torchtitan_ext.errors import Problem, argument_error, check_argument, refusal
-from torchtitan_ext.layout.dtensor import Describer, as_bytes, describes_itself, local_tensor
+from torchtitan_ext.layout.dtensor import Describer, as_bytes, describes_itself, local_tensor, local_view
 from torchtitan_ext.layout.layout import (
     Chunk,
     LayoutRules,
@@ -39,8 +39,8 @@ from torchtitan_ext.layout.layout import (
     Steps,
     decide,
     mesh_coordinates,
-    narrowed,
     num_elements,
+    part_of_shard,
     row_major_position,
     shard_of,
 )
@@ -217,6 +217,10 @@ def decide_layouts(values: Mapping[str, torch.Tensor], rules: LayoutRules) -> tu
     return decided, problems
 
 
+_Part = tuple[tuple[int, ...], LocalShard]
+"""Where a part of a local tensor begins in it, and the part as a shard of its own."""
+
+
 def gather_full(value: torch.Tensor, report: ShardReport, steps: Steps) -> torch.Tensor:
     """The global tensor on every rank, new. Collective over the mesh of a DTensor."""
     local = dense_values(local_tensor(value)).resolve_conj().resolve_neg()
@@ -232,7 +236,7 @@ def gather_full(value: torch.Tensor, report: ShardReport, steps: Steps) -> torch
     own = positions.index(tuple(report.coordinate[axis] for axis in axes))
     part_elements = max(1, _GATHER_BYTES // (len(shards) * local.element_size()))
     parts_of = [_parts(shard, part_elements) for shard in shards]
-    own_parts = (part.of(local) for part in _parts(shards[own], part_elements))
+    own_parts = (local_view(local, at, part.sizes) for at, part in _parts(shards[own], part_elements))
     _exchange_parts(full, parts_of, own_parts, value.device_mesh, axes)
     return full
 
@@ -250,15 +254,15 @@ def _exchange_parts(
     """
     own, device = iter(own), _device_of(scope, full)
     for parts in zip_longest(*parts_of):
-        num_bytes = [0 if part is None else num_elements(part.shard.sizes) * full.element_size() for part in parts]
+        num_bytes = [0 if part is None else num_elements(part[1].sizes) * full.element_size() for part in parts]
         flat = torch.zeros(max(num_bytes), dtype=torch.uint8, device=device)
         local = next(own, None)
         if local is not None:
             flat[: local.nbytes].copy_(as_bytes(local))
         rows = all_gather_bytes(scope, flat, axes).to(full.device)
         for row, part, part_bytes in zip(rows, parts, num_bytes, strict=True):
-            if part is not None and part.shard.chunks:
-                ops.unpack_shard_(full, row[:part_bytes].view(full.dtype).view(part.shard.sizes), part.shard)
+            if part is not None and part[1].chunks:
+                ops.unpack_shard_(full, row[:part_bytes].view(full.dtype).view(part[1].sizes), part[1])
 
 
 def _gather_boxes(value: torch.Tensor) -> torch.Tensor:
@@ -289,33 +293,15 @@ def _gather_boxes(value: torch.Tensor) -> torch.Tensor:
         for part in _parts(shard, part_elements):
             parts_of[held.ranks[0]].append(part)
             if held.ranks[0] == own:
-                own_parts.append(part.of(local_of[held.boxes[0]].resolve_conj().resolve_neg()))
+                local = local_of[held.boxes[0]].resolve_conj().resolve_neg()
+                own_parts.append(local_view(local, part[0], part[1].sizes))
     _exchange_parts(full, parts_of, own_parts, scope, () if scope is None else range(scope.ndim))
     return full
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Elements ``[first, first + shard.sizes[dim])`` along one dim of a local tensor, as a shard of their own."""
-
-    shard: LocalShard
-    dim: int
-    first: int
-
-    def of(self, local: torch.Tensor) -> torch.Tensor:
-        return local.narrow(self.dim, self.first, self.shard.sizes[self.dim]) if local.dim() else local
-
-
 def _parts(shard: LocalShard, max_elements: int) -> Iterator[_Part]:
-    """Cuts a shard along its longest dim into parts of at most ``max_elements``, or of one index of that dim."""
-    total = num_elements(shard.sizes)
-    if total <= max_elements:
-        yield _Part(shard, 0, 0)
-        return
-    dim = max(range(len(shard.sizes)), key=lambda dim: shard.sizes[dim])
-    size = max(1, max_elements // (total // shard.sizes[dim]))
-    for first in range(0, shard.sizes[dim], size):
-        yield _Part(narrowed(shard, dim, first, min(size, shard.sizes[dim] - first)), dim, first)
+    for offsets, sizes in _core.BoxParts((0,) * len(shard.sizes), shard.sizes, max_elements):
+        yield offsets, part_of_shard(shard, offsets, sizes)
 
 
 def broadcast_full(full: torch.Tensor | None, *, like: torch.Tensor, scope: Scope = None, src: int = 0) -> torch.Tensor:

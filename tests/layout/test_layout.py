@@ -20,7 +20,7 @@ from torchtitan_ext.layout.layout import (
     ShardReport,
     decide,
     local_shard,
-    narrowed,
+    part_of_shard,
 )
 
 # `make soak` multiplies the number of random layouts.
@@ -180,15 +180,15 @@ def test_missing_ranks_are_global_ranks():
     assert [replica_key(report) for report in reports] == [(0, 0), (1, 0)]
 
 
-def test_a_narrowed_shard_holds_the_elements_of_the_narrowed_local_tensor() -> None:
-    """Of every part of a shard of several boxes, along both dims."""
+def test_a_part_of_a_shard_holds_the_elements_of_the_box_of_the_local_tensor() -> None:
+    """Of every box of a shard of several chunks."""
     whole = torch.arange(24 * 5).view(24, 5)
     steps = ((0, 0, 3), (1, 1, 1))  # interleaved rows, then columns
     for coordinate in itertools.product(range(2), range(2)):
         shard = local_shard((24, 5), (2, 2), steps, coordinate)
         local = ops.pack_shard(whole, shard)
         assert len(shard.chunks) > 1
-        for dim, size in enumerate(shard.sizes):
-            for first, last in itertools.combinations(range(size + 1), 2):
-                part = narrowed(shard, dim, first, last - first)
-                assert torch.equal(ops.pack_shard(whole, part), local.narrow(dim, first, last - first))
+        of_dims = [list(itertools.combinations(range(size + 1), 2)) for size in shard.sizes]
+        for (top, bottom), (left, right) in itertools.product(*of_dims):
+            part = part_of_shard(shard, (top, left), (bottom - top, right - left))
+            assert torch.equal(ops.pack_shard(whole, part), local[top:bottom, left:right])

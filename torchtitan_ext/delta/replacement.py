@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import add, sub
 
 import numpy as np
 import torch
@@ -182,17 +181,11 @@ def _overlaps(
 ) -> Iterator[tuple[Tensor, tuple[int, ...], Tensor]]:
     """What a tensor of this rank has in common with a box that is given whole."""
     assert part.box is not None
-    box_offsets, box_sizes = part.box
     dtype = DTYPES[changes.totals[held.fqn].dtype]
-    for chunk in held.shard.chunks:
-        begins = tuple(map(max, chunk.offsets, box_offsets))
-        ends = map(min, map(add, chunk.offsets, chunk.sizes), map(add, box_offsets, box_sizes))
-        sizes = tuple(map(sub, ends, begins))
-        if all(size > 0 for size in sizes):
-            in_local = tuple(map(add, chunk.local_offsets, map(sub, begins, chunk.offsets)))
-            in_box = tuple(map(sub, begins, box_offsets))
-            elements = changes.file.read_box(part.values.begin, box_sizes, dtype, in_box, sizes)
-            yield local_view(tensor.detach(), in_local, sizes), begins, elements.to(tensor.device)
+    for found in _core.find_overlaps(held.shard.chunks, [part.box]):
+        elements = changes.file.read_box(part.values.begin, part.box[1], dtype, found.saved_offsets, found.sizes)
+        view = local_view(tensor.detach(), found.local_offsets, found.sizes)
+        yield view, found.offsets, elements.to(tensor.device)
 
 
 def _as_bits(tensor: Tensor) -> Tensor:

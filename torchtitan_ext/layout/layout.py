@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import add
 from typing import NamedTuple
 
 from torchtitan_ext import _core
@@ -110,25 +111,13 @@ def _made_of(sizes: tuple[int, ...], chunks: Sequence[Sequence[tuple[int, ...]]]
     return LocalShard(sizes, tuple(Chunk(*chunk) for chunk in chunks))
 
 
-def narrowed(shard: LocalShard, dim: int, first: int, size: int) -> LocalShard:
-    """Elements ``[first, first + size)`` along one dim of the local tensor, as a shard of their own."""
+def part_of_shard(shard: LocalShard, offsets: Sequence[int], sizes: tuple[int, ...]) -> LocalShard:
+    """A box of the local tensor, as a shard of its own."""
     chunks = []
-    for chunk in shard.chunks:
-        begin = max(chunk.local_offsets[dim], first)
-        end = min(chunk.local_offsets[dim] + chunk.sizes[dim], first + size)
-        if begin < end:
-            chunks.append(
-                Chunk(
-                    _with(chunk.offsets, dim, chunk.offsets[dim] + begin - chunk.local_offsets[dim]),
-                    _with(chunk.sizes, dim, end - begin),
-                    _with(chunk.local_offsets, dim, begin - first),
-                )
-            )
-    return LocalShard(_with(shard.sizes, dim, size), tuple(chunks))
-
-
-def _with(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
-    return (*values[:at], value, *values[at + 1 :])
+    for part in _core.find_overlaps([(offsets, sizes, ())], [(of.local_offsets, of.sizes) for of in shard.chunks]):
+        begin = tuple(map(add, shard.chunks[part.saved].offsets, part.saved_offsets))
+        chunks.append(Chunk(begin, part.sizes, part.local_offsets))
+    return LocalShard(sizes, tuple(chunks))
 
 
 def decide(fqn: str, reports: Sequence[ShardReport]) -> Steps | Problem:

@@ -82,23 +82,9 @@ def held_piece(key: str, piece: Piece, shape: Sequence[int]) -> HeldTensor:
 
 def cut(piece: Piece, max_bytes: int) -> Iterator[Piece]:
     """Cuts a box into pieces of at most ``max_bytes``, in row-major order; an empty box gives no pieces."""
-    if 0 in piece.sizes:
-        return
-    if piece.num_bytes <= max_bytes or not piece.sizes:
-        yield piece
-        return
-    (first, *other_offsets), (num_rows, *row) = piece.offsets, piece.sizes
-    row_bytes = piece.num_bytes // num_rows
-    step = max(1, max_bytes // row_bytes)
-    for begin in range(0, num_rows, step):
-        offsets = (first + begin, *other_offsets)
-        rows = Piece(piece.fqn, piece.dtype, offsets, (min(step, num_rows - begin), *row))
-        if row_bytes <= max_bytes:
-            yield rows
-        else:
-            inner = Piece(piece.fqn, piece.dtype, tuple(other_offsets), tuple(row))
-            for part in cut(inner, max_bytes):
-                yield Piece(piece.fqn, piece.dtype, (offsets[0], *part.offsets), (1, *part.sizes))
+    if 0 not in piece.sizes:
+        for offsets, sizes in _core.BoxParts(piece.offsets, piece.sizes, max_bytes // piece.dtype.itemsize):
+            yield Piece(piece.fqn, piece.dtype, offsets, sizes)
 
 
 def batched(
@@ -250,9 +236,8 @@ class BoxReader:
 
     def _parts_of(self, piece: Piece, place: torch.Tensor) -> list[_SavedPart]:
         chunks = self.chunk_list(self._entry(piece.fqn))
-        wanted = [(piece.offsets, piece.sizes, (0,) * len(piece.sizes))]
         parts = []
-        for part in chunks.find_overlaps(wanted):
+        for part in chunks.find_overlaps([(piece.offsets, piece.sizes, ())]):
             index = MetadataIndex(piece.fqn, torch.Size(chunks.box(part.saved)[0]))
             parts.append(_SavedPart(index, part.saved_offsets, local_view(place, part.local_offsets, part.sizes)))
         return parts

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchtitan_ext import ops
-from torchtitan_ext.layout.dtensor import as_bytes
+from torchtitan_ext import _core, ops
+from torchtitan_ext.layout.dtensor import as_bytes, local_view
 
 BUCKET_BYTES = 64 << 20
 """Of one transfer, at most: it takes milliseconds, beside which its launch is nothing."""
@@ -154,18 +154,8 @@ def _flat_parts(tensors: Sequence[Tensor]) -> Iterator[_FlatPart]:
 
 def row_major_boxes(tensor: Tensor, max_elements: int) -> Iterator[tuple[tuple[int, ...], Tensor]]:
     """Cuts a tensor into boxes (offsets, view) of at most so many elements, row-major one behind the other."""
-    if tensor.numel() <= max_elements:
-        yield (0,) * tensor.dim(), tensor
-        return
-    row_elements = tensor.numel() // tensor.shape[0]
-    if row_elements <= max_elements:
-        begins = range(0, tensor.shape[0], max_elements // row_elements)
-        for begin, rows in zip(begins, tensor.split(begins.step), strict=True):
-            yield (begin, *(0,) * (tensor.dim() - 1)), rows
-        return
-    for index in range(tensor.shape[0]):
-        for offsets, box in row_major_boxes(tensor[index], max_elements):
-            yield (index, *offsets), box.unsqueeze(0)
+    for offsets, sizes in _core.BoxParts((0,) * tensor.dim(), tensor.shape, max_elements):
+        yield offsets, local_view(tensor, offsets, sizes)
 
 
 def aligned(num_bytes: int) -> int:

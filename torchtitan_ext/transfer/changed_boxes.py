@@ -21,7 +21,7 @@ from torch import Tensor
 from torchtitan_ext import _core, ops
 from torchtitan_ext.errors import Problem, named
 from torchtitan_ext.layout.dtensor import to_write
-from torchtitan_ext.layout.layout import Chunk, LocalShard
+from torchtitan_ext.layout.layout import Chunk, LocalShard, part_of_shard
 from torchtitan_ext.transfer.changes import Changes
 from torchtitan_ext.transfer.endpoint import Endpoint
 from torchtitan_ext.transfer.transport import Row, Transport, part_of, rows_of, table_of
@@ -214,8 +214,8 @@ def _packed(rows: Sequence[Row], changes: Changes | None) -> tuple[list[_Header]
             continue
         held, item_bytes = changes.tensors[row.tensor], changes.item_bytes[row.tensor]
         own = positions[first_of[row.tensor] : first_of[row.tensor + 1]]
-        offsets = _global_offsets(held.shard, row)
-        in_box, indices = _core.select_positions(own, held.global_shape, offsets, row.sizes)
+        (chunk,) = part_of_shard(held.shard, row.offsets, row.sizes).chunks  # no more: a plan moves parts of chunks
+        in_box, indices = _core.select_positions(own, held.global_shape, chunk.offsets, row.sizes)
         begin = value_offsets[row.tensor]
         elements: npt.NDArray[Any] = values[begin : begin + item_bytes * own.size].view(_WORDS[item_bytes])[indices]
         coded = _core.PositionBlocks.encode(in_box)
@@ -242,15 +242,6 @@ def _unpacked(
     blocks, offsets, values, _ = np.split(data, ends)
     coded = _core.PositionBlocks(blocks.view(np.int32), offsets.view(np.uint16))
     return coded.decode(), values
-
-
-def _global_offsets(shard: LocalShard, row: Row) -> tuple[int, ...]:
-    """Where a box of the local tensor, which lies in one chunk, begins in the global tensor."""
-    for chunk in shard.chunks:
-        within = [offset - local for offset, local in zip(row.offsets, chunk.local_offsets, strict=True)]
-        if all(0 <= at < size for at, size in zip(within, chunk.sizes, strict=True)):
-            return tuple(offset + at for offset, at in zip(chunk.offsets, within, strict=True))
-    raise AssertionError("a box of a plan lies in a chunk, please report")
 
 
 def _sums_at(parts: Sequence[Tensor], positions: Tensor, counts: Sequence[int]) -> list[int]:

@@ -6,7 +6,6 @@ right, for a single copy too; without one the majority of three or more counts, 
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -77,26 +76,13 @@ class SavedSums:
         index = self._chunks.of(saved)
         place = id(index), boxes
         if place not in self._known:
-            self._known[place] = _chunks_in(index, boxes)
+            self._known[place] = index.find_whole(boxes)
         positions = self._known[place]
         if positions is None:
             return None
         indices = [MetadataIndex(fqn, saved.chunks[position].offsets, position) for position in positions]
         sums = self._reader.find_sums(indices)
         return None if None in sums else sum(one for one in sums if one is not None) % _MODULUS
-
-
-def _chunks_in(index: _core.ChunkIndex, boxes: Boxes) -> list[int] | None:
-    """The chunks that make up the boxes, each whole; ``None`` where they are cut."""
-    overlaps = index.find_overlaps([(offsets, sizes, (0,) * len(sizes)) for offsets, sizes in boxes])
-    is_whole = all(tuple(one.sizes) == tuple(index.box(one.saved)[1]) for one in overlaps)
-    if not is_whole or sum(map(_volume, boxes)) != sum(_volume(index.box(one.saved)) for one in overlaps):
-        return None
-    return [one.saved for one in overlaps]
-
-
-def _volume(box: tuple[Sequence[int], Sequence[int]]) -> int:
-    return math.prod(box[1])
 
 
 def compare_copies(

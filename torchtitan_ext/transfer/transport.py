@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_ext import ops
+from torchtitan_ext.layout.dtensor import local_view
 
 
 class Transport(Protocol):
@@ -106,9 +107,7 @@ def rows_of(table: Tensor) -> Iterator[Row]:
 
 def part_of(tensor: Tensor, row: Row) -> Tensor:
     """A view of the box of a row."""
-    for dim, (offset, size) in enumerate(zip(row.offsets, row.sizes, strict=True)):
-        tensor = tensor.narrow(dim, offset, size)
-    return tensor
+    return local_view(tensor, row.offsets, row.sizes)
 
 
 def table_of(rows: Iterable[Row]) -> Tensor:

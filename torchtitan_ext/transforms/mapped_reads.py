@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import add
 from typing import Protocol
 
 import torch
@@ -109,12 +110,12 @@ class MappedReads:
             return
         item_bytes = max(dtype.itemsize for dtype in dtypes) + (0 if scale_dtype is None else scale_dtype.itemsize + 8)
         max_elements = target.numel() if is_wrapper(target) else max(1, _BUFFER_BYTES // item_bytes)
-        for inside, sizes in _boxes(tuple(target.shape), max_elements):
+        for inside, sizes in _core.BoxParts((0,) * target.dim(), target.shape, max_elements):
             if not self._casting.has_room(torch.Size(sizes).numel() * item_bytes):
                 self.read()
             self._is_adding = True
             place = self._casting.take(sizes, dtypes[0])
-            at = tuple(offset + inner for offset, inner in zip(begin, inside, strict=True))
+            at = tuple(map(add, begin, inside))
             self._add_parts(self._parts(fqn, at, place), place)
             scale = None
             if scale_dtype is not None:
@@ -168,7 +169,7 @@ class MappedReads:
         # Repeated elements (stride 0) are read once.
         once = [dim for dim, stride in enumerate(stored.strides) if stride == 0]
         sizes = tuple(1 if dim in once else size for dim, size in enumerate(stored.sizes))
-        for inside, part_sizes in _boxes(sizes, max(1, _BUFFER_BYTES // stored.item_bytes)):
+        for inside, part_sizes in _core.BoxParts((0,) * len(sizes), sizes, _BUFFER_BYTES // stored.item_bytes):
             if not self._turning.has_room(torch.Size(part_sizes).numel() * stored.item_bytes):
                 self.read()
             values = self._turning.take(part_sizes, part.dtype)
@@ -219,23 +220,6 @@ def _has_long_runs(stored: _core.StoredTensor, strides: Sequence[int]) -> bool:
     if (stored.strides[-1], strides[-1]) != (1, 1):
         return False
     return stored.sizes[-1] * stored.item_bytes >= _MIN_RUN_BYTES or len(stored.sizes) == 1
-
-
-def _boxes(sizes: tuple[int, ...], max_elements: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cuts a box into boxes (offsets, sizes) of at most so many elements, along the first dims."""
-    num_elements = torch.Size(sizes).numel()
-    if num_elements <= max_elements or not sizes:
-        return [((0,) * len(sizes), sizes)]
-    of_row = num_elements // sizes[0]
-    step = max(1, max_elements // of_row)
-    boxes = []
-    for begin in range(0, sizes[0], step):
-        size = min(step, sizes[0] - begin)
-        inner = (
-            [((0,) * (len(sizes) - 1), sizes[1:])] if of_row * size <= max_elements else _boxes(sizes[1:], max_elements)
-        )
-        boxes += [((begin, *offsets), (size, *of_inner)) for offsets, of_inner in inner]
-    return boxes
 
 
 def _converted(

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import WriteItem
 
 from torchtitan_ext.errors import Problem, refusal
+from torchtitan_ext.layout.layout import row_major_position
 from torchtitan_ext.storage.raw_tensor import dtype_name, raw_memory
 from torchtitan_ext.storage.weights.layout import dtype_problems, name_problems, value_problem
 
@@ -98,8 +99,7 @@ class _SamePlaces:
         raw = plain_value(item, value())
         assert item.tensor_data is not None
         strides = row_major_strides(tuple(item.tensor_data.size))
-        offsets = item.tensor_data.chunk.offsets
-        position = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+        position = row_major_position(item.tensor_data.chunk.offsets, item.tensor_data.size)
         yield Placed(item.index.fqn, position, strides, raw)
 
 
