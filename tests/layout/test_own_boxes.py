@@ -16,6 +16,7 @@ import torchtitan_ext as tte
 from torchtitan_ext.checkpoint.staging.stager import CpuStager
 from torchtitan_ext.checkpoint.tables import key_table
 from torchtitan_ext.errors import LayoutError, ReshardError
+from torchtitan_ext.layout.layout import Chunk
 from torchtitan_ext.layout.own_boxes import has_own_boxes, own_boxes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64, torch.int64]
@@ -85,6 +86,11 @@ def test_a_load_may_want_a_part_only() -> None:
     target = {"w": cut(torch.zeros(8), [((4,), (2,)), ((4,), (3,))])}
     load(save([{"w": whole}]), [target])
     assert same_bits(target["w"].detach(), cut(whole, [((4,), (2,)), ((4,), (3,))]).detach())
+
+
+def test_boxes_without_elements_are_left_out() -> None:
+    tensor = boxed(torch.zeros(2), (4,), [((1,), (0,), (0,)), ((2,), (0,), (2,)), ((4,), (2,), (0,))])
+    assert own_boxes(tensor) == ((4,), [Chunk((2,), (2,), (0,))])
 
 
 def test_views_keep_their_strides_and_their_bits() -> None:

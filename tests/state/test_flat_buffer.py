@@ -74,6 +74,15 @@ def test_round_trip_through_json(alignment: int) -> None:
     assert entry["fqn"] == "model.embedding" and entry["dtype"] == "float32" and entry["shape"] == [3, 5]
 
 
+def test_views_of_one_memory_are_tensors_of_their_own() -> None:
+    whole = torch.arange(6.0)
+    state = {"whole": whole, "begin": whole[:2], "bits": whole.view(torch.int32), "tied": whole[:]}
+    buffers, manifest = flatten_state_dict(state)
+    restored = unflatten_state_dict(buffers, json.loads(json.dumps(manifest)))
+    assert_equal(restored, state)
+    assert restored["tied"] is restored["whole"] and len(manifest["entries"]) == 3
+
+
 def test_boxes_of_their_own_come_along() -> None:
     _, (state, other) = states_of("several boxes")
     buffers, manifest = flatten_state_dict(state)

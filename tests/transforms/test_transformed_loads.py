@@ -104,6 +104,15 @@ def test_other_memory_than_that_of_the_checkpoint_is_filled(checkpoint: Path) ->
     assert all(value._version > versions[name] for name, value in state.items())
 
 
+def test_values_take_every_dtype_on_the_way(tmp_path: Path) -> None:
+    whole = torch.linspace(0, 1, 100)
+    tte.save({"w": whole}, tmp_path, no_dist=True)
+    rule = transforms.Rule("w", "v", [transforms.cast("bfloat16"), transforms.cast("float32")])
+    state = {"v": torch.zeros(100)}
+    tte.load(state, tmp_path, transform=Transform([rule]))
+    assert differences(state, {"v": whole.bfloat16().float()}) == []
+
+
 def test_one_layer_reads_its_own_files_parts(checkpoint: Path) -> None:
     state = {"layers.1.wk": torch.zeros(7, DIM)}
     tte.load({"model": state}, checkpoint, transform=TRANSFORM)

@@ -52,6 +52,18 @@ def test_sequences_are_a_line_of_tokens_and_go_on_where_they_stopped(
     assert samples == line_of(documents, seq_len)
 
 
+def test_the_epoch_after_a_resume_has_all_documents() -> None:
+    documents = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    source = PackedTokens(Streams(lambda *_: iter(documents), 1), seq_len=2)
+    stream = source.open_stream(0, 0)
+    next(iter(stream))
+    resumed = source.open_stream(0, 0)
+    resumed.load_state_dict(stream.state_dict())
+    assert [lists(sample)[0] for sample in resumed] == [[4, 5], [7, 8]]
+    resumed.start_epoch(1)
+    assert [lists(sample)[0] for sample in resumed] == [[1, 2], [4, 5], [7, 8]]
+
+
 @settings(max_examples=200 * SOAK, deadline=None)
 @given(st.data())
 def test_no_token_is_lost_across_worlds_epochs_and_splits(data: st.DataObject) -> None:
