@@ -33,6 +33,9 @@ def tied_lists(rank: int, world_size: int) -> list[Any]:
         tte.broadcast_tensors([weight, weight if rank == 0 else torch.zeros(3, 2)])
     with pytest.raises(SyncMismatchError, match="share memory and would both be received into"):
         tte.broadcast_tensors([weight, weight.t()])
+    square = torch.zeros(2, 2)
+    with pytest.raises(SyncMismatchError, match="share memory and would both be received into"):
+        tte.broadcast_tensors([square, square.t()])
     with pytest.raises(SyncMismatchError, match="tensors: is a list of 3 tensors on rank 0, of 2 tensors on rank 1"):
         tte.broadcast_tensors([weight] * (3 - rank))
     return [weight.tolist(), other.tolist(), str(caught.value).splitlines()[-1].strip()]
