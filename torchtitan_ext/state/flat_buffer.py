@@ -183,7 +183,7 @@ class _ManifestWriter:
         self._describer = None if rules is None else Describer(rules)
         self.entries: list[dict[str, Any]] = []
         self.tensors: list[Tensor] = []
-        self._seen: dict[Any, int] = {}
+        self._seen: dict[Any, list[int]] = {}
 
     def tree_of(self, value: Any, at: KeyPath = ROOT) -> Any:
         return fold_paths(value, _members, self._node, at)
@@ -246,10 +246,13 @@ class _ManifestWriter:
         """The number of an entry that is the same tensor; takes this one for the next."""
         if torch.compiler.is_compiling():  # a graph knows no addresses
             return next((number for number, other in enumerate(self.tensors) if other is local), None)
-        memory = (local.untyped_storage()._cdata, local.storage_offset(), tuple(local.stride()))
-        rest = tuple(sorted((key, str(item)) for key, item in entry.items() if key != "fqn"))
-        number = self._seen.setdefault((memory, rest), len(self.entries))
-        return None if number == len(self.entries) else number
+        memory = (local.untyped_storage()._cdata, local.storage_offset(), local.stride())
+        seen = self._seen.setdefault(memory, [])
+        for number in seen:
+            if {**self.entries[number], "fqn": entry["fqn"]} == entry:
+                return number
+        seen.append(len(self.entries))
+        return None
 
     def _boxes_of(self, fqn: str, tensor: DTensor) -> list[Any] | None:
         """What ``own_box_values`` would say of a DTensor; ``None`` where placements leave it open, as Partial does."""
@@ -392,7 +395,8 @@ def _differences(manifest: Manifest, entries: Sequence[Mapping[str, Any]], tree:
         for what in ("fqn", "device", "dtype", "shape", "global_shape", "mesh", "placements", "own_boxes"):
             if saved.get(what) != wanted.get(what):
                 problems.append(f"{saved['fqn']}: {what} is {wanted.get(what)}, expected {saved.get(what)}")
-    if not problems and _containers(tree) != _containers(manifest["tree"]):
+    is_equal = tree == manifest["tree"]  # most often, and quickly found
+    if not problems and not is_equal and _containers(tree) != _containers(manifest["tree"]):
         problems.append("its containers or the places of its tensors differ")
     return problems
 
