@@ -144,7 +144,7 @@ def test_another_directory_takes_what_the_first_refuses(run_world, tmp_path: Pat
     run, other = tmp_path / "run", tmp_path / "other"
     of_file = Path(folders_in_fallback(tmp_path / "file", other)[0])
     assert seen[0][:3] == [str(run / "step-1"), str(of_file / "step-2"), str(run / "step-3")]
-    assert "Not a directory" in seen[0][3]
+    assert "Errno 20] got a file, expected a directory; move it" in seen[0][3]
     assert loaded_steps(run) == [1, 3] and loaded_steps(of_file) == [2]
     assert loaded_step(run, "latest", other) == 3  # the step of another run does not count
     of_file.rename(folders_in_fallback(run, other)[0])
