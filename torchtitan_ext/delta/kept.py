@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchtitan_ext import ops
 from torchtitan_ext.layout.dtensor import as_bytes, local_view
-from torchtitan_ext.state.value_digest import fetch_sums, sum_box
+from torchtitan_ext.state.value_digest import fetch_sums, sum_box, sum_shard
 from torchtitan_ext.transfer.changes import Changes, HeldTensor
 
 _OFFSET_BYTES = 2  # of a position inside its block
@@ -99,7 +99,7 @@ def find_between(all_new: Sequence[Tensor], base: Sequence[Tensor], held: Sequen
     for at, is_whole in enumerate(are_whole):
         if is_whole:
             whole[at] = _host_copy(new[at])
-            old_sums[at], new_sums[at] = _sum_of(base[at], held[at]), _sum_of(new[at], held[at])
+            old_sums[at], new_sums[at] = (int(sum_shard(of[at], shards[at], shapes[at])) for of in (base, new))
     return Found(counts, positions.cpu(), values.cpu(), whole, old_sums, new_sums)
 
 
@@ -197,11 +197,6 @@ def _host_copy(tensor: Tensor, *, pin_memory: bool = False) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():  # it is written again outside of inference mode
         copy = torch.empty(bits.shape, dtype=bits.dtype, device="cpu", pin_memory=pin_memory)
         return copy.copy_(bits).view(tensor.dtype)
-
-
-def _sum_of(tensor: Tensor, held: HeldTensor) -> int:
-    with torch.no_grad():
-        return int(ops.fingerprint_shard(tensor, held.shard, held.global_shape).item())
 
 
 def _joined(parts: Sequence[Found], item_bytes: Sequence[int]) -> Found:

@@ -12,7 +12,7 @@ import io
 import struct
 import types
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -97,26 +97,40 @@ def scalar_text(bits: bytes, dtype: torch.dtype) -> str:
     return text if text and "nan" not in text else f"{text or dtype} (0x{bits[::-1].hex()})"
 
 
-def bit_sum(local: torch.Tensor) -> torch.Tensor:
-    """A hash of the bits of a dense tensor and of their places: 0-d int64 on its device, equal for equal bits.
+Key = TypeVar("Key")
 
-    Reads at the speed of memory, on the tensor's device; two different tensors have equal sums with a probability of
+
+def bit_sums(tensors: Mapping[Key, torch.Tensor]) -> tuple[dict[Key, int], dict[Key, Exception]]:
+    """A hash of the bits of each dense tensor and of their places, equal for equal bits; why others have none.
+
+    Reads at the speed of memory, on the tensors' devices; two different tensors have equal sums with a probability of
     2^-64.
     """
-    return sum_box(local, (0,) * local.dim(), tuple(local.shape))
+    sums: dict[Key, torch.Tensor] = {}
+    errors: dict[Key, Exception] = {}
+    for key, local in tensors.items():
+        try:
+            sums[key] = sum_box(local, (0,) * local.dim(), tuple(local.shape))
+        except Exception as error:  # such as a dtype or device that the operator does not know
+            errors[key] = error
+    return fetch_sums(sums), errors
 
 
 def sum_box(elements: torch.Tensor, offsets: tuple[int, ...], global_shape: tuple[int, ...]) -> torch.Tensor:
     """The sum of one box of a global tensor (``ops.fingerprint_shard``): 0-d int64, on the device of its elements."""
     sizes = tuple(elements.shape)
-    shard = LocalShard(sizes, (Chunk(offsets, sizes, (0,) * len(sizes)),))
+    return sum_shard(elements, LocalShard(sizes, (Chunk(offsets, sizes, (0,) * len(sizes)),)), global_shape)
+
+
+def sum_shard(elements: torch.Tensor, shard: LocalShard, global_shape: tuple[int, ...]) -> torch.Tensor:
+    """The same of a shard."""
     with torch.no_grad():
         return ops.fingerprint_shard(elements.resolve_conj().resolve_neg(), shard, global_shape)
 
 
-def fetch_sums(sums: Mapping[Any, torch.Tensor]) -> dict[Any, int]:
+def fetch_sums(sums: Mapping[Key, torch.Tensor]) -> dict[Key, int]:
     """The numbers of 0-d int64 tensors: one transfer per device instead of one per tensor."""
-    of_device: dict[torch.device, list[Any]] = {}
+    of_device: dict[torch.device, list[Key]] = {}
     for key, total in sums.items():
         of_device.setdefault(total.device, []).append(key)
     return {
@@ -127,25 +141,22 @@ def fetch_sums(sums: Mapping[Any, torch.Tensor]) -> dict[Any, int]:
 
 
 def digest_large(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
-    """Digests of tensors by their ``bit_sum``, for tensors that are too large for ``digest_tensor``.
+    """Digests of tensors by their ``bit_sums``, for tensors that are too large for ``digest_tensor``.
 
     The digest of a DTensor is that of this rank's local tensor.
     """
-    digests: dict[str, bytes] = {}
-    sums: dict[tuple[str, int], torch.Tensor] = {}
-    parts = {fqn: list(_dense_parts(local_tensor(tensor))) for fqn, tensor in tensors.items()}
-    with torch.no_grad():
-        for fqn, dense in parts.items():
-            try:
-                sums.update({(fqn, at): bit_sum(part.resolve_conj().resolve_neg()) for at, part in enumerate(dense)})
-            except (RuntimeError, ValueError):  # a dtype or device that the operator does not know
-                digests[fqn] = digest_tensor(tensors[fqn])
-    numbers = fetch_sums(sums)
-    for fqn, dense in parts.items():
-        if fqn not in digests:
-            what = (f"{part.dtype}{tuple(part.shape)}{numbers[fqn, at]}".encode() for at, part in enumerate(dense))
-            digests[fqn] = hash_parts(b"large", *what)
-    return digests
+    parts = {
+        (fqn, at): part for fqn, tensor in tensors.items() for at, part in enumerate(_dense_parts(local_tensor(tensor)))
+    }
+    sums, errors = bit_sums(parts)
+    texts: dict[str, list[bytes]] = {fqn: [] for fqn in tensors}
+    for (fqn, at), part in parts.items():
+        texts[fqn].append(f"{part.dtype}{tuple(part.shape)}{sums.get((fqn, at))}".encode())
+    unknown = {fqn for fqn, _ in errors}
+    return {
+        fqn: digest_tensor(tensors[fqn]) if fqn in unknown else hash_parts(b"large", *of_parts)
+        for fqn, of_parts in texts.items()
+    }
 
 
 def _dense_parts(local: torch.Tensor) -> Iterator[torch.Tensor]:

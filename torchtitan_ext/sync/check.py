@@ -14,7 +14,6 @@ from types import NoneType
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,7 +22,7 @@ from torchtitan_ext.errors import Problem, check_argument, named, warn
 from torchtitan_ext.layout.dtensor import as_bytes
 from torchtitan_ext.ranks.exchange import check_usable, gather_values, scope_ranks
 from torchtitan_ext.ranks.lost_ranks import naming_lost_ranks
-from torchtitan_ext.state.value_digest import bit_sum, fetch_sums, scalar_text
+from torchtitan_ext.state.value_digest import bit_sums, scalar_text
 from torchtitan_ext.sync.batches import Replicas, ReplicaTensor
 from torchtitan_ext.sync.calls import Buffers, Call, CheckCall, ModuleCall, outside_graphs
 from torchtitan_ext.sync.replicas import collect_replicas
@@ -163,19 +162,14 @@ def hash_locals(tensors: Sequence[ReplicaTensor]) -> tuple[dict[int, bytes], lis
 
     One pass, one transfer per device. A failure becomes a problem: every rank must get it.
     """
-    sums: dict[int, Tensor] = {}
-    problems = []
-    with torch.no_grad():
-        for tensor in tensors:
-            if tensor.local.numel() == 0 or tensor.local.is_meta:
-                continue
-            try:
-                sums[id(tensor)] = bit_sum(tensor.local)
-            except Exception as error:
-                text = str(error).removeprefix("fingerprint_shard: ")
-                problems.append(Problem("cannot_sync", tensor.fqn, f"cannot be read: {text}"))
-        hashes = {key: number.to_bytes(8, "little", signed=True) for key, number in fetch_sums(sums).items()}
-    return hashes, problems
+    held = {id(tensor): tensor.local for tensor in tensors if tensor.local.numel() > 0 and not tensor.local.is_meta}
+    sums, errors = bit_sums(held)
+    problems = [
+        Problem("cannot_sync", tensor.fqn, f"cannot be read: {str(error).removeprefix('fingerprint_shard: ')}")
+        for tensor in tensors
+        if (error := errors.get(id(tensor))) is not None
+    ]
+    return {key: number.to_bytes(8, "little", signed=True) for key, number in sums.items()}, problems
 
 
 class _HashedTensor(NamedTuple):
