@@ -964,3 +964,44 @@ def select_positions(
     positions: npt.NDArray[np.int64], tensor_sizes: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]: ...
 def sum_at(values: npt.NDArray[np.uint8], item_bytes: int, positions: npt.NDArray[np.int64]) -> int: ...
+
+class HeldSums:
+    """What one rank holds of a tensor; ``replica`` is equal on all ranks that hold parts of one, empty of a whole one.
+
+    ``sums`` has that of the rank's shard under ``None``, or that of each box (offsets and sizes).
+    """
+
+    dtype: str
+    shape: _Sizes
+    replica: str
+    sums: dict[_HeldBox | None, int]
+
+class SumTable:
+    """Sums of what one rank, or each of several, holds of tensors, modulo 2^64; see csrc/core/sums.h."""
+
+    def __init__(self) -> None: ...
+    def __contains__(self, key: object) -> bool: ...
+    def __getitem__(self, key: str) -> HeldSums: ...
+    def __iter__(self) -> Iterator[str]: ...
+    def add_key(
+        self,
+        key: str,
+        sums: Mapping[_HeldBox | None, int],
+        *,
+        dtype: str = "",
+        shape: Sequence[int] = (),
+        replica: str = "",
+    ) -> None: ...
+    def add(self, key: str, sum: int, box: _HeldBox | None = None) -> None: ...
+    @staticmethod
+    def merge(of_ranks: Sequence[SumTable]) -> SumTable:
+        """Of ranks in their order, each with a table of its own."""
+    def replicas(self, key: str) -> list[HeldSums]:
+        """Each replica of a tensor as one part with all of it, in the order of their first ranks."""
+    def differing(self, expected: Mapping[str, int]) -> list[str]:
+        """Keys of which some replica has another sum; those that are not expected are passed over."""
+    def changed(self, before: SumTable, after: SumTable) -> SumTable:
+        """When the elements with the sums ``before`` have got those of ``after``."""
+
+def add_sums(*sums: int) -> int:
+    """Modulo 2^64."""

@@ -6,8 +6,7 @@ The digest of a tensor is its sum (``checkpoint/tables/tensor_sums.py``); dtype 
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -15,16 +14,10 @@ from typing import Any, Protocol, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan_ext._core import SumTable
 from torchtitan_ext.checkpoint.tables.agreement import agree
 from torchtitan_ext.checkpoint.tables.key_table import BoxesEntry, KeyTable, RankTable, TensorEntry, encode_table
-from torchtitan_ext.checkpoint.tables.tensor_sums import (
-    TensorSummer,
-    TensorSums,
-    describe_tensors,
-    hex_of_digest,
-    totals_of_replicas,
-    with_numbers,
-)
+from torchtitan_ext.checkpoint.tables.tensor_sums import TensorSummer, describe_tensors, hex_of_digest
 from torchtitan_ext.errors import Problem, described, refusal
 from torchtitan_ext.layout.layout import LayoutRules, ShardOrder
 from torchtitan_ext.ranks.exchange import Opening, check_usable, gather_values
@@ -116,25 +109,23 @@ def fingerprint_over(
         raise refusal("fingerprint", agreement.problems)
     steps = agreement.world.steps_of(rank)
 
-    def add_up() -> tuple[dict[str, TensorSums], dict[str, str], list[Problem]]:
-        sums: dict[str, TensorSums] = {}
-        digests: dict[str, str] = {}
+    def add_up() -> tuple[SumTable, list[Problem]]:
+        sums = SumTable()
         with _failures_become(problems):
             summer = TensorSummer()
+            for fqn, entry in entries.items():
+                summer.add(fqn, values[fqn], entry, steps.get(fqn))
+            sums = summer.table()
             for fqn, value in values.items():
-                entry = entries.get(fqn)
-                if entry is not None:
-                    sums[fqn] = summer.sum(value, entry, steps.get(fqn))
-                elif not isinstance(value, Tensor):
-                    digests[fqn] = digest_value(value).hex()[:16]
-            sums = with_numbers(sums)
-        return sums, digests, problems
+                if not isinstance(value, Tensor):
+                    sums.add_key(fqn, {None: int.from_bytes(digest_value(value)[:8], "big")})
+        return sums, problems
 
     gathered = gather(add_up)
-    failures = [problem for _, _, own in gathered for problem in own]
+    failures = [problem for _, own in gathered for problem in own]
     if failures:
         raise refusal("fingerprint", failures)
-    return fingerprint_of_sums([(of_rank, of_values) for of_rank, of_values, _ in gathered])
+    return fingerprint_of_sums([sums for sums, _ in gathered])
 
 
 @contextmanager
@@ -153,23 +144,19 @@ def _table_of_sharded(entries: Mapping[str, TensorEntry | BoxesEntry], problems:
     return encode_table(KeyTable(sharded, problems=tuple(problems))).message
 
 
-def fingerprint_of_sums(gathered: Sequence[tuple[Mapping[str, TensorSums], Mapping[str, str]]]) -> Fingerprint:
-    """From the sums of the tensors of each rank, in the order of ranks, and the digests of its other values."""
-    parts: dict[str, list[tuple[int, TensorSums]]] = defaultdict(list)
-    of_replicas: dict[str, list[str]] = defaultdict(list)
-    for rank, (sums, digests) in enumerate(gathered):
-        for fqn, digest in digests.items():
-            of_replicas[fqn].append(digest)
-        for fqn, part in sums.items():
-            parts[fqn].append((rank, part))
-    for fqn, of_key in parts.items():
-        of_replicas[fqn] += [hex_of_digest(one.total, one.dtype, one.shape) for one in totals_of_replicas(of_key)]
-    values, differing = {}, []
+def fingerprint_of_sums(of_ranks: Sequence[SumTable], *, left_out: Collection[str] = ()) -> Fingerprint:
+    """From the sums of the tensors of each rank, in the order of ranks, and the digests of its other values, which have
+    no dtype.
+    """
+    values: dict[str, str] = {}
+    differing = []
     total = hashlib.blake2b(digest_size=16)
-    for fqn in sorted(of_replicas):
-        first, *others = of_replicas[fqn]
-        values[fqn] = first
-        if any(digest != first for digest in others):
+    merged = SumTable.merge(of_ranks)
+    for fqn in sorted(set(merged).difference(left_out)):
+        replicas = [(one.dtype, one.shape, one.sums[None]) for one in merged.replicas(fqn)]
+        first = dtype, shape, found = min(replicas, key=lambda one: one[0] != "")
+        values[fqn] = hex_of_digest(found, dtype, shape) if dtype else f"{found:016x}"
+        if any(one != first for one in replicas):
             differing.append(fqn)
-        total.update(f"{len(fqn)}:{fqn}={first};".encode())
+        total.update(f"{len(fqn)}:{fqn}={values[fqn]};".encode())
     return Fingerprint(total.hexdigest(), values, tuple(differing))

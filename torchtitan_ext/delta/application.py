@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan_ext._core import SumTable
 from torchtitan_ext.checkpoint.operation.arguments import check_seconds
 from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, checking_arguments
-from torchtitan_ext.checkpoint.tables.key_table import BoxesEntry, TensorEntry
-from torchtitan_ext.checkpoint.tables.tensor_sums import TensorSummer, TensorSums, totals_of_replicas, with_numbers
-from torchtitan_ext.delta.held import agree_on_steps, held_tensors
+from torchtitan_ext.delta.held import agree_on_steps, held_tensors, sums_of_elements, sums_of_tensors
 from torchtitan_ext.delta.replacement import OTHER_BITS, Replacement, why_unfit
 from torchtitan_ext.delta.saved_changes import SavedChanges
 from torchtitan_ext.errors import (
@@ -110,7 +109,7 @@ def apply(
         if verify == "all":
             doing = "ranks compared their tensors with what the changes lead to"
             after = phases.on_all("prove", own.sums_of_all, doing=doing)
-            wrong = _keys_with_other_totals(after, {fqn: total.after for fqn, total in changes.totals.items()})
+            wrong = SumTable.merge(after).differing(_of(changes, "after"))
             if wrong:
                 failure = f"{named(wrong)}: after the changes were applied, not what they lead to"
                 raise TransferFailedError("apply", {0: failure}, changed, "prove")
@@ -126,9 +125,9 @@ class _Offer:
     verify: Verify
     keys: Mapping[str, tuple[str, tuple[int, ...]]]
     tied: Mapping[str, str]
-    replaced: Mapping[str, TensorSums]
-    new: Mapping[str, TensorSums]
-    before: Mapping[str, TensorSums] = field(default_factory=dict)
+    replaced: SumTable
+    new: SumTable
+    before: SumTable
 
 
 @dataclass
@@ -141,7 +140,6 @@ class _OwnPart:
 
     def __post_init__(self) -> None:
         self.num_changed = 0
-        self._summer = TensorSummer()
 
     def offer(self, version: int | None, verify: Verify) -> _Offer:
         """Not collective."""
@@ -150,29 +148,14 @@ class _OwnPart:
         keys = {held.fqn: _kind(tensor, held) for held, tensor in zip(self._held, self._tensors, strict=True)}
         fitting = {fqn for fqn, of in self.changes.totals.items() if keys.get(fqn) == (of.dtype, of.shape)}
         self._batch = Replacement.of(self._held, self._tensors, self.changes, fitting)
-        replaced = self._by_key(keys, self._batch.old_sums())
-        new = self._by_key(keys, self._batch.new_sums)
-        before = self.sums_of_all() if verify == "all" or version is None else {}
+        replaced = sums_of_elements(self.endpoint, self._held, self._batch.old_sums())
+        new = sums_of_elements(self.endpoint, self._held, self._batch.new_sums)
+        before = self.sums_of_all() if verify == "all" or version is None else SumTable()
         return _Offer(self.changes.digest, version, verify, keys, self.endpoint.tied, replaced, new, before)
 
-    def _by_key(self, keys: Mapping[str, tuple[str, tuple[int, ...]]], sums: Sequence[int]) -> dict[str, TensorSums]:
-        """Sums over elements of each held tensor."""
-        found: dict[str, TensorSums] = {}
-        for held, tensor, total in zip(self._held, self._tensors, sums, strict=True):
-            entry = self.endpoint.entries[held.fqn]
-            assert isinstance(entry, TensorEntry | BoxesEntry)
-            of_key = found.setdefault(held.fqn, TensorSums(self._summer.replica_of(entry), {}, *keys[held.fqn]))
-            if held.box is None or tensor.numel() > 0:
-                of_key.sums[held.box] = total % 2**64  # type: ignore[index]
-        return found
-
-    def sums_of_all(self) -> dict[str, TensorSums]:
+    def sums_of_all(self) -> SumTable:
         """The sums of this rank's tensors that the changes know. Not collective."""
-        sums = {}
-        for fqn, entry in self.endpoint.entries.items():
-            if fqn in self.changes.totals and isinstance(entry, TensorEntry | BoxesEntry):
-                sums[fqn] = self._summer.sum(self.endpoint.values[fqn], entry, self.steps.get(fqn))
-        return with_numbers(sums)
+        return sums_of_tensors(self.endpoint, self.steps, self.changes.totals)
 
     def write(self) -> None:
         """Not collective."""
@@ -216,18 +199,19 @@ def _problems(offers: Sequence[_Offer], changes: SavedChanges, verify: Verify) -
             problems.append(Problem("cannot_reshard", fqn, what))
     if problems:
         return problems
-    damaged = _keys_with_other_totals([offer.new for offer in offers], _of(changes, "new"))
+    damaged = SumTable.merge([offer.new for offer in offers]).differing(_of(changes, "new"))
     if damaged:
         what = f"the new elements of {named(damaged)} are not those that were written, and were so in load"
         raise DamagedCheckpointError(f"{changes.path}: {what}")
-    wrong = _keys_with_other_totals([offer.replaced for offer in offers], _of(changes, "replaced"))
+    wrong = SumTable.merge([offer.replaced for offer in offers]).differing(_of(changes, "replaced"))
     problems = [Problem("other_base", fqn, OTHER_BITS) for fqn in wrong]
     if versions and verify != "all":
         return problems
-    if not versions and not any(offer.before for offer in offers):
+    before = SumTable.merge([offer.before for offer in offers])
+    if not versions and not list(before):
         what = f"are of version {changes.base_version}, and the state has none of their tensors; pass version="
         return [Problem("other_base", "changes", what)]
-    whole = _keys_with_other_totals([offer.before for offer in offers], _of(changes, "before"))
+    whole = before.differing(_of(changes, "before"))
     what = f"{OTHER_BITS}, in elements that stay as they are: it is not of version {changes.base_version}"
     return problems + [Problem("other_base", fqn, what) for fqn in whole if fqn not in wrong]
 
@@ -239,17 +223,3 @@ def _versions_of(fqn: str, changes: SavedChanges) -> tuple[object, ...] | None:
 
 def _of(changes: SavedChanges, name: str) -> dict[str, int]:
     return {fqn: getattr(total, name) for fqn, total in changes.totals.items()}
-
-
-def _keys_with_other_totals(sums: Sequence[Mapping[str, TensorSums]], expected: Mapping[str, int]) -> list[str]:
-    """The keys of which some replica has another sum; keys that are not expected are passed over."""
-    parts: dict[str, list[tuple[int, TensorSums]]] = defaultdict(list)
-    for rank, of_rank in enumerate(sums):
-        for fqn, of_key in of_rank.items():
-            if fqn in expected:
-                parts[fqn].append((rank, of_key))
-    return [
-        fqn
-        for fqn, of_key in parts.items()
-        if any(one.total % 2**64 != expected[fqn] for one in totals_of_replicas(of_key))
-    ]

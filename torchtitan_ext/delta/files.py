@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_ext import _core, ops
+from torchtitan_ext._core import SumTable
 from torchtitan_ext.checkpoint.operation.arguments import Place, check_seconds, place_of
 from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, Phases, checking_arguments
-from torchtitan_ext.delta.part_reads import sum_of_part
+from torchtitan_ext.delta.part_reads import sum_of_part, zero_sums
 from torchtitan_ext.delta.saved_changes import (
     NOTE,
     SavedChanges,
@@ -163,7 +164,7 @@ class _Read:
 
     place: Place
     digest: str
-    sums: Mapping[str, int]
+    sums: SumTable
 
 
 def _hold_the_same(found: Sequence[_Read]) -> bool:
@@ -202,24 +203,23 @@ def open_proved(path: Path) -> SavedChanges:
     return changes
 
 
-def check_sums(changes: SavedChanges, sums: Sequence[Mapping[str, int]]) -> None:
+def check_sums(changes: SavedChanges, sums: Sequence[SumTable]) -> None:
     """Compares the sums of the new elements, of which each rank took a share, with those that were noted.
 
     Raises:
-        DamagedCheckpointError: Names the tensors that differ.
+        DamagedCheckpointError: Names the first tensor that differs.
     """
-    for fqn, total in changes.totals.items():
-        if (sum(of_rank.get(fqn, 0) for of_rank in sums) - total.new) % 2**64 != 0:
-            raise DamagedCheckpointError(f"{changes.path}: the new elements of {fqn} are not those that were written")
+    for fqn in SumTable.merge(sums).differing({fqn: total.new for fqn, total in changes.totals.items()}):
+        raise DamagedCheckpointError(f"{changes.path}: the new elements of {fqn} are not those that were written")
 
 
-def _sums_of_new(changes: SavedChanges, rank: int = 0, size: int = 1) -> dict[str, int]:
+def _sums_of_new(changes: SavedChanges, rank: int = 0, size: int = 1) -> SumTable:
     """The sums of the new elements in a rank's share of the parts."""
-    sums: dict[str, int] = defaultdict(int)
+    sums = zero_sums(changes.totals)
     parts = ((fqn, part) for fqn, of_key in changes.parts.items() for part in of_key)
     for number, (fqn, part) in enumerate(parts):
         if number % size == rank:
-            sums[fqn] += sum_of_part(changes, fqn, part)
+            sums.add(fqn, sum_of_part(changes, fqn, part))
     return sums
 
 
@@ -286,7 +286,7 @@ class _HeldPiece(NamedTuple):
     fqn: str
     at: int
     boxes: _Boxes
-    replica: Any
+    replica: str
     dtype: str
     shape: tuple[int, ...]
     sums: tuple[int, int, int]
@@ -315,15 +315,16 @@ class _Offer:
     def of(changes: Changes | None, own: Sequence[Part]) -> _Offer:
         if changes is None:
             return _Offer(None, (), [], [])
+        kinds = (changes.before, changes.replaced, changes.after)
+        sums = {held.fqn: [of_kind[held.fqn].sums for of_kind in kinds] for held in changes.tensors}
         pieces = []
         for at, held in enumerate(changes.tensors):
-            kinds = [sums[held.fqn] for sums in (changes.before, changes.replaced, changes.after)]
-            if held.box in kinds[0].sums:
-                before, replaced, after = (of_kind.sums[held.box] % 2**64 for of_kind in kinds)
-                replica, _, dtype, shape = kinds[0]
-                name, sums = dtype.removeprefix("torch."), (before, replaced, after)
+            if held.box in sums[held.fqn][0]:
+                of_key = changes.before[held.fqn]
+                before, replaced, after = (of_kind[held.box] for of_kind in sums[held.fqn])
+                name, shape = of_key.dtype.removeprefix("torch."), of_key.shape
                 boxes = tuple((chunk.offsets, chunk.sizes) for chunk in held.shard.chunks)
-                pieces.append(_HeldPiece(held.fqn, at, boxes, replica, name, tuple(shape), sums))
+                pieces.append(_HeldPiece(held.fqn, at, boxes, of_key.replica, name, shape, (before, replaced, after)))
         parts = [_OfferedPart(of.held.fqn, of.at, of.box, of.count, of.shapes()) for of in own]
         return _Offer((changes.base_version, changes.version), changes.elsewhere, pieces, parts)
 
@@ -438,11 +439,11 @@ def _whole_replicas(
     replicas: dict[Any, dict[_Boxes, tuple[int, _HeldPiece]]] = {}
     for members in pieces.values():
         for rank, piece in members:
-            of_replica = replicas.setdefault(rank if piece.replica is None else piece.replica, {})
+            of_replica = replicas.setdefault(piece.replica or rank, {})
             of_replica.setdefault(piece.boxes, (rank, piece))
     are_whole = [cover_defect(shape, tuple(box for boxes in of for box in boxes)) is None for of in replicas.values()]
     return [list(of.values()) for of in compress(replicas.values(), are_whole)], defect
 
 
 def _sums_of(pieces: Sequence[tuple[int, _HeldPiece]]) -> tuple[int, ...]:
-    return tuple(sum(sums) % 2**64 for sums in zip(*(piece.sums for _, piece in pieces), strict=True))
+    return tuple(_core.add_sums(*sums) for sums in zip(*(piece.sums for _, piece in pieces), strict=True))

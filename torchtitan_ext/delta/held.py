@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torchtitan_ext._core import SumTable
 from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.checkpoint.tables.agreement import agree, unused_layouts
 from torchtitan_ext.checkpoint.tables.key_table import BoxesEntry, RankTable, TensorEntry
+from torchtitan_ext.checkpoint.tables.tensor_sums import TensorSummer
 from torchtitan_ext.errors import Problem, refusal
 from torchtitan_ext.layout.layout import Chunk, LocalShard, Steps, shard_of
 from torchtitan_ext.transfer.changes import HeldTensor
@@ -72,3 +74,26 @@ def held_tensors(endpoint: Endpoint, steps: Mapping[str, Steps]) -> list[HeldTen
             shard = LocalShard(sizes, chunks)
             held.append(HeldTensor(fqn, shard, tuple(entry.global_shape), (offsets, sizes)))
     return held
+
+
+def sums_of_tensors(endpoint: Endpoint, steps: Mapping[str, Steps], fqns: Container[str] | None = None) -> SumTable:
+    """The sums of the tensors of an endpoint, or of some of them."""
+    summer = TensorSummer()
+    for fqn, entry in endpoint.entries.items():
+        if isinstance(entry, TensorEntry | BoxesEntry) and (fqns is None or fqn in fqns):
+            summer.add(fqn, endpoint.values[fqn], entry, steps.get(fqn))
+    return summer.table()
+
+
+def sums_of_elements(endpoint: Endpoint, held: Sequence[HeldTensor], sums: Sequence[int]) -> SumTable:
+    """Sums of some elements of each held tensor, by key and box. A rank may hold one box several times."""
+    summer, table = TensorSummer(), SumTable()
+    of_keys: dict[str, dict[Any, int]] = {one.fqn: {} for one in held}
+    for one, total in zip(held, sums, strict=True):
+        if one.box is None or 0 not in one.box[1]:
+            of_keys[one.fqn][one.box] = total
+    for fqn, of_key in of_keys.items():
+        entry = endpoint.entries[fqn]
+        assert isinstance(entry, TensorEntry | BoxesEntry)
+        table.add_key(fqn, of_key, replica=summer.replica_of(entry))
+    return table

@@ -7,7 +7,7 @@ with those of the note, which was read once, after it was read.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -76,6 +76,14 @@ def sum_of_part(changes: SavedChanges, fqn: str, part: SavedPart) -> int:
     return int(sum_box(elements, offsets, total.shape).item())
 
 
+def zero_sums(fqns: Iterable[str]) -> _core.SumTable:
+    """Sums of nothing yet; those of several processes add up to one."""
+    sums = _core.SumTable()
+    for fqn in fqns:
+        sums.add_key(fqn, {None: 0}, replica="shares")
+    return sums
+
+
 def read_tensor(changes: SavedChanges, fqn: str) -> Listed:
     """All new elements of a tensor, part by part, which are what was written; those of boxes too are listed.
 
@@ -89,7 +97,7 @@ def read_tensor(changes: SavedChanges, fqn: str) -> Listed:
         else:
             found.append(Listed(_positions_of(part.box, total.shape), *changes.file.read([part.values])))
     positions, values = map(np.concatenate, zip(*found, strict=True))
-    if (_core.sum_at(values, DTYPES[total.dtype].itemsize, positions) - total.new) % 2**64 != 0:
+    if _core.sum_at(values, DTYPES[total.dtype].itemsize, positions) != total.new:
         raise DamagedCheckpointError(f"{changes.path}: the new elements of {fqn} are not those that were written")
     return Listed(positions, values)
 

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from torchtitan_ext._core import add_sums
 from torchtitan_ext.storage.formats.opened_safetensors import FileRange, OpenedSafetensors
 from torchtitan_ext.storage.raw_tensor import DTYPES
 
@@ -58,7 +59,7 @@ class TensorTotals:
     @property
     def new(self) -> int:
         """Sum of the hashes of the new bits of these elements."""
-        return (self.after - self.before + self.replaced) % 2**64
+        return add_sums(self.after, -self.before, self.replaced)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,7 @@ import torch.distributed as dist
 
 from torchtitan_ext.checkpoint.operation.arguments import check_seconds
 from torchtitan_ext.checkpoint.operation.phases import TIMEOUT_SECONDS, checking_arguments
-from torchtitan_ext.checkpoint.tables.key_table import BoxesEntry, TensorEntry
-from torchtitan_ext.checkpoint.tables.tensor_sums import TensorSummer, TensorSums, with_numbers
-from torchtitan_ext.delta.held import agree_on_steps, held_tensors
+from torchtitan_ext.delta.held import agree_on_steps, held_tensors, sums_of_elements, sums_of_tensors
 from torchtitan_ext.delta.kept import Kept, KeptHashes, KeptValues
 from torchtitan_ext.errors import Problem, WrongValueError, check_argument, check_counts, refusal
 from torchtitan_ext.layout.layout import ShardOrder, Steps
@@ -104,17 +102,7 @@ class Snapshot:
             raise refusal("changes", problems)
         self._changes = None
         found = self._kept.find(endpoint.memory_to_read())
-        # A rank may hold one box several times.
-        sums = {
-            (held.fqn, held.box): of_tensor
-            for held, *of_tensor in zip(self._held, found.old_sums, found.new_sums, strict=True)
-        }
-        replaced = {fqn: of_key._replace(sums=dict.fromkeys(of_key.sums, 0)) for fqn, of_key in self._sums.items()}
-        after = {fqn: of_key._replace(sums=dict(of_key.sums)) for fqn, of_key in self._sums.items()}
-        for (fqn, box), (old, new) in sums.items():
-            if box in after[fqn].sums:
-                replaced[fqn].sums[box] = old % 2**64  # type: ignore[index]
-                after[fqn].sums[box] = (after[fqn].sums[box] - old + new) % 2**64  # type: ignore[index]
+        replaced, new = (sums_of_elements(endpoint, self._held, sums) for sums in (found.old_sums, found.new_sums))
         self._changes = Changes(
             base_version=self.version,
             version=version,
@@ -129,7 +117,7 @@ class Snapshot:
             base=self._kept.base,
             before=self._sums,
             replaced=replaced,
-            after=after,
+            after=self._sums.changed(replaced, new),
         )
         return self._changes
 
@@ -146,7 +134,7 @@ class Snapshot:
             raise WrongValueError("Snapshot.advance: call changes() first")
         self._changes = None
         self._kept.advance(changes)
-        self._sums = dict(changes.after)
+        self._sums = changes.after
         self.version = changes.version
 
     def _described(self, state: State) -> Endpoint:
@@ -158,12 +146,4 @@ class Snapshot:
         self._item_bytes = [tensor.itemsize for tensor in tensors]
         kinds: dict[Keep, type[KeptValues | KeptHashes]] = {"values": KeptValues, "hashes": KeptHashes}
         self._kept: Kept = kinds[keep](tensors, self._held)
-        self._sums = _sums_of(self._endpoint, steps)
-
-
-def _sums_of(endpoint: Endpoint, steps: Mapping[str, Steps]) -> dict[str, TensorSums]:
-    summer, sums = TensorSummer(), {}
-    for fqn, entry in endpoint.entries.items():
-        if isinstance(entry, TensorEntry | BoxesEntry):
-            sums[fqn] = summer.sum(endpoint.values[fqn], entry, steps.get(fqn))
-    return with_numbers(sums)
+        self._sums = sums_of_tensors(self._endpoint, steps)

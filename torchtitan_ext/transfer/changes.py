@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from torchtitan_ext._core import SumTable
 from torchtitan_ext.checkpoint.tables.key_table import KeyEntry
-from torchtitan_ext.checkpoint.tables.tensor_sums import TensorSums
 from torchtitan_ext.layout.layout import LocalShard
 
 
@@ -43,7 +43,7 @@ class Changes:
         values: Their new bits, 1-d uint8.
         whole: By position among the tensors: those of which so much changed that all of it takes fewer bytes. Copies.
         base: The tensors before the changes; empty where the snapshot keeps hashes only.
-        before, replaced, after: Per key the sums of this rank's part: before, of the old bits of the changed elements,
+        before, replaced, after: The sums of this rank's parts: before, of the old bits of the changed elements,
             and after.
     """
 
@@ -58,9 +58,9 @@ class Changes:
     values: Tensor
     whole: Mapping[int, Tensor]
     base: Sequence[Tensor] = field(repr=False)
-    before: Mapping[str, TensorSums] = field(repr=False)
-    replaced: Mapping[str, TensorSums] = field(repr=False)
-    after: Mapping[str, TensorSums] = field(repr=False)
+    before: SumTable = field(repr=False)
+    replaced: SumTable = field(repr=False)
+    after: SumTable = field(repr=False)
 
     @property
     def whole_keys(self) -> list[str]:

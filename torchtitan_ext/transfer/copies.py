@@ -18,9 +18,8 @@ from torchtitan_ext.checkpoint.planners.saved_chunks import SavedChunks
 from torchtitan_ext.checkpoint.tables.agreement import Agreement
 from torchtitan_ext.checkpoint.tables.key_table import Box
 from torchtitan_ext.errors import Problem, named
+from torchtitan_ext.state.nested import Path
 from torchtitan_ext.storage import FileReader
-
-_MODULUS = 2**64
 
 Replicas = Literal["equal", "first"]
 """What is asked of copies, where nothing tells the right one: that they are equal, or nothing: the first counts."""
@@ -30,16 +29,18 @@ Boxes = tuple[Box, ...]
 
 
 @dataclass(frozen=True)
-class Copies:
-    """What the copies of one rank are compared by.
+class HeldCopies:
+    """What the copies of one survivor are compared by.
 
     Attributes:
-        sums: By key the sum over the rank's shard, or over each box of a tensor that states its boxes.
+        sums: Over the rank's shard of each tensor, or over each box of one that states its boxes.
         digests: By key the digest of a value that is no tensor.
+        components: By flat key the state of components with a rule of their own.
     """
 
-    sums: Mapping[str, Mapping[Box | None, int]] = field(default_factory=dict)
+    sums: _core.SumTable = field(default_factory=_core.SumTable)
     digests: Mapping[str, bytes] = field(default_factory=dict)
+    components: Mapping[str, tuple[Path, Any]] = field(default_factory=dict)
 
 
 @dataclass
@@ -82,13 +83,14 @@ class SavedSums:
             return None
         indices = [MetadataIndex(fqn, saved.chunks[position].offsets, position) for position in positions]
         sums = self._reader.find_sums(indices)
-        return None if None in sums else sum(one for one in sums if one is not None) % _MODULUS
+        known = [one for one in sums if one is not None]
+        return _core.add_sums(*known) if len(known) == len(sums) else None
 
 
 def compare_copies(
     source: Agreement,
     wanted: Collection[str],
-    copies: Sequence[Copies],
+    copies: Sequence[HeldCopies],
     saved: SavedSums | None,
     replicas: Replicas,
     name_of: Callable[[int], str],
@@ -113,7 +115,7 @@ def compare_copies(
                 if len(ranks) < 2 and expected is None:
                     continue
                 part = boxes[0] if states_boxes else None
-                sums = {rank: copies[rank].sums[fqn].get(part, 0) % _MODULUS for rank in ranks}
+                sums = {rank: copies[rank].sums[fqn].sums.get(part, 0) for rank in ranks}
                 where = "" if kind.is_plain else box_text(boxes[0])
                 odd.update(_judge(fqn, where, sums, expected, replicas, verdict, name_of))
         if odd:

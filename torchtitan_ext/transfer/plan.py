@@ -281,11 +281,9 @@ class TransferPlan:
     def _fingerprint_of_source(self, phases: Phases, run: _Run, *, with_changes: bool) -> Fingerprint:
         if not with_changes:
             return self._fingerprint(phases, self._source)
-        sums = {} if run.changes is None else run.changes.after
-        own = {fqn: of_key for fqn, of_key in sums.items() if fqn not in self._part.unwanted}
-        no_digests: dict[str, str] = {}
-        gathered = phases.on_all("verify", lambda: (own, no_digests), doing="ranks exchanged fingerprints of changes")
-        return fingerprint_of_sums(gathered)
+        sums = _core.SumTable() if run.changes is None else run.changes.after
+        gathered = phases.on_all("verify", lambda: sums, doing="ranks exchanged fingerprints of changes")
+        return fingerprint_of_sums(gathered, left_out=self._part.unwanted)
 
     def _fingerprint(self, phases: Phases, endpoint: Endpoint) -> Fingerprint:
         left_out = self._part.partial if endpoint is self._target else self._part.unwanted

@@ -51,7 +51,7 @@ from torchtitan_ext.checkpoint.tables.component import (
     reshard_state,
 )
 from torchtitan_ext.checkpoint.tables.key_table import BoxesEntry, KeyEntry, TensorEntry, describe_state, host_digest
-from torchtitan_ext.checkpoint.tables.tensor_sums import TensorSummer, with_numbers
+from torchtitan_ext.checkpoint.tables.tensor_sums import TensorSummer
 from torchtitan_ext.errors import (
     CannotReshardError,
     NoCheckpointError,
@@ -70,13 +70,12 @@ from torchtitan_ext.state.plain_value import check_classes
 from torchtitan_ext.state.value_digest import digest_value
 from torchtitan_ext.storage import FileReader
 from torchtitan_ext.storage.commit.steps import has_finished, step_of, step_paths
-from torchtitan_ext.transfer.copies import Copies, Replicas, SavedSums
+from torchtitan_ext.transfer.copies import HeldCopies, Replicas, SavedSums
 from torchtitan_ext.transfer.endpoint import Endpoint, describe_endpoint, device_problems, shared_memory_problems
 from torchtitan_ext.transfer.phases import transfer_phases
 from torchtitan_ext.transfer.plan import TransferPlan
 from torchtitan_ext.transfer.recover_report import RecoverReport
 from torchtitan_ext.transfer.survivors import (
-    HeldCopies,
     RecoverPart,
     Start,
     SurvivorOffer,
@@ -365,23 +364,22 @@ def _old_world(job: _Recovery, rank: int) -> tuple[int, list[Problem]]:
 def _held_copies(job: _Recovery, start: Start, phases: Phases) -> HeldCopies:
     """What this rank's copies are compared by, and the states of its components with a rule of their own."""
     if not start.is_taken or job.survived is None:
-        return HeldCopies(Copies(), {})
+        return HeldCopies()
     values = job.source.values
-    summer, sums, digests = TensorSummer(), {}, {}
+    summer, digests = TensorSummer(), {}
     for fqn, entry in job.entries.items():
         phases.at(fqn)
         if isinstance(entry, (TensorEntry, BoxesEntry)):
-            sums[fqn] = summer.sum(values[fqn], entry, start.steps.get(fqn))
+            summer.add(fqn, values[fqn], entry, start.steps.get(fqn))
         else:
             digests[fqn] = digest_value(values[fqn])
-    numbers = {fqn: dict(found.sums) for fqn, found in with_numbers(sums).items()}
     components: dict[str, tuple[Any, Any]] = {}
     for key in job.carried:
         if key in job.survived:
             held = job.survived[key]
             flat = flat_keys({str(key): held.state_dict() if is_stateful(held) else held})
             components |= {fqn: (flat.stock_paths[fqn], value) for fqn, value in flat.values.items()}
-    return HeldCopies(Copies(numbers, digests), components)
+    return HeldCopies(summer.table(), digests, components)
 
 
 def _saved_sums(run: Path, step: int) -> SavedSums | None:

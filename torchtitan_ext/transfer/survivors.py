@@ -19,7 +19,7 @@ from torchtitan_ext.dcp_private import unflatten_state_dict
 from torchtitan_ext.errors import Problem, named, refusal
 from torchtitan_ext.state.nested import Path
 from torchtitan_ext.state.value_digest import digest_value
-from torchtitan_ext.transfer.copies import Copies, Replicas, SavedSums, box_text, compare_copies, majority
+from torchtitan_ext.transfer.copies import HeldCopies, Replicas, SavedSums, box_text, compare_copies, majority
 from torchtitan_ext.transfer.planning import RankPart, differing, find_misfits, make_rank_parts
 
 
@@ -79,14 +79,6 @@ class Start:
     step: int
     is_taken: bool
     steps: Mapping[str, tuple[tuple[int, int, int], ...]]
-
-
-@dataclass(frozen=True)
-class HeldCopies:
-    """What one survivor's copies are compared by, and the state of components with a rule of their own, by flat key."""
-
-    copies: Copies
-    components: Mapping[str, tuple[Path, Any]]
 
 
 @dataclass(frozen=True)
@@ -176,9 +168,8 @@ def plan_recovery(
         StateRefusedError: (a subclass) Copies differ, or a tensor of the state is another one than the survivors'.
     """
     source, target = found.source, found.target
-    copies, wanted = [one.copies for one in held], set(target.names)
-    verdict = compare_copies(source, wanted, copies, saved, replicas, found.name_of)
-    verdict.problems += _untied(found, copies, verdict.distrusted)
+    verdict = compare_copies(source, set(target.names), held, saved, replicas, found.name_of)
+    verdict.problems += _untied(found, held, verdict.distrusted)
     components, distrusted_values = _merge_components(found, held, replicas, verdict.problems)
     source_of = [_core.NO_KEY] * len(target.names)
     lacking: list[str] = []
@@ -233,7 +224,7 @@ def plan_recovery(
     ]
 
 
-def _untied(found: Survivors, copies: Sequence[Copies], distrusted: Mapping[int, Collection[int]]) -> list[Problem]:
+def _untied(found: Survivors, copies: Sequence[HeldCopies], distrusted: Mapping[int, Collection[int]]) -> list[Problem]:
     """Keys with one memory in the state of which survivors hold two values, or hold them in other layouts."""
     source, problems = found.source, []
     for tied, first in sorted({pair for offer in found.offers for pair in offer.tied.items()}):
@@ -247,7 +238,7 @@ def _untied(found: Survivors, copies: Sequence[Copies], distrusted: Mapping[int,
             continue
         ranks = source.world.ranks(source.agreed_keys[of_first])
         trusted = [rank for rank in ranks if rank not in distrusted.get(of_first, ())]
-        odd = [rank for rank in trusted if copies[rank].sums[tied] != copies[rank].sums[first]]
+        odd = [rank for rank in trusted if copies[rank].sums[tied].sums != copies[rank].sums[first].sums]
         if odd:
             where = named([found.name_of(rank) for rank in odd], 4)
             what = f"has the memory of {first} in the state, and survivors hold two values of them, on {where}"

@@ -16,6 +16,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from torchtitan_ext import _core
+from torchtitan_ext._core import SumTable, add_sums
 from torchtitan_ext.checkpoint.operation.component_plans import Components, OpenSource
 from torchtitan_ext.checkpoint.operation.phases import Phases
 from torchtitan_ext.checkpoint.planners.load_planner import LoadPlanner
@@ -23,13 +24,7 @@ from torchtitan_ext.checkpoint.rules.report import LoadProof
 from torchtitan_ext.checkpoint.tables.agreement import agree
 from torchtitan_ext.checkpoint.tables.component import is_stateful
 from torchtitan_ext.checkpoint.tables.key_table import BoxesEntry, KeyTable, RankTable, TensorEntry, encode_table
-from torchtitan_ext.checkpoint.tables.tensor_sums import (
-    TensorSummer,
-    TensorSums,
-    describe_tensors,
-    totals_of_replicas,
-    with_numbers,
-)
+from torchtitan_ext.checkpoint.tables.tensor_sums import TensorSummer, describe_tensors
 from torchtitan_ext.errors import ProofFailedError, WrongPart, WrongValueError, first_line, named
 from torchtitan_ext.layout.dtensor import local_view
 from torchtitan_ext.layout.layout import Steps
@@ -44,8 +39,6 @@ _MAX_CHANGED = 4
 
 # So many wrong tensors are looked at in detail.
 _MAX_DETAILED = 10
-
-_MODULUS = 2**64
 
 
 @dataclass(frozen=True)
@@ -114,12 +107,14 @@ class _Described(NamedTuple):
 class _Summed(NamedTuple):
     """The sums of a rank's tensors, and the stored sums of its share of keys, or why there are none.
 
-    ``reshaped`` has, of this share, the saved shapes of tensors that now have others: a sum does not tell.
+    ``wrong`` has keys of checkpoints of its own that differ, ``reshaped``, of this share, the saved shapes of tensors
+    that now have others: a sum does not tell.
     """
 
-    sums: dict[str, TensorSums]
+    sums: SumTable
     stored: dict[str, int | str]
     unproved: dict[str, str]
+    wrong: list[str]
     reshaped: dict[str, tuple[int, ...]]
 
 
@@ -131,7 +126,7 @@ class _PartSums(NamedTuple):
 
     chunk: WrongPart
     stored: int | None
-    replica: Any
+    replica: str
     box: tuple[tuple[int, ...], tuple[int, ...]]
     in_memory: int
     in_file: int | None
@@ -187,22 +182,28 @@ def prove_load(
     unproved |= {problem.fqn: problem.detail for problem in agreement.problems}
     source_of = {fqn: position for one in described for fqn, position in one.source_of.items()}
     keys = [fqn for fqn in source_of if fqn not in unproved]
+    of_one_rank = {fqn for fqn in keys if sources[source_of[fqn]].opened.is_of_one_rank}
     steps = agreement.world.steps_of(phases.rank)
 
     def sum_own() -> _Summed:
-        sums, failed = _sums_of(own, keys, steps, summer, phases)
-        share = list(_share_of_keys(keys, source_of, sources, phases))
+        failed = _sum_all(own, keys, steps, summer, phases)
+        sums = summer.table()
+        share = [
+            (fqn, sources[source_of[fqn]])
+            for number, fqn in enumerate(keys)
+            if (fqn in sums if fqn in of_one_rank else number % phases.size == phases.rank)
+        ]
         stored = {fqn: found for fqn, source in share if (found := _stored_sum(fqn, source)) is not None}
         reshaped = {
             fqn: shape
             for fqn, source in share
             if fqn in stored and (shape := source.saved_shape(fqn)) != agreement.shape_of(fqn)
         }
-        return _Summed(with_numbers(sums), stored, failed, reshaped)
+        own_sums = {fqn: found for fqn, found in stored.items() if fqn in of_one_rank and isinstance(found, int)}
+        return _Summed(sums, stored, failed, sums.differing(own_sums), reshaped)
 
     summed = phases.on_all("prove", sum_own, doing=_PROVING)
-    unproved |= {fqn: reason for one in summed for fqn, reason in one.unproved.items()}
-    wrong, proved = _compare(keys, source_of, sources, summed, unproved)
+    wrong, proved = _compare(keys, of_one_rank, summed, unproved)
     if wrong:
         reshaped = {fqn: shape for one in summed for fqn, shape in one.reshaped.items() if fqn in wrong}
         detailed = [fqn for fqn in wrong[:_MAX_DETAILED] if fqn in own.values and fqn not in reshaped]
@@ -273,29 +274,19 @@ def _why_changed(value: Any, fqn: str, source: ProvenSource) -> str | None:
     return None
 
 
-def _sums_of(
+def _sum_all(
     own: _OwnTensors, keys: Sequence[str], steps: Mapping[str, Steps], summer: TensorSummer, phases: Phases
-) -> tuple[dict[str, TensorSums], dict[str, str]]:
-    sums: dict[str, TensorSums] = {}
+) -> dict[str, str]:
+    """Sums the tensors of this rank; why some cannot be summed."""
     failed: dict[str, str] = {}
     for fqn in keys:
         if fqn in own.values:
             phases.at(fqn)
             try:
-                sums[fqn] = summer.sum(own.values[fqn], own.entries[fqn], steps.get(fqn))
+                summer.add(fqn, own.values[fqn], own.entries[fqn], steps.get(fqn))
             except (RuntimeError, ValueError) as error:  # a dtype or device that the operator does not know
                 failed[fqn] = f"it cannot be summed ({first_line(error)})"
-    return sums, failed
-
-
-def _share_of_keys(
-    keys: Sequence[str], source_of: Mapping[str, int], sources: Sequence[ProvenSource], phases: Phases
-) -> Iterator[tuple[str, ProvenSource]]:
-    """The keys that this rank looks up, with their sources; all keys where each rank has metadata of its own."""
-    for number, fqn in enumerate(keys):
-        source = sources[source_of[fqn]]
-        if source.opened.is_of_one_rank or number % phases.size == phases.rank:
-            yield fqn, source
+    return failed
 
 
 def _stored_sum(fqn: str, source: ProvenSource) -> int | str | None:
@@ -307,42 +298,24 @@ def _stored_sum(fqn: str, source: ProvenSource) -> int | str | None:
     if len(known) < len(sums):
         few = f" for {len(sums) - len(known)} of its {len(sums)} chunks" if known else ""
         return f"the save stored no fingerprint of it{few}"
-    return sum(known) % _MODULUS
+    return add_sums(*known)
 
 
 def _compare(
-    keys: Sequence[str],
-    source_of: Mapping[str, int],
-    sources: Sequence[ProvenSource],
-    summed: Sequence[_Summed],
-    unproved: dict[str, str],
+    keys: Sequence[str], of_one_rank: Collection[str], summed: Sequence[_Summed], unproved: dict[str, str]
 ) -> tuple[list[str], list[str]]:
     """The keys that are wrong and those that are right; adds to ``unproved``."""
-    stored = {fqn: found for one in summed for fqn, found in one.stored.items()}
-    parts: dict[str, list[tuple[int, TensorSums]]] = defaultdict(list)
-    for rank, one in enumerate(summed):
-        for fqn, part in one.sums.items():
-            parts[fqn].append((rank, part))
-    reshaped = {fqn for one in summed for fqn in one.reshaped}
-    wrong, proved = [], []
+    found = [(fqn, one) for of_rank in summed for fqn, one in of_rank.stored.items()]
+    stored = {fqn: one for fqn, one in found if isinstance(one, int)}
+    reasons = {fqn: one for fqn, one in reversed(found) if isinstance(one, str)}
     for fqn in keys:
-        if fqn in unproved:
-            continue
-        if sources[source_of[fqn]].opened.is_of_one_rank:
-            expected = [summed[rank].stored[fqn] for rank, _ in parts[fqn]]
-            totals = [sum(part.sums.values()) for _, part in parts[fqn]]
-        else:
-            replicas = totals_of_replicas(parts[fqn])
-            found = stored.get(fqn, "no rank could look its fingerprint up")
-            expected, totals = [found] * len(replicas), [one.total for one in replicas]
-        reason = next((one for one in expected if isinstance(one, str)), None)
-        if reason is not None:
-            unproved[fqn] = reason
-        elif fqn in reshaped or any(total % _MODULUS != one for total, one in zip(totals, expected, strict=True)):
-            wrong.append(fqn)
-        else:
-            proved.append(fqn)
-    return wrong, proved
+        if fqn not in unproved and (fqn in reasons or fqn not in stored):
+            unproved[fqn] = reasons.get(fqn, "no rank could look its fingerprint up")
+    of_all = {fqn: one for fqn, one in stored.items() if fqn not in of_one_rank}
+    differing = set(SumTable.merge([one.sums for one in summed]).differing(of_all))
+    differing.update(fqn for one in summed for fqn in (*one.wrong, *one.reshaped))
+    compared = [fqn for fqn in keys if fqn not in unproved]
+    return [fqn for fqn in compared if fqn in differing], [fqn for fqn in compared if fqn not in differing]
 
 
 def _part_sums(
@@ -363,11 +336,11 @@ def _part_sums(
         place = torch.empty(found.sizes, dtype=elements.dtype, device="cpu")
         try:
             reader.read_boxes([(index, found.local_offsets, place)])
-            in_file = int(sum_box(place, found.offsets, entry.global_shape)) % _MODULUS
+            in_file = int(sum_box(place, found.offsets, entry.global_shape))
         except Exception:  # whatever it is, the loaded tensor is wrong: that is to be said
             in_file = None
-        in_memory = int(sum_box(elements, found.offsets, entry.global_shape)) % _MODULUS
-        replica = None if source.opened.is_of_one_rank else part.replica
+        in_memory = int(sum_box(elements, found.offsets, entry.global_shape))
+        replica = "" if source.opened.is_of_one_rank else part.replica
         yield _PartSums(chunk, stored, replica, (found.offsets, found.sizes), in_memory, in_file)
 
 
@@ -376,7 +349,7 @@ def _wrong_parts(found: Sequence[list[_PartSums]]) -> Iterator[WrongPart]:
     of_chunk: dict[WrongPart, dict[Any, list[tuple[int, _PartSums]]]] = defaultdict(lambda: defaultdict(list))
     for rank, parts in enumerate(found):
         for part in parts:
-            of_chunk[part.chunk][rank if part.replica is None else part.replica].append((rank, part))
+            of_chunk[part.chunk][part.replica or rank].append((rank, part))
     for chunk, replicas in of_chunk.items():
         wrong: set[int] = set()
         is_in_file: bool | None = False
@@ -384,9 +357,9 @@ def _wrong_parts(found: Sequence[list[_PartSums]]) -> Iterator[WrongPart]:
             boxes = {part.box: part for _, part in members}.values()
             stored = members[0][1].stored
             in_file = [part.in_file for part in boxes if part.in_file is not None]
-            if len(in_file) == len(boxes) and sum(in_file) % _MODULUS == stored:
+            if len(in_file) == len(boxes) and add_sums(*in_file) == stored:
                 wrong |= {rank for rank, part in members if part.in_memory != part.in_file}
-            elif sum(part.in_memory for part in boxes) % _MODULUS != stored:
+            elif add_sums(*(part.in_memory for part in boxes)) != stored:
                 wrong |= {rank for rank, _ in members}
                 is_in_file = True if len(in_file) == len(boxes) else None
         if wrong:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchtitan_ext._core import SumTable, add_sums
 from torchtitan_ext.delta.files import parts_of
 from torchtitan_ext.delta.kept import find_between
 from torchtitan_ext.delta.saved_changes import NOTE, TensorTotals, encode_note, part_names
@@ -166,21 +167,21 @@ class _Tensor:
     def add_to(self, spool: SafetensorsSpool, max_bytes: int) -> TensorTotals:
         """Adds the tensor's changes to a file. Returns what is noted of it."""
         boxes: list[tuple[tuple[int, ...], tuple[int, ...]] | None] = []
-        count = replaced = total = 0
+        count, replaced, total = 0, 0, self.before
         for changes, old, new in self._changes(max_bytes) if self.before != self.after else ():
-            replaced, total = replaced + old, total + new - old
+            replaced, total = add_sums(replaced, old), add_sums(total, new, -old)
             count += changes.num_changed
             for part in parts_of(changes):
                 names = part_names(self.key, len(boxes), part.box)
                 for name, (dtype, sizes), data in zip(names, part.shapes(), part.data(), strict=True):
                     spool.add(name, dtype, sizes, data)
                 boxes.append(part.box)
-        if (self.before + total - self.after) % 2**64 != 0:
+        if total != self.after:
             what = "is not what its fingerprint says; --read compares what is there"
             raise DamagedCheckpointError(f"{self.one.source.path} or {self.other.source.path}: {self.key} {what}")
         dtype = dtype_name(self.one.entry(self.key).properties.dtype)
         shape = self.one.shape(self.key)
-        return TensorTotals(dtype, shape, count, self.before, replaced % 2**64, self.after, tuple(boxes))
+        return TensorTotals(dtype, shape, count, self.before, replaced, self.after, tuple(boxes))
 
     def _changes(self, max_bytes: int) -> Iterator[tuple[Changes, int, int]]:
         """What differs, piece by piece, and the sums of the old and of the new bits."""
@@ -200,8 +201,8 @@ class _Tensor:
                 values=found.values,
                 whole=found.whole,
                 base=[],
-                before={},
-                replaced={},
-                after={},
+                before=SumTable(),
+                replaced=SumTable(),
+                after=SumTable(),
             )
             yield changes, found.old_sums[0], found.new_sums[0]

@@ -18,6 +18,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchtitan_ext import _core
+from torchtitan_ext._core import SumTable
 from torchtitan_ext.errors import CheckpointReadError
 from torchtitan_ext.layout.dtensor import as_bytes
 from torchtitan_ext.offline.boxes import BoxReader, Piece, cut, whole
@@ -144,7 +145,7 @@ def diff(
             tensors.append(key)
     bounds = {"max_bytes": max_bytes, "num_threads": num_threads}
     fqns = [[side.fqns[key] for key in tensors] for side in sides]
-    stored = [{} if read else stored_sums(side.source, named) for side, named in zip(sides, fqns, strict=True)]
+    stored = [SumTable() if read else stored_sums(side.source, named) for side, named in zip(sides, fqns, strict=True)]
     sums_a, sums_b = (
         sum_tensors(side.source, named, progress=progress, stored=known, **bounds)
         for side, named, known in zip(sides, fqns, stored, strict=True)
@@ -234,7 +235,7 @@ def num_bytes_to_read(a: FileSource, b: FileSource, selection: Selection | None 
     num_bytes = 0
     for source in (a, b):
         chosen = (selection or Selection()).within(source)
-        known = {} if read else stored_sums(source, chosen.keys_of(source).values())
+        known = SumTable() if read else stored_sums(source, chosen.keys_of(source).values())
         num_bytes += chosen.num_bytes_of(source, without=known)
     return num_bytes
 

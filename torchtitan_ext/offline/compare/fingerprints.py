@@ -4,32 +4,21 @@ memory."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
 
-import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from torchtitan_ext.checkpoint.tables.tensor_sums import hex_of_digest
+from torchtitan_ext._core import SumTable
+from torchtitan_ext.checkpoint.tables.key_table import Box
 from torchtitan_ext.offline.boxes import BoxReader, Piece, batched, chunks_of, cut, new_buffer, records_of, views
 from torchtitan_ext.offline.sources import DcpSource, FileSource, open_source
 from torchtitan_ext.offline.workers import divide
 from torchtitan_ext.state.value_digest import sum_box
 from torchtitan_ext.storage.progress import OnBytes
 
-_PieceOfChunk = tuple[Piece, "_Chunk"]
-
-ChunkSums = dict[tuple[int, ...], int]
-"""The sum of each chunk of a tensor, by its offsets, not reduced modulo 2^64."""
-
-
-class _Chunk(NamedTuple):
-    """A saved chunk that pieces are cut from, and the shape of its tensor."""
-
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
+_PieceOfChunk = tuple[Piece, Piece]
 
 
 @dataclass(frozen=True)
@@ -77,17 +66,19 @@ def prove_checkpoint(
     # What checksums would find first is found here too, and named by its tensor.
     source.verify = "none"
     stored = stored_sums(source, tensors_of(source))
-    sums = sum_chunks(source, stored, max_bytes=max_bytes, num_threads=num_threads, progress=progress)
+    proved = list(stored)
+    sums = sum_chunks(source, proved, max_bytes=max_bytes, num_threads=num_threads, progress=progress)
     wrong = []
-    for fqn, expected in stored.items():
+    for fqn in proved:
+        expected, found = stored[fqn].sums, sums[fqn].sums
         for chunk in source.metadata.state_dict_metadata[fqn].chunks:  # type: ignore[union-attr]
             offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-            if 0 not in sizes and sums[fqn][offsets] % 2**64 != expected[offsets]:
+            if 0 not in sizes and found[offsets, sizes] != expected[offsets, sizes]:
                 file = source.storage_data[MetadataIndex(fqn, chunk.offsets)].relative_path
                 wrong.append(WrongChunk(fqn, file, offsets, sizes))
     num_wrong = len({one.fqn for one in wrong})
     unproved = tuple(fqn for fqn in tensors_of(source) if fqn not in stored)
-    return Proof(len(stored) - num_wrong, tuple(wrong), unproved)
+    return Proof(len(proved) - num_wrong, tuple(wrong), unproved)
 
 
 def tensors_of(source: FileSource) -> list[str]:
@@ -96,41 +87,21 @@ def tensors_of(source: FileSource) -> list[str]:
     return [fqn for fqn, entry in entries.items() if isinstance(entry, TensorStorageMetadata)]
 
 
-def stored_sums(source: FileSource, fqns: Iterable[str]) -> dict[str, ChunkSums]:
-    """The sums that the save stored, of those tensors all of whose chunks have one. Reads nothing."""
+def stored_sums(source: FileSource, fqns: Iterable[str]) -> SumTable:
+    """The sums that the save stored, by chunks, of those tensors all of whose chunks have one. Reads nothing."""
+    stored = SumTable()
     if not isinstance(source, DcpSource) or not source.has_sums:
-        return {}
-    stored = {}
+        return stored
     for fqn in fqns:
         entry = source.metadata.state_dict_metadata[fqn]
         chunks = [chunk for chunk in getattr(entry, "chunks", ()) if 0 not in chunk.sizes]
         sums = source.find_sums([MetadataIndex(fqn, chunk.offsets) for chunk in chunks])
-        found = {tuple(chunk.offsets): one for chunk, one in zip(chunks, sums, strict=True) if one is not None}
-        if len(found) == len(chunks):
-            stored[fqn] = found
+        known: dict[Box | None, int] = {
+            (chunk.offsets, chunk.sizes): one for chunk, one in zip(chunks, sums, strict=True) if one is not None
+        }
+        if len(known) == len(chunks):
+            stored.add_key(fqn, known)
     return stored
-
-
-def fingerprint_tensors(
-    source: FileSource,
-    fqns: Iterable[str],
-    *,
-    max_bytes: int,
-    num_threads: int,
-    progress: OnBytes = lambda _: None,
-    stored: Mapping[str, ChunkSums] | None = None,
-) -> dict[str, str]:
-    """The digest of each tensor, equal to the one that ``tte.fingerprint`` gives it in a state dict.
-
-    The arguments are those of ``sum_tensors``.
-    """
-    sums = sum_tensors(source, fqns, max_bytes=max_bytes, num_threads=num_threads, progress=progress, stored=stored)
-    entries = {fqn: source.metadata.state_dict_metadata[fqn] for fqn in sums}
-    return {
-        fqn: hex_of_digest(sums[fqn], str(entry.properties.dtype), tuple(entry.size))
-        for fqn, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
 
 
 def sum_tensors(
@@ -140,7 +111,7 @@ def sum_tensors(
     max_bytes: int,
     num_threads: int,
     progress: OnBytes = lambda _: None,
-    stored: Mapping[str, ChunkSums] | None = None,
+    stored: SumTable | None = None,
 ) -> dict[str, int]:
     """The sum over all elements of each tensor, modulo 2^64.
 
@@ -148,26 +119,28 @@ def sum_tensors(
         max_bytes: The bytes that all threads hold together; fewer threads run if this is little.
         stored: Sums that are taken as they are; these tensors are not read.
     """
-    sums = dict(stored or {})
-    unread = [fqn for fqn in fqns if fqn not in sums]
-    sums |= sum_chunks(source, unread, max_bytes=max_bytes, num_threads=num_threads, progress=progress)
-    return {fqn: sum(of_chunks.values()) % 2**64 for fqn, of_chunks in sums.items()}
+    known = stored or SumTable()
+    unread = [fqn for fqn in fqns if fqn not in known]
+    read = sum_chunks(source, unread, max_bytes=max_bytes, num_threads=num_threads, progress=progress)
+    return {fqn: table.replicas(fqn)[0].sums[None] for table in (known, read) for fqn in table}
 
 
 def sum_chunks(
     source: FileSource, fqns: Iterable[str], *, max_bytes: int, num_threads: int, progress: OnBytes = lambda _: None
-) -> dict[str, ChunkSums]:
+) -> SumTable:
     """Reads tensors, and sums each of their chunks. The arguments are those of ``sum_tensors``."""
     reader = BoxReader(source)
     entries = {fqn: reader.entry(fqn) for fqn in fqns}
-    sums: dict[str, ChunkSums] = {fqn: {} for fqn in entries}
+    sums = SumTable()
+    for fqn in entries:
+        sums.add_key(fqn, {})
     shares = divide(max_bytes, num_threads)
     num_threads, part_bytes = shares.num_processes, shares.part_bytes
     source.thread_count = shares.num_threads
     # Empty chunks are left out: stock may have saved another chunk at the same offsets.
     chunks = _in_file_order(source, [chunk for chunk in chunks_of(entries) if 0 not in chunk.sizes])
     shapes = {fqn: tuple(entry.size) for fqn, entry in entries.items()}
-    pieces = ((piece, _Chunk(chunk.offsets, shapes[chunk.fqn])) for chunk in chunks for piece in cut(chunk, part_bytes))
+    pieces = ((piece, chunk) for chunk in chunks for piece in cut(chunk, part_bytes))
     free = [(reader.another(), new_buffer(part_bytes)) for _ in range(num_threads)]
 
     def sum_batch(batch: Sequence[_PieceOfChunk]) -> list[int]:
@@ -176,20 +149,18 @@ def sum_chunks(
             read = [piece for piece, _ in batch]
             places = views(buffer, read)
             reader.read(read, places)
-            return [_sum_of(place, *one) for place, one in zip(places, batch, strict=True)]
+            return [
+                int(sum_box(place, piece.offsets, shapes[piece.fqn]).item())
+                for place, piece in zip(places, read, strict=True)
+            ]
         finally:
             free.append((reader, buffer))
 
     for batch, totals in _map_in_threads(sum_batch, batched(pieces, part_bytes), num_threads):
         for (piece, chunk), total in zip(batch, totals, strict=True):
-            of_chunks = sums[piece.fqn]
-            of_chunks[chunk.offsets] = of_chunks.get(chunk.offsets, 0) + total
+            sums.add(piece.fqn, total, (chunk.offsets, chunk.sizes))
         progress(sum(piece.num_bytes for piece, _ in batch))
     return sums
-
-
-def _sum_of(values: torch.Tensor, piece: Piece, chunk: _Chunk) -> int:
-    return int(sum_box(values, piece.offsets, chunk.shape).item())
 
 
 def _in_file_order(source: FileSource, chunks: Sequence[Piece]) -> list[Piece]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 
+from torchtitan_ext._core import SumTable
 from torchtitan_ext.delta.files import open_proved
+from torchtitan_ext.delta.part_reads import zero_sums
 from torchtitan_ext.delta.replacement import OTHER_BITS, Replacement, why_unfit
 from torchtitan_ext.delta.saved_changes import SavedChanges
 from torchtitan_ext.errors import DamagedCheckpointError, Problem, WrongValueError, named, refusal
@@ -19,9 +20,10 @@ from torchtitan_ext.state.value_digest import sum_box
 from torchtitan_ext.storage.commit.steps import step_of
 from torchtitan_ext.storage.raw_tensor import dtype_name
 
-ChangeSums = Counter[tuple[str, int, str]]
-"""Sums of hashes, by what was summed, the number of the file and the key: ``"before"`` has all elements of the tensor,
-``"replaced"`` the old bits of those that the file replaces, ``"new"`` their new bits."""
+ChangeSums = list[tuple[SumTable, SumTable, SumTable]]
+"""Of each file the sums of its tensors: of the new bits of the elements that it replaces, of their old bits, and, for
+the first file, of all elements before."""
+_KINDS = ("new", "replaced", "before")
 
 ROOM_FOR_CHANGES = 5
 """A piece and its changes take at most this many times the memory of the piece."""
@@ -80,58 +82,56 @@ class ChangeChain:
         self.version = version if self._chain else None
         self.num_changed = sum(saved.totals[key].count for saved in self._chain for key in self._changed_keys(saved))
 
-    def apply(self, pieces: Iterable[tuple[str, Piece, torch.Tensor]]) -> ChangeSums:
+    def no_sums(self) -> ChangeSums:
+        """To be filled by ``apply``."""
+        changed = [self._changed_keys(saved) for saved in self._chain]
+        known = [self._known_keys(saved) if saved is self._chain[0] else [] for saved in self._chain]
+        return [
+            (zero_sums(keys), zero_sums(keys), zero_sums(all_keys))
+            for keys, all_keys in zip(changed, known, strict=True)
+        ]
+
+    def apply(self, pieces: Iterable[tuple[str, Piece, torch.Tensor]], sums: ChangeSums) -> None:
         """Applies the changes to boxes of tensors, in place.
 
         Args:
             pieces: The new name of the tensor, the box, and its elements.
+            sums: Those of the pieces are added to.
         """
         if os.getpid() != self._parent:
             torch.set_num_threads(1)  # threads that the parent has started do not live here
-        sums = ChangeSums()
         filled = [one for one in pieces if 0 not in one[1].sizes]
         for key, piece, tensor in filled if self._chain else ():
             if key in self._chain[0].totals:
-                total = sum_box(tensor, piece.offsets, tuple(self._keys.tensors[key].size))
-                sums["before", 0, key] += int(total.item())
-        for number, saved in enumerate(self._chain):
+                sums[0][2].add(key, int(sum_box(tensor, piece.offsets, tuple(self._keys.tensors[key].size)).item()))
+        for saved, (sums_new, sums_old, _) in zip(self._chain, sums, strict=True):
             changed = self._changed_keys(saved)
             own = [one for one in filled if one[0] in changed]
             held = [held_piece(key, piece, self._keys.tensors[key].size) for key, piece, _ in own]
             replacement = Replacement.of(held, [tensor for _, _, tensor in own], saved, saved.totals)
             for (key, _, _), old, new in zip(own, replacement.old_sums(), replacement.new_sums, strict=True):
-                sums["replaced", number, key] += old
-                sums["new", number, key] += new
+                sums_old.add(key, old)
+                sums_new.add(key, new)
             replacement.write()
-        return sums
 
-    def check(self, sums: Iterable[ChangeSums]) -> None:
+    def check(self, sums: Sequence[ChangeSums]) -> None:
         """Compares the sums over all pieces together with those of the files.
 
         Raises:
             WrongBaseError: Names the tensors that were not the base of the changes, and the file.
             DamagedCheckpointError: What was read of a file is not what was written, and was so when it was opened.
         """
-        found = ChangeSums()
-        for of_pieces in sums:
-            found.update(of_pieces)
         problems = []
         for number, saved in enumerate(self._chain):
-            differing = {
-                what: [
-                    key for key in keys if (found[what, number, key] - getattr(saved.totals[key], what)) % 2**64 != 0
-                ]
-                for what, keys in (
-                    ("new", self._changed_keys(saved)),
-                    ("replaced", self._changed_keys(saved)),
-                    ("before", self._known_keys(saved) if number == 0 else ()),
-                )
-            }
-            if differing["new"]:
-                what = f"the new elements of {named(differing['new'])} are not those that were written"
+            new, replaced, before = (
+                SumTable.merge(tables).differing({key: getattr(total, what) for key, total in saved.totals.items()})
+                for what, *tables in zip(_KINDS, *(of_pieces[number] for of_pieces in sums), strict=True)
+            )
+            if new:
+                what = f"the new elements of {named(new)} are not those that were written"
                 raise DamagedCheckpointError(f"{saved.path}: {what}, and were so when it was opened")
-            for key in dict.fromkeys(differing["replaced"] + differing["before"]):
-                where = "" if key in differing["replaced"] else ", in elements that they do not replace"
+            for key in dict.fromkeys(replaced + before):
+                where = "" if key in replaced else ", in elements that they do not replace"
                 problems.append(Problem("other_base", key, f"{OTHER_BITS}{where} ({saved.path})"))
         if problems:
             raise refusal("reshard", problems)

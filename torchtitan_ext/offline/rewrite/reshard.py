@@ -115,7 +115,7 @@ def write_checkpoint(
         place = find_place(Path(target), 0, is_own=False)
 
         def write(rank: int, on_bytes: OnBytes) -> tuple[_core.RankFile | None, ChangeSums]:
-            sums = ChangeSums()
+            sums: ChangeSums = [] if chain is None else chain.no_sums()
             parts, values = list(plan.parts_of(rank, shares.part_bytes)), plan.values_of(rank)
             if not parts and not values:
                 return None, sums
@@ -126,14 +126,14 @@ def write_checkpoint(
                 file.write()
             for batch in plan.keys.reader.read_batches(parts, shares.part_bytes):
                 if chain is not None:
-                    sums.update(chain.apply((part.key, part.piece, tensor) for tensor, part in batch))
+                    chain.apply(((part.key, part.piece, tensor) for tensor, part in batch), sums)
                 _write_parts(file, batch)
                 on_bytes(sum(tensor.nbytes for tensor, _ in batch))
             return file.finish(), sums
 
         written = run_tasks(write, plan.num_ranks, shares.num_processes, progress)
         if chain is not None:
-            chain.check(sums for _, sums in written)
+            chain.check([sums for _, sums in written])
         writer.finish(plan.metadata(), [file for file, _ in written])
     finally:
         writer.abandon()

@@ -33,8 +33,6 @@ from torchtitan_ext.storage.raw_tensor import NAMES, raw_memory
 # hundreds of saves must not end in hundreds of files.
 MAX_SHARED_FILES = 16
 
-_ALL_BITS = (1 << 64) - 1
-
 
 @dataclass(frozen=True)
 class WrittenFiles:
@@ -155,7 +153,7 @@ def _records_of(
             totals[item.index] = sum_box(raw, offsets, tuple(item.tensor_data.size))
             forms[item.index] = NAMES[raw.dtype], tuple(raw.shape)
     return {
-        key: _core.SavedRecord((key.fqn, key.offset, key.index), *forms[key], total & _ALL_BITS)
+        key: _core.SavedRecord((key.fqn, key.offset, key.index), *forms[key], _core.add_sums(total))
         for key, total in fetch_sums(totals).items()
     }
 
