@@ -18,8 +18,6 @@ struct PlacedBox {
   int64_t rank = 0;
 };
 
-bool is_empty(const Chunk& box) { return std::ranges::find(box.sizes, 0) != box.sizes.end(); }
-
 // The boxes that a rank stated for keys of a class, as boxes of tensors of their own.
 std::vector<PlacedBox> stated_boxes(const KeyClass& of_keys, size_t member) {
   std::vector<PlacedBox> placed;
@@ -27,7 +25,7 @@ std::vector<PlacedBox> stated_boxes(const KeyClass& of_keys, size_t member) {
   for (uint32_t position = 0; position < stated.size(); ++position) {
     Chunk box = stated[position];
     box.local_offsets.assign(box.sizes.size(), 0);
-    if (!is_empty(box)) placed.push_back({std::move(box), position, of_keys.members[member].rank});
+    if (!is_empty(box.sizes)) placed.push_back({std::move(box), position, of_keys.members[member].rank});
   }
   return placed;
 }
@@ -47,7 +45,7 @@ std::vector<Supply> supplies_of_any(const KeyClass& of_keys) {
       std::ranges::sort(ranks);
       ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
       for (const Chunk& box : held->boxes) {
-        if (!is_empty(box)) supplies.push_back({box, ranks, std::vector<uint32_t>(ranks.size(), 0)});
+        if (!is_empty(box.sizes)) supplies.push_back({box, ranks, std::vector<uint32_t>(ranks.size(), 0)});
       }
     }
   }
@@ -82,7 +80,7 @@ std::vector<Supply> supplies_of(const World& world, const KeyClass& of_keys) {
     std::ranges::sort(ranks);
     ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
     for (const Chunk& box : first.boxes) {
-      if (!is_empty(box)) supplies.push_back({box, ranks, std::vector<uint32_t>(ranks.size(), 0)});
+      if (!is_empty(box.sizes)) supplies.push_back({box, ranks, std::vector<uint32_t>(ranks.size(), 0)});
     }
   }
   return supplies;
@@ -105,7 +103,7 @@ std::vector<Demand> demands_of(const World& world, const KeyClass& of_keys) {
     for (const HeldShard& held : replica.shards) {
       Demand demand{{}, {}, held.ranks};
       std::ranges::copy_if(held.boxes, std::back_inserter(demand.boxes),
-                           [](const Chunk& box) { return !is_empty(box); });
+                           [](const Chunk& box) { return !is_empty(box.sizes); });
       demand.chunks.assign(demand.boxes.size(), 0);
       demands.push_back(std::move(demand));
     }
