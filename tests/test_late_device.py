@@ -114,7 +114,7 @@ def test_blocking_copies_wait(run_late_world):
 
 
 def check_blocking_copies(rank: int, world_size: int) -> None:
-    late.set_delay(0.02)
+    late.set_delay(0.5)
     there = torch.arange(1000).to("late")
     pinned = torch.empty(1000, dtype=torch.int64, pin_memory=True)
     pinned.copy_(there)
@@ -124,7 +124,7 @@ def check_blocking_copies(rank: int, world_size: int) -> None:
     assert torch.equal(unpinned, torch.arange(1000))
     begin = time.monotonic()
     pinned.copy_(there, non_blocking=True)
-    assert time.monotonic() - begin < 0.015
+    assert time.monotonic() - begin < 0.4
     torch.accelerator.current_stream().synchronize()
     late.set_delay(0.0015)
 

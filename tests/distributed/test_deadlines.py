@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from extent import SOAK
-from lost_worlds import end_rank, run_losing_world
+from lost_worlds import GROUP_TIMEOUT_SECONDS, LATEST_SECONDS, end_rank, run_losing_world
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,8 +26,6 @@ from torchtitan_ext.ranks import watch
 
 DEADLINE_SECONDS = 3.0
 ROLL_CALL_SECONDS = 3.0
-# The rest is for a loaded machine.
-LATEST_SECONDS = DEADLINE_SECONDS + ROLL_CALL_SECONDS + 12
 SLEEP_SECONDS = DEADLINE_SECONDS + 3
 
 
@@ -119,7 +117,7 @@ def work(rank: int, port: int, channels: Any, size: int, operation: str, path: P
     watch._ROLL_CALL_SECONDS = ROLL_CALL_SECONDS
     os.environ.update(GLOO_SOCKET_IFNAME="lo", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=120))
+    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=timedelta(seconds=GROUP_TIMEOUT_SECONDS))
     # Made once: no mesh can be made after ranks are lost.
     state = state_of(fault)
     if operation == "load":

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lost_worlds import end_rank, run_losing_world
+from lost_worlds import GROUP_TIMEOUT_SECONDS, LATEST_SECONDS, end_rank, run_losing_world
 
 import torchtitan_ext as tte
 from torchtitan_ext.checkpoint.operation.sharing.rounds import Rounds
@@ -25,8 +25,6 @@ from torchtitan_ext.ranks import watch
 CULPRIT = 1
 DEADLINE_SECONDS = 3.0
 ROLL_CALL_SECONDS = 3.0
-# The rest is for a loaded machine.
-LATEST_SECONDS = DEADLINE_SECONDS + ROLL_CALL_SECONDS + 12
 # Four rounds at least.
 NUM_TENSORS, NUM_ELEMENTS = 12, 1 << 20
 
@@ -76,7 +74,7 @@ def work(rank: int, port: int, channels: Any, path: Path, kind: str, phase: str)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
     os.environ.update(GLOO_SOCKET_IFNAME="lo", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=3, timeout=timedelta(seconds=120))
+    dist.init_process_group("gloo", rank=rank, world_size=3, timeout=timedelta(seconds=GROUP_TIMEOUT_SECONDS))
     truth = {f"w{number}": torch.full((NUM_ELEMENTS,), number + 1.0) for number in range(NUM_TENSORS)}
     tte.save(truth, path)
     state = {fqn: torch.zeros_like(value) for fqn, value in truth.items()}

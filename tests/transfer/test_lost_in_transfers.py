@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from extent import SOAK
-from lost_worlds import end_rank, run_losing_world
+from lost_worlds import GROUP_TIMEOUT_SECONDS, LATEST_SECONDS, end_rank, run_losing_world
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -28,8 +28,6 @@ from torchtitan_ext.transfer import changed_boxes, state_dicts
 CULPRIT = 1
 DEADLINE_SECONDS = 3.0
 ROLL_CALL_SECONDS = 3.0
-# The rest is for a loaded machine.
-LATEST_SECONDS = DEADLINE_SECONDS + ROLL_CALL_SECONDS + 12
 ROWS, COLUMNS = 4096, 1024
 
 
@@ -95,7 +93,7 @@ def work(rank: int, port: int, channels: Any, kind: str, phase: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
     os.environ.update(GLOO_SOCKET_IFNAME="lo", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=3, timeout=timedelta(seconds=120))
+    dist.init_process_group("gloo", rank=rank, world_size=3, timeout=timedelta(seconds=GROUP_TIMEOUT_SECONDS))
     source, target = sharded([0, 1], 0, 1.0), sharded([1, 2], 1, 0.0)
     # Who raises says so, however long the others wait for it.
     options = {
