@@ -30,7 +30,7 @@ export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 CPP_FILES = $(wildcard csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh tests/csrc/*.cpp tests/csrc/*.h tests/support/*.cpp benchmarks/*.cpp)
 PY_PATHS := torchtitan_ext tests examples benchmarks
 
-.PHONY: sanitize sanitize-asan sanitize-tsan help demo build test test-full test-torch install-torch torch-alone test-of-torch test-cpp test-python test-clients soak wheel lint format clean
+.PHONY: sanitize sanitize-asan sanitize-tsan help demo build test test-full test-torch install-torch torch-alone test-of-torch test-cpp test-python clients test-clients soak wheel lint format clean
 
 help:  ## Say what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -72,7 +72,9 @@ test-of-torch: build $(STAMPS)/test
 	$(PYTEST) -p tested_versions --tested-versions "make test-torch" $(TORCH_TESTS)
 NEWEST_TORCH = $(PYTHON) -m pip index versions torch 2>/dev/null | sed -n 's/^torch (\(.*\))$$/\1/p'
 
-test-clients: build $(STAMPS)/clients  ## The tests that need other people's libraries, which it installs (Python 3.11+)
+clients: $(STAMPS)/clients  ## Install other people's libraries, which some tests need (Python 3.11+)
+
+test-clients: build $(STAMPS)/clients  ## The tests that need these libraries, which it installs
 	TTE_REQUIRE_CLIENTS=1 $(PYTEST) $(CLIENT_TESTS)
 # What `make test` skips where a library is missing.
 CLIENT_TESTS = $(shell grep -rl --include='test_*.py' 'pytest.importorskip' tests)

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException, _wrap_exceptio
 
 import torchtitan_ext as tte
 from torchtitan_ext import errors
-from torchtitan_ext.errors import Problem, refusal, warn
+from torchtitan_ext.errors import Problem, differing, refusal, warn
 from torchtitan_ext.errors.near_names import names_hint, nearest_glob, nearest_name, refuse_unmatched
 from torchtitan_ext.errors.refusals import HEADINGS_OF_OPERATIONS, REFUSALS
 from torchtitan_ext.storage import FileWriter
@@ -130,6 +130,16 @@ def test_keys_that_look_like_values_share_no_line() -> None:
     texts = {str(key): f"has {key} rows, expected 9" for key in range(4)}
     error = refusal("load", [Problem("wrong_shape", key, text) for key, text in texts.items()])
     assert str(error).splitlines()[2:] == [f"  {key}: {text}" for key, text in texts.items()]
+
+
+def test_ranks_that_give_other_values_are_named() -> None:
+    assert differing("step", []) == differing("step", [2]) == differing("step", [2, 2, 2]) == []
+    (problem,) = differing("step", [2, 3, 2, None, 3], advice="give one")
+    assert problem.kind == "ranks_disagree"
+    assert str(problem) == "step: is 2 on ranks 0, 2, 3 on ranks 1, 4, None on rank 3; give one"
+    (problem,) = differing("plan", [b"a", b"b"], ranks=[4, 6], show=None)
+    assert str(problem) == "plan: is not the same on rank 4 and on rank 6"
+    assert differing("rename", [{"a": 1, "b": 2}, {"b": 2, "a": 1}]) == []
 
 
 def test_every_kind_of_problem_has_a_heading_and_a_class() -> None:

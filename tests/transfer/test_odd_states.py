@@ -214,7 +214,7 @@ def arguments_that_differ(rank: int, world_size: int) -> None:
     with pytest.raises(ReplicaMismatchError, match="verify: is True on rank 0, False on rank 1"):
         plan.run(verify=rank == 0)
     with pytest.raises(
-        ReplicaMismatchError, match="plan: is not the same one on ranks 0 and 1; run plans in one order"
+        ReplicaMismatchError, match="plan: is not the same on rank 0 and on rank 1; run plans in one order"
     ):
         (plan if rank == 0 else other).run()
     assert not target["w"].any()

@@ -244,7 +244,7 @@ def refusals(rank: int, world_size: int) -> None:
     refused(StateRefusedError, "w: ", other)
     refused(WrongArgumentError, "target: got a set", {"w"} if rank == 1 else filled)
     plan = tte.plan_reshard(source, filled)
-    with pytest.raises(ReplicaMismatchError, match="version: ranks gave 1, 2"):
+    with pytest.raises(ReplicaMismatchError, match="version: is 1 on rank 0, 2 on rank 1; give one number"):
         plan.run(version=1 + rank)
     assert not filled["w"].any()
 

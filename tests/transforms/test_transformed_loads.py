@@ -170,7 +170,7 @@ def test_ranks_with_different_transforms_are_refused(run_world, checkpoint: Path
 
 def load_differently(rank: int, world_size: int, path: Path) -> bool:
     transform = Transform(TRANSFORM.rules, [*TRANSFORM.drop, f"rank_{rank}"])
-    named = r"rank 0 loads by .*Transform\(8 rules, .* rank 1 by .*Transform\(8 rules"
+    named = r"policy: is .*Transform\(8 rules, .* on rank 0, .*Transform\(8 rules, .* on rank 1; pass the same"
     with pytest.raises(tte.errors.ReplicaMismatchError, match=named):
         tte.load({"model": targets()}, path, transform=transform)
     return True

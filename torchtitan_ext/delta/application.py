@@ -22,6 +22,7 @@ from torchtitan_ext.errors import (
     TransferFailedError,
     check_argument,
     check_counts,
+    differing,
     named,
     refusal,
 )
@@ -176,10 +177,12 @@ def _kind(tensor: Tensor, held: HeldTensor) -> tuple[str, tuple[int, ...]]:
 
 def _problems(offers: Sequence[_Offer], changes: SavedChanges, verify: Verify) -> list[Problem]:
     """Why the changes cannot be applied."""
-    if any(offer.digest != offers[0].digest for offer in offers):
-        return [Problem("ranks_disagree", "changes", "are of different files on different ranks")]
-    if any(offer.verify != verify for offer in offers):
-        return [Problem("ranks_disagree", "verify", "is not the same on all ranks")]
+    others = [
+        *differing("changes", [offer.digest for offer in offers], verb="are of files that are", show=None),
+        *differing("verify", [offer.verify for offer in offers], advice="pass the same on every rank"),
+    ]
+    if others:
+        return others
     versions = {offer.version for offer in offers if offer.version is not None}
     other = sorted(versions - {changes.base_version})
     if other:

@@ -31,7 +31,14 @@ from torchtitan_ext.delta.saved_changes import (
     encode_note,
     part_names,
 )
-from torchtitan_ext.errors import DamagedCheckpointError, Problem, WrongArgumentError, described, named, refusal
+from torchtitan_ext.errors import (
+    DamagedCheckpointError,
+    Problem,
+    WrongArgumentError,
+    described,
+    named,
+    refusal,
+)
 from torchtitan_ext.layout.dtensor import as_bytes, local_view
 from torchtitan_ext.ranks.exchange import check_usable
 from torchtitan_ext.storage.commit.staged_target import staged_target, take_place
@@ -40,7 +47,7 @@ from torchtitan_ext.storage.formats.safetensors_files import lay_out
 from torchtitan_ext.storage.formats.sparse_files import make_file, sync_files, write_parts
 from torchtitan_ext.storage.raw_tensor import DTYPES, dtype_name
 from torchtitan_ext.storage.weights.layout import name_problems
-from torchtitan_ext.transfer.changes import Changes, HeldTensor
+from torchtitan_ext.transfer.changes import Changes, HeldTensor, differing_versions
 
 _Box = tuple[tuple[int, ...], tuple[int, ...]]
 _Boxes = tuple[_Box, ...]
@@ -341,8 +348,8 @@ def _planned(offers: Sequence[_Offer]) -> tuple[list[dict[int, list[int]]], byte
     """The places of all ranks, the head of the file and its size."""
     versions = {offer.versions for offer in offers if offer.versions is not None}
     if len(versions) != 1:
-        shown = ", ".join(f"{base} to {version}" for base, version in sorted(versions)) or "none on any rank"
-        raise refusal("save", [Problem("ranks_disagree", "changes", f"expected those of one version, got {shown}")])
+        none_given = Problem("ranks_disagree", "changes", "were given on no rank")
+        raise refusal("save", differing_versions([offer.versions for offer in offers]) or [none_given])
     writers, totals = _writers_and_totals(offers)
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     names: dict[tuple[int, int], list[str]] = {}

@@ -44,7 +44,16 @@ from torchtitan_ext.errors.failures import (
     WrongPart,
     WrongValueError,
 )
-from torchtitan_ext.errors.problems import MAX_NAMED, Problem, ProblemKind, Remedy, listed, named
+from torchtitan_ext.errors.problems import (
+    MAX_NAMED,
+    Problem,
+    ProblemKind,
+    Remedy,
+    differing,
+    listed,
+    named,
+    named_ranks,
+)
 from torchtitan_ext.errors.refusals import (
     LayoutError,
     MissingStateError,
@@ -98,10 +107,12 @@ __all__ = [
     "check_counts",
     "clear_frames",
     "described",
+    "differing",
     "first_line",
     "is_of_storage",
     "listed",
     "named",
+    "named_ranks",
     "only_printed",
     "readable_error",
     "refusal",

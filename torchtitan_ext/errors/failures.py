@@ -5,10 +5,10 @@ An error with fields is a dataclass: it takes them as arguments, and is pickled 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from torchtitan_ext.errors.problems import MAX_NAMED, Remedy, named
+from torchtitan_ext.errors.problems import MAX_NAMED, Remedy, named, named_ranks
 
 _ANOTHER_STEP = "; load another step (of a run step='last-good' finds one)"
 
@@ -102,14 +102,9 @@ class DifferentCallsError(TorchtitanExtError, RuntimeError):
         for rank, call in self.calls.items():
             ranks_of.setdefault(call, []).append(rank)
         (first, ranks), *others = ranks_of.items()
-        sides = [f"{ranks_text(ranks)} {'calls' if len(ranks) == 1 else 'call'} {first}"]
-        sides += [f"{ranks_text(of_call)} {call}" for call, of_call in others[:MAX_NAMED]]
+        sides = [f"{named_ranks(ranks)} {'calls' if len(ranks) == 1 else 'call'} {first}"]
+        sides += [f"{named_ranks(of_call)} {call}" for call, of_call in others[:MAX_NAMED]]
         return f"ranks make different calls: {', '.join(sides)}; make the same calls, in one order, on all ranks"
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """For sentences: ``rank 3``, ``ranks 0, 1, 2``."""
-    return f"rank{'' if len(ranks) == 1 else 's'} {named(ranks)}"
 
 
 @dataclass(eq=False, repr=False)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 ProblemKind = Literal[
     "partial_placement",
@@ -91,6 +91,42 @@ def named(names: Sequence[object], most: int = MAX_NAMED) -> str:
     """For sentences: the first names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(map(str, names[:most]))}{more}"
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """For sentences: ``rank 3``, ``ranks 0, 1, 2``."""
+    return f"rank{'' if len(ranks) == 1 else 's'} {named(ranks, 8)}"
+
+
+def differing(
+    name: str,
+    values: Sequence[object],
+    *,
+    ranks: Sequence[int] | None = None,
+    verb: str = "is",
+    show: Callable[[Any], str] | None = repr,
+    advice: str = "",
+) -> list[Problem]:
+    """The problem that ranks do not all give the same: "is 'equal' on rank 0, 'first' on ranks 1, 2"; else none.
+
+    Args:
+        ranks: Whose values these are; from 0 on if left out.
+        show: What a reader sees of a value; ``None`` for values that say nothing to him.
+        advice: What to do.
+    """
+    of_value: list[tuple[object, list[int]]] = []
+    for rank, value in zip(range(len(values)) if ranks is None else ranks, values, strict=True):
+        members = next((members for other, members in of_value if other == value), None)
+        if members is None:
+            of_value.append((value, members := []))
+        members.append(rank)
+    if len(of_value) < 2:
+        return []
+    if show is None:
+        what = f"not the same on {' and on '.join(named_ranks(members) for _, members in of_value[:2])}"
+    else:
+        what = ", ".join(f"{show(value)} on {named_ranks(members)}" for value, members in of_value[:MAX_NAMED])
+    return [Problem("ranks_disagree", name, f"{verb} {what}", advice and f"; {advice}")]
 
 
 def listed(problems: Sequence[Problem]) -> list[str]:

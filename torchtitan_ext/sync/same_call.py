@@ -11,7 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torchtitan_ext import ops
-from torchtitan_ext.errors import Problem, StateRefusedError, SyncMismatchError, WrongArgumentError, named
+from torchtitan_ext.errors import (
+    Problem,
+    StateRefusedError,
+    SyncMismatchError,
+    WrongArgumentError,
+    differing,
+    named_ranks,
+)
 from torchtitan_ext.ranks.exchange import gather_values, scope_ranks
 from torchtitan_ext.sync.batches import Batch, BatchKey, ListBatch, Replicas, ReplicaTensor
 from torchtitan_ext.sync.calls import Call, digest_of
@@ -166,22 +173,23 @@ def compare_tables(tables: Mapping[int, CallTable]) -> list[Problem]:
     names = [list(table.arguments) for table in tables.values()]
     for name in names[0]:
         if all(name in others for others in names):  # another operation has other arguments
-            problems += _differing(name, "is", {rank: table.arguments[name] for rank, table in tables.items()})
+            problems += differing(
+                name, [table.arguments[name] for table in tables.values()], ranks=list(tables), show=str
+            )
     for key in sorted({key for table in tables.values() for key in table.batches}):
         problems += _compare_batch(key, {rank: tables[rank] for rank in key[1] if rank in tables})
     if problems:
         return problems
     # Lists that differ in nothing else differ in tied tensors.
-    return _differing(
-        "tensors", "is a list", {rank: f"of {table.num_listed} tensors" for rank, table in tables.items()}
-    )
+    lengths = [f"of {table.num_listed} tensors" for table in tables.values()]
+    return differing("tensors", lengths, ranks=list(tables), verb="is a list", show=str)
 
 
 def _compare_batch(key: BatchKey, tables: Mapping[int, CallTable]) -> list[Problem]:
     problems = []
     outside = [rank for rank in key[1] if rank not in tables]
     if outside:
-        what = f"{_ranks(outside)} of the group {_ranks(key[1])} take no part in this call"
+        what = f"{named_ranks(outside)} of the group {named_ranks(key[1])} take no part in this call"
         problems.append(Problem("ranks_disagree", "group", what))
     lists = {rank: table.batches.get(key, []) for rank, table in tables.items()}
     rows = {rank: dict(entries) for rank, entries in lists.items()}
@@ -193,7 +201,8 @@ def _compare_batch(key: BatchKey, tables: Mapping[int, CallTable]) -> list[Probl
             problems.append(Problem("ranks_disagree", fqn, _absence(fqn, key[2], tables, absent)))
             continue
         for name in rows[next(iter(rows))][fqn]:
-            problems += _differing(fqn, f"{name} is", {rank: rows[rank][fqn][name] for rank in lists})
+            values = [rows[rank][fqn][name] for rank in lists]
+            problems += differing(fqn, values, ranks=list(lists), verb=f"{name} is", show=str)
     orders = {rank: tuple(fqn for fqn, _ in entries) for rank, entries in lists.items()}
     if common and len(set(orders.values())) > 1:
         problems.append(_other_order(orders))
@@ -205,9 +214,12 @@ def _absence(fqn: str, device_type: str, tables: Mapping[int, CallTable], absent
     present = [rank for rank in tables if rank not in absent]
     tied = [rank for rank in absent if fqn in tables[rank].tied]
     if not tied:
-        return f"is a replica on {device_type} on {_ranks(present)}, not on {_ranks(absent)} of the same group"
+        return (
+            f"is a replica on {device_type} on {named_ranks(present)}, not on {named_ranks(absent)} of the same group"
+        )
     other = tables[tied[0]].tied[fqn]
-    return f"has the memory of {other} on {_ranks(tied)}, memory of its own on {_ranks(present)}; tie it on all or none"
+    own = f"memory of its own on {named_ranks(present)}"
+    return f"has the memory of {other} on {named_ranks(tied)}, {own}; tie it on all or none"
 
 
 def _other_order(orders: Mapping[int, tuple[str, ...]]) -> Problem:
@@ -216,18 +228,3 @@ def _other_order(orders: Mapping[int, tuple[str, ...]]) -> Problem:
     at, name = next((at, fqn) for at, fqn in enumerate(first) if orders[other][at : at + 1] != (fqn,))
     what = f"is at position {at} on rank {next(iter(orders))}, in other order on rank {other}"
     return Problem("ranks_disagree", name, what)
-
-
-def _differing(fqn: str, verb: str, values: Mapping[int, str]) -> list[Problem]:
-    """The problem that ranks have different values: "shape is (2, 3) on rank 0, (3, 2) on ranks 1, 2"."""
-    by_value: dict[str, list[int]] = {}
-    for rank, value in values.items():
-        by_value.setdefault(value, []).append(rank)
-    if len(by_value) < 2:
-        return []
-    each = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items())
-    return [Problem("ranks_disagree", fqn, f"{verb} {each}")]
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {named(ranks, 8)}"

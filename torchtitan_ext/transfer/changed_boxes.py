@@ -22,7 +22,7 @@ from torchtitan_ext import _core, ops
 from torchtitan_ext.errors import Problem, named
 from torchtitan_ext.layout.dtensor import to_write
 from torchtitan_ext.layout.layout import Chunk, LocalShard, part_of_shard
-from torchtitan_ext.transfer.changes import Changes
+from torchtitan_ext.transfer.changes import Changes, differing_versions
 from torchtitan_ext.transfer.endpoint import Endpoint
 from torchtitan_ext.transfer.transport import Row, Transport, part_of, rows_of, table_of
 
@@ -302,8 +302,7 @@ def changes_problems(offers: Sequence[OfferedChanges]) -> list[Problem]:
         what = f"were not given on rank(s) {named(lacking)}, which have a part of the source"
         return [Problem("ranks_disagree", "changes", what)]
     if len(given) > 1:
-        shown = ", ".join(f"{base} to {version}" for base, version in sorted(given))
-        return [Problem("ranks_disagree", "changes", f"are of several versions: {shown}")]
+        return differing_versions([offer.versions for offer in offers])
     base, version = next(iter(given))
     other = {offer.target_version for offer in offers if offer.has_target and offer.target_version != base}
     return [

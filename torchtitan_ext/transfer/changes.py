@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torchtitan_ext._core import SumTable
 from torchtitan_ext.checkpoint.tables.key_table import KeyEntry
+from torchtitan_ext.errors import Problem, differing
 from torchtitan_ext.layout.layout import LocalShard
 
 
@@ -77,3 +78,16 @@ class Changes:
         """Host memory of the changes."""
         held = (self.positions, self.values, *self.whole.values())
         return sum(tensor.numel() * tensor.itemsize for tensor in held)
+
+
+def differing_versions(versions: Sequence[tuple[int, int] | None]) -> list[Problem]:
+    """The problem that ranks give changes of several versions: by rank the base version and the version."""
+    given = {rank: of_rank for rank, of_rank in enumerate(versions) if of_rank is not None}
+    return differing(
+        "changes",
+        list(given.values()),
+        ranks=list(given),
+        verb="lead from version",
+        show="{0[0]} to {0[1]}".format,
+        advice="give changes of the same two versions on every rank",
+    )

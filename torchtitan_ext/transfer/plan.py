@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.operation.phases import Phases, checking_arguments
-from torchtitan_ext.errors import Problem, TransferFailedError, check_argument, check_counts, named, refusal
+from torchtitan_ext.errors import Problem, TransferFailedError, check_argument, check_counts, differing, named, refusal
 from torchtitan_ext.fingerprints import Fingerprint, fingerprint_of_sums, fingerprint_over
 from torchtitan_ext.ranks.groups import position_in
 from torchtitan_ext.transfer.changed_boxes import ChangesExchange, OfferedChanges, changes_problems, why_not_sent
@@ -22,7 +22,7 @@ from torchtitan_ext.transfer.changes import Changes
 from torchtitan_ext.transfer.copies import Replicas
 from torchtitan_ext.transfer.endpoint import Endpoint
 from torchtitan_ext.transfer.phases import transfer_phases
-from torchtitan_ext.transfer.planning import RankPart, differing
+from torchtitan_ext.transfer.planning import RankPart
 from torchtitan_ext.transfer.transport import Transport
 
 logger = logging.getLogger(__name__)
@@ -123,10 +123,10 @@ class TransferPlan:
             with_changes = any(offer.changes.versions is not None for offer in found)
             problems = [problem for offer in found for problem in offer.problems]
             problems += _differing(found) or changes_problems([offer.changes for offer in found])
-            versions = {offer.version for offer in found if offer.version is not None}
-            if len(versions) > 1 and not problems:
-                what = f"ranks gave {', '.join(map(str, sorted(versions)))}; give one number, or none on some ranks"
-                problems.append(Problem("ranks_disagree", "version", what))
+            given = {rank: offer.version for rank, offer in enumerate(found) if offer.version is not None}
+            problems = problems or differing(
+                "version", list(given.values()), ranks=list(given), advice="give one number, or none on some ranks"
+            )
             if problems:
                 raise refusal(self._operation, problems)
             held = self._fingerprint_of_source(phases, run, with_changes=with_changes) if verify else None
@@ -151,7 +151,7 @@ class TransferPlan:
                 )
             unproved = () if held is None else self._prove(phases, held)
             phases.log_metrics(logger, self._part.total_bytes)
-        self.version = next(iter(versions), None)
+        self.version = next(iter(given.values()), None)
         return TransferResult(
             version=self.version,
             bytes_sent=sum(bytes_to.values()) - bytes_to.get(phases.rank, 0),
@@ -352,7 +352,7 @@ class _Offer:
 
 def _differing(offers: Sequence[_Offer]) -> list[Problem]:
     """The problem that ranks run different plans, or in different ways."""
-    plans = differing("plan", [offer.plan for offer in offers], advice="run plans in one order on all ranks")
+    plans = differing("plan", [offer.plan for offer in offers], show=None, advice="run plans in one order on all ranks")
     verify = differing("verify", [offer.verify for offer in offers])
     return (plans or verify)[:1]
 

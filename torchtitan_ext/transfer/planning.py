@@ -6,7 +6,6 @@ import pickle
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -15,7 +14,7 @@ from torchtitan_ext.checkpoint.rules.casts import CastPolicy, cast_problem
 from torchtitan_ext.checkpoint.rules.policy import Source
 from torchtitan_ext.checkpoint.tables.agreement import Agreement, agree, dtype_named, unused_layouts
 from torchtitan_ext.checkpoint.tables.key_table import RankTable, number_hosts, pack, unpack
-from torchtitan_ext.errors import Problem, refusal
+from torchtitan_ext.errors import Problem, differing, refusal
 from torchtitan_ext.errors.near_names import nearest_name
 from torchtitan_ext.transfer.copies import Replicas, later_copies
 
@@ -195,20 +194,6 @@ def _dtype_of(kind: _core.KeyKind) -> torch.dtype:
     dtype = dtype_named(kind.dtype)
     assert dtype is not None, "a tensor has a dtype, please report"
     return dtype
-
-
-def differing(name: str, values: Sequence[Any], *, advice: str = "") -> list[Problem]:
-    """The problem that ranks do not all give an argument the same value.
-
-    With ``advice`` it tells what to do, and no values: these are numbers that say nothing to a reader.
-    """
-    other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
-    if other is None:
-        return []
-    what = f"is {values[0]!r} on rank 0, {values[other]!r} on rank {other}"
-    if advice:
-        what = f"is not the same one on ranks 0 and {other}; {advice}"
-    return [Problem("ranks_disagree", name, what)]
 
 
 def _missing(fqn: str, source_name: str, names: Sequence[str]) -> Problem:

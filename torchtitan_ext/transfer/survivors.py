@@ -16,11 +16,11 @@ from torchtitan_ext.checkpoint.tables.agreement import Agreement, agree, unused_
 from torchtitan_ext.checkpoint.tables.component import World
 from torchtitan_ext.checkpoint.tables.key_table import KeyTable, RankTable, encode_table, number_hosts, pack, unpack
 from torchtitan_ext.dcp_private import unflatten_state_dict
-from torchtitan_ext.errors import Problem, named, refusal
+from torchtitan_ext.errors import Problem, differing, named, refusal
 from torchtitan_ext.state.nested import Path
 from torchtitan_ext.state.value_digest import digest_value
 from torchtitan_ext.transfer.copies import HeldCopies, Replicas, SavedSums, box_text, compare_copies, majority
-from torchtitan_ext.transfer.planning import RankPart, differing, find_misfits, make_rank_parts
+from torchtitan_ext.transfer.planning import RankPart, find_misfits, make_rank_parts
 
 
 @dataclass(frozen=True)

@@ -206,7 +206,8 @@ def other_arguments(rank: int, world_size: int, path: Path) -> list[str]:
             tte.load(job(rank), sources=several, policy=policy)
         texts.append(str(caught.value).replace(str(path), "PATH"))
     # The planner alone tells it too.
-    with pytest.raises(BaseException, match="rank 0 loads by .* rank 1 by") as wrapped:
+    named = "policy: is .* on ranks 0, 2, .* on rank 1; pass the same policy"
+    with pytest.raises(BaseException, match=named) as wrapped:
         dcp.load({"w": torch.zeros(9, 4)}, checkpoint_id=path, planner=tte.LoadPlanner(policy=policies[0]))
     assert isinstance(wrapped.value, dcp.CheckpointException)
     return texts
@@ -215,8 +216,8 @@ def other_arguments(rank: int, world_size: int, path: Path) -> list[str]:
 def test_ranks_must_load_by_the_same_policy_and_sources(run_world: Callable[..., Any], checkpoint: Path) -> None:
     (policy, sources), *others = run_world(3, other_arguments, checkpoint)
     assert all(other == [policy, sources] for other in others)
-    assert "policy: rank 0 loads by ElasticPolicy(), [Source(" in policy
-    assert "rank 1 by ElasticPolicy({'w': 'omit'}), [Source(" in policy
+    assert "policy: is ElasticPolicy(), [Source(" in policy
+    assert " on ranks 0, 2, ElasticPolicy({'w': 'omit'}), [Source(" in policy and " on rank 1; pass the same" in policy
     assert "; pass the same policy and sources on every rank" in sources
 
 

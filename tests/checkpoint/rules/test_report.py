@@ -2,7 +2,7 @@
 
 from torchtitan_ext.checkpoint.rules.load_rules import UNTOUCHED
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy
-from torchtitan_ext.checkpoint.rules.report import ComponentLine, LoadReport, disagreements, join_reports
+from torchtitan_ext.checkpoint.rules.report import ComponentLine, LoadReport, join_reports
 from torchtitan_ext.checkpoint.tables.component import World
 from torchtitan_ext.errors import Problem
 
@@ -50,9 +50,3 @@ def test_problems_of_all_sources_are_kept() -> None:
     problems = [Problem("missing_key", name, "no") for name in "ab"]
     parts = [LoadReport(OLD, NEW, (), problems=(problem,)) for problem in problems]
     assert join_reports([("1", parts[0]), ("2", parts[1])], ElasticPolicy()).problems == tuple(problems)
-
-
-def test_ranks_that_load_by_other_rules_are_named() -> None:
-    assert disagreements(["a", "a", "a"]) == []
-    (problem,) = disagreements(["a", "a", "b", "c"])
-    assert problem.kind == "ranks_disagree" and "rank 0 loads by a, rank 2 by b" in problem.detail

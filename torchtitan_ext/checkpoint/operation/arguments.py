@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from torchtitan_ext.checkpoint.rules.policy import Source
-from torchtitan_ext.errors import Problem, WrongValueError, argument_error, check_argument, named
+from torchtitan_ext.errors import Problem, WrongValueError, argument_error, check_argument, differing
 from torchtitan_ext.ranks.side_group import can_have_side_group
 from torchtitan_ext.storage.checkpoint_files import is_local
 from torchtitan_ext.storage.commit.branch import Branch
@@ -317,7 +317,7 @@ def _check_group(operation: str, group: Any) -> None:
     check_argument(operation, "process_group", group, (dist.ProcessGroup, NoneType), "a process group")
 
 
-_MAX_RANKS = 8
+_ONE_PATH = "pass the same path on every rank: make a name with a time or a step in it on one rank, and broadcast it"
 
 
 @dataclass(frozen=True)
@@ -353,19 +353,11 @@ def place_problems(places: Sequence[Sequence[Place]]) -> list[Problem]:
     """A problem for each checkpoint that ranks look for in different places; ``places`` are those of each rank."""
     problems = []
     for of_ranks in zip(*places, strict=False):
-        ranks_at: dict[Place, list[int]] = {}
-        for rank, place in enumerate(of_ranks):
-            ranks_at.setdefault(place, []).append(rank)
-        paths = {place.path for place in ranks_at}
-        identities = {place.identity for place in ranks_at}
-        if len(paths) > 1 and (len(identities) > 1 or None in identities):
-            listed = "; ".join(
-                f"rank{'s' if len(ranks) > 1 else ''} {named(ranks, _MAX_RANKS)} {place.path or 'no path'}"
-                for place, ranks in list(ranks_at.items())[:_MAX_RANKS]
-            )
-            detail = (
-                f"ranks name different directories: {listed}; pass the same path on every rank: make a name with a "
-                "time or a step in it on one rank, and broadcast it"
-            )
-            problems.append(Problem("ranks_disagree", "path", detail))
+        identities = {place.identity for place in of_ranks}
+        if len(identities) > 1 or None in identities:
+            problems += differing("path", [place.path for place in of_ranks], show=_path_text, advice=_ONE_PATH)
     return problems
+
+
+def _path_text(path: str) -> str:
+    return path or "no path"

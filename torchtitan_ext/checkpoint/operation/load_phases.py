@@ -37,7 +37,6 @@ from torchtitan_ext.checkpoint.operation.sharing.planned_reads import PlannedRea
 from torchtitan_ext.checkpoint.operation.sharing.requests import ShareReads
 from torchtitan_ext.checkpoint.operation.sharing.share_reads import (
     ShareOffer,
-    differing_offers,
     is_worth_asking,
     offer,
     read_sharing,
@@ -49,15 +48,15 @@ from torchtitan_ext.checkpoint.planners.subclasses import read_metadata, set_up_
 from torchtitan_ext.checkpoint.rules.load_rules import LoadRules
 from torchtitan_ext.checkpoint.rules.policy import ElasticPolicy, Source
 from torchtitan_ext.checkpoint.rules.report import (
+    ONE_POLICY,
     LoadReport,
     ReadSharing,
-    disagreements,
     join_reports,
     warn_of_unproved,
 )
 from torchtitan_ext.checkpoint.tables.component import is_stateful, saved_world
 from torchtitan_ext.dcp_private import storage_setup
-from torchtitan_ext.errors import Problem, ReplicaMismatchError, StateRefusedError, only_printed, refusal
+from torchtitan_ext.errors import Problem, ReplicaMismatchError, StateRefusedError, differing, only_printed, refusal
 from torchtitan_ext.state.nested import holds_tensor, set_member
 from torchtitan_ext.storage import FileReader
 from torchtitan_ext.storage.futures import result_of
@@ -178,7 +177,7 @@ def prepare_load(job: LoadJob) -> tuple[list[OpenSource], Components]:
     places = [place_of(source.path) for source in sources]
     answers = phases.on_all("prepare", ask, doing=_ASKING, places=places, hold_the_same=_read_the_same)
     rules, seen = zip(*answers, strict=True)
-    problems = disagreements(rules)
+    problems = differing("policy", rules, show=str, advice=ONE_POLICY)
     if problems:
         raise refusal("load", problems)
     problems = _other_metadata(seen, [one.name for one in opened])
@@ -195,16 +194,12 @@ def _read_the_same(answers: Sequence[tuple[str, list[str]]]) -> bool:
 
 def _other_metadata(seen: Sequence[Sequence[str]], names: Sequence[str]) -> list[Problem]:
     """A problem for each source of whose metadata the ranks have seen different digests."""
-    problems = []
-    for source, name in enumerate(names):
-        other = next((rank for rank, own in enumerate(seen) if own[source] != seen[0][source]), None)
-        if other is not None:
-            detail = (
-                f"rank 0 reads metadata of digest {seen[0][source]}, rank {other} of {seen[other][source]}; give a "
-                "directory that all ranks share, and load when the save into it has finished"
-            )
-            problems.append(Problem("ranks_disagree", name, detail))
-    return problems
+    advice = "give a directory that all ranks share, and load when the save into it has finished"
+    return [
+        problem
+        for name, digests in zip(names, zip(*seen, strict=True), strict=True)
+        for problem in differing(name, digests, verb="has metadata of digest", show=str, advice=advice)
+    ]
 
 
 def open_source(source: Source, planner: StockLoadPlanner, rank: int) -> OpenSource:
@@ -340,7 +335,7 @@ def read_load(
         return _Read(num_bytes, any(reader.has_unverified_blocks for reader in readers))
 
     offers = phases.on_all("read values", read_values, doing="values were read; nothing was changed")
-    problems = differing_offers(offers)
+    problems = differing("share_reads", [offer.share_reads for offer in offers], advice="pass the same on every rank")
     if problems:
         raise refusal("load", problems)
     loaded = components.loaded(job.policy)

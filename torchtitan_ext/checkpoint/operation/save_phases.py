@@ -29,7 +29,7 @@ from torchtitan_ext.checkpoint.planners.subclasses import check_final_items, set
 from torchtitan_ext.checkpoint.staging.portions import Portions
 from torchtitan_ext.checkpoint.tables.component import CountsSamples, SampleAccount, disagreeing_counts, is_stateful
 from torchtitan_ext.dcp_private import storage_setup
-from torchtitan_ext.errors import CheckpointFailedError, Problem, only_printed, refusal, warn
+from torchtitan_ext.errors import CheckpointFailedError, differing, only_printed, refusal, warn
 from torchtitan_ext.storage import FileWriter
 from torchtitan_ext.storage.checkpoint_files import is_local
 from torchtitan_ext.storage.commit.branch import Branch
@@ -153,13 +153,11 @@ def ask_for_states(state_dict: Mapping[Any, Any], job: SaveJob) -> tuple[dict[An
         return _form_of(job), job.on_storage_error.place_of(job.path)
 
     asked = phases.on_all("prepare", ask, doing=_ASKING, places=_places_of(job))
-    forms = [form for form, _ in asked]
-    other = next((rank for rank, form in enumerate(forms) if form != forms[0]), None)
-    if other is not None:
-        detail = (
-            f"rank 0 writes {forms[0]}, rank {other} {forms[other]}; pass the same format and transform on every rank"
-        )
-        raise refusal("save", [Problem("ranks_disagree", "format", detail)])
+    problems = differing(
+        "format", [form for form, _ in asked], show=str, advice="pass the same format and transform on every rank"
+    )
+    if problems:
+        raise refusal("save", problems)
     return values, dataclasses.replace(job, fallback_place=asked[0][1])
 
 

@@ -36,7 +36,7 @@ from torchtitan_ext.checkpoint.rules.param_groups import find_option_gaps
 from torchtitan_ext.checkpoint.rules.policy import Action, ElasticPolicy
 from torchtitan_ext.checkpoint.tables.agreement import Agreement
 from torchtitan_ext.checkpoint.tables.component import PER_RANK, World, saved_world, unclaimed_problems
-from torchtitan_ext.errors import Problem, named
+from torchtitan_ext.errors import Problem, differing, named
 from torchtitan_ext.layout.layout import LayoutRules
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 # A remedy with more globs becomes strict="ignore".
 _MAX_GLOBS = 20
 
+ONE_POLICY = "pass the same policy and sources on every rank"
+"""What to do where ranks load by different rules."""
 
 NO_TENSOR = "it is no tensor, here or in the checkpoint"
 """Why a value is not proved."""
@@ -204,7 +206,7 @@ def review(
         *of_positions,
         *nothing_matches(joint),
         *unclaimed_problems(set(joint.wanted.values()), num_ranks, metadata, allow_unclaimed),
-        *disagreements([request.rules for request in joint.requests]),
+        *differing("policy", [request.rules for request in joint.requests], show=str, advice=ONE_POLICY),
         *misspelt_layouts(joint, agreement, layouts),
         *filter_problems,
     ]
@@ -382,15 +384,6 @@ def warn_of_unproved(proof: LoadProof) -> None:
     tensors = {fqn: reason for fqn, reason in proof.unproved.items() if reason != NO_TENSOR}
     if tensors:
         logger.warning("load: %s", LoadProof(proof.proved, tensors))
-
-
-def disagreements(rules: Sequence[str]) -> list[Problem]:
-    """A problem for the first rank that loads by other rules than rank 0; each rank gives its rules as text."""
-    for rank, own in enumerate(rules):
-        if own != rules[0]:
-            detail = f"rank 0 loads by {rules[0]}, rank {rank} by {own}; pass the same policy and sources on every rank"
-            return [Problem("ranks_disagree", "policy", detail)]
-    return []
 
 
 def _world_problems(

@@ -30,7 +30,6 @@ from torchtitan_ext.checkpoint.operation.sharing.requests import (
 from torchtitan_ext.checkpoint.operation.sharing.rounds import Rounds
 from torchtitan_ext.checkpoint.planners.items import ReadDecision
 from torchtitan_ext.checkpoint.rules.report import ReadSharing
-from torchtitan_ext.errors import Problem
 
 # For "auto". Below these, a load is so short that nothing is worth trying.
 _MIN_WANTED_BYTES = 64 << 20
@@ -63,16 +62,6 @@ def offer(share_reads: ShareReads, sources: Sequence[PlannedReads]) -> ShareOffe
         0 if share_reads is False else sum(bytes_of(item, source) for source in sources for item in source.plan.items)
     )
     return ShareOffer(share_reads, num_bytes, can_share)
-
-
-def differing_offers(offers: Sequence[ShareOffer]) -> list[Problem]:
-    """The problem that ranks do not all give one ``share_reads``."""
-    first = offers[0].share_reads
-    other = next((rank for rank, one in enumerate(offers) if one.share_reads != first), None)
-    if other is None:
-        return []
-    detail = f"is {first!r} on rank 0, {offers[other].share_reads!r} on rank {other}; pass the same on every rank"
-    return [Problem("ranks_disagree", "share_reads", detail)]
 
 
 def is_worth_asking(offers: Sequence[ShareOffer]) -> bool:
