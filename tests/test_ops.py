@@ -283,6 +283,29 @@ def test_tensors_of_a_buffer_have_storages_of_their_own() -> None:
         torch.ops.torchtitan_ext.buffer_tensors(buffer.view(8, 8), like, 64)
 
 
+def test_a_table_of_memory_shows_what_has_changed() -> None:
+    def table(*tensors: torch.Tensor) -> torch.Tensor:
+        return torch.ops.torchtitan_ext.memory_table(list(tensors))
+
+    tensor, other = torch.randn(4, 6), torch.randn(4, 6)
+    held = table(tensor, torch.tensor(1.0), torch.empty(0, 3), torch.ones(2, 3, device="meta"))
+    assert held.shape == (4, 2) and held.dtype == torch.int64
+    assert held[:, 0].tolist()[::2] == [tensor.data_ptr(), 0] and held[3, 0] == 0
+    assert torch.equal(table(tensor), table(tensor.detach())) and torch.equal(table(tensor)[0], held[0])
+    as_before = table(tensor)
+    tensor.mul_(2)
+    assert torch.equal(table(tensor), as_before), "values do not count"
+    elsewhere = table(other)
+    assert elsewhere[0, 0] != as_before[0, 0] and elsewhere[0, 1] == as_before[0, 1]
+    forms = [tensor, tensor[:3], tensor[:, :5], tensor.view(6, 4), tensor.view(24), tensor.view(torch.int32)]
+    forms += [tensor.as_strided((4, 6), (1, 4)), tensor.double(), tensor.to("meta"), tensor[None]]
+    assert len({int(form) for form in table(*forms)[:, 1]}) == len(forms)
+    tensor.data = other
+    assert torch.equal(table(tensor), elsewhere)
+    tensor.untyped_storage().resize_(0)
+    assert table(tensor)[0, 0] == 0
+
+
 def test_flatten_of_one_dtype_is_the_concatenation() -> None:
     tensors = [torch.randn(3, 5), torch.randn(4).expand(2, 4), torch.tensor(2.0)]
     flat = ops.flatten_tensors(tensors, alignment=4, dtype=torch.float32)

@@ -17,6 +17,7 @@ STABLE_TORCH_LIBRARY(torchtitan_ext, library) {
   library.def("unflatten_tensors_(Tensor(a!)[] tensors, Tensor flat, int alignment) -> ()");
   // For staging: its results share memory with the buffer, which torch.compile cannot know.
   library.def("buffer_tensors(Tensor buffer, Tensor[] like, int alignment) -> Tensor[]");
+  library.def("memory_table(Tensor[] tensors) -> Tensor");
   // Kernels in csrc/dist, in a library of their own.
   library.def("broadcast_coalesced_(Tensor(a!)[] tensors, str group_name, int src, int bucket_bytes) -> ()");
   library.def(
@@ -61,9 +62,10 @@ static void register_kernels(torch::stable::detail::StableLibrary& library) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(torchtitan_ext, CPU, library) { register_kernels(library); }
-// A buffer on the host with tensors like those of any device.
+// Of tensors on any device, whose memory is not touched.
 STABLE_TORCH_LIBRARY_IMPL(torchtitan_ext, CompositeExplicitAutograd, library) {
   library.impl("buffer_tensors", TORCH_BOX(&ops::buffer_tensors));
+  library.impl("memory_table", TORCH_BOX(&ops::memory_table));
 }
 STABLE_TORCH_LIBRARY_IMPL(torchtitan_ext, CUDA, library) { register_kernels(library); }
 STABLE_TORCH_LIBRARY_IMPL(torchtitan_ext, SparseCPU, library) { register_kernels(library); }

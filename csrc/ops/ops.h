@@ -59,6 +59,12 @@ void unflatten_tensors_(const TensorList& tensors, const Tensor& flat, int64_t a
 // itself.
 std::vector<Tensor> buffer_tensors(const Tensor& buffer, const TensorList& like, int64_t alignment);
 
+// ---- memory_table.cpp ----
+
+// Where strided tensors of any device lie and how they are read, to see later whether they are as they were. An int64 tensor
+// on the CPU of a row each: the address of the first element, and a hash of dtype, device, sizes and strides.
+Tensor memory_table(const TensorList& tensors);
+
 // ---- fingerprint.cpp ----
 
 // The sum, modulo 2^64, of the hashes of the shard's words at their places in the global tensor (element_hash.h): a 0-d

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from torchtitan_ext.errors import Problem, described, named
 from torchtitan_ext.layout.dtensor import is_wrapper, local_tensor, may_overlap_itself
 from torchtitan_ext.layout.layout import LayoutRules, ShardOrder
 from torchtitan_ext.layout.wrapper import dense_values
+from torchtitan_ext.op_library import call
 from torchtitan_ext.ranks.exchange import has_backend
 from torchtitan_ext.state.nested import Path, flat_keys, set_value
 
@@ -66,27 +67,37 @@ class Endpoint:
     problems: list[Problem] = field(default_factory=list)
     module: nn.Module | None = None
     _are_memory: list[bool] = field(init=False)
-    _planned: list[_Memory] = field(init=False)
+    _planned: Tensor = field(init=False)
+    _forms: list[_Form] = field(init=False)
 
     def __post_init__(self) -> None:
         self._are_memory = [is_own_memory(tensor) for tensor in self.tensors]
-        self._planned = [_memory_of(local_tensor(owner)) for owner in self.owners]
+        self._planned = self._memory_now()
+        self._forms = [_form_of(local_tensor(owner)) for owner in self.owners]
 
     @property
     def is_memory(self) -> bool:
         """Whether all that is read or filled lies in the caller's own memory, the same in each run."""
         return all(self._are_memory)
 
+    def _memory_now(self) -> Tensor:
+        """Where the caller's tensors lie and how they are read; of wrappers and lazy views their dtypes and shapes."""
+        held = zip(map(local_tensor, self.owners), self._are_memory, strict=True)
+        tensors = [local if is_memory else _meta_like(local) for local, is_memory in held]
+        table: Tensor = (
+            call("memory_table", (tensors,)) if tensors else torch.empty(0, 2, dtype=torch.int64, device="cpu")
+        )
+        return table
+
     def why_changed(self) -> str | None:
         """Why the tensors are not those that were planned for, or ``None`` where they are."""
-        now = [_memory_of(local_tensor(owner)) for owner in self.owners]
-        changed = {
-            fqn: f"{fqn} {_difference(then, of_now)}"
-            for fqn, then, of_now in zip(self.names, self._planned, now, strict=True)
-            if then != of_now
-        }
-        if not changed:
+        now = self._memory_now()
+        if torch.equal(now, self._planned):
             return None
+        changed: dict[str, str] = {}
+        for row in (now != self._planned).any(1).nonzero().flatten().tolist():
+            fqn, form = self.names[row], _form_of(local_tensor(self.owners[row]))
+            changed[fqn] = f"{fqn} {_difference(self._forms[row], form)}"
         what = "its tensors have other memory, dtypes, shapes or strides than when the transfer was planned"
         return f"{what}: {named(list(changed.values()))}; plan it again"
 
@@ -149,25 +160,18 @@ class Endpoint:
         ]
 
 
-class _Memory(NamedTuple):
-    """Where the elements of a local tensor lie, and how they are read; address and strides only of plain memory."""
-
-    address: int
-    dtype: torch.dtype
-    sizes: torch.Size
-    strides: tuple[int, ...]
+_Form = tuple[torch.dtype, torch.Size, tuple[int, ...]]
+"""The dtype, shape and strides of a tensor."""
 
 
-def _memory_of(local: Tensor) -> _Memory:
-    if not is_own_memory(local):
-        return _Memory(0, local.dtype, local.shape, ())
-    return _Memory(local.data_ptr(), local.dtype, local.shape, local.stride())
+def _form_of(local: Tensor) -> _Form:
+    return local.dtype, local.shape, local.stride() if is_own_memory(local) else ()
 
 
-def _difference(then: _Memory, now: _Memory) -> str:
-    if then[1:] == now[1:]:
+def _difference(then: _Form, now: _Form) -> str:
+    if then == now:
         return "lies elsewhere"
-    before, after = (f"{of.dtype} of shape {tuple(of.sizes)} and strides {of.strides}" for of in (then, now))
+    before, after = (f"{dtype} of shape {tuple(sizes)} and strides {strides}" for dtype, sizes, strides in (then, now))
     return f"was {before}, is {after}"
 
 
@@ -283,6 +287,10 @@ def _why_not_usable(held: list[Tensor], *, is_filled: bool) -> str | None:
         if is_filled and not is_wrapper(tensor) and may_overlap_itself(tensor):
             return "cannot be filled: several of its elements share memory; fill a clone() of it"
     return None
+
+
+def _meta_like(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _new_like(tensor: Tensor) -> Tensor:
