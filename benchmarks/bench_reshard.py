@@ -34,10 +34,13 @@ from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tenso
 
 import torchtitan_ext as tte
 from torchtitan_ext import ops
+from torchtitan_ext.transfer import TransferPlan
 
 WORLD_SIZE = 4
 LIMIT = "limit: one flat all_to_all_single"
 OURS = "ops.exchange_runs_"
+PLANNED = "ops.PlannedExchange"
+KEPT = "a kept plan's run"
 Shape = tuple[int, ...]
 Box = tuple[list[int], list[int]]
 """Offsets and sizes."""
@@ -93,6 +96,10 @@ class Exchange:
         name = dist.group.WORLD.group_name
         ops.exchange_runs_(self.sources, self.targets, self.sends, self.receives, group_name=name, **options)
 
+    def planned(self) -> ops.PlannedExchange:
+        name = dist.group.WORLD.group_name
+        return ops.PlannedExchange(self.sources, self.targets, self.sends, self.receives, group_name=name)
+
 
 def exchange_of(shapes: Sequence[Shape], held: Layout, wanted: Layout) -> Exchange:
     rank, ranks = dist.get_rank(), range(dist.get_world_size())
@@ -140,10 +147,26 @@ class Workload:
 
     def contenders(self, folder: str) -> Contenders:
         exchange = exchange_of(self.shapes, self.held, self.wanted)
-        contenders: dict[str, Callable[[], object]] = {LIMIT: flat_exchange(exchange), OURS: exchange.run}
+        contenders: dict[str, Callable[[], object]] = {
+            LIMIT: flat_exchange(exchange),
+            OURS: exchange.run,
+            PLANNED: exchange.planned().run,
+        }
         if self.placements:
-            contenders |= self._whole_reshards(exchange, folder)
-        return contenders
+            return contenders | self._whole_reshards(exchange, folder)
+        return contenders | {KEPT: self._plan_of_boxes(exchange).run}
+
+    def _plan_of_boxes(self, exchange: Exchange) -> TransferPlan:
+        """Of tensors that say themselves which box they hold."""
+
+        def state(tensors: Sequence[Tensor], layout: Layout) -> dict[str, Tensor]:
+            for tensor, shape in zip(tensors, self.shapes, strict=True):
+                offsets, sizes = layout(shape, dist.get_rank())
+                tensor.global_shape, tensor.global_offsets = shape, (tuple(offsets),)
+                tensor.local_offsets, tensor.local_sizes = ((0,) * len(shape),), (tuple(sizes),)
+            return {f"{index}": tensor for index, tensor in enumerate(tensors)}
+
+        return tte.plan_reshard(state(exchange.sources, self.held), state(exchange.targets, self.wanted))
 
     def _whole_reshards(self, exchange: Exchange, folder: str) -> Contenders:
         old_mesh = init_device_mesh("cpu", (WORLD_SIZE,))
@@ -179,7 +202,7 @@ class Workload:
                 shutil.rmtree(path)
 
         return {
-            "a kept plan's run": plan.run,
+            KEPT: plan.run,
             "tte.reshard, planning included": lambda: tte.reshard(sources, targets),
             **({"DTensor.redistribute": redistribute} if new_mesh is old_mesh else {}),
             "full_tensor + distribute_tensor": gather_and_distribute,

@@ -61,6 +61,11 @@ class Exchange:
         sends, receives = self.table(rank, sent=True), self.table(rank, sent=False)
         ops.exchange_runs_(self.sources[rank], self.targets[rank], sends, receives, group_name=name, **options)
 
+    def planned(self, rank: int, **options: int) -> ops.PlannedExchange:
+        sends, receives = self.table(rank, sent=True), self.table(rank, sent=False)
+        name = dist.group.WORLD.group_name
+        return ops.PlannedExchange(self.sources[rank], self.targets[rank], sends, receives, group_name=name, **options)
+
     def expected(self, rank: int) -> list[Tensor]:
         """By one assignment after the other."""
         targets = [target.clone() for target in self.targets[rank]]
@@ -178,6 +183,58 @@ def test_random_boxes(run_world) -> None:
     for world_size in (1, 2, 3, 5):
         seeds = range(100 * world_size, 100 * world_size + 60 * SOAK)
         assert run_world(world_size, exchange_random, seeds) == [[]] * world_size
+
+
+def run_planned(rank: int, world_size: int, seeds: range) -> int:
+    num_right = 0
+    for seed in seeds:
+        exchange = random_exchange(seed, world_size)
+        planned = exchange.planned(rank, bucket_bytes=BUCKETS[seed % len(BUCKETS)])
+        for run in range(3):
+            for number, tensors in enumerate((*exchange.sources, *exchange.targets)):  # other values on all ranks
+                for tensor in (tensor for tensor in tensors if not torch._debug_has_internal_overlap(tensor)):
+                    random = random_tensor(tuple(tensor.shape), tensor.dtype, 100 * run + number)
+                    tensor.view(BITS[tensor.itemsize]).copy_(random.view(BITS[tensor.itemsize]))
+            expected = exchange.expected(rank)
+            targets = exchange.targets[rank]
+            versions = [target._version for target in targets]
+            planned.run(digest=seed + run)
+            assert all(target._version > before for target, before in zip(targets, versions, strict=True))
+            assert all(torch.equal(bits(got), bits(want)) for got, want in zip(targets, expected, strict=True))
+            num_right += 1
+    return num_right
+
+
+def test_a_planned_exchange_sends_what_the_tensors_hold_when_it_runs(run_world) -> None:
+    for world_size in (1, 2, 3):
+        seeds = range(1000 * world_size, 1000 * world_size + 12 * SOAK)
+        assert run_world(world_size, run_planned, seeds) == [3 * len(seeds)] * world_size
+
+
+def refuse_planned(rank: int, world_size: int) -> list[str]:
+    told = []
+    exchange = one_row(world_size)
+    planned = exchange.planned(rank)
+    if rank == 1:
+        exchange.sources[1] = exchange.targets[1]
+    refused = exchange.planned(rank)  # raises nothing yet: the other ranks would wait
+    for one, digest in ((refused, 0), (planned, rank), (planned, ops.exchange.REFUSED if rank == 0 else 0)):
+        with pytest.raises(ValueError) as caught:
+            one.run(digest=digest)
+        told.append(str(caught.value).removeprefix("exchange_runs_: "))
+    planned.run()
+    del planned, refused
+    return [*told, *map(str, exchange.targets[rank][0].tolist())]
+
+
+def test_what_is_wrong_with_a_planned_exchange_is_raised_by_its_run_on_all_ranks(run_world) -> None:
+    first, second = run_world(2, refuse_planned)
+    elsewhere = "refused by rank(s) {}, where an error says why; nothing was moved"
+    assert first[0] == elsewhere.format(1)
+    assert second[0] == "targets[0] and sources[0] share memory; clone() one of them first"
+    assert first[1] == second[1] and "another digest than most ranks" in first[1]
+    assert (first[2], second[2]) == ("refused by this rank's caller", elsewhere.format(0))
+    assert (first[3:], second[3:]) == (["1.0"] * 4, ["0.0"] * 4)
 
 
 def large_exchange(world_size: int) -> Exchange:

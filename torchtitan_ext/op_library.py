@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -56,6 +57,7 @@ _load_library()
 full_abi_is_missing = load_full_abi(full_abi_path(torch.__version__))
 """Why the library on the full ABI is missing, in one sentence; empty where it is there."""
 kernels = torch.ops.torchtitan_ext
+classes = torch.classes.torchtitan_ext
 _library = torch.library.Library("torchtitan_ext", "IMPL")
 
 
@@ -120,12 +122,26 @@ def call(name: str, args: tuple[Any, ...]) -> Any:
 
 def call_collective(name: str, args: tuple[Any, ...]) -> Any:
     """As ``call``, of an op that only the library on the full ABI has."""
+    check_full_abi()
+    return call(name, args)
+
+
+def check_full_abi() -> None:
+    """Raises ImportError where the library on the full ABI is missing."""
     if full_abi_is_missing:
         raise ImportError(
             f"torchtitan_ext: no collectives: {full_abi_is_missing}; this is torch {torch.__version__}: install the "
             "package again beside it"
         )
-    return call(name, args)
+
+
+@contextmanager
+def errors_of(name: str) -> Iterator[None]:
+    """What the C++ of an op refuses becomes the error that its wrapper promises."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise _in_python(name, error) from None
 
 
 class DifferentiableOp:
@@ -274,6 +290,10 @@ def _explained(name: str, args: tuple[Any, ...], error: RuntimeError) -> Excepti
             if "int" in kind and not isinstance(item, torch.dtype):
                 if not isinstance(item, int) or not -(2**63) <= item < 2**63:
                     return ValueError(f"{name}: got {item!r} in {argument.name}, expected an int64")
+    return _in_python(name, error)
+
+
+def _in_python(name: str, error: RuntimeError) -> Exception:
     if type(error) is not RuntimeError:  # torch's own kinds: a lost peer is a DistBackendError
         return error
     # From torch 2.15 on a std::invalid_argument or std::overflow_error of C++ (csrc/core/check.h) is a RuntimeError.

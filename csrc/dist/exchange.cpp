@@ -11,6 +11,7 @@
 #include <cmath>
 #include <deque>
 #include <exception>
+#include <memory>
 #include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
@@ -24,6 +25,7 @@
 #include "dist/exchange_boxes.h"
 #include "dist/kept_buckets.h"
 #include "dist/kernels.h"
+#include "dist/planned_exchange.h"
 #include "dist/transfers.h"
 
 namespace torchtitan_ext::dist {
@@ -55,6 +57,8 @@ struct Plan {
   at::Device device;
   Wire wire;
   int64_t bucket_bytes;
+  std::vector<uint64_t> sent_hashes;
+  std::vector<uint64_t> received_hashes;
 };
 
 // A part of a box, which begins `offset` elements behind the box's first one, as a view of the tensor.
@@ -343,7 +347,9 @@ Plan plan_exchange(at::TensorList sources, at::TensorList targets, const at::Ten
             {},
             device,
             is_device_wire ? Wire::kDevice : Wire::kHost,
-            bucket_bytes};
+            bucket_bytes,
+            {},
+            {}};
   check_separate(plan.sources, plan.targets);
   check_own(plan, rank_in(group));
   // Of 1 to 16 MiB, 16 were fastest on a quiet machine (benchmarks/bench_reshard.py, 4 gloo processes on 2 cores).
@@ -353,17 +359,9 @@ Plan plan_exchange(at::TensorList sources, at::TensorList targets, const at::Ten
       core::schedule_exchange(rank_in(group), num_ranks, plan.sources.peer_bytes(), plan.targets.peer_bytes(),
                               std::max<int64_t>(num_pieces, 1) * core::kPieceBytes, kDirectBytes);
   if (plan.schedule.steps.empty()) plan.wire = Wire::kNone;
+  plan.sent_hashes = core::hash_pairs(rank_in(group), num_ranks, plan.sources.peer_bytes(), true);
+  plan.received_hashes = core::hash_pairs(rank_in(group), num_ranks, plan.targets.peer_bytes(), false);
   return plan;
-}
-
-ExchangeStatement statement_of(const Plan& plan, int64_t digest, const Group& group) {
-  const int64_t rank = rank_in(group), num_ranks = size_of(group);
-  return {false,
-          digest,
-          plan.bucket_bytes,
-          plan.wire,
-          core::hash_pairs(rank, num_ranks, plan.sources.peer_bytes(), true),
-          core::hash_pairs(rank, num_ranks, plan.targets.peer_bytes(), false)};
 }
 
 std::chrono::milliseconds timeout_of(double seconds) {
@@ -372,23 +370,54 @@ std::chrono::milliseconds timeout_of(double seconds) {
   return std::chrono::milliseconds(static_cast<int64_t>(std::ceil(std::min(seconds, kMostSeconds) * 1e3)));
 }
 
-void exchange(at::TensorList sources, at::TensorList targets, const at::Tensor& sends, const at::Tensor& receives,
-              const std::string& group_name, int64_t digest, int64_t bucket_bytes, double timeout_seconds) {
-  const Group group = group_name.empty() ? Group() : c10d::resolve_process_group(group_name);
-  const std::chrono::milliseconds timeout = timeout_of(timeout_seconds);
+Group group_named(const std::string& name) { return name.empty() ? Group() : c10d::resolve_process_group(name); }
+
+}  // namespace
+
+struct PlannedExchange::State {
+  std::vector<at::Tensor> sources, targets;
+  at::Tensor sends, receives;
+  std::string group_name;
   std::optional<Plan> plan;
+  std::exception_ptr refusal;  // why there is no plan
+};
+
+PlannedExchange::PlannedExchange(std::vector<at::Tensor> sources, std::vector<at::Tensor> targets, at::Tensor sends,
+                                 at::Tensor receives, std::string group_name, int64_t bucket_bytes)
+    : state_(std::make_unique<State>(State{std::move(sources), std::move(targets), std::move(sends),
+                                           std::move(receives), std::move(group_name), std::nullopt, nullptr})) {
+  const Group group = group_named(state_->group_name);
+  try {
+    state_->plan.emplace(
+        plan_exchange(state_->sources, state_->targets, state_->sends, state_->receives, group, bucket_bytes));
+  } catch (...) {
+    state_->refusal = std::current_exception();
+  }
+}
+
+// Tensors of Python's are given back under its lock.
+PlannedExchange::~PlannedExchange() {
+  const ops::PythonLock lock;
+  state_.reset();
+}
+
+void PlannedExchange::run(int64_t digest, double timeout_seconds) {
+  const Group group = group_named(state_->group_name);
+  const std::chrono::milliseconds timeout = timeout_of(timeout_seconds);
+  const std::optional<Plan>& plan = state_->plan;
   std::optional<Exchange> transfer;
-  std::exception_ptr refusal;
+  std::exception_ptr refusal = state_->refusal;
   ExchangeStatement statement;
   try {
     TORCH_CHECK_VALUE(digest != kRefusal, kExchange, ": refused by this rank's caller");
-    plan.emplace(plan_exchange(sources, targets, sends, receives, group, bucket_bytes));
-    statement = statement_of(*plan, digest, group);
-    transfer.emplace(*plan, group, timeout);
+    if (plan) {
+      statement = {false, digest, plan->bucket_bytes, plan->wire, plan->sent_hashes, plan->received_hashes};
+      transfer.emplace(*plan, group, timeout);
+    }
   } catch (...) {
     refusal = std::current_exception();
-    statement.is_refused = true;
   }
+  statement.is_refused = refusal != nullptr;
   const at::Device device = plan ? plan->device : at::Device(at::kCPU);
   // Groups allocate and wait on the current device; without this every rank would open a context on GPU 0.
   const c10::OptionalDeviceGuard guard(device.is_cpu() ? std::nullopt : std::optional(device));
@@ -397,18 +426,21 @@ void exchange(at::TensorList sources, at::TensorList targets, const at::Tensor& 
   try {
     transfer->run();
   } catch (...) {
-    bump_versions(targets);
+    bump_versions(state_->targets);
     throw;
   }
 }
 
-}  // namespace
+void PlannedExchange::run_again(int64_t digest, double timeout_seconds) {
+  run(digest, timeout_seconds);
+  bump_versions(state_->targets);
+}
 
 void exchange_runs_(const c10::OperatorHandle&, torch::jit::Stack* stack) {
   const Arguments arguments(*stack, 8);
-  exchange(arguments[0].toTensorVector(), arguments[1].toTensorVector(), arguments[2].toTensor(),
-           arguments[3].toTensor(), arguments[4].toStringRef(), arguments[5].toInt(), arguments[6].toInt(),
-           arguments[7].toDouble());
+  PlannedExchange exchange(arguments[0].toTensorVector(), arguments[1].toTensorVector(), arguments[2].toTensor(),
+                           arguments[3].toTensor(), arguments[4].toStringRef(), arguments[6].toInt());
+  exchange.run(arguments[5].toInt(), arguments[7].toDouble());
 }
 
 }  // namespace torchtitan_ext::dist

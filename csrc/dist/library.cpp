@@ -2,6 +2,7 @@
 #include <torch/library.h>
 
 #include "dist/kernels.h"
+#include "dist/planned_exchange.h"
 
 namespace torchtitan_ext::dist {
 namespace {
@@ -10,6 +11,13 @@ void register_kernels(torch::Library& library) {
   library.impl("broadcast_coalesced_", torch::CppFunction::makeFromBoxedFunction<&broadcast_coalesced_>());
   library.impl("check_broadcast", torch::CppFunction::makeFromBoxedFunction<&check_broadcast>());
   library.impl("exchange_runs_", torch::CppFunction::makeFromBoxedFunction<&exchange_runs_>());
+}
+
+TORCH_LIBRARY_FRAGMENT(torchtitan_ext, library) {
+  library.class_<PlannedExchange>("PlannedExchange")
+      .def(
+          torch::init<std::vector<at::Tensor>, std::vector<at::Tensor>, at::Tensor, at::Tensor, std::string, int64_t>())
+      .def("run", &PlannedExchange::run_again);
 }
 
 // Of other layouts too, to refuse them in one sentence.

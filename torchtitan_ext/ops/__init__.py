@@ -19,7 +19,7 @@ from torchtitan_ext.ops.changes import (
     mask_words,
     sum_elements,
 )
-from torchtitan_ext.ops.exchange import dtype_number, exchange_runs_, numbered_dtype
+from torchtitan_ext.ops.exchange import PlannedExchange, dtype_number, exchange_runs_, numbered_dtype
 from torchtitan_ext.ops.flat import (
     DEFAULT_ALIGNMENT,
     flat_offsets,
@@ -44,6 +44,7 @@ __all__ = [
     "ChunkLike",
     "DEFAULT_ALIGNMENT",
     "DEFAULT_BUCKET_BYTES",
+    "PlannedExchange",
     "ShardLike",
     "apply_changes_",
     "broadcast_coalesced_",

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from torchtitan_ext.op_library import bump_version_of, call_collective, kernels, listed, register_fake
+from torchtitan_ext.op_library import (
+    bump_version_of,
+    call_collective,
+    check_full_abi,
+    classes,
+    errors_of,
+    kernels,
+    listed,
+    register_fake,
+)
 from torchtitan_ext.ops.broadcast import DEFAULT_BUCKET_BYTES
 
 REFUSED = -1
@@ -109,6 +118,33 @@ def _(
 
 
 bump_version_of("exchange_runs_", 1)
+
+
+class PlannedExchange:
+    """An exchange that is checked and planned once, and runs many times with what the tensors hold then.
+
+    Of thousands of small tensors checks and plan take longer than the transfer. Not collective to make; the arguments
+    are those of ``exchange_runs_``. It keeps the tensors, which must not get other memory meanwhile.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        sends: Tensor,
+        receives: Tensor,
+        *,
+        group_name: str,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ) -> None:
+        check_full_abi()
+        given = list(sources), list(targets), sends, receives
+        self._native = classes.PlannedExchange(*given, group_name, bucket_bytes)
+
+    def run(self, *, digest: int = 0, timeout_seconds: float = 0.0) -> None:
+        """Collective; raises what ``exchange_runs_`` raises."""
+        with errors_of("exchange_runs_"):
+            self._native.run(digest, float(timeout_seconds))
 
 
 def _check_types(**arguments: Sequence[Tensor]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -120,10 +120,11 @@ def table_of(rows: Iterable[Row]) -> Tensor:
 
 @dataclass(frozen=True)
 class GroupTransport:
-    """The point-to-point messages of a process group, by ``ops.exchange_runs_``."""
+    """The point-to-point messages of a process group, by ``ops.exchange_runs_``; what has a number is planned once."""
 
     group: dist.ProcessGroup | None
     bucket_bytes: int
+    _planned: dict[int, ops.PlannedExchange] = field(default_factory=dict)
 
     def exchange(
         self,
@@ -135,13 +136,16 @@ class GroupTransport:
         number: int,
         timeout_seconds: float,
     ) -> None:
-        ops.exchange_runs_(
-            sources,
-            targets,
-            sends,
-            receives,
-            group_name="" if self.group is None else self.group.group_name,
-            digest=number,
-            bucket_bytes=self.bucket_bytes,
-            timeout_seconds=timeout_seconds,
-        )
+        planned = self._planned.get(number)
+        if planned is None:
+            planned = ops.PlannedExchange(
+                sources,
+                targets,
+                sends,
+                receives,
+                group_name="" if self.group is None else self.group.group_name,
+                bucket_bytes=self.bucket_bytes,
+            )
+            if number:
+                self._planned[number] = planned
+        planned.run(digest=number, timeout_seconds=timeout_seconds)
