@@ -45,7 +45,7 @@ def offers_of(num_sources: int, num_targets: int, model: str) -> list[Offer]:
         return tables + [NOBODY] * (count - len(tables))
 
     return [
-        Offer(source, target, str(rank // 8).encode(), (), "exact", ops.DEFAULT_BUCKET_BYTES, {})
+        Offer(source, target, str(rank // 8).encode(), (), "exact", ops.DEFAULT_BUCKET_BYTES, "equal", {})
         for rank, (source, target) in enumerate(zip(padded(sources), padded(targets), strict=True))
     ]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -72,26 +72,25 @@ class Endpoint:
 
     def __post_init__(self) -> None:
         self._are_memory = [is_own_memory(tensor) for tensor in self.tensors]
-        self._planned = self._memory_now()
-        self._forms = [_form_of(local_tensor(owner)) for owner in self.owners]
+        self._planned = self._memory_of(self.tensors)
+        self._forms = list(map(_form_of, self.tensors))
 
     @property
     def is_memory(self) -> bool:
         """Whether all that is read or filled lies in the caller's own memory, the same in each run."""
         return all(self._are_memory)
 
-    def _memory_now(self) -> Tensor:
-        """Where the caller's tensors lie and how they are read; of wrappers and lazy views their dtypes and shapes."""
-        held = zip(map(local_tensor, self.owners), self._are_memory, strict=True)
-        tensors = [local if is_memory else _meta_like(local) for local, is_memory in held]
-        table: Tensor = (
-            call("memory_table", (tensors,)) if tensors else torch.empty(0, 2, dtype=torch.int64, device="cpu")
-        )
+    def _memory_of(self, tensors: Iterable[Tensor]) -> Tensor:
+        """Where the rank's tensors lie and how they are read; of wrappers and lazy views their dtypes and shapes."""
+        held = zip(tensors, self._are_memory, strict=True)
+        listed = [tensor if is_memory else _meta_like(tensor) for tensor, is_memory in held]
+        nothing = torch.empty(0, 2, dtype=torch.int64, device="cpu")
+        table: Tensor = call("memory_table", (listed,)) if listed else nothing
         return table
 
     def why_changed(self) -> str | None:
         """Why the tensors are not those that were planned for, or ``None`` where they are."""
-        now = self._memory_now()
+        now = self._memory_of(map(local_tensor, self.owners))
         if torch.equal(now, self._planned):
             return None
         changed: dict[str, str] = {}
