@@ -90,7 +90,8 @@ class Endpoint:
 
     def why_changed(self) -> str | None:
         """Why the tensors are not those that were planned for, or ``None`` where they are."""
-        now = self._memory_of(map(local_tensor, self.owners))
+        held = zip(self.owners, self.tensors, strict=True)
+        now = self._memory_of(owner if owner is tensor else local_tensor(owner) for owner, tensor in held)
         if torch.equal(now, self._planned):
             return None
         changed: dict[str, str] = {}
