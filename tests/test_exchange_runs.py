@@ -57,14 +57,14 @@ class Exchange:
         return torch.tensor(table, dtype=torch.int64)
 
     def run(self, rank: int, **options: object) -> None:
-        name = options.pop("group_name", dist.group.WORLD.group_name)
         sends, receives = self.table(rank, sent=True), self.table(rank, sent=False)
-        ops.exchange_runs_(self.sources[rank], self.targets[rank], sends, receives, group_name=name, **options)
+        options.setdefault("group_name", dist.group.WORLD and dist.group.WORLD.group_name)
+        ops.exchange_runs_(self.sources[rank], self.targets[rank], sends, receives, **options)
 
-    def planned(self, rank: int, **options: int) -> ops.PlannedExchange:
+    def planned(self, rank: int, **options: object) -> ops.PlannedExchange:
         sends, receives = self.table(rank, sent=True), self.table(rank, sent=False)
-        name = dist.group.WORLD.group_name
-        return ops.PlannedExchange(self.sources[rank], self.targets[rank], sends, receives, group_name=name, **options)
+        options.setdefault("group_name", dist.group.WORLD and dist.group.WORLD.group_name)
+        return ops.PlannedExchange(self.sources[rank], self.targets[rank], sends, receives, **options)
 
     def expected(self, rank: int) -> list[Tensor]:
         """By one assignment after the other."""
@@ -183,6 +183,23 @@ def test_random_boxes(run_world) -> None:
     for world_size in (1, 2, 3, 5):
         seeds = range(100 * world_size, 100 * world_size + 60 * SOAK)
         assert run_world(world_size, exchange_random, seeds) == [[]] * world_size
+
+
+def test_boxes_of_one_rank_without_a_group() -> None:
+    for seed in range(40 * SOAK):
+        exchange = random_exchange(seed, 1)
+        expected = exchange.expected(0)
+        exchange.run(0, group_name="", digest=seed)
+        assert all(torch.equal(bits(got), bits(want)) for got, want in zip(exchange.targets[0], expected, strict=True))
+        planned = exchange.planned(0, group_name="")
+        for _ in range(2):
+            for target in exchange.targets[0]:
+                target.zero_()
+            expected = exchange.expected(0)
+            planned.run()
+            assert all(
+                torch.equal(bits(got), bits(want)) for got, want in zip(exchange.targets[0], expected, strict=True)
+            )
 
 
 def run_planned(rank: int, world_size: int, seeds: range) -> int:
