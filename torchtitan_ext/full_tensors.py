@@ -217,7 +217,7 @@ def decide_layouts(values: Mapping[str, torch.Tensor], rules: LayoutRules) -> tu
     return decided, problems
 
 
-_Part = tuple[tuple[int, ...], LocalShard]
+_ShardPart = tuple[tuple[int, ...], LocalShard]
 """Where a part of a local tensor begins in it, and the part as a shard of its own."""
 
 
@@ -243,7 +243,7 @@ def gather_full(value: torch.Tensor, report: ShardReport, steps: Steps) -> torch
 
 def _exchange_parts(
     full: torch.Tensor,
-    parts_of: Sequence[Iterable[_Part]],
+    parts_of: Sequence[Iterable[_ShardPart]],
     own: Iterable[torch.Tensor],
     scope: Scope,
     axes: Sequence[int],
@@ -282,7 +282,7 @@ def _gather_boxes(value: torch.Tensor) -> torch.Tensor:
     if full.numel() == 0:
         return full
     part_elements = max(1, _GATHER_BYTES // (len(tables) * full.element_size()))
-    parts_of: list[list[_Part]] = [[] for _ in tables]
+    parts_of: list[list[_ShardPart]] = [[] for _ in tables]
     local_of = dict(zip(entry.boxes, box_tensors(value, entry), strict=True))
     own_parts: list[torch.Tensor] = []
     own = scope_ranks(scope).index(dist.get_rank()) if dist.is_initialized() else 0
@@ -299,7 +299,7 @@ def _gather_boxes(value: torch.Tensor) -> torch.Tensor:
     return full
 
 
-def _parts(shard: LocalShard, max_elements: int) -> Iterator[_Part]:
+def _parts(shard: LocalShard, max_elements: int) -> Iterator[_ShardPart]:
     for offsets, sizes in _core.BoxParts((0,) * len(shard.sizes), shard.sizes, max_elements):
         yield offsets, part_of_shard(shard, offsets, sizes)
 

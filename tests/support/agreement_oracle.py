@@ -11,9 +11,10 @@ from torchtitan_ext import _core
 from torchtitan_ext._core import HeldShard, format_placements
 from torchtitan_ext.checkpoint.planners.replica_digests import ReplicaComparison
 from torchtitan_ext.checkpoint.tables import agreement as ours
-from torchtitan_ext.checkpoint.tables.key_table import Box, BoxesEntry, KeyEntry, KeyTable, ObjectEntry, TensorEntry
+from torchtitan_ext.checkpoint.tables.key_table import BoxesEntry, KeyEntry, KeyTable, ObjectEntry, TensorEntry
 from torchtitan_ext.errors import Problem, named
 from torchtitan_ext.layout.layout import (
+    Box,
     MeshLayout,
     ShardReport,
     Steps,

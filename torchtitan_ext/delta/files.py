@@ -40,6 +40,7 @@ from torchtitan_ext.errors import (
     refusal,
 )
 from torchtitan_ext.layout.dtensor import as_bytes, local_view
+from torchtitan_ext.layout.layout import Box
 from torchtitan_ext.ranks.exchange import check_usable
 from torchtitan_ext.storage.commit.staged_target import staged_target, take_place
 from torchtitan_ext.storage.formats.opened_safetensors import FileRange, OpenedSafetensors
@@ -49,8 +50,7 @@ from torchtitan_ext.storage.raw_tensor import DTYPES, dtype_name
 from torchtitan_ext.storage.weights.layout import name_problems
 from torchtitan_ext.transfer.changes import Changes, HeldTensor, differing_versions
 
-_Box = tuple[tuple[int, ...], tuple[int, ...]]
-_Boxes = tuple[_Box, ...]
+Boxes = tuple[Box, ...]
 
 _REPLICAS_DIFFER = "has replicas that differ, before or after; tte.sync_module_states makes them equal"
 
@@ -92,7 +92,7 @@ def save(
         Phases("save", group, path=path, timeout_seconds=timeout_seconds, call="delta.save") as phases,
         ExitStack() as stack,
     ):
-        own: list[Part] = []
+        own: list[WrittenPart] = []
 
         def offer() -> _Offer:
             if not isinstance(changes, Changes | None):
@@ -101,13 +101,13 @@ def save(
             own.extend([] if changes is None else parts_of(changes))
             return _Offer.of(changes, own)
 
-        def plan(offers: list[_Offer]) -> list[_Place]:
+        def plan(offers: list[_Offer]) -> list[_PartPlaces]:
             places, head, num_bytes = _planned(offers)
             staged = stack.enter_context(staged_target(target, take_place))
             make_file(staged, head, num_bytes)
-            return [_Place(str(staged), of_rank) for of_rank in places]
+            return [_PartPlaces(str(staged), of_rank) for of_rank in places]
 
-        def write(place: _Place) -> None:
+        def write(place: _PartPlaces) -> None:
             staged = Path(place.path)
             written = [
                 (staged, begin, data)
@@ -247,12 +247,12 @@ def _part(file: OpenedSafetensors, fqn: str, number: int, total: TensorTotals) -
 
 
 @dataclass(frozen=True)
-class Part:
+class WrittenPart:
     """What a rank would write of the tensor ``at`` of its changes."""
 
     at: int
     held: HeldTensor
-    box: _Box | None
+    box: Box | None
     count: int
     tensors: tuple[Tensor, ...]
 
@@ -268,7 +268,7 @@ class Part:
         return [tensor.contiguous() for tensor in self.tensors]
 
 
-def parts_of(changes: Changes) -> Iterator[Part]:
+def parts_of(changes: Changes) -> Iterator[WrittenPart]:
     """What is written of each tensor that has changed."""
     offsets = ops.change_offsets(changes.item_bytes, changes.counts)
     first = 0
@@ -278,11 +278,11 @@ def parts_of(changes: Changes) -> Iterator[Part]:
             values = changes.values[offsets[at] : offsets[at] + count * changes.item_bytes[at]]
             coded = _core.PositionBlocks.encode(positions.numpy())
             blocks, inside = torch.from_numpy(coded.blocks).view(-1, 2), torch.from_numpy(coded.offsets)
-            yield Part(at, held, None, count, (blocks, inside, values))
+            yield WrittenPart(at, held, None, count, (blocks, inside, values))
         elif at in changes.whole:
             for chunk in held.shard.chunks:
                 elements = local_view(changes.whole[at], chunk.local_offsets, chunk.sizes)
-                yield Part(at, held, (chunk.offsets, chunk.sizes), elements.numel(), (as_bytes(elements),))
+                yield WrittenPart(at, held, (chunk.offsets, chunk.sizes), elements.numel(), (as_bytes(elements),))
         first += count
 
 
@@ -292,7 +292,7 @@ class _HeldPiece(NamedTuple):
 
     fqn: str
     at: int
-    boxes: _Boxes
+    boxes: Boxes
     replica: str
     dtype: str
     shape: tuple[int, ...]
@@ -304,7 +304,7 @@ class _OfferedPart(NamedTuple):
 
     fqn: str
     at: int
-    box: _Box | None
+    box: Box | None
     num_changed: int
     shapes: list[tuple[str, tuple[int, ...]]]
 
@@ -319,7 +319,7 @@ class _Offer:
     parts: Sequence[_OfferedPart]
 
     @staticmethod
-    def of(changes: Changes | None, own: Sequence[Part]) -> _Offer:
+    def of(changes: Changes | None, own: Sequence[WrittenPart]) -> _Offer:
         if changes is None:
             return _Offer(None, (), [], [])
         kinds = (changes.before, changes.replaced, changes.after)
@@ -337,7 +337,7 @@ class _Offer:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _PartPlaces:
     """Where a rank writes: per part of its own the first bytes of the part's tensors."""
 
     path: str
@@ -353,7 +353,7 @@ def _planned(offers: Sequence[_Offer]) -> tuple[list[dict[int, list[int]]], byte
     writers, totals = _writers_and_totals(offers)
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     names: dict[tuple[int, int], list[str]] = {}
-    boxes: dict[str, list[_Box | None]] = defaultdict(list)
+    boxes: dict[str, list[Box | None]] = defaultdict(list)
     counts: dict[str, int] = defaultdict(int)
     for rank, offer in enumerate(offers):
         for number, part in enumerate(offer.parts):
@@ -378,7 +378,7 @@ def _writers_and_totals(offers: Sequence[_Offer]) -> tuple[set[tuple[int, int]],
     Raises:
         StateRefusedError: (a subclass) Of all keys that do not make one whole file.
     """
-    held: dict[str, dict[_Boxes, list[tuple[int, _HeldPiece]]]] = {}
+    held: dict[str, dict[Boxes, list[tuple[int, _HeldPiece]]]] = {}
     for rank, offer in enumerate(offers):
         for piece in offer.pieces:
             held.setdefault(piece.fqn, {}).setdefault(piece.boxes, []).append((rank, piece))
@@ -414,7 +414,7 @@ def _writers_and_totals(offers: Sequence[_Offer]) -> tuple[set[tuple[int, int]],
     return writers, totals
 
 
-def _why_not_written(fqn: str, pieces: Mapping[_Boxes, Sequence[tuple[int, _HeldPiece]]]) -> Problem | None:
+def _why_not_written(fqn: str, pieces: Mapping[Boxes, Sequence[tuple[int, _HeldPiece]]]) -> Problem | None:
     """Why what the ranks hold of a tensor does not go into a file, apart from what is missing."""
     (first, one), *others = [member for members in pieces.values() for member in members]
     for rank, other in others:
@@ -430,8 +430,8 @@ def _why_not_written(fqn: str, pieces: Mapping[_Boxes, Sequence[tuple[int, _Held
 
 
 def _whole_replicas(
-    pieces: Mapping[_Boxes, Sequence[tuple[int, _HeldPiece]]],
-    cover_defect: Callable[[tuple[int, ...], _Boxes], str | None],
+    pieces: Mapping[Boxes, Sequence[tuple[int, _HeldPiece]]],
+    cover_defect: Callable[[tuple[int, ...], Boxes], str | None],
 ) -> tuple[list[list[tuple[int, _HeldPiece]]], str | None]:
     """Pieces that have each element of a tensor once, or why there are none.
 
@@ -443,7 +443,7 @@ def _whole_replicas(
     defect = cover_defect(shape, tuple(box for boxes in pieces for box in boxes))
     if defect is None:
         return [firsts], None
-    replicas: dict[Any, dict[_Boxes, tuple[int, _HeldPiece]]] = {}
+    replicas: dict[Any, dict[Boxes, tuple[int, _HeldPiece]]] = {}
     for members in pieces.values():
         for rank, piece in members:
             of_replica = replicas.setdefault(piece.replica or rank, {})

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from torchtitan_ext import _core
 from torchtitan_ext.delta.saved_changes import BLOCK_POSITIONS, SavedChanges, SavedPart
 from torchtitan_ext.errors import DamagedCheckpointError
+from torchtitan_ext.layout.layout import Box
 from torchtitan_ext.state.value_digest import sum_box
 from torchtitan_ext.storage.formats.opened_safetensors import FileRange
 from torchtitan_ext.storage.raw_tensor import DTYPES
@@ -102,7 +103,7 @@ def read_tensor(changes: SavedChanges, fqn: str) -> Listed:
     return Listed(positions, values)
 
 
-def _positions_of(box: tuple[tuple[int, ...], tuple[int, ...]], shape: tuple[int, ...]) -> npt.NDArray[np.int64]:
+def _positions_of(box: Box, shape: tuple[int, ...]) -> npt.NDArray[np.int64]:
     """The positions of the elements of a box in the flat tensor, row by row."""
     ranges = np.ix_(*(np.arange(offset, offset + size) for offset, size in zip(*box, strict=True)))
     return np.ravel_multi_index(np.broadcast_arrays(*ranges), shape).reshape(-1) if shape else np.zeros(1, np.int64)

@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from torchtitan_ext._core import add_sums
+from torchtitan_ext.layout.layout import Box
 from torchtitan_ext.storage.formats.opened_safetensors import FileRange, OpenedSafetensors
 from torchtitan_ext.storage.raw_tensor import DTYPES
 
@@ -54,7 +55,7 @@ class TensorTotals:
     before: int
     replaced: int
     after: int
-    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]] | None, ...]
+    boxes: tuple[Box | None, ...]
 
     @property
     def new(self) -> int:
@@ -66,7 +67,7 @@ class TensorTotals:
 class SavedPart:
     """Where new elements of a tensor lie in the file: those of a box, or at positions where ``box`` is ``None``."""
 
-    box: tuple[tuple[int, ...], tuple[int, ...]] | None
+    box: Box | None
     blocks: FileRange
     offsets: FileRange
     values: FileRange

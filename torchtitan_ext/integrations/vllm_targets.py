@@ -60,7 +60,7 @@ def live_targets(model: nn.Module, wanted: Mapping[str, Wanted]) -> dict[str, An
     return found
 
 
-class _Part(NamedTuple):
+class _WeightRange(NamedTuple):
     """A range along a dim of a layer's weight, and where that begins in the tensor of the checkpoint."""
 
     dim: int
@@ -91,17 +91,17 @@ class _Part(NamedTuple):
         return view
 
 
-def _parts_of(layer: Any) -> Iterator[_Part]:
+def _parts_of(layer: Any) -> Iterator[_WeightRange]:
     """Of a layer that is known, and none of a subclass, which may load in its own way."""
     kind = type(layer)
     if not isinstance(getattr(layer, "quant_method", None), UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
         return
     if kind is ReplicatedLinear:
-        yield _Part(0, 0, 0, layer.output_size)
+        yield _WeightRange(0, 0, 0, layer.output_size)
     elif kind is ColumnParallelLinear:
-        yield _Part(0, 0, layer.tp_rank * layer.output_size_per_partition, layer.output_size_per_partition)
+        yield _WeightRange(0, 0, layer.tp_rank * layer.output_size_per_partition, layer.output_size_per_partition)
     elif kind is RowParallelLinear:
-        yield _Part(1, 0, layer.tp_rank * layer.input_size_per_partition, layer.input_size_per_partition)
+        yield _WeightRange(1, 0, layer.tp_rank * layer.input_size_per_partition, layer.input_size_per_partition)
     elif kind is MergedColumnParallelLinear:
         yield from _stacked([(layer.tp_rank, size // layer.tp_size) for size in layer.output_sizes])
     elif kind is QKVParallelLinear:
@@ -111,12 +111,12 @@ def _parts_of(layer: Any) -> Iterator[_Part]:
         yield from _stacked([(layer.tp_rank, query), (of_pair, key), (of_pair, value)])
     elif kind in (VocabParallelEmbedding, ParallelLMHead):
         held = layer.shard_indices
-        yield _Part(0, 0, held.org_vocab_start_index, held.org_vocab_end_index - held.org_vocab_start_index)
+        yield _WeightRange(0, 0, held.org_vocab_start_index, held.org_vocab_end_index - held.org_vocab_start_index)
 
 
-def _stacked(shards: Sequence[tuple[int, int]]) -> Iterator[_Part]:
+def _stacked(shards: Sequence[tuple[int, int]]) -> Iterator[_WeightRange]:
     """Ranges that lie one behind the other, each by its number among the shards of its tensor, and its size."""
     local_begin = 0
     for number, size in shards:
-        yield _Part(0, local_begin, number * size, size)
+        yield _WeightRange(0, local_begin, number * size, size)
         local_begin += size

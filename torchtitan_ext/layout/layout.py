@@ -27,6 +27,9 @@ Step = tuple[int, int, int]
 Steps = tuple[Step, ...]
 """A sharding order: the steps in which a tensor was cut."""
 
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes in a tensor, in elements."""
+
 
 class Chunk(NamedTuple):
     """A box of a global tensor that a rank holds.

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from torchtitan_ext.errors import first_line
 from torchtitan_ext.layout.dtensor import box_of, is_wrapper, map_parts
-
-Box = tuple[Sequence[int], Sequence[int]]
-"""Offsets and sizes in a local tensor."""
+from torchtitan_ext.layout.layout import Box
 
 
 def parts_of(wrapper: torch.Tensor) -> dict[str, torch.Tensor]:

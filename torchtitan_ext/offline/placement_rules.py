@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.tables.component import World, saved_world
-from torchtitan_ext.checkpoint.tables.key_table import Box
 from torchtitan_ext.errors import Problem, Remedy, WrongValueError, argument_error, check_argument, named, refusal
 from torchtitan_ext.layout.layout import (
+    Box,
     MeshLayout,
     Steps,
     local_shards,

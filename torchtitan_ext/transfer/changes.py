@@ -10,7 +10,7 @@ from torch import Tensor
 from torchtitan_ext._core import SumTable
 from torchtitan_ext.checkpoint.tables.key_table import KeyEntry
 from torchtitan_ext.errors import Problem, differing
-from torchtitan_ext.layout.layout import LocalShard
+from torchtitan_ext.layout.layout import Box, LocalShard
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class HeldTensor:
     fqn: str
     shard: LocalShard
     global_shape: tuple[int, ...]
-    box: tuple[tuple[int, ...], tuple[int, ...]] | None
+    box: Box | None
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.planners.saved_chunks import SavedChunks
 from torchtitan_ext.checkpoint.tables.agreement import Agreement
-from torchtitan_ext.checkpoint.tables.key_table import Box
 from torchtitan_ext.errors import Problem, named
+from torchtitan_ext.layout.layout import Box
 from torchtitan_ext.state.nested import Path
 from torchtitan_ext.storage import FileReader
 

@@ -81,7 +81,7 @@ class TransformedTensors:
         nothing = _core.ChunkIndex([])
         chunks = {number: _core.ChunkIndex([_chunk(item) for item in of_source]) for number, of_source in held.items()}
         all_chunks = _core.MapSources([(one[2], chunks.get(number, nothing)) for number, one in enumerate(sources)])
-        found: dict[MetadataIndex, list[_Part]] = {}
+        found: dict[MetadataIndex, list[_TargetPart]] = {}
         names: dict[str, None] = {}
         for target in _core.resolve_transform(self.transform.encoded(), sources).targets:
             if held.keys().isdisjoint(target.values.sources):
@@ -90,13 +90,13 @@ class TransformedTensors:
             dtypes = tuple(DTYPES[name] for name in target.dtypes[1:])
             for part in target.values.find_parts((0,) * len(shape), shape, row_major_strides(shape), all_chunks):
                 index = held[part.source][part.chunk].index
-                found.setdefault(index, []).append(_Part(target.name, part, dtypes))
+                found.setdefault(index, []).append(_TargetPart(target.name, part, dtypes))
                 names[target.name] = None
         return _TransformedPlaces(found, names)
 
 
 @dataclass(frozen=True)
-class _Part:
+class _TargetPart:
     """Elements of an item that belong to one target."""
 
     fqn: str
@@ -106,7 +106,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _TransformedPlaces:
-    parts: Mapping[MetadataIndex, Sequence[_Part]]
+    parts: Mapping[MetadataIndex, Sequence[_TargetPart]]
     names: Iterable[str]
 
     def of(self, item: WriteItem, value: Callable[[], Value]) -> Iterator[Placed]:

@@ -27,7 +27,7 @@ from torchtitan_ext.checkpoint.tables.key_table import BoxesEntry, KeyTable, Ran
 from torchtitan_ext.checkpoint.tables.tensor_sums import TensorSummer, describe_tensors
 from torchtitan_ext.errors import ProofFailedError, WrongPart, WrongValueError, first_line, named
 from torchtitan_ext.layout.dtensor import local_view
-from torchtitan_ext.layout.layout import Steps
+from torchtitan_ext.layout.layout import Box, Steps
 from torchtitan_ext.state.value_digest import sum_box
 from torchtitan_ext.storage import FileReader
 from torchtitan_ext.transforms.reader import MappedReader
@@ -127,7 +127,7 @@ class _PartSums(NamedTuple):
     chunk: WrongPart
     stored: int | None
     replica: str
-    box: tuple[tuple[int, ...], tuple[int, ...]]
+    box: Box
     in_memory: int
     in_file: int | None
 

@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, TensorW
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.rules.report import LoadReport
 from torchtitan_ext.checkpoint.tables.agreement import Agreement, dtype_named
-from torchtitan_ext.checkpoint.tables.key_table import Box, KeyEntry, KeyTable, ObjectEntry, RankTable, TensorEntry
+from torchtitan_ext.checkpoint.tables.key_table import KeyEntry, KeyTable, ObjectEntry, RankTable, TensorEntry
 from torchtitan_ext.errors import Problem, refusal
 from torchtitan_ext.layout.dtensor import local_tensor
-from torchtitan_ext.layout.layout import Steps, candidate_steps, shard_of
+from torchtitan_ext.layout.layout import Box, Steps, candidate_steps, shard_of
 from torchtitan_ext.layout.wrapper import why_not_cut
 
 

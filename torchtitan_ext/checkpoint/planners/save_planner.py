@@ -40,7 +40,6 @@ from torchtitan_ext.checkpoint.planners.subclasses import (
 from torchtitan_ext.checkpoint.tables.agreement import Agreement, agree, unused_layouts
 from torchtitan_ext.checkpoint.tables.component import world_record
 from torchtitan_ext.checkpoint.tables.key_table import (
-    Box,
     EncodedTable,
     KeyTable,
     ObjectEntry,
@@ -58,7 +57,7 @@ from torchtitan_ext.checkpoint.tables.tied_keys import tied_keys
 from torchtitan_ext.dcp_private import ShardedTensor, flatten_sharded_tensors
 from torchtitan_ext.errors import MAX_NAMED, Problem, StateRefusedError, listed, named, refusal, warn
 from torchtitan_ext.layout.dtensor import box_of, local_tensor
-from torchtitan_ext.layout.layout import LayoutRules, ShardOrder, num_elements
+from torchtitan_ext.layout.layout import Box, LayoutRules, ShardOrder, num_elements
 from torchtitan_ext.ranks.exchange import scope_ranks
 from torchtitan_ext.state.host_copies import packed_on_device
 from torchtitan_ext.state.nested import flat_keys

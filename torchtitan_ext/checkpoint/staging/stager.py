@@ -24,7 +24,7 @@ from torchtitan_ext.state.host_copies import flatten_to_host_
 
 
 @dataclass(frozen=True)
-class Copies:
+class StagedCopies:
     """Contiguous copies of some tensors, and the buffer in which they lie, aligned as by ``ops.flatten_into_``."""
 
     tensors: list[torch.Tensor]
@@ -100,13 +100,13 @@ class CpuStager(AsyncStager):
         return self.host_memory_bytes is None or num_bytes <= self.host_memory_bytes
 
     @torch.no_grad()
-    def copy(self, tensors: Sequence[torch.Tensor]) -> Copies:
+    def copy(self, tensors: Sequence[torch.Tensor]) -> StagedCopies:
         """Copies of plain tensors, side by side in one of the buffers."""
         if not tensors:
-            return Copies([], None)
+            return StagedCopies([], None)
         buffer = self._buffers.take(flat_bytes(tensors))
         flatten_to_host_(tensors, buffer.memory)
-        return Copies(tensors_in(buffer.memory, tensors), buffer)
+        return StagedCopies(tensors_in(buffer.memory, tensors), buffer)
 
     def synchronize_staging(self) -> None:
         """Nothing to wait for: ``stage`` returns when the copy is complete."""

@@ -32,14 +32,11 @@ from torchtitan_ext.layout.dtensor import (
     local_view,
     why_not_dense,
 )
-from torchtitan_ext.layout.layout import LayoutRules, ShardReport, is_on_part, is_replicated, num_elements
+from torchtitan_ext.layout.layout import Box, LayoutRules, ShardReport, is_on_part, is_replicated, num_elements
 from torchtitan_ext.layout.own_boxes import has_own_boxes, own_boxes, why_not_own_boxes
 from torchtitan_ext.layout.wrapper import why_not_whole
 from torchtitan_ext.state.plain_value import NotPlain, why_not_plain
 from torchtitan_ext.state.value_digest import brief_tensors, brief_value, digest_large
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes in a global tensor, in elements."""
 
 # Counters, norms and biases of a test model: comparing them costs less than describing them.
 SMALL_TENSOR_BYTES = 64 * 1024

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from torchtitan_ext._core import SumTable
 from torchtitan_ext.checkpoint.tables.key_table import (
-    Box,
     BoxesEntry,
     ObjectEntry,
     TensorEntry,
@@ -22,7 +21,7 @@ from torchtitan_ext.checkpoint.tables.key_table import (
 )
 from torchtitan_ext.errors import Problem
 from torchtitan_ext.layout.dtensor import local_tensor, local_view
-from torchtitan_ext.layout.layout import LayoutRules, Steps, shard_of
+from torchtitan_ext.layout.layout import Box, LayoutRules, Steps, shard_of
 from torchtitan_ext.layout.wrapper import dense_values
 from torchtitan_ext.state.value_digest import fetch_sums, sum_box, sum_shard
 

@@ -13,8 +13,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes, in elements."""
+from torchtitan_ext.layout.layout import Box
 
 # No cluster has more ranks: a longer number in a file's name is no rank.
 _OF_RANK = re.compile(r"__(\d{1,7})_")

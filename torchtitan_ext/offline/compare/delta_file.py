@@ -12,6 +12,7 @@ from torchtitan_ext.delta.files import parts_of
 from torchtitan_ext.delta.kept import find_between
 from torchtitan_ext.delta.saved_changes import NOTE, TensorTotals, encode_note, part_names
 from torchtitan_ext.errors import DamagedCheckpointError, Problem, ProblemKind, WrongValueError, refusal
+from torchtitan_ext.layout.layout import Box
 from torchtitan_ext.offline.boxes import held_piece
 from torchtitan_ext.offline.compare.diff import DifferenceKind, DiffReport, Side, pieces_of
 from torchtitan_ext.offline.selection import Selection, check_plain
@@ -166,7 +167,7 @@ class _Tensor:
 
     def add_to(self, spool: SafetensorsSpool, max_bytes: int) -> TensorTotals:
         """Adds the tensor's changes to a file. Returns what is noted of it."""
-        boxes: list[tuple[tuple[int, ...], tuple[int, ...]] | None] = []
+        boxes: list[Box | None] = []
         count, replaced, total = 0, 0, self.before
         for changes, old, new in self._changes(max_bytes) if self.before != self.after else ():
             replaced, total = add_sums(replaced, old), add_sums(total, new, -old)

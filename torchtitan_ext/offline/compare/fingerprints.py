@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from torchtitan_ext._core import SumTable
-from torchtitan_ext.checkpoint.tables.key_table import Box
+from torchtitan_ext.layout.layout import Box
 from torchtitan_ext.offline.boxes import BoxReader, Piece, batched, chunks_of, cut, new_buffer, records_of, views
 from torchtitan_ext.offline.sources import DcpSource, FileSource, open_source
 from torchtitan_ext.offline.workers import divide

@@ -118,13 +118,13 @@ def convert(
     return ConvertReport(len(keys.fqns) - len(dropped), keys.num_bytes, num_files, dropped, tuple(keys.cast), is_exact)
 
 
-_Place = tuple[Piece, tuple[Path, int]]
+_Destination = tuple[Piece, tuple[Path, int]]
 """A box of the source, and the file and the byte where its elements go, row by row."""
 
 
-def _fill_files(keys: SelectedKeys, places: Sequence[_Place], shares: Shares, progress: OnBytes) -> None:
+def _fill_files(keys: SelectedKeys, places: Sequence[_Destination], shares: Shares, progress: OnBytes) -> None:
     """Writes the elements of tensors to their places in files that exist already."""
-    parts: list[_Place] = []
+    parts: list[_Destination] = []
     for tensor, (path, begin) in places:
         for piece in cut(tensor, shares.part_bytes):
             offset = begin + row_major_position(piece.offsets, tensor.sizes) * piece.dtype.itemsize
@@ -139,7 +139,7 @@ def _fill_files(keys: SelectedKeys, places: Sequence[_Place], shares: Shares, pr
     run_tasks(fill, len(tasks), shares.num_processes, progress)
 
 
-def _lay_out_safetensors(keys: SelectedKeys, directory: Path, max_file_bytes: int) -> list[_Place]:
+def _lay_out_safetensors(keys: SelectedKeys, directory: Path, max_file_bytes: int) -> list[_Destination]:
     """Makes the files without data, and an index if there are several files."""
     tensors = {key: (NAMES[entry.properties.dtype], tuple(entry.size)) for key, entry in keys.tensors.items()}
     odd = [key for key, (dtype, _) in tensors.items() if dtype not in NAME_OF_DTYPE]
@@ -158,7 +158,7 @@ def _lay_out_safetensors(keys: SelectedKeys, directory: Path, max_file_bytes: in
     return sorted(places, key=itemgetter(1))
 
 
-def _lay_out_torch(keys: SelectedKeys, path: Path, weights_only: bool) -> list[_Place]:
+def _lay_out_torch(keys: SelectedKeys, path: Path, weights_only: bool) -> list[_Destination]:
     """Makes the file with its values, without the data of tensors."""
     leaves: dict[str, Any] = dict(
         empty_tensors({key: (entry.properties.dtype, entry.size) for key, entry in keys.tensors.items()})

@@ -14,8 +14,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from torchtitan_ext import _core
 from torchtitan_ext.checkpoint.tables.component import WORLD_KEY, World, world_record
-from torchtitan_ext.checkpoint.tables.key_table import Box
-from torchtitan_ext.layout.layout import local_shards
+from torchtitan_ext.layout.layout import Box, local_shards
 from torchtitan_ext.offline.boxes import Piece, cut
 from torchtitan_ext.offline.placement_rules import DimOf, Placed, PlacementRules
 from torchtitan_ext.offline.rewrite.changes import ROOM_FOR_CHANGES, ChangeChain, ChangeSums
@@ -139,7 +138,7 @@ def write_checkpoint(
         writer.abandon()
 
 
-def _write_parts(file: RankFileWriter, batch: Sequence[tuple[torch.Tensor, _Part]]) -> None:
+def _write_parts(file: RankFileWriter, batch: Sequence[tuple[torch.Tensor, _WrittenPart]]) -> None:
     for tensor, part in batch:
         if part.is_first:
             file.begin_tensor(part.key, part.chunk.offsets, part.position, part.chunk.dtype, part.chunk.sizes)
@@ -149,7 +148,7 @@ def _write_parts(file: RankFileWriter, batch: Sequence[tuple[torch.Tensor, _Part
     file.write()
 
 
-class _Part(NamedTuple):
+class _WrittenPart(NamedTuple):
     """A part of a chunk that a rank writes: number ``position`` in the chunk list of the new tensor ``key``.
 
     ``chunk`` is its box under the tensor's name in the source, ``piece`` the part of it.
@@ -206,7 +205,7 @@ class MeshPlan:
                 cuts[alike] = self._cut(shape, placed)
             self._cuts[key] = cuts[alike]
 
-    def parts_of(self, rank: int, max_bytes: int) -> Iterator[tuple[Piece, _Part]]:
+    def parts_of(self, rank: int, max_bytes: int) -> Iterator[tuple[Piece, _WrittenPart]]:
         """The chunks that a rank writes, in pieces of at most ``max_bytes``; an empty chunk is one empty piece."""
         for number, (key, entry) in enumerate(self.keys.tensors.items()):
             of_key = self._cuts[key]
@@ -216,7 +215,7 @@ class MeshPlan:
                     chunk = Piece(self.keys.fqns[key], entry.properties.dtype, *of_key.boxes[position])
                     pieces = list(cut(chunk, max_bytes)) or [chunk]
                     for piece in pieces:
-                        yield piece, _Part(key, position, chunk, piece, piece is pieces[0], piece is pieces[-1])
+                        yield piece, _WrittenPart(key, position, chunk, piece, piece is pieces[0], piece is pieces[-1])
 
     def values_of(self, rank: int) -> list[str]:
         """The keys of the values that a rank writes."""

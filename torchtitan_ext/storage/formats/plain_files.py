@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 from torchtitan_ext import _core
 from torchtitan_ext.dcp_private import StorageInfo
 from torchtitan_ext.storage.checkpoint_files import Record, thread_count_of
-from torchtitan_ext.storage.formats.safetensors_files import Place, sizes_of_tensor
+from torchtitan_ext.storage.formats.safetensors_files import ChunkRecord, sizes_of_tensor
 from torchtitan_ext.storage.raw_tensor import DTYPES
 
 
@@ -36,7 +36,7 @@ class PlainFiles:
     def __init__(
         self,
         path: Path,
-        places: Mapping[str, list[Place]],
+        places: Mapping[str, list[ChunkRecord]],
         values: Mapping[str, Any],
         paths: Mapping[str, tuple[Any, ...]],
     ) -> None:
@@ -83,7 +83,7 @@ class PlainFiles:
 
 
 def _entry_of(
-    path: Path, fqn: str, places: list[Place], whole: dict[tuple[int, ...], list[ChunkStorageMetadata]]
+    path: Path, fqn: str, places: list[ChunkRecord], whole: dict[tuple[int, ...], list[ChunkStorageMetadata]]
 ) -> TensorStorageMetadata:
     """``whole`` has the chunk list of each shape, which tensors of one chunk share."""
     offsets, tensor = places[0][0], places[0][1].tensor

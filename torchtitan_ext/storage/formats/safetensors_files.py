@@ -47,7 +47,7 @@ _DTYPES = {
 NAME_OF_DTYPE = {dtype: name for name, dtype in _DTYPES.items()}
 """The names of torch's dtypes in the files."""
 
-Place = tuple[tuple[int, ...], Record]
+ChunkRecord = tuple[tuple[int, ...], Record]
 """The offsets of a chunk in its tensor, and its record."""
 
 
@@ -200,7 +200,7 @@ def describe_safetensors(path: Path) -> Contents:
 
 def find_safetensors(
     path: Path, descriptor_of: Callable[[str], int | None] = lambda name: None
-) -> dict[str, list[Place]]:
+) -> dict[str, list[ChunkRecord]]:
     """The chunks of each tensor of a file or a directory, under all its names; reads headers only.
 
     Reads the files that the index of a directory names, or all files without an index.
@@ -216,7 +216,7 @@ def find_safetensors(
     weight_map = None if index is None else read_weight_map(index)
     names = {file.name for file in safetensors_paths(path)} if weight_map is None else set(weight_map.values())
     directory = path if path.is_dir() else path.parent
-    found: dict[str, list[Place]] = {}
+    found: dict[str, list[ChunkRecord]] = {}
     tied: dict[str, str] = {}
     for name in sorted(names):
         entries, notes = read_header_and_notes(directory / name, descriptor_of(name))

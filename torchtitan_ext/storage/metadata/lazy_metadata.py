@@ -38,7 +38,7 @@ _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 
 
-class Place(Protocol):
+class MappingInFile(Protocol):
     """Where a mapping lies in a file."""
 
     def is_current(self) -> bool:
@@ -56,8 +56,8 @@ class LazyDict(dict[_Key, _Value]):
     """
 
     _source: _Entries | _Parts | None = None
-    _unread: Place | None = None
-    place: Place | None = None
+    _unread: MappingInFile | None = None
+    place: MappingInFile | None = None
 
     @classmethod
     def over(cls, source: _Entries | _Parts) -> LazyDict[_Key, _Value]:
@@ -149,7 +149,7 @@ class LazyDict(dict[_Key, _Value]):
         self._source = None  # last: what another thread asks for meanwhile is found
 
 
-def _read_later(place: Place) -> LazyDict[Any, Any]:
+def _read_later(place: MappingInFile) -> LazyDict[Any, Any]:
     lazy: LazyDict[Any, Any] = LazyDict()
     lazy._unread = place
     return lazy

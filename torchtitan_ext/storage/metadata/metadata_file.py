@@ -164,7 +164,7 @@ def send_as_place(metadata: Metadata, path: Path, content: bytes) -> None:
         mapping = getattr(metadata, field)
         if isinstance(mapping, dict):
             mapping = mapping if isinstance(mapping, LazyDict) else LazyDict(mapping)
-            mapping.place = _Place(file, field)
+            mapping.place = _FieldInFile(file, field)
             setattr(metadata, field, mapping)
 
 
@@ -210,7 +210,7 @@ class _MetadataFile:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _FieldInFile:
     """One mapping of the metadata in a file."""
 
     file: _MetadataFile

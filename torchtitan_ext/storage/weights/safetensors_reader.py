@@ -22,7 +22,7 @@ from torchtitan_ext.storage.checkpoint_files import Record, shown
 from torchtitan_ext.storage.commit.opened import OpenedCheckpoint, identity_of
 from torchtitan_ext.storage.formats.detect import format_of
 from torchtitan_ext.storage.formats.plain_files import PlainFiles
-from torchtitan_ext.storage.formats.safetensors_files import Place, find_safetensors
+from torchtitan_ext.storage.formats.safetensors_files import ChunkRecord, find_safetensors
 from torchtitan_ext.storage.native.file_reader import FileReader
 from torchtitan_ext.storage.raw_tensor import NAMES
 
@@ -119,7 +119,7 @@ class SafetensorsReader(FileReader):
     def open_file(self, runs: _core.RunReader, name: str) -> int:
         return runs.add_file(shown(self.files.directory / name), -1, self._descriptor(name))
 
-    def _find(self) -> dict[str, list[Place]]:
+    def _find(self) -> dict[str, list[ChunkRecord]]:
         """The chunks of each tensor, from headers and index of one save."""
         for _ in range(_MAX_ATTEMPTS):
             self._forget()
@@ -135,7 +135,7 @@ class SafetensorsReader(FileReader):
                     return found
         raise SavedOverError(str(self.path), "its files change all the time")
 
-    def _check_single(self, found: Mapping[str, list[Place]]) -> None:
+    def _check_single(self, found: Mapping[str, list[ChunkRecord]]) -> None:
         """Refuses tensors that several files have: those of an earlier save may lie beside them."""
         problems = []
         for fqn, places in found.items():

@@ -101,28 +101,28 @@ class Rounds:
         self.done += done
         return done
 
-    def _own_by_round(self) -> dict[int, list[_Part]]:
+    def _own_by_round(self) -> dict[int, list[_SourceItem]]:
         """What this rank reads for itself, in equal parts behind the rounds of a sample."""
         shared = set(self._part.items)
         own = [position for position in range(len(self._items)) if position not in shared]
         sizes = [bytes_of(self._items[one], self._sources[self._source_of[one]]) for one in own]
         first = len(self._decision.sample_bytes)
         num_rounds, total, before = self.num_rounds - first, sum(sizes), 0
-        rounds: dict[int, list[_Part]] = {}
+        rounds: dict[int, list[_SourceItem]] = {}
         for position, num_bytes in zip(own, sizes, strict=True):
             number = first + min(num_rounds - 1, before * num_rounds // max(total, 1))
-            rounds.setdefault(number, []).append(_Part(self._source_of[position], self._items[position]))
+            rounds.setdefault(number, []).append(_SourceItem(self._source_of[position], self._items[position]))
             before += num_bytes
         return rounds
 
-    def _reads_of(self, number: int, *, is_shared: bool) -> list[_Part]:
+    def _reads_of(self, number: int, *, is_shared: bool) -> list[_SourceItem]:
         """What this rank reads in a round: the parts that it sends on come first."""
         parts = self._cut(self._part.reads(number, self._items, torch.Size))
         if not is_shared:
             parts += self._cut(self._part.receives(number, self._items, torch.Size))
         return parts + self._own.get(number, [])
 
-    def _cut(self, columns: _core.PartColumns) -> list[_Part]:
+    def _cut(self, columns: _core.PartColumns) -> list[_SourceItem]:
         items = items_of(
             ReadItem,
             type=columns.types,
@@ -132,16 +132,18 @@ class Rounds:
             storage_offsets=columns.storage_offsets,
             lengths=columns.lengths,
         )
-        return [_Part(self._source_of[position], item) for position, item in zip(columns.items, items, strict=True)]
+        return [
+            _SourceItem(self._source_of[position], item) for position, item in zip(columns.items, items, strict=True)
+        ]
 
-    def _read(self, parts: Sequence[_Part]) -> Done:
+    def _read(self, parts: Sequence[_SourceItem]) -> Done:
         begin = time.perf_counter()
         for number, source in enumerate(self._sources):
             source.read([part.item for part in parts if part.source == number])
         num_bytes = sum(bytes_of(part.item, self._sources[part.source]) for part in parts)
         return Done(read_seconds=time.perf_counter() - begin, bytes_read=num_bytes)
 
-    def _prepare(self, number: int, read: Sequence[_Part]) -> list[_Sent]:
+    def _prepare(self, number: int, read: Sequence[_SourceItem]) -> list[_Sent]:
         """What a round sends to those who want it too, once it is read, per device."""
         received = self._cut(self._part.receives(number, self._items, torch.Size))
         prepared = []
@@ -169,11 +171,11 @@ class Rounds:
             num_bytes += sum(target.nbytes for target in sent.targets)
         return Done(exchange_seconds=time.perf_counter() - begin, bytes_received=num_bytes)
 
-    def _tensor_of(self, part: _Part) -> Tensor:
+    def _tensor_of(self, part: _SourceItem) -> Tensor:
         return self._sources[part.source].planner.resolve_tensor(part.item).detach()
 
 
-class _Part(NamedTuple):
+class _SourceItem(NamedTuple):
     """An item, or a part of one, and the position of its source."""
 
     source: int

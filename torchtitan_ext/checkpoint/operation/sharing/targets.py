@@ -28,7 +28,7 @@ class Target:
     is_overwritten: bool
 
 
-class Place(NamedTuple):
+class FilledTensor(NamedTuple):
     """Names a tensor that items fill: a key of one source, and of a tensor in several parts the part."""
 
     source: int
@@ -38,14 +38,14 @@ class Place(NamedTuple):
 
 def find_targets(sources: Sequence[PlannedReads], phases: Phases) -> list[list[Target | None]]:
     """Per item its target; ``None`` where this rank reads it for itself."""
-    places: list[list[Place]] = []
-    tensors: dict[Place, Tensor] = {}
+    places: list[list[FilledTensor]] = []
+    tensors: dict[FilledTensor, Tensor] = {}
     for number, source in enumerate(sources):
         entries = source.planner.wanted.entries
         places.append([])
         for item in source.plan.items:
             index = item.dest_index
-            place = Place(number, index.fqn, None if lies_in_local(entries.get(index.fqn)) else index.offset)
+            place = FilledTensor(number, index.fqn, None if lies_in_local(entries.get(index.fqn)) else index.offset)
             if place not in tensors:
                 tensors[place] = source.planner.lookup_tensor(index).detach()
             places[-1].append(place)
@@ -81,28 +81,30 @@ def _is_memory(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or not may_overlap_itself(tensor)
 
 
-def _find_ties(tensors: Mapping[Place, Tensor], in_order: Sequence[Place]) -> tuple[set[Place], set[Place]]:
+def _find_ties(
+    tensors: Mapping[FilledTensor, Tensor], in_order: Sequence[FilledTensor]
+) -> tuple[set[FilledTensor], set[FilledTensor]]:
     """Tensors that share a part of their memory; and those that another one overwrites, which lies in the same place.
 
     Args:
         in_order: The tensor of each item, in the order of reading.
     """
     last = {place: position for position, place in enumerate(in_order)}
-    tied: dict[Any, list[Place]] = {}
+    tied: dict[Any, list[FilledTensor]] = {}
     for place, tensor in tensors.items():
         if is_wrapper(tensor) or tensor.layout is not torch.strided or tensor.numel() == 0 or tensor.is_meta:
             continue
         key = (tensor.data_ptr(), tensor.device, tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj())
         tied.setdefault(key, []).append(place)
-    alone: set[Place] = set()
-    overwritten: set[Place] = set()
+    alone: set[FilledTensor] = set()
+    overwritten: set[FilledTensor] = set()
     extents = []
     for (address, device, shape, stride, dtype, _), places in tied.items():
         *earlier, _ = sorted(places, key=last.__getitem__)
         overwritten.update(earlier)
         num_elements = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
         extents.append((str(device), address, address + num_elements * dtype.itemsize, places))
-    reached: tuple[str, int, list[Place]] = ("", 0, [])
+    reached: tuple[str, int, list[FilledTensor]] = ("", 0, [])
     for on_device, begin, end, places in sorted(extents, key=lambda one: one[:3]):
         if on_device == reached[0] and begin < reached[1]:
             alone.update(places, reached[2])
