@@ -214,9 +214,9 @@ class _ManifestWriter:
         )
 
     def _entry(self, fqn: str, tensor: Tensor) -> int:
-        local = local_tensor(tensor)
-        reason = why_not_dense(local)
-        reason = reason or ("is on the meta device: it has no bytes" if local.is_meta else why_not_own_boxes(tensor))
+        local, states_boxes = local_tensor(tensor), has_own_boxes(tensor)
+        reason = why_not_dense(local) or ("is on the meta device: it has no bytes" if local.is_meta else None)
+        reason = reason or (why_not_own_boxes(tensor) if states_boxes else None)
         if reason is not None:
             raise WrongValueError(f"flatten_state_dict: {fqn} {reason}")
         entry: dict[str, Any] = {
@@ -234,7 +234,7 @@ class _ManifestWriter:
             boxes = self._boxes_of(fqn, tensor)
             if boxes is not None:
                 entry["boxes"] = boxes
-        if has_own_boxes(tensor):
+        if states_boxes:
             entry["own_boxes"] = own_box_values(tensor)
         known = self._known(local, entry)
         if known is None:
@@ -266,6 +266,8 @@ class _ManifestWriter:
 
 
 def _members(at: KeyPath, value: Any) -> list[Member] | None:
+    if type(value) in (Tensor, DTensor):  # nearly all: asking whether one is a Mapping takes longer than all else
+        return None
     if isinstance(value, Mapping):
         return [(key, str(key), member) for key, member in value.items()]
     if type(value) in (list, tuple, torch.Size):
