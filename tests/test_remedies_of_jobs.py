@@ -1,0 +1,649 @@
+"""As ``test_remedies.py``: messages about planners, readers, several jobs, recoveries, dry runs and process groups."""
+
+import contextlib
+import io
+import pickle
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from boxed_tensors import boxed
+from calls import call
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, state_dict_loader
+from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import torchtitan_ext as tte
+from torchtitan_ext import delta, transfer
+from torchtitan_ext.elastic import (
+    ElasticDataLoader,
+    ElasticPolicy,
+    HuggingFaceStreams,
+    Resharded,
+    RngState,
+    Source,
+    TrainState,
+    reshard_state,
+)
+from torchtitan_ext.offline.rewrite.reshard import reshard
+from torchtitan_ext.offline.sources import open_source
+from torchtitan_ext.state.value_digest import digest_value
+from torchtitan_ext.storage.weights.writer import SafetensorsWriter
+from torchtitan_ext.transforms import Rule, Transform
+
+WEIGHTS: dict[str, Any] = {"w": torch.arange(6.0).view(2, 3) + 0.001, "b": torch.ones(2)}
+
+
+def refused(text: str, act: Callable[[], Any]) -> str:
+    with pytest.raises(Exception) as caught:
+        act()
+    assert text in str(caught.value), str(caught.value)
+    return str(caught.value)
+
+
+def zeros(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: torch.zeros_like(value) for key, value in state.items()}
+
+
+def is_saved(path: Any, truth: dict[str, Any], **options: Any) -> bool:
+    tte.load(target := zeros(truth), path, **options)
+    return digest_value(target) == digest_value(truth)
+
+
+# Planners and readers.
+
+
+class Renaming(tte.LoadPlanner):
+    """Loads "step" into the place of "count"."""
+
+    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        self.state_dict["step"] = self.state_dict.pop("count")
+
+
+class Mapping_(Renaming):
+    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        self.mappings["step"] = ("count",)
+
+
+def test_names_that_a_planner_makes(tmp_path: Path) -> None:
+    tte.save({"step": 7}, tmp_path)
+    refused(
+        "say so in mappings, or rename keys by source=", lambda: tte.load({"count": 0}, tmp_path, planner=Renaming())
+    )
+    source = Source(rename={"count": "step"})
+    for planner in (Mapping_(), tte.LoadPlanner(source=source)):
+        tte.load(target := {"count": 0}, tmp_path, planner=planner)
+        assert target == {"count": 7}
+
+
+class OwnDedup(tte.SavePlanner):
+    def _dedup_save_plans(self, all_plans: Any) -> Any:
+        return all_plans
+
+
+class StockDedup(DefaultSavePlanner):
+    def _dedup_save_plans(self, all_plans: Any) -> Any:
+        return super()._dedup_save_plans(all_plans)
+
+
+class OwnPlan(tte.SavePlanner):
+    def create_global_plan(self, all_plans: Any) -> Any:
+        return super().create_global_plan(all_plans)
+
+
+def test_methods_that_our_planner_does_not_call(tmp_path: Path) -> None:
+    told = "replace a method of DCP's planner protocol, or extend DefaultSavePlanner instead"
+    refused(told, lambda: tte.save(dict(WEIGHTS), tmp_path / "a", planner=OwnDedup()))
+    for planner in (OwnPlan(), StockDedup()):
+        tte.save(dict(WEIGHTS), tmp_path / "a", planner=planner)
+        assert is_saved(tmp_path / "a", WEIGHTS)
+        shutil.rmtree(tmp_path / "a")
+
+
+def test_an_argument_without_effect(caplog: pytest.LogCaptureFixture) -> None:
+    tte.SavePlanner(dedup_replicated_tensors=True)
+    assert "dedup_replicated_tensors is deprecated and has no effect; remove the argument" in caplog.text
+    caplog.clear()
+    tte.SavePlanner()
+    assert caplog.text == ""
+
+
+def test_a_partial_load_of_nothing(tmp_path: Path) -> None:
+    tte.save({"model": WEIGHTS}, tmp_path)
+    planner = tte.LoadPlanner(allow_partial_load=True)
+    target = {"net": zeros(WEIGHTS)}
+    told = refused("and others: check the prefixes", lambda: tte.load(target, tmp_path, planner=planner))
+    assert "the checkpoint has model." in told
+    tte.load(target := {"model": {**zeros(WEIGHTS), "new": torch.ones(1)}}, tmp_path, planner=planner)
+    assert digest_value(target) == digest_value({"model": {**WEIGHTS, "new": torch.ones(1)}})
+
+
+class Turned(StreamTransformExtension):
+    """Each byte the other way round."""
+
+    @staticmethod
+    def registry_name() -> str:
+        return "tests.turned"
+
+    @staticmethod
+    def from_descriptor(version: str) -> "Turned":
+        return Turned()
+
+    def get_descriptor(self) -> str:
+        return f"{self.registry_name()}/1"
+
+    def transform_to(self, output: Any) -> Any:
+        class Out(io.RawIOBase):
+            def writeable(self) -> bool:
+                return True
+
+            def write(self, data: Any) -> int:
+                return int(output.write(bytes(255 - byte for byte in bytes(data))))
+
+        return Out()
+
+    def transform_from(self, input: Any) -> Any:
+        return io.BytesIO(bytes(255 - byte for byte in input.read()))
+
+
+def test_a_checkpoint_through_an_extension(tmp_path: Path) -> None:
+    dcp.save(dict(WEIGHTS), storage_writer=FileSystemWriter(tmp_path, _extensions=[Turned()]), no_dist=True)
+    refused("load it with FileSystemReader", lambda: is_saved(tmp_path, WEIGHTS))
+    registry = ExtensionRegistry()
+    registry.register(Turned)
+    assert is_saved(None, WEIGHTS, storage_reader=FileSystemReader(tmp_path, _extension_registry=registry))
+
+
+@pytest.mark.filterwarnings("ignore:memory.//")
+def test_a_checkpoint_at_a_url(tmp_path: Path) -> None:
+    url = "memory://remedies-of-jobs/step-1"
+    tte.save(WEIGHTS, url)
+    rename = Transform([Rule("w", "v"), Rule("b", "b")])
+    load = {"v": torch.zeros(2, 3), "b": torch.zeros(2)}
+    told = "a transform reads checkpoints in directories; copy it to one"
+    refused(told, lambda: tte.load(load, url, transform=rename))
+    told = "files at a URL have no checksums; pass step='latest' or a number"
+    run = "memory://remedies-of-jobs"
+    refused(told, lambda: is_saved(run, WEIGHTS, step="last-good"))
+    assert is_saved(run, WEIGHTS, step="latest") and is_saved(run, WEIGHTS, step=1)
+    assert "Copy the checkpoint to a disk first; latest, and tte.load and tte.latest" in plain(call("inspect", url).err)
+    assert call("latest", run).out.strip() == tte.latest(run) == url
+    fsspec.filesystem("memory").get("/remedies-of-jobs/step-1", str(tmp_path / "copy"), recursive=True)
+    tte.load(load, tmp_path / "copy", transform=rename)
+    assert digest_value(load) == digest_value({"v": WEIGHTS["w"], "b": WEIGHTS["b"]})
+    assert call("inspect", tmp_path / "copy").code == 0
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def plain(text: str) -> str:
+    return " ".join(text.replace("│", " ").split())
+
+
+def test_the_metadata_of_a_save_that_was_saved_over(tmp_path: Path) -> None:
+    writer = tte.FileWriter(tmp_path)
+    saved = dcp.save(dict(WEIGHTS), storage_writer=writer, planner=tte.SavePlanner(), no_dist=True)
+    first = pickle.loads(pickle.dumps(saved))  # as other ranks get it
+    with pytest.warns(UserWarning, match="is overwritten"):
+        tte.save({"w": torch.ones(4)}, tmp_path)
+    told = "another one has saved over it; read its metadata with FileReader"
+    refused(told, lambda: len(first.planner_data))
+    assert list(tte.FileReader(tmp_path).read_metadata().state_dict_metadata) == ["w"]
+
+
+def test_metadata_of_each_rank(tmp_path: Path) -> None:
+    dcp.save(dict(WEIGHTS), checkpoint_id=tmp_path, use_collectives=False, no_dist=True)
+    done = call("inspect", tmp_path, "--rank", 5)
+    assert "and rank 5 has none: name one of these" in plain(done.err)
+    assert call("inspect", tmp_path, "--rank", 0).code == 0
+
+
+def test_numbers_of_files(tmp_path: Path) -> None:
+    writer = SafetensorsWriter(tmp_path / "a", file_numbers={"w": 1})
+    refused("b: has no number of a file; give it one in file_numbers", lambda: tte.save(WEIGHTS, storage_writer=writer))
+    tte.save(WEIGHTS, storage_writer=SafetensorsWriter(tmp_path / "a", file_numbers={"w": 1, "b": 2}))
+    assert is_saved(tmp_path / "a", WEIGHTS)
+    (tmp_path / "b").write_text("")
+    refused(
+        "expected a directory for the weights; give another path",
+        lambda: tte.save(WEIGHTS, tmp_path / "b", format="safetensors"),
+    )
+    tte.save(WEIGHTS, tmp_path / "c", format="safetensors")
+    assert is_saved(tmp_path / "c", WEIGHTS)
+
+
+# Data.
+
+
+def test_a_data_set_that_is_not_streamed() -> None:
+    told = "pass one that is not streamed to the loader as it is"
+    refused(told, lambda: HuggingFaceStreams(list(range(12)), num_shards=2))  # type: ignore[arg-type]
+    found = [sample for batch in ElasticDataLoader(list(range(12)), batch_size=4) for sample in batch.tolist()]
+    assert sorted(found) == list(range(12))
+
+
+def test_a_rank_without_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refused("or pass rank= and world_size=", lambda: RngState(0))
+    assert "rank_1" in RngState(0, rank=1, world_size=2).state_dict()
+
+
+def test_random_states_of_other_ranks(tmp_path: Path) -> None:
+    tte.save({"rng": RngState(3, rank=0, world_size=1)}, tmp_path)
+    expected = torch.rand(2)
+    fresh = RngState(3, rank=1, world_size=2)
+    told = "load it by a policy that reshards"
+    refused(told, lambda: fresh.load_state_dict(RngState(3, rank=0, world_size=1).state_dict()))
+    tte.load({"rng": RngState(3, rank=0, world_size=1)}, tmp_path, policy=ElasticPolicy())
+    assert torch.equal(torch.rand(2), expected)
+    tte.load({"rng": fresh}, tmp_path, policy=ElasticPolicy())
+    assert not torch.equal(torch.rand(2), expected)
+
+
+class Plain:
+    """A component without a method ``reshard``, which keeps an entry per rank."""
+
+    def __init__(self, counts: dict[str, int]) -> None:
+        self.counts = counts
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.counts)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.counts = dict(state_dict)
+
+
+class Method(Plain):
+    def reshard(self, saved: Any, old: object, new: object) -> Resharded:
+        return Resharded({"rank_0": sum(saved.values())}, "summed")
+
+
+class Registered(Plain):
+    pass
+
+
+@reshard_state.register
+def of_registered(component: Registered, saved: Any, old: object, new: object) -> Resharded:
+    return Resharded({"rank_0": sum(saved.values())}, "summed")
+
+
+def test_a_component_that_does_not_say_how_it_reshards(tmp_path: Path) -> None:
+    told = "give it a method reshard(saved, old, new), or register one with tte.elastic.reshard_state.register"
+    refused(told, lambda: reshard_state(Plain({}), {}, tte.elastic.World(2), tte.elastic.World(1)))
+    tte.save({"part": Plain({"rank_0": 3, "rank_1": 4}), "step": 2}, tmp_path)
+    for kind in (Method, Registered):
+        for policy in (None, ElasticPolicy()):
+            tte.load(target := {"part": kind({"rank_0": 0}), "step": 0}, tmp_path, policy=policy)
+            assert (target["part"].counts, target["step"]) == ({"rank_0": 7}, 2)  # type: ignore[attr-defined]
+
+
+def test_states_of_different_moments(tmp_path: Path) -> None:
+    train, loader = TrainState(), ElasticDataLoader(range(12), batch_size=4)
+    next(iter(loader))
+    with pytest.warns(UserWarning, match="and save between steps"):
+        tte.save({"train": train, "data": loader}, tmp_path / "a")
+    train.advance(samples=4)
+    tte.save({"train": train, "data": loader}, tmp_path / "b")
+
+    def load(step: str, **actions: Any) -> tuple[int, int]:
+        target = {"train": TrainState(), "data": ElasticDataLoader(range(12), batch_size=4)}
+        tte.load(target, tmp_path / step, policy=ElasticPolicy(actions))
+        return target["train"].samples_seen, target["data"].samples_seen  # type: ignore[attr-defined]
+
+    told = refused(
+        "load them from one checkpoint, or reset one of them, or 'keep' the one that counts", lambda: load("a")
+    )
+    assert "train 0" in told and "data 4" in told
+    assert load("b") == (4, 4)
+    assert load("a", data="reset") == (0, 0)
+    assert load("a", train="keep") == (0, 4)
+
+
+# Deltas, transfers, recoveries.
+
+
+def test_changes_that_files_do_not_have(tmp_path: Path) -> None:
+    state = {**WEIGHTS, "odd": torch.zeros(2, dtype=torch.uint8).view(torch.bits8)}
+    snapshot = delta.Snapshot(state, version=0)
+    state["w"] = state["w"] + 1
+    state["odd"] = torch.ones(2, dtype=torch.uint8).view(torch.bits8)
+    refused("leave it out of the snapshot", lambda: delta.save(snapshot.changes(state, version=1), tmp_path / "1"))
+    del state["odd"]
+    target = {key: value.clone() for key, value in WEIGHTS.items()}
+    snapshot = delta.Snapshot(target, version=0)
+    delta.save(snapshot.changes(state, version=1), tmp_path / "1")
+    delta.apply(target, delta.load(tmp_path / "1"), version=0)
+    assert digest_value(target) == digest_value(state)
+
+
+def test_files_of_changes_in_their_order(tmp_path: Path) -> None:
+    state = {key: value.clone() for key, value in WEIGHTS.items()}
+    tte.save(state, tmp_path / "step-0")
+    snapshot = delta.Snapshot(state, version=0)
+    for version in (1, 2):
+        state["w"][0] += version
+        delta.save(snapshot.changes(version=version), tmp_path / f"{version}")
+        snapshot.advance()
+    command = ["reshard", tmp_path / "step-0", tmp_path / "new", "--mesh", "dp_shard=1"]
+    first, second = (("--changes", tmp_path / number) for number in "12")
+    assert "give before it what leads from 0 to 1" in plain(call(*command, *second).err)
+    assert "give the files in the order of their versions" in plain(call(*command, *first, *second, *first).err)
+    assert call(*command, *first, *second).code == 0
+    assert is_saved(tmp_path / "new", state)
+
+
+def test_targets_of_a_transfer() -> None:
+    told = "several of its elements share memory; fill a clone() of it"
+    refused(told, lambda: tte.reshard(WEIGHTS, {"w": torch.zeros(1, 3).expand(2, 3)}))
+    tte.reshard(WEIGHTS, target := {"w": torch.zeros(1, 3).expand(2, 3).clone()})
+    assert torch.equal(target["w"], WEIGHTS["w"])
+    model = nn.BatchNorm1d(2)
+    state = {**nn.BatchNorm1d(2).state_dict(), "step": 3}
+    named = {"bn": model, "step": 0}
+    refused("expected a state dict, a module, or None on a rank without", lambda: tte.reshard(state, [model]))
+    tte.reshard(state, model.state_dict())
+    tte.reshard(state, own := {"step": 0})
+    assert own == {"step": 3}
+
+
+def test_changes_over_a_plan_of_another_version() -> None:
+    source, target = {"w": torch.zeros(3)}, {"w": torch.zeros(3)}
+    snapshot = delta.Snapshot(source, version=3)
+    source["w"] += 1
+    plan = tte.plan_reshard(source, target)
+    changes = snapshot.changes(version=5)
+    told = "send the changes from there, or run the plan without changes and with version=5"
+    refused(told, lambda: plan.run(changes=changes))
+    plan.run(version=5)
+    assert plan.version == 5 and torch.equal(target["w"], source["w"])
+    source["w"] += 1
+    refused("holds version 5", lambda: plan.run(changes=delta.Snapshot(source, version=6).changes(version=7)))
+    snapshot = delta.Snapshot({"w": target["w"].clone()}, version=5)
+    plan.run(changes=snapshot.changes(source, version=7))
+    assert torch.equal(target["w"], source["w"])
+
+
+def test_a_recovery_in_one_process(tmp_path: Path) -> None:
+    tte.save(WEIGHTS, tmp_path / "step-5")
+    told = "no rank of the old world is left; load the last checkpoint"
+    refused(told, lambda: transfer.recover(zeros(WEIGHTS), survived=None, alive=[None], step=None))
+    assert is_saved(tmp_path, WEIGHTS, step="latest")
+    lost = {"w": WEIGHTS["w"]}
+    told = refused(
+        "or load the last checkpoint as a whole",
+        lambda: transfer.recover(zeros(WEIGHTS), survived=lost, alive=[0], step=5),
+    )
+    assert "pass path= of a run" in told
+    transfer.recover(target := zeros(WEIGHTS), survived=lost, alive=[0], step=5, path=tmp_path)
+    assert digest_value(target) == digest_value(WEIGHTS)
+    memory = torch.zeros(3)
+    survived = {"a": torch.ones(3), "b": torch.arange(3.0)}
+    told = "give them memory of their own in the state, or leave one of them out of what survived"
+    tied = {"a": memory, "b": memory}
+    refused(told, lambda: transfer.recover(tied, survived=survived, alive=[0], step=5))
+    transfer.recover(apart := zeros(survived), survived=survived, alive=[0], step=5)
+    assert digest_value(apart) == digest_value(survived)
+    transfer.recover(tied, survived={"a": survived["a"]}, alive=[0], step=5)
+    assert torch.equal(tied["b"], survived["a"])
+
+
+class Counted(Plain):
+    def reshard(self, saved: Any, old: object, new: object) -> Resharded:
+        return Resharded(dict(saved), "", samples_counted=saved["samples"])
+
+
+class Served(Plain):
+    def reshard(self, saved: Any, old: object, new: object) -> Resharded:
+        return Resharded(dict(saved), "", samples_seen=saved["samples"])
+
+
+def test_components_of_a_recovery() -> None:
+    survived = {"one": {"samples": 4}, "two": {"samples": 8}}
+    state = {"one": Counted({"samples": 0}), "two": Served({"samples": 0})}
+    told = "survivors pass the states of one step, or reset one of them"
+    refused(told, lambda: transfer.recover(state, survived=survived, alive=[0], step=5))
+    transfer.recover(state, survived=survived, alive=[0], step=5, policy=ElasticPolicy({"two": "omit"}))
+    assert (state["one"].counts, state["two"].counts) == ({"samples": 4}, {"samples": 0})
+    survived["two"] = {"samples": 4}
+    transfer.recover(state, survived=survived, alive=[0], step=5)
+    assert state["two"].counts == {"samples": 4}
+
+
+def test_generations_of_a_meeting() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    jobs = {"job": "a", "rank": 0, "jobs": {"a": 1}, "timeout_seconds": 20}
+    first = transfer.meet(address, **jobs, generation=0)
+    told = refused("generation 0 has met at", lambda: transfer.meet(address, **jobs, generation=0, host_store=False))
+    assert told.endswith("pass the next one")
+    second = transfer.meet(address, **jobs, generation=1, host_store=False)
+    tte.reshard(WEIGHTS, target := zeros(WEIGHTS), second)
+    assert digest_value(target) == digest_value(WEIGHTS)
+    del first, second
+
+
+# Layouts, dry runs, installations.
+
+
+def test_tensors_that_describe_their_boxes(tmp_path: Path) -> None:
+    weight = torch.arange(4.0)
+
+    def describe(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        boxed(state["w"], (4,), [((0,), (0,), (4,))])
+
+    model = nn.Module()
+    model.register_buffer("w", weight.clone())
+    model.register_state_dict_post_hook(describe)
+    refused("call full_tensor on it, or load into it", lambda: tte.get_full_state_dict(model))
+    assert torch.equal(tte.full_tensor(model.state_dict()["w"]), weight)
+    told = refused("describes its own boxes", lambda: tte.set_full_state_dict(model, {"w": weight + 1}))
+    assert told.endswith("call full_tensor on it, or load into it")
+    tte.save({"w": weight + 1}, tmp_path)
+    tte.load(model.state_dict(), tmp_path)
+    assert torch.equal(model.w, weight + 1)
+    state = {"w": boxed(torch.zeros(4), (8,), [((0,), (0,), (4,))]), "b": torch.zeros(2)}
+    assert "leave it out of the dry run" in str(tte.dry_run(state, mesh={"dp": 2}).problems)
+    assert not tte.dry_run({"b": state["b"]}, mesh={"dp": 2}).problems
+
+
+STATE = {"w": torch.zeros(8, 2), "layers.0.w": torch.zeros(4, 2)}
+
+DRY_RUNS: dict[str, tuple[Callable[[Path], Any], list[Callable[[Path], Any]]]] = {
+    "give one of them, or a state dict": (
+        lambda path: tte.dry_run(path, checkpoint=path),
+        [lambda path: tte.dry_run(path, mesh={"dp": 2}), lambda path: tte.dry_run(STATE, checkpoint=path)],
+    ),
+    "expected mesh={'dp': 8, 'tp': 2} or a state dict": (
+        lambda path: tte.dry_run(path),
+        [lambda path: tte.dry_run(path, mesh={"dp": 8, "tp": 2}), lambda path: tte.dry_run(STATE)],
+    ),
+    "expected checkpoint= with these in it": (
+        lambda path: tte.dry_run(STATE, components=["w"]),
+        [lambda path: tte.dry_run(STATE, components=["w"], checkpoint=path)],
+    ),
+    "give stages DTensors on meshes of their ranks": (
+        lambda path: tte.dry_run([STATE, STATE], mesh={"dp": 2}),
+        [lambda path: tte.dry_run([{}, STATE])],
+    ),
+    "placements={'layers.0.*': {'pp': 0}}, None for all stages": (
+        lambda path: tte.dry_run(STATE, mesh={"pp": 2}),
+        [
+            lambda path: tte.dry_run(STATE, mesh={"pp": 2}, placements={"layers.0.*": {"pp": 0}, "w": {"pp": None}}),
+            lambda path: tte.dry_run([STATE, {"w": STATE["w"]}]),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("text", DRY_RUNS)
+def test_arguments_of_a_dry_run(tmp_path: Path, text: str) -> None:
+    tte.save(STATE, tmp_path)
+    wrong, rights = DRY_RUNS[text]
+    refused(text, lambda: wrong(tmp_path))
+    for right in rights:
+        assert not right(tmp_path).problems
+
+
+def test_patched_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = state_dict_loader._load_state_dict
+    with monkeypatch.context() as patch:
+        patch.setattr(state_dict_loader, "_load_state_dict", lambda *args, **kwargs: stock(*args, **kwargs))
+        refused("before; install first, or without it", tte.install)
+    tte.install()
+    try:
+        ours = state_dict_loader._load_state_dict
+        with monkeypatch.context() as patch:
+            patch.setattr(state_dict_loader, "_load_state_dict", lambda *args, **kwargs: ours(*args, **kwargs))
+    finally:
+        tte.uninstall()
+    refused("expected a local directory", lambda: tte.install(fallback="memory://x"))
+
+
+# Process groups.
+
+
+@contextlib.contextmanager
+def process_group(path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def test_without_a_process_group(tmp_path: Path) -> None:
+    refused("call init_process_group first", lambda: tte.broadcast_tensors([torch.ones(1)]))
+    with process_group(tmp_path):
+        tte.broadcast_tensors([torch.ones(1)])
+
+
+def test_processes_beside_a_process_group(tmp_path: Path) -> None:
+    tte.save(WEIGHTS, tmp_path / "a")
+    source, mesh = open_source(tmp_path / "a"), {"dp_shard": 2}
+    with process_group(tmp_path):
+        told = "which cannot be forked; pass num_processes=1, or use the command line"
+        refused(told, lambda: reshard(source, tmp_path / "b", mesh=mesh, num_processes=2))
+        reshard(source, tmp_path / "b", mesh=mesh, num_processes=1)
+    assert is_saved(tmp_path / "b", WEIGHTS)
+    assert call("reshard", tmp_path / "a", tmp_path / "c", "--mesh", "dp_shard=2", "--processes", 2).code == 0
+    assert is_saved(tmp_path / "c", WEIGHTS)
+
+
+def in_a_world(rank: int, world_size: int, path: Path) -> list[str]:
+    """What remedies lost of what two ranks do together."""
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+    truth, lost = torch.arange(24.0).view(8, 3), []
+
+    def cut(*placements: Any, of: DeviceMesh = mesh, tensor: torch.Tensor = truth) -> DTensor:
+        return tte.distribute_tensor(tensor, of, placements or [Shard(0)])
+
+    def check(name: str, is_right: bool) -> None:
+        if not is_right:
+            lost.append(name)
+
+    # Groups of some ranks.
+    first: Any = dist.new_group([0])
+    only_first = DeviceMesh("cpu", [0], mesh_dim_names=("dp",))
+    data = list(range(4))
+    if rank:
+        told = "this rank is not in the process group; call it on the group's ranks only"
+        refused(told, lambda: tte.save(WEIGHTS, path / "first", process_group=first))
+        refused("is not in the group; call it on its ranks only", lambda: tte.broadcast_tensors([truth], group=first))
+        told = "make the loader on its ranks only"
+        refused(told, lambda: ElasticDataLoader(data, batch_size=2, mesh=only_first))
+    else:
+        tte.save(WEIGHTS, path / "first", process_group=first)
+        tte.broadcast_tensors([truth.clone()], group=first)
+        found = [one for batch in ElasticDataLoader(data, batch_size=2, mesh=only_first) for one in batch.tolist()]
+        check("mesh of some ranks", sorted(found) == data)
+    dist.barrier()
+    check("group of some ranks", is_saved(path / "first", WEIGHTS))
+
+    # Saves and loads.
+    load: dict[str, Any] = {"share_reads": rank == 0}
+    refused("pass the same on every rank", lambda: is_saved(path / "first", WEIGHTS, **load))
+    for share in (True, False):
+        check(f"share_reads={share}", is_saved(path / "first", WEIGHTS, share_reads=share))
+    dcp.save({"w": cut()}, checkpoint_id=path / "own", use_collectives=False)
+    told = "load it without a policy, on the ranks of the save"
+    target = {"w": cut(tensor=torch.zeros(8, 3))}
+    refused(told, lambda: tte.load(target, path / "own", policy=ElasticPolicy()))
+    refused("load on the mesh of the save", lambda: tte.load({"w": cut(Shard(1))}, path / "own"))
+    tte.load(target, path / "own")
+    check("on the ranks of the save", torch.equal(tte.full_tensor(target["w"]), truth))
+    tte.save({"pair": (torch.ones(2), 3)}, path / "pair")
+    pair: dict[str, Any] = {"pair": (cut(tensor=torch.zeros(2)), 0)}
+    refused("load plain tensors there", lambda: tte.load(pair, path / "pair"))
+    tte.load(pair := {"pair": (torch.zeros(2), 0)}, path / "pair")
+    check("plain tensors", digest_value(pair) == digest_value({"pair": (torch.ones(2), 3)}))
+    tied = {"a": truth, "b": truth if rank else truth.clone()}
+    refused("tie it on all or none", lambda: tte.save(tied, path / "tied", format="safetensors"))
+    for name, one in ("all", truth), ("none", truth.clone()):
+        tte.save({"a": truth, "b": one}, path / name, format="safetensors")
+        check(f"tied on {name}", is_saved(path / name, {"a": truth, "b": truth}))
+
+    # Changes.
+    states = [{"w": cut(), "odd": torch.zeros(2, dtype=dtype)} for dtype in (torch.float32, torch.bfloat16)]
+    snapshots = [delta.Snapshot(state, version=0) for state in states]
+    for state in states:
+        state["w"].to_local().add_(1)
+    changes = [snapshot.changes() for snapshot in snapshots]
+    told = "rank(s) 1 gave None: pass there what Snapshot.changes() gives"
+    refused(told, lambda: delta.save(None if rank else changes[0], path / "1"))
+    refused("give changes of snapshots of one state", lambda: delta.save(changes[rank], path / "1"))
+    for state, change in zip(states, changes, strict=True):
+        delta.save(change, path / "1")
+        target = {key: torch.zeros_like(value) for key, value in state.items()}
+        target["w"] = cut()
+        delta.apply(target, delta.load(path / "1"), version=0)
+        check("changes", torch.equal(tte.full_tensor(target["w"]), truth + 1))
+
+    # Transfers.
+    plans = []
+    for number in range(2):
+        target = {"w": cut(Shard(1), tensor=torch.zeros(8, 3))}
+        plans.append((tte.plan_reshard({"w": cut(tensor=truth + number)}, target), target))
+    refused("run plans in one order on all ranks", plans[rank][0].run)
+    for number, (plan, target) in enumerate(plans):
+        plan.run()
+        check("one order", torch.equal(tte.full_tensor(target["w"]), truth + number))
+
+    # Recoveries.
+    survived = {"part": {"samples": rank}, "w": truth}
+    state = {"part": Counted({"samples": 9}), "w": torch.zeros(8, 3)}
+    alive = {"alive": [0, 1], "timeout_seconds": 30}
+    told = 'pass replicas="first", or reset the component'
+    refused(told, lambda: transfer.recover(state, survived=survived, step=5, **alive))
+    transfer.recover(state, survived=survived, step=5, replicas="first", **alive)
+    check("replicas='first'", state["part"].counts == {"samples": 0} and torch.equal(state["w"], truth))
+    policy = ElasticPolicy({"part": "reset"})
+    state = {"part": Resetting({"samples": 9}), "w": torch.zeros(8, 3)}
+    transfer.recover(state, survived=survived, step=5, policy=policy, **alive)
+    check("reset", state["part"].counts == {} and torch.equal(state["w"], truth))
+    told = "and no more than half at one; load the last checkpoint"
+    refused(told, lambda: transfer.recover(state, survived=survived, step=5 + rank, **alive))
+    return lost
+
+
+class Resetting(Counted):
+    def reset(self) -> None:
+        self.counts = {}
+
+
+def test_in_a_world(run_world, tmp_path: Path) -> None:
+    assert run_world(2, in_a_world, tmp_path) == [[], []]
